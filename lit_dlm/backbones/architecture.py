@@ -85,8 +85,8 @@ class Architecture:
                 f"head_dim) and a multiple of num_kv_heads {self.kv_heads}, got {self.num_heads}"
             )
         spec = self.spec()
-        ids = {spec.mask_id, spec.pad_id, spec.bos_id, *spec.eos_ids, *spec.forbidden_ids}
-        if beyond := [i for i in ids - {None} if not UNKNOWN_ID <= i < self.vocab_size]:
+        ids = [spec.mask_id, spec.pad_id, spec.bos_id or 0, *spec.eos_ids, *spec.forbidden_ids]
+        if beyond := [i for i in ids if not UNKNOWN_ID <= i < self.vocab_size]:
             raise ValueError(
                 f"Architecture: expected ids below vocab_size {self.vocab_size}, got {beyond}"
             )

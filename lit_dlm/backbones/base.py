@@ -59,16 +59,17 @@ class BackboneSpec:
     def __post_init__(self) -> None:
         if self.mask_id not in (*self.forbidden_ids, UNKNOWN_ID):
             object.__setattr__(self, "forbidden_ids", (*self.forbidden_ids, self.mask_id))
-        if not self.eos_ids:
-            raise ValueError("BackboneSpec.eos_ids: expected at least one id, got none")
         # Overrides come as plain values, which no parser has checked.
         of = "BackboneSpec."
         one_of(0, 1, of=of, shift=self.shift)
         one_of("full", "block", of=of, attention=self.attention)
         one_of("sequence", "response", of=of, block_origin=self.block_origin)
         one_of("cumsum", "arange", of=of, positions=self.positions)
-        if self.attention == "block" and not self.block_size:
-            raise ValueError("BackboneSpec.block_size: block attention needs a block size")
+        if not self.eos_ids or (self.attention == "block" and not self.block_size):
+            raise ValueError(
+                "BackboneSpec: expected eos_ids, and a block_size with block attention, got "
+                f"{self.eos_ids} and {self.block_size}"
+            )
 
 
 @dataclass(frozen=True)

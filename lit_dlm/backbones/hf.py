@@ -157,10 +157,11 @@ class HFBackbone(nn.Module, Backbone):
         load_in_4bit: bool = False,
     ) -> None:
         super().__init__()
-        if (path is None) == (architecture is None) or (lora is not None and adapter is not None):
+        is_given = path is not None or not (spec_overrides or from_ar)
+        if (path is None) == (architecture is None) or not is_given or (lora and adapter):
             raise ValueError(
-                "HFBackbone: expected one of path and architecture, and at most one of lora and "
-                "adapter"
+                "HFBackbone: expected one of path (for spec_overrides and from_ar, too) and "
+                "architecture, and at most one of lora and adapter"
             )
         if load_in_4bit and (trainable or find_spec("bitsandbytes") is None):
             raise ValueError(
@@ -191,8 +192,6 @@ class HFBackbone(nn.Module, Backbone):
             self._load(path, resolved, torch_dtype(dtype), is_late=is_late)
         else:
             assert architecture is not None
-            if spec_overrides or from_ar:
-                raise ValueError("HFBackbone.spec_overrides, from_ar: expected only with path")
             self.architecture = architecture
             self.model = random_decoder(
                 architecture, attn_implementation=attn_implementation, dtype=torch_dtype(dtype)
@@ -378,8 +377,7 @@ class HFBackbone(nn.Module, Backbone):
                 family's own code; by default the one of the files that this model came from.
                 :meth:`load_adapter` reads both.
         """
-        if self._adapter is None:
-            raise ValueError("save_adapter: this backbone has no adapter")
+        assert self._adapter is not None
         is_original = layout == "original" or (layout is None and self._is_release)
         names = self._names("original" if is_original else "hf")
         tensors = adapters.adapter_tensors(self.model, layout=names)
@@ -523,7 +521,6 @@ class HFBackbone(nn.Module, Backbone):
                 f"spec.mask_id: the files of this {self.spec.family} model name no mask token; "
                 "give its id as spec_overrides.mask_id"
             )
-        layers = [self._hidden_index(index) for index in hidden_layers]
         starts = self._starts(pad_mask)
         visible = attention_visibility(
             self.spec, ids, pad_mask=pad_mask, response_start=response_start
@@ -532,21 +529,15 @@ class HFBackbone(nn.Module, Backbone):
         kept = None
         if columns is not None:
             kept = raw_columns(columns, self.spec.shift, starts=starts)
-        last, snapshots = self._encode(
-            ids, visible, position_ids, layers=layers, kept=kept, pictures=pictures
+        rows, hidden = self._encode(
+            ids, visible, position_ids, hidden_layers=hidden_layers, kept=kept, pictures=pictures
         )
         if columns is None:
-            batch, length = ids.shape
-            columns = torch.arange(length, device=ids.device).expand(batch, -1)
-            rows = aligned(last, self.spec.shift, starts=starts)
-        else:
-            rows = last
-        logits = self.head(rows)
-        hidden = None
-        if layers:
-            stacked = torch.stack([snapshots[index] for index in layers], dim=2)  # (B, L, H, D)
-            hidden = aligned(stacked, self.spec.shift, starts=starts)
-        return Denoised(logits=logits, columns=columns, hidden=hidden)
+            columns = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
+            rows = aligned(rows, self.spec.shift, starts=starts)
+        if hidden is not None:
+            hidden = aligned(hidden, self.spec.shift, starts=starts)
+        return Denoised(logits=self.head(rows), columns=columns, hidden=hidden)
 
     def forward(
         self, input_ids: Tensor, mask: Tensor | None = None, position_ids: Tensor | None = None
@@ -606,12 +597,9 @@ class HFBackbone(nn.Module, Backbone):
             snapshots, or ``None`` when none is asked for; ``(1, T, ...)`` with a packing, and ``K``
             last rows with ``kept``.
         """
-        layers = [self._hidden_index(index) for index in hidden_layers]
-        last, snapshots = self._encode(
-            ids, visible, position_ids, layers=layers, cache=cache, kept=kept
+        return self._encode(
+            ids, visible, position_ids, hidden_layers=hidden_layers, cache=cache, kept=kept
         )
-        hidden = torch.stack([snapshots[index] for index in layers], dim=2) if layers else None
-        return last, hidden
 
     @property
     def sequences_from(self) -> int | None:
@@ -729,14 +717,6 @@ class HFBackbone(nn.Module, Backbone):
             return last[cells[0], predictors.expand(len(ids), -1)[cells]]
         return aligned(last, self.spec.shift, starts=starts)[cells]
 
-    def _hidden_index(self, index: int) -> int:
-        count = self.num_layers + 1
-        if not -count <= index < count:
-            raise ValueError(
-                f"hidden_layers: expected indices from {-count} to {count - 1}, got {index}"
-            )
-        return index % count
-
     def _starts(self, pad_mask: Tensor | None) -> Tensor | None:
         if pad_mask is None or self.spec.shift == 0:
             return None
@@ -748,18 +728,22 @@ class HFBackbone(nn.Module, Backbone):
         visible: Tensor | BlockMask | None,
         position_ids: Tensor | None,
         *,
-        layers: Sequence[int] = (),
+        hidden_layers: Sequence[int] = (),
         cache: WindowCache | None = None,
         kept: Tensor | None = None,
         pictures: Sequence[str] | None = None,
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Raw last hidden rows after the final norm, and raw snapshots by index.
+    ) -> tuple[Tensor, Tensor | None]:
+        """Raw last hidden rows after the final norm, and raw snapshots ``(B, L, H, D)``.
 
         The last rows are ``(B, L, D)``, or those of the kept columns ``(B, K)`` alone.
         """
         self.convert()
-        decoder = self.model.model
-        snapshots: dict[int, Tensor] = {}
+        decoder, end = self.model.model, self.num_layers
+        if any(not -end <= index + 1 <= end + 1 for index in hidden_layers):
+            raise ValueError(
+                f"hidden_layers: expected indices from {-end - 1} to {end}, got {hidden_layers}"
+            )
+        layers = [index % (end + 1) for index in hidden_layers]
         plan: dict[str, Any] = {}
         if cache is not None:
             sequences = cache.plan.sequences
@@ -767,27 +751,20 @@ class HFBackbone(nn.Module, Backbone):
                 sequences = sequences.grouped(self._groups)
             plan = {"packing": cache.plan.packing, "sequences": sequences}
         # A snapshot of the last layer has all columns.
-        if kept is not None and self.num_layers not in layers:
+        if kept is not None and end not in layers:
             plan["kept"] = kept
-
-        def keep(index: int) -> Callable[[nn.Module, Any, Tensor], None]:
-            def hook(_module: nn.Module, _args: Any, output: Tensor) -> None:
-                snapshots[index] = output
-
-            return hook
-
+        snapshots: dict[int, Tensor] = {}
         inputs = {"input_ids": ids}
-        hooked = set(layers) - {self.num_layers}
         if self.vision is not None:
             snapshots[0] = self.vision.embed(ids, decoder.embed_tokens, pictures)
             inputs = {"inputs_embeds": snapshots[0]}
-            hooked -= {0}
         # Hooks rather than transformers' own capture: only the asked layers stay in memory.
+        parts = [decoder.embed_tokens, *decoder.layers]
         handles = [
-            (
-                decoder.embed_tokens if index == 0 else decoder.layers[index - 1]
-            ).register_forward_hook(keep(index))
-            for index in hooked
+            parts[index].register_forward_hook(
+                lambda _module, _args, output, index=index: snapshots.update({index: output})
+            )
+            for index in set(layers) - {end, *snapshots}
         ]
         try:
             last = decoder(
@@ -801,10 +778,11 @@ class HFBackbone(nn.Module, Backbone):
         finally:
             for handle in handles:
                 handle.remove()
-        snapshots[self.num_layers] = last
+        snapshots[end] = last
         if kept is not None and "kept" not in plan:
             last = gather_rows(last, kept)
-        return last, snapshots
+        hidden = torch.stack([snapshots[index] for index in layers], dim=2) if layers else None
+        return last, hidden
 
     def _mask(
         self, visible: Tensor | BlockMask | None, *, is_window: bool

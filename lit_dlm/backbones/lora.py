@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from lit_dlm.backbones.families import LLADA_MODULES, KeyLayout, PEFTTask, original_key, our_key
 from lit_dlm.backbones.lora_settings import LoRASettings
-from lit_dlm.backbones.weights import plain_tensor, read_weights, save_weights
+from lit_dlm.backbones.weights import load_weights, plain_tensor, save_weights
 from lit_dlm.ops.precision import without_autocast
 
 if TYPE_CHECKING:  # peft takes seconds to import, and most runs have no adapter
@@ -50,7 +50,7 @@ def peft_config(settings: LoRASettings, **facts: Any) -> LoraConfig:
     """The settings in peft's words; ``facts`` add to them or win."""
     from peft import LoraConfig
 
-    values = {
+    values: dict[str, Any] = {
         "r": settings.rank,
         "lora_alpha": settings.alpha,
         "lora_dropout": settings.dropout,
@@ -219,10 +219,9 @@ def save_adapter(
         task_type=task,
         base_model_name_or_path=base_name,
         inference_mode=True,
-    ).save_pretrained(folder)
+    ).save_pretrained(str(folder))
 
 
-@torch.no_grad()
 def load_adapter(model: nn.Module, folder: Path, *, layout: KeyLayout) -> Path:
     """Reads the weights of a PEFT folder into an adapter that is in place already.
 
@@ -238,20 +237,14 @@ def load_adapter(model: nn.Module, folder: Path, *, layout: KeyLayout) -> Path:
     if not path.is_file():
         raise ValueError(f"{folder}: expected {WEIGHTS_FILE} (pickled weights are not read)")
     wanted = dict(adapter_parameters(model))
-    found: dict[str, Tensor] = {}
-    for key, tensor in read_weights(path):
+
+    def ours(key: str) -> str:
         module, _, rest = key.removeprefix(_PREFIX).partition(".lora_")
         names = {our_key(f"{module}.weight", one) or "" for one in (layout, "hf")}
         keys = [f"{name.removesuffix('.weight')}.lora_{rest}" for name in names]
-        ours = next((one for one in keys if one in wanted), None)
-        if ours is None or tensor.shape != wanted[ours].shape:
-            shape = f", expected {tuple(wanted[ours].shape)} for this model" if ours else ""
-            raise ValueError(f"{path}: unexpected key {key!r} {tuple(tensor.shape)}{shape}")
-        found[ours] = tensor
-    if missing := sorted(set(wanted) - set(found)):
-        raise ValueError(f"{path}: {len(missing)} keys are absent, such as {missing[0]!r}")
-    for key, tensor in found.items():
-        wanted[key].copy_(tensor)
+        return next((one for one in keys if one in wanted), key)
+
+    load_weights([path], wanted, rename=ours)
     return path
 
 

@@ -16,14 +16,7 @@ from lit_dlm.ops.masking import block_causal_visibility, block_numbers
 
 
 def key_visibility(pad_mask: Tensor) -> Tensor:
-    """Every query sees the real keys.
-
-    Args:
-        pad_mask: ``(B, L)`` bool or integer, nonzero on real tokens.
-
-    Returns:
-        ``(B, 1, 1, L)`` bool, for all queries.
-    """
+    """Every query sees the real keys: ``(B, L)``, nonzero on these, to ``(B, 1, 1, L)`` bool."""
     return pad_mask.bool()[:, None, None, :]
 
 
@@ -64,16 +57,13 @@ def attention_visibility(
     """
     if spec.attention == "full":
         return None if pad_mask is None else key_visibility(pad_mask)
+    counts_from_response = spec.block_origin == "response"
     assert spec.block_size is not None
-    if spec.block_origin == "response" and response_start is None:
-        raise ValueError(
-            "response_start: expected the first response column, since spec.block_origin is "
-            "'response', got None"
-        )
+    assert response_start is not None or not counts_from_response
     blocks = block_numbers(
         ids.shape[1] if pad_mask is None else pad_mask,
         spec.block_size,
-        origin=response_start if spec.block_origin == "response" else None,
+        origin=response_start if counts_from_response else None,
         device=ids.device,
     )
     return block_causal_visibility(blocks, pad_mask)

@@ -81,8 +81,8 @@ def load_weights(
     if unknown or missing:
         raise ValueError(
             f"{place}: {len(missing)} keys are absent, such as {sorted(missing)[:_SHOWN]}, and "
-            f"{len(unknown)} unexpected, such as {unknown[:_SHOWN]}; config.json describes another "
-            "model"
+            f"{len(unknown)} unexpected, such as {unknown[:_SHOWN]}; they are those of "
+            "another model"
         )
     return mapped
 

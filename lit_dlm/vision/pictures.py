@@ -53,10 +53,12 @@ class Picture:
     def __init__(self, source: str | Path | bytes, *, name: str | None = None) -> None:
         self._source = source if isinstance(source, bytes) else Path(source)
         self.name = name or ("a picture" if isinstance(source, bytes) else str(source))
-        if isinstance(self._source, Path) and not self._source.is_file():
+        if isinstance(self._source, bytes):
+            num_bytes = len(self._source)
+        elif self._source.is_file():
+            num_bytes = self._source.stat().st_size
+        else:
             raise ValueError(f"{self.name}: expected a picture, found no such file")
-        is_path = isinstance(self._source, Path)
-        num_bytes = self._source.stat().st_size if is_path else len(self._source)
         if num_bytes > MAX_BYTES:
             raise ValueError(
                 f"{self.name}: expected a picture of at most {MAX_BYTES >> 20} MiB, "

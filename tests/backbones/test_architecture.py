@@ -22,7 +22,7 @@ def test_the_specification_always_forbids_the_mask():
     [
         ({"num_heads": 3}, "num_heads"),
         ({"num_heads": 4, "num_kv_heads": 3}, "num_kv_heads 3"),
-        ({"mask_id": 32}, r"vocab_size 32, got \[32\]"),
+        ({"mask_id": 32}, "vocab_size 32"),
         ({"eos_ids": (1, 40)}, "vocab_size 32"),
         ({"eos_ids": ()}, "eos_ids"),
         ({"attention": "block"}, "block_size"),

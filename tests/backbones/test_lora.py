@@ -276,7 +276,7 @@ def test_published_tabom_adapters_load_from_their_folder(tmp_path: Path, name: s
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
         ({"target_modules": ["c_attn"]}, r"lora\.targets.*c_attn"),
-        ({"target_modules": None}, "target_modules"),
+        ({"target_modules": None}, r"lora\.targets"),
         ({"r": 0}, r"lora\.rank"),
         ({"lora_alpha": 0}, r"lora\.alpha"),
         ({"lora_dropout": 1.0}, r"lora\.dropout"),
@@ -297,7 +297,7 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path: Path):
     first = sorted(tensors)[0]
     for broken, message in (
         ({key: tensors[key] for key in list(tensors)[1:]}, "1 keys are absent"),
-        ({**tensors, "base_model.model.other": torch.ones(1)}, "unexpected key"),
+        ({**tensors, "base_model.model.other": torch.ones(1)}, "1 unexpected"),
         ({**tensors, first: torch.ones(2, 3)}, r"\(2, 3\), expected"),
     ):
         save_file(broken, file)
@@ -309,8 +309,6 @@ def test_contradicting_options_are_named(make_backbone: Maker):
     backbone = make_backbone()
     with pytest.raises(ValueError, match=r"lora\.layers: expected indices from 0 to 2, got \[3\]"):
         backbone.add_adapter(LoRASettings(layers=[3]))
-    with pytest.raises(ValueError, match="has no adapter"):
-        backbone.save_adapter("nowhere")
     with pytest.raises(ValueError, match=r"lora\.layers"):
         LoRASettings(layers=[])
     backbone.add_adapter(LoRASettings())
