@@ -297,11 +297,10 @@ class HFBackbone(nn.Module, Backbone):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # ``.to(bfloat16)`` (also Lightning's true half precision) casts every buffer and adapter.
-        before = adapters.float32_adapters(self)
-        super()._apply(fn, recurse)
+        with adapters.adapters_kept_in_float32(self):
+            super()._apply(fn, recurse)
         if "model" in self._modules and self.device.type != "meta":
             self._keep_rotary_in_float32()
-            adapters.keep_in_float32(self, before)
             if self.device.type != "cpu":
                 self.convert()
         return self

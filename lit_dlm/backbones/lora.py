@@ -154,26 +154,24 @@ def adapter_parameters(model: nn.Module, name: str = POLICY) -> Iterator[tuple[s
             yield path.replace(f".{name}.", "."), parameter
 
 
-def float32_adapters(module: nn.Module) -> dict[str, Tensor]:
-    """Weights of all adapters, and of what is trained beside them, that are in float32, by name."""
+@contextmanager
+def adapters_kept_in_float32(module: nn.Module) -> Iterator[None]:
+    """Keeps a move to half precision from rounding adapters and what is trained beside them.
+
+    Small updates would be rounded away.
+    """
     named = dict(module.named_parameters())
     has_adapter = any(".lora_" in name for name in named)
-    return {
+    before = {
         name: parameter.data
         for name, parameter in named.items()
         if parameter.dtype == torch.float32
         and (".lora_" in name or (has_adapter and parameter.requires_grad))
     }
-
-
-def keep_in_float32(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Puts adapters back that a move to half precision has rounded; see :func:`inject`.
-
-    ``weights`` are what :func:`float32_adapters` gave before it.
-    """
+    yield
     for name, parameter in module.named_parameters():
-        if name in weights and parameter.dtype in (torch.float16, torch.bfloat16):
-            parameter.data = weights[name].to(parameter.device)
+        if name in before and parameter.dtype in (torch.float16, torch.bfloat16):
+            parameter.data = before[name].to(parameter.device)
 
 
 def adapter_tensors(model: nn.Module, *, layout: KeyLayout) -> dict[str, Tensor]:
@@ -197,13 +195,7 @@ def save_adapter(
 ) -> None:
     """Writes what :func:`adapter_tensors` gave as a PEFT folder.
 
-    Args:
-        tensors: the adapter.
-        settings: its settings.
-        folder: created when absent.
-        layout: whose names the keys have.
-        task: what peft should take the base model for.
-        base_name: folder or hub id of the base model, for the configuration.
+    ``task`` is what peft should take the base model ``base_name`` for.
     """
     targets = settings.modules()
     if layout == "llada":
@@ -223,15 +215,9 @@ def save_adapter(
 
 
 def load_adapter(model: nn.Module, folder: Path, *, layout: KeyLayout) -> Path:
-    """Reads the weights of a PEFT folder into an adapter that is in place already.
+    """Reads the weights of a PEFT folder into an adapter that is in place; gives their file.
 
-    Args:
-        model: the decoder, after :func:`inject` with the folder's settings.
-        folder: the adapter.
-        layout: the family's names; the file may have them or transformers'.
-
-    Returns:
-        The file.
+    Keys may have the names of the family's ``layout`` or transformers'.
     """
     path = folder / WEIGHTS_FILE
     if not path.is_file():
@@ -296,11 +282,7 @@ def fold(model: nn.Module) -> None:
 def restored(model: nn.Module, mapped: Mapping[str, Tensor]) -> Iterator[None]:
     """Puts the base weights that hold an adapter back, bit by bit, when the context closes.
 
-    Subtracting the adapter again would leave rounding behind. On a CPU copies take the places of
-    the weights meanwhile, so that those mapped from a file stay there. A GPU keeps copies that take
-    at most a quarter of what it has left, since caches need room, too. Else the file's memory is
-    what they are put back from, or a copy on the host. Sharded weights are gathered into memory of
-    their own, so that nothing has to be put back.
+    Subtracting the adapter again would leave rounding behind.
 
     Args:
         model: the decoder; its weights are as sharded at the end as at the beginning.
@@ -310,17 +292,19 @@ def restored(model: nn.Module, mapped: Mapping[str, Tensor]) -> Iterator[None]:
     merged_into = {
         key: base
         for key, (base, layer) in base_parameters_adapted(model).items()
+        # Sharded weights are gathered into memory of their own: nothing has to be put back.
         if layer is not None and not isinstance(base, DTensor)
     }
     stays = _has_room([base for base in merged_into.values() if base.device.type == "cuda"])
     for key, base in merged_into.items():
         stored = mapped.get(key)
         if base.device.type == "cpu":
+            # The copy is merged into, so that weights mapped from a file stay there.
             kept[key], base.data = base.data, base.data.clone()
         elif stays:
             kept[key] = base.detach().clone()
         elif stored is not None and torch.equal(stored.to(base.device, base.dtype), base):
-            kept[key] = stored
+            kept[key] = stored  # the file's memory costs nothing
         else:
             kept[key] = base.detach().to("cpu", copy=True)
     try:
@@ -335,7 +319,7 @@ def restored(model: nn.Module, mapped: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 def _has_room(weights: Sequence[Tensor]) -> bool:
-    """Whether copies of weights on one GPU leave enough of its memory."""
+    """Whether copies of weights take a quarter of what their GPU has left: caches need room."""
     if not weights:
         return False
     device = weights[0].device

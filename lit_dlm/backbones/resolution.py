@@ -147,50 +147,53 @@ def resolve(
             f"{source}from_ar: expected an autoregressive qwen2, llama or qwen3 checkpoint, "
             f"got a diffusion model of model_type {model_type!r}"
         )
-    if model_type not in PLAIN_DECODERS:
+    family = None
+    if model_type in PLAIN_DECODERS:
+        decoder = PLAIN_DECODERS[model_type]
+        facts = {"decoder": decoder, **_hf_sizes(config, source, decoder=decoder)}
+        facts |= {"family": model_type}
+    else:
         name = family_of(config, source=source, wanted=overrides.get("family"))
         family = FAMILIES[name]
-        sizes = _llada_sizes if family.layout == "llada" else _hf_sizes
-        facts = {"decoder": family.decoder, **sizes(config, source, decoder=family.decoder)}
-        facts |= {"family": name, "shift": family.shift, "attention": family.attention}
-        if family.text_vocab_size is not None:
-            words = size or family.text_vocab_size
-            facts["text_vocab_size"] = words if facts["vocab_size"] > words else None
-        if family.attention == "block":
-            facts["block_size"] = config.get("block_size", 4)
-        facts |= _special_ids(config, tokens, overrides, family=family, source=source)
-        return Resolved(
-            architecture=Architecture(**{**facts, **overrides}),
-            layout=family.layout,
-            config=config,
-            file_vocab_size=facts["vocab_size"],
-        )
-
-    decoder = PLAIN_DECODERS[config["model_type"]]
-    facts = {"decoder": decoder, **_hf_sizes(config, source, decoder=decoder)}
+        facts = {"family": name, **_family_facts(config, family, size, source)}
     rows = facts["vocab_size"]
     if EXPORT_KEY in config:
         facts |= config[EXPORT_KEY]
     else:
-        described = {**config, "eos_token_id": _stop_ids(config, folder)}
+        described = dict(config)
+        if family is None:
+            described["eos_token_id"] = _stop_ids(config, folder)
         if from_ar is not None:
             mask = tokens.get(MASK_TOKEN, rows if size is None else size)
             described["mask_token_id"] = mask
             facts |= vars(from_ar) | {"vocab_size": max(rows, mask + 1)}
-        elif described.get("mask_token_id") is None and "mask_id" not in overrides:
-            raise ValueError(
-                f"{source}config.json names no mask_token_id: this is an autoregressive "
-                f"{model_type} checkpoint; start from it with from_ar, or give the id of its mask "
-                "token as spec_overrides.mask_id"
-            )
-        facts |= {"family": model_type, **_special_ids(described, tokens, overrides, source=source)}
+        facts |= _special_ids(described, tokens, overrides, family=family, source=source)
     return Resolved(
         architecture=Architecture(**{**facts, **overrides}),
-        layout="hf",
+        layout="hf" if family is None else family.layout,
         config=config,
         file_vocab_size=rows,
         adds_mask=from_ar is not None and MASK_TOKEN not in tokens,
     )
+
+
+def _family_facts(
+    config: Mapping[str, Any], family: Family, tokenizer_size: int | None, source: str
+) -> dict[str, Any]:
+    """What a release of a family is, but for its special tokens."""
+    sizes = _llada_sizes if family.layout == "llada" else _hf_sizes
+    facts = {
+        "decoder": family.decoder,
+        "shift": family.shift,
+        "attention": family.attention,
+        **sizes(config, source, decoder=family.decoder),
+    }
+    if family.text_vocab_size is not None:
+        words = tokenizer_size or family.text_vocab_size
+        facts["text_vocab_size"] = words if facts["vocab_size"] > words else None
+    if family.attention == "block":
+        facts["block_size"] = config.get("block_size", 4)
+    return facts
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -350,37 +353,58 @@ def _special_ids(
     tokens: Mapping[str, int],
     overrides: Mapping[str, Any],
     *,
-    family: Family | None = None,
+    family: Family | None,
     source: str,
 ) -> dict[str, Any]:
     """``mask_id``, ``pad_id``, ``eos_ids`` and ``bos_id``.
 
     Those of the family's tokens in the tokenizer, else what the configuration says. What nothing
-    names is ``UNKNOWN_ID``, with a warning; padding is hidden from attention, so it falls back to
-    another id.
+    names is ``UNKNOWN_ID``, with a warning.
     """
-    mask, pad = config.get("mask_token_id"), config.get("pad_token_id")
     eos, bos = _listed(config.get("eos_token_id")), config.get("bos_token_id")
     if family is not None:
-        written = [tokens[text] for text in family.mask_tokens if text in tokens]
-        mask = written[0] if mask is None and written else mask
-        if tokens and mask not in (None, *written) and "mask_id" not in overrides:
-            raise ValueError(
-                f"{source}mask_token_id is {mask} in config.json, but {family.mask_tokens[0]!r} is "
-                f"{written or 'absent'} in the tokenizer; set spec_overrides.mask_id to the right "
-                "one"
-            )
         eos = tuple(tokens[text] for text in family.eos_tokens if text in tokens) or eos
+        # SDAR's configurations name one that is an end of text.
         bos = None if family.bos_token is None else tokens.get(family.bos_token, bos)
-    for field, found in (("mask_id", mask), ("eos_ids", eos)):
-        if found in (None, ()) and field not in overrides:
+    pad = config.get("pad_token_id")
+    found = {
+        "mask_id": _mask_id(config.get("mask_token_id"), tokens, overrides, family, source),
+        "eos_ids": eos or (UNKNOWN_ID,),
+        # Padding is hidden from attention, so that any id does.
+        "pad_id": (eos[0] if eos else 0) if pad is None else pad,
+        "bos_id": bos,
+    }
+    for field in ("mask_id", "eos_ids"):
+        if found[field] in (UNKNOWN_ID, (UNKNOWN_ID,)) and field not in overrides:
             logger.warning(
                 "%sthe files name no %s; decoding needs it as spec_overrides.%s",
                 *(source, field, field),
             )
-    return {
-        "mask_id": UNKNOWN_ID if mask is None else mask,
-        "pad_id": (eos[0] if eos else 0) if pad is None else pad,
-        "eos_ids": eos or (UNKNOWN_ID,),
-        "bos_id": bos,
-    }
+    return found
+
+
+def _mask_id(
+    said: int | None,
+    tokens: Mapping[str, int],
+    overrides: Mapping[str, Any],
+    family: Family | None,
+    source: str,
+) -> int:
+    """The mask token of the tokenizer, which must be the one that the configuration says."""
+    if "mask_id" in overrides:
+        return UNKNOWN_ID if said is None else said
+    if family is None:
+        if said is None:
+            raise ValueError(
+                f"{source}config.json names no mask_token_id: this is an autoregressive "
+                "checkpoint; start from it with from_ar, or give the id of its mask token as "
+                "spec_overrides.mask_id"
+            )
+        return said
+    written = [tokens[text] for text in family.mask_tokens if text in tokens]
+    if tokens and said not in (None, *written):
+        raise ValueError(
+            f"{source}mask_token_id is {said} in config.json, but {family.mask_tokens[0]!r} is "
+            f"{written or 'absent'} in the tokenizer; set spec_overrides.mask_id to the right one"
+        )
+    return next(iter(written), UNKNOWN_ID) if said is None else said

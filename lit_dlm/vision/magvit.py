@@ -161,29 +161,17 @@ class Magvit(nn.Module):
 
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> Tensor:
-        """Tokens of pictures.
+        """Tokens ``(B, height / scale, width / scale)`` int64 of pictures.
 
-        Args:
-            pixels: ``(B, 3, height, width)`` floats in [-1, 1]; sides are multiples of
-                :attr:`scale`.
-
-        Returns:
-            ``(B, height / scale, width / scale)`` int64 below :attr:`num_codes`; the first of the
-            13 numbers is the highest binary digit.
+        ``pixels`` ``(B, 3, height, width)`` are floats in [-1, 1], sides multiples of
+        :attr:`scale`. The first of the 13 numbers is the highest binary digit.
         """
         positive = self.encoder(pixels.to(self.encoder.conv_in.weight)) > 0
         return (positive.permute(0, 2, 3, 1).long() * self._powers(pixels.device)).sum(-1)
 
     @torch.no_grad()
     def decode(self, codes: Tensor) -> Tensor:
-        """Pixels of tokens.
-
-        Args:
-            codes: ``(B, rows, columns)`` int64.
-
-        Returns:
-            ``(B, 3, rows * scale, columns * scale)`` float32, about in [-1, 1].
-        """
+        """Pixels ``(B, 3, rows * scale, columns * scale)`` float32, about in [-1, 1], of tokens."""
         weight = self.decoder.conv_in.weight
         codes = codes.to(weight.device)
         bits = (codes[..., None] & self._powers(codes.device) > 0).to(weight.dtype) * 2 - 1

@@ -34,14 +34,10 @@ class TokenVision(Vision):
         vocab_size: int | None = None,
         marks: Mapping[str, int] | None = None,
     ) -> None:
-        """Sets the picture tokenizer.
+        """Sets the picture tokenizer, whose tokens begin at ``first_id``.
 
-        Args:
-            settings: how it sees.
-            first_id: that of the first picture token; in MMaDA the first behind its tokenizer.
-            tokenizer: of the pictures.
-            vocab_size: of the model; words and picture tokens by default.
-            marks: ids of ``<|soi|>``, ``<|eoi|>`` and ``<|mmu|>``; MMaDA's by default.
+        ``vocab_size`` is that of words and picture tokens by default, ``marks`` are ids of
+        ``<|soi|>``, ``<|eoi|>`` and ``<|mmu|>``, MMaDA's by default.
         """
         super().__init__(settings, vocab_size=vocab_size or first_id + tokenizer.num_codes)
         if settings.train != "none":
@@ -100,14 +96,8 @@ class TokenVision(Vision):
 def square_pixels(picture: Picture, resolution: int) -> Tensor:
     """A picture as dLLM-RL shows it to MMaDA: white margins make it square.
 
-    MMaDA's own scripts cut a square out of its middle instead.
-
-    Args:
-        picture: any.
-        resolution: pixels on each side.
-
-    Returns:
-        ``(3, resolution, resolution)`` float32 in [-1, 1].
+    MMaDA's own scripts cut a square out of its middle instead. ``(3, resolution, resolution)``
+    float32 in [-1, 1].
     """
     image = picture.decoded()
     side = max(image.size)

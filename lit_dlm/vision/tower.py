@@ -74,11 +74,9 @@ class TowerVision(Vision):
     before_text = f"{IMAGE_MARK}\n"
 
     def __init__(self, settings: VisionSettings, config: Mapping[str, Any]) -> None:
-        """Builds the tower with random weights.
+        """Builds the tower of LLaDA-V's ``config.json`` with random weights.
 
-        Args:
-            settings: what is trained.
-            config: LLaDA-V's ``config.json``; ``vision_config`` gives a tower of other sizes.
+        Its ``vision_config``, which the release has not, means a tower of other sizes.
         """
         super().__init__(settings, vocab_size=config["vocab_size"])
         for option, pattern in _SUPPORTED.items():
