@@ -84,15 +84,10 @@ class Packing:
 
 
 def added_mask(visible: Tensor, *, groups: int, dtype: torch.dtype) -> Tensor:
-    """A mask that is added to the scores, made once for all layers.
+    """A mask ``(B, 1, 1 or groups * W, K)`` that is added to the scores, made once for all layers.
 
-    Args:
-        visible: ``(B, 1, 1 or W, K)`` bool, ``True`` where the query may see the key.
-        groups: query heads to a key head that become queries of one.
-        dtype: of the scores.
-
-    Returns:
-        ``(B, 1, 1 or groups * W, K)`` of ``dtype``, 0 where visible.
+    ``visible`` is ``(B, 1, 1 or W, K)`` bool, ``True`` where the query may see the key; ``groups``
+    query heads to a key head become queries of one.
     """
     B, _, rows, K = visible.shape
     # The kernel copies a mask whose rows do not begin at multiples of eight.
@@ -263,18 +258,12 @@ _MANY_KEYS = 512
 def sequences_from(
     route: str, device: torch.device, dtype: torch.dtype, *, num_heads: int
 ) -> int | None:
-    """Keys of a row from which on windows are to describe themselves by sequences, without a mask.
+    """Keys of a row from which on windows describe themselves by sequences; ``None``: never.
 
-    Args:
-        route: a key of :data:`ROUTES`.
-        device: of the model.
-        dtype: of the attention.
-        num_heads: key heads, which a CPU's threads share.
-
-    Returns:
-        Their number; ``None``: never.
+    ``route`` is a key of :data:`ROUTES`, ``num_heads`` counts the key heads.
     """
     if route == "auto" and device.type == "cpu":
+        # One sequence after the other has no more parallel parts than key heads.
         return _MANY_KEYS if torch.get_num_threads() <= num_heads else None
     is_half = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     return 0 if route == "varlen" or (route == "auto" and is_half and _has_flash(device)) else None

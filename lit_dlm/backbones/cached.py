@@ -300,9 +300,8 @@ class CachedCanvas:
     def _ranges(self, spans: Sequence[Span], block_causal: bool) -> dict[str, list[int]] | None:
         """The windows of some rows as sequences, one for each block where they are block-causal.
 
-        Returns:
-            The first query of each sequence (and the number of queries), the window that it is of
-            and the keys before its end; ``None`` where the attention takes a mask.
+        The first query of each sequence (and the number of queries), the window that it is of and
+        the keys before its end; ``None`` where the attention takes a mask.
         """
         if not self.takes_sequences(spans):
             return None
@@ -321,13 +320,9 @@ class CachedCanvas:
         return {"query_starts": starts, "of": windows, "num_keys": num_keys}
 
     def read(self, columns: Tensor) -> Denoised:
-        """Predictions at some columns, from the last forward that covered each of them.
+        """Predictions at columns ``(B, K)`` int64, from the last forward that covered each of them.
 
-        Args:
-            columns: ``(B, K)`` int64.
-
-        Returns:
-            Aligned logits ``(B, K, V)`` and, when kept, aligned snapshots ``(B, L, H, D)``.
+        Aligned logits ``(B, K, V)`` and, when kept, aligned snapshots ``(B, L, H, D)``.
         """
         assert self._last is not None, "read before the first forward"
         raw = raw_columns(columns, self.backbone.spec.shift, starts=self._starts)

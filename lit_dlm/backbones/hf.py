@@ -93,18 +93,6 @@ class RowContext(TypedDict, total=False):
     (:meth:`Vision.embed <lit_dlm.vision.base.Vision.embed>`)."""
 
 
-class ScoreOptions(RowContext, total=False):
-    """And how the head scores their cells."""
-
-    forbidden_ids: Sequence[int] | None
-    """Ids without probability; by default ``spec.forbidden_ids``."""
-    id_range: tuple[int, int | None]
-    """First id that has some, and the first one behind them, as in sampling
-    (:meth:`Sampler.id_range <lit_dlm.decoding.Sampler.id_range>`)."""
-    temperature: float
-    """The logits are divided by it; 1 by default."""
-
-
 class HFBackbone(nn.Module, Backbone):
     """A bidirectional decoder with aligned outputs (the :class:`~lit_dlm.backbones.base.Backbone`).
 
@@ -121,8 +109,7 @@ class HFBackbone(nn.Module, Backbone):
         spec_overrides: fields of :class:`~lit_dlm.backbones.base.BackboneSpec` that win over the
             files, such as ``{"positions": "arange"}``. Only with ``path``.
         from_ar: makes a diffusion model of an autoregressive checkpoint at ``path``.
-        lora: puts a new low-rank adapter on the frozen weights; it is trainable. From Python also
-            a dict of these settings.
+        lora: puts a new low-rank adapter on the frozen weights; it is trainable.
         adapter: folder or hub id of a low-rank adapter in PEFT layout to load.
         vision: lets prompts have pictures, with a model that was made for them (LLaDA-V, MMaDA);
             nothing of it is loaded by default.
@@ -170,8 +157,6 @@ class HFBackbone(nn.Module, Backbone):
             )
         one_of(*ROUTES, of="HFBackbone.", attn_implementation=attn_implementation)
         one_of(False, True, "selective", gradient_checkpointing=gradient_checkpointing)
-        if isinstance(lora, Mapping):
-            lora = LoRASettings(**lora)
         self.attn_implementation = attn_implementation
         self.new_mask_token = None if from_ar is None else MASK_TOKEN
         """How the mask of a model that starts from an autoregressive one is written."""
@@ -214,11 +199,6 @@ class HFBackbone(nn.Module, Backbone):
         if vision is not None:
             self._load_vision(vision, is_whole=trainable and lora is None)
         if lora is not None:
-            if trainable:
-                logger.warning(
-                    "trainable with lora: has no effect, the adapter alone is trained; leave lora "
-                    "out to train all weights"
-                )
             if from_ar is not None:
                 logger.warning(
                     "from_ar with lora: the new mask embedding is frozen at the mean of the others"
@@ -226,13 +206,12 @@ class HFBackbone(nn.Module, Backbone):
             self.add_adapter(lora)
         if adapter is not None:
             self.load_adapter(adapter, trainable=trainable)
-        if gradient_checkpointing:
-            # What transformers' own switch sets, less its hook that lets embeddings need gradients.
-            for layer in self.model.model.layers:
-                layer.gradient_checkpointing = True
-                layer._gradient_checkpointing_func = adapters.recomputed(
-                    layer, keep_products=gradient_checkpointing == "selective"
-                )
+        # What transformers' own switch sets, less its hook that lets embeddings need gradients.
+        for layer in self.model.model.layers if gradient_checkpointing else ():
+            layer.gradient_checkpointing = True
+            layer._gradient_checkpointing_func = adapters.recomputed(
+                layer, keep_products=gradient_checkpointing == "selective"
+            )
 
     def _load(self, path: str, resolved: Resolved, dtype: torch.dtype, *, is_late: bool) -> None:
         if self.architecture.family in FAMILIES:
@@ -333,12 +312,7 @@ class HFBackbone(nn.Module, Backbone):
         return adapters.using_adapter(self.model, name)
 
     def load_adapter(self, path_or_id: str, *, trainable: bool = False) -> None:
-        """Loads a low-rank adapter in PEFT layout.
-
-        Args:
-            path_or_id: its folder, or a hub id. Keys may have transformers' or the family's names.
-            trainable: whether its weights require gradients.
-        """
+        """Loads a low-rank adapter in PEFT layout from a folder or a hub id."""
         folder = locate(path_or_id)
         self.add_adapter(read_adapter_settings(folder))
         layout = key_layout(self.spec.family)
@@ -369,12 +343,10 @@ class HFBackbone(nn.Module, Backbone):
     def save_adapter(self, folder: str | Path, *, layout: ExportLayout | None = None) -> None:
         """Writes the adapter as a PEFT folder, and beside it what is trained of ``vision``.
 
-        Args:
-            folder: created when absent; files of the same name are replaced. With sharded weights
-                every process must call this; the first one writes.
-            layout: ``hf`` for an adapter on what :meth:`export` writes; ``original`` for one on the
-                family's own code; by default the one of the files that this model came from.
-                :meth:`load_adapter` reads both.
+        With sharded weights every process must call this; the first one writes. ``layout`` is
+        ``hf`` for an adapter on what :meth:`export` writes, ``original`` for one on the family's
+        own code, by default that of the files that this model came from; :meth:`load_adapter` reads
+        both.
         """
         assert self._adapter is not None
         is_original = layout == "original" or (layout is None and self._is_release)
@@ -508,12 +480,10 @@ class HFBackbone(nn.Module, Backbone):
         response_start: int | None = None,
         pictures: Sequence[str] | None = None,
     ) -> Denoised:
-        """Runs one forward, see :meth:`Backbone.denoise <lit_dlm.backbones.base.Backbone.denoise>`.
+        """See :meth:`Backbone.denoise <lit_dlm.backbones.base.Backbone.denoise>`; differentiable.
 
         ``pictures`` are the digests of a batch of training; decodes have theirs in place. A block
-        model (``spec.attention`` is ``block``) gets its block-causal mask, any other one sees every
-        real token. Without ``pad_mask`` a full-attention model needs no mask at all, so
-        that the flash kernel stays available. Differentiable.
+        model gets its block-causal mask, any other one sees every real token.
         """
         if self.spec.mask_id == UNKNOWN_ID:
             raise ValueError(
@@ -592,9 +562,8 @@ class HFBackbone(nn.Module, Backbone):
             kept: ``(B, K)`` int64 columns of the window whose last rows are wanted; all by default.
 
         Returns:
-            *Raw* rows, not aligned: ``(B, W, D)`` after the final norm, and ``(B, W, H, D)``
-            snapshots, or ``None`` when none is asked for; ``(1, T, ...)`` with a packing, and ``K``
-            last rows with ``kept``.
+            *Raw* rows, not aligned: ``(B, W or K, D)`` after the final norm, and snapshots
+            ``(B, W, H, D)`` where they are asked for; ``(1, T, ...)`` with a packing.
         """
         return self._encode(
             ids, visible, position_ids, hidden_layers=hidden_layers, cache=cache, kept=kept
@@ -626,23 +595,20 @@ class HFBackbone(nn.Module, Backbone):
         return self._head(rows).index_fill_(-1, self._forbidden, float("-inf"))
 
     def score_tokens(
-        self, ids: Tensor, targets: Tensor, rows: Tensor, **options: Unpack[ScoreOptions]
+        self, ids: Tensor, targets: Tensor, rows: Tensor, **options: Any
     ) -> TokenStats:
         """Cross-entropy, entropy and log-probability of chosen cells; no logits are kept.
 
         What training uses in place of :meth:`denoise`: the same prediction, but only the chosen
-        rows meet the head, a chunk at a time (:mod:`lit_dlm.ops.fused_head`), in float32.
+        rows meet the head, a chunk at a time (:mod:`lit_dlm.ops.fused_head`), in float32. One entry
+        per chosen cell, row by row; a forbidden target has infinite cross-entropy. Differentiable.
+        To go back to the canvas, write ``canvas[rows] = stats.ce``.
 
         Args:
             ids: ``(B, L)`` int64 canvas as the model sees it, masks included.
             targets: ``(B, L)`` int64 tokens to score; read at ``rows`` only.
             rows: ``(B, L)`` bool, cells to score.
-            options: see :class:`ScoreOptions`.
-
-        Returns:
-            One entry per chosen cell, row by row: ``rows.sum()`` of them; a forbidden target has
-            infinite cross-entropy. Differentiable. To go back to the canvas, write
-            ``canvas[rows] = stats.ce``.
+            options: of :meth:`score_with_rows`.
         """
         return self.score_with_rows(ids, targets, rows, **options)[0]
 
@@ -657,7 +623,18 @@ class HFBackbone(nn.Module, Backbone):
         temperature: float = 1.0,
         **context: Unpack[RowContext],
     ) -> tuple[TokenStats, Tensor]:
-        """:meth:`score_tokens`, and the ``(N, D)`` aligned hidden rows that were scored."""
+        """:meth:`score_tokens`, and the ``(N, D)`` aligned hidden rows that were scored.
+
+        Args:
+            ids: as there, like the next two.
+            targets: tokens.
+            rows: cells.
+            forbidden_ids: ids without probability; by default ``spec.forbidden_ids``.
+            id_range: the first id that has some, and the first one behind them, as in sampling
+                (:meth:`Sampler.id_range <lit_dlm.decoding.Sampler.id_range>`).
+            temperature: the logits are divided by it.
+            context: see :class:`RowContext`.
+        """
         # By number: the host waits once, before the forward is under way.
         cells = rows.nonzero(as_tuple=True)
         hidden = self._rows(ids, cells, **context)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,21 +125,18 @@ def recomputed(layer: nn.Module, *, keep_products: bool = False) -> Callable[...
     from peft.tuners.lora import LoraLayer
 
     @contextmanager
-    def again(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-        with ExitStack() as stack:
-            for context in contexts:
-                stack.enter_context(context)
+    def again(kept: AbstractContextManager[Any], name: str | None) -> Iterator[None]:
+        with kept, using_adapter(layer, name):
             yield
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         forward, kept = nullcontext(), nullcontext()
         if keep_products:
             forward, kept = create_selective_checkpoint_contexts(list(_PRODUCTS))
-        adapted = next((part for part in layer.modules() if isinstance(part, LoraLayer)), None)
-        if adapted is None:
-            return forward, kept
-        name = next(iter(adapted._active_adapter), None)
-        return forward, again(kept, using_adapter(layer, name))
+        # Asked while the layer runs: when gradients are taken another adapter may be in use.
+        adapted = [part for part in layer.modules() if isinstance(part, LoraLayer)]
+        names = adapted[0]._active_adapter if adapted else []
+        return forward, again(kept, next(iter(names), None))
 
     def run(function: Callable[..., Any], *args: Any) -> Any:
         return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)

@@ -35,31 +35,26 @@ RELEASE_KEY = "lit_dlm_original"
 MASK_TOKEN = "<|mask|>"
 """How the mask token of a model that starts from an autoregressive one is written."""
 
-# What options may say: other values change the computation in a way our decoders do not have.
-_ALLOWED_HF: dict[str, tuple[Any, ...]] = {
-    "hidden_act": (None, "silu"),
-    "use_sliding_window": (None, False),
-    "num_experts": (None, 0),
-    "num_local_experts": (None, 0),
-    "quantization_config": (None,),
+# What options must say where they are there: with other values the decoders would compute something
+# else.
+_HF_OPTIONS = {
+    "hidden_act": "silu",
+    "use_sliding_window": False,
+    "num_experts": 0,
+    "num_local_experts": 0,
+    "quantization_config": None,
 }
-_ALLOWED_LLADA: dict[str, tuple[Any, ...]] = {
-    "block_type": ("llama",),
-    "activation_type": ("silu",),
-    "layer_norm_type": ("rms",),
-    "layer_norm_with_affine": (None, True),
-    "alibi": (None, False),
-    "rope": (None, True),
-    "attention_layer_norm": (None, False),
-    "block_group_size": (None, 1),
-    "include_bias": (None, False),
-    "bias_for_layer_norm": (None, False),
-    "input_emb_norm": (None, False),
-    "clip_qkv": (None,),
-    "rope_scaling": (None,),
-    "num_experts": (None, 0),
-    "n_experts": (None, 0),
-    "quantization_config": (None,),
+_LLADA_OPTIONS = {
+    "block_type": "llama",
+    "activation_type": "silu",
+    "layer_norm_type": "rms",
+    "layer_norm_with_affine": True,
+    "rope": True,
+    "block_group_size": 1,
+    **dict.fromkeys(("num_experts", "n_experts"), 0),
+    **dict.fromkeys(("alibi", "attention_layer_norm", "input_emb_norm"), False),
+    **dict.fromkeys(("include_bias", "bias_for_layer_norm"), False),
+    **dict.fromkeys(("clip_qkv", "rope_scaling", "quantization_config")),
 }
 
 
@@ -204,13 +199,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json_object(path)
 
 
-def _refuse(config: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]], source: str) -> None:
-    for option, values in allowed.items():
-        value = config.get(option)
-        if value not in values:
+def _refuse(config: Mapping[str, Any], options: Mapping[str, Any], source: str) -> None:
+    for option, expected in options.items():
+        if config.get(option) not in (None, expected):
             raise ValueError(
-                f"{source}config.json: option {option}={value!r} is not supported, "
-                f"expected one of {[v for v in values if v is not None]}"
+                f"{source}config.json: option {option}={config[option]!r} is not supported, "
+                f"expected {expected!r}"
             )
 
 
@@ -223,13 +217,14 @@ def _need(config: Mapping[str, Any], *options: str, source: str) -> list[Any]:
 
 def _hf_sizes(config: Mapping[str, Any], source: str, *, decoder: str) -> dict[str, Any]:
     """Sizes under transformers' own names (Dream, SDAR, LLaDA-V, plain decoders, our exports)."""
-    biases = {
-        "attention_bias": (None, False) if decoder == "qwen2" else (None, False, True),
-        "mlp_bias": (None, False, True) if decoder == "llama" else (None, False),
-    }
-    _refuse(config, {**_ALLOWED_HF, **biases}, source)
+    options: dict[str, Any] = dict(_HF_OPTIONS)
+    if decoder == "qwen2":  # which has its own biases
+        options["attention_bias"] = False
+    if decoder != "llama":
+        options["mlp_bias"] = False
+    _refuse(config, options, source)
     kinds = sorted({"full_attention", *(config.get("layer_types") or ())})
-    _refuse({"layer_types": kinds}, {"layer_types": (["full_attention"],)}, source)
+    _refuse({"layer_types": kinds}, {"layer_types": ["full_attention"]}, source)
     vocab, hidden, inner, layers, heads = _need(
         config,
         *("vocab_size", "hidden_size", "intermediate_size"),
@@ -268,7 +263,7 @@ def _hf_sizes(config: Mapping[str, Any], source: str, *, decoder: str) -> dict[s
 
 def _llada_sizes(config: Mapping[str, Any], source: str, *, decoder: str) -> dict[str, Any]:
     """Sizes under LLaDA's names (arXiv:2502.09992, released configuration class)."""
-    _refuse(config, _ALLOWED_LLADA, source)
+    _refuse(config, _LLADA_OPTIONS, source)
     width, heads, layers, tied = _need(
         config, "d_model", "n_heads", "n_layers", "weight_tying", source=source
     )

@@ -21,15 +21,10 @@ def key_visibility(pad_mask: Tensor) -> Tensor:
 
 
 def position_ids_for(pad_mask: Tensor, positions: Literal["cumsum", "arange"]) -> Tensor:
-    """Position ids under padding.
+    """Position ids ``(B, L)`` int64 under padding; the mask is nonzero on real tokens.
 
-    Args:
-        pad_mask: ``(B, L)`` bool or integer, nonzero on real tokens.
-        positions: ``cumsum`` counts from the first real token, so that left padding does not move
-            a row; ``arange`` is the column number. Values on padding do not matter.
-
-    Returns:
-        ``(B, L)`` int64.
+    ``cumsum`` counts from the first real token, so that left padding does not move a row;
+    ``arange`` is the column number. Values on padding do not matter.
     """
     if positions == "cumsum":
         return (pad_mask.long().cumsum(dim=1) - 1).clamp_min(0)
@@ -45,16 +40,9 @@ def attention_visibility(
 ) -> Tensor | None:
     """Who sees whom in one forward over a canvas, by the layout the model was trained with.
 
-    Args:
-        spec: full or block attention, block size and origin.
-        ids: ``(B, L)`` int64 canvas.
-        pad_mask: ``(B, L)`` bool, ``True`` on real tokens; ``None`` without padding.
-        response_start: canvas column of the first response cell.
-
-    Returns:
-        Bool, broadcastable to ``(B, 1, L, L)``, ``True`` where the query (third axis) may see the
-        key; ``None`` when everyone sees all, which keeps the kernels without a mask.
+    Bool, broadcastable to ``(B, 1, L, L)``, ``True`` where the query (third axis) may see the key.
     """
+    # None where everyone sees all: a mask would keep the fastest kernels away.
     if spec.attention == "full":
         return None if pad_mask is None else key_visibility(pad_mask)
     counts_from_response = spec.block_origin == "response"

@@ -60,8 +60,7 @@ def load_weights(
             is ignored where ``parameters`` does not list the key.
         as_stored: parameters get the dtype of the file.
 
-    Returns:
-        By our key, what is a file's own memory.
+    Returns by our key what is a file's own memory.
     """
     place = files[0].parent if files else "weights"
     missing = set(parameters) - optional
@@ -143,8 +142,7 @@ def files_digest(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for path in files:
         with path.open("rb") as stream:
-            while block := stream.read(1 << 20):
-                digest.update(block)
+            hashlib.file_digest(stream, lambda: digest)
     return digest.hexdigest()
 
 

@@ -130,13 +130,6 @@ def test_the_exported_tokenizer_knows_the_mask(tmp_path: Path, size: int):
     assert load_backbone(tmp_path / "dlm").spec == backbone.spec
 
 
-def test_settings_of_an_adapter_may_be_a_dict(tmp_path: Path):
-    checkpoint(tmp_path)
-    start = FromAR(shift=1)
-    backbone = HFBackbone(str(tmp_path), from_ar=start, lora={"rank": 2})  # type: ignore[arg-type]
-    assert backbone.adapter == LoRASettings(rank=2)
-
-
 def test_the_export_is_a_diffusion_model(tmp_path: Path):
     checkpoint(tmp_path / "ar", "qwen3")
     start = FromAR(shift=0, attention="block", block_size=4)
