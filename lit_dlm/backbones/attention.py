@@ -116,19 +116,10 @@ def grouped_sdpa(
 ) -> tuple[Tensor, None]:
     """Attention of one layer through torch's fused kernels.
 
-    Args:
-        module: the layer's attention module.
-        query: ``(B, H, W, d)``, or ``(1, H, T, d)`` with a packing.
-        key: ``(B, h, K, d)``; each of its heads serves ``H / h`` neighbouring query heads.
-        value: like ``key``.
-        attention_mask: from :func:`added_mask`, or of a whole canvas ``(B, 1, L, L)`` bool or by
-            blocks, then through FlexAttention; ``None``: all is seen.
-        packing: of windows of different widths.
-        kwargs: as transformers passes them.
-
-    Returns:
-        ``(B, W, H, d)``, or ``(1, T, H, d)``, and no weights. Whole canvases without a mask or
-        under a matrix go through transformers' own function.
+    Queries ``(B, H, W, d)``, or ``(1, H, T, d)`` with a packing, and keys and values
+    ``(B, h, K, d)``, each head of which serves ``H / h`` neighbouring query heads, give
+    ``(B, W, H, d)``, or ``(1, T, H, d)``, and no weights. The mask is from :func:`added_mask`, or
+    of a whole canvas ``(B, 1, L, L)`` bool or by blocks.
     """
     if isinstance(attention_mask, BlockMask):
         attend: Any = _compiled_flex() if query.is_cuda else flex_attention
@@ -138,6 +129,7 @@ def grouped_sdpa(
         scale = kwargs.get("scaling")
         output = attend(query, key, value, block_mask=attention_mask, scale=scale, enable_gqa=True)
         return output.transpose(1, 2).contiguous(), None
+    # Whole canvases get transformers' own order of sums, which training keeps.
     if packing is None and (attention_mask is None or attention_mask.dtype == torch.bool):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     if packing is not None:
@@ -185,9 +177,9 @@ def varlen(
 ) -> tuple[Tensor, None]:
     """Attention of one layer through the flash kernel for sequences of different lengths.
 
-    Arguments are those of :func:`grouped_sdpa`, and ``sequences`` where the forward has them: then
-    there is no mask, the queries that they count are those of all ``H / h`` heads of a key head,
-    and the keys are whole buffers ``(B, h, L, d)`` whose memory is ``(B, L, h, d)``.
+    As :func:`grouped_sdpa`, or with ``sequences``: then there is no mask, they count the queries of
+    all ``H / h`` heads of a key head, and the keys are whole buffers ``(B, h, L, d)`` whose memory
+    is ``(B, L, h, d)``.
     """
     if sequences is None:
         return grouped_sdpa(module, query, key, value, attention_mask, **kwargs)

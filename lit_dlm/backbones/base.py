@@ -102,7 +102,7 @@ class Backbone(Protocol):
         hidden_layers: Sequence[int] = (),
         response_start: int | None = None,
     ) -> Denoised:
-        """Run one forward.
+        """Run one forward: aligned logits and, when asked, aligned hidden snapshots.
 
         Args:
             ids: ``(B, L)`` int64 canvas.
@@ -113,9 +113,6 @@ class Backbone(Protocol):
                 first; the last one after the final norm); negative ones count from the end.
             response_start: canvas column of the first response cell, for block models whose blocks
                 count from there (``spec.block_origin``).
-
-        Returns:
-            The aligned logits at ``columns`` and, when asked, aligned hidden snapshots.
         """
         ...
 

@@ -171,6 +171,40 @@ class CachedCanvas:
             columns: ``(B, K)`` int64 columns that are read until the next forward over the same
                 windows; those alone go through the end of the last layer. All by default.
         """
+        plan, visible = self._plan(spans, rows, block_causal)
+        self._cache.plan = plan
+        places, kept = plan.columns, None
+        begins, width = places[:, :1], places.shape[1]
+        if columns is not None and plan.packing is None and columns.shape[1] < width:
+            read = raw_columns(columns, self.backbone.spec.shift, starts=self._starts)
+            read = read if rows is None else read[plan.rows]
+            # A predictor left of the window has its row of the refresh.
+            kept = (read - begins).clamp(0, width - 1)
+        last, hidden = self.backbone.encode_window(
+            ids[plan.at, places],
+            cache=self._cache,
+            visible=visible,
+            position_ids=self._positions[plan.at, places],
+            hidden_layers=self.hidden_layers,
+            kept=kept,
+        )
+        self.num_forwards += 1
+        if self._last is None:
+            self._last = self._buffer(last)
+        if kept is None:
+            plan.write(self._last, last)
+        else:
+            # The others keep rows of an earlier forward, which nobody reads before the next one.
+            self._last[plan.at, begins + kept] = last
+        if hidden is not None:
+            if self._hidden is None:
+                self._hidden = self._buffer(hidden)
+            plan.write(self._hidden, hidden)
+
+    def _plan(
+        self, spans: Sequence[Span], rows: Sequence[int] | None, block_causal: bool
+    ) -> tuple[WindowPlan, Tensor | None]:
+        """Where a forward reads and writes, and its mask ``(n, 1, 1 or W, kv_end)``, if any."""
         widths = [span.end - span.begin for span in spans]
         width, kv_end = max(widths), max(span.kv_end for span in spans)
         is_packed = sum(widths) < len(spans) * width
@@ -182,22 +216,22 @@ class CachedCanvas:
             "kv_ends": [span.kv_end for span in spans],
         }
         numbers |= (_packing_numbers(widths) if is_packed else {}) | (ranges or {})
-        part = _on_device(numbers, ids.device)
+        part = _on_device(numbers, self._positions.device)
         taken, begins = part["rows"], part["begins"][:, None]  # (n,) and (n, 1)
-        window = begins + torch.arange(width, device=ids.device)  # (n, W)
-        at, places, packing = taken[:, None], window, None
+        window = begins + torch.arange(width, device=begins.device)  # (n, W)
+        places, packing = window, None
         if is_packed:
             windows, offsets = part["windows"], part["offsets"]
-            at, places = taken[windows][None], (begins[windows, 0] + offsets)[None]
+            places = (begins[windows, 0] + offsets)[None]
+            cells = part["cells"].view(-1, width)
             packing = Packing(
-                rows=at, cells=part["cells"].view(-1, width), windows=windows, offsets=offsets
+                rows=taken[windows][None], cells=cells, windows=windows, offsets=offsets
             )
-        some = None if rows is None else taken
         sequences = visible = None
         if ranges is None:
             is_whole = all(span.kv_end == kv_end for span in spans)
             visible = self._visible(
-                some,
+                None if rows is None else taken,
                 # Behind the canvas lie queries of a grid alone, which are dropped.
                 window.clamp_max(self.length - 1) if block_causal else None,
                 None if is_whole else part["kv_ends"][:, None],
@@ -208,33 +242,7 @@ class CachedCanvas:
         plan = WindowPlan(
             rows=taken, columns=places, kv_end=kv_end, packing=packing, sequences=sequences
         )
-        self._cache.plan = plan
-        kept = None
-        if columns is not None and packing is None and columns.shape[1] < width:
-            read = raw_columns(columns, self.backbone.spec.shift, starts=self._starts)
-            read = read if some is None else read[some]
-            # A predictor left of the window has its row of the refresh.
-            kept = (read - begins).clamp(0, width - 1)
-        last, hidden = self.backbone.encode_window(
-            ids[at, places],
-            cache=self._cache,
-            visible=visible,
-            position_ids=self._positions[at, places],
-            hidden_layers=self.hidden_layers,
-            kept=kept,
-        )
-        self.num_forwards += 1
-        if self._last is None:
-            self._last = self._buffer(last)
-        if kept is None:
-            plan.write(self._last, last)
-        else:
-            # The others keep rows of an earlier forward, which nobody reads before the next one.
-            self._last[at, begins + kept] = last
-        if hidden is not None:
-            if self._hidden is None:
-                self._hidden = self._buffer(hidden)
-            plan.write(self._hidden, hidden)
+        return plan, visible
 
     def _sequences(self, part: Mapping[str, Tensor], ranges: Mapping[str, list[int]]) -> Sequences:
         """What each sequence of :meth:`_ranges` sees, whose numbers are on the device too."""

@@ -144,8 +144,9 @@ class HFBackbone(nn.Module, Backbone):
         load_in_4bit: bool = False,
     ) -> None:
         super().__init__()
-        is_given = path is not None or not (spec_overrides or from_ar)
-        if (path is None) == (architecture is None) or not is_given or (lora and adapter):
+        # What says how to read files is for a path alone.
+        of_path = path or spec_overrides or from_ar
+        if bool(of_path) == bool(architecture) or not (path or architecture) or (lora and adapter):
             raise ValueError(
                 "HFBackbone: expected one of path (for spec_overrides and from_ar, too) and "
                 "architecture, and at most one of lora and adapter"
@@ -170,13 +171,12 @@ class HFBackbone(nn.Module, Backbone):
         self.mapped: dict[str, Tensor] = {}
         """Weights in a file's own memory, as they were read."""
         self._late: torch.dtype | None = None
-        if path is not None:
-            resolved = resolve(path, spec_overrides=spec_overrides, from_ar=from_ar)
+        if architecture is None:
+            resolved = resolve(str(path), spec_overrides=spec_overrides, from_ar=from_ar)
             self.architecture = resolved.architecture
-            is_late = trainable and lora is None and adapter is None and not resolved.adds_mask
-            self._load(path, resolved, torch_dtype(dtype), is_late=is_late)
+            is_whole = trainable and not (lora or adapter)
+            self._load(resolved, torch_dtype(dtype), is_late=is_whole and not resolved.adds_mask)
         else:
-            assert architecture is not None
             self.architecture = architecture
             self.model = random_decoder(
                 architecture, attn_implementation=attn_implementation, dtype=torch_dtype(dtype)
@@ -197,7 +197,7 @@ class HFBackbone(nn.Module, Backbone):
         self.register_buffer("_forbidden", forbidden, persistent=False)
         self.vision: Vision | None = None
         if vision is not None:
-            self._load_vision(vision, is_whole=trainable and lora is None)
+            self._load_vision(vision, is_whole=trainable and not lora)
         if lora is not None:
             if from_ar is not None:
                 logger.warning(
@@ -213,13 +213,13 @@ class HFBackbone(nn.Module, Backbone):
                 layer, keep_products=gradient_checkpointing == "selective"
             )
 
-    def _load(self, path: str, resolved: Resolved, dtype: torch.dtype, *, is_late: bool) -> None:
+    def _load(self, resolved: Resolved, dtype: torch.dtype, *, is_late: bool) -> None:
         if self.architecture.family in FAMILIES:
             self._is_release = EXPORT_KEY not in resolved.config
             self._release_config = resolved.config.get(
                 RELEASE_KEY, resolved.config if self._is_release else None
             )
-        self._weight_files = weight_files(locate(path))
+        self._weight_files = weight_files(locate(str(self._base_name)))
         # One process of several may keep a part only; it converts what it keeps.
         if is_late and int(os.environ.get("WORLD_SIZE", 1)) > 1:
             self._late = dtype
@@ -411,7 +411,9 @@ class HFBackbone(nn.Module, Backbone):
                 f"{layout!r}"
             )
         else:
-            config = {**self._release_config, "mask_token_id": self.spec.mask_id}
+            config = dict(self._release_config)
+            if self.spec.mask_id != UNKNOWN_ID:
+                config["mask_token_id"] = self.spec.mask_id
             if self.spec.attention == "block":
                 config["block_size"] = self.spec.block_size
             if not seeing:

@@ -33,10 +33,14 @@ class WindowPlan:
     sequences: Sequences | None = None
     """What each query sees, for the attention that needs no mask: it is given whole buffers."""
 
+    @property
+    def at(self) -> Tensor:
+        """Row of each query beside :attr:`columns`, ``(n, 1)`` or ``(1, T)``."""
+        return self.rows[:, None] if self.packing is None else self.packing.rows
+
     def write(self, buffer: Tensor, new: Tensor) -> None:
         """Writes ``(n, W, ...)``, or ``(1, T, ...)`` with a packing, into ``(B, L, ...)``."""
-        rows = self.rows[:, None] if self.packing is None else self.packing.rows
-        buffer[rows, self.columns] = new
+        buffer[self.at, self.columns] = new
 
 
 class WindowCache(Cache):
