@@ -27,9 +27,7 @@ from lit_dlm.backbones import (
     load_tokenizer,
     resolve,
 )
-from lit_dlm.backbones.resolution import tokenizer_size
 from lit_dlm.modules.checkpoint import export_trained
-from tests.backbones.conftest import SHARED
 
 SIZES: dict[str, Any] = {
     "vocab_size": 24,
@@ -162,9 +160,27 @@ def test_llama_files_without_newer_options(tmp_path: Path):
     assert (architecture.rope_theta, architecture.kv_heads, architecture.head_width) == (1e4, 4, 4)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_biases_of_variants_are_kept(tmp_path: Path, kind: str):
-    options = {"attention_bias": True} | ({"mlp_bias": True} if kind == "llama" else {})
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("qwen3", {"attention_bias": True}),
+        ("llama", {"rope_parameters": LLAMA3_ROPE, "max_position_embeddings": 128}),
+    ],
+)
+def test_biases_and_rotary_scales_of_variants_are_kept(
+    tmp_path: Path, kind: str, options: dict[str, Any]
+):
     theirs = checkpoint(tmp_path, kind, **options)
     for name, parameter in theirs.named_parameters():
         if name.endswith("bias"):
@@ -177,36 +193,12 @@ def test_biases_of_variants_are_kept(tmp_path: Path, kind: str):
     assert torch.equal(load_backbone(tmp_path / "out")(IDS), backbone(IDS))
 
 
-def test_scaled_rotary_positions_are_kept(tmp_path: Path):
-    """Llama 3.1's frequencies."""
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 100.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16,
-    }
-    theirs = checkpoint(tmp_path, "llama", rope_parameters=rope, max_position_embeddings=128)
-    theirs.config.is_causal = False
-    backbone = HFBackbone(str(tmp_path), from_ar=FromAR(shift=0)).eval()
-    torch.testing.assert_close(backbone(IDS)[..., :24], theirs(IDS).logits)
-
-
 def test_misuse_is_named(tmp_path: Path):
     checkpoint(tmp_path)
     with pytest.raises(ValueError, match="start from it with from_ar"):
         load_backbone(tmp_path)
     with pytest.raises(ValueError, match=r"from_ar: expected an autoregressive .* 'Dream'"):
         resolve({"model_type": "Dream"}, from_ar=FromAR(shift=1))
-
-
-def test_the_size_of_a_released_vocabulary():
-    """151,643 base entries, then added tokens up to the mask at 151666."""
-    folder = SHARED / "tokenizers" / "dream"
-    if not folder.is_dir():
-        pytest.skip(f"no tokenizer at {folder}")
-    assert tokenizer_size(folder) == 151667
 
 
 def test_an_adapter_on_a_new_mask_token_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture):
