@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import MethodType
 from typing import Any, Literal
@@ -99,6 +100,15 @@ def _add_mask_row(model: PreTrainedModel, *, mask_id: int, vocab_size: int) -> N
     embedding.num_embeddings = head.out_features = vocab_size
     for holder in (model.config, model, model.model):
         holder.vocab_size = vocab_size
+
+
+def check_4bit(*, trainable: bool) -> None:
+    """Refuses matrices in 4 bits before anything is loaded."""
+    if trainable or find_spec("bitsandbytes") is None:
+        raise ValueError(
+            "HFBackbone.load_in_4bit: expected bitsandbytes (pip install bitsandbytes) and not "
+            "trainable beside it"
+        )
 
 
 def quantise(model: PreTrainedModel) -> None:

@@ -11,8 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
-from importlib.util import find_spec
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypedDict, Unpack
 
@@ -26,6 +25,7 @@ from lit_dlm.backbones.attention import ROUTES, AttentionRoute, added_mask, sequ
 from lit_dlm.backbones.base import UNKNOWN_ID, Backbone, Denoised
 from lit_dlm.backbones.decoder import (
     DType,
+    check_4bit,
     load_decoder,
     quantise,
     random_decoder,
@@ -107,7 +107,7 @@ class HFBackbone(nn.Module, Backbone):
         trainable: whether parameters require gradients; frozen otherwise. With an adapter only its
             own weights ever do.
         spec_overrides: fields of :class:`~lit_dlm.backbones.base.BackboneSpec` that win over the
-            files, such as ``{"positions": "arange"}``. Only with ``path``.
+            files, such as ``{"positions": "arange"}``.
         from_ar: makes a diffusion model of an autoregressive checkpoint at ``path``.
         lora: puts a new low-rank adapter on the frozen weights; it is trainable.
         adapter: folder or hub id of a low-rank adapter in PEFT layout to load.
@@ -144,18 +144,13 @@ class HFBackbone(nn.Module, Backbone):
         load_in_4bit: bool = False,
     ) -> None:
         super().__init__()
-        # What says how to read files is for a path alone.
-        of_path = path or spec_overrides or from_ar
-        if bool(of_path) == bool(architecture) or not (path or architecture) or (lora and adapter):
+        if (path is None) == (architecture is None) or (architecture and from_ar):
             raise ValueError(
-                "HFBackbone: expected one of path (for spec_overrides and from_ar, too) and "
-                "architecture, and at most one of lora and adapter"
+                "HFBackbone: expected one of path (for from_ar, too) and architecture, got "
+                f"{path}, {architecture}"
             )
-        if load_in_4bit and (trainable or find_spec("bitsandbytes") is None):
-            raise ValueError(
-                "HFBackbone.load_in_4bit: expected bitsandbytes (pip install bitsandbytes) and not "
-                "trainable beside it"
-            )
+        if load_in_4bit:
+            check_4bit(trainable=trainable)
         one_of(*ROUTES, of="HFBackbone.", attn_implementation=attn_implementation)
         one_of(False, True, "selective", gradient_checkpointing=gradient_checkpointing)
         self.attn_implementation = attn_implementation
@@ -167,19 +162,19 @@ class HFBackbone(nn.Module, Backbone):
         self._digests: dict[str, str] = {}
         self._release_config: Mapping[str, Any] | None = None
         self._is_release = False
-        self._adapter: LoRASettings | None = None
+        self.adapter: LoRASettings | None = None
+        """Settings of the low-rank adapter in place, if there is one."""
         self.mapped: dict[str, Tensor] = {}
         """Weights in a file's own memory, as they were read."""
         self._late: torch.dtype | None = None
         if architecture is None:
             resolved = resolve(str(path), spec_overrides=spec_overrides, from_ar=from_ar)
-            self.architecture = resolved.architecture
             is_whole = trainable and not (lora or adapter)
-            self._load(resolved, torch_dtype(dtype), is_late=is_whole and not resolved.adds_mask)
+            self._load(resolved, torch_dtype(dtype), trains_all=is_whole)
         else:
-            self.architecture = architecture
+            self.architecture = replace(architecture, **(spec_overrides or {}))
             self.model = random_decoder(
-                architecture, attn_implementation=attn_implementation, dtype=torch_dtype(dtype)
+                self.architecture, attn_implementation=attn_implementation, dtype=torch_dtype(dtype)
             )
         self._is_4bit = load_in_4bit
         if load_in_4bit:
@@ -199,21 +194,16 @@ class HFBackbone(nn.Module, Backbone):
         if vision is not None:
             self._load_vision(vision, is_whole=trainable and not lora)
         if lora is not None:
-            if from_ar is not None:
-                logger.warning(
-                    "from_ar with lora: the new mask embedding is frozen at the mean of the others"
-                )
             self.add_adapter(lora)
         if adapter is not None:
             self.load_adapter(adapter, trainable=trainable)
-        # What transformers' own switch sets, less its hook that lets embeddings need gradients.
-        for layer in self.model.model.layers if gradient_checkpointing else ():
-            layer.gradient_checkpointing = True
-            layer._gradient_checkpointing_func = adapters.recomputed(
-                layer, keep_products=gradient_checkpointing == "selective"
+        if gradient_checkpointing:
+            adapters.recompute_layers(
+                self.model, keep_products=gradient_checkpointing == "selective"
             )
 
-    def _load(self, resolved: Resolved, dtype: torch.dtype, *, is_late: bool) -> None:
+    def _load(self, resolved: Resolved, dtype: torch.dtype, *, trains_all: bool) -> None:
+        self.architecture = resolved.architecture
         if self.architecture.family in FAMILIES:
             self._is_release = EXPORT_KEY not in resolved.config
             self._release_config = resolved.config.get(
@@ -221,7 +211,8 @@ class HFBackbone(nn.Module, Backbone):
             )
         self._weight_files = weight_files(locate(str(self._base_name)))
         # One process of several may keep a part only; it converts what it keeps.
-        if is_late and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        is_one_of_several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+        if trains_all and is_one_of_several and not resolved.adds_mask:
             self._late = dtype
         self.model, self.mapped = load_decoder(
             resolved,
@@ -286,24 +277,22 @@ class HFBackbone(nn.Module, Backbone):
 
     # -- adapters and files ----------------------------------------------------------------------
 
-    @property
-    def adapter(self) -> LoRASettings | None:
-        """Settings of the low-rank adapter in place, if there is one."""
-        return self._adapter
-
     def add_adapter(self, settings: LoRASettings) -> None:
         """Puts a new trainable adapter on the decoder's weights, which get frozen."""
-        if self._adapter is not None:
-            raise ValueError("adapter: this backbone has one already")
+        if self.adapter is not None:
+            raise ValueError("adapter: this backbone has one already; expected lora or adapter")
+        if self.new_mask_token is not None:
+            logger.warning(
+                "from_ar with lora: the new mask embedding is frozen at the mean of the others"
+            )
         self.model.requires_grad_(False)
         adapters.inject(self.model, settings)
-        self._adapter = settings
+        self.adapter = settings
 
     def add_side_adapter(self, name: str, settings: LoRASettings) -> None:
         """Puts a trainable adapter beside that of the policy, for another head on the same weights.
 
-        It takes part in a forward only inside :meth:`using_adapter`, and is no part of what
-        :meth:`save_adapter` and :meth:`export` write.
+        It counts inside :meth:`using_adapter` alone, and is written nowhere.
         """
         adapters.inject(self.model, settings, name=name)
 
@@ -348,7 +337,7 @@ class HFBackbone(nn.Module, Backbone):
         own code, by default that of the files that this model came from; :meth:`load_adapter` reads
         both.
         """
-        assert self._adapter is not None
+        assert self.adapter is not None
         is_original = layout == "original" or (layout is None and self._is_release)
         names = self._names("original" if is_original else "hf")
         tensors = adapters.adapter_tensors(self.model, layout=names)
@@ -362,7 +351,7 @@ class HFBackbone(nn.Module, Backbone):
         family = FAMILIES.get(self.spec.family)
         adapters.save_adapter(
             tensors,
-            self._adapter,
+            self.adapter,
             Path(folder),
             layout=names,
             task=family.peft_task if family and is_original else "CAUSAL_LM",
@@ -554,8 +543,7 @@ class HFBackbone(nn.Module, Backbone):
         Args:
             ids: ``(B, W)`` int64 tokens of the columns; ``(1, T)`` where the cache's plan packs
                 windows of different widths.
-            cache: receives their keys and values and gives those to attend to; its plan is that of
-                this forward.
+            cache: its plan is that of this forward.
             visible: ``(B, 1, 1 or W, K)`` bool for the ``K`` keys that the cache gives and ``W``
                 queries (with a packing as many as its grid is wide), ``True`` where the query may
                 see the key; ``None`` when it sees all, or what the plan's sequences say.

@@ -72,13 +72,7 @@ def is_local(path_or_id: str) -> bool:
 def hub_files(
     hub_id: str, *, weights: bool = True, repo_type: Literal["model", "dataset"] = "model"
 ) -> list[DryRunFileInfo]:
-    """Names, sizes and presence of what would be fetched from a repository on the hub.
-
-    Args:
-        hub_id: ``owner/name``, optionally with ``@revision``.
-        weights: whether the weights are wanted; of a data set all files are.
-        repo_type: kind of the repository.
-    """
+    """Names and sizes of what would be fetched from the hub, and whether it is here already."""
     patterns = _patterns(weights) if repo_type == "model" else None
     return list(_snapshot(hub_id, repo_type=repo_type, allow_patterns=patterns, dry_run=True))
 

@@ -96,7 +96,7 @@ def using_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
     """Runs forwards of a decoder with another of its adapters, or with none (``None``).
 
     Which one counts is decided when a forward runs; its backward may come later, also where it
-    computes layers again (:func:`recomputed`).
+    computes layers again (:func:`recompute_layers`).
     """
     from peft.tuners.lora import LoraLayer
 
@@ -112,16 +112,19 @@ def using_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
             layer._active_adapter = names
 
 
-def recomputed(layer: nn.Module, *, keep_products: bool = False) -> Callable[..., Any]:
-    """Gradient checkpointing of a layer: a function that runs another one, as transformers expects.
+def recompute_layers(model: PreTrainedModel, *, keep_products: bool) -> None:
+    """Gradient checkpointing: the backward runs each layer again instead of keeping activations.
 
-    The backward runs the layer again with the adapter that it ran with; without that, a layer that
-    ran under :func:`using_adapter` would get the adapter in use when gradients are taken.
-
-    Args:
-        layer: of a decoder.
-        keep_products: keeps the outputs of matrix products and attention.
+    ``keep_products`` keeps the outputs of matrix products and attention.
     """
+    for layer in model.model.layers:
+        # What transformers' own switch sets, less its hook that lets embeddings need gradients.
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = _recomputed(layer, keep_products=keep_products)
+
+
+def _recomputed(layer: nn.Module, *, keep_products: bool) -> Callable[..., Any]:
+    """Runs a layer's function, and in the backward again with the adapter that it ran with."""
     from peft.tuners.lora import LoraLayer
 
     @contextmanager

@@ -38,6 +38,7 @@ def weight_files(folder: Path) -> list[Path]:
     return [single]
 
 
+@torch.no_grad()
 def load_weights(
     files: Sequence[Path],
     parameters: Mapping[str, Tensor],
@@ -74,8 +75,16 @@ def load_weights(
             if ours not in parameters:
                 unknown.append(key)
                 continue
-            if _fill(parameters[ours], tensor, as_stored=as_stored, key=key, path=path):
-                mapped[ours] = tensor
+            target = parameters[ours]
+            if target.shape != tensor.shape:
+                raise ValueError(
+                    f"{path.name}: {key} has shape {tuple(tensor.shape)}, expected "
+                    f"{tuple(target.shape)} from config.json"
+                )
+            if target.device == tensor.device and (as_stored or target.dtype == tensor.dtype):
+                target.data = mapped[ours] = tensor
+            else:
+                target.copy_(tensor)
             missing.discard(ours)
     if unknown or missing:
         raise ValueError(
@@ -112,21 +121,6 @@ def read_weights(
         raise ValueError(f"{path}: not a readable safetensors file ({error})") from error
     if stored and digest.text() != stored:
         raise ValueError(f"{path}: the weights are damaged: they have another digest")
-
-
-@torch.no_grad()
-def _fill(target: Tensor, source: Tensor, *, as_stored: bool, key: str, path: Path) -> bool:
-    if target.shape != source.shape:
-        raise ValueError(
-            f"{path.name}: {key} has shape {tuple(source.shape)}, "
-            f"expected {tuple(target.shape)} from config.json"
-        )
-    is_mapped = target.device == source.device and (as_stored or target.dtype == source.dtype)
-    if is_mapped:
-        target.data = source
-    else:
-        target.copy_(source)
-    return is_mapped
 
 
 def save_weights(tensors: Mapping[str, Tensor], path: Path) -> None:

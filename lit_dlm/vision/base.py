@@ -62,11 +62,8 @@ class Vision(nn.Module):
     ) -> list[int]:
         """Ids of a prompt with pictures, as records hold it; only their headers are read.
 
-        Args:
-            text: what the user says; ``<image>`` says where pictures go.
-            pictures: in the order of their marks.
-            render: the chat template.
-            tokenize: text to ids, no special tokens added.
+        In the text ``<image>`` says where pictures go. ``render`` is the chat template,
+        ``tokenize`` adds no special tokens.
         """
         num_marks = render(text).count(IMAGE_MARK)
         missing = len(pictures) - num_marks
@@ -81,12 +78,7 @@ class Vision(nn.Module):
         return self.join(pieces, [list(range(*pair)) for pair in pairwise(ends)])
 
     def insert(self, ids: Sequence[int], pictures: Iterable[Picture]) -> list[int]:
-        """Ids of a recorded prompt for decoding; its pictures stay in work until released.
-
-        Args:
-            ids: as of a record, or of :meth:`encode`.
-            pictures: in order; not looked at where no id stands for them.
-        """
+        """Ids of a prompt of :meth:`encode` for decoding; its pictures stay until released."""
         num_places = sum(number >= self.vocab_size for number in ids)
         if not num_places:
             return list(ids)

@@ -29,15 +29,10 @@ class PromptPictures:
 def batch_prompts(
     prompts: Sequence[NDArray[np.int32]], pictures: Sequence[PromptPictures | None]
 ) -> tuple[list[NDArray[np.int32]], list[tuple[str, ...]]]:
-    """Prompts of one batch, whose ids of pictures count through the batch.
+    """Prompts of one batch, whose ids of pictures count through the batch, and their digests.
 
-    Args:
-        prompts: ids of each, its own pictures numbered.
-        pictures: of each.
-
-    Returns:
-        The prompts, and the digests of what ids of each stand for; prompts with the same pictures
-        share their ids, and :func:`batch_pictures` says which picture has which.
+    Prompts with the same pictures share their ids; :func:`batch_pictures` says which picture has
+    which.
     """
     starts: dict[tuple[str, ...], int] = {}
     found, digests, count = [], [], 0

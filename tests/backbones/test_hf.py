@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lit_dlm.backbones import FromAR, LoRASettings
+from lit_dlm.backbones import FromAR
 from lit_dlm.backbones.hf import HFBackbone
 from tests.backbones.conftest import tiny_architecture
 
@@ -173,7 +173,7 @@ def test_description_tells_models_apart(make_backbone: Maker, tmp_path: Path):
     [
         ({}, "one of path"),
         ({"path": "tiny", "architecture": tiny_architecture()}, "one of path"),
-        ({"path": "tiny", "lora": LoRASettings(), "adapter": "x"}, "lora and adapter"),
+        ({"architecture": tiny_architecture(), "trainable": True, "load_in_4bit": True}, "4bit"),
         ({"architecture": tiny_architecture(), "from_ar": FromAR(shift=1)}, "from_ar"),
         ({"path": "tiny", "attn_implementation": "flex"}, "attn_implementation"),
         ({"path": "tiny", "gradient_checkpointing": "some"}, "gradient_checkpointing"),
