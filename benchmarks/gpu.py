@@ -15,6 +15,7 @@ import argparse
 import copy
 import gc
 import math
+import sys
 import tempfile
 import traceback
 import warnings
@@ -67,7 +68,6 @@ from lit_dlm.rewards import Reward, RewardScore, Rollout
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.toy.word_problems import WordProblems
 from lit_dlm.trajectories.capture import TrajectoryCapture
-from lit_dlm.twins import RELEASES
 
 DREAM, LLADA, SDAR = (
     "Dream-org/Dream-v0-Instruct-7B",
@@ -174,6 +174,9 @@ class Checks:
         **options: Any,
     ) -> HFBackbone:
         """Random weights of a release's sizes, but for some, on the device."""
+        sys.path.append(str(Path(__file__).parents[1]))  # where the tests lie
+        from tests.twins import RELEASES
+
         architecture: Architecture = resolve(RELEASES[release].config).architecture
         if self.smoke:
             architecture = replace(architecture, **_SMALL)

@@ -17,10 +17,12 @@ the model waits for launches, at 5 to 10 microseconds each, the count is the tim
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -52,7 +54,6 @@ from lit_dlm.decoding import (
     StepRecord,
 )
 from lit_dlm.decoding.engine import initial_state
-from lit_dlm.twins import RELEASES
 
 DREAM, SDAR = "Dream-org/Dream-v0-Instruct-7B", "JetLM/SDAR-8B-Chat"
 BANDWIDTH = 4.0e12
@@ -279,9 +280,12 @@ def meta_backbone(release: str, **options: Any) -> HFBackbone:
     """A release's model without its weights.
 
     Args:
-        release: a key of :data:`~lit_dlm.twins.RELEASES`.
+        release: a key of :data:`~tests.twins.RELEASES`.
         options: of :class:`~lit_dlm.backbones.hf.HFBackbone`.
     """
+    sys.path.append(str(Path(__file__).parents[1]))  # where the tests lie
+    from tests.twins import RELEASES
+
     architecture = resolve(RELEASES[release].config).architecture
     with torch.device("meta"):
         return HFBackbone(architecture=architecture, dtype="bfloat16", **options).eval()

@@ -36,7 +36,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.twins import write_twin
 
 ROOT = Path(__file__).resolve().parents[1]
 RELEASES = {"dream-7b": "Dream-org/Dream-v0-Instruct-7B", "sdar-4b": "JetLM/SDAR-4B-Chat"}
@@ -205,6 +204,9 @@ def measure(folder: Path, model: str, *, accelerator: str, small: bool) -> None:
 
     release = RELEASES[model]
     if f"{model}/write" not in results(folder):
+        sys.path.append(str(ROOT))  # where the tests lie
+        from tests.twins import write_twin
+
         began = time.perf_counter()
         write_twin(folder / release, release, full_size=not small)
         keep("write", [{"phase": "shards", "seconds": time.perf_counter() - began}])

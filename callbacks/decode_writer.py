@@ -19,11 +19,11 @@ from lit_dlm.callbacks.trace_pictures import file_name
 from lit_dlm.grading import Verdict
 from lit_dlm.modules.decode import DecodedBatch, DecodeModule
 from lit_dlm.ops.options import of_kind, within
-from lit_dlm.pictures import drawn_picture
 from lit_dlm.reports.results import ResultFolder, ResultRow
 from lit_dlm.reports.summary import MethodSummary, summarise_folder, write_report
 from lit_dlm.tasks import Task
 from lit_dlm.trajectories.store import RunRecord, completed_uids
+from lit_dlm.vision.pictures import picture_from_text
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ class DecodeWriter(BasePredictionWriter):
             for number, verdict in enumerate(verdicts)
         ]
         for row in rows:
-            if picture := drawn_picture(row.completion):
+            if picture := picture_from_text(row.completion):
                 path = run_dir / "pictures" / file_name(row.method) / file_name(row.uid)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.with_name(path.name + ".png").write_bytes(picture.read())

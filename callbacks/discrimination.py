@@ -17,9 +17,9 @@ from lit_dlm.modules.finetune import TrainableModule
 from lit_dlm.modules.sharding import whole_weights
 from lit_dlm.ops.noise import sample_seed
 from lit_dlm.ops.options import at_least, of_kind
-from lit_dlm.pictures import placed
 from lit_dlm.reports.plots import plot_steps
 from lit_dlm.reports.results import write_json
+from lit_dlm.vision.prompts import insert_pictures
 
 SCORE = "val/tds"
 """Name under which the score is logged."""
@@ -94,7 +94,7 @@ class DiscriminationScore(Callback):
                 prompts = [
                     DecodePrompt(
                         f"probe:{number}",
-                        placed(
+                        insert_pictures(
                             module.backbone,
                             one.prompt_ids.tolist(),
                             one.pictures.digests if one.pictures else (),

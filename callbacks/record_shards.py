@@ -11,7 +11,6 @@ from lightning.pytorch import Trainer
 
 from lit_dlm.modules.decode import DecodedBatch, DecodeModule
 from lit_dlm.modules.generate import TraceModule
-from lit_dlm.pictures import PICTURES, PictureFolder
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import (
     BackgroundWriter,
@@ -27,6 +26,7 @@ from lit_dlm.trajectories.store.provenance import (
     hardware_facts,
     tokenizer_digest,
 )
+from lit_dlm.vision.pictures import PICTURES, PictureFolder
 
 logger = logging.getLogger(__name__)
 

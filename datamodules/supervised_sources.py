@@ -22,7 +22,6 @@ from lit_dlm.modules.decode import encoded_turns
 from lit_dlm.modules.state_batch import prompt_pictures
 from lit_dlm.modules.supervised_batch import SupervisedExample
 from lit_dlm.ops.options import at_least
-from lit_dlm.pictures import PLACE, Picture, PromptPictures, know, look_in, take_up
 from lit_dlm.plugs import Plug
 from lit_dlm.tasks import Task
 from lit_dlm.tasks.conversations import CHATS, conversation
@@ -31,6 +30,8 @@ from lit_dlm.trajectories.exchange import ImportSettings, read_tabom
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from lit_dlm.trajectories.store.files import MANIFEST_FILE, uid_order
+from lit_dlm.vision.pictures import IMAGE_MARK, Picture
+from lit_dlm.vision.prompts import PromptPictures, add_picture_folders, add_pictures, find_pictures
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class ModelFacts:
     ) -> dict[str, Any]:
         """``prompt_ids`` and ``pictures`` of an example: the chat up to where the model answers."""
         ids = encoded_turns(self.tokenizer, turns, pictures, backbone=self.backbone, uid=uid)
-        know(self.backbone, uid, pictures)
+        add_pictures(self.backbone, uid, pictures)
         digests = tuple(picture.digest for picture in pictures)
         shown = PromptPictures(digests=digests, first_id=self.vocab_size) if digests else None
         return {"prompt_ids": np.array(ids, dtype=np.int32), "pictures": shown}
@@ -157,7 +158,7 @@ class ResponsesFile(SupervisedSource):
         model: ModelFacts,
     ) -> dict[str, Any]:
         parts = [*(CHATS.keys() & row.fields.keys()), *(["pictures"] if pictures else [])]
-        raw = _raw_ids(model, turns[0]["content"].removeprefix(PLACE))
+        raw = _raw_ids(model, turns[0]["content"].removeprefix(IMAGE_MARK))
         if self.templated:
             row.expect(not parts, "a prompt that is one text (templated)", parts)
             return {"prompt_ids": raw}
@@ -190,7 +191,7 @@ class Decodes(SupervisedSource):
                     f"{origin}: record {record.uid!r} has mask id {record.mask_id}, expected "
                     f"{model.spec.mask_id}, that of the model"
                 )
-            take_up(model.backbone, record.uid, record.meta)
+            find_pictures(model.backbone, record.uid, record.meta)
             count += 1
             yield SupervisedExample(
                 uid=record.uid,
@@ -243,7 +244,7 @@ class RecordedDecodes(Decodes):
         if shards.is_dir() and not (shards / MANIFEST_FILE).is_file():
             told = "%s: there is no %s: taking the records of a run that did not finish"
             logger.warning(told, shards, MANIFEST_FILE)
-        look_in(model.backbone, shards)
+        add_picture_folders(model.backbone, shards)
         records = TrajectoryShardReader(shards, features=False)
         found = list(self.taken(records, shards, model))
         # However many processes wrote them, and whatever broke these off.

@@ -24,11 +24,11 @@ from lit_dlm.heads.features import feature_groups
 from lit_dlm.modules.state_batch import StateBatch, collate_states, states_at
 from lit_dlm.modules.tracelock import TraceLockModule
 from lit_dlm.ops.options import within
-from lit_dlm.pictures import look_in, take_up
 from lit_dlm.trajectories.format import FeatureFacts
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from lit_dlm.trajectories.store.files import shards_in
+from lit_dlm.vision.prompts import add_picture_folders, find_pictures
 
 Source = Literal["features", "tokens"]
 
@@ -234,7 +234,7 @@ class TrajectoryDataModule(ResumableDataModule):
 
     def _build_index(self, reader: TrajectoryShardReader) -> StateIndex:
         backbone = getattr(getattr(self.trainer, "lightning_module", None), "backbone", None)
-        look_in(backbone, *self._folders)
+        add_picture_folders(backbone, *self._folders)
         sees_pictures = self.source == "tokens" or getattr(backbone, "vision", None) is not None
         uids = reader.uids
         tasks: list[str] = []
@@ -248,7 +248,7 @@ class TrajectoryDataModule(ResumableDataModule):
                 self._check_features(uids[len(tasks)], stored.features)
             for record, kept in zip(records, stored.kept_steps, strict=True):
                 if sees_pictures:
-                    take_up(backbone, record.uid, record.meta)
+                    find_pictures(backbone, record.uid, record.meta)
                 tasks.append(sys.intern(str(record.meta.get("task", ""))))
                 num_steps.append(record.num_steps)
                 blocks.append(block)

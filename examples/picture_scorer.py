@@ -23,8 +23,8 @@ import torch
 from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel
 
 from lit_dlm.backbones.location import locate
-from lit_dlm.pictures import Picture
 from lit_dlm.tasks import PromptExample
+from lit_dlm.vision.pictures import Picture
 
 
 class CLIPScorer:

@@ -17,10 +17,11 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lit_dlm.backbones.vision import VisionSettings, token_vision
+from lit_dlm.backbones.vision import token_vision
 from lit_dlm.reports.results import ResultFolder
 from lit_dlm.toy.pictures import PictureQuestions
 from lit_dlm.trajectories.store import TrajectoryShardReader
+from lit_dlm.vision.base import VisionSettings
 
 KINDS = ("digit", "sum", "colour", "count")
 
@@ -76,7 +77,7 @@ def show_drawings(axes: Any, run: Path) -> None:
         record = records[f"digit_drawings/test/{digit}@draw"]
         for step, axis in enumerate(line):
             ids = torch.from_numpy(record.state_at(step))[None, :-1].long()
-            axis.imshow(vision.pictures(ids)[0])
+            axis.imshow(vision.draw(ids)[0])
             axis.set_axis_off()
 
 

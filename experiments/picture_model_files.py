@@ -16,7 +16,6 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from lit_dlm.backbones.patches import CODEBOOK, PatchTokenizer
 from lit_dlm.toy.pictures import (
     COLOURS,
     FOLDER,
@@ -29,6 +28,7 @@ from lit_dlm.toy.pictures import (
     split_of,
 )
 from lit_dlm.toy.vocabulary import build_tokenizer
+from lit_dlm.vision.patches import CODEBOOK, PatchTokenizer
 
 NUM_GREY = 128
 

@@ -19,13 +19,14 @@ import torch
 
 from lit_dlm.backbones.architecture import Architecture
 from lit_dlm.backbones.decoder import torch_dtype
-from lit_dlm.backbones.location import in_hub_cache, is_local, locate
+from lit_dlm.backbones.location import locate
 from lit_dlm.backbones.lora_settings import LoRASettings, read_adapter_settings
 from lit_dlm.backbones.resolution import FromAR, resolve
 from lit_dlm.decoding.caches import PROMPT_TOKENS
 from lit_dlm.modules.supervised_batch import row_tokens
 from lit_dlm.ops.fused_head import CHUNK_ELEMENTS
-from lit_dlm.twins import RELEASES, tower_shapes
+from lit_dlm.vision.base import VisionSettings
+from lit_dlm.vision.tower import TowerVision
 
 GIB = 2.0**30
 LARGE = 100_000_000
@@ -105,17 +106,15 @@ class Plan:
 class _Model:
     """A backbone by its sizes, from the options of an HFBackbone."""
 
-    def __init__(
-        self, options: Mapping[str, Any], trainer: Mapping[str, Any], *, offline: bool
-    ) -> None:
-        self.architecture, num_seeing = _described(options, offline=offline)
+    def __init__(self, options: Mapping[str, Any], trainer: Mapping[str, Any]) -> None:
+        self.architecture, num_seeing = _described(options)
         self.shapes = self.architecture.parameter_shapes()
         self.num_base = num_seeing + sum(map(math.prod, self.shapes.values()))
         self.recompute = options.get("gradient_checkpointing", False)
         self.adapters = [_built(LoRASettings, options["lora"])] if options.get("lora") else []
         is_trainable = bool(options.get("trainable"))
         self.trains_adapters = is_trainable or bool(self.adapters)
-        if options.get("adapter") and not options.get("merge_adapter"):
+        if options.get("adapter"):
             self.adapters = [read_adapter_settings(locate(options["adapter"]))]
         self.trains_all = is_trainable and not self.adapters
         strategy = str(trainer.get("strategy"))
@@ -239,36 +238,32 @@ class _Model:
         return found | self.copies
 
 
-def _described(options: Mapping[str, Any], *, offline: bool) -> tuple[Architecture, int]:
+def _described(options: Mapping[str, Any]) -> tuple[Architecture, int]:
     """The decoder that the options of a backbone mean, and parameters of its vision tower."""
     if options.get("architecture"):
         return _built(Architecture, options["architecture"]), 0
-    path, from_ar = str(options["path"]), options.get("from_ar")
-    known = is_local(path) or in_hub_cache(path, weights=False) or not offline
-    if not known and path not in RELEASES:
-        raise ValueError(f"{path} is not on this machine; fetch it with lit-dlm download")
+    from_ar = options.get("from_ar")
     found = resolve(
-        path if known else RELEASES[path].config,
+        str(options["path"]),
         spec_overrides=options.get("spec_overrides"),
         from_ar=None if from_ar is None else _built(FromAR, from_ar),
-        source=f"{path}: ",
     )
-    is_seeing = options.get("vision") and "mm_vision_tower" in found.config
-    shapes = tower_shapes(found.config).values() if is_seeing else ()
-    return found.architecture, sum(map(math.prod, shapes))
+    if not (options.get("vision") and "mm_vision_tower" in found.config):
+        return found.architecture, 0
+    with torch.device("meta"):
+        tower = TowerVision(VisionSettings(), found.config)
+    return found.architecture, sum(part.numel() for part in tower.parameters())
 
 
-def plan_of(config: Mapping[str, Any], *, offline: bool = False) -> Plan | None:
+def plan_of(config: Mapping[str, Any]) -> Plan | None:
     """Reads a plan from a resolved configuration, as the parser gives it.
 
-    ``None`` where the module has no :class:`~lit_dlm.backbones.hf.HFBackbone`. With ``offline`` a
-    release that is not on this machine is described by the packaged table of :mod:`lit_dlm.twins`
-    instead of the hub.
+    ``None`` where the module has no :class:`~lit_dlm.backbones.hf.HFBackbone`.
     """
     settings, data, trainer = _options(config["model"]), _options(config["data"]), config["trainer"]
     if not _class(settings.get("backbone")).endswith("HFBackbone"):
         return None
-    policy, values = _models(settings, trainer, offline=offline)
+    policy, values = _models(settings, trainer)
     models = [policy, *([values] if values and values is not policy else [])]
     run = {**settings, **data, **_sizes(data, trainer)}
     only_decodes = _class(config["data"]).endswith("PromptDataModule")
@@ -307,13 +302,13 @@ def _sizes(data: Mapping[str, Any], trainer: Mapping[str, Any]) -> dict[str, Any
 
 
 def _models(
-    settings: Mapping[str, Any], trainer: Mapping[str, Any], *, offline: bool
+    settings: Mapping[str, Any], trainer: Mapping[str, Any]
 ) -> tuple[_Model, _Model | None]:
     """The policy, and what runs a forward for values: the policy with an adapter, or another."""
-    policy = _Model(_options(settings["backbone"]), trainer, offline=offline)
+    policy = _Model(_options(settings["backbone"]), trainer)
     values = None
     if given := settings.get("value_backbone"):
-        values = _Model(_options(given), trainer, offline=offline)
+        values = _Model(_options(given), trainer)
     if not settings.get("value"):
         return policy, values
     value = _options(settings["value"])

@@ -13,8 +13,8 @@ from lit_dlm.decoding import Decoder, FixedQuota, NoQuota, RandomPolicy, Sampler
 from lit_dlm.generation import generate
 from lit_dlm.likelihood import log_likelihood_bound
 from lit_dlm.toy import WordProblems
-from lit_dlm.twins import write_twin
 from tests.e2e.runs import fails, results, run, write_config, write_jsonl
+from tests.twins import write_twin
 
 TASK = r"""
 task: {name}

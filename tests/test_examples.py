@@ -18,8 +18,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, PreTrainedTokenizerFast
 
 import cli
-from lit_dlm.pictures import as_text
 from lit_dlm.tasks import Task
+from lit_dlm.vision.pictures import picture_to_text
 from tests.e2e.runs import write_jsonl
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -134,7 +134,7 @@ def test_the_scorer_judges_drawn_pictures(tmp_path: Path):
     task = parser.instantiate(parser.parse_object({"task": spec})).task
     image = Image.new("RGB", (30, 20), "red")
     (example,) = task.examples()
-    verdict = task.grade(example, as_text(image))
+    verdict = task.grade(example, picture_to_text(image))
 
     model = CLIPModel.from_pretrained(tmp_path / "clip")
     # The middle square of the picture is red: (x - mean) / std of each channel.

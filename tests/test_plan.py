@@ -13,7 +13,9 @@ from omegaconf import OmegaConf
 import lit_dlm.datamodules
 from cli import main
 from lit_dlm import config_files
+from lit_dlm.backbones import resolution
 from lit_dlm.plan import GIB, Plan, check_run, plan_of
+from tests.twins import write_descriptions
 
 V, D, INNER, LAYERS = 1000, 64, 128, 6
 SIZES = {
@@ -24,6 +26,13 @@ LAYER = 2 * D * D + 2 * D * D // 2 + (D + 2 * D // 2) + 3 * D * INNER + 2 * D
 PARAMETERS = 2 * V * D + LAYERS * LAYER + D
 """Embedding and head; q, o, k, v, their biases, feed-forward and norms of a layer; last norm."""
 SHARDED = {"strategy": {"class_path": "lit_dlm.modules.sharding.ShardedStrategy"}}
+
+
+@pytest.fixture(autouse=True)
+def releases(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Configurations of releases as if the hub had told them."""
+    locate = write_descriptions(tmp_path_factory.mktemp("hub"))
+    monkeypatch.setattr(resolution, "locate", locate)
 
 
 def config(
@@ -60,7 +69,7 @@ def shipped(name: str, *more: str) -> Plan:
     options = inspect.signature(getattr(lit_dlm.datamodules, kind)).parameters.values()
     defaults = {one.name: one.default for one in options if one.default is not one.empty}
     merged["data"]["init_args"] = {**defaults, **merged["data"].get("init_args", {})}
-    plan = plan_of(merged, offline=True)
+    plan = plan_of(merged)
     assert plan is not None
     return plan
 
@@ -264,7 +273,7 @@ def test_a_run_that_cannot_fit_ends_before_anything_is_built(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_command_prints_a_release_that_is_not_here(
+def test_the_command_prints_the_plan_of_a_release(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """8.19 B parameters in float32: 30.51 GiB, a sixty-fourth of which is 0.48."""

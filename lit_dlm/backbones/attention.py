@@ -10,7 +10,6 @@ transformers calls one of these in every layer, by its name in :data:`ROUTES`:
   that are trained, go through ``sdpa``.
 - ``auto``: ``varlen`` where it runs, else ``sdpa``; where keys are many a CPU takes one sequence
   after the other, so that none meets keys that it does not see.
-- ``eager``: plain products and a softmax, as a reference.
 """
 
 from __future__ import annotations
@@ -27,14 +26,13 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.models.llama.modeling_llama import eager_attention_forward
 
 try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # torch before 2.10
     varlen_attn = None  # type: ignore[assignment]
 
-AttentionRoute = Literal["auto", "sdpa", "varlen", "eager"]
+AttentionRoute = Literal["auto", "sdpa", "varlen"]
 
 
 class Sequences(NamedTuple):
@@ -85,25 +83,16 @@ class Packing:
         return grid.transpose(1, 2)[self.windows, self.offsets][None]
 
 
-def added_mask(
-    visible: Tensor, *, groups: int, dtype: torch.dtype, hidden: float = -torch.inf
-) -> Tensor:
-    """A mask that is added to the scores, made once for all layers.
+def added_mask(visible: Tensor, *, groups: int, dtype: torch.dtype) -> Tensor:
+    """A mask ``(B, 1, 1 or groups * W, K)`` that is added to the scores, made once for all layers.
 
-    Args:
-        visible: ``(B, 1, 1 or W, K)`` bool, ``True`` where the query may see the key.
-        groups: query heads to a key head that become queries of one.
-        dtype: of the scores.
-        hidden: what is added where a query does not see a key; a finite value gives a row without
-            keys no NaN.
-
-    Returns:
-        ``(B, 1, 1 or groups * W, K)`` of ``dtype``, 0 where visible.
+    ``visible`` is ``(B, 1, 1 or W, K)`` bool, ``True`` where the query may see the key; ``groups``
+    query heads to a key head become queries of one.
     """
     B, _, rows, K = visible.shape
     # The kernel copies a mask whose rows do not begin at multiples of eight.
     added = torch.zeros(B, 1, rows, -(-K // 8) * 8, dtype=dtype, device=visible.device)[..., :K]
-    added.masked_fill_(~visible, hidden)
+    added.masked_fill_(~visible, -torch.inf)
     return added if rows == 1 or groups == 1 else added.repeat(1, 1, groups, 1)
 
 
@@ -127,19 +116,10 @@ def grouped_sdpa(
 ) -> tuple[Tensor, None]:
     """Attention of one layer through torch's fused kernels.
 
-    Args:
-        module: the layer's attention module.
-        query: ``(B, H, W, d)``, or ``(1, H, T, d)`` with a packing.
-        key: ``(B, h, K, d)``; each of its heads serves ``H / h`` neighbouring query heads.
-        value: like ``key``.
-        attention_mask: from :func:`added_mask`, or of a whole canvas ``(B, 1, L, L)`` bool or by
-            blocks, then through FlexAttention; ``None``: all is seen.
-        packing: of windows of different widths.
-        kwargs: as transformers passes them.
-
-    Returns:
-        ``(B, W, H, d)``, or ``(1, T, H, d)``, and no weights. Whole canvases without a mask or
-        under a matrix go through transformers' own function.
+    Queries ``(B, H, W, d)``, or ``(1, H, T, d)`` with a packing, and keys and values
+    ``(B, h, K, d)``, each head of which serves ``H / h`` neighbouring query heads, give
+    ``(B, W, H, d)``, or ``(1, T, H, d)``, and no weights. The mask is from :func:`added_mask`, or
+    of a whole canvas ``(B, 1, L, L)`` bool or by blocks.
     """
     if isinstance(attention_mask, BlockMask):
         attend: Any = _compiled_flex() if query.is_cuda else flex_attention
@@ -149,6 +129,7 @@ def grouped_sdpa(
         scale = kwargs.get("scaling")
         output = attend(query, key, value, block_mask=attention_mask, scale=scale, enable_gqa=True)
         return output.transpose(1, 2).contiguous(), None
+    # Whole canvases get transformers' own order of sums, which training keeps.
     if packing is None and (attention_mask is None or attention_mask.dtype == torch.bool):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     if packing is not None:
@@ -196,9 +177,9 @@ def varlen(
 ) -> tuple[Tensor, None]:
     """Attention of one layer through the flash kernel for sequences of different lengths.
 
-    Arguments are those of :func:`grouped_sdpa`, and ``sequences`` where the forward has them: then
-    there is no mask, the queries that they count are those of all ``H / h`` heads of a key head,
-    and the keys are whole buffers ``(B, h, L, d)`` whose memory is ``(B, L, h, d)``.
+    As :func:`grouped_sdpa`, or with ``sequences``: then there is no mask, they count the queries of
+    all ``H / h`` heads of a key head, and the keys are whole buffers ``(B, h, L, d)`` whose memory
+    is ``(B, L, h, d)``.
     """
     if sequences is None:
         return grouped_sdpa(module, query, key, value, attention_mask, **kwargs)
@@ -253,22 +234,8 @@ def auto(module: nn.Module, query: Tensor, *others: Any, **kwargs: Any) -> tuple
     return attend(module, query, *others, **kwargs)
 
 
-def eager(
-    module: nn.Module,
-    query: Tensor,
-    *others: Any,
-    packing: Packing | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attention of one layer by products and a softmax; arguments as in :func:`grouped_sdpa`."""
-    if packing is not None:
-        query = packing.grid(query)
-    output, _ = eager_attention_forward(module, query, *others, **kwargs)
-    return output if packing is None else packing.pack(output.transpose(1, 2)), None
-
-
 ROUTES: dict[str, Callable[..., tuple[Tensor, None]]] = {
-    "auto": auto, "varlen": varlen, "sdpa": grouped_sdpa, "eager": eager
+    "auto": auto, "varlen": varlen, "sdpa": grouped_sdpa
 }  # fmt: skip
 """Attention functions by the setting ``attn_implementation``. They share one signature."""
 
@@ -283,18 +250,12 @@ _MANY_KEYS = 512
 def sequences_from(
     route: str, device: torch.device, dtype: torch.dtype, *, num_heads: int
 ) -> int | None:
-    """Keys of a row from which on windows are to describe themselves by sequences, without a mask.
+    """Keys of a row from which on windows describe themselves by sequences; ``None``: never.
 
-    Args:
-        route: a key of :data:`ROUTES`.
-        device: of the model.
-        dtype: of the attention.
-        num_heads: key heads, which a CPU's threads share.
-
-    Returns:
-        Their number; ``None``: never.
+    ``route`` is a key of :data:`ROUTES`, ``num_heads`` counts the key heads.
     """
     if route == "auto" and device.type == "cpu":
+        # One sequence after the other has no more parallel parts than key heads.
         return _MANY_KEYS if torch.get_num_threads() <= num_heads else None
     is_half = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     return 0 if route == "varlen" or (route == "auto" and is_half and _has_flash(device)) else None

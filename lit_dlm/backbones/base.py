@@ -59,15 +59,17 @@ class BackboneSpec:
     def __post_init__(self) -> None:
         if self.mask_id not in (*self.forbidden_ids, UNKNOWN_ID):
             object.__setattr__(self, "forbidden_ids", (*self.forbidden_ids, self.mask_id))
-        if not self.eos_ids:
-            raise ValueError("BackboneSpec.eos_ids: expected at least one id, got none")
+        # Overrides come as plain values, which no parser has checked.
         of = "BackboneSpec."
         one_of(0, 1, of=of, shift=self.shift)
         one_of("full", "block", of=of, attention=self.attention)
         one_of("sequence", "response", of=of, block_origin=self.block_origin)
         one_of("cumsum", "arange", of=of, positions=self.positions)
-        if self.attention == "block" and not self.block_size:
-            raise ValueError("BackboneSpec.block_size: block attention needs a block size")
+        if not self.eos_ids or (self.attention == "block" and not self.block_size):
+            raise ValueError(
+                "BackboneSpec: expected eos_ids, and a block_size with block attention, got "
+                f"{self.eos_ids} and {self.block_size}"
+            )
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class Backbone(Protocol):
         hidden_layers: Sequence[int] = (),
         response_start: int | None = None,
     ) -> Denoised:
-        """Run one forward.
+        """Run one forward: aligned logits and, when asked, aligned hidden snapshots.
 
         Args:
             ids: ``(B, L)`` int64 canvas.
@@ -111,9 +113,6 @@ class Backbone(Protocol):
                 first; the last one after the final norm); negative ones count from the end.
             response_start: canvas column of the first response cell, for block models whose blocks
                 count from there (``spec.block_origin``).
-
-        Returns:
-            The aligned logits at ``columns`` and, when asked, aligned hidden snapshots.
         """
         ...
 
@@ -129,9 +128,7 @@ class Span(NamedTuple):
 def backbone_facts(spec: BackboneSpec, sizes: Any) -> dict[str, Any]:
     """Facts that tell whether a policy fits a backbone: family, sizes and special tokens.
 
-    Args:
-        spec: of the backbone.
-        sizes: the backbone, or its :class:`~lit_dlm.backbones.architecture.Architecture`.
+    ``sizes`` is the backbone, or its :class:`~lit_dlm.backbones.architecture.Architecture`.
     """
     return {
         "family": spec.family,
@@ -144,12 +141,9 @@ def backbone_facts(spec: BackboneSpec, sizes: Any) -> dict[str, Any]:
 
 
 def check_facts(what: str, trained_for: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-    """Compares a backbone with the one that something was trained for.
+    """Refuses ``what`` where it was trained for another backbone than the one at hand.
 
-    Args:
-        what: was trained, for the message.
-        trained_for: facts about that one.
-        facts: about the backbone at hand; keys unknown to either side are ignored.
+    Facts that either side does not know are ignored.
     """
     for key, expected in trained_for.items():
         if key in facts and facts[key] != expected:

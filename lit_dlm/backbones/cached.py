@@ -96,11 +96,7 @@ class CachedCanvas:
         self._hidden: Tensor | None = None  # (B, L, H, D)
 
     def take(self, index: Tensor) -> None:
-        """Keeps some rows only.
-
-        Args:
-            index: ``(n,)`` int64 rows.
-        """
+        """Keeps the rows ``index`` only, ``(n,)`` int64."""
         self._cache.take(index)
         for name in ("_pad_mask", "_positions", "_blocks", "_starts", "_last", "_hidden"):
             value = getattr(self, name)
@@ -108,11 +104,7 @@ class CachedCanvas:
                 setattr(self, name, value[index])
 
     def shift(self, by: int) -> None:
-        """Adds columns on the left of the canvas, or takes some away.
-
-        Args:
-            by: how many; negative where they go, which must be padding in every row.
-        """
+        """Adds columns on the left of the canvas; with a negative number padding goes there."""
         if by == 0:
             return
         self.length += by
@@ -125,7 +117,7 @@ class CachedCanvas:
     def put(
         self, index: Tensor, *, pad_mask: Tensor | None, positions: Tensor, blocks: Tensor | None
     ) -> None:
-        """Other rows take the places of some, with nothing computed yet.
+        """Other rows take the slots of some, with nothing computed yet.
 
         Args:
             index: ``(n,)`` int64 rows.
@@ -142,11 +134,11 @@ class CachedCanvas:
                 buffer[index] = 0
 
     def copy(self, sources: Mapping[int, int], end: int) -> None:
-        """Gives rows what has been computed for others.
+        """Gives rows what has been computed for others in the columns before ``end``.
 
         Args:
             sources: rows, and the row that each is to be a copy of.
-            end: columns before it are copied.
+            end: the first column that is not copied.
         """
         if not sources:
             return
@@ -179,75 +171,20 @@ class CachedCanvas:
             columns: ``(B, K)`` int64 columns that are read until the next forward over the same
                 windows; those alone go through the end of the last layer. All by default.
         """
-        device = ids.device
-        widths = [span.end - span.begin for span in spans]
-        width, total = max(widths), sum(widths)
-        kv_end = max(span.kv_end for span in spans)
-        numbers: dict[str, Sequence[int]] = {
-            "rows": range(len(spans)) if rows is None else rows,
-            "begins": [span.begin for span in spans],
-            "kv_ends": [span.kv_end for span in spans],
-        }
-        is_packed = total < len(spans) * width
-        if is_packed:
-            queries = [(row, at) for row, wide in enumerate(widths) for at in range(wide)]
-            firsts = [0, *accumulate(widths)][:-1]
-            numbers["windows"] = [row for row, _ in queries]
-            numbers["offsets"] = [at for _, at in queries]
-            numbers["cells"] = [
-                min(first + at, total - 1) for first in firsts for at in range(width)
-            ]
-        ranges = self._ranges(spans, block_causal)
-        numbers |= ranges or {}
-        part = _on_device(numbers, device)
-        taken, begins = part["rows"], part["begins"][:, None]  # (n,) and (n, 1)
-        at, packing = taken[:, None], None
-        window = begins + torch.arange(width, device=device)  # (n, W)
-        places = window
-        if is_packed:
-            windows, offsets = part["windows"], part["offsets"]
-            at, places = taken[windows][None], (begins[windows, 0] + offsets)[None]
-            packing = Packing(
-                rows=at, cells=part["cells"].view(-1, width), windows=windows, offsets=offsets
-            )
-        sequences = visible = None
-        if ranges is None:
-            is_whole = all(span.kv_end == kv_end for span in spans)
-            visible = self._visible(
-                None if rows is None else taken,
-                window.clamp_max(self.length - 1) if block_causal else None,
-                None if is_whole else part["kv_ends"][:, None],
-                kv_end,
-            )
-        else:
-            of, num_keys = taken[part["of"]], part["num_keys"]
-            key_starts = of * self.length
-            if self._starts is not None:
-                key_starts = key_starts + self._starts[of]
-                num_keys = (num_keys - self._starts[of]).clamp_min(1)  # padding sees something too
-            end = self._cache.num_rows * self.length
-            sequences = Sequences(
-                query_starts=part["query_starts"].int(),
-                key_starts=F.pad(key_starts, (0, 1), value=end).int(),
-                num_keys=num_keys.int(),
-                most_queries=max(stop - first for first, stop in pairwise(ranges["query_starts"])),
-                most_keys=max(ranges["num_keys"]),
-            )
-        plan = WindowPlan(
-            rows=taken, columns=places, kv_end=kv_end, packing=packing, sequences=sequences
-        )
+        plan, visible = self._plan(spans, rows, block_causal)
         self._cache.plan = plan
-        kept = None
-        if columns is not None and packing is None and columns.shape[1] < width:
+        places, kept = plan.columns, None
+        begins, width = places[:, :1], places.shape[1]
+        if columns is not None and plan.packing is None and columns.shape[1] < width:
             read = raw_columns(columns, self.backbone.spec.shift, starts=self._starts)
-            read = read if rows is None else read[taken]
+            read = read if rows is None else read[plan.rows]
             # A predictor left of the window has its row of the refresh.
             kept = (read - begins).clamp(0, width - 1)
         last, hidden = self.backbone.encode_window(
-            ids[at, places],
+            ids[plan.at, places],
             cache=self._cache,
             visible=visible,
-            position_ids=self._positions[at, places],
+            position_ids=self._positions[plan.at, places],
             hidden_layers=self.hidden_layers,
             kept=kept,
         )
@@ -257,11 +194,73 @@ class CachedCanvas:
         if kept is None:
             plan.write(self._last, last)
         else:
-            self._last[at, begins + kept] = last
+            # The others keep rows of an earlier forward, which nobody reads before the next one.
+            self._last[plan.at, begins + kept] = last
         if hidden is not None:
             if self._hidden is None:
                 self._hidden = self._buffer(hidden)
             plan.write(self._hidden, hidden)
+
+    def _plan(
+        self, spans: Sequence[Span], rows: Sequence[int] | None, block_causal: bool
+    ) -> tuple[WindowPlan, Tensor | None]:
+        """Where a forward reads and writes, and its mask ``(n, 1, 1 or W, kv_end)``, if any."""
+        widths = [span.end - span.begin for span in spans]
+        width, kv_end = max(widths), max(span.kv_end for span in spans)
+        is_packed = sum(widths) < len(spans) * width
+        ranges = self._ranges(spans, block_causal)
+        # All numbers go to the device together: alone, each would be a launch of its own.
+        numbers: dict[str, Sequence[int]] = {
+            "rows": range(len(spans)) if rows is None else rows,
+            "begins": [span.begin for span in spans],
+            "kv_ends": [span.kv_end for span in spans],
+        }
+        numbers |= (_packing_numbers(widths) if is_packed else {}) | (ranges or {})
+        part = _on_device(numbers, self._positions.device)
+        taken, begins = part["rows"], part["begins"][:, None]  # (n,) and (n, 1)
+        window = begins + torch.arange(width, device=begins.device)  # (n, W)
+        places, packing = window, None
+        if is_packed:
+            windows, offsets = part["windows"], part["offsets"]
+            places = (begins[windows, 0] + offsets)[None]
+            cells = part["cells"].view(-1, width)
+            packing = Packing(
+                rows=taken[windows][None], cells=cells, windows=windows, offsets=offsets
+            )
+        sequences = visible = None
+        if ranges is None:
+            is_whole = all(span.kv_end == kv_end for span in spans)
+            visible = self._visible(
+                None if rows is None else taken,
+                # Behind the canvas lie queries of a grid alone, which are dropped.
+                window.clamp_max(self.length - 1) if block_causal else None,
+                None if is_whole else part["kv_ends"][:, None],
+                kv_end,
+            )
+        else:
+            sequences = self._sequences(part, ranges)
+        plan = WindowPlan(
+            rows=taken, columns=places, kv_end=kv_end, packing=packing, sequences=sequences
+        )
+        return plan, visible
+
+    def _sequences(self, part: Mapping[str, Tensor], ranges: Mapping[str, list[int]]) -> Sequences:
+        """What each sequence of :meth:`_ranges` sees, whose numbers are on the device too."""
+        of, num_keys = part["rows"][part["of"]], part["num_keys"]
+        # The buffers of all rows are one long sequence of keys; padding on the left is left out.
+        key_starts = of * self.length
+        if self._starts is not None:
+            key_starts = key_starts + self._starts[of]
+            num_keys = (num_keys - self._starts[of]).clamp_min(1)  # padding sees something too
+        end = self._cache.num_rows * self.length
+        return Sequences(
+            query_starts=part["query_starts"].int(),
+            key_starts=F.pad(key_starts, (0, 1), value=end).int(),
+            num_keys=num_keys.int(),
+            # From the host's numbers: asking the device would make the host wait for it.
+            most_queries=max(stop - first for first, stop in pairwise(ranges["query_starts"])),
+            most_keys=max(ranges["num_keys"]),
+        )
 
     def _visible(
         self,
@@ -309,9 +308,8 @@ class CachedCanvas:
     def _ranges(self, spans: Sequence[Span], block_causal: bool) -> dict[str, list[int]] | None:
         """The windows of some rows as sequences, one for each block where they are block-causal.
 
-        Returns:
-            The first query of each sequence (and the number of queries), the window that it is of
-            and the keys before its end; ``None`` where the attention takes a mask.
+        The first query of each sequence (and the number of queries), the window that it is of and
+        the keys before its end; ``None`` where the attention takes a mask.
         """
         if not self.takes_sequences(spans):
             return None
@@ -330,13 +328,9 @@ class CachedCanvas:
         return {"query_starts": starts, "of": windows, "num_keys": num_keys}
 
     def read(self, columns: Tensor) -> Denoised:
-        """Predictions at some columns, from the last forward that covered each of them.
+        """Predictions at columns ``(B, K)`` int64, from the last forward that covered each of them.
 
-        Args:
-            columns: ``(B, K)`` int64.
-
-        Returns:
-            Aligned logits ``(B, K, V)`` and, when kept, aligned snapshots ``(B, L, H, D)``.
+        Aligned logits ``(B, K, V)`` and, when kept, aligned snapshots ``(B, L, H, D)``.
         """
         assert self._last is not None, "read before the first forward"
         raw = raw_columns(columns, self.backbone.spec.shift, starts=self._starts)
@@ -354,6 +348,18 @@ class CachedCanvas:
     def _buffer(self, like: Tensor) -> Tensor:
         """``(B, L, ...)`` zeros for rows ``(n, W, ...)``."""
         return like.new_zeros(self._cache.num_rows, self.length, *like.shape[2:])
+
+
+def _packing_numbers(widths: Sequence[int]) -> dict[str, Sequence[int]]:
+    """Of windows side by side: window and place of each query, queries in the cells of a grid."""
+    total, width = sum(widths), max(widths)
+    queries = [(row, at) for row, wide in enumerate(widths) for at in range(wide)]
+    firsts = list(accumulate(widths, initial=0))[:-1]
+    return {
+        "windows": [row for row, _ in queries],
+        "offsets": [at for _, at in queries],
+        "cells": [min(first + at, total - 1) for first in firsts for at in range(width)],
+    }
 
 
 def _on_device(numbers: Mapping[str, Sequence[int]], device: torch.device) -> dict[str, Tensor]:

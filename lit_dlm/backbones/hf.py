@@ -1,40 +1,76 @@
 """Masked diffusion denoiser on transformers' Qwen2, Llama and Qwen3 decoders, made bidirectional.
 
-The decoders run unchanged: only the causal flag is off and the masks are ours. This file holds the
-forward and the ways to it from Python; construction, adapters and files are in
-:mod:`~lit_dlm.backbones.decoder`, checkpoints are translated in
-:mod:`~lit_dlm.backbones.resolution`, and caches build on :meth:`HFBackbone.encode_window`.
+The decoders run unchanged: only the causal flag is off and the masks are ours. Checkpoints are
+translated in :mod:`~lit_dlm.backbones.resolution`, decoders built in
+:mod:`~lit_dlm.backbones.decoder`; caches build on :meth:`HFBackbone.encode_window`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypedDict, Unpack
+from typing import Any, ClassVar, Literal, Self, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_mask
+from torch.nn.attention.flex_attention import BlockMask
 
-from lit_dlm.backbones.attention import added_mask, sequences_from
+from lit_dlm.backbones import lora as adapters
+from lit_dlm.backbones.architecture import Architecture
+from lit_dlm.backbones.attention import ROUTES, AttentionRoute, added_mask, sequences_from
 from lit_dlm.backbones.base import UNKNOWN_ID, Backbone, Denoised
-from lit_dlm.backbones.decoder import AttentionRoute, DType, StoredDecoder, torch_dtype
-from lit_dlm.backbones.visibility import (
-    attention_visibility,
-    key_visibility,
-    position_ids_for,
+from lit_dlm.backbones.decoder import (
+    DType,
+    check_4bit,
+    load_decoder,
+    quantise,
+    random_decoder,
+    replace_parts,
+    torch_dtype,
 )
-from lit_dlm.backbones.vision import VisionSettings
+from lit_dlm.backbones.families import FAMILIES, HEAD_KEY, KeyLayout, key_layout, original_key
+from lit_dlm.backbones.location import locate
+from lit_dlm.backbones.lora_settings import LoRASettings, differing_base, read_adapter_settings
+from lit_dlm.backbones.resolution import (
+    EXPORT_KEY,
+    MASK_TOKEN,
+    RELEASE_KEY,
+    FromAR,
+    Resolved,
+    resolve,
+)
+from lit_dlm.backbones.visibility import attention_visibility, key_visibility, position_ids_for
+from lit_dlm.backbones.weights import (
+    files_digest,
+    load_weights,
+    plain_tensor,
+    save_checkpoint,
+    save_weights,
+    weight_files,
+    write_json_object,
+)
 from lit_dlm.backbones.window_cache import WindowCache
 from lit_dlm.ops.alignment import aligned, first_real_columns, gather_rows, raw_columns
 from lit_dlm.ops.fused_head import TokenStats, token_stats
 from lit_dlm.ops.masking import with_own_key
+from lit_dlm.ops.options import one_of
 from lit_dlm.ops.precision import is_autocast
+from lit_dlm.vision.base import Vision, VisionSettings
+
+logger = logging.getLogger(__name__)
+
+ExportLayout = Literal["hf", "original"]
 
 _WIDE = 64
 """Queries of a window from which on a CPU runs query heads that share keys apart."""
+_VISION_FILE = "vision.safetensors"
+"""What was trained of ``vision`` beside an adapter, under the family's names."""
 
-__all__ = ["AttentionRoute", "DType", "HFBackbone"]
+__all__ = ["AttentionRoute", "DType", "ExportLayout", "HFBackbone", "load_backbone"]
 
 
 class RowContext(TypedDict, total=False):
@@ -54,30 +90,376 @@ class RowContext(TypedDict, total=False):
     it."""
     pictures: Sequence[str]
     """Digests of the pictures that ids behind the vocabulary stand for, in order
-    (:meth:`Vision.embedded <lit_dlm.backbones.vision.Vision.embedded>`)."""
+    (:meth:`Vision.embed <lit_dlm.vision.base.Vision.embed>`)."""
 
 
-class ScoreOptions(RowContext, total=False):
-    """And how the head scores their cells."""
-
-    forbidden_ids: Sequence[int] | None
-    """Ids without probability; by default ``spec.forbidden_ids``."""
-    id_range: tuple[int, int | None]
-    """First id that has some, and the first one behind them, as in sampling
-    (:meth:`Sampler.id_range <lit_dlm.decoding.Sampler.id_range>`)."""
-    temperature: float
-    """The logits are divided by it; 1 by default."""
-
-
-class HFBackbone(StoredDecoder, Backbone):
+class HFBackbone(nn.Module, Backbone):
     """A bidirectional decoder with aligned outputs (the :class:`~lit_dlm.backbones.base.Backbone`).
 
-    Constructor options are those of :class:`~lit_dlm.backbones.decoder.StoredDecoder`.
+    Args:
+        path: an embedded model (``tiny``), a local folder, or a hub id ``owner/name``. Folders of
+            Dream, DiffuCoder, LLaDA, MMaDA, LLaDA-V (its text part), SDAR and TraDo work as
+            released; so does what :meth:`export` wrote. Only a hub id may use the network; no code
+            is ever loaded.
+        architecture: sizes for random weights, instead of ``path``. Seed torch before.
+        dtype: of the weights and activations.
+        attn_implementation: see :mod:`~lit_dlm.backbones.attention`.
+        trainable: whether parameters require gradients; frozen otherwise. With an adapter only its
+            own weights ever do.
+        spec_overrides: fields of :class:`~lit_dlm.backbones.base.BackboneSpec` that win over the
+            files, such as ``{"positions": "arange"}``.
+        from_ar: makes a diffusion model of an autoregressive checkpoint at ``path``.
+        lora: puts a new low-rank adapter on the frozen weights; it is trainable.
+        adapter: folder or hub id of a low-rank adapter in PEFT layout to load.
+        vision: lets prompts have pictures, with a model that was made for them (LLaDA-V, MMaDA);
+            nothing of it is loaded by default.
+        gradient_checkpointing: whether training computes activations again in the backward instead
+            of keeping them: ``true`` those of every layer but its input, ``selective`` what is
+            cheap, all but the outputs of matrix products and attention.
+        load_in_4bit: quantises the matrices of the layers to NF4 by bitsandbytes (arXiv
+            2305.14314) once they are loaded, for decoding and for adapters on them; the others stay
+            in ``dtype``. Such a model cannot be exported.
     """
+
+    _forbidden: Tensor
 
     forward_methods: ClassVar = ("_encode",)
     """What runs the weights; under FSDP2 it gathers like ``forward``. Every public method goes
     through this one, so none can be forgotten; the head is read behind it."""
+
+    def __init__(
+        self,
+        path: str | None = None,
+        *,
+        architecture: Architecture | None = None,
+        dtype: DType = "float32",
+        attn_implementation: AttentionRoute = "auto",
+        trainable: bool = False,
+        spec_overrides: dict[str, Any] | None = None,
+        from_ar: FromAR | None = None,
+        lora: LoRASettings | None = None,
+        adapter: str | None = None,
+        vision: VisionSettings | None = None,
+        gradient_checkpointing: bool | Literal["selective"] = False,
+        load_in_4bit: bool = False,
+    ) -> None:
+        super().__init__()
+        if (path is None) == (architecture is None) or (architecture and from_ar):
+            raise ValueError(
+                "HFBackbone: expected one of path (for from_ar, too) and architecture, got "
+                f"{path}, {architecture}"
+            )
+        if load_in_4bit:
+            check_4bit(trainable=trainable)
+        one_of(*ROUTES, of="HFBackbone.", attn_implementation=attn_implementation)
+        one_of(False, True, "selective", gradient_checkpointing=gradient_checkpointing)
+        self.attn_implementation = attn_implementation
+        self.new_mask_token = None if from_ar is None else MASK_TOKEN
+        """How the mask of a model that starts from an autoregressive one is written."""
+        self._base_name = path
+        self._weight_files: list[Path] = []
+        self._adapter_files: list[Path] = []
+        self._digests: dict[str, str] = {}
+        self._release_config: Mapping[str, Any] | None = None
+        self._is_release = False
+        self.adapter: LoRASettings | None = None
+        """Settings of the low-rank adapter in place, if there is one."""
+        self.mapped: dict[str, Tensor] = {}
+        """Weights in a file's own memory, as they were read."""
+        self._late: torch.dtype | None = None
+        if architecture is None:
+            resolved = resolve(str(path), spec_overrides=spec_overrides, from_ar=from_ar)
+            is_whole = trainable and not (lora or adapter)
+            self._load(resolved, torch_dtype(dtype), trains_all=is_whole)
+        else:
+            self.architecture = replace(architecture, **(spec_overrides or {}))
+            self.model = random_decoder(
+                self.architecture, attn_implementation=attn_implementation, dtype=torch_dtype(dtype)
+            )
+        self._is_4bit = load_in_4bit
+        if load_in_4bit:
+            quantise(self.model)
+        replace_parts(self.model)
+        self._keep_rotary_in_float32()
+        self.requires_grad_(trainable)
+
+        self.spec = self.architecture.spec()
+        self.hidden_size = self.architecture.hidden_size
+        self.num_layers = self.architecture.num_layers
+        self.max_positions = self.architecture.max_positions
+        self.vocab_size = self.architecture.vocab_size
+        forbidden = torch.tensor(self.spec.forbidden_ids, dtype=torch.long)
+        self.register_buffer("_forbidden", forbidden, persistent=False)
+        self.vision: Vision | None = None
+        if vision is not None:
+            self._load_vision(vision, is_whole=trainable and not lora)
+        if lora is not None:
+            self.add_adapter(lora)
+        if adapter is not None:
+            self.load_adapter(adapter, trainable=trainable)
+        if gradient_checkpointing:
+            adapters.recompute_layers(
+                self.model, keep_products=gradient_checkpointing == "selective"
+            )
+
+    def _load(self, resolved: Resolved, dtype: torch.dtype, *, trains_all: bool) -> None:
+        self.architecture = resolved.architecture
+        if self.architecture.family in FAMILIES:
+            self._is_release = EXPORT_KEY not in resolved.config
+            self._release_config = resolved.config.get(
+                RELEASE_KEY, resolved.config if self._is_release else None
+            )
+        self._weight_files = weight_files(locate(str(self._base_name)))
+        # One process of several may keep a part only; it converts what it keeps.
+        is_one_of_several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+        if trains_all and is_one_of_several and not resolved.adds_mask:
+            self._late = dtype
+        self.model, self.mapped = load_decoder(
+            resolved,
+            self._weight_files,
+            attn_implementation=self.attn_implementation,
+            dtype=dtype,
+            as_stored=self._late is not None,
+        )
+
+    def _load_vision(self, settings: VisionSettings, *, is_whole: bool) -> None:
+        from lit_dlm.backbones.vision import token_vision, tower_vision  # text models need none
+
+        first_id = self.spec.text_vocab_size
+        if first_id is not None:
+            self.vision = token_vision(
+                self._base_name, settings, first_id=first_id, vocab_size=self.vocab_size
+            )
+        else:
+            config = self._release_config or {"model_type": self.spec.family}
+            self.vision = tower_vision(settings, config, self._weight_files)
+        self.vision.to(self.dtype)
+        for parameter in self.vision.parameters():
+            if parameter.requires_grad and not is_whole:  # in float32, as adapters are
+                parameter.data = parameter.data.float()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating dtype of the weights."""
+        return self._late or self.model.lm_head.weight.dtype
+
+    def convert(self) -> None:
+        """Gives weights their dtype that have been left in that of their files.
+
+        In one process of several, trained weights are mapped from their files until they are
+        sharded or moved to a device, so that none of them is ever converted whole on the host.
+        Forwards call it too.
+        """
+        if self._late is not None:
+            dtype, self._late = self._late, None
+            self.to(dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self.model.lm_head.weight.device
+
+    def _keep_rotary_in_float32(self) -> None:
+        """Rebuilds the rotary frequencies, which lose positions when rounded to half precision."""
+        decoder = self.model.model
+        device = decoder.embed_tokens.weight.device
+        decoder.rotary_emb = type(decoder.rotary_emb)(self.model.config).to(device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # ``.to(bfloat16)`` (also Lightning's true half precision) casts every buffer and adapter.
+        with adapters.adapters_kept_in_float32(self):
+            super()._apply(fn, recurse)
+        if "model" in self._modules and self.device.type != "meta":
+            self._keep_rotary_in_float32()
+            if self.device.type != "cpu":
+                self.convert()
+        return self
+
+    # -- adapters and files ----------------------------------------------------------------------
+
+    def add_adapter(self, settings: LoRASettings) -> None:
+        """Puts a new trainable adapter on the decoder's weights, which get frozen."""
+        if self.adapter is not None:
+            raise ValueError("adapter: this backbone has one already; expected lora or adapter")
+        if self.new_mask_token is not None:
+            logger.warning(
+                "from_ar with lora: the new mask embedding is frozen at the mean of the others"
+            )
+        self.model.requires_grad_(False)
+        adapters.inject(self.model, settings)
+        self.adapter = settings
+
+    def add_side_adapter(self, name: str, settings: LoRASettings) -> None:
+        """Puts a trainable adapter beside that of the policy, for another head on the same weights.
+
+        It counts inside :meth:`using_adapter` alone, and is written nowhere.
+        """
+        adapters.inject(self.model, settings, name=name)
+
+    def using_adapter(self, name: str | None) -> AbstractContextManager[None]:
+        """Runs forwards with a side adapter, or with none (``None``): the initial weights."""
+        return adapters.using_adapter(self.model, name)
+
+    def load_adapter(self, path_or_id: str, *, trainable: bool = False) -> None:
+        """Loads a low-rank adapter in PEFT layout from a folder or a hub id."""
+        folder = locate(path_or_id)
+        self.add_adapter(read_adapter_settings(folder))
+        layout = key_layout(self.spec.family)
+        self._adapter_files = [adapters.load_adapter(self.model, folder, layout=layout)]
+        if (path := folder / _VISION_FILE).is_file():
+            if not (weights := self._vision_weights()):
+                raise ValueError(f"{path}: expected HFBackbone.vision, a part of which it holds")
+            load_weights([path], weights, rename=str, optional=frozenset(weights))
+            self._adapter_files.append(path)
+        self._digests.pop("adapter", None)
+        trained_on = differing_base(folder, self._base_name)
+        if trained_on is not None:
+            logger.warning(
+                "%s: this adapter was trained on %s, but runs on %s",
+                folder, trained_on, self._base_name,
+            )  # fmt: skip
+        for _, parameter in adapters.adapter_parameters(self.model):
+            parameter.requires_grad_(trainable)
+
+    def _vision_weights(self) -> dict[str, nn.Parameter]:
+        return {} if self.vision is None else self.vision.stored_weights()
+
+    @property
+    def own_layout(self) -> ExportLayout:
+        """``original`` for what came from the files of a family with code of its own."""
+        return "hf" if self._release_config is None else "original"
+
+    def save_adapter(self, folder: str | Path, *, layout: ExportLayout | None = None) -> None:
+        """Writes the adapter as a PEFT folder, and beside it what is trained of ``vision``.
+
+        With sharded weights every process must call this; the first one writes. ``layout`` is
+        ``hf`` for an adapter on what :meth:`export` writes, ``original`` for one on the family's
+        own code, by default that of the files that this model came from; :meth:`load_adapter` reads
+        both.
+        """
+        assert self.adapter is not None
+        is_original = layout == "original" or (layout is None and self._is_release)
+        names = self._names("original" if is_original else "hf")
+        tensors = adapters.adapter_tensors(self.model, layout=names)
+        trained = {
+            key: plain_tensor(parameter)
+            for key, parameter in self._vision_weights().items()
+            if parameter.requires_grad
+        }
+        if not _is_first_process():
+            return
+        family = FAMILIES.get(self.spec.family)
+        adapters.save_adapter(
+            tensors,
+            self.adapter,
+            Path(folder),
+            layout=names,
+            task=family.peft_task if family and is_original else "CAUSAL_LM",
+            base_name=self._base_name,
+        )
+        if trained:
+            save_weights(trained, Path(folder) / _VISION_FILE)
+
+    def _names(self, layout: ExportLayout) -> KeyLayout:
+        return key_layout(self.spec.family) if layout == "original" else "hf"
+
+    def export(
+        self,
+        folder: str | Path,
+        *,
+        layout: ExportLayout | None = None,
+        dtype: DType | None = None,
+        max_shard_gigabytes: float = 5.0,
+    ) -> None:
+        """Writes ``config.json`` and the weights, the adapter merged into them.
+
+        Equal weights give equal bytes. Tokenizer files are not known here: copy them beside.
+
+        Args:
+            folder: created when absent; files of the same name are replaced. With sharded weights
+                every process must call this; the first one writes.
+            layout: ``hf``: a transformers checkpoint that this class reads with all of its
+                specification, without ``vision``. ``original``: names and configuration of the
+                family's own code; the default with a tower of ``vision``, which is part of it.
+            dtype: of the stored weights; ``None`` keeps the current one.
+            max_shard_gigabytes: larger models become shards with an index.
+        """
+        if self._is_4bit:
+            raise ValueError("export: expected a model without load_in_4bit, which loses digits")
+        folder, seeing = Path(folder), self._vision_weights()
+        layout = layout or ("original" if seeing else "hf")
+        stored = self.dtype if dtype is None else torch_dtype(dtype)
+        if layout == "hf":
+            config = self.architecture.config_fields()
+            config[EXPORT_KEY] = self.architecture.spec_fields()
+            if self._release_config is not None:
+                config[RELEASE_KEY] = dict(self._release_config)
+        elif self._release_config is None:
+            raise ValueError(
+                "layout: expected 'hf' for a model that came from no family's own files, got "
+                f"{layout!r}"
+            )
+        else:
+            config = dict(self._release_config)
+            if self.spec.mask_id != UNKNOWN_ID:
+                config["mask_token_id"] = self.spec.mask_id
+            if self.spec.attention == "block":
+                config["block_size"] = self.spec.block_size
+            if not seeing:
+                config.pop("mm_vision_tower", None)  # it is not in the files
+        # One spelling for new and old readers alike.
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(stored).removeprefix("torch.")
+        weights = adapters.base_parameters_adapted(self.model)
+        if self.architecture.tie_embeddings:
+            del weights[HEAD_KEY]
+        names = self._names(layout)
+        named = {original_key(key, names): entry for key, entry in weights.items()}
+        if layout == "original":
+            named |= {key: (parameter, None) for key, parameter in seeing.items()}
+
+        def read(key: str) -> Tensor:
+            parameter, layer = named[key]
+            tensor = plain_tensor(parameter)
+            if layer is not None:
+                tensor = adapters.merged(tensor, layer)
+            return tensor.to(device="cpu", dtype=stored)
+
+        with torch.no_grad():
+            save_checkpoint(
+                {key: value.numel() * stored.itemsize for key, (value, _) in named.items()},
+                read,
+                folder,
+                max_shard_bytes=int(max_shard_gigabytes * 1e9),
+                write=_is_first_process(),
+            )
+        if _is_first_process():
+            write_json_object(folder / "config.json", config)
+
+    def describe(self) -> dict[str, Any]:
+        """Provenance as plain JSON values.
+
+        The SHA-256 are of the configuration and of the files that the weights and the adapter came
+        from (``None`` for random ones). They read all files on the first call and say nothing about
+        training since.
+        """
+        for name, files in (("weights", self._weight_files), ("adapter", self._adapter_files)):
+            if files and name not in self._digests:
+                self._digests[name] = files_digest(files)
+        return {
+            "family": self.spec.family,
+            "decoder": self.architecture.decoder,
+            "num_parameters": sum(p.numel() for p in self.parameters()),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "attn_implementation": self.attn_implementation,
+            "config_sha256": self.architecture.digest(),
+            "weights_sha256": self._digests.get("weights"),
+            "adapter_sha256": self._digests.get("adapter"),
+            **({"load_in_4bit": True} if self._is_4bit else {}),
+            **({"vision": asdict(self.vision.settings)} if self.vision is not None else {}),
+        }
+
+    # -- forwards --------------------------------------------------------------------------------
 
     def denoise(
         self,
@@ -89,19 +471,16 @@ class HFBackbone(StoredDecoder, Backbone):
         response_start: int | None = None,
         pictures: Sequence[str] | None = None,
     ) -> Denoised:
-        """Runs one forward, see :meth:`Backbone.denoise <lit_dlm.backbones.base.Backbone.denoise>`.
+        """See :meth:`Backbone.denoise <lit_dlm.backbones.base.Backbone.denoise>`; differentiable.
 
         ``pictures`` are the digests of a batch of training; decodes have theirs in place. A block
-        model (``spec.attention`` is ``block``) gets its block-causal mask, any other one sees every
-        real token. Without ``pad_mask`` a full-attention model needs no mask at all, so
-        that the flash kernel stays available. Differentiable.
+        model gets its block-causal mask, any other one sees every real token.
         """
         if self.spec.mask_id == UNKNOWN_ID:
             raise ValueError(
                 f"spec.mask_id: the files of this {self.spec.family} model name no mask token; "
                 "give its id as spec_overrides.mask_id"
             )
-        layers = [self._hidden_index(index) for index in hidden_layers]
         starts = self._starts(pad_mask)
         visible = attention_visibility(
             self.spec, ids, pad_mask=pad_mask, response_start=response_start
@@ -110,21 +489,15 @@ class HFBackbone(StoredDecoder, Backbone):
         kept = None
         if columns is not None:
             kept = raw_columns(columns, self.spec.shift, starts=starts)
-        last, snapshots = self._encode(
-            ids, visible, position_ids, layers=layers, kept=kept, pictures=pictures
+        rows, hidden = self._encode(
+            ids, visible, position_ids, hidden_layers=hidden_layers, kept=kept, pictures=pictures
         )
         if columns is None:
-            batch, length = ids.shape
-            columns = torch.arange(length, device=ids.device).expand(batch, -1)
-            rows = aligned(last, self.spec.shift, starts=starts)
-        else:
-            rows = last
-        logits = self.head(rows)
-        hidden = None
-        if layers:
-            stacked = torch.stack([snapshots[index] for index in layers], dim=2)  # (B, L, H, D)
-            hidden = aligned(stacked, self.spec.shift, starts=starts)
-        return Denoised(logits=logits, columns=columns, hidden=hidden)
+            columns = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
+            rows = aligned(rows, self.spec.shift, starts=starts)
+        if hidden is not None:
+            hidden = aligned(hidden, self.spec.shift, starts=starts)
+        return Denoised(logits=self.head(rows), columns=columns, hidden=hidden)
 
     def forward(
         self, input_ids: Tensor, mask: Tensor | None = None, position_ids: Tensor | None = None
@@ -147,11 +520,6 @@ class HFBackbone(StoredDecoder, Backbone):
         """
         starts, visible = None, None
         if mask is not None and mask.ndim == 2:
-            if mask.shape != input_ids.shape:
-                raise ValueError(
-                    f"mask: expected the shape of input_ids {tuple(input_ids.shape)}, "
-                    f"got {tuple(mask.shape)}"
-                )
             starts, visible = self._starts(mask), key_visibility(mask)
             if position_ids is None:
                 position_ids = position_ids_for(mask, self.spec.positions)
@@ -175,8 +543,7 @@ class HFBackbone(StoredDecoder, Backbone):
         Args:
             ids: ``(B, W)`` int64 tokens of the columns; ``(1, T)`` where the cache's plan packs
                 windows of different widths.
-            cache: receives their keys and values and gives those to attend to; its plan is that of
-                this forward.
+            cache: its plan is that of this forward.
             visible: ``(B, 1, 1 or W, K)`` bool for the ``K`` keys that the cache gives and ``W``
                 queries (with a packing as many as its grid is wide), ``True`` where the query may
                 see the key; ``None`` when it sees all, or what the plan's sequences say.
@@ -185,16 +552,12 @@ class HFBackbone(StoredDecoder, Backbone):
             kept: ``(B, K)`` int64 columns of the window whose last rows are wanted; all by default.
 
         Returns:
-            *Raw* rows, not aligned: ``(B, W, D)`` after the final norm, and ``(B, W, H, D)``
-            snapshots, or ``None`` when none is asked for; ``(1, T, ...)`` with a packing, and ``K``
-            last rows with ``kept``.
+            *Raw* rows, not aligned: ``(B, W or K, D)`` after the final norm, and snapshots
+            ``(B, W, H, D)`` where they are asked for; ``(1, T, ...)`` with a packing.
         """
-        layers = [self._hidden_index(index) for index in hidden_layers]
-        last, snapshots = self._encode(
-            ids, visible, position_ids, layers=layers, cache=cache, kept=kept
+        return self._encode(
+            ids, visible, position_ids, hidden_layers=hidden_layers, cache=cache, kept=kept
         )
-        hidden = torch.stack([snapshots[index] for index in layers], dim=2) if layers else None
-        return last, hidden
 
     @property
     def sequences_from(self) -> int | None:
@@ -217,35 +580,25 @@ class HFBackbone(StoredDecoder, Backbone):
         return torch.get_autocast_dtype(device.type) if is_autocast(device) else self.dtype
 
     def head(self, rows: Tensor) -> Tensor:
-        """Logits of aligned hidden rows.
-
-        Args:
-            rows: ``(..., D)`` after the final norm.
-
-        Returns:
-            ``(..., V)``, scaled, ``-inf`` at forbidden ids.
-        """
+        """Logits ``(..., V)`` of aligned hidden rows ``(..., D)``, ``-inf`` at forbidden ids."""
         # In place: one copy of the logits less, and the head's backward does not need them.
         return self._head(rows).index_fill_(-1, self._forbidden, float("-inf"))
 
     def score_tokens(
-        self, ids: Tensor, targets: Tensor, rows: Tensor, **options: Unpack[ScoreOptions]
+        self, ids: Tensor, targets: Tensor, rows: Tensor, **options: Any
     ) -> TokenStats:
         """Cross-entropy, entropy and log-probability of chosen cells; no logits are kept.
 
         What training uses in place of :meth:`denoise`: the same prediction, but only the chosen
-        rows meet the head, a chunk at a time (:mod:`lit_dlm.ops.fused_head`), in float32.
+        rows meet the head, a chunk at a time (:mod:`lit_dlm.ops.fused_head`), in float32. One entry
+        per chosen cell, row by row; a forbidden target has infinite cross-entropy. Differentiable.
+        To go back to the canvas, write ``canvas[rows] = stats.ce``.
 
         Args:
             ids: ``(B, L)`` int64 canvas as the model sees it, masks included.
             targets: ``(B, L)`` int64 tokens to score; read at ``rows`` only.
             rows: ``(B, L)`` bool, cells to score.
-            options: see :class:`ScoreOptions`.
-
-        Returns:
-            One entry per chosen cell, row by row: ``rows.sum()`` of them; a forbidden target has
-            infinite cross-entropy. Differentiable. To go back to the canvas, write
-            ``canvas[rows] = stats.ce``.
+            options: of :meth:`score_with_rows`.
         """
         return self.score_with_rows(ids, targets, rows, **options)[0]
 
@@ -260,30 +613,22 @@ class HFBackbone(StoredDecoder, Backbone):
         temperature: float = 1.0,
         **context: Unpack[RowContext],
     ) -> tuple[TokenStats, Tensor]:
-        """:meth:`score_tokens`, and the hidden rows that were scored.
+        """:meth:`score_tokens`, and the ``(N, D)`` aligned hidden rows that were scored.
 
-        Arguments and errors are those of :meth:`score_tokens`.
-
-        Returns:
-            The scores, and ``(N, D)`` aligned hidden rows after the final norm, one per score.
+        Args:
+            ids: as there, like the next two.
+            targets: tokens.
+            rows: cells.
+            forbidden_ids: ids without probability; by default ``spec.forbidden_ids``.
+            id_range: the first id that has some, and the first one behind them, as in sampling
+                (:meth:`Sampler.id_range <lit_dlm.decoding.Sampler.id_range>`).
+            temperature: the logits are divided by it.
+            context: see :class:`RowContext`.
         """
-        if not ids.shape == targets.shape == rows.shape or rows.dtype != torch.bool:
-            raise ValueError(
-                "score_tokens: expected ids, targets and boolean rows of one shape (B, L), got "
-                f"{tuple(ids.shape)}, {tuple(targets.shape)} and {rows.dtype} {tuple(rows.shape)}"
-            )
-        if not temperature > 0.0:
-            raise ValueError(f"temperature: expected a positive number, got {temperature}")
-        head = self.model.lm_head
-        if not isinstance(head, nn.Linear):
-            raise ValueError(
-                f"lm_head: expected a plain linear layer, got {type(head).__name__}; adapters on "
-                "the head are not supported"
-            )
         # By number: the host waits once, before the forward is under way.
         cells = rows.nonzero(as_tuple=True)
         hidden = self._rows(ids, cells, **context)
-        part = slice(*id_range)
+        part, head = slice(*id_range), self.model.lm_head
         weight: Tensor = head.weight
         bias: Tensor | None = head.bias
         known = range(self.vocab_size)[part]
@@ -301,12 +646,10 @@ class HFBackbone(StoredDecoder, Backbone):
         return stats, hidden
 
     def encode_rows(self, ids: Tensor, rows: Tensor, **context: Unpack[RowContext]) -> Tensor:
-        """Hidden rows of chosen cells, for heads other than the model's own.
+        """Hidden rows ``(N, D)`` of chosen cells, for heads other than the model's own.
 
-        Arguments are those of :meth:`score_tokens`.
-
-        Returns:
-            ``(N, D)`` aligned hidden rows after the final norm, row by row. Differentiable.
+        Arguments are those of :meth:`score_tokens`. Aligned, after the final norm, row by row;
+        differentiable.
         """
         return self._rows(ids, rows.nonzero(as_tuple=True), **context)
 
@@ -326,9 +669,6 @@ class HFBackbone(StoredDecoder, Backbone):
         visible: Tensor | BlockMask | None
         if isinstance(mask, BlockMask):
             visible = mask
-            if self.attn_implementation == "eager":
-                B, _, L, K = mask.shape
-                visible = create_mask(mask.mask_mod, B, 1, L, K, device=self.device)
         elif mask is None or mask.ndim == 2:
             starts = self._starts(mask)
             visible = attention_visibility(
@@ -343,14 +683,6 @@ class HFBackbone(StoredDecoder, Backbone):
             return last[cells[0], predictors.expand(len(ids), -1)[cells]]
         return aligned(last, self.spec.shift, starts=starts)[cells]
 
-    def _hidden_index(self, index: int) -> int:
-        count = self.num_layers + 1
-        if not -count <= index < count:
-            raise ValueError(
-                f"hidden_layers: expected indices from {-count} to {count - 1}, got {index}"
-            )
-        return index % count
-
     def _starts(self, pad_mask: Tensor | None) -> Tensor | None:
         if pad_mask is None or self.spec.shift == 0:
             return None
@@ -362,18 +694,22 @@ class HFBackbone(StoredDecoder, Backbone):
         visible: Tensor | BlockMask | None,
         position_ids: Tensor | None,
         *,
-        layers: Sequence[int] = (),
+        hidden_layers: Sequence[int] = (),
         cache: WindowCache | None = None,
         kept: Tensor | None = None,
         pictures: Sequence[str] | None = None,
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Raw last hidden rows after the final norm, and raw snapshots by index.
+    ) -> tuple[Tensor, Tensor | None]:
+        """Raw last hidden rows after the final norm, and raw snapshots ``(B, L, H, D)``.
 
         The last rows are ``(B, L, D)``, or those of the kept columns ``(B, K)`` alone.
         """
         self.convert()
-        decoder = self.model.model
-        snapshots: dict[int, Tensor] = {}
+        decoder, end = self.model.model, self.num_layers
+        if any(not -end <= index + 1 <= end + 1 for index in hidden_layers):
+            raise ValueError(
+                f"hidden_layers: expected indices from {-end - 1} to {end}, got {hidden_layers}"
+            )
+        layers = [index % (end + 1) for index in hidden_layers]
         plan: dict[str, Any] = {}
         if cache is not None:
             sequences = cache.plan.sequences
@@ -381,27 +717,20 @@ class HFBackbone(StoredDecoder, Backbone):
                 sequences = sequences.grouped(self._groups)
             plan = {"packing": cache.plan.packing, "sequences": sequences}
         # A snapshot of the last layer has all columns.
-        if kept is not None and self.num_layers not in layers:
+        if kept is not None and end not in layers:
             plan["kept"] = kept
-
-        def keep(index: int) -> Callable[[nn.Module, Any, Tensor], None]:
-            def hook(_module: nn.Module, _args: Any, output: Tensor) -> None:
-                snapshots[index] = output
-
-            return hook
-
+        snapshots: dict[int, Tensor] = {}
         inputs = {"input_ids": ids}
-        hooked = set(layers) - {self.num_layers}
         if self.vision is not None:
-            snapshots[0] = self.vision.embedded(ids, decoder.embed_tokens, pictures)
+            snapshots[0] = self.vision.embed(ids, decoder.embed_tokens, pictures)
             inputs = {"inputs_embeds": snapshots[0]}
-            hooked -= {0}
         # Hooks rather than transformers' own capture: only the asked layers stay in memory.
+        parts = [decoder.embed_tokens, *decoder.layers]
         handles = [
-            (
-                decoder.embed_tokens if index == 0 else decoder.layers[index - 1]
-            ).register_forward_hook(keep(index))
-            for index in hooked
+            parts[index].register_forward_hook(
+                lambda _module, _args, output, index=index: snapshots.update({index: output})
+            )
+            for index in set(layers) - {end, *snapshots}
         ]
         try:
             last = decoder(
@@ -415,10 +744,11 @@ class HFBackbone(StoredDecoder, Backbone):
         finally:
             for handle in handles:
                 handle.remove()
-        snapshots[self.num_layers] = last
+        snapshots[end] = last
         if kept is not None and "kept" not in plan:
             last = gather_rows(last, kept)
-        return last, snapshots
+        hidden = torch.stack([snapshots[index] for index in layers], dim=2) if layers else None
+        return last, hidden
 
     def _mask(
         self, visible: Tensor | BlockMask | None, *, is_window: bool
@@ -426,9 +756,6 @@ class HFBackbone(StoredDecoder, Backbone):
         """The mask as the attention of the layers takes it."""
         if visible is None or isinstance(visible, BlockMask):
             return visible
-        if self.attn_implementation == "eager":
-            hidden = torch.finfo(self.dtype).min
-            return added_mask(visible, groups=1, dtype=self.dtype, hidden=hidden)
         # Training keeps the order of transformers' sums.
         if is_window or (visible.shape[2] == 1 and not torch.is_grad_enabled()):
             # On a CPU wide windows are as fast without the copies of the mask.
@@ -452,6 +779,13 @@ def _given_visibility(mask: Tensor) -> Tensor:
     return with_own_key(mask)
 
 
+def _is_first_process() -> bool:
+    distributed = torch.distributed
+    return not (distributed.is_available() and distributed.is_initialized()) or (
+        distributed.get_rank() == 0
+    )
+
+
 def load_backbone(
     path_or_id: str | Path,
     *,
@@ -461,10 +795,11 @@ def load_backbone(
     adapter: str | Path | None = None,
     vision: VisionSettings | None = None,
 ) -> HFBackbone:
-    """Loads a frozen backbone for decoding.
+    """Loads a frozen backbone for decoding, in evaluation mode.
 
     Calling it with ``(input_ids, mask=None, position_ids=None)`` gives logits ``(B, L, V)`` whose
-    row ``i`` predicts token ``i``, see :meth:`HFBackbone.forward`.
+    row ``i`` predicts token ``i``, see :meth:`HFBackbone.forward`; the other options are those of
+    :class:`HFBackbone`.
 
     Args:
         path_or_id: an embedded name (``tiny``), a local folder, or a hub id ``owner/name``.
@@ -473,21 +808,13 @@ def load_backbone(
         attn_implementation: see :mod:`~lit_dlm.backbones.attention`.
         adapter: folder or hub id of a low-rank adapter in PEFT layout.
         vision: lets prompts have pictures.
-
-    Returns:
-        The backbone in evaluation mode, without gradients.
     """
     with torch.device(device):
         backbone = HFBackbone(
             str(path_or_id),
-            dtype=_name(dtype),
+            dtype=dtype,  # type: ignore[arg-type]
             attn_implementation=attn_implementation,
             adapter=None if adapter is None else str(adapter),
             vision=vision,
         )
     return backbone.to(device).eval()
-
-
-def _name(dtype: DType | torch.dtype) -> DType:
-    name: DType = str(torch_dtype(dtype)).removeprefix("torch.")  # type: ignore[assignment]
-    return name

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 """Folder of the embedded models."""
 
-_HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 _DESCRIPTION_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 
 
@@ -30,25 +30,18 @@ def embedded_names() -> list[str]:
 
 
 def locate(path_or_id: str, *, weights: bool = True) -> Path:
-    """Finds the folder of a model.
+    """Finds the folder of a model; only a hub id may use the network.
 
     Args:
         path_or_id: an embedded name (``tiny``), a local folder, or a hub id ``owner/name``,
             optionally with ``@revision``. An existing folder wins over a hub id.
         weights: whether a hub download includes the weights.
-
-    Returns:
-        A local folder. Only a hub id may use the network.
     """
-    if not path_or_id.strip():
-        raise ValueError("path: expected an embedded name, a folder or a hub id, got ''")
     if path_or_id in embedded_names():
         return ASSETS / path_or_id
     folder = Path(path_or_id).expanduser()
-    if folder.is_dir():
+    if path_or_id.strip() and folder.is_dir():
         return folder
-    if folder.exists():
-        raise ValueError(f"path: expected a model folder, but {path_or_id!r} is a file")
     match = _HUB_ID.fullmatch(path_or_id)
     # ``runs/model`` beside an existing ``runs`` is a mistyped folder, not a hub id.
     if match is None or folder.parent.is_dir():
@@ -56,16 +49,19 @@ def locate(path_or_id: str, *, weights: bool = True) -> Path:
             f"path: {path_or_id!r} is neither an existing folder nor an embedded model "
             f"({', '.join(embedded_names()) or 'none is installed'}) nor a hub id 'owner/name'"
         )
+    return Path(_snapshot(path_or_id, allow_patterns=_patterns(weights)))
+
+
+def _snapshot(hub_id: str, **options: Any) -> Any:
+    """What of a hub id ``owner/name``, optionally with ``@revision``, the hub delivers."""
+    repo, _, revision = hub_id.partition("@")
     try:
-        found = snapshot_download(
-            match["repo"], revision=match["revision"], allow_patterns=_patterns(weights)
-        )
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        return snapshot_download(repo, revision=revision or None, **options)
+    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
         reason = str(error).strip().split("\n", maxsplit=1)[0]
         raise ValueError(
-            f"path: {path_or_id!r} is no existing folder, and the hub did not deliver it: {reason}"
+            f"{hub_id!r} is no existing folder, and the hub did not deliver it: {reason}"
         ) from error
-    return Path(found)
 
 
 def is_local(path_or_id: str) -> bool:
@@ -76,42 +72,16 @@ def is_local(path_or_id: str) -> bool:
 def hub_files(
     hub_id: str, *, weights: bool = True, repo_type: Literal["model", "dataset"] = "model"
 ) -> list[DryRunFileInfo]:
-    """What of a repository on the hub would be fetched; nothing is.
-
-    Args:
-        hub_id: ``owner/name``, optionally with ``@revision``.
-        weights: whether the weights are wanted; of a data set all files are.
-        repo_type: kind of the repository.
-
-    Returns:
-        Name, size in bytes and whether it is in the cache already, of every file.
-    """
-    repo, _, revision = hub_id.partition("@")
-    try:
-        found = snapshot_download(
-            repo,
-            repo_type=repo_type,
-            revision=revision or None,
-            allow_patterns=_patterns(weights) if repo_type == "model" else None,
-            dry_run=True,
-        )
-    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
-        reason = str(error).strip().split("\n", maxsplit=1)[0]
-        raise ValueError(f"{hub_id}: the hub does not tell its files ({reason})") from None
-    return list(found)
+    """Names and sizes of what would be fetched from the hub, and whether it is here already."""
+    patterns = _patterns(weights) if repo_type == "model" else None
+    return list(_snapshot(hub_id, repo_type=repo_type, allow_patterns=patterns, dry_run=True))
 
 
 def in_hub_cache(hub_id: str, *, weights: bool = True) -> bool:
-    """Whether a model of the hub is in the cache; asks no network.
-
-    Args:
-        hub_id: ``owner/name``, optionally with ``@revision``.
-        weights: whether the weights are wanted.
-    """
-    repo, _, revision = hub_id.partition("@")
+    """Whether a model of the hub is in the cache, with its weights if wanted; asks no network."""
     try:
-        folder = snapshot_download(repo, revision=revision or None, local_files_only=True)
-    except (LocalEntryNotFoundError, HFValidationError):
+        folder = _snapshot(hub_id, local_files_only=True)
+    except ValueError:
         return False
     return not weights or any(Path(folder).glob("*.safetensors"))
 
@@ -123,12 +93,9 @@ def _patterns(weights: bool) -> list[str]:
 def read_json_object(path: Path) -> dict[str, Any]:
     """Reads one of a model's description files."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not valid JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")
-    return value
+        return {**json.loads(path.read_text(encoding="utf-8"))}
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: expected a JSON object ({error})") from error
 
 
 def load_tokenizer(path_or_id: str) -> PreTrainedTokenizerBase:
@@ -136,12 +103,6 @@ def load_tokenizer(path_or_id: str) -> PreTrainedTokenizerBase:
 
     Custom tokenizer classes named in a checkpoint (Dream, LLaDA) are not needed: a
     ``tokenizer.json`` says everything, and ``vocab.json`` with ``merges.txt`` is the Qwen2 kind.
-
-    Args:
-        path_or_id: an embedded name, a local folder, or a hub id.
-
-    Returns:
-        A fast tokenizer.
     """
     from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer  # costs seconds
 

@@ -7,13 +7,11 @@ weights that it adapts for good, or while a policy decodes.
 
 from __future__ import annotations
 
-import json
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +19,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
-from lit_dlm.backbones.families import LLADA_MODULES, KeyMap, PEFTTask
-from lit_dlm.backbones.lora_settings import CONFIG_FILE, LoRASettings
-from lit_dlm.backbones.weights import plain_tensor, read_weights, save_weights
+from lit_dlm.backbones.families import LLADA_MODULES, KeyLayout, PEFTTask, original_key, our_key
+from lit_dlm.backbones.lora_settings import LoRASettings
+from lit_dlm.backbones.weights import load_weights, plain_tensor, save_weights
 from lit_dlm.ops.precision import without_autocast
+
+if TYPE_CHECKING:  # peft takes seconds to import, and most runs have no adapter
+    from peft import LoraConfig
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 
@@ -45,20 +46,29 @@ _PRODUCTS = (
 """What is dear to compute again: products of matrices and attention."""
 
 
+def peft_config(settings: LoRASettings, **facts: Any) -> LoraConfig:
+    """The settings in peft's words; ``facts`` add to them or win."""
+    from peft import LoraConfig
+
+    values: dict[str, Any] = {
+        "r": settings.rank,
+        "lora_alpha": settings.alpha,
+        "lora_dropout": settings.dropout,
+        "target_modules": settings.modules(),
+        "use_rslora": settings.rslora,
+        "layers_to_transform": settings.layers,
+    }
+    return LoraConfig(**(values | facts))
+
+
 def inject(model: PreTrainedModel, settings: LoRASettings, *, name: str = POLICY) -> None:
     """Puts a new adapter into a decoder, in place; it starts as the identity.
 
     All other weights keep their ``requires_grad``. The adapter's are float32 where the base is in
     half precision, as in peft, since small updates would be rounded away. Forwards use the adapter
     named :data:`POLICY`; others are switched on by :func:`using_adapter`.
-
-    Args:
-        model: the decoder.
-        settings: shape and places.
-        name: of the adapter; a decoder may hold several.
     """
-    # On first use: peft takes seconds to import, and most runs have no adapter.
-    from peft import LoraConfig, inject_adapter_in_model
+    from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
 
     before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
@@ -67,18 +77,10 @@ def inject(model: PreTrainedModel, settings: LoRASettings, *, name: str = POLICY
         raise ValueError(
             f"lora.layers: expected indices from 0 to {count - 1}, got {settings.layers}"
         )
-    config = LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # only ever divided
-        lora_dropout=settings.dropout,
-        target_modules=settings.modules(),
-        use_rslora=settings.rslora,
-        layers_to_transform=settings.layers,
-    )
     with warnings.catch_warnings():
         # That there is another adapter is the point of a name.
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")
-        inject_adapter_in_model(config, model, adapter_name=name)
+        inject_adapter_in_model(peft_config(settings), model, adapter_name=name)
     for parameter, flag in before:
         parameter.requires_grad_(flag)
     for layer in model.modules():
@@ -91,14 +93,10 @@ def inject(model: PreTrainedModel, settings: LoRASettings, *, name: str = POLICY
 
 @contextmanager
 def using_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
-    """Runs forwards of a decoder with another of its adapters, or with none.
+    """Runs forwards of a decoder with another of its adapters, or with none (``None``).
 
     Which one counts is decided when a forward runs; its backward may come later, also where it
-    computes layers again (:func:`recomputed`).
-
-    Args:
-        model: the decoder.
-        name: of the adapter; ``None`` for the bare weights.
+    computes layers again (:func:`recompute_layers`).
     """
     from peft.tuners.lora import LoraLayer
 
@@ -114,37 +112,34 @@ def using_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
             layer._active_adapter = names
 
 
-def recomputed(layer: nn.Module, *, keep_products: bool = False) -> Callable[..., Any]:
-    """Gradient checkpointing of a layer: its backward runs it again, with the adapter it ran with.
+def recompute_layers(model: PreTrainedModel, *, keep_products: bool) -> None:
+    """Gradient checkpointing: the backward runs each layer again instead of keeping activations.
 
-    Without that, a layer that ran under :func:`using_adapter` would be computed again with the
-    adapter that is in use when gradients are taken.
-
-    Args:
-        layer: of a decoder.
-        keep_products: keeps the outputs of matrix products and attention.
-
-    Returns:
-        A function that takes another one and its arguments, as transformers expects.
+    ``keep_products`` keeps the outputs of matrix products and attention.
     """
+    for layer in model.model.layers:
+        # What transformers' own switch sets, less its hook that lets embeddings need gradients.
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = _recomputed(layer, keep_products=keep_products)
+
+
+def _recomputed(layer: nn.Module, *, keep_products: bool) -> Callable[..., Any]:
+    """Runs a layer's function, and in the backward again with the adapter that it ran with."""
     from peft.tuners.lora import LoraLayer
 
     @contextmanager
-    def again(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-        with ExitStack() as stack:
-            for context in contexts:
-                stack.enter_context(context)
+    def again(kept: AbstractContextManager[Any], name: str | None) -> Iterator[None]:
+        with kept, using_adapter(layer, name):
             yield
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         forward, kept = nullcontext(), nullcontext()
         if keep_products:
             forward, kept = create_selective_checkpoint_contexts(list(_PRODUCTS))
-        adapted = next((part for part in layer.modules() if isinstance(part, LoraLayer)), None)
-        if adapted is None:
-            return forward, kept
-        name = next(iter(adapted._active_adapter), None)
-        return forward, again(kept, using_adapter(layer, name))
+        # Asked while the layer runs: when gradients are taken another adapter may be in use.
+        adapted = [part for part in layer.modules() if isinstance(part, LoraLayer)]
+        names = adapted[0]._active_adapter if adapted else []
+        return forward, again(kept, next(iter(names), None))
 
     def run(function: Callable[..., Any], *args: Any) -> Any:
         return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
@@ -153,170 +148,99 @@ def recomputed(layer: nn.Module, *, keep_products: bool = False) -> Callable[...
 
 
 def adapter_parameters(model: nn.Module, name: str = POLICY) -> Iterator[tuple[str, nn.Parameter]]:
-    """The weights of an adapter in a decoder.
-
-    Args:
-        model: the decoder.
-        name: of the adapter.
-
-    Yields:
-        Key, such as ``model.layers.0.self_attn.q_proj.lora_A.weight``, and parameter.
-    """
+    """Weights of an adapter by keys such as ``model.layers.0.self_attn.q_proj.lora_A.weight``."""
     for path, parameter in model.named_parameters():
         if ".lora_" in path and f".{name}." in path.partition(".lora_")[2]:
             yield path.replace(f".{name}.", "."), parameter
 
 
-def float32_adapters(module: nn.Module) -> dict[str, Tensor]:
-    """Weights of all adapters, and of what is trained beside them, that are in float32, by name.
+@contextmanager
+def adapters_kept_in_float32(module: nn.Module) -> Iterator[None]:
+    """Keeps a move to half precision from rounding adapters and what is trained beside them.
 
-    Args:
-        module: holds decoders.
+    Small updates would be rounded away.
     """
     named = dict(module.named_parameters())
     has_adapter = any(".lora_" in name for name in named)
-    return {
+    before = {
         name: parameter.data
         for name, parameter in named.items()
         if parameter.dtype == torch.float32
         and (".lora_" in name or (has_adapter and parameter.requires_grad))
     }
-
-
-def keep_in_float32(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Puts adapters back that a move to half precision has rounded; see :func:`inject`.
-
-    Args:
-        module: after the move.
-        weights: what :func:`float32_adapters` gave before it.
-    """
+    yield
     for name, parameter in module.named_parameters():
-        if name in weights and parameter.dtype in (torch.float16, torch.bfloat16):
-            parameter.data = weights[name].to(parameter.device)
+        if name in before and parameter.dtype in (torch.float16, torch.bfloat16):
+            parameter.data = before[name].to(parameter.device)
 
 
-def save_adapter(
-    model: nn.Module,
-    settings: LoRASettings,
-    folder: Path,
-    *,
-    keys: KeyMap,
-    layout: Literal["hf", "original"],
-    task: PEFTTask,
-    base_name: str | None,
-    write: bool = True,
-) -> None:
-    """Writes an adapter as a PEFT folder.
-
-    Args:
-        model: the decoder that holds it.
-        settings: its settings.
-        folder: created when absent.
-        keys: the family's names.
-        layout: ``hf`` for transformers' names, ``original`` for those of the family's own code.
-        task: what peft should take the base model for.
-        base_name: folder or hub id of the base model, for the configuration.
-        write: whether this process writes. Sharded weights are gathered by all of them.
-    """
-    translate = keys.original if layout == "original" else str
+def adapter_tensors(model: nn.Module, *, layout: KeyLayout) -> dict[str, Tensor]:
+    """The policy's adapter as PEFT stores it, whole; sharded, every process must call this."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in adapter_parameters(model):
         module, _, rest = name.partition(".lora_")
-        own = translate(f"{module}.weight").removesuffix(".weight")
+        own = original_key(f"{module}.weight", layout).removesuffix(".weight")
         tensors[f"{_PREFIX}{own}.lora_{rest}"] = plain_tensor(parameter)
-    if not write:
-        return
+    return tensors
+
+
+def save_adapter(
+    tensors: Mapping[str, Tensor],
+    settings: LoRASettings,
+    folder: Path,
+    *,
+    layout: KeyLayout,
+    task: PEFTTask,
+    base_name: str | None,
+) -> None:
+    """Writes what :func:`adapter_tensors` gave as a PEFT folder.
+
+    ``task`` is what peft should take the base model ``base_name`` for.
+    """
     targets = settings.modules()
-    if layout == "original" and keys.layout == "llada":
-        own_names = {target: own for own, target in LLADA_MODULES.items()}
+    if layout == "llada":
+        names = {target: own for own, target in LLADA_MODULES.items()}
         # By their paths: the bare name ff_out would also match the head.
-        paths = {key.partition(".lora_")[0].removeprefix(f"{_PREFIX}model.") for key in tensors}
-        targets = (
-            sorted(path.removeprefix("transformer.") for path in paths)
-            if "down_proj" in targets
-            else sorted(own_names[target] for target in targets)
-        )
-    config = {
-        "peft_type": "LORA",
-        "task_type": task,
-        "base_model_name_or_path": base_name,
-        "r": settings.rank,
-        "lora_alpha": settings.alpha,
-        "lora_dropout": settings.dropout,
-        "target_modules": targets,
-        "layers_to_transform": settings.layers,
-        "use_rslora": settings.rslora,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }
+        paths = {key.partition(".lora_")[0].partition("transformer.")[2] for key in tensors}
+        targets = sorted(paths if "down_proj" in targets else {names[one] for one in targets})
     folder.mkdir(parents=True, exist_ok=True)
     save_weights(tensors, folder / WEIGHTS_FILE)
-    partial = folder / f"{CONFIG_FILE}.partial"
-    partial.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    os.replace(partial, folder / CONFIG_FILE)
+    peft_config(
+        settings,
+        target_modules=targets,
+        task_type=task,
+        base_model_name_or_path=base_name,
+        inference_mode=True,
+    ).save_pretrained(str(folder))
 
 
-@torch.no_grad()
-def load_adapter(model: nn.Module, folder: Path, *, keys: KeyMap) -> Path:
-    """Reads the weights of a PEFT folder into an adapter that is in place already.
+def load_adapter(model: nn.Module, folder: Path, *, layout: KeyLayout) -> Path:
+    """Reads the weights of a PEFT folder into an adapter that is in place; gives their file.
 
-    Args:
-        model: the decoder, after :func:`inject` with the folder's settings.
-        folder: the adapter.
-        keys: the family's names; the file may use them or transformers'.
-
-    Returns:
-        The file.
+    Keys may have the names of the family's ``layout`` or transformers'.
     """
     path = folder / WEIGHTS_FILE
     if not path.is_file():
-        also = " (adapter_model.bin is a pickle and is not read)"
-        pickled = (folder / "adapter_model.bin").is_file()
-        raise ValueError(f"{folder}: expected {WEIGHTS_FILE}{also if pickled else ''}")
+        raise ValueError(f"{folder}: expected {WEIGHTS_FILE} (pickled weights are not read)")
     wanted = dict(adapter_parameters(model))
-    missing = set(wanted)
-    for key, tensor in read_weights(path):
-        ours = _own_key(key, keys, wanted)
-        if ours is None:
-            raise ValueError(f"{path}: unexpected key {key!r}")
-        if tensor.shape != wanted[ours].shape:
-            raise ValueError(
-                f"{path}: {key} has shape {tuple(tensor.shape)}, "
-                f"expected {tuple(wanted[ours].shape)} for this model"
-            )
-        wanted[ours].copy_(tensor)
-        missing.discard(ours)
-    if missing:
-        raise ValueError(f"{path}: {len(missing)} keys are absent, such as {sorted(missing)[0]!r}")
+
+    def ours(key: str) -> str:
+        module, _, rest = key.removeprefix(_PREFIX).partition(".lora_")
+        names = {our_key(f"{module}.weight", one) or "" for one in (layout, "hf")}
+        keys = [f"{name.removesuffix('.weight')}.lora_{rest}" for name in names]
+        return next((one for one in keys if one in wanted), key)
+
+    load_weights([path], wanted, rename=ours)
     return path
-
-
-def _own_key(key: str, keys: KeyMap, wanted: Mapping[str, object]) -> str | None:
-    module, found, rest = key.removeprefix(_PREFIX).partition(".lora_")
-    if not found:
-        return None
-    for names in (keys, KeyMap(layout="hf")):
-        own = names.ours(f"{module}.weight")
-        if own is not None:
-            name = f"{own.removesuffix('.weight')}.lora_{rest}"
-            if name in wanted:
-                return name
-    return None
 
 
 # -- adding an adapter to its weights ------------------------------------------------------------
 
 
 def base_parameters_adapted(model: nn.Module) -> dict[str, tuple[Tensor, nn.Module | None]]:
-    """Base weights of a decoder that may hold an adapter.
+    """Base weights of a decoder that may hold an adapter, by keys without traces of it.
 
-    Args:
-        model: the decoder.
-
-    Returns:
-        Key without traces of the adapter to the parameter and, for an adapted weight, the layer
-        with which it has to be :func:`merged`.
+    With an adapted weight comes the layer with which it has to be :func:`merged`.
     """
     modules = dict(model.named_modules())
     found: dict[str, tuple[Tensor, nn.Module | None]] = {}
@@ -333,15 +257,9 @@ def base_parameters_adapted(model: nn.Module) -> dict[str, tuple[Tensor, nn.Modu
 
 
 def merged(weight: Tensor, layer: Any) -> Tensor:
-    """The weight of one of peft's layers with its adapter added.
+    """The weight ``(out, in)`` of one of peft's layers with its adapter added, in the same dtype.
 
-    Args:
-        weight: ``(out, in)`` of the base layer.
-        layer: peft's layer.
-
-    Returns:
-        ``(out, in)`` in the dtype of ``weight``; the sum is taken in float32, of float64 weights in
-        float64, and rounded once.
+    The sum is taken in float32, of float64 weights in float64, and rounded once.
     """
     dtype = torch.promote_types(weight.dtype, torch.float32)
     rows = plain_tensor(layer.lora_B[POLICY].weight).to(dtype)
@@ -354,11 +272,7 @@ def merged(weight: Tensor, layer: Any) -> Tensor:
 
 @torch.no_grad()
 def fold(model: nn.Module) -> None:
-    """Adds the policy's adapter to the base weights in place; its layers stay, and still run.
-
-    Args:
-        model: the decoder, with whole weights.
-    """
+    """Adds the policy's adapter to whole base weights in place; its layers stay, and still run."""
     for base, layer in base_parameters_adapted(model).values():
         if layer is not None:
             base.copy_(merged(base, layer))
@@ -368,11 +282,7 @@ def fold(model: nn.Module) -> None:
 def restored(model: nn.Module, mapped: Mapping[str, Tensor]) -> Iterator[None]:
     """Puts the base weights that hold an adapter back, bit by bit, when the context closes.
 
-    Subtracting the adapter again would leave rounding behind. On a CPU copies take the places of
-    the weights meanwhile, so that those mapped from a file stay there. A GPU keeps copies that take
-    at most a quarter of what it has left, since caches need room, too. Else the file's memory is
-    what they are put back from, or a copy on the host. Sharded weights are gathered into memory of
-    their own, so that nothing has to be put back.
+    Subtracting the adapter again would leave rounding behind.
 
     Args:
         model: the decoder; its weights are as sharded at the end as at the beginning.
@@ -382,17 +292,19 @@ def restored(model: nn.Module, mapped: Mapping[str, Tensor]) -> Iterator[None]:
     merged_into = {
         key: base
         for key, (base, layer) in base_parameters_adapted(model).items()
+        # Sharded weights are gathered into memory of their own: nothing has to be put back.
         if layer is not None and not isinstance(base, DTensor)
     }
     stays = _has_room([base for base in merged_into.values() if base.device.type == "cuda"])
     for key, base in merged_into.items():
         stored = mapped.get(key)
         if base.device.type == "cpu":
+            # The copy is merged into, so that weights mapped from a file stay there.
             kept[key], base.data = base.data, base.data.clone()
         elif stays:
             kept[key] = base.detach().clone()
         elif stored is not None and torch.equal(stored.to(base.device, base.dtype), base):
-            kept[key] = stored
+            kept[key] = stored  # the file's memory costs nothing
         else:
             kept[key] = base.detach().to("cpu", copy=True)
     try:
@@ -407,32 +319,10 @@ def restored(model: nn.Module, mapped: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 def _has_room(weights: Sequence[Tensor]) -> bool:
-    """Whether copies of weights on one GPU leave enough of its memory."""
+    """Whether copies of weights take a quarter of what their GPU has left: caches need room."""
     if not weights:
         return False
     device = weights[0].device
     free, _ = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return 4 * sum(weight.nbytes for weight in weights) <= free
-
-
-@torch.no_grad()
-def merge(model: nn.Module) -> int:
-    """Adds the adapter to the base weights and removes its layers, in place.
-
-    Args:
-        model: the decoder.
-
-    Returns:
-        How many layers were merged.
-    """
-    from peft.tuners.lora import LoraLayer
-
-    fold(model)
-    adapted = [(name, m) for name, m in model.named_modules() if isinstance(m, LoraLayer)]
-    for name, layer in adapted:
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, layer.get_base_layer())
-    if adapted:
-        del model.peft_config
-    return len(adapted)

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lit_dlm.backbones.families import LLADA_MODULES
 from lit_dlm.backbones.location import read_json_object
+from lit_dlm.ops.options import at_least, within
 
 CONFIG_FILE = "adapter_config.json"
 
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
-_GROUPS = {"attn": _ATTENTION, "all": (*_ATTENTION, *_FEED_FORWARD), "all-linear": None}
+_ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+_ALL = [*_ATTENTION, "gate_proj", "up_proj", "down_proj"]
+_GROUPS = {"attn": _ATTENTION, "all": _ALL, "all-linear": _ALL}
 
-# What a PEFT configuration may say besides rank, alpha, dropout, targets and layers.
-_ONLY: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": (None, "none"),
-    "fan_in_fan_out": (None, False),
-    "use_dora": (None, False),
-    "use_qalora": (None, False),
-    "use_bdlora": (None, False, {}),
-    "lora_bias": (None, False),
-    "modules_to_save": (None, []),
-    "exclude_modules": (None, []),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    "layer_replication": (None, []),
-    "layers_pattern": (None, []),
-    "target_parameters": (None, []),
-    "trainable_token_indices": (None, []),
-    "alora_invocation_tokens": (None, []),
-}
+# What a PEFT configuration may hold only empty or false: our layers have none of it.
+_UNSUPPORTED = (
+    "fan_in_fan_out", "use_dora", "use_qalora", "use_bdlora", "lora_bias", "modules_to_save",
+    "exclude_modules", "rank_pattern", "alpha_pattern", "layer_replication", "layers_pattern",
+    "target_parameters", "trainable_token_indices", "alora_invocation_tokens",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,84 +43,54 @@ class LoRASettings:
     """Decoder layers to adapt, at least one; all by default."""
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"lora.rank: expected at least 1, got {self.rank}")
-        if not (self.alpha > 0.0 and math.isfinite(self.alpha)):
-            # With 0 the gradients are 0 as well.
-            raise ValueError(f"lora.alpha: expected a positive number, got {self.alpha}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"lora.dropout: expected 0 <= p < 1, got {self.dropout}")
-        if self.layers is not None and not self.layers:
-            # peft would adapt all of them.
-            raise ValueError("lora.layers: expected at least one layer, or null for all, got none")
+        number = None if self.layers is None else len(self.layers)
+        at_least(1, of="lora.", rank=self.rank)
+        at_least(1, of="number of lora.", layers=number)  # peft takes none for all
+        within("(0, inf)", of="lora.", alpha=self.alpha)  # with 0 the gradients are 0 as well
+        within("[0, 1)", of="lora.", dropout=self.dropout)
         self.modules()
 
     def modules(self) -> list[str]:
         """Names of the adapted modules under transformers' names, sorted."""
-        if isinstance(self.targets, str):
-            group = _GROUPS.get(self.targets, ())
-            wanted = list(_GROUPS["all"] or ()) if group is None else list(group)
-        else:
-            # A target may name a path, such as ``blocks.0.ff_out``.
-            wanted = [name.rpartition(".")[2] for name in self.targets]
-        known = set(_GROUPS["all"] or ())
-        found = {LLADA_MODULES.get(name, name) for name in wanted}
-        if not found or not found <= known:
+        targets = self.targets
+        wanted = _GROUPS.get(targets, [targets]) if isinstance(targets, str) else targets
+        # A target may name a path, such as ``blocks.0.ff_out``.
+        names = {name.rpartition(".")[2] for name in wanted}
+        found = {LLADA_MODULES.get(name, name) for name in names}
+        if not found or not found <= set(_ALL):
+            known = {*_ALL, *LLADA_MODULES} - {"attn_norm", "ff_norm"}
             raise ValueError(
-                f"lora.targets: expected 'attn', 'all' or some of "
-                f"{sorted(known | (set(LLADA_MODULES) - {'attn_norm', 'ff_norm'}))}, "
-                f"got {self.targets!r}"
+                f"lora.targets: expected 'attn', 'all' or some of {sorted(known)}, got {targets!r}"
             )
         return sorted(found)
 
 
 def read_adapter_settings(folder: Path) -> LoRASettings:
-    """Reads ``adapter_config.json`` of a PEFT folder.
-
-    Args:
-        folder: the adapter.
-
-    Returns:
-        Its settings.
-    """
+    """Reads ``adapter_config.json`` of a PEFT folder."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise ValueError(f"{folder}: expected an adapter folder with {CONFIG_FILE}")
     config = read_json_object(path)
-    for option, allowed in _ONLY.items():
-        value = config.get(option)
-        if value not in allowed:
-            raise ValueError(
-                f"{path}: option {option}={value!r} is not supported, "
-                f"expected {allowed[-1] if option != 'peft_type' else 'LORA'!r}"
-            )
-    rank, targets = config.get("r"), config.get("target_modules")
-    if not isinstance(rank, int) or not targets:
-        raise ValueError(
-            f"{path}: expected options r and target_modules, got {rank!r}, {targets!r}"
-        )
-    layers = config.get("layers_to_transform")
+    asked = [option for option in _UNSUPPORTED if config.get(option)]
+    asked += [o for o, v in (("peft_type", "LORA"), ("bias", "none")) if config.get(o, v) != v]
+    if asked:
+        raise ValueError(f"{path}: option {asked[0]}={config[asked[0]]!r} is not supported")
+    targets, layers = config.get("target_modules") or [], config.get("layers_to_transform")
     return LoRASettings(
-        rank=rank,
+        rank=config.get("r", 8),  # as peft where it is not said, like what follows
         alpha=config.get("lora_alpha", 8),
         dropout=config.get("lora_dropout", 0.0),
         targets=targets if isinstance(targets, str) else sorted(targets),
         rslora=bool(config.get("use_rslora", False)),
-        layers=[layers] if isinstance(layers, int) else layers or None,  # all, to peft
+        layers=[layers] if isinstance(layers, int) else layers or None,
     )
 
 
 def differing_base(folder: Path, base: str | None) -> str | None:
-    """The model that an adapter was trained on, where that is another one than it shall run on.
+    """The model that an adapter was trained on, where that is another one than ``base``.
 
     Of a model that has moved, such as a local copy from a hub, the last part of the name counts.
-
-    Args:
-        folder: the adapter.
-        base: folder, embedded name or hub id of the model at hand; ``None`` if not known.
-
-    Returns:
-        Its name, or ``None`` where it is the same or one of them is not known.
+    ``None`` where it is the same or one of them is not known.
     """
     trained_on = read_json_object(folder / CONFIG_FILE).get("base_model_name_or_path")
     if not trained_on or base is None:

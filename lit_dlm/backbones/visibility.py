@@ -16,27 +16,15 @@ from lit_dlm.ops.masking import block_causal_visibility, block_numbers
 
 
 def key_visibility(pad_mask: Tensor) -> Tensor:
-    """Every query sees the real keys.
-
-    Args:
-        pad_mask: ``(B, L)`` bool or integer, nonzero on real tokens.
-
-    Returns:
-        ``(B, 1, 1, L)`` bool, for all queries.
-    """
+    """Every query sees the real keys: ``(B, L)``, nonzero on these, to ``(B, 1, 1, L)`` bool."""
     return pad_mask.bool()[:, None, None, :]
 
 
 def position_ids_for(pad_mask: Tensor, positions: Literal["cumsum", "arange"]) -> Tensor:
-    """Position ids under padding.
+    """Position ids ``(B, L)`` int64 under padding; the mask is nonzero on real tokens.
 
-    Args:
-        pad_mask: ``(B, L)`` bool or integer, nonzero on real tokens.
-        positions: ``cumsum`` counts from the first real token, so that left padding does not move
-            a row; ``arange`` is the column number. Values on padding do not matter.
-
-    Returns:
-        ``(B, L)`` int64.
+    ``cumsum`` counts from the first real token, so that left padding does not move a row;
+    ``arange`` is the column number. Values on padding do not matter.
     """
     if positions == "cumsum":
         return (pad_mask.long().cumsum(dim=1) - 1).clamp_min(0)
@@ -52,28 +40,18 @@ def attention_visibility(
 ) -> Tensor | None:
     """Who sees whom in one forward over a canvas, by the layout the model was trained with.
 
-    Args:
-        spec: full or block attention, block size and origin.
-        ids: ``(B, L)`` int64 canvas.
-        pad_mask: ``(B, L)`` bool, ``True`` on real tokens; ``None`` without padding.
-        response_start: canvas column of the first response cell.
-
-    Returns:
-        Bool, broadcastable to ``(B, 1, L, L)``, ``True`` where the query (third axis) may see the
-        key; ``None`` when everyone sees all, which keeps the kernels without a mask.
+    Bool, broadcastable to ``(B, 1, L, L)``, ``True`` where the query (third axis) may see the key.
     """
+    # None where everyone sees all: a mask would keep the fastest kernels away.
     if spec.attention == "full":
         return None if pad_mask is None else key_visibility(pad_mask)
+    counts_from_response = spec.block_origin == "response"
     assert spec.block_size is not None
-    if spec.block_origin == "response" and response_start is None:
-        raise ValueError(
-            "response_start: expected the first response column, since spec.block_origin is "
-            "'response', got None"
-        )
+    assert response_start is not None or not counts_from_response
     blocks = block_numbers(
         ids.shape[1] if pad_mask is None else pad_mask,
         spec.block_size,
-        origin=response_start if spec.block_origin == "response" else None,
+        origin=response_start if counts_from_response else None,
         device=ids.device,
     )
     return block_causal_visibility(blocks, pad_mask)

@@ -7,8 +7,10 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -22,32 +24,21 @@ _DIGEST = "sha256"
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Lists the safetensors files of a model folder, sorted by name.
-
-    Args:
-        folder: holds ``model.safetensors``, or an index with its shards.
-
-    Returns:
-        The files named by ``model.safetensors.index.json``, else ``model.safetensors``.
-    """
+    """The safetensors files of a model folder: those that an index names, else the single one."""
     index = folder / _INDEX_FILE
     if index.is_file():
-        weight_map = read_json_object(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ValueError(f"{index}: expected an object weight_map")
-        names = sorted(set(weight_map.values()))
-        files = [folder / name for name in names]
-        absent = [path.name for path in files if not path.is_file()]
-        if absent:
-            raise ValueError(f"{index}: shard {absent[0]} is not in the folder")
-        return files
+        return [
+            folder / name for name in sorted(set(read_json_object(index)["weight_map"].values()))
+        ]
     single = folder / "model.safetensors"
     if not single.is_file():
-        pickled = " (pickled weights are not read)" if any(folder.glob("*.bin")) else ""
-        raise ValueError(f"{folder}: expected model.safetensors or {_INDEX_FILE}{pickled}")
+        raise ValueError(
+            f"{folder}: expected {single.name} or {_INDEX_FILE} (pickled weights are not read)"
+        )
     return [single]
 
 
+@torch.no_grad()
 def load_weights(
     files: Sequence[Path],
     parameters: Mapping[str, Tensor],
@@ -70,8 +61,7 @@ def load_weights(
             is ignored where ``parameters`` does not list the key.
         as_stored: parameters get the dtype of the file.
 
-    Returns:
-        By our key, what is a file's own memory.
+    Returns by our key what is a file's own memory.
     """
     place = files[0].parent if files else "weights"
     missing = set(parameters) - optional
@@ -85,17 +75,22 @@ def load_weights(
             if ours not in parameters:
                 unknown.append(key)
                 continue
-            if _fill(parameters[ours], tensor, as_stored=as_stored, key=key, path=path):
-                mapped[ours] = tensor
+            target = parameters[ours]
+            if target.shape != tensor.shape:
+                raise ValueError(
+                    f"{path.name}: {key} has shape {tuple(tensor.shape)}, expected "
+                    f"{tuple(target.shape)} from config.json"
+                )
+            if target.device == tensor.device and (as_stored or target.dtype == tensor.dtype):
+                target.data = mapped[ours] = tensor
+            else:
+                target.copy_(tensor)
             missing.discard(ours)
-    if unknown:
+    if unknown or missing:
         raise ValueError(
-            f"{place}: {len(unknown)} unexpected keys, such as {unknown[:_SHOWN]}; "
-            "config.json describes another model"
-        )
-    if missing:
-        raise ValueError(
-            f"{place}: {len(missing)} keys are absent, such as {sorted(missing)[:_SHOWN]}"
+            f"{place}: {len(missing)} keys are absent, such as {sorted(missing)[:_SHOWN]}, and "
+            f"{len(unknown)} unexpected, such as {unknown[:_SHOWN]}; they are those of "
+            "another model"
         )
     return mapped
 
@@ -103,14 +98,11 @@ def load_weights(
 def read_weights(
     path: Path, *, is_wanted: Callable[[str], bool] = lambda _: True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of a file, one at a time, checked against the digest that :func:`save_weights` left.
+    """Tensors of a file by key, one at a time, checked against the digest of :func:`save_weights`.
 
     Args:
         path: safetensors file; those of others have no digest.
         is_wanted: whether a key is read at all, in a file without a digest.
-
-    Yields:
-        Key and tensor.
     """
     try:
         with safe_open(path, framework="pt") as shard:
@@ -131,28 +123,8 @@ def read_weights(
         raise ValueError(f"{path}: the weights are damaged: they have another digest")
 
 
-@torch.no_grad()
-def _fill(target: Tensor, source: Tensor, *, as_stored: bool, key: str, path: Path) -> bool:
-    if target.shape != source.shape:
-        raise ValueError(
-            f"{path.name}: {key} has shape {tuple(source.shape)}, "
-            f"expected {tuple(target.shape)} from config.json"
-        )
-    is_mapped = target.device == source.device and (as_stored or target.dtype == source.dtype)
-    if is_mapped:
-        target.data = source
-    else:
-        target.copy_(source)
-    return is_mapped
-
-
 def save_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Writes one safetensors file with a digest in its header; equal tensors give equal bytes.
-
-    Args:
-        tensors: by key; each is stored contiguously on its own.
-        path: target file, replaced atomically.
-    """
+    """Writes one safetensors file with a digest in its header; equal tensors give equal bytes."""
     for key, tensor in tensors.items():
         if not is_finite(tensor):
             raise ValueError(f"{path}: not written, since {key} has numbers that are not finite")
@@ -164,20 +136,12 @@ def files_digest(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for path in files:
         with path.open("rb") as stream:
-            while block := stream.read(1 << 20):
-                digest.update(block)
+            hashlib.file_digest(stream, lambda: digest)
     return digest.hexdigest()
 
 
 def plain_tensor(tensor: Tensor) -> Tensor:
-    """A tensor without gradient, gathered where it is sharded.
-
-    Args:
-        tensor: of any kind; gathering a sharded one needs every process to call this.
-
-    Returns:
-        The whole tensor.
-    """
+    """The whole tensor without gradient; a sharded one is gathered, which all processes call."""
     plain = tensor.detach()
     return plain.full_tensor() if isinstance(plain, DTensor) else plain
 
@@ -189,7 +153,7 @@ def save_checkpoint(
     *,
     max_shard_bytes: int,
     write: bool = True,
-) -> list[Path]:
+) -> None:
     """Writes ``model.safetensors``, or shards with an index where that grows too large.
 
     One shard at a time is in memory. Files of an earlier checkpoint in the folder that would be
@@ -201,43 +165,33 @@ def save_checkpoint(
         folder: created when absent.
         max_shard_bytes: most bytes of a shard, unless one tensor alone is larger.
         write: whether this process writes. Sharded weights are gathered by all of them.
-
-    Returns:
-        The files.
     """
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for key, size in sizes.items():
-        if shards[-1] and filled + size > max_shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(key)
-        filled += size
-    count = len(shards)
-    names = (
-        ["model.safetensors"]
-        if count == 1
-        else [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    split = split_state_dict_into_shards_factory(
+        dict(sizes),
+        get_storage_size=int,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_bytes,
     )
+    shards = split.filename_to_tensors
     folder.mkdir(parents=True, exist_ok=True)
-    for name, keys in zip(names, shards, strict=True):
+    for name, keys in shards.items():
         tensors = {key: read(key) for key in keys}
         if write:
             save_weights(tensors, folder / name)
     if not write:
-        return []
-    index = folder / _INDEX_FILE
-    if count > 1:
-        weight_map = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
-        text = json.dumps(
-            {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}, indent=2
-        )
-        partial = folder / f"{_INDEX_FILE}.partial"
-        partial.write_text(text + "\n", encoding="utf-8")
-        os.replace(partial, index)
+        return
+    if split.is_sharded:
+        document = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        write_json_object(folder / _INDEX_FILE, document)
     else:
-        index.unlink(missing_ok=True)
-    for path in [*folder.glob("model-*-of-*.safetensors"), folder / "model.safetensors"]:
-        if path.name not in names:
-            path.unlink(missing_ok=True)
-    return [folder / name for name in names]
+        (folder / _INDEX_FILE).unlink(missing_ok=True)
+    for path in folder.glob("model*.safetensors"):
+        if path.name not in shards:
+            path.unlink()
+
+
+def write_json_object(path: Path, value: Mapping[str, Any]) -> None:
+    """Writes one of a model's description files; it is replaced as a whole."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    os.replace(partial, path)

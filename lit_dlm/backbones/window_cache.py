@@ -33,15 +33,14 @@ class WindowPlan:
     sequences: Sequences | None = None
     """What each query sees, for the attention that needs no mask: it is given whole buffers."""
 
-    def write(self, buffer: Tensor, new: Tensor) -> None:
-        """Writes a window into a buffer, in place.
+    @property
+    def at(self) -> Tensor:
+        """Row of each query beside :attr:`columns`, ``(n, 1)`` or ``(1, T)``."""
+        return self.rows[:, None] if self.packing is None else self.packing.rows
 
-        Args:
-            buffer: ``(B, L, ...)``.
-            new: ``(n, W, ...)``, or ``(1, T, ...)`` with a packing.
-        """
-        rows = self.rows[:, None] if self.packing is None else self.packing.rows
-        buffer[rows, self.columns] = new
+    def write(self, buffer: Tensor, new: Tensor) -> None:
+        """Writes ``(n, W, ...)``, or ``(1, T, ...)`` with a packing, into ``(B, L, ...)``."""
+        buffer[self.at, self.columns] = new
 
 
 class WindowCache(Cache):
@@ -56,12 +55,7 @@ class WindowCache(Cache):
     """Of the next forward; to be set before it."""
 
     def __init__(self, *, length: int, num_rows: int) -> None:
-        """Buffers are allocated at the first write, in its dtype and on its device.
-
-        Args:
-            length: canvas columns ``L``.
-            num_rows: rows of the batch.
-        """
+        # Buffers are allocated at the first write, in its dtype and on its device.
         super().__init__(layers=[])
         self.length = length
         self.num_rows = num_rows
@@ -91,6 +85,7 @@ class WindowCache(Cache):
             self.buffers[layer_idx] = keys, values
         plan = self.plan
         keys, values = self.buffers[layer_idx]
+        # Written first: the window's own keys are among those that it sees.
         plan.write(keys, new[0].transpose(1, 2))
         plan.write(values, new[1].transpose(1, 2))
         if plan.sequences is None:
@@ -100,33 +95,19 @@ class WindowCache(Cache):
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def take(self, index: Tensor) -> None:
-        """Keeps some rows only.
-
-        Args:
-            index: ``(n,)`` int64 rows of the buffers.
-        """
+        """Keeps the rows ``index`` only, ``(n,)`` int64."""
         self.num_rows = len(index)
         for layer, (keys, values) in self.buffers.items():
             self.buffers[layer] = keys[index], values[index]
 
     def copy(self, to: Tensor, of: Tensor, end: int) -> None:
-        """Makes rows copies of others.
-
-        Args:
-            to: ``(n,)`` int64 rows of the buffers that change.
-            of: ``(n,)`` int64 rows that are copied.
-            end: columns before it are copied.
-        """
+        """Copies rows ``of`` to rows ``to``, ``(n,)`` int64, in the columns before ``end``."""
         for buffers in self.buffers.values():
             for buffer in buffers:
                 buffer[to, :end] = buffer[of, :end]
 
     def shift(self, by: int) -> None:
-        """Adds columns on the left, or takes some away.
-
-        Args:
-            by: how many; negative where they go.
-        """
+        """Adds columns on the left; with a negative number they go there."""
         self.length += by
         for layer, (keys, values) in self.buffers.items():
             self.buffers[layer] = shifted(keys, by), shifted(values, by)

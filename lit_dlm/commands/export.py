@@ -12,13 +12,13 @@ from typing import Any, get_args
 from huggingface_hub import EvalResult, HfApi, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from lit_dlm.backbones.decoder import DType, ExportLayout
-from lit_dlm.backbones.hf import HFBackbone, load_backbone
+from lit_dlm.backbones.decoder import DType
+from lit_dlm.backbones.hf import ExportLayout, HFBackbone, load_backbone
 from lit_dlm.backbones.location import is_local, locate, read_json_object
-from lit_dlm.backbones.vision import VisionSettings
 from lit_dlm.modules.checkpoint import copy_tokenizer
 from lit_dlm.reports.results import ResultFolder, write_atomically, write_json
 from lit_dlm.reports.summary import MethodSummary, markdown_tables, summarise_run
+from lit_dlm.vision.base import VisionSettings
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ class PlanCLI(trainer.CLI):
     """Reads a configuration and prints its plan."""
 
     def before_instantiate_classes(self) -> None:
-        plan = plan_of(self.config[self.subcommand].as_dict(), offline=True)
+        plan = plan_of(self.config[self.subcommand].as_dict())
         if plan is None:
             raise ValueError("model.backbone: expected an HFBackbone, of which a plan can be made")
         print(plan.table())  # noqa: T201

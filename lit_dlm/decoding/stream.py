@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone
-from lit_dlm.backbones.vision import TokenVision
 from lit_dlm.decoding.decoder import Decoder
 from lit_dlm.decoding.endings import text_cells
 from lit_dlm.decoding.engine import NotANumberError
@@ -19,7 +18,8 @@ from lit_dlm.decoding.observers import Observer, QueueObserver
 from lit_dlm.decoding.queue import WorkQueue
 from lit_dlm.decoding.state import Canvas, DecodeResult, prompt_canvas
 from lit_dlm.ops.alignment import shifted
-from lit_dlm.pictures import as_text
+from lit_dlm.vision.pictures import picture_to_text
+from lit_dlm.vision.tokens import TokenVision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,8 +56,8 @@ class Detokenizer:
             if isinstance(self._vision, TokenVision):
                 for row in (response >= self._vision.first_id).any(1).nonzero()[:, 0].tolist():
                     # The mark of the end is no part of the picture.
-                    (image,) = self._vision.pictures(response[row : row + 1, :-1])
-                    texts[row] = as_text(image)
+                    (image,) = self._vision.draw(response[row : row + 1, :-1])
+                    texts[row] = picture_to_text(image)
         return Responses(ids, texts, is_text.sum(1).tolist())
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.location import locate, read_json_object
 from lit_dlm.backbones.lora import adapter_parameters
-from lit_dlm.backbones.patches import CODEBOOK
+from lit_dlm.vision.patches import CODEBOOK
 
 logger = logging.getLogger(__name__)
 

@@ -36,11 +36,12 @@ from lit_dlm.modules.finite import check_precision, require_finite_gradients
 from lit_dlm.modules.resuming import drop_half_update, seed_batch
 from lit_dlm.modules.sharding import drop_frozen_decoders, shard_trained, whole_weights
 from lit_dlm.ops.noise import sample_seed
-from lit_dlm.pictures import Picture, seeing
 from lit_dlm.tasks import PromptExample
 from lit_dlm.tasks.templates import template_text
 from lit_dlm.trajectories.capture import CapturedDecode, Level, TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
+from lit_dlm.vision.pictures import Picture
+from lit_dlm.vision.prompts import vision_of
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +149,7 @@ def encoded_turns(
         )
         return list(ids)
     with _named(uid):
-        ids = seeing(backbone, uid).encode(
+        ids = vision_of(backbone, uid).encode(
             turns[-1]["content"], pictures, render=render, tokenize=tokenize
         )
     return list(ids)
@@ -374,7 +375,7 @@ class DecodeModule(LightningModule):
         if not example.images:
             return ids
         with _named(example.uid):
-            placed: list[int] = seeing(self.backbone, example.uid).placed(ids, example.images)
+            placed: list[int] = vision_of(self.backbone, example.uid).insert(ids, example.images)
         return placed
 
     def encode(self, example: PromptExample) -> list[int]:

@@ -21,9 +21,9 @@ from lit_dlm.modules.projector import (
     state_snapshots,
     trace_states,
 )
-from lit_dlm.pictures import know
 from lit_dlm.trajectories.capture import FeatureCapture, Level, TrajectoryCapture
 from lit_dlm.trajectories.record import FeatureScheme, Trajectory
+from lit_dlm.vision.prompts import add_pictures
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class TraceModule(DecodeModule):
             capture = TrajectoryCapture(vocab_size=self.backbone.vocab_size)
             self.decode(batch, [capture])
             for example in batch.examples:
-                know(self.backbone, example.uid, example.images)
+                add_pictures(self.backbone, example.uid, example.images)
             traces += capture.trajectories(
                 [example.uid for example in batch.examples], list(map(image_facts, batch.examples))
             )

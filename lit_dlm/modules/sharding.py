@@ -28,7 +28,6 @@ from transformers import PreTrainedModel
 
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.lora import fold, restored
-from lit_dlm.backbones.vision import Vision
 from lit_dlm.modules.checkpoint_files import (
     draft_of,
     local,
@@ -39,6 +38,7 @@ from lit_dlm.modules.checkpoint_files import (
     write_digests,
 )
 from lit_dlm.ops.digests import is_finite
+from lit_dlm.vision.base import Vision
 
 
 class ShardedStrategy(ModelParallelStrategy):

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lit_dlm.ops.batches import TensorBatch
-from lit_dlm.pictures import PromptPictures, in_order, joined_prompts
 from lit_dlm.trajectories.record import Trajectory
+from lit_dlm.vision.prompts import PromptPictures, batch_pictures, batch_prompts
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -40,11 +40,11 @@ class StateBatch(TensorBatch):
     proposals: Tensor | None = None  # (B, R) int64 stored proposals
     pictures: list[tuple[str, ...]] = field(default_factory=list)
     """``B`` tuples of digests: what ids behind the vocabulary stand for
-    (:func:`~lit_dlm.pictures.joined_prompts`)."""
+    (:func:`~lit_dlm.vision.prompts.batch_prompts`)."""
 
     def shown(self) -> dict[str, Any]:
         """The argument of a backbone's forward that tells of pictures, where there are some."""
-        return {"pictures": found} if (found := in_order(self.pictures)) else {}
+        return {"pictures": found} if (found := batch_pictures(self.pictures)) else {}
 
 
 def prompt_pictures(trace: Trajectory) -> PromptPictures | None:
@@ -88,7 +88,7 @@ def collate_states(
     if len(mask_ids) > 1:
         raise ValueError(f"collate_states: expected one mask id, got {sorted(mask_ids)}")
     mask_id = mask_ids.pop()
-    prompts, pictures = joined_prompts(
+    prompts, pictures = batch_prompts(
         [trace.prompt_ids for trace in traces], [prompt_pictures(trace) for trace in traces]
     )
     num_prompt = np.array([len(trace.prompt_ids) for trace in traces])

@@ -27,7 +27,7 @@ from lit_dlm.ops.masking import (
     wants_block_mask,
 )
 from lit_dlm.ops.noise import sample_seed
-from lit_dlm.pictures import PromptPictures, in_order, joined_prompts
+from lit_dlm.vision.prompts import PromptPictures, batch_pictures, batch_prompts
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -85,7 +85,7 @@ class SupervisedBatch(TensorBatch):
     """``(B, G)`` bool, shown in every state and never a target; ``None`` where nothing is."""
     pictures: list[tuple[str, ...]] = field(default_factory=list)
     """``B`` tuples of digests: what ids behind the vocabulary stand for
-    (:func:`~lit_dlm.pictures.joined_prompts`)."""
+    (:func:`~lit_dlm.vision.prompts.joined_prompts`)."""
     uids: list[str] = field(default_factory=list)  # B names
     epochs: list[int] = field(default_factory=list)  # B passes over the data
 
@@ -156,7 +156,7 @@ def collate_supervised(
         needed_cells(example, response_length=response_length, spec=spec, num_padding=num_padding)
         for example in examples
     )
-    prompts, pictures = joined_prompts(every("prompt_ids"), every("pictures"))
+    prompts, pictures = batch_prompts(every("prompt_ids"), every("pictures"))
     ids, real = _left_padded(prompts, spec.pad_id)
     response = _filled(every("response_ids"), G, spec.eos_ids[0])
     real = F.pad(real, (0, G), value=True)
@@ -306,7 +306,7 @@ def lay_out(
         targets=clean,
         rows=F.pad(states.supervised, (batch.start, 0)),
         mask=pad_mask,
-        pictures=in_order(batch.pictures),
+        pictures=batch_pictures(batch.pictures),
     )
     if not states.causal and spec.attention == "full":
         hidden = _with_hidden_prompt(hidden, states, pad_mask, batch.start)

@@ -35,7 +35,7 @@ class TokenPieces:
     """Text of single tokens, decoded once each, and pictures of those that mean some.
 
     Without a tokenizer token ids are shown instead of text. ``vision`` is the
-    :class:`~lit_dlm.backbones.vision.TokenVision` of a model that draws.
+    :class:`~lit_dlm.vision.tokens.TokenVision` of a model that draws.
     """
 
     def __init__(self, tokenizer: Any | None, vision: Any | None = None) -> None:
@@ -67,7 +67,7 @@ class TokenPieces:
         import torch  # the page's other parts need none
 
         states = record.all_states()[:, :-1]  # the mark of the end is no part of it
-        return self._vision.pictures(torch.from_numpy(states).long())
+        return self._vision.draw(torch.from_numpy(states).long())
 
     def is_special(self, token: int) -> bool:
         return token in self._special

@@ -121,7 +121,8 @@ def pieces_of(shards: Sequence[Path], tokenizer: str | None) -> TokenPieces:
     if settings is None:
         return TokenPieces(loaded)
     from lit_dlm.backbones.resolution import resolve
-    from lit_dlm.backbones.vision import VisionSettings, token_vision
+    from lit_dlm.backbones.vision import token_vision
+    from lit_dlm.vision.base import VisionSettings
 
     path = tokenizer or run.tokenizer["path"]
     if resolve(path).spec.text_vocab_size is None:

@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lit_dlm.ops.options import at_least
-from lit_dlm.pictures import as_text
 from lit_dlm.plugs import checked_plug
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
 from lit_dlm.rewards.judge import Grade, Judge, StepQuestion
 from lit_dlm.tasks import PromptExample
+from lit_dlm.vision.pictures import picture_to_text
 
 # Opinions that are asked for at the same time, over all groups.
 _NUM_REQUESTS = 16
@@ -66,7 +66,7 @@ class ProcessReward(Reward):
 
     def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
         ends = [self._ends(rollout) for rollout in group]
-        pictures = tuple(as_text(picture.decoded()) for picture in group[0].example.images)
+        pictures = tuple(picture_to_text(picture.decoded()) for picture in group[0].example.images)
         asked = [(row, part) for row, own in enumerate(ends) for part in range(len(own))]
         questions = [_question(group[row], part, ends[row][part], pictures) for row, part in asked]
         grades: dict[tuple[int, int], tuple[Grade, bool]] = {}

@@ -28,7 +28,6 @@ from lit_dlm.decoding.stream import DecodePrompt, decode_stream
 from lit_dlm.modules.decode import DecodeModule, image_facts
 from lit_dlm.modules.finetune import TrainableModule
 from lit_dlm.ops.noise import sample_seed
-from lit_dlm.pictures import know, look_in, take_up
 from lit_dlm.rewards import Rewarder
 from lit_dlm.rewards.base import RewardScore, Rollout
 from lit_dlm.rl.ranks import Ranks
@@ -39,6 +38,7 @@ from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.format import decode_block, encode_block
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader
+from lit_dlm.vision.prompts import add_picture_folders, add_pictures, find_pictures
 
 logger = logging.getLogger(__name__)
 
@@ -303,7 +303,7 @@ def encoded_problems(
     every = [(one, module.prompt_ids(one)) for one in chain.from_iterable(examples.values())]
     found = [(example, ids) for example, ids in every if len(ids) <= max_length]
     for example, _ in found:
-        know(module.backbone, example.uid, example.images)
+        add_pictures(module.backbone, example.uid, example.images)
     if len(found) < len(every):
         logger.warning(
             "left out %d prompts with more than max_prompt_length = %d tokens",
@@ -460,7 +460,7 @@ class StoredRollouts:
         self, folder: str | Path, *, mask_id: int, backbone: HFBackbone | None = None
     ) -> None:
         self.folder = Path(folder)
-        look_in(backbone, self.folder)
+        add_picture_folders(backbone, self.folder)
         self._steps: dict[int, list[Trajectory]] = {}
         for record in TrajectoryShardReader(self.folder, features=False):
             missing = [name for name in _NEEDED if name not in record.meta]
@@ -470,7 +470,7 @@ class StoredRollouts:
                     f"wrote, with mask id {mask_id} and facts {', '.join(_NEEDED)}; got mask id "
                     f"{record.mask_id} without {', '.join(missing) or 'a missing fact'}"
                 )
-            take_up(backbone, record.uid, record.meta)
+            find_pictures(backbone, record.uid, record.meta)
             self._steps.setdefault(int(record.meta["rl_step"]), []).append(record)
         if not self._steps:
             raise ValueError(f"shards: expected rollouts in {self.folder}, got no record")

@@ -13,10 +13,10 @@ from lit_dlm.grading.answers import GRADERS
 from lit_dlm.grading.code import ExtractedCode, extract_code, grade_by_tests, python_block
 from lit_dlm.grading.sandbox import require_permission
 from lit_dlm.ops.options import at_least, within
-from lit_dlm.pictures import Picture
 from lit_dlm.plugs import Plug, checked_plug
 from lit_dlm.tasks.sources import Row, read_rows
 from lit_dlm.tasks.templates import PromptTemplate
+from lit_dlm.vision.pictures import Picture
 
 
 @dataclass(frozen=True, kw_only=True)

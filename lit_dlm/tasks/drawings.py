@@ -6,10 +6,10 @@ from abc import abstractmethod
 from typing import Any
 
 from lit_dlm.grading.verdict import Status, Verdict
-from lit_dlm.pictures import Picture, drawn_picture
 from lit_dlm.plugs import Plug
 from lit_dlm.tasks.base import PromptExample
 from lit_dlm.tasks.prompts_file import PromptsFile
+from lit_dlm.vision.pictures import Picture, picture_from_text
 
 
 class PictureScorer(Plug):
@@ -37,7 +37,7 @@ class DrawingPrompts(PromptsFile):
         self.is_graded = self.is_soft = True
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
-        picture = drawn_picture(completion)
+        picture = picture_from_text(completion)
         return None if picture is None else f"{self.scorer.score(picture, example):.4f}"
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:

@@ -15,9 +15,9 @@ from typing import Any
 
 from lit_dlm.grading import Verdict
 from lit_dlm.grading.answers import extract_choice, grade_choice
-from lit_dlm.pictures import PLACE
 from lit_dlm.tasks.base import DatasetTask, PromptExample
 from lit_dlm.tasks.sources import Row
+from lit_dlm.vision.pictures import IMAGE_MARK
 
 _WRONG = tuple(f"Incorrect Answer {number}" for number in (1, 2, 3))
 
@@ -154,7 +154,7 @@ class MMMU(MultipleChoice):
         row.expect(isinstance(options, list), "a list in field 'options'", row.fields["options"])
         texts = [row.text("question"), *map(str, options)]
         named = [int(number) for text in texts for number in re.findall(r"<image (\d)>", text)]
-        texts = [re.sub(r"<image \d>", PLACE, text) for text in texts]
+        texts = [re.sub(r"<image \d>", IMAGE_MARK, text) for text in texts]
         pictures = [row.fields.get(f"image_{number}") for number in named]
         fields = {**row.fields, "question": texts[0], "options": texts[1:], "images": pictures}
         return super()._example(replace(row, fields=fields))

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from lit_dlm.grading.child.extraction import CANDIDATE_FILE
-from lit_dlm.pictures import Picture
 from lit_dlm.trajectories.exchange import json_object, numbered_lines, parsed_json
+from lit_dlm.vision.pictures import Picture
 
 logger = logging.getLogger(__name__)
 

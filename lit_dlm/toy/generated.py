@@ -18,10 +18,10 @@ from typing import Any, Protocol
 
 from lit_dlm.grading import Verdict
 from lit_dlm.ops.options import one_of
-from lit_dlm.pictures import Picture
 from lit_dlm.tasks.base import PromptExample, Task
 from lit_dlm.tasks.sources import Row, read_rows
 from lit_dlm.tasks.templates import PromptTemplate
+from lit_dlm.vision.pictures import Picture
 
 MAX_DRAWS_PER_EXAMPLE = 5_000
 """Draws without a new problem after which a generator counts as exhausted."""

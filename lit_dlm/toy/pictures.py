@@ -24,12 +24,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lit_dlm.backbones.location import ASSETS
-from lit_dlm.backbones.patches import CODEBOOK, PatchTokenizer
-from lit_dlm.pictures import Picture, drawn_picture
 from lit_dlm.tasks.base import PromptExample
 from lit_dlm.tasks.drawings import PictureScorer
 from lit_dlm.toy.generated import GeneratedTask, Problem
 from lit_dlm.toy.vocabulary import PICTURE_MARKS
+from lit_dlm.vision.patches import CODEBOOK, PatchTokenizer
+from lit_dlm.vision.pictures import Picture, picture_from_text
 
 FOLDER = ASSETS / "tiny-pictures"
 SPLITS = ("train", "validation", "test")
@@ -300,7 +300,7 @@ class DigitDrawings(GeneratedTask):
         return ""
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
-        picture = drawn_picture(completion)
+        picture = picture_from_text(completion)
         return None if picture is None else str(self.scorer.seen(picture))
 
 

@@ -277,9 +277,9 @@ def _execution(shards: Sequence[Path], options: argparse.Namespace) -> Execution
     import torch
 
     from lit_dlm.backbones import load_backbone, load_tokenizer
-    from lit_dlm.backbones.vision import VisionSettings
-    from lit_dlm.pictures import look_in
     from lit_dlm.trajectories.verify import Execution
+    from lit_dlm.vision.base import VisionSettings
+    from lit_dlm.vision.prompts import add_picture_folders
 
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device: expected a device of this machine, got {options.device!r}")
@@ -297,7 +297,7 @@ def _execution(shards: Sequence[Path], options: argparse.Namespace) -> Execution
         vision=VisionSettings(**recorded["vision"]) if "vision" in recorded else None,
     )
     folders = sorted({shard.resolve().parent for shard in shards})
-    look_in(backbone, *folders)
+    add_picture_folders(backbone, *folders)
     # Training leaves the policy of the same run beside its shards; it counts by its digest.
     beside = [folder.parent / "policy" for folder in folders]
     return Execution(

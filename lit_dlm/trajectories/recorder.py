@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lit_dlm.backbones.families import FAMILIES
 from lit_dlm.decoding import (
     BlockWindow,
     CommitPolicy,
@@ -153,16 +152,15 @@ def record_generate(
         uids: one name per row.
         metas: small JSON values per row.
         attention_mask: ``(B, P)`` nonzero on real tokens, where prompts are padded.
-        mask_id: id of the mask token; that of the model's configuration or family by default.
+        mask_id: id of the mask token; that of the model's configuration by default.
 
     Returns:
         What ``generate`` returned, and one record per row.
     """
     config = getattr(model, "config", None)
-    kind, vocab_size = getattr(config, "model_type", None), getattr(config, "vocab_size", None)
-    family = next((f for f in FAMILIES.values() if kind in f.model_types), None)
+    vocab_size = getattr(config, "vocab_size", None)
     if mask_id is None:
-        mask_id = getattr(config, "mask_token_id", None) or (family.ids.mask if family else None)
+        mask_id = getattr(config, "mask_token_id", None)
     name = type(model).__name__
     if mask_id is None or vocab_size is None:
         raise ValueError(

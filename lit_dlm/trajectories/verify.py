@@ -45,7 +45,6 @@ from lit_dlm.decoding.state import Canvas, DecodeResult, DecodeState, StepRecord
 from lit_dlm.decoding.windows import first_column
 from lit_dlm.ops.noise import sample_seed
 from lit_dlm.ops.options import at_least, within
-from lit_dlm.pictures import placed, take_up
 from lit_dlm.trajectories.capture import KeptSteps
 from lit_dlm.trajectories.errors import TrajectoryFormatError
 from lit_dlm.trajectories.record import Trajectory
@@ -66,6 +65,7 @@ from lit_dlm.trajectories.store.provenance import (
     tokenizer_digest,
 )
 from lit_dlm.trajectories.store.reader import TrajectoryShardReader
+from lit_dlm.vision.prompts import find_pictures, insert_pictures
 
 Outcome = Literal["exact", "explained", "failed"]
 
@@ -534,9 +534,9 @@ def canvas_of(
             )
     prompts = [record.prompt_ids.tolist() for record in records]
     for row, record in enumerate(records):
-        take_up(backbone, record.uid, record.meta)
+        find_pictures(backbone, record.uid, record.meta)
         if getattr(backbone, "vision", None) is not None:
-            prompts[row] = placed(backbone, prompts[row], record.meta.get("images", ()))
+            prompts[row] = insert_pictures(backbone, prompts[row], record.meta.get("images", ()))
     canvas = prompt_canvas(
         prompts,
         response_length=records[0].num_generated,

@@ -60,36 +60,22 @@ HF: dict[str, Any] = {
     "eos_token_id": 1,
 }
 
-_LLADA_NAMES = {
-    "embed": "model.transformer.wte.weight",
-    "norm": "model.transformer.ln_f.weight",
-    "head": "model.transformer.ff_out.weight",
-    "layer": "model.transformer.blocks.{}.",
-    "in_norm": "attn_norm",
-    "ff_norm": "ff_norm",
-    "q": "q_proj",
-    "k": "k_proj",
-    "v": "v_proj",
-    "o": "attn_out",
-    "gate": "ff_proj",
-    "up": "up_proj",
-    "down": "ff_out",
+_NAMES = {
+    "embed": ("model.transformer.wte.weight", "model.embed_tokens.weight"),
+    "norm": ("model.transformer.ln_f.weight", "model.norm.weight"),
+    "head": ("model.transformer.ff_out.weight", "lm_head.weight"),
+    "layer": ("model.transformer.blocks.{}.", "model.layers.{}."),
+    "in_norm": ("attn_norm", "input_layernorm"),
+    "ff_norm": ("ff_norm", "post_attention_layernorm"),
+    "q": ("q_proj", "self_attn.q_proj"),
+    "k": ("k_proj", "self_attn.k_proj"),
+    "v": ("v_proj", "self_attn.v_proj"),
+    "o": ("attn_out", "self_attn.o_proj"),
+    "gate": ("ff_proj", "mlp.gate_proj"),
+    "up": ("up_proj", "mlp.up_proj"),
+    "down": ("ff_out", "mlp.down_proj"),
 }
-_HF_NAMES = {
-    "embed": "model.embed_tokens.weight",
-    "norm": "model.norm.weight",
-    "head": "lm_head.weight",
-    "layer": "model.layers.{}.",
-    "in_norm": "input_layernorm",
-    "ff_norm": "post_attention_layernorm",
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}
+_LLADA_NAMES, _HF_NAMES = ({key: names[side] for key, names in _NAMES.items()} for side in (0, 1))
 
 
 def sizes(config: dict[str, Any]) -> dict[str, Any]:

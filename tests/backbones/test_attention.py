@@ -62,8 +62,8 @@ def test_an_added_mask_has_aligned_rows_and_says_the_same_of_every_group():
     inf = float("inf")
     assert mask.tolist() == [[[[0.0, -inf, 0.0], [-inf, 0.0, 0.0]]]]
     assert mask.stride()[-2:] == (8, 1)
-    twice = added_mask(visible, groups=2, dtype=torch.float32, hidden=-5.0)
-    assert twice.tolist() == [[[[0.0, -5.0, 0.0], [-5.0, 0.0, 0.0]] * 2]]
+    twice = added_mask(visible, groups=2, dtype=torch.float32)
+    assert twice.tolist() == [[[[0.0, -inf, 0.0], [-inf, 0.0, 0.0]] * 2]]
 
 
 def test_packed_windows_become_a_grid_and_return():

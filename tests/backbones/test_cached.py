@@ -30,15 +30,15 @@ def _canvas(backbone: HFBackbone, length: int, *, block_size: int | None = None)
     )
 
 
-@pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @torch.no_grad()
-def test_cached_blocks_equal_the_references(parity: Path, attn: str):
-    """Twelve tokens are kept; block 4 as masks and with its tokens, then block 5 behind it."""
-    backbone = HFBackbone(
-        str(parity / "sdar"),
-        attn_implementation=attn,  # type: ignore[arg-type]
-        spec_overrides={"eos_ids": [1], "mask_id": 3},
-    )
+def test_cached_blocks_equal_the_references(parity: Path):
+    """Twelve tokens are kept; block 4 as masks and with its tokens, then block 5 behind it.
+
+    A window's keys and values are overwritten by the next forward over it, which is what the
+    reference calls not storing.
+    """
+    overrides = {"eos_ids": [1], "mask_id": 3}
+    backbone = HFBackbone(str(parity / "sdar"), spec_overrides=overrides)
     cases = load_file(parity / "sdar" / "cases.safetensors")
     ids = cases["in.x"]
     allowed = torch.arange(backbone.vocab_size) != 3
@@ -60,7 +60,7 @@ def test_cached_blocks_equal_the_references(parity: Path, attn: str):
     check("out.b5", range(16, 20))
 
 
-@pytest.mark.parametrize("attn", ["sdpa", "eager", "varlen", "auto"])
+@pytest.mark.parametrize("attn", ["sdpa", "varlen", "auto"])
 @pytest.mark.parametrize(
     "spans", [[Span(2, 6, 10), Span(5, 9, 9)], [Span(3, 9, 9), Span(7, 9, 10)]]
 )
@@ -72,7 +72,7 @@ def test_rows_with_different_spans_equal_rows_alone(
     monkeypatch.setattr(attention, "_MANY_KEYS", 1)  # sequences one by one with ``auto``
     monkeypatch.setattr(attention, "varlen_attn", slow_varlen_attn)
     backbone = make_backbone(num_heads=4, num_kv_heads=2, head_dim=8, attn=attn)
-    reference = make_backbone(num_heads=4, num_kv_heads=2, head_dim=8, attn="eager")
+    reference = make_backbone(num_heads=4, num_kv_heads=2, head_dim=8)
     ids = torch.randint(4, 32, (2, 10), generator=torch.Generator().manual_seed(1))
     pad_mask = torch.ones(2, 10, dtype=torch.bool)
     pad_mask[0, :2] = False

@@ -62,10 +62,7 @@ def released_llada_adapter(folder: Path, *, rank: int = 2, alpha: float = 8.0) -
     return tensors
 
 
-@pytest.mark.parametrize("merge", [False, True])
-def test_a_released_llada_adapter_adds_its_products_to_the_right_weights(
-    tmp_path: Path, merge: bool
-):
+def test_a_released_llada_adapter_adds_its_products_to_the_right_weights(tmp_path: Path):
     """W + (8 / 2) B A on each target, computed on LLaDA's own names by the slow decoder."""
     base = random_tensors(LLADA)
     folder = write(tmp_path / "base", LLADA, base)
@@ -78,10 +75,6 @@ def test_a_released_llada_adapter_adds_its_products_to_the_right_weights(
             name = key.removeprefix("base_model.model.").replace(".lora_A", "")
             adapted[name] = base[name] + 4.0 * adapter[key.replace("lora_A", "lora_B")] @ a
     expected = raw_logits(LLADA, adapted, IDS).float()
-    if merge:
-        backbone.merge_adapter()
-        assert backbone.adapter is None
-        assert not [name for name, _ in backbone.named_parameters() if "lora" in name]
     torch.testing.assert_close(backbone(IDS), expected, atol=1e-4, rtol=1e-4)
     backbone.export(tmp_path / "merged", layout="original")
     written = load_file(tmp_path / "merged" / "model.safetensors")
@@ -187,32 +180,18 @@ def test_peft_itself_puts_our_adapter_on_the_released_names(
 def test_targets_of_every_family_name_the_same_layers(
     make_backbone: Maker, targets: Any, modules: list[str]
 ):
-    backbone = make_backbone(decoder="llama")
+    """A new adapter changes nothing until it learns, and learns alone."""
+    plain, backbone = make_backbone(decoder="llama"), make_backbone(decoder="llama")
     backbone.add_adapter(LoRASettings(rank=2, targets=targets, layers=[0, 2]))
+    torch.testing.assert_close(backbone(IDS % 32), plain(IDS % 32))
+    backbone(IDS % 32).square().mean().backward()
     found = {name.partition(".lora_")[0] for name, _ in adapter_parameters(backbone.model)}
     parts = {name: "mlp" if name in ALL[4:] else "self_attn" for name in ALL}
     assert found == {
         f"model.layers.{layer}.{parts[name]}.{name}" for layer in (0, 2) for name in modules
     }
-    trained = {name for name, p in backbone.named_parameters() if p.requires_grad}
-    assert trained
-    assert all(".lora_" in name for name in trained)
-
-
-def test_a_new_adapter_changes_nothing_until_it_learns(make_backbone: Maker):
-    plain, adapted = make_backbone(), make_backbone()
-    adapted.add_adapter(LoRASettings(rank=2, targets="all"))
-    torch.testing.assert_close(adapted(IDS % 32), plain(IDS % 32))
-    adapted(IDS % 32).square().mean().backward()
-    for name, parameter in adapted.named_parameters():
-        assert (parameter.grad is not None) == (".lora_" in name)
-
-
-def test_an_adapter_on_half_precision_weights_learns_in_float32(make_backbone: Maker):
-    backbone = make_backbone().to(torch.bfloat16)
-    backbone.add_adapter(LoRASettings(rank=2))
-    assert {p.dtype for _, p in adapter_parameters(backbone.model)} == {torch.float32}
-    assert backbone.denoise(IDS % 32).logits.dtype == torch.bfloat16
+    for name, parameter in backbone.named_parameters():
+        assert (parameter.grad is not None) == parameter.requires_grad == (".lora_" in name)
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
@@ -220,6 +199,9 @@ def test_true_half_precision_leaves_adapters_as_they_are(
     make_backbone: Maker, precision: Any
 ) -> None:
     """What Lightning does to a module before it is trained; the base is rounded, as asked."""
+    half = make_backbone().to(torch.bfloat16)
+    half.add_adapter(LoRASettings(rank=2))
+    assert {p.dtype for _, p in adapter_parameters(half.model)} == {torch.float32}
     backbone = make_backbone()
     backbone.add_adapter(LoRASettings(rank=2))
     randomise(backbone)
@@ -235,27 +217,7 @@ def test_true_half_precision_leaves_adapters_as_they_are(
 @pytest.mark.parametrize(
     "name", ["dream_prm12k", "dream_ling_coder", "llada_prm12k", "llada_ling_coder"]
 )
-def test_published_tabom_configurations_apply(tmp_path: Path, name: str):
-    """Rank 16, alpha 16 on q and v: 16 * (in + out) weights for each, in two layers of width 32."""
-    folder = SHARED / "model_configs" / f"tabom_{name}"
-    if not folder.is_dir():
-        pytest.skip(f"no configuration at {folder}")
-    settings = read_adapter_settings(folder)
-    assert settings == LoRASettings(rank=16, alpha=16, targets=["q_proj", "v_proj"])
-    words = HF if "dream" in name else LLADA
-    base = str(write(tmp_path / "base", words, random_tensors(words)))
-    backbone = HFBackbone(base, lora=settings)
-    values = 32 if words is LLADA else 16  # Dream's has 2 kv heads of width 8
-    count = sum(p.numel() for p in backbone.parameters() if p.requires_grad)
-    assert count == 2 * 16 * ((32 + 32) + (32 + values))
-    with pytest.raises(ValueError, match=r"expected adapter_model\.safetensors"):
-        load_backbone(base, adapter=folder)
-
-
-@pytest.mark.parametrize(
-    "name", ["dream_prm12k", "dream_ling_coder", "llada_prm12k", "llada_ling_coder"]
-)
-def test_bundled_tabom_adapters_load_from_their_folder(tmp_path: Path, name: str):
+def test_published_tabom_adapters_load_from_their_folder(tmp_path: Path, name: str):
     """The published description over random weights under the keys that peft wrote: W + B A.
 
     The folders also hold tokenizer files and a model card, which nobody reads here.
@@ -263,6 +225,8 @@ def test_bundled_tabom_adapters_load_from_their_folder(tmp_path: Path, name: str
     source = SHARED / "model_configs" / f"tabom_{name}" / "adapter_config.json"
     if not source.is_file():
         pytest.skip(f"no configuration at {source}")
+    settings = read_adapter_settings(source.parent)
+    assert settings == LoRASettings(rank=16, alpha=16, targets=["q_proj", "v_proj"])
     is_llada = "llada" in name
     words = LLADA if is_llada else HF
     base = random_tensors(words)
@@ -282,83 +246,63 @@ def test_bundled_tabom_adapters_load_from_their_folder(tmp_path: Path, name: str
     folder.mkdir()
     (folder / "adapter_config.json").write_bytes(source.read_bytes())
     (folder / "README.md").write_text("---\nlibrary_name: peft\n---\n")
+    model = str(write(tmp_path / "base", words, base))
+    with pytest.raises(ValueError, match=r"expected adapter_model\.safetensors"):
+        load_backbone(model, adapter=folder)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    backbone = load_backbone(str(write(tmp_path / "base", words, base)), adapter=folder)
+    backbone = load_backbone(model, adapter=folder)
     expected = load_backbone(str(write(tmp_path / "adapted", words, adapted)))(IDS)
     torch.testing.assert_close(backbone(IDS), expected, atol=1e-4, rtol=1e-4)  # merged in float32
-    assert not torch.allclose(load_backbone(str(tmp_path / "base"))(IDS), expected)
+    assert not torch.allclose(load_backbone(model)(IDS), expected)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "name"),
     [
-        ({"peft_type": "LOHA"}, "option peft_type='LOHA' is not supported"),
-        ({"use_dora": True}, "option use_dora=True is not supported"),
-        ({"bias": "all"}, "option bias='all' is not supported"),
-        ({"modules_to_save": ["lm_head"]}, "option modules_to_save"),
-        ({"rank_pattern": {"q_proj": 4}}, "option rank_pattern"),
-        (
-            {"target_modules": ["c_attn"]},
-            r"lora.targets: expected 'attn', 'all' or some of .*c_attn",
-        ),
-        ({"target_modules": None}, "expected options r and target_modules"),
-        ({"r": 0}, "lora.rank: expected at least 1, got 0"),
-        ({"lora_alpha": 0}, "lora.alpha: expected a positive number, got 0"),
+        ({"peft_type": "LOHA"}, "peft_type"),
+        ({"use_dora": True}, "use_dora"),
+        ({"bias": "all"}, "bias"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
+        ({"target_modules": ["c_attn"]}, r"lora\.targets.*c_attn"),
+        ({"target_modules": None}, r"lora\.targets"),
+        ({"r": 0}, r"lora\.rank"),
+        ({"lora_alpha": 0}, r"lora\.alpha"),
+        ({"lora_dropout": 1.0}, r"lora\.dropout"),
     ],
 )
-def test_what_an_adapter_may_not_ask_is_named(tmp_path: Path, change: dict[str, Any], message: str):
+def test_what_an_adapter_may_not_ask_is_named(tmp_path: Path, change: dict[str, Any], name: str):
     released_llada_adapter(tmp_path / "adapter")
     path = tmp_path / "adapter" / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=name):
         read_adapter_settings(tmp_path / "adapter")
 
 
 def test_adapters_that_do_not_fit_are_refused(tmp_path: Path):
     base = str(write(tmp_path / "base", LLADA, random_tensors(LLADA)))
-    released_llada_adapter(tmp_path / "adapter")
+    tensors = released_llada_adapter(tmp_path / "adapter")
     file = tmp_path / "adapter" / "adapter_model.safetensors"
-    tensors = load_file(file)
     first = sorted(tensors)[0]
     for broken, message in (
         ({key: tensors[key] for key in list(tensors)[1:]}, "1 keys are absent"),
-        ({**tensors, "base_model.model.other": torch.ones(1)}, "unexpected key"),
-        ({**tensors, first: torch.ones(2, 3)}, r"has shape \(2, 3\), expected"),
+        ({**tensors, "base_model.model.other": torch.ones(1)}, "1 unexpected"),
+        ({**tensors, first: torch.ones(2, 3)}, r"\(2, 3\), expected"),
     ):
         save_file(broken, file)
         with pytest.raises(ValueError, match=message):
             load_backbone(base, adapter=tmp_path / "adapter")
-    file.write_bytes(b"12")
-    with pytest.raises(ValueError, match=r"adapter_model\.safetensors: not a readable"):
-        load_backbone(base, adapter=tmp_path / "adapter")
-    file.unlink()
-    (tmp_path / "adapter" / "adapter_model.bin").write_bytes(b"")
-    with pytest.raises(ValueError, match="is a pickle and is not read"):
-        load_backbone(base, adapter=tmp_path / "adapter")
 
 
 def test_contradicting_options_are_named(make_backbone: Maker):
-    with pytest.raises(ValueError, match="at most one of lora and adapter, got both"):
-        HFBackbone("tiny", lora=LoRASettings(), adapter="x")
-    with pytest.raises(ValueError, match="merge_adapter: there is no adapter to merge"):
-        HFBackbone("tiny", merge_adapter=True)
     backbone = make_backbone()
     with pytest.raises(ValueError, match=r"lora\.layers: expected indices from 0 to 2, got \[3\]"):
         backbone.add_adapter(LoRASettings(layers=[3]))
-    for call in (backbone.merge_adapter, lambda: backbone.save_adapter("nowhere")):
-        with pytest.raises(ValueError, match="has no adapter"):
-            call()
-    with pytest.raises(ValueError, match=r"lora\.layers: expected at least one layer, or null"):
+    with pytest.raises(ValueError, match=r"lora\.layers"):
         LoRASettings(layers=[])
     backbone.add_adapter(LoRASettings())
-    with pytest.raises(ValueError, match="this backbone has one already"):
+    with pytest.raises(ValueError, match="one already"):
         backbone.add_adapter(LoRASettings())
-
-
-def test_training_all_weights_beside_an_adapter_is_warned_of(caplog: pytest.LogCaptureFixture):
-    backbone = HFBackbone("tiny", trainable=True, lora=LoRASettings())
-    assert "trainable with lora: has no effect" in caplog.text
-    assert all(".lora_" in n for n, p in backbone.named_parameters() if p.requires_grad)
 
 
 def test_an_adapter_of_another_model_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -372,22 +316,6 @@ def test_an_adapter_of_another_model_is_named(tmp_path: Path, caplog: pytest.Log
     HFBackbone("tiny-planning", adapter=str(tmp_path / "adapter"))
     (record,) = caplog.records
     assert "was trained on tiny, but runs on tiny-planning" in record.getMessage()
-
-
-def test_the_command_line_reads_adapter_settings():
-    from jsonargparse import ArgumentParser
-
-    from lit_dlm.backbones.base import Backbone
-
-    parser = ArgumentParser()
-    parser.add_argument("--backbone", type=Backbone)
-    for targets, count in (("attn", 4), ("[q_proj, v_proj]", 2)):
-        init = f"{{path: tiny, lora: {{rank: 2, alpha: 4, targets: {targets}}}}}"
-        parsed = parser.parse_args(
-            [f"--backbone={{class_path: lit_dlm.backbones.HFBackbone, init_args: {init}}}"]
-        )
-        backbone = parser.instantiate(parsed).backbone
-        assert len(list(adapter_parameters(backbone.model))) == 2 * count * backbone.num_layers
 
 
 def test_a_side_adapter_counts_only_where_it_is_asked_for(tmp_path: Path) -> None:
@@ -425,13 +353,10 @@ def test_a_side_adapter_counts_only_where_it_is_asked_for(tmp_path: Path) -> Non
     with torch.no_grad():
         again = HFBackbone(str(tmp_path / "model")).denoise(IDS).logits
     torch.testing.assert_close(again, before, rtol=1e-2, atol=2e-3)  # one rounding more
-    for name in ("value", "default"):
-        with pytest.raises(ValueError, match="there is an adapter named"):
-            model.add_side_adapter(name, LoRASettings())
 
 
 @pytest.mark.parametrize("rank", [2, 3])
-@pytest.mark.parametrize("choice", [True, 2, "selective"])
+@pytest.mark.parametrize("choice", [True, "selective"])
 def test_recomputed_layers_run_with_the_adapter_of_their_forward(rank: int, choice: Any) -> None:
     """Gradients are taken after ``using_adapter`` has ended, where the policy's is in use again."""
     gradients = []

@@ -1,4 +1,4 @@
-"""Ids of special tokens: what must agree, and what is said when it does not."""
+"""Translation of published configurations, keys and ids of special tokens."""
 
 from __future__ import annotations
 
@@ -8,77 +8,321 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
-from lit_dlm.backbones import resolve
+from lit_dlm.backbones.architecture import Architecture
 from lit_dlm.backbones.base import UNKNOWN_ID
+from lit_dlm.backbones.families import FAMILIES, original_key, our_key
+from lit_dlm.backbones.resolution import read_added_tokens, read_config, resolve
 from tests.backbones.conftest import SHARED
-from tests.backbones.reference import HF, LLADA
-from tests.backbones.releases import DREAM
-from tests.backbones.releases import LLADA as RELEASED_LLADA
+from tests.backbones.reference import HF
+from tests.backbones.reference import LLADA as REDUCED_LLADA
+from tests.twins import RELEASES
 
-SDAR: dict[str, Any] = {
-    **DREAM,
-    "model_type": "sdar",
-    "vocab_size": 151936,
-    "head_dim": 128,
-    "mask_token_id": 151669,
-    "bos_token_id": 151643,
-}
-RELEASED = {"dream": DREAM, "sdar": SDAR, "llada": RELEASED_LLADA}
+DREAM, LLADA, SDAR = (
+    dict(RELEASES[name].config)
+    for name in (
+        "Dream-org/Dream-v0-Instruct-7B",
+        "GSAI-ML/LLaDA-8B-Instruct",
+        "JetLM/SDAR-4B-Chat",
+    )
+)
+RELEASED = {"dream": DREAM, "sdar": SDAR, "llada": LLADA}
+DREAM_TOKENS = {
+    "<|endoftext|>": 151643, "<|im_end|>": 151645, "<|beginoftext|>": 151665, "<|mask|>": 151666
+}  # fmt: skip
+LLADA_TOKENS = {
+    "<|startoftext|>": 126080, "<|endoftext|>": 126081, "<|mdm_mask|>": 126336, "<|eot_id|>": 126348
+}  # fmt: skip
 
 
-def folder_of(tmp_path: Path, config: dict[str, Any], tokenizer: str | None) -> Path:
+def translated(config: dict[str, Any], **options: Any) -> Architecture:
+    return resolve(config, **options).architecture
+
+
+def without(config: dict[str, Any], *options: str) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in options}
+
+
+def test_dream_is_a_shifted_qwen2():
+    architecture = translated(DREAM, added_tokens=DREAM_TOKENS)
+    assert architecture == Architecture(
+        decoder="qwen2",
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_layers=28,
+        num_heads=28,
+        num_kv_heads=4,
+        rope_theta=1e6,
+        max_positions=131072,
+        family="dream",
+        mask_id=151666,
+        pad_id=151643,
+        eos_ids=(151643, 151645),
+        bos_id=151665,
+        shift=1,
+    )
+    config = architecture.hf_config()
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 1e6}
+    assert set(config.layer_types) == {"full_attention"}
+
+
+def test_llada_is_an_unshifted_llama():
+    assert translated(LLADA, added_tokens=LLADA_TOKENS) == Architecture(
+        decoder="llama",
+        vocab_size=126464,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=32,
+        rope_theta=5e5,
+        max_positions=4096,
+        rms_norm_eps=1e-5,
+        family="llada",
+        mask_id=126336,
+        pad_id=126081,
+        eos_ids=(126081, 126348),
+        bos_id=126080,
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "value"),
+    [
+        ({"include_qkv_bias": True}, "decoder", "qwen2"),
+        ({"n_kv_heads": None}, "num_kv_heads", 32),
+        ({"n_kv_heads": None, "multi_query_attention": True}, "num_kv_heads", 1),
+        ({"n_kv_heads": 8}, "num_kv_heads", 8),
+        ({"mlp_hidden_size": None}, "intermediate_size", 16384),  # 4 * 4096
+        ({"embedding_size": None, "vocab_size": 126400}, "vocab_size", 126400),
+        ({"vocab_size": 126349}, "vocab_size", 126464),  # the matrix is higher
+        ({"scale_logits": True}, "logit_scale", 1 / 64),  # 4096 ** -0.5
+        ({"weight_tying": True}, "tie_embeddings", True),
+        ({"attention_dropout": 0.1}, "attention_dropout", 0.1),
+        ({"model_type": "mmada", "embedding_size": 134656}, "family", "mmada"),
+    ],
+)
+def test_llada_options_translate(change: dict[str, Any], field: str, value: object):
+    assert getattr(translated({**LLADA, **change}), field) == value
+
+
+def expected_keys(architecture: Architecture) -> set[str]:
+    with torch.device("meta"):
+        return set(AutoModelForCausalLM.from_config(architecture.hf_config()).state_dict())
+
+
+def test_the_released_sdar_4b_configuration_translates():
+    """36 layers, hidden 2560, 32 heads and 8 kv heads of 128, inner 9728, V 151936."""
+    folder = SHARED / "model_configs" / "sdar_4b_chat"
+    if not folder.is_dir():
+        pytest.skip(f"no configuration at {folder}")
+    resolved = resolve(read_config(folder))
+    architecture = resolved.architecture
+    assert (architecture.decoder, architecture.family) == ("qwen3", "sdar")
+    assert (architecture.attention, architecture.block_size) == ("block", 4)
+    assert (architecture.mask_id, architecture.shift) == (151669, 0)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert {our_key(key, "hf") for key in index["weight_map"]} == expected_keys(architecture)
+    shapes = resolved.parameter_shapes()
+    assert shapes.keys() == index["weight_map"].keys()
+    layer = "model.layers.35."
+    assert {key.removeprefix(layer): s for key, s in shapes.items() if key.startswith(layer)} == {
+        "input_layernorm.weight": (2560,),
+        "post_attention_layernorm.weight": (2560,),
+        "self_attn.q_proj.weight": (4096, 2560),
+        "self_attn.k_proj.weight": (1024, 2560),
+        "self_attn.v_proj.weight": (1024, 2560),
+        "self_attn.o_proj.weight": (2560, 4096),
+        "self_attn.q_norm.weight": (128,),
+        "self_attn.k_norm.weight": (128,),
+        "mlp.gate_proj.weight": (9728, 2560),
+        "mlp.up_proj.weight": (9728, 2560),
+        "mlp.down_proj.weight": (2560, 9728),
+    }
+    # bfloat16: two bytes a number, as the index says.
+    numbers = sum(torch.Size(shape).numel() for shape in shapes.values())
+    assert 2 * numbers == index["metadata"]["total_size"]
+
+
+@pytest.mark.parametrize("layout", ["hf", "llada"])
+def test_keys_go_there_and_back(layout: Any):
+    ours = expected_keys(translated({**LLADA, "include_qkv_bias": True, "n_layers": 2}))
+    originals = {original_key(key, layout) for key in ours}
+    assert {our_key(key, layout) for key in originals} == ours
+    assert {our_key(key.removeprefix("model."), layout) for key in originals} == ours
+    assert all(key.startswith("model.transformer.") for key in originals) == (layout == "llada")
+    assert our_key("model.layers.0.self_attn.rotary_emb.inv_freq", layout) is None
+    assert our_key("model.vision_tower.x.weight", layout) is None
+    assert our_key("somewhere.else", layout) == "somewhere.else"
+
+
+def test_ff_out_names_the_head_at_the_top_and_the_down_projection_in_a_block():
+    for theirs, ours in {
+        "ff_out": "lm_head",
+        "blocks.7.ff_out": "model.layers.7.mlp.down_proj",
+        "blocks.7.ff_proj": "model.layers.7.mlp.gate_proj",
+    }.items():
+        assert our_key(f"model.transformer.{theirs}.weight", "llada") == f"{ours}.weight"
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        (LLADA, {"block_type": "sequential"}),
+        (LLADA, {"alibi": True}),
+        (LLADA, {"attention_layer_norm": True}),
+        (LLADA, {"block_group_size": 2}),
+        (LLADA, {"layer_norm_type": "gemma_rms"}),
+        (LLADA, {"include_bias": True}),
+        (LLADA, {"input_emb_norm": True}),
+        (LLADA, {"activation_type": "swiglu"}),
+        (LLADA, {"rope": False}),
+        (DREAM, {"use_sliding_window": True}),
+        (DREAM, {"hidden_act": "gelu"}),
+        (DREAM, {"attention_bias": True}),
+        (DREAM, {"layer_types": ["sliding_attention"]}),
+        (DREAM, {"model_type": "llada_moe"}),
+        (DREAM, {"model_type": None}),
+        (DREAM, {"hidden_size": None}),
+        (DREAM, {"rope_theta": None}),
+    ],
+)
+def test_what_the_decoders_lack_is_refused_by_name(config: dict[str, Any], options: dict[str, Any]):
+    (name,) = options
+    with pytest.raises(ValueError, match=name):
+        resolve({**config, **options})
+
+
+def test_rope_scaling_keeps_theta_and_the_newer_spelling():
+    scaled = translated({**DREAM, "rope_scaling": {"type": "linear", "factor": 2.0}})
+    assert scaled.hf_config().rope_parameters == {
+        "rope_type": "linear",
+        "factor": 2.0,
+        "rope_theta": 1e6,
+    }
+
+
+def test_plain_decoders_need_a_mask_id():
+    config = without({**DREAM, "model_type": "qwen2"}, "mask_token_id")
+    with pytest.raises(ValueError, match=r"from_ar, or .*spec_overrides\.mask_id"):
+        resolve(config)
+    adapted = translated(config, spec_overrides={"mask_id": 151666})
+    assert (adapted.family, adapted.mask_id, adapted.shift) == ("qwen2", 151666, 0)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", ""])
+def test_a_broken_configuration_names_the_file(tmp_path: Path, text: str):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json"):
+        read_config(tmp_path)
+
+
+# -- families ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "source", "family"),
+    [
+        (DREAM, "Dream-org/Dream-Coder-v0-Instruct-7B: ", "dream"),
+        (DREAM, "apple/DiffuCoder-7B-cpGRPO: ", "diffucoder"),
+        (SDAR, "JetLM/SDAR-8B: ", "sdar"),
+        (SDAR, "x/TraDo-8B/: ", "trado"),
+        (LLADA, "GSAI-ML/LLaDA-1.5: ", "llada"),
+        (LLADA, "Gen-Verse/MMaDA-8B-Base: ", "mmada"),
+        ({**LLADA, "model_type": "mmada"}, "anything: ", "mmada"),
+        (LLADA, "mmada/LLaDA: ", "llada"),  # only the last part of a path counts
+    ],
+)
+def test_families_that_share_a_model_type_are_told_by_name(
+    config: dict[str, Any], source: str, family: str
+):
+    assert translated(config, source=source).family == family
+
+
+def test_a_family_may_be_asked_for_within_its_model_type():
+    assert translated(DREAM, spec_overrides={"family": "diffucoder"}).family == "diffucoder"
+    with pytest.raises(ValueError, match=r"model_type 'Dream' .* 'llada'"):
+        resolve(DREAM, spec_overrides={"family": "llada"})
+
+
+@pytest.mark.parametrize("model_type", ["llava_llada", "llada"])
+def test_llada_v_is_a_llama_under_transformers_names(model_type: str):
+    """Its classes call the text part llada as well, which its option names tell apart."""
+    config = {**RELEASES["GSAI-ML/LLaDA-V"].config, "model_type": model_type}
+    resolved = resolve(config, added_tokens=LLADA_TOKENS)
+    architecture = resolved.architecture
+    assert (architecture.family, architecture.decoder) == ("llada_v", "llama")
+    assert (architecture.shift, architecture.mask_id) == (0, 126336)
+    assert architecture.eos_ids == (126081, 126348)
+    assert resolved.layout == "hf"
+
+
+# -- special tokens ------------------------------------------------------------------------------
+
+
+def folder_of(tmp_path: Path, config: dict[str, Any], tokenizer: str) -> Path:
     """A model folder without weights, with the files of a released tokenizer."""
     (tmp_path / "config.json").write_text(json.dumps(config))
-    if tokenizer is not None:
-        source = SHARED / "tokenizers" / tokenizer
-        if not source.is_dir():
-            pytest.skip(f"no tokenizer at {source}")
-        for name in ("added_tokens.json", "tokenizer_config.json"):
-            if (source / name).is_file():
-                shutil.copyfile(source / name, tmp_path / name)
+    source = SHARED / "tokenizers" / tokenizer
+    if not source.is_dir():
+        pytest.skip(f"no tokenizer at {source}")
+    for name in ("added_tokens.json", "tokenizer_config.json"):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, tmp_path / name)
     return tmp_path
 
 
 @pytest.mark.parametrize("name", RELEASED)
-def test_released_tokenizers_agree_with_their_configurations(tmp_path: Path, name: str):
-    spec = resolve(folder_of(tmp_path, RELEASED[name], name)).spec
-    assert (spec.mask_id, spec.eos_ids, spec.pad_id) == {
-        "dream": (151666, (151643, 151645), 151643),
-        "sdar": (151669, (151643, 151645), 151643),
-        "llada": (126336, (126081, 126348), 126081),
+def test_released_tokenizers_give_the_ids(tmp_path: Path, name: str):
+    """Whatever the configuration leaves out."""
+    config = without(RELEASED[name], "mask_token_id", "eos_token_id", "pad_token_id")
+    spec = resolve(folder_of(tmp_path, config, name)).spec
+    assert (spec.mask_id, spec.eos_ids, spec.bos_id) == {
+        "dream": (151666, (151643, 151645), 151665),
+        "sdar": (151669, (151643, 151645), None),
+        "llada": (126336, (126081, 126348), 126080),
     }[name]
+    assert spec.pad_id == spec.eos_ids[0]
     assert spec.forbidden_ids == (spec.mask_id,)
+    family = FAMILIES[name]
+    added = read_added_tokens(tmp_path)
+    assert {added[token] for token in family.mask_tokens if token in added} == {spec.mask_id}
 
 
-def test_the_tokenizer_of_a_sister_vocabulary_is_noticed(tmp_path: Path):
+@pytest.mark.parametrize(("config", "tokenizer"), [(DREAM, "sdar"), (SDAR, "dream")])
+def test_the_tokenizer_of_a_sister_vocabulary_is_noticed(
+    tmp_path: Path, config: dict[str, Any], tokenizer: str
+):
     """Dream's mask id is a tool tag there, and the other way round it is no token at all."""
-    folder = folder_of(tmp_path, DREAM, "sdar")
-    with pytest.raises(ValueError, match=r"no '<\|mask\|>', and id 151666 is '</tool_response>'"):
+    folder = folder_of(tmp_path, config, tokenizer)
+    with pytest.raises(ValueError, match=r"spec_overrides\.mask_id"):
         resolve(folder)
     assert resolve(folder, spec_overrides={"mask_id": 151669}).spec.mask_id == 151669
 
 
-def test_sdar_with_dreams_tokenizer_is_noticed(tmp_path: Path):
-    with pytest.raises(ValueError, match="no '<MASK>'; is it the tokenizer of a sdar model"):
-        resolve(folder_of(tmp_path, SDAR, "dream"))
+def test_a_mask_that_moved_is_noticed():
+    for tokens in ({"<|mask|>": 151669}, {"<|im_end|>": 151645}):
+        with pytest.raises(ValueError, match="mask_token_id is 151666"):
+            resolve(DREAM, added_tokens=tokens)
+    assert translated(DREAM, added_tokens={"<|mask|>": 151666, "<|im_end|>": 7}).eos_ids == (7,)
 
 
-def test_a_moved_end_of_turn_is_noticed():
-    with pytest.raises(ValueError, match=r"eos_ids is 7 in the tokenizer \(<\|im_end\|>\)"):
-        resolve(DREAM, added_tokens={"<|mask|>": 151666, "<|im_end|>": 7})
+def test_overrides_win():
+    assert translated(DREAM, spec_overrides={"mask_id": 151665}).mask_id == 151665
+    assert translated(DREAM, spec_overrides={"positions": "arange"}).positions == "arange"
+    assert translated({**DREAM, "pad_token_id": 151667}).pad_id == 151667
+    with pytest.raises(ValueError, match="spec_overrides: unknown field 'mask_token'"):
+        resolve(DREAM, spec_overrides={"mask_token": 1})
 
 
 def test_a_reduced_vocabulary_is_its_own():
-    spec = resolve(LLADA).spec
+    spec = resolve(REDUCED_LLADA).spec
     assert (spec.mask_id, spec.eos_ids, spec.pad_id) == (3, (1,), 0)
-
-
-def test_in_a_reduced_vocabulary_the_tokenizer_names_the_mask():
-    config = {key: value for key, value in LLADA.items() if key != "mask_token_id"}
+    config = without(REDUCED_LLADA, "mask_token_id")
     assert resolve(config, added_tokens={"<|mdm_mask|>": 9}).spec.mask_id == 9
-    with pytest.raises(ValueError, match=r"mask_id is 3 in config\.json, but the tokenizer gives"):
-        resolve(LLADA, added_tokens={"<|mdm_mask|>": 9})
 
 
 def test_what_nothing_names_is_unknown_and_said(caplog: pytest.LogCaptureFixture):

@@ -13,17 +13,13 @@ from tests.backbones.folders import HF_CHANGES, IDS, LLADA_CHANGES, assert_logit
 from tests.backbones.reference import HF, LLADA, random_tensors, raw_logits
 
 
-@pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", [*LLADA_CHANGES, *HF_CHANGES])
-def test_logits_equal_the_slow_decoder(tmp_path: Path, name: str, attn: str):
+def test_logits_equal_the_slow_decoder(tmp_path: Path, name: str):
     config = (
         {**LLADA, **LLADA_CHANGES[name]} if name in LLADA_CHANGES else {**HF, **HF_CHANGES[name]}
     )
     tensors = random_tensors(config)
-    backbone = load_backbone(
-        write(tmp_path / name, config, tensors),
-        attn_implementation=attn,  # type: ignore[arg-type]
-    )
+    backbone = load_backbone(write(tmp_path / name, config, tensors))
     assert backbone.spec.shift == (config["model_type"] == "Dream")
     assert_logits(backbone, config, tensors)
 
@@ -61,12 +57,6 @@ def test_half_precision_stays_close(tmp_path: Path, dtype: Any):
     torch.testing.assert_close(logits.float(), expected, atol=0.6, rtol=0.1)
 
 
-def test_half_precision_files_load_into_float32(tmp_path: Path):
-    tensors = {key: value.bfloat16() for key, value in random_tensors(LLADA).items()}
-    backbone = load_backbone(write(tmp_path / "m", LLADA, tensors))
-    assert_logits(backbone, LLADA, tensors)
-
-
 def test_the_vision_part_is_left_in_the_files(tmp_path: Path):
     config = {**HF, **HF_CHANGES["llada_v"], "mm_vision_tower": "elsewhere"}
     tensors = random_tensors(config)
@@ -76,22 +66,14 @@ def test_the_vision_part_is_left_in_the_files(tmp_path: Path):
         "model.image_newline": torch.ones(2),
     }
     assert_logits(load_backbone(write(tmp_path / "v", config, tensors | vision)), config, tensors)
-    for other in (HF, LLADA):
-        folder = write(tmp_path / other["model_type"], other, random_tensors(other) | vision)
-        with pytest.raises(ValueError, match="3 unexpected keys"):
-            load_backbone(folder)
 
 
-@pytest.mark.parametrize("attn", ["sdpa", "eager"])
-def test_a_boolean_mask_means_the_same_by_both_routes(tmp_path: Path, attn: str):
+def test_a_boolean_mask_equals_the_slow_decoder(tmp_path: Path):
     config = {**HF, **HF_CHANGES["sdar"]}
     tensors = random_tensors(config)
     blocks = torch.arange(7) // 3
     visible = (blocks[:, None] >= blocks[None])[None, None]
-    backbone = load_backbone(
-        write(tmp_path / "m", config, tensors),
-        attn_implementation=attn,  # type: ignore[arg-type]
-    )
+    backbone = load_backbone(write(tmp_path / "m", config, tensors))
     expected = raw_logits(config, tensors, IDS, visible).float()
     torch.testing.assert_close(backbone(IDS, mask=visible), expected, atol=1e-5, rtol=1e-5)
 

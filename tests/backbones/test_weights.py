@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.weights import (
     files_digest,
     load_weights,
@@ -17,7 +16,6 @@ from lit_dlm.backbones.weights import (
     save_weights,
     weight_files,
 )
-from tests.backbones.conftest import SHARED, tiny_architecture
 from tests.processes import mapping_of
 
 
@@ -26,41 +24,27 @@ def targets() -> dict[str, torch.Tensor]:
 
 
 def test_shards_of_an_index_are_all_read(tmp_path: Path):
-    save_file({"x.a": torch.ones(2)}, tmp_path / "model-1.safetensors")
+    save_file({"x.a": torch.ones(2), "freq": torch.ones(4)}, tmp_path / "model-1.safetensors")
     save_file({"x.b": torch.full((3,), 2.0, dtype=torch.float16)}, tmp_path / "model-2.safetensors")
     index = {"weight_map": {"x.b": "model-2.safetensors", "x.a": "model-1.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     loaded = targets()
-    load_weights(weight_files(tmp_path), loaded, rename=lambda key: key.removeprefix("x."))
+    load_weights(
+        weight_files(tmp_path), loaded, rename=lambda key: key[2:] if key.startswith("x.") else None
+    )
     assert loaded["a"].tolist() == [1.0, 1.0]
     assert loaded["b"].tolist() == [2.0, 2.0, 2.0]
     assert loaded["b"].dtype == torch.float32
-
-
-def test_an_absent_shard_is_named(tmp_path: Path):
-    index = {"weight_map": {"a": "model-9.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"model-9\.safetensors is not in the folder"):
-        weight_files(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"metadata": {}}'])
-def test_a_broken_index_is_named(tmp_path: Path, text: str):
-    (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json"):
-        weight_files(tmp_path)
-
-
-def test_a_folder_without_weights_is_named(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"expected model\.safetensors"):
-        weight_files(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
         ({"a": torch.ones(2)}, r"1 keys are absent, such as \['b'\]"),
-        ({"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(1)}, r"unexpected keys.*\['c'\]"),
+        (
+            {"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(1)},
+            r"1 unexpected.*'c'",
+        ),
         ({"a": torch.ones(2), "b": torch.ones(4)}, r"b has shape \(4,\), expected \(3,\)"),
     ],
 )
@@ -92,39 +76,6 @@ def test_a_flipped_weight_of_an_export_is_refused_and_one_that_is_no_number(tmp_
         save_file({**targets(), "b": torch.tensor([0.0, bad, 1.0])}, path)
         with pytest.raises(ValueError, match="b has numbers that are not finite"):
             load_weights([path], targets(), rename=lambda key: key)
-
-
-def test_a_renamer_may_drop_a_key(tmp_path: Path):
-    path = tmp_path / "model.safetensors"
-    save_file({**targets(), "rotary.inv_freq": torch.ones(4)}, path)
-    load_weights([path], targets(), rename=lambda key: key if len(key) == 1 else None)
-
-
-@pytest.mark.parametrize("stored_head", [False, True])
-def test_a_tied_llada_may_store_its_head_or_not(tmp_path: Path, stored_head: bool):
-    folder = SHARED / "parity" / "llada"
-    if not folder.is_dir():
-        pytest.skip(f"no parity fixtures at {folder}")
-    from safetensors.torch import load_file
-
-    tensors = load_file(folder / "model.safetensors")
-    embedding, head = "model.transformer.wte.weight", "model.transformer.ff_out.weight"
-    del tensors[head]
-    if stored_head:
-        tensors[head] = tensors[embedding].clone()
-    save_file(tensors, tmp_path / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "weight_tying": True}))
-    backbone = HFBackbone(str(tmp_path))
-    assert torch.equal(backbone.model.lm_head.weight, tensors[embedding])
-
-
-def test_weights_of_another_model_are_refused(tmp_path: Path):
-    HFBackbone(architecture=tiny_architecture(num_layers=2)).export(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
-    with pytest.raises(ValueError, match="unexpected keys"):
-        HFBackbone(str(tmp_path))
 
 
 def test_the_digest_is_the_sha256_of_the_contents_in_order(tmp_path: Path):

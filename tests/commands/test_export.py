@@ -13,8 +13,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_dlm.backbones import HFBackbone, LoRASettings, load_backbone, load_tokenizer
-from lit_dlm.twins import write_twin
 from tests.e2e.runs import fails, run
+from tests.twins import write_twin
 
 IDS = torch.tensor([[40, 41, 42, 43, 44, 45]])
 DREAM = "Dream-org/Dream-v0-Instruct-7B"
@@ -53,10 +53,10 @@ def test_a_merged_export_is_the_same_model_in_transformers(twin: Any, tmp_path: 
             "--dtype=float32",
             "--layout=hf",
         )
-        merged = HFBackbone(model, adapter=adapter, merge_adapter=True)
+        merged = load_backbone(model, adapter=adapter)
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "m", attn_implementation="sdpa")
         assert theirs.dtype == torch.float32
-        torch.testing.assert_close(theirs(IDS).logits[:, :-1], raw(merged), rtol=0, atol=1e-5)
+        torch.testing.assert_close(theirs(IDS).logits[:, :-1], raw(merged), rtol=0, atol=1e-4)
         assert not torch.equal(raw(merged), raw(load_backbone(model)))
     text = "What is 2 + 3?"
     assert (

@@ -28,7 +28,7 @@ from lit_dlm.decoding.description import decoder_from_description
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.verify import free_running, teacher_forced
 from tests.backbones.folders import write
-from tests.backbones.waves import waves
+from tests.vision.waves import waves
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "mmada.safetensors"
 WORDS, CODES, CELLS, STEPS = 60, 32, 16, 6

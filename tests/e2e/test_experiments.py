@@ -21,11 +21,11 @@ from safetensors.torch import load_file, save_file
 
 import cli
 from lit_dlm import config_files
-from lit_dlm.twins import RELEASES, write_magvit_twin, write_twin
 from tests.cuda_rules import cuda_rules
 from tests.e2e.runs import ROOT, write_jsonl
 from tests.e2e.witness import SEEN
 from tests.rewards.judge_server import JudgeServer
+from tests.twins import RELEASES, write_magvit_twin, write_twin
 
 pytestmark = pytest.mark.slow
 EXPERIMENTS = ROOT / "configs" / "exp"

@@ -15,8 +15,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from lit_dlm.backbones import load_backbone
 from lit_dlm.likelihood import log_likelihood_bound
-from lit_dlm.twins import write_twin
 from tests.e2e.runs import ROOT, run
+from tests.twins import write_twin
 
 pytestmark = pytest.mark.slow
 

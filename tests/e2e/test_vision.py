@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from lit_dlm.trajectories.store import TrajectoryShardReader
-from lit_dlm.twins import write_twin
 from tests.e2e.runs import ROOT, fails, run, write_jsonl
+from tests.twins import write_twin
 
 pytestmark = pytest.mark.slow
 RELEASE = "GSAI-ML/LLaDA-V"

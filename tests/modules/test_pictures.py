@@ -13,7 +13,6 @@ from torch import Tensor
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.location import load_tokenizer
 from lit_dlm.backbones.lora import LoRASettings
-from lit_dlm.backbones.vision import TowerVision, VisionSettings
 from lit_dlm.datamodules.supervised_sources import ModelFacts, RecordedDecodes
 from lit_dlm.decoding import (
     ConfidencePolicy,
@@ -38,7 +37,6 @@ from lit_dlm.modules.supervised_batch import (
 from lit_dlm.modules.tabom import TABOMModule
 from lit_dlm.modules.tracelock import TraceLockModule
 from lit_dlm.ops.fused_head import TokenStats
-from lit_dlm.pictures import PictureFolder, PromptPictures, know, placed
 from lit_dlm.rl.advantages import GroupZScore
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.rollout import RolloutEngine, rollout_prompts
@@ -47,10 +45,14 @@ from lit_dlm.rl.step import fill_advantages, fill_old_scores, shard_items
 from lit_dlm.tasks import PromptExample
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
+from lit_dlm.vision.base import VisionSettings
+from lit_dlm.vision.pictures import PictureFolder
+from lit_dlm.vision.prompts import PromptPictures, add_pictures, insert_pictures
+from lit_dlm.vision.tower import TowerVision
 from tests.finetuning import Data, run, two_processes
 from tests.processes import in_two_processes
-from tests.seeing import SMALL, VOCAB, picture, write_seeing
 from tests.traces import write_shards
+from tests.vision.models import SMALL, VOCAB, picture, write_seeing
 
 G = 6
 PICTURES = [picture(50, 40), picture(30, 90)]
@@ -64,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model_of(folder: Path, train: Any = "projector", **options: Any) -> HFBackbone:
     backbone = HFBackbone(str(folder), vision=VisionSettings(train=train), **options).eval()
     for number, one in enumerate(PICTURES):
-        know(backbone, f"sample {number}", [one])
+        add_pictures(backbone, f"sample {number}", [one])
     return backbone
 
 
@@ -233,7 +235,7 @@ def recorded(backbone: HFBackbone, decoder: Decoder) -> list[Trajectory]:
     """Decodes of :func:`problems`, from the table."""
     capture = TrajectoryCapture(vocab_size=VOCAB)
     prompts = [
-        placed(
+        insert_pictures(
             backbone, given.prompt_ids.tolist(), given.pictures.digests if given.pictures else ()
         )
         for given in examples(backbone)

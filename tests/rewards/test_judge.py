@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from lit_dlm.pictures import Picture, drawn_picture
 from lit_dlm.rewards import HttpStepJudge, ProcessReward
 from lit_dlm.rewards.judge import StepQuestion, read_grade
+from lit_dlm.vision.pictures import Picture, picture_from_text
 from tests.rewards.groups import SUM, right, wrong
 from tests.rewards.judge_server import JudgeServer
 
@@ -79,7 +79,7 @@ def test_the_judge_sees_the_pictures_as_the_model_does(server: JudgeServer) -> N
     ProcessReward(judge_of(server), k_sample=1).score([right(example=example, decode=str)])
     shown, asked = server.requests[0]["messages"][1]["content"]
     assert (shown["type"], asked["type"]) == ("image_url", "text")
-    seen = drawn_picture(shown["image_url"]["url"])
+    seen = picture_from_text(shown["image_url"]["url"])
     assert seen is not None
     assert seen.size == (4, 6)
     assert asked["text"].startswith("Problem:\n3+4?")

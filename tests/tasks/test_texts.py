@@ -11,7 +11,6 @@ from PIL import Image
 
 from lit_dlm.grading import answers
 from lit_dlm.grading.answers import extract_choice
-from lit_dlm.pictures import Picture, as_text, drawn_picture
 from lit_dlm.tasks import (
     GPQA,
     GSM8K,
@@ -27,6 +26,7 @@ from lit_dlm.tasks import (
     Task,
 )
 from lit_dlm.tasks.base import tasks_by_name
+from lit_dlm.vision.pictures import Picture, picture_from_text, picture_to_text
 from tests.e2e.runs import write_jsonl
 from tests.tasks.rows import DATA, needs_data, only, references, task_of
 
@@ -202,19 +202,19 @@ class Redness:
 def test_a_scorer_judges_what_is_drawn(tmp_path: Path, red: int, score: float, status: str):
     task, example = only(DrawingPrompts, tmp_path, {"prompt": "Draw red."}, scorer=Redness())
     assert task.is_graded
-    verdict = task.grade(example, as_text(Image.new("RGB", (4, 4), (red, 0, 0))))
+    verdict = task.grade(example, picture_to_text(Image.new("RGB", (4, 4), (red, 0, 0))))
     assert (verdict.status, verdict.score) == (status, pytest.approx(score))
     assert task.grade(example, "a red square").status == "no_answer"
 
 
 def test_only_pictures_are_pictures():
     image = Image.new("RGB", (5, 4), (1, 2, 3))
-    found = drawn_picture(as_text(image))
+    found = picture_from_text(picture_to_text(image))
     assert found is not None
     assert found.decoded().tobytes() == image.tobytes()
-    assert drawn_picture("data:image/png;base64,@") is None
-    assert drawn_picture("red") is None
-    broken = drawn_picture(as_text(image)[:-48])
+    assert picture_from_text("data:image/png;base64,@") is None
+    assert picture_from_text("red") is None
+    broken = picture_from_text(picture_to_text(image)[:-48])
     assert broken is not None
     with pytest.raises(ValueError, match="the drawn picture: the picture is damaged"):
         broken.decoded()

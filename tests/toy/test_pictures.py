@@ -10,9 +10,6 @@ import pytest
 import torch
 
 from lit_dlm.backbones import load_tokenizer
-from lit_dlm.backbones.patches import CODEBOOK, PatchTokenizer
-from lit_dlm.backbones.vision import picture_of
-from lit_dlm.pictures import Picture, as_text
 from lit_dlm.toy.pictures import (
     COLOURS,
     FOLDER,
@@ -25,6 +22,9 @@ from lit_dlm.toy.pictures import (
     png,
     split_of,
 )
+from lit_dlm.vision.patches import CODEBOOK, PatchTokenizer
+from lit_dlm.vision.pictures import Picture, picture_to_text
+from lit_dlm.vision.tokens import image_of
 
 KINDS = ("digit", "sum", "colour", "count")
 
@@ -58,7 +58,7 @@ def test_drawn_shapes_keep_their_pixels_as_tokens():
         pixels = draw_shapes([(3, down, across, colour, shape)])
         values = torch.from_numpy(pixels).permute(2, 0, 1)[None] / 127.5 - 1.0
         drawn = tokenizer.decode(tokenizer.encode(values))
-        assert np.array_equal(np.array(picture_of(drawn[0])), pixels)
+        assert np.array_equal(np.array(image_of(drawn[0])), pixels)
 
 
 def test_a_shape_by_hand():
@@ -117,7 +117,8 @@ def test_the_classifier_knows_held_out_digits_also_as_tokens():
     assert [one.text for one in prompts[:2]] == ["Draw the digit 0.", "Draw the digit 1."]
     found = digits("test")
     right = [
-        task.grade(prompts[label], as_text(Picture(png(one)).decoded())) for one, label in found
+        task.grade(prompts[label], picture_to_text(Picture(png(one)).decoded()))
+        for one, label in found
     ]
     assert all(verdict.is_correct for verdict in right)
     assert task.grade(prompts[3], "a three").status == "no_answer"

@@ -8,16 +8,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lit_dlm.backbones.anyres import AnyRes
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.backbones.vision import TowerVision, VisionSettings, square_pixels
 from lit_dlm.decoding import Decoder, FixedQuota
 from lit_dlm.decoding.caches import DualCache, PrefixCache
 from lit_dlm.decoding.decoder import decode_prompts
 from lit_dlm.decoding.policies import ConfidencePolicy
 from lit_dlm.decoding.windows import BlockWindow
-from lit_dlm.pictures import Picture
-from tests.seeing import SMALL, picture, write_seeing
+from lit_dlm.vision.anyres import AnyRes
+from lit_dlm.vision.base import VisionSettings
+from lit_dlm.vision.pictures import Picture
+from lit_dlm.vision.tokens import square_pixels
+from lit_dlm.vision.tower import TowerVision
+from tests.vision.models import SMALL, picture, write_seeing
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "llada_v.safetensors"
 PLACE = -200
@@ -57,7 +59,7 @@ def prompt(backbone: HFBackbone, ids: list[int], pictures: list[Picture]) -> lis
             pieces[-1].append(number)
     vision = backbone.vision
     assert vision is not None
-    return vision.joined(pieces, [vision.picture_ids(one) for one in pictures])
+    return vision.join(pieces, [vision.picture_ids(one) for one in pictures])
 
 
 @pytest.mark.parametrize("case", CASES)

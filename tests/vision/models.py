@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 
-from lit_dlm.backbones.families import vision_key
 from lit_dlm.backbones.resolution import resolve
-from lit_dlm.backbones.vision import TowerSizes, TowerVision, VisionSettings
-from lit_dlm.pictures import Picture
+from lit_dlm.vision.pictures import Picture
 from tests.backbones.folders import write
-from tests.backbones.waves import waves
+from tests.twins import tower_shapes
+from tests.vision.waves import waves
 
 VOCAB, MASK = 120, 119
 CONFIG: dict[str, Any] = {
@@ -65,9 +63,5 @@ def write_seeing(folder: Path, **changes: Any) -> Path:
         changes: of the configuration, and of the tower's as ``vision_config``.
     """
     config = {**CONFIG, **changes}
-    with torch.device("meta"):
-        sizes, width = TowerSizes.of(config), config["hidden_size"]
-        tower = TowerVision(VisionSettings(), sizes, width=width, vocab_size=VOCAB)
-    shapes = resolve(config).parameter_shapes()
-    shapes |= {vision_key(name): tuple(p.shape) for name, p in tower.named_parameters()}
+    shapes = resolve(config).parameter_shapes() | tower_shapes(config)
     return write(folder, config, {name: waves(name, shape) for name, shape in shapes.items()})

@@ -9,9 +9,11 @@ import pytest
 import torch
 from PIL import Image
 
-from lit_dlm.backbones.patches import CODEBOOK, PatchTokenizer
-from lit_dlm.backbones.vision import TokenVision, VisionSettings, token_vision
-from lit_dlm.pictures import Picture
+from lit_dlm.backbones.vision import token_vision
+from lit_dlm.vision.base import VisionSettings
+from lit_dlm.vision.patches import CODEBOOK, PatchTokenizer
+from lit_dlm.vision.pictures import Picture
+from lit_dlm.vision.tokens import TokenVision
 
 BLACK, WHITE, LEFT = [[0, 0], [0, 0]], [[255, 255], [255, 255]], [[255, 0], [255, 0]]
 
@@ -39,7 +41,7 @@ def test_patches_are_coded_by_the_nearest(tmp_path: Path, tokenizer: PatchTokeni
     )
     ids = vision.picture_ids(picture(tmp_path))
     assert ids == [11, 12, *[10] * 14]
-    assert vision.joined([[5], [6]], [ids]) == [126089, 1, *ids, 2, 5, 6]
+    assert vision.join([[5], [6]], [ids]) == [126089, 1, *ids, 2, 5, 6]
 
 
 def test_decoding_and_coding_again_changes_nothing(tokenizer: PatchTokenizer):
@@ -53,7 +55,7 @@ def test_decoding_and_coding_again_changes_nothing(tokenizer: PatchTokenizer):
 
 def test_unfinished_pictures_are_grey_where_nothing_is_drawn(tokenizer: PatchTokenizer):
     vision = TokenVision(VisionSettings(), first_id=10, tokenizer=tokenizer)
-    (image,) = vision.pictures(torch.tensor([[11, 10, 3, 99]]))  # 3 and 99: no picture tokens
+    (image,) = vision.draw(torch.tensor([[11, 10, 3, 99]]))  # 3 and 99: no picture tokens
     assert np.array(image)[::2, ::2, 0].tolist() == [[255, 0], [128, 128]]
 
 

@@ -11,23 +11,24 @@ from __future__ import annotations
 import builtins
 import json
 import math
-import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from lit_dlm.backbones.decoder import DType, torch_dtype
-from lit_dlm.backbones.families import PLAIN_DECODERS, vision_key
-from lit_dlm.backbones.magvit import Magvit, MagvitSizes
+from lit_dlm.backbones.families import PLAIN_DECODERS
+from lit_dlm.backbones.location import locate
 from lit_dlm.backbones.resolution import resolve
-from lit_dlm.backbones.vision import TowerSizes, TowerVision, VisionSettings
-from lit_dlm.backbones.weights import save_checkpoint, save_weights
+from lit_dlm.backbones.weights import save_checkpoint
+from lit_dlm.vision.base import VisionSettings
+from lit_dlm.vision.magvit import Magvit, MagvitSizes
+from lit_dlm.vision.tower import TowerVision
 
 _QWEN_TOKENS = [
     "<|endoftext|>",
@@ -344,11 +345,8 @@ def write_twin(
     full_size: bool = False,
     num_layers: int | None = None,
     hidden_size: int = 64,
-    dtype: DType = "bfloat16",
-    seed: int = 0,
-    tokenizer: Path | None = None,
 ) -> Path:
-    """Writes a twin: configuration, random weights in shards with an index, tokenizer files.
+    """Writes a twin: configuration, bfloat16 weights in shards with an index, tokenizer files.
 
     Weights are normal, with the spread that gives logits of the release's width: ``0.02`` times
     the root of the released width over the twin's. Norms are one.
@@ -360,25 +358,13 @@ def write_twin(
         full_size: the released sizes. One shard of about a gigabyte is in memory at a time.
         num_layers: decoder layers; by default 2, or all of them at full size.
         hidden_size: width of a small twin, a multiple of 8; its heads are four.
-        dtype: of the stored weights.
-        seed: of the weights.
-        tokenizer: folder with the release's real tokenizer files, copied instead of made ones.
-
-    Returns:
-        The folder.
     """
-    if release not in RELEASES:
-        raise ValueError(f"release: expected one of {sorted(RELEASES)}, got {release!r}")
     known = RELEASES[release]
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = _sized(known.config, None if full_size else hidden_size, num_layers)
     _write_json(folder / "config.json", config)
-    if tokenizer is None:
-        _write_tokenizer(folder, known.vocabulary)
-    else:
-        for path in tokenizer.iterdir():
-            shutil.copyfile(path, folder / path.name)
+    _write_tokenizer(folder, known.vocabulary)
 
     width, released = (c.get("hidden_size", c.get("d_model")) for c in (config, known.config))
     spread = 0.02 * math.sqrt(released / width)
@@ -387,46 +373,45 @@ def write_twin(
     shapes = resolve(config, spec_overrides=plain, source=f"{release}: ").parameter_shapes()
     if "mm_vision_tower" in config:
         shapes |= tower_shapes(config)
-    stored = torch_dtype(dtype)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
 
     def read(key: str) -> Tensor:
         if "norm" in key or "ln_f" in key:
-            return torch.ones(shapes[key], dtype=stored)
-        return torch.empty(shapes[key], dtype=stored).normal_(0.0, spread, generator=generator)
+            return torch.ones(shapes[key], dtype=torch.bfloat16)
+        return torch.empty(shapes[key], dtype=torch.bfloat16).normal_(
+            0.0, spread, generator=generator
+        )
 
-    sizes = {key: math.prod(shape) * stored.itemsize for key, shape in shapes.items()}
+    sizes = {key: 2 * math.prod(shape) for key, shape in shapes.items()}
     save_checkpoint(sizes, read, folder, max_shard_bytes=min(sum(sizes.values()) // 2, 10**9))
     return folder
+
+
+def write_descriptions(folder: Path) -> Callable[..., Path]:
+    """Writes the configurations of all releases, and gives a ``locate`` that finds them there."""
+    for release, known in RELEASES.items():
+        (folder / release).mkdir(parents=True)
+        _write_json(folder / release / "config.json", known.config)
+
+    def locate_here(path: str, *, weights: bool = True) -> Path:
+        return folder / path if path in RELEASES else locate(path, weights=weights)
+
+    return locate_here
 
 
 def tower_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Keys and shapes of what makes rows of pictures in LLaDA-V, by its ``config.json``."""
     with torch.device("meta"):
-        tower = TowerVision(
-            VisionSettings(),
-            TowerSizes.of(config),
-            width=config["hidden_size"],
-            vocab_size=config["vocab_size"],
-        )
-    return {vision_key(name): tuple(p.shape) for name, p in tower.named_parameters()}
+        stored = TowerVision(VisionSettings(), config).stored_weights()
+    return {name: tuple(weight.shape) for name, weight in stored.items()}
 
 
-def write_magvit_twin(folder: str | Path, *, seed: int = 0) -> Path:
-    """Writes a small MAGVIT-v2 with the release's number of tokens and random weights.
-
-    Args:
-        folder: created when absent.
-        seed: of the weights.
-
-    Returns:
-        The folder.
-    """
-    folder = Path(folder)
+def write_magvit_twin(folder: Path) -> Path:
+    """Writes a small MAGVIT-v2 with the release's number of tokens and random weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     small = MagvitSizes(width=32, encoder=((1, 1), (1, 1)), decoder=((1, 1), (1, 1)))
-    save_weights(dict(Magvit(sizes=small).named_parameters()), folder / "model.safetensors")
+    save_file(Magvit(sizes=small).state_dict(), folder / "model.safetensors")
     return folder
 
 

@@ -1,6 +1,6 @@
 """A picture tokenizer that fits into a line: a token is the nearest of some patches of pixels.
 
-The embedded picture model has one in place of MAGVIT-v2 (:mod:`~lit_dlm.backbones.magvit`).
+The embedded picture model has one in place of MAGVIT-v2 (:mod:`~lit_dlm.vision.magvit`).
 """
 
 from __future__ import annotations
@@ -39,15 +39,10 @@ class PatchTokenizer(nn.Module):
         self.register_buffer("_patches", patches.permute(0, 3, 1, 2).contiguous(), persistent=False)
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """Tokens of pictures.
+        """Tokens ``(B, height / scale, width / scale)`` int64; of equally near patches the first.
 
-        Args:
-            pixels: ``(B, 3, height, width)`` floats in [-1, 1]; sides are multiples of
-                :attr:`scale`.
-
-        Returns:
-            ``(B, height / scale, width / scale)`` int64 below :attr:`num_codes`; of equally near
-            patches the first.
+        ``pixels`` ``(B, 3, height, width)`` are floats in [-1, 1], sides multiples of
+        :attr:`scale`.
         """
         size = self.scale
         levels = ((pixels.to(self._patches.device).double() + 1.0) * 127.5).round()
@@ -58,14 +53,7 @@ class PatchTokenizer(nn.Module):
         return (codes.square().sum(1) - 2.0 * flat @ codes.T).argmin(-1)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Pixels of tokens.
-
-        Args:
-            codes: ``(B, rows, columns)`` int64.
-
-        Returns:
-            ``(B, 3, rows * scale, columns * scale)`` float32 in [-1, 1].
-        """
+        """Pixels ``(B, 3, rows * scale, columns * scale)`` float32 in [-1, 1] of tokens."""
         rows, columns = codes.shape[1:]
         cells = self._patches[codes.to(self._patches.device)].permute(0, 3, 1, 4, 2, 5)
         pixels = cells.reshape(len(codes), 3, rows * self.scale, columns * self.scale)

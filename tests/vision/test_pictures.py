@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lit_dlm.pictures import Picture
+from lit_dlm.vision.pictures import Picture
 
 
 def _file(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
@@ -52,31 +52,27 @@ def test_turned_and_flattened():
 PNG = _file(_noise(64, 64))
 HOSTILE = {
     "truncated": (PNG[: len(PNG) // 2], "damaged"),
-    "header only": (PNG[:30], "damaged|expected one of"),
-    "empty": (b"", "expected one of"),
-    "text": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "expected one of PNG"),
-    "postscript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "expected one of"),
+    "header only": (PNG[:30], "damaged"),
+    "empty": (b"", "none of PNG"),
+    "text": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "none of PNG"),
+    "postscript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "none of PNG"),
     "flipped": (PNG[:200] + bytes(byte ^ 0x55 for byte in PNG[200:400]) + PNG[400:], "damaged"),
-    "bomb": (_bomb(60_000, 60_000), "at most 50,000,000 pixels"),
-    "huge": (_bomb(2**31 - 1, 2**31 - 1), "at most 50,000,000 pixels|damaged"),
-    "one pixel": (_file(_noise(1, 1)), "at least 4 pixels a side, got 1 x 1"),
-    "a line": (_file(_noise(10_000, 10)), "sides of at most 1 to 200, got 10000 x 10"),
+    "bomb": (_bomb(60_000, 60_000), "too large|at most 50,000,000 pixels"),
+    "large": (_bomb(10_000, 5_001), "at most 50,000,000 pixels"),
+    "huge": (_bomb(2**31 - 1, 2**31 - 1), "too large"),
+    "one pixel": (_file(_noise(1, 1)), "sides of at least 4 .* got 1 x 1"),
+    "a line": (_file(_noise(10_000, 10)), "at most 1 to 200, got 10000 x 10"),
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_one_clear_error(name: str):
     data, told = HOSTILE[name]
-    picture = Picture(data, name=f"{name}.png")
-    with pytest.raises(ValueError, match=told) as caught:
-        picture.decoded()
-    assert str(caught.value).startswith(f"{name}.png: ")
-    assert "\n" not in str(caught.value)
-
-
-def test_the_size_of_a_damaged_file_is_refused_alike():
-    with pytest.raises(ValueError, match=r"half\.png: the picture is damaged"):
-        assert Picture(PNG[: len(PNG) // 2], name="half.png").size
+    for read in (Picture.decoded, lambda picture: picture.size):
+        with pytest.raises(ValueError, match=told) as caught:
+            read(Picture(data, name=f"{name}.png"))
+        assert str(caught.value).startswith(f"{name}.png: ")
+        assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path):

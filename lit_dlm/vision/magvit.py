@@ -8,14 +8,14 @@ them back. The blocks are those of transformers' Janus; keys and sizes are those
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.models.janus.configuration_janus import JanusVQVAEConfig
 from transformers.models.janus.modeling_janus import (
@@ -24,9 +24,6 @@ from transformers.models.janus.modeling_janus import (
     JanusVQVAEMidBlock,
     JanusVQVAEResnetBlock,
 )
-
-from lit_dlm.backbones.location import locate
-from lit_dlm.backbones.weights import load_weights, weight_files
 
 _BLOCK = JanusVQVAEConfig()  # what a block reads of it: that there is no dropout
 
@@ -45,52 +42,35 @@ class MagvitSizes:
     """Binary digits of a token."""
 
     @classmethod
-    def of(cls, files: Sequence[Path]) -> MagvitSizes:
-        """The sizes of stored weights, from their shapes.
-
-        Args:
-            files: safetensors files.
-        """
-        shapes: dict[str, list[int]] = {}
-        for path in files:
-            try:
-                with safe_open(path, framework="pt") as stored:
-                    shapes |= {
-                        key: stored.get_slice(key).get_shape() for key in list(stored.keys())
-                    }
-            except SafetensorError as error:
-                raise ValueError(f"{path}: not a readable safetensors file ({error})") from error
-        if "encoder.conv_in.weight" not in shapes or "encoder.quant_conv.weight" not in shapes:
-            raise ValueError(f"{files[0].parent}: expected the weights of MAGVIT-v2")
-        width = shapes["encoder.conv_in.weight"][0]
+    def of(cls, weights: Mapping[str, Tensor]) -> MagvitSizes:
+        """The sizes of stored weights, from their shapes."""
+        width = weights["encoder.conv_in.weight"].shape[0]
 
         def levels(part: str) -> tuple[tuple[int, int], ...]:
             found: dict[int, list[int]] = {}
-            for key, shape in shapes.items():
+            for key, weight in weights.items():
                 if match := re.fullmatch(rf"{part}\.(\d+)\.block\.\d+\.conv1\.weight", key):
-                    found.setdefault(int(match[1]), []).append(shape[0] // width)
+                    found.setdefault(int(match[1]), []).append(weight.shape[0] // width)
             return tuple((found[level][0], len(found[level])) for level in sorted(found))
 
         return cls(
             width=width,
             encoder=levels("encoder.down"),
             decoder=levels("decoder.up"),
-            num_bits=shapes["encoder.quant_conv.weight"][0],
+            num_bits=weights["encoder.quant_conv.weight"].shape[0],
         )
 
 
 class _Level(nn.Module):
     """Some blocks, then half or twice the size."""
 
-    def __init__(
-        self, inner: int, outer: int, count: int, scale: dict[str, nn.Module] | None
-    ) -> None:
+    def __init__(self, inner: int, outer: int, count: int, **scale: nn.Module | None) -> None:
         super().__init__()
         widths = [inner, *[outer] * count]
         self.block = nn.Sequential(
             *(JanusVQVAEResnetBlock(_BLOCK, one, other) for one, other in pairwise(widths))
         )
-        for name, module in (scale or {}).items():
+        for name, module in scale.items():
             self.add_module(name, module)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -116,21 +96,12 @@ class _Encoder(_Coder):
     def __init__(self, sizes: MagvitSizes) -> None:
         widths = [sizes.width, *(sizes.width * multiple for multiple, _ in sizes.encoder)]
         super().__init__(3, widths[0], widths[-1], sizes.num_bits)
-        self.down = nn.Sequential(
-            *(
-                _Level(
-                    inner,
-                    outer,
-                    count,
-                    {"downsample": JanusVQVAEConvDownsample(outer)} if number else None,
-                )
-                for number, ((inner, outer), (_, count)) in zip(
-                    range(len(sizes.encoder) - 1, -1, -1),
-                    zip(pairwise(widths), sizes.encoder, strict=True),
-                    strict=True,
-                )
-            )
-        )
+        levels = []
+        for number, (multiple, count) in enumerate(sizes.encoder, start=1):
+            outer = sizes.width * multiple
+            down = JanusVQVAEConvDownsample(outer) if number < len(sizes.encoder) else None
+            levels.append(_Level(widths[number - 1], outer, count, downsample=down))
+        self.down = nn.Sequential(*levels)
         self.mid = JanusVQVAEMidBlock(_BLOCK, widths[-1])
         self.quant_conv = nn.Conv2d(sizes.num_bits, sizes.num_bits, 1)
 
@@ -143,17 +114,11 @@ class _Decoder(_Coder):
         widths = [sizes.width * multiple for multiple, _ in sizes.decoder]
         super().__init__(sizes.num_bits, widths[-1], widths[0], 3)
         self.mid = JanusVQVAEMidBlock(_BLOCK, widths[-1])
-        self.up = nn.ModuleList(
-            _Level(
-                inner,
-                outer,
-                count,
-                {"upsample": JanusVQVAEConvUpsample(outer)} if number else None,
-            )
-            for number, (inner, outer, (_, count)) in enumerate(
-                zip([*widths[1:], widths[-1]], widths, sizes.decoder, strict=True)
-            )
-        )
+        self.up = nn.ModuleList()
+        for number, (outer, (_, count)) in enumerate(zip(widths, sizes.decoder, strict=True)):
+            inner = widths[min(number + 1, len(widths) - 1)]
+            up = JanusVQVAEConvUpsample(outer) if number else None
+            self.up.append(_Level(inner, outer, count, upsample=up))
         self.post_quant_conv = nn.Conv2d(sizes.num_bits, sizes.num_bits, 1)
 
     def forward(self, bits: Tensor) -> Tensor:
@@ -167,14 +132,20 @@ class Magvit(nn.Module):
     """The picture tokenizer; its weights are never trained here.
 
     Args:
-        path: folder or hub id (``showlab/magvitv2``) of the weights; random ones without.
+        folder: with the weights; random ones without.
         sizes: of random weights.
     """
 
-    def __init__(self, path: str | None = None, *, sizes: MagvitSizes | None = None) -> None:
+    def __init__(self, folder: Path | None = None, *, sizes: MagvitSizes | None = None) -> None:
         super().__init__()
-        files = [] if path is None else weight_files(locate(path))
-        sizes = MagvitSizes.of(files) if files else sizes or MagvitSizes()
+        weights: dict[str, Tensor] = {}
+        if folder is not None:
+            for path in sorted(folder.glob("*.safetensors")):
+                weights |= load_file(path)
+            if "encoder.quant_conv.weight" not in weights:
+                raise ValueError(f"vision.path: expected the weights of MAGVIT-v2, got {folder}")
+            sizes = MagvitSizes.of(weights)
+        sizes = sizes or MagvitSizes()
         self.num_bits = sizes.num_bits
         self.num_codes = 2**sizes.num_bits
         self.scale = 2 ** (len(sizes.encoder) - 1)
@@ -182,39 +153,25 @@ class Magvit(nn.Module):
         self.resolution = 32 * self.scale
         self.encoder = _Encoder(sizes)
         self.decoder = _Decoder(sizes)
-        if files:
-            load_weights(
-                files,
-                dict(self.named_parameters()),
-                rename=lambda key: None if key.startswith("quantize.") else key,
+        if weights:  # the codebook follows from the number of bits
+            self.load_state_dict(
+                {k: w for k, w in weights.items() if not k.startswith("quantize.")}
             )
         self.requires_grad_(False).eval()
 
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> Tensor:
-        """Tokens of pictures.
+        """Tokens ``(B, height / scale, width / scale)`` int64 of pictures.
 
-        Args:
-            pixels: ``(B, 3, height, width)`` floats in [-1, 1]; sides are multiples of
-                :attr:`scale`.
-
-        Returns:
-            ``(B, height / scale, width / scale)`` int64 below :attr:`num_codes`; the first of the
-            13 numbers is the highest binary digit.
+        ``pixels`` ``(B, 3, height, width)`` are floats in [-1, 1], sides multiples of
+        :attr:`scale`. The first of the 13 numbers is the highest binary digit.
         """
         positive = self.encoder(pixels.to(self.encoder.conv_in.weight)) > 0
         return (positive.permute(0, 2, 3, 1).long() * self._powers(pixels.device)).sum(-1)
 
     @torch.no_grad()
     def decode(self, codes: Tensor) -> Tensor:
-        """Pixels of tokens.
-
-        Args:
-            codes: ``(B, rows, columns)`` int64.
-
-        Returns:
-            ``(B, 3, rows * scale, columns * scale)`` float32, about in [-1, 1].
-        """
+        """Pixels ``(B, 3, rows * scale, columns * scale)`` float32, about in [-1, 1], of tokens."""
         weight = self.decoder.conv_in.weight
         codes = codes.to(weight.device)
         bits = (codes[..., None] & self._powers(codes.device) > 0).to(weight.dtype) * 2 - 1

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lit_dlm.backbones.magvit import Magvit, MagvitSizes
-from tests.backbones.waves import waves
+from lit_dlm.vision.magvit import Magvit, MagvitSizes
+from tests.vision.waves import waves
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "magvit.safetensors"
 SIZES = MagvitSizes(width=32, encoder=((1, 1), (2, 2)), decoder=((1, 2), (2, 1)), num_bits=5)
@@ -20,7 +20,7 @@ def magvit(tmp_path_factory: pytest.TempPathFactory) -> Magvit:
     # The release's file has its codebook too, which follows from the number of bits.
     extra = {"quantize.embedding": torch.zeros(32, 5)}
     save_file({n: waves(n, s) for n, s in shapes.items()} | extra, folder / "model.safetensors")
-    return Magvit(str(folder))  # the sizes are those of the file
+    return Magvit(folder)  # the sizes are those of the file
 
 
 def test_tokens_and_pixels_are_those_of_the_release(magvit: Magvit) -> None:

@@ -40,27 +40,20 @@ class AnyRes:
     """Tiles across and down at most."""
 
     def grid(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Tiles across and down.
-
-        Args:
-            size: width and height of the picture in pixels.
-        """
+        """Tiles across and down for a picture of so many pixels, width and height."""
         sides = [number * self.tile for number in range(1, self.most_across + 1)]
         sizes = [(width, height) for width in sides for height in sides]
         width, height = select_best_resolution(size, sizes)
         return width // self.tile, height // self.tile
 
     def tiles(self, picture: Image.Image) -> Tensor:
-        """The overview and the tiles, row by row.
+        """The overview and the tiles of an RGB picture, row by row.
 
-        Args:
-            picture: RGB.
-
-        Returns:
-            ``(1 + tiles, 3, tile, tile)`` float32 in [-1, 1].
+        ``(1 + tiles, 3, tile, tile)`` float32 in [-1, 1].
         """
         across, down = self.grid(picture.size)
         width, height = across * self.tile, down * self.tile
+        # As in the release: the side that fills the grid is exact, the other one rounded up.
         scale_w, scale_h = width / picture.width, height / picture.height
         if scale_w < scale_h:
             inner = width, min(math.ceil(picture.height * scale_w), height)
@@ -82,15 +75,12 @@ class AnyRes:
         return processor(squares, return_tensors="pt")["pixel_values"]
 
     def merged(self, rows: Tensor, newline: Tensor, size: tuple[int, int]) -> Tensor:
-        """Rows of the overview, then those of the picture, line by line.
+        """Rows ``(N, D)`` of the overview, then those of the picture, line by line.
 
         Args:
             rows: ``(1 + tiles, per_side**2, D)`` of the tower.
             newline: ``(D,)``, put behind every line.
             size: width and height of the picture in pixels.
-
-        Returns:
-            ``(N, D)``; :meth:`num_rows` says how many.
         """
         across, down = self.grid(size)
         side = self.per_side
@@ -105,12 +95,9 @@ class AnyRes:
         return torch.cat([rows[0], picture])
 
     def num_rows(self, size: tuple[int, int]) -> int:
-        """How many rows a picture becomes.
-
-        Args:
-            size: width and height in pixels.
-        """
+        """How many rows :meth:`merged` gives for a picture of so many pixels, width and height."""
         across, down = self.grid(size)
+        # The library's own cut of the margin, on no memory.
         shape = torch.empty(1, down * self.per_side, across * self.per_side, device="meta")
         _, lines, cells = unpad_image(shape, size[::-1]).shape
         lines, cells = self._thinned(lines, cells) or (lines, cells)

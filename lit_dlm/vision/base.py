@@ -1,0 +1,131 @@
+"""How a model sees: pictures become ids among those of the words.
+
+Canvases, caches, padding, windows and batches thereby know nothing of pictures. Where pictures are
+rows of a vision tower (:mod:`~lit_dlm.vision.tower`), their ids lie beyond the vocabulary; where
+they are tokens (:mod:`~lit_dlm.vision.tokens`), a decode sees these.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Literal
+
+from torch import Tensor, nn
+
+from lit_dlm.vision.pictures import IMAGE_MARK, Picture, PictureFolder
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionSettings:
+    """How a backbone sees."""
+
+    train: Literal["none", "projector", "all"] = "none"
+    """What of the tower is trained: nothing, the projector that maps it to the decoder, or both."""
+    path: str | None = None
+    """Weights of the picture tokenizer where the model's own folder has none (MMaDA:
+    ``showlab/magvitv2``)."""
+    resolution: int | None = None
+    """Pixels on each side of a picture that becomes tokens; by default 512 with MAGVIT-v2."""
+
+
+class Vision(nn.Module):
+    """Pictures to ids, and ids to embeddings.
+
+    As records hold it, a prompt has ids behind the vocabulary where its pictures belong, numbered
+    in order. A batch of training has such prompts and names its pictures; a decode gets prompts
+    into which their pictures were inserted.
+    """
+
+    before_text = ""
+    """What goes before the text for each picture that has no mark in it."""
+
+    def __init__(self, settings: VisionSettings, *, vocab_size: int) -> None:
+        super().__init__()
+        self.settings = settings
+        self.vocab_size = vocab_size
+        """Ids from here on are pictures."""
+        self.folders: list[PictureFolder] = []
+        """Where pictures of records are looked for."""
+        self.known: dict[str, Picture] = {}
+        """Pictures of samples that are trained on, by digest."""
+
+    def encode(
+        self,
+        text: str,
+        pictures: Sequence[Picture],
+        *,
+        render: Callable[[str], str],
+        tokenize: Callable[[str], list[int]],
+    ) -> list[int]:
+        """Ids of a prompt with pictures, as records hold it; only their headers are read.
+
+        In the text ``<image>`` says where pictures go. ``render`` is the chat template,
+        ``tokenize`` adds no special tokens.
+        """
+        num_marks = render(text).count(IMAGE_MARK)
+        missing = len(pictures) - num_marks
+        if missing < 0:
+            raise ValueError(
+                f"expected a picture for each {IMAGE_MARK} of the text, got {num_marks} places "
+                f"and {len(pictures)} pictures"
+            )
+        rendered = render(missing * self.before_text + text)
+        pieces = [tokenize(piece) for piece in rendered.split(IMAGE_MARK)]
+        ends = list(accumulate(map(self.num_ids, pictures), initial=self.vocab_size))
+        return self.join(pieces, [list(range(*pair)) for pair in pairwise(ends)])
+
+    def insert(self, ids: Sequence[int], pictures: Iterable[Picture]) -> list[int]:
+        """Ids of a prompt of :meth:`encode` for decoding; its pictures stay until released."""
+        num_places = sum(number >= self.vocab_size for number in ids)
+        if not num_places:
+            return list(ids)
+        rows = [row for picture in pictures for row in self.picture_ids(picture)]
+        if len(rows) != num_places:
+            self.release(rows)
+            raise ValueError(
+                f"expected pictures of {num_places} rows, as recorded, got {len(rows)}"
+            )
+        numbers = iter(rows)
+        return [number if number < self.vocab_size else next(numbers) for number in ids]
+
+    def known_picture(self, digest: str) -> Picture:
+        """A picture by the SHA-256 of its file, which may have changed on disk since."""
+        picture = self.known[digest]
+        if picture.digest != digest:
+            raise ValueError(f"{picture.name}: the picture is damaged: it has another digest")
+        return picture
+
+    @abstractmethod
+    def num_ids(self, picture: Picture) -> int:
+        """How many ids a picture becomes; only its header is read."""
+
+    @abstractmethod
+    def picture_ids(self, picture: Picture) -> list[int]:
+        """The ids that one picture becomes in a decode."""
+
+    @abstractmethod
+    def join(self, pieces: Sequence[Sequence[int]], pictures: Sequence[list[int]]) -> list[int]:
+        """The prompt: ids of its words before, between and behind the pictures, and theirs."""
+
+    @abstractmethod
+    def embed(
+        self, ids: Tensor, embed_words: Callable[[Tensor], Tensor], pictures: Sequence[str] | None
+    ) -> Tensor:
+        """Embeddings ``(B, L, D)`` of a canvas.
+
+        Args:
+            ids: ``(B, L)`` int64.
+            embed_words: embeddings of tokens.
+            pictures: digests of what the ids behind the vocabulary stand for, in order; ``None``:
+                those that were inserted.
+        """
+
+    def stored_weights(self) -> dict[str, nn.Parameter]:
+        """Weights that belong to the model's own files, by their keys there."""
+        return {}
+
+    def release(self, ids: Iterable[int]) -> None:
+        """Lets go of the pictures of a prompt with these ids, which is done with."""
