@@ -19,8 +19,9 @@ from lit_dlm.callbacks.trace_pictures import file_name
 from lit_dlm.grading import Verdict
 from lit_dlm.modules.decode import DecodedBatch, DecodeModule
 from lit_dlm.ops.options import of_kind, within
+from lit_dlm.reports.command import write_report
 from lit_dlm.reports.results import ResultFolder, ResultRow
-from lit_dlm.reports.summary import MethodSummary, summarise_folder, write_report
+from lit_dlm.reports.summary import MethodSummary, summarise_folder
 from lit_dlm.tasks import Task
 from lit_dlm.trajectories.store import RunRecord, completed_uids
 from lit_dlm.vision.pictures import picture_from_text
