@@ -373,7 +373,7 @@ class StepFeatures:
         *,
         kept_steps: NDArray[np.integer[Any]],
         proposals: NDArray[np.integer[Any]],
-        groups: Sequence[int] | None = None,
+        groups: Sequence[int],
         scheme: FeatureScheme = "int8",
         layout: FeatureLayout = "generation",
         projector_digest: str = "",
@@ -388,13 +388,13 @@ class StepFeatures:
             features: ``(S, R, F)`` floating point, finite.
             kept_steps: ``(S,)`` integer, ascending.
             proposals: ``(S, R)`` integer.
-            groups: sizes of the feature groups; one group of F by default.
+            groups: sizes of the feature groups.
             scheme: how they are stored.
             layout: which rows the second axis holds.
             projector_digest: digest of the function that made the features.
         """
         values = np.asarray(features, dtype=np.float32)
-        sizes = (values.shape[-1],) if groups is None else tuple(int(size) for size in groups)
+        sizes = tuple(int(size) for size in groups)
         largest = float(np.abs(values).max(initial=0.0))
         limit = 65504.0 * (1.0 if scheme == "fp16" else 127.0)
         fits = values.ndim == 3 and min(sizes) > 0 and sum(sizes) == values.shape[2]

@@ -55,8 +55,6 @@ class RunRecord:
     decode: Mapping[str, Any]  # every setting of the decoder
     randomness: Mapping[str, Any]  # base seed, noise scheme, how sample seeds are derived
     data: Mapping[str, Any]  # data set, split, file digests, prompt template digest
-    parent: str | None = None
-    """Run digest (hexadecimal) of the set or policy this run was derived from."""
     software: Mapping[str, Any] = field(default_factory=lambda: software_facts())
     """Versions and numeric flags; filled in by default."""
     hardware: Mapping[str, Any] = field(default_factory=lambda: hardware_facts())
@@ -68,9 +66,8 @@ class RunRecord:
     def as_dict(self) -> dict[str, Any]:
         """All groups as one JSON object."""
         groups = (*ESSENTIAL, "software", "hardware")
-        return {"format": "lit-dlm/run", "version": 1, "parent": self.parent} | {
-            name: dict(getattr(self, name)) for name in groups
-        }
+        facts = {name: dict(getattr(self, name)) for name in groups}
+        return {"format": "lit-dlm/run", "version": 1, **facts}
 
     def text(self) -> str:
         """Canonical JSON."""
@@ -115,7 +112,7 @@ class RunRecord:
         try:
             stored = json.loads(text)
             groups = {name: dict(stored[name]) for name in (*ESSENTIAL, "software", "hardware")}
-            return cls(**groups, parent=stored.get("parent"))
+            return cls(**groups)
         except STRANGE as error:
             raise TrajectoryFormatError(f"{where}: not a run record: {error!r}") from error
 
