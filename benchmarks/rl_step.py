@@ -274,12 +274,12 @@ class _Step:
             copies=self.options.block if form == "ours" else 1,
         )
         items = builder.items(records)
-        fill_advantages(module, items, records, advantage=GroupZScore(), batch_size=1)
+        fill_advantages(module, items, advantage=GroupZScore(), batch_size=1)
         batches = list(self._batches(items, one_row=form == "rowwise"))[:num_batches]
         with meter.phase(f"{form}_old_log_prob"):
             if form in ("ours", "unpacked"):
                 shares = [MicroBatch(batch, 1.0) for batch in batches]
-                fill_old_scores(module, shares, items, records)
+                fill_old_scores(module, shares, items)
             else:
                 self._old_scores_of_logits(items, batches, records)
         module.train()
@@ -310,7 +310,7 @@ class _Step:
         self, items: Items, numbers: Tensor, records: Sequence[Trajectory]
     ) -> RolloutBatch:
         # One slot, so that the loss of every form is the same sum over states.
-        return items.batch(numbers, records, self.module.row_spec, num_slots=1)
+        return items.batch(numbers, num_slots=1)
 
     # -- the naive form --------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from lit_dlm.rl.metrics import RolloutValidation, validation_of
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.rollout import OnlineRollouts, RolloutSource, StoredRollouts
 from lit_dlm.rl.settings import RolloutSettings
+
+logger = logging.getLogger(__name__)
 
 
 class RolloutDataModule(RolloutSettings, LightningDataModule):
@@ -41,7 +44,12 @@ class RolloutDataModule(RolloutSettings, LightningDataModule):
             if isinstance(reward, RewardModel) and reward.device is None:
                 reward.device = str(trainer.strategy.root_device)
         if self.shards is not None:
-            self.warn_of_unread()
+            logger.warning(
+                "source 'shards' takes prompts, rewards and kept groups as they are stored in %s: "
+                "tasks, prompts_per_step, responses_per_prompt, filters, overlong_is_wrong and "
+                "overlong_margin are not read",
+                self.shards,
+            )
             backbone, mask_id = module.backbone, module.backbone.spec.mask_id
             self._source = StoredRollouts(self.shards, mask_id=mask_id, backbone=backbone)
         else:

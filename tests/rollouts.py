@@ -197,9 +197,9 @@ def prepared(
     """Items and batches with everything that training needs."""
     rl.eval()
     items = rl.rows.items(records)
-    fill_advantages(rl, items, records, advantage=advantage or GroupZScore(), batch_size=8)
+    fill_advantages(rl, items, advantage=advantage or GroupZScore(), batch_size=8)
     batches = shard_items(items.size.numpy(), batch_size=batch_size)
-    fill_old_scores(rl, batches, items, records)
+    fill_old_scores(rl, batches, items)
     return items, batches
 
 

@@ -2,8 +2,7 @@
 
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
 from lit_dlm.rewards.filters import GroupFilter, MeanCorrectnessFilter, SpreadFilter
-from lit_dlm.rewards.form import FormatReward
-from lit_dlm.rewards.graded import Graded
+from lit_dlm.rewards.graded import FormatReward, Graded
 from lit_dlm.rewards.judge import HttpStepJudge, Judge, StepQuestion
 from lit_dlm.rewards.lockstep import LockstepReward
 from lit_dlm.rewards.process import ProcessReward

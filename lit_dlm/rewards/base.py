@@ -25,16 +25,11 @@ class Rollout:
 
     trajectory: Trajectory
     example: PromptExample
-    text: str
-    """The completion as graders take it: decoded and cut at the first end of text."""
-    is_overlong: bool
-    """Whether the response filled its budget without coming to an end."""
-    num_tokens: int
-    """Response tokens up to and including the first end of text."""
-    decode: Callable[[Sequence[int]], str]
-    """Turns token ids into text, as ``text`` was made."""
-    verdict: Verdict | None = None
-    """What the task says of it; filled in by the rewarder before any reward sees the rollout."""
+    text: str  # as graders take it: cut at the first end of text
+    is_overlong: bool  # the response filled its budget without coming to an end
+    num_tokens: int  # up to and including the first end of text
+    decode: Callable[[Sequence[int]], str]  # makes text of token ids, as ``text`` was made
+    verdict: Verdict | None = None  # the task's, filled in before any reward sees the rollout
 
     @property
     def is_correct(self) -> bool:
@@ -45,16 +40,13 @@ class Rollout:
 class RewardScore:
     """What one response is worth."""
 
-    total: float
-    """The reward of the whole response, before any comparison within the group."""
+    total: float  # of the whole response, before any comparison within the group
+    # (G,) float32, one number per response cell, already compared within the group, which comes on
+    # top of ``total``; None without a process reward.
     token_rewards: NDArray[np.float32] | None = None
-    """``(G,)`` float32, one number per response cell, already compared within the group, which
-    comes on top of ``total``; ``None`` without a process reward."""
-    parts: dict[str, float] = field(default_factory=dict)
-    """What each reward gave by its name, unweighted; for logs only."""
+    parts: dict[str, float] = field(default_factory=dict)  # by reward, unweighted; for logs only
     verdict: Verdict | None = None
-    is_correct: bool = False
-    """Whether the response is right; filters and accuracies read this, never ``total``."""
+    is_correct: bool = False  # filters and accuracies read this, never ``total``
 
     @property
     def is_graded(self) -> bool:

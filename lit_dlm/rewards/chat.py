@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from http.client import HTTPException
@@ -19,7 +18,6 @@ from urllib.parse import urlsplit
 from lit_dlm.ops.options import at_least, one_of
 
 logger = logging.getLogger(__name__)
-
 
 _LONGEST_PAUSE_S = 30.0
 
@@ -40,8 +38,8 @@ class ChatEndpoint:
         api_key_env: environment variable whose value is sent as the bearer token.
     """
 
+    # Before the second attempt; twice as long before each further one, at most 30 s.
     pause_s = 1.0
-    """Seconds before the second attempt; twice as long before each further one, at most 30."""
 
     def __init__(
         self,
@@ -67,12 +65,7 @@ class ChatEndpoint:
         self._silent_since: float | None = None
 
     def ask(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> str:
-        """The reply to a conversation; safe to call from several threads.
-
-        Args:
-            messages: each with ``role`` and ``content`` (a text, or parts of texts and pictures).
-            **settings: sampling settings of the protocol: ``temperature``, ``max_tokens``, ...
-        """
+        """The reply to messages, with sampling settings of the protocol; for any thread."""
         body = {"model": self.model, **settings, "messages": list(messages)}
         reply = self._post(json.dumps(body).encode())
         try:
@@ -89,7 +82,9 @@ class ChatEndpoint:
                 reply = self._read(request)
             except (OSError, HTTPException) as error:
                 told = f"judge: {self.url} did not answer: {error}"
-                if _is_refusal(error):
+                # Asking again does not help with a client error, other than too many requests.
+                status = getattr(error, "code", 0)
+                if 400 <= status < 500 and status not in (408, 429):
                     raise ValueError(told) from error
                 since = self._silent_since = self._silent_since or begin
                 if time.monotonic() + pause > since + self.deadline_s:
@@ -110,12 +105,3 @@ class ChatEndpoint:
                 if time.monotonic() > end:
                     raise TimeoutError(f"no whole reply in {self.timeout_s:g} s")
         return reply
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Whether asking again cannot help: a client error, other than too many requests."""
-    return (
-        isinstance(error, urllib.error.HTTPError)
-        and 400 <= error.code < 500
-        and error.code not in (408, 429)
-    )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lit_dlm.ops.options import within
 from lit_dlm.plugs import Plug
 from lit_dlm.rewards.base import RewardScore
 
@@ -28,10 +29,8 @@ class MeanCorrectnessFilter(GroupFilter):
     needs_verdict = True
 
     def __init__(self, min: float = 0.2, max: float = 0.8) -> None:
-        if not 0 <= min <= max <= 1:
-            raise ValueError(
-                f"MeanCorrectnessFilter: expected 0 <= min <= max <= 1, got {min!r} and {max!r}"
-            )
+        within("[0, 1]", of="MeanCorrectnessFilter.", min=min)
+        within(f"[{min}, 1]", of="MeanCorrectnessFilter.", max=max)
         self.min = min
         self.max = max
 

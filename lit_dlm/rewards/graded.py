@@ -1,10 +1,11 @@
-"""The reward of right answers: what the task itself says of a response."""
+"""Rewards of right answers, as the task itself says, and of code that compiles."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Literal
 
+from lit_dlm.grading.code import extract_program
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
 
 
@@ -38,3 +39,19 @@ class Graded(Reward):
         if self.credit == "fraction" and verdict.score is not None:
             return verdict.score
         return float(verdict.is_correct)
+
+
+class FormatReward(Reward):
+    """Pays 1 for a response whose code compiles (DiffuCoder, arXiv 2506.20639), 0 for any other.
+
+    Args:
+        weight: below that of a right answer, or the form will be learnt instead of the answer.
+    """
+
+    name = "format"
+
+    def __init__(self, *, weight: float = 0.1) -> None:
+        self.weight = weight
+
+    def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
+        return [RewardScore(total=float(not extract_program(r.text).problem)) for r in group]

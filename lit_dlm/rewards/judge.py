@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 
 Grade = Literal[1, -1]
 
+# Of dLLM-RL; the longest reply has its thinking in it.
 _SAMPLING = {"temperature": 0.6, "top_p": 0.95, "max_tokens": 10_000}
-"""Of dLLM-RL; the longest reply has its thinking in it."""
 
 _INSTRUCTION = (
     "You check the working of a solution to a problem, part by part. You are given the problem, "
@@ -34,18 +34,13 @@ class StepQuestion:
     """One part of a response, to be judged."""
 
     uid: str
-    part: int
-    """Number of the part within the response, from 0."""
+    part: int  # number of the part within the response, from 0
     problem: str
-    pictures: tuple[str, ...] = ()
-    """``data:`` addresses of PNG files."""
-    truth: str
-    """The true answer or a reference solution; empty if there is none."""
-    is_correct: bool
-    """Whether the final answer is right."""
+    pictures: tuple[str, ...] = ()  # ``data:`` addresses of PNG files
+    truth: str  # the true answer or a reference solution; empty if there is none
+    is_correct: bool  # the final answer is right
     response: str
-    shown: str
-    """The response up to the end of the part."""
+    shown: str  # the response up to the end of the part
 
 
 class Judge(Plug):

@@ -16,8 +16,8 @@ from lit_dlm.rewards.base import Reward, RewardScore, Rollout
 from lit_dlm.rewards.filters import GroupFilter
 from lit_dlm.tasks import Task, require_code_execution
 
+# What the verdict on an overlong response says.
 OVERLONG = "the response fills its budget"
-"""Detail of the verdict on an overlong response."""
 
 # Groups at the same time whose costly rewards are waited for.
 _GROUPS = 64
@@ -26,13 +26,10 @@ _GROUPS = 64
 class Rewarder:
     """Turns groups of rollouts into scores: verdicts first, then every reward, then their sum.
 
-    Equal responses to a prompt are graded once, in a thread.
+    Equal responses to a prompt are graded once, in a thread. Filters decide here only whether there
+    are verdicts, and which groups are worth the rewards that ask to come after them.
 
     Args:
-        rewards: with different names.
-        tasks: those of the prompts, by name.
-        filters: decide here only whether there are verdicts and which groups are worth the rewards
-            that ask to come after them; dropping a group is left to the caller.
         overlong_is_wrong: scores truncated responses as incorrect without grading them, as dLLM-RL
             does in training.
         num_workers: threads that grade at the same time.

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from lit_dlm.backbones import BackboneSpec
 from lit_dlm.losses.corruption import Autoregressive
 from lit_dlm.losses.grouping import NEVER, step_groups
 from lit_dlm.losses.states import Corruption, NoisyStates, Responses
-from lit_dlm.losses.views import CoupledMasking, MaskedPrompt
 from lit_dlm.modules.state_batch import prompt_pictures
 from lit_dlm.modules.supervised_batch import (
     SupervisedBatch,
@@ -53,24 +52,15 @@ class Units:
     one log-probability: the scored cells themselves, or of views the tokens that they share.
     """
 
-    item: Tensor
-    """``(K,)`` int64 item of each state, ascending from 0."""
-    hidden: Tensor
-    """``(K, G)`` bool."""
-    supervised: Tensor
-    """``(K, G)`` bool, ``N`` cells in all."""
-    weight: Tensor
-    """``(M,)`` float32 weight of each unit in the loss."""
-    kl_weight: Tensor
-    """``(M,)`` float32 weight of its divergence."""
-    unit: Tensor | None = None
-    """``(N,)`` int64 unit that each scored cell belongs to; ``None``: its own."""
-    coefficient: Tensor | None = None
-    """``(N,)`` float32 factor of each log-probability in the sum of its unit; with ``unit``."""
-    prompt_rate: float = 0.0
-    """Chance of prompt tokens to be hidden."""
-    seeds: Tensor | None = None
-    """``(K,)`` int64 seeds of that."""
+    item: Tensor  # (K,) int64 item of each state, ascending from 0
+    hidden: Tensor  # (K, G) bool
+    supervised: Tensor  # (K, G) bool, N cells in all
+    weight: Tensor  # (M,) float32 weight of each unit in the loss
+    kl_weight: Tensor  # (M,) float32 weight of its divergence
+    unit: Tensor | None = None  # (N,) int64 unit of each scored cell; None: its own
+    coefficient: Tensor | None = None  # (N,) float32 factor of each score in the sum of its unit
+    prompt_rate: float = 0.0  # chance of prompt tokens to be hidden
+    seeds: Tensor | None = None  # (K,) int64 seeds of that
     # What is filled in before training; (M,) floating point each.
     advantage: Tensor | None = None
     returns: Tensor | None = None
@@ -90,15 +80,14 @@ class Items(Units):
     only their order in batches differs.
     """
 
-    record: Tensor
-    """``(M,)`` int64 number of the record that each unit is of."""
-    cell: Tensor
-    """``(M,)`` int64 response cell of each unit."""
-    unit_item: Tensor
-    """``(M,)`` int64 item of each unit, ascending."""
+    records: Sequence[Trajectory]
+    spec: BackboneSpec  # of training rows
+    record: Tensor  # (M,) int64 number of the record that each unit is of
+    cell: Tensor  # (M,) int64 response cell of each unit
+    unit_item: Tensor  # (M,) int64 item of each unit, ascending
+    # (I,) float64 rows that an item stands for in a mean over rows: its states, each for those that
+    # a cap left out as well; the views of one estimate are one.
     size: Tensor
-    """``(I,)`` float64 rows that an item stands for in a mean over rows: its states, each for those
-    that a cap left out as well; the views of one estimate are one."""
 
     def __len__(self) -> int:
         return len(self.size)
@@ -122,31 +111,23 @@ class Items(Units):
     def batch(
         self,
         numbers: Tensor,
-        records: Sequence[Trajectory],
-        spec: BackboneSpec,
         *,
         factor: float = 1.0,
         num_slots: int | None = None,
         is_empty: bool = False,
     ) -> RolloutBatch:
-        """Some items, on the CPU. Of a block model, cells that no target can see are cut off.
+        """The items of some ``(n,)`` int64 numbers, on the CPU, their weights times ``factor``.
 
-        Args:
-            numbers: ``(n,)`` int64 items, at least one.
-            records: the rollouts that items number.
-            spec: of training rows.
-            factor: on the weights; 0 for a copy that only fills a batch.
-            num_slots: items of a full batch; those given by default.
-            is_empty: whether the RL step has nothing to learn from.
+        Of a block model, cells that no target can see are cut off.
         """
         states, per_item = _ranges(self._ends[0], numbers)
         units, _ = _ranges(self._ends[1], numbers)
-        length = self._needed_length(units, records, spec)
+        length = self._needed_length(units)
         used, sample = self.item_record[numbers].unique(return_inverse=True)
         # Without steps: the items know their states, so only the tokens are needed.
         examples = [
             replace(one, response_ids=one.response_ids[:length], steps=None)
-            for one in _examples([records[number] for number in used.tolist()])
+            for one in _examples([self.records[number] for number in used.tolist()])
         ]
         filled = {name: getattr(self, name) for name in _FILLED}
         found: dict[str, Tensor] = {
@@ -154,15 +135,14 @@ class Items(Units):
         }
         if self.unit is not None and self.coefficient is not None:
             cells, _ = _ranges(self._ends[2], numbers)
-            # Units are numbered within the batch: their places in ``units``, which is ascending
-            # within an item only.
-            place = torch.empty(len(self.cell), dtype=torch.long)
-            place[units] = torch.arange(len(units))
-            found |= {"unit": place[self.unit[cells]], "coefficient": self.coefficient[cells]}
+            # Units are numbered anew, by where they stand in the batch.
+            number = torch.empty(len(self.cell), dtype=torch.long)
+            number[units] = torch.arange(len(units))
+            found |= {"unit": number[self.unit[cells]], "coefficient": self.coefficient[cells]}
         if self.seeds is not None:
             found["seeds"] = self.seeds[states]
         return RolloutBatch(
-            responses=collate_supervised(examples, response_length=length, spec=spec),
+            responses=collate_supervised(examples, response_length=length, spec=self.spec),
             sample=sample.repeat_interleave(per_item),
             item=torch.arange(len(numbers)).repeat_interleave(per_item),
             weight=self.weight[units] * factor,
@@ -176,18 +156,16 @@ class Items(Units):
             **found,
         )
 
-    def _needed_length(
-        self, units: Tensor, records: Sequence[Trajectory], spec: BackboneSpec
-    ) -> int:
+    def _needed_length(self, units: Tensor) -> int:
         """Response cells that take part in any prediction of some units."""
         whole = self.hidden.shape[1]
-        if spec.attention != "block":
+        if self.spec.attention != "block":
             return whole
         # Blocks end where the prompt says, so the last cell of each record counts.
-        last = torch.full((len(records),), -1)
+        last = torch.full((len(self.records),), -1)
         last.scatter_reduce_(0, self.record[units], self.cell[units], "amax")
         needed = [
-            whole_blocks(int(last[number]) + 1, records[number].num_prompt, spec)
+            whole_blocks(int(last[number]) + 1, self.records[number].num_prompt, self.spec)
             for number in (last >= 0).nonzero()[:, 0].tolist()
         ]
         return min(max(needed), whole)
@@ -214,7 +192,8 @@ def joined(parts: Sequence[Items]) -> Items:
             "unit_item": firsts["item"] + len(part),
             "unit": firsts["unit"] + len(part.cell),
         }
-    return replace(parts[0], **{name: torch.cat(values) for name, values in found.items()})
+    whole: dict[str, Any] = {name: torch.cat(values) for name, values in found.items()}
+    return replace(parts[0], **whole)
 
 
 def _examples(records: Sequence[Trajectory], *, epoch: int = 0) -> list[SupervisedExample]:
@@ -239,38 +218,22 @@ def _examples(records: Sequence[Trajectory], *, epoch: int = 0) -> list[Supervis
     ]
 
 
+@dataclass(eq=False)
 class RowBuilder:
-    """Turns records into items with any corruption; the trainer does not know which.
+    """Turns records into items with any corruption; the trainer does not know which."""
 
-    Args:
-        corruption: which states a response gives.
-        spec: of the model; its block origin decides the blocks of the training rows.
-        seed: base seed of the states' noise.
-        num_padding: cells of fill behind an answer that may be targets; ``None`` for all
-            (``post_num`` in dLLM-RL).
-        normalise: see :data:`Normalise`; by default ``max_gen_length`` for block models and
-            ``group_mean`` for full attention.
-        copies: states of one response in one row, for block models; 1 keeps them apart.
-    """
+    corruption: Corruption  # which states a response gives
+    spec: BackboneSpec  # its block origin decides the blocks of the training rows
+    _: KW_ONLY
+    seed: int = 0  # of the states' noise
+    num_padding: int | None = 0  # cells of fill behind an answer that may be targets; None for all
+    normalise: Normalise | None = None  # max_gen_length for block models, else group_mean
+    copies: int = 1  # states of one response in one row, for block models
 
-    def __init__(
-        self,
-        corruption: Corruption,
-        spec: BackboneSpec,
-        *,
-        seed: int = 0,
-        num_padding: int | None = 0,
-        normalise: Normalise | None = None,
-        copies: int = 1,
-    ) -> None:
-        is_block = spec.attention == "block"
-        _check(corruption, spec, copies)
-        self.corruption = corruption
-        self.spec = spec
-        self.seed = seed
-        self.num_padding = num_padding
-        self.normalise = normalise or ("max_gen_length" if is_block else "group_mean")
-        self.copies = copies
+    def __post_init__(self) -> None:
+        is_block = self.spec.attention == "block"
+        self.normalise = self.normalise or ("max_gen_length" if is_block else "group_mean")
+        _check(self.corruption, self.spec, self.copies)
 
     def responses(
         self, records: Sequence[Trajectory], *, epoch: int = 0, length: int | None = None
@@ -294,14 +257,22 @@ class RowBuilder:
             chunk = records[first : first + _CHUNK]
             responses = self.responses(chunk, epoch=epoch, length=length)
             longest = max(longest, int(responses.maskable.sum(1).max()))
-            parts.append(self._items(self.corruption.states(responses), responses, first))
+            states = self.corruption.states(responses)
+            parts.append(self._items(states, responses, records, first))
         found = joined(parts)
         if self.normalise == "reference" and self.spec.attention == "block":
             found.weight /= longest  # of all chunks, so known only now
             found.kl_weight /= longest
         return found
 
-    def _items(self, states: NoisyStates, responses: Responses, first: int) -> Items:
+    def _items(
+        self,
+        states: NoisyStates,
+        responses: Responses,
+        records: Sequence[Trajectory],
+        first: int,
+    ) -> Items:
+        """Items of states of the records from ``first`` on."""
         weight, kl_weight = self._weights(states, responses)
         taken = states.supervised.any(1).nonzero()[:, 0]
         sample, supervised = states.sample[taken], states.supervised[taken]
@@ -320,6 +291,8 @@ class RowBuilder:
             lead = torch.searchsorted(item, torch.arange(len(size)))
             size, state = share[lead].double(), lead[unit_item]
         return Items(
+            records=records,
+            spec=self.spec,
             item=item,
             hidden=states.hidden[taken],
             supervised=supervised,
@@ -377,50 +350,30 @@ class RowBuilder:
 
 def _check(corruption: Corruption, spec: BackboneSpec, copies: int) -> None:
     """Refuses states that cannot be trained on rollouts of a model."""
-    is_block = spec.attention == "block"
-    noise = corruption.noise if isinstance(corruption, CoupledMasking) else corruption
     weight = inspect.signature(type(corruption).__init__).parameters.get("weight")
-    has_weight = weight and getattr(corruption, "weight", weight.default) != weight.default
-    for is_wrong, message in (
-        (
-            isinstance(corruption, Autoregressive),
+    if isinstance(corruption, Autoregressive):
+        raise ValueError(
             "corruption: Autoregressive hides nothing, so a rollout's tokens would be scored where "
-            "they can be seen; expected states with masks, such as TraceMasking",
-        ),
-        (
-            isinstance(corruption, MaskedPrompt) and is_block,
-            "corruption: MaskedPrompt changes the prompt of every state, which rows of a block "
-            "model share; expected a model with full attention",
-        ),
-        (
-            getattr(noise, "level", "row") == "block" and not is_block,
-            "corruption.level: 'block' needs a model with block attention, got full attention",
-        ),
-        (
-            has_weight,
+            "they can be seen; expected states with masks, such as TraceMasking"
+        )
+    if weight is not None and getattr(corruption, "weight", weight.default) != weight.default:
+        raise ValueError(
             "corruption.weight: has no part in training on rollouts, whose terms "
-            "objective.normalise weighs; leave it out",
-        ),
-        (
-            copies < 1 or (copies > 1 and not is_block),
+            "objective.normalise weighs; leave it out"
+        )
+    if copies < 1 or (copies > 1 and spec.attention != "block"):
+        raise ValueError(
             "packing: expected at least 1, and 1 with full attention (a state is a row of its "
-            f"own), got {copies}",
-        ),
-    ):
-        if is_wrong:
-            raise ValueError(message)
+            f"own), got {copies}"
+        )
 
 
 def order_of_writing(responses: Responses, *, shrink: int = 1) -> tuple[Tensor, Tensor]:
     """The distinct shrunk steps of responses in their order, over all blocks.
 
-    Args:
-        responses: steps and blocks.
-        shrink: consecutive distinct steps that form one; within a block for block models. Steps
-            that wrote nothing but padding count, as in the states of a decode that is replayed.
-
-    Returns:
-        ``(B, G)`` int64 numbers from 0 and ``(B, G)`` bool, the trained cells that have one.
+    Returns ``(B, G)`` int64 numbers from 0 and ``(B, G)`` bool, the trained cells that have one. Of
+    ``shrink`` consecutive steps (within a block, for block models) each counts that wrote anything,
+    padding too, as in the states of a decode that is replayed.
     """
     steps = responses.steps_or_ltr()
     members = responses.maskable & (steps >= 0)
@@ -438,16 +391,12 @@ def order_of_writing(responses: Responses, *, shrink: int = 1) -> tuple[Tensor, 
 class RolloutBatch(Units, TensorBatch):
     """Items of one micro-batch. The loss is the sum over a full one, divided by ``num_slots``."""
 
-    responses: SupervisedBatch
-    """The distinct responses, ``G`` cells each."""
-    sample: Tensor
-    """``(K,)`` int64 response of each state."""
-    num_slots: int
-    """Items of a full batch."""
+    responses: SupervisedBatch  # the distinct ones, G cells each
+    sample: Tensor  # (K,) int64 response of each state
+    num_slots: int  # items of a full batch
+    # Rows that the weights stand for: in an update as many as it has slots, however they lie.
     num_rows: float
-    """Rows that the weights stand for: in an update as many as it has slots, however they lie."""
-    is_empty: bool = False
-    """Whether the RL step has nothing to learn from, so that no update may follow."""
+    is_empty: bool = False  # the RL step has nothing to learn from, so no update may follow
 
     def per_unit(self, values: Tensor) -> Tensor:
         """``(M,)`` sums of what the scored cells of each unit say, ``(N,)`` floating point."""

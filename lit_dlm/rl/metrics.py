@@ -30,13 +30,9 @@ _FACTS = ("reward", "response_length", "num_steps", "correct", "graded")
 
 
 class RolloutValidation:
-    """Decodes held-out prompts, scores the responses and adds up.
+    """Decodes held-out prompts of all processes, scores the responses and adds up.
 
-    Args:
-        engines: what decodes, by decoder; the first one is in charge.
-        rewarder: what scores.
-        problems: held-out problems of all processes.
-        num_responses: to each.
+    Of the engines, by decoder, the first one is in charge.
     """
 
     def __init__(
@@ -79,12 +75,8 @@ class RolloutValidation:
     def result(self, ranks: Ranks) -> dict[str, float]:
         """Means over the prompts of all processes; every process must call it.
 
-        Returns:
-            Of the first decoder ``reward`` and ``reward_stderr`` (one standard error over prompts,
-            where there are several), ``response_length`` in tokens, ``num_steps``, ``num_prompts``,
-            and ``accuracy`` of what was graded, if anything was; of the others the same behind
-            their name and a slash. Responses to one prompt are averaged first. A decoder without a
-            response, as when only some batches are validated, has none of it.
+        Responses to one prompt are averaged first. Scores of the first decoder have plain names,
+        those of others their decoder's and a slash in front; one without a response has none.
         """
         # In float32 where the device has nothing better.
         dtype = torch.float32 if ranks.device.type == "mps" else torch.float64
@@ -103,14 +95,9 @@ class RolloutValidation:
 def validation_of(
     module: TrainableModule, methods: Sequence[str], settings: RolloutSettings, *, limit: float
 ) -> RolloutValidation:
-    """The validation of a run.
+    """The validation of a run with some decoders.
 
-    Args:
-        module: whose decoders are used.
-        methods: their names, the first one in charge.
-        settings: of the data module.
-        limit: share of the held-out prompts, or as an integer the number of responses, that each
-            decoder takes.
+    ``limit``: share of the held-out prompts, or as an integer number of responses, of each decoder.
     """
     tasks, response_length = settings.val_tasks or [], settings.val_response_length
     response_length = response_length or settings.response_length
@@ -122,13 +109,7 @@ def validation_of(
             f"{', '.join(reward.name for reward in settings.rewards)} does; add one to rewards, "
             "such as Graded with weight 0"
         )
-    problems = encoded_problems(
-        module,
-        tasks,
-        max_length=settings.max_prompt_length,
-        response_length=response_length,
-        option="val_response_length",
-    )
+    problems = encoded_problems(module, tasks, max_length=settings.max_prompt_length)
     count = int(limit * len(problems))
     if isinstance(limit, int):
         count = math.ceil(limit / settings.val_responses)
@@ -199,40 +180,12 @@ class UpdateScores(nn.Module):
             self.value_loss = Quotient()
             self.value_error, self.value_explained = ValueFit("error"), ValueFit("explained")
 
-    def add_policy(self, loss: Tensor, policy_loss: Tensor, num_rows: float) -> None:
-        """Adds a batch: the sum over rows that is trained on, its policy term, and the rows."""
-        self.loss.update(loss, num_rows)
-        self.policy_loss.update(policy_loss, num_rows)
-
-    def add_values(
-        self, loss: Tensor, num_rows: float, values: Tensor, returns: Tensor, counted: Tensor
-    ) -> None:
-        """Adds the values of a batch.
-
-        Args:
-            loss: scalar, the sum over rows.
-            num_rows: rows that its weights stand for.
-            values: ``(M,)`` floating point.
-            returns: ``(M,)`` floating point.
-            counted: ``(M,)`` bool, tokens with weight.
-        """
-        self.value_loss.update(loss, num_rows)
-        self.value_error.update(values, returns, counted)
-        self.value_explained.update(values, returns, counted)
-
 
 def rollout_facts(records: Sequence[Trajectory]) -> dict[str, float]:
-    """Means over the rollouts of all processes, dropped groups included.
+    """Means over the rollouts of all processes, dropped groups included; records in order.
 
-    Args:
-        records: ordered by prompt and response, with scores in their meta.
-
-    Returns:
-        By name: ``rollout/reward``, ``/correct`` (share of what was graded, if anything was),
-        ``/reward_std`` (mean deviation within a group), ``/overlong`` and ``/garbled`` (shares of
-        responses that fill their budget and whose text is no valid unicode), ``/response_length``
-        (tokens up to the end of text), ``/num_steps``, ``/tokens_per_step``, ``/groups`` and
-        ``/kept_groups`` (counts), and ``/reward/{name}`` of each part of the reward.
+    ``correct`` is a share of what was graded, ``reward_std`` a mean deviation within groups,
+    ``garbled`` a share of texts that are no valid unicode; lengths go up to the end of text.
     """
     metas = [record.meta for record in records]
     groups = groups_of(records)

@@ -45,14 +45,9 @@ from lit_dlm.rl.step import ItemScores, RLProgress, RLStep, rl_step
 
 logger = logging.getLogger(__name__)
 
-VALUE = "value"
-"""Name of the value model's adapter on the policy's weights."""
-
-_PROGRESS = "rl_progress"
-"""Key of a checkpoint."""
-
-_DEFAULT_SANITY_STEPS = 2
-"""Lightning's own number of validation batches before training."""
+VALUE = "value"  # name of the value model's adapter on the policy's weights
+_PROGRESS = "rl_progress"  # key of a checkpoint
+_DEFAULT_SANITY_STEPS = 2  # Lightning's own number of validation batches before training
 
 
 class TraceRLModule(TrainableModule):
@@ -62,11 +57,6 @@ class TraceRLModule(TrainableModule):
     apart: advantages are fixed before either moves, so this equals training one after the other.
     The learning rate is constant after a warm-up.
 
-    The module sets what RL needs of the trainer: fresh batches every epoch
-    (``reload_dataloaders_every_n_epochs: 1``; another interval is refused), a validation of the
-    policy before training (``num_sanity_val_steps: -1`` in the place of Lightning's default of 2;
-    any other number is respected), and checkpoints and early stopping at the end of RL steps.
-
     Args:
         backbone: the policy; with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.
             Dropout must be 0.
@@ -75,11 +65,10 @@ class TraceRLModule(TrainableModule):
             as it was decoded), ``RandomMasking``, ``CoupledMasking``, ``CoupledViews``
             (coupled-GRPO) or ``MaskedPrompt`` (diffu-GRPO).
         method: decoder of rollouts; the first one by default.
-        val_method: decoder of validation, or several, such as a static and a dynamic one; that of
-            rollouts by default. The first one gives ``val/reward``, others ``val/NAME/reward``.
+        val_method: decoder of validation, or several; that of rollouts by default. The first one
+            gives ``val/reward``, others ``val/NAME/reward``.
         objective: the clipped policy loss, and which log-probabilities a policy loss gets.
-        policy_loss: takes the place of the clipped loss: a class with a method ``compute``
-            (:class:`~lit_dlm.rl.policy_losses.PolicyLoss`), by its import path.
+        policy_loss: takes the place of the clipped loss; by its import path.
         value: value model; ``null`` for none, then every token has the advantage of its response.
         value_backbone: its own model, with ``value.backbone: full``.
         block_alignment: where blocks of training rows are counted from: ``absolute`` as in
@@ -125,7 +114,6 @@ class TraceRLModule(TrainableModule):
         chosen = [val_method] if isinstance(val_method, str) else val_method
         self.method = method or next(iter(self.decoders), "")
         self.val_methods = tuple(dict.fromkeys(chosen or [self.method]))
-        """Decoders of validation, the first one in charge."""
         at_least(1, decoders=len(self.decoders))
         one_of(*self.decoders, method=self.method)
         for name in self.val_methods:
@@ -134,13 +122,7 @@ class TraceRLModule(TrainableModule):
         self.policy_loss = self.objective.loss(policy_loss)
         self.value = value
         self.row_spec = _row_spec(backbone.spec, block_size, block_alignment)
-        """Specification of training rows."""
-        self.objective.check(
-            backbone,
-            self.corruption,
-            row_spec=self.row_spec,
-            decoder=self.decoders[self.method],
-        )
+        self.objective.check(backbone)
         self.rows = RowBuilder(
             self.corruption,
             self.row_spec,
@@ -155,12 +137,9 @@ class TraceRLModule(TrainableModule):
         if value is not None:
             self._add_value(value)
         self.update_scores = UpdateScores(with_value=value is not None)
-        self.progress = RLProgress()
-        """Where training stands between two RL steps."""
-        self.current: RLStep | None = None
-        """The RL step that is trained on."""
-        self.validation: RolloutValidation | None = None
-        """Scores held-out prompts, if there are any."""
+        self.progress = RLProgress()  # between two RL steps
+        self.current: RLStep | None = None  # the RL step that is trained on
+        self.validation: RolloutValidation | None = None  # of held-out prompts
         self._skips_update = False
         self._began = time.perf_counter()
 
@@ -170,25 +149,20 @@ class TraceRLModule(TrainableModule):
         is_frozen = value_backbone is not None and not any(
             parameter.requires_grad for parameter in value_backbone.parameters()
         )
-        for is_wrong, message in (
-            (
-                (kind == "full") != (value_backbone is not None),
+        if (kind == "full") != (value_backbone is not None):
+            raise ValueError(
                 "value_backbone: needed with value.backbone 'full' and only there, got "
-                f"{'none' if value_backbone is None else 'one'} with {kind!r}",
-            ),
-            (is_frozen, "value_backbone: nothing is trainable; set trainable or lora"),
-            (
-                kind is not None and isinstance(self.corruption, CoupledViews),
-                "value: CoupledViews has no state of its own per token; use null",
-            ),
-            (
-                kind == "lora" and self.backbone.adapter is None,
+                f"{'none' if value_backbone is None else 'one'} with {kind!r}"
+            )
+        if is_frozen:
+            raise ValueError("value_backbone: nothing is trainable; set trainable or lora")
+        if kind is not None and isinstance(self.corruption, CoupledViews):
+            raise ValueError("value: CoupledViews has no state of its own per token; use null")
+        if kind == "lora" and self.backbone.adapter is None:
+            raise ValueError(
                 "value.backbone: 'lora' shares frozen weights with a policy that is an adapter "
-                "itself; give the backbone lora settings, or use 'full' or 'head'",
-            ),
-        ):
-            if is_wrong:
-                raise ValueError(message)
+                "itself; give the backbone lora settings, or use 'full' or 'head'"
+            )
 
     def _add_value(self, value: ValueObjective) -> None:
         """Adds what the values are read from, and their head."""
@@ -296,12 +270,11 @@ class TraceRLModule(TrainableModule):
 
     # -- scores ----------------------------------------------------------------------------------
 
-    def score(self, batch: RolloutBatch, *, with_value: bool | None = None) -> ItemScores:
-        """Scores a batch, on the module's device, with the current weights; differentiable.
+    def score(self, batch: RolloutBatch) -> ItemScores:
+        """Scores a batch, on the module's device, with the current weights; differentiable."""
+        return self._scored(batch, with_value=self.value is not None)
 
-        ``with_value``: whether values are wanted; by default when there is a value model.
-        """
-        with_value = self.value is not None if with_value is None else with_value
+    def _scored(self, batch: RolloutBatch, *, with_value: bool) -> ItemScores:
         rows = training_rows(batch, self.row_spec)
         scored = (rows.ids, rows.targets, rows.rows)
         options: dict[str, Any] = {
@@ -338,7 +311,7 @@ class TraceRLModule(TrainableModule):
     def reference_log_prob(self, batch: RolloutBatch) -> Tensor:
         """Log-probabilities ``(M,)`` under the backbone without its adapter."""
         with self.backbone.using_adapter(None):
-            return self.score(batch, with_value=False).log_prob
+            return self._scored(batch, with_value=False).log_prob
 
     # -- training --------------------------------------------------------------------------------
 
@@ -346,11 +319,10 @@ class TraceRLModule(TrainableModule):
         """Policy and value loss of a batch of items."""
         scores = self.score(batch)
         assert batch.advantage is not None
-        # Without old log-probabilities the policy is its own old one: a ratio of 1.
-        old = scores.log_prob.detach() if batch.old_log_prob is None else batch.old_log_prob
+        assert batch.old_log_prob is not None
         actor = self.policy_loss.compute(
             scores.log_prob,
-            old.to(scores.log_prob.dtype),
+            batch.old_log_prob.to(scores.log_prob.dtype),
             batch.advantage,
             batch.weight,
             reference=batch.reference,
@@ -368,9 +340,9 @@ class TraceRLModule(TrainableModule):
             )
             total = total + value.total
             if is_logged:
-                self.update_scores.add_values(
-                    value.total, batch.num_rows, scores.value, batch.returns, counted
-                )
+                self.update_scores.value_loss.update(value.total, batch.num_rows)
+                for fit in (self.update_scores.value_error, self.update_scores.value_explained):
+                    fit.update(scores.value, batch.returns, counted)
         # Sums over states, divided by the items of a full batch: smaller updates weigh their items
         # more (``shard_items``), so every update is a mean over rows.
         loss = total / batch.num_slots
@@ -378,7 +350,8 @@ class TraceRLModule(TrainableModule):
         self._skips_update = batch.is_empty
         if is_logged:
             parts = dict(actor.parts)
-            self.update_scores.add_policy(total, parts.pop("policy"), batch.num_rows)
+            self.update_scores.loss.update(total, batch.num_rows)
+            self.update_scores.policy_loss.update(parts.pop("policy"), batch.num_rows)
             cells = counted if batch.unit is None else counted[batch.unit]
             parts["entropy"] = (scores.entropy.detach() * cells).sum() / cells.sum().clamp_min(1)
             named: dict[str, Any] = {**parts, **dict(self.update_scores.named_children())}
@@ -505,18 +478,15 @@ def _row_spec(
         if value is not None and spec.attention != "block":
             raise ValueError(f"{name}: only for block attention, got {spec.attention} attention")
     at_least(1, block_size=block_size)
-    origin = {"absolute": "sequence", None: spec.block_origin}.get(alignment, alignment)
+    origin = spec.block_origin
+    if alignment is not None:
+        origin = "sequence" if alignment == "absolute" else "response"
     return replace(spec, block_size=block_size or spec.block_size, block_origin=origin)
 
 
 def set_up_trainer(trainer: Trainer) -> None:
     """Sets what RL needs and Lightning's defaults do not give, for a run that fits."""
-    interval = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
-    if interval not in (0, 1):
-        raise ValueError(
-            "trainer.reload_dataloaders_every_n_epochs: expected 1, so that every epoch has "
-            f"rollouts of its own, got {interval}"
-        )
+    # Every epoch has rollouts of its own.
     trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
     if trainer.num_sanity_val_steps == _DEFAULT_SANITY_STEPS:
         # A reward curve begins with the policy as it was; two batches say nothing.

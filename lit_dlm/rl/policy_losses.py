@@ -50,8 +50,8 @@ class PolicyLoss(Plug):
         """
 
 
+# Logarithms of ratios are cut here, so that one token cannot overflow a batch.
 MAX_LOG_RATIO = 10.0
-"""Logarithms of ratios are cut here, so that one token cannot overflow a batch."""
 
 
 def k3(log_prob: Tensor, reference: Tensor, *, max_fall: float | None = 2.5) -> Tensor:
@@ -72,10 +72,7 @@ def k3(log_prob: Tensor, reference: Tensor, *, max_fall: float | None = 2.5) -> 
 def clipped_objective(ratio: Tensor, advantage: Tensor, *, clip: float) -> Tensor:
     """``(N,)`` ``min(r A, clip(r, 1 - e, 1 + e) A)``, to be maximised (PPO, 1707.06347, eq. 7).
 
-    Args:
-        ratio: ``(N,)`` probability under the policy over that under the old one.
-        advantage: ``(N,)``.
-        clip: how far a ratio may rise or fall, ``e``.
+    The ratio is the probability under the policy over that under the old one, ``e`` the ``clip``.
     """
     return torch.minimum(ratio * advantage, ratio.clamp(1.0 - clip, 1.0 + clip) * advantage)
 

@@ -17,10 +17,6 @@ class RolloutProgress:
 
     A callback takes it by a method ``on_rollout_progress(text, done, total)``, which says whether
     it has shown it.
-
-    Args:
-        trainer: the running trainer.
-        step: number of the RL step.
     """
 
     def __init__(self, trainer: Trainer, step: int) -> None:
@@ -30,13 +26,7 @@ class RolloutProgress:
         self._began = self._told = time.monotonic()
 
     def __call__(self, phase: str, done: int, total: int) -> None:
-        """Takes a report.
-
-        Args:
-            phase: what is going on.
-            done: how much of it is done.
-            total: how much there is.
-        """
+        """Takes a report: the phase, how much of it is done and how much there is."""
         now = time.monotonic()
         if phase != self._phase:
             # The first report comes after the first batch, when the rate is known already.

@@ -13,21 +13,12 @@ class Ranks:
     """Global rank and world size; by default one process alone, where everything stays as it is."""
 
     rank: int = 0
-    """Global rank of this process."""
     world_size: int = 1
-    """Number of processes."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """Where tensors that travel between processes must lie."""
 
     def sum(self, values: Tensor) -> Tensor:
-        """Adds up a tensor over all processes, which must all call it.
-
-        Args:
-            values: any shape, the same in all processes.
-
-        Returns:
-            The sum, on the CPU.
-        """
+        """The sum of a tensor over all processes, which must all call it; on the CPU."""
         if self.world_size == 1:
             return values.cpu()
         total = values.to(self.device, copy=True)
@@ -35,11 +26,7 @@ class Ranks:
         return total.cpu()
 
     def gather(self, data: bytes) -> list[bytes]:
-        """The bytes of every process, by rank; all must call it.
-
-        Args:
-            data: those of this process, possibly none.
-        """
+        """The bytes of every process, possibly none, by rank; all must call it."""
         if self.world_size == 1:
             return [data]
         size = torch.tensor([len(data)], device=self.device)
@@ -47,16 +34,13 @@ class Ranks:
         torch.distributed.all_gather(sizes, size)
         lengths = [int(one) for one in sizes]
         # Buffers of one length: collectives want equal shapes.
-        own = torch.zeros(max(max(lengths), 1), dtype=torch.uint8, device=self.device)
+        own = torch.zeros(max(*lengths, 1), dtype=torch.uint8, device=self.device)
         if data:
             own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         buffers = [torch.empty_like(own) for _ in lengths]
         torch.distributed.all_gather(buffers, own)
-        return [
-            buffer[:length].cpu().numpy().tobytes()
-            for buffer, length in zip(buffers, lengths, strict=True)
-        ]
+        pairs = zip(buffers, lengths, strict=True)
+        return [buffer[:length].cpu().numpy().tobytes() for buffer, length in pairs]
 
 
 ALONE = Ranks()
-"""One process."""

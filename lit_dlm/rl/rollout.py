@@ -11,10 +11,10 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from lit_dlm.ops.noise import sample_seed
 from lit_dlm.pictures import know, look_in, take_up
 from lit_dlm.rewards import Rewarder
 from lit_dlm.rewards.base import RewardScore, Rollout
-from lit_dlm.rl.ranks import ALONE, Ranks
+from lit_dlm.rl.ranks import Ranks
 from lit_dlm.rl.settings import RolloutSettings
 from lit_dlm.tasks import PromptExample, Task, tasks_by_name
 from lit_dlm.tasks.base import check_uids
@@ -42,14 +42,12 @@ from lit_dlm.trajectories.store import TrajectoryShardReader
 
 logger = logging.getLogger(__name__)
 
+# Told which phase is running, how much of it is done and how much there is.
 Report = Callable[[str, int, int], None]
-"""Told which phase is running, how much of it is done and how much there is."""
-
-SAMPLED = "commit_log_prob"
-"""Signal that holds the sampler's own log-probability of every token."""
-
+# A problem with its token ids, chat template included, pictures numbered as in records.
 Problem = tuple[PromptExample, list[int]]
-"""A problem with its token ids, chat template included, pictures numbered as in records."""
+# Signal that holds the sampler's own log-probability of every token.
+SAMPLED = "commit_log_prob"
 
 
 def no_report(phase: str, done: int, total: int) -> None:
@@ -62,20 +60,14 @@ class RolloutPrompt:
 
     example: PromptExample
     prompt_ids: list[int]
-    """Token ids of the problem."""
-    uid: str
-    """Name of the response; its noise follows from it and the module's seed."""
-    meta: Mapping[str, Any]
-    """Facts for the record: RL step, number of the prompt in it, number of the response."""
+    uid: str  # of the response; its noise follows from it and the module's seed
+    meta: Mapping[str, Any]  # for the record: RL step, number of the prompt and of the response
 
 
 def rollout_prompts(
     problems: Iterable[Problem], *, method: str, step: int = 0, num_responses: int
 ) -> list[RolloutPrompt]:
-    """The responses to some prompts in one RL step, group by group.
-
-    Names differ between RL steps, so responses do.
-    """
+    """The responses to some prompts in one RL step, group by group; names differ between steps."""
     return [
         RolloutPrompt(
             example=example,
@@ -100,36 +92,23 @@ def rl_step_of(uid: str) -> int:
     return int(uid.rpartition("/")[2].partition(".")[0])
 
 
+@dataclass(eq=False)
 class RolloutEngine:
-    """Decodes in place with the module's weights and one of its decoders.
+    """Decodes in place with the module's weights, in evaluation mode, and one of its decoders."""
 
-    Args:
-        module: in evaluation mode while it generates.
-        method: name of the decoder.
-        response_length: cells of every response.
-        batch_size: responses decoded together, each replaced by the next one when it ends; results
-            do not depend on it beyond rounding.
-        overlong_margin: cells short of the budget at which a response counts as overlong.
-    """
+    module: DecodeModule
+    _: KW_ONLY
+    method: str  # name of the decoder
+    response_length: int  # cells of every response
+    # Responses decoded together, each replaced by the next one when it ends; results do not depend
+    # on it beyond rounding.
+    batch_size: int
+    overlong_margin: int = 0  # cells short of the budget at which a response counts as overlong
+    occupancy: Occupancy = field(default_factory=Occupancy)  # of the batches of this process so far
+    _steps: dict[str, float] = field(default_factory=dict)  # of responses, by the prompt's uid
 
-    def __init__(
-        self,
-        module: DecodeModule,
-        *,
-        method: str,
-        response_length: int,
-        batch_size: int,
-        overlong_margin: int = 0,
-    ) -> None:
-        module.decoders[method].check(module.backbone)
-        self.module = module
-        self.method = method
-        self.response_length = response_length
-        self.batch_size = batch_size
-        self.overlong_margin = overlong_margin
-        self.occupancy = Occupancy()
-        """Of the batches of this process so far."""
-        self._steps: dict[str, float] = {}  # of former responses, by the prompt's uid
+    def __post_init__(self) -> None:
+        self.module.decoders[self.method].check(self.module.backbone)
 
     def generate(self, prompts: Sequence[RolloutPrompt], *, shared: bool = False) -> list[Rollout]:
         """Decodes responses, and gives them in order.
@@ -150,15 +129,9 @@ class RolloutEngine:
     ) -> list[Trajectory]:
         """Decodes the responses that this process takes from a queue, longest expected first.
 
-        Args:
-            prompts: what is asked for, of all processes.
-            queue: of as many numbers; what they stand for follows from the prompts and from
-                :meth:`record_step_counts`, on all processes alike.
-            report: told now and then how many responses of this process are done.
-
-        Returns:
-            Records as rows end, with the log-probability under which each token was drawn
-            (:data:`SAMPLED`).
+        What a number of the queue stands for follows from the prompts of all processes and from
+        :meth:`record_step_counts`, on all alike. Records come as rows end, with the log-probability
+        under which each token was drawn (:data:`SAMPLED`).
         """
         module, order = self.module, self._by_expected_steps(prompts)
         capture = TrajectoryCapture(vocab_size=module.backbone.vocab_size)
@@ -272,10 +245,7 @@ class SampledLogProb(QueueObserver):
         self._ended.append(self._table[index])
 
     def ended(self) -> Tensor:
-        """``(n, G)`` float32 of the rows that have ended since the last call, in their order.
-
-        NaN where no proposal was written.
-        """
+        """``(n, G)`` float32 of rows that have ended since the last call; NaN of no proposal."""
         ended, self._ended = self._ended, []
         return torch.cat(ended)
 
@@ -285,11 +255,7 @@ def score_facts(
 ) -> dict[str, Any]:
     """What training needs of a rollout's score, as small JSON values for the record.
 
-    Args:
-        rollout: the rollout.
-        score: its score.
-        kept: whether the filters keep its group.
-        version: optimiser steps that the policy had taken.
+    ``kept``: the filters keep its group; ``version``: optimiser steps that the policy had taken.
     """
     facts: dict[str, Any] = {
         "reward": float(score.total),
@@ -324,18 +290,8 @@ def encoded_problems(
     tasks: Sequence[Task],
     *,
     max_length: int,
-    response_length: int = 0,
-    option: str = "response_length",
 ) -> list[Problem]:
-    """The problems of some tasks as the model is given them.
-
-    Args:
-        module: whose tokenizer and chat template are used.
-        tasks: in their order.
-        max_length: prompts with more tokens are left out, with a warning.
-        response_length: cells of the responses.
-        option: the setting that says so.
-    """
+    """The problems of some tasks as the model is given them, without those that are longer."""
     examples = {task.name: list(task.examples()) for task in tasks}
     check_uids(examples)
     every = [(one, module.prompt_ids(one)) for one in chain.from_iterable(examples.values())]
@@ -353,26 +309,11 @@ def encoded_problems(
             f"tasks: no prompt of {', '.join(task.name for task in tasks)} has at most "
             f"max_prompt_length = {max_length} tokens"
         )
-    max_positions = module.backbone.architecture.max_positions
-    num_long = sum(len(ids) + response_length > max_positions for _, ids in found)
-    if num_long:
-        raise ValueError(
-            f"{option}: {num_long} of {len(found)} prompts have, with a response of "
-            f"{response_length} tokens, more than the {max_positions} positions that the model was "
-            "made for; expected shorter responses, or a smaller max_prompt_length"
-        )
     return found
 
 
 def draw_prompts(num_prompts: int, cursor: int, count: int, *, seed: int) -> list[int]:
-    """Numbers of prompts from endless shuffled passes, each of which gives every prompt once.
-
-    Args:
-        num_prompts: how many there are.
-        cursor: prompts drawn before.
-        count: how many are wanted.
-        seed: of the shuffles.
-    """
+    """The next prompts of endless shuffled passes, each of which gives every one once."""
     first, last = cursor // num_prompts, (cursor + count - 1) // num_prompts
     passes = [
         np.random.default_rng([seed, number, 7]).permutation(num_prompts)
@@ -387,13 +328,11 @@ def draw_prompts(num_prompts: int, cursor: int, count: int, *, seed: int) -> lis
 class Rollouts:
     """The rollouts of one RL step, the same on all processes."""
 
-    records: list[Trajectory]
-    """All of them, ordered by prompt and response; meta holds the scores."""
-    num_prompts: int
-    """Prompts that were drawn for them."""
+    records: list[Trajectory]  # in order; meta holds the scores
+    num_prompts: int  # drawn for them
+    # Seconds of this process by phase (``wait``: for the rollouts of others), and where it decoded
+    # ``occupancy``, the part of the batch's slots that were at work, and ``tokens_per_second``.
     times: dict[str, float] = field(default_factory=dict)
-    """Seconds of this process by phase (``wait``: for the rollouts of others), and where it decoded
-    ``occupancy``, the part of the batch's slots that were at work, and ``tokens_per_second``."""
 
     @property
     def kept(self) -> list[Trajectory]:
@@ -401,38 +340,12 @@ class Rollouts:
         return [record for record in self.records if record.meta["kept"]]
 
 
-class RolloutSource(Protocol):
-    """Where the rollouts of an RL step come from."""
-
-    def collect(
-        self, step: int, cursor: int, *, version: int, ranks: Ranks, report: Report = no_report
-    ) -> Rollouts:
-        """The rollouts of one RL step, of all processes, which must all call it.
-
-        Args:
-            step: number of the RL step.
-            cursor: prompts drawn before.
-            version: optimiser steps that the policy has taken.
-            ranks: the processes.
-            report: told how far it is.
-        """
-        ...
-
-    def close(self) -> None:
-        """Ends what runs beside."""
-
-
-class OnlineRollouts(RolloutSource):
+class OnlineRollouts:
     """Rolls out prompts with the policy in training and scores them.
 
     Processes take responses from a shared queue as rows of their batches end. A group is scored
     where its number says, on every ``world_size``-th process, since rewards and filters look at it
     as a whole.
-
-    Args:
-        module: whose decoder rolls out.
-        method: name of that decoder.
-        settings: of the data module.
     """
 
     def __init__(self, module: TrainableModule, method: str, settings: RolloutSettings) -> None:
@@ -447,10 +360,7 @@ class OnlineRollouts(RolloutSource):
             require_isolation=settings.require_isolation,
         )
         self.problems = encoded_problems(
-            module,
-            settings.tasks,
-            max_length=settings.max_prompt_length,
-            response_length=settings.response_length,
+            module, settings.tasks, max_length=settings.max_prompt_length
         )
         self.engine = RolloutEngine(
             module,
@@ -461,11 +371,16 @@ class OnlineRollouts(RolloutSource):
         )
 
     def close(self) -> None:
+        """Ends the grading threads."""
         self.rewarder.close()
 
     def collect(
         self, step: int, cursor: int, *, version: int, ranks: Ranks, report: Report = no_report
     ) -> Rollouts:
+        """The rollouts of one RL step, of all processes, which must all call it.
+
+        ``cursor``: prompts drawn before; ``version``: optimiser steps that the policy has taken.
+        """
         engine, count = self.engine, self.settings.prompts_per_step
         drawn = draw_prompts(len(self.problems), cursor, count, seed=self.settings.seed)
         asked = rollout_prompts(
@@ -532,14 +447,8 @@ def gathered(records: Sequence[Trajectory], ranks: Ranks) -> list[Trajectory]:
     return [record for one in blocks if one for record in decode_block(one, strict=False)]
 
 
-class StoredRollouts(RolloutSource):
-    """Replays the RL steps that a former run wrote to trajectory shards.
-
-    Args:
-        folder: folder of the shards.
-        mask_id: of the model.
-        backbone: the model, which reads the pictures of prompts.
-    """
+class StoredRollouts:
+    """Replays the RL steps that a former run wrote to a folder of trajectory shards."""
 
     def __init__(
         self, folder: str | Path, *, mask_id: int, backbone: HFBackbone | None = None
@@ -561,15 +470,7 @@ class StoredRollouts(RolloutSource):
             raise ValueError(f"shards: expected rollouts in {self.folder}, got no record")
         self.steps = sorted(self._steps)
 
-    def collect(
-        self,
-        step: int,
-        cursor: int = 0,
-        *,
-        version: int = 0,
-        ranks: Ranks = ALONE,
-        report: Report = no_report,
-    ) -> Rollouts:
+    def collect(self, step: int, cursor: int = 0, **online: Any) -> Rollouts:
         """The rollouts of an RL step; after the last one they begin again."""
         records = in_order(self._steps[self.steps[step % len(self.steps)]])
         return Rollouts(records, len(groups_of(records)), {"rollout": 0.0, "reward": 0.0})
@@ -577,5 +478,7 @@ class StoredRollouts(RolloutSource):
     def close(self) -> None:
         """Nothing runs beside."""
 
+
+RolloutSource = OnlineRollouts | StoredRollouts
 
 _NEEDED = ("rl_step", "prompt", "response", "reward", "kept")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Literal
 
 import torch
 
-from lit_dlm.backbones.base import BackboneSpec
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.lora_settings import LoRASettings
-from lit_dlm.decoding import BlockWindow, Decoder
 from lit_dlm.losses.corruption import TraceMasking
 from lit_dlm.losses.states import Corruption
 from lit_dlm.ops.options import at_least, within
@@ -21,8 +18,6 @@ from lit_dlm.rl.advantages import Advantage, as_advantage
 from lit_dlm.rl.items import Normalise
 from lit_dlm.rl.policy_losses import ClippedPolicyLoss, PolicyLoss
 from lit_dlm.tasks import Task
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +30,6 @@ class PolicyObjective(ClippedPolicyLoss):
     normalise: Normalise | None = None
     """What sums over tokens are divided by; by default ``group_mean`` for full attention and
     ``max_gen_length`` for block models."""
-    old_log_prob: Literal["recompute", "behaviour"] = "recompute"
-    """Where the old log-probabilities come from: the training forward before the first update, or
-    the sampler's own record (where states, blocks and temperature of training are the sampler's; it
-    decodes with merged adapters, so half-precision weights are rounded otherwise)."""
     temperature: Literal["rollout"] | float = "rollout"
     """Temperature of the log-probabilities: that of the sampler, or a number (1 in dLLM-RL)."""
 
@@ -60,79 +51,25 @@ class PolicyObjective(ClippedPolicyLoss):
                 )
         return given
 
-    def check(
-        self,
-        backbone: HFBackbone,
-        corruption: Corruption,
-        *,
-        row_spec: BackboneSpec,
-        decoder: Decoder,
-    ) -> None:
-        """Refuses what cannot be pursued with a policy and its training states.
-
-        Args:
-            backbone: the policy.
-            corruption: the states.
-            row_spec: of training rows.
-            decoder: that of rollouts.
-        """
+    def check(self, backbone: HFBackbone) -> None:
+        """Refuses what cannot be pursued with a policy."""
         adapter, vision = backbone.adapter, backbone.vision
         is_initial = self.kl_to == "initial"
-        wrong = [
-            f"objective.old_log_prob: 'behaviour' needs {option} as in the sampler's states: "
-            f"{wanted}, got {got}; use 'recompute'"
-            for option, wanted, got in self._unlike_sampler(corruption, backbone, row_spec, decoder)
-        ]
         if adapter is not None and adapter.dropout:
-            wrong.append(
+            raise ValueError(
                 "backbone.lora.dropout: expected 0, since probabilities of two forwards are "
                 f"compared, got {adapter.dropout}"
             )
         if is_initial and adapter is None:
-            wrong.append(
+            raise ValueError(
                 "objective.kl_to: 'initial' is the backbone without its adapter, but it has none; "
                 "give it lora settings or use 'old'"
             )
         if is_initial and vision is not None and vision.settings.train != "none":
-            wrong.append(
+            raise ValueError(
                 "objective.kl_to: 'initial' needs vision.train: none, since what is trained of it "
                 "is not kept as it was; use 'old'"
             )
-        if wrong:
-            raise ValueError(wrong[0])
-
-    def _unlike_sampler(
-        self, corruption: Corruption, backbone: HFBackbone, row_spec: BackboneSpec, decoder: Decoder
-    ) -> list[tuple[str, str, str]]:
-        """With ``behaviour``: options under which training forwards differ from the sampler's."""
-        if self.old_log_prob != "behaviour":
-            return []
-        spec, window = backbone.spec, decoder.window
-        states, every_step = repr(corruption), TraceMasking(padding="replayed")
-        if isinstance(corruption, TraceMasking):
-            states = f"shrink {corruption.shrink}, padding {corruption.padding}"
-        wanted_states = f"shrink {every_step.shrink}, padding {every_step.padding}"
-        temperature = decoder.sampler.temperature or 1.0  # a greedy record is the model's own
-        own = temperature if self.temperature == "rollout" else float(self.temperature)
-        found = [
-            ("corruption", wanted_states, states),
-            ("objective.temperature", str(temperature), str(own)),
-        ]
-        if spec.attention == "block":
-            blocks = "no blocks"
-            if isinstance(window, BlockWindow):
-                blocks = _blocks(window.block_length, window.origin)
-            wanted = _blocks(spec.block_size, spec.block_origin)
-            rows = _blocks(row_spec.block_size, row_spec.block_origin)
-            found += [
-                ("block_size, block_alignment", wanted, rows),
-                ("decoder's window", wanted, blocks),
-            ]
-        return [one for one in found if one[1] != one[2]]
-
-
-def _blocks(size: int | None, origin: str) -> str:
-    return f"blocks of {size} from the {origin}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +132,7 @@ class RolloutSettings:
         tasks: training prompts.
         rewards: what responses are worth; with ``source: shards`` only used in validation.
         source: ``online`` rolls out, ``shards`` replays a folder that ``RolloutWriter`` wrote, with
-            the groups that were kept; settings of new rollouts are not read then, with a warning.
+            the groups that were kept; settings of new rollouts are not read then.
         shards: that folder.
         val_tasks: held-out prompts; none by default.
         prompts_per_step: prompts of an RL step.
@@ -205,15 +142,13 @@ class RolloutSettings:
         rollout_batch_size: responses decoded together.
         batch_size: training items per batch and process; rows that are packed are one.
         rows_per_update: most rows of one update over all processes, from which the trainer's
-            ``accumulate_grad_batches`` follows for any number of them; ``null`` leaves it alone.
+            ``accumulate_grad_batches`` follows; ``null`` leaves it alone.
         filters: groups that one of them drops are not trained on.
         overlong_is_wrong: scores truncated training responses as incorrect without grading.
         overlong_margin: so many cells short of the budget count as truncated, too (5 in dLLM-RL).
-        advantage: turns the rewards of a prompt's responses into advantages: ``GroupZScore``,
-            ``LeaveOneOut``, ``RawReward``, or a class of one's own by its import path. The names
-            ``group_zscore``, ``leave_one_out`` and ``none`` stand for the first three.
-        passes: passes over the items of an RL step, each in updates of its own; random states are
-            drawn anew in each.
+        advantage: of a prompt's responses: ``group_zscore``, ``leave_one_out``, ``none``, or a
+            class of one's own by its import path.
+        passes: over the items of an RL step, each in updates of its own; random states differ.
         val_responses: responses to each held-out prompt.
         val_response_length: cells of those; as many as in training by default.
         num_workers: threads that grade.
@@ -272,18 +207,6 @@ class RolloutSettings:
             if is_wrong:
                 raise ValueError(message)
 
-    def warn_of_unread(self) -> None:
-        """Names the settings of new rollouts that are set, though stored ones are trained on."""
-        unread = {one.name: one.default for one in fields(RolloutSettings)}
-        given = [name for name in _OF_NEW_ROLLOUTS if getattr(self, name) not in (unread[name], [])]
-        if given:
-            logger.warning(
-                "source 'shards' takes rewards and kept groups as they are stored in %s: not read "
-                "are the settings %s",
-                self.shards,
-                ", ".join(given),
-            )
-
 
 _POSITIVE = (
     "prompts_per_step",
@@ -295,11 +218,4 @@ _POSITIVE = (
     "passes",
     "val_responses",
     "val_response_length",
-)
-_OF_NEW_ROLLOUTS = (
-    "prompts_per_step",
-    "responses_per_prompt",
-    "filters",
-    "overlong_is_wrong",
-    "overlong_margin",
 )

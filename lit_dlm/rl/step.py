@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_dlm.backbones import BackboneSpec
 from lit_dlm.losses.states import Corruption, Responses
 from lit_dlm.rl.advantages import Advantage, StepGAE, as_advantage, outcome_rewards
 from lit_dlm.rl.items import Items, RolloutBatch, RowBuilder, joined, order_of_writing
@@ -44,69 +43,48 @@ _SMOOTHING = 0.9
 class ItemScores(NamedTuple):
     """What the models say of a batch."""
 
-    log_prob: Tensor
-    """``(M,)`` log-probability of each unit's token."""
-    entropy: Tensor
-    """``(N,)`` entropy of each scored cell, nats."""
-    value: Tensor | None
-    """``(M,)`` value of each token before it was written."""
+    log_prob: Tensor  # (M,) of each unit's token
+    entropy: Tensor  # (N,) of each scored cell, nats
+    value: Tensor | None  # (M,) of each token before it was written
 
 
 class Policy(Protocol):
     """What an RL step asks of the model in training; ``TraceRLModule`` is one."""
 
-    method: str  # name of the decoder that rolls out
+    method: str  # of the decoder that rolls out
     objective: PolicyObjective
     value: ValueObjective | None
     corruption: Corruption
     rows: RowBuilder
-    row_spec: BackboneSpec  # of training rows
 
     @property
     def device(self) -> torch.device: ...
 
-    def score(self, batch: RolloutBatch, *, with_value: bool | None = None) -> ItemScores:
-        """Scores of a batch with the current weights."""
-        ...
+    # (M,) each, of a batch with the current weights, of its values alone, under the initial policy.
+    def score(self, batch: RolloutBatch) -> ItemScores: ...
+    def values(self, batch: RolloutBatch) -> Tensor: ...
+    def reference_log_prob(self, batch: RolloutBatch) -> Tensor: ...
 
-    def values(self, batch: RolloutBatch) -> Tensor:
-        """``(M,)`` values of a batch's tokens."""
-        ...
-
-    def reference_log_prob(self, batch: RolloutBatch) -> Tensor:
-        """``(M,)`` log-probabilities under the initial policy."""
-        ...
-
-    def rollout_weights(self) -> AbstractContextManager[None]:
-        """Holds the weights as decoding wants them: whole, with the adapter folded in."""
-        ...
-
-    def value_weights(self) -> AbstractContextManager[None]:
-        """Holds the value model's weights whole, for numbers of states that differ by process."""
-        ...
+    # Hold weights whole: those that decode, with the adapter folded in, and those of the values.
+    def rollout_weights(self) -> AbstractContextManager[None]: ...
+    def value_weights(self) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class RLProgress:
     """Where training stands between two RL steps; what a checkpoint keeps."""
 
-    step: int = 0
-    """Number of the RL step to do next."""
-    cursor: int = 0
-    """Prompts drawn so far."""
-    skipped: int = 0
-    """RL steps in which the filters dropped everything."""
-    smoothed: float | None = None
-    """Running mean of the reward."""
+    step: int = 0  # number of the RL step to do next
+    cursor: int = 0  # prompts drawn so far
+    skipped: int = 0  # RL steps in which the filters dropped everything
+    smoothed: float | None = None  # running mean of the reward
 
 
 class MicroBatch(NamedTuple):
     """Which items a batch holds."""
 
-    items: Tensor
-    """``(n,)`` int64."""
-    factor: float
-    """On their weights; 0 for a copy that only fills up."""
+    items: Tensor  # (n,) int64
+    factor: float  # on their weights; 0 for a copy that only fills up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,35 +92,19 @@ class RLStep:
     """What one RL step trains on."""
 
     number: int
-    records: list[Trajectory]
-    """Rollouts of all processes, those of dropped groups too, by prompt and response."""
-    kept: Sequence[Trajectory]
-    """The rollouts that items number."""
+    records: list[Trajectory]  # of all processes, those of dropped groups too, in order
     items: Items
-    """States with their advantages and old log-probabilities."""
-    batches: list[MicroBatch]
-    """Those of this process."""
-    num_slots: int
-    """Items of a full batch."""
-    row_spec: BackboneSpec
-    """Specification of training rows."""
-    is_empty: bool
-    """Whether the filters dropped everything; then the only batch has no weight."""
-    facts: dict[str, float]
-    """What is logged of the RL step."""
-    progress: RLProgress
-    """Where training stands after it."""
+    batches: list[MicroBatch]  # of this process
+    num_slots: int  # items of a full batch
+    is_empty: bool  # the filters dropped everything; then the only batch has no weight
+    facts: dict[str, float]  # what is logged
+    progress: RLProgress  # after it
 
     def batch(self, number: int) -> RolloutBatch:
         """Collates one of the batches, on the CPU."""
         items, factor = self.batches[number]
         return self.items.batch(
-            items,
-            self.kept,
-            self.row_spec,
-            factor=factor,
-            num_slots=self.num_slots,
-            is_empty=self.is_empty,
+            items, factor=factor, num_slots=self.num_slots, is_empty=self.is_empty
         )
 
 
@@ -200,7 +162,6 @@ def rl_step(
     estimates = fill_advantages(
         policy,
         items,
-        kept,
         advantage=as_advantage(settings.advantage),
         batch_size=settings.batch_size,
         ranks=ranks,
@@ -222,7 +183,7 @@ def rl_step(
 
     # Old and reference log-probabilities and old values, in the very batches that are trained on,
     # so that the first ratio is 1 to the last bit.
-    differences = fill_old_scores(policy, batches, items, kept, report=report)
+    differences = fill_old_scores(policy, batches, items, report=report)
     times["old_log_prob"] = time.perf_counter() - begin
 
     # What is logged and stored: dropped rollouts count as well, with a reward and no advantage.
@@ -230,7 +191,9 @@ def rl_step(
     records = in_order(estimates.with_signals([*kept, *dropped]))
     facts = rollout_facts(records) | _mismatch(differences, ranks)
     if estimates.values is not None:
-        facts["rollout/value_mean"] = estimates.value_mean
+        members = estimates.members
+        mean = (estimates.values * members).sum() / members.sum().clamp_min(1)
+        facts["rollout/value_mean"] = float(mean)
     after = _after(progress, rollouts, reward=facts["rollout/reward"], is_empty=is_empty)
     facts |= {
         "rollout/reward_smoothed": after.smoothed or 0.0,
@@ -241,11 +204,9 @@ def rl_step(
     return RLStep(
         number=progress.step,
         records=records,
-        kept=kept,
         items=items,
         batches=batches,
         num_slots=settings.batch_size,
-        row_spec=policy.row_spec,
         is_empty=is_empty,
         facts=facts,
         progress=after,
@@ -274,29 +235,15 @@ def _after(
 class Estimates:
     """Per-token advantages and values of an RL step; ``(num_records, G)`` each."""
 
-    advantages: Tensor
-    """float32."""
-    members: Tensor
-    """bool, the tokens that have them."""
-    returns: Tensor | None = None
-    """float32, what the values are trained towards."""
-    values: Tensor | None = None
-    """float32 value of each token before it was written; ``None`` without a value model."""
-
-    @property
-    def value_mean(self) -> float:
-        """Mean value of the tokens; NaN without a value model."""
-        if self.values is None:
-            return float("nan")
-        return float((self.values * self.members).sum() / self.members.sum().clamp_min(1))
+    advantages: Tensor  # float32
+    members: Tensor  # bool, the tokens that have them
+    returns: Tensor | None = None  # float32, what the values are trained towards
+    values: Tensor | None = None  # float32, before each token was written; with a value model
 
     def with_signals(self, records: Sequence[Trajectory]) -> list[Trajectory]:
         """Copies of records with the signals ``commit_advantage`` and ``commit_value``.
 
-        NaN where a token has none; without a value model the first alone.
-
-        Args:
-            records: those the estimates are of, behind them those that are not trained on.
+        NaN where a token has none, as those of records behind the ones that are trained on.
         """
         tables = {"commit_advantage": self.advantages, "commit_value": self.values}
         found = []
@@ -317,7 +264,6 @@ class Estimates:
 def fill_advantages(
     policy: Policy,
     items: Items,
-    records: Sequence[Trajectory],
     *,
     advantage: Advantage,
     batch_size: int,
@@ -325,14 +271,10 @@ def fill_advantages(
 ) -> Estimates:
     """Gives every unit of every item its advantage, and with a value model its return and value.
 
-    Args:
-        policy: policy and value model.
-        items: what is trained on.
-        records: rollouts of one RL step, in order; their meta holds the rewards.
-        advantage: compares the rewards of a group.
-        batch_size: items per forward of the value model.
-        ranks: the processes, which share the forwards of the value model.
+    The meta of the records holds the rewards. Processes share the forwards of the value model, each
+    of ``batch_size`` items.
     """
+    records = items.records
     rewards = torch.tensor([float(one.meta["reward"]) for one in records], dtype=torch.float32)
     compared = torch.zeros_like(rewards)
     for group in groups_of(records):
@@ -350,8 +292,8 @@ def fill_advantages(
     else:
         values = None
         if policy.value is not None:
-            values = ranks.sum(_values(policy, items, records, batch_size, ranks))
-        estimates = _along_steps(policy, items, records, responses, compared, values)
+            values = ranks.sum(_values(policy, items, batch_size, ranks))
+        estimates = _along_steps(policy, items, responses, compared, values)
     items.advantage = estimates.advantages[items.record, items.cell]
     if estimates.values is not None and estimates.returns is not None:
         items.returns = estimates.returns[items.record, items.cell]
@@ -361,7 +303,6 @@ def fill_advantages(
 def _along_steps(
     policy: Policy,
     items: Items,
-    records: Sequence[Trajectory],
     responses: Responses,
     compared: Tensor,
     values: Tensor | None,
@@ -373,7 +314,7 @@ def _along_steps(
     # A response's advantage is paid when its last step is done, rewards per token where they lie.
     steps, members = order_of_writing(responses, shrink=shrink)
     rewards = outcome_rewards(compared, steps, members)
-    for number, record in enumerate(records):
+    for number, record in enumerate(items.records):
         given = record.meta.get("token_rewards")
         if given is not None:
             paid = torch.tensor(given, dtype=torch.float32)
@@ -390,43 +331,34 @@ def _along_steps(
 
 
 @torch.no_grad()
-def _values(
-    policy: Policy,
-    items: Items,
-    records: Sequence[Trajectory],
-    batch_size: int,
-    ranks: Ranks,
-) -> Tensor:
+def _values(policy: Policy, items: Items, batch_size: int, ranks: Ranks) -> Tensor:
     """``(num_records, G)`` values of the tokens of this process's share of the records, else 0.
 
     They are those of the states that the decode went through, whatever states the items have; where
     that suffices, only those of the items (:meth:`ValueObjective.needs_whole_trace`).
     """
     assert policy.value is not None
+    records = items.records
     found = torch.zeros(len(records), items.hidden.shape[1], dtype=torch.float32)
     mine = torch.arange(ranks.rank, len(records), ranks.world_size)
-    if policy.value.needs_whole_trace(policy.corruption):
+    numbers = torch.isin(items.item_record, mine).nonzero()[:, 0]
+    if policy.value.needs_whole_trace(policy.corruption) and len(mine):
         rows = RowBuilder(
             policy.value.trace(policy.corruption),
-            policy.row_spec,
+            policy.rows.spec,
             num_padding=policy.rows.num_padding,
             copies=policy.rows.copies,
         )
-        records = [records[number] for number in mine.tolist()]
-        numbers = torch.arange(0)
-        if records:
-            items = rows.items(records)
-            numbers = torch.arange(len(items))
-    else:
-        numbers = torch.isin(items.item_record, mine).nonzero()[:, 0]
-        mine = torch.arange(len(records))
+        items = rows.items([records[number] for number in mine.tolist()])
+        items.record = mine[items.record]
+        items.records = records
+        numbers = torch.arange(len(items))
     # Entered by all processes, also by one that has nothing to value: weights are gathered.
     with policy.value_weights():
         for chosen in numbers.split(batch_size) if len(numbers) else ():
-            batch = items.batch(chosen, records, policy.row_spec).to(policy.device)
             units = items.units(chosen)
-            values = policy.values(batch).float().cpu()
-            found[mine[items.record[units]], items.cell[units]] = values
+            values = policy.values(items.batch(chosen).to(policy.device)).float().cpu()
+            found[items.record[units], items.cell[units]] = values
     return found
 
 
@@ -450,9 +382,7 @@ def shard_items(
             are numbered behind those of the passes before it.
         batch_size: items per batch and process, however many rows they are.
         accumulate: batches per update; the last update has those it needs.
-        rank: global rank.
-        world_size: number of processes.
-        seed: what the shuffles follow from, the same on all processes.
+        rank, world_size, seed: the shuffles follow from the seed, the same on all processes.
     """
     generator = np.random.default_rng(list(seed))
     slots = batch_size * accumulate * world_size
@@ -487,7 +417,6 @@ def fill_old_scores(
     policy: Policy,
     batches: Sequence[MicroBatch],
     items: Items,
-    records: Sequence[Trajectory],
     *,
     report: Report = no_report,
 ) -> Tensor:
@@ -496,28 +425,18 @@ def fill_old_scores(
     The batches are those of training, so that the first ratio is 1 to the last bit. How far the
     sampler's probabilities lie from those of the training forward is measured on the way.
 
-    Args:
-        policy: the policy.
-        batches: from :func:`shard_items`.
-        items: all items.
-        records: the rollouts that items number.
-        report: told after every batch.
-
     Returns:
         ``(3,)`` float64 sums over this process's tokens: absolute and signed difference of
         log-probabilities (sampler less training, the estimated divergence), and how many compared.
     """
-    objective = policy.objective
-    sampled = _sampled(items, records)
-    if objective.old_log_prob == "behaviour":
-        _take_behaviour(items, sampled, records)
+    sampled = _sampled(items)
     M = len(items.weight)
     is_scored = torch.zeros(M, dtype=torch.bool)
     tables: dict[str, Tensor] = {}
     sums = torch.zeros(3, dtype=torch.float64)
     for done, (numbers, factor) in enumerate(batches):
-        batch = items.batch(numbers, records, policy.row_spec).to(policy.device)
-        scores = policy.score(batch, with_value=policy.value is not None)
+        batch = items.batch(numbers).to(policy.device)
+        scores = policy.score(batch)
         units, log_prob = items.units(numbers), scores.log_prob.cpu()
         if factor:
             difference = (sampled[units] - log_prob).double()
@@ -527,10 +446,10 @@ def fill_old_scores(
         # A copy that fills up may be rounded otherwise than the batch that is trained on, whose
         # scores are the ones to compare with. Weighted batches overwrite, copies do not.
         is_new = torch.ones_like(is_scored[units]) if factor else ~is_scored[units]
-        found = {"old_log_prob": log_prob} if objective.old_log_prob == "recompute" else {}
+        found = {"old_log_prob": log_prob}
         if scores.value is not None:
             found["old_value"] = scores.value.cpu()
-        if objective.kl_to == "initial":
+        if policy.objective.kl_to == "initial":
             found["reference"] = policy.reference_log_prob(batch).cpu()
         for name, value in found.items():
             table = tables.setdefault(name, value.new_zeros(M))
@@ -542,31 +461,17 @@ def fill_old_scores(
     return sums
 
 
-def _sampled(items: Items, records: Sequence[Trajectory]) -> Tensor:
+def _sampled(items: Items) -> Tensor:
     """``(M,)`` float32 log-probabilities under which the sampler drew the units.
 
     NaN where it did not: what the end-of-text fill wrote, and units of views, which it never saw.
     """
-    table = torch.full((len(records), items.hidden.shape[1]), torch.nan)
+    table = torch.full((len(items.records), items.hidden.shape[1]), torch.nan)
     if items.unit is None:
-        for number, record in enumerate(records):
+        for number, record in enumerate(items.records):
             if SAMPLED in record.signals:
                 table[number, : record.num_generated] = torch.tensor(record.signals[SAMPLED])
     return table[items.record, items.cell]
-
-
-def _take_behaviour(items: Items, sampled: Tensor, records: Sequence[Trajectory]) -> None:
-    """Makes the sampler's log-probabilities the old ones; what it did not draw has no weight."""
-    for record in records:
-        if SAMPLED not in record.signals:
-            raise ValueError(
-                f"objective.old_log_prob: {record.uid} holds no probabilities of its sampler "
-                f"({SAMPLED}); use recompute"
-            )
-    is_known = sampled.isfinite()
-    items.old_log_prob = torch.where(is_known, sampled, 0.0)
-    items.weight = torch.where(is_known, items.weight, 0.0)
-    items.kl_weight = torch.where(is_known, items.kl_weight, 0.0)
 
 
 def _mismatch(sums: Tensor, ranks: Ranks) -> dict[str, float]:

@@ -25,6 +25,12 @@ def server() -> Iterator[JudgeServer]:
     running.close()
 
 
+def judge_of(server: JudgeServer, **options: Any) -> HttpStepJudge:
+    judge = HttpStepJudge(url=server.url, model="judge", **options)
+    judge.endpoint.pause_s = 0.02
+    return judge
+
+
 QUESTION = StepQuestion(
     uid="s#0", part=1, problem="3+4?", truth="7", is_correct=True, response="all", shown="it is 13"
 )
@@ -47,7 +53,7 @@ def test_rewards_through_the_endpoint_are_the_same_every_time(server: JudgeServe
         wrong(number=0, steps=range(20), decode=shown),
         right(number=1, steps=range(20), decode=harmless),
     ]
-    reward = ProcessReward(HttpStepJudge(url=server.url, model="judge"), reward_chunk_length=10)
+    reward = ProcessReward(judge_of(server), reward_chunk_length=10)
     first, again = reward.score(group), reward.score(group)
     for score, twin, last in zip(first, again, (-1, 1), strict=True):
         assert score.token_rewards.tolist() == [0] * 19 + [last]  # type: ignore[union-attr]
@@ -70,8 +76,7 @@ def test_the_judge_sees_the_pictures_as_the_model_does(server: JudgeServer) -> N
     note[0x0112] = 6  # the camera lay on its side
     image.save(file, "JPEG", exif=note)
     example = replace(SUM, images=(Picture(file.getvalue()),))
-    judge = HttpStepJudge(url=server.url, model="judge")
-    ProcessReward(judge, k_sample=1).score([right(example=example, decode=str)])
+    ProcessReward(judge_of(server), k_sample=1).score([right(example=example, decode=str)])
     shown, asked = server.requests[0]["messages"][1]["content"]
     assert (shown["type"], asked["type"]) == ("image_url", "text")
     seen = drawn_picture(shown["image_url"]["url"])
@@ -84,9 +89,7 @@ def test_a_judge_that_is_busy_for_longer_than_three_attempts_is_waited_for(
     server: JudgeServer,
 ) -> None:
     server.num_failures, server.status = 6, 503
-    judge = HttpStepJudge(url=server.url, model="judge", deadline_s=30)
-    judge.endpoint.pause_s = 0.01
-    assert judge.grade(QUESTION, 0) == -1
+    assert judge_of(server, deadline_s=30).grade(QUESTION, 0) == -1
     assert len(server.requests) == 7
 
 
@@ -95,7 +98,7 @@ def test_a_deadline_that_passes_ends_the_run_or_leaves_the_outcome(
 ) -> None:
     """The deadline is the endpoint's: once it has passed, further questions are asked once."""
     server.num_failures, server.status = 10_000, 503
-    strict = HttpStepJudge(url=server.url, model="judge", deadline_s=0.2)
+    strict = judge_of(server, deadline_s=0.2)
     strict.endpoint.pause_s = 0.05
     with pytest.raises(ValueError, match=r"^s#0: judge: http://.* did not answer: .*503"):
         strict.grade(QUESTION, 0)
@@ -115,7 +118,7 @@ def test_a_deadline_that_passes_ends_the_run_or_leaves_the_outcome(
 def test_a_reply_that_does_not_end_is_not_waited_for(server: JudgeServer) -> None:
     """Every byte comes in time, all of them would take 12 s."""
     server.body, server.pause_s = b" " * 400, 0.03
-    judge = HttpStepJudge(url=server.url, model="judge", timeout_s=0.2, deadline_s=0.1)
+    judge = judge_of(server, timeout_s=0.2, deadline_s=0.1)
     began = time.monotonic()
     with pytest.raises(ValueError, match=r"did not answer: no whole reply in 0\.2 s"):
         judge.grade(QUESTION, 0)
@@ -126,23 +129,21 @@ def test_the_token_comes_from_the_environment(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", "sesame")
-    HttpStepJudge(url=server.url, model="m", api_key_env="JUDGE_KEY").grade(QUESTION, 0)
-    HttpStepJudge(url=server.url, model="m").grade(QUESTION, 0)
+    judge_of(server, api_key_env="JUDGE_KEY").grade(QUESTION, 0)
+    judge_of(server).grade(QUESTION, 0)
     assert server.tokens == ["Bearer sesame", None]
 
 
 def test_a_refusal_is_final_and_names_the_sample(server: JudgeServer) -> None:
+    """A client error, and replies of another protocol."""
+    for body in (b"{}", b"<html>", b'{"choices": []}'):
+        server.body = body
+        with pytest.raises(ValueError, match=r"^s#0: .* did not reply as chat completions do"):
+            judge_of(server).grade(QUESTION, 0)
     server.num_failures, server.status = 9, 404
     with pytest.raises(ValueError, match=r"^s#0: judge: http://.* did not answer: .*404"):
-        HttpStepJudge(url=server.url, model="judge").grade(QUESTION, 0)
-    assert len(server.requests) == 1
-
-
-@pytest.mark.parametrize("body", [b"{}", b"<html>", b'{"choices": []}'])
-def test_a_reply_of_another_protocol_is_an_error(server: JudgeServer, body: bytes) -> None:
-    server.body = body
-    with pytest.raises(ValueError, match="did not reply as chat completions do"):
-        HttpStepJudge(url=server.url, model="judge").grade(QUESTION, 0)
+        judge_of(server).grade(QUESTION, 0)
+    assert len(server.requests) == 4
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,8 @@ REFUSED: dict[str, Callable[[], object]] = {
     "^url": lambda: HttpStepJudge(url="localhost", model="m"),
     "^deadline_s": lambda: HttpStepJudge(url="http://x", model="m", deadline_s=-1),
     "^api_key_env": lambda: HttpStepJudge(url="http://x", model="m", api_key_env="NO_SUCH_KEY"),
-    "^MeanCorrectnessFilter: .* 0.8 and 0.2": lambda: MeanCorrectnessFilter(0.8, 0.2),
-    "^MeanCorrectnessFilter: .* 0.5 and 1.1": lambda: MeanCorrectnessFilter(0.5, 1.1),
+    "^MeanCorrectnessFilter.max: .* 0.2": lambda: MeanCorrectnessFilter(0.8, 0.2),
+    "^MeanCorrectnessFilter.max: .* 1.1": lambda: MeanCorrectnessFilter(0.5, 1.1),
 }
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,9 +33,12 @@ def test_leave_one_out_compares_with_the_others() -> None:
     assert LeaveOneOut().compute(torch.tensor([5.0])).tolist() == [0.0]
 
 
-def test_raw_rewards_are_left_alone() -> None:
-    rewards = torch.tensor([1.0, 2.0])
-    assert RawReward().compute(rewards).equal(rewards)
+def test_the_example_ranks_responses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thrice those above less those below, of the three others."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    ranks = import_module("advantage").RankAdvantage(scale=3.0)
+    found = as_advantage(ranks).compute(torch.tensor([3.0, 0.0, 3.0, 1.0]))
+    assert found.tolist() == [2.0, -3.0, 2.0, -1.0]
 
 
 def test_short_names_stand_for_classes_and_others_are_refused() -> None:
@@ -145,34 +149,3 @@ def test_outcome_reward_without_discount_gives_every_token_the_reward() -> None:
     # Not in the last step, where a token keeps its own reward: the same number here.
     torch.testing.assert_close(found.returns, expected)
     torch.testing.assert_close(found.advantages, torch.where(members, expected - values, 0.0))
-
-
-def test_lambda_zero_looks_one_step_ahead() -> None:
-    """g = 1, l = 0: A_k = r_k - V_k + V*_{t+1}."""
-    rewards = torch.tensor([[0.0, 0.0, 1.0]])
-    values = torch.tensor([[0.5, 0.25, 2.0]])
-    found = StepGAE(lam=0.0).compute(
-        rewards, values, torch.tensor([[0, 0, 1]]), torch.ones(1, 3, dtype=torch.bool)
-    )
-    torch.testing.assert_close(found.advantages, torch.tensor([[1.5, 1.75, -1.0]]))
-
-
-def test_mean_of_a_step_is_the_advantage_of_the_step() -> None:
-    rewards, values, steps, members = random_case(7)
-    found = StepGAE(gamma=0.9, lam=0.8).compute(rewards, values, steps, members)
-    row = 1
-    order = sorted({int(s) for s, m in zip(steps[row], members[row], strict=True) if m})
-    advantage, following = 0.0, 0.0
-    for step in reversed(order):
-        cells = members[row] & (steps[row] == step)
-        value = float(values[row, cells].mean())
-        delta = float(rewards[row, cells].mean()) - value + 0.9 * following
-        advantage, following = delta + 0.9 * 0.8 * advantage, value
-        assert math.isclose(float(found.advantages[row, cells].mean()), advantage, rel_tol=1e-9)
-
-
-def test_no_member_at_all() -> None:
-    nothing = torch.zeros(2, 3, dtype=torch.bool)
-    found = StepGAE().compute(torch.ones(2, 3), torch.ones(2, 3), torch.zeros(2, 3).long(), nothing)
-    assert not found.returns.any()
-    assert not found.advantages.any()

@@ -51,10 +51,11 @@ def test_log_probs_are_those_of_the_true_states(name: str, packing: int) -> None
     assert min(len(answer_cells(record)) for record in records) < G
     items = rl.rows.items(records)
     assert packing == 1 or items.item.bincount().max() == packing
+    assert items.size.equal(items.item.bincount().double())
     items.old_log_prob = torch.full(items.cell.shape, torch.nan, dtype=torch.float64)
     shuffled = every(items)[torch.randperm(len(items), generator=torch.Generator().manual_seed(0))]
     for chosen in shuffled.split(7):
-        batch = items.batch(chosen, records, backbone.spec)
+        batch = items.batch(chosen)
         with torch.no_grad():
             items.old_log_prob[items.units(chosen)] = rl.score(batch).log_prob
     found = unit_table(items, "old_log_prob", len(records))
@@ -80,7 +81,7 @@ def test_reference_alignment_moves_the_blocks_of_training_rows_only() -> None:
     for rl in (module(backbone, block_alignment="absolute"), moved):
         items = rl.rows.items(records)
         with torch.no_grad():
-            items.old_log_prob = rl.score(items.batch(every(items), records, rl.row_spec)).log_prob
+            items.old_log_prob = rl.score(items.batch(every(items))).log_prob
         expected = torch.stack([direct_log_probs(backbone, record) for record in records])
         found = unit_table(items, "old_log_prob", len(records))
         differences.append(float((found - expected).abs().nan_to_num().max()))
@@ -175,7 +176,7 @@ def test_a_row_cap_weighs_what_is_left() -> None:
 
 def scored(rl: Any, items: Items, records: list[Trajectory], numbers: Tensor) -> Tensor:
     with torch.no_grad():
-        found: Tensor = rl.score(items.batch(numbers, records, rl.row_spec)).log_prob
+        found: Tensor = rl.score(items.batch(numbers)).log_prob
     return found
 
 
@@ -213,7 +214,7 @@ def test_masked_prompts_differ_between_passes_and_not_between_batches() -> None:
     rl = module(backbone, corruption=MaskedPrompt())
 
     def prompts(items: Items, numbers: Tensor) -> list[list[int]]:
-        rows = training_rows(items.batch(numbers, records, backbone.spec), backbone.spec)
+        rows = training_rows(items.batch(numbers), backbone.spec)
         start = rows.response_start
         assert (rows.ids[:, start:] == MASK).all()
         return [
@@ -231,9 +232,6 @@ def test_masked_prompts_differ_between_passes_and_not_between_batches() -> None:
 @pytest.mark.parametrize(
     ("corruption", "attention", "option"),
     [
-        (MaskedPrompt(), "block", "corruption: MaskedPrompt"),
-        (RandomMasking(level="block"), "full", "corruption.level"),
-        (CoupledMasking(level="block"), "full", "corruption.level"),
         (Autoregressive(), "full", "corruption: Autoregressive"),
         (RandomMasking(weight="1/t"), "full", "corruption.weight"),
         (TraceMasking(weight="none"), "block", "corruption.weight"),
@@ -265,7 +263,7 @@ def test_given_tokens_are_shown_in_every_state_and_never_predicted(
     made = builder(corruption, block=block)
     items = made.items([record])
     assert set(items.cell.tolist()) <= {0, 1, 2}
-    rows = training_rows(items.batch(every(items), [record], made.spec), made.spec)
+    rows = training_rows(items.batch(every(items)), made.spec)
     shown = (rows.targets == record.tokens[3]) & (rows.ids == rows.targets)
     assert shown.sum() == (rows.targets == record.tokens[3]).sum() > 0
 

@@ -27,9 +27,9 @@ class Engine:
 
     def generate(self, prompts: Any, *, shared: bool) -> list[Any]:
         assert shared
-        metas = [prompt.meta for prompt in prompts]
+        metas = [{**prompt.meta, "num_tokens": 4} for prompt in prompts]
         return [
-            SimpleNamespace(trajectory=SimpleNamespace(meta={**meta, "num_tokens": 4}, num_steps=2))
+            SimpleNamespace(trajectory=SimpleNamespace(meta=meta, num_steps=2))
             for meta in metas
             if (meta["prompt"], meta["response"]) in self.taken
         ]
@@ -39,28 +39,20 @@ class Scorer:
     """Reads rewards off; half a point or more is right, prompt 2 is not graded."""
 
     def score(self, groups: Any) -> list[list[RewardScore]]:
-        found = []
-        for (rollout,) in groups:
-            meta = rollout.trajectory.meta
-            reward = REWARDS[meta["prompt"]][meta["response"]]
-            status = "ungraded" if meta["prompt"] == 2 else "wrong" if reward < 0.5 else "right"
-            found.append(
-                [
-                    RewardScore(
-                        total=reward, verdict=Verdict(status=status), is_correct=status == "right"
-                    )
-                ]
-            )
-        return found
+        return [[self.one(**group[0].trajectory.meta)] for group in groups]
+
+    def one(self, prompt: int, response: int, **_: Any) -> RewardScore:
+        reward = REWARDS[prompt][response]
+        status = "ungraded" if prompt == 2 else "wrong" if reward < 0.5 else "right"
+        is_right = status == "right"
+        return RewardScore(total=reward, verdict=Verdict(status=status), is_correct=is_right)
 
 
 class Together:
     """Adds up over processes that run one after the other; gives sums when asked again."""
 
     device = torch.device("cpu")
-
-    def __init__(self) -> None:
-        self.total: Tensor | float = 0.0
+    total: Tensor | float = 0.0
 
     def sum(self, values: Tensor) -> Tensor:
         self.total = self.total + values
@@ -86,28 +78,19 @@ def test_responses_to_one_prompt_are_averaged_first() -> None:
     """Prompts are worth 0.5, 1 and 0: deviation 0.5 (of 3 - 1), so a standard error of 0.5/3^0.5.
 
     Of prompt 0 two of three are right, of prompt 1 all: 5/6. Decoder ``b`` and prompt 3 have none.
+    Where responses lie makes no difference.
     """
-    found = scores(ALL)
-    assert found == pytest.approx(
-        {
-            "reward": 0.5,
-            "reward_stderr": 0.5 / 3**0.5,
-            "response_length": 4.0,
-            "num_steps": 2.0,
-            "num_prompts": 3.0,
-            "accuracy": 5 / 6,
-        }
-    )
-
-
-def test_where_responses_lie_makes_no_difference() -> None:
-    assert scores(ALL[::2], ALL[1::2]) == pytest.approx(scores(ALL), abs=1e-15)
-
-
-def test_one_prompt_has_no_standard_error() -> None:
-    found = scores(ALL[:3])
-    assert found["num_prompts"] == 1.0
-    assert "reward_stderr" not in found
+    expected = {
+        "reward": 0.5,
+        "reward_stderr": 0.5 / 3**0.5,
+        "response_length": 4.0,
+        "num_steps": 2.0,
+        "num_prompts": 3.0,
+        "accuracy": 5 / 6,
+    }
+    assert scores(ALL) == pytest.approx(expected)
+    assert scores(ALL[::2], ALL[1::2]) == pytest.approx(expected)
+    assert "reward_stderr" not in scores(ALL[:3])  # of one prompt
 
 
 def test_facts_by_hand() -> None:

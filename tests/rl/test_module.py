@@ -17,11 +17,9 @@ from lit_dlm.decoding import (
     DecodeSettings,
     DynamicPolicy,
     EvenQuota,
-    FullWindow,
     RandomPolicy,
     Sampler,
 )
-from lit_dlm.losses.corruption import RandomMasking, TraceMasking
 from lit_dlm.losses.terms import LossTerms
 from lit_dlm.losses.views import CoupledViews
 from lit_dlm.rl.advantages import RawReward
@@ -47,7 +45,7 @@ def first_batch(rl: TraceRLModule) -> RolloutBatch:
     records = decoded(rl.backbone, 6, per_step=1)
     items, batches = prepared(rl, records, batch_size=6)
     numbers, factor = batches[0]
-    return items.batch(numbers, records, rl.row_spec, factor=factor, num_slots=6)
+    return items.batch(numbers, factor=factor, num_slots=6)
 
 
 def gradients(rl: TraceRLModule, batch: RolloutBatch) -> dict[str, torch.Tensor]:
@@ -76,7 +74,7 @@ def test_packed_rows_have_the_gradient_of_separate_ones(origin: str) -> None:
         rl = module(policy(**BLOCK, block_origin=origin), packing=packing)
         records = decoded(rl.backbone, 6, per_step=1)
         items, _ = prepared(rl, records, advantage=RawReward())
-        batch = items.batch(every(items), records, rl.row_spec, num_slots=1)
+        batch = items.batch(every(items), num_slots=1)
         found.append(gradients(rl, batch))
     assert found[0].keys() == found[1].keys()
     for name, gradient in found[0].items():
@@ -88,7 +86,7 @@ def test_copies_that_fill_up_change_nothing() -> None:
     rl = module(policy(), value=ValueObjective(backbone="head"))
     records = decoded(rl.backbone, 6)
     items, _ = prepared(rl, records)
-    batch = items.batch(torch.tensor([7]), records, rl.row_spec, factor=0.0, num_slots=4)
+    batch = items.batch(torch.tensor([7]), factor=0.0, num_slots=4)
     assert not any(gradient.any() for gradient in gradients(rl, batch).values())
 
 
@@ -144,11 +142,6 @@ def test_temperature_of_training_is_that_of_rollouts() -> None:
     assert given.temperature == 1.0
 
 
-def with_window(window: Any) -> dict[str, Decoder]:
-    sampler = Sampler(temperature=1.0, score_on="filtered")
-    return {"random": Decoder(policy=RandomPolicy(), window=window, sampler=sampler)}
-
-
 def whole(**options: Any) -> TraceRLModule:
     return module(policy(lora=False), **options)
 
@@ -159,13 +152,6 @@ def with_dropout() -> TraceRLModule:
     return module(backbone)
 
 
-def behaving(family: dict[str, Any], **options: Any) -> TraceRLModule:
-    temperature = options.pop("temperature", "rollout")
-    objective = PolicyObjective(old_log_prob="behaviour", temperature=temperature)
-    return module(policy(**family), objective=objective, **options)
-
-
-THREE = {"attention": "block", "block_size": 3}
 REFUSED: dict[str, Any] = {
     "^method: expected 'random', got 'no'": lambda: module(policy(), method="no"),
     "^val_method: .* 'no'": lambda: module(policy(), val_method=["random", "no"]),
@@ -195,19 +181,6 @@ REFUSED: dict[str, Any] = {
     r"^value\.gamma": lambda: ValueObjective(gamma=1.5),
     r"^value\.clip": lambda: ValueObjective(clip=0.0),
     r"^value\.lora\.dropout": lambda: ValueObjective(lora=LoRASettings(dropout=0.5)),
-    # The sampler's own probabilities are those of states that it has seen.
-    "behaviour.*RandomMasking": lambda: behaving({}, corruption=RandomMasking()),
-    "behaviour.*padding hidden": lambda: behaving({}, corruption=TraceMasking()),
-    "behaviour.*got shrink 2": lambda: behaving(
-        {}, corruption=TraceMasking(shrink=2, padding="replayed")
-    ),
-    r"behaviour.*temperature.* 1\.0, got 2\.0": lambda: behaving({}, temperature=2.0),
-    "behaviour.*got blocks of 6 from the sequence": lambda: behaving(THREE, block_size=6),
-    "behaviour.*of 3 from the response": lambda: behaving(THREE, block_alignment="response"),
-    "behaviour.*window.*got blocks of 6": lambda: behaving(
-        THREE, decoders=with_window(BlockWindow(6, origin="sequence"))
-    ),
-    "behaviour.*got no blocks": lambda: behaving(THREE, decoders=with_window(FullWindow())),
 }
 
 
@@ -215,11 +188,6 @@ REFUSED: dict[str, Any] = {
 def test_contradictions_are_refused(message: str) -> None:
     with pytest.raises(ValueError, match=message):
         REFUSED[message]()
-
-
-def test_behaviour_is_taken_where_states_are_the_samplers() -> None:
-    assert behaving({}).objective.old_log_prob == "behaviour"
-    assert behaving(THREE).objective.old_log_prob == "behaviour"
 
 
 def test_options_of_the_trainer_under_which_no_rl_step_is_whole_are_refused(tmp_path: Path) -> None:
@@ -231,8 +199,6 @@ def test_options_of_the_trainer_under_which_no_rl_step_is_whole_are_refused(tmp_
         EarlyStopping("rollout/reward", check_on_train_epoch_end=False),
     ]
     for name, options in (
-        ("reload_dataloaders_every_n_epochs: expected 1.*got 2",
-         {"reload_dataloaders_every_n_epochs": 2}),
         ("save_on_train_epoch_end: expected true", {"callbacks": early[:1]}),
         ("check_on_train_epoch_end: expected true", {"callbacks": early[1:]}),
     ):  # fmt: skip
@@ -296,7 +262,7 @@ def test_blocks_grow_in_training_before_they_do_in_rollouts(tmp_path: Path) -> N
     assert (rl.backbone.spec.block_size, rl.row_spec.block_size) == (4, 8)
     records = decoded(rl.backbone, 2)
     items = rl.rows.items(records)
-    batch = items.batch(every(items)[:1], records, rl.row_spec)
+    batch = items.batch(every(items)[:1])
     spaces = [training_rows(batch, spec).mask for spec in (rl.backbone.spec, rl.row_spec)]
     assert spaces[0].sum() < spaces[1].sum()
     later = grown(8, "eight", steps=2, resume=tmp_path / "last.ckpt")

@@ -18,8 +18,6 @@ from lit_dlm.rl.settings import ValueObjective
 from lit_dlm.rl.step import fill_old_scores, shard_items
 from tests.rollouts import answer_cells, decoded, fit, learner, module, policy, rollout_data
 
-BLOCK = {"attention": "block", "block_size": 4}
-
 
 class HashReward(Reward):
     """Arbitrary numbers, so that every response differs."""
@@ -34,37 +32,8 @@ def flat(values: Any) -> torch.Tensor:
     return torch.cat([value.detach().flatten() for value in values])
 
 
-def trained(rl: TraceRLModule) -> torch.Tensor:
-    return flat(p for p in rl.parameters() if p.requires_grad)
-
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=1e-2)
-
-
 def standing(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([{**group, "lr": 0.0} for group in params])
-
-
-def one_update(folder: Path, *, packing: int, accumulate: int) -> tuple[torch.Tensor, float]:
-    curve = RewardCurve(str(folder))
-    rl = learner(family=BLOCK, packing=packing, optimizer=sgd)
-    before = trained(rl)
-    data = rollout_data(rewards=[HashReward()], batch_size=1)
-    fit(rl, data, folder, steps=1, callbacks=[curve], accumulate_grad_batches=accumulate)
-    (point,) = curve.points
-    assert point["updates"] == 1
-    return trained(rl) - before, point["train/grad_norm_policy"]
-
-
-@pytest.mark.slow
-def test_packed_rows_make_the_update_of_separate_ones(tmp_path: Path) -> None:
-    apart, norm = one_update(tmp_path / "1", packing=1, accumulate=1000)
-    packed, packed_norm = one_update(tmp_path / "4", packing=4, accumulate=250)
-    assert apart.abs().max() > 1e-3
-    # The layers' norms are computed in float32 in any model, so another order of sums shows.
-    torch.testing.assert_close(packed, apart, rtol=0, atol=1e-6)
-    assert packed_norm == pytest.approx(norm, rel=1e-4)
 
 
 def gradient_of_one_response(rl: TraceRLModule) -> tuple[frozenset[Any], torch.Tensor]:
@@ -73,8 +42,8 @@ def gradient_of_one_response(rl: TraceRLModule) -> tuple[frozenset[Any], torch.T
     items = rl.rows.items(records)
     items.advantage = items.cell.float() - 2.5
     (share,) = shard_items(items.size.numpy(), batch_size=50)
-    fill_old_scores(rl, [share], items, records)
-    batch = items.batch(share.items, records, rl.row_spec, factor=share.factor, num_slots=50)
+    fill_old_scores(rl, [share], items)
+    batch = items.batch(share.items, factor=share.factor, num_slots=50)
     rl.zero_grad()
     rl.training_step(batch).backward()
     rows = frozenset(tuple(row) for row in items.supervised.tolist())

@@ -33,17 +33,10 @@ def test_settings_are_checked(options: dict[str, Any], message: str) -> None:
         rollout_data(**options)
 
 
-def test_rows_beyond_the_backbones_positions_are_counted_and_refused(tmp_path: Path) -> None:
+def test_rows_beyond_the_models_positions_are_refused(tmp_path: Path) -> None:
     rl = learner(family={"max_positions": 26})
-    lengths = [len(rl.encode(e)) for e in WordProblems("train", num_examples=20).examples()]
-    num_long = sum(length + G > 26 for length in lengths)
-    assert 0 < num_long < 20
-    with pytest.raises(ValueError, match=rf"^response_length: {num_long} of 20 prompts"):
+    with pytest.raises(ValueError, match=r"^response_length: .* 26 positions"):
         fit(rl, rollout_data(), tmp_path, steps=1)
-    rl = learner(family={"max_positions": max(lengths) + G})
-    data = rollout_data(val_tasks=[WordProblems("test", num_examples=2)], val_response_length=50)
-    with pytest.raises(ValueError, match=r"^val_response_length: 2 of 2 prompts"):
-        fit(rl, data, tmp_path, steps=1)
 
 
 class Falling(Reward):

@@ -120,13 +120,13 @@ def test_a_copy_that_fills_up_keeps_the_scores_of_the_trained_batch() -> None:
     items = rl.rows.items(records)
     real, first, sixth = (torch.tensor(one) for one in (range(5), [0], [5]))
     units = items.units(real)
-    fill_old_scores(rl, [MicroBatch(real, 1.0)], items, records)
+    fill_old_scores(rl, [MicroBatch(real, 1.0)], items)
     expected = items.old_log_prob[units]
     for batches in (
         [MicroBatch(real, 1.0), MicroBatch(first, 0.0), MicroBatch(sixth, 0.0)],
         [MicroBatch(first, 0.0), MicroBatch(sixth, 0.0), MicroBatch(real, 1.0)],
     ):
-        fill_old_scores(rl, batches, items, records)
+        fill_old_scores(rl, batches, items)
         assert items.old_log_prob[units].equal(expected)
         assert items.old_log_prob[items.units(sixth)].all()
 
@@ -136,8 +136,8 @@ def test_advantages_without_values_are_those_of_the_response() -> None:
     backbone = policy()
     rl, records = module(backbone), decoded(backbone, 6)
     items = rl.rows.items(records)
-    found = fill_advantages(rl, items, records, advantage=GroupZScore(), batch_size=4)
-    assert np.isnan(found.value_mean)
+    found = fill_advantages(rl, items, advantage=GroupZScore(), batch_size=4)
+    assert found.values is None
     noted = found.with_signals([*records, replace(records[0], uid="not trained on")])
     assert np.isnan(noted[-1].signals["commit_advantage"]).all()
     assert "commit_value" not in noted[0].signals
@@ -158,7 +158,7 @@ def test_token_rewards_flow_back_along_the_steps() -> None:
     given[late] = 2.0
     records = [replace(first, meta={**first.meta, "token_rewards": given}), second]
     items = rl.rows.items(records)
-    fill_advantages(rl, items, records, advantage=RawReward(), batch_size=4)
+    fill_advantages(rl, items, advantage=RawReward(), batch_size=4)
     table = unit_table(items, "advantage", 2)
     last = [c for c in cells if first.commit_step[c] == first.commit_step[late]]
     earlier = [cell for cell in cells if cell not in last]
@@ -189,7 +189,7 @@ def test_values_are_read_at_the_states_of_the_decode(name: str, kind: Any) -> No
                 parameter.normal_(std=0.3)
     records = decoded(backbone, 4)
     items = rl.rows.items(records)
-    found = fill_advantages(rl, items, records, advantage=RawReward(), batch_size=3)
+    found = fill_advantages(rl, items, advantage=RawReward(), batch_size=3)
     reader = own or backbone
     for row, cell, advantage, returns in zip(
         items.record.tolist(), items.cell.tolist(), items.advantage, items.returns, strict=True
@@ -211,8 +211,7 @@ def test_values_are_read_at_the_states_of_the_decode(name: str, kind: Any) -> No
         expected = record.meta["reward"] - value[cells].astype(np.float32)
         np.testing.assert_allclose(advantage[cells], expected, atol=1e-2)
         means.extend(value[cells].tolist())
-    assert abs(found.value_mean - np.mean(means)) < 1e-2
-    assert found.value_mean != 0.0
+    assert np.ptp(means) > 0.1
 
 
 @pytest.mark.parametrize("name", ["dream", "block from the response"])
@@ -238,7 +237,7 @@ def test_capped_rows_cap_the_values(name: str, monkeypatch: pytest.MonkeyPatch) 
 
         monkeypatch.setattr(rl, "values", values)
         items = rl.rows.items(records)
-        found = fill_advantages(rl, items, records, advantage=RawReward(), batch_size=3)
+        found = fill_advantages(rl, items, advantage=RawReward(), batch_size=3)
         tables.append(unit_table(items, "advantage", 6))
         assert found.members.equal(~tables[-1].isnan()) or given
         forwards.append((sum(seen), len(items)))
@@ -258,7 +257,7 @@ def test_old_log_probs_are_those_of_the_training_forward(words: int | None) -> N
     rl, records = module(backbone), decoded(backbone, 6)
     items = rl.rows.items(records)
     batches = shard_items(items.size.numpy(), batch_size=5)
-    mismatch, _, count = fill_old_scores(rl, batches, items, records).tolist()
+    mismatch, _, count = fill_old_scores(rl, batches, items).tolist()
     table = unit_table(items, "old_log_prob", 6)
     for row, record in enumerate(records):
         cells = answer_cells(record)
@@ -268,26 +267,9 @@ def test_old_log_probs_are_those_of_the_training_forward(words: int | None) -> N
     assert count > 20
     assert mismatch / count < 1e-6
     for numbers, factor in batches:
-        batch = items.batch(numbers, records, backbone.spec, factor=factor, num_slots=5)
+        batch = items.batch(numbers, factor=factor, num_slots=5)
         # The ratio is 1 at the first update, to the last bit.
         assert rl.score(batch).log_prob.equal(batch.old_log_prob)
-
-
-def test_behaviour_takes_the_samplers_record() -> None:
-    backbone = policy().eval()
-    rl = module(backbone, objective=PolicyObjective(old_log_prob="behaviour"), num_padding=None)
-    records = decoded(backbone, 6)
-    items, _ = prepared(rl, records)
-    for row, record in enumerate(records):
-        own = items.record == row
-        sampled = torch.from_numpy(record.signals["commit_log_prob"])[items.cell[own]]
-        known = sampled.isfinite()
-        assert known.sum() > 3
-        assert items.old_log_prob[own][known].equal(sampled[known])
-        assert (items.weight[own][~known] == 0).all()  # the end-of-text fill drew nothing
-    bare = [replace(record, signals={}) for record in records]
-    with pytest.raises(ValueError, match=r"r0\.0 holds no probabilities"):
-        prepared(rl, bare)
 
 
 def test_the_initial_policy_is_the_one_without_the_adapter() -> None:
@@ -345,7 +327,7 @@ def test_an_rl_step_needs_no_trainer() -> None:
     assert [record.uid for record in step.records] == [record.uid for record in records]
     dealt_items = [item for items, factor in step.batches if factor for item in items.tolist()]
     assert sorted(dealt_items) == every(step.items).tolist()
-    rewards = [step.kept[number].meta["reward"] for number in step.items.record.tolist()]
+    rewards = [step.items.records[number].meta["reward"] for number in step.items.record.tolist()]
     assert set(zip(rewards, step.items.advantage.tolist(), strict=True)) == {
         (0.0, -1.0),
         (1.0, 1.0),
