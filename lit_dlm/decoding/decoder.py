@@ -11,7 +11,7 @@ from typing import Any
 
 from lit_dlm.backbones.base import Backbone, BackboneSpec
 from lit_dlm.decoding.caches import CacheScheme, NoCache
-from lit_dlm.decoding.engine import DecodeSettings, decode, decode_queue
+from lit_dlm.decoding.engine import DecodeSettings, Plugs, decode, decode_queue
 from lit_dlm.decoding.guidance import Guidance, GuidedBackbone
 from lit_dlm.decoding.layout import Layout, MarkerLayout, TemplateLayout
 from lit_dlm.decoding.observers import Observer, QueueObserver
@@ -24,7 +24,7 @@ from lit_dlm.decoding.windows import FullWindow, Window, check_window, default_w
 from lit_dlm.plugs import checked_plug
 
 
-class Decoder:
+class Decoder(Plugs):
     """The plugs of one decoding method."""
 
     def __init__(

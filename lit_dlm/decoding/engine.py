@@ -11,24 +11,23 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone, Denoised
-from lit_dlm.decoding.caches import CacheSession
+from lit_dlm.decoding.caches import CacheScheme, CacheSession
 from lit_dlm.decoding.guidance import GuidedBackbone
 from lit_dlm.decoding.observers import Observer, QueueObserver
 from lit_dlm.decoding.policies.base import CommitPolicy
+from lit_dlm.decoding.quotas import Quota
+from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.decoding.state import Canvas, DecodeResult, DecodeState, Status, StepRecord
-from lit_dlm.decoding.windows import WindowView, first_column, masks_first
+from lit_dlm.decoding.windows import Window, WindowView, first_column, masks_first
 from lit_dlm.ops.options import at_least
 from lit_dlm.ops.precision import without_autocast
 from lit_dlm.ops.scores import top_quota
-
-if TYPE_CHECKING:
-    from lit_dlm.decoding.decoder import Decoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +53,17 @@ class DecodeSettings:
             raise ValueError("max_steps: expected a number with stall_rule 'idle', got None")
 
 
+class Plugs:
+    """What the loop reads of a decoder."""
+
+    window: Window  # where a step may commit
+    quota: Quota  # how many cells it commits
+    sampler: Sampler  # which tokens are proposed
+    policy: CommitPolicy  # which of them become final
+    cache: CacheScheme  # what steps take from earlier forwards
+    settings: DecodeSettings
+
+
 class NotANumberError(ValueError):
     """Probabilities of a decode are not numbers; ``rows`` says where in the batch."""
 
@@ -68,7 +78,7 @@ class NotANumberError(ValueError):
 def decode(
     backbone: Backbone,
     canvas: Canvas,
-    plugs: Decoder,
+    plugs: Plugs,
     *,
     observers: Sequence[Observer] = (),
 ) -> DecodeResult:
@@ -88,7 +98,7 @@ def decode(
 def decode_queue(
     backbone: Backbone,
     source: Callable[[int], Canvas | None],
-    plugs: Decoder,
+    plugs: Plugs,
     *,
     num_slots: int,
     observers: Sequence[QueueObserver] = (),
@@ -180,7 +190,7 @@ class Decision:
 def decide(
     backbone: Backbone,
     state: DecodeState,
-    plugs: Decoder,
+    plugs: Plugs,
     *,
     requires: frozenset[str],
     hidden_layers: tuple[int, ...] = (),
@@ -377,7 +387,7 @@ class _Batch:
     """The rows at work, and what those that have ended leave behind."""
 
     def __init__(
-        self, backbone: Backbone, canvas: Canvas, plugs: Decoder, hidden_layers: tuple[int, ...]
+        self, backbone: Backbone, canvas: Canvas, plugs: Plugs, hidden_layers: tuple[int, ...]
     ) -> None:
         self.state = initial_state(backbone, canvas)
         self.session = plugs.cache.start(

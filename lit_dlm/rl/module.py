@@ -65,11 +65,10 @@ class TraceRLModule(TrainableModule):
             as it was decoded), ``RandomMasking``, ``CoupledMasking``, ``CoupledViews``
             (coupled-GRPO) or ``MaskedPrompt`` (diffu-GRPO).
         method: decoder of rollouts; the first one by default.
-        val_method: decoder of validation, or several, such as a static and a dynamic one; that of
-            rollouts by default. The first one gives ``val/reward``, others ``val/NAME/reward``.
+        val_method: decoder of validation, or several; that of rollouts by default. The first one
+            gives ``val/reward``, others ``val/NAME/reward``.
         objective: the clipped policy loss, and which log-probabilities a policy loss gets.
-        policy_loss: takes the place of the clipped loss: a class with a method ``compute``
-            (:class:`~lit_dlm.rl.policy_losses.PolicyLoss`), by its import path.
+        policy_loss: takes the place of the clipped loss; by its import path.
         value: value model; ``null`` for none, then every token has the advantage of its response.
         value_backbone: its own model, with ``value.backbone: full``.
         block_alignment: where blocks of training rows are counted from: ``absolute`` as in

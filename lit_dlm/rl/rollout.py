@@ -67,10 +67,7 @@ class RolloutPrompt:
 def rollout_prompts(
     problems: Iterable[Problem], *, method: str, step: int = 0, num_responses: int
 ) -> list[RolloutPrompt]:
-    """The responses to some prompts in one RL step, group by group.
-
-    Names differ between RL steps, so responses do.
-    """
+    """The responses to some prompts in one RL step, group by group; names differ between steps."""
     return [
         RolloutPrompt(
             example=example,
@@ -248,10 +245,7 @@ class SampledLogProb(QueueObserver):
         self._ended.append(self._table[index])
 
     def ended(self) -> Tensor:
-        """``(n, G)`` float32 of the rows that have ended since the last call, in their order.
-
-        NaN where no proposal was written.
-        """
+        """``(n, G)`` float32 of rows that have ended since the last call; NaN of no proposal."""
         ended, self._ended = self._ended, []
         return torch.cat(ended)
 

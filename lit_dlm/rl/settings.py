@@ -142,15 +142,13 @@ class RolloutSettings:
         rollout_batch_size: responses decoded together.
         batch_size: training items per batch and process; rows that are packed are one.
         rows_per_update: most rows of one update over all processes, from which the trainer's
-            ``accumulate_grad_batches`` follows for any number of them; ``null`` leaves it alone.
+            ``accumulate_grad_batches`` follows; ``null`` leaves it alone.
         filters: groups that one of them drops are not trained on.
         overlong_is_wrong: scores truncated training responses as incorrect without grading.
         overlong_margin: so many cells short of the budget count as truncated, too (5 in dLLM-RL).
-        advantage: turns the rewards of a prompt's responses into advantages: ``GroupZScore``,
-            ``LeaveOneOut``, ``RawReward``, or a class of one's own by its import path. The names
-            ``group_zscore``, ``leave_one_out`` and ``none`` stand for the first three.
-        passes: passes over the items of an RL step, each in updates of its own; random states are
-            drawn anew in each.
+        advantage: of a prompt's responses: ``group_zscore``, ``leave_one_out``, ``none``, or a
+            class of one's own by its import path.
+        passes: over the items of an RL step, each in updates of its own; random states differ.
         val_responses: responses to each held-out prompt.
         val_response_length: cells of those; as many as in training by default.
         num_workers: threads that grade.

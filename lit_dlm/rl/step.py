@@ -382,9 +382,7 @@ def shard_items(
             are numbered behind those of the passes before it.
         batch_size: items per batch and process, however many rows they are.
         accumulate: batches per update; the last update has those it needs.
-        rank: global rank.
-        world_size: number of processes.
-        seed: what the shuffles follow from, the same on all processes.
+        rank, world_size, seed: the shuffles follow from the seed, the same on all processes.
     """
     generator = np.random.default_rng(list(seed))
     slots = batch_size * accumulate * world_size
