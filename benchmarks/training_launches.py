@@ -41,14 +41,13 @@ def _empty(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def _responses(*, with_steps: bool) -> SupervisedBatch:
+def _responses() -> SupervisedBatch:
     return SupervisedBatch(
         ids=_empty(ROWS, PROMPT + RESPONSE),
         pad_mask=_empty(ROWS, PROMPT + RESPONSE, dtype=torch.bool),
         start=PROMPT,
         answer_length=_empty(ROWS),
-        steps=_empty(ROWS, RESPONSE) if with_steps else None,
-        decode_entropy=None,
+        steps=_empty(ROWS, RESPONSE),
         uids=[str(row) for row in range(ROWS)],
         epochs=[0] * ROWS,
     )
@@ -60,7 +59,7 @@ def _adapted() -> Any:
 
 def _fine_tuning(kind: type[FinetuneModule]) -> Callable[[], Tensor]:
     module: Any = kind(_adapted(), tokenizer="tiny")  # type: ignore[call-arg]
-    batch = _responses(with_steps=kind is TABOMModule)
+    batch = _responses()
     return lambda: module.training_step(batch)
 
 
@@ -73,7 +72,7 @@ def _tracerl() -> Callable[[], Tensor]:
     ).to("meta")
     cells = {"dtype": torch.float32}
     batch = RolloutBatch(
-        responses=_responses(with_steps=True),
+        responses=_responses(),
         sample=_empty(ROWS),
         item=_empty(ROWS),
         hidden=_empty(ROWS, RESPONSE, dtype=torch.bool),

@@ -1,7 +1,7 @@
 """Endless pre-training batches from task generators, drawn on the fly.
 
 Batch ``n`` is a function of the seed alone, and processes take batches in turn: a resumed run
-continues with what it would have seen on any number of them, and nothing has to be stored.
+continues with what it would have seen, and nothing has to be stored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from lit_dlm.backbones import load_tokenizer
-from lit_dlm.datamodules.resuming import ElasticDataModule, set_accumulation
+from lit_dlm.datamodules.resuming import ResumableDataModule, set_accumulation
 from lit_dlm.modules.pretrain import DrillBatch, PretrainBatch
 from lit_dlm.ops.schedules import hidden_cells
 from lit_dlm.toy.generated import DrillSource, TrainingSource
@@ -171,7 +171,7 @@ class PretrainBatches(IterableDataset[PretrainBatch]):
         return chances
 
 
-class PretrainDataModule(ElasticDataModule):
+class PretrainDataModule(ResumableDataModule):
     """The stream of :class:`PretrainBatches` for ``fit``; it resumes at the trainer's step.
 
     Args:

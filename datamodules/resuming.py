@@ -1,9 +1,9 @@
-"""What data needs to go on exactly where a run stopped, whatever its number of processes."""
+"""What data needs to go on exactly where a run stopped, on as many processes as before."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,6 @@ import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from numpy.typing import NDArray
-from torch.nn import Dropout
 from torch.utils.data import DataLoader, Dataset
 
 from lit_dlm.datamodules.epoch_plan import EpochPlan, ExampleRef, FixedPlan
@@ -69,68 +68,35 @@ def computed_loader(make: Callable[[Sequence[ExampleRef]], Any], count: int) -> 
     return _planned_loader(_Computed(make), FixedPlan(np.arange(count), batch_size=1))
 
 
-class ElasticDataModule(LightningDataModule):
-    """Data that a run can go on with on another number of processes, with the same updates.
+class ResumableDataModule(LightningDataModule):
+    """Data whose order follows from the optimiser step, so that a checkpoint keeps no position.
 
-    An update is made of the same batches, however many processes share them: ``batch_size`` stays,
-    and so does the number of batches of all processes. Where the module normalises the batches of
-    all processes at a time as one (its ``has_joint_batches``), the rows of these stay, and their
-    number in an update. A checkpoint keeps what its updates were made of.
+    The step says where a run stands only if an update is made of the same batches as before, by the
+    same processes; a checkpoint keeps what these were.
     """
 
     batch_size: int
     max_tokens_per_batch: int | None = None
-    group_by_length = False
     seed: int
     num_workers: int = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What an update is made of."""
-        trainer = self.trainer
-        if trainer is None:
-            return {}
-        return {
-            "processes": trainer.world_size,
-            "batches": trainer.accumulate_grad_batches,
-            "batch_size": self.max_tokens_per_batch or self.batch_size,
-        }
+        """What an update is made of, and who reads it."""
+        return {} if self.trainer is None else self._update
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refuses to go on with updates that are those of another run.
+        """Refuses to go on with updates that are those of another run."""
+        if self.trainer is not None:
+            require_same_update(self.trainer, state_dict, self._update)
 
-        Args:
-            state_dict: of the checkpoint.
-
-        Raises:
-            ValueError: the updates differ.
-        """
-        trainer = self.trainer
-        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
-            return
-        module = trainer.lightning_module
-        is_joint = getattr(module, "has_joint_batches", False)
-
-        def kept(processes: int, batches: int, batch_size: int) -> tuple[int, ...]:
-            if not is_joint:
-                return processes * batches, batch_size
-            if self.max_tokens_per_batch or self.group_by_length:
-                return processes, batches, batch_size
-            return processes * batch_size, batches
-
-        now = ElasticDataModule.state_dict(self)
-        if kept(**state_dict) != kept(**now):
-            then, here = (" x ".join(map(str, one.values())) for one in (state_dict, now))
-            wanted = "processes x batch_size" if is_joint else "processes x batches"
-            raise ValueError(
-                f"ckpt_path: its updates have processes x batches x batch_size = {then}; expected "
-                f"the same {wanted} here (docs/multi_node.md), got {here}"
-            )
-        has_dropout = any(isinstance(one, Dropout) and one.p for one in module.modules())
-        if is_joint and has_dropout and state_dict["processes"] != now["processes"]:
-            logger.warning(
-                "dropout: drawn by each process, so the run is not what it would have been on %d",
-                state_dict["processes"],
-            )
+    @property
+    def _update(self) -> dict[str, int]:
+        assert self.trainer is not None
+        return {
+            "processes": self.trainer.world_size,
+            "accumulate_grad_batches": self.trainer.accumulate_grad_batches,
+            "batch_size": self.max_tokens_per_batch or self.batch_size,
+        }
 
     def planned_training(
         self,
@@ -190,6 +156,13 @@ class ElasticDataModule(LightningDataModule):
         """Rank and number of processes; one process without a trainer."""
         trainer = self.trainer
         return (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
+
+
+def require_same_update(trainer: Trainer, then: Mapping[str, int], now: Mapping[str, int]) -> None:
+    """Refuses to go on training with other processes or batches than those of the checkpoint."""
+    if trainer.state.fn == TrainerFn.FITTING and then != now:
+        saved, here = (", ".join(f"{k} {v}" for k, v in one.items()) for one in (then, now))
+        raise ValueError(f"ckpt_path: expected the same run as before, {saved}; got {here}")
 
 
 def refuse_overfit_batches(trainer: Trainer | None, *, instead: str) -> None:

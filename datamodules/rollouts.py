@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
 from lit_dlm.datamodules.epoch_plan import ExampleRef
-from lit_dlm.datamodules.resuming import computed_loader, set_accumulation
+from lit_dlm.datamodules.resuming import (
+    computed_loader,
+    require_same_update,
+    set_accumulation,
+)
 from lit_dlm.rewards import RewardModel
 from lit_dlm.rl.items import RolloutBatch
 from lit_dlm.rl.metrics import RolloutValidation, validation_of
@@ -90,25 +93,22 @@ class RolloutDataModule(RolloutSettings, LightningDataModule):
         return computed_loader(lambda refs: methods[refs[0].number], len(methods))
 
     def state_dict(self) -> dict[str, Any]:
-        """What an update is made of."""
-        return {"rows_per_update": self._rows}
+        """What an update is made of, and who makes it."""
+        return self._update
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refuses to go on with updates of other rows."""
-        rows = state_dict.get("rows_per_update", self._rows)
-        if rows != self._rows and self._module.trainer.state.fn == TrainerFn.FITTING:
-            raise ValueError(
-                f"ckpt_path: its updates have {rows} rows, those of this run {self._rows}; "
-                "expected the same (data.rows_per_update keeps them on any number of processes)"
-            )
+        """Refuses to go on with updates that are those of another run."""
+        if self.trainer is not None:
+            require_same_update(self.trainer, state_dict, self._update)
 
     @property
-    def _rows(self) -> int:
-        """Rows of a full update."""
+    def _update(self) -> dict[str, int]:
         if self.trainer is None:
-            return self.rows_per_update or self.batch_size
-        batches = self.trainer.accumulate_grad_batches * self.trainer.world_size
-        return self.batch_size * self._module.rows.copies * batches
+            return {}
+        processes = self.trainer.world_size
+        batches = self.trainer.accumulate_grad_batches * processes
+        rows = self.batch_size * self._module.rows.copies * batches
+        return {"processes": processes, "rows_per_update": rows}
 
     def teardown(self, stage: str) -> None:
         """Ends the grading threads."""

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from lit_dlm.backbones import BackboneSpec
 from lit_dlm.datamodules.epoch_plan import ExampleRef
 from lit_dlm.datamodules.resuming import (
-    ElasticDataModule,
+    ResumableDataModule,
     refuse_overfit_batches,
     set_accumulation,
 )
@@ -75,12 +75,12 @@ class SupervisedDataset(Dataset[SupervisedBatch]):
         return row_tokens(len(example.prompt_ids), cells, self.spec)
 
 
-class SupervisedDataModule(ElasticDataModule):
+class SupervisedDataModule(ResumableDataModule):
     """Training and validation batches from any sources, held in memory as token ids.
 
     The order is a function of the seed and of the optimiser step, and noise one of the seed, the
     pass and the sample's uid: a run that is stopped and resumed trains on what an uninterrupted one
-    would have, whatever its number of processes.
+    would have.
 
     Args:
         sources: where examples come from.

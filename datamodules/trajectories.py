@@ -16,21 +16,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from lightning.pytorch.trainer.states import TrainerFn
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from lit_dlm.datamodules.epoch_plan import ExampleRef
-from lit_dlm.datamodules.resuming import ElasticDataModule, refuse_overfit_batches
+from lit_dlm.datamodules.resuming import ResumableDataModule, refuse_overfit_batches
 from lit_dlm.heads.features import feature_groups
-from lit_dlm.modules.state_batch import (
-    StateBatch,
-    StateExample,
-    collate_states,
-    collate_trace_states,
-    remasked_state,
-    trace_state,
-)
+from lit_dlm.modules.state_batch import StateBatch, collate_states, remasked, states_at
 from lit_dlm.modules.tracelock import TraceLockModule
 from lit_dlm.ops.options import within
 from lit_dlm.pictures import look_in, take_up
@@ -127,28 +119,17 @@ class StateDataset(Dataset[StateBatch]):
         """The collated states of a batch."""
         found = self.states(np.array([ref.number for ref in batch]))
         records, steps, kept = (list(part) for part in zip(*found, strict=True))
-        if not self.reader.features and REMASKED not in steps:
-            return collate_trace_states(records, steps, [ref.is_real for ref in batch])
-        examples = [
-            self._state(ref, record, step)
-            for ref, record, step in zip(batch, records, steps, strict=True)
-        ]
+        states = states_at(records, [max(step, 0) for step in steps])
+        for place, (ref, record, step) in enumerate(zip(batch, records, steps, strict=True)):
+            if step == REMASKED:
+                rng = np.random.default_rng([self.seed, ref.epoch, ref.number])
+                states[place] = remasked(record, rng)
+        features = None
         if self.reader.features:
-            examples = [
-                _with_features(example, at) for example, at in zip(examples, kept, strict=True)
-            ]
-        if not all(ref.is_real for ref in batch):
-            examples = [
-                example if ref.is_real else replace(example, is_real=False)
-                for example, ref in zip(examples, batch, strict=True)
-            ]
-        return collate_states(examples)
-
-    def _state(self, ref: ExampleRef, trace: Trajectory, step: int) -> StateExample:
-        if step == REMASKED:
-            rng = np.random.default_rng([self.seed, ref.epoch, ref.number])
-            return remasked_state(trace, rng)
-        return trace_state(trace, step)
+            features = [_features_at(*pair) for pair in zip(records, kept, strict=True)]
+        return collate_states(
+            records, states, is_real=[ref.is_real for ref in batch], features=features
+        )
 
     def _block(self, block: int) -> list[Trajectory]:
         records = self._cache.get(block)
@@ -161,10 +142,10 @@ class StateDataset(Dataset[StateBatch]):
         return records
 
 
-def _with_features(example: StateExample, kept: int) -> StateExample:
-    """The example with the features of its trace's kept step number ``kept``."""
-    features = example.trace.features
-    assert features is not None, f"{example.trace.uid} is in the index but has no features"
+def _features_at(trace: Trajectory, kept: int) -> tuple[NDArray[np.floating], NDArray[np.int32]]:
+    """Features and proposals of a trace's kept step number ``kept``."""
+    features = trace.features
+    assert features is not None, f"{trace.uid} is in the index but has no features"
     one = replace(
         features,
         kept_steps=features.kept_steps[kept : kept + 1],
@@ -172,10 +153,10 @@ def _with_features(example: StateExample, kept: int) -> StateExample:
         scales=None if features.scales is None else features.scales[kept : kept + 1],
         proposals=features.proposals[kept : kept + 1],
     )
-    return replace(example, features=one.dequantized()[0], proposals=features.proposals[kept])
+    return one.dequantized()[0], features.proposals[kept]
 
 
-class TrajectoryDataModule(ElasticDataModule):
+class TrajectoryDataModule(ResumableDataModule):
     """Training and validation states from trajectory shards.
 
     The split is by a hash of the prompt's uid, so that several decodes of one prompt are on the
@@ -382,25 +363,10 @@ class TrajectoryDataModule(ElasticDataModule):
         """Names of the tasks whose decodes are trained on; known after ``setup``."""
         return sorted(set(self._dataset.index.tasks) - {""}) if self._dataset else []
 
-    def state_dict(self) -> dict[str, Any]:
-        """What an update is made of, and who reads it."""
-        facts = super().state_dict()
-        return {**facts, "num_workers": self.num_workers} if facts else facts
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refuses other readers, which would have read other blocks."""
-        facts = dict(state_dict)
-        then = facts["processes"], facts.pop("num_workers")
-        trainer = self.trainer
-        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            now = trainer.world_size, self.num_workers
-            if then != now:
-                raise ValueError(
-                    "ckpt_path: each process and loader worker reads blocks of its own; expected "
-                    f"{then[0]} processes with num_workers {then[1]} as before, got {now[0]} with "
-                    f"{now[1]}"
-                )
-        super().load_state_dict(facts)
+    @property
+    def _update(self) -> dict[str, int]:
+        # Each loader worker reads blocks of its own.
+        return {**super()._update, "num_workers": self.num_workers}
 
     # -- loaders ---------------------------------------------------------------------------------
 

@@ -22,7 +22,9 @@ VOCAB, G = 24, 8
 MASK, PAD, EOS = 2, 0, 1
 
 
-def small(*, lora: bool = True, dropout: float = 0.0, **changes: object) -> HFBackbone:
+def small(
+    *, lora: bool = True, dropout: float = 0.0, dtype: Any = "float32", **changes: object
+) -> HFBackbone:
     """Two layers; the adapter is not the identity, so that nothing hides behind zeros."""
     torch.manual_seed(0)
     values: dict[str, object] = {
@@ -38,6 +40,7 @@ def small(*, lora: bool = True, dropout: float = 0.0, **changes: object) -> HFBa
     }
     model = HFBackbone(
         architecture=Architecture(**{**values, **changes}),  # type: ignore[arg-type]
+        dtype=dtype,
         trainable=not lora,
         lora=LoRASettings(rank=2, alpha=4.0, dropout=dropout, targets="all") if lora else None,
     )
@@ -109,6 +112,22 @@ class Watch(Callback):
         self.losses.append(float(outputs["loss"]))
 
 
+def quiet(folder: Path, **options: Any) -> Trainer:
+    """A trainer on one CPU process that says and saves nothing."""
+    settings: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "use_distributed_sampler": False,
+        "num_sanity_val_steps": 0,
+        "default_root_dir": folder,
+    }
+    return Trainer(**{**settings, **options})
+
+
 def run(
     module: FinetuneModule,
     data: SupervisedDataModule,
@@ -126,19 +145,7 @@ def run(
         def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
             trainer.should_stop = trainer.global_step >= steps
 
-    settings: dict[str, Any] = {"accelerator": "cpu", "devices": 1, **options}
-    trainer = Trainer(
-        max_steps=total,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        use_distributed_sampler=False,
-        num_sanity_val_steps=0,
-        default_root_dir=folder,
-        callbacks=[*callbacks, Stop()],
-        **settings,
-    )
+    trainer = quiet(folder, max_steps=total, callbacks=[*callbacks, Stop()], **options)
     trainer.fit(module, data, ckpt_path=resume, weights_only=True if resume else None)
     trainer.save_checkpoint(folder / "run.ckpt")
     return trainer

@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from lit_dlm.ops.options import at_least, within
 from lit_dlm.ops.scores import top_quota
 
+_MAX_LENGTH = 256
+"""Rows of the learned table of positions; later offsets share the last one."""
+
 
 class PositionState(IntEnum):
     """What a position of the canvas is before a step."""
@@ -34,28 +37,20 @@ class PositionState(IntEnum):
 class AcceptanceConfig:
     """Architecture of :class:`AcceptanceHead`; the sizes default to those of arXiv 2605.24697."""
 
-    width: int = 384
-    """Model width; a multiple of ``2 * num_heads``."""
-    num_layers: int = 5
-    """Encoder layers."""
-    num_heads: int = 8
-    """Attention heads."""
-    ffn_width: int = 768
-    """Inner width of the feed-forward layers."""
-    dropout: float = 0.1
-    """Dropout inside the encoder layers."""
-    positions: Literal["frontier", "learned", "none"] = "frontier"
+    width: int = 384  # Model width; a multiple of 2 * num_heads
+    num_layers: int = 5  # Encoder layers
+    num_heads: int = 8  # Attention heads
+    ffn_width: int = 768  # Inner width of the feed-forward layers
+    dropout: float = 0.1  # Dropout inside the encoder layers
+    positions: Literal["frontier", "learned"] = "frontier"
     """``frontier``: sinusoids of the distance to the leftmost masked position, any length;
-    ``learned``: a table over response offsets as in the release; ``none``: no positions."""
-    max_length: int = 256
-    """Rows of the ``learned`` table; later offsets share the last one."""
+    ``learned``: a table over response offsets as in the release."""
     use_state_embedding: bool = True
     """Add an embedding of prompt, locked or masked (off in the release)."""
 
     def __post_init__(self) -> None:
         of = "AcceptanceConfig."
-        sizes = ("width", "num_layers", "num_heads", "ffn_width", "max_length")
-        at_least(1, of=of, **{name: getattr(self, name) for name in sizes})
+        at_least(1, of=of, num_layers=self.num_layers, num_heads=self.num_heads)
         if self.width % (2 * self.num_heads):
             raise ValueError(
                 "AcceptanceConfig.width: expected a multiple of 2 * num_heads = "
@@ -68,10 +63,8 @@ class AcceptanceConfig:
 class AcceptanceOutput:
     """What the network says of a state."""
 
-    logits: Tensor
-    """``(B, R)`` float32 acceptance logits."""
-    tau: Tensor
-    """``(B,)`` float32 learned threshold."""
+    logits: Tensor  # (B, R) float32 acceptance logits
+    tau: Tensor  # (B,) float32 learned threshold
 
     @property
     def decision_logits(self) -> Tensor:
@@ -86,19 +79,14 @@ class AcceptanceHead(nn.Module):
     """
 
     def __init__(self, num_features: int, config: AcceptanceConfig | None = None) -> None:
-        """Builds the network with the default initialisation of torch.
-
-        Args:
-            num_features: features ``F`` per position.
-            config: architecture.
-        """
+        """Takes ``num_features`` (``F``) a position; torch's default initialisation."""
         super().__init__()
         config = config or AcceptanceConfig()
         self.num_features = num_features
         self.config = config
         self.in_proj = nn.Linear(num_features, config.width)
         if config.positions == "learned":
-            self.position_table = nn.Embedding(config.max_length + 1, config.width)
+            self.position_table = nn.Embedding(_MAX_LENGTH + 1, config.width)
         if config.use_state_embedding:
             self.state_table = nn.Embedding(len(PositionState), config.width)
         self.threshold_token = nn.Parameter(torch.randn(config.width) * 0.02)
@@ -113,21 +101,15 @@ class AcceptanceHead(nn.Module):
     def forward(self, features: Tensor, state: Tensor, visible: Tensor) -> AcceptanceOutput:
         """Scores every position of a batch of states.
 
-        In evaluation the features may be packed: those of the visible positions alone, which is all
-        that is computed then. It saves most of the work where few are visible, and needs their
-        number on the host, so it is for the CPU.
-
         Args:
-            features: ``(B, R, F)`` of any floating type; computed in float32. Packed: ``(N, F)``,
-                one row per ``True`` of ``visible``, state by state.
+            features: ``(B, R, F)`` of any floating type; computed in float32. In evaluation they
+                may be packed: ``(N, F)``, one row per ``True`` of ``visible``, state by state,
+                which is all that is computed then. It saves most of the work where few are
+                visible, and needs their number on the host, so it is for the CPU.
             state: ``(B, R)`` int64 :class:`PositionState` of each position.
             visible: ``(B, R)`` bool; the others (padding, right of the window) are not attended
                 to and their outputs mean nothing (0 where the features are packed).
         """
-        if features.shape[-1] != self.num_features:
-            raise ValueError(
-                f"features: expected {self.num_features} per position, got {features.shape[-1]}"
-            )
         if features.ndim == 2:
             return self._packed(features.float(), state, visible)
         # What is not visible may be anything, even not finite: it must not reach a product.
@@ -145,12 +127,8 @@ class AcceptanceHead(nn.Module):
         """:meth:`forward` on ``(N, F)`` features of the visible positions."""
         index = visible.flatten().nonzero().squeeze(1)
         logits = features.new_zeros(visible.shape)
-        positions = self._positions(state, visible)
-        x = self._embed(
-            features,
-            state.flatten()[index],
-            None if positions is None else positions.flatten()[index],
-        )
+        positions = self._positions(state, visible).flatten()[index]
+        x = self._embed(features, state.flatten()[index], positions)
         packing = Packing.of(visible)
         x = torch.cat([self.threshold_token.expand(len(visible), -1), x])
         for layer in self.layers:
@@ -159,24 +137,20 @@ class AcceptanceHead(nn.Module):
         logits.view(-1)[index] = self.logit_head(x[len(visible) :]).squeeze(-1)
         return AcceptanceOutput(logits=logits, tau=self.tau_head(x[: len(visible)]).squeeze(-1))
 
-    def _positions(self, state: Tensor, visible: Tensor) -> Tensor | None:
+    def _positions(self, state: Tensor, visible: Tensor) -> Tensor:
         """``(B, R)`` int64 table indices or distances, as the configuration has it."""
         if self.config.positions == "learned":
-            return response_offsets(state, self.config.max_length)
-        if self.config.positions == "frontier":
-            return frontier_distance((state == PositionState.GEN) & visible)
-        return None
+            return response_offsets(state)
+        return frontier_distance((state == PositionState.GEN) & visible)
 
-    def _embed(self, features: Tensor, state: Tensor, positions: Tensor | None) -> Tensor:
+    def _embed(self, features: Tensor, state: Tensor, positions: Tensor) -> Tensor:
         """Input embedding ``(..., width)``."""
-        config = self.config
         x: Tensor = self.in_proj(features)
-        if config.positions == "learned":
+        if self.config.positions == "learned":
             x = x + self.position_table(positions)
-        elif config.positions == "frontier":
-            assert positions is not None
-            x = x + sinusoids(positions, config.width)
-        if config.use_state_embedding:
+        else:
+            x = x + sinusoids(positions, self.config.width)
+        if self.config.use_state_embedding:
             x = x + self.state_table(state)
         return x
 
@@ -188,7 +162,6 @@ def accepted(
 
     Args:
         logits: ``(B, R)`` floating point decision logits.
-        candidates: ``(B, R)`` bool.
         threshold: probability from which a candidate is accepted.
         max_accept: most acceptances of a row, the best ones; ``None`` for all.
     """
@@ -198,13 +171,10 @@ def accepted(
     return accept if max_accept is None else top_quota(logits, accept, max_accept)
 
 
-def response_offsets(state: Tensor, max_length: int) -> Tensor:
-    """``(B, R)`` int64 indices of the learned position table by ``(B, R)`` states.
-
-    0 in the prompt, ``1 + offset`` at response offset ``offset``, at most ``max_length``.
-    """
+def response_offsets(state: Tensor) -> Tensor:
+    """``(B, R)`` int64 rows of the learned table: 0 in the prompt, ``1 + offset`` behind it."""
     in_response = state != PositionState.PROMPT
-    return (in_response.long().cumsum(1) * in_response).clamp_max(max_length)
+    return (in_response.long().cumsum(1) * in_response).clamp_max(_MAX_LENGTH)
 
 
 def frontier_distance(is_gen: Tensor) -> Tensor:
@@ -219,9 +189,8 @@ def frontier_distance(is_gen: Tensor) -> Tensor:
 def sinusoids(distance: Tensor, width: int) -> Tensor:
     """Sinusoidal embedding of signed distances (arXiv 1706.03762, section 3.5).
 
-    Returns:
-        ``(..., width)`` float32: sines, then cosines, of wavelengths ``2 pi`` to
-        ``20000 pi`` in geometric progression.
+    ``(..., width)`` float32: sines, then cosines, of wavelengths ``2 pi`` to ``20000 pi`` in
+    geometric progression.
     """
     half = width // 2
     exponent = torch.arange(half, device=distance.device, dtype=torch.float32)
@@ -238,12 +207,9 @@ class Packing:
     rows are its threshold token, then its visible positions, then fillers.
     """
 
-    padded: Tensor
-    """``(B, K)`` int64 packed row of each padded one; some row or other for a filler."""
-    packed: Tensor
-    """``(B + N,)`` int64 padded row, counted through, of each packed one."""
-    attend: Tensor
-    """``(B, 1, 1, K)`` bool: no filler."""
+    padded: Tensor  # (B, K) int64 packed row of each padded one; some row or other for a filler
+    packed: Tensor  # (B + N,) int64 padded row, counted through, of each packed one
+    attend: Tensor  # (B, 1, 1, K) bool: no filler
 
     @classmethod
     def of(cls, visible: Tensor) -> Packing:
@@ -287,12 +253,7 @@ class EncoderLayer(nn.Module):
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, attend: Tensor, packing: Packing | None = None) -> Tensor:
-        """One layer.
-
-        Args:
-            x: ``(B, K, width)`` float32; with a packing ``(B + N, width)``.
-            attend: ``(B, 1, 1, K)`` bool keys that may be attended to.
-        """
+        """Maps ``(B, K, width)``, or ``(B + N, width)`` with a packing; ``attend`` (B, 1, 1, K)."""
         qkv = self.qkv(self.norm_attention(x))
         if packing is not None:
             qkv = qkv[packing.padded]
@@ -300,12 +261,9 @@ class EncoderLayer(nn.Module):
         width = x.shape[-1]
         heads = qkv.view(B, N, 3, self.num_heads, -1)
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each (B, heads, N, width / heads)
+        dropout = self.dropout if self.training else 0.0
         mixed = nn.functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=attend,
-            dropout_p=self.dropout if self.training else 0.0,
+            query, key, value, attn_mask=attend, dropout_p=dropout
         )
         mixed = mixed.transpose(1, 2).reshape(B, N, width)
         if packing is not None:

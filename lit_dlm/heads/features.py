@@ -1,8 +1,6 @@
 """The features of the acceptance policy: one function, used at capture and while decoding.
 
-Trace generation stores what this function returns, and the scorer of
-:mod:`lit_dlm.heads.scorer` calls it inside the decode loop, so that training and decoding cannot
-drift apart.
+So training and decoding cannot drift apart.
 """
 
 from __future__ import annotations
@@ -34,11 +32,7 @@ class FeatureSettings:
 
 
 def feature_groups(projector: ProjectorConfig, settings: FeatureSettings) -> tuple[int, ...]:
-    """Sizes of the feature groups in order, one scale each under int8 storage.
-
-    Returns:
-        ``H`` groups of ``k_h``, ``H - 1`` groups of ``k_d`` and one group per scalar.
-    """
+    """``H`` times ``k_h``, ``H - 1`` times ``k_d``, 1 per scalar: one scale each under int8."""
     return projector.groups + (1,) * settings.num_scalars
 
 
@@ -48,14 +42,8 @@ def num_features(projector: ProjectorConfig, settings: FeatureSettings) -> int:
 
 
 def log_odds(prob: Tensor) -> Tensor:
-    """Clipped log-odds ``log p - log(1 - p)`` in float32.
-
-    A probability near 1 saturates in half precision (0.9998 and 1 are neighbours there), its
-    log-odds do not.
-
-    Args:
-        prob: any shape, in ``[0, 1]``.
-    """
+    """Clipped log-odds ``log p - log(1 - p)`` in float32, of any shape."""
+    # A probability near 1 saturates in half precision (0.9998 and 1 are neighbours there).
     return torch.logit(prob.float()).clamp(-LOG_ODDS_LIMIT, LOG_ODDS_LIMIT)
 
 
@@ -81,14 +69,11 @@ def acceptance_features(
         the extras. Scalars that are not finite (positions without a proposal) become 0.
     """
     scalars = [log_odds(prob)]
-    for name, wanted, value in (
-        ("entropy", settings.entropy, entropy),
-        ("margin", settings.margin, margin),
-    ):
-        if not wanted:
-            continue
-        if value is None:
-            raise ValueError(f"FeatureSettings.{name} is on, but no {name} was given")
-        scalars.append(log_odds(value) if name == "margin" else value.float())
+    if settings.entropy:
+        assert entropy is not None
+        scalars.append(entropy.float())
+    if settings.margin:
+        assert margin is not None
+        scalars.append(log_odds(margin))
     stacked = torch.nan_to_num(torch.stack(scalars, dim=-1), nan=0.0, posinf=0.0, neginf=0.0)
     return torch.cat([projector(hidden), stacked], dim=-1)

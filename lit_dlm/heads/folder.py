@@ -1,7 +1,7 @@
 """Folders of exported networks: a JSON file of settings beside a file of weights, with digests.
 
 The weights' header holds a digest of both, so a folder that was damaged, or whose files belong to
-two exports, is refused. Folders from before there were digests load as they are.
+two exports, is refused.
 """
 
 from __future__ import annotations
@@ -49,17 +49,12 @@ def read_folder(
     try:
         text = (folder / config).read_text(encoding="utf-8")
         record = json.loads(text)
-        if not isinstance(record, dict):
-            raise ValueError(f"expected a JSON object, got {text[:40]!r}")
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{folder / config}: not the settings of an export ({error})") from None
-    try:
         with safe_open(folder / weights, framework="pt") as file:
             digest = (file.metadata() or {}).get(_DIGEST)
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
-    except SafetensorError as error:
-        raise ValueError(f"{folder / weights}: not a safetensors file ({error})") from None
-    if digest is not None and tensors_digest(tensors, text) != digest:
+    except (ValueError, RecursionError, SafetensorError) as error:
+        raise ValueError(f"{what} folder {folder}: not an export ({error})") from None
+    if tensors_digest(tensors, text) != digest:
         raise ValueError(
             f"{what} folder {folder}: damaged, or {config} and {weights} are of two exports: the "
             "digest differs; expected the files as training wrote them"
@@ -73,7 +68,7 @@ def fitting(place: Path) -> Iterator[None]:
     """Names the file where what was read does not fit the classes it is for."""
     try:
         yield
-    except (KeyError, TypeError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(
             f"{place}: other settings than this version writes ({type(error).__name__}: {reason})"

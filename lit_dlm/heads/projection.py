@@ -11,16 +11,14 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_dlm.heads.folder import fitting, read_folder, write_folder
-from lit_dlm.ops.options import at_least
 
 ProjectorKind = Literal["pca", "random_orthogonal", "autoencoder"]
 
@@ -43,17 +41,11 @@ class ProjectorConfig:
     kind: ProjectorKind = "pca"
     """How the maps were found."""
     inner_width: int = 0
-    """Width between two affine maps of an autoencoder's encoders; 0 for a single map."""
+    """Width between two affine maps of the release's encoders; 0 for a single map."""
     norm_eps: float = 1e-6
     """Added to the variance in the layer normalisation; 1e-5, torch's own, in the release."""
 
     def __post_init__(self) -> None:
-        if self.inner_width < 0 or (self.inner_width and self.kind != "autoencoder"):
-            raise ValueError(
-                "ProjectorConfig.inner_width: expected 0, or more with kind 'autoencoder', got "
-                f"{self.inner_width} with {self.kind!r}"
-            )
-        at_least(1, of="ProjectorConfig.", num_snapshots=self.num_snapshots)
         for name in ("hidden_rank", "delta_rank"):
             rank = getattr(self, name)
             if not 1 <= rank <= self.hidden_size:
@@ -127,16 +119,8 @@ class Projector(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Projects ``(..., H, D)`` floating point snapshots, depths in ascending order.
 
-        Returns:
-            ``(..., H * k_h + (H - 1) * k_d)`` float32: ``z(h_1) .. z(h_H)``, then
-            ``z(h_2 - h_1) .. z(h_H - h_{H-1})``.
+        Gives ``(..., H * k_h + (H - 1) * k_d)`` float32: snapshots, then differences of neighbours.
         """
-        expected = (self.config.num_snapshots, self.config.hidden_size)
-        if tuple(hidden.shape[-2:]) != expected:
-            raise ValueError(
-                f"hidden: expected (..., H, D) = (..., {expected[0]}, {expected[1]}) for this "
-                f"projector, got {tuple(hidden.shape)}"
-            )
         snapshots, deltas = _normalised_snapshots(hidden, eps=self.config.norm_eps)
         if self.config.inner_width:
             snapshots = F.gelu(
@@ -167,11 +151,9 @@ class Projector(nn.Module):
 
     @classmethod
     def load(cls, folder: str | Path) -> Projector:
-        """Reads a projector written by :meth:`save` and checks its digest.
+        """Reads a folder of :meth:`save`, or the file of the TraceLock release's autoencoder.
 
-        Args:
-            folder: its folder; or the file ``best_val_loss.pt`` of the TraceLock release's
-                autoencoder (hub id ``BOB12311/tracelock-dream-ae``), see :func:`read_released`.
+        The latter is ``best_val_loss.pt`` of the hub id ``BOB12311/tracelock-dream-ae``.
         """
         folder = Path(folder)
         if folder.is_file():
@@ -182,79 +164,51 @@ class Projector(nn.Module):
         with fitting(folder / _CONFIG_FILE):
             projector = cls(ProjectorConfig(**record["config"]))
             projector.load_state_dict(tensors)
-            expected = record["digest"]
-        if projector.digest() != expected:
-            raise ValueError(
-                f"projector folder {folder}: expected digest {expected}, got {projector.digest()}"
-            )
         return projector
 
 
 def read_released(path: Path) -> Projector:
     """The projection autoencoder that the TraceLock release publishes, as a projector in float32.
 
-    Its checkpoint holds ``autoencoder_config`` and, under ``projection_state``, the state
-    dictionaries ``hidden_norm``, ``delta_norm``, ``hidden_encoder`` and ``delta_encoder``. The
-    modules behind them are unpublished; this takes normalisations with a weight and a bias for
-    layer normalisations, which fold into the map behind them, and an encoder of two maps for one
-    with GELU between. No pickled object is loaded.
+    The modules behind its weights are unpublished; this takes normalisations with a weight and a
+    bias for layer normalisations, and an encoder of two maps for one with GELU between.
     """
     try:
         stored = torch.load(path, map_location="cpu", weights_only=True)
     except (torch.serialization.pickle.UnpicklingError, RuntimeError, EOFError) as error:
         reason = str(error).split("\n", maxsplit=1)[0]
         raise ValueError(f"{path}: not a checkpoint of tensors ({reason})") from None
-    state = stored.get("projection_state") if isinstance(stored, dict) else None
-    facts = stored.get("autoencoder_config") if isinstance(stored, dict) else None
-    if not isinstance(state, dict) or not isinstance(facts, dict):
-        raise ValueError(f"{path}: expected 'autoencoder_config' and 'projection_state' in it")
-    maps = {name: _released_maps(path, state, name) for name in ("hidden", "delta")}
-    if len(maps["hidden"]) != len(maps["delta"]):
-        raise ValueError(f"{path}: expected as many maps of deltas as of snapshots")
-    inner = maps["hidden"][0][0].shape[0] if len(maps["hidden"]) == 2 else 0
-    projector = Projector(
-        ProjectorConfig(
+    with fitting(path):
+        state, facts = stored["projection_state"], stored["autoencoder_config"]
+        maps = {
+            name: _folded(state[f"{name}_norm"], state[f"{name}_encoder"])
+            for name in ("hidden", "delta")
+        }
+        first = maps["hidden"][0][0]
+        config = ProjectorConfig(
             hidden_size=int(facts["d_model"]),
             hidden_rank=int(facts["d_hidden_bottleneck"]),
             delta_rank=int(facts["d_delta_bottleneck"]),
             kind="autoencoder",
-            inner_width=inner,
+            inner_width=len(first) if len(maps["hidden"]) > 1 else 0,
             norm_eps=1e-5,
         )
-    )
-    suffixes = ["_inner", ""] if inner else [""]
-    found = {
-        f"{name}{suffix}_{part}": tensor.float()
-        for name, layers in maps.items()
-        for suffix, layer in zip(suffixes, layers, strict=True)
-        for part, tensor in zip(("weight", "bias"), layer, strict=True)
-    }
-    try:
+        projector = Projector(config)
+        suffixes = ["_inner", ""] if config.inner_width else [""]
+        found = {}
+        for name, layers in maps.items():
+            for suffix, (weight, bias) in zip(suffixes, layers, strict=True):
+                found[f"{name}{suffix}_weight"] = weight.float()
+                found[f"{name}{suffix}_bias"] = bias.float()
         projector.load_state_dict(found)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{path}: the sizes do not fit its configuration ({reason})") from None
     return projector
 
 
-def _released_maps(path: Path, state: dict[str, Any], name: str) -> list[tuple[Tensor, Tensor]]:
+def _folded(norm: dict[str, Tensor], encoder: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
     """The affine maps of one encoder, its normalisation's weight and bias folded into the first."""
-    norm, encoder = state.get(f"{name}_norm", {}), state.get(f"{name}_encoder", {})
-    weights = [key for key in encoder if key.endswith("weight")]
-    biases = [key.removesuffix("weight") + "bias" for key in weights]
-    if (
-        set(norm) != {"weight", "bias"}
-        or not 1 <= len(weights) <= 2
-        or (set(encoder) != {*weights, *biases} or any(encoder[key].ndim != 2 for key in weights))
-    ):
-        raise ValueError(
-            f"{path}: expected a layer normalisation and one or two affine maps with biases "
-            f"for {name!r}, got {name}_norm: {', '.join(norm) or 'nothing'} and "
-            f"{name}_encoder: {', '.join(encoder) or 'nothing'}"
-        )
+    names = [key.removesuffix("weight") for key in encoder if key.endswith("weight")]
     layers = [
-        (encoder[weight].double(), encoder[bias].double())
-        for weight, bias in zip(weights, biases, strict=True)
+        (encoder[f"{name}weight"].double(), encoder[f"{name}bias"].double()) for name in names
     ]
     # W (g * x + b) + c = (W g) x + (W b + c)
     first, offset = layers[0]
@@ -272,55 +226,41 @@ class Autoencoder(nn.Module):
     def __init__(self, config: ProjectorConfig, *, dropout: float = 0.1) -> None:
         super().__init__()
         self.config = config
-        for name, rank in (("hidden", config.hidden_rank), ("delta", config.delta_rank)):
-            widths = [config.hidden_size, rank]
-            if config.inner_width:
-                widths.insert(1, config.inner_width)
-            self.add_module(f"{name}_encoder", _stack(widths, dropout))
-            self.add_module(f"{name}_decoder", _stack(widths[::-1], dropout))
-        # Without an inner layer there is no other place for it.
-        self.code_dropout = nn.Dropout(0.0 if config.inner_width else dropout)
+        D = config.hidden_size
+        self.hidden_encoder = nn.Linear(D, config.hidden_rank)
+        self.hidden_decoder = nn.Linear(config.hidden_rank, D)
+        self.delta_encoder = nn.Linear(D, config.delta_rank)
+        self.delta_decoder = nn.Linear(config.delta_rank, D)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, hidden: Tensor) -> dict[str, Tensor]:
         """Mean squared errors ``hidden`` and ``delta`` of rebuilding ``(N, H, D)`` snapshots."""
-        errors = {}
-        for name, values in zip(("hidden", "delta"), _normalised_snapshots(hidden), strict=True):
-            code = getattr(self, f"{name}_encoder")(values)
-            rebuilt = getattr(self, f"{name}_decoder")(self.code_dropout(code))
-            # One snapshot has no deltas: their sum over nothing is 0.
-            errors[name] = (rebuilt - values).square().sum() / max(values.numel(), 1)
-        return errors
+        snapshots, deltas = _normalised_snapshots(hidden)
+        return {
+            "hidden": self._error(snapshots, self.hidden_encoder, self.hidden_decoder),
+            "delta": self._error(deltas, self.delta_encoder, self.delta_decoder),
+        }
+
+    def _error(self, values: Tensor, encoder: nn.Module, decoder: nn.Module) -> Tensor:
+        rebuilt: Tensor = decoder(self.dropout(encoder(values)))
+        # One snapshot has no deltas: their sum over nothing is 0.
+        return (rebuilt - values).square().sum() / max(values.numel(), 1)
 
     @torch.no_grad()
     def projector(self) -> Projector:
         """The encoders as a frozen projector, on the CPU."""
         projector = Projector(self.config)
-        for name in ("hidden", "delta"):
-            encoder = getattr(self, f"{name}_encoder")
-            linears = [layer for layer in encoder if isinstance(layer, nn.Linear)]
-            suffixes = ["_inner", ""] if self.config.inner_width else [""]
-            for suffix, linear in zip(suffixes, linears, strict=True):
-                getattr(projector, f"{name}{suffix}_weight").copy_(linear.weight)
-                getattr(projector, f"{name}{suffix}_bias").copy_(linear.bias)
+        for name, encoder in (("hidden", self.hidden_encoder), ("delta", self.delta_encoder)):
+            getattr(projector, f"{name}_weight").copy_(encoder.weight)
+            getattr(projector, f"{name}_bias").copy_(encoder.bias)
         return projector
-
-
-def _stack(widths: list[int], dropout: float) -> nn.Sequential:
-    """Affine maps with GELU and dropout between."""
-    layers: list[nn.Module] = []
-    for number, (width, next_width) in enumerate(pairwise(widths)):
-        if number:
-            layers += [nn.GELU(), nn.Dropout(dropout)]
-        layers.append(nn.Linear(width, next_width))
-    return nn.Sequential(*layers)
 
 
 class PCAFitter:
     """Streaming principal component analysis of normalised snapshots and differences.
 
-    Sums are kept in float64, so the result does not depend on how rows are cut into updates
-    beyond rounding of the last bits. The components of each map are scaled by one common factor
-    that makes the average variance of its features 1 on the data it was fitted on.
+    The components of each map are scaled by one common factor that makes the average variance of
+    its features 1 on the data it was fitted on.
     """
 
     def __init__(self, config: ProjectorConfig) -> None:
@@ -328,11 +268,6 @@ class PCAFitter:
         D = config.hidden_size
         self._hidden = _Moments(D)
         self._delta = _Moments(D)
-
-    @property
-    def num_rows(self) -> int:
-        """Positions seen so far (each gives ``H`` snapshots)."""
-        return self._hidden.count // self.config.num_snapshots
 
     def update(self, hidden: Tensor) -> None:
         """Adds ``(N, H, D)`` snapshots of ``N`` positions."""
@@ -342,12 +277,12 @@ class PCAFitter:
 
     def finish(self) -> Projector:
         """Solves for the components and returns the projector."""
-        self.config.check_positions(self.num_rows)
+        self.config.check_positions(self._hidden.count // self.config.num_snapshots)
         projector = Projector(self.config)
         weight, bias = self._hidden.components(self.config.hidden_rank)
         projector.hidden_weight.copy_(weight)
         projector.hidden_bias.copy_(bias)
-        if self._delta.count:
+        if self._delta.count:  # one snapshot has no neighbours
             weight, bias = self._delta.components(self.config.delta_rank)
             projector.delta_weight.copy_(weight)
             projector.delta_bias.copy_(bias)
@@ -356,6 +291,8 @@ class PCAFitter:
 
 class _Moments:
     """Count, sum and second moment of rows, in float64 on the CPU."""
+
+    # Float64, so that the result does not depend on how rows are cut into updates.
 
     def __init__(self, width: int) -> None:
         self.count = 0

@@ -1,9 +1,7 @@
 """The loss of the acceptance policy: weighted binary cross-entropy (arXiv 2605.24697, the release).
 
 The label of a masked position asks whether its proposal is already the token that the trace ended
-with. Positions differ in weight: accepting a wrong token costs more than waiting, the positions
-next to the frontier matter more than those far right, and the run of padding behind an answer
-counts as one token at most.
+with. Accepting a wrong token costs more than waiting.
 """
 
 from __future__ import annotations
@@ -51,24 +49,21 @@ def acceptance_weights(
 ) -> Tensor:
     """Weight of every position, ``(B, R)`` float32, 0 outside the loss set.
 
-    The loss set is every visible masked or tail position. A tail position weighs ``1 / n_tail``,
-    with ``n_tail`` counted over the whole row, cropped part included. Any other masked position
-    weighs ``w_front`` where the proposal stands at the end and ``w_neg`` elsewhere. Everything in a
-    trace that was graded as wrong is multiplied by ``wrong_trace_weight``.
-
     Args:
         label: ``(B, R)`` bool: the proposal is the trace's final token.
         is_gen: ``(B, R)`` bool: masked positions; tail positions may be among them.
-        is_tail: ``(B, R)`` bool: positions that end as padding behind the answer. The release
-            counts those already written too; leave them out to score decidable ones only.
+        is_tail: ``(B, R)`` bool: positions that end as padding behind the answer; in the release
+            also those already written.
         visible: ``(B, R)`` bool: what the network saw.
         is_correct: ``(B,)`` bool: the trace's answer was graded as right.
     """
     settings = settings or AcceptanceLossSettings()
     gen = is_gen & ~is_tail & visible
+    # Next to the frontier a right proposal matters most: a decode meets it first.
     rank = gen.cumsum(1) - 1
     last_rank = (gen.sum(1, keepdim=True) - 1).clamp_min(1)
     front = (1.0 - _FRONT_SLOPE * rank / last_rank).clamp_min(0.0)
+    # Padding behind an answer counts as one token at most, the cropped part included.
     gen_weight = torch.where(label, front, _NEGATIVE_WEIGHT)
     tail_weight = 1.0 / is_tail.sum(1, keepdim=True).clamp_min(1)
     weight = gen * gen_weight + (is_tail & visible) * tail_weight
@@ -87,13 +82,11 @@ def acceptance_loss(
 ) -> LossTerms:
     """``sum w_i BCE(logit_i - tau, label_i) / sum w_i + 0.001 * mean(tau^2)``.
 
-    Normalised over the batch. A batch without any weight gives 0 with a gradient of 0, so that
-    distributed ranks stay in step.
+    A batch without any weight gives 0 with a gradient of 0, so that processes stay in step.
 
     Args:
-        logits: ``(B, R)`` floating point acceptance logits; any finite value outside the loss set.
+        logits: ``(B, R)`` acceptance logits; any finite value outside the loss set.
         tau: ``(B,)`` thresholds.
-        label: ``(B, R)`` bool.
         weight: ``(B, R)`` from :func:`acceptance_weights`.
         norm: scalar instead of ``sum w_i``, for one part of a larger batch: the sum over all parts
             divided by their number makes the mean of the parts' losses the loss of the whole.
@@ -111,12 +104,7 @@ def prefix_crop(ratio: Tensor, in_response: Tensor, is_gen: Tensor, label: Tenso
 
     Keeps the prompt and the first ``max(1, round(ratio * G))`` response positions. A row in which
     they hold no masked position with a positive label keeps everything. Padding is not taken out.
-
-    Args:
-        ratio: ``(B,)`` floating point in ``(0, 1]``.
-        in_response: ``(B, R)`` bool: response positions (padding excluded).
-        is_gen: ``(B, R)`` bool: masked positions.
-        label: ``(B, R)`` bool.
+    ``ratio`` is ``(B,)`` in ``(0, 1]``, the others are ``(B, R)`` bool as above.
     """
     length = in_response.sum(1)
     limit = (ratio * length).round().clamp_min(1)

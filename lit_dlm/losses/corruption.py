@@ -1,9 +1,7 @@
 """Which training states a response gives: what they hide and what is to be predicted in them.
 
-A corruption knows neither model nor layout. It turns responses into states; a model with full
-attention is shown each state as it is, a block model sees all blocks of a state in one row.
-Everything random is a hash of the sample's seed, so it depends neither on the batch nor on what was
-drawn before.
+A corruption knows neither model nor layout. Everything random is a hash of the sample's seed, so it
+depends neither on the batch nor on what was drawn before.
 """
 
 from __future__ import annotations
@@ -14,14 +12,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lit_dlm.losses.grouping import group_rows, step_groups
+from lit_dlm.losses.grouping import NEVER, group_rows, step_groups
 from lit_dlm.losses.states import (
     Corruption,
     LossWeight,
     NoisyStates,
     Responses,
-    counted_states,
-    target_weights,
+    weighted_states,
 )
 from lit_dlm.ops.cuts import CutRange, last_cuts, non_ltr_cuts, non_ltr_positions, uniform_cuts
 from lit_dlm.ops.masking import time_delay_mask
@@ -82,69 +79,57 @@ class RandomMasking(Corruption):
         t = self.min_t + (self.max_t - self.min_t) * noise
         chosen = uniform_noise(seeds, 0, cells * self.copies + copy, stream=_CELL) < t
         maskable = responses.maskable[sample]
-        supervised = chosen & maskable
-        return NoisyStates(
-            sample=sample,
+        return weighted_states(
+            self.weight,
+            sample,
             hidden=chosen | ~maskable,
-            supervised=supervised,
-            weight=target_weights(self.weight, supervised, maskable, t),
-            per_row=self.weight != "none",
-            counted=counted_states(self.weight, maskable),
+            supervised=chosen & maskable,
+            maskable=maskable,
+            t=t,
         )
 
 
+@dataclass(eq=False, kw_only=True)
 class SemiAutoregressive(Corruption):
     """Decoding from block to block (dLLM-RL's semi-autoregressive fine-tuning, arXiv:2509.06949).
 
-    A block model learns all blocks of one state at once, since its noisy blocks see clean earlier
-    ones. With full attention every block takes a state of its own: earlier blocks are shown, later
-    ones hidden.
+    With full attention every block takes a state of its own: earlier blocks are shown, later ones
+    hidden.
 
     Args:
         block_size: cells of a block, for models with full attention (a block model has its own).
-        order: blocks by ``position``, or by the order of the recorded decode (``trace``); read
-            with full attention only.
         rows_per_sample: states per sample and pass with full attention, drawn among its blocks;
             ``None`` takes them all.
         weight: how targets are weighted.
     """
 
-    def __init__(
-        self,
-        *,
-        block_size: int | None = None,
-        order: Literal["position", "trace"] = "position",
-        rows_per_sample: int | None = None,
-        weight: LossWeight = "1/num_targets",
-    ) -> None:
-        at_least(1, block_size=block_size)
-        self.noise = RandomMasking(min_t=0.1, max_t=0.9, level="token", weight=weight)
-        self.block_size = block_size
-        self.order = order
-        at_least(1, rows_per_sample=rows_per_sample)
-        self.rows_per_sample = rows_per_sample
+    block_size: int | None = None
+    rows_per_sample: int | None = None
+    weight: LossWeight = "1/num_targets"
+
+    def __post_init__(self) -> None:
+        at_least(1, block_size=self.block_size, rows_per_sample=self.rows_per_sample)
+        self.noise = RandomMasking(min_t=0.1, max_t=0.9, level="token", weight=self.weight)
 
     def states(self, responses: Responses) -> NoisyStates:
         noisy = self.noise.states(responses)
         if responses.blocks is not None:
-            return noisy
+            return noisy  # noisy blocks see clean earlier ones, so one state teaches all
         if self.block_size is None:
             raise ValueError(
                 "SemiAutoregressive.block_size: expected a number with full attention, got null"
             )
         maskable = responses.maskable
-        steps = responses.steps_or_ltr() if self.order == "trace" else None
-        groups = step_groups(steps, maskable, size=self.block_size)
+        groups = torch.where(maskable, (maskable.cumsum(1) - 1) // self.block_size, NEVER)
         sample, group, _ = group_rows(groups, self.rows_per_sample, responses.seeds, stream=_ROWS)
         groups = groups[sample]
         supervised = noisy.supervised[sample] & (groups == group[:, None])
-        return NoisyStates(
-            sample=sample,
+        return weighted_states(
+            self.weight,
+            sample,
             hidden=supervised | (groups > group[:, None]),
             supervised=supervised,
-            weight=target_weights(self.noise.weight, supervised, maskable[sample], None),
-            per_row=noisy.per_row,
-            counted=counted_states(self.noise.weight, maskable[sample]),
+            maskable=maskable[sample],
         )
 
 
@@ -174,9 +159,9 @@ class TraceMasking(Corruption):
         at_least(1, shrink=self.shrink, rows_per_sample=self.rows_per_sample)
 
     def states(self, responses: Responses) -> NoisyStates:
-        steps, maskable = responses.steps_or_ltr(), responses.maskable
+        maskable = responses.maskable
         groups = step_groups(
-            steps,
+            responses.steps,
             maskable if self.padding == "hidden" else torch.ones_like(maskable),
             shrink=self.shrink,
             segments=responses.blocks,
@@ -185,14 +170,12 @@ class TraceMasking(Corruption):
             groups, self.rows_per_sample, responses.seeds, stream=_ROWS, targets=maskable
         )
         groups, maskable = groups[sample], maskable[sample]
-        supervised = (groups == group[:, None]) & maskable
-        return NoisyStates(
-            sample=sample,
+        return weighted_states(
+            self.weight,
+            sample,
             hidden=groups >= group[:, None],
-            supervised=supervised,
-            weight=target_weights(self.weight, supervised, maskable, None),
-            per_row=self.weight != "none",
-            counted=counted_states(self.weight, maskable),
+            supervised=(groups == group[:, None]) & maskable,
+            maskable=maskable,
             share=share,
         )
 
@@ -216,13 +199,12 @@ class Autoregressive(Corruption):
         if responses.has_prompt is not None:
             supervised = maskable.clone()
             supervised[:, 0] &= responses.has_prompt
-        return NoisyStates(
-            sample=torch.arange(len(maskable), device=maskable.device),
+        return weighted_states(
+            self.weight,
+            torch.arange(len(maskable), device=maskable.device),
             hidden=torch.zeros_like(maskable),
             supervised=supervised,
-            weight=target_weights(self.weight, supervised, maskable, None),
-            per_row=self.weight != "none",
-            counted=counted_states(self.weight, maskable),
+            maskable=maskable,
             causal=True,
         )
 
@@ -248,24 +230,17 @@ class TimeDelay(Corruption):
 
     def last_cuts(self, responses: Responses) -> Tensor:
         """``(B,)`` int64: the largest cut of each response, -1 where nothing is to be learnt."""
-        if responses.steps is None or responses.has_steps is not None:
-            raise ValueError(
-                "TimeDelay: expected responses with the steps of a decode; train on trajectories, "
-                "or set missing_order: ltr in the data"
-            )
         return last_cuts(
             responses.steps, responses.maskable, window=self.window, cut_range=self.cut_range
         )
 
     def states(self, responses: Responses) -> NoisyStates:
         last, steps = self.last_cuts(responses), responses.steps
-        assert steps is not None
         zero = torch.zeros(len(steps), 1, dtype=torch.long, device=steps.device)
         noise = uniform_noise(responses.seeds, 0, zero, stream=_CUT)[:, 0]
         if self.cut_sampler == "non_ltr":
-            is_non_ltr = responses.non_ltr
-            if is_non_ltr is None:
-                is_non_ltr = non_ltr_positions(steps)
+            listed = responses.non_ltr
+            is_non_ltr = non_ltr_positions(steps) if listed is None else listed
             cut = non_ltr_cuts(last, steps, is_non_ltr, noise)
         else:
             cut = uniform_cuts(last, noise)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lit_dlm.ops.noise import uniform_noise
 
@@ -12,47 +13,38 @@ NEVER = torch.iinfo(torch.long).max
 
 
 def step_groups(
-    steps: Tensor | None,
-    members: Tensor,
-    *,
-    shrink: int = 1,
-    size: int | None = None,
-    segments: Tensor | None = None,
+    steps: Tensor, members: Tensor, *, shrink: int = 1, segments: Tensor | None = None
 ) -> Tensor:
     """``(B, G)`` int64 groups of each row from 0, :data:`NEVER` outside of members and steps.
 
     Args:
-        steps: ``(B, G)`` integer step of each cell, -1 for none; ``None`` orders by position.
+        steps: ``(B, G)`` integer step of each cell, -1 for none.
         members: ``(B, G)`` bool, cells that take part.
         shrink: consecutive distinct steps that form a group (TraceRL's shrinkage).
-        size: instead, cells that form a group, in the order of steps, equal ones from the left.
         segments: ``(B, G)`` integer; groups are counted anew in each segment, where given.
     """
-    B, G = members.shape
-    columns = torch.arange(G, device=members.device).expand(B, -1)
-    steps = columns if steps is None else steps.long()
+    G = steps.shape[1]
+    steps = steps.long()
     members = members & (steps >= 0)
     key = torch.where(members, steps, G + steps.amax() + 1)
     order = key.argsort(dim=1, stable=True)
+    starts = torch.zeros_like(members)
+    starts[:, 0] = True
     if segments is not None:
-        kind = torch.where(members, segments, NEVER).gather(1, order)
-        order = order.gather(1, kind.argsort(dim=1, stable=True))
-    if size is not None:
-        place = columns // size
-    else:
-        key = key.gather(1, order)
-        is_new = torch.ones_like(members)
-        is_new[:, 1:] = key[:, 1:] != key[:, :-1]
-        starts = torch.zeros_like(members)
-        starts[:, 0] = True
-        if segments is not None:
-            kind = torch.where(members, segments, NEVER).gather(1, order)
-            starts[:, 1:] = kind[:, 1:] != kind[:, :-1]
-        number = (is_new | starts).long().cumsum(1) - 1
-        first = torch.where(starts, number, 0).cummax(1).values
-        place = torch.div(number - first, shrink, rounding_mode="floor")
-    groups = torch.empty_like(steps).scatter_(1, order, place)
+        segments = torch.where(members, segments, NEVER)
+        # Stable sorts by step, then by segment: cells of a segment lie together, by step.
+        order = order.gather(1, segments.gather(1, order).argsort(dim=1, stable=True))
+        starts |= _changes(segments.gather(1, order))
+    number = (_changes(key.gather(1, order)) | starts).long().cumsum(1)
+    first = torch.where(starts, number, 0).cummax(1).values
+    groups = torch.empty_like(steps)
+    groups.scatter_(1, order, torch.div(number - first, shrink, rounding_mode="floor"))
     return torch.where(members, groups, NEVER)
+
+
+def _changes(values: Tensor) -> Tensor:
+    """``(B, G)`` bool, where a value differs from the one to its left; never in column 0."""
+    return F.pad(values[:, 1:] != values[:, :-1], (1, 0))
 
 
 def group_rows(
@@ -77,15 +69,12 @@ def group_rows(
     """
     count = torch.where(groups == NEVER, -1, groups).amax(1) + 1  # (B,)
     numbers = torch.arange(int(count.max()), device=groups.device).expand(len(groups), -1)
-    exists = numbers < count[:, None]
-    if targets is not None and numbers.numel():
-        cells = torch.where(targets & (groups != NEVER), groups, numbers.shape[1])
-        found = torch.zeros(
-            len(groups), numbers.shape[1] + 1, dtype=torch.bool, device=cells.device
-        )
-        exists = found.scatter_(1, cells, True)[:, :-1]
+    chosen = groups != NEVER if targets is None else targets & (groups != NEVER)
+    cells = torch.where(chosen, groups, numbers.shape[1])  # all others mark a column to drop
+    exists = F.pad(torch.zeros_like(numbers, dtype=torch.bool), (0, 1)).scatter_(1, cells, True)
+    exists = exists[:, :-1]
     total = exists.sum(1)
-    if rows_per_sample is not None and numbers.numel():
+    if rows_per_sample is not None:
         noise = uniform_noise(seeds, 0, numbers, stream=stream).masked_fill(~exists, 2.0)
         exists = exists & (noise.argsort(1).argsort(1) < rows_per_sample)
     sample, group = exists.nonzero(as_tuple=True)

@@ -12,13 +12,12 @@ from lit_dlm.ops.fused_head import TokenStats
 def masked_nelbo(stats: TokenStats, hidden: Tensor) -> LossTerms:
     """Upper bound on the negative log-likelihood of the cells, per cell (LLaDA, 2502.09992, eq. 3).
 
-    A row with ``n`` of its ``G`` cells hidden has weight ``G / n`` on each hidden cell, and the sum
-    is divided by ``B G``: when ``n`` is uniform on ``1..G`` this is an unbiased estimate of the
-    bound, in nats a cell.
+    When the number of hidden cells of a row is uniform on ``1..G``, this is an unbiased estimate in
+    nats a cell. Rows without any count as zero.
 
     Args:
         stats: scores of the hidden cells, row by row (``N`` of them).
-        hidden: ``(B, G)`` bool, cells that the model saw as mask. Rows without any count as zero.
+        hidden: ``(B, G)`` bool, cells that the model saw as mask.
     """
     B, G = hidden.shape
     weight = (G / hidden.sum(1, keepdim=True).clamp(min=1).float()).expand(B, G)[hidden]

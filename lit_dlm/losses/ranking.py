@@ -1,31 +1,26 @@
 """Ranking of predictive entropies by the order of a recorded decode (TABOM, arXiv:2605.11854).
 
 Of two positions that were written one after the other, the earlier one should have the lower
-entropy; else the pair costs the difference. All entropies come from one forward at the cut, as in
-the release; the paper takes each from the state just before its position was written.
+entropy; else the pair costs the difference.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lit_dlm.losses.terms import LossTerms
-
 Ties = Literal["strict", "position", "rank"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankingTerms(LossTerms):
-    """The ranking loss and what it is made of, row by row."""
+class RankingTerms(NamedTuple):
+    """The ranking loss row by row; its mean is over rows with pairs."""
 
     row_terms: Tensor
     """``(B,)`` mean hinge over the pairs of each row, differentiable; 0 for a row without pairs."""
-    num_pairs: Tensor
-    """``(B,)`` int64 pairs of each row."""
+    num_pairs: Tensor  # (B,) int64 pairs of each row
+    num_ordered: Tensor  # Scalar: pairs of the batch whose earlier member has the lower entropy
 
 
 def entropy_ranking(
@@ -39,19 +34,17 @@ def entropy_ranking(
     ties: Ties = "strict",
     decode_entropy: Tensor | None = None,
 ) -> RankingTerms:
-    """``mean over pairs of max(0, h_earlier - h_later + margin)``, averaged over rows with pairs.
+    """``mean over pairs of max(0, h_earlier - h_later + margin)`` of each row.
 
     The members of a pair are supervised, were written at a step in ``[cut, cut + window)``, and one
-    of them earlier than the other. Rows without a pair do not count; without any pair the loss is
-    0 with a gradient of 0. Gradients flow into both entropies.
+    of them earlier than the other. Gradients flow into both entropies.
 
     Args:
         entropy: ``(B, L)`` floating point, predictive entropies in nats. Entries outside the pairs
             may hold anything, NaN included, and get no gradient.
         steps: ``(B, L)`` integer, the step that wrote each position, or -1.
         supervised: ``(B, L)`` bool.
-        cut: ``(B,)`` int64, the step at which the decode was cut; -1 for a row without a cut, in
-            which nothing counts as supervised.
+        cut: ``(B,)`` int64, the step at which the decode was cut; -1 in a row without one.
         window: ranked steps from the cut on; ``None`` ranks everything supervised from the cut on.
         margin: by how much a later entropy should be larger, in nats.
         ties: what becomes of two positions of the same step. ``strict``: no pair. ``position``: the
@@ -78,15 +71,7 @@ def entropy_ranking(
     num_pairs = pair.sum((1, 2))
     hinge = (gap + margin).relu() * pair
     row_terms = hinge.sum((1, 2)) / num_pairs.clamp_min(1)
-    total = row_terms.sum() / (num_pairs > 0).sum().clamp_min(1)
-    ordered, count = ((gap.detach() < 0.0) & pair).sum(), num_pairs.sum()
-    return RankingTerms(
-        total,
-        {"pair_accuracy": ordered / count.clamp_min(1)},
-        {"pair_accuracy": (ordered, count)},
-        row_terms=row_terms,
-        num_pairs=num_pairs,
-    )
+    return RankingTerms(row_terms, num_pairs, ((gap.detach() < 0.0) & pair).sum())
 
 
 def _decoding_order(steps: Tensor, usable: Tensor, decode_entropy: Tensor | None) -> Tensor:

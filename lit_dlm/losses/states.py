@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from lit_dlm.plugs import Plug
@@ -27,27 +26,16 @@ class Responses:
     """``(B, G)`` bool: cells that may be a target."""
     seeds: Tensor
     """``(B,)`` int64 seed of each sample in this pass over the data."""
-    steps: Tensor | None = None
-    """``(B, G)`` int64 step that wrote each cell, -1 where none did; ``None`` without a decode."""
+    steps: Tensor
+    """``(B, G)`` int64 step that wrote each cell, -1 where none did; one cell a step from the left
+    in rows without a decode."""
     blocks: Tensor | None = None
     """``(B, G)`` int64 block of each cell, for a model with block attention; else ``None``."""
-    has_steps: Tensor | None = None
-    """``(B,)`` bool, rows whose ``steps`` are of a decode; ``None`` where all or no rows are."""
     non_ltr: Tensor | None = None
     """``(B, G)`` bool, cells that count as decoded out of order where the data say so; ``None``
     takes what the steps say."""
     has_prompt: Tensor | None = None
     """``(B,)`` bool, rows with a real token before the response; ``None`` where all have one."""
-
-    def steps_or_ltr(self) -> Tensor:
-        """``(B, G)`` int64 steps; one cell a step from the left in rows without a decode."""
-        columns = torch.arange(self.maskable.shape[1], device=self.maskable.device)
-        columns = columns.expand_as(self.maskable)
-        if self.steps is None:
-            return columns
-        if self.has_steps is None:
-            return self.steps
-        return torch.where(self.has_steps[:, None], self.steps, columns)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -85,6 +73,7 @@ class NoisyStates:
 
     def num_units(self) -> Tensor:
         """What the weighted sum of a batch is divided by, a scalar."""
+        # Fixed by the states, not by the scores: processes agree on it before any backward.
         if not self.per_row:
             return self.supervised.sum()
         return (self.supervised.any(1) if self.counted is None else self.counted).sum()
@@ -96,6 +85,29 @@ class Corruption(Plug):
     @abstractmethod
     def states(self, responses: Responses) -> NoisyStates:
         """Draws the states."""
+
+
+def weighted_states(
+    weight: LossWeight,
+    sample: Tensor,
+    *,
+    hidden: Tensor,
+    supervised: Tensor,
+    maskable: Tensor,
+    t: Tensor | None = None,
+    **more: Any,
+) -> NoisyStates:
+    """States whose targets are weighted by a rule; arguments as in :func:`target_weights`."""
+    return NoisyStates(
+        sample=sample,
+        hidden=hidden,
+        supervised=supervised,
+        weight=target_weights(weight, supervised, maskable, t),
+        per_row=weight != "none",
+        # A state of an answer counts in a bound also where its noise hid nothing.
+        counted=maskable.any(1) if weight in ("1/t", "1/length") else None,
+        **more,
+    )
 
 
 def target_weights(
@@ -120,8 +132,3 @@ def target_weights(
         raise ValueError("weight: '1/t' needs a noise level, which these states do not have")
     # A level of 0 hides nothing, so this never meets a target.
     return value / t.clamp_min(1e-6).float()
-
-
-def counted_states(weight: LossWeight, maskable: Tensor) -> Tensor | None:
-    """``(R,)`` bool units of the mean; ``None``: the states with targets."""
-    return maskable.any(1) if weight in ("1/t", "1/length") else None

@@ -1,8 +1,4 @@
-"""States of the other policy objectives of masked diffusion: complements, views, masked prompts.
-
-Like every corruption these know neither model nor layout, and their noise is a hash of the
-sample's seed.
-"""
+"""States of the other policy objectives of masked diffusion: complements, views, masked prompts."""
 
 from __future__ import annotations
 
@@ -11,12 +7,7 @@ from typing import Literal
 import torch
 
 from lit_dlm.losses.corruption import RandomMasking
-from lit_dlm.losses.states import (
-    Corruption,
-    NoisyStates,
-    Responses,
-    target_weights,
-)
+from lit_dlm.losses.states import Corruption, NoisyStates, Responses, weighted_states
 from lit_dlm.ops.noise import uniform_noise
 
 _CELL, _PAIR, _PROMPT = 17, 20, 21
@@ -44,12 +35,12 @@ class CoupledMasking(Corruption):
         supervised = torch.stack([first.supervised, other], 1).flatten(0, 1)
         sample = first.sample.repeat_interleave(2)
         maskable = responses.maskable[sample]
-        return NoisyStates(
-            sample=sample,
+        return weighted_states(
+            "1/num_targets",
+            sample,
             hidden=supervised | ~maskable,
             supervised=supervised,
-            weight=target_weights("1/num_targets", supervised, maskable, None),
-            per_row=True,
+            maskable=maskable,
         )
 
 

@@ -19,52 +19,29 @@ class RolloutProxy(Metric):
     enters it, so it is a proxy of a decode and not a result of one.
     """
 
-    is_differentiable = False
-    higher_is_better = True
     full_state_update = False
 
-    true_positive: Tensor
-    false_positive: Tensor
-    false_negative: Tensor
-    true_negative: Tensor
+    counts: Tensor
 
     def __init__(self, *, threshold: float = 0.99) -> None:
-        """Sets the rule.
-
-        Args:
-            threshold: acceptance probability from which a proposal counts as accepted.
-        """
         super().__init__()
-        self.threshold = threshold
+        # Compared as logits: a sigmoid in float32 cannot tell 17 from 18.
         self._limit = torch.logit(torch.tensor(threshold, dtype=torch.float64)).item()
-        for name in ("true_positive", "false_positive", "false_negative", "true_negative"):
-            self.add_state(name, torch.tensor(0), dist_reduce_fx="sum")
+        self.add_state("counts", torch.zeros(4, dtype=torch.long), dist_reduce_fx="sum")
 
     def update(self, decision_logits: Tensor, label: Tensor) -> None:
-        """Counts decisions.
-
-        Args:
-            decision_logits: ``(N,)`` floating point, positions in the evaluated set only.
-            label: ``(N,)`` bool: the proposal is the trace's final token.
-        """
+        """Counts ``(N,)`` decisions and whether each proposal is the trace's final token."""
         accept = decision_logits >= self._limit
-        self.true_positive += (accept & label).sum()
-        self.false_positive += (accept & ~label).sum()
-        self.false_negative += (~accept & label).sum()
-        self.true_negative += (~accept & ~label).sum()
+        kinds = (accept & label, accept & ~label, ~accept & label, ~accept & ~label)
+        self.counts += torch.stack([kind.sum() for kind in kinds])
 
     def compute(self) -> dict[str, Tensor]:
-        """Scalars over everything seen.
+        """Scalars over everything seen, each 0 where its denominator is empty.
 
-        Returns:
-            ``f_beta = (1 + b^2) P R / (b^2 P + R)`` (0 when both are 0), ``f1``, ``precision``,
-            ``recall``, ``accuracy``, ``specificity``, ``fpr`` (false positive rate), ``npv``
-            (negative predictive value), ``accept_rate`` and ``positive_rate``, each 0 where its
-            denominator is empty, and the counts ``tp``, ``fp``, ``fn`` and ``tn``.
+        ``fpr`` is the false positive rate, ``npv`` the negative predictive value.
         """
-        tp, fp = self.true_positive.double(), self.false_positive.double()
-        fn, tn = self.false_negative.double(), self.true_negative.double()
-        total = tp + fp + fn + tn
+        tp, fp, fn, tn = self.counts.double()
+        total = self.counts.sum().double()
         precision = tp / (tp + fp).clamp_min(1)
         recall = tp / (tp + fn).clamp_min(1)
         scores = {
@@ -104,26 +81,17 @@ class ReplayScore(Metric):
     states are those of the stored traces and not those that the policy's own commits lead to.
     """
 
-    is_differentiable = False
-    higher_is_better = True
     full_state_update = False
 
-    states: Tensor
-    steps_per_token: Tensor
-    false_per_token: Tensor
+    sums: Tensor
     num_tokens: Tensor
 
     def __init__(self, *, num_bins: int = 16) -> None:
-        """Sets the rule.
-
-        Args:
-            num_bins: bins of the masked share.
-        """
         super().__init__()
-        self.num_bins = num_bins
-        for name in ("states", "steps_per_token", "false_per_token"):
-            zeros = torch.zeros(num_bins, dtype=torch.float64)
-            self.add_state(name, zeros, dist_reduce_fx="sum")
+        self.num_bins = num_bins  # of the masked share
+        # Of each bin: states, steps a token and wrong tokens a token.
+        zeros = torch.zeros(3, num_bins, dtype=torch.float64)
+        self.add_state("sums", zeros, dist_reduce_fx="sum")
         zero = torch.tensor(0.0, dtype=torch.float64)
         self.add_state("num_tokens", zero, dist_reduce_fx="sum")
 
@@ -133,7 +101,6 @@ class ReplayScore(Metric):
         Args:
             commit: ``(B, R)`` bool: what the policy commits; rows without a commit do not count.
             label: ``(B, R)`` bool: the proposal is the trace's final token.
-            masked: ``(B, R)`` bool: masked positions.
             length: ``(B,)`` response positions of each row.
         """
         num_commits = commit.sum(1)
@@ -144,25 +111,21 @@ class ReplayScore(Metric):
         share = masked.sum(1)[chosen] / length.clamp_min(1)
         # A share of 1 / num_bins is the upper end of the first bin.
         bins = ((share * self.num_bins).ceil().long() - 1).clamp(0, self.num_bins - 1)
-        self.states.index_add_(0, bins, torch.ones_like(num_commits))
-        self.steps_per_token.index_add_(0, bins, 1.0 / num_commits)
-        self.false_per_token.index_add_(0, bins, num_false / num_commits)
+        values = (torch.ones_like(num_commits), 1.0 / num_commits, num_false / num_commits)
+        self.sums.index_add_(1, bins, torch.stack(values))
         self.num_tokens += length.double().sum()
 
     def compute(self) -> dict[str, Tensor]:
-        """Scalars over everything seen.
+        """Scalars over everything seen, all 0 without data.
 
-        Returns:
-            ``steps`` and ``false_commits`` per trace, ``speedup`` over one token per step,
-            ``false_rate`` (wrong share of the commits), and ``score``: F-beta of ``1 - false_rate``
-            and of the saved share of the steps. All 0 without data.
+        ``steps`` and ``false_commits`` are per trace, ``score`` is F-beta of ``1 - false_rate`` and
+        of the saved share of the steps.
         """
-        seen = self.states > 0
-        count = self.states.clamp_min(1)
-        num_seen = seen.sum().clamp_min(1)
-        steps_ratio = (self.steps_per_token / count)[seen].sum() / num_seen
-        false_rate = (self.false_per_token / count)[seen].sum() / num_seen
-        length = self.num_tokens / self.states.sum().clamp_min(1)
+        states = self.sums[0]
+        seen = states > 0
+        means = self.sums[1:] / states.clamp_min(1)
+        steps_ratio, false_rate = means[:, seen].sum(1) / seen.sum().clamp_min(1)
+        length = self.num_tokens / states.sum().clamp_min(1)
         saved = torch.where(seen.any(), 1.0 - steps_ratio, 0.0)
         right = torch.where(seen.any(), 1.0 - false_rate, 0.0)
         return {
@@ -180,47 +143,29 @@ class CalibrationCurve(Metric):
     Probabilities are cut into bins of equal width; the last one holds probability 1.
     """
 
-    is_differentiable = False
-    higher_is_better = False
     full_state_update = False
 
-    count: Tensor
-    prob_sum: Tensor
-    label_sum: Tensor
+    sums: Tensor
 
     def __init__(self, *, num_bins: int = 20) -> None:
         super().__init__()
         self.num_bins = num_bins
-        for name in ("count", "prob_sum", "label_sum"):
-            zeros = torch.zeros(num_bins, dtype=torch.float64)
-            self.add_state(name, zeros, dist_reduce_fx="sum")
+        zeros = torch.zeros(3, num_bins, dtype=torch.float64)
+        self.add_state("sums", zeros, dist_reduce_fx="sum")
 
     def update(self, prob: Tensor, label: Tensor) -> None:
-        """Adds positions.
-
-        Args:
-            prob: ``(N,)`` floating point in ``[0, 1]``.
-            label: ``(N,)`` bool.
-        """
+        """Adds ``(N,)`` probabilities and labels."""
         bins = (prob * self.num_bins).long().clamp(0, self.num_bins - 1)
-        for total, values in (
-            (self.count, torch.ones_like(prob)),
-            (self.prob_sum, prob),
-            (self.label_sum, label),
-        ):
-            total.index_add_(0, bins, values.to(total.dtype))
+        values = torch.stack([torch.ones_like(prob), prob, label.to(prob.dtype)])
+        self.sums.index_add_(1, bins, values.to(self.sums.dtype))
 
     def compute(self) -> dict[str, Tensor]:
-        """The curve.
-
-        Returns:
-            ``ece``: scalar, 0 without data. ``prob`` and ``accuracy``: ``(num_bins,)`` means of
-            each bin, NaN where it is empty. ``count``: ``(num_bins,)``.
-        """
-        gap = (self.prob_sum - self.label_sum).abs().sum()
+        """``ece``, 0 without data, and ``(num_bins,)`` means, NaN where a bin is empty."""
+        count, prob_sum, label_sum = self.sums
+        gap = (prob_sum - label_sum).abs().sum()
         return {
-            "ece": (gap / self.count.sum().clamp_min(1)).float(),
-            "prob": (self.prob_sum / self.count).float(),
-            "accuracy": (self.label_sum / self.count).float(),
-            "count": self.count.long(),
+            "ece": (gap / count.sum().clamp_min(1)).float(),
+            "prob": (prob_sum / count).float(),
+            "accuracy": (label_sum / count).float(),
+            "count": count.long(),
         }

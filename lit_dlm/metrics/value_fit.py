@@ -12,7 +12,6 @@ from torchmetrics import Metric
 class Quotient(Metric):
     """One sum over another, 0 where the latter is 0."""
 
-    is_differentiable = False
     full_state_update = False
 
     sums: Tensor
@@ -22,17 +21,12 @@ class Quotient(Metric):
         self.add_state("sums", torch.zeros(2, dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, numerator: Tensor, denominator: float) -> None:
-        """Adds to both.
-
-        Args:
-            denominator: 0 or more.
-        """
+        """Adds to both; the denominator is 0 or more."""
         added = numerator.new_tensor([0.0, denominator], dtype=torch.float64)
         added[0] = numerator.detach()
         self.sums = self.sums + added  # not in place: stays float64 in a model of bfloat16
 
     def compute(self) -> Tensor:
-        """The quotient, a float32 scalar."""
         numerator, denominator = self.sums.unbind()
         return torch.where(denominator > 0, numerator / denominator, 0.0).float()
 
@@ -45,7 +39,6 @@ class ValueFit(Metric):
             returns' variance that the values explain: 0 where these do not vary.
     """
 
-    is_differentiable = False
     full_state_update = False
 
     sums: Tensor
@@ -56,20 +49,13 @@ class ValueFit(Metric):
         self.add_state("sums", torch.zeros(4, dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, values: Tensor, returns: Tensor, counted: Tensor) -> None:
-        """Adds tokens.
-
-        Args:
-            values: ``(N,)`` floating point.
-            returns: ``(N,)`` floating point.
-            counted: ``(N,)`` bool, the tokens that count.
-        """
+        """Adds ``(N,)`` tokens, of which those that are ``counted`` count."""
         target = torch.where(counted, returns, 0.0).double()
         error = torch.where(counted, values.detach() - returns, 0.0).double()
         terms = (counted.double(), target, target**2, error**2)
         self.sums = self.sums + torch.stack([term.sum() for term in terms])
 
     def compute(self) -> Tensor:
-        """The score, a float32 scalar; 0 without a token."""
         count, total, squares, errors = self.sums.unbind()
         count = count.clamp_min(1)
         if self.score == "error":

@@ -1,9 +1,7 @@
 """Trains the projector as an autoencoder on hidden states of recorded decodes (arXiv 2605.24697).
 
-The release uses such a projector without its training code; this is our version of it. It needs
-trajectories only, since the frozen backbone computes the hidden states of their states. The result
-is a projector folder like that of the principal component analysis, so trace generation, training
-and decoding take either.
+The release uses such a projector without its training code; this is our version. The result stands
+wherever principal components do.
 """
 
 from __future__ import annotations
@@ -22,15 +20,18 @@ from torch.optim import Optimizer
 
 from lit_dlm.backbones.base import Backbone
 from lit_dlm.heads.projection import Autoencoder, Projector, ProjectorConfig
+from lit_dlm.modules.checkpoint import drop_backbone
 from lit_dlm.modules.checkpoint_files import CheckpointFiles
-from lit_dlm.modules.elastic import count_anew, place_in_update, seed_batch
 from lit_dlm.modules.finite import check_precision, require_finite_gradients
 from lit_dlm.modules.projector import state_snapshots
+from lit_dlm.modules.resuming import drop_half_update, place_in_update, seed_batch
 from lit_dlm.modules.state_batch import StateBatch
 
 logger = logging.getLogger(__name__)
 
 _MONITOR = "val/loss"
+_POSITIONS_PER_STATE = 16
+"""Random positions of each state that are trained on."""
 
 
 class AutoencoderModule(LightningModule):
@@ -44,11 +45,7 @@ class AutoencoderModule(LightningModule):
         *,
         hidden_rank: int = 256,
         delta_rank: int = 32,
-        inner_width: int = 0,
         dropout: float = 0.1,
-        hidden_layers: tuple[int, ...] = (-3, -2, -1),
-        positions_per_state: int = 16,
-        with_prompt: bool = False,
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-3),
         lr_scheduler: LRSchedulerCallable | None = None,
         seed: int = 0,
@@ -57,72 +54,50 @@ class AutoencoderModule(LightningModule):
         """Sets up training.
 
         Args:
-            backbone: the frozen denoiser.
             hidden_rank: features kept of each snapshot.
             delta_rank: features kept of each difference of neighbouring snapshots.
-            inner_width: width between two affine maps of every encoder; 0 for a single map.
-            dropout: dropout in training.
-            hidden_layers: snapshots, as indices into the backbone's tuple of hidden states.
-            positions_per_state: random positions of each state that are trained on.
-            with_prompt: also train on prompt positions, for policies that read them.
-            optimizer: constructor of the optimiser.
+            dropout: dropout of the codes in training.
             lr_scheduler: constructor of a schedule, stepped every optimiser step.
-            seed: seed of the positions.
+            seed: seed of the positions and of dropout.
             export_dir: where the projector folder is written at the end; ``projector`` inside the
                 trainer's root directory by default.
         """
         super().__init__()
-        if positions_per_state < 1:
-            raise ValueError(f"positions_per_state: expected at least 1, got {positions_per_state}")
         self.backbone = backbone
         if isinstance(backbone, torch.nn.Module):
             backbone.requires_grad_(False)
-        self.autoencoder = Autoencoder(
-            ProjectorConfig(
-                hidden_size=backbone.hidden_size,
-                num_snapshots=len(hidden_layers),
-                hidden_rank=hidden_rank,
-                delta_rank=delta_rank,
-                kind="autoencoder",
-                inner_width=inner_width,
-            ),
-            dropout=dropout,
+        config = ProjectorConfig(
+            hidden_size=backbone.hidden_size,
+            hidden_rank=hidden_rank,
+            delta_rank=delta_rank,
+            kind="autoencoder",
         )
-        self.hidden_layers = tuple(hidden_layers)
-        self.positions_per_state = positions_per_state
-        self.with_prompt = with_prompt
+        self.autoencoder = Autoencoder(config, dropout=dropout)
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.seed = seed
         self.export_dir = None if export_dir is None else Path(export_dir)
 
     def setup(self, stage: str) -> None:
-        """Refuses precisions that would round the encoders, too."""
         check_precision(self.trainer)
 
     def on_train_start(self) -> None:
-        """Keeps the frozen backbone in evaluation mode."""
         if isinstance(self.backbone, torch.nn.Module):
             self.backbone.eval()
 
     def training_step(self, batch: StateBatch, batch_idx: int) -> Tensor:
-        """One step on random positions of the batch's states."""
         place = place_in_update(self.trainer, batch_idx)
         return self._loss(batch, "train", self.global_step, place)
 
     def validation_step(self, batch: StateBatch, batch_idx: int) -> None:
-        """The same error on the validation states, at positions that never change."""
-        self._loss(batch, "val", batch_idx, self.global_rank)
+        self._loss(batch, "val", batch_idx, self.global_rank)  # at positions that never change
 
     def on_train_batch_start(self, batch: StateBatch, batch_idx: int) -> None:
-        """Seeds dropout, so that a resumed run repeats it."""
         seed_batch(self, self.seed, batch_idx)
 
     def _loss(self, batch: StateBatch, stage: str, number: int, place: int) -> Tensor:
-        rows = state_snapshots(
-            self.backbone, batch, hidden_layers=self.hidden_layers, with_prompt=self.with_prompt
-        )
-        count = min(len(rows), self.positions_per_state * len(batch.ids))
+        rows = state_snapshots(self.backbone, batch)
+        count = min(len(rows), _POSITIONS_PER_STATE * len(batch.ids))
         seed = (self.seed * 1_000_003 + number) * 1_000_003 + place
         generator = torch.Generator().manual_seed(seed % 2**63)
         chosen = torch.randperm(len(rows), generator=generator)[:count].to(rows.device)
@@ -138,11 +113,9 @@ class AutoencoderModule(LightningModule):
         return loss
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Stops at a gradient that is not finite."""
         require_finite_gradients(self)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """The optimiser over encoders and decoders and the optional schedule."""
         optimizer = self.optimizer(self.autoencoder.parameters())
         if self.lr_scheduler is None:
             return optimizer
@@ -150,29 +123,17 @@ class AutoencoderModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": schedule}  # type: ignore[return-value]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Finds the batch to go on with."""
-        count_anew(self, checkpoint)
+        drop_half_update(self, checkpoint)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Drops the frozen backbone from the file."""
-        state = checkpoint["state_dict"]
-        for key in [key for key in state if key.startswith("backbone.")]:
-            del state[key]
+        drop_backbone(checkpoint)
 
     def on_fit_end(self) -> None:
-        """Exports the projector with the best validation error (the last without a checkpoint)."""
         if self.trainer.is_global_zero:
             self.export(self.export_dir or Path(self.trainer.default_root_dir) / "projector")
 
     def export(self, folder: str | Path) -> Projector:
-        """Writes the projector folder.
-
-        Args:
-            folder: target folder; created.
-
-        Returns:
-            The projector.
-        """
+        """Writes the projector of the best validation error (the last without a checkpoint)."""
         autoencoder = self.autoencoder
         best = [
             callback.best_model_path

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningModule
 from tokenizers import AddedToken, Tokenizer
 from torch import nn
 from transformers import PreTrainedModel
@@ -28,63 +27,55 @@ logger = logging.getLogger(__name__)
 ADAPTERS_KEY = "adapters"
 """Where a checkpoint has the settings of its adapters."""
 
-_NUM_NAMED = 2
 _WAY_OUT = (
     "expected one of the same model and lora settings; give the backbone the settings of that run, "
     "or load its adapter with backbone.init_args.adapter=RUN_DIR/adapter"
 )
 
 
-def trained_adapters(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Settings of the adapters that a module trains.
+def adapter_settings(module: nn.Module, *, trained_only: bool = False) -> dict[str, dict[str, Any]]:
+    """Settings of a module's adapters as plain values, by path (``backbone.model.default``).
 
-    Args:
-        module: with decoders anywhere in it.
-
-    Returns:
-        By path, such as ``backbone.model.default``, as plain values: ``rank``, ``alpha``,
-        ``rslora``, ``targets`` and ``layers`` (all of them where none are chosen).
+    Dropout is not among them, as weights of another one fit.
     """
-    return {
-        path: settings for path, (settings, is_trained) in _adapters(module).items() if is_trained
-    }
+    found = {}
+    for path, part in module.named_modules():
+        if not isinstance(part, PreTrainedModel):
+            continue
+        for name, config in getattr(part, "peft_config", {}).items():
+            weights = adapter_parameters(part, name)
+            if trained_only and not any(value.requires_grad for _, value in weights):
+                continue
+            layers = config.layers_to_transform
+            if layers is None:
+                layers = range(part.config.num_hidden_layers)
+            found[f"{path}.{name}"] = {
+                "rank": config.r,
+                "alpha": float(config.lora_alpha),
+                "rslora": bool(config.use_rslora),
+                "targets": sorted(config.target_modules),
+                "layers": sorted(layers),
+            }
+    return found
 
 
 def require_own_checkpoint(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
     """Refuses a checkpoint of another model.
 
     Args:
-        module: the LightningModule.
-        checkpoint: what Lightning read. Its ``state_dict`` is absent under FSDP2, which has loaded
-            the weights by then and refuses missing ones itself; settings of adapters are absent
-            from checkpoints of old.
+        checkpoint: what Lightning read. Under FSDP2 its ``state_dict`` is absent: the weights are
+            loaded by then, and missing ones were refused.
     """
-    trainer = module.trainer if isinstance(module, LightningModule) and module._trainer else None
     if "state_dict" in checkpoint:
-        goes_on = trainer is not None and trainer.state.fn == "fit"
-        if goes_on and not {"optimizer_states", "lr_schedulers"} <= checkpoint.keys():
-            raise ValueError(
-                "ckpt_path: the checkpoint has weights only, so training cannot go on from it; "
-                "expected one with the state of the optimiser"
-            )
         found = set(checkpoint["state_dict"])
         trained = {name for name, value in module.named_parameters() if value.requires_grad}
+        # A tied head is the embedding under a second name.
         places = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         places |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
-        wrong = [
-            f"{kind} {len(names)} weights, such as {', '.join(sorted(names)[:_NUM_NAMED])}"
-            for kind, names in (
-                ("lacks", trained - found),
-                ("has no use here for", found - places),
-            )
-            if names
-        ]
-        if wrong:
-            raise ValueError(f"ckpt_path: the checkpoint {' and '.join(wrong)}; {_WAY_OUT}")
-    if ADAPTERS_KEY not in checkpoint:
-        return
-    ours = {path: settings for path, (settings, _) in _adapters(module).items()}
-    for path, theirs in checkpoint[ADAPTERS_KEY].items():
+        _require_none("lacks", trained - found)
+        _require_none("has no use here for", found - places)
+    ours = adapter_settings(module)
+    for path, theirs in checkpoint.get(ADAPTERS_KEY, {}).items():
         if theirs != ours.get(path):
             raise ValueError(
                 f"ckpt_path: the checkpoint's adapter {path} has {theirs}, "
@@ -92,29 +83,19 @@ def require_own_checkpoint(module: nn.Module, checkpoint: Mapping[str, Any]) -> 
             )
 
 
-def _adapters(module: nn.Module) -> dict[str, tuple[dict[str, Any], bool]]:
-    """Settings of every adapter by path, and whether it is trained."""
-    return {
-        f"{path}.{name}": (
-            _settings(config, part),
-            any(value.requires_grad for _, value in adapter_parameters(part, name)),
+def _require_none(kind: str, names: set[str]) -> None:
+    if names:
+        raise ValueError(
+            f"ckpt_path: the checkpoint {kind} {len(names)} weights, such as {min(names)}; "
+            f"{_WAY_OUT}"
         )
-        for path, part in module.named_modules()
-        if isinstance(part, PreTrainedModel)
-        for name, config in getattr(part, "peft_config", {}).items()
-    }
 
 
-def _settings(config: Any, model: PreTrainedModel) -> dict[str, Any]:
-    """What peft's configuration says; its dropout is no part of the weights."""
-    layers = config.layers_to_transform
-    return {
-        "rank": config.r,
-        "alpha": float(config.lora_alpha),
-        "rslora": bool(config.use_rslora),
-        "targets": sorted(config.target_modules),
-        "layers": sorted(range(model.config.num_hidden_layers) if layers is None else layers),
-    }
+def drop_backbone(checkpoint: Mapping[str, Any]) -> None:
+    """Takes a frozen backbone, which comes from its own files, out of a checkpoint."""
+    state = checkpoint["state_dict"]
+    for key in [key for key in state if key.startswith("backbone.")]:
+        del state[key]
 
 
 TOKENIZER_FILES = (
@@ -131,28 +112,20 @@ TOKENIZER_FILES = (
 
 
 def copy_tokenizer(tokenizer: str, folder: Path) -> None:
-    """Puts a tokenizer's files beside exported weights.
-
-    Copied, not saved again: transformers would add how it was loaded.
-
-    Args:
-        tokenizer: folder, embedded name or hub id.
-        folder: target, which exists.
-    """
+    """Puts the files of a tokenizer (folder, embedded name or hub id) beside exported weights."""
     source = locate(tokenizer, weights=False)
+    # Copied, not saved again: transformers would add how it was loaded.
     for path in sorted(source.iterdir()):
         if path.name in TOKENIZER_FILES and source.resolve() != folder.resolve():
             shutil.copyfile(path, folder / path.name)
 
 
 def export_trained(backbone: HFBackbone, tokenizer: str, folder: Path, *, write: bool) -> None:
-    """Writes what was trained: the adapter where there is one, else the whole model.
+    """Writes what was trained: the adapter where there is one, else model and tokenizer.
 
     Args:
-        backbone: the model. With sharded weights every process must call this.
-        tokenizer: folder, embedded name or hub id of the tokenizer, which goes with whole models.
-        folder: created when absent.
-        write: whether this process copies the tokenizer.
+        write: whether this process copies the tokenizer. With sharded weights every process must
+            call this.
     """
     if backbone.adapter is not None:
         backbone.save_adapter(folder)

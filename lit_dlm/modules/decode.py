@@ -31,9 +31,9 @@ from lit_dlm.decoding.stream import (
     decode_stream,
 )
 from lit_dlm.decoding.sweep import Sweep, expanded
-from lit_dlm.modules.checkpoint import ADAPTERS_KEY, require_own_checkpoint, trained_adapters
-from lit_dlm.modules.elastic import count_anew, seed_batch
+from lit_dlm.modules.checkpoint import ADAPTERS_KEY, adapter_settings, require_own_checkpoint
 from lit_dlm.modules.finite import check_precision, require_finite_gradients
+from lit_dlm.modules.resuming import drop_half_update, seed_batch
 from lit_dlm.modules.sharding import drop_frozen_decoders, shard_trained, whole_weights
 from lit_dlm.ops.noise import sample_seed
 from lit_dlm.pictures import Picture, seeing
@@ -252,7 +252,7 @@ class DecodeModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Notes the settings of the trained adapters, which their weights alone do not tell."""
-        checkpoint[ADAPTERS_KEY] = trained_adapters(self)
+        checkpoint[ADAPTERS_KEY] = adapter_settings(self, trained_only=True)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuses weights that are not those of this model, such as those of another adapter.
@@ -262,7 +262,7 @@ class DecodeModule(LightningModule):
                 no place for, or comes from an adapter of other settings.
         """
         require_own_checkpoint(self, checkpoint)
-        count_anew(self, checkpoint)
+        drop_half_update(self, checkpoint)
 
     def setup(self, stage: str) -> None:
         """Refuses precisions that would round more than the decoder."""

@@ -23,8 +23,7 @@ class DiscriminationObserver:
     requires: frozenset[str] = frozenset({"raw_entropy", "region"})
     """Entropies of the whole response, also outside the decoder's window, under the model's own
     distribution, whatever the sampler scores."""
-    sums: list[Tensor] = field(default_factory=list)
-    """Scalar sum of variances of each step."""
+    sums: list[Tensor] = field(default_factory=list)  # Scalar sum of variances of each step
     counts: list[Tensor] = field(default_factory=list)
     """Scalar number of rows that count in each step."""
 

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.decoding import Decoder
 from lit_dlm.losses.corruption import RandomMasking
 from lit_dlm.losses.states import Corruption, NoisyStates
 from lit_dlm.losses.terms import LossTerms
@@ -27,7 +26,7 @@ from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.modules.finite import require_finite, require_finite_gradients
 from lit_dlm.modules.supervised_batch import SupervisedBatch, lay_out, responses_of
 from lit_dlm.ops.fused_head import TokenStats
-from lit_dlm.ops.options import at_least, one_of, within
+from lit_dlm.ops.options import at_least, within
 from lit_dlm.ops.schedules import warmup_cosine
 from lit_dlm.plugs import checked_plug
 
@@ -44,18 +43,15 @@ class TrainableModule(DecodeModule):
 
     Args:
         backbone: with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.
-        tokenizer: folder, embedded name or hub id of the tokenizer.
         corruption: which states are trained on, random masking by default; noise is drawn anew in
             every pass over the data.
-        decoders: decoding methods by name, for ``predict`` and scores during training.
-        seed: base seed of noise and decoding.
         num_padding: cells of fill behind an answer that are supervised, counted from its end;
             ``null`` for all (``post_num`` in dLLM-RL). It teaches a model to end.
         optimizer: constructor of the optimiser, given the trainable parameters.
         warmup_steps: optimiser steps of the warm-up.
         export_dir: where the last weights are written as an adapter or model folder; ``null``
             leaves that to callbacks.
-        chat_template: what stands around the turns of a prompt; the tokenizer's own by default.
+        common: options of :class:`~lit_dlm.modules.decode.DecodeModule`.
     """
 
     backbone: HFBackbone
@@ -64,25 +60,16 @@ class TrainableModule(DecodeModule):
         self,
         backbone: HFBackbone,
         *,
-        tokenizer: str,
         corruption: Corruption | None = None,
-        decoders: dict[str, Decoder] | None = None,
-        seed: int = 0,
         num_padding: int | None = 0,
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(
             params, lr=2e-5, weight_decay=0.01
         ),
         warmup_steps: int = 50,
         export_dir: str | None = None,
-        chat_template: str | None = None,
+        **common: Any,
     ) -> None:
-        super().__init__(
-            backbone,
-            tokenizer=tokenizer,
-            decoders=decoders,
-            seed=seed,
-            chat_template=chat_template,
-        )
+        super().__init__(backbone, **common)
         at_least(0, num_padding=num_padding, warmup_steps=warmup_steps)
         self.corruption = checked_plug(
             corruption or RandomMasking(), Corruption, option="corruption"
@@ -101,8 +88,6 @@ class TrainableModule(DecodeModule):
         """Stops all processes when the loss of one is not finite, before any weight has changed.
 
         Args:
-            loss: scalar, of this process's batch.
-            uids: samples of the batch.
             blamed: the samples to name, asked on failure only; all of the batch by default.
         """
         is_finite = torch.isfinite(loss.detach())
@@ -115,27 +100,20 @@ class TrainableModule(DecodeModule):
         self._step_uids += uids
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Looks at the gradients: clipping would spread one that is not finite to all weights."""
         uids, self._step_uids = self._step_uids, []
         require_finite_gradients(self, uids)
 
     def scheduled(
         self, groups: Sequence[Any], factor: Callable[[int], float]
     ) -> OptimizerLRScheduler:
-        """The optimiser and a schedule by optimiser steps, as Lightning wants them.
-
-        On a GPU AdamW is torch's fused one, unless the configuration says ``fused: false``.
-
-        Args:
-            groups: parameters, or groups of them.
-            factor: on the learning rate, by optimiser step.
-        """
+        """The optimiser of parameters or groups of them, and a factor on its rate by step."""
         if not groups:
             raise ValueError(
                 "backbone: nothing is trainable; give it lora settings, an adapter with "
                 "trainable: true, or trainable: true"
             )
         optimizer = self.optimizer(groups)
+        # torch's own default is the slower loop; a configuration may say ``fused: false``.
         if isinstance(optimizer, torch.optim.Adam) and self.device.type == "cuda":
             for group in optimizer.param_groups:
                 if group["fused"] is None and not group["foreach"]:
@@ -147,18 +125,7 @@ class TrainableModule(DecodeModule):
 
     # -- files -----------------------------------------------------------------------------------
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Drops frozen weights from the file."""
-        super().on_save_checkpoint(checkpoint)
-        # A tied head is the embedding under a second name.
-        named = self.named_parameters(remove_duplicate=False)
-        frozen = {name for name, value in named if not value.requires_grad}
-        state = checkpoint["state_dict"]
-        for key in [key for key in state if key in frozen]:
-            del state[key]
-
     def on_fit_end(self) -> None:
-        """Writes the last weights where ``export_dir`` asks for them."""
         if self.export_dir is not None:
             self.export(self.export_dir)
             kind = "model" if self.backbone.adapter is None else "adapter"
@@ -166,11 +133,7 @@ class TrainableModule(DecodeModule):
                 logger.info("wrote the %s to %s", kind, self.export_dir)
 
     def export(self, folder: str | Path) -> None:
-        """Writes the adapter, or the whole model where there is none; every process must call it.
-
-        Args:
-            folder: target, which ``backbone.adapter`` or ``backbone.path`` loads.
-        """
+        """Writes the adapter, else the whole model; every process must call it."""
         is_first = self._trainer is None or self.trainer.is_global_zero
         export_trained(self.backbone, self.tokenizer_path, Path(folder), write=is_first)
 
@@ -178,13 +141,9 @@ class TrainableModule(DecodeModule):
 class FinetuneModule(TrainableModule):
     """Trains a backbone, or its adapter, on states of finished responses.
 
-    A subclass says what the loss of the states is. The learning rate warms up linearly and falls
-    along half a cosine over all optimiser steps of the run (accumulated batches count once).
-
-    A logged ``train/`` value is over all batches of one optimiser step, accumulated ones and those
-    of other processes included, as if they were one: a mean per target, pair or state, or a count.
-    With several processes only the steps that loggers write (``trainer.log_every_n_steps``) are
-    summed up and logged.
+    The learning rate warms up linearly and falls along half a cosine over all optimiser steps.
+    A logged value is a mean per target, pair or state, or a count, over all batches of one
+    optimiser step (``train/``) or validation (``val/``) and of all processes, as if they were one.
 
     Args:
         backbone: with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.
@@ -203,18 +162,12 @@ class FinetuneModule(TrainableModule):
         **common: Any,
     ) -> None:
         super().__init__(backbone, **common)
-        one_of("local", "global", loss_norm=loss_norm)
         within("[0, 1]", lr_floor=lr_floor)
         self.loss_norm = loss_norm
         self.lr_floor = lr_floor
         # (2,) float64 sum and units of each part, since the last optimiser step or in validation
         self._train_sums: dict[str, Tensor] = {}
         self._val_sums: dict[str, Tensor] = {}
-
-    @property
-    def has_joint_batches(self) -> bool:
-        """Whether the batches of all processes at a time are normalised as one."""
-        return self.loss_norm == "global"
 
     # -- the loss --------------------------------------------------------------------------------
 
@@ -227,47 +180,28 @@ class FinetuneModule(TrainableModule):
         them, and decoding gives them none either.
 
         Args:
-            batch: the batch.
-            states: states of its samples.
-            stats: scores of their targets, state by state.
-
-        Returns:
-            The total, and in ``parts`` and ``sums`` what is logged beside it.
+            stats: scores of the states' targets, state by state.
         """
         del batch
         weight = states.weight[states.supervised].to(stats.ce.dtype)
-        summed = (stats.ce * weight).sum()
-        loss = summed / self.divisor(states.num_units())
-        hits, count = stats.is_top.sum(), states.supervised.sum()
-        parts = {
-            "loss_ce": loss.detach(),
-            "num_supervised": count.float(),
-            "accuracy": hits.float() / count.clamp_min(1),
-        }
+        summed, units = (stats.ce * weight).sum(), states.num_units()
+        count = states.supervised.sum()
         sums = {
-            "loss_ce": (summed.detach(), states.num_units()),
-            "accuracy": (hits, count),
+            "loss_ce": (summed.detach(), units),
+            "num_supervised": (count, torch.zeros_like(count)),
+            "accuracy": (stats.is_top.sum(), count),
         }
-        return LossTerms(loss, parts, sums)
+        return LossTerms(summed / self.divisor(units), sums=sums)
 
     def combined(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """The total of a loss's parts; the cross-entropy here.
-
-        Args:
-            parts: scalars by name, such as means over a whole validation.
-        """
+        """The total of a loss's parts, such as means over a whole validation."""
         return parts["loss_ce"]
 
     def divisor(self, count: Tensor) -> Tensor:
-        """What a sum over this process's batch is divided by.
+        """What a sum over this process's batch is divided by: its ``count`` of units, a scalar.
 
-        Args:
-            count: scalar, the units of this batch.
-
-        Returns:
-            The count, or with ``loss_norm: global`` the mean count of all processes (whose
-            gradients get averaged); at least a hair above zero, so a batch without targets has a
-            loss of 0 with gradients of 0 and no process waits for another.
+        With ``loss_norm: global`` it is the mean count of all processes, whose gradients get
+        averaged. Never 0: a batch without targets has a loss of 0 with gradients of 0.
         """
         count = count.detach().float()
         world_size = self.trainer.world_size if self._trainer is not None else 1
@@ -277,30 +211,21 @@ class FinetuneModule(TrainableModule):
         return count.clamp_min(1.0 / world_size if self.loss_norm == "global" else 1.0)
 
     def terms(self, batch: SupervisedBatch, *, seed: int) -> LossTerms:
-        """Loss of a batch.
-
-        Args:
-            batch: the batch.
-            seed: base seed of the noise.
-        """
+        """Loss of a batch, with the noise of a seed."""
         return self.loss_terms(batch, *self._scored(batch, seed=seed))
 
     def _scored(self, batch: SupervisedBatch, *, seed: int) -> tuple[NoisyStates, TokenStats]:
-        """Draws states of a batch and runs the backbone once.
-
-        The forward runs even where nothing is supervised: every process takes part in every
-        backward.
-        """
+        """Draws states of a batch and runs the backbone once."""
         spec = self.backbone.spec
         responses = responses_of(batch, spec, seed=seed, num_padding=self.num_padding)
         states = self.corruption.states(responses)
         rows = lay_out(batch, states, spec)
+        # Even where nothing is supervised: every process takes part in every backward.
         return states, self.backbone.score_tokens(
             rows.ids, rows.targets, rows.rows, **rows.context()
         )
 
     def training_step(self, batch: SupervisedBatch, batch_idx: int = 0) -> Tensor:
-        """Loss of one batch; its noise follows from the seed, the pass and the samples' uids."""
         states, stats = self._scored(batch, seed=self.seed)
         terms = self.loss_terms(batch, states, stats)
         self.require_finite_loss(
@@ -310,10 +235,10 @@ class FinetuneModule(TrainableModule):
         return terms.total
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Logs the step, and looks at its gradients."""
         sums, self._train_sums = self._train_sums, {}
         every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        # Counted alike in all processes, since each of them takes part in the sums.
+        # Sums over processes cost a reduction, so they are made only for steps that loggers write;
+        # counted alike in all processes, since each of them takes part.
         is_written = every > 0 and (self.trainer.global_step + 1) % every == 0
         if sums and (is_written or self.trainer.world_size == 1):
             means = self._means(sums)
@@ -321,18 +246,12 @@ class FinetuneModule(TrainableModule):
         super().on_before_optimizer_step(optimizer)
 
     def on_validation_epoch_start(self) -> None:
-        """Forgets the sums of the last validation."""
         self._val_sums = {}
 
     def validation_step(self, batch: SupervisedBatch, batch_idx: int = 0) -> None:
-        """Sums of the same loss, with noise that does not change between validations."""
         _add_sums(self._val_sums, self.terms(batch, seed=self.seed + _VALIDATION_SEED))
 
     def on_validation_epoch_end(self) -> None:
-        """Logs means over all targets, pairs or states of all processes, and counts in total.
-
-        Neither the batch size nor the number of processes changes them.
-        """
         values = self._means(self._val_sums)
         # Equal on all processes; Lightning warns about values of epochs that are not reduced.
         self.log_dict({f"val/{name}": value for name, value in values.items()}, sync_dist=True)
@@ -349,7 +268,6 @@ class FinetuneModule(TrainableModule):
     # -- optimisation ----------------------------------------------------------------------------
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """The optimiser over what is trainable, and the schedule."""
         num_steps = self.trainer.estimated_stepping_batches
         if num_steps == float("inf"):
             raise ValueError(
@@ -365,10 +283,8 @@ class FinetuneModule(TrainableModule):
 
 
 def _add_sums(sums: dict[str, Tensor], terms: LossTerms) -> None:
-    for name, value in terms.parts.items():
-        found = terms.sums.get(name, (value, torch.zeros_like(value)))
-        pair = torch.stack([one.double() for one in found])
-        sums[name] = sums.get(name, 0.0) + pair
+    for name, found in terms.sums.items():
+        sums[name] = sums.get(name, 0.0) + torch.stack([one.double() for one in found])
 
 
 def _non_finite_samples(
@@ -384,9 +300,7 @@ def _non_finite_samples(
 class SFTModule(FinetuneModule):
     """Cross-entropy of hidden response tokens.
 
-    Model families need no setting here: a backbone with block attention is trained on all blocks
-    of a state in one row, one with full attention on the state itself. Autoregressive checkpoints
-    are adapted by giving the backbone ``from_ar``.
+    Autoregressive checkpoints are adapted by giving the backbone ``from_ar``.
 
     Args:
         backbone: with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.

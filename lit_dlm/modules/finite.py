@@ -25,23 +25,18 @@ def require_finite(
 ) -> None:
     """Raises in every process when one of them has met a number that is not finite.
 
-    One process alone must not stop, or the others would wait for it forever. Costs one reduction of
-    a number, and a look at the result from the host.
+    Costs one reduction of a number, and a look at the result from the host.
 
     Args:
         is_finite: scalar bool of this process.
-        trainer: the run; ``None`` outside of one.
-        what: what was checked, for the message.
         blamed: uids of this process's samples that the message shall name, possibly none; called
             on failure only.
-
-    Raises:
-        NonFiniteError: naming the samples of all processes.
     """
     world_size = 1 if trainer is None else trainer.world_size
     bad = (~is_finite).float()
     if world_size > 1:
         assert trainer is not None
+        # One process alone must not stop, or the others would wait for it forever.
         bad = trainer.strategy.reduce(bad, reduce_op="sum")
     if not bool(bad):
         return
@@ -50,15 +45,13 @@ def require_finite(
         gathered: list[list[str]] = [[] for _ in range(world_size)]
         torch.distributed.all_gather_object(gathered, named)
         named = [uid for part in gathered for uid in part]
-    step = 0 if trainer is None else trainer.global_step
-    listed, look = "", ""
-    if named:
-        listed, look = ", samples " + ", ".join(named[:_MOST_NAMED]), "Look at these samples, or l"
+    listed = f", samples {', '.join(named[:_MOST_NAMED])}" if named else ""
     if len(named) > _MOST_NAMED:
         listed += f" and {len(named) - _MOST_NAMED} more"
     raise NonFiniteError(
-        f"{what} is not finite at optimiser step {step}{listed}; weights are those from before it. "
-        f"{look or 'L'}ower the learning rate"
+        f"{what} is not finite at optimiser step {0 if trainer is None else trainer.global_step}"
+        f"{listed}; weights are those from before it. "
+        f"{'Look at these samples, or lower' if named else 'Lower'} the learning rate"
     )
 
 
@@ -68,29 +61,17 @@ def require_finite_gradients(module: LightningModule, uids: Sequence[str] = ()) 
     Clipping would spread one gradient that is not finite to all weights.
 
     Args:
-        module: in training, before its optimiser step.
         uids: samples of the step, where they are known.
-
-    Raises:
-        NonFiniteError: a gradient is not finite.
     """
     if getattr(module.trainer.precision_plugin, "scaler", None) is not None:
         return  # float16 precision tries its loss scale out and skips such steps itself
     gradients = [value.grad for value in module.parameters() if value.grad is not None]
-    require_finite(
-        finite_gradients(gradients), module.trainer, what="a gradient", blamed=lambda: list(uids)
-    )
-
-
-def finite_gradients(gradients: Sequence[Tensor]) -> Tensor:
-    """Scalar bool: whether all gradients are finite, of sharded ones this process's part.
-
-    Args:
-        gradients: at least one, of any shapes.
-    """
     local = [value.to_local() if isinstance(value, DTensor) else value for value in gradients]
+    # Sums, so that a GPU is waited for once and not for each weight.
     sums = torch.stack([value.float().abs().sum() for value in local])
-    return torch.isfinite(sums).all()
+    require_finite(
+        torch.isfinite(sums).all(), module.trainer, what="a gradient", blamed=lambda: list(uids)
+    )
 
 
 def check_precision(trainer: Trainer) -> None:
@@ -98,12 +79,6 @@ def check_precision(trainer: Trainer) -> None:
 
     They set torch's default dtype and cast every module: heads and their optimisers would be
     rounded along with the decoder, whose dtype is a setting of its own.
-
-    Args:
-        trainer: the run's.
-
-    Raises:
-        ValueError: the precision is one of them.
     """
     precision = str(trainer.precision)
     if precision.endswith("-true") and precision != "32-true":

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from typing import Any
 
 from lit_dlm.backbones import Backbone
-from lit_dlm.decoding import Decoder
 from lit_dlm.heads.features import acceptance_features, feature_groups
 from lit_dlm.heads.projection import PCAFitter, Projector, ProjectorConfig
 from lit_dlm.heads.scorer import ScorerSettings
@@ -33,9 +33,6 @@ class TraceModule(DecodeModule):
 
     Args:
         backbone: the denoiser.
-        tokenizer: folder, embedded name or hub id of the tokenizer.
-        decoders: decoding methods by name.
-        seed: base seed of samples, kept steps and the projector's states.
         level: how much to keep: ``tokens`` (the record alone), ``signals`` (also scores of every
             step) or ``features`` (also what the TraceLock policy is trained on).
         step_ratio: fraction of steps that keep features.
@@ -46,16 +43,13 @@ class TraceModule(DecodeModule):
         projector_dir: where the projector is kept, and fitted where nothing is yet; or the
             TraceLock release's ``best_val_loss.pt``. Needed at level ``features``.
         projector_prompts: prompts on which it is fitted.
-        chat_template: what stands around the turns of a prompt; the tokenizer's own by default.
+        common: options of :class:`~lit_dlm.modules.decode.DecodeModule`.
     """
 
     def __init__(
         self,
         backbone: Backbone,
         *,
-        tokenizer: str,
-        decoders: dict[str, Decoder] | None = None,
-        seed: int = 0,
         level: Level = "tokens",
         step_ratio: float = 0.1,
         scheme: FeatureScheme = "int8",
@@ -64,15 +58,9 @@ class TraceModule(DecodeModule):
         delta_rank: int = 32,
         projector_dir: str | None = None,
         projector_prompts: int = 64,
-        chat_template: str | None = None,
+        **common: Any,
     ) -> None:
-        super().__init__(
-            backbone,
-            tokenizer=tokenizer,
-            decoders=decoders,
-            seed=seed,
-            chat_template=chat_template,
-        )
+        super().__init__(backbone, **common)
         if (level == "features") != (projector_dir is not None):
             raise ValueError(
                 f"projector_dir: needed at level 'features' and only there, got {projector_dir!r} "
@@ -89,7 +77,6 @@ class TraceModule(DecodeModule):
         self._features: FeatureCapture | None = None
 
     def on_predict_start(self) -> None:
-        """Fits the projector, or loads the one that a former run left."""
         super().on_predict_start()
         if self.level != "features":
             return
@@ -106,9 +93,7 @@ class TraceModule(DecodeModule):
             step_ratio=self.step_ratio,
             scheme=self.scheme,
             layout=self.settings.layout,
-            scores=frozenset(
-                name for name in ("entropy", "margin") if getattr(self.settings.features, name)
-            ),
+            scores=frozenset(name for name, is_on in vars(self.settings.features).items() if is_on),
         )
 
     def _fit_projector(self) -> Projector:
@@ -136,29 +121,21 @@ class TraceModule(DecodeModule):
             traces += capture.trajectories(
                 [example.uid for example in batch.examples], list(map(image_facts, batch.examples))
             )
-            logger.info(
-                "projector: decoded %d of %d prompts by %s",
-                len(traces),
-                self.projector_prompts,
-                method,
-            )
+            wanted = self.projector_prompts
+            logger.info("projector: decoded %d of %d prompts by %s", len(traces), wanted, method)
         fitter = PCAFitter(config)
         for states in trace_states(traces, seed=self.seed):
+            states = states.to(self.device)
+            layers = self.settings.hidden_layers
             fitter.update(
                 state_snapshots(
-                    self.backbone,
-                    states.to(self.device),
-                    hidden_layers=self.settings.hidden_layers,
-                    with_prompt=with_prompt,
+                    self.backbone, states, hidden_layers=layers, with_prompt=with_prompt
                 )
             )
         return fitter.finish()
 
     def capture(self) -> TrajectoryCapture:
-        """The observer of one batch."""
         assert self.level is not None
         return TrajectoryCapture(
-            vocab_size=self.backbone.vocab_size,
-            level=self.level,
-            features=self._features,
+            vocab_size=self.backbone.vocab_size, level=self.level, features=self._features
         )

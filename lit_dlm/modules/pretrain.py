@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,12 +14,16 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from lit_dlm.backbones.hf import DType, HFBackbone
-from lit_dlm.decoding import Decoder
 from lit_dlm.losses.nelbo import masked_nelbo
 from lit_dlm.modules.checkpoint import copy_tokenizer
 from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.ops.muon import MuonAdamW
 from lit_dlm.ops.schedules import trapezoid
+
+_DRILL_WEIGHT = 0.7
+"""Factor on the drills' cross-entropy."""
+_MATRIX_LR, _OTHER_LR = 0.01, 3e-3
+"""Learning rates of Muon and AdamW."""
 
 logger = logging.getLogger(__name__)
 
@@ -27,28 +32,20 @@ logger = logging.getLogger(__name__)
 class DrillBatch:
     """Lines without a prompt, partly hidden."""
 
-    ids: Tensor
-    """``(B, L)`` int64, clean, left-padded."""
-    pad_mask: Tensor
-    """``(B, L)`` bool, ``True`` on real tokens."""
-    hidden: Tensor
-    """``(B, L)`` bool, cells shown as mask; never padding."""
+    ids: Tensor  # (B, L) int64, clean, left-padded
+    pad_mask: Tensor  # (B, L) bool, True on real tokens
+    hidden: Tensor  # (B, L) bool, cells shown as mask; never padding
 
 
 @dataclass
 class PretrainBatch:
     """Prompts with completions, and what of the completions is hidden."""
 
-    ids: Tensor
-    """``(B, L)`` int64, clean: left padding, prompt, response filled with end of text."""
-    pad_mask: Tensor
-    """``(B, L)`` bool, ``True`` on real tokens."""
-    start: int
-    """First response column."""
-    hidden: Tensor
-    """``(B, L - start)`` bool, response cells shown as mask."""
-    drill: DrillBatch | None = None
-    """Drills of this step, where it has any."""
+    ids: Tensor  # (B, L) int64, clean: left padding, prompt, response filled with end of text
+    pad_mask: Tensor  # (B, L) bool, True on real tokens
+    start: int  # First response column
+    hidden: Tensor  # (B, L - start) bool, response cells shown as mask
+    drill: DrillBatch | None = None  # Drills of this step, where it has any
 
 
 class PretrainModule(DecodeModule):
@@ -60,17 +57,12 @@ class PretrainModule(DecodeModule):
 
     Args:
         backbone: a trainable backbone, usually with random weights of an architecture.
-        tokenizer: folder, embedded name or hub id of the tokenizer.
-        decoders: decoding methods by name, for ``predict``.
-        seed: base seed of decoding.
-        drill_weight: factor on the drills' cross-entropy.
-        matrix_lr: Muon's learning rate.
-        other_lr: AdamW's learning rate.
         warmup_steps: steps of the warm-up.
         decay_share: share of the run over which the learning rates fall.
         export_dir: where the trained model goes; ``None`` exports nothing.
         export_dtype: of the exported weights.
         compile: whether to compile the forward: 1.4 times faster on a CPU, needs a C++ compiler.
+        common: options of :class:`~lit_dlm.modules.decode.DecodeModule`.
     """
 
     backbone: HFBackbone
@@ -79,24 +71,16 @@ class PretrainModule(DecodeModule):
         self,
         backbone: HFBackbone,
         *,
-        tokenizer: str,
-        decoders: dict[str, Decoder] | None = None,
-        seed: int = 0,
-        drill_weight: float = 0.7,
-        matrix_lr: float = 0.01,
-        other_lr: float = 3e-3,
         warmup_steps: int = 50,
         decay_share: float = 0.4,
         export_dir: str | None = None,
         export_dtype: DType = "float16",
         compile: bool = False,
+        **common: Any,
     ) -> None:
-        super().__init__(backbone, tokenizer=tokenizer, decoders=decoders, seed=seed)
+        super().__init__(backbone, **common)
         if not all(parameter.requires_grad for parameter in backbone.parameters()):
             raise ValueError("backbone.trainable: expected true, pre-training updates every weight")
-        self.drill_weight = drill_weight
-        self.matrix_lr = matrix_lr
-        self.other_lr = other_lr
         self.warmup_steps = warmup_steps
         self.decay_share = decay_share
         self.export_dir = None if export_dir is None else Path(export_dir)
@@ -105,15 +89,6 @@ class PretrainModule(DecodeModule):
             backbone.model.model.compile(dynamic=True)
 
     def training_step(self, batch: PretrainBatch, batch_idx: int = 0) -> Tensor:
-        """Bound of the responses plus weighted cross-entropy of the drills.
-
-        Args:
-            batch: the batch.
-            batch_idx: unused.
-
-        Returns:
-            The scalar to minimise.
-        """
         targets = batch.ids[:, batch.start :]
         shown = targets.masked_fill(batch.hidden, self.backbone.spec.mask_id)
         stats = self.backbone.score_tokens(
@@ -130,7 +105,7 @@ class PretrainModule(DecodeModule):
             self.log(f"train/{name}", value, batch_size=size)
         if batch.drill is None:
             return terms.total
-        return terms.total + self.drill_weight * self._drill_loss(batch.drill)
+        return terms.total + _DRILL_WEIGHT * self._drill_loss(batch.drill)
 
     def _drill_loss(self, drill: DrillBatch) -> Tensor:
         """Mean cross-entropy of the hidden cells of the drills."""
@@ -142,28 +117,22 @@ class PretrainModule(DecodeModule):
         return stats.ce.sum() / count
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Muon for the layers' matrices, AdamW for the rest, one schedule for both."""
         num_steps = self.trainer.max_steps
         if num_steps < 1:
             raise ValueError(f"trainer.max_steps: expected at least 1, got {num_steps}")
         matrices, others = _split_parameters(self.backbone)
-        optimizer = MuonAdamW(matrices, others, matrix_lr=self.matrix_lr, other_lr=self.other_lr)
-        scheduler = LambdaLR(
-            optimizer,
-            lambda step: trapezoid(
-                step,
-                num_steps,
-                warmup_steps=self.warmup_steps,
-                decay_share=self.decay_share,
-            ),
-        )
+        optimizer = MuonAdamW(matrices, others, matrix_lr=_MATRIX_LR, other_lr=_OTHER_LR)
+
+        def factor(step: int) -> float:
+            warmup_steps, decay_share = self.warmup_steps, self.decay_share
+            return trapezoid(step, num_steps, warmup_steps=warmup_steps, decay_share=decay_share)
+
         return {
             "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+            "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"},
         }
 
     def on_fit_end(self) -> None:
-        """Exports the trained model and its tokenizer."""
         if self.export_dir is None:
             return
         # Sharded weights are gathered one by one, with the help of all processes.

@@ -1,14 +1,9 @@
-"""Fitting the projector: the first small step of trace generation with features.
-
-The components are found on intermediate canvases of a few decoded prompts and kept in the run
-folder, so that a resumed run uses the same projector and so do training and decoding.
-"""
+"""The projector of a run: fitted on canvases of a few decoded prompts, kept in the run folder."""
 
 from __future__ import annotations
 
 import logging
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -18,13 +13,14 @@ from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone
 from lit_dlm.heads.projection import Projector
-from lit_dlm.modules.state_batch import StateBatch, collate_states, trace_state
+from lit_dlm.modules.state_batch import StateBatch, collate_states, states_at
 from lit_dlm.trajectories.record import Trajectory
 
 logger = logging.getLogger(__name__)
 
 STATES_PER_TRACE = 4
 """States of a trace that the projector is fitted on."""
+_BATCH_SIZE = 16
 
 
 @torch.no_grad()
@@ -35,16 +31,11 @@ def state_snapshots(
     hidden_layers: Sequence[int] = (-3, -2, -1),
     with_prompt: bool = False,
 ) -> Tensor:
-    """Hidden snapshots at the response positions of some states.
+    """``(N, H, D)`` hidden snapshots at the response positions of all states, row by row.
 
     Args:
-        backbone: the frozen denoiser.
         batch: states, on the backbone's device.
-        hidden_layers: which snapshots.
         with_prompt: also prompt positions.
-
-    Returns:
-        ``(N, H, D)``: the chosen positions of all states, row by row.
     """
     # Only hidden states are wanted: one column through the head is the least it can do.
     column = torch.full_like(batch.ids[:, :1], batch.start)
@@ -63,55 +54,31 @@ def state_snapshots(
     return denoised.hidden[chosen]
 
 
-def trace_states(
-    traces: Iterable[Trajectory],
-    *,
-    states_per_trace: int = STATES_PER_TRACE,
-    batch_size: int = 16,
-    seed: int = 0,
-) -> Iterator[StateBatch]:
-    """Batches of states at evenly spread random steps of each trace, in order.
-
-    Args:
-        traces: decoded prompts.
-        states_per_trace: states of each; one per equal part of its steps.
-        batch_size: states of a batch.
-        seed: seed of the steps.
-    """
+def trace_states(traces: Iterable[Trajectory], *, seed: int = 0) -> Iterator[StateBatch]:
+    """Batches of states at evenly spread random steps of each trace, in order."""
     rng = np.random.default_rng(seed)
-    waiting = []
+    waiting: list[tuple[Trajectory, int]] = []
     for trace in traces:
-        edges = np.linspace(0, trace.num_steps, states_per_trace + 1)
+        # One per equal part of the trace's steps.
+        edges = np.linspace(0, trace.num_steps, STATES_PER_TRACE + 1)
         steps = {int(step) for step in rng.uniform(edges[:-1], edges[1:])}
-        waiting += [trace_state(trace, step) for step in sorted(steps) if step < trace.num_steps]
-        while len(waiting) >= batch_size:
-            yield collate_states(waiting[:batch_size])
-            waiting = waiting[batch_size:]
-    if waiting:
-        yield collate_states(waiting)
+        waiting += [(trace, step) for step in sorted(steps) if step < trace.num_steps]
+    for first in range(0, len(waiting), _BATCH_SIZE):
+        part, steps_of = zip(*waiting[first : first + _BATCH_SIZE], strict=True)
+        yield collate_states(part, states_at(part, steps_of))
 
 
 def cached_projector(folder: str | Path, fit: Callable[[], Projector]) -> Projector:
     """The projector of a run folder; fitted and stored there at the first call.
 
-    The folder appears at once and complete (written beside it, then renamed). Distributed runs
-    call this on the first rank, then on the others behind a barrier.
-
-    Args:
-        folder: where it is kept.
-        fit: makes it; called only when the folder does not exist.
+    Distributed runs call this on the first rank, then on the others behind a barrier.
     """
     folder = Path(folder)
     if not folder.exists():
-        draft = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
         projector = fit()
+        # Written beside it and renamed, so that the folder appears at once and complete.
+        draft = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
         projector.save(draft)
-        try:
-            draft.rename(folder)
-        except OSError:
-            # Another process was faster; its projector is the one to use.
-            shutil.rmtree(draft)
-            if not folder.exists():
-                raise
+        draft.rename(folder)
         logger.info("fitted projector %s in %s", projector.digest()[:12], folder)
     return Projector.load(folder)

@@ -1,8 +1,7 @@
 """Validation scores of an acceptance policy in training.
 
-:class:`AcceptanceScores` holds those that classify stored states. The rollout proxy of the release
-is one of them; no window, cap, gate or fallback enters it. The *replay* applies these to the stored
-states of validation traces, which costs one more forward of the network.
+No window, cap, gate or fallback enters the rollout proxy of the release. The *replay* applies these
+to the stored states of validation traces, which costs one more forward of the network.
 """
 
 from __future__ import annotations
@@ -50,9 +49,7 @@ def step_candidates(
     """What a decode could commit in each state, and what its policy would see.
 
     Args:
-        batch: states ``(B, L)``.
         proposals: ``(B, L)`` int64 proposed tokens; what stands there outside the response.
-        backbone: gives the special tokens.
         selection: window and gate.
 
     Returns:
@@ -75,16 +72,7 @@ def step_candidates(
 
 
 def step_commits(logits: Tensor, candidates: Tensor, selection: SelectionSettings) -> Tensor:
-    """Accepted candidates under the cap, or the best one where none is accepted.
-
-    Args:
-        logits: ``(B, R)`` decision logits.
-        candidates: ``(B, R)`` bool.
-        selection: threshold and cap.
-
-    Returns:
-        ``(B, R)`` bool; a row is empty only where it has no candidate.
-    """
+    """Accepted ones of ``(B, R)`` bool candidates under the cap, or the best where none is."""
     commit = accepted(
         logits,
         candidates,
@@ -102,11 +90,6 @@ class AcceptanceScores(nn.Module):
     """
 
     def __init__(self, *, with_replay: bool) -> None:
-        """Sets up the metrics.
-
-        Args:
-            with_replay: score what a decode would commit.
-        """
         super().__init__()
         self.proxy = RolloutProxy(threshold=0.99)
         self.even = RolloutProxy(threshold=0.5)
@@ -118,13 +101,7 @@ class AcceptanceScores(nn.Module):
         self.replay = ReplayScore() if with_replay else None
 
     def update(self, logits: Tensor, label: Tensor, tau: Tensor) -> None:
-        """Adds the uncropped states of a batch.
-
-        Args:
-            logits: ``(N,)`` decision logits of the evaluated positions.
-            label: ``(N,)`` bool.
-            tau: ``(B,)`` thresholds of the real states.
-        """
+        """Adds ``(N,)`` logits and labels of uncropped states, and ``(B,)`` thresholds."""
         prob = logits.sigmoid()
         self.auroc.update(prob, label.long())
         self.average_precision.update(prob, label.long())

@@ -1,18 +1,13 @@
 """FSDP2 for every training module: what is sharded, and how to have the weights whole again.
 
-Lightning's ``ModelParallelStrategy`` gives a device mesh and leaves the sharding to the module's
-``configure_model``. Parameters are split one by one, so frozen weights and adapters mix freely.
 Decoder layers are gathered for their own forward and backward only; embedding, final norm and head
 stay whole from a backbone's forward to its backward, since losses read the head there. Rollouts
 gather more: :func:`whole_weights` and :func:`decoding_weights`.
-
-With ``precision: bf16-mixed`` decoders are gathered in bfloat16 and their gradients summed in
-float32; shards, optimiser states and what is exported keep the dtype of the weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,12 +44,9 @@ from lit_dlm.ops.digests import is_finite
 class ShardedStrategy(ModelParallelStrategy):
     """Lightning's FSDP2 strategy, whose checkpoint folders are replaced as a whole and checked.
 
-    Lightning writes the processes' files into the folder that is there, so a save that is cut
-    short mixes two training steps.
-
-    Where an update accumulates batches, gradients wait for its last one, whole on every process, if
-    they are small (those of an adapter are). Others are reduced behind every batch, as that keeps
-    one layer's whole at a time; only their sums over replicas wait.
+    Where an update accumulates batches, small gradients (those of an adapter) wait whole for its
+    last one. Others are reduced behind every batch, which keeps one layer's whole at a time; only
+    their sums over replicas wait.
 
     Args:
         replicas: copies of the weights (HSDP); each is split over consecutive processes. One copy a
@@ -71,7 +63,6 @@ class ShardedStrategy(ModelParallelStrategy):
         self._most_waiting = whole_gradients_gb * 1e9
 
     def setup_environment(self) -> None:
-        """Starts the process group, and gives the module the mesh of its weights."""
         count = self.num_nodes * self.num_processes
         if self._data_parallel_size == "auto":
             self._data_parallel_size, self._tensor_parallel_size = count, 1
@@ -90,8 +81,8 @@ class ShardedStrategy(ModelParallelStrategy):
             )
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Refuses optimisers that would write beside a shard."""
         super().setup_optimizers(trainer)
+        # Their kernels would write beside a shard.
         if any(type(one).__module__.startswith("bitsandbytes") for one in self.optimizers):
             raise ValueError(
                 "model.optimizer: expected one of torch for weights that are split, got one of "
@@ -100,8 +91,8 @@ class ShardedStrategy(ModelParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Entered by Lightning for every batch of an update but the last."""
         assert self.model is not None
+        # Lightning enters this for every batch of an update but the last.
         trained = (value for value in self.model.parameters() if value.requires_grad)
         is_small = 4 * sum(value.numel() for value in trained) <= self._most_waiting
         switch = "set_requires_gradient_sync" if is_small else "set_requires_all_reduce"
@@ -115,16 +106,8 @@ class ShardedStrategy(ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Writes beside the target and renames at the end; every process must call it.
-
-        A former checkpoint stays under its name until the new one is complete; a ``last`` is kept
-        beside it (:func:`~lit_dlm.modules.checkpoint_files.put_in_place`).
-
-        Args:
-            checkpoint: what the trainer collected, changed in place.
-            filepath: the folder; the first process decides.
-            storage_options: not supported by Lightning's strategy.
-        """
+        # Lightning writes into the folder that is there, so a save that is cut short would mix two
+        # training steps. Here a former one stays under its name until the new one is complete.
         self._require_finite(f"{filepath}: not written, since")
         if not self._save_distributed_checkpoint:  # one file, which Lightning replaces as a whole
             super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -143,12 +126,7 @@ class ShardedStrategy(ModelParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Reads a checkpoint that the first process has checked; every process must call it.
-
-        Args:
-            checkpoint_path: folder or file. A damaged ``last`` is replaced by the one before it.
-            weights_only: ignored: nothing but tensors and plain values is ever loaded.
-        """
+        """Reads a checkpoint that the first process has checked; nothing in it is code."""
         found: Path | ValueError | OSError
         try:
             path = local(checkpoint_path)
@@ -159,96 +137,84 @@ class ShardedStrategy(ModelParallelStrategy):
         if not isinstance(found, Path):
             raise found
         checkpoint = super().load_checkpoint(found, weights_only=True)
-        require_training(found, checkpoint, without="state_dict")
+        require_training(found, checkpoint)
         self._require_finite(f"{found}:")
         return checkpoint
 
     def _require_finite(self, beginning: str) -> None:
         """Looks at what is trained, each process at its part; all of them raise together."""
         assert self.lightning_module is not None
-        name = next(
-            (
-                name
-                for name, value in self.lightning_module.named_parameters()
-                if value.requires_grad and not is_finite(_local(value.detach()))
-            ),
-            None,
-        )
-        if not self.reduce_boolean_decision(name is None, all=True):
-            raise ValueError(f"{beginning} {name or 'a weight'} has numbers that are not finite")
+        broken = [
+            name
+            for name, value in self.lightning_module.named_parameters()
+            if value.requires_grad and not is_finite(_local(value.detach()))
+        ]
+        if not self.reduce_boolean_decision(not broken, all=True):
+            name = broken[0] if broken else "a weight"
+            raise ValueError(f"{beginning} {name} has numbers that are not finite")
 
 
 def shard_trained(module: nn.Module, mesh: DeviceMesh, *, precision: str = "32-true") -> None:
     """Shards every child of a module that has something to train; a second call does nothing.
 
-    In each such child the decoder layers are split first, found by their class through any
-    adapter wrapping, then the parts that are run by methods other than ``forward`` (those with
-    ``forward_methods``, such as backbones), then the child itself. Adapters must be in place.
-
-    Children without trainable parameters stay whole on every process.
+    Adapters must be in place. With the trainer's ``precision`` of ``bf16-mixed`` decoders compute
+    with bfloat16 copies of their shards and sum gradients in float32; heads are left to autocast.
 
     Args:
-        module: the LightningModule.
         mesh: of the data-parallel processes, with two dimensions of replicas and their shards.
-        precision: the trainer's. With ``bf16-mixed`` decoder layers and parts with
-            ``forward_methods`` compute with bfloat16 copies of their shards; other parts, such as
-            heads, are left to autocast.
     """
-    trained = {
-        name: child
-        for name, child in module.named_children()
-        if any(parameter.requires_grad for parameter in child.parameters())
-    }
-    own = [name for name, value in module.named_parameters(recurse=False) if value.requires_grad]
-    if own or not trained:
-        found = f"parameter {own[0]} of the module itself" if own else "nothing to train"
+    trained = [child for child in module.children() if _is_trained(child.parameters())]
+    if not trained or _is_trained(module.parameters(recurse=False)):
         raise ValueError(
-            "trainer.strategy: ModelParallelStrategy shards the children that are trained, "
-            f"got {found}; use ddp"
+            "trainer.strategy: ModelParallelStrategy shards the children that are trained, got "
+            f"{'parameters of the module itself' if trained else 'nothing to train'}; use ddp"
         )
-    policy = MixedPrecisionPolicy()
+    mixed = MixedPrecisionPolicy()
     if precision == "bf16-mixed":
         # Autocast alone would gather float32 weights and keep bfloat16 copies beside them.
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for child in trained.values():
-        _shard(child, mesh, policy)
+        mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for child in trained:
+        _shard(child, mesh, mixed)
 
 
-def _shard(child: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    parts = list(child.modules())
-    # Processes see different pictures: what is frozen of a tower stays whole, so that none waits.
-    whole = {
-        value
-        for part in parts
-        if isinstance(part, Vision)
-        for value in part.parameters()
-        if not value.requires_grad
-    }
-    parts = [part for part in parts if not whole.issuperset(part.parameters())]
-    layer_names = {
-        name
-        for part in parts
-        if isinstance(part, PreTrainedModel)
-        for name in part._no_split_modules or ()
-    }
-    layers = [part for part in parts if type(part).__name__ in layer_names]
+def _shard(child: nn.Module, mesh: DeviceMesh, mixed: MixedPrecisionPolicy) -> None:
+    whole = _frozen_of_towers(child)
+    parts = [part for part in child.modules() if not whole.issuperset(part.parameters())]
+    layers = _decoder_layers(parts)
     # Inner parts before the outer ones that hold them: each takes what is left.
-    units = [part for part in reversed(parts[1:]) if hasattr(part, "forward_methods")]
-    for part in (*layers, *units, child):
+    outer = [part for part in reversed(parts) if hasattr(part, "forward_methods")]
+    for part in dict.fromkeys((*layers, *outer, child)):
         if isinstance(part, FSDPModule):
             continue
         methods = getattr(part, "forward_methods", ())
-        is_decoder = bool(methods) or part in layers
         fully_shard(
             part,
             mesh=mesh,
             ignored_params=whole,
             # A head is read behind the method that runs the rest.
             reshard_after_forward=False if methods else None,
-            mp_policy=policy if is_decoder else MixedPrecisionPolicy(),
+            mp_policy=mixed if methods or part in layers else MixedPrecisionPolicy(),
         )
+        # FSDP gathers before ``forward`` only; these are called in its place.
         for method in methods:
             register_fsdp_forward_method(part, method)
+
+
+def _is_trained(parameters: Iterable[nn.Parameter]) -> bool:
+    return any(value.requires_grad for value in parameters)
+
+
+def _frozen_of_towers(child: nn.Module) -> set[nn.Parameter]:
+    """Processes see different pictures: what is frozen of a tower stays whole, so none waits."""
+    towers = [part for part in child.modules() if isinstance(part, Vision)]
+    return {value for part in towers for value in part.parameters() if not value.requires_grad}
+
+
+def _decoder_layers(parts: Sequence[nn.Module]) -> list[nn.Module]:
+    """Layers by the name of their class, which finds them through any adapter wrapping."""
+    models = [part for part in parts if isinstance(part, PreTrainedModel)]
+    names = {name for model in models for name in model._no_split_modules or ()}
+    return [part for part in parts if type(part).__name__ in names]
 
 
 @contextmanager
@@ -256,27 +222,22 @@ def whole_weights(module: nn.Module) -> Iterator[None]:
     """Gathers all sharded weights for as long as the context is open; every process must enter.
 
     Inside, a forward is a local matter: processes may decode different numbers of steps, and one
-    of them alone may write the weights to disk. Do not train inside. Each process holds the full
-    weights meanwhile, in the dtype that forwards compute in. Without sharding this does nothing.
-
-    Args:
-        module: anything that holds sharded parts.
+    of them alone may write the weights to disk. Do not train inside.
     """
     sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
-    held: list[FSDPModule] = []
+    inner = {part for outer in sharded for part in outer.modules() if part is not outer}
+    # Only these give their weights back after a forward.
+    layers = [part for part in sharded if part in inner and not hasattr(part, "forward_methods")]
+    for layer in layers:
+        layer.set_reshard_after_forward(False, recurse=False)
     for part in sharded:
-        # The others keep their weights after a forward anyway.
-        is_inner = any(part is not other and _holds(other, part) for other in sharded)
-        if is_inner and not getattr(part, "forward_methods", ()):
-            part.set_reshard_after_forward(False, recurse=False)
-            held.append(part)
         part.unshard()
     try:
         yield
     finally:
         for part in sharded:
             part.reshard()
-        for layer in held:
+        for layer in layers:
             layer.set_reshard_after_forward(True, recurse=False)
 
 
@@ -284,12 +245,9 @@ def whole_weights(module: nn.Module) -> Iterator[None]:
 def decoding_weights(backbone: HFBackbone) -> Iterator[None]:
     """:func:`whole_weights` with the adapter merged into them, for as long as a policy decodes.
 
-    A forward then costs what it costs without an adapter. Merged weights are rounded to the dtype
-    of the base, which the training forward's are not: log-probabilities of the two differ by that
-    much. Afterwards the weights are what they were, bit by bit. Every process must enter.
-
-    Args:
-        backbone: the policy. Do not train inside, nor run it with another adapter.
+    Merged weights are rounded to the dtype of the base, which the training forward's are not:
+    log-probabilities of the two differ by that much. Afterwards the weights are what they were, bit
+    by bit. Every process must enter; do not run the backbone with another adapter inside.
     """
     if backbone.adapter is None:
         with whole_weights(backbone):
@@ -304,27 +262,15 @@ def decoding_weights(backbone: HFBackbone) -> Iterator[None]:
 def drop_frozen_decoders(
     module: nn.Module, state: dict[str, Any], prefix: str, _metadata: dict[str, Any]
 ) -> None:
-    """A state-dict hook: frozen weights of decoders come from their own files, not checkpoints.
-
-    A hook rather than ``on_save_checkpoint``: under FSDP2 the keys of a module's state are also
-    what is looked for in a distributed checkpoint.
-
-    Args:
-        module: the module whose state was collected.
-        state: its state, changed in place.
-        prefix: what the keys of ``module`` start with.
-    """
+    """A state-dict hook: frozen weights of decoders come from their own files, not checkpoints."""
+    # No ``on_save_checkpoint``: under FSDP2 the keys of a module's state are also what is looked
+    # for in a distributed checkpoint.
     for path, part in module.named_modules():
-        if not isinstance(part, PreTrainedModel | Vision):
-            continue
-        for name, value in part.named_parameters(remove_duplicate=False):
-            if not value.requires_grad:
-                state.pop(f"{prefix}{path}.{name}", None)
+        if isinstance(part, PreTrainedModel | Vision):
+            for name, value in part.named_parameters(remove_duplicate=False):
+                if not value.requires_grad:
+                    state.pop(f"{prefix}{path}.{name}", None)
 
 
 def _local(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
-
-
-def _holds(outer: nn.Module, inner: nn.Module) -> bool:
-    return any(part is inner for part in outer.modules())

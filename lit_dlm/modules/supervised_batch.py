@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -57,26 +57,28 @@ class SupervisedExample:
     is_real: bool = True
     """``False`` on a copy that only fills a batch: nothing of it is supervised."""
 
+    def answer_length(self, spec: BackboneSpec) -> int:
+        """Cells up to the first end of text, which counts; all where there is none; 0 on copies."""
+        if not self.is_real:
+            return 0
+        # Not in the fill: an answer that was cut off before its end must not learn to end.
+        ends = np.flatnonzero(np.isin(self.response_ids, spec.eos_ids))
+        return int(ends[0]) + 1 if len(ends) else len(self.response_ids)
+
 
 @dataclass
 class SupervisedBatch(TensorBatch):
     """Prompts with responses of one length ``G``, on a canvas of ``L = start + G`` columns."""
 
-    ids: Tensor
-    """``(B, L)`` int64: left padding, prompt, response filled with end of text."""
+    ids: Tensor  # (B, L) int64: left padding, prompt, response filled with end of text
     pad_mask: Tensor | None
     """``(B, L)`` bool, ``True`` on real tokens, the fill included; ``None`` without padding."""
-    start: int
-    """First response column."""
-    answer_length: Tensor
-    """``(B,)`` int64 response cells up to the first end of text, which counts; all that were given
-    where there is none; 0 on copies."""
-    steps: Tensor | None
-    """``(B, G)`` int64 steps, -1 where none wrote; ``None`` where no sample has a decode."""
-    decode_entropy: Tensor | None
-    """``(B, G)`` float32 nats; ``None`` where a sample has none."""
-    has_steps: Tensor | None = None
-    """``(B,)`` bool samples with a decode; ``None`` where all or none have one."""
+    start: int  # First response column
+    answer_length: Tensor  # (B,) int64, see :meth:`SupervisedExample.answer_length`
+    steps: Tensor
+    """``(B, G)`` int64 steps, -1 where none wrote; one cell a step from the left without a
+    decode."""
+    decode_entropy: Tensor | None = None  # (B, G) float32 nats; None where a sample has none
     non_ltr: Tensor | None = None
     """``(B, G)`` bool, decoded out of order; ``None`` where no sample has a list of its own."""
     given: Tensor | None = None
@@ -84,35 +86,20 @@ class SupervisedBatch(TensorBatch):
     pictures: list[tuple[str, ...]] = field(default_factory=list)
     """``B`` tuples of digests: what ids behind the vocabulary stand for
     (:func:`~lit_dlm.pictures.joined_prompts`)."""
-    uids: list[str] = field(default_factory=list)
-    """``B`` names."""
-    epochs: list[int] = field(default_factory=list)
-    """``B`` passes over the data."""
-
-    def still_hidden(self, states: NoisyStates) -> Tensor:
-        """``(R, G)`` bool: cells that states hide, without those that were given."""
-        return states.hidden if self.given is None else states.hidden & ~self.given[states.sample]
+    uids: list[str] = field(default_factory=list)  # B names
+    epochs: list[int] = field(default_factory=list)  # B passes over the data
 
     def seeds(self, seed: int) -> Tensor:
-        """``(B,)`` int64: a seed for every sample and pass, on the device of the batch.
-
-        Args:
-            seed: base seed.
-        """
+        """``(B,)`` int64: a seed for every sample and pass, on the device of the batch."""
         pairs = zip(self.uids, self.epochs, strict=True)
         seeds = [sample_seed(seed, f"{epoch}:{uid}") for uid, epoch in pairs]
         return torch.tensor(seeds, dtype=torch.long, device=self.ids.device)
 
 
 def whole_blocks(num_cells: int, num_prompt: int, spec: BackboneSpec) -> int:
-    """Response cells up to the end of the block in which the last of some lies.
+    """The first cells of a response, at least one, up to the end of the last one's block.
 
-    Blocks behind it are seen by none of them, so a forward that is asked for them needs no more.
-
-    Args:
-        num_cells: the cells, counted from the start of the response; at least one.
-        num_prompt: tokens of the prompt, padding excluded.
-        spec: of a model with block attention.
+    Blocks behind it are seen by none of them. ``num_prompt`` counts no padding.
     """
     assert spec.block_size is not None
     offset = num_prompt if spec.block_origin == "sequence" else 0
@@ -122,45 +109,22 @@ def whole_blocks(num_cells: int, num_prompt: int, spec: BackboneSpec) -> int:
 def needed_cells(
     example: SupervisedExample, *, response_length: int, spec: BackboneSpec, num_padding: int | None
 ) -> int:
-    """Response cells that take part in the prediction of an example's targets.
-
-    Args:
-        example: the example.
-        response_length: cells of the response region.
-        spec: of the model; with full attention every cell takes part.
-        num_padding: cells of fill behind the answer that may be targets; ``None`` for all.
-    """
+    """Response cells that take part in the prediction of an example's targets."""
     if spec.attention != "block" or num_padding is None:
         return response_length
-    last = max(1, _answer_length(example, spec) + num_padding)
+    last = max(1, example.answer_length(spec) + num_padding)
     return min(response_length, whole_blocks(last, len(example.prompt_ids), spec))
 
 
 def row_tokens(
     num_prompt: int, num_cells: int, spec: BackboneSpec, *, copies: int = 1
 ) -> tuple[int, int]:
-    """Tokens of a training row by part, prompt and response, as :func:`lay_out` makes it.
-
-    Args:
-        num_prompt: tokens of the prompt.
-        num_cells: cells of the response.
-        spec: of the model.
-        copies: noisy copies of the response in one row, for block models.
-    """
+    """Tokens of prompt and response in a row of :func:`lay_out`, with so many noisy copies."""
     if spec.attention != "block":
         return num_prompt, num_cells
     assert spec.block_size is not None
     early = spec.block_size - 1 if spec.block_origin == "sequence" else 0
     return num_prompt, num_cells + copies * (num_cells + early)
-
-
-def _answer_length(example: SupervisedExample, spec: BackboneSpec) -> int:
-    """See :attr:`SupervisedBatch.answer_length`."""
-    if not example.is_real:
-        return 0
-    # Not in the fill: an answer that was cut off before its end must not learn to end.
-    ends = np.flatnonzero(np.isin(example.response_ids, spec.eos_ids))
-    return int(ends[0]) + 1 if len(ends) else len(example.response_ids)
 
 
 def collate_supervised(
@@ -170,82 +134,82 @@ def collate_supervised(
     spec: BackboneSpec,
     num_padding: int | None = None,
 ) -> SupervisedBatch:
-    """Left-pads prompts and fills responses.
+    """Left-pads prompts and fills responses, on the CPU.
 
     Args:
         examples: at least one.
-        response_length: cells of every response; none may be longer.
-        spec: gives padding, end of text and mask ids, and the attention.
+        response_length: cells of every response, at most; of a block model, blocks behind those of
+            the last targets are cut off, which changes no prediction.
         num_padding: cells of fill behind an answer that may be targets; ``None`` for all.
-
-    Returns:
-        The batch, on the CPU. Of a block model, blocks behind those of the last targets are cut
-        off, which changes no prediction: ``G`` is then less than ``response_length``.
     """
-    start = max(len(example.prompt_ids) for example in examples)
-    B = len(examples)
+    longest = max(examples, key=lambda example: len(example.response_ids))
+    if len(longest.response_ids) > response_length:
+        raise ValueError(
+            f"{longest.uid}: expected at most response_length = {response_length} tokens, "
+            f"got {len(longest.response_ids)}"
+        )
+
+    def every(name: str) -> list[Any]:
+        return [getattr(example, name) for example in examples]
+
     G = max(
         needed_cells(example, response_length=response_length, spec=spec, num_padding=num_padding)
         for example in examples
     )
-    ids = np.full((B, start + G), spec.eos_ids[0], dtype=np.int64)
-    real = np.ones((B, start + G), dtype=bool)
-    prompts, pictures = joined_prompts(
-        [example.prompt_ids for example in examples], [example.pictures for example in examples]
-    )
-    answer_length = np.zeros(B, dtype=np.int64)
-    steps = np.full((B, G), -1, dtype=np.int64)
-    entropy = np.zeros((B, G), dtype=np.float32)
-    given_cells = np.zeros((B, G), dtype=bool)
-    for row, example in enumerate(examples):  # ragged lists, on the host
-        first, given = start - len(example.prompt_ids), len(example.response_ids)
-        if given > response_length:
-            raise ValueError(
-                f"{example.uid}: expected at most response_length = {response_length} tokens, "
-                f"got {given}"
-            )
-        size = min(given, G)
-        ids[row, :first] = spec.pad_id
-        real[row, :first] = False
-        ids[row, first:start] = prompts[row]
-        response = ids[row, start:]
-        response[:size] = example.response_ids[:size]
-        answer_length[row] = _answer_length(example, spec)
-        if example.steps is not None:
-            steps[row, :size] = example.steps[:size]
-        if example.given is not None:
-            given_cells[row, :size] = example.given[:size]
-        if example.decode_entropy is not None:
-            entropy[row, :size] = example.decode_entropy[:size]
-    has_steps = np.array([example.steps is not None for example in examples])
-    has_entropy = all(example.decode_entropy is not None for example in examples)
-    return SupervisedBatch(
-        ids=torch.from_numpy(ids),
-        pad_mask=None if real.all() else torch.from_numpy(real),
-        start=start,
-        answer_length=torch.from_numpy(answer_length),
-        steps=torch.from_numpy(steps) if has_steps.any() else None,
-        decode_entropy=torch.from_numpy(entropy) if has_entropy else None,
-        has_steps=None if has_steps.all() == has_steps.any() else torch.from_numpy(has_steps),
-        non_ltr=_non_ltr(examples, torch.from_numpy(steps)),
-        given=torch.from_numpy(given_cells) if given_cells.any() else None,
+    prompts, pictures = joined_prompts(every("prompt_ids"), every("pictures"))
+    ids, real = _left_padded(prompts, spec.pad_id)
+    response = _filled(every("response_ids"), G, spec.eos_ids[0])
+    real = F.pad(real, (0, G), value=True)
+    from_the_left = np.tile(np.arange(G), (len(examples), 1))
+    batch = SupervisedBatch(
+        ids=torch.cat([ids, response], dim=1),
+        pad_mask=None if real.all() else real,
+        start=ids.shape[1],
+        answer_length=torch.tensor([example.answer_length(spec) for example in examples]),
+        steps=_filled(every("steps"), G, -1, instead=from_the_left),
         pictures=pictures,
-        uids=[example.uid for example in examples],
-        epochs=[example.epoch for example in examples],
+        uids=every("uid"),
+        epochs=every("epoch"),
     )
+    if not _any_none(every("decode_entropy")):
+        batch.decode_entropy = _filled(every("decode_entropy"), G, np.float32(0))
+    if any(listed is not None for listed in every("non_ltr")):
+        by_steps = non_ltr_positions(batch.steps).numpy()
+        batch.non_ltr = _filled(every("non_ltr"), G, False, instead=by_steps)
+    if any(given is not None and given.any() for given in every("given")):
+        batch.given = _filled(every("given"), G, False, instead=from_the_left < 0)
+    return batch
 
 
-def _non_ltr(examples: Sequence[SupervisedExample], steps: Tensor) -> Tensor | None:
-    """``(B, G)`` bool: lists of the data, and what the steps say in rows without one."""
-    if all(example.non_ltr is None for example in examples):
-        return None
-    found = non_ltr_positions(steps)
-    for row, example in enumerate(examples):  # ragged lists, on the host
-        if example.non_ltr is not None:
-            listed = torch.from_numpy(example.non_ltr[: found.shape[1]])
-            found[row] = False
-            found[row, : len(listed)] = listed
-    return found
+def _any_none(values: Sequence[Any]) -> bool:
+    return any(value is None for value in values)
+
+
+def _left_padded(prompts: Sequence[NDArray[np.int32]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """``(B, P)`` int64 prompts and bool real tokens."""
+    start = max(map(len, prompts))
+    ids = np.full((len(prompts), start), pad_id, dtype=np.int64)
+    real = np.ones(ids.shape, dtype=bool)
+    for row, prompt in enumerate(prompts):  # ragged lists, on the host
+        ids[row, start - len(prompt) :] = prompt
+        real[row, : start - len(prompt)] = False
+    return torch.from_numpy(ids), torch.from_numpy(real)
+
+
+def _filled(
+    rows: Sequence[NDArray[Any] | None],
+    G: int,
+    fill: float | np.float32,
+    *,
+    instead: NDArray[Any] | None = None,
+) -> Tensor:
+    """``(B, G)`` rows that are cut or filled; where there is none, that of ``instead``."""
+    found = np.full((len(rows), G), fill) if instead is None else instead.copy()
+    for number, row in enumerate(rows):  # ragged lists, on the host
+        if row is not None:
+            found[number] = fill
+            found[number, : len(row)] = row[:G]
+    return torch.from_numpy(found)
 
 
 def responses_of(
@@ -254,14 +218,10 @@ def responses_of(
     """What a corruption sees of a batch.
 
     Args:
-        batch: the batch.
         spec: attention layout, and the mask id: a cell that holds it is never a target.
         seed: base seed of the noise.
         num_padding: cells of fill behind the answer that may be targets, counted from its end, or
             from its last given token where it has none; ``None`` for all.
-
-    Returns:
-        The responses.
     """
     tokens = batch.ids[:, batch.start :]
     columns = torch.arange(tokens.shape[1], device=tokens.device)
@@ -287,7 +247,6 @@ def responses_of(
         seeds=batch.seeds(seed),
         steps=batch.steps,
         blocks=blocks,
-        has_steps=batch.has_steps,
         non_ltr=batch.non_ltr,
         has_prompt=has_prompt,
     )
@@ -297,21 +256,15 @@ def responses_of(
 class TrainingRows:
     """Input of one forward; the arguments of a backbone's ``score_tokens``. ``N`` slots a row."""
 
-    ids: Tensor
-    """``(R, N)`` int64 as the model sees them."""
-    targets: Tensor
-    """``(R, N)`` int64 clean tokens."""
-    rows: Tensor
-    """``(R, N)`` bool slots to score, in the order of the states' supervised cells."""
+    ids: Tensor  # (R, N) int64 as the model sees them
+    targets: Tensor  # (R, N) int64 clean tokens
+    rows: Tensor  # (R, N) bool slots to score, in the order of the states' supervised cells
     mask: Tensor | BlockMask | None
     """``(R, N)`` bool padding mask, or ``(R or 1, 1, N, N)`` bool attention mask, or one by blocks,
     or ``None``."""
-    position_ids: Tensor | None
-    """``(R, N)`` int64; ``None`` lets the backbone count."""
-    response_start: int | None
-    """First response slot, where the row is a plain canvas."""
-    pictures: tuple[str, ...]
-    """Digests of what ids behind the vocabulary stand for, in order."""
+    pictures: tuple[str, ...]  # Digests of what ids behind the vocabulary stand for, in order
+    position_ids: Tensor | None = None  # (R, N) int64; None lets the backbone count
+    response_start: int | None = None  # First response slot, where the row is a plain canvas
     predictors: Tensor | None = None
     """``(R or 1, N)`` int64 slots that predict each slot; ``None``: the model's shift says it."""
 
@@ -336,9 +289,6 @@ def lay_out(
     causal mask.
 
     Args:
-        batch: the batch.
-        states: states of its samples.
-        spec: attention layout, block size and origin, mask id, shift.
         item: ``(R,)`` int64 ascending: of a block model, states of one number share a row, with a
             noisy copy for each. A row for each state by default.
 
@@ -346,57 +296,70 @@ def lay_out(
         The rows, ``R`` of them, or as many as items.
     """
     clean = batch.ids[states.sample]  # (R, L)
-    hidden = F.pad(batch.still_hidden(states), (batch.start, 0))
-    supervised = F.pad(states.supervised, (batch.start, 0))
     pad_mask = None if batch.pad_mask is None else batch.pad_mask[states.sample]
-    if states.prompt_rate and (states.causal or spec.attention != "full"):
+    hidden = states.hidden
+    if batch.given is not None:
+        hidden = hidden & ~batch.given[states.sample]
+    hidden = F.pad(hidden, (batch.start, 0))
+    canvas = TrainingRows(
+        ids=clean,
+        targets=clean,
+        rows=F.pad(states.supervised, (batch.start, 0)),
+        mask=pad_mask,
+        pictures=in_order(batch.pictures),
+    )
+    if not states.causal and spec.attention == "full":
+        hidden = _with_hidden_prompt(hidden, states, pad_mask, batch.start)
+        shown = clean.masked_fill(hidden, spec.mask_id)
+        return replace(canvas, ids=shown, response_start=batch.start)
+    if states.prompt_rate:
         raise ValueError(
             "corruption: hidden prompt tokens need a model with full attention, "
             f"got {spec.attention} attention"
         )
-    if not states.causal and spec.attention == "full":
-        hidden = _with_hidden_prompt(hidden, states, pad_mask, batch.start)
-        return TrainingRows(
-            ids=clean.masked_fill(hidden, spec.mask_id),
-            targets=clean,
-            rows=supervised,
-            mask=pad_mask,
-            position_ids=None,
-            response_start=batch.start,
-            pictures=in_order(batch.pictures),
-        )
-    R, L = clean.shape
-    positions = torch.arange(L, device=clean.device).expand(R, -1)
+    columns = torch.arange(clean.shape[1], device=clean.device)
+    positions = columns.expand_as(clean)
     if pad_mask is not None:
         positions = position_ids_for(pad_mask, spec.positions)
-    if states.causal:
-        if spec.shift != 1:
-            raise ValueError(
-                "corruption: autoregressive training predicts the next token, which needs a model "
-                f"with shift 1, got shift {spec.shift}"
-            )
-        return TrainingRows(
-            ids=clean,
-            targets=clean,
-            rows=supervised,
-            mask=block_causal_visibility(torch.arange(L, device=clean.device)[None], pad_mask),
-            position_ids=positions,
-            response_start=None,
-            pictures=in_order(batch.pictures),
+    canvas = replace(canvas, position_ids=positions)
+    if not states.causal:
+        return _two_copies(canvas, hidden, item, spec, batch.start)
+    if spec.shift != 1:
+        raise ValueError(
+            "corruption: autoregressive training predicts the next token, which needs a model "
+            f"with shift 1, got shift {spec.shift}"
         )
+    return replace(canvas, mask=block_causal_visibility(columns[None], pad_mask))
+
+
+def _two_copies(
+    canvas: TrainingRows, hidden: Tensor, item: Tensor | None, spec: BackboneSpec, start: int
+) -> TrainingRows:
+    """Rows of a block model: the clean canvas, then noisy copies of the response.
+
+    Noisy cells see the clean blocks before their own, so one row holds the states of all blocks.
+
+    Args:
+        canvas: of each state; its mask is that of padding.
+        hidden: ``(R, L)`` bool cells that each state hides.
+    """
     assert spec.block_size is not None
-    copies, used, number = 1, None, torch.zeros_like(states.sample)
-    if item is not None:
+    clean, positions, pad_mask = canvas.ids, canvas.position_ids, canvas.mask
+    assert positions is not None
+    assert not isinstance(pad_mask, BlockMask)
+    R, L = clean.shape
+    rows = torch.arange(R, device=clean.device)
+    copies, used, number = 1, None, torch.zeros_like(rows)
+    if item is None:
+        item = rows
+    else:
         used = torch.bincount(item)  # (I,)
         copies, first = int(used.max()), used.cumsum(0) - used
-        number = torch.arange(R, device=clean.device) - first[item]
+        number = rows - first[item]
         clean, positions = clean[first], positions[first]
         pad_mask = None if pad_mask is None else pad_mask[first]
-    else:
-        item = torch.arange(R, device=clean.device)
-    # Noisy cells see the clean blocks before their own, so one row holds the states of all blocks.
     layout = TwoCopyLayout.trace(
-        batch.start,
+        start,
         L,
         spec.block_size,
         pad_mask=pad_mask,
@@ -410,20 +373,19 @@ def lay_out(
         layout = layout.in_whole_tiles()
 
     def spread(cells: Tensor) -> Tensor:  # (R, L) to (I, N)
-        canvas = cells.new_zeros(len(clean), copies + 1, L)
-        canvas[item, number] = cells
-        return canvas[:, layout.copy, layout.source]  # the clean copy, -1, reads an empty plane
+        planes = cells.new_zeros(len(clean), copies + 1, L)
+        planes[item, number] = cells
+        return planes[:, layout.copy, layout.source]  # the clean copy, -1, reads an empty plane
 
     targets = clean[:, layout.source]
     return TrainingRows(
         ids=targets.masked_fill(spread(hidden), spec.mask_id),
         targets=targets,
-        rows=spread(supervised),
+        rows=spread(canvas.rows),
         mask=layout.block_mask(used) if by_blocks else layout.visibility(used),
         position_ids=layout.positions(positions),
-        response_start=None,
         predictors=layout.predictors() if spec.shift else None,
-        pictures=in_order(batch.pictures),
+        pictures=canvas.pictures,
     )
 
 

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from lit_dlm.backbones.hf import HFBackbone
@@ -21,7 +22,7 @@ from lit_dlm.modules.finetune import FinetuneModule
 from lit_dlm.modules.supervised_batch import SupervisedBatch
 from lit_dlm.ops.cuts import CutRange
 from lit_dlm.ops.fused_head import TokenStats
-from lit_dlm.ops.options import at_least, one_of
+from lit_dlm.ops.options import at_least
 from lit_dlm.ops.scores import entropy_variance
 
 logger = logging.getLogger(__name__)
@@ -29,9 +30,6 @@ logger = logging.getLogger(__name__)
 
 class TABOMModule(FinetuneModule):
     """Cross-entropy in a window behind a random cut, plus ``rank_weight`` times the ranking loss.
-
-    All entropies come from one forward at the cut, as in the release; the paper takes each from
-    the state just before its position was written.
 
     Args:
         backbone: with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.
@@ -73,7 +71,6 @@ class TABOMModule(FinetuneModule):
             )
         at_least(1, rank_window=rank_window)
         at_least(0, rank_weight=rank_weight)
-        one_of("strict", "position", "rank", ties=ties)
         if rank_window is not None and rank_window > window:
             logger.warning(
                 "rank_window: %d has no effect beyond the supervised window of %d",
@@ -83,19 +80,17 @@ class TABOMModule(FinetuneModule):
         self.rank_window = rank_window
         self.rank_weight = rank_weight
         self.margin = margin
-        self.ties: Ties = ties
+        self.ties = ties
 
     def loss_terms(
         self, batch: SupervisedBatch, states: NoisyStates, stats: TokenStats
     ) -> LossTerms:
-        """Cross-entropy and ranking of scored states.
-
-        Both are over the ids that the model may produce: a mask in the softmax would shift
-        entropies by what decoding, whose order they are compared with, never sees.
-        """
+        # Both losses are over the ids that the model may produce: a mask in the softmax would
+        # shift entropies by what decoding, whose order they are compared with, never sees.
         ce = super().loss_terms(batch, states, stats)
         assert states.cut is not None
-        assert batch.steps is not None
+        # All from one forward at the cut, as in the release; the paper takes each from the state
+        # just before its position was written.
         entropy = stats.entropy.new_zeros(states.supervised.shape)
         entropy = entropy.masked_scatter(states.supervised, stats.entropy)
         ranking = entropy_ranking(
@@ -108,30 +103,21 @@ class TABOMModule(FinetuneModule):
             ties=self.ties,
             decode_entropy=batch.decode_entropy,
         )
-        loss_rank = self._ranking_loss(ranking.row_terms, ranking.num_pairs)
+        # A mean over rows with pairs, of this batch or of all processes' batches.
+        summed, ranked_rows = ranking.row_terms.sum(), (ranking.num_pairs > 0).sum()
+        loss_rank = summed / self.divisor(ranked_rows)
+        num_pairs = ranking.num_pairs.sum()
         variance, counts = entropy_variance(entropy.detach(), states.supervised)
-        parts = {
-            **ce.parts,
-            "loss_rank": loss_rank.detach(),
-            "num_pairs": ranking.num_pairs.sum().float(),
-            **ranking.parts,
-            # Over the supervised window; `val/tds` of the callback is over all open positions.
-            "tds_window": variance.sum() / counts.sum().clamp_min(1),
-        }
-        ranked_rows = (ranking.num_pairs > 0).sum()
         sums = {
             **ce.sums,
-            "loss_rank": (ranking.row_terms.detach().sum(), ranked_rows),
-            **ranking.sums,
+            "loss_rank": (summed.detach(), ranked_rows),
+            "num_pairs": (num_pairs, torch.zeros_like(num_pairs)),
+            "pair_accuracy": (ranking.num_ordered, num_pairs),
+            # Over the supervised window; `val/tds` of the callback is over all open positions.
             "tds_window": (variance.sum(), counts.sum()),
         }
         total = self.combined({"loss_ce": ce.total, "loss_rank": loss_rank})
-        return LossTerms(total, parts, sums)
+        return LossTerms(total, sums=sums)
 
     def combined(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Cross-entropy plus the weighted ranking loss."""
         return parts["loss_ce"] + self.rank_weight * parts["loss_rank"]
-
-    def _ranking_loss(self, row_terms: Tensor, num_pairs: Tensor) -> Tensor:
-        """Mean over rows with pairs, of this batch or of all processes' batches."""
-        return row_terms.sum() / self.divisor((num_pairs > 0).sum())

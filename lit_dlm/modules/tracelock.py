@@ -6,21 +6,22 @@ recomputed from the stored tokens with the backbone; both go through the same fe
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
+from torch.nn import functional as F
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lit_dlm.backbones.base import Backbone, backbone_facts
-from lit_dlm.decoding import Decoder
 from lit_dlm.heads.acceptance import AcceptanceConfig, PositionState
 from lit_dlm.heads.projection import Projector
 from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
@@ -30,9 +31,10 @@ from lit_dlm.losses.acceptance import (
     acceptance_weights,
     prefix_crop,
 )
+from lit_dlm.modules.checkpoint import drop_backbone
 from lit_dlm.modules.checkpoint_files import CheckpointFiles
 from lit_dlm.modules.decode import DecodeModule
-from lit_dlm.modules.elastic import mixed_seed
+from lit_dlm.modules.resuming import mixed_seed
 from lit_dlm.modules.selection import (
     AcceptanceScores,
     SelectionSettings,
@@ -40,101 +42,78 @@ from lit_dlm.modules.selection import (
     step_commits,
 )
 from lit_dlm.modules.state_batch import StateBatch
+from lit_dlm.ops.options import within
 from lit_dlm.ops.scores import confidence, entropy, margin
 
 logger = logging.getLogger(__name__)
 
-MONITOR = "val/rollout_proxy_f0_5"
-"""The score that picks the exported weights by default (to be maximised)."""
-
-MONITORS = (
-    MONITOR,
-    "val/rollout_proxy_f1",
-    "val/average_precision",
-    "val/replay_score",
-)
+Monitor = Literal[
+    "val/rollout_proxy_f0_5", "val/rollout_proxy_f1", "val/average_precision", "val/replay_score"
+]
 """Scores that a checkpoint may be selected by, all to be maximised. The first three are the
 release's; the last needs ``selection``."""
+MONITOR: Monitor = "val/rollout_proxy_f0_5"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ObservedStates:
     """What the network is shown of a batch and what it should answer. ``R`` rows per state."""
 
-    features: Tensor
-    """``(B, R, F)`` float32."""
-    proposals: Tensor
-    """``(B, R)`` int64 proposed tokens."""
-    state: Tensor
-    """``(B, R)`` int64 :class:`~lit_dlm.heads.acceptance.PositionState`."""
-    label: Tensor
-    """``(B, R)`` bool: the proposal is the token that the trace ended with."""
-    in_response: Tensor
-    """``(B, R)`` bool: response positions, padding excluded."""
+    features: Tensor  # (B, R, F) float32
+    proposals: Tensor  # (B, R) int64 proposed tokens
+    state: Tensor  # (B, R) int64 :class:`~lit_dlm.heads.acceptance.PositionState`
+    label: Tensor  # (B, R) bool: the proposal is the token that the trace ended with
+    in_response: Tensor  # (B, R) bool: response positions, padding excluded
     decidable: Tensor
     """``(B, R)`` bool: masked positions whose final token is known; only they have a label."""
     is_tail: Tensor
     """``(B, R)`` bool: positions that end as padding behind the answer; decidable ones only, unless
     the loss counts the written tail."""
-    present: Tensor
-    """``(B, R)`` bool: everything but padding."""
+    present: Tensor  # (B, R) bool: everything but padding
 
 
 class TraceLockModule(DecodeModule):
-    """Trains the acceptance network and exports it as a folder that decoding loads."""
+    """Trains the acceptance network and exports it as a folder that decoding loads.
+
+    Args:
+        backbone: the frozen denoiser; it runs only where features are recomputed.
+        projector: folder of the projector that made (or will make) the features.
+        settings: what the network is shown; must match stored features.
+        min_crop_ratio: training shows a prefix of each response, whose share of the length is
+            uniform from here to 1.
+        selection: how validation decodes for the replay score; without it there is none.
+        export_monitor: the score whose best checkpoint is exported as the policy; best checkpoints
+            by other scores are exported beside it.
+        lr_scheduler: constructor of a schedule, stepped every optimiser step. A plateau schedule
+            watches ``val/loss`` and is stepped at every validation.
+        export_dir: where the policy folder is written at the end; ``policy`` inside the trainer's
+            root directory by default. Best checkpoints by other scores go to
+            ``{export_dir}_by/{score}``.
+        common: options of :class:`~lit_dlm.modules.decode.DecodeModule`.
+    """
 
     tail_ids: Tensor
-    has_joint_batches = True
-    """The batches of all processes at a time are normalised as one."""
 
     def __init__(
         self,
         backbone: Backbone,
         *,
-        tokenizer: str,
         projector: str | Projector,
-        decoders: dict[str, Decoder] | None = None,
         head: AcceptanceConfig | None = None,
         settings: ScorerSettings | None = None,
         loss: AcceptanceLossSettings | None = None,
         min_crop_ratio: float = 0.25,
         selection: SelectionSettings | None = None,
-        export_monitor: str = MONITOR,
+        export_monitor: Monitor = MONITOR,
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(
             params, lr=1e-4, weight_decay=0.01
         ),
         lr_scheduler: LRSchedulerCallable | None = None,
-        seed: int = 0,
         export_dir: str | None = None,
+        **common: Any,
     ) -> None:
-        """Sets up training.
-
-        Args:
-            backbone: the frozen denoiser; it runs only where features are recomputed.
-            tokenizer: folder, embedded name or hub id of the tokenizer (for ``predict``).
-            projector: folder of the projector that made (or will make) the features.
-            decoders: decoding methods by name (for ``predict``).
-            head: architecture of the network.
-            settings: what the network is shown; must match stored features.
-            loss: weights of the loss.
-            min_crop_ratio: training shows a prefix of each response, whose share of the length is
-                uniform from here to 1.
-            selection: how validation decodes for the replay score; without it there is none.
-            export_monitor: the score whose best checkpoint is exported as the policy; best
-                checkpoints by other scores are exported beside it.
-            optimizer: constructor of the optimiser.
-            lr_scheduler: constructor of a schedule, stepped every optimiser step. A plateau
-                schedule watches ``val/loss`` and is stepped at every validation.
-            seed: seed of crops and dropout, and of decoded samples.
-            export_dir: where the policy folder is written at the end; ``policy`` inside the
-                trainer's root directory by default. Best checkpoints by other scores go to
-                ``{export_dir}_by/{score}``.
-        """
-        super().__init__(backbone, tokenizer=tokenizer, decoders=decoders, seed=seed)
-        if not 0.0 < min_crop_ratio <= 1.0:
-            raise ValueError(f"min_crop_ratio: expected a number in (0, 1], got {min_crop_ratio}")
-        if export_monitor not in MONITORS:
-            raise ValueError(f"export_monitor: expected one of {MONITORS}, got {export_monitor!r}")
+        super().__init__(backbone, **common)
+        within("(0, 1]", min_crop_ratio=min_crop_ratio)
         if not isinstance(projector, Projector):
             projector = Projector.load(projector)
         self.scorer = AcceptanceScorer(
@@ -157,11 +136,6 @@ class TraceLockModule(DecodeModule):
         self.calibration_curve: dict[str, Tensor] | None = None
 
     def configure_model(self) -> None:
-        """Refuses to shard: the backbone is frozen and the network small.
-
-        Raises:
-            ValueError: the strategy is FSDP2.
-        """
         if self.device_mesh is not None:
             raise ValueError(
                 "trainer.strategy: expected ddp or one device for TraceLock, whose network is "
@@ -171,10 +145,7 @@ class TraceLockModule(DecodeModule):
     # -- what the network sees -------------------------------------------------------------------
 
     def observe(self, batch: StateBatch) -> ObservedStates:
-        """Features, states and labels of a batch; no gradient.
-
-        Stored features are used where the batch has them, otherwise the backbone runs.
-        """
+        """Features, stored or recomputed, states and labels of a batch; no gradient."""
         features, proposals = batch.features, batch.proposals
         if features is None or proposals is None:
             features, proposals = self._recompute(batch)
@@ -203,9 +174,7 @@ class TraceLockModule(DecodeModule):
     @torch.no_grad()
     def _recompute(self, batch: StateBatch) -> tuple[Tensor, Tensor]:
         settings = self.scorer.settings
-        L = batch.ids.shape[1]
-        first = 0 if settings.layout == "all" else batch.start
-        columns = torch.arange(batch.start, L, device=batch.ids.device)
+        columns = torch.arange(batch.start, batch.ids.shape[1], device=batch.ids.device)
         denoised = self.backbone.denoise(
             batch.ids,
             pad_mask=batch.pad_mask,
@@ -216,13 +185,14 @@ class TraceLockModule(DecodeModule):
         assert denoised.hidden is not None
         logits = denoised.logits.float()
         proposals = logits.argmax(-1)
+        # Prompt rows have no proposal: zeros, as in the decode loop.
+        num_prompt = batch.start if settings.layout == "all" else 0
 
         def rows(values: Tensor) -> Tensor:
-            """Prompt rows have no proposal: zeros, as in the decode loop."""
-            return torch.nn.functional.pad(values, (batch.start - first, 0))
+            return F.pad(values, (num_prompt, 0))
 
         features = self.scorer.features(
-            denoised.hidden[:, first:],
+            denoised.hidden[:, batch.start - num_prompt :],
             rows(confidence(logits, proposals)),
             entropy=rows(entropy(logits)) if settings.features.entropy else None,
             margin=rows(margin(logits)) if settings.features.margin else None,
@@ -232,12 +202,10 @@ class TraceLockModule(DecodeModule):
     # -- training --------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        """Keeps the frozen backbone in evaluation mode."""
         if isinstance(self.backbone, torch.nn.Module):
             self.backbone.eval()
 
     def training_step(self, batch: StateBatch, batch_idx: int) -> Tensor:
-        """One weighted cross-entropy step on cropped states."""
         seen = self.observe(batch)
         visible = self._cropped(seen, self._crop_shares(batch, batch_idx))
         output = self.scorer(seen.features, seen.state, visible)
@@ -258,7 +226,7 @@ class TraceLockModule(DecodeModule):
         return terms.total
 
     def _crop_shares(self, batch: StateBatch, batch_idx: int) -> Tensor:
-        """``(B,)`` uniform draws: the rows of the whole batch in turn, whatever the processes.
+        """``(B,)`` uniform draws, so that processes train like one on the rows of all of them.
 
         Rank ``r`` of ``n`` holds the rows from ``r * B`` on of a batch that one process would see.
         """
@@ -287,7 +255,6 @@ class TraceLockModule(DecodeModule):
         return total.mean()
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """The optimiser over the network's parameters and the optional schedule."""
         optimizer = self.optimizer(self.scorer.head.parameters())
         if self.lr_scheduler is None:
             return optimizer
@@ -303,14 +270,12 @@ class TraceLockModule(DecodeModule):
     # -- validation ------------------------------------------------------------------------------
 
     def validation_step(self, batch: StateBatch, batch_idx: int) -> None:
-        """Unweighted loss and ranking scores uncropped; the rollout proxy on a fresh crop."""
+        # Unweighted loss and ranking scores uncropped; the rollout proxy on a fresh crop.
         seen = self.observe(batch)
         chosen = seen.decidable & ~seen.is_tail
         output = self.scorer(seen.features, seen.state, seen.present)
         logits, label = output.decision_logits[chosen], seen.label[chosen]
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(
-            logits, label.float(), reduction="sum"
-        )
+        loss = F.binary_cross_entropy_with_logits(logits, label.float(), reduction="sum")
         count = max(label.numel(), 1)
         self.log("val/loss", loss / count, batch_size=count, sync_dist=True, on_epoch=True)
         generator = torch.Generator().manual_seed(
@@ -346,7 +311,6 @@ class TraceLockModule(DecodeModule):
         )
 
     def on_validation_epoch_end(self) -> None:
-        """Logs the scores of the whole validation set."""
         scores = self.scores.compute()
         self.calibration_curve = self.scores.calibration.compute()
         # Already equal on all ranks; Lightning warns about epoch values that are not reduced.
@@ -356,20 +320,16 @@ class TraceLockModule(DecodeModule):
     # -- files -----------------------------------------------------------------------------------
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Leaves a schedule the length of this run, where ``OneCycleLR`` restores the old one."""
         super().on_load_checkpoint(checkpoint)
+        # The length of a schedule is this run's; ``OneCycleLR`` would restore the old one.
         for state in checkpoint.get("lr_schedulers", ()):
             for length in ("total_steps", "_schedule_phases"):
                 state.pop(length, None)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Drops the frozen backbone from the file."""
-        state = checkpoint["state_dict"]
-        for key in [key for key in state if key.startswith("backbone.")]:
-            del state[key]
+        drop_backbone(checkpoint)
 
     def on_fit_end(self) -> None:
-        """Exports the best weights by every score that a checkpoint watched."""
         if not self.trainer.is_global_zero:
             return
         folder = self.export_dir or Path(self.trainer.default_root_dir) / "policy"
@@ -383,7 +343,6 @@ class TraceLockModule(DecodeModule):
         """Writes the policy folder.
 
         Args:
-            folder: target folder; created.
             monitor: the score whose best checkpoint is taken, ``export_monitor`` by default; the
                 present weights where no checkpoint watches it.
         """
@@ -396,18 +355,14 @@ class TraceLockModule(DecodeModule):
         if best := found.get(monitor):
             stored = CheckpointFiles().load_checkpoint(best.best_model_path)
             prefix = "scorer."
-            weights = {
-                key.removeprefix(prefix): value
-                for key, value in stored["state_dict"].items()
-                if key.startswith(prefix)
-            }
-            scorer = AcceptanceScorer(
-                Projector(scorer.projector.config),
-                head=scorer.head.config,
-                settings=scorer.settings,
-                backbone=scorer.backbone,
+            scorer = copy.deepcopy(scorer)
+            scorer.load_state_dict(
+                {
+                    key.removeprefix(prefix): value
+                    for key, value in stored["state_dict"].items()
+                    if key.startswith(prefix)
+                }
             )
-            scorer.load_state_dict(weights)
             facts["global_step"] = int(stored["global_step"])
             if best.best_model_score is not None:
                 facts[monitor] = float(best.best_model_score)
@@ -417,11 +372,11 @@ class TraceLockModule(DecodeModule):
 
 
 def _best_checkpoints(callbacks: Sequence[Any]) -> dict[str, ModelCheckpoint]:
-    """The checkpoint callbacks that watched one of :data:`MONITORS` and saved something."""
+    """The checkpoint callbacks that watched one of :data:`Monitor` and saved something."""
     return {
         callback.monitor: callback
         for callback in callbacks
         if isinstance(callback, ModelCheckpoint)
-        and callback.monitor in MONITORS
+        and callback.monitor in get_args(Monitor)
         and callback.best_model_path
     }

@@ -375,7 +375,7 @@ def order_of_writing(responses: Responses, *, shrink: int = 1) -> tuple[Tensor, 
     ``shrink`` consecutive steps (within a block, for block models) each counts that wrote anything,
     padding too, as in the states of a decode that is replayed.
     """
-    steps = responses.steps_or_ltr()
+    steps = responses.steps
     members = responses.maskable & (steps >= 0)
     key = step_groups(steps, torch.ones_like(members), shrink=shrink, segments=responses.blocks)
     key = torch.where(members, key, 0)

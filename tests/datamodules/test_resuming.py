@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
 
 from lit_dlm.datamodules.resuming import set_accumulation
 from lit_dlm.datamodules.supervised import SupervisedDataModule
-from lit_dlm.modules.elastic import count_anew
+from lit_dlm.datamodules.trajectories import TrajectoryDataModule
+from lit_dlm.modules.resuming import drop_half_update
 from tests.finetuning import Unread
 
 
@@ -60,81 +60,63 @@ def test_rows_that_do_not_divide_and_two_settings_are_refused(
         set_accumulation(trainer(3, accumulate), rows, batch_size=8)
 
 
-def supervised(
-    processes: int, batches: int, size: int, *, joint: bool = False, **options: Any
-) -> SupervisedDataModule:
-    """Data of a run of so many processes; ``joint``: their losses are divided as one."""
-    data = SupervisedDataModule([Unread()], batch_size=size, **options)
-    module = nn.Sequential(nn.Dropout(0.1))
-    module.has_joint_batches = joint  # type: ignore[assignment]
-    data.trainer = SimpleNamespace(  # type: ignore[assignment]
-        world_size=processes,
-        accumulate_grad_batches=batches,
+def running(data: Any, world_size: int, accumulate: int = 1) -> Any:
+    """Data in a fit on so many processes."""
+    data.trainer = SimpleNamespace(
+        world_size=world_size,
+        accumulate_grad_batches=accumulate,
         state=SimpleNamespace(fn=TrainerFn.FITTING),
-        lightning_module=module,
     )
     return data
 
 
+def supervised(processes: int, accumulate: int, size: int) -> SupervisedDataModule:
+    return running(SupervisedDataModule([Unread()], batch_size=size), processes, accumulate)
+
+
+def readers(processes: int, num_workers: int) -> TrajectoryDataModule:
+    return running(TrajectoryDataModule("shards", num_workers=num_workers), processes)
+
+
 @pytest.mark.parametrize(
-    ("joint", "then", "now", "is_same"),
+    ("make", "now", "message"),
     [
-        (False, (2, 3, 4), (1, 6, 4), True),  # six batches of four rows
-        (False, (2, 3, 4), (3, 2, 4), True),
-        (False, (2, 3, 4), (3, 3, 4), False),
-        (False, (2, 3, 4), (1, 3, 8), False),  # as many rows, but each batch is a mean of its own
-        (True, (2, 3, 6), (1, 3, 12), True),  # twelve rows at a time, three times
-        (True, (2, 3, 6), (3, 3, 4), True),
-        (True, (2, 3, 6), (1, 6, 6), False),
+        (supervised, (2, 3, 4), None),
+        (supervised, (1, 6, 4), "processes 2, .* got processes 1,"),
+        (supervised, (2, 4, 4), "accumulate_grad_batches 3, .* got .*accumulate_grad_batches 4,"),
+        (supervised, (2, 3, 8), "batch_size 4; got .* batch_size 8"),
+        (readers, (2, 3), None),
+        (readers, (1, 3), "processes 2, .* got processes 1,"),
+        (readers, (2, 0), "num_workers 3; got .* num_workers 0"),
     ],
 )
-def test_a_run_goes_on_with_the_same_updates_only(
-    joint: bool, then: tuple[int, int, int], now: tuple[int, int, int], is_same: bool
+def test_a_fit_goes_on_with_the_processes_and_batches_it_began_with(
+    make: Any, now: tuple[int, ...], message: str | None
 ) -> None:
-    state = supervised(*then, joint=joint).state_dict()
-    going_on = supervised(*now, joint=joint)
-    if is_same:
-        going_on.load_state_dict(state)
+    state = make(*((2, 3, 4) if make is supervised else (2, 3))).state_dict()
+    if message is None:
+        make(*now).load_state_dict(state)
         return
-    parts = [" x ".join(map(str, one)) for one in (then, now)]
     with pytest.raises(
-        ValueError, match=f"ckpt_path: its updates .* = {parts[0]}; expected .* got {parts[1]}"
+        ValueError, match=f"ckpt_path: expected the same run as before, .*{message}"
     ):
-        going_on.load_state_dict(state)
+        make(*now).load_state_dict(state)
 
 
-def test_what_another_number_of_processes_changes_is_refused_or_told(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    state = supervised(2, 1, 4, joint=True).state_dict()
-    with caplog.at_level(logging.WARNING):
-        supervised(2, 1, 4, joint=True).load_state_dict(state)
-        assert not caplog.messages
-        supervised(1, 1, 8, joint=True).load_state_dict(state)
-    assert "dropout: drawn by each process" in caplog.text
-    with pytest.raises(ValueError, match="got 1 x 1 x 8"):
-        supervised(1, 1, 8, joint=True, group_by_length=True).load_state_dict(state)
-
-
-@pytest.mark.parametrize(
-    ("ready", "then", "now", "found"),
-    [(18, 6, 2, 6), (6, 2, 6, 18), (7, 2, 2, 6)],  # the last one: half an update is done again
-)
-def test_batches_are_counted_as_one_process_of_now_has_them(
-    ready: int, then: int, now: int, found: int
-) -> None:
+@pytest.mark.parametrize(("ready", "found"), [(6, 6), (7, 6)])
+def test_half_an_update_is_done_again(ready: int, found: int) -> None:
     """Counts stay as far apart as they were: the save came before the batch was completed."""
     module = LightningModule()
-    data = supervised(1, now, 1)
+    data = supervised(1, 2, 1)
     module._trainer = SimpleNamespace(  # type: ignore[assignment]
-        datamodule=data, accumulate_grad_batches=now
+        datamodule=data, accumulate_grad_batches=2
     )
     counts = {"ready": ready, "started": ready, "processed": ready, "completed": ready - 1}
     progress = {"total": dict(counts), "current": dict(counts)}
     checkpoint = {
-        "SupervisedDataModule": {"batches": then},
+        "SupervisedDataModule": data.state_dict(),
         "loops": {"fit_loop": {"epoch_loop.batch_progress": progress}},
     }
-    count_anew(module, checkpoint)
+    drop_half_update(module, checkpoint)
     wanted = {"ready": found, "started": found, "processed": found, "completed": found - 1}
     assert progress == {"total": wanted, "current": wanted}

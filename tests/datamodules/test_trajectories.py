@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_dlm.datamodules import trajectories
 from lit_dlm.datamodules.epoch_plan import EpochPlan
@@ -251,24 +250,6 @@ def test_memory_is_bounded_by_the_group(shards: Path, monkeypatch: pytest.Monkey
     module = ready(shards)
     open_blocks = [len(states(module)._cache) for _ in module.train_dataloader()]
     assert max(open_blocks) == 2
-
-
-def test_a_run_goes_on_with_the_readers_it_began_with(shards: Path) -> None:
-    def running(world_size: int, num_workers: int) -> TrajectoryDataModule:
-        data = ready(shards, num_workers=num_workers)
-        data.trainer = SimpleNamespace(  # type: ignore[assignment]
-            world_size=world_size,
-            accumulate_grad_batches=1,
-            state=SimpleNamespace(fn=TrainerFn.FITTING),
-            lightning_module=torch.nn.Identity(),
-        )
-        return data
-
-    state = running(2, 3).state_dict()
-    running(2, 3).load_state_dict(state)
-    for world_size, num_workers in ((1, 3), (2, 0)):
-        with pytest.raises(ValueError, match="expected 2 processes with num_workers 3"):
-            running(world_size, num_workers).load_state_dict(state)
 
 
 def test_validation_states_are_dealt_evenly_and_copies_marked(shards: Path) -> None:

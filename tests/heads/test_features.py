@@ -1,6 +1,5 @@
 import math
 
-import pytest
 import torch
 
 from lit_dlm.heads.features import (
@@ -52,14 +51,3 @@ def test_position_without_a_proposal_has_finite_features() -> None:
     )
     assert features.isfinite().all()
     assert features[0, 0, -1] == 0.0
-
-
-def test_missing_extra_is_named() -> None:
-    projector = Projector.random_orthogonal(CONFIG)
-    with pytest.raises(ValueError, match=r"FeatureSettings\.margin"):
-        acceptance_features(
-            projector,
-            torch.zeros(1, 2, 3, 8),
-            torch.ones(1, 2),
-            settings=FeatureSettings(entropy=False),
-        )

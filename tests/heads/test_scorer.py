@@ -1,10 +1,10 @@
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from lit_dlm.heads.acceptance import AcceptanceConfig
 from lit_dlm.heads.features import FeatureSettings
@@ -51,24 +51,6 @@ def test_digest_sees_the_weights() -> None:
     assert one.digest() != other.digest()
 
 
-def test_folder_without_weights_is_named(tmp_path: Path) -> None:
-    scorer().save(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"model\.safetensors is missing"):
-        AcceptanceScorer.load(tmp_path)
-
-
-def test_unknown_version_is_refused(tmp_path: Path) -> None:
-    scorer().save(tmp_path)
-    record = json.loads((tmp_path / "config.json").read_text())
-    write_folder(
-        tmp_path, {**record, "version": 99}, scorer().state_dict(),
-        config="config.json", weights="model.safetensors",
-    )  # fmt: skip
-    with pytest.raises(ValueError, match=r"version 1, got .* version 99"):
-        AcceptanceScorer.load(tmp_path)
-
-
 def test_projector_needs_one_snapshot_per_layer() -> None:
     with pytest.raises(ValueError, match=r"hidden_layers: expected 3 layers"):
         scorer(settings=ScorerSettings(hidden_layers=(-1,)))
@@ -96,19 +78,6 @@ def test_a_flipped_bit_of_a_policy_is_refused_or_makes_no_difference(
     assert refused > 140
 
 
-def test_the_files_of_two_exports_are_no_policy(tmp_path: Path) -> None:
-    scorer().save(tmp_path)
-    former = (tmp_path / "config.json").read_bytes()
-    other = scorer()
-    other.training_facts = {"seed": 4}
-    other.save(tmp_path)
-    (tmp_path / "config.json").write_bytes(former)
-    with pytest.raises(
-        ValueError, match=r"damaged, or config\.json and model\.safetensors are of two"
-    ):
-        AcceptanceScorer.load(tmp_path)
-
-
 def test_a_policy_with_a_weight_that_is_no_number_is_neither_written_nor_read(
     tmp_path: Path,
 ) -> None:
@@ -119,19 +88,36 @@ def test_a_policy_with_a_weight_that_is_no_number_is_neither_written_nor_read(
     with pytest.raises(ValueError, match=r"head\..* has numbers that are not finite"):
         broken.save(tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() == before
-    save_file(broken.state_dict(), tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"head\..* has numbers that are not finite"):
-        AcceptanceScorer.load(tmp_path)
 
 
-def test_settings_of_another_version_are_named(tmp_path: Path) -> None:
-    """Without digests, as folders had none once."""
+def settings(folder: Path, **changes: object) -> None:
+    """Writes a policy with other settings, and digests of them."""
+    record = json.loads((folder / "config.json").read_text())
+    names = {"config": "config.json", "weights": "model.safetensors"}
+    write_folder(folder, {**record, **changes}, scorer().state_dict(), **names)
+
+
+def of_another_export(folder: Path) -> None:
+    former = (folder / "config.json").read_bytes()
+    scorer(training={"seed": 4}).save(folder)
+    (folder / "config.json").write_bytes(former)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda folder: (folder / "model.safetensors").unlink(), r"model\.safetensors is missing"),
+        (of_another_export, r"damaged, or config\.json and model\.safetensors are of two"),
+        (lambda folder: settings(folder, version=99), r"version 1, got .*99"),
+        (lambda folder: settings(folder, head={"depth": 3}), r"config\.json: other settings"),
+        (lambda folder: settings(folder, settings={}), r"config\.json: other settings"),
+        (lambda folder: settings(folder, projector=None), r"config\.json: other settings"),
+    ],
+)
+def test_a_folder_that_is_none_of_this_version_is_refused(
+    tmp_path: Path, spoil: Any, message: str
+) -> None:
     scorer().save(tmp_path)
-    path = tmp_path / "model.safetensors"
-    save_file(load_file(path), path)
-    record = json.loads((tmp_path / "config.json").read_text())
-    AcceptanceScorer.load(tmp_path)
-    for change in ({"head": {"depth": 3}}, {"settings": {}}, {"projector": None}):
-        (tmp_path / "config.json").write_text(json.dumps({**record, **change}))
-        with pytest.raises(ValueError, match=r"config\.json: other settings than this version"):
-            AcceptanceScorer.load(tmp_path)
+    spoil(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        AcceptanceScorer.load(tmp_path)

@@ -29,11 +29,16 @@ def responses(B: int = 4, G: int = 8, **changes: Any) -> Responses:
     return Responses(**{**values, **changes})
 
 
+def unordered(maskable: torch.Tensor) -> Responses:
+    """Where no corruption asks for the steps."""
+    seeds = torch.arange(len(maskable)) + 100
+    return Responses(maskable=maskable, seeds=seeds, steps=torch.zeros_like(maskable).long())
+
+
 ALL = [
     RandomMasking(copies=3, weight="1/t"),
     RandomMasking(level="token"),
     SemiAutoregressive(block_size=2, rows_per_sample=2),
-    SemiAutoregressive(block_size=4, order="trace"),
     TraceMasking(shrink=2),
     TraceMasking(rows_per_sample=2),
     Autoregressive(),
@@ -78,7 +83,7 @@ def test_another_seed_gives_other_states(corruption: Any) -> None:
 def test_random_masking_has_one_level_per_row() -> None:
     """Share of hidden cells of 400 rows: variance 1/12 + 1/(6 G) with one level per row, against
     1/(4 G) with a level per cell; G = 64 gives 0.0859 and 0.0039."""
-    wide = Responses(maskable=torch.ones(400, 64, dtype=torch.bool), seeds=torch.arange(400))
+    wide = unordered(torch.ones(400, 64, dtype=torch.bool))
     shares = RandomMasking().states(wide).supervised.float().mean(1)
     assert shares.var().item() == pytest.approx(1 / 12 + 1 / 384, rel=0.15)
     shares = RandomMasking(level="token").states(wide).supervised.float().mean(1)
@@ -88,7 +93,7 @@ def test_random_masking_has_one_level_per_row() -> None:
 def test_weight_one_over_t_estimates_the_mean_of_every_cell() -> None:
     """Each hidden cell weighs 1 / (t n): summed over a row its expectation is 1. Levels from 0.2
     keep the variance of a row below 4, so 2000 rows have a standard error below 0.05."""
-    wide = Responses(maskable=torch.ones(2000, 8, dtype=torch.bool), seeds=torch.arange(2000))
+    wide = unordered(torch.ones(2000, 8, dtype=torch.bool))
     states = RandomMasking(min_t=0.2, weight="1/t").states(wide)
     assert states.weight.sum(1).mean().item() == pytest.approx(1.0, abs=0.1)
 
@@ -99,7 +104,7 @@ def test_states_that_hid_nothing_count_in_the_bound(num_cells: int) -> None:
     variance is at most E[1/t] - 1 = ln(20) / 0.95 - 1 = 2.15, so 4000 rows have a standard error
     of 0.023 at most. Rows of padding alone, a quarter of all, are no states of an answer."""
     rows, cells = torch.arange(5333)[:, None], torch.arange(6)
-    answers = Responses(maskable=(cells < num_cells) & (rows % 4 < 3), seeds=rows[:, 0])
+    answers = unordered((cells < num_cells) & (rows % 4 < 3))
     states = RandomMasking(min_t=0.05, weight="1/t").states(answers)
     assert (answers.maskable.any(1) & ~states.supervised.any(1)).any()
     assert states.num_units() == 4000
@@ -108,7 +113,7 @@ def test_states_that_hid_nothing_count_in_the_bound(num_cells: int) -> None:
 
 def test_only_states_with_targets_count_in_a_mean_of_their_targets() -> None:
     """The sum over the length does count the others, also block by block."""
-    one_cell = responses(B=16, maskable=torch.ones(16, 1, dtype=torch.bool), steps=None)
+    one_cell = unordered(torch.ones(16, 1, dtype=torch.bool))
     for weight, wanted in (("1/num_targets", None), ("1/length", 16)):
         for corruption in (
             RandomMasking(weight=weight),  # type: ignore[arg-type]
@@ -134,13 +139,6 @@ def test_sliced_blocks_show_what_comes_before_and_hide_what_comes_after() -> Non
         [1, 1, 1, 1, 0, 0, 0, 0],
         [0, 0, 0, 0, 1, 1, 0, 0],
     ]
-
-
-def test_sliced_blocks_may_follow_the_trace() -> None:
-    """Decoded from the right: the first block of two holds cells 5 and 4."""
-    states = sliced_whole(block_size=2, order="trace").states(responses(B=1))
-    assert states.supervised[0].nonzero().flatten().tolist() == [4, 5]
-    assert states.hidden[1].int().tolist() == [1, 1, 1, 1, 0, 0, 1, 1]
 
 
 def test_trace_states_replay_the_decode_in_groups_of_steps() -> None:
@@ -194,21 +192,6 @@ def test_groups_leave_out_what_no_step_wrote() -> None:
     assert step_groups(torch.tensor([[7, -1, 3, 2]]), members).tolist() == [[1, NEVER, NEVER, 0]]
 
 
-def test_a_row_without_a_decode_goes_from_the_left_and_no_other_row_does() -> None:
-    """A whole batch of decodes and one with a stranger in it give the decodes equal states."""
-    whole, full = TraceMasking().states(responses()), responses()
-    has_steps = torch.tensor([True, False, True, True])
-    steps = torch.where(has_steps[:, None], full.steps, -1)
-    mixed = TraceMasking().states(responses(steps=steps, has_steps=has_steps))
-    for row in (0, 2, 3):
-        for name in ("hidden", "supervised", "weight"):
-            one, other = (getattr(s, name)[s.sample == row] for s in (whole, mixed))
-            assert torch.equal(one, other)
-    assert torch.equal(mixed.supervised[mixed.sample == 1][:, :6], torch.eye(6) > 0)
-    with pytest.raises(ValueError, match="TimeDelay: expected responses with the steps"):
-        TimeDelay().states(responses(steps=steps, has_steps=has_steps))
-
-
 def test_non_ltr_cuts_take_the_list_of_the_data_where_there_is_one() -> None:
     """Decoded from the right, all but the first cell (step 5) are out of order by the steps; the
     list holds cells 1 and 3, written at steps 4 and 2."""
@@ -256,7 +239,6 @@ def test_weights_by_hand() -> None:
         (lambda: RandomMasking(level="block").states(responses()), "level"),
         (lambda: TraceMasking(rows_per_sample=0), "rows_per_sample"),
         (lambda: TraceMasking(weight="1/t").states(responses()), "weight: '1/t' needs"),
-        (lambda: TimeDelay().states(responses(steps=None)), "missing_order"),
     ],
 )
 def test_bad_settings_are_named(make: Any, message: str) -> None:

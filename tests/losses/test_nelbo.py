@@ -56,12 +56,6 @@ def test_visible_cells_get_no_gradient() -> None:
     assert logits.grad[0, 0, 0] < 0
 
 
-def test_rows_without_hidden_cells_count_as_zero() -> None:
-    hidden = torch.tensor([[True], [False]])
-    stats = stats_of(torch.zeros(2, 1, 2), torch.zeros(2, 1, dtype=torch.long), hidden)
-    assert float(masked_nelbo(stats, hidden).total) == pytest.approx(math.log(2) / 2)
-
-
 def test_a_batch_without_hidden_cells_is_zero() -> None:
     hidden = torch.zeros(2, 3, dtype=torch.bool)
     stats = stats_of(torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.long), hidden)

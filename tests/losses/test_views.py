@@ -16,6 +16,7 @@ def responses(B: int = 6, G: int = 10, **changes: Any) -> Responses:
     values: dict[str, Any] = {
         "maskable": (torch.arange(G) < 7).expand(B, -1),
         "seeds": torch.arange(B) + 5,
+        "steps": torch.zeros(B, G, dtype=torch.long),
     }
     return Responses(**{**values, **changes})
 

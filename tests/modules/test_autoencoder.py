@@ -3,13 +3,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_dlm.datamodules.trajectories import TrajectoryDataModule
 from lit_dlm.heads.projection import Projector
 from lit_dlm.modules.autoencoder import AutoencoderModule
 from lit_dlm.modules.finite import NonFiniteError
+from tests.finetuning import quiet
 from tests.traces import recorded, small_backbone, write_shards
 
 
@@ -31,11 +31,8 @@ def module(**options: Any) -> AutoencoderModule:
 def fitted(shards: Path, folder: Path, *, steps: int = 40) -> tuple[AutoencoderModule, Any]:
     model = module()
     saver = ModelCheckpoint(folder / "saved", monitor="val/loss", filename="{step}")
-    trainer = Trainer(
-        accelerator="cpu", logger=False, default_root_dir=folder, max_steps=steps,
-        val_check_interval=5, check_val_every_n_epoch=None, num_sanity_val_steps=0,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[saver],
-    )  # fmt: skip
+    options = {"val_check_interval": 5, "check_val_every_n_epoch": None, "callbacks": [saver]}
+    trainer = quiet(folder, max_steps=steps, enable_checkpointing=True, **options)
     source = TrajectoryDataModule(shards, source="tokens", batch_size=8, val_fraction=0.3)
     trainer.fit(model, datamodule=source)
     return model, saver
@@ -51,14 +48,13 @@ def test_training_lowers_the_error_and_exports_the_best_encoders(
     projector = Projector.load(tmp_path / "projector")
     assert projector.config.kind == "autoencoder"
     stored = torch.load(saver.best_model_path, weights_only=True)["state_dict"]
-    assert torch.equal(projector.hidden_weight, stored["autoencoder.hidden_encoder.0.weight"])
+    assert torch.equal(projector.hidden_weight, stored["autoencoder.hidden_encoder.weight"])
     assert not [key for key in stored if key.startswith("backbone")]
     assert not any(p.requires_grad for p in model.backbone.parameters())
 
 
-@pytest.mark.parametrize("inner_width", [0, 12])
-def test_exported_projector_is_the_encoder(tmp_path: Path, inner_width: int) -> None:
-    model = module(inner_width=inner_width).eval()
+def test_exported_projector_is_the_encoder(tmp_path: Path) -> None:
+    model = module().eval()
     hidden = torch.randn(5, 3, 16)
     model.export(tmp_path)
     projector = Projector.load(tmp_path)
@@ -81,19 +77,11 @@ def test_error_is_the_mean_square_on_normalised_vectors() -> None:
     assert errors["delta"].item() == pytest.approx(1.0, abs=1e-3)
 
 
-def test_no_positions_are_refused() -> None:
-    with pytest.raises(ValueError, match="positions_per_state"):
-        module(positions_per_state=0)
-
-
 def test_a_gradient_that_is_not_finite_ends_the_run(shards: Path, tmp_path: Path) -> None:
     model = module()
     next(model.autoencoder.parameters()).register_hook(lambda gradient: gradient * torch.inf)
     before = {name: value.clone() for name, value in model.autoencoder.named_parameters()}
-    trainer = Trainer(
-        accelerator="cpu", logger=False, default_root_dir=tmp_path, max_steps=3,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-    )  # fmt: skip
+    trainer = quiet(tmp_path, max_steps=3)
     with pytest.raises(NonFiniteError, match="a gradient is not finite at optimiser step 0; weigh"):
         trainer.fit(model, TrajectoryDataModule(shards, source="tokens", batch_size=8))
     for name, value in model.autoencoder.named_parameters():

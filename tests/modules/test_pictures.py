@@ -28,7 +28,7 @@ from lit_dlm.heads.projection import Projector, ProjectorConfig
 from lit_dlm.losses.corruption import RandomMasking, SemiAutoregressive, TraceMasking
 from lit_dlm.modules.decode import image_facts
 from lit_dlm.modules.finetune import FinetuneModule, SFTModule
-from lit_dlm.modules.state_batch import collate_states, trace_state
+from lit_dlm.modules.state_batch import collate_states
 from lit_dlm.modules.supervised_batch import (
     SupervisedBatch,
     SupervisedExample,
@@ -260,7 +260,7 @@ def test_tracelock_sees_what_the_decode_saw(folder: Path) -> None:
     decoder = Decoder(policy=ConfidencePolicy(), quota=FixedQuota(2))
     records = recorded(backbone, decoder)
     for step in range(records[0].num_steps):
-        batch = collate_states([trace_state(record, step) for record in records])
+        batch = collate_states(records, [record.state_at(step) for record in records])
         seen = model.observe(batch)
         for row, record in enumerate(records):
             assert seen.label[row, torch.from_numpy(record.committed_at(step))].all()

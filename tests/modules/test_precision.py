@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lit_dlm.decoding import (
@@ -33,7 +33,7 @@ from lit_dlm.modules.decode import PromptBatch
 from lit_dlm.rl.rollout import SampledLogProb
 from lit_dlm.tasks import PromptExample
 from tests import rollouts
-from tests.finetuning import Data, examples, run, small, trained
+from tests.finetuning import Data, examples, quiet, run, small, trained
 from tests.traces import small_backbone, small_projector
 
 SGD: dict[str, Any] = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1)}
@@ -63,10 +63,7 @@ def test_true_precisions_are_refused_by_name(
         options = {"tokenizer": "tiny", "decoders": {"entropy": Decoder(policy=EntropyPolicy())}}
     if kind is SFTModule:
         options["corruption"] = RandomMasking()
-    trainer = Trainer(
-        accelerator="cpu", precision=precision, logger=False, default_root_dir=tmp_path,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = quiet(tmp_path, precision=precision)
     loader = torch.utils.data.DataLoader([batch()], batch_size=None)
     with pytest.raises(ValueError, match=f"trainer.precision: expected 32-true.*got {precision}"):
         (trainer.predict if kind is DecodeModule else trainer.fit)(kind(small(), **options), loader)
@@ -104,7 +101,7 @@ DECODERS = {
             ),
             quota=NoQuota(),
         )
-        for positions in ("frontier", "learned", "none")
+        for positions in ("frontier", "learned")
     },
 }  # fmt: skip
 

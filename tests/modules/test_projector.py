@@ -36,7 +36,7 @@ def test_fit_is_deterministic_and_sees_response_positions_only() -> None:
 def test_states_are_spread_over_each_trace() -> None:
     """Eight steps in four parts of two: one state in each, so masks 8-7, 6-5, 4-3 and 2-1."""
     traces = recorded(small_backbone(), 5)
-    masks = torch.cat([batch.masked.sum(1) for batch in trace_states(traces, batch_size=3)])
+    masks = torch.cat([batch.masked.sum(1) for batch in trace_states(traces)])
     assert len(masks) == 20
     for number in range(5):
         assert [(int(m) + 1) // 2 for m in masks[4 * number : 4 * number + 4]] == [4, 3, 2, 1]

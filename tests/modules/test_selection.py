@@ -12,7 +12,7 @@ from lit_dlm.modules.selection import (
     step_candidates,
     step_commits,
 )
-from lit_dlm.modules.state_batch import collate_states, trace_state
+from lit_dlm.modules.state_batch import collate_states
 from lit_dlm.modules.tracelock import TraceLockModule
 from tests.traces import recorded, small_backbone, small_projector
 
@@ -58,7 +58,7 @@ def test_replay_commits_what_the_decode_loop_commits(selection: SelectionSetting
         )
         for record in recorded(backbone, 4, decoder=decoder):
             for step in range(record.num_steps):
-                batch = collate_states([trace_state(record, step)])
+                batch = collate_states([record], [record.state_at(step)])
                 seen = module.observe(batch)
                 proposals = batch.ids.clone()
                 proposals[:, batch.start :] = seen.proposals

@@ -1,13 +1,9 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
-import torch
 
-from lit_dlm.modules.state_batch import (
-    collate_states,
-    collate_trace_states,
-    remasked_state,
-    trace_state,
-)
+from lit_dlm.modules.state_batch import collate_states, remasked, states_at
 from lit_dlm.trajectories.record import Trajectory
 from tests.traces import MASK, VOCAB
 
@@ -30,94 +26,51 @@ LONG = trace([5, 6, 7], [10, 11, 12, 13], [0, 1, 3, 2])
 
 def test_states_are_padded_around_the_response() -> None:
     """Prompts of one and three on the left, responses of three and four on the right."""
-    batch = collate_states([trace_state(SHORT, 1), trace_state(LONG, 3)])
+    traces = [SHORT, LONG]
+    batch = collate_states(traces, states_at(traces, [1, 3]), is_real=[True, False])
     assert batch.start == 3
     assert batch.ids.tolist() == [[0, 0, 5, MASK, 8, MASK, 0], [5, 6, 7, 10, 11, MASK, 13]]
     assert batch.target.tolist() == [[0, 0, 5, 7, 8, 9, 0], [5, 6, 7, 10, 11, 12, 13]]
     assert batch.pad_mask.tolist() == [[False] * 2 + [True] * 4 + [False], [True] * 7]
     assert batch.masked.nonzero().tolist() == [[0, 3], [0, 5], [1, 5]]
-    assert batch.is_real.all()
+    assert batch.is_real.tolist() == [True, False]
+    assert batch.to("meta").ids.device.type == "meta"
 
 
 def test_states_made_together_equal_states_made_one_by_one() -> None:
-    for steps in ([1, 3], [0, 0], [2, 4]):
-        records = [SHORT, LONG]
-        together = collate_trace_states(records, steps, [True, False])
-        examples = [trace_state(*pair) for pair in zip(records, steps, strict=True)]
-        one_by_one = collate_states(examples)
-        for name in ("ids", "target", "masked", "pad_mask"):
-            assert torch.equal(getattr(together, name), getattr(one_by_one, name)), name
-        assert together.is_real.tolist() == [True, False]
+    over = replace(SHORT, superseded=np.array([[0, 0, 6]]))
+    for traces in ([SHORT, LONG], [over, LONG]):
+        for steps in ([1, 3], [0, 0], [2, 4]):
+            for trace, step, state in zip(traces, steps, states_at(traces, steps), strict=True):
+                assert np.array_equal(state, trace.state_at(step))
 
 
 @pytest.mark.parametrize("with_prompt", [False, True])
 def test_stored_rows_lie_on_their_columns(with_prompt: bool) -> None:
     """Every stored row holds its own position number within the sample's rows."""
-    examples = []
+    features = []
     for record in (SHORT, LONG):
-        rows = record.num_generated + (record.num_prompt if with_prompt else 0)
-        example = trace_state(record, 0)
-        values = np.arange(1, rows + 1, dtype=np.float32)[:, None]
-        examples.append(
-            type(example)(
-                trace=record,
-                response=example.response,
-                features=values,
-                proposals=np.arange(1, rows + 1, dtype=np.int32),
-            )
-        )
-    batch = collate_states(examples)
+        rows = np.arange(1, record.num_generated + with_prompt * record.num_prompt + 1)
+        features.append((rows[:, None].astype(np.float32), rows.astype(np.int32)))
+    batch = collate_states([SHORT, LONG], states_at([SHORT, LONG], [0, 0]), features=features)
     assert batch.features is not None
     assert batch.proposals is not None
-    expected = (
-        [[0, 0, 1, 2, 3, 4, 0], [1, 2, 3, 4, 5, 6, 7]]
-        if with_prompt
-        else [[1, 2, 3, 0], [1, 2, 3, 4]]
-    )
+    expected = [[1, 2, 3, 0], [1, 2, 3, 4]]
+    if with_prompt:
+        expected = [[0, 0, 1, 2, 3, 4, 0], [1, 2, 3, 4, 5, 6, 7]]
     assert batch.features[..., 0].tolist() == expected
     assert batch.proposals.tolist() == expected
 
 
-def test_remasking_keeps_what_is_not_masked_and_hides_one_to_all() -> None:
+def test_remasking_hides_one_to_all_of_what_was_written() -> None:
     rng = np.random.default_rng(0)
-    counts = set()
-    for _ in range(60):
-        response = remasked_state(LONG, rng).response
-        hidden = response == MASK
-        assert np.array_equal(response[~hidden], LONG.tokens[~hidden])
-        counts.add(int(hidden.sum()))
-    assert counts == {1, 2, 3, 4}
-
-
-def test_given_positions_are_never_masked_again() -> None:
-    given = Trajectory(
-        uid="x",
-        prompt_ids=np.array([5]),
-        tokens=np.array([7, 8, 9]),
-        commit_step=np.array([-1, 0, 1]),
-        num_steps=2,
-        mask_id=MASK,
-        vocab_size=VOCAB,
-        given=np.array([True, False, False]),
-    )
-    rng = np.random.default_rng(0)
-    assert all(remasked_state(given, rng).response[0] == 7 for _ in range(20))
-
-
-def test_batch_moves_as_a_whole() -> None:
-    batch = collate_states([trace_state(SHORT, 0)]).to("meta")
-    assert batch.ids.device.type == batch.is_real.device.type == "meta"
-    assert batch.start == 1
-
-
-def test_stored_features_must_be_there_for_all_or_none() -> None:
-    with_features = trace_state(SHORT, 0)
-    with_features = type(with_features)(
-        trace=SHORT,
-        response=with_features.response,
-        features=np.zeros((3, 2), dtype=np.float32),
-        proposals=np.zeros(3, dtype=np.int32),
-    )
-    with pytest.raises(ValueError, match="stored features are missing"):
-        collate_states([with_features, trace_state(LONG, 0)])
-    assert torch.equal(collate_states([trace_state(SHORT, 3)]).masked, torch.zeros(1, 4).bool())
+    given = replace(LONG, given=np.arange(4) == 0, commit_step=np.array([-1, 1, 3, 2]))
+    for trace, counts in ((LONG, {1, 2, 3, 4}), (given, {1, 2, 3})):
+        found = set()
+        for _ in range(60):
+            response = remasked(trace, rng)
+            hidden = response == MASK
+            assert np.array_equal(response[~hidden], trace.tokens[~hidden])
+            assert trace is LONG or not hidden[0]
+            found.add(int(hidden.sum()))
+        assert found == counts

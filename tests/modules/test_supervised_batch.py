@@ -16,18 +16,16 @@ from lit_dlm.ops.cuts import non_ltr_positions
 from tests.finetuning import EOS, MASK, G, examples, small
 
 
-def test_steps_of_a_sample_do_not_depend_on_its_neighbours() -> None:
+def test_a_row_without_a_decode_goes_from_the_left_and_no_other_row_does() -> None:
     spec = small().spec
     first, second = examples(2)
-    batch = collate_supervised([first, replace(second, steps=None)], response_length=G, spec=spec)
-    responses = responses_of(batch, spec, seed=0, num_padding=None)
-    assert responses.steps_or_ltr().tolist() == [first.steps.tolist(), list(range(G))]
-    both = collate_supervised([first, second], response_length=G, spec=spec)
-    assert both.has_steps is None
-    assert both.steps.tolist() == [first.steps.tolist(), second.steps.tolist()]
-    none = collate_supervised([replace(first, steps=None)], response_length=G, spec=spec)
-    assert none.steps is None
-    assert none.has_steps is None
+    given = [first, replace(second, steps=None, decode_entropy=None)]
+    batch = collate_supervised(given, response_length=G, spec=spec)
+    assert batch.steps.tolist() == [first.steps.tolist(), list(range(G))]
+    assert batch.decode_entropy is None
+    first_pass = batch.seeds(0)
+    batch.epochs = [1, 1]
+    assert len({*first_pass.tolist(), *batch.seeds(0).tolist()}) == 4
 
 
 def test_lists_of_the_data_stand_beside_what_the_steps_say() -> None:
@@ -135,7 +133,7 @@ def test_what_is_left_out_changes_no_loss_and_no_noise(
     assert cut.ids.shape[1] < whole.ids.shape[1]
     expected, found = (model.terms(batch, seed=3) for batch in (whole, cut))
     torch.testing.assert_close(found.total, expected.total)
-    assert found.parts["num_supervised"] == expected.parts["num_supervised"] > 0
+    assert found.means()["num_supervised"] == expected.means()["num_supervised"] > 0
 
 
 def test_noise_of_a_sample_does_not_depend_on_the_length_of_its_batch() -> None:

@@ -26,9 +26,20 @@ from lit_dlm.modules.supervised_batch import (
     responses_of,
 )
 from lit_dlm.modules.tabom import TABOMModule
-from tests.finetuning import MASK, Data, G, Watch, examples, run, small, trained, two_processes
+from tests.finetuning import (
+    MASK,
+    Data,
+    G,
+    Watch,
+    examples,
+    quiet,
+    run,
+    small,
+    trained,
+    two_processes,
+)
 from tests.losses.reference import entropy_of, slow_ranking
-from tests.processes import in_processes, in_two_processes
+from tests.processes import in_two_processes
 
 pytestmark = pytest.mark.slow  # training runs
 
@@ -103,32 +114,12 @@ def test_logged_counts_are_those_of_the_states() -> None:
     model = module(rank_window=None)
     batch = batch_for(model)
     _, states = slow_loss(model, batch)
-    parts = model.terms(batch, seed=0).parts
+    parts = model.terms(batch, seed=0).means()
     counts = states.supervised.sum(1)
     assert parts["num_supervised"] == counts.sum()
     # One token a step: every two supervised positions of a row make a pair.
     assert parts["num_pairs"] == (counts * (counts - 1) // 2).sum()
     assert 0.0 <= float(parts["pair_accuracy"]) <= 1.0
-
-
-def test_padding_behind_the_answer_is_supervised_only_on_demand() -> None:
-    """Three cells of an answer and its end; the end counts as one of them."""
-    model = module()
-    spec = model.backbone.spec
-    short = [
-        replace(
-            one,
-            response_ids=np.append(one.response_ids[:3], spec.eos_ids[0]),
-            steps=None,
-            decode_entropy=None,
-        )
-        for one in examples(3)
-    ]
-    batch = collate_supervised(short, response_length=G, spec=spec)
-    assert batch.answer_length.tolist() == [4, 4, 4]
-    for num_padding, wanted in ((0, 4), (1, 5), (None, 8)):
-        responses = responses_of(batch, spec, seed=0, num_padding=num_padding)
-        assert responses.maskable.sum(1).tolist() == [wanted] * 3
 
 
 def test_a_batch_without_targets_has_zero_loss_and_zero_gradients() -> None:
@@ -140,47 +131,11 @@ def test_a_batch_without_targets_has_zero_loss_and_zero_gradients() -> None:
     assert all(gradient is not None and not gradient.any() for gradient in gradients)
 
 
-def test_copies_that_fill_a_batch_teach_nothing() -> None:
-    model = module()
-    real, copy = examples(2)
-    spec = model.backbone.spec
-    both = collate_supervised([real, replace(copy, is_real=False)], response_length=G, spec=spec)
-    one = collate_supervised([real], response_length=G, spec=spec)
-    torch.testing.assert_close(model.terms(both, seed=0).total, model.terms(one, seed=0).total)
-
-
-def test_ranking_alone_brings_certainty_into_the_order_of_the_decode() -> None:
-    """All decodes go from left to right; a random model orders about half of the pairs so."""
-    model = module(small(lora=False), rank_window=None, window=G)
-    model.combined = lambda parts: parts["loss_rank"]  # type: ignore[method-assign]
-    given = [replace(one, steps=np.arange(G, dtype=np.int32)) for one in examples(8)]
-    batch = collate_supervised(given, response_length=G, spec=model.backbone.spec)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    before = model.terms(batch, seed=0).parts
-    for step in range(60):
-        optimizer.zero_grad()
-        model.terms(batch, seed=step).total.backward()
-        optimizer.step()
-    after = model.terms(batch, seed=0).parts
-    assert 0.3 < float(before["pair_accuracy"]) < 0.7
-    assert float(after["pair_accuracy"]) > 0.9
-    assert float(after["tds_window"]) > float(before["tds_window"])
-
-
 def validated(model: FinetuneModule, folder: Path, *, batch_size: int, **options: Any) -> Scores:
     """Scores of one validation of examples of which two have no decode."""
     given = undecoded({0, 5}, 24)
     data = Data(given, batch_size=2, val_fraction=0.7, val_batch_size=batch_size)
-    settings: dict[str, Any] = {"accelerator": "cpu", "devices": 1, **options}
-    trainer = Trainer(
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        default_root_dir=folder,
-        **settings,
-    )
-    (scores,) = trainer.validate(model, data, verbose=False)
+    (scores,) = quiet(folder, **options).validate(model, data, verbose=False)
     return {name: float(value) for name, value in scores.items()}
 
 
@@ -218,7 +173,7 @@ def test_validation_of_one_batch_is_its_loss(tmp_path: Path) -> None:
     model.terms = watched  # type: ignore[method-assign]
     found = validated(model, tmp_path, batch_size=64)
     (only,) = seen
-    wanted = {"val/loss": only.total, **{f"val/{k}": v for k, v in only.parts.items()}}
+    wanted = {"val/loss": only.total, **{f"val/{k}": v for k, v in only.means().items()}}
     assert found == pytest.approx({name: float(v) for name, v in wanted.items()}, rel=1e-5)
 
 
@@ -250,50 +205,6 @@ def test_a_resumed_run_repeats_batches_cuts_and_weights(
     assert set(epochs) == {0, 1}
     stored = torch.load(tmp_path / "a" / "run.ckpt", weights_only=True)["state_dict"]
     assert all("lora_" in name for name in stored)
-
-
-def _go_on(rank: int, count: int, folder: Path, steps: int, resume: Path | None) -> None:
-    strategy = two_processes("ddp") if count > 1 else "auto"
-    run(
-        module(), Data(examples(18), batch_size=1), folder / str(count), steps=steps,
-        resume=resume, devices=count, strategy=strategy, accumulate_grad_batches=6 // count,
-    )  # fmt: skip
-
-
-@pytest.mark.ddp
-def test_training_goes_on_with_any_number_of_processes(tmp_path: Path) -> None:
-    """Two, one, then three processes, each changed in the middle of a pass of three updates."""
-    _go_on(0, 1, tmp_path / "whole", 6, None)
-    resume = None
-    for count, steps in ((2, 2), (1, 4), (3, 6)):
-        in_processes(count, _go_on, count, tmp_path, steps, resume)
-        resume = tmp_path / str(count) / "run.ckpt"
-    expected, found = (
-        torch.load(tmp_path / name / "run.ckpt", weights_only=True)["state_dict"]
-        for name in ("whole/1", "3")
-    )
-    # Sums in another order, six steps of AdamW at a rate of 0.01.
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-
-
-def test_a_sample_is_cut_elsewhere_in_the_next_pass(tmp_path: Path) -> None:
-    watch = Watch()
-    data = Data(examples(4), batch_size=4)
-    run(module(), data, tmp_path, steps=6, callbacks=(watch,))
-    by_epoch = [dict(zip(uids, cuts, strict=True)) for uids, _, cuts in watch.batches]
-    assert len({tuple(sorted(cuts.items())) for cuts in by_epoch}) > 3
-
-
-def test_checkpoints_of_another_adapter_are_refused(tmp_path: Path) -> None:
-    run(module(), Data(examples(), batch_size=4), tmp_path, steps=1)
-    with pytest.raises(ValueError, match=r"lacks .* weights"):
-        run(
-            module(small(lora=False)),
-            Data(examples(), batch_size=4),
-            tmp_path / "other",
-            steps=2,
-            resume=tmp_path / "run.ckpt",
-        )
 
 
 def undecoded(numbers: set[int], count: int = 8) -> list[SupervisedExample]:
@@ -341,7 +252,7 @@ class Logged(Callback):
 
 def logged_of(terms: LossTerms) -> Any:
     """What is to be logged of a step that is one batch."""
-    values = {"loss": terms.total.detach(), **terms.parts}
+    values = {"loss": terms.total.detach(), **terms.means()}
     return pytest.approx({f"train/{name}": float(v) for name, v in values.items()}, rel=1e-5)
 
 

@@ -1,10 +1,11 @@
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_dlm.datamodules.trajectories import TrajectoryDataModule
@@ -16,8 +17,9 @@ from lit_dlm.losses.acceptance import AcceptanceLossSettings
 from lit_dlm.metrics.acceptance import RolloutProxy
 from lit_dlm.modules.finite import NonFiniteError
 from lit_dlm.modules.selection import SelectionSettings
-from lit_dlm.modules.state_batch import StateBatch, collate_states, trace_state
+from lit_dlm.modules.state_batch import collate_states
 from lit_dlm.modules.tracelock import MONITOR, TraceLockModule
+from tests.finetuning import quiet
 from tests.traces import (
     EOS,
     feature_capture,
@@ -52,19 +54,8 @@ def module(**options: Any) -> TraceLockModule:
 
 
 def trainer(root: Path, **options: Any) -> Trainer:
-    values: dict[str, Any] = {
-        "accelerator": "cpu",
-        "logger": False,
-        "default_root_dir": root,
-        "max_steps": 24,
-        "val_check_interval": 5,
-        "num_sanity_val_steps": 0,
-        "gradient_clip_val": 1.0,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-    }
-    return Trainer(**{**values, **options})
+    values = {"max_steps": 24, "val_check_interval": 5, "gradient_clip_val": 1.0}
+    return quiet(root, **{**values, **options})
 
 
 def data(shards: Path, **options: Any) -> TrajectoryDataModule:
@@ -89,18 +80,15 @@ def test_labels_states_and_tail_of_a_hand_made_batch() -> None:
             "commit_step": [0, 1, 2, 3],
         }
     )
-    example = trace_state(record, 1)
-    example = type(example)(
-        trace=record,
-        response=example.response,
-        features=torch.zeros(4, module().scorer.head.num_features).numpy(),
-        proposals=torch.tensor([7, 8, 5, EOS]).int().numpy(),
-    )
-    seen = module().observe(collate_states([example]))
+    model = module()
+    stored = (np.zeros((4, model.scorer.head.num_features)), np.array([7, 8, 5, EOS]))
+    seen = model.observe(collate_states([record], [record.state_at(1)], features=[stored]))
     assert seen.state.tolist() == [[1, 2, 2, 2]]
     assert seen.label.tolist() == [[False, True, False, True]]
     assert seen.decidable.tolist() == [[False, True, True, True]]
     assert seen.is_tail.tolist() == [[False, False, False, True]]
+    filler = collate_states([record], [record.state_at(1)], features=[stored], is_real=[False])
+    assert not model.observe(filler).decidable.any()
 
 
 def test_every_proposal_is_right_at_the_step_that_commits_it() -> None:
@@ -109,7 +97,7 @@ def test_every_proposal_is_right_at_the_step_that_commits_it() -> None:
     model = module()
     for record in recorded(backbone, 3):
         for step in range(record.num_steps):
-            seen = model.observe(collate_states([trace_state(record, step)]))
+            seen = model.observe(collate_states([record], [record.state_at(step)]))
             written = torch.from_numpy(record.committed_at(step))
             assert seen.label[0, written].all()
 
@@ -132,24 +120,10 @@ def test_training_and_decoding_see_the_same_logits(layout: str) -> None:
     (record,) = recorded(backbone, 1, decoder=Decoder(policy=policy, quota=NoQuota()))
     assert len(spied) == record.num_steps
     for step, (_, logits) in enumerate(spied):
-        seen = model.observe(collate_states([trace_state(record, step)]))
+        seen = model.observe(collate_states([record], [record.state_at(step)]))
         output = model.scorer(seen.features, seen.state, seen.present)
         shown = seen.state[:, -8:] == 2 if layout == "masked" else torch.ones(1, 8).bool()
         torch.testing.assert_close(output.decision_logits[:, -8:][shown], logits[shown])
-
-
-@pytest.mark.slow
-def test_training_lowers_the_loss(shards: Path, tmp_path: Path) -> None:
-    losses: list[float] = []
-
-    class Watch(Callback):
-        def on_train_batch_end(
-            self, trainer: Any, pl_module: Any, outputs: Any, *args: Any
-        ) -> None:
-            losses.append(float(outputs["loss"]))
-
-    trainer(tmp_path, max_steps=60, callbacks=[Watch()]).fit(module(), datamodule=data(shards))
-    assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
 
 
 def test_a_rate_that_is_too_high_ends_the_run_without_a_policy(
@@ -164,53 +138,6 @@ def test_a_rate_that_is_too_high_ends_the_run_without_a_policy(
     assert not (tmp_path / "policy").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("source", ["features", "tokens"])
-def test_killed_and_resumed_run_equals_an_uninterrupted_one(
-    shards: Path, tmp_path: Path, source: str
-) -> None:
-    """Stopped after 13 steps, in the middle of the second pass and between two validations."""
-    options: dict[str, Any] = {"source": source}
-    if source == "tokens":
-        options |= {"remasks_per_trace": 2, "step_ratio": 0.4, "num_workers": 2}
-    whole = module()
-    trainer(tmp_path / "whole").fit(whole, datamodule=data(shards, **options))
-
-    class KilledError(RuntimeError):
-        pass
-
-    class Kill(Callback):
-        def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
-            if trainer.global_step == 14:
-                raise KilledError
-
-    saver = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=13, save_top_k=-1)
-    with pytest.raises(KilledError):
-        trainer(tmp_path / "cut", callbacks=[saver, Kill()], enable_checkpointing=True).fit(
-            module(), datamodule=data(shards, **options)
-        )
-    (checkpoint,) = (tmp_path / "saved").glob("*.ckpt")
-    torch.manual_seed(99)
-    resumed = module()
-    trainer(tmp_path / "resumed").fit(
-        resumed, datamodule=data(shards, **options), ckpt_path=checkpoint, weights_only=True
-    )
-    expected = weights(whole)
-    assert all(torch.equal(value, expected[name]) for name, value in weights(resumed).items())
-
-
-def test_checkpoint_holds_no_backbone_and_loads_without_pickle(
-    shards: Path, tmp_path: Path
-) -> None:
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=3)
-    trainer(tmp_path, max_steps=3, callbacks=[saver], enable_checkpointing=True).fit(
-        module(), datamodule=data(shards)
-    )
-    stored = torch.load(saver.best_model_path, weights_only=True)
-    assert not [key for key in stored["state_dict"] if key.startswith("backbone")]
-    assert "scorer.head.in_proj.weight" in stored["state_dict"]
-
-
 def test_exported_policy_is_the_best_checkpoint(shards: Path, tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path / "saved", monitor=MONITOR, mode="max", filename="{step}")
     fitted = trainer(tmp_path, callbacks=[saver], enable_checkpointing=True, val_check_interval=3)
@@ -219,6 +146,7 @@ def test_exported_policy_is_the_best_checkpoint(shards: Path, tmp_path: Path) ->
     fitted.fit(model, datamodule=data(shards))
     policy = AcceptanceScorer.load(tmp_path / "policy")
     stored = torch.load(saver.best_model_path, weights_only=True)
+    assert not [key for key in stored["state_dict"] if key.startswith("backbone")]
     for name, value in policy.head.state_dict().items():
         assert torch.equal(value, stored["state_dict"][f"scorer.head.{name}"])
     assert policy.training_facts["global_step"] == stored["global_step"]
@@ -260,19 +188,6 @@ def test_validation_scores_match_a_slow_reference(shards: Path, tmp_path: Path) 
     assert scores["val/rollout_proxy_accept_rate"] == pytest.approx(accepted / count, rel=1e-5)
 
 
-def test_copies_that_fill_a_batch_do_not_count(shards: Path) -> None:
-    batch: StateBatch = next(iter(prepared(shards).val_dataloader()))
-    copies = type(batch)(**{**vars(batch), "is_real": torch.zeros_like(batch.is_real)})
-    seen = module().observe(copies)
-    assert not seen.decidable.any()
-
-
-def prepared(shards: Path) -> TrajectoryDataModule:
-    source = data(shards)
-    source.setup("fit")
-    return source
-
-
 def test_written_tail_counts_only_when_asked() -> None:
     """Tokens 7, EOS, EOS: the second is written, the third masked. The release scores both."""
     record = recorded(small_backbone(), 1, response_length=3)[0]
@@ -280,7 +195,7 @@ def test_written_tail_counts_only_when_asked() -> None:
         uid="x", prompt_ids=record.prompt_ids, num_steps=3, mask_id=record.mask_id, vocab_size=24,
         tokens=np.array([7, EOS, EOS], dtype=np.int32), commit_step=np.array([2, 0, 1]),
     )  # fmt: skip
-    batch = collate_states([trace_state(record, 1)])
+    batch = collate_states([record], [record.state_at(1)])
     assert module().observe(batch).is_tail.tolist() == [[False, False, True]]
     parity = module(loss=AcceptanceLossSettings(written_tail=True)).observe(batch)
     assert parity.is_tail.tolist() == [[False, True, True]]
@@ -306,38 +221,35 @@ def test_every_score_has_its_best_checkpoint_and_policy(shards: Path, tmp_path: 
     }  # fmt: skip
 
 
-def test_unknown_export_monitor_is_named() -> None:
-    with pytest.raises(ValueError, match=r"export_monitor: .* got 'val/loss'"):
-        module(export_monitor="val/loss")
-
-
-def test_plateau_schedule_halves_the_rate_after_its_patience(shards: Path, tmp_path: Path) -> None:
-    """A frozen loss: with patience 1, validations 3 and 5 halve 1e-2 to 2.5e-3."""
-    rates: list[float] = []
-
-    class Watch(Callback):
-        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-            rates.append(trainer.optimizers[0].param_groups[0]["lr"])
-
-    class Frozen(TraceLockModule):
-        def validation_step(self, batch: StateBatch, batch_idx: int) -> None:
-            super().validation_step(batch, batch_idx)
-
-        def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            super().log(name, torch.tensor(1.0) if name == "val/loss" else value, *args, **kwargs)
-
-    torch.manual_seed(0)
-    model = Frozen(
-        small_backbone(),
-        tokenizer="unused",
-        projector=small_projector(),
-        head=HEAD,
-        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
-        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(
-            optimizer, mode="min", factor=0.5, patience=1
-        ),
+def test_a_resumed_run_of_tokens_equals_an_uninterrupted_one(shards: Path, tmp_path: Path) -> None:
+    """Saved after 13 steps, in the middle of the second pass; masks are drawn in two workers."""
+    options = {"source": "tokens", "remasks_per_trace": 2, "step_ratio": 0.4, "num_workers": 2}
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=13, save_top_k=-1, filename="{step}")
+    whole = module()
+    saving = {"callbacks": [saver], "enable_checkpointing": True}
+    trainer(tmp_path / "whole", **saving).fit(whole, datamodule=data(shards, **options))
+    torch.manual_seed(99)
+    resumed = module()
+    trainer(tmp_path / "resumed").fit(
+        resumed,
+        datamodule=data(shards, **options),
+        ckpt_path=tmp_path / "step=13.ckpt",
+        weights_only=True,
     )
-    options = {"val_check_interval": 2, "check_val_every_n_epoch": None, "max_steps": 12}
-    trainer(tmp_path, callbacks=[Watch()], **options).fit(model, datamodule=data(shards))
-    assert rates[0] == 1e-2
-    assert rates[-1] == pytest.approx(2.5e-3)
+    expected = weights(whole)
+    assert all(torch.equal(value, expected[name]) for name, value in weights(resumed).items())
+
+
+def test_a_plateau_schedule_watches_the_loss_of_every_validation() -> None:
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    for every, wanted in ((2, (2, "step")), (0.5, (1, "epoch"))):
+        model = module(lr_scheduler=plateau)
+        model.trainer = SimpleNamespace(val_check_interval=every)
+        found = model.configure_optimizers()["lr_scheduler"]
+        assert (found["frequency"], found["interval"]) == wanted
+        assert found["monitor"] == "val/loss"
+
+
+def test_a_share_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="min_crop_ratio"):
+        module(min_crop_ratio=0.0)
