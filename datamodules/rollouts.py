@@ -93,14 +93,16 @@ class RolloutDataModule(RolloutSettings, LightningDataModule):
         return computed_loader(lambda refs: methods[refs[0].number], len(methods))
 
     def state_dict(self) -> dict[str, Any]:
+        """What an update is made of, and who makes it."""
         return self._update
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        require_same_update(self._module.trainer, state_dict, self._update)
+        """Refuses to go on with updates that are those of another run."""
+        if self.trainer is not None:
+            require_same_update(self.trainer, state_dict, self._update)
 
     @property
     def _update(self) -> dict[str, int]:
-        """What an update is made of; an RL step may deal its rows in batches of any size."""
         if self.trainer is None:
             return {}
         processes = self.trainer.world_size
