@@ -52,6 +52,7 @@ ROWS: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
     (MMLUPro, PRO | {"answer_index": 3}, {}, r"2 to 26 options .*\(3, 3\)"),
     (MMLUPro, PRO | {"answer_index": "no"}, {}, "'answer_index' or 'answer'"),
     (MMMU, PRO | {"options": "[1"}, {}, "'options'"),
+    (MMMU, PRO | {"options": "f(1)"}, {}, "'options'"),
     (SEEDBench, SEEN | {"image": "no.png"}, {}, r"no\.png: .*no such file"),
     (SEEDBench, SEEN | {"image": 7}, {}, "'images'"),
     (CodeTests, FUNCTION | {"test_method": "pytest"}, {}, "test_method .*'pytest'"),
