@@ -239,19 +239,19 @@ def test_shards_of_a_run_that_did_not_finish_are_taken_with_a_warning(
     ("line", "message"),
     [
         ({"text": "x"}, r"a\.jsonl.*1.*expected 'messages', 'conversations', or one of prompt"),
-        ({"messages": [{"role": "user", "content": "x"}]}, "at least two turns"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "at least 2 with"),
         (
             {"messages": [{"role": "user", "content": "x"}] * 2},
-            "the last of 'messages' must be the assistant's, got role 'user'",
+            "the assistant's as the last of 'messages', got 'user'",
         ),
-        ({"prompt": 3, "response": "x"}, "field 'prompt' must be a text"),
+        ({"prompt": 3, "response": "x"}, "a text in field 'prompt'"),
         (
             {"prompt": "<|user|>2+3<|assistant|>", "response": "x"},
             r"begins with '<\|user\|>', .* set templated: true",
         ),
         (
             {"conversations": [{"from": "human", "value": "x"}, {"from": "tool", "value": "x"}]},
-            r"'conversations' must list at least two turns with from \(human, gpt, system\)",
+            r"at least 2 with from \(human, gpt, system\)",
         ),
         (
             {"prompt": "2+3", "response": "12", "step_map": [0]},

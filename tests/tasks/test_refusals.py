@@ -24,9 +24,17 @@ from lit_dlm.tasks import (
     PromptsFile,
     SEEDBench,
 )
-from tests.tasks.rows import task_of
-from tests.tasks.test_code import FUNCTION, PLUS, PROGRAM, SENTENCE, STDIO
-from tests.tasks.test_texts import PRO, SYSTEM, USER
+from tests.tasks.rows import (
+    FUNCTION,
+    PLUS,
+    PRO,
+    PROGRAM,
+    SENTENCE,
+    STDIO,
+    SYSTEM,
+    USER,
+    task_of,
+)
 
 ASKED = {"id": "a", "prompt": "Say 2.\n", "answer": "x"}
 SEEN = {"question": "Which?", "ground_truth_answer": "B"}
