@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -88,7 +89,8 @@ class DatasetTask(Task):
         path: a local file or folder, or a hub id; the task's own data set by default.
         name: of the task in results and uids, to tell several files apart.
         split: part of every uid; that of the benchmark by default.
-        limit: most examples to take, the first ones.
+        limit: most examples to take.
+        seed: shuffles before the limit; the file's order by default.
         template: how a row becomes a prompt: a shipped name, a file or a Jinja text
             (:mod:`lit_dlm.tasks.templates`); the task's own by default.
         num_shots: worked examples in front of every prompt, in the same user turn: the first
@@ -110,6 +112,7 @@ class DatasetTask(Task):
         name: str | None = None,
         split: str | None = None,
         limit: int | None = None,
+        seed: int | None = None,
         template: str | None = None,
         num_shots: int = 0,
         shots_path: str | None = None,
@@ -132,6 +135,8 @@ class DatasetTask(Task):
         self.template = self._template.given
         at_least(1, limit=limit)
         rows = self._rows(source, self.split, option="path")
+        if seed is not None:
+            random.Random(seed).shuffle(rows)
         self._examples = [self._example(row) for row in rows[:limit]]
 
     def _rows(self, source: str, split: str, *, option: str) -> list[Row]:

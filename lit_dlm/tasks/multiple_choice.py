@@ -123,35 +123,31 @@ class SEEDBench(MultipleChoice):
 
 
 class MMMU(MultipleChoice):
-    """The questions of MMMU with options (split validation); see :class:`MultipleChoice`.
+    """Questions of MMMU with options; see :class:`MultipleChoice`.
+
+    By default those on mathematics, of the split validation.
 
     A row has ``question``, ``options`` as a text that is a list, ``answer`` and up to seven
     pictures as ``image_1`` and so on, whose places in the texts are written ``<image 1>``. Open
     questions are left out.
-
-    Args:
-        path: a local file or folder, or a hub id.
-        subject: configuration on the hub, such as ``Math``.
     """
 
     name = "mmmu"
     hub_id = "MMMU/MMMU"
+    hub_config = "Math"
     split = "validation"
     own_template = SEEDBench.own_template
-
-    def __init__(self, path: str | None = None, *, subject: str = "Math", **options: Any) -> None:
-        self.hub_config = subject
-        super().__init__(path, **options)
 
     def _usable(self, rows: list[Row]) -> list[Row]:
         return [row for row in rows if row.fields.get("question_type") != "open"]
 
     def _example(self, row: Row) -> PromptExample:
+        told = row.text("options")
         try:
-            options = ast.literal_eval(row.text("options"))
-        except SyntaxError:
+            options = ast.literal_eval(told)
+        except (SyntaxError, ValueError):
             options = None
-        row.expect(isinstance(options, list), "a list in field 'options'", row.fields["options"])
+        row.expect(isinstance(options, list), "a list in field 'options'", told)
         texts = [row.text("question"), *map(str, options)]
         named = [int(number) for text in texts for number in re.findall(r"<image (\d)>", text)]
         texts = [re.sub(r"<image \d>", IMAGE_MARK, text) for text in texts]

@@ -24,7 +24,7 @@ class Row:
     """One record and where it came from."""
 
     index: int
-    """Place in the source from 0, before any limit; part of the sample's uid."""
+    """Place in the source from 0, before any shuffling or limit; part of the sample's uid."""
     origin: str
     """File and line (or data set and row), for error messages."""
     fields: dict[str, Any]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import pickle
-import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -23,44 +20,24 @@ from lit_dlm.tasks import (
     MBPPPlus,
 )
 from lit_dlm.tasks.kodcode import checks
-from tests.tasks.rows import DATA, grades, needs_data, only, references, task_of
+from tests.tasks.rows import (
+    DATA,
+    FUNCTION,
+    PROGRAM,
+    STDIO,
+    contest_test,
+    grades,
+    needs_data,
+    only,
+    references,
+    task_of,
+)
 
 # Graded code runs in processes of its own; some solutions write patterns as plain strings.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:invalid escape sequence")]
 
 RUNS: dict[str, Any] = {"allow_code_execution": True}
 PATIENT = SandboxLimits(wall_seconds=300.0, cpu_seconds=300.0)
-FUNCTION: dict[str, Any] = {
-    "question": "Square a number.",
-    "test_method": "function",
-    "test_time_limit": 1,
-    "test_list": ["assert square(2) == 4", "assert square(max(3, 1)) == 9"],
-    "prefix": "import math\n",
-    "solution": "def square(x):\n    return math.prod([x, x])",
-}
-STDIO: dict[str, Any] = {
-    "question": "Add two numbers.",
-    "test_method": "stdio",
-    "test_time_limit": 1,
-    "test_input": ["1 2\n", "3 4\n"],
-    "test_output": ["3\n", "7\n"],
-    "solution": "print(sum(map(int, input().split())))",
-}
-SENTENCE = {
-    "task_id": 11,
-    "text": "Add.",
-    "code": "def add(a, b):\n    return a + b",
-    "test_list": [f"assert add({n}, 0) == {n}" for n in range(3)],
-}
-PLUS = {
-    "task_id": "Mbpp/11",
-    "prompt": '"""\nAdd.\n"""',
-    "entry_point": "add",
-    "canonical_solution": "def add(a, b):\n    return a + b",
-    "base_input": [[1, 2]],
-    "plus_input": [[3, 4]],
-    "atol": 0,
-}
 
 
 def fenced(code: str) -> str:
@@ -206,26 +183,11 @@ def test_solutions_of_the_demo_are_right_and_empty_functions_are_not():
     assert "right" not in found[232:]
 
 
-def packed(tests: list[dict[str, str]]) -> str:
-    """As in code_generation_lite."""
-    return base64.b64encode(zlib.compress(pickle.dumps(json.dumps(tests)))).decode()
-
-
-def one(given: str, wanted: str, kind: str = "stdin") -> dict[str, str]:
-    return {"input": given, "output": wanted, "testtype": kind}
-
-
-PROGRAM = {
-    "question_content": "Print the sum of two numbers.",
-    "starter_code": "",
-    "public_test_cases": json.dumps([one("1 2\n", "3\n")]),
-    "private_test_cases": packed([one("5 7\n", "12\n"), one("0 0\n", "0\n")]),
-}
 CLASS = {
     "question_content": "Add the numbers of a list to k.",
     "starter_code": "class Solution:\n    def total(self, nums: List[int], k: int):\n        ",
-    "public_test_cases": json.dumps([one("[1, 2]\n4", "7", "functional")]),
-    "private_test_cases": json.dumps([one("[]\n1", "1", "functional")]),
+    "public_test_cases": json.dumps([contest_test("[1, 2]\n4", "7", "functional")]),
+    "private_test_cases": json.dumps([contest_test("[]\n1", "1", "functional")]),
 }
 ADDS = "a, b = map(int, input().split())\nprint(a + b)"
 TOTAL = (

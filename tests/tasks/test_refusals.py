@@ -24,9 +24,17 @@ from lit_dlm.tasks import (
     PromptsFile,
     SEEDBench,
 )
-from tests.tasks.rows import task_of
-from tests.tasks.test_code import FUNCTION, PLUS, PROGRAM, SENTENCE, STDIO
-from tests.tasks.test_texts import PRO, SYSTEM, USER
+from tests.tasks.rows import (
+    FUNCTION,
+    PLUS,
+    PRO,
+    PROGRAM,
+    SENTENCE,
+    STDIO,
+    SYSTEM,
+    USER,
+    task_of,
+)
 
 ASKED = {"id": "a", "prompt": "Say 2.\n", "answer": "x"}
 SEEN = {"question": "Which?", "ground_truth_answer": "B"}
@@ -52,6 +60,7 @@ ROWS: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
     (MMLUPro, PRO | {"answer_index": 3}, {}, r"2 to 26 options .*\(3, 3\)"),
     (MMLUPro, PRO | {"answer_index": "no"}, {}, "'answer_index' or 'answer'"),
     (MMMU, PRO | {"options": "[1"}, {}, "'options'"),
+    (MMMU, PRO | {"options": "f(1)"}, {}, "'options'"),
     (SEEDBench, SEEN | {"image": "no.png"}, {}, r"no\.png: .*no such file"),
     (SEEDBench, SEEN | {"image": 7}, {}, "'images'"),
     (CodeTests, FUNCTION | {"test_method": "pytest"}, {}, "test_method .*'pytest'"),

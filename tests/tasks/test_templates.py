@@ -12,8 +12,7 @@ from lit_dlm.modules import DecodeModule
 from lit_dlm.tasks import GSM8K, MATH, MBPP, CodeTests, HumanEval, SEEDBench
 from lit_dlm.tasks.templates import PromptTemplate, shipped_templates
 from lit_dlm.toy import WordProblems
-from tests.tasks.rows import only, task_of
-from tests.tasks.test_code import SENTENCE
+from tests.tasks.rows import SENTENCE, only, task_of
 
 QUESTION = {"question": " 1+1? ", "answer": "#### 2"}
 FUNCTION = {"question": "Add.", "test_method": "function", "prefix": "import math\n"}

@@ -28,7 +28,17 @@ from lit_dlm.tasks import (
 from lit_dlm.tasks.base import tasks_by_name
 from lit_dlm.vision.pictures import Picture, picture_from_text, picture_to_text
 from tests.e2e.runs import write_jsonl
-from tests.tasks.rows import DATA, needs_data, only, references, task_of
+from tests.tasks.rows import (
+    DATA,
+    PRO,
+    SAYS,
+    SYSTEM,
+    USER,
+    needs_data,
+    only,
+    references,
+    task_of,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -75,9 +85,12 @@ def test_gsm8k_asks_for_the_answer_line_and_takes_the_last_number(tmp_path: Path
     assert task.grade(second, "many").status == "no_answer"
 
 
-def test_a_limit_takes_the_first_and_changes_no_uid(tmp_path: Path):
-    whole = task_of(GSM8K, tmp_path, *SUMS).examples()
-    assert task_of(GSM8K, tmp_path, *SUMS, limit=2).examples() == whole[:2]
+def test_uids_do_not_depend_on_seed_or_limit(tmp_path: Path):
+    by_uid = {e.uid: e for e in task_of(GSM8K, tmp_path, *SUMS).examples()}
+    shuffled = task_of(GSM8K, tmp_path, *SUMS, seed=1).examples()
+    assert list(by_uid.values()) != shuffled
+    assert all(by_uid[e.uid] == e for e in shuffled)
+    assert task_of(GSM8K, tmp_path, *SUMS, seed=1, limit=2).examples() == shuffled[:2]
     with pytest.raises(ValueError, match="limit: expected at least 1"):
         task_of(GSM8K, tmp_path, *SUMS, limit=0)
 
@@ -163,10 +176,6 @@ def test_gradings_of_prompts(tmp_path: Path, grading: str, right: str, wrong: st
     assert task.grade(*references(task)[0]).is_correct
 
 
-USER, SAYS = {"role": "user", "content": "2+3"}, {"role": "assistant", "content": "5"}
-SYSTEM = {"role": "system", "content": "Add."}
-
-
 @pytest.mark.parametrize(
     "row",
     [
@@ -220,7 +229,6 @@ def test_only_pictures_are_pictures():
         broken.decoded()
 
 
-PRO = {"question": "2 + 2?", "options": ["1", "4", "5"], "answer": "B", "answer_index": 1}
 OLD = {"question": "2 + 2?", "choices": ["4", "5"], "answer": 0}
 MAIN = {
     "Question": "2 + 2?\n",
