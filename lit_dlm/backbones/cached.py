@@ -134,12 +134,7 @@ class CachedCanvas:
                 buffer[index] = 0
 
     def copy(self, sources: Mapping[int, int], end: int) -> None:
-        """Gives rows what has been computed for others in the columns before ``end``.
-
-        Args:
-            sources: rows, and the row that each is to be a copy of.
-            end: the first column that is not copied.
-        """
+        """Gives rows (the keys) what has been computed for others in columns before ``end``."""
         if not sources:
             return
         rows = torch.tensor([list(sources), list(sources.values())])
