@@ -22,6 +22,8 @@ from lit_dlm.backbones.base import BackboneSpec, Denoised, Span
 from lit_dlm.backbones.window_cache import WindowCache, WindowPlan
 from lit_dlm.ops.alignment import aligned, first_real_columns, gather_rows, raw_columns, shifted
 
+_LAST, _HIDDEN = "last hidden rows", "snapshots"
+"""Raw rows ``(B, L, D)`` after the final norm and ``(B, L, H, D)`` beside the keys and values."""
 _FEW_BLOCKS = 4
 """Blocks of a window up to which attention takes them one by one. Of more, as in a prompt, each
 would fill a small part of a kernel's tile; under one mask all of them do."""
@@ -92,13 +94,11 @@ class CachedCanvas:
         self._block_size = block_size
         self._starts = None if pad_mask is None else first_real_columns(pad_mask)
         self._cache = WindowCache(length=length, num_rows=num_rows)
-        self._last: Tensor | None = None  # (B, L, D)
-        self._hidden: Tensor | None = None  # (B, L, H, D)
 
     def take(self, index: Tensor) -> None:
         """Keeps the rows ``index`` only, ``(n,)`` int64."""
         self._cache.take(index)
-        for name in ("_pad_mask", "_positions", "_blocks", "_starts", "_last", "_hidden"):
+        for name in ("_pad_mask", "_positions", "_blocks", "_starts"):
             value = getattr(self, name)
             if value is not None:
                 setattr(self, name, value[index])
@@ -109,7 +109,7 @@ class CachedCanvas:
             return
         self.length += by
         self._cache.shift(by)
-        for name in ("_positions", "_blocks", "_last", "_hidden"):
+        for name in ("_positions", "_blocks"):
             value = getattr(self, name)
             if value is not None:
                 setattr(self, name, shifted(value, by))
@@ -129,25 +129,17 @@ class CachedCanvas:
         self._pad_mask, self._blocks = pad_mask, blocks
         self._starts = None if pad_mask is None else first_real_columns(pad_mask)
         self._positions = self._positions.index_copy(0, index, positions[index])
-        for buffer in (self._last, self._hidden):
-            if buffer is not None:
+        for name in (_LAST, _HIDDEN):
+            for buffer in self._cache.buffers.get(name, ()):
                 buffer[index] = 0
 
     def copy(self, sources: Mapping[int, int], end: int) -> None:
-        """Gives rows what has been computed for others in the columns before ``end``.
-
-        Args:
-            sources: rows, and the row that each is to be a copy of.
-            end: the first column that is not copied.
-        """
+        """Gives rows (the keys) what has been computed for others in columns before ``end``."""
         if not sources:
             return
         rows = torch.tensor([list(sources), list(sources.values())])
         to, of = rows.to(self._positions.device, non_blocking=True)
         self._cache.copy(to, of, end)
-        for buffer in (self._last, self._hidden):
-            if buffer is not None:
-                buffer[to, :end] = buffer[of, :end]
 
     def forward(
         self,
@@ -189,17 +181,10 @@ class CachedCanvas:
             kept=kept,
         )
         self.num_forwards += 1
-        if self._last is None:
-            self._last = self._buffer(last)
-        if kept is None:
-            plan.write(self._last, last)
-        else:
-            # The others keep rows of an earlier forward, which nobody reads before the next one.
-            self._last[plan.at, begins + kept] = last
+        # Columns that are not read keep rows of an earlier forward.
+        self._cache.write(_LAST, last, columns=None if kept is None else begins + kept)
         if hidden is not None:
-            if self._hidden is None:
-                self._hidden = self._buffer(hidden)
-            plan.write(self._hidden, hidden)
+            self._cache.write(_HIDDEN, hidden)
 
     def _plan(
         self, spans: Sequence[Span], rows: Sequence[int] | None, block_causal: bool
@@ -332,22 +317,19 @@ class CachedCanvas:
 
         Aligned logits ``(B, K, V)`` and, when kept, aligned snapshots ``(B, L, H, D)``.
         """
-        assert self._last is not None, "read before the first forward"
         raw = raw_columns(columns, self.backbone.spec.shift, starts=self._starts)
-        logits = self.backbone.head(gather_rows(self._last, raw))
+        (last,) = self._cache.buffers[_LAST]
+        logits = self.backbone.head(gather_rows(last, raw))
         return Denoised(logits=logits, columns=columns, hidden=self._snapshots())
 
     def _snapshots(self) -> Tensor | None:
         """``(B, L, H, D)``: the next forward writes to the buffer, but not to what is given out."""
-        if self._hidden is None:
+        if _HIDDEN not in self._cache.buffers:
             return None
+        (hidden,) = self._cache.buffers[_HIDDEN]
         if self.backbone.spec.shift:
-            return aligned(self._hidden, self.backbone.spec.shift, starts=self._starts)
-        return self._hidden.clone()
-
-    def _buffer(self, like: Tensor) -> Tensor:
-        """``(B, L, ...)`` zeros for rows ``(n, W, ...)``."""
-        return like.new_zeros(self._cache.num_rows, self.length, *like.shape[2:])
+            return aligned(hidden, self.backbone.spec.shift, starts=self._starts)
+        return hidden.clone()
 
 
 def _packing_numbers(widths: Sequence[int]) -> dict[str, Sequence[int]]:

@@ -615,15 +615,10 @@ class HFBackbone(nn.Module, Backbone):
     ) -> tuple[TokenStats, Tensor]:
         """:meth:`score_tokens`, and the ``(N, D)`` aligned hidden rows that were scored.
 
-        Args:
-            ids: as there, like the next two.
-            targets: tokens.
-            rows: cells.
-            forbidden_ids: ids without probability; by default ``spec.forbidden_ids``.
-            id_range: the first id that has some, and the first one behind them, as in sampling
-                (:meth:`Sampler.id_range <lit_dlm.decoding.Sampler.id_range>`).
-            temperature: the logits are divided by it.
-            context: see :class:`RowContext`.
+        ``forbidden_ids``, by default ``spec.forbidden_ids``, have no probability, nor what lies
+        outside of ``id_range``, the first id and the first one behind, as in sampling
+        (:meth:`Sampler.id_range <lit_dlm.decoding.Sampler.id_range>`). ``context`` is a
+        :class:`RowContext`.
         """
         # By number: the host waits once, before the forward is under way.
         cells = rows.nonzero(as_tuple=True)
@@ -798,16 +793,8 @@ def load_backbone(
     """Loads a frozen backbone for decoding, in evaluation mode.
 
     Calling it with ``(input_ids, mask=None, position_ids=None)`` gives logits ``(B, L, V)`` whose
-    row ``i`` predicts token ``i``, see :meth:`HFBackbone.forward`; the other options are those of
-    :class:`HFBackbone`.
-
-    Args:
-        path_or_id: an embedded name (``tiny``), a local folder, or a hub id ``owner/name``.
-        dtype: of weights and activations.
-        device: where the weights go; they are read straight to it.
-        attn_implementation: see :mod:`~lit_dlm.backbones.attention`.
-        adapter: folder or hub id of a low-rank adapter in PEFT layout.
-        vision: lets prompts have pictures.
+    row ``i`` predicts token ``i``, see :meth:`HFBackbone.forward`. Weights are read straight to
+    ``device``; the other options are those of :class:`HFBackbone`.
     """
     with torch.device(device):
         backbone = HFBackbone(

@@ -100,9 +100,7 @@ def read_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Tensors of a file by key, one at a time, checked against the digest of :func:`save_weights`.
 
-    Args:
-        path: safetensors file; those of others have no digest.
-        is_wanted: whether a key is read at all, in a file without a digest.
+    Files of others have no digest; of these only keys that are wanted are read.
     """
     try:
         with safe_open(path, framework="pt") as shard:

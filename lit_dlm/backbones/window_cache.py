@@ -38,10 +38,6 @@ class WindowPlan:
         """Row of each query beside :attr:`columns`, ``(n, 1)`` or ``(1, T)``."""
         return self.rows[:, None] if self.packing is None else self.packing.rows
 
-    def write(self, buffer: Tensor, new: Tensor) -> None:
-        """Writes ``(n, W, ...)``, or ``(1, T, ...)`` with a packing, into ``(B, L, ...)``."""
-        buffer[self.at, self.columns] = new
-
 
 class WindowCache(Cache):
     """Preallocated key and value buffers for a batch of canvases.
@@ -55,13 +51,29 @@ class WindowCache(Cache):
     """Of the next forward; to be set before it."""
 
     def __init__(self, *, length: int, num_rows: int) -> None:
-        # Buffers are allocated at the first write, in its dtype and on its device.
         super().__init__(layers=[])
         self.length = length
         self.num_rows = num_rows
-        self.buffers: dict[int, tuple[Tensor, Tensor]] = {}
-        """Keys and values ``(B, L, kv heads, head dim)`` by layer: a window is written in whole
-        rows, and the buffers of all rows are one long sequence."""
+        self.buffers: dict[int | str, tuple[Tensor, ...]] = {}
+        """By layer keys and values ``(B, L, kv heads, head dim)``: a window is written in whole
+        rows, and the buffers of all rows are one long sequence. Under names anything else that a
+        canvas has for each column, ``(B, L, ...)``."""
+
+    def write(
+        self, name: int | str, *windows: Tensor, columns: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """Writes windows ``(n, W, ...)``, or ``(1, T, ...)`` with a packing, and gives the buffers.
+
+        ``columns`` ``(n, K)`` int64 are those of windows that have others than the plan's.
+        """
+        if name not in self.buffers:  # at the first write, in its dtype and on its device
+            self.buffers[name] = tuple(
+                new.new_zeros(self.num_rows, self.length, *new.shape[2:]) for new in windows
+            )
+        places = self.plan.columns if columns is None else columns
+        for buffer, new in zip(self.buffers[name], windows, strict=True):
+            buffer[self.plan.at, places] = new
+        return self.buffers[name]
 
     def update(
         self,
@@ -77,17 +89,10 @@ class WindowCache(Cache):
             Keys and values that attention sees, ``(n, h, kv_end, d)``; of sequences all of them.
         """
         # Under autocast rotated keys are float32; attention would round them in every forward.
-        new = key_states.to(value_states.dtype), value_states
-        if layer_idx not in self.buffers:
-            keys, values = (
-                one.new_zeros(self.num_rows, self.length, one.shape[1], one.shape[3]) for one in new
-            )
-            self.buffers[layer_idx] = keys, values
-        plan = self.plan
-        keys, values = self.buffers[layer_idx]
+        new_keys, new_values = key_states.to(value_states.dtype), value_states
         # Written first: the window's own keys are among those that it sees.
-        plan.write(keys, new[0].transpose(1, 2))
-        plan.write(values, new[1].transpose(1, 2))
+        keys, values = self.write(layer_idx, new_keys.transpose(1, 2), new_values.transpose(1, 2))
+        plan = self.plan
         if plan.sequences is None:
             keys, values = keys[:, : plan.kv_end], values[:, : plan.kv_end]
             if len(plan.rows) < self.num_rows:
@@ -97,8 +102,8 @@ class WindowCache(Cache):
     def take(self, index: Tensor) -> None:
         """Keeps the rows ``index`` only, ``(n,)`` int64."""
         self.num_rows = len(index)
-        for layer, (keys, values) in self.buffers.items():
-            self.buffers[layer] = keys[index], values[index]
+        for name, buffers in self.buffers.items():
+            self.buffers[name] = tuple(buffer[index] for buffer in buffers)
 
     def copy(self, to: Tensor, of: Tensor, end: int) -> None:
         """Copies rows ``of`` to rows ``to``, ``(n,)`` int64, in the columns before ``end``."""
@@ -109,5 +114,5 @@ class WindowCache(Cache):
     def shift(self, by: int) -> None:
         """Adds columns on the left; with a negative number they go there."""
         self.length += by
-        for layer, (keys, values) in self.buffers.items():
-            self.buffers[layer] = shifted(keys, by), shifted(values, by)
+        for name, buffers in self.buffers.items():
+            self.buffers[name] = tuple(shifted(buffer, by) for buffer in buffers)

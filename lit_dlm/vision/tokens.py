@@ -78,11 +78,9 @@ class TokenVision(Vision):
         return ids + [number for piece in pieces for number in piece]
 
     def draw(self, ids: Tensor) -> list[Image.Image]:
-        """The pictures that tokens mean.
+        """The pictures that ``(B, N)`` int64 tokens mean, squares line by line.
 
-        Args:
-            ids: ``(B, N)`` int64, square pictures line by line; anything else than a picture token
-                is drawn grey, so that unfinished ones can be looked at.
+        Anything else than a picture token is drawn grey, so that unfinished ones can be looked at.
         """
         side = math.isqrt(ids.shape[1])
         codes = (ids - self.first_id).view(-1, side, side)

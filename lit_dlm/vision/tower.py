@@ -195,9 +195,7 @@ class TowerVision(Vision):
     ) -> list[Tensor]:
         """Rows of each picture; the tower looks at those that are new in one forward.
 
-        Args:
-            pictures: any.
-            tiles: of some of them, by digest.
+        ``tiles`` are those of some of them, by digest.
         """
         tiles = tiles or {}
         kept = self._features

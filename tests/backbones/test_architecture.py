@@ -43,20 +43,3 @@ def test_the_digest_follows_sizes_and_specification():
     assert tiny_architecture(num_kv_heads=2).digest() == base  # the default, spelled out
     changes: list[dict[str, Any]] = [{"rope_theta": 100.0}, {"positions": "arange"}, {"bos_id": 4}]
     assert len({base, *(tiny_architecture(**change).digest() for change in changes)}) == 4
-
-
-def test_the_command_line_reads_it_as_plain_values():
-    from jsonargparse import ArgumentParser
-
-    from lit_dlm.backbones.base import Backbone
-
-    parser = ArgumentParser()
-    parser.add_argument("--backbone", type=Backbone)
-    sizes = "{vocab_size: 32, hidden_size: 16, intermediate_size: 24, num_layers: 1, num_heads: 2"
-    init = f"{{architecture: {sizes}, mask_id: 3, pad_id: 0, eos_ids: [1]}}, dtype: bfloat16}}"
-    parsed = parser.parse_args(
-        [f"--backbone={{class_path: lit_dlm.backbones.HFBackbone, init_args: {init}}}"]
-    )
-    backbone = parser.instantiate(parsed).backbone
-    assert (backbone.spec.eos_ids, backbone.spec.mask_id) == ((1,), 3)
-    assert backbone.describe()["dtype"] == "bfloat16"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_dlm.backbones import attention
-from lit_dlm.backbones.attention import Packing, added_mask, grouped_sdpa
+from lit_dlm.backbones.attention import added_mask, grouped_sdpa
 
 
 def _inputs(*, window: int, mask_rows: int, mask_width: int):
@@ -64,20 +64,6 @@ def test_an_added_mask_has_aligned_rows_and_says_the_same_of_every_group():
     assert mask.stride()[-2:] == (8, 1)
     twice = added_mask(visible, groups=2, dtype=torch.float32)
     assert twice.tolist() == [[[[0.0, -inf, 0.0], [-inf, 0.0, 0.0]] * 2]]
-
-
-def test_packed_windows_become_a_grid_and_return():
-    """Windows of two queries and of one; the cell behind the short one is dropped."""
-    packing = Packing(
-        rows=torch.tensor([[0, 0, 1]]),
-        cells=torch.tensor([[0, 1], [2, 2]]),
-        windows=torch.tensor([0, 0, 1]),
-        offsets=torch.tensor([0, 1, 0]),
-    )
-    packed = torch.arange(6.0).view(1, 2, 3, 1)  # two heads
-    grid = packing.grid(packed)
-    assert grid[..., 0].tolist() == [[[0, 1], [3, 4]], [[2, 2], [5, 5]]]
-    assert packing.pack(grid)[0, ..., 0].tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
 @torch.no_grad()

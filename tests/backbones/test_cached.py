@@ -207,18 +207,6 @@ def test_keys_of_all_rows_are_seen_without_a_copy():
             assert seen.data_ptr() == buffer.data_ptr()
 
 
-def test_taking_rows_keeps_their_keys():
-    cache = WindowCache(length=4, num_rows=3)
-    keys = torch.arange(12.0).view(3, 1, 4, 1)
-    cache.plan = WindowPlan(rows=torch.arange(3), columns=torch.arange(4).expand(3, 4), kv_end=4)
-    cache.update(keys, -keys, 0)
-    cache.take(torch.tensor([2]))
-    cache.plan = WindowPlan(rows=torch.tensor([0]), columns=torch.tensor([[0]]), kv_end=3)
-    seen, values = cache.update(torch.full((1, 1, 1, 1), 99.0), torch.zeros(1, 1, 1, 1), 0)
-    assert seen.flatten().tolist() == [99, 9, 10]
-    assert values.flatten().tolist() == [0, -9, -10]
-
-
 @torch.no_grad()
 def test_under_autocast_keys_are_kept_in_half_precision_and_predict_the_same(make_backbone):
     """Rotation leaves keys in float32, which attention rounds: rounding them once is the same."""

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from lit_dlm.backbones import Architecture, HFBackbone, load_backbone, resolve
+from lit_dlm.backbones import HFBackbone, load_backbone, resolve
 from lit_dlm.backbones.weights import weight_files
 from tests.backbones.conftest import tiny_architecture
 from tests.backbones.folders import HF_CHANGES, IDS, LLADA_CHANGES, assert_logits, write
@@ -87,14 +87,6 @@ def test_transformers_reads_the_export(tmp_path: Path, name: str):
     torch.testing.assert_close(theirs(IDS).logits, backbone(IDS))
 
 
-def test_the_stored_dtype_may_differ(tmp_path: Path):
-    backbone = load_backbone(write(tmp_path / "one", LLADA, random_tensors(LLADA)))
-    backbone.export(tmp_path / "half", layout="original", dtype="bfloat16")
-    written = tensors_of(tmp_path / "half")
-    assert {value.dtype for value in written.values()} == {torch.bfloat16}
-    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
-
-
 def test_a_model_of_no_familys_files_has_one_layout(tmp_path: Path):
     with pytest.raises(ValueError, match="layout"):
         HFBackbone(architecture=tiny_architecture(family="llada")).export(
@@ -118,19 +110,3 @@ def test_resolved_shapes_of_llada_have_its_own_names():
     assert shapes == {
         key: tuple(value.shape) for key, value in random_tensors({**LLADA, "n_kv_heads": 2}).items()
     }
-
-
-def test_architecture_shapes_list_a_tied_head_once():
-    shapes = Architecture(
-        vocab_size=8,
-        hidden_size=4,
-        intermediate_size=6,
-        num_layers=1,
-        num_heads=2,
-        tie_embeddings=True,
-        mask_id=1,
-        pad_id=0,
-        eos_ids=(2,),
-    ).parameter_shapes()
-    assert shapes["model.embed_tokens.weight"] == (8, 4)
-    assert "lm_head.weight" not in shapes

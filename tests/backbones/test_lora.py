@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.precision import HalfPrecision
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lit_dlm.backbones import HFBackbone, LoRASettings, load_backbone, lora
 from lit_dlm.backbones.lora import adapter_parameters
@@ -98,19 +98,6 @@ def test_an_adapter_saved_and_loaded_is_the_same(
     assert torch.equal(again(IDS), backbone(IDS))
     assert not torch.equal(again(IDS), load_backbone(folder)(IDS))
     assert len(again.describe()["adapter_sha256"]) == 64
-
-
-@pytest.mark.slow
-def test_peft_itself_reads_our_adapter_on_our_export(tmp_path: Path):
-    folder = str(write(tmp_path / "base", LLADA, random_tensors(LLADA)))
-    backbone = HFBackbone(folder, lora=LoRASettings(rank=2, targets=["ff_out", "v_proj"])).eval()
-    randomise(backbone)
-    backbone.save_adapter(tmp_path / "adapter", layout="hf")
-    load_backbone(folder).export(tmp_path / "hf")
-    theirs = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), str(tmp_path / "adapter")
-    )
-    torch.testing.assert_close(theirs(IDS).logits, backbone(IDS))
 
 
 class OwnCode(PreTrainedModel):

@@ -115,7 +115,6 @@ def expected_keys(architecture: Architecture) -> set[str]:
 
 
 def test_the_released_sdar_4b_configuration_translates():
-    """36 layers, hidden 2560, 32 heads and 8 kv heads of 128, inner 9728, V 151936."""
     folder = SHARED / "model_configs" / "sdar_4b_chat"
     if not folder.is_dir():
         pytest.skip(f"no configuration at {folder}")
@@ -128,20 +127,6 @@ def test_the_released_sdar_4b_configuration_translates():
     assert {our_key(key, "hf") for key in index["weight_map"]} == expected_keys(architecture)
     shapes = resolved.parameter_shapes()
     assert shapes.keys() == index["weight_map"].keys()
-    layer = "model.layers.35."
-    assert {key.removeprefix(layer): s for key, s in shapes.items() if key.startswith(layer)} == {
-        "input_layernorm.weight": (2560,),
-        "post_attention_layernorm.weight": (2560,),
-        "self_attn.q_proj.weight": (4096, 2560),
-        "self_attn.k_proj.weight": (1024, 2560),
-        "self_attn.v_proj.weight": (1024, 2560),
-        "self_attn.o_proj.weight": (2560, 4096),
-        "self_attn.q_norm.weight": (128,),
-        "self_attn.k_norm.weight": (128,),
-        "mlp.gate_proj.weight": (9728, 2560),
-        "mlp.up_proj.weight": (9728, 2560),
-        "mlp.down_proj.weight": (2560, 9728),
-    }
     # bfloat16: two bytes a number, as the index says.
     numbers = sum(torch.Size(shape).numel() for shape in shapes.values())
     assert 2 * numbers == index["metadata"]["total_size"]

@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 from lit_dlm.backbones.weights import (
     files_digest,
     load_weights,
-    plain_tensor,
     save_weights,
     weight_files,
 )
@@ -84,24 +83,6 @@ def test_the_digest_is_the_sha256_of_the_contents_in_order(tmp_path: Path):
     (tmp_path / "2").write_bytes(b"c")
     digest = files_digest([tmp_path / "1", tmp_path / "2"])
     assert digest == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
-
-
-def test_a_sharded_tensor_is_gathered_for_writing():
-    """One process is enough for the tensor to be a sharded one."""
-    from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    whole = torch.arange(12.0).view(4, 3).requires_grad_()
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        sharded = distribute_tensor(whole, init_device_mesh("cpu", (1,)), [Shard(0)])
-        gathered = plain_tensor(sharded)
-    finally:
-        distributed.destroy_process_group()
-    assert type(gathered) is torch.Tensor
-    assert not gathered.requires_grad
-    assert torch.equal(gathered, whole)
 
 
 def test_pickled_weights_are_not_read(tmp_path: Path):
