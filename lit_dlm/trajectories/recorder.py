@@ -174,7 +174,7 @@ def record_generate(
     # The input of a forward shows what the step before it wrote; the loop itself is not touched.
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal num_forwards
-        ids = kwargs.get("input_ids", args[0] if args else None)
+        ids: Any = kwargs.get("input_ids", args[0] if args else None)
         try:
             fits = isinstance(ids, Tensor) and ids.ndim == 2 and len(ids) in (B, 2 * B)
             if fits and num_forwards:
