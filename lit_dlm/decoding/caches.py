@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -165,14 +165,14 @@ class CacheSession:
         hidden_layers: tuple[int, ...],
     ) -> None:
         # Here and not above: transformers takes seconds to import.
-        from lit_dlm.backbones.cached import CachedCanvas
+        from lit_dlm.backbones.cached import CachedCanvas, WindowBackbone
 
         self._spec = backbone.spec
         self._block_causal = self._spec.attention == "block"
         self._block_size = self._spec.block_size if self._block_causal else None
         num_rows, length = state.ids.shape
         self._canvas = CachedCanvas(
-            backbone,
+            cast(WindowBackbone, backbone),
             num_rows=num_rows,
             length=length,
             pad_mask=state.pad_mask,

@@ -170,5 +170,5 @@ def _one_of(owner: str, **options: int | None) -> int:
     given = {name: value for name, value in options.items() if value is not None}
     if len(given) != 1:
         raise ValueError(f"{owner}: expected exactly one of {' and '.join(options)}, got {given}")
-    at_least(1, **given)
+    at_least(1, **given)  # type: ignore[arg-type]
     return next(iter(given.values()))

@@ -52,7 +52,7 @@ def expanded(decoders: Mapping[str, Decoder], sweep: Mapping[str, Sweep]) -> dic
 def with_option(decoder: Decoder, option: str, value: Any) -> Decoder:
     """A copy with another value of ``{plug}.{option}``; plugs that do not change are shared."""
     part, _, name = option.partition(".")
-    plug = getattr(decoder, part) if part in _PLUGS else None
+    plug: Any = getattr(decoder, part) if part in _PLUGS else None
     parameters = [] if plug is None else inspect.signature(type(plug)).parameters
     arguments = {key: vars(plug)[key] for key in parameters if key in vars(plug)}
     if name not in arguments:
