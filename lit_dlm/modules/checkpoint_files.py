@@ -50,6 +50,12 @@ _PLAN_NAMES = {
 }
 """All that such a file may name."""
 
+_OF_DAMAGE = (
+    *(OSError, EOFError, ValueError, TypeError, AttributeError, LookupError, RuntimeError),
+    *(zipfile.BadZipFile, pickle.PickleError),
+)
+"""What a damaged header of a zip archive or of a pickle may lead to."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -203,7 +209,7 @@ def _damage(path: Path) -> str:
         with zipfile.ZipFile(path) as archive:
             record = archive.testzip()
         return f"checksum of {record}" if record else ""
-    except Exception as error:  # a damaged header or pickle may lead to any
+    except _OF_DAMAGE as error:
         return _reason(error)
 
 
