@@ -127,7 +127,7 @@ def test_checkpoints_are_folders_or_files(runs: Path) -> None:
 
 
 def block_model(folder: Path) -> str:
-    """A random model in SDAR's released layout, with the embedded tokenizer."""
+    """A random model of SDAR's family, with the embedded tokenizer."""
     torch.manual_seed(3)
     architecture = Architecture(
         decoder="qwen3",
@@ -144,7 +144,7 @@ def block_model(folder: Path) -> str:
         pad_id=0,
         eos_ids=(1,),
     )
-    HFBackbone(architecture=architecture).export(folder, layout="original")
+    HFBackbone(architecture=architecture).export(folder)
     copy_tokenizer("tiny", folder)
     return str(folder)
 
