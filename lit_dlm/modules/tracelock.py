@@ -374,7 +374,7 @@ class TraceLockModule(DecodeModule):
 def _best_checkpoints(callbacks: Sequence[Any]) -> dict[str, ModelCheckpoint]:
     """The checkpoint callbacks that watched one of :data:`Monitor` and saved something."""
     return {
-        callback.monitor: callback
+        str(callback.monitor): callback
         for callback in callbacks
         if isinstance(callback, ModelCheckpoint)
         and callback.monitor in get_args(Monitor)

@@ -104,11 +104,11 @@ def test_checkpoints_are_folders_or_files(runs: Path) -> None:
 
 
 def block_model(folder: Path) -> str:
-    """A random model in SDAR's released layout, with the embedded tokenizer."""
+    """A random model of SDAR's family, with the embedded tokenizer."""
     torch.manual_seed(3)
     blocks = {"decoder": "qwen3", "family": "sdar", "attention": "block", "block_size": 4}
     given = {**ARCHITECTURE, **blocks, "initializer_range": 0.3, "eos_ids": (1,)}
-    HFBackbone(architecture=Architecture(**given)).export(folder, layout="original")
+    HFBackbone(architecture=Architecture(**given)).export(folder)
     copy_tokenizer("tiny", folder)
     return str(folder)
 
