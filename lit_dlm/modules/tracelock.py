@@ -371,7 +371,7 @@ class TraceLockModule(DecodeModule):
         logger.info("wrote the acceptance policy to %s", folder)
 
 
-def _best_checkpoints(callbacks: Sequence[Any]) -> dict[str, ModelCheckpoint]:
+def _best_checkpoints(callbacks: Sequence[Any]) -> dict[Any, ModelCheckpoint]:
     """The checkpoint callbacks that watched one of :data:`Monitor` and saved something."""
     return {
         str(callback.monitor): callback
