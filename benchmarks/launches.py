@@ -52,9 +52,11 @@ from lit_dlm.decoding import (
     Sampler,
     SlidingWindow,
     StepRecord,
+    engine,
 )
 from lit_dlm.decoding.engine import initial_state
 
+_FRONTIER = engine._frontier
 DREAM, SDAR = "Dream-org/Dream-v0-Instruct-7B", "JetLM/SDAR-8B-Chat"
 BANDWIDTH = 4.0e12
 """Bytes/s."""
@@ -363,25 +365,28 @@ class _Steps:
         self.case = case
         self.counter = LaunchCounter(self.answer)
         self.counted = Counts()
-        self._asked = -1
+        self._asked = 0
 
     def answer(self, tensor: Tensor) -> Any:
-        """Columns of the first tokens before the first step, then of every row's first mask."""
+        """What the host reads but for the frontier."""
         if tensor.ndim == 0:
             return False
         case = self.case
         if tensor.ndim == 2:  # masks and tokens of the prompt
             others = tensor.shape[1] - 2
             return [[case.response, case.prompt, *[row] * others] for row in range(case.rows)]
-        if self._asked < 0:
-            return [0] * case.rows
+        return [0] * case.rows  # columns of the first tokens
+
+    def frontier(self, *arguments: Any) -> list[int]:
+        """Every row's first mask, which the loop asks for before each step."""
+        _FRONTIER(*arguments)  # is counted
+        case = self.case
         at = case.prompt + case.begin - case.skipped + self._asked
         self._asked += 1
         return [at + 7 * row % case.phases for row in range(case.rows)]
 
     def on_start(self, state: DecodeState) -> None:
-        """The session of the cache is ready; what is asked from now on are frontiers."""
-        self._asked = 0
+        """The session of the cache is ready."""
         self.counter.counts = Counts()
 
     def on_step(self, record: StepRecord) -> None:
@@ -422,7 +427,8 @@ def decode_counts(case: DecodeCase, **options: Any) -> Counts:
         steps.counter.ranges = plain(*arguments)
         return steps.counter.ranges
 
-    with steps.counter, patch.object(CachedCanvas, "_ranges", watched):
+    asked, seen = (engine, "_frontier", steps.frontier), (CachedCanvas, "_ranges", watched)
+    with steps.counter, patch.object(*asked), patch.object(*seen):
         decoder(backbone, canvas, observers=[steps])
     return steps.counted
 

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from rich.console import Console
 
 from lit_dlm.callbacks.grading_queue import GradingQueue
+from lit_dlm.callbacks.interruption import Interrupted
 from lit_dlm.callbacks.record_shards import RecordShards, describe_run
 from lit_dlm.callbacks.trace_pictures import file_name
 from lit_dlm.grading import Verdict
@@ -223,6 +224,9 @@ class DecodeWriter(BasePredictionWriter):
         shards = self._shards
         try:
             if self._queue is not None:
+                # A run that is asked to end keeps what it has decoded; another error may have come
+                # from the graders, so nobody waits for them.
+                self._write_graded(wait=isinstance(exception, Interrupted))
                 self._queue.close()
                 self._write_graded()
         except BaseException as error:  # likely what broke the run; the threads must be joined

@@ -100,7 +100,7 @@ class RecordShards:
         for record in records:
             if record.uid not in self.held:
                 for digest in record.meta.get("images", ()):
-                    self._pictures.put(vision.found(digest))
+                    self._pictures.put(vision.known_picture(digest))
                 self._writer.put(record)
 
     def flush(self) -> None:

@@ -29,10 +29,9 @@ import torch
 from chain import EXP, call, problems, seed_flags
 from matplotlib.figure import Figure
 
-from lit_dlm.reports.plots import COLOURS, tidy_axes
+from lit_dlm.reports.plots import COLOURS, save_figure, tidy_axes
 from lit_dlm.reports.results import write_atomically
 from lit_dlm.reports.reward_curve import read_points
-from lit_dlm.reports.themes import save_figure
 
 METHODS = {
     "trace": "TraceRL",

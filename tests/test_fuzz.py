@@ -474,8 +474,8 @@ def test_a_null_in_parquet_is_an_error_that_names_its_row(column: str, tmp_path:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (b"defaults: 5", r"own\.yaml: defaults: expected names of files, got \[5\]"),
-        (b"defaults: [[x]]", r"own\.yaml: defaults: expected names of files"),
+        (b"defaults: 5", "configuration '5': expected a file"),
+        (b"defaults: [[x]]", "expected a file"),
         (b"a: {defaults: [], b+: 5}", r"configuration: b\+ appends 5 to \[\]: no lists"),
         (b"a: \x80", r"own\.yaml: 'utf-8' codec"),
     ],

@@ -39,7 +39,7 @@ class TokenPieces:
     """
 
     def __init__(self, tokenizer: Any | None, vision: Any | None = None) -> None:
-        self._vision = vision if hasattr(vision, "pictures") else None
+        self._vision = vision if hasattr(vision, "draw") else None
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}
         self._partial: set[int] = set()

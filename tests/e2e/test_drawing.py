@@ -48,7 +48,11 @@ QUESTIONS = [
 @pytest.mark.parametrize(
     ("config", "records", "flags"),
     [
-        ("draw_pictures", "drawings", ["--data.methods=[draw]", "--data.responses_per_prompt=2"]),
+        (
+            "draw_pictures",
+            "trajectories",
+            ["--data.methods=[draw]", "--data.responses_per_prompt=2"],
+        ),
         (
             "benchmark_pictures",
             "trajectories",
@@ -83,7 +87,7 @@ def test_a_killed_run_with_pictures_loses_and_doubles_nothing(
 
 def test_drawings_are_executed_again(drawn: Path, capsys: pytest.CaptureFixture[str]):
     capsys.readouterr()
-    run("traj", "verify", str(drawn / "drawings"), "--level=3", "--backbone=tiny-pictures")
+    run("traj", "verify", str(drawn / "trajectories"), "--level=3", "--backbone=tiny-pictures")
     assert "exact             │ 20" in capsys.readouterr().out
 
 
@@ -91,7 +95,7 @@ def test_drawings_are_watched_as_they_are_filled_in(drawn: Path):
     """Grey before the first step, the written file's pixels behind the last."""
     gif = drawn / "decode.gif"
     uid = "digit_drawings/test/3@draw"
-    run("view", str(drawn / "drawings"), f"--out={drawn}", f"--gif={gif}", f"--sample={uid}")
+    run("view", str(drawn / "trajectories"), f"--out={drawn}", f"--gif={gif}", f"--sample={uid}")
     frames = [np.array(one.convert("RGB")) for one in ImageSequence.Iterator(Image.open(gif))]
     assert len(frames) >= 9
     assert any((one != other).any() for one, other in pairwise(frames))

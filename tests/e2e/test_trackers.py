@@ -19,7 +19,7 @@ def predict(folder: Path, tracker: str) -> None:
         *("--model.init_args.sweep=null", "--model.init_args.decoders={one: {policy: "
           "ThresholdPolicy, quota: NoQuota}}"),
         "--trainer.callbacks+={class_path: TracePictures, init_args: {kinds: [fill_order], "
-        f"num_samples: 1, folder: {folder}/pictures}}}}",
+        f"folder: {folder}/pictures}}}}",
         "--trainer.enable_progress_bar=false",
     )  # fmt: skip
 
@@ -51,6 +51,7 @@ def test_tensorboard(tmp_path: Path):
     assert set(found["predict"]["images"]) == {
         "profile",
         "decode/one/word_problems/test/00000/fill_order",
+        "decode/one/word_problems/test/00001/fill_order",
     }
     assert "train/loss" in found["fit"]["scalars"]
     assert [name for name in found["fit"]["scalars"] if "cpu_percent" in name]

@@ -222,8 +222,8 @@ def test_every_score_has_its_best_checkpoint_and_policy(shards: Path, tmp_path: 
 
 
 def test_a_resumed_run_of_tokens_equals_an_uninterrupted_one(shards: Path, tmp_path: Path) -> None:
-    """Saved after 13 steps, in the middle of the second pass; masks are drawn in two workers."""
-    options = {"source": "tokens", "remasks_per_trace": 2, "step_ratio": 0.4, "num_workers": 2}
+    """Saved after 13 steps, in the middle of the second pass, read by two workers."""
+    options = {"source": "tokens", "step_ratio": 0.4, "num_workers": 2}
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=13, save_top_k=-1, filename="{step}")
     whole = module()
     saving = {"callbacks": [saver], "enable_checkpointing": True}

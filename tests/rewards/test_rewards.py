@@ -91,5 +91,5 @@ def test_even_filling_pays_more_than_one_region_after_the_other() -> None:
 
 def test_a_layout_that_does_not_fit_names_the_response() -> None:
     reward = LockstepReward(FixedLayout([Region(name="R", length=9)]))
-    with pytest.raises(ValueError, match="trajectory 'sums/train/0#0': layout: block 'R' takes"):
+    with pytest.raises(ValueError, match="trajectory 'sums/train/0#0': layout: region 'R'"):
         reward.score([rollout(steps=(0, 1))])

@@ -5,14 +5,12 @@ import struct
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lit_dlm.ops.masking import state_at
 from lit_dlm.trajectories import Trajectory
 from lit_dlm.trajectories.format import decode_block, encode_block
-from tests.trajectories.samples import MASK, VOCAB, from_history, random_history, random_record
+from tests.trajectories.samples import MASK, VOCAB, from_history, random_history
 
 
 def tiny(**changes) -> Trajectory:
@@ -87,21 +85,6 @@ def test_replay_equals_the_history(seed, num_generated, num_steps, remask, fixed
         np.testing.assert_array_equal(replayed, history[t + 1])
     rows = [(t, i) for t in range(num_steps) for i in range(num_generated) if history[t, i] == MASK]
     assert [tuple(row) for row in record.masked_rows()] == rows
-
-
-def test_torch_state_equals_the_record_without_superseded_writes():
-    rng = np.random.default_rng(0)
-    records = [random_record(rng, given=0.2, fill=0.7) for _ in range(4)]
-    tokens = torch.from_numpy(np.stack([r.tokens for r in records]))
-    commit = torch.from_numpy(np.stack([r.commit_step for r in records]))
-    for t in range(8):
-        expected = torch.from_numpy(np.stack([r.state_at(t) for r in records]))
-        assert torch.equal(state_at(tokens, commit, t, MASK), expected)
-    steps = torch.tensor([0, 3, 5, 7])
-    expected = torch.from_numpy(
-        np.stack([r.state_at(int(t)) for r, t in zip(records, steps, strict=True)])
-    )
-    assert torch.equal(state_at(tokens, commit, steps, MASK), expected)
 
 
 def test_digest_is_the_published_hash():
