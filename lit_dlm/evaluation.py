@@ -262,7 +262,14 @@ def _read_answers(path: Path | None) -> dict[str, dict[str, Any]]:
     if path is None or not path.exists():
         return {}
     drop_torn_line(path)
-    return dict(map(json.loads, path.read_bytes().splitlines()))
+    found = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            name, answer = json.loads(line)
+        except ValueError:
+            raise ValueError(f"{path}, line {number}: expected a name and an answer") from None
+        found[name] = answer
+    return found
 
 
 def _numbered(keys: Sequence[str]) -> list[str]:
