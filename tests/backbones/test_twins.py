@@ -14,7 +14,7 @@ from lit_dlm import config_files
 from lit_dlm.backbones import FromAR, HFBackbone
 from lit_dlm.backbones.families import FAMILIES
 from lit_dlm.backbones.location import load_tokenizer
-from lit_dlm.backbones.resolution import resolve
+from lit_dlm.backbones.resolution import read_added_tokens, resolve
 from lit_dlm.backbones.vision import token_vision
 from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.vision.base import VisionSettings
@@ -84,3 +84,43 @@ def test_the_sizes_are_those_of_the_releases():
     assert count(DREAM) == 7_615_616_512
     assert count(LLADA) == 8_015_581_184
     assert count(QWEN, spec_overrides={"mask_id": 0}) == 494_032_768
+
+
+def test_sdar_is_as_published(tmp_path: Path):
+    published = shared("model_configs", "sdar_4b_chat")
+    config = json.loads((published / "config.json").read_text())
+    ours = RELEASES[SDAR].config
+    assert {key: config[key] for key in ours if key in config} == {
+        **{key: ours[key] for key in ours if key in config},
+        "use_cache": False,
+    }
+    index = json.loads((published / "model.safetensors.index.json").read_text())
+    folder = write_twin(tmp_path / SDAR, SDAR, hidden_size=16, num_layers=36)
+    written = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert written["weight_map"].keys() == index["weight_map"].keys()
+    shapes = resolve(ours).parameter_shapes()
+    assert 2 * sum(map(math.prod, shapes.values())) == index["metadata"]["total_size"]
+
+
+@pytest.mark.parametrize(("release", "name"), [(DREAM, "dream"), (LLADA, "llada"), (SDAR, "sdar")])
+def test_special_tokens_and_template_are_as_published(release: str, name: str, tmp_path: Path):
+    published = shared("tokenizers", name)
+    folder = write_twin(tmp_path / release, release, hidden_size=8)
+    # One release writes its mask in two ways.
+    expected = {text: i for text, i in read_added_tokens(published).items() if text != "<MASK>"}
+    assert read_added_tokens(folder) == expected
+    config = json.loads((published / "tokenizer_config.json").read_text())
+    tokenizer = load_tokenizer(str(folder))
+    turns = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two."}]
+    for messages in (
+        turns[:1],
+        [*turns, {"role": "user", "content": "Three?"}],
+        [{"role": "system", "content": "Be brief."}, *turns[:1]],
+    ):
+        ours, theirs = (
+            tokenizer.apply_chat_template(
+                messages, chat_template=template, add_generation_prompt=True, tokenize=False
+            )
+            for template in (None, config["chat_template"])
+        )
+        assert ours == theirs
