@@ -86,14 +86,14 @@ def synchronize() -> None:
 
 
 def reset_peak() -> int:
-    """Sets the peak to what is resident now, which it returns, in bytes (Linux).
-
-    Memory that earlier work gave back to the allocator goes back to the system first: work that
-    found enough of it would seem to need none.
-    """
-    ctypes.CDLL(None).malloc_trim(0)
+    """Sets the peak to what is resident now, which it returns, in bytes (Linux)."""
     _CLEAR.write_text("5")
     return _bytes("VmRSS")
+
+
+def trim() -> None:
+    """Gives the system what earlier work gave back: work that found it would seem to need none."""
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def peak() -> int:

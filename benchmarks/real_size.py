@@ -17,7 +17,6 @@ machine disturbs less. What is measured stays in ``results.json`` and is not run
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import shlex
@@ -283,7 +282,7 @@ class Clock(Callback):
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         else:
-            ctypes.CDLL(None).malloc_trim(0)  # what earlier phases left is not this one's
+            measurement.trim()  # what earlier phases left is not this one's
             measurement.reset_peak()
         self._last = _now()
 

@@ -50,6 +50,7 @@ def main() -> None:
     seconds = measurement.in_turns(forms, options.repeats)
     for _ in range(options.repeats):
         for name, form in forms.items():
+            measurement.trim()
             before = measurement.reset_peak()
             form()
             memory[name].append(measurement.peak() - before)
@@ -111,7 +112,8 @@ class _Step:
         ranking = entropy_ranking(
             spread, self.steps, self.supervised, self.cut, window=self.window, margin=0.1
         )
-        loss = ce.mean() + ranking.total
+        has_pairs = ranking.num_pairs > 0
+        loss = ce.mean() + ranking.row_terms.sum() / has_pairs.sum()
         loss.backward()
         assert hidden.grad is not None
         return loss.detach(), hidden.grad.float()
