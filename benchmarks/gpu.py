@@ -174,7 +174,7 @@ class Checks:
         **options: Any,
     ) -> HFBackbone:
         """Random weights of a release's sizes, but for some, on the device."""
-        sys.path.append(str(Path(__file__).parents[1]))  # where the tests lie
+        sys.path.insert(0, str(Path(__file__).parents[1]))  # where the tests lie
         from tests.twins import RELEASES
 
         architecture: Architecture = resolve(RELEASES[release].config).architecture

@@ -285,7 +285,7 @@ def meta_backbone(release: str, **options: Any) -> HFBackbone:
         release: a key of :data:`~tests.twins.RELEASES`.
         options: of :class:`~lit_dlm.backbones.hf.HFBackbone`.
     """
-    sys.path.append(str(Path(__file__).parents[1]))  # where the tests lie
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # where the tests lie
     from tests.twins import RELEASES
 
     architecture = resolve(RELEASES[release].config).architecture

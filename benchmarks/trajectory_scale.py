@@ -124,10 +124,12 @@ def main() -> None:
     """Runs all phases and prints a table, or one JSON object."""
     parser = argparse.ArgumentParser(description="A large set of trajectories, phase by phase.")
     parser.add_argument("--records", type=int, default=1_000_000, help="default: a million")
-    parser.add_argument("--folder", default=None, help="where the set goes, below a new folder")
+    parser.add_argument("--folder", type=Path, help="where the set goes, below a new folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
     parser.add_argument("--keep", action="store_true", help="leave the set where it is")
     options = parser.parse_args()
+    if options.folder is not None:
+        options.folder.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="scale-", dir=options.folder))
     context = multiprocessing.get_context("spawn")
     rows = {}
