@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lit_dlm.backbones import Architecture, HFBackbone
+from lit_dlm.backbones.attention import sequences_from
 from lit_dlm.backbones.base import Span
 from lit_dlm.backbones.cached import CachedCanvas
 from lit_dlm.decoding import (
@@ -118,6 +119,18 @@ def test_the_flash_kernel_refuses(inputs: list[Tensor], changes: dict[str, Any],
         _attended(*inputs, **changes)
 
 
+@pytest.mark.parametrize(
+    ("capability", "dtype", "least"),
+    [((7, 5), torch.float16, None), ((8, 0), torch.float16, 0), ((8, 0), F32, None)],
+)
+def test_a_card_without_the_flash_kernel_takes_masks(
+    capability: tuple[int, int], dtype: torch.dtype, least: int | None
+):
+    with cuda_rules(capability):
+        found = sequences_from("auto", torch.device("cuda", 0), dtype, num_heads=1)
+    assert found == least
+
+
 def _block_model(dtype: Any, route: Any = "auto") -> HFBackbone:
     """Of SDAR's kind: norms of queries and keys, and blocks of four."""
     torch.manual_seed(0)
@@ -168,3 +181,16 @@ def test_weights_in_half_precision_decode_without_autocast(dtype: str, expected:
         decode_prompts(backbone, decoder, [[4, 5, 6]], response_length=12, seeds=[0])
         assert torch.is_autocast_enabled("cpu")
     assert seen == {expected}
+
+
+def test_scored_rows_keep_half_precision_under_autocast():
+    """Then the head multiplies by tensor cores, and the stand-in of their product is exact."""
+    backbone = _block_model("bfloat16").requires_grad_(True)
+    ids = torch.arange(4, 12)[None]
+    plain = backbone.score_tokens(ids, ids, torch.ones_like(ids, dtype=torch.bool))
+    with cuda_rules(), torch.autocast("cpu", BF16):
+        stats, rows = backbone.score_with_rows(ids, ids, torch.ones_like(ids, dtype=torch.bool))
+        stats.ce.sum().backward()
+    assert rows.dtype == BF16
+    torch.testing.assert_close(stats.ce, plain.ce)
+    assert backbone.model.lm_head.weight.grad.isfinite().all()
