@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 import pytest
+from lightning.pytorch import Callback
 
 from lit_dlm.backbones.window_cache import WindowCache
 from lit_dlm.decoding import BlockCache, CacheScheme, DualCache, PrefixCache
-from tests.rollouts import FAMILIES, decoded, policy
+from lit_dlm.rl.settings import ValueObjective
+from lit_dlm.toy.word_problems import WordProblems
+from tests.rollouts import FAMILIES, decoded, fit, learner, policy, rollout_data
 
 SCHEMES: dict[str, tuple[CacheScheme, dict[str, Any]]] = {
     "block": (BlockCache(), FAMILIES["block from the sequence"]),
@@ -51,3 +55,24 @@ def test_a_decode_leaves_no_cache(scheme: str, caches: Caches) -> None:
         decoded(backbone, cache=cache)
         assert not caches
     assert caches.made == 3
+
+
+@pytest.mark.parametrize("scheme", ["block", "dual"])
+def test_rollouts_and_validations_leave_no_cache(
+    scheme: str, caches: Caches, tmp_path: Path
+) -> None:
+    cache, family = SCHEMES[scheme]
+    seen: list[tuple[int, int]] = []
+
+    class Looking(Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            seen.append((len(caches), caches.made))
+
+        on_train_batch_end = on_validation_end = on_train_batch_start
+
+    rl = learner(cache=cache, family=family, value=ValueObjective(backbone="lora"))
+    data = rollout_data(prompts_per_step=2, val_tasks=[WordProblems("test", num_examples=2)])
+    fit(rl, data, tmp_path, steps=2, callbacks=[Looking()])
+    alive, made = zip(*seen, strict=True)
+    assert set(alive) == {0}
+    assert made[-1] >= 4
