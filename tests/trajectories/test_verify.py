@@ -43,6 +43,7 @@ from lit_dlm.trajectories.verify import (
     verify,
 )
 from tests.fakes import EOS, MASK, TableBackbone, logits_for
+from tests.plugs import AlternatePolicy
 from tests.trajectories.decoded_sets import (
     DECODERS,
     NUM_TEXTS,
@@ -127,6 +128,14 @@ def test_a_changed_weight_is_named_and_the_records_that_it_changes_fail(
         assert line in result.differences
         assert result.counts["failed"] > 0
         assert result.failed
+
+
+def test_a_changed_tokenizer_is_named(small: Path, backbone: HFBackbone) -> None:
+    other = load_tokenizer("tiny")
+    other.add_tokens(["zzz"])
+    result = check(small, backbone, level=3, tokenizer=other, sample=1)
+    assert [line.partition(":")[0] for line in result.differences] == ["tokenizer digest"]
+    assert result.failed
 
 
 def test_a_changed_token_is_found_at_its_step_and_does_not_cascade_when_teacher_forced(
@@ -280,6 +289,20 @@ def test_records_are_sampled_over_the_whole_set(folder: Path, backbone: HFBackbo
     verdicts = check(folder, backbone, level=3, sample=4).verdicts
     assert len({verdict.uid for verdict in verdicts}) == len(verdicts) == 4
     assert len({verdict.uid.partition("@")[2] for verdict in verdicts}) > 2
+
+
+def test_a_policy_from_outside_of_the_package_decides_again(
+    backbone: HFBackbone, tmp_path: Path
+) -> None:
+    decoder = Decoder(policy=AlternatePolicy(), window=FullWindow())
+    run = run_record(backbone, {"alternate": decoder})
+    folder = write_set(tmp_path / "set", decoded(backbone, decoder, "alternate"), run)
+    for level in (3, 4):
+        result = check(folder, backbone, level=level, plug_modules=["tests.plugs"])
+        assert result.counts == {"exact": NUM_TEXTS, "explained": 0, "failed": 0}
+        assert not result.failed
+    with pytest.raises(ValueError, match=r"method 'alternate': .* --plugs tests\.plugs"):
+        check(folder, backbone, level=3)
 
 
 def test_what_cannot_be_executed_is_refused_by_name(small: Path, backbone: HFBackbone) -> None:
