@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_dlm.backbones.lora_settings import LoRASettings
-from lit_dlm.losses.corruption import Autoregressive, RandomMasking, TraceMasking
+from lit_dlm.losses.corruption import RandomMasking, TraceMasking
 from lit_dlm.losses.views import CoupledMasking, CoupledViews, MaskedPrompt
 from lit_dlm.rl.items import Items, RowBuilder, joined, order_of_writing, training_rows
-from lit_dlm.rl.settings import ValueObjective
+from lit_dlm.rl.step import fill_old_scores, shard_items
 from lit_dlm.trajectories.record import Trajectory
 from tests.rollouts import (
     EOS,
@@ -28,6 +27,7 @@ from tests.rollouts import (
     every,
     module,
     policy,
+    prepared,
     unit_table,
 )
 
@@ -37,52 +37,51 @@ def per_item(items: Items, name: str) -> list[list[Any]]:
     return [getattr(items, name)[items.unit_item == n].tolist() for n in range(len(items))]
 
 
-@pytest.mark.parametrize("name", list(FAMILIES))
-@pytest.mark.parametrize("packing", [1, 3])
+BLOCKS = [name for name, family in FAMILIES.items() if family.get("attention") == "block"]
+CASES = {**FAMILIES, "tokens of pictures": {"text_vocab_size": 12}}  # which are never proposed
+
+
+@pytest.mark.parametrize(
+    ("name", "packing"), [*((name, 1) for name in CASES), *((name, 3) for name in BLOCKS)]
+)
 def test_log_probs_are_those_of_the_true_states(name: str, packing: int) -> None:
     """Left padding, a short last block and end-of-text fills are among these rollouts."""
-    backbone = policy(**FAMILIES[name]).eval()
-    if packing > 1 and backbone.spec.attention != "block":
-        with pytest.raises(ValueError, match="packing"):
-            module(backbone, packing=packing)
-        return
+    backbone = policy(**CASES[name]).eval()
     rl = module(backbone, packing=packing)
     records = decoded(backbone, 12, per_step=1 if packing > 1 else 2)
     assert min(len(answer_cells(record)) for record in records) < G
     items = rl.rows.items(records)
     assert packing == 1 or items.item.bincount().max() == packing
     assert items.size.equal(items.item.bincount().double())
-    items.old_log_prob = torch.full(items.cell.shape, torch.nan, dtype=torch.float64)
-    shuffled = every(items)[torch.randperm(len(items), generator=torch.Generator().manual_seed(0))]
-    for chosen in shuffled.split(7):
-        batch = items.batch(chosen)
-        with torch.no_grad():
-            items.old_log_prob[items.units(chosen)] = rl.score(batch).log_prob
+    batches = shard_items(items.size.numpy(), batch_size=7)
+    mismatch, _, count = fill_old_scores(rl, batches, items).tolist()
     found = unit_table(items, "old_log_prob", len(records))
+    num_sampled = 0
     for row, record in enumerate(records):
         cells = answer_cells(record)  # all of them, each once, and nothing else
         assert found[row].isfinite().nonzero()[:, 0].tolist() == cells
         expected = direct_log_probs(backbone, record)
         torch.testing.assert_close(found[row, cells], expected[cells], rtol=0, atol=1e-10)
-        # What the sampler noted is the same number, rounded.
-        sampled = torch.from_numpy(record.signals["commit_log_prob"])[cells]
-        known = sampled.isfinite()
-        torch.testing.assert_close(sampled[known].double(), expected[cells][known])
+        num_sampled += int(np.isfinite(record.signals["commit_log_prob"][cells]).sum())
+    # What the sampler noted is the same, rounded.
+    assert count == num_sampled > 20
+    assert mismatch / count < 1e-6
+    for numbers, factor in batches:
+        batch = items.batch(numbers, factor=factor, num_slots=7)
+        # The ratio is 1 at the first update, to the last bit.
+        assert rl.score(batch).log_prob.equal(batch.old_log_prob)
 
 
-@pytest.mark.slow
 def test_reference_alignment_moves_the_blocks_of_training_rows_only() -> None:
     backbone = policy(attention="block", block_size=3).eval()
     records = [record for record in decoded(backbone, 12) if record.num_prompt % 3]
     moved = module(backbone, block_alignment="response")
     assert backbone.spec.block_origin == "sequence"
     assert moved.row_spec.block_origin == "response"
+    expected = torch.stack([direct_log_probs(backbone, record) for record in records])
     differences = []
     for rl in (module(backbone, block_alignment="absolute"), moved):
-        items = rl.rows.items(records)
-        with torch.no_grad():
-            items.old_log_prob = rl.score(items.batch(every(items))).log_prob
-        expected = torch.stack([direct_log_probs(backbone, record) for record in records])
+        items, _ = prepared(rl, records)
         found = unit_table(items, "old_log_prob", len(records))
         differences.append(float((found - expected).abs().nan_to_num().max()))
     assert differences[0] < 1e-10
@@ -155,10 +154,8 @@ def test_weights_of_every_normalisation() -> None:
     items = builder(normalise="reference").items([record])
     assert per_item(items, "kl_weight")[0] == [1.0, 1.0]
     assert weights("reference", block=True) == [[0.125, 0.125], [0.125], [0.125]]
-
-
-def test_group_mean_of_a_block_model_is_per_block() -> None:
-    """Row 0 holds step 0 of both blocks: three tokens of the first, one of the second."""
+    # Of a block model row 0 holds step 0 of both blocks: three tokens of the first, one of the
+    # second, which are divided apart.
     items = builder(block=True, normalise="group_mean").items([trace([0, 0, 0, 1, 2, 3, 3, 3])])
     assert per_item(items, "cell")[0] == [0, 1, 2, 4]
     torch.testing.assert_close(items.weight[:4], torch.tensor([1 / 3, 1 / 3, 1 / 3, 1.0]))
@@ -166,18 +163,11 @@ def test_group_mean_of_a_block_model_is_per_block() -> None:
 
 def test_a_row_cap_weighs_what_is_left() -> None:
     """Three of eight rows stand for all: their weights add up to those of eight."""
-    items = builder(TraceMasking(rows_per_sample=3, padding="replayed")).items(
-        [trace(list(range(8)))]
-    )
+    capped = builder(TraceMasking(rows_per_sample=3, padding="replayed"))
+    items = capped.items([trace(list(range(8)))])
     assert len(items) == 3
     torch.testing.assert_close(items.weight, torch.full((3,), 8 / 3))
     torch.testing.assert_close(items.size, torch.full((3,), 8 / 3, dtype=torch.float64))
-
-
-def scored(rl: Any, items: Items, records: list[Trajectory], numbers: Tensor) -> Tensor:
-    with torch.no_grad():
-        found: Tensor = rl.score(items.batch(numbers)).log_prob
-    return found
 
 
 def test_views_become_one_item_whose_scores_are_added_up() -> None:
@@ -190,7 +180,8 @@ def test_views_become_one_item_whose_scores_are_added_up() -> None:
     assert items.size.tolist() == [1.0] * 12
     order = every(items).flip(0)
     log_prob = torch.empty(len(items.cell), dtype=torch.float64)
-    log_prob[items.units(order)] = scored(rl, items, records, order)
+    with torch.no_grad():
+        log_prob[items.units(order)] = rl.score(items.batch(order)).log_prob
     for number, row in enumerate(items.item_record.tolist()):
         record, own = records[row], items.unit_item == number
         assert items.cell[own].tolist() == answer_cells(record)
@@ -211,7 +202,7 @@ def test_views_become_one_item_whose_scores_are_added_up() -> None:
 def test_masked_prompts_differ_between_passes_and_not_between_batches() -> None:
     backbone = policy().eval()
     records = decoded(backbone, 8)
-    rl = module(backbone, corruption=MaskedPrompt())
+    made = builder(MaskedPrompt())
 
     def prompts(items: Items, numbers: Tensor) -> list[list[int]]:
         rows = training_rows(items.batch(numbers), backbone.spec)
@@ -222,27 +213,11 @@ def test_masked_prompts_differ_between_passes_and_not_between_batches() -> None:
             for ids, row in zip(rows.ids, items.item_record[numbers].tolist(), strict=True)
         ]
 
-    first, second = rl.rows.items(records), rl.rows.items(records, epoch=1)
+    first, second = made.items(records), made.items(records, epoch=1)
     alone = [prompts(first, number[None])[0] for number in every(first)]
     assert prompts(first, every(first)) == alone
     assert prompts(second, every(second)) != alone
     assert any(MASK in prompt for prompt in alone)
-
-
-@pytest.mark.parametrize(
-    ("corruption", "attention", "option"),
-    [
-        (Autoregressive(), "full", "corruption: Autoregressive"),
-        (RandomMasking(weight="1/t"), "full", "corruption.weight"),
-        (TraceMasking(weight="none"), "block", "corruption.weight"),
-    ],
-)
-def test_states_that_do_not_fit_are_refused_at_once(
-    corruption: Any, attention: str, option: str
-) -> None:
-    backbone = policy(attention=attention, block_size=3 if attention == "block" else None)
-    with pytest.raises(ValueError, match=option):
-        module(backbone, corruption=corruption)
 
 
 @pytest.mark.parametrize("corruption", [RandomMasking(copies=2), CoupledMasking(level="block")])
@@ -280,14 +255,11 @@ def test_rewritten_tokens_are_refused() -> None:
 def test_steps_of_returns_are_the_states_of_the_decode(name: str, shrink: int) -> None:
     """Padding that is written in steps of its own counts in both."""
     backbone = policy(**FAMILIES[name])
-    corruption = TraceMasking(padding="replayed", shrink=shrink)
-    value = ValueObjective(lora=LoRASettings(rank=2))
-    rl = module(backbone, corruption=corruption, value=value)
+    rows = RowBuilder(TraceMasking(padding="replayed", shrink=shrink), backbone.spec)
     records = decoded(backbone, 12, per_step=1)
-    responses = rl.rows.responses(records)
+    responses, items = rows.responses(records), rows.items(records)
     steps, members = order_of_writing(responses, shrink=shrink)
     blocks = torch.zeros_like(steps) if responses.blocks is None else responses.blocks
-    items = rl.rows.items(records)
     # A state of a block model has a step of each block: (record, item, block) is one step.
     kinds = torch.stack([items.record, items.unit_item, blocks[items.record, items.cell]])
     groups = kinds.unique(dim=1, return_inverse=True)[1]

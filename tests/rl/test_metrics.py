@@ -28,24 +28,25 @@ class Engine:
     def generate(self, prompts: Any, *, shared: bool) -> list[Any]:
         assert shared
         metas = [{**prompt.meta, "num_tokens": 4} for prompt in prompts]
+        records = [SimpleNamespace(meta=meta, num_steps=2) for meta in metas]
         return [
-            SimpleNamespace(trajectory=SimpleNamespace(meta=meta, num_steps=2))
-            for meta in metas
-            if (meta["prompt"], meta["response"]) in self.taken
+            SimpleNamespace(trajectory=one)
+            for one in records
+            if (one.meta["prompt"], one.meta["response"]) in self.taken
         ]
 
 
-class Scorer:
+def score(groups: Any) -> list[list[RewardScore]]:
     """Reads rewards off; half a point or more is right, prompt 2 is not graded."""
-
-    def score(self, groups: Any) -> list[list[RewardScore]]:
-        return [[self.one(**group[0].trajectory.meta)] for group in groups]
-
-    def one(self, prompt: int, response: int, **_: Any) -> RewardScore:
-        reward = REWARDS[prompt][response]
-        status = "ungraded" if prompt == 2 else "wrong" if reward < 0.5 else "right"
-        is_right = status == "right"
-        return RewardScore(total=reward, verdict=Verdict(status=status), is_correct=is_right)
+    found = []
+    for (rollout,) in groups:
+        meta = rollout.trajectory.meta
+        reward = REWARDS[meta["prompt"]][meta["response"]]
+        is_right = reward >= 0.5
+        status = "ungraded" if meta["prompt"] == 2 else "right" if is_right else "wrong"
+        verdict = Verdict(status=status)  # type: ignore[arg-type]
+        found.append([RewardScore(total=reward, verdict=verdict, is_correct=is_right)])
+    return found
 
 
 class Together:
@@ -65,12 +66,13 @@ PROBLEMS = [(PromptExample(uid=str(number), task="t", text=""), [3]) for number 
 
 def scores(*processes: list[tuple[int, int]]) -> dict[str, float]:
     """Of responses that processes have taken; decoder ``b`` is not asked."""
-    together = Together()
+    together: Any = Together()
+    rewarder: Any = SimpleNamespace(score=score)
     for mine in processes:
         engines: Any = {"a": Engine(*mine), "b": Engine()}
-        validation = RolloutValidation(engines, Scorer(), PROBLEMS, num_responses=3)  # type: ignore[arg-type]
+        validation = RolloutValidation(engines, rewarder, PROBLEMS, num_responses=3)
         validation.add("a")
-        found = validation.result(together)  # type: ignore[arg-type]
+        found = validation.result(together)
     return found
 
 

@@ -1,13 +1,15 @@
-"""The TraceRL module: what it trains, in which groups, and what it refuses."""
+"""The TraceRL module: what it trains, in which groups, and what it and its settings refuse."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import Tensor
 
 from lit_dlm.backbones.lora_settings import LoRASettings
 from lit_dlm.decoding import (
@@ -20,22 +22,16 @@ from lit_dlm.decoding import (
     RandomPolicy,
     Sampler,
 )
+from lit_dlm.losses.corruption import Autoregressive, RandomMasking, TraceMasking
 from lit_dlm.losses.terms import LossTerms
 from lit_dlm.losses.views import CoupledViews
+from lit_dlm.rewards import Reward, RewardScore, Rollout
 from lit_dlm.rl.advantages import RawReward
 from lit_dlm.rl.items import RolloutBatch, training_rows
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.settings import PolicyObjective, ValueObjective
-from tests.rollouts import (
-    decoded,
-    every,
-    fit,
-    learner,
-    module,
-    policy,
-    prepared,
-    rollout_data,
-)
+from lit_dlm.toy.word_problems import WordProblems
+from tests.rollouts import G, decoded, every, fit, learner, module, policy, prepared, rollout_data
 
 BLOCK = {"attention": "block", "block_size": 4}
 
@@ -48,15 +44,27 @@ def first_batch(rl: TraceRLModule) -> RolloutBatch:
     return items.batch(numbers, factor=factor, num_slots=6)
 
 
-def gradients(rl: TraceRLModule, batch: RolloutBatch) -> dict[str, torch.Tensor]:
+def gradients(rl: TraceRLModule, batch: RolloutBatch) -> dict[str, Tensor]:
     rl.zero_grad()
     rl.training_step(batch).backward()
     return {n: p.grad.clone() for n, p in rl.named_parameters() if p.grad is not None}
 
 
-def test_first_gradient_is_that_of_reinforce() -> None:
+class Plain:
+    """REINFORCE by its method alone."""
+
+    def compute(
+        self, log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, weight: Tensor, **_: Any
+    ) -> LossTerms:
+        total = -(weight * advantage * log_prob).sum()
+        return LossTerms(total, {"policy": total.detach(), "certainty": log_prob.detach().mean()})
+
+
+@pytest.mark.parametrize("loss", [None, Plain()])
+def test_first_gradient_is_that_of_reinforce(loss: Any) -> None:
     """At a ratio of 1 the loss is a weighted sum of advantages times log-probabilities."""
-    rl = module(policy(), objective=PolicyObjective(beta=0.5))
+    beta = {} if loss else {"objective": PolicyObjective(beta=0.5)}
+    rl = module(policy(), policy_loss=loss, **beta)
     batch = first_batch(rl)
     found = gradients(rl, batch)
     rl.zero_grad()
@@ -67,15 +75,20 @@ def test_first_gradient_is_that_of_reinforce() -> None:
             torch.testing.assert_close(found[name], parameter.grad, rtol=1e-7, atol=1e-12)
 
 
+def test_the_parts_of_ones_own_policy_loss_are_logged(tmp_path: Path) -> None:
+    rl = learner(policy_loss=Plain())
+    trainer = fit(rl, rollout_data(prompts_per_step=1), tmp_path, steps=1)
+    assert trainer.callback_metrics["train/certainty"] < 0
+    assert "train/clip_fraction" not in trainer.callback_metrics
+
+
 @pytest.mark.parametrize("origin", ["sequence", "response"])
 def test_packed_rows_have_the_gradient_of_separate_ones(origin: str) -> None:
     found = []
     for packing in (1, 4):
         rl = module(policy(**BLOCK, block_origin=origin), packing=packing)
-        records = decoded(rl.backbone, 6, per_step=1)
-        items, _ = prepared(rl, records, advantage=RawReward())
-        batch = items.batch(every(items), num_slots=1)
-        found.append(gradients(rl, batch))
+        items, _ = prepared(rl, decoded(rl.backbone, 6, per_step=1), advantage=RawReward())
+        found.append(gradients(rl, items.batch(every(items), num_slots=1)))
     assert found[0].keys() == found[1].keys()
     for name, gradient in found[0].items():
         # The layers' norms are computed in float32 in any model, so another order of sums shows.
@@ -84,8 +97,7 @@ def test_packed_rows_have_the_gradient_of_separate_ones(origin: str) -> None:
 
 def test_copies_that_fill_up_change_nothing() -> None:
     rl = module(policy(), value=ValueObjective(backbone="head"))
-    records = decoded(rl.backbone, 6)
-    items, _ = prepared(rl, records)
+    items, _ = prepared(rl, decoded(rl.backbone, 6))
     batch = items.batch(torch.tensor([7]), factor=0.0, num_slots=4)
     assert not any(gradient.any() for gradient in gradients(rl, batch).values())
 
@@ -99,22 +111,20 @@ def test_value_loss_moves_the_value_model_alone(kind: Any) -> None:
         rl.value_head.weight.normal_()
     batch = first_batch(rl)
     both = gradients(rl, batch)
-    groups = rl.parameter_groups()
-    batch.returns = rl.values(batch).detach()  # as wanted
-    batch.old_value = batch.returns
+    batch.returns = batch.old_value = rl.values(batch).detach()  # as wanted
     policy_only = gradients(rl, batch)
     names = {id(p): n for n, p in rl.named_parameters()}
-    for parameter in groups[0]:
-        name = names[id(parameter)]
+    of_policy, of_value = ([names[id(p)] for p in group] for group in rl.parameter_groups())
+    for name in of_policy:
         torch.testing.assert_close(both[name], policy_only[name])
-    moved = [names[id(p)] for p in groups[1] if both[names[id(p)]].abs().sum() > 0]
-    assert all(not policy_only[names[id(p)]].any() for p in groups[1])
-    assert len(groups[0]) + len(groups[1]) == sum(p.requires_grad for p in rl.parameters())
+    assert not any(policy_only[name].any() for name in of_value)
+    assert len(of_policy) + len(of_value) == sum(p.requires_grad for p in rl.parameters())
+    moved = [name for name in of_value if both[name].any()]
     assert "value_head.weight" in moved
     if kind == "lora":
         assert any(".lora_B.value." in name for name in moved)
         # Neither an export nor the policy's forward knows the other adapter.
-        assert not any(".lora_A.value." in n for n in map(names.get, map(id, groups[0])))
+        assert not any(".lora_A.value." in name for name in of_policy)
 
 
 def test_groups_are_clipped_apart() -> None:
@@ -142,10 +152,6 @@ def test_temperature_of_training_is_that_of_rollouts() -> None:
     assert given.temperature == 1.0
 
 
-def whole(**options: Any) -> TraceRLModule:
-    return module(policy(lora=False), **options)
-
-
 def with_dropout() -> TraceRLModule:
     backbone = policy(lora=False)
     backbone.add_adapter(LoRASettings(rank=2, dropout=0.1))
@@ -168,13 +174,21 @@ REFUSED: dict[str, Any] = {
     "^value: CoupledViews": lambda: module(
         policy(), value=ValueObjective(), corruption=CoupledViews()
     ),
-    r"^value\.backbone: 'lora'": lambda: whole(value=ValueObjective()),
-    "kl_to: 'initial'": lambda: whole(objective=PolicyObjective(kl_to="initial")),
+    r"^value\.backbone: 'lora'": lambda: module(policy(lora=False), value=ValueObjective()),
+    "kl_to: 'initial'": lambda: module(
+        policy(lora=False), objective=PolicyObjective(kl_to="initial")
+    ),
     r"lora\.dropout": with_dropout,
     "^policy_loss: object": lambda: module(policy(), policy_loss=object()),
     r"^objective\.beta": lambda: module(
         policy(), policy_loss=Plain(), objective=PolicyObjective(beta=0.5)
     ),
+    "^corruption: Autoregressive": lambda: module(policy(), corruption=Autoregressive()),
+    r"^corruption\.weight": lambda: module(policy(), corruption=RandomMasking(weight="1/t")),
+    r"^corruption\.weight: has": lambda: module(
+        policy(**BLOCK), corruption=TraceMasking(weight="none")
+    ),
+    "^packing: expected at least 1, and 1": lambda: module(policy(), packing=3),
     "^clip": lambda: PolicyObjective(clip=2.0),
     "^beta": lambda: PolicyObjective(beta=-1.0),
     "^temperature": lambda: PolicyObjective(temperature=0.0),
@@ -194,47 +208,15 @@ def test_options_of_the_trainer_under_which_no_rl_step_is_whole_are_refused(tmp_
     """Lightning's own defaults become what is needed."""
     trainer = fit(learner(), rollout_data(prompts_per_step=1), tmp_path, steps=1)
     assert trainer.reload_dataloaders_every_n_epochs == 1
-    early: list[Any] = [
-        ModelCheckpoint(dirpath=tmp_path, save_on_train_epoch_end=False),
-        EarlyStopping("rollout/reward", check_on_train_epoch_end=False),
-    ]
-    for name, options in (
-        ("save_on_train_epoch_end: expected true", {"callbacks": early[:1]}),
-        ("check_on_train_epoch_end: expected true", {"callbacks": early[1:]}),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=name):
-            fit(learner(), rollout_data(), tmp_path, **options)
-
-
-class Plain:
-    """REINFORCE by its method alone."""
-
-    def compute(
-        self,
-        log_prob: torch.Tensor,
-        old_log_prob: torch.Tensor,
-        advantage: torch.Tensor,
-        weight: torch.Tensor,
-        *,
-        reference: torch.Tensor | None = None,
-        kl_weight: torch.Tensor | None = None,
-    ) -> LossTerms:
-        total = -(weight * advantage * log_prob).sum()
-        return LossTerms(total, {"policy": total.detach(), "certainty": log_prob.detach().mean()})
-
-
-def test_a_policy_loss_of_ones_own_is_trained_on_and_its_parts_are_logged(tmp_path: Path) -> None:
-    """At a ratio of 1 its gradient is that of the clipped loss."""
-    batch = first_batch(module(policy()))
-    ours, clipped = (
-        gradients(module(policy(), policy_loss=loss), batch) for loss in (Plain(), None)
-    )
-    for name, gradient in clipped.items():
-        torch.testing.assert_close(ours[name], gradient, rtol=1e-7, atol=1e-12)
-    rl = learner(policy_loss=Plain())
-    trainer = fit(rl, rollout_data(prompts_per_step=1), tmp_path, steps=1)
-    assert trainer.callback_metrics["train/certainty"] < 0
-    assert "train/clip_fraction" not in trainer.callback_metrics
+    early: dict[str, Any] = {
+        "save_on": ModelCheckpoint(dirpath=tmp_path, save_on_train_epoch_end=False),
+        "check_on": EarlyStopping("rollout/reward", check_on_train_epoch_end=False),
+    }
+    for name, callback in early.items():
+        with pytest.raises(ValueError, match=f"{name}_train_epoch_end: expected true"):
+            fit(learner(), rollout_data(), tmp_path, callbacks=[callback])
+    with pytest.raises(ValueError, match=r"^response_length: .* 26 positions"):
+        fit(learner(family={"max_positions": 26}), rollout_data(), tmp_path)
 
 
 def test_blocks_grow_in_training_before_they_do_in_rollouts(tmp_path: Path) -> None:
@@ -261,9 +243,49 @@ def test_blocks_grow_in_training_before_they_do_in_rollouts(tmp_path: Path) -> N
     rl = grown(4, "four", steps=1)
     assert (rl.backbone.spec.block_size, rl.row_spec.block_size) == (4, 8)
     records = decoded(rl.backbone, 2)
-    items = rl.rows.items(records)
-    batch = items.batch(every(items)[:1])
+    batch = rl.rows.items(records).batch(torch.tensor([0]))
     spaces = [training_rows(batch, spec).mask for spec in (rl.backbone.spec, rl.row_spec)]
     assert spaces[0].sum() < spaces[1].sum()
     later = grown(8, "eight", steps=2, resume=tmp_path / "last.ckpt")
     assert later.trainer.current_epoch == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"source": "shards"}, "^shards"),
+        ({"responses_per_prompt": 0}, "^responses_per_prompt"),
+        ({"val_response_length": 0}, "^val_response_length"),
+        ({"advantage": "mean"}, "^advantage"),
+        ({"advantage": object()}, "^advantage: object has no method 'compute', which"),
+        ({"responses_per_prompt": 1}, "^responses_per_prompt: .* GroupZScore"),
+        ({"responses_per_prompt": 1, "advantage": "leave_one_out"}, "LeaveOneOut"),
+        ({"overlong_margin": G}, "^overlong_margin"),
+        ({"filters": [object()]}, "^filters"),
+    ],
+)
+def test_settings_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rollout_data(**options)
+
+
+class Falling(Reward):
+    """Pays less in every RL step."""
+
+    name = "falling"
+
+    def __init__(self, rl: TraceRLModule) -> None:
+        self.rl = rl
+
+    def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
+        return [RewardScore(total=-float(self.rl.current_epoch)) for _ in group]
+
+
+def test_early_stopping_looks_at_every_rl_step_when_it_ends(tmp_path: Path) -> None:
+    """The second RL step is the first without a rise; validations come after the second and 4th."""
+    rl = learner()
+    tasks = [WordProblems("test", num_examples=2)]
+    data = rollout_data(rewards=[Falling(rl)], val_tasks=tasks, prompts_per_step=1)
+    stopper = EarlyStopping("rollout/reward_smoothed", mode="max", patience=1)
+    trainer = fit(rl, data, tmp_path, steps=4, callbacks=[stopper], check_val_every_n_epoch=2)
+    assert trainer.current_epoch == 2

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
 from lit_dlm.rl.policy_losses import ClippedPolicyLoss, clipped_objective, k3
 
 
 def test_clipping_by_hand() -> None:
-    """eps 0.2. A = 1: ratios 1.5 and 0.5 give 1.2 and 0.5. A = -1: they give -1.5 and -0.8."""
+    """eps 0.2. A = 1: ratios 1.5 and 0.5 give 1.2 and 0.5. A = -1: they give -1.5 and -0.8.
+
+    A clipped token has no gradient, any other minus its ratio times its advantage.
+    """
     ratio = torch.tensor([1.5, 0.5, 1.5, 0.5])
     advantage = torch.tensor([1.0, 1.0, -1.0, -1.0])
-    found = clipped_objective(ratio, advantage, clip=0.2)
-    torch.testing.assert_close(found, torch.tensor([1.2, 0.5, -1.5, -0.8]))
+    expected = torch.tensor([1.2, 0.5, -1.5, -0.8])
+    torch.testing.assert_close(clipped_objective(ratio, advantage, clip=0.2), expected)
+    log_prob = ratio.log().requires_grad_()
+    loss = ClippedPolicyLoss(beta=0.0)
+    terms = loss.compute(log_prob, torch.zeros(4), advantage, torch.ones(4))
+    terms.total.backward()
+    torch.testing.assert_close(terms.total, -expected.sum())
+    torch.testing.assert_close(log_prob.grad, torch.tensor([0.0, -0.5, 1.5, 0.0]))
+    assert terms.parts["clip_fraction"] == 0.5
 
 
 def test_divergence_is_never_negative_and_zero_at_equality() -> None:
@@ -25,16 +36,6 @@ def test_divergence_is_never_negative_and_zero_at_equality() -> None:
     found = k3(torch.tensor([two, -two]), torch.zeros(2))
     torch.testing.assert_close(found, torch.tensor([two - 0.5, 1.0 - two]))
     assert (k3(torch.randn(100), torch.randn(100)) >= 0).all()
-
-
-def test_a_clipped_token_has_no_gradient() -> None:
-    log_prob = torch.tensor([math.log(1.5), math.log(0.5)], requires_grad=True)
-    terms = ClippedPolicyLoss(beta=0.0).compute(
-        log_prob, torch.zeros(2), torch.tensor([1.0, 1.0]), torch.ones(2)
-    )
-    terms.total.backward()
-    torch.testing.assert_close(log_prob.grad, torch.tensor([0.0, -0.5]))
-    assert terms.parts["clip_fraction"] == 0.5
 
 
 def test_tokens_without_weight_take_no_part() -> None:
@@ -56,31 +57,26 @@ def test_tokens_without_weight_take_no_part() -> None:
     assert all(value.isfinite() for value in terms.parts.values())
 
 
-def test_a_token_that_was_given_up_is_held_but_does_not_decide_the_update() -> None:
-    """d = -12: ``exp(12)`` would be 160,000 nats; the tangent at -2.5 is 8.7 + 9.5 * 11.2."""
-    log_prob = torch.tensor([-13.0, -3.6, -0.5], requires_grad=True)
-    old = torch.tensor([-1.0, -1.0, -1.0])
-    terms = ClippedPolicyLoss(beta=0.5).compute(log_prob, old, torch.zeros(3), torch.ones(3))
-    terms.total.backward()
-    steepest = 1.0 - math.exp(2.5)
-    slopes = torch.tensor([steepest, steepest, 1.0 - math.exp(-0.5)])
-    torch.testing.assert_close(log_prob.grad, 0.5 * slopes)
-    at_bound = math.exp(2.5) - 3.5
-    values = (at_bound - 9.5 * steepest, at_bound - 0.1 * steepest, math.exp(-0.5) - 0.5)
-    assert abs(terms.total.item() - 0.5 * sum(values)) < 1e-4
+@pytest.mark.parametrize(("options", "bound"), [({}, 2.5), ({"max_fall": None}, math.inf)])
+def test_a_token_that_was_given_up_is_held_but_does_not_decide_the_update(
+    options: dict[str, None], bound: float
+) -> None:
+    """d = -12: ``exp(12)`` would be 160,000 nats; the tangent at -2.5 is 8.7 + 9.5 * 11.2.
 
-
-def test_without_a_bound_the_divergence_is_that_of_dllm_rl() -> None:
-    """``exp(-d) - 1 + d`` and its slope ``1 - exp(-d)``, however far a token has fallen."""
-    log_prob = torch.tensor([-13.0, -0.5], dtype=torch.float64, requires_grad=True)
-    old, zero = torch.full_like(log_prob, -1.0).detach(), torch.zeros(2, dtype=torch.float64)
-    loss = ClippedPolicyLoss(beta=1.0, max_fall=None)
+    Without a bound the divergence is dLLM-RL's, ``exp(-d) - 1 + d``, however far a token fell.
+    """
+    log_prob = torch.tensor([-13.0, -3.6, -0.5], dtype=torch.float64, requires_grad=True)
+    old, zero = torch.full_like(log_prob, -1.0).detach(), torch.zeros(3, dtype=torch.float64)
+    loss = ClippedPolicyLoss(beta=0.5, **options)
     total = loss.compute(log_prob, old, zero, zero + 1.0).total
     total.backward()
-    values = math.exp(12.0) - 13.0 + math.exp(-0.5) - 0.5
-    torch.testing.assert_close(total.item(), values)
-    slopes = [1.0 - math.exp(12.0), 1.0 - math.exp(-0.5)]
-    torch.testing.assert_close(log_prob.grad, torch.tensor(slopes, dtype=torch.float64))
+    value, slopes = 0.0, []
+    for fall in (12.0, 2.6, -0.5):
+        held = min(fall, bound)
+        slopes.append(1.0 - math.exp(held))
+        value += math.exp(held) - 1.0 - held - (fall - held) * slopes[-1]
+    torch.testing.assert_close(total.item(), 0.5 * value)
+    torch.testing.assert_close(log_prob.grad, 0.5 * torch.tensor(slopes, dtype=torch.float64))
 
 
 def test_a_huge_ratio_stays_finite() -> None:

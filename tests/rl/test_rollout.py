@@ -1,10 +1,13 @@
-"""The rollout engine: names, noise, what the sampler said, and scores in the record."""
+"""Rollouts: names, noise, what the sampler said, scores in the record, and what is told."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -24,6 +27,7 @@ from lit_dlm.grading import Verdict
 from lit_dlm.modules.sharding import shard_trained
 from lit_dlm.rewards import GroupFilter, Reward, RewardScore, Rollout
 from lit_dlm.rl.advantages import RawReward
+from lit_dlm.rl.progress import RolloutProgress
 from lit_dlm.rl.ranks import Ranks
 from lit_dlm.rl.rollout import (
     SAMPLED,
@@ -53,42 +57,38 @@ def engine(
     return RolloutEngine(rl, method="warm", response_length=G, batch_size=batch_size)
 
 
-def prompts(step: int = 0) -> list:
+def responses(using: RolloutEngine, step: int = 0) -> list[Rollout]:
+    """Three to each of two prompts."""
     problems = [
         (PromptExample(uid=f"task/train/{number}", task="task", text="?"), ids)
         for number, ids in enumerate(([10, 11, 12], [13, 14]))
     ]
-    return rollout_prompts(problems, method="warm", step=step, num_responses=3)
+    return using.generate(rollout_prompts(problems, method="warm", step=step, num_responses=3))
 
 
 def test_a_response_belongs_to_its_name_and_not_to_its_batch() -> None:
-    first = engine(batch_size=6).generate(prompts())
-    second = engine(batch_size=4).generate(prompts())
-    other = engine(batch_size=6).generate(prompts(step=1))
+    """Those that almost fill their budget can count as overlong: dLLM-RL takes five cells off, and
+    with a margin of 3, five tokens of eight are too many."""
+    strict = engine(batch_size=4)
+    strict.overlong_margin = 3
+    first, second = responses(engine(batch_size=6)), responses(strict)
     tokens = [rollout.trajectory.tokens.tolist() for rollout in first]
     assert tokens == [rollout.trajectory.tokens.tolist() for rollout in second]
     assert len({tuple(row) for row in tokens}) == 6
+    other = responses(strict, step=1)
     assert tokens != [rollout.trajectory.tokens.tolist() for rollout in other]
     assert first[4].trajectory.uid == "task/train/1@warm/000000.0001.001"
     assert first[4].trajectory.prompt_ids.tolist() == [13, 14]
-
-
-def test_responses_that_almost_fill_their_budget_can_count_as_overlong() -> None:
-    """dLLM-RL takes five cells off: with a margin of 3, five tokens of eight are too many."""
-    strict = engine()
-    strict.overlong_margin = 3
-    pairs = list(zip(engine().generate(prompts()), strict.generate(prompts()), strict=True))
-    lengths = [one.trajectory.meta["num_tokens"] for one, _ in pairs]
-    assert [one.is_overlong for one, _ in pairs] == [length >= 8 for length in lengths]
-    assert [other.is_overlong for _, other in pairs] == [length >= 5 for length in lengths]
+    lengths = [rollout.trajectory.meta["num_tokens"] for rollout in first]
+    assert [rollout.is_overlong for rollout in first] == [length >= 8 for length in lengths]
+    assert [rollout.is_overlong for rollout in second] == [length >= 5 for length in lengths]
 
 
 @pytest.mark.parametrize("score_on", ["filtered", "raw"])
 def test_the_samplers_probabilities_are_those_of_its_draws(score_on: str) -> None:
     """Temperature 0.5 and top-k 5, recomputed from the state of every step, whatever is scored."""
-    rollouts = engine(temperature=0.5, score_on=score_on)
-    backbone = rollouts.module.backbone
-    for rollout in rollouts.generate(prompts()):
+    using = engine(temperature=0.5, score_on=score_on)
+    for rollout in responses(using):
         record = rollout.trajectory
         found = record.signals[SAMPLED]
         assert rollout.is_overlong == (EOS not in record.tokens)
@@ -99,7 +99,7 @@ def test_the_samplers_probabilities_are_those_of_its_draws(score_on: str) -> Non
         for step in range(record.num_steps):
             ids = torch.from_numpy(record.canvas(step).astype(np.int64))[None]
             with torch.no_grad():
-                logits = backbone.denoise(ids).logits[0, record.num_prompt :] / 0.5
+                logits = using.module.backbone.denoise(ids).logits[0, record.num_prompt :] / 0.5
             least = logits.topk(5, -1).values[:, -1:]
             log_probs = logits.masked_fill(logits < least, -torch.inf).log_softmax(-1)
             for cell in record.committed_at(step).tolist():
@@ -109,7 +109,7 @@ def test_the_samplers_probabilities_are_those_of_its_draws(score_on: str) -> Non
 
 
 def test_scores_go_into_the_record_and_records_into_order() -> None:
-    rollouts = engine().generate(prompts())
+    rollouts = responses(engine())
     score = RewardScore(
         total=0.5,
         token_rewards=np.ones(G, np.float32),
@@ -153,10 +153,7 @@ def _collected(rank: int, world_size: int, slots: int) -> tuple[list[bytes], set
     if world_size > 1:
         dist.init_process_group("gloo")
     settings = rollout_data(
-        rewards=[Alike()],
-        filters=[DropMixed()],
-        prompts_per_step=5,
-        rollout_batch_size=slots,
+        rewards=[Alike()], filters=[DropMixed()], prompts_per_step=5, rollout_batch_size=slots
     )
     uneven = Decoder(
         policy=ThresholdPolicy(0.4),
@@ -166,20 +163,16 @@ def _collected(rank: int, world_size: int, slots: int) -> tuple[list[bytes], set
     rl = learner(decoders={"uneven": uneven}).eval()
     source = OnlineRollouts(rl, "uneven", settings)
     ranks = Ranks(rank, world_size)
-    found: list[bytes] = []
-    steps: set[int] = set()
-    kept: set[bool] = set()
+    found, steps, kept = [], set(), set()
     for step in range(2):
         if rank:
             time.sleep(0.05)  # the others take more then
-        told: list[tuple[str, int, int]] = []
-
-        def report(*one: Any, told: Any = told) -> None:
-            told.append(one)
-
+        report = Mock()
         rollouts = source.collect(step, 5 * step, version=7, ranks=ranks, report=report)
+        told = [call.args for call in report.call_args_list]
         share = -(-15 // world_size)
-        assert all(one[0] == "rollout" and one[1] <= one[2] == share for one in told)
+        assert told
+        assert all(name == "rollout" and done <= total == share for name, done, total in told)
         assert rollouts.num_prompts == 5
         found += [encode_block([record]) for record in rollouts.records]
         steps |= {record.num_steps for record in rollouts.records}
@@ -195,8 +188,7 @@ def test_records_do_not_depend_on_slots_or_processes() -> None:
     expected = _, steps, kept = _collected(0, 1, 1)
     assert len(steps) > 2  # rows do not end together
     assert kept == {True, False}
-    for slots in (8, 64):
-        assert _collected(0, 1, slots) == expected
+    assert _collected(0, 1, 64) == expected
     for count in (2, 3):
         for found in in_processes(count, _collected, count, 4):
             assert found == expected
@@ -215,11 +207,8 @@ def _one_response(rank: int, world_size: int) -> tuple[bytes, bool, list[float]]
     source.close()
     with torch.no_grad():
         logits = rl.backbone(torch.arange(8, 14)[None])[0, :, 8:12]
-    return (
-        encode_block(rollouts.records),
-        bool(rollouts.times["occupancy"]),
-        logits.flatten().tolist(),
-    )
+    is_busy = bool(rollouts.times["occupancy"])
+    return encode_block(rollouts.records), is_busy, logits.flatten().tolist()
 
 
 @pytest.mark.ddp
@@ -230,3 +219,38 @@ def test_a_process_without_rows_waits_for_the_others_under_fsdp() -> None:
     for one, _, others in found:
         assert one == block
         np.testing.assert_allclose(others, logits, rtol=1e-9)
+
+
+class Bar:
+    def __init__(self, shows: bool) -> None:
+        self.shows = shows
+        self.texts: list[str] = []
+
+    def on_rollout_progress(self, text: str, done: int, total: int) -> bool:
+        self.texts.append(f"{text} ({done} of {total})")
+        return self.shows
+
+
+def test_time_left_follows_from_the_rate(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """30 s for a quarter leave 90 s; the log is used where no bar shows it, at intervals."""
+    clock = [100.0]
+    monkeypatch.setattr("lit_dlm.rl.progress.time.monotonic", lambda: clock[0])
+
+    def told(*callbacks: Any, done: int, first: bool = True) -> None:
+        trainer: Any = SimpleNamespace(is_global_zero=first, callbacks=[object(), *callbacks])
+        progress = RolloutProgress(trainer, 3)
+        for number in range(1, done + 1):
+            clock[0] += 30.0 if number == 1 else 1.0
+            progress("rollout", number, 4)
+
+    bar, hidden = Bar(True), Bar(False)
+    caplog.set_level(logging.INFO)
+    told(bar, done=2)
+    told(hidden, done=2)
+    told(done=2)
+    told(done=1, first=False)
+    assert bar.texts[0] == "RL step 3: rollout 1/4, 1:30 left (1 of 4)"
+    assert len(hidden.texts) == 2
+    assert caplog.messages == ["RL step 3: rollout 1/4, 1:30 left"] * 2

@@ -1,19 +1,25 @@
-"""Dealing, advantages and old log-probabilities of one RL step."""
+"""Dealing, advantages and old log-probabilities of one RL step, and what a row counts in it."""
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
+from lit_dlm.callbacks import RewardCurve
 from lit_dlm.losses.corruption import RandomMasking, TraceMasking
+from lit_dlm.rewards import Reward, RewardScore, Rollout
 from lit_dlm.rl.advantages import GroupZScore, RawReward
-from lit_dlm.rl.items import RolloutBatch
-from lit_dlm.rl.rollout import Rollouts
+from lit_dlm.rl.rollout import Rollouts, no_report
 from lit_dlm.rl.settings import PolicyObjective, ValueObjective
 from lit_dlm.rl.step import (
     MicroBatch,
@@ -31,6 +37,8 @@ from tests.rollouts import (
     decoded,
     direct_log_probs,
     every,
+    fit,
+    learner,
     module,
     policy,
     prepared,
@@ -50,58 +58,40 @@ def one_update(batches: list[MicroBatch]) -> Counter[tuple[int, float]]:
     )
 
 
-def test_every_item_is_dealt_once_and_processes_take_equal_steps() -> None:
-    """21 items, at most 2 * 2 * 2 an update: three of seven, whose items weigh 8/7."""
-    options: dict[str, Any] = {"batch_size": 2, "accumulate": 2, "world_size": 2, "seed": (4,)}
-    ranks = [dealt(21, rank=rank, **options) for rank in range(2)]
-    assert len(ranks[0]) == len(ranks[1]) == 6
-    assert all(1 <= len(items) <= 2 for batches in ranks for items, _ in batches)
-    found = [one_update([*ranks[0][at : at + 2], *ranks[1][at : at + 2]]) for at in (0, 2, 4)]
-    assert [len(update) for update in found] == [7, 7, 7]
-    assert {factor for update in found for _, factor in update} == {round(8 / 7, 6)}
-    assert sorted(item for update in found for item, _ in update) == list(range(21))
+@pytest.mark.parametrize(
+    ("counts", "sizes"),
+    [
+        ((5,), (5,)),
+        ((16,), (8, 8)),
+        ((17,), (6, 6, 5)),  # never a step from a single row
+        ((21,), (7, 7, 7)),
+        ((9, 3, 7), (5, 4, 3, 7)),  # no update mixes passes
+    ],
+)
+def test_updates_are_even_shares_of_all_items_on_any_number_of_processes(
+    counts: tuple[int, ...], sizes: tuple[int, ...]
+) -> None:
+    """At most eight items an update; those of smaller ones weigh more."""
+    alone = dealt(*counts, batch_size=2, accumulate=4, seed=(1,))
+    options: dict[str, Any] = {"batch_size": 2, "accumulate": 2, "world_size": 2, "seed": (1,)}
+    pair = [dealt(*counts, rank=rank, **options) for rank in range(2)]
+    # Only the last update may have fewer batches.
+    assert len(alone) == 4 * len(sizes) - 4 - (-sizes[-1] // 2)
+    assert [len(batches) for batches in pair] == [2 * len(sizes) - 2 - (-sizes[-1] // 4)] * 2
+    seen: list[int] = []
+    for step, size in enumerate(sizes):
+        both = [batch for batches in pair for batch in batches[2 * step : 2 * step + 2]]
+        assert all(1 <= len(items) <= 2 for items, _ in both)
+        update = one_update(both)
+        assert update == one_update(alone[4 * step : 4 * step + 4])
+        assert [*update.values()] == [1] * size
+        assert {factor for _, factor in update} == {round(8 / size, 6)}
+        seen += [item for item, _ in update]
+    for begin, end in pairwise([0, *np.cumsum(counts)]):
+        assert sorted(seen[begin:end]) == list(range(begin, end))
 
 
-def test_items_are_spread_evenly_over_updates() -> None:
-    """65 at 64 an update: 33 and 32, never a step from a single row."""
-    found = [(len(items), factor) for items, factor in dealt(65, batch_size=64)]
-    assert found == [(33, 64 / 33), (32, 2.0)]
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_no_update_mixes_passes(world_size: int) -> None:
-    """Passes of 8 and 7 items, 6 an update: 4, 4, 4 and 3, each item once in its own pass."""
-    step = 6 // world_size
-    ranks = [
-        dealt(8, 7, batch_size=1, accumulate=step, rank=rank, world_size=world_size)
-        for rank in range(world_size)
-    ]
-    assert [len(batches) for batches in ranks] == [3 * step - (-3 // world_size)] * world_size
-    updates = [
-        one_update([one for batches in ranks for one in batches[at * step : (at + 1) * step]])
-        for at in range(4)
-    ]
-    assert [sorted(update.values()) for update in updates] == [[1] * n for n in (4, 4, 4, 3)]
-    assert [{factor for _, factor in update} for update in updates] == [{1.5}, {1.5}, {1.5}, {2.0}]
-    items = [{item for item, _ in update} for update in updates]
-    assert items[0] | items[1] == set(range(8))
-    assert items[2] | items[3] == set(range(8, 15))
-
-
-@pytest.mark.parametrize("count", [5, 16, 17, 21])
-def test_two_processes_train_on_what_one_does_with_twice_the_accumulation(count: int) -> None:
-    alone = dealt(count, batch_size=2, accumulate=4, seed=(1,))
-    pair = [
-        dealt(count, batch_size=2, accumulate=2, rank=rank, world_size=2, seed=(1,))
-        for rank in (0, 1)
-    ]
-    for step in range(-(-count // 8)):
-        both = [*pair[0][2 * step : 2 * step + 2], *pair[1][2 * step : 2 * step + 2]]
-        assert one_update(alone[4 * step : 4 * step + 4]) == one_update(both)
-
-
-def test_a_short_process_gets_copies_without_weight() -> None:
-    """One item for two processes."""
+def test_one_item_for_two_processes_gives_one_a_copy_without_weight() -> None:
     for rank, factor in ((0, 8.0), (1, 0.0)):
         ((items, found),) = dealt(1, batch_size=4, rank=rank, world_size=2)
         assert (items.tolist(), found) == ([0], factor)
@@ -122,11 +112,9 @@ def test_a_copy_that_fills_up_keeps_the_scores_of_the_trained_batch() -> None:
     units = items.units(real)
     fill_old_scores(rl, [MicroBatch(real, 1.0)], items)
     expected = items.old_log_prob[units]
-    for batches in (
-        [MicroBatch(real, 1.0), MicroBatch(first, 0.0), MicroBatch(sixth, 0.0)],
-        [MicroBatch(first, 0.0), MicroBatch(sixth, 0.0), MicroBatch(real, 1.0)],
-    ):
-        fill_old_scores(rl, batches, items)
+    batches = [MicroBatch(first, 0.0), MicroBatch(sixth, 0.0), MicroBatch(real, 1.0)]
+    for order in (batches, batches[::-1]):
+        fill_old_scores(rl, order, items)
         assert items.old_log_prob[units].equal(expected)
         assert items.old_log_prob[items.units(sixth)].all()
 
@@ -163,9 +151,7 @@ def test_token_rewards_flow_back_along_the_steps() -> None:
     last = [c for c in cells if first.commit_step[c] == first.commit_step[late]]
     earlier = [cell for cell in cells if cell not in last]
     assert table[0, late] == 2.0
-    torch.testing.assert_close(
-        table[0, earlier], torch.full((len(earlier),), 2.0 / len(last), dtype=torch.float64)
-    )
+    assert table[0, earlier].tolist() == pytest.approx([2.0 / len(last)] * len(earlier))
     assert table[1, answer_cells(second)].unique().tolist() == [1.0]
 
 
@@ -175,12 +161,8 @@ def test_values_are_read_at_the_states_of_the_decode(name: str, kind: Any) -> No
     """Whatever is trained on, here random masks: g = l = 1 gives A = R - V of the trace's state."""
     backbone = policy(**FAMILIES[name]).eval()
     own = policy(**FAMILIES[name], initializer_range=0.2).eval() if kind == "full" else None
-    rl = module(
-        backbone,
-        corruption=RandomMasking(min_t=0.5),
-        value=ValueObjective(backbone=kind),
-        value_backbone=own,
-    )
+    value = ValueObjective(backbone=kind)
+    rl = module(backbone, corruption=RandomMasking(min_t=0.5), value=value, value_backbone=own)
     rl.double().eval()
     with torch.no_grad():
         rl.value_head.weight.normal_()
@@ -196,22 +178,21 @@ def test_values_are_read_at_the_states_of_the_decode(name: str, kind: Any) -> No
     ):
         record = records[row]
         assert returns == record.meta["reward"]
-        ids = torch.from_numpy(record.canvas(int(record.commit_step[cell])).astype("int64"))
+        ids = torch.from_numpy(record.canvas(int(record.commit_step[cell])).astype("int64"))[None]
+        start = record.num_prompt
         with torch.no_grad(), backbone.using_adapter("value" if kind == "lora" else "default"):
-            hidden = reader.denoise(
-                ids[None], hidden_layers=(-1,), response_start=record.num_prompt
-            ).hidden
-            value = float(rl.value_head(hidden[0, record.num_prompt + cell]))
-        assert abs(float(advantage) - (record.meta["reward"] - value)) < 1e-5
-    means = []
+            hidden = reader.denoise(ids, hidden_layers=(-1,), response_start=start).hidden
+            expected = float(rl.value_head(hidden[0, start + cell]))
+        assert abs(float(advantage) - (record.meta["reward"] - expected)) < 1e-5
+    stored = []
     for record, row in zip(found.with_signals(records), found.members, strict=True):
-        value, advantage = (record.signals[f"commit_{n}"] for n in ("value", "advantage"))
+        values, advantages = (record.signals[f"commit_{n}"] for n in ("value", "advantage"))
         cells = row[: record.num_generated].numpy()
-        assert np.isnan(value[~cells]).all()
-        expected = record.meta["reward"] - value[cells].astype(np.float32)
-        np.testing.assert_allclose(advantage[cells], expected, atol=1e-2)
-        means.extend(value[cells].tolist())
-    assert np.ptp(means) > 0.1
+        assert np.isnan(values[~cells]).all()
+        wanted = record.meta["reward"] - values[cells].astype(np.float32)
+        np.testing.assert_allclose(advantages[cells], wanted, atol=1e-2)
+        stored.extend(values[cells].tolist())
+    assert np.ptp(stored) > 0.1
 
 
 @pytest.mark.parametrize("name", ["dream", "block from the response"])
@@ -221,26 +202,19 @@ def test_capped_rows_cap_the_values(name: str, monkeypatch: pytest.MonkeyPatch) 
     records = decoded(backbone, 6, per_step=1)
     tables, forwards = [], []
     for rows, given in ((None, {}), (2, {}), (2, {"gamma": 0.9})):
-        rl = module(
-            backbone,
-            corruption=TraceMasking(padding="replayed", rows_per_sample=rows),
-            value=ValueObjective(backbone="head", **given),
-        )
+        corruption = TraceMasking(padding="replayed", rows_per_sample=rows)
+        value = ValueObjective(backbone="head", **given)
+        rl = module(backbone, corruption=corruption, value=value)
         rl.double().eval()
         torch.nn.init.normal_(rl.value_head.weight, generator=torch.Generator().manual_seed(0))
-        seen: list[int] = []
-        plain = rl.values
-
-        def values(batch: RolloutBatch, plain: Any = plain, seen: Any = seen) -> torch.Tensor:
-            seen.append(len(batch.sample))
-            return plain(batch)
-
+        values = Mock(wraps=rl.values)
         monkeypatch.setattr(rl, "values", values)
         items = rl.rows.items(records)
         found = fill_advantages(rl, items, advantage=RawReward(), batch_size=3)
         tables.append(unit_table(items, "advantage", 6))
         assert found.members.equal(~tables[-1].isnan()) or given
-        forwards.append((sum(seen), len(items)))
+        num_valued = sum(len(call.args[0].sample) for call in values.call_args_list)
+        forwards.append((num_valued, len(items)))
     known = ~tables[1].isnan()
     torch.testing.assert_close(tables[1][known], tables[0][known], rtol=0, atol=1e-6)
     assert known.sum() < (~tables[0].isnan()).sum()
@@ -250,47 +224,18 @@ def test_capped_rows_cap_the_values(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert capped == (12, 12)
 
 
-@pytest.mark.parametrize("words", [None, 12])
-def test_old_log_probs_are_those_of_the_training_forward(words: int | None) -> None:
-    """Those of the sampler, too, which never proposes tokens of pictures."""
-    backbone = policy(text_vocab_size=words).eval()
-    rl, records = module(backbone), decoded(backbone, 6)
-    items = rl.rows.items(records)
-    batches = shard_items(items.size.numpy(), batch_size=5)
-    mismatch, _, count = fill_old_scores(rl, batches, items).tolist()
-    table = unit_table(items, "old_log_prob", 6)
-    for row, record in enumerate(records):
-        cells = answer_cells(record)
-        torch.testing.assert_close(
-            table[row, cells], direct_log_probs(backbone, record)[cells], rtol=0, atol=1e-10
-        )
-    assert count > 20
-    assert mismatch / count < 1e-6
-    for numbers, factor in batches:
-        batch = items.batch(numbers, factor=factor, num_slots=5)
-        # The ratio is 1 at the first update, to the last bit.
-        assert rl.score(batch).log_prob.equal(batch.old_log_prob)
-
-
 def test_the_initial_policy_is_the_one_without_the_adapter() -> None:
     backbone = policy().eval()
-    rl = module(backbone, objective=PolicyObjective(kl_to="initial"))
     records = decoded(backbone, 4)
-    items, _ = prepared(rl, records)
+    items, _ = prepared(module(backbone, objective=PolicyObjective(kl_to="initial")), records)
     bare = policy(lora=False).eval()
-    bare.load_state_dict(
-        {
-            key.replace(".base_layer", ""): value
-            for key, value in backbone.state_dict().items()
-            if ".lora_" not in key
-        }
-    )
-    table = unit_table(items, "reference", 4)
+    weights = {key.replace(".base_layer", ""): w for key, w in backbone.state_dict().items()}
+    bare.load_state_dict({key: w for key, w in weights.items() if ".lora_" not in key})
+    found = unit_table(items, "reference", 4)
     for row, record in enumerate(records):
         cells = answer_cells(record)
-        torch.testing.assert_close(
-            table[row, cells], direct_log_probs(bare, record)[cells], rtol=1e-6, atol=1e-6
-        )
+        expected = direct_log_probs(bare, record)[cells]
+        torch.testing.assert_close(found[row, cells], expected, rtol=1e-6, atol=1e-6)
 
 
 class Given:
@@ -302,42 +247,33 @@ class Given:
     def collect(self, step: int, cursor: int, **_: Any) -> Rollouts:
         return Rollouts(self.records, 3, {"rollout": 1.0})
 
-    def close(self) -> None:
-        """Nothing runs beside."""
-
 
 def step_on(records: list[Trajectory], before: RLProgress, **options: Any) -> RLStep:
-    rl = module(policy()).eval()
-    return rl_step(rl, Given(records), rollout_data(batch_size=4, **options), before)
+    rl, report = module(policy()).eval(), options.pop("report", no_report)
+    settings = rollout_data(batch_size=4, **options)
+    return rl_step(rl, Given(records), settings, before, report=report)  # type: ignore[arg-type]
 
 
 def test_an_rl_step_needs_no_trainer() -> None:
     """Rewards 0 and 1 in three groups, one dropped: -1 and 1 for the others, each state once."""
-    rl, records = module(policy()).eval(), decoded(policy(), 6)
+    records = decoded(policy(), 6)
     records[:2] = [record.with_meta(kept=False) for record in records[:2]]
     told: list[tuple[str, int, int]] = []
-    step = rl_step(
-        rl,
-        Given(records),
-        rollout_data(batch_size=4),
-        RLProgress(step=4, cursor=9, skipped=1, smoothed=1.0),
-        report=lambda *one: told.append(one),
-    )
+    before = RLProgress(step=4, cursor=9, skipped=1, smoothed=1.0)
+    step = step_on(records, before, report=lambda *one: told.append(one))
     assert step.progress == RLProgress(step=5, cursor=12, skipped=1, smoothed=0.95)
     assert [record.uid for record in step.records] == [record.uid for record in records]
     dealt_items = [item for items, factor in step.batches if factor for item in items.tolist()]
     assert sorted(dealt_items) == every(step.items).tolist()
     rewards = [step.items.records[number].meta["reward"] for number in step.items.record.tolist()]
-    assert set(zip(rewards, step.items.advantage.tolist(), strict=True)) == {
-        (0.0, -1.0),
-        (1.0, 1.0),
-    }
+    pairs = set(zip(rewards, step.items.advantage.tolist(), strict=True))
+    assert pairs == {(0.0, -1.0), (1.0, 1.0)}
     assert np.isnan(step.records[0].signals["commit_advantage"]).all()
     assert step.facts["rollout/items"] == len(step.items)
     assert step.facts["rollout/kept_groups"] == 2.0
     assert step.facts["rollout/mismatch"] < 1e-6
     batch = step.batch(0)
-    assert rl.score(batch).log_prob.equal(batch.old_log_prob)
+    assert module(policy()).eval().score(batch).log_prob.equal(batch.old_log_prob)
     assert told[-1] == ("old log-probabilities", len(step.batches), len(step.batches))
 
 
@@ -352,17 +288,80 @@ def test_an_rl_step_without_kept_groups_has_one_batch_without_weight() -> None:
     assert not step.batch(0).weight.any()
 
 
-class Wrong:
-    """Gives one number too few, or one that is none."""
+@pytest.mark.parametrize("found", [[0.0], [0.0, float("nan")]])
+def test_an_advantage_that_is_no_number_per_response_is_refused(
+    found: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One number too few, or one that is none."""
+    monkeypatch.setattr(RawReward, "compute", lambda *_: torch.tensor(found))
+    with pytest.raises(ValueError, match="advantage: RawReward must give 2 finite numbers"):
+        step_on(decoded(policy(), 6), RLProgress(), advantage=RawReward())
 
-    def __init__(self, last: list[float]) -> None:
-        self.last = last
 
-    def compute(self, rewards: torch.Tensor) -> torch.Tensor:
-        return torch.tensor([0.0, *self.last])
+class HashReward(Reward):
+    """Arbitrary numbers, so that every response differs."""
+
+    name = "hash"
+
+    def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
+        return [RewardScore(total=zlib.crc32(r.text.encode()) % 100 / 100) for r in group]
 
 
-@pytest.mark.parametrize("last", [[], [float("nan")]])
-def test_an_advantage_that_is_no_number_per_response_is_refused(last: list[float]) -> None:
-    with pytest.raises(ValueError, match="advantage: Wrong must give 2 finite numbers"):
-        step_on(decoded(policy(), 6), RLProgress(), advantage=Wrong(last))
+def standing(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{**group, "lr": 0.0} for group in params])
+
+
+@pytest.mark.slow
+def test_capped_rows_have_the_gradient_of_all_on_average() -> None:
+    """Of the response with most items, each pushing its tokens elsewhere, in one update: the mean
+    over all six pairs of its four rows is the gradient without a cap."""
+    records = [max(decoded(policy().eval(), 12), key=lambda record: len(answer_cells(record)))]
+
+    def gradients(rows_per_sample: int | None, seeds: range) -> dict[Any, torch.Tensor]:
+        corruption = TraceMasking(padding="replayed", rows_per_sample=rows_per_sample)
+        rl, found = module(policy(), corruption=corruption).eval(), {}
+        for rl.rows.seed in seeds:
+            items = rl.rows.items(records)
+            rows = frozenset(tuple(row) for row in items.supervised.tolist())
+            if rows in found:
+                continue
+            items.advantage = items.cell.float() - 2.5
+            (share,) = shard_items(items.size.numpy(), batch_size=50)
+            fill_old_scores(rl, [share], items)
+            rl.zero_grad()
+            rl.training_step(items.batch(share.items, factor=share.factor, num_slots=50)).backward()
+            trained = [p.grad.flatten() for p in rl.parameters() if p.grad is not None]
+            found[rows] = torch.cat(trained)
+        return found
+
+    ((rows, whole),) = gradients(None, range(1)).items()
+    assert len(rows) == 4
+    pairs = gradients(2, range(60))
+    assert len(pairs) == 6
+    mean = torch.stack(list(pairs.values())).mean(0)
+    torch.testing.assert_close(mean, whole, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow  # a whole RL step in each of four ways
+def test_what_is_logged_does_not_depend_on_how_rows_are_dealt(tmp_path: Path) -> None:
+    """The weights stand still, so that one update and several see the same."""
+    found = []
+    for batch_size, accumulate in ((96, 1), (8, 64), (1, 1000), (8, 1)):
+        curve = RewardCurve(str(tmp_path / f"{batch_size}-{accumulate}"))
+        rl = learner(value=ValueObjective(backbone="head", lr=0.0), optimizer=standing)
+        torch.nn.init.normal_(rl.value_head.weight, std=0.1)
+        data = rollout_data(
+            rewards=[HashReward()], batch_size=batch_size, advantage="none", prompts_per_step=2
+        )
+        options = {"callbacks": [curve], "accumulate_grad_batches": accumulate}
+        fit(rl, data, curve.folder, steps=1, **options)
+        found.append({k: v for k, v in curve.points[0].items() if k.startswith("train/")})
+    names = ("loss", "policy_loss", "value_loss", "value_error", "value_explained", "entropy")
+    first, *others, several = found
+    assert all(abs(first[f"train/{name}"]) > 1e-2 for name in names)
+    for other in others:
+        for name in names:
+            assert other[f"train/{name}"] == pytest.approx(first[f"train/{name}"], rel=1e-5)
+    # Updates of different size count alike in the mean over updates, tokens always do.
+    for name in ("value_error", "value_explained"):
+        assert several[f"train/{name}"] == pytest.approx(first[f"train/{name}"], rel=1e-5)
