@@ -28,14 +28,11 @@ def stream(**options: object) -> PretrainDataModule:
 
 
 def equal(first: PretrainBatch, second: PretrainBatch) -> bool:
-    same = (
-        torch.equal(first.ids, second.ids)
-        and torch.equal(first.hidden, second.hidden)
-        and torch.equal(first.pad_mask, second.pad_mask)
-    )
+    names = ("ids", "hidden", "pad_mask")
+    same = all(getattr(first, name).equal(getattr(second, name)) for name in names)
     if first.drill is None or second.drill is None:
         return same and first.drill is second.drill
-    return same and torch.equal(first.drill.hidden, second.drill.hidden)
+    return same and first.drill.hidden.equal(second.drill.hidden)
 
 
 def test_rows_are_padding_prompt_response_and_end_of_text() -> None:
@@ -77,19 +74,18 @@ def test_an_update_has_the_same_batches_for_any_number_of_processes(
 ) -> None:
     """From step 9 on; all batches of a step have drills, or none."""
     size = world_size * accumulate
-    found = []
-    for rank in range(world_size):
-        data = stream()
-        data.trainer = SimpleNamespace(  # type: ignore[assignment]
-            global_step=9,
-            global_rank=rank,
-            world_size=world_size,
-            accumulate_grad_batches=accumulate,
-        )
-        found.append(islice(iter(data.train_dataloader()), 2 * accumulate))
+
+    def ready(rank: int, world_size: int, accumulate: int) -> PretrainDataModule:
+        data, where = stream(), {"global_step": 9, "global_rank": rank, "world_size": world_size}
+        data.trainer = SimpleNamespace(accumulate_grad_batches=accumulate, **where)  # type: ignore[assignment]
+        return data
+
+    found = [
+        islice(ready(rank, world_size, accumulate).train_dataloader(), 2 * accumulate)
+        for rank in range(world_size)
+    ]
     in_turn = list(chain.from_iterable(zip(*found, strict=True)))
-    alone = stream()
-    alone.trainer = SimpleNamespace(world_size=1, accumulate_grad_batches=size)  # type: ignore[assignment]
+    alone = ready(0, 1, size)
     assert len(in_turn) == 2 * size
     assert all(
         equal(batch, alone.batch(number)) for number, batch in enumerate(in_turn, start=9 * size)
@@ -116,28 +112,24 @@ def test_drills_are_dense_at_first_and_hide_mostly_results() -> None:
     results, others = [], []
     for ids, hidden, real in zip(drill.ids, drill.hidden, drill.pad_mask, strict=True):
         behind_equals = False
-        for token, is_hidden in zip(
-            tokenizer.convert_ids_to_tokens(ids[real]), hidden[real].tolist(), strict=True
-        ):
-            if token == "=":
-                behind_equals = True
-            elif not token.isdigit():
-                behind_equals = False
-            elif behind_equals:
-                results.append(is_hidden)
-                continue
-            others.append(is_hidden)
+        tokens = tokenizer.convert_ids_to_tokens(ids[real])
+        for token, is_hidden in zip(tokens, hidden[real].tolist(), strict=True):
+            behind_equals = token == "=" or (behind_equals and token.isdigit())
+            (results if behind_equals and token != "=" else others).append(is_hidden)
     # About 500 result digits and 1,600 other tokens: standard deviations 0.018 and 0.008.
     assert abs(sum(results) / len(results) - 0.8) < 0.07
     assert abs(sum(others) / len(others) - 0.1) < 0.035
 
 
-def test_a_completion_that_does_not_fit_is_an_error() -> None:
-    with pytest.raises(ValueError, match="response_length"):
-        stream(sources=[Sudoku("train")], response_length=19).batch(0)
-
-
-@pytest.mark.parametrize("option", [{"sources": []}, {"shares": [1.0, 2.0]}])
-def test_wrong_options_are_named(option: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=next(iter(option))):
-        stream(**option)
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"sources": []}, "sources"),
+        ({"shares": [1.0, 2.0]}, "shares"),
+        # A completion does not fit.
+        ({"sources": [Sudoku("train")], "response_length": 19}, "response_length"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, object], name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        stream(**options).batch(0)

@@ -19,14 +19,9 @@ SEVEN = [f"letters/test/{n}" for n in range(7)]
 
 
 def _module() -> DecodeModule:
-    module = DecodeModule(
-        TableBackbone(logits_for([4], [0.9])),
-        tokenizer="none",
-        decoders={
-            "one": Decoder(policy=ConfidencePolicy()),
-            "two": Decoder(policy=RandomPolicy()),
-        },
-    )
+    decoders = {"one": Decoder(policy=ConfidencePolicy()), "two": Decoder(policy=RandomPolicy())}
+    backbone = TableBackbone(logits_for([4], [0.9]))
+    module = DecodeModule(backbone, tokenizer="none", decoders=decoders)
     module.__dict__["tokenizer"] = ByteTokenizer()
     return module
 
@@ -45,7 +40,10 @@ def data(**options: object) -> PromptDataModule:
 
 
 def test_each_method_sees_each_example_once_and_in_order():
-    assert work(data(batch_size=3)) == [(m, uid) for m in ("one", "two") for uid in SEVEN]
+    prompts = data(batch_size=3)
+    assert work(prompts) == [(m, uid) for m in ("one", "two") for uid in SEVEN]
+    stream = prompts.streams()[0]
+    assert stream.encode(stream.examples[1]) == [7, 10 + ord("b")]  # with the template
 
 
 def test_what_is_done_is_left_out():
@@ -69,22 +67,21 @@ class _Learned(RandomPolicy):
 
 
 def test_a_policy_that_never_saw_the_task_is_named(caplog: pytest.LogCaptureFixture):
-    for task, count in (("letters", 0), ("sudoku", 1)):
-        caplog.clear()
-        module = _module()
+    module = _module()
+    for task in ("letters", "sudoku"):
         module.decoders["two"] = Decoder(policy=_Learned([task]))
         work(data(methods=["two"]), module)
-        found = [r.getMessage() for r in caplog.records if "never saw letters" in r.getMessage()]
-        assert len(found) == count
-        assert all(text.startswith("two: its policy was trained on sudoku") for text in found)
+    (told,) = [message for message in caplog.messages if "never saw letters" in message]
+    assert told.startswith("two: its policy was trained on sudoku")
 
 
 def test_responses_of_a_prompt_share_method_and_length_and_have_names_of_their_own():
+    """With one method each, all examples are covered and both are used."""
     prompts = data(assignment="one", response_length=[3, 4, 5], responses_per_prompt=3)
     module = _module()
     module.decoders["one"] = Decoder(policy=RandomPolicy())
-    uids = {uid for _, uid in work(prompts, module)}
-    assert uids == {f"{uid}{suffix}" for uid in SEVEN for suffix in ("", "#1", "#2")}
+    uids = [uid for _, uid in work(prompts, module)]
+    assert sorted(uids) == sorted(f"{uid}{end}" for uid in SEVEN for end in ("", "#1", "#2"))
     of_prompt: dict[str, set[tuple[str, int]]] = {}
     for stream in prompts.streams():
         for example in stream.examples:
@@ -92,6 +89,7 @@ def test_responses_of_a_prompt_share_method_and_length_and_have_names_of_their_o
             found.add((stream.method, stream.response_length))
     assert all(len(found) == 1 for found in of_prompt.values())
     assert len(set.union(*of_prompt.values())) > 2
+    assert {method for ((method, _),) in of_prompt.values()} == {"one", "two"}
 
 
 def test_a_method_that_draws_nothing_gives_one_response():
@@ -103,26 +101,11 @@ def test_a_method_that_draws_nothing_gives_one_response():
     assert Decoder(policy=ConfidencePolicy(), sampler=Sampler(temperature=0.1)).draws
 
 
-def test_one_method_per_example_covers_all_examples_and_uses_both():
-    found = work(data(assignment="one"))
-    assert sorted(uid for _, uid in found) == SEVEN
-    assert {method for method, _ in found} == {"one", "two"}
-
-
-def test_prompts_are_encoded_with_the_template():
-    prompts = data(methods=["two"])
-    work(prompts)
-    (stream,) = prompts.streams()
-    assert stream.encode(stream.examples[1]) == [7, 10 + ord("b")]
-
-
 def test_long_prompts_come_first():
     class Words(Letters):
         def examples(self) -> list[PromptExample]:
-            return [
-                replace(one, text=one.text * (1 + n % 3))
-                for n, one in enumerate(super().examples())
-            ]
+            given = super().examples()
+            return [replace(one, text=one.text * (1 + n % 3)) for n, one in enumerate(given)]
 
     found = work(data(tasks=[Words(7)], methods=["one"]))
     assert [uid[-1] for _, uid in found] == [*"25", *"14", *"036"]
@@ -142,14 +125,6 @@ def test_a_loader_gives_as_many_batches_as_it_says(batch_size: int, sizes: list[
     assert [e.uid for one in found for e in one.examples] == SEVEN
 
 
-def test_a_prompt_that_is_too_long_is_named():
-    prompts = data(max_prompt_length=1)
-    work(prompts)
-    stream = prompts.streams()[0]
-    with pytest.raises(ValueError, match=r"letters/test/0: the prompt has 2 tokens, .* = 1"):
-        stream.encode(stream.examples[0])
-
-
 @pytest.mark.parametrize(
     ("options", "name"),
     [
@@ -159,6 +134,7 @@ def test_a_prompt_that_is_too_long_is_named():
         ({"batch_size": 0}, "batch_size"),
         ({"response_length": []}, "response_length"),
         ({"methods": ["three"]}, "methods"),
+        ({"max_prompt_length": 1}, "letters/test/0: the prompt has 2 tokens, .* = 1"),
         ({"mix": {"total": 0, "weights": {"letters": 1}}}, r"mix\.total"),
         ({"mix": {"total": 1, "weights": {"letters": 0}}}, r"mix\.weights\.letters"),
         ({"mix": {"total": 1, "weights": {"other": 1}}}, r"mix\.weights"),
@@ -168,7 +144,10 @@ def test_a_prompt_that_is_too_long_is_named():
 def test_bad_settings_are_named(options: dict, name: str):
     def run() -> None:
         mix = {"mix": PromptMix(**options["mix"])} if "mix" in options else {}
-        work(data(**options | mix))
+        prompts = data(**options | mix)
+        work(prompts)
+        stream = prompts.streams()[0]
+        stream.encode(stream.examples[0])
 
     with pytest.raises(ValueError, match=name):
         run()
@@ -189,11 +168,6 @@ def pool(task: str, count: int) -> list[PromptExample]:
     return [PromptExample(uid=f"{task}/train/{n:05d}", task=task, text="x") for n in range(count)]
 
 
-def test_a_mix_takes_its_number_of_prompts() -> None:
-    mix = PromptMix(total=3, weights={"letters": 1.0})
-    assert len({uid for _, uid in work(data(mix=mix))}) == 3
-
-
 def test_left_overs_go_to_the_largest_remainders() -> None:
     """0.25, 0.25 and 0.5 of 7,000 after normalisation. 10 by 1 : 1 : 1 is 3.33 each (the first
     takes the rest); 7 by 0.5 : 0.3 : 0.2 is 3.5, 2.1, 1.4: the half takes it."""
@@ -212,10 +186,12 @@ def test_each_task_gives_its_share_of_distinct_examples() -> None:
 
 
 def test_shuffle_is_seeded_by_the_number_of_the_task() -> None:
-    """The slow way: ``Random(seed + k)`` over the indices."""
+    """The slow way: ``Random(seed + k)`` over the indices. A data module takes what is chosen."""
     examples = {"a": pool("a", 9), "b": pool("b", 9)}
     chosen = PromptMix(total=6, weights={"a": 1, "b": 1}, seed=5).chosen(examples)
     for number, name in enumerate(examples):
         order = list(range(9))
         random.Random(5 + number).shuffle(order)
         assert [e.uid for e in chosen[name]] == [f"{name}/train/{n:05d}" for n in order[:3]]
+    mix = PromptMix(total=3, weights={"letters": 1.0})
+    assert len({uid for _, uid in work(data(mix=mix))}) == 3

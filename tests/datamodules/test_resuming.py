@@ -32,17 +32,12 @@ def test_any_number_of_processes_makes_the_same_update(
     with caplog.at_level(logging.INFO):
         for _ in range(2):  # a second look finds what the first one set
             set_accumulation(running, 256, batch_size=2, packing=packing)
-    assert running.accumulate_grad_batches == batches
+        own = trainer(2, accumulate=3)  # without rows its own setting is kept
+        set_accumulation(own, None, batch_size=4)
+    assert (running.accumulate_grad_batches, own.accumulate_grad_batches) == (batches, 3)
     told = f"one update: 256 rows ({world_size} processes x {batches} batches x 2 items x {packing}"
     assert caplog.messages[0].startswith(told)
-
-
-def test_without_rows_the_trainer_keeps_its_own_setting(caplog: pytest.LogCaptureFixture) -> None:
-    running = trainer(2, accumulate=3)
-    with caplog.at_level(logging.INFO):
-        set_accumulation(running, None, batch_size=4)
-    assert running.accumulate_grad_batches == 3
-    assert "one update: 24 rows" in caplog.text
+    assert caplog.messages[-1].startswith("one update: 24 rows")
 
 
 @pytest.mark.parametrize(
@@ -60,57 +55,49 @@ def test_rows_that_do_not_divide_and_two_settings_are_refused(
         set_accumulation(trainer(3, accumulate), rows, batch_size=8)
 
 
-def running(data: Any, world_size: int, accumulate: int = 1) -> Any:
-    """Data in a fit on so many processes."""
-    data.trainer = SimpleNamespace(
-        world_size=world_size,
-        accumulate_grad_batches=accumulate,
-        state=SimpleNamespace(fn=TrainerFn.FITTING),
-    )
+def fitting(kind: str, processes: int, *rest: int) -> Any:
+    """Data in a fit on so many processes; of rows with accumulation and batch size."""
+    accumulate, data = 1, None
+    if kind == "rows":
+        accumulate, size = rest
+        data = SupervisedDataModule([Unread()], batch_size=size)
+    else:
+        data = TrajectoryDataModule("shards", num_workers=rest[0])
+    data.trainer = trainer(processes, accumulate)
+    data.trainer.state = SimpleNamespace(fn=TrainerFn.FITTING)
     return data
 
 
-def supervised(processes: int, accumulate: int, size: int) -> SupervisedDataModule:
-    return running(SupervisedDataModule([Unread()], batch_size=size), processes, accumulate)
-
-
-def readers(processes: int, num_workers: int) -> TrajectoryDataModule:
-    return running(TrajectoryDataModule("shards", num_workers=num_workers), processes)
-
-
 @pytest.mark.parametrize(
-    ("make", "now", "message"),
+    ("kind", "before", "now", "message"),
     [
-        (supervised, (2, 3, 4), None),
-        (supervised, (1, 6, 4), "processes 2, .* got processes 1,"),
-        (supervised, (2, 4, 4), "accumulate_grad_batches 3, .* got .*accumulate_grad_batches 4,"),
-        (supervised, (2, 3, 8), "batch_size 4; got .* batch_size 8"),
-        (readers, (2, 3), None),
-        (readers, (1, 3), "processes 2, .* got processes 1,"),
-        (readers, (2, 0), "num_workers 3; got .* num_workers 0"),
+        ("rows", (2, 3, 4), (2, 3, 4), None),
+        ("rows", (2, 3, 4), (1, 6, 4), "processes 2, .* got processes 1,"),
+        ("rows", (2, 3, 4), (2, 4, 4), "accumulate_grad_batches 3, .* got .*_grad_batches 4,"),
+        ("rows", (2, 3, 4), (2, 3, 8), "batch_size 4; got .* batch_size 8"),
+        ("states", (2, 3), (2, 3), None),
+        ("states", (2, 3), (1, 3), "processes 2, .* got processes 1,"),
+        ("states", (2, 3), (2, 0), "num_workers 3; got .* num_workers 0"),
     ],
 )
 def test_a_fit_goes_on_with_the_processes_and_batches_it_began_with(
-    make: Any, now: tuple[int, ...], message: str | None
+    kind: str, before: tuple[int, ...], now: tuple[int, ...], message: str | None
 ) -> None:
-    state = make(*((2, 3, 4) if make is supervised else (2, 3))).state_dict()
+    data, state = fitting(kind, *now), fitting(kind, *before).state_dict()
     if message is None:
-        make(*now).load_state_dict(state)
+        data.load_state_dict(state)
         return
-    with pytest.raises(
-        ValueError, match=f"ckpt_path: expected the same run as before, .*{message}"
-    ):
-        make(*now).load_state_dict(state)
+    with pytest.raises(ValueError, match=f"ckpt_path: expected the same run .*{message}"):
+        data.load_state_dict(state)
 
 
 @pytest.mark.parametrize(("ready", "found"), [(6, 6), (7, 6)])
 def test_half_an_update_is_done_again(ready: int, found: int) -> None:
     """Counts stay as far apart as they were: the save came before the batch was completed."""
     module = LightningModule()
-    data = supervised(1, 2, 1)
-    module._trainer = SimpleNamespace(  # type: ignore[assignment]
-        datamodule=data, accumulate_grad_batches=2
-    )
+    data = fitting("rows", 1, 2, 1)
+    options = {"datamodule": data, "accumulate_grad_batches": 2}
+    module._trainer = SimpleNamespace(**options)  # type: ignore[assignment]
     counts = {"ready": ready, "started": ready, "processed": ready, "completed": ready - 1}
     progress = {"total": dict(counts), "current": dict(counts)}
     checkpoint = {

@@ -7,20 +7,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Trainer
 
 from lit_dlm.datamodules import trajectories
 from lit_dlm.datamodules.epoch_plan import EpochPlan
-from lit_dlm.datamodules.trajectories import (
-    TrajectoryDataModule,
-    is_validation,
-)
+from lit_dlm.datamodules.trajectories import TrajectoryDataModule, is_validation
 from lit_dlm.heads.acceptance import AcceptanceConfig
 from lit_dlm.heads.projection import Projector
 from lit_dlm.modules.tracelock import TraceLockModule
 from lit_dlm.trajectories import Trajectory
 from lit_dlm.trajectories.errors import TrajectoryFormatError
 from lit_dlm.trajectories.store import TrajectoryShardReader
+from tests.finetuning import quiet
 from tests.traces import (
     PROJECTOR,
     feature_capture,
@@ -32,17 +29,30 @@ from tests.traces import (
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    features = feature_capture(small_projector())
-    records = recorded(small_backbone(), 24, features=features)
+def records() -> list[Trajectory]:
+    return recorded(small_backbone(), 24, features=feature_capture(small_projector()))
+
+
+@pytest.fixture(scope="module")
+def shards(records: list[Trajectory], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_shards(tmp_path_factory.mktemp("shards"), records)
 
 
-def ready(shards: Path, **options: object) -> TrajectoryDataModule:
+def ready(
+    shards: Path, *, rank: int = 0, world_size: int = 1, accumulate: int = 1, **options: object
+) -> TrajectoryDataModule:
     values: dict[str, object] = {"batch_size": 8, "val_fraction": 0.3}
     module = TrajectoryDataModule(shards, **{**values, **options})  # type: ignore[arg-type]
     module.setup("fit")
+    module.trainer = SimpleNamespace(  # type: ignore[assignment]
+        global_rank=rank, world_size=world_size, global_step=0, accumulate_grad_batches=accumulate
+    )
     return module
+
+
+def tracelock(projector: Projector) -> TraceLockModule:
+    head = AcceptanceConfig(width=16, num_layers=1, num_heads=2, ffn_width=16)
+    return TraceLockModule(small_backbone(), tokenizer="unused", projector=projector, head=head)
 
 
 def test_split_is_the_hash_of_the_prompt_uid() -> None:
@@ -53,22 +63,19 @@ def test_split_is_the_hash_of_the_prompt_uid() -> None:
         assert not is_validation(uid, seed=7, fraction=fraction - 1e-6)
 
 
-def test_stored_features_belong_to_their_state(shards: Path) -> None:
+def test_stored_features_belong_to_their_state(records: list[Trajectory], shards: Path) -> None:
     """Every batch row equals the record's own kept step, found by its canvas."""
-    module = ready(shards)
     originals = {
         t.prompt_ids.tobytes() + t.state_at(int(step)).tobytes(): (t.features, kept)
-        for t in recorded(small_backbone(), 24, features=feature_capture(small_projector()))
+        for t in records
         for kept, step in enumerate(t.features.kept_steps)
     }
     checked = 0
-    for batch in module.train_dataloader():
+    for batch in ready(shards).train_dataloader():
         assert batch.features is not None
         for row in range(len(batch.ids)):
-            real = batch.pad_mask[row, : batch.start]
-            prompt = batch.ids[row, : batch.start][real].numpy().astype(np.int32)
-            state = batch.ids[row, batch.start :].numpy().astype(np.int32)
-            features, kept = originals[prompt.tobytes() + state.tobytes()]
+            canvas = batch.ids[row, batch.pad_mask[row]].numpy().astype(np.int32)
+            features, kept = originals[canvas.tobytes()]
             expected = torch.from_numpy(features.dequantized()[kept])
             torch.testing.assert_close(batch.features[row], expected)
             assert batch.proposals[row].tolist() == features.proposals[kept].tolist()
@@ -78,9 +85,7 @@ def test_stored_features_belong_to_their_state(shards: Path) -> None:
 
 def test_stored_and_recomputed_features_agree(shards: Path) -> None:
     """Capture in the decode loop against the module's own forward on the same states."""
-    module = TraceLockModule(
-        small_backbone(), tokenizer="unused", projector=small_projector(), head=SMALL_HEAD
-    )
+    module = tracelock(small_projector())
     stored = next(iter(ready(shards).train_dataloader()))
     bare = type(stored)(**{**vars(stored), "features": None, "proposals": None})
     with_features, without = module.observe(stored), module.observe(bare)
@@ -115,13 +120,9 @@ def test_wrong_answers_can_be_left_out(shards: Path) -> None:
 
 def test_position_in_the_stream_follows_from_the_optimiser_steps(shards: Path) -> None:
     """Accumulation of two: step seven begins with the batch that a fresh run would see then."""
-    module = ready(shards, batch_size=4)
-    progress = SimpleNamespace(
-        global_rank=0, world_size=1, global_step=0, accumulate_grad_batches=2
-    )
-    module.trainer = progress  # type: ignore[assignment]
+    module = ready(shards, batch_size=4, accumulate=2)
     plan = module.train_dataloader().sampler
-    progress.global_step = 7
+    module.trainer.global_step = 7  # type: ignore[union-attr,misc]
     assert len(plan) % 2 == 0
     assert next(iter(plan)) == plan.batch(14)
 
@@ -145,34 +146,37 @@ def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], list[
     return found
 
 
-def dealt(folder: Path, *, features: bool, processes: int = 3, num_tasks: int = 2) -> Path:
-    """180 records of mixed tasks, which three processes wrote in blocks of two."""
-    capture = feature_capture(small_projector(), step_ratio=0.5) if features else None
-    records = recorded(small_backbone(), 180, features=capture)
+@pytest.fixture(scope="module")
+def dealt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """180 records of two mixed tasks, which three processes wrote in blocks of two."""
+    folder, capture = (
+        tmp_path_factory.mktemp("dealt"),
+        feature_capture(small_projector(), step_ratio=0.5),
+    )
     records = [
-        replace(record, uid=f"t{i % num_tasks}/{record.uid}", meta={"task": f"t{i % num_tasks}"})
-        for i, record in enumerate(records)
+        replace(record, uid=f"t{number % 2}/{record.uid}", meta={"task": f"t{number % 2}"})
+        for number, record in enumerate(recorded(small_backbone(), 180, features=capture))
     ]
-    for rank in range(processes):
-        write_shards(folder, records[rank::processes], records_per_block=2, rank=rank)
+    for rank in range(3):
+        write_shards(folder, records[rank::3], records_per_block=2, rank=rank)
     return folder
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 3])
-@pytest.mark.parametrize("source", ["features", "tokens"])
+@pytest.mark.parametrize(
+    ("source", "num_workers"), [("features", 0), ("tokens", 1), ("features", 3), ("tokens", 3)]
+)
 def test_a_pass_reads_each_block_about_once(
-    tmp_path: Path,
+    dealt: Path,
     monkeypatch: pytest.MonkeyPatch,
     reads: Callable[[], list[str]],
     source: str,
     num_workers: int,
 ) -> None:
     """90 blocks, of which groups of 8 are mixed and as many kept: at most 1.1 reads of each."""
-    folder = dealt(tmp_path / "dealt", features=source == "features")
     monkeypatch.setattr(trajectories, "_BLOCKS_PER_GROUP", 8)
     monkeypatch.setattr(trajectories, "_CACHED_RECORD_BLOCKS", 8)
     options: dict[str, object] = {"source": source, "num_workers": num_workers, "batch_size": 4}
-    module = ready(folder, val_fraction=0.1, **options)
+    module = ready(dealt, val_fraction=0.1, **options)
     assert reads() == []  # the index needs small columns only
     loader = module.train_dataloader()
     assert isinstance(loader.sampler, EpochPlan)
@@ -186,19 +190,16 @@ def test_a_pass_reads_each_block_about_once(
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_processes_and_workers_share_a_pass_without_overlap(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
+    dealt: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
 ) -> None:
     """Batches are as many on every rank, of different states; each reader's blocks are its own."""
     monkeypatch.setattr(trajectories, "_BLOCKS_PER_GROUP", 8)
-    folder = dealt(tmp_path, features=False)
     seen: list[int] = []
     owners: dict[int, set[tuple[int, int]]] = {}
     lengths = set()
+    options: dict[str, object] = {"num_workers": 2, "batch_size": 4, "step_ratio": 0.5}
     for rank in range(world_size):
-        module = ready(folder, source="tokens", num_workers=2, batch_size=4, step_ratio=0.5)
-        module.trainer = SimpleNamespace(  # type: ignore[assignment]
-            global_rank=rank, world_size=world_size, global_step=0, accumulate_grad_batches=1
-        )
+        module = ready(dealt, rank=rank, world_size=world_size, source="tokens", **options)
         index = module.states.index
         batches = list(module.train_dataloader().sampler)
         lengths.add(len(batches))
@@ -226,14 +227,11 @@ def test_memory_is_bounded_by_the_group(shards: Path, monkeypatch: pytest.Monkey
 
 
 def test_validation_states_are_dealt_evenly_and_copies_marked(shards: Path) -> None:
-    parts = []
-    for rank in range(2):
-        module = ready(shards)
-        module.trainer = SimpleNamespace(global_rank=rank, world_size=2)  # type: ignore[assignment]
-        parts.append(list(module.val_dataloader().sampler))
+    modules = [ready(shards, rank=rank, world_size=2) for rank in range(2)]
+    parts = [list(module.val_dataloader().sampler) for module in modules]
     assert len(parts[0]) == len(parts[1])
     real = [ref.number for part in parts for batch in part for ref in batch if ref.is_real]
-    assert sorted(real) == sorted(module.val_indices.tolist())
+    assert sorted(real) == sorted(modules[0].val_indices.tolist())
 
 
 def test_states_of_a_batch_equal_those_of_one_record_at_a_time(shards: Path) -> None:
@@ -250,62 +248,43 @@ def test_states_of_a_batch_equal_those_of_one_record_at_a_time(shards: Path) -> 
         assert batch.ids[row, batch.pad_mask[row]].tolist() == [*record.prompt_ids, *state]
 
 
-@pytest.mark.parametrize(("folder", "name"), [("nothing_here", "nothing_here"), ("", "no traj")])
-def test_a_folder_without_shards_is_named(tmp_path: Path, folder: str, name: str) -> None:
-    with pytest.raises(TrajectoryFormatError, match=name):
-        ready(tmp_path / folder)
+@pytest.mark.parametrize(
+    ("folder", "options", "name"),
+    [
+        ("nothing_here", {}, "nothing_here"),
+        ("", {}, "no traj"),
+        ("", {"val_fraction": 0.0}, "val_fraction"),
+        ("", {"step_ratio": 2.0}, "step_ratio"),
+    ],
+)
+def test_a_folder_without_shards_and_bad_options_are_named(
+    tmp_path: Path, folder: str, options: dict[str, object], name: str
+) -> None:
+    with pytest.raises((TrajectoryFormatError, ValueError), match=name):
+        ready(tmp_path / folder, **options)
 
 
-def test_shards_without_features_are_refused(tmp_path: Path) -> None:
-    write_shards(tmp_path, recorded(small_backbone(), 8))
+def test_shards_without_features_or_grades_are_refused_where_these_are_needed(
+    tmp_path: Path,
+) -> None:
+    bare = [replace(record, meta={"task": "fake"}) for record in recorded(small_backbone(), 8)]
+    write_shards(tmp_path, bare)
     with pytest.raises(ValueError, match="8 of 8 records are used and none of them holds features"):
         ready(tmp_path)
-
-
-def test_record_that_kept_no_step_gives_no_examples(tmp_path: Path) -> None:
-    records = recorded(small_backbone(), 12, features=feature_capture(small_projector()))
-    bare = recorded(small_backbone(), 12)
-    write_shards(tmp_path, [*records[:11], bare[11]])
-    index = ready(tmp_path, val_fraction=0.4).states.index
-    assert np.flatnonzero(np.diff(index.starts)).tolist() == list(range(11))
-
-
-def test_ungraded_records_cannot_be_filtered(tmp_path: Path) -> None:
-    records = [record.with_meta() for record in recorded(small_backbone(), 8)]
-    for record in records:
-        record.meta.pop("correct")
-    write_shards(tmp_path, records)
     with pytest.raises(ValueError, match="was not graded"):
         ready(tmp_path, source="tokens", only_correct=True)
 
 
+def test_record_that_kept_no_step_gives_no_examples(
+    records: list[Trajectory], tmp_path: Path
+) -> None:
+    write_shards(tmp_path, [*records[:11], replace(records[11], features=None)])
+    index = ready(tmp_path, val_fraction=0.4).states.index
+    assert np.flatnonzero(np.diff(index.starts)).tolist() == list(range(11))
+
+
 def test_features_of_another_projector_are_refused(shards: Path, tmp_path: Path) -> None:
-    other = Projector.random_orthogonal(PROJECTOR, seed=6)
-    module = TraceLockModule(small_backbone(), tokenizer="unused", projector=other, head=SMALL_HEAD)
-    trainer = Trainer(
-        accelerator="cpu",
-        logger=False,
-        max_steps=1,
-        default_root_dir=tmp_path,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    module = tracelock(Projector.random_orthogonal(PROJECTOR, seed=6))
     data = TrajectoryDataModule(shards, val_fraction=0.3)
     with pytest.raises(ValueError, match="another projector digest"):
-        trainer.fit(module, datamodule=data)
-
-
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"val_fraction": 0.0}, "val_fraction"),
-        ({"step_ratio": 2.0}, "step_ratio"),
-    ],
-)
-def test_bad_options_are_named(options: dict[str, object], name: str) -> None:
-    with pytest.raises(ValueError, match=name):
-        TrajectoryDataModule("unused", **options)  # type: ignore[arg-type]
-
-
-SMALL_HEAD = AcceptanceConfig(width=16, num_layers=1, num_heads=2, ffn_width=16)
+        quiet(tmp_path, max_steps=1, use_distributed_sampler=True).fit(module, datamodule=data)

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from lit_dlm.callbacks import RewardCurve
 from lit_dlm.losses.corruption import RandomMasking, TraceMasking
 from lit_dlm.rewards import Reward, RewardScore, Rollout
 from lit_dlm.rl.advantages import GroupZScore, RawReward
@@ -346,16 +345,17 @@ def test_capped_rows_have_the_gradient_of_all_on_average() -> None:
 def test_what_is_logged_does_not_depend_on_how_rows_are_dealt(tmp_path: Path) -> None:
     """The weights stand still, so that one update and several see the same."""
     found = []
+    options: dict[str, Any] = {
+        "rewards": [HashReward()],
+        "advantage": "none",
+        "prompts_per_step": 2,
+    }
     for batch_size, accumulate in ((96, 1), (8, 64), (1, 1000), (8, 1)):
-        curve = RewardCurve(str(tmp_path / f"{batch_size}-{accumulate}"))
         rl = learner(value=ValueObjective(backbone="head", lr=0.0), optimizer=standing)
         torch.nn.init.normal_(rl.value_head.weight, std=0.1)
-        data = rollout_data(
-            rewards=[HashReward()], batch_size=batch_size, advantage="none", prompts_per_step=2
-        )
-        options = {"callbacks": [curve], "accumulate_grad_batches": accumulate}
-        fit(rl, data, curve.folder, steps=1, **options)
-        found.append({k: v for k, v in curve.points[0].items() if k.startswith("train/")})
+        data = rollout_data(batch_size=batch_size, **options)
+        trainer = fit(rl, data, tmp_path, steps=1, accumulate_grad_batches=accumulate)
+        found.append({name: float(value) for name, value in trainer.callback_metrics.items()})
     names = ("loss", "policy_loss", "value_loss", "value_error", "value_explained", "entropy")
     first, *others, several = found
     assert all(abs(first[f"train/{name}"]) > 1e-2 for name in names)
