@@ -106,10 +106,10 @@ def test_stored_rollouts_replay_the_same_updates_and_are_not_written_again(
 def written(
     tmp_path: Path, *callbacks: Callback, weight: float = 1.0, resume: Path | None = None
 ) -> list[Trajectory]:
-    """The last rollouts of a run of three RL steps of six, which ``rollouts`` holds."""
+    """The last rollouts of a run of three RL steps of twelve, which ``rollouts`` holds."""
     reward, rl = DigitReward(), learner()
     reward.weight = weight
-    data = rollout_data(rewards=[reward], prompts_per_step=2)
+    data = rollout_data(rewards=[reward])
     given = [RolloutWriter(str(tmp_path / "rollouts")), *callbacks]
     fit(rl, data, tmp_path, steps=3, resume=resume, callbacks=given)
     return rl.current.records
@@ -127,11 +127,11 @@ def test_a_folder_of_rollouts_is_that_of_one_run(
     saver = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}", save_top_k=-1)
     before = {record.uid: drawn(record) for record in written(tmp_path, saver)}
     former = {one.uid: drawn(one) for one in TrajectoryShardReader(tmp_path / "rollouts")}
-    with pytest.raises(ValueError, match=r"rollouts: expected .* without rollouts.* got 18 of a"):
+    with pytest.raises(ValueError, match=r"rollouts: expected .* without rollouts.* got 36 of a"):
         written(tmp_path, weight=-1.0)
     with caplog.at_level(logging.WARNING):
         again = written(tmp_path, weight=-1.0, resume=tmp_path / "epoch=0.ckpt")
-    assert "deleted 12 records" in caplog.text
+    assert "deleted 24 records" in caplog.text
     held = list(TrajectoryShardReader(tmp_path / "rollouts"))
     found = {record.uid: drawn(record) for record in held}
     after = {record.uid: drawn(record) for record in again}
@@ -140,7 +140,7 @@ def test_a_folder_of_rollouts_is_that_of_one_run(
     assert after != before
     assert after.items() <= found.items()
     first = {record.uid for record in held if record.meta["rl_step"] == 0}
-    assert len(first) == 6
+    assert len(first) == 12
     assert all(found[uid] == former[uid] for uid in first)
 
 
@@ -156,21 +156,21 @@ class Interrupted(Callback):
 def test_a_run_cut_short_before_its_first_checkpoint_begins_anew(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody can go on with its 12 rollouts; a finished run's are another matter."""
+    """Nobody can go on with its 24 rollouts; a finished run's are another matter."""
 
     def saver() -> ModelCheckpoint:
         return ModelCheckpoint(dirpath=tmp_path, every_n_epochs=3)
 
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         written(tmp_path, saver(), Interrupted())
-    assert len(list(TrajectoryShardReader(tmp_path / "rollouts"))) == 12
+    assert len(list(TrajectoryShardReader(tmp_path / "rollouts"))) == 24
     with caplog.at_level(logging.WARNING):
         written(tmp_path, saver())
-    assert "deleted 12 records" in caplog.text
-    assert len(list(TrajectoryShardReader(tmp_path / "rollouts"))) == 18
+    assert "deleted 24 records" in caplog.text
+    assert len(list(TrajectoryShardReader(tmp_path / "rollouts"))) == 36
     for path in tmp_path.glob("*.ckpt"):
         path.unlink()
-    with pytest.raises(ValueError, match="since this run begins anew, got 18 of a former one"):
+    with pytest.raises(ValueError, match="since this run begins anew, got 36 of a former one"):
         written(tmp_path, saver())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,11 @@ from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_dlm.backbones import BackboneSpec, load_tokenizer
-from lit_dlm.datamodules.supervised import SupervisedDataModule, check_learnable
+from lit_dlm.datamodules.supervised import (
+    SupervisedDataModule,
+    check_decodes,
+    check_learnable,
+)
 from lit_dlm.datamodules.supervised_sources import (
     ModelFacts,
     RecordedDecodes,
@@ -23,6 +28,9 @@ from lit_dlm.datamodules.supervised_sources import (
     TaskReferences,
 )
 from lit_dlm.datamodules.trajectories import TrajectoryDataModule
+from lit_dlm.losses.corruption import TimeDelay, TraceMasking
+from lit_dlm.modules.finetune import SFTModule
+from lit_dlm.modules.tabom import TABOMModule
 from lit_dlm.toy import WordProblems
 from lit_dlm.trajectories.exchange import tabom_row
 from lit_dlm.trajectories.store import merge_manifest
@@ -34,6 +42,9 @@ from tests.traces import VOCAB, recorded, small_backbone, write_shards
 def model() -> ModelFacts:
     spec = BackboneSpec(family="tiny", mask_id=MASK, pad_id=PAD, eos_ids=(EOS,))
     return ModelFacts(tokenizer=load_tokenizer("tiny"), spec=spec, vocab_size=VOCAB)
+
+
+CHAT = {"messages": [{"role": "user", "content": "2"}, {"role": "assistant", "content": "5"}]}
 
 
 def rows(path: Path, *lines: dict[str, Any]) -> str:
@@ -58,13 +69,12 @@ def test_references_of_a_task_are_right_answers_behind_the_chat_template(model: 
 def test_files_may_hold_messages_or_a_prompt_and_a_response(
     tmp_path: Path, model: ModelFacts
 ) -> None:
-    turns = [{"role": "user", "content": "2+3"}, {"role": "assistant", "content": "5"}]
     lines = [
-        {"messages": turns},
-        {"prompt": "2+3", "response": "5"},
-        {"instruction": "2+3", "input": "", "output": "5"},
-        {"question": "2+3", "answer": "5"},
-        {"conversations": [{"from": "human", "value": "2+3"}, {"from": "gpt", "value": "5"}]},
+        CHAT,
+        {"prompt": "2", "response": "5"},
+        {"instruction": "2", "input": "", "output": "5"},
+        {"question": "2", "answer": "5"},
+        {"conversations": [{"from": "human", "value": "2"}, {"from": "gpt", "value": "5"}]},
     ]
     path = rows(tmp_path / "a.jsonl", *lines)
     first, *others = ResponsesFile(path).examples(model)
@@ -106,31 +116,30 @@ def test_templated_prompts_are_taken_as_they_are_with_their_step_maps(
 def test_recorded_decodes_keep_tokens_and_steps_and_drop_wrong_ones(
     tmp_path: Path, model: ModelFacts
 ) -> None:
-    records = recorded(small_backbone(), 12)
-    shards = write_shards(tmp_path / "shards", records)
-    right = {record.uid: record for record in records if record.meta["correct"]}
-    found = list(RecordedDecodes(shards).examples(model))
-    assert {example.uid for example in found} == set(right)
-    for example in found:
-        record = right[example.uid]
-        assert example.response_ids.tolist() == record.tokens.tolist()
-        assert example.steps.tolist() == record.commit_step.tolist()
-    assert len(list(RecordedDecodes(shards, only_correct=False).examples(model))) == 12
-    other = replace(model, spec=replace(model.spec, mask_id=5))
-    with pytest.raises(ValueError, match="mask id 2, expected 5"):
-        list(RecordedDecodes(shards).examples(other))
-
-
-def test_recorded_decodes_come_in_one_order_however_they_were_written(
-    tmp_path: Path, model: ModelFacts
-) -> None:
+    """They come in one order however they were written; files of TABOM's give the same ones."""
     records = recorded(small_backbone(), 12)
     whole = write_shards(tmp_path / "whole", records)
-    dealt = tmp_path / "dealt"
     for rank in (1, 0):
-        write_shards(dealt, records[rank::2], records_per_block=3, rank=rank)
-    orders = [[e.uid for e in RecordedDecodes(folder).examples(model)] for folder in (whole, dealt)]
-    assert orders[0] == orders[1] == sorted(orders[0])
+        write_shards(tmp_path / "dealt", records[rank::2], records_per_block=3, rank=rank)
+    listed = rows(tmp_path / "t.jsonl", *(tabom_row(r, model.tokenizer) for r in records))
+    right = [record for record in records if record.meta["correct"]]
+    for source, expected in (
+        (RecordedDecodes(whole), right),
+        (RecordedDecodes(tmp_path / "dealt"), right),
+        (RecordedDecodes(whole, only_correct=False), records),
+        (TABOMFile(listed), records),
+    ):
+        for example, record in zip(source.examples(model), expected, strict=True):
+            assert isinstance(source, TABOMFile) or example.uid == record.uid
+            assert example.prompt_ids.tolist() == record.prompt_ids.tolist()
+            assert example.response_ids.tolist() == record.tokens.tolist()
+            assert example.steps.tolist() == record.commit_step.tolist()
+    other = replace(model, spec=replace(model.spec, mask_id=5))
+    with pytest.raises(ValueError, match="mask id 2, expected 5"):
+        list(RecordedDecodes(whole).examples(other))
+    ungraded = write_shards(tmp_path / "ungraded", [replace(records[0], meta={})])
+    with pytest.raises(ValueError, match=r"only_correct: record .* was not graded"):
+        list(RecordedDecodes(ungraded).examples(model))
 
 
 def test_recorded_entropies_are_those_of_the_step_that_wrote(
@@ -146,18 +155,6 @@ def test_recorded_entropies_are_those_of_the_step_that_wrote(
     shards = write_shards(tmp_path / "shards", [record])
     (example,) = RecordedDecodes(shards, only_correct=False).examples(model)
     assert example.decode_entropy.tolist() == [0.125, 0.25, 0.5]
-
-
-def test_tabom_files_give_the_same_examples_as_the_shards(
-    tmp_path: Path, model: ModelFacts
-) -> None:
-    records = recorded(small_backbone(), 6)
-    path = rows(tmp_path / "t.jsonl", *(tabom_row(r, model.tokenizer) for r in records))
-    found = list(TABOMFile(path).examples(model))
-    for example, record in zip(found, records, strict=True):
-        assert example.prompt_ids.tolist() == record.prompt_ids.tolist()
-        assert example.response_ids.tolist() == record.tokens.tolist()
-        assert example.steps.tolist() == record.commit_step.tolist()
 
 
 def test_a_source_that_gives_nothing_names_itself_and_its_filters(
@@ -199,44 +196,33 @@ def test_release_rows_keep_their_list_their_pads_and_their_filters(
     assert cut.non_ltr.tolist() == [False, False]
 
 
-@pytest.mark.parametrize("is_finished", [False, True])
 def test_shards_of_a_run_that_did_not_finish_are_taken_with_a_warning(
-    tmp_path: Path, model: ModelFacts, caplog: pytest.LogCaptureFixture, is_finished: bool
+    tmp_path: Path, model: ModelFacts, caplog: pytest.LogCaptureFixture
 ) -> None:
     shards = write_shards(tmp_path / "shards", recorded(small_backbone(), 2))
     (shards / "manifest.json").unlink(missing_ok=True)
-    if is_finished:
+    for count in (1, 1):  # the second time it has one
+        assert len(list(RecordedDecodes(shards, only_correct=False).examples(model))) == 2
+        assert caplog.text.count("there is no manifest.json") == count
         merge_manifest(shards)
-    assert len(list(RecordedDecodes(shards, only_correct=False).examples(model))) == 2
-    assert ("there is no manifest.json" in caplog.text) != is_finished
 
 
 @pytest.mark.parametrize(
-    ("line", "name"),
+    ("line", "templated", "name"),
     [
-        ({"text": "x"}, "'messages', 'conversations'"),
-        ({"prompt": "<|user|>2+3<|assistant|>", "response": "x"}, r"templated: true.*<\|user\|>"),
-        ({"prompt": "2+3", "response": "12", "step_map": [0]}, "3 steps in 'step_map'"),
-        ({"prompt": "2+3", "response": "12", "step_map": [0, -1, 1]}, "in 'step_map'"),
+        ({"text": "x"}, False, "1.*'messages', 'conversations'"),
+        ({"prompt": "<|user|>2<|assistant|>", "response": "x"}, False, r"1.*: true.*<\|user\|>"),
+        ({"prompt": "2+3", "response": "12", "step_map": [0]}, False, "1.*3 steps in 'step_map'"),
+        ({"prompt": "2", "response": "12", "step_map": [0, -1, 1]}, False, "1.*in 'step_map'"),
+        (CHAT, True, "templated"),
     ],
 )
 def test_bad_rows_are_named(
-    tmp_path: Path, model: ModelFacts, line: dict[str, Any], name: str
+    tmp_path: Path, model: ModelFacts, line: dict[str, Any], templated: bool, name: str
 ) -> None:
-    path = rows(tmp_path / "a.jsonl", line)
-    with pytest.raises(ValueError, match=rf"a\.jsonl.*1.*{name}"):
-        list(ResponsesFile(path).examples(model))
-    turns = [{"role": "user", "content": "2+3"}, {"role": "assistant", "content": "5"}]
-    path = rows(tmp_path / "b.jsonl", {"messages": turns})
-    with pytest.raises(ValueError, match="templated"):
-        list(ResponsesFile(path, templated=True).examples(model))
-
-
-def test_only_graded_records_pass_the_filter(tmp_path: Path, model: ModelFacts) -> None:
-    record = replace(recorded(small_backbone(), 1)[0], meta={})
-    shards = write_shards(tmp_path / "shards", [record])
-    with pytest.raises(ValueError, match=r"only_correct: record .* was not graded"):
-        list(RecordedDecodes(shards).examples(model))
+    source = ResponsesFile(rows(tmp_path / "a.jsonl", line), templated=templated)
+    with pytest.raises(ValueError, match=rf"a\.jsonl.*{name}"):
+        list(source.examples(model))
 
 
 @pytest.mark.parametrize(
@@ -300,9 +286,9 @@ def test_grouping_by_length_pads_less_and_loses_nothing() -> None:
     for number, example in enumerate(given):
         example.response_ids[number % G :] = EOS
     columns, uids = {}, {}
+    spec = small(attention="block", block_size=1, decoder="qwen3").spec
     for grouped in (False, True):
         data = Data(given, batch_size=2, group_by_length=grouped)
-        spec = small(attention="block", block_size=1, decoder="qwen3").spec
         data.set_examples(given, spec, num_padding=0)
         batches = list(data.train_dataloader())
         columns[grouped] = sum(batch.ids.numel() for batch in batches)
@@ -320,38 +306,32 @@ def test_a_batch_larger_than_the_data_is_told(caplog: pytest.LogCaptureFixture) 
         assert ("repeats some of the 3 training examples" in caplog.text) == is_told
 
 
-def test_equal_uids_are_refused(model: ModelFacts) -> None:
-    with pytest.raises(ValueError, match="fake/train/00000"):
-        read(model, *examples(1), *examples(1))
-
-
-def test_a_target_that_has_no_probability_is_named_before_training() -> None:
-    """The padding id is forbidden; behind the answer it matters only where padding is learnt."""
-    spec = small(forbidden_ids=(PAD,)).spec
-    (example,) = examples(1)
-    inside = replace(example, response_ids=np.array([5, PAD, MASK, EOS], dtype=np.int32))
-    behind = replace(example, response_ids=np.array([5, EOS, PAD, PAD], dtype=np.int32))
-    with pytest.raises(ValueError, match="fake/train/00000: token 0 at response position 1"):
-        check_learnable(inside, spec, vocab_size=VOCAB, num_padding=0)
-    check_learnable(behind, spec, vocab_size=VOCAB, num_padding=0)
-    for num_padding in (1, None):
-        with pytest.raises(ValueError, match="at response position 2"):
-            check_learnable(behind, spec, vocab_size=VOCAB, num_padding=num_padding)
-
-
-def test_ids_that_the_model_does_not_have_are_named_before_training() -> None:
-    """Also behind the end of an answer, where they are no target but stand on the canvas."""
-    spec = small().spec
-    (example,) = examples(1)
-    for name, ids, message in (
-        ("response_ids", [5, EOS, 24], "ids from 0 to 23, .* got 24 at response position 2"),
-        ("prompt_ids", [5, -1], "got -1 at prompt position 1"),
-    ):
-        wrong = replace(example, **{name: np.array(ids, dtype=np.int32)})
-        with pytest.raises(ValueError, match=f"fake/train/00000: .*{message}"):
-            check_learnable(wrong, spec, vocab_size=24, num_padding=0)
-    highest = replace(example, response_ids=np.array([0, 23], dtype=np.int32))
-    check_learnable(highest, spec, vocab_size=24, num_padding=None)
+@pytest.mark.parametrize(
+    ("options", "ids", "num_padding", "message"),
+    [
+        # The padding id is forbidden; behind the answer it matters only where padding is learnt.
+        ({"forbidden_ids": (PAD,)}, [5, PAD, MASK, EOS], 0, "token 0 at response position 1"),
+        ({"forbidden_ids": (PAD,)}, [5, EOS, PAD, PAD], 0, None),
+        ({"forbidden_ids": (PAD,)}, [5, EOS, PAD, PAD], 1, "at response position 2"),
+        ({"forbidden_ids": (PAD,)}, [5, EOS, PAD, PAD], None, "at response position 2"),
+        # Also behind the end of an answer, where it is no target, an id stands on the canvas.
+        ({}, [5, EOS, 24], 0, "ids from 0 to 23, .* got 24 at response position 2"),
+        ({}, [0, 23], None, None),
+    ],
+)
+def test_ids_that_cannot_be_learnt_are_named_before_training(
+    options: dict[str, Any], ids: list[int], num_padding: int | None, message: str | None
+) -> None:
+    spec = small(**options).spec
+    example = replace(examples(1)[0], response_ids=np.array(ids, dtype=np.int32))
+    if message is None:
+        check_learnable(example, spec, vocab_size=24, num_padding=num_padding)
+        return
+    with pytest.raises(ValueError, match=f"fake/train/00000: .*{message}"):
+        check_learnable(example, spec, vocab_size=24, num_padding=num_padding)
+    wrong = replace(example, prompt_ids=np.array([5, -1], dtype=np.int32))
+    with pytest.raises(ValueError, match=r"00000: .*got -1 at prompt position 1"):
+        check_learnable(wrong, spec, vocab_size=24, num_padding=num_padding)
 
 
 def test_nothing_to_validate_is_an_error_of_validate_only() -> None:
@@ -392,21 +372,55 @@ def test_validation_and_training_share_no_prompt_and_lose_none() -> None:
     assert len(data.probe_prompts(3)) == 3
 
 
-def test_no_example_is_an_error() -> None:
-    data = Data([], batch_size=4)
+def test_no_example_and_equal_uids_are_errors(model: ModelFacts) -> None:
     with pytest.raises(ValueError, match="no training example is left of 0"):
-        data.set_examples([], small().spec)
+        Data([], batch_size=4).set_examples([], small().spec)
+    with pytest.raises(ValueError, match="fake/train/00000"):
+        read(model, *examples(1), *examples(1))
 
 
 @pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"response_length": 0}, "response_length"),
-        ({"val_fraction": 1.0}, "val_fraction"),
-        ({"limit": 0}, "limit"),
-        ({"sources": []}, "sources"),
-    ],
+    "options", [{"response_length": 0}, {"val_fraction": 1.0}, {"limit": 0}, {"sources": []}]
 )
-def test_bad_settings_are_named(options: dict[str, Any], name: str) -> None:
-    with pytest.raises(ValueError, match=name):
+def test_bad_settings_are_named(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
         SupervisedDataModule(**{"sources": [Fixed()], **options})
+
+
+def tabom(**options: Any) -> TABOMModule:
+    return TABOMModule(small(), **{"tokenizer": "tiny", "window": 4, "rank_window": 4, **options})
+
+
+def test_a_sample_whose_decode_lacks_what_is_needed_is_named() -> None:
+    """Cuts need steps, and ties by rank need entropies, of the third of four as well."""
+    delayed, traced = (
+        SFTModule(small(), tokenizer="tiny", corruption=corruption)
+        for corruption in (TimeDelay(window=4), TraceMasking())
+    )
+    for name, module, message in (
+        ("steps", tabom(), "TimeDelay needs"),
+        ("steps", delayed, "TimeDelay needs"),
+        ("steps", traced, None),
+        ("decode_entropy", tabom(ties="rank"), "ties 'rank' needs"),
+        ("decode_entropy", tabom(), None),
+    ):
+        given = examples(4)
+        given[2] = replace(given[2], **{name: None})
+        expected: Any = nullcontext()
+        if message:
+            expected = pytest.raises(ValueError, match=f"fake/train/00002: {message}")
+        with expected:
+            check_decodes(given, module, response_length=G)
+
+
+def test_samples_without_a_cut_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """Eight steps, the last of them 7: a reference window of 7 leaves a cut at 0, one of 8 none.
+    One sample in four was never written."""
+    given, seven = examples(4, never=(1,)), tabom(window=7, cut_range="reference")
+    check_decodes(examples(4), seven, response_length=G)
+    assert "without a cut" not in caplog.text
+    check_decodes(given, seven, response_length=G)
+    assert "leaves 1 of 4 samples without a cut" in caplog.text
+    with pytest.raises(ValueError, match="window of 8 leaves 4 of 4 samples without a cut"):
+        check_decodes(given, tabom(window=8, cut_range="reference"), response_length=G)
+    check_decodes(examples(4), tabom(window=8), response_length=G)
