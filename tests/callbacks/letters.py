@@ -52,29 +52,29 @@ class ByteTokenizer:
         return {"a": 1}
 
 
-def trace_module(*, seed: int = 0, capture: bool = True, fail_at: int | None = None):
-    table = logits_for([5, 6, 40, 41, 42, 43], [0.5, 0.5, 0.9, 0.8, 0.7, 0.6], vocab_size=300)
-    module = (TraceModule if capture else DecodeModule)(
-        FailingBackbone(table, fail_at),
-        tokenizer="bytes",
-        decoders={
-            "confidence": Decoder(policy=ConfidencePolicy()),
-            "random": Decoder(policy=RandomPolicy()),
-        },
-        seed=seed,
-    )
-    module.__dict__["tokenizer"] = ByteTokenizer()
-    return module
+class Table(TableBackbone):
+    """Surest of the first cell of a response, then of the next; raises at one of its forwards."""
 
-
-class FailingBackbone(TableBackbone):
-    """Raises at one of its forwards."""
-
-    def __init__(self, table, fail_at: int | None) -> None:
-        super().__init__(table)
+    def __init__(self, fail_at: int | None = None) -> None:
+        ids, probs = [5, 6, 40, 41, 42, 43], [0.5, 0.5, 0.9, 0.8, 0.7, 0.6]
+        super().__init__(logits_for(ids, probs, vocab_size=300))
         self.fail_at = fail_at
 
     def denoise(self, ids, **options):
         if self.forwards == self.fail_at:
             raise RuntimeError("the machine broke")
         return super().denoise(ids, **options)
+
+
+def both_decoders() -> dict[str, Decoder]:
+    return {
+        "confidence": Decoder(policy=ConfidencePolicy()),
+        "random": Decoder(policy=RandomPolicy()),
+    }
+
+
+def trace_module(*, seed: int = 0, capture: bool = True, fail_at: int | None = None):
+    kind = TraceModule if capture else DecodeModule
+    module = kind(Table(fail_at), tokenizer="bytes", decoders=both_decoders(), seed=seed)
+    module.__dict__["tokenizer"] = ByteTokenizer()
+    return module

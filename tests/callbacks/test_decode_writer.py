@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 
 import pytest
-from lightning.pytorch import Trainer
 
 from lit_dlm.callbacks import DecodeWriter
 from lit_dlm.datamodules import PromptDataModule
@@ -16,6 +15,7 @@ from lit_dlm.reports.results import ResultFolder, ResultRow
 from lit_dlm.trajectories.store import TrajectoryShardReader, completed_uids
 from tests.callbacks.letters import LENGTH, Letters, trace_module
 from tests.fakes import MASK
+from tests.finetuning import quiet
 from tests.processes import in_two_processes
 
 pytestmark = pytest.mark.slow  # whole predict loops
@@ -24,15 +24,8 @@ pytestmark = pytest.mark.slow  # whole predict loops
 def predict(
     *writers: DecodeWriter, module=None, count: int = 6, data=PromptDataModule, **options
 ) -> None:
-    trainer = Trainer(
-        accelerator="cpu",
-        callbacks=list(writers),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"devices": 1, **options.pop("trainer", {})},
-    )
+    settings = {"callbacks": list(writers), **options.pop("trainer", {})}
+    trainer = quiet(".", use_distributed_sampler=True, **settings)
     prompts = data([Letters(count)], response_length=LENGTH, batch_size=3, **options)
     trainer.predict(module or trace_module(), datamodule=prompts, return_predictions=False)
 
@@ -69,25 +62,20 @@ def check(run_dir: Path, count: int) -> None:
         assert record.meta["correct"] == row.correct
 
 
-def test_every_row_names_the_trajectory_that_it_came_from(tmp_path):
-    predict(both(tmp_path))
-    check(tmp_path, 12)
+def test_a_folder_gets_what_it_lacks_and_every_row_names_its_trajectory(tmp_path):
+    """A further method, then a further response of the one that draws."""
     module = trace_module()
+    del module.decoders["random"]
     predict(both(tmp_path), module=module)
-    assert module.backbone.forwards == 0
-    check(tmp_path, 12)
-
-
-def test_further_responses_join_the_first_ones(tmp_path):
-    """Six prompts, of which the method that draws gives one response more."""
+    check(tmp_path, 6)
     predict(both(tmp_path))
+    check(tmp_path, 12)
     first = {(row.method, row.uid): row for row in rows_of(tmp_path)}
     predict(both(tmp_path), responses_per_prompt=2)
     check(tmp_path, 18)
     rows = {(row.method, row.uid): row for row in rows_of(tmp_path)}
     assert {key: rows[key] for key in first} == first
-    others = [row for key, row in rows.items() if key not in first]
-    for row in others:
+    for row in (row for key, row in rows.items() if key not in first):
         assert (row.method, row.response) == ("random", 1)
         assert row.uid == f"{row.prompt_uid}#1"
         assert row.seed != first[row.method, row.prompt_uid].seed
@@ -96,11 +84,20 @@ def test_further_responses_join_the_first_ones(tmp_path):
     assert found["confidence"] == (6, None)
     assert found["random"][0] == 12
     assert list(found["random"][1]) == ["2"]
+    module = trace_module()
+    predict(both(tmp_path), module=module)
+    assert module.backbone.forwards == 0
 
 
 def test_what_only_one_of_both_folders_holds_is_made_again(tmp_path, caplog):
-    """Killed between the two writers, rows lack their records; lost rows leave theirs."""
+    """An exception keeps rows and records in step. A run that was killed between the two writers
+    has rows without records; lost rows leave their records."""
+    with pytest.raises(RuntimeError, match="the machine broke"):
+        predict(both(tmp_path), module=trace_module(fail_at=LENGTH))
+    kept = {f"{row.uid}@{row.method}" for row in rows_of(tmp_path)}
+    assert kept == completed_uids(tmp_path / "trajectories")
     predict(both(tmp_path))
+    check(tmp_path, 12)
     for path in (tmp_path / "trajectories").glob("*.tar*"):
         path.unlink()
     predict(both(tmp_path))
@@ -109,24 +106,6 @@ def test_what_only_one_of_both_folders_holds_is_made_again(tmp_path, caplog):
     (part,) = (tmp_path / "results" / "letters" / "random").glob("part-*.jsonl")
     lines = part.read_text().splitlines(keepends=True)
     part.write_text("".join(lines[:2]))
-    predict(both(tmp_path))
-    check(tmp_path, 12)
-
-
-def test_more_methods_in_the_same_folder_are_welcome(tmp_path):
-    module = trace_module()
-    del module.decoders["random"]
-    predict(both(tmp_path), module=module)
-    check(tmp_path, 6)
-    predict(both(tmp_path))
-    check(tmp_path, 12)
-
-
-def test_an_exception_keeps_rows_and_records_in_step(tmp_path):
-    with pytest.raises(RuntimeError, match="the machine broke"):
-        predict(both(tmp_path), module=trace_module(fail_at=LENGTH))
-    kept = {f"{row.uid}@{row.method}" for row in rows_of(tmp_path)}
-    assert kept == completed_uids(tmp_path / "trajectories")
     predict(both(tmp_path))
     check(tmp_path, 12)
 
@@ -149,9 +128,9 @@ def test_without_capture_rows_name_no_trajectory(tmp_path):
     assert {row.trajectory for row in rows_of(tmp_path)} == {None}
 
 
-def test_every_decode_is_written_with_its_provenance(tmp_path):
+def test_every_decode_is_written_with_its_provenance_and_grade(tmp_path):
     """Two methods. The confidence order follows the table: 0.9, 0.8, 0.7, 0.6."""
-    predict(shards(tmp_path))
+    predict(shards(tmp_path, grade=True))
     records = {record.uid: record for record in TrajectoryShardReader(tmp_path)}
     assert set(records) == {
         f"letters/test/{n}@{method}" for n in range(6) for method in ("confidence", "random")
@@ -161,7 +140,10 @@ def test_every_decode_is_written_with_its_provenance(tmp_path):
     assert record.tokens.tolist() == [40, 41, 42, 43]
     assert record.commit_step.tolist() == [0, 1, 2, 3]
     assert record.mask_id == MASK
-    assert record.meta == {"task": "letters", "method": "confidence"}
+    plain = {"task": "letters", "method": "confidence"}
+    assert record.meta == {**plain, "correct": True}
+    wrong = records["letters/test/2@confidence"]
+    assert wrong.meta == {**plain, "correct": False, "score": 0.5}
     assert records["letters/test/1@random"].commit_step.tolist() != [0, 1, 2, 3]
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".tar"}
     assert {"run.json", "manifest.json"} < {path.name for path in tmp_path.iterdir()}
@@ -174,7 +156,9 @@ def test_a_second_run_does_only_what_is_missing(tmp_path):
         module = trace_module()
         predict(shards(tmp_path), module=module, count=10)
         assert module.backbone.forwards == forwards
-    assert len(list(TrajectoryShardReader(tmp_path))) == 20
+    metas = [record.meta for record in TrajectoryShardReader(tmp_path)]
+    assert len(metas) == 20
+    assert all(meta.keys() == {"task", "method"} for meta in metas)  # nothing is graded
     assert first < set(tmp_path.glob("*.tar"))
 
 
@@ -208,17 +192,6 @@ def test_a_full_disk_surfaces_and_flushed_blocks_are_recovered(tmp_path, monkeyp
     predict(shards(tmp_path), module=module, count=10)
     assert len(list(TrajectoryShardReader(tmp_path))) == 20
     assert module.backbone.forwards < 8 * LENGTH  # eight records came from the orphan
-
-
-def test_grades_are_stored_with_the_records(tmp_path):
-    predict(shards(tmp_path, grade=True))
-    meta = {record.uid: record.meta for record in TrajectoryShardReader(tmp_path)}
-    assert (meta["letters/test/2@random"]["correct"], meta["letters/test/2@random"]["score"]) == (
-        False,
-        0.5,
-    )
-    assert meta["letters/test/3@random"]["correct"] is True
-    assert "score" not in meta["letters/test/3@random"]
 
 
 def _plain(rank: int, folder: Path) -> None:

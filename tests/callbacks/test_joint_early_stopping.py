@@ -16,19 +16,15 @@ def run(callback: JointEarlyStopping, *scores: tuple[float, float]) -> list[bool
     return stops
 
 
-def test_one_improving_score_keeps_training_alive() -> None:
-    callback = JointEarlyStopping(["a", "b"], patience=2)
-    assert run(callback, (1.0, 0.0), (0.0, 1.0), (0.0, 0.5), (0.0, 1.5)) == [False] * 4
-
-
-def test_stops_after_patience_validations_without_any_improvement() -> None:
-    callback = JointEarlyStopping(["a", "b"], patience=2)
-    assert run(callback, (1.0, 1.0), (1.0, 0.0), (0.5, 1.0)) == [False, False, True]
+def test_stops_after_patience_validations_in_which_no_score_improves() -> None:
+    one_improves = [(1.0, 0.0), (0.0, 1.0), (0.0, 0.5), (0.0, 1.5)]
+    assert run(JointEarlyStopping(["a", "b"], patience=2), *one_improves) == [False] * 4
+    none_does = [(1.0, 1.0), (1.0, 0.0), (0.5, 1.0)]
+    assert run(JointEarlyStopping(["a", "b"], patience=2), *none_does) == [False, False, True]
 
 
 def test_a_resumed_run_goes_on_counting() -> None:
-    first = JointEarlyStopping(["a"], patience=3)
+    first, second = JointEarlyStopping(["a"], patience=3), JointEarlyStopping(["a"], patience=3)
     run(first, (1.0, 0.0), (1.0, 0.0), (1.0, 0.0))
-    second = JointEarlyStopping(["a"], patience=3)
     second.load_state_dict(first.state_dict())
     assert run(second, (1.0, 0.0)) == [True]

@@ -5,8 +5,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from lit_dlm.callbacks.judge import HttpJudge, parse_verdict
 from lit_dlm.reports.results import ResultFolder
 from lit_dlm.tasks import PromptExample
@@ -54,16 +52,8 @@ def test_verdicts_are_kept_counted_and_asked_once(tmp_path: Path) -> None:
     assert "Reference solution:\n7" in asked[0]
 
 
-@pytest.mark.parametrize(
-    ("text", "verdict"),
-    [
-        ('{"verdict": "correct"}', True),
-        (' {"verdict": "incorrect"}\n', False),
-        ('{"verdict": "maybe"}', None),
-        ('{"verdict": ["correct"]}', None),
-        ("correct", None),
-        ("[]", None),
-    ],
-)
-def test_only_strict_replies_are_verdicts(text: str, verdict: bool | None) -> None:
-    assert parse_verdict(text) is verdict
+def test_only_strict_replies_are_verdicts() -> None:
+    assert parse_verdict('{"verdict": "correct"}') is True
+    assert parse_verdict(' {"verdict": "incorrect"}\n') is False
+    for text in ('{"verdict": "maybe"}', '{"verdict": ["correct"]}', "correct", "[]"):
+        assert parse_verdict(text) is None

@@ -4,40 +4,33 @@ from __future__ import annotations
 
 import csv
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
 from torch.utils.data import DataLoader
 
 from lit_dlm.callbacks import ProgressBar, TrainingLog
+from tests.finetuning import quiet
 
 NUM_BATCHES = 4
 
 
-class Clock:
+class Model(LightningModule):
     """Ten seconds pass with every training batch."""
 
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-class Model(LightningModule):
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Mock) -> None:
         super().__init__()
         self.clock = clock
         self.weight = torch.nn.Parameter(torch.zeros(()))
 
     def training_step(self, batch: torch.Tensor) -> torch.Tensor:
-        self.clock.now += 10.0
+        self.clock.return_value += 10.0
         return (self.weight * batch).sum()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -57,45 +50,47 @@ class Heard(ProgressBar):
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
-    clock = Clock()
-    monkeypatch.setattr("lit_dlm.callbacks.progress.time.monotonic", clock.monotonic)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    clock = Mock(return_value=1000.0)
+    monkeypatch.setattr("lit_dlm.callbacks.progress.time.monotonic", clock)
     return clock
 
 
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("limits", "texts"),
+    [
+        # Two epochs of four batches of 10 s: after three batches, 50 s are left.
+        (
+            {"max_epochs": 2},
+            {
+                2: "Epoch 1 of 2, step 3, 0:00:50 left",
+                4: "Epoch 2 of 2, step 5, 0:00:30 left",
+                7: "Epoch 2 of 2, step 8",
+            },
+        ),
+        # Steps end a run without epochs: the second of six batches leaves 40 s.
+        (
+            {"max_epochs": -1, "max_steps": 6},
+            {
+                1: "Epoch 1, step 2 of 6, 0:00:40 left",
+                4: "Epoch 2, step 5 of 6, 0:00:10 left",
+            },
+        ),
+    ],
+)
+def test_time_left_is_that_of_the_run(
+    clock: Mock,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    limits: dict[str, int],
+    texts: dict[int, str],
+) -> None:
     monkeypatch.setattr(Console, "is_terminal", True)
-
-
-def heard(clock: Clock, **limits: int) -> Heard:
     bar = Heard()
-    Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        callbacks=[bar],
-        **limits,
-    ).fit(Model(clock), DataLoader(torch.ones(NUM_BATCHES, 1)))
-    return bar
-
-
-@pytest.mark.usefixtures("terminal")
-def test_time_left_is_that_of_the_run(clock: Clock) -> None:
-    """Two epochs of four batches of 10 s: after three batches, 50 s are left."""
-    texts = heard(clock, max_epochs=2).texts
-    assert texts[2] == "Epoch 1 of 2, step 3, 0:00:50 left"
-    assert texts[4] == "Epoch 2 of 2, step 5, 0:00:30 left"
-    assert texts[-1] == "Epoch 2 of 2, step 8"
-
-
-@pytest.mark.usefixtures("terminal")
-def test_steps_end_a_run_without_epochs(clock: Clock) -> None:
-    """The second of six batches of 10 s leaves 40 s."""
-    texts = heard(clock, max_epochs=-1, max_steps=6).texts
-    assert texts[1] == "Epoch 1, step 2 of 6, 0:00:40 left"
-    assert texts[4] == "Epoch 2, step 5 of 6, 0:00:10 left"
+    trainer = quiet(tmp_path, callbacks=[bar], enable_progress_bar=True, **limits)
+    trainer.fit(Model(clock), DataLoader(torch.ones(NUM_BATCHES, 1)))
+    assert {number: bar.texts[number] for number in texts} == texts
+    assert len(bar.texts) == limits.get("max_steps", 8)
 
 
 class Tokens:
@@ -116,7 +111,7 @@ class Logging(Model):
 
 @pytest.mark.parametrize("bar", [False, True])
 def test_training_tells_its_values_without_a_terminal(
-    clock: Clock,
+    clock: Mock,
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -126,11 +121,9 @@ def test_training_tells_its_values_without_a_terminal(
     Nothing is drawn into what is no terminal."""
     loader = DataLoader([Tokens()] * NUM_BATCHES, batch_size=None, collate_fn=lambda one: one)
     with caplog.at_level(logging.INFO, logger="lit_dlm.callbacks.progress"):
-        trainer = Trainer(
-            accelerator="cpu",
+        trainer = quiet(
+            tmp_path,
             logger=CSVLogger(tmp_path, name="", version=""),
-            enable_checkpointing=False,
-            enable_model_summary=False,
             enable_progress_bar=bar,
             callbacks=[TrainingLog(), *([ProgressBar()] if bar else [])],
             max_epochs=2,

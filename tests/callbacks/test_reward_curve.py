@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 
 from lit_dlm.callbacks import RewardCurve
 from lit_dlm.rewards import GroupFilter, Reward, RewardScore, Rollout
@@ -47,22 +46,9 @@ def test_a_step_without_updates_repeats_nothing_of_an_earlier_one(tmp_path: Path
     assert {name for name in first if name not in second} == gone | {
         name for name in first if name.startswith("train/")
     }
-    assert {
-        "rollout/reward",
-        "rollout/reward/digits",
-        "time/train",
-        "time/rollout",
-    } <= second.keys()
-
-
-class Seen(Callback):
-    """What the check before training found."""
-
-    def __init__(self) -> None:
-        self.scores: dict[str, float] = {}
-
-    def on_sanity_check_end(self, trainer: Any, pl_module: Any) -> None:
-        self.scores = dict(pl_module.validation.last)
+    times = {"time/train", "time/rollout"}
+    assert {"rollout/reward", "rollout/reward/digits"} | times <= second.keys()
+    assert (tmp_path / "reward_curve.png").is_file()
 
 
 @pytest.mark.parametrize("sanity_steps", [1, 2, -1])
@@ -73,15 +59,15 @@ def test_step_0_is_of_all_held_out_prompts_or_of_none(tmp_path: Path, sanity_ste
     rl = learner(decoders=decoders, val_method=["random", "slow"])
     tasks = [WordProblems("test", num_examples=5)]
     data = rollout_data(val_tasks=tasks, rollout_batch_size=2, prompts_per_step=1)
-    curve, seen = RewardCurve(str(tmp_path)), Seen()
+    curve, checked = RewardCurve(str(tmp_path)), {}
+    seen = LambdaCallback(on_sanity_check_end=lambda _, rl: checked.update(rl.validation.last))
     options = {"num_sanity_val_steps": sanity_steps}
     fit(rl, data, tmp_path, steps=1, callbacks=[curve, seen], **options)
-    assert curve.points[-1]["val/slow/num_prompts"] == 5
+    assert curve.points[-1]["val/slow/num_prompts"] == checked["num_prompts"] == 5
     if sanity_steps != 1:
         assert [point["step"] for point in curve.points] == [0, 1]
         assert curve.points[0]["val/num_prompts"] == 5
         assert curve.points[0]["val/slow/num_prompts"] == 5
     else:
         assert [point["step"] for point in curve.points] == [1]
-        assert seen.scores["num_prompts"] == 5
-        assert not any(name.startswith("slow/") for name in seen.scores)
+        assert not any(name.startswith("slow/") for name in checked)

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from PIL import Image
 from torch import nn
@@ -14,10 +13,9 @@ from torch.utils.data import DataLoader
 from lit_dlm.callbacks import TracePictures, trace_pictures
 from lit_dlm.callbacks.trace_pictures import log_images
 from lit_dlm.datamodules import PromptDataModule
-from lit_dlm.decoding import ConfidencePolicy, Decoder, RandomPolicy
 from lit_dlm.modules import DecodeModule
-from tests.callbacks.letters import LENGTH, Letters
-from tests.fakes import TableBackbone, logits_for
+from tests.callbacks.letters import LENGTH, Letters, Table, both_decoders
+from tests.finetuning import quiet
 from tests.reports.sample_sets import WordTokenizer
 
 
@@ -33,14 +31,7 @@ class Learner(DecodeModule):
     """Decodes a table, and trains one number that has nothing to do with it."""
 
     def __init__(self, **options: Any) -> None:
-        backbone = TableBackbone(
-            logits_for([5, 6, 40, 41, 42, 43], [0.5, 0.5, 0.9, 0.8, 0.7, 0.6], vocab_size=300)
-        )
-        decoders = {
-            "confidence": Decoder(policy=ConfidencePolicy()),
-            "random": Decoder(policy=RandomPolicy()),
-        }
-        super().__init__(backbone, tokenizer="none", decoders=decoders, **options)
+        super().__init__(Table(), tokenizer="none", decoders=both_decoders(), **options)
         self.__dict__["tokenizer"] = Tokenizer()
         self.number = nn.Parameter(torch.zeros(1))
         self.head = nn.Dropout().eval()
@@ -55,18 +46,6 @@ class Learner(DecodeModule):
         return torch.optim.SGD([self.number], lr=0.1)
 
 
-def trainer(*callbacks: TracePictures, **options: Any) -> Trainer:
-    settings: dict[str, Any] = {
-        "accelerator": "cpu",
-        "callbacks": list(callbacks),
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return Trainer(**{**settings, **options})
-
-
 def files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
@@ -75,7 +54,8 @@ def files(folder: Path) -> set[str]:
 def test_predict_draws_the_first_samples_of_every_method(tmp_path: Path):
     data = PromptDataModule([Letters(3)], response_length=LENGTH, batch_size=2)
     pictures = TracePictures(str(tmp_path), kinds=["gif", "fill_order"])
-    trainer(pictures).predict(Learner(level="tokens"), datamodule=data, return_predictions=False)
+    trainer = quiet(tmp_path, callbacks=[pictures])
+    trainer.predict(Learner(level="tokens"), datamodule=data, return_predictions=False)
     assert files(tmp_path) == {"traces.html"} | {
         f"{method}/letters_test_{number}{suffix}"
         for method in ("confidence", "random")
@@ -104,25 +84,17 @@ def test_prompts_are_drawn_and_logged_after_every_second_validation(
 ):
     """Validations after steps 1, 2 and 3; the first and the third are drawn. Modes stay."""
     monkeypatch.setattr(trace_pictures, "_CELLS", LENGTH)
-    pictures = TracePictures(
-        str(tmp_path / "pictures"),
-        kinds=["gif", "fill_order"],
-        prompts=["a", "b"],
-        method="random",
-        every_n_validations=2,
-    )
-    target = ImageLogger(tmp_path / "logs")
+    prompts = {"prompts": ["a", "b"], "method": "random", "every_n_validations": 2}
+    pictures = TracePictures(str(tmp_path / "pictures"), kinds=["gif", "fill_order"], **prompts)
+    loggers = [ImageLogger(tmp_path / "logs"), CSVLogger(str(tmp_path))]
     loader = DataLoader(range(3), batch_size=1)
     module = Learner()
-    run = trainer(
-        pictures, max_steps=3, val_check_interval=1, logger=[target, CSVLogger(str(tmp_path))]
-    )
-    run.fit(module, loader, loader)
-    assert {name.partition("/")[0] for name in files(tmp_path / "pictures")} == {
-        "step-0000001",
-        "step-0000003",
-    }
-    assert sorted(target.images) == [
+    steps = {"max_steps": 3, "val_check_interval": 1, "num_sanity_val_steps": 2}
+    trainer = quiet(tmp_path, callbacks=[pictures], logger=loggers, **steps)
+    trainer.fit(module, loader, loader)
+    folders = {name.partition("/")[0] for name in files(tmp_path / "pictures")}
+    assert folders == {"step-0000001", "step-0000003"}
+    assert sorted(loggers[0].images) == [
         (f"decode/random/prompt/0{number}/fill_order", step) for number in (0, 1) for step in (1, 3)
     ]
     assert (module.training, module.head.training) == (True, False)
