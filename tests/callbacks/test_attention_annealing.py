@@ -13,30 +13,19 @@ from lit_dlm.callbacks import AttentionAnnealing
 IDS = torch.tensor([[5, 9, 20, 7, 23, 11]])
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=24,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        initializer_range=0.5,
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    return tmp_path
-
-
-def test_training_goes_from_the_causal_model_to_the_bidirectional_one(folder: Path):
+def test_training_goes_from_the_causal_model_to_the_bidirectional_one(tmp_path: Path):
     """With transformers' own model as the reference of the first step."""
-    causal = LlamaForCausalLM.from_pretrained(folder)(IDS).logits
-    backbone = HFBackbone(str(folder), from_ar=FromAR(shift=0), trainable=True)
-    trainer = SimpleNamespace(global_step=0)
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    reference = LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.5)).eval()
+    reference.save_pretrained(tmp_path)
+    causal = reference(IDS).logits
+    backbone = HFBackbone(str(tmp_path), from_ar=FromAR(shift=0), trainable=True)
+    trainer, module = SimpleNamespace(global_step=0), SimpleNamespace(backbone=backbone)
     annealing = AttentionAnnealing(steps=4)
     full = backbone.eval()(IDS)[..., :24]
-    annealing.on_fit_start(trainer, SimpleNamespace(backbone=backbone))
+    annealing.on_fit_start(trainer, module)
     assert torch.equal(backbone(IDS)[..., :24], full)  # as in validation
     backbone.train()
     torch.testing.assert_close(backbone(IDS)[..., :24], causal, rtol=1e-5, atol=1e-5)
@@ -51,7 +40,7 @@ def test_training_goes_from_the_causal_model_to_the_bidirectional_one(folder: Pa
     trainer.global_step = 4
     assert torch.equal(backbone(IDS)[..., :24], full)
     trainer.global_step = 0
-    annealing.on_fit_end(trainer, SimpleNamespace(backbone=backbone))
+    annealing.on_fit_end(trainer, module)
     assert torch.equal(backbone(IDS)[..., :24], full)
 
 

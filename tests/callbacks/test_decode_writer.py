@@ -52,11 +52,8 @@ def check(run_dir: Path, count: int) -> None:
     for row in rows:
         assert row.trajectory is not None
         record = by_uid.pop(row.trajectory["uid"])
-        assert row.trajectory == {
-            "set": "trajectories",
-            "uid": f"{row.uid}@{row.method}",
-            "digest": record.digest().hex(),
-        }
+        own = {"uid": f"{row.uid}@{row.method}", "digest": record.digest().hex()}
+        assert row.trajectory == {"set": "trajectories", **own}
         assert (row.nfe, row.seed, row.status) == (record.num_steps, record.seed, record.status)
         assert row.completion == " ".join(str(token) for token in record.tokens)
         assert record.meta["correct"] == row.correct

@@ -20,6 +20,7 @@ from lit_dlm.callbacks import (
 )
 from tests.callbacks.letters import Letters, trace_module
 
+METHOD = "method: expected 'confidence' or 'random', got 'no'"
 JUDGE = {"model": "m", "url": "http://x"}
 
 
@@ -51,12 +52,7 @@ def test_options_out_of_range_are_named(kind: Any, options: dict[str, Any], name
         (DecodeWriter("x"), "predict", LightningModule(), "model: expected DecodeModule"),
         (TracePictures("x"), "fit", LightningModule(), "model: expected DecodeModule"),
         (TracePictures("x"), "predict", trace_module(capture=False), r"model\.level"),
-        (
-            TracePictures("x", prompts=["a"], method="nope"),
-            "fit",
-            trace_module(),
-            "method: expected 'confidence' or 'random', got 'nope'",
-        ),
+        (TracePictures("x", prompts=["a"], method="no"), "fit", trace_module(), METHOD),
         (HttpJudge("x", tasks=["sums"], **JUDGE), "predict", None, "tasks: .* 'letters'"),
     ],
 )

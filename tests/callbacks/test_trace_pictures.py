@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -46,17 +48,14 @@ class Learner(DecodeModule):
         return torch.optim.SGD([self.number], lr=0.1)
 
 
-def files(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-
-
 @pytest.mark.slow
 def test_predict_draws_the_first_samples_of_every_method(tmp_path: Path):
     data = PromptDataModule([Letters(3)], response_length=LENGTH, batch_size=2)
     pictures = TracePictures(str(tmp_path), kinds=["gif", "fill_order"])
     trainer = quiet(tmp_path, callbacks=[pictures])
     trainer.predict(Learner(level="tokens"), datamodule=data, return_predictions=False)
-    assert files(tmp_path) == {"traces.html"} | {
+    files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert files == {"traces.html"} | {
         f"{method}/letters_test_{number}{suffix}"
         for method in ("confidence", "random")
         for number in (0, 1)
@@ -92,7 +91,7 @@ def test_prompts_are_drawn_and_logged_after_every_second_validation(
     steps = {"max_steps": 3, "val_check_interval": 1, "num_sanity_val_steps": 2}
     trainer = quiet(tmp_path, callbacks=[pictures], logger=loggers, **steps)
     trainer.fit(module, loader, loader)
-    folders = {name.partition("/")[0] for name in files(tmp_path / "pictures")}
+    folders = {path.name for path in (tmp_path / "pictures").iterdir()}
     assert folders == {"step-0000001", "step-0000003"}
     assert sorted(loggers[0].images) == [
         (f"decode/random/prompt/0{number}/fill_order", step) for number in (0, 1) for step in (1, 3)
@@ -101,16 +100,10 @@ def test_prompts_are_drawn_and_logged_after_every_second_validation(
 
 
 def test_a_writer_of_tensorboard_gets_pixels(tmp_path: Path):
-    class Experiment:
-        def add_image(self, *arguments: Any, dataformats: str) -> None:
-            seen.append((*arguments, dataformats))
-
-    class Logger:
-        experiment = Experiment()
-
-    seen: list[tuple] = []
+    logger = SimpleNamespace(experiment=Mock(spec=["add_image"]))
     Image.new("RGB", (3, 2), (255, 0, 7)).save(tmp_path / "x.png")
-    log_images(Logger(), {"tag": tmp_path / "x.png"}, step=4)
-    ((tag, pixels, step, layout),) = seen
-    assert (tag, step, layout) == ("tag", 4, "HWC")
+    log_images(logger, {"tag": tmp_path / "x.png"}, step=4)
+    (call,) = logger.experiment.add_image.call_args_list
+    tag, pixels, step = call.args
+    assert (tag, step, call.kwargs) == ("tag", 4, {"dataformats": "HWC"})
     assert pixels.tolist() == [[[255, 0, 7]] * 3] * 2

@@ -74,12 +74,6 @@ def test_updates_are_the_same_for_any_number_of_processes(kind: str) -> None:
     assert set(seen) == set(range(11)) if kind == "few" else len(set(seen)) == len(seen) > 370
 
 
-def test_fewer_examples_than_a_batch_are_repeated() -> None:
-    (batch,) = indices(plan(3, batch_size=8))
-    assert len(batch) == 8
-    assert set(batch) == {0, 1, 2}
-
-
 @pytest.mark.parametrize(("num", "world_size"), [(10, 1), (10, 2), (7, 3), (2, 4)])
 def test_fixed_plan_shows_everything_once_and_marks_the_copies(num: int, world_size: int) -> None:
     chosen = [100 + i for i in range(num)]

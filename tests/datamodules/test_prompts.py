@@ -55,21 +55,11 @@ def test_what_is_done_is_left_out():
     assert uids == SEVEN[:3]  # whatever is done
 
 
-class _Learned(RandomPolicy):
-    """A policy that was trained on some tasks."""
-
-    def __init__(self, tasks: list[str]) -> None:
-        self.tasks = tasks
-
-    @property
-    def trained_on(self) -> list[str]:
-        return self.tasks
-
-
 def test_a_policy_that_never_saw_the_task_is_named(caplog: pytest.LogCaptureFixture):
     module = _module()
     for task in ("letters", "sudoku"):
-        module.decoders["two"] = Decoder(policy=_Learned([task]))
+        learned = type("Learned", (RandomPolicy,), {"trained_on": [task]})
+        module.decoders["two"] = Decoder(policy=learned())
         work(data(methods=["two"]), module)
     (told,) = [message for message in caplog.messages if "never saw letters" in message]
     assert told.startswith("two: its policy was trained on sudoku")
@@ -142,15 +132,12 @@ def test_a_loader_gives_as_many_batches_as_it_says(batch_size: int, sizes: list[
     ],
 )
 def test_bad_settings_are_named(options: dict, name: str):
-    def run() -> None:
+    with pytest.raises(ValueError, match=name):  # noqa: PT012
         mix = {"mix": PromptMix(**options["mix"])} if "mix" in options else {}
         prompts = data(**options | mix)
         work(prompts)
         stream = prompts.streams()[0]
         stream.encode(stream.examples[0])
-
-    with pytest.raises(ValueError, match=name):
-        run()
 
 
 def test_lengths_are_drawn_by_prompt_and_evenly() -> None:

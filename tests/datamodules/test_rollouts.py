@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -12,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 
 from lit_dlm.backbones.lora_settings import LoRASettings
 from lit_dlm.callbacks import RewardCurve, RolloutWriter
@@ -144,14 +145,6 @@ def test_a_folder_of_rollouts_is_that_of_one_run(
     assert all(found[uid] == former[uid] for uid in first)
 
 
-class Interrupted(Callback):
-    """Breaks a run off in its second RL step."""
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.current_epoch == 1:
-            raise KeyboardInterrupt
-
-
 @pytest.mark.slow
 def test_a_run_cut_short_before_its_first_checkpoint_begins_anew(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -161,8 +154,12 @@ def test_a_run_cut_short_before_its_first_checkpoint_begins_anew(
     def saver() -> ModelCheckpoint:
         return ModelCheckpoint(dirpath=tmp_path, every_n_epochs=3)
 
+    def interrupt(trainer: Trainer, _: LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            raise KeyboardInterrupt
+
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        written(tmp_path, saver(), Interrupted())
+        written(tmp_path, saver(), LambdaCallback(on_train_epoch_end=interrupt))
     assert len(list(TrajectoryShardReader(tmp_path / "rollouts"))) == 24
     with caplog.at_level(logging.WARNING):
         written(tmp_path, saver())
@@ -203,27 +200,17 @@ def test_validation_can_be_limited(tmp_path: Path, limit: int | float, count: in
     assert trainer.limit_val_batches == limit  # for what this trainer does next
 
 
-class States(Callback):
-    """Which states every batch trains on."""
-
-    def __init__(self) -> None:
-        self.batches: list[list[tuple[str, str]]] = []
-
-    def on_train_batch_end(
-        self, trainer: Any, module: Any, outputs: Any, batch: RolloutBatch, *args: Any
-    ) -> None:
-        uids = batch.responses.uids
-        rows = zip(batch.sample.tolist(), batch.supervised.tolist(), strict=True)
-        self.batches.append([(uids[sample], str(cells)) for sample, cells in rows])
-
-
 def test_every_pass_trains_once_on_each_state(tmp_path: Path) -> None:
-    states = States()
+    batches: list[list[tuple[str, str]]] = []
+
+    def note(trainer: Any, module: Any, outputs: Any, batch: RolloutBatch, *_: Any) -> None:
+        rows = zip(batch.sample.tolist(), batch.supervised.tolist(), strict=True)
+        batches.append([(batch.responses.uids[sample], str(cells)) for sample, cells in rows])
+
     data = rollout_data(passes=2, batch_size=16, prompts_per_step=2)
-    fit(learner(), data, tmp_path, steps=1, callbacks=[states])
-    half = len(states.batches) // 2
-    first = [state for batch in states.batches[:half] for state in batch]
-    second = [state for batch in states.batches[half:] for state in batch]
+    fit(learner(), data, tmp_path, steps=1, callbacks=[LambdaCallback(on_train_batch_end=note)])
+    half = len(batches) // 2
+    first, second = (list(chain(*part)) for part in (batches[:half], batches[half:]))
     assert half > 1
     assert len(set(first)) == len(first)
     assert sorted(first) == sorted(second)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -129,17 +131,17 @@ def test_value_loss_moves_the_value_model_alone(kind: Any) -> None:
 
 def test_groups_are_clipped_apart() -> None:
     rl = module(policy(), value=ValueObjective(backbone="head", lr=0.5))
-    policy_group, value_group = rl.parameter_groups()
-    optimizer = torch.optim.SGD([{"params": policy_group}, {"params": value_group}], lr=1.0)
-    logged: dict[str, float] = {}
-    rl.log = lambda name, value, **_: logged.update({name: float(value)})  # type: ignore[assignment]
-    for parameter in (*policy_group, *value_group):
+    groups = rl.parameter_groups()
+    optimizer = torch.optim.SGD([{"params": group} for group in groups], lr=1.0)
+    rl.log = Mock()  # type: ignore[method-assign]
+    for parameter in chain(*groups):
         parameter.grad = torch.ones_like(parameter)
     rl.configure_gradient_clipping(optimizer, 1.0, "norm")
-    for group in (policy_group, value_group):
+    for group in groups:
         norm = torch.stack([p.grad.norm() for p in group]).norm()
         torch.testing.assert_close(norm, torch.ones((), dtype=norm.dtype), rtol=1e-5, atol=1e-5)
-    assert set(logged) == {"train/grad_norm_policy", "train/grad_norm_value"}
+    logged = [call.args[0] for call in rl.log.call_args_list]
+    assert logged == ["train/grad_norm_policy", "train/grad_norm_value"]
 
 
 def test_temperature_of_training_is_that_of_rollouts() -> None:
@@ -223,17 +225,17 @@ def test_blocks_grow_in_training_before_they_do_in_rollouts(tmp_path: Path) -> N
     """Rows of 8 see 8 cells; rollouts keep blocks of 4, and a resumed run has 8 in both."""
 
     def grown(size: int, method: str, **options: Any) -> TraceRLModule:
-        decoders = {
-            name: Decoder(
-                policy=DynamicPolicy(0.9),
-                window=BlockWindow(length, origin="sequence"),
-                quota=EvenQuota(length),
-                cache=BlockCache(),  # refuses other blocks than the model's
-                sampler=Sampler(temperature=1.0),
-                settings=DecodeSettings(eos_rule="stop"),
-            )
-            for name, length in (("four", 4), ("eight", 8))
+        parts: dict[str, Any] = {
+            "policy": DynamicPolicy(0.9),
+            "cache": BlockCache(),  # refuses other blocks than the model's
+            "sampler": Sampler(temperature=1.0),
+            "settings": DecodeSettings(eos_rule="stop"),
         }
+        four, eight = (
+            Decoder(window=BlockWindow(n, origin="sequence"), quota=EvenQuota(n), **parts)
+            for n in (4, 8)
+        )
+        decoders = {"four": four, "eight": eight}
         family = {"attention": "block", "block_size": size}
         rl = learner(family=family, decoders=decoders, method=method, block_size=8)
         saver = ModelCheckpoint(dirpath=tmp_path, filename="last", enable_version_counter=False)
@@ -278,7 +280,7 @@ class Falling(Reward):
         self.rl = rl
 
     def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
-        return [RewardScore(total=-float(self.rl.current_epoch)) for _ in group]
+        return [RewardScore(total=-float(self.rl.current_epoch))] * len(group)
 
 
 def test_early_stopping_looks_at_every_rl_step_when_it_ends(tmp_path: Path) -> None:
