@@ -19,19 +19,9 @@ from lit_dlm.losses.corruption import RandomMasking
 from lit_dlm.modules.discrimination import DiscriminationObserver, score_curve
 from lit_dlm.modules.finetune import SFTModule
 from lit_dlm.modules.tabom import TABOMModule
-from lit_dlm.ops.scores import entropy_variance
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from tests.finetuning import VOCAB, Data, examples, run, small, two_processes
 from tests.processes import in_two_processes
-
-
-def test_variance_by_hand() -> None:
-    """Row 0: values 1, 3 of mean 2, variance 1. Row 1 has one position and does not count."""
-    entropy = torch.tensor([[1.0, 9.0, 3.0], [5.0, 1.0, torch.nan]])
-    chosen = torch.tensor([[True, False, True], [True, False, False]])
-    variance, counts = entropy_variance(entropy, chosen)
-    assert variance.tolist() == [1.0, 0.0]
-    assert counts.tolist() == [True, False]
 
 
 def test_curve_equals_a_slow_loop_over_recorded_entropies() -> None:

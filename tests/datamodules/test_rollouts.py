@@ -80,12 +80,14 @@ def test_stored_rollouts_replay_the_same_updates_and_are_not_written_again(
     third of the two that are stored is the first once more."""
     value = ValueObjective(backbone="lora", lora=LoRASettings(rank=2), lr=1e-2)
     online, again = Losses(), Losses()
-    options: dict[str, Any] = {"filters": [SpreadFilter()]}
-    folder = tmp_path / "rollouts"
-    writer = RolloutWriter(str(folder))
-    fit(learner(value=value), rollout_data(**options), tmp_path, callbacks=[online, writer])
+    folder, filters = tmp_path / "rollouts", [SpreadFilter()]
+    callbacks = [online, RolloutWriter(str(folder))]
+    fit(learner(value=value), rollout_data(filters=filters), tmp_path, callbacks=callbacks)
     files = {path: path.read_bytes() for path in folder.iterdir()}
-    rl, data = learner(value=value), rollout_data(source="shards", shards=str(folder), **options)
+    rl, data = (
+        learner(value=value),
+        rollout_data(filters=filters, source="shards", shards=str(folder)),
+    )
     with caplog.at_level(logging.INFO):
         fit(rl, data, tmp_path, steps=3, callbacks=[again, RolloutWriter(str(folder))])
     assert len(online.losses) >= 4
@@ -280,26 +282,24 @@ def test_overlong_prompts_go_as_a_whole(tmp_path: Path, caplog: pytest.LogCaptur
         fit(learner(), rollout_data(max_prompt_length=2), tmp_path, steps=1)
 
 
+LEARNING: dict[str, dict[str, Any]] = {
+    "value": {"value": ValueObjective(backbone="head", lr=0.05)},
+    "random": {"corruption": RandomMasking(min_t=0.1, max_t=0.9, copies=4)},
+    "coupled": {"corruption": CoupledMasking(pairs=2)},
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"value": ValueObjective(backbone="head", lr=0.05)},
-        {"corruption": RandomMasking(min_t=0.1, max_t=0.9, copies=4)},
-        {"corruption": CoupledMasking(pairs=2)},
-    ],
-    ids=["value", "random", "coupled"],
-)
-def test_policies_learn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("options", LEARNING.values(), ids=LEARNING)
+def test_policies_learn(tmp_path: Path, options: dict[str, Any]) -> None:
     """A random model learns to write digits; the first on the states of its rollouts."""
-    monkeypatch.setattr("lit_dlm.callbacks.reward_curve.plot_run", Mock())
-    objective = PolicyObjective(beta=0.0)
+    rewards: list[float] = []
+    note = LambdaCallback(
+        on_train_epoch_end=lambda _, rl: rewards.append(rl.current.facts["rollout/reward"])
+    )
     optimizer = partial(torch.optim.AdamW, lr=0.03)
+    objective = PolicyObjective(beta=0.0)
     rl = learner(lora=False, objective=objective, optimizer=optimizer, **options).float()
-    curve = RewardCurve(str(tmp_path))
     data = rollout_data(responses_per_prompt=8, rollout_batch_size=32, batch_size=32)
-    fit(rl, data, tmp_path, steps=8, callbacks=[curve])
-    rewards = [point["rollout/reward"] for point in curve.points]
+    fit(rl, data, tmp_path, steps=8, callbacks=[note])
     assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.15, rewards

@@ -82,11 +82,11 @@ def test_files_may_hold_messages_or_a_prompt_and_a_response(
     for other in others:
         assert other.prompt_ids.tolist() == first.prompt_ids.tolist()
         assert other.response_ids.tolist() == first.response_ids.tolist()
-    assert [e.uid for e in [first, *others]] == [f"a/{n:06d}" for n in range(5)]
+    uids = [e.uid for e in [first, *others]]
+    assert uids == [f"a/{n:06d}" for n in range(5)]
     packed = tmp_path / "a.jsonl.gz"
     packed.write_bytes(gzip.compress(Path(path).read_bytes()))
-    uids = [e.uid for e in ResponsesFile(str(packed)).examples(model)]
-    assert uids == [e.uid for e in [first, *others]]
+    assert [e.uid for e in ResponsesFile(str(packed)).examples(model)] == uids
 
 
 def test_templated_prompts_are_taken_as_they_are_with_their_step_maps(
@@ -146,13 +146,10 @@ def test_recorded_entropies_are_those_of_the_step_that_wrote(
     tmp_path: Path, model: ModelFacts
 ) -> None:
     """One token a step from the right: at its step, position p is row (2 - p) of the open ones."""
-    record = recorded(small_backbone(), 1, response_length=3)[0]
-    record = replace(
-        record,
-        commit_step=np.array([2, 1, 0]),
-        signals={"step_entropy": np.array([9, 9, 0.5, 9, 0.25, 0.125], dtype=np.float16)},
-    )
-    shards = write_shards(tmp_path / "shards", [record])
+    (record,) = recorded(small_backbone(), 1, response_length=3)
+    signals = {"step_entropy": np.array([9, 9, 0.5, 9, 0.25, 0.125], dtype=np.float16)}
+    backwards = replace(record, commit_step=np.array([2, 1, 0]), signals=signals)
+    shards = write_shards(tmp_path / "shards", [backwards])
     (example,) = RecordedDecodes(shards, only_correct=False).examples(model)
     assert example.decode_entropy.tolist() == [0.125, 0.25, 0.5]
 
@@ -161,22 +158,22 @@ def test_a_source_that_gives_nothing_names_itself_and_its_filters(
     tmp_path: Path, model: ModelFacts
 ) -> None:
     """Two of five are of the wrong method, the other three are wrong."""
-    record = recorded(small_backbone(), 1)[0]
+    (record,) = recorded(small_backbone(), 1)
     records = [
         replace(record, uid=f"s/{number}", meta={"method": method, "correct": False})
         for number, method in enumerate(["credit"] * 2 + ["entropy"] * 3)
     ]
     path = rows(tmp_path / "t.jsonl", *(tabom_row(r, model.tokenizer) for r in records))
-    with pytest.raises(ValueError, match=r"t\.jsonl: .* none of 5: 5 by methods: \['other'\]"):
-        list(TABOMFile(path, methods=["other"]).examples(model))
-    source = TABOMFile(path, methods=["entropy"], only_correct=True)
-    with pytest.raises(ValueError, match=r"2 by methods: \['entropy'\], 3 by only_correct"):
-        list(source.examples(model))
     shards = write_shards(tmp_path / "shards", records)
-    with pytest.raises(ValueError, match=r"shards: .* none of 5: 5 by tasks: \['sums'\]"):
-        list(RecordedDecodes(shards, tasks=["sums"]).examples(model))
-    with pytest.raises(ValueError, match=r"empty\.jsonl: .* got an empty source"):
-        list(TABOMFile(rows(tmp_path / "empty.jsonl")).examples(model))
+    both = TABOMFile(path, methods=["entropy"], only_correct=True)
+    for source, message in (
+        (TABOMFile(path, methods=["other"]), r"t\.jsonl: .* none of 5: 5 by methods: \['other'\]"),
+        (both, r"2 by methods: \['entropy'\], 3 by only_correct"),
+        (RecordedDecodes(shards, tasks=["sums"]), r"shards: .* of 5: 5 by tasks: \['sums'\]"),
+        (TABOMFile(rows(tmp_path / "empty.jsonl")), r"empty\.jsonl: .* got an empty source"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            list(source.examples(model))
 
 
 def test_release_rows_keep_their_list_their_pads_and_their_filters(

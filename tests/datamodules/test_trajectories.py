@@ -131,6 +131,7 @@ def test_position_in_the_stream_follows_from_the_optimiser_steps(shards: Path) -
 def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], list[str]]:
     """Lists the blocks that were read since the last call, in whatever process."""
     file, original = tmp_path / "reads", TrajectoryShardReader.read_block
+    file.touch()
 
     def counted(self: TrajectoryShardReader, shard: Path, index: int) -> list[Trajectory]:
         with file.open("a") as log:
@@ -138,8 +139,8 @@ def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], list[
         return original(self, shard, index)
 
     def found() -> list[str]:
-        lines = file.read_text().splitlines() if file.exists() else []
-        file.unlink(missing_ok=True)
+        lines = file.read_text().splitlines()
+        file.write_text("")
         return lines
 
     monkeypatch.setattr(TrajectoryShardReader, "read_block", counted)
@@ -149,10 +150,8 @@ def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], list[
 @pytest.fixture(scope="module")
 def dealt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """180 records of two mixed tasks, which three processes wrote in blocks of two."""
-    folder, capture = (
-        tmp_path_factory.mktemp("dealt"),
-        feature_capture(small_projector(), step_ratio=0.5),
-    )
+    folder = tmp_path_factory.mktemp("dealt")
+    capture = feature_capture(small_projector(), step_ratio=0.5)
     records = [
         replace(record, uid=f"t{number % 2}/{record.uid}", meta={"task": f"t{number % 2}"})
         for number, record in enumerate(recorded(small_backbone(), 180, features=capture))
