@@ -51,11 +51,8 @@ def test_rows_are_padding_prompt_response_and_end_of_text() -> None:
         end = int((response == tokenizer.eos_token_id).long().argmax())
         assert "#### " in tokenizer.decode(response[:end])
         assert response[end:].eq(tokenizer.eos_token_id).all()
-
-
-def test_hidden_counts_are_spread_over_the_batch() -> None:
-    """Eight rows, strata of four counts: 1..4, 5..8, ..."""
-    counts = sorted(stream().batch(5).hidden.sum(1).tolist())
+    # Hidden cells of eight rows lie in strata of four counts: 1..4, 5..8, ...
+    counts = sorted(batch.hidden.sum(1).tolist())
     assert all(4 * n < count <= 4 * n + 4 for n, count in enumerate(counts))
 
 
@@ -87,9 +84,8 @@ def test_an_update_has_the_same_batches_for_any_number_of_processes(
     in_turn = list(chain.from_iterable(zip(*found, strict=True)))
     alone = ready(0, 1, size)
     assert len(in_turn) == 2 * size
-    assert all(
-        equal(batch, alone.batch(number)) for number, batch in enumerate(in_turn, start=9 * size)
-    )
+    for number, batch in enumerate(in_turn, start=9 * size):
+        assert equal(batch, alone.batch(number))
     assert [batch.drill is None for batch in in_turn] == [True] * size + [False] * size
 
 

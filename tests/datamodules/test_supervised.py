@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_dlm.backbones import BackboneSpec, load_tokenizer
@@ -34,7 +33,7 @@ from lit_dlm.modules.tabom import TABOMModule
 from lit_dlm.toy import WordProblems
 from lit_dlm.trajectories.exchange import tabom_row
 from lit_dlm.trajectories.store import merge_manifest
-from tests.finetuning import EOS, MASK, PAD, Data, G, examples, small
+from tests.finetuning import EOS, MASK, PAD, Data, G, examples, quiet, small
 from tests.traces import VOCAB, recorded, small_backbone, write_shards
 
 
@@ -277,6 +276,12 @@ def test_long_prompts_are_left_out_and_long_responses_cut_or_left_out(
     assert [e.uid for e in read(model, *given, limit=2)] == [e.uid for e in given[:2]]
 
 
+def ready(count: int, **options: Any) -> Data:
+    data = Data(examples(count), **{"batch_size": 4, **options})
+    data.set_examples(data.given, small().spec)
+    return data
+
+
 def test_grouping_by_length_pads_less_and_loses_nothing() -> None:
     """Answers of 1 to 8 cells in pairs: of a block model, neighbours in length share a batch."""
     given = examples(64)
@@ -297,9 +302,7 @@ def test_grouping_by_length_pads_less_and_loses_nothing() -> None:
 
 def test_a_batch_larger_than_the_data_is_told(caplog: pytest.LogCaptureFixture) -> None:
     for size, is_told in ((3, False), (4, True)):
-        data = Data(examples(3), batch_size=size)
-        data.set_examples(data.given, small().spec)
-        data.train_dataloader()
+        ready(3, batch_size=size).train_dataloader()
         assert ("repeats some of the 3 training examples" in caplog.text) == is_told
 
 
@@ -331,11 +334,10 @@ def test_ids_that_cannot_be_learnt_are_named_before_training(
         check_learnable(wrong, spec, vocab_size=24, num_padding=num_padding)
 
 
-def test_nothing_to_validate_is_an_error_of_validate_only() -> None:
-    data = Data(examples(8), batch_size=4)
-    data.set_examples(data.given, small().spec)
+def test_nothing_to_validate_is_an_error_of_validate_only(tmp_path: Path) -> None:
+    data = ready(8)
     assert data.val_dataloader() == []
-    data.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    data.trainer = quiet(tmp_path)
     data.trainer.state.fn = TrainerFn.FITTING
     assert data.val_dataloader() == []
     data.trainer.state.fn = TrainerFn.VALIDATING
@@ -343,24 +345,16 @@ def test_nothing_to_validate_is_an_error_of_validate_only() -> None:
         data.val_dataloader()
 
 
-@pytest.mark.parametrize(
-    ("data", "instead"),
-    [
-        (SupervisedDataModule([Fixed()]), "data.limit"),  # type: ignore[list-item]
-        (TrajectoryDataModule("shards"), "shards with few records"),
-    ],
-    ids=["supervised", "states"],
-)
-def test_repeated_batches_are_refused(data: LightningDataModule, instead: str) -> None:
-    options = {"logger": False, "enable_checkpointing": False, "overfit_batches": 1}
-    data.trainer = Trainer(accelerator="cpu", **options)
-    with pytest.raises(ValueError, match=f"overfit_batches: expected 0, got 1; .* use {instead}"):
-        data.setup("fit")
+def test_repeated_batches_are_refused(tmp_path: Path) -> None:
+    supervised, states = SupervisedDataModule([Fixed()]), TrajectoryDataModule("shards")
+    for data, other in ((supervised, "data.limit"), (states, "shards with few records")):
+        data.trainer = quiet(tmp_path, overfit_batches=1)
+        with pytest.raises(ValueError, match=f"overfit_batches: expected 0, got 1; .* use {other}"):
+            data.setup("fit")
 
 
 def test_validation_and_training_share_no_prompt_and_lose_none() -> None:
-    data = Data(examples(40), batch_size=4, val_fraction=0.3)
-    data.set_examples(data.given, small().spec)
+    data = ready(40, val_fraction=0.3)
     both = sorted([*data.train_numbers.tolist(), *data.val_numbers.tolist()])
     assert both == list(range(40))
     assert 3 < len(data.val_numbers) < 25
@@ -371,7 +365,7 @@ def test_validation_and_training_share_no_prompt_and_lose_none() -> None:
 
 def test_no_example_and_equal_uids_are_errors(model: ModelFacts) -> None:
     with pytest.raises(ValueError, match="no training example is left of 0"):
-        Data([], batch_size=4).set_examples([], small().spec)
+        ready(0)
     with pytest.raises(ValueError, match="fake/train/00000"):
         read(model, *examples(1), *examples(1))
 

@@ -19,21 +19,17 @@ REWARDS = {0: (1.0, 0.0, 0.5), 1: (1.0, 1.0, 1.0), 2: (0.0, 0.0, 0.0)}
 """By prompt, of its three responses."""
 
 
-class Engine:
+def engine(*taken: tuple[int, int]) -> Any:
     """Decodes nothing, of the responses that it takes."""
 
-    def __init__(self, *taken: tuple[int, int]) -> None:
-        self.taken = taken
-
-    def generate(self, prompts: Any, *, shared: bool) -> list[Any]:
+    def generate(prompts: Any, *, shared: bool) -> list[Any]:
         assert shared
-        metas = [{**prompt.meta, "num_tokens": 4} for prompt in prompts]
-        records = [SimpleNamespace(meta=meta, num_steps=2) for meta in metas]
-        return [
-            SimpleNamespace(trajectory=one)
-            for one in records
-            if (one.meta["prompt"], one.meta["response"]) in self.taken
-        ]
+        metas = [{**one.meta, "num_tokens": 4} for one in prompts]
+        mine = [meta for meta in metas if (meta["prompt"], meta["response"]) in taken]
+        records = [SimpleNamespace(meta=meta, num_steps=2) for meta in mine]
+        return [SimpleNamespace(trajectory=record) for record in records]
+
+    return SimpleNamespace(generate=generate)
 
 
 def score(groups: Any) -> list[list[RewardScore]]:
@@ -69,7 +65,7 @@ def scores(*processes: list[tuple[int, int]]) -> dict[str, float]:
     together: Any = Together()
     rewarder: Any = SimpleNamespace(score=score)
     for mine in processes:
-        engines: Any = {"a": Engine(*mine), "b": Engine()}
+        engines = {"a": engine(*mine), "b": engine()}
         validation = RolloutValidation(engines, rewarder, PROBLEMS, num_responses=3)
         validation.add("a")
         found = validation.result(together)

@@ -90,16 +90,14 @@ def test_updates_are_even_shares_of_all_items_on_any_number_of_processes(
         assert sorted(seen[begin:end]) == list(range(begin, end))
 
 
-def test_one_item_for_two_processes_gives_one_a_copy_without_weight() -> None:
-    for rank, factor in ((0, 8.0), (1, 0.0)):
-        ((items, found),) = dealt(1, batch_size=4, rank=rank, world_size=2)
-        assert (items.tolist(), found) == ([0], factor)
-
-
-def test_an_update_is_the_mean_over_the_rows_of_its_items() -> None:
-    """Items of 4, 1 and 1 rows, three a batch: the sum over six rows is divided by three slots."""
+def test_items_weigh_by_their_rows_and_copies_nothing() -> None:
+    """Items of 4, 1 and 1 rows, three a batch: the sum over six rows is divided by three slots. Of
+    one item for two processes one gets a copy."""
     ((items, factor),) = shard_items(np.array([4.0, 1.0, 1.0]), batch_size=3)
     assert (sorted(items.tolist()), factor) == ([0, 1, 2], 0.5)
+    for rank, expected in ((0, 8.0), (1, 0.0)):
+        ((items, factor),) = dealt(1, batch_size=4, rank=rank, world_size=2)
+        assert (items.tolist(), factor) == ([0], expected)
 
 
 def test_a_copy_that_fills_up_keeps_the_scores_of_the_trained_batch() -> None:
@@ -345,15 +343,11 @@ def test_capped_rows_have_the_gradient_of_all_on_average() -> None:
 def test_what_is_logged_does_not_depend_on_how_rows_are_dealt(tmp_path: Path) -> None:
     """The weights stand still, so that one update and several see the same."""
     found = []
-    options: dict[str, Any] = {
-        "rewards": [HashReward()],
-        "advantage": "none",
-        "prompts_per_step": 2,
-    }
+    options: dict[str, Any] = {"rewards": [HashReward()], "prompts_per_step": 2}
     for batch_size, accumulate in ((96, 1), (8, 64), (1, 1000), (8, 1)):
         rl = learner(value=ValueObjective(backbone="head", lr=0.0), optimizer=standing)
         torch.nn.init.normal_(rl.value_head.weight, std=0.1)
-        data = rollout_data(batch_size=batch_size, **options)
+        data = rollout_data(batch_size=batch_size, advantage="none", **options)
         trainer = fit(rl, data, tmp_path, steps=1, accumulate_grad_batches=accumulate)
         found.append({name: float(value) for name, value in trainer.callback_metrics.items()})
     names = ("loss", "policy_loss", "value_loss", "value_error", "value_explained", "entropy")
