@@ -16,17 +16,16 @@ from lit_dlm.callbacks import TracePictures, trace_pictures
 from lit_dlm.callbacks.trace_pictures import log_images
 from lit_dlm.datamodules import PromptDataModule
 from lit_dlm.modules import DecodeModule
-from tests.callbacks.letters import LENGTH, Letters, Table, both_decoders
+from tests.callbacks.letters import LENGTH, ByteTokenizer, Letters, Table, both_decoders
 from tests.finetuning import quiet
 from tests.reports.sample_sets import WordTokenizer
 
 
 class Tokenizer(WordTokenizer):
+    apply_chat_template = ByteTokenizer.apply_chat_template
+
     def __init__(self) -> None:
         super().__init__([f"{number} " for number in range(400)])
-
-    def apply_chat_template(self, turns, *, add_generation_prompt: bool, return_dict: bool):
-        return [7, *(10 + byte for byte in turns[0]["content"].encode())]
 
 
 class Learner(DecodeModule):

@@ -12,23 +12,15 @@ from lit_dlm.datamodules.prompts import PromptMix, drawn_length, largest_remaind
 from lit_dlm.decoding import ConfidencePolicy, Decoder, RandomPolicy, Sampler
 from lit_dlm.modules import DecodeModule
 from lit_dlm.tasks import PromptExample
-from tests.callbacks.letters import ByteTokenizer, Letters
+from tests.callbacks.letters import Letters, trace_module
 from tests.fakes import TableBackbone, logits_for
 
 SEVEN = [f"letters/test/{n}" for n in range(7)]
 
 
-def _module() -> DecodeModule:
-    decoders = {"one": Decoder(policy=ConfidencePolicy()), "two": Decoder(policy=RandomPolicy())}
-    backbone = TableBackbone(logits_for([4], [0.9]))
-    module = DecodeModule(backbone, tokenizer="none", decoders=decoders)
-    module.__dict__["tokenizer"] = ByteTokenizer()
-    return module
-
-
 def work(data: PromptDataModule, module: DecodeModule | None = None) -> list[tuple[str, str]]:
     """Method and uid of every decode, in order."""
-    data.trainer = SimpleNamespace(lightning_module=module or _module())
+    data.trainer = SimpleNamespace(lightning_module=module or trace_module(capture=False))
     data.setup("predict")
     return [
         (stream.method, example.uid) for stream in data.streams() for example in stream.examples
@@ -41,35 +33,39 @@ def data(**options: object) -> PromptDataModule:
 
 def test_each_method_sees_each_example_once_and_in_order():
     prompts = data(batch_size=3)
-    assert work(prompts) == [(m, uid) for m in ("one", "two") for uid in SEVEN]
+    assert work(prompts) == [(m, uid) for m in ("confidence", "random") for uid in SEVEN]
     stream = prompts.streams()[0]
     assert stream.encode(stream.examples[1]) == [7, 10 + ord("b")]  # with the template
 
 
 def test_what_is_done_is_left_out():
-    prompts = data(methods=["two"], responses_per_prompt=2)
-    prompts.done = {*(f"{uid}@two" for uid in SEVEN), f"{SEVEN[2]}#1@two", f"{SEVEN[3]}#1@one"}
+    prompts = data(methods=["random"], responses_per_prompt=2)
+    prompts.done = {
+        *(f"{uid}@random" for uid in SEVEN),
+        f"{SEVEN[2]}#1@random",
+        f"{SEVEN[3]}#1@confidence",
+    }
     assert [uid for _, uid in work(prompts)] == [f"letters/test/{n}#1" for n in (0, 1, 3, 4, 5, 6)]
     assert len(prompts.wanted) == 14
-    uids = [e.uid for batch in prompts.first_batches(3, "one") for e in batch.examples]
+    uids = [e.uid for batch in prompts.first_batches(3, "confidence") for e in batch.examples]
     assert uids == SEVEN[:3]  # whatever is done
 
 
 def test_a_policy_that_never_saw_the_task_is_named(caplog: pytest.LogCaptureFixture):
-    module = _module()
+    module = trace_module(capture=False)
     for task in ("letters", "sudoku"):
         learned = type("Learned", (RandomPolicy,), {"trained_on": [task]})
-        module.decoders["two"] = Decoder(policy=learned())
-        work(data(methods=["two"]), module)
+        module.decoders["random"] = Decoder(policy=learned())
+        work(data(methods=["random"]), module)
     (told,) = [message for message in caplog.messages if "never saw letters" in message]
-    assert told.startswith("two: its policy was trained on sudoku")
+    assert told.startswith("random: its policy was trained on sudoku")
 
 
 def test_responses_of_a_prompt_share_method_and_length_and_have_names_of_their_own():
     """With one method each, all examples are covered and both are used."""
-    prompts = data(assignment="one", response_length=[3, 4, 5], responses_per_prompt=3)
-    module = _module()
-    module.decoders["one"] = Decoder(policy=RandomPolicy())
+    prompts = data(assignment="confidence", response_length=[3, 4, 5], responses_per_prompt=3)
+    module = trace_module(capture=False)
+    module.decoders["confidence"] = Decoder(policy=RandomPolicy())
     uids = [uid for _, uid in work(prompts, module)]
     assert sorted(uids) == sorted(f"{uid}{end}" for uid in SEVEN for end in ("", "#1", "#2"))
     of_prompt: dict[str, set[tuple[str, int]]] = {}
@@ -79,14 +75,14 @@ def test_responses_of_a_prompt_share_method_and_length_and_have_names_of_their_o
             found.add((stream.method, stream.response_length))
     assert all(len(found) == 1 for found in of_prompt.values())
     assert len(set.union(*of_prompt.values())) > 2
-    assert {method for ((method, _),) in of_prompt.values()} == {"one", "two"}
+    assert {method for ((method, _),) in of_prompt.values()} == {"confidence", "random"}
 
 
 def test_a_method_that_draws_nothing_gives_one_response():
-    """``one`` takes the most probable tokens in the order of confidence."""
+    """``confidence`` takes the most probable tokens in the order of confidence."""
     found = work(data(responses_per_prompt=2))
-    assert [uid for method, uid in found if method == "one"] == SEVEN
-    assert sum(method == "two" for method, _ in found) == 14
+    assert [uid for method, uid in found if method == "confidence"] == SEVEN
+    assert sum(method == "random" for method, _ in found) == 14
     assert not Decoder(policy=ConfidencePolicy()).draws
     assert Decoder(policy=ConfidencePolicy(), sampler=Sampler(temperature=0.1)).draws
 
@@ -97,14 +93,14 @@ def test_long_prompts_come_first():
             given = super().examples()
             return [replace(one, text=one.text * (1 + n % 3)) for n, one in enumerate(given)]
 
-    found = work(data(tasks=[Words(7)], methods=["one"]))
+    found = work(data(tasks=[Words(7)], methods=["confidence"]))
     assert [uid[-1] for _, uid in found] == [*"25", *"14", *"036"]
 
 
 @pytest.mark.parametrize(("batch_size", "sizes"), [(3, [3, 3, 1]), (7, [7]), (50, [7])])
 def test_a_loader_gives_as_many_batches_as_it_says(batch_size: int, sizes: list[int]):
-    """``one`` commits a token a step, so that rows of a batch end together."""
-    prompts = data(methods=["one"], batch_size=batch_size, response_length=1)
+    """``confidence`` commits a token a step, so that rows of a batch end together."""
+    prompts = data(methods=["confidence"], batch_size=batch_size, response_length=1)
     work(prompts)
     module = prompts.trainer.lightning_module
     module.backbone = TableBackbone(logits_for([4, 4, 4], [0.9] * 3))
