@@ -15,10 +15,8 @@ def run(folder: Path, **methods: str) -> Path:
     for method, letters in methods.items():
         results.claim("t", method, {"decoder": {"policy": {"name": method}}})
         results.append(
-            [
-                row(str(number), method=method, correct=letter == "r", nfe=len(method))
-                for number, letter in enumerate(letters)
-            ]
+            row(str(number), method=method, correct=letter == "r", nfe=len(method))
+            for number, letter in enumerate(letters)
         )
     return folder
 
@@ -28,9 +26,7 @@ def compared(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[dic
     return json.loads(capsys.readouterr().out)
 
 
-def test_methods_of_equal_name_are_paired_on_common_samples(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_methods_of_equal_name_are_paired_on_common_samples(tmp_path: Path, capsys):
     """x: A wrong on 1..6 of the 7 common samples, B on 0: 1 against 6, p = 2 * 8 / 128.
     y: no disagreement. Holm for two: 0.25 and 1."""
     a = run(tmp_path / "a", x="rwwwwww", y="rr", only="r")
@@ -46,27 +42,22 @@ def test_methods_of_equal_name_are_paired_on_common_samples(
     assert "| A x<br>B x | 14.3<br>85.7 | 1<br>6 | +71.4<br>(" in out.read_text()
 
 
-def test_two_named_methods_of_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_named_methods_of_one_run_and_the_only_ones_of_two_are_paired(tmp_path: Path, capsys):
     one = run(tmp_path / "a", x="rw", yy="rr")
     (found,) = compared(capsys, one, one, "--a", "x", "--b", "yy")
     assert (found["method_a"], found["method_b"], found["nfe_interval"]) == ("x", "yy", [1.0, 1.0])
     assert main([str(one), str(one), "--a", "x", "--b", "yy"]) == 0
     assert "decoder.policy.name: 'x', now 'yy'" in capsys.readouterr().out
-
-
-def test_the_only_methods_of_two_runs_are_paired(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    (found,) = compared(capsys, run(tmp_path / "a", base="rr"), run(tmp_path / "b", tuned="rw"))
+    (found,) = compared(capsys, run(tmp_path / "b", base="rr"), run(tmp_path / "c", tuned="rw"))
     assert (found["method_a"], found["method_b"]) == ("base", "tuned")
 
 
-def test_what_cannot_be_compared_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_what_cannot_be_compared_is_explained(tmp_path: Path, capsys):
     a = run(tmp_path / "a", x="rr", y="rr")
-    ResultFolder(tmp_path / "b" / "results").claim("u", "x", {})
-    ResultFolder(tmp_path / "b" / "results").append([row("9", task="u", method="x")])
-    ResultFolder(tmp_path / "c" / "results").claim("t", "x", {})
-    ResultFolder(tmp_path / "c" / "results").append([row("9", method="x")])
+    for name, task in (("b", "u"), ("c", "t")):
+        results = ResultFolder(tmp_path / name / "results")
+        results.claim(task, "x", {})
+        results.append([row("9", task=task, method="x")])
     for arguments, message in (
         ([a, tmp_path / "b"], r"/a has t: x, y; .*/b has u: x"),
         ([a, tmp_path / "c"], "no sample in common; A has 2 such as '0', B has 1 such as '9'"),

@@ -7,9 +7,8 @@ from lit_dlm.reports.significance import compare_rows, exact_mcnemar, holm, pair
 from tests.reports.rows import row
 
 
-@pytest.mark.parametrize(
-    ("b", "c", "expected"),
-    [
+def test_mcnemar_has_the_binomial_values():
+    for b, c, expected in (
         (0, 0, 1.0),
         (1, 6, 2 * (1 + 7) / 2**7),  # C(7,0) + C(7,1) = 8
         (6, 1, 2 * (1 + 7) / 2**7),
@@ -17,19 +16,14 @@ from tests.reports.rows import row
         (2, 3, 1.0),  # 2 * (1 + 5 + 10) / 32 = 1
         (5, 5, 1.0),  # capped: 2 * 638 / 1024 > 1
         (0, 10, 2 / 2**10),
-    ],
-)
-def test_mcnemar_has_the_binomial_values(b: int, c: int, expected: float):
-    assert exact_mcnemar(b, c) == pytest.approx(expected, rel=1e-12)
-
-
-def test_mcnemar_stays_exact_with_many_disagreements():
-    """With 2,000 : 1,900 the normal approximation is good: z = (100 - 1) / sqrt(3900)."""
+    ):
+        assert exact_mcnemar(b, c) == pytest.approx(expected, rel=1e-12)
+    # With 2,000 : 1,900 the normal approximation is good: z = (100 - 1) / sqrt(3900).
     z = 99 / math.sqrt(3900)
     assert exact_mcnemar(1900, 2000) == pytest.approx(math.erfc(z / math.sqrt(2)), rel=0.01)
 
 
-def test_bootstrap_of_equal_differences_has_no_width_and_is_repeatable():
+def test_the_bootstrap_is_repeatable_and_has_the_quantiles_of_the_mean():
     assert paired_bootstrap([1, 1, 1]) == (1.0, 1.0)
     values = np.random.default_rng(0).normal(1.0, 2.0, 400)
     low, high = paired_bootstrap(values)
@@ -38,11 +32,7 @@ def test_bootstrap_of_equal_differences_has_no_width_and_is_repeatable():
     half = 1.96 * values.std() / math.sqrt(len(values))
     assert low == pytest.approx(values.mean() - half, abs=0.1 * half)
     assert high == pytest.approx(values.mean() + half, abs=0.1 * half)
-
-
-def test_bootstrap_of_two_pairs_has_the_quantiles_of_three_outcomes():
-    """Differences 0 and 1: a resample has mean 0, 1/2 or 1 with weights 1/4, 1/2, 1/4, so the 95 %
-    interval is (0, 1)."""
+    # Differences 0 and 1: a resample has mean 0, 1/2 or 1 with weights 1/4, 1/2, 1/4.
     assert paired_bootstrap([0, 1]) == (0.0, 1.0)
 
 
@@ -55,13 +45,7 @@ def test_holm_multiplies_and_never_falls():
 def test_only_common_samples_count_and_the_table_of_them_is_right():
     """Common: b, c, d. A is right on b and c, B on c and d: 1 : 1, accuracies 2/3 each."""
     a = [row("a"), row("b", nfe=10), row("c", nfe=10), row("d", nfe=10, correct=False)]
-    b = [
-        row("b", method="n", nfe=4, correct=False),
-        row("c", method="n", nfe=4),
-        row("d", method="n", nfe=4),
-        row("e", method="n"),
-        row("f", method="n"),
-    ]
+    b = [row(uid, method="n", nfe=4, correct=uid != "b") for uid in "bcdef"]
     found = compare_rows(a, b)
     assert (found.n, found.left_out_a, found.left_out_b) == (3, 1, 2)
     assert (found.only_a, found.only_b, found.p_value) == (1, 1, 1.0)
