@@ -86,14 +86,15 @@ def test_an_export_without_options_has_the_layout_that_came(twin: Any, tmp_path:
 
 def test_the_card_has_the_numbers_of_this_model_only(capsys: Any, tmp_path: Path):
     few = f"--data.init_args.tasks={problems(2)}"
-    run("predict", "--config=exp/evaluate_tiny", few, f"--run_dir={tmp_path}")
+    hasty = "--model.decoders.entropy.quota={class_path: BudgetQuota, init_args: {steps: 4}}"
+    run("predict", "--config=exp/evaluate_tiny", few, hasty, f"--run_dir={tmp_path}")
     run("export", "tiny", str(tmp_path / "out"), f"--results={tmp_path}")
     card = (tmp_path / "out" / "README.md").read_text()
     assert (tmp_path / "summary.md").read_text() in card
     data = yaml.safe_load(card.split("---")[1])
     found = data["model-index"][0]["results"][0]
     accuracy = json.loads((tmp_path / "summary.json").read_text())[0]["accuracy"]
-    assert found["metrics"][0]["value"] == 100.0 * accuracy
+    assert (accuracy, found["metrics"][0]["value"]) == (0.5, 50.0)
     message = fails(capsys, "export", "tiny-planning", str(tmp_path / "x"), f"--results={tmp_path}")
     assert "has another weights_sha256" in message
     assert not (tmp_path / "x").exists()

@@ -115,8 +115,8 @@ def test_policy_and_cache_change_on_the_way(said):
 
 def test_a_bad_switch_is_told_and_changes_nothing(said):
     typed = f"/policy nothing_such\n/cache dual\n/length 0\n/what\n/cache none\n{PENS}\n"
-    out = said("chat", typed=typed)
-    assert "ConfidencePolicy, DualCache, 32 cells" in out
+    out = said("chat", typed=f"/length 8\n{typed}")
+    assert "ConfidencePolicy, DualCache, 8 cells" in out
     assert out.count("/policy NAME") == 2  # the list of commands, for the last two bad ones
-    assert answer([PENS], Decoder(policy=ConfidencePolicy()))[0] in out
-    assert "32 cells, 0 messages before" in out
+    assert answer([PENS], Decoder(policy=ConfidencePolicy()), 8)[0] in out
+    assert "8 cells, 0 messages before" in out
