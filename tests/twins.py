@@ -12,7 +12,7 @@ import builtins
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -345,6 +345,7 @@ def write_twin(
     full_size: bool = False,
     num_layers: int | None = None,
     hidden_size: int = 64,
+    num_ordinary: int | None = None,
 ) -> Path:
     """Writes a twin: configuration, bfloat16 weights in shards with an index, tokenizer files.
 
@@ -358,8 +359,12 @@ def write_twin(
         full_size: the released sizes. One shard of about a gigabyte is in memory at a time.
         num_layers: decoder layers; by default 2, or all of them at full size.
         hidden_size: width of a small twin, a multiple of 8; its heads are four.
+        num_ordinary: entries before its added tokens, which move to other ids with them; by default
+            as many as the release has.
     """
     known = RELEASES[release]
+    if num_ordinary is not None:
+        known = _shortened(known, num_ordinary)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = _sized(known.config, None if full_size else hidden_size, num_layers)
@@ -413,6 +418,17 @@ def write_magvit_twin(folder: Path) -> Path:
     small = MagvitSizes(width=32, encoder=((1, 1), (1, 1)), decoder=((1, 1), (1, 1)))
     save_file(Magvit(sizes=small).state_dict(), folder / "model.safetensors")
     return folder
+
+
+def _shortened(known: Release, num_ordinary: int) -> Release:
+    """With fewer entries in its vocabulary."""
+    moved = ("vocab_size", "embedding_size", *(key for key in known.config if "token_id" in key))
+    fewer = known.vocabulary.num_ordinary - num_ordinary
+    config = {key: known.config[key] - fewer for key in moved if key in known.config}
+    return Release(
+        config={**known.config, **config},
+        vocabulary=replace(known.vocabulary, num_ordinary=num_ordinary),
+    )
 
 
 _HF_HEADS = ("num_attention_heads", "num_key_value_heads")

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
+import tempfile
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+import torch
 
 import cli
 from lit_dlm.reports.results import ResultFolder, ResultRow
 from tests.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARED = ROOT.parent / "shared" / "data"
 QUIET = ("--trainer.logger=false", "--trainer.enable_progress_bar=false")
+FORKS = multiprocessing.get_context("forkserver")
+"""Forks of a process that has imported everything and has no threads, so that none can hang."""
+FORKS.set_forkserver_preload(["lit_dlm.commands.trainer", __name__])
 
 
 def compact(value: object) -> str:
@@ -48,22 +54,22 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return lines[0]
 
 
-def start(*arguments: str) -> subprocess.Popen[bytes]:
-    """Starts the command line in its own process group."""
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "cli.py"), *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+def start(log: str | Path, *arguments: str) -> BaseProcess:
+    """Starts the command line in a process group of its own; a file gets its standard error."""
+    process = FORKS.Process(target=_command, args=(log, arguments))
+    with contextlib.chdir(ROOT):
+        process.start()
+    return process
 
 
-def finished(process: subprocess.Popen[bytes], seconds: float = 600.0) -> None:
-    """Waits for a started command and shows its errors when it fails."""
-    _, errors = process.communicate(timeout=seconds)
-    assert process.returncode == 0, errors.decode()[-4000:]
+def _command(log: str | Path, arguments: tuple[str, ...]) -> None:
+    os.setsid()
+    for number, path in ((1, os.devnull), (2, log)):
+        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), number)
+    os.environ |= {"OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())}
+    torch.set_num_threads(1)
+    sys.argv = [str(ROOT / "cli.py"), *arguments]  # Lightning starts other ranks with them
+    cli.main()
 
 
 def killed(
@@ -94,10 +100,12 @@ def killed(
     settings = {"batch": before, "folder": str(run_dir), "files": files, "num_bytes": num_bytes}
     settings |= {"number": int(number), "rank": rank}
     callback = {"class_path": "tests.e2e.killing.KillBefore", "init_args": settings}
-    process = start(*arguments, f"--trainer.callbacks+={json.dumps(callback)}")
-    _, errors = process.communicate(timeout=600)
-    assert process.returncode == status, errors.decode()[-4000:]
-    return errors.decode()
+    with tempfile.NamedTemporaryFile("r") as log:
+        process = start(log.name, *arguments, f"--trainer.callbacks+={json.dumps(callback)}")
+        process.join(600)
+        told = log.read()
+    assert process.exitcode == status, told[-4000:]
+    return told
 
 
 def timeless(rows: list[ResultRow]) -> list[ResultRow]:

@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from lit_dlm.backbones.location import load_tokenizer
 from lit_dlm.grading import isolation_level
 from lit_dlm.trajectories.store import TrajectoryShardReader
-from tests.e2e.runs import ROOT, fails, finished, killed, results, run, start, write_config
+from tests.e2e.runs import ROOT, fails, killed, results, run, write_config
+from tests.processes import in_processes
 
 pytestmark = pytest.mark.slow
 
@@ -126,11 +128,16 @@ def test_batch_size_changes_nothing(whole: Path, tmp_path: Path):
     assert results(tmp_path / "other") == results(whole)
 
 
+def _predict(rank: int, path: str) -> None:
+    torch.set_num_threads(1)
+    run("predict", "--config", path)
+
+
 @pytest.mark.ddp
 def test_more_processes_than_samples_that_are_left_do_what_is_left(whole: Path, tmp_path: Path):
     """Eleven of twelve problems are done; three processes share the last one of each method."""
     run("predict", "--config", config(tmp_path, "three", num_examples=11))
-    finished(start("predict", "--config", config(tmp_path, "three", devices=3)))
+    in_processes(3, _predict, config(tmp_path, "three", devices=3))
     assert results(tmp_path / "three") == results(whole)
     assert_every_row_has_its_trajectory(tmp_path / "three")
     owners = {path.name for path in (tmp_path / "three").rglob("part-*.jsonl")}

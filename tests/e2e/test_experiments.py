@@ -82,6 +82,7 @@ SPOKEN = {"<t5000>": "\\boxed{3}", "<t5001>": "\\boxed{4}", "<t5002>": "```pytho
 LETTERS = {"<t5000>": "\\boxed{A}", "<t5001>": "\\boxed{B}"}
 """What twins say that are asked about pictures."""
 SEEING = ("GSAI-ML/LLaDA-V", "Gen-Verse/MMaDA-8B-MixCoT")
+QWEN = "Qwen/Qwen2.5-0.5B-Instruct"
 
 
 def talkative(folder: Path, spoken_by: dict[str, str]) -> None:
@@ -235,10 +236,13 @@ class Workplace:
         text = json.dumps([config, more])
         for release in RELEASES:
             if release in text and not (self.folder / release).exists():
-                twin = write_twin(self.folder / release, release, hidden_size=32)
+                few = None if "GSAI" in release or "MMaDA" in release else 6000
+                twin = write_twin(
+                    self.folder / release, release, hidden_size=32, num_ordinary=few
+                )
                 talkative(twin, SPOKEN | (LETTERS if release in SEEING else {}))
         if path.stem == "sft_smollm2":  # experiments/smollm2.py makes its files
-            write_twin(Path("runs/smollm2/model"), "Qwen/Qwen2.5-0.5B-Instruct", hidden_size=32)
+            write_twin("runs/smollm2/model", QWEN, hidden_size=32, num_ordinary=6000)
             shutil.copy("sft.jsonl", "runs/smollm2/train.jsonl")
         if "showlab/magvitv2" in text:
             write_magvit_twin(self.folder / "showlab/magvitv2")

@@ -17,7 +17,8 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
 
 from lit_dlm.trajectories.store import TrajectoryShardReader, completed_uids
-from tests.e2e.runs import ROOT, fails, finished, killed, problems, results, run, start
+from tests.e2e.runs import ROOT, fails, killed, problems, results, run
+from tests.processes import in_two_processes
 
 pytestmark = pytest.mark.slow
 
@@ -161,6 +162,11 @@ def test_an_interrupted_generation_finishes_its_shards(whole: Path, tmp_path: Pa
 TWO = ["--trainer.devices=2", "--trainer.strategy=ddp", "--data.init_args.batch_size=4"]
 
 
+def _fit(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    run(*FIT, f"--run_dir={folder}", *TWO)
+
+
 @pytest.mark.ddp
 def test_two_processes_end_together_at_a_signal_to_the_first(whole: Path, begun: Path):
     """They go on as they would have without it."""
@@ -175,7 +181,7 @@ def test_two_processes_end_together_at_a_signal_to_the_first(whole: Path, begun:
         last = folder / "checkpoints" / "last.ckpt"
         if step is not None:
             assert torch.load(last, weights_only=True)["global_step"] == step
-        finished(start(*FIT, f"--run_dir={folder}", *TWO))
+        in_two_processes(_fit, folder)
         states.append(torch.load(last, weights_only=True)["state_dict"])
     for name, value in states[0].items():
         if value.is_floating_point():  # sums in another order, under a rate of 0.002

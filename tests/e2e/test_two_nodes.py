@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -18,7 +17,7 @@ from safetensors.torch import load_file
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lit_dlm.trajectories.store import TrajectoryShardReader
-from tests.e2e.runs import QUIET, ROOT, problems, run
+from tests.e2e.runs import FORKS, QUIET, ROOT, problems, run
 from tests.processes import free_port, in_two_processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.ddp]
@@ -76,12 +75,9 @@ def on_two_nodes(folder: Path, *command: str) -> tuple[list[int | None], str, fl
         The nodes' exit statuses, what the first one wrote, and how many seconds it went on without
         the second one.
     """
-    # A process that has imported everything and has no threads, in whose forks nothing can hang.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
     port = free_port()
     folder.mkdir(exist_ok=True)
-    nodes = [context.Process(target=_node, args=(n, port, folder, command)) for n in range(2)]
+    nodes = [FORKS.Process(target=_node, args=(n, port, folder, command)) for n in range(2)]
     for node in nodes:
         node.start()
     nodes[1].join(200)
