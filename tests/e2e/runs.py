@@ -22,6 +22,16 @@ from tests.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 QUIET = ("--trainer.logger=false", "--trainer.enable_progress_bar=false")
+ARCHITECTURE = {
+    "vocab_size": 462,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_layers": 2,
+    "num_heads": 2,
+    "mask_id": 2,
+    "pad_id": 0,
+    "eos_ids": [1],  # ids of the tokenizer tiny
+}
 FORKS = multiprocessing.get_context("forkserver")
 """Forks of a process that has imported everything and has no threads, so that none can hang."""
 FORKS.set_forkserver_preload(["lit_dlm.commands.trainer", __name__])

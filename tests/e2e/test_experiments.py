@@ -237,9 +237,7 @@ class Workplace:
         for release in RELEASES:
             if release in text and not (self.folder / release).exists():
                 few = None if "GSAI" in release or "MMaDA" in release else 6000
-                twin = write_twin(
-                    self.folder / release, release, hidden_size=32, num_ordinary=few
-                )
+                twin = write_twin(self.folder / release, release, hidden_size=32, num_ordinary=few)
                 talkative(twin, SPOKEN | (LETTERS if release in SEEING else {}))
         if path.stem == "sft_smollm2":  # experiments/smollm2.py makes its files
             write_twin("runs/smollm2/model", QWEN, hidden_size=32, num_ordinary=6000)

@@ -64,12 +64,22 @@ def begun(whole: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
+def _last(folder: Path) -> Any:
+    return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+
+
+def interrupted(number: signal.Signals) -> dict[str, Any]:
+    return {"number": number, "status": 128 + number}
+
+
 def _link(whole: Path, folder: Path) -> None:
     for name in ("traces", "projector"):
         (folder / name).symlink_to(whole / name)
 
 
-def test_every_problem_has_one_graded_trajectory_with_features(whole: Path):
+def test_problems_have_graded_trajectories_with_features_and_forwards_of_a_policy_are_counted(
+    whole: Path,
+):
     traces = list(TrajectoryShardReader(whole / "traces", features=True))
     assert sorted(t.uid for t in traces) == [
         f"word_problems/train/{n:05d}@entropy" for n in range(24)
@@ -82,6 +92,10 @@ def test_every_problem_has_one_graded_trajectory_with_features(whole: Path):
         # Snapshots 3 x 8, differences 2 x 4, log-odds, entropy, margin.
         assert sum(trace.features.groups) == 3 * 8 + 2 * 4 + 3
         assert 1 <= trace.features.num_kept <= 32
+    rows = results(whole)
+    assert all(r.nfe == 32 and r.policy_forwards == 0 for r in rows["word_problems", "entropy"])
+    assert all(r.policy_forwards == r.nfe for r in rows["word_problems", "tracelock_095"])
+    assert all(r.status == "complete" for r in rows["word_problems", "tracelock_095"])
 
 
 def test_running_again_redoes_nothing(whole: Path):
@@ -97,13 +111,6 @@ def test_running_again_redoes_nothing(whole: Path):
     assert {path: path.read_bytes() for path in files} == before
 
 
-def test_the_policy_decodes_and_its_forwards_are_counted(whole: Path):
-    rows = results(whole)
-    assert all(r.nfe == 32 and r.policy_forwards == 0 for r in rows["word_problems", "entropy"])
-    assert all(r.policy_forwards == r.nfe for r in rows["word_problems", "tracelock_095"])
-    assert all(r.status == "complete" for r in rows["word_problems", "tracelock_095"])
-
-
 def test_killed_generation_resumes_to_the_same_trajectories(whole: Path, tmp_path: Path):
     command = [*GENERATE, f"--run_dir={tmp_path}", "--data.init_args.batch_size=3"]
     # One block per sample, so that something is on disk when the process dies.
@@ -112,6 +119,15 @@ def test_killed_generation_resumes_to_the_same_trajectories(whole: Path, tmp_pat
     assert len(completed_uids(tmp_path / "traces")) < 24
     run(*command)
     assert _traces(tmp_path) == _traces(whole)
+
+
+def test_an_interrupted_generation_finishes_its_shards(whole: Path, tmp_path: Path):
+    command = [*GENERATE, f"--run_dir={tmp_path}"]
+    told = killed(tmp_path, *command, before=2, files="traces/*", **interrupted(signal.SIGTERM))
+    assert "the same command decodes what is left" in told
+    reader = TrajectoryShardReader(tmp_path / "traces")
+    assert len(list(reader)) == 12
+    assert {t.uid: (t.digest(), t.meta["correct"]) for t in reader}.items() < _traces(whole).items()
 
 
 def _trains_as_without_a_break(whole: Path, folder: Path) -> None:
@@ -137,34 +153,22 @@ def test_an_interrupted_training_goes_on_from_the_step_it_reached(
     whole: Path, begun: Path, number: signal.Signals, before: int, step: int
 ):
     """Of 12, with a validation behind the sixth."""
-    given: dict[str, Any] = {"number": number, "status": 128 + number}
-    told = killed(begun, *FIT, f"--run_dir={begun}", before=before, files="fit.yaml", **given)
+    command = [*FIT, f"--run_dir={begun}"]
+    told = killed(begun, *command, before=before, files="fit.yaml", **interrupted(number))
     assert f"ended at optimiser step {step}, saved as {begun}/checkpoints/last.ckpt" in told
     assert "go on with the same command and --ckpt_path last" in told
-    stored = torch.load(begun / "checkpoints" / "last.ckpt", weights_only=True)
-    assert stored["global_step"] == step
+    assert _last(begun)["global_step"] == step
     if number == signal.SIGTERM:  # that a stop at the end of a step is whole is shown once
         _trains_as_without_a_break(whole, begun)
-
-
-def test_an_interrupted_generation_finishes_its_shards(whole: Path, tmp_path: Path):
-    command = [*GENERATE, f"--run_dir={tmp_path}"]
-    number = signal.SIGTERM
-    told = killed(
-        tmp_path, *command, before=2, files="traces/*", number=number, status=128 + number
-    )
-    assert "the same command decodes what is left" in told
-    assert len(list(TrajectoryShardReader(tmp_path / "traces"))) == 12
-    run(*command)
-    assert _traces(tmp_path) == _traces(whole)
 
 
 TWO = ["--trainer.devices=2", "--trainer.strategy=ddp", "--data.init_args.batch_size=4"]
 
 
-def _fit(rank: int, folder: Path) -> None:
+def _fit(rank: int, *folders: Path) -> None:
     torch.set_num_threads(1)
-    run(*FIT, f"--run_dir={folder}", *TWO)
+    for folder in folders:
+        run(*FIT, f"--run_dir={folder}", *TWO)
 
 
 @pytest.mark.ddp
@@ -173,27 +177,23 @@ def test_two_processes_end_together_at_a_signal_to_the_first(whole: Path, begun:
     plain = begun / "plain"
     plain.mkdir()
     _link(whole, plain)
-    given: dict[str, Any] = {"number": signal.SIGTERM, "status": 128 + signal.SIGTERM}
-    told = killed(begun, *FIT, f"--run_dir={begun}", *TWO, before=3, files="fit.yaml", **given)
+    command = [*FIT, f"--run_dir={begun}", *TWO]
+    told = killed(begun, *command, before=3, files="fit.yaml", **interrupted(signal.SIGTERM))
     assert told.count("saved as") == 1
-    states = []
-    for folder, step in ((begun, 4), (plain, None)):
-        last = folder / "checkpoints" / "last.ckpt"
-        if step is not None:
-            assert torch.load(last, weights_only=True)["global_step"] == step
-        in_two_processes(_fit, folder)
-        states.append(torch.load(last, weights_only=True)["state_dict"])
-    for name, value in states[0].items():
+    assert _last(begun)["global_step"] == 4
+    in_two_processes(_fit, begun, plain)
+    expected, found = (_last(folder)["state_dict"] for folder in (plain, begun))
+    for name, value in expected.items():
         if value.is_floating_point():  # sums in another order, under a rate of 0.002
-            torch.testing.assert_close(states[1][name], value, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.ddp
 @pytest.mark.parametrize(("rank", "status"), [(0, -signal.SIGKILL), (1, 1)])
 def test_a_dead_process_ends_the_others(begun: Path, rank: int, status: int):
     """Within ten seconds: Lightning looks after its children every five."""
-    given: dict[str, Any] = {"rank": rank, "status": status}
-    told = killed(begun, *FIT, f"--run_dir={begun}", *TWO, before=3, files="fit.yaml", **given)
+    command = [*FIT, f"--run_dir={begun}", *TWO]
+    told = killed(begun, *command, before=3, files="fit.yaml", rank=rank, status=status)
     ended = time.monotonic()
     assert told.count("error: another process of this run has ended, so") == rank
     while [path for path in Path("/proc").glob("[0-9]*/cmdline") if _names(path, begun)]:
@@ -214,7 +214,7 @@ def test_last_is_the_last_validation_also_where_it_was_not_the_best(begun: Path)
     run(*FIT, f"--run_dir={begun}", *still)
     saved = {path.stem for path in (begun / "checkpoints").glob("*.ckpt")}
     assert saved == {"tracelock-step=6", "last", "last-former"}
-    assert torch.load(begun / "checkpoints/last.ckpt", weights_only=True)["global_step"] == 12
+    assert _last(begun)["global_step"] == 12
 
 
 def test_a_foreign_checkpoint_changes_no_settings_and_must_fit(
@@ -228,14 +228,11 @@ def test_a_foreign_checkpoint_changes_no_settings_and_must_fit(
     command = [*FIT[:-1], f"--ckpt_path={path}", f"--run_dir={begun}"]
     theirs = {"_class_path": "lit_dlm.modules.decode.DecodeModule", "export_dir": "elsewhere"}
 
-    def foreign() -> Any:
-        return torch.load(whole / "checkpoints" / "last.ckpt", weights_only=True)
-
-    torch.save({**foreign(), "hyper_parameters": theirs}, path)
+    torch.save({**_last(whole), "hyper_parameters": theirs}, path)
     run(*command)
     assert (begun / "policy" / "config.json").is_file()
     shutil.rmtree(begun / "policy")
-    without, wrong = foreign(), foreign()
+    without, wrong = _last(whole), _last(whole)
     del without["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]
     wrong["optimizer_states"][0]["state"][0]["exp_avg"] = -3
     for stored, reason in ((without, "KeyError: 'total'"), (wrong, "AttributeError: ")):

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from numpy.typing import NDArray
 from peft.tuners.lora import LoraLayer
 from torch.distributed.tensor import DTensor
@@ -23,6 +22,7 @@ from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.settings import ValueObjective
 from lit_dlm.toy.word_problems import WordProblems
 from lit_dlm.trajectories.store import TrajectoryShardReader
+from tests.finetuning import two_processes
 from tests.processes import in_two_processes
 from tests.rollouts import (
     FAMILIES,
@@ -117,6 +117,8 @@ CACHES: dict[str, tuple[type[CacheScheme], dict[str, Any]]] = {
     "dual": (DualCache, FAMILIES["llada"]),
 }
 WITH_CACHES = [("block", True), ("prefix", False), ("dual", True)]
+CACHED = [("ddp", "block", True), *(("fsdp", cache, lora) for cache, lora in WITH_CACHES)]
+"""Strategies, caches, and whether an adapter is trained."""
 
 
 def with_cache(folder: Path, cache: str, lora: bool, **options: Any) -> tuple[Weights, bool]:
@@ -134,15 +136,6 @@ def with_cache(folder: Path, cache: str, lora: bool, **options: Any) -> tuple[We
     return trained_weights(rl), witness.has_merged
 
 
-def strategies() -> dict[str, Any]:
-    return {
-        "ddp": DDPStrategy(process_group_backend="gloo"),
-        "fsdp": ModelParallelStrategy(
-            data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo"
-        ),
-    }
-
-
 def on_two_processes(rank: int, folder: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     with warnings.catch_warnings(record=True) as caught:
@@ -152,16 +145,16 @@ def on_two_processes(rank: int, folder: Path) -> dict[str, Any]:
                 folder / f"{name} {kind}",
                 kind=kind,
                 devices=2,
-                strategy=strategies()[name],
+                strategy=two_processes(name),
             )
             for name, kind in CASES
         }
     found["caches"] = {
-        (name, cache, lora): with_cache(folder, cache, lora, devices=2, accumulate_grad_batches=8,
-                                        strategy=strategies()[name])
-        for name in ("ddp", "fsdp")
-        for cache, lora in WITH_CACHES
-    }  # fmt: skip
+        case: with_cache(
+            folder, *case[1:], devices=2, accumulate_grad_batches=8, strategy=two_processes(case[0])
+        )
+        for case in CACHED
+    }
     found["advice"] = [str(one.message) for one in caught if "sync_dist" in str(one.message)]
     # An RL step without a group to keep, where a skipped update must not leave one process waiting.
     rl = learner()
@@ -172,7 +165,7 @@ def on_two_processes(rank: int, folder: Path) -> dict[str, Any]:
         folder,
         steps=1,
         devices=2,
-        strategy=DDPStrategy(process_group_backend="gloo"),
+        strategy=two_processes("ddp"),
     )
     found["rests"] = all(np.array_equal(before[n], w) for n, w in trained_weights(rl).items())
     return found
@@ -211,15 +204,15 @@ def test_two_processes_make_the_updates_of_one(tmp_path: Path) -> None:
         reader = TrajectoryShardReader(tmp_path / f"{name} {kind}" / "rollouts")
         assert sorted(reader.uids) == uids
         assert len(reader.shards) == 4  # one per RL step and process
-    for cache, lora in WITH_CACHES:
-        single = with_cache(tmp_path, cache, lora, accumulate_grad_batches=16)
-        for found in both:
-            for name in ("ddp", "fsdp"):
-                weights, has_merged = found["caches"][name, cache, lora]
-                assert has_merged == lora
-                for key, value in weights.items():
-                    difference = np.abs(value - single[0][key]).max()
-                    assert difference < 1e-6, (name, cache, lora, key)
+    singles = {
+        case: with_cache(tmp_path, *case, accumulate_grad_batches=16)[0] for case in WITH_CACHES
+    }
+    for found in both:
+        for case in CACHED:
+            weights, has_merged = found["caches"][case]
+            assert has_merged == case[2]
+            for key, value in weights.items():
+                assert np.abs(value - singles[case[1:]][key]).max() < 1e-6, (case, key)
     for kind, (expected, _, _, _) in alone.items():
         start = trained_weights(learning(kind))
         moved = [key for key, value in start.items() if not np.array_equal(value, expected[key])]

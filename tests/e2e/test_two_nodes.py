@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -22,11 +23,11 @@ from tests.processes import free_port, in_two_processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.ddp]
 
-DDP = "--config=configs/trainer/ddp_cpu.yaml"
-PREDICT = f"""predict --config=configs/exp/generate_tiny.yaml {DDP} --data.batch_size=2
+DDP = "--config=trainer/ddp_cpu"
+PREDICT = f"""predict --config=exp/generate_tiny --data.batch_size=2
     --data.tasks={problems(8, "train")} --data.methods=[threshold_07] --model.level=tokens
     --model.projector_dir=null""".split()
-FIT = f"""fit --config=configs/exp/sft_gt_tiny.yaml {DDP} --trainer.max_steps=4
+FIT = f"""fit --config=exp/sft_gt_tiny {DDP} --trainer.max_steps=4
     --data.batch_size=2 --data.rows_per_update=4 --ckpt_path=last
     --data.sources.init_args.tasks.init_args.num_examples=40""".split()
 PATIENCE_S = 30.0
@@ -78,8 +79,9 @@ def on_two_nodes(folder: Path, *command: str) -> tuple[list[int | None], str, fl
     port = free_port()
     folder.mkdir(exist_ok=True)
     nodes = [FORKS.Process(target=_node, args=(n, port, folder, command)) for n in range(2)]
-    for node in nodes:
-        node.start()
+    with contextlib.chdir(ROOT):
+        for node in nodes:
+            node.start()
     nodes[1].join(200)
     began = time.monotonic()
     nodes[0].join(100)
@@ -121,11 +123,6 @@ def _process(rank: int, *command: str) -> None:
     run(*command, *QUIET)
 
 
-@pytest.fixture(autouse=True)
-def _root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-
-
 def lost_and_found(folder: Path, number: int, *command: str) -> str:
     """A run whose second node is lost and then back; what the first one says the second time."""
     statuses, log, seconds = on_two_nodes(folder, *command, lose(number))
@@ -153,9 +150,9 @@ def test_training_goes_on_once_a_lost_node_is_back(tmp_path: Path) -> None:
 def test_decoding_goes_on_once_a_lost_node_is_back(tmp_path: Path) -> None:
     """With the same records, each once."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    in_two_processes(_process, *PREDICT, f"--run_dir={whole}")
+    run(*PREDICT, f"--run_dir={whole}", "--trainer.accelerator=cpu", *QUIET)
     # Its first batch: which node takes later ones from the queue depends on their speed.
-    lost_and_found(broken, 0, *PREDICT, f"--run_dir={broken}")
+    lost_and_found(broken, 0, *PREDICT, DDP, f"--run_dir={broken}")
     records = [
         sorted((one.uid, one.digest()) for one in TrajectoryShardReader(at / "traces"))
         for at in (whole, broken)
