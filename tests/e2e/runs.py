@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import multiprocessing
-import os
 import signal
 import sys
 import tempfile
@@ -14,13 +11,12 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-import torch
 
 import cli
+import lit_dlm.commands.trainer  # noqa: F401 - once, before runs are forked
 from lit_dlm.reports.results import ResultFolder, ResultRow
-from tests.processes import free_port
+from tests.processes import ROOT, fork
 
-ROOT = Path(__file__).resolve().parents[2]
 QUIET = ("--trainer.logger=false", "--trainer.enable_progress_bar=false")
 ARCHITECTURE = {
     "vocab_size": 462,
@@ -32,9 +28,6 @@ ARCHITECTURE = {
     "pad_id": 0,
     "eos_ids": [1],  # ids of the tokenizer tiny
 }
-FORKS = multiprocessing.get_context("forkserver")
-"""Forks of a process that has imported everything and has no threads, so that none can hang."""
-FORKS.set_forkserver_preload(["lit_dlm.commands.trainer", __name__])
 
 
 def compact(value: object) -> str:
@@ -64,20 +57,12 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return lines[0]
 
 
-def start(log: str | Path, *arguments: str) -> BaseProcess:
-    """Starts the command line in a process group of its own; a file gets its standard error."""
-    process = FORKS.Process(target=_command, args=(log, arguments))
-    with contextlib.chdir(ROOT):
-        process.start()
-    return process
+def start(folder: Path, *arguments: str) -> BaseProcess:
+    """Starts the command line in a process of its own, which writes into ``folder``."""
+    return fork(folder, _command, arguments)
 
 
-def _command(log: str | Path, arguments: tuple[str, ...]) -> None:
-    os.setsid()
-    for number, path in ((1, os.devnull), (2, log)):
-        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), number)
-    os.environ |= {"OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())}
-    torch.set_num_threads(1)
+def _command(arguments: tuple[str, ...]) -> None:
     sys.argv = [str(ROOT / "cli.py"), *arguments]  # Lightning starts other ranks with them
     cli.main()
 
@@ -92,17 +77,7 @@ def killed(
     rank: int = 0,
     status: int = -signal.SIGKILL,
 ) -> str:
-    """Runs a command that gets a signal before a batch, once its files hold that much.
-
-    Args:
-        run_dir: of the run.
-        *arguments: the command.
-        before: number of the batch.
-        files: pattern of files below ``run_dir``.
-        num_bytes: how much they hold together by then.
-        number: the signal, to one process.
-        rank: which one.
-        status: the exit status that is expected.
+    """Runs a command that gets a signal before a batch, once files of its folder hold that much.
 
     Returns:
         What was written to the standard error.
@@ -110,10 +85,11 @@ def killed(
     settings = {"batch": before, "folder": str(run_dir), "files": files, "num_bytes": num_bytes}
     settings |= {"number": int(number), "rank": rank}
     callback = {"class_path": "tests.e2e.killing.KillBefore", "init_args": settings}
-    with tempfile.NamedTemporaryFile("r") as log:
-        process = start(log.name, *arguments, f"--trainer.callbacks+={json.dumps(callback)}")
+    with tempfile.TemporaryDirectory() as folder:
+        option = f"--trainer.callbacks+={json.dumps(callback)}"
+        process = start(Path(folder), *arguments, option)
         process.join(600)
-        told = log.read()
+        told = Path(folder, "err").read_text()
     assert process.exitcode == status, told[-4000:]
     return told
 

@@ -15,23 +15,22 @@ from torch import Tensor
 from lit_dlm.backbones import Architecture, HFBackbone
 from lit_dlm.modules.checkpoint import copy_tokenizer
 from lit_dlm.reports.reward_curve import read_points
-from tests.e2e.runs import ARCHITECTURE, QUIET, ROOT, compact, problems, results, run, write_jsonl
+from tests.e2e.runs import ARCHITECTURE, QUIET, compact, problems, results, run, write_jsonl
 from tests.processes import in_two_processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.ddp]
 
+SAVER = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint"}
 SAVED = {"filename": "{step}", "every_n_train_steps": 2, "save_top_k": -1}
-PRETRAIN = f"""fit --config=configs/exp/pretrain_tiny.yaml --trainer.max_steps=4
+PRETRAIN = f"""fit --config=exp/pretrain_tiny --trainer.max_steps=4
     --model.backbone.init_args.architecture={compact({**ARCHITECTURE, "tie_embeddings": True})}
     --model.warmup_steps=2 --model.compile=false --model.export_dtype=float32
     --data.init_args.drills=null --data.init_args.batch_size=4""".split()
+ONE_FILE = "--trainer.strategy.init_args.save_distributed_checkpoint=false"
 STRATEGIES = {
-    "ddp": ["--config=configs/trainer/ddp_cpu.yaml"],
-    "fsdp": ["--config=configs/trainer/fsdp_cpu.yaml"],
-    "fsdp_one_file": [
-        "--config=configs/trainer/fsdp_cpu.yaml",
-        "--trainer.strategy.init_args.save_distributed_checkpoint=false",
-    ],
+    "ddp": ["--config=trainer/ddp_cpu"],
+    "fsdp": ["--config=trainer/fsdp_cpu"],
+    "fsdp_one_file": ["--config=trainer/fsdp_cpu", ONE_FILE],
 }
 
 
@@ -49,21 +48,15 @@ def whole_and_resumed(rank: int, folder: Path) -> None:
         parts = {"whole": []} | ({"resumed": resume} if name in SHARDED else {})
         for part, more in parts.items():
             at = folder / name / part
-            saver = {
-                "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
-                "init_args": {**SAVED, "dirpath": str(at / "checkpoints")},
-            }
             flags = [*strategy, f"--run_dir={at}", f"--model.export_dir={at}/model", *more]
-            flags += [f"--trainer.callbacks={compact([saver])}"]
-            run(*PRETRAIN[:2], *flags, *PRETRAIN[2:], *QUIET)
+            saver = compact([{**SAVER, "init_args": {**SAVED, "dirpath": f"{at}/checkpoints"}}])
+            run(*PRETRAIN[:2], *flags, *PRETRAIN[2:], *QUIET, f"--trainer.callbacks={saver}")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        in_two_processes(whole_and_resumed, folder)
+    in_two_processes(whole_and_resumed, folder)
     return folder
 
 
@@ -126,17 +119,17 @@ def experiments(folder: Path) -> dict[str, list[str]]:
     at = folder.parent
     model = f"--model.backbone.init_args.path={at}/model --model.tokenizer={at}/model"
     found = {
-        "rl": f"""fit --config=configs/exp/tracerl_sdar.yaml {model} --trainer.max_epochs=1
+        "rl": f"""fit --config=exp/tracerl_sdar {model} --trainer.max_epochs=1
         --trainer.check_val_every_n_epoch=1 --data.rows_per_update=8 --data.filters=null
         --data.prompts_per_step=3 --data.responses_per_prompt=2 --data.response_length=8
         --data.rollout_batch_size=2 --data.val_responses=1 --data.num_workers=1
         --data.tasks={problems(8)} --data.val_tasks={problems(3)}""",
-        "sft": f"""fit --config=configs/exp/sft_sdar.yaml {model} --data.rows_per_update=2
+        "sft": f"""fit --config=exp/sft_sdar {model} --data.rows_per_update=2
             --data.response_length=16 --data.sources.init_args.path={at}/sft.jsonl""",
-        "tabom": f"""fit --config=configs/exp/tabom_tiny.yaml --trainer.max_steps=2
+        "tabom": f"""fit --config=exp/tabom_tiny --trainer.max_steps=2
             --data.sources.init_args.shards={at}/traces --data.batch_size=2
             --data.val_fraction=0""",
-        "benchmark": f"""predict --config=configs/exp/benchmark_tiny.yaml --model.sweep=null
+        "benchmark": f"""predict --config=exp/benchmark_tiny --model.sweep=null
             --model.decoders={compact(CACHED)} --data.tasks={problems(6)} --data.batch_size=2""",
     }
     return {name: command.split() for name, command in found.items()}
@@ -146,7 +139,7 @@ def every_experiment(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     for kind in ("ddp", "fsdp"):
         for name, arguments in experiments(folder / kind).items():
-            flags = [f"--config=configs/trainer/{kind}_cpu.yaml", *QUIET]
+            flags = [f"--config=trainer/{kind}_cpu", *QUIET]
             # The trainer's file stands behind the experiment's, flags behind both.
             run(*arguments[:2], *flags, *arguments[2:], f"--run_dir={folder / kind / name}")
 
@@ -157,11 +150,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     block_model(folder / "model")
     turns = [{"prompt": f"{n} + 1 = ?", "response": f"{n + 1}"} for n in range(8)]
     write_jsonl(folder / "sft.jsonl", turns)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        distill = ["predict", "--config=configs/exp/distill_tiny.yaml"]
-        run(*distill, f"--run_dir={folder}", f"--data.tasks={problems(12)}", *QUIET)
-        in_two_processes(every_experiment, folder)
+    distill = ["predict", "--config=exp/distill_tiny", f"--data.tasks={problems(12)}"]
+    run(*distill, f"--run_dir={folder}", *QUIET)
+    in_two_processes(every_experiment, folder)
     return folder
 
 

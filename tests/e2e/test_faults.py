@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.runs import ROOT
-from tests.processes import in_processes
+from tests.processes import fork
 
 CASES = ("generate:grader killed", "fit:loader worker killed", "benchmark:file limit")
 
 
-def _faults(rank: int, out: Path) -> None:
+def _faults(out: Path) -> None:
     sys.path.insert(0, str(ROOT / "experiments"))
     import faults
 
@@ -28,7 +28,7 @@ def _faults(rank: int, out: Path) -> None:
 
 @pytest.mark.slow
 def test_nothing_is_lost_doubled_or_changed_by_a_fault(tmp_path: Path) -> None:
-    in_processes(1, _faults, tmp_path)
+    fork(tmp_path / "log", _faults, tmp_path).join()
     cases = [json.loads(line) for line in (tmp_path / "cases.jsonl").read_text().splitlines()]
     hits = [case for case in cases if case["hit"]]
     assert sorted(f"{case['job']}:{case['fault']}" for case in hits) == sorted(CASES)

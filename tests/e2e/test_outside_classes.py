@@ -47,10 +47,8 @@ class Repeat:
         self.words = words
 
     def examples(self):
-        return [
-            PromptExample(uid=f"repeat/test/{n}", task=self.name, text=word)
-            for n, word in enumerate(self.words)
-        ]
+        for n, word in enumerate(self.words):
+            yield PromptExample(uid=f"repeat/test/{n}", task=self.name, text=word)
 
     def reference_completion(self, example):
         return example.text
@@ -83,10 +81,8 @@ class Reinforce:
 class Whole:
     def states(self, responses):
         hidden = responses.maskable
-        return NoisyStates(
-            sample=torch.arange(len(hidden)), hidden=hidden, supervised=hidden,
-            weight=hidden.float(), per_row=False,
-        )
+        sample, weight = torch.arange(len(hidden)), hidden.float()
+        return NoisyStates(sample, hidden, supervised=hidden, weight=weight, per_row=False)
 
 class Sums:
     def __init__(self, count=8):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import signal
 import time
@@ -16,27 +17,29 @@ from safetensors.torch import load_file
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
 
+from lit_dlm.heads.scorer import AcceptanceScorer
 from lit_dlm.trajectories.store import TrajectoryShardReader, completed_uids
-from tests.e2e.runs import ROOT, fails, killed, problems, results, run
+from tests.e2e.runs import fails, killed, problems, results, run
 from tests.processes import in_two_processes
 
 pytestmark = pytest.mark.slow
 
-EXP = ROOT / "configs" / "exp"
-ON_ONE_CPU = "--trainer.accelerator=cpu --trainer.devices=1"
+ON_ONE_CPU = ["--trainer.accelerator=cpu", "--trainer.devices=1"]
+RANKS = ["--model.hidden_rank=8", "--model.delta_rank=4"]
+ROUND = [f"--data.tasks={problems(24, 'train')}", "--data.batch_size=4", *RANKS, *ON_ONE_CPU]
 GENERATE = [
-    *f"""predict --config={EXP}/generate_tiny.yaml {ON_ONE_CPU}
-    --data.init_args.tasks={problems(24, "train")} --data.init_args.batch_size=4
-    --data.init_args.assignment=each --model.init_args.projector_prompts=8
-    --model.init_args.hidden_rank=8 --model.init_args.delta_rank=4
-    --trainer.callbacks.init_args.grade=true""".split(),
-    "--model.init_args.decoders={entropy: {policy: EntropyPolicy}}",
+    *("predict", "--config=exp/generate_tiny", *ROUND, "--data.assignment=each"),
+    *("--model.projector_prompts=8", "--trainer.callbacks.init_args.grade=true"),
+    "--model.decoders={entropy: {policy: EntropyPolicy}}",
 ]
-FIT = f"""fit --config={EXP}/tracelock_tiny.yaml --trainer.max_steps=12
-    --trainer.val_check_interval=6 --trainer.enable_progress_bar=false
-    --data.init_args.batch_size=8 --data.init_args.val_fraction=0.3 --ckpt_path=last""".split()
-BENCHMARK = f"""predict --config={EXP}/benchmark_tiny.yaml {ON_ONE_CPU}
-    --data.init_args.tasks={problems(6)} --data.init_args.methods=[entropy,tracelock_095]""".split()
+STEPS = ["--trainer.max_steps=12", "--trainer.val_check_interval=6", "--data.batch_size=8"]
+STEPS += ["--data.val_fraction=0.3", "--trainer.enable_progress_bar=false", "--ckpt_path=last"]
+FIT = ["fit", "--config=exp/tracelock_tiny", *STEPS]
+FEW = [*STEPS, "--trainer.max_steps=4", "--trainer.val_check_interval=2"]
+BENCHMARK = [
+    *("predict", "--config=exp/benchmark_tiny", *ON_ONE_CPU, f"--data.tasks={problems(6)}"),
+    "--data.methods=[entropy,tracelock_095]",
+]
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -112,7 +115,7 @@ def test_running_again_redoes_nothing(whole: Path):
 
 
 def test_killed_generation_resumes_to_the_same_trajectories(whole: Path, tmp_path: Path):
-    command = [*GENERATE, f"--run_dir={tmp_path}", "--data.init_args.batch_size=3"]
+    command = [*GENERATE, f"--run_dir={tmp_path}", "--data.batch_size=3"]
     # One block per sample, so that something is on disk when the process dies.
     command += ["--trainer.callbacks.init_args.records_per_block=1"]
     killed(tmp_path, *command, before=4, files="traces/*.tar*", num_bytes=60_000)
@@ -162,7 +165,7 @@ def test_an_interrupted_training_goes_on_from_the_step_it_reached(
         _trains_as_without_a_break(whole, begun)
 
 
-TWO = ["--trainer.devices=2", "--trainer.strategy=ddp", "--data.init_args.batch_size=4"]
+TWO = ["--trainer.devices=2", "--trainer.strategy=ddp", "--data.batch_size=4"]
 
 
 def _fit(rank: int, *folders: Path) -> None:
@@ -210,7 +213,7 @@ def _names(cmdline: Path, folder: Path) -> bool:
 
 def test_last_is_the_last_validation_also_where_it_was_not_the_best(begun: Path):
     """A learning rate of zero: the first validation stays the best."""
-    still = ["--model.init_args.lr_scheduler=null", "--model.init_args.optimizer.init_args.lr=0"]
+    still = ["--model.lr_scheduler=null", "--model.optimizer.init_args.lr=0"]
     run(*FIT, f"--run_dir={begun}", *still)
     saved = {path.stem for path in (begun / "checkpoints").glob("*.ckpt")}
     assert saved == {"tracelock-step=6", "last", "last-former"}
@@ -280,3 +283,54 @@ def test_a_longer_run_goes_on_along_the_schedule_of_its_length(whole: Path, begu
         expected.step()
     assert state["global_step"] == 18
     assert state["lr_schedulers"][0]["_last_lr"] == expected.get_last_lr()
+
+
+def test_an_autoencoder_replaces_the_principal_components(begun: Path) -> None:
+    run("fit", "--config=exp/projector_tiny", *FEW, *RANKS, f"--run_dir={begun}")
+    own = ["--data.source=tokens", f"--model.projector={begun / 'autoencoder'}"]
+    run(*FIT[:2], *FEW, *own, f"--run_dir={begun}")
+    assert AcceptanceScorer.load(begun / "policy").projector.config.kind == "autoencoder"
+
+
+@pytest.mark.parametrize(
+    ("rank", "message"),
+    [
+        (97, "ProjectorConfig.hidden_rank: expected 1 to hidden_size=96, got 97"),
+        (80, "expected at least 80 positions for hidden_rank=80 and delta_rank=4, got 64"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused_before_anything_is_decoded(
+    tmp_path: Path, rank: int, message: str, capsys, caplog
+) -> None:
+    few = [f"--model.hidden_rank={rank}", "--model.projector_prompts=1"]
+    with caplog.at_level(logging.INFO, logger="lit_dlm.modules.generate"):
+        command = [*GENERATE, *few, "--data.response_length=16", f"--run_dir={tmp_path}"]
+        assert message in fails(capsys, *command, "--data.batch_size=12")
+    assert "decoded" not in caplog.text
+
+
+def test_second_round_mixes_traces_of_the_policy_itself(whole: Path, begun: Path) -> None:
+    (begun / "policy").symlink_to(whole / "policy")
+    run("predict", "--config=exp/generate_tiny_round2", *ROUND, f"--run_dir={begun}")
+    traces = list(TrajectoryShardReader(begun / "traces_round2", features=True))
+    assert len(traces) == 24
+    assert {trace.uid.partition("@")[2] for trace in traces} == {"tracelock_09", "tracelock_099"}
+    mixed = [*FEW, "--data.only_correct=false", f"--run_dir={begun}"]
+    run("fit", "--config=exp/tracelock_tiny_round2", *mixed)
+    one, two = (
+        load_file(begun / name / "model.safetensors") for name in ("policy", "policy_round2")
+    )
+    assert any(not torch.equal(two[name], one[name]) for name in one)
+
+
+def test_one_file_sweeps_the_front(whole: Path, tmp_path: Path) -> None:
+    (tmp_path / "policy").symlink_to(whole / "policy")
+    methods = ["entropy_8", "threshold_05", "threshold_09", "tracelock_09", "tracelock-cap_2"]
+    flags = [f"--data.tasks={problems(4)}", f"--data.methods={methods}", *ON_ONE_CPU]
+    run("predict", "--config=exp/sweep_tiny", f"--run_dir={tmp_path}", *flags)
+    rows = results(tmp_path / "sweep")
+    assert {len(group) for group in rows.values()} == {4}
+    assert all(row.nfe == 4 for row in rows["word_problems", "entropy_8"])
+    records = json.loads((tmp_path / "sweep" / "summary.json").read_text())
+    assert [r["method"] for r in records] == methods
+    assert (tmp_path / "sweep" / "front.png").stat().st_size > 10_000

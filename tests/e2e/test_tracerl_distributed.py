@@ -22,17 +22,9 @@ from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.settings import ValueObjective
 from lit_dlm.toy.word_problems import WordProblems
 from lit_dlm.trajectories.store import TrajectoryShardReader
-from tests.finetuning import two_processes
+from tests.finetuning import trained, two_processes
 from tests.processes import in_two_processes
-from tests.rollouts import (
-    FAMILIES,
-    DigitReward,
-    DropAll,
-    fit,
-    learner,
-    policy,
-    rollout_data,
-)
+from tests.rollouts import FAMILIES, DigitReward, DropAll, fit, learner, policy, rollout_data
 
 pytestmark = [pytest.mark.slow, pytest.mark.ddp]
 
@@ -40,17 +32,18 @@ Weights = dict[str, NDArray[Any]]
 
 CASES = [("ddp", "lora"), ("fsdp", "lora"), ("ddp", "full"), ("fsdp", "full")]
 """Strategies and value models."""
+PROMPTS: dict[str, Any] = {
+    "prompts_per_step": 3,
+    "rollout_batch_size": 2,
+    "val_tasks": [WordProblems("test", num_examples=3)],
+}
 
 
 def trained_weights(rl: torch.nn.Module) -> Weights:
     """Whole trained weights, which sharded processes gather together."""
     return {
-        name: (value.full_tensor() if hasattr(value, "full_tensor") else value)
-        .detach()
-        .numpy()
-        .copy()
-        for name, value in rl.named_parameters()
-        if value.requires_grad
+        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).numpy().copy()
+        for name, value in trained(rl).items()
     }
 
 
@@ -73,24 +66,10 @@ def two_rl_steps(
     rl = learning(kind)
     witness = Witness(rl)
     curve = RewardCurve(str(folder))
-    data = rollout_data(
-        rewards=[witness],
-        prompts_per_step=3,
-        rollout_batch_size=2,
-        batch_size=4,
-        rows_per_update=64,
-        filters=[SpreadFilter()],
-        val_tasks=[WordProblems("test", num_examples=3)],
-        val_responses=2,
-    )
-    trainer = fit(
-        rl,
-        data,
-        folder,
-        steps=2,
-        callbacks=[curve, RolloutWriter(str(folder / "rollouts"))],
-        **options,
-    )
+    sizes = {**PROMPTS, "batch_size": 4, "rows_per_update": 64, "val_responses": 2}
+    data = rollout_data(rewards=[witness], filters=[SpreadFilter()], **sizes)
+    callbacks = [curve, RolloutWriter(str(folder / "rollouts"))]
+    trainer = fit(rl, data, folder, steps=2, callbacks=callbacks, **options)
     return trained_weights(rl), curve.points, trainer.global_step, witness.is_sharded
 
 
@@ -126,12 +105,7 @@ def with_cache(folder: Path, cache: str, lora: bool, **options: Any) -> tuple[We
     scheme, family = CACHES[cache]
     rl = learner(cache=scheme(), family=family, lora=lora)
     witness = Witness(rl)
-    data = rollout_data(
-        rewards=[witness],
-        val_tasks=[WordProblems("test", num_examples=3)],
-        prompts_per_step=3,
-        rollout_batch_size=2,
-    )
+    data = rollout_data(rewards=[witness], **PROMPTS)
     fit(rl, data, folder, steps=1, num_sanity_val_steps=1, **options)
     return trained_weights(rl), witness.has_merged
 
@@ -142,10 +116,7 @@ def on_two_processes(rank: int, folder: Path) -> dict[str, Any]:
         warnings.simplefilter("always")
         found: dict[str, Any] = {
             f"{name} {kind}": two_rl_steps(
-                folder / f"{name} {kind}",
-                kind=kind,
-                devices=2,
-                strategy=two_processes(name),
+                folder / f"{name} {kind}", kind=kind, devices=2, strategy=two_processes(name)
             )
             for name, kind in CASES
         }
@@ -158,15 +129,8 @@ def on_two_processes(rank: int, folder: Path) -> dict[str, Any]:
     found["advice"] = [str(one.message) for one in caught if "sync_dist" in str(one.message)]
     # An RL step without a group to keep, where a skipped update must not leave one process waiting.
     rl = learner()
-    before = trained_weights(rl)
-    fit(
-        rl,
-        rollout_data(filters=[DropAll()]),
-        folder,
-        steps=1,
-        devices=2,
-        strategy=two_processes("ddp"),
-    )
+    before, nothing = trained_weights(rl), rollout_data(filters=[DropAll()])
+    fit(rl, nothing, folder, steps=1, devices=2, strategy=two_processes("ddp"))
     found["rests"] = all(np.array_equal(before[n], w) for n, w in trained_weights(rl).items())
     return found
 
@@ -190,17 +154,15 @@ def test_two_processes_make_the_updates_of_one(tmp_path: Path) -> None:
             assert weights.keys() == expected.keys()
             for key, value in weights.items():
                 np.testing.assert_allclose(value, expected[key], rtol=0, atol=1e-6, err_msg=key)
-            assert [point["rollout/reward"] for point in curve] == [
-                point["rollout/reward"] for point in points
-            ]
             for point, other in zip(curve, points, strict=True):
+                assert point["rollout/reward"] == other["rollout/reward"]
                 scores = ("train/", "val/", "rollout/mismatch")
                 for score in filter(lambda key: key.startswith(scores), point | other):
                     difference = abs(point[score] - other[score])
                     assert difference < 1e-5 * max(1.0, abs(other[score])), (name, score)
-        ours, theirs = (found[f"{name} {kind}"][1] for found in both)
-        for key in ("time/rollout", "time/train"):  # means over both
-            assert [point[key] for point in ours] == [point[key] for point in theirs]
+        for ours, theirs in zip(*(found[f"{name} {kind}"][1] for found in both), strict=True):
+            for key in ("time/rollout", "time/train"):  # means over both
+                assert ours[key] == theirs[key]
         reader = TrajectoryShardReader(tmp_path / f"{name} {kind}" / "rollouts")
         assert sorted(reader.uids) == uids
         assert len(reader.shards) == 4  # one per RL step and process

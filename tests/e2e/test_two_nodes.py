@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -18,8 +17,8 @@ from safetensors.torch import load_file
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lit_dlm.trajectories.store import TrajectoryShardReader
-from tests.e2e.runs import FORKS, QUIET, ROOT, problems, run
-from tests.processes import free_port, in_two_processes
+from tests.e2e.runs import QUIET, problems, run
+from tests.processes import fork, free_port, in_two_processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.ddp]
 
@@ -56,17 +55,9 @@ class LoseNode(Callback):
 def saver(folder: Path) -> str:
     """The option that saves every second step."""
     init = {"dirpath": str(folder / "saved"), "filename": "last", "every_n_train_steps": 2}
-    saver = {
-        "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
-        "init_args": {**init, "enable_version_counter": False},
-    }
+    init |= {"enable_version_counter": False}
+    saver = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": init}
     return f"--trainer.callbacks={json.dumps([saver])}"
-
-
-def lose(number: int) -> str:
-    """The option that kills the second node."""
-    callback = {"class_path": f"{__name__}.LoseNode", "init_args": {"number": number}}
-    return f"--trainer.callbacks+={json.dumps(callback)}"
 
 
 def on_two_nodes(folder: Path, *command: str) -> tuple[list[int | None], str, float]:
@@ -76,12 +67,8 @@ def on_two_nodes(folder: Path, *command: str) -> tuple[list[int | None], str, fl
         The nodes' exit statuses, what the first one wrote, and how many seconds it went on without
         the second one.
     """
-    port = free_port()
-    folder.mkdir(exist_ok=True)
-    nodes = [FORKS.Process(target=_node, args=(n, port, folder, command)) for n in range(2)]
-    with contextlib.chdir(ROOT):
-        for node in nodes:
-            node.start()
+    port, logs = free_port(), [folder.with_name(f"{folder.name}{n}") for n in range(2)]
+    nodes = [fork(log, _node, n, port, folder.name, command) for n, log in enumerate(logs)]
     nodes[1].join(200)
     began = time.monotonic()
     nodes[0].join(100)
@@ -89,21 +76,17 @@ def on_two_nodes(folder: Path, *command: str) -> tuple[list[int | None], str, fl
     for node in nodes:
         node.kill()
         node.join()
-    return [node.exitcode for node in nodes], (folder / "node0.log").read_text(), seconds
+    return [node.exitcode for node in nodes], (logs[0] / "err").read_text(), seconds
 
 
-def _node(number: int, port: int, folder: Path, command: tuple[str, ...]) -> None:
+def _node(number: int, port: int, name: str, command: tuple[str, ...]) -> None:
     """What torchrun does, with forked processes."""
-    os.setsid()
     os.environ["NODE"] = str(number)  # which rank it gets is another thing
-    log = os.open(folder / f"node{number}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
     config = LaunchConfig(
         min_nodes=2,
         max_nodes=2,
         nproc_per_node=1,
-        run_id=folder.name,
+        run_id=name,
         rdzv_backend="c10d",
         rdzv_endpoint=f"127.0.0.1:{port}",
         rdzv_configs={"is_host": number == 0},
@@ -125,7 +108,9 @@ def _process(rank: int, *command: str) -> None:
 
 def lost_and_found(folder: Path, number: int, *command: str) -> str:
     """A run whose second node is lost and then back; what the first one says the second time."""
-    statuses, log, seconds = on_two_nodes(folder, *command, lose(number))
+    lose = {"class_path": f"{__name__}.LoseNode", "init_args": {"number": number}}
+    flag = f"--trainer.callbacks+={json.dumps(lose)}"
+    statuses, log, seconds = on_two_nodes(folder, *command, flag)
     assert statuses == [1, -signal.SIGKILL]
     assert seconds < PATIENCE_S
     told = [line for line in log.splitlines() if line.startswith("lit-dlm: error: ")]
