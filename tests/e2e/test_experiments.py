@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,12 @@ def _order(path: Path) -> tuple[bool, int]:
 
 
 FILES = sorted(EXPERIMENTS.glob("*.yaml"), key=lambda path: (_order(path), path.stem))
-CONFIGS = {path: config_files.load(str(path)) for path in FILES}
+
+
+@cache
+def config_of(path: Path) -> dict[str, Any]:
+    return config_files.load(str(path))
+
 
 SPOKEN = {"<t5000>": "\\boxed{3}", "<t5001>": "\\boxed{4}", "<t5002>": "```pythonĊprint(3)Ċ```"}
 """Entries of a twin's vocabulary to what they read as instead: right and wrong answers."""
@@ -190,9 +196,9 @@ class Workplace:
 
     def run(self, path: Path) -> None:
         if path not in self.outcomes:
-            config = CONFIGS[path]
+            config = config_of(path)
             for other in FILES:
-                same_folder = CONFIGS[other]["run_dir"] == config["run_dir"]
+                same_folder = config_of(other)["run_dir"] == config["run_dir"]
                 converted = other.stem == "sft_smollm2" and path.stem.endswith("_smollm2")
                 if (same_folder and _order(other) < _order(path)) or (converted and other != path):
                     self.run(other)
@@ -309,7 +315,7 @@ def test_experiment_runs_with_other_settings(
     """A release's values, and a backbone of another family, whose answers end in another token."""
     path = EXPERIMENTS / f"{name}.yaml"
     workplace.run(path)
-    workplace._start(path, CONFIGS[path], f"--config=method/{method}", *more.split())
+    workplace._start(path, config_of(path), f"--config=method/{method}", *more.split())
 
 
 @pytest.mark.parametrize(
