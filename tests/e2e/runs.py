@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import cli
-import lit_dlm.commands.trainer  # noqa: F401 - once, before runs are forked
 from lit_dlm.reports.results import ResultFolder, ResultRow
 from tests.processes import ROOT, fork
 
+SHARED = ROOT.parent / "shared" / "data"
 QUIET = ("--trainer.logger=false", "--trainer.enable_progress_bar=false")
 ARCHITECTURE = {
     "vocab_size": 462,
