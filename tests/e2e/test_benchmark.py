@@ -125,7 +125,7 @@ def test_shipped_decoders_with_caches_run_and_verify(tmp_path: Path, names: tupl
     decoder that the set describes.
     """
     blocks = {"decoder": "qwen3", "family": "sdar", "attention": "block", "block_size": 4}
-    options = {"architecture": {**ARCHITECTURE, **blocks}}
+    options = {"path": None, "architecture": {**ARCHITECTURE, **blocks}}
     model = compact({"class_path": "HFBackbone", "init_args": options})
     flags = [f"--model.backbone={model}"] if names is BLOCK else []
     run(*command(tmp_path, *flags, count=2, methods=names))
