@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from lit_dlm.decoding import Decoder, DecodeResult, DecodeState, StepRecord, prompt_canvas
+from lit_dlm.decoding import (
+    Decoder,
+    DecodeResult,
+    DecodeState,
+    Observer,
+    StepRecord,
+    decode_prompts,
+)
+from lit_dlm.decoding.observers import QueueObserver
+from lit_dlm.decoding.queue import WorkQueue
+from lit_dlm.decoding.stream import DecodedRows, DecodePrompt, decode_stream
 from tests.fakes import EOS, MASK
 
 
@@ -78,25 +88,48 @@ class Recorder:
         ]
 
 
+def decoded(
+    decoder: Decoder,
+    backbone: Any,
+    prompts: Sequence[Sequence[int]],
+    length: int,
+    *observers: Observer,
+    seeds: Sequence[int] | None = None,
+) -> DecodeResult:
+    """Decodes one batch, with the seeds 0, 1, ... unless others are given."""
+    seeds = range(len(prompts)) if seeds is None else seeds
+    return decode_prompts(
+        backbone, decoder, prompts, response_length=length, seeds=seeds, observers=observers
+    )
+
+
+def streamed(
+    decoder: Decoder,
+    backbone: Any,
+    prompts: Sequence[list[int]],
+    length: int,
+    num_slots: int,
+    *observers: QueueObserver,
+) -> Iterator[DecodedRows]:
+    """Decodes prompts in a batch of some rows, which are replaced as they end."""
+    return decode_stream(
+        backbone,
+        decoder,
+        WorkQueue(len(prompts)),
+        lambda number: DecodePrompt(str(number), prompts[number], 100 + number),
+        response_length=length,
+        batch_size=num_slots,
+        observers=observers,
+    )
+
+
 def as_rows_alone(
     decoder: Decoder, backbone: Any, prompts: Sequence[list[int]], length: int
 ) -> DecodeResult:
     """Decodes a padded batch, whose rows must be those of one row at a time."""
-
-    def decoded(rows: Sequence[int]) -> DecodeResult:
-        return decoder(
-            backbone,
-            prompt_canvas(
-                [prompts[row] for row in rows],
-                response_length=length,
-                spec=backbone.spec,
-                seeds=[11 + row for row in rows],
-            ),
-        )
-
-    result = decoded(range(len(prompts)))
-    for row in range(len(prompts)):
-        alone = decoded([row])
+    result = decoded(decoder, backbone, prompts, length, seeds=range(11, 11 + len(prompts)))
+    for row, prompt in enumerate(prompts):
+        alone = decoded(decoder, backbone, [prompt], length, seeds=[11 + row])
         assert torch.equal(alone.ids[0, -length:], result.ids[row, -length:])
         for name in ("num_steps", "idle_steps", "num_refreshes"):
             if getattr(alone, name) is not None:

@@ -1,16 +1,11 @@
 import pytest
 import torch
 
-from lit_dlm.decoding import (
-    ConfidencePolicy,
-    Decoder,
-    DecodeSettings,
-    Region,
-    TemplateLayout,
-    prompt_canvas,
-)
+from lit_dlm.decoding import ConfidencePolicy, Decoder, DecodeSettings, Region, TemplateLayout
 from lit_dlm.decoding.endings import text_cells
-from tests.fakes import EOS, TableBackbone, logits_for
+from tests.decoding.models import table_backbone
+from tests.decoding.states import decoded
+from tests.fakes import EOS
 
 SPLIT = TemplateLayout([Region(name="R", length=2), Region(name="A", marker=[7])])
 
@@ -32,14 +27,13 @@ def test_given_cells_begin_a_part_of_their_own():
 
 
 def test_the_answer_behind_a_marker_is_kept_when_the_reasoning_ends_early():
-    backbone = TableBackbone(logits_for([4, 5, EOS, 7, 6, EOS], [0.5, 0.9, 0.9, 0.9, 0.9, 0.9], 9))
-    canvas = prompt_canvas([[4]], response_length=5, spec=backbone.spec, seeds=[0])
-    result = Decoder(policy=ConfidencePolicy(), layout=SPLIT)(backbone, canvas)
+    backbone = table_backbone([5, EOS, 7, 6, EOS], [0.9] * 5)
+    result = decoded(Decoder(policy=ConfidencePolicy(), layout=SPLIT), backbone, [[4, 4]], 5)
     assert result.given is not None
-    assert result.given.int().tolist() == [[1, 0, 0, 1, 0, 0]]
-    cells = text_cells(result.ids[:, 1:], [EOS], result.given[:, 1:])
-    assert result.ids[:, 1:][cells].tolist() == [5, 7, 6]
-    assert Decoder(policy=ConfidencePolicy())(backbone, canvas).given is None
+    assert result.given.int().tolist() == [[1, 1, 0, 0, 1, 0, 0]]
+    cells = text_cells(result.ids[:, 2:], [EOS], result.given[:, 2:])
+    assert result.ids[:, 2:][cells].tolist() == [5, 7, 6]
+    assert decoded(Decoder(policy=ConfidencePolicy()), backbone, [[4, 4]], 5).given is None
 
 
 def test_an_end_of_text_may_not_fill_the_regions_behind_a_marker():

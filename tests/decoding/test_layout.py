@@ -25,7 +25,9 @@ from lit_dlm.decoding import (
     prompt_canvas,
 )
 from lit_dlm.decoding.description import decoder_from_description, layout_from_description
-from tests.fakes import MASK, TableBackbone, fake_spec, logits_for
+from tests.decoding.models import table_backbone
+from tests.decoding.states import decoded
+from tests.fakes import MASK, fake_spec
 
 OPEN, CLOSE = 7, 8
 """Marker tokens of the tests."""
@@ -33,17 +35,12 @@ OPEN, CLOSE = 7, 8
 
 def canvas(*responses: list[int], prompt: tuple[int, ...] = (4, 4)) -> Canvas:
     """Rows with given responses: 0 is a mask, everything else stands there and may not change."""
-    length = len(responses[0])
+    rows, length = len(responses), len(responses[0])
     made = prompt_canvas(
-        [list(prompt)] * len(responses),
-        response_length=length,
-        spec=fake_spec(),
-        seeds=range(len(responses)),
+        [prompt] * rows, response_length=length, spec=fake_spec(), seeds=range(rows)
     )
-    ids, editable = made.ids.clone(), made.editable.clone()
-    ids[:, made.start :] = torch.tensor(responses)
-    editable[:, made.start :] = ids[:, made.start :] == MASK
-    return replace(made, ids=ids, editable=editable)
+    ids = torch.cat([made.ids[:, : made.start], torch.tensor(responses)], 1)
+    return replace(made, ids=ids, editable=made.editable & (ids == MASK))
 
 
 def spans(layout: BlockLayout) -> list[tuple[str, int, int]]:
@@ -57,11 +54,13 @@ def regions_on(layout: Layout, on: Canvas) -> list[list[int]]:
     return found.ids[:, on.start :].tolist()
 
 
-def test_token_counts_are_taken_in_order():
+def test_token_counts_are_taken_in_order_and_what_is_left_is_in_no_region():
     layout = FixedLayout([Region(name="R", length=3), Region(name="A", length=2)])
     assert spans(layout.place(8)) == [("R", 0, 3), ("A", 3, 5)]
     # Cells behind them are in no region: they have the number behind the last one.
     assert regions_on(layout, canvas([0] * 8)) == [[0, 0, 0, 1, 1, 2, 2, 2]]
+    half = FractionLayout([Region(name="R", fraction=0.5)])
+    assert regions_on(half, canvas([0] * 4)) == [[0, 0, 1, 1]]
     # Prompt columns are in none either.
     regions = layout.on(canvas([0] * 6), mask_id=MASK).regions
     assert regions is not None
@@ -77,18 +76,12 @@ def test_fractions_are_rounded_to_cells_and_fill_the_response(length, borders):
     assert spans(layout.place(length)) == [("R", 0, borders[0]), ("A", borders[0], borders[1])]
 
 
-def test_fractions_below_one_leave_a_rest():
-    layout = FractionLayout([Region(name="R", fraction=0.5)])
-    assert regions_on(layout, canvas([0] * 4)) == [[0, 0, 1, 1]]
-
-
 def test_a_template_stands_on_the_canvas_and_is_never_changed():
     """The model is surest of 5 everywhere, also where the markers stand."""
     layout = TemplateLayout(
         [Region(name="R", length=2, marker=[OPEN]), Region(name="A", marker=[CLOSE, OPEN])]
     )
-    backbone = TableBackbone(logits_for([5] * 9, [0.99] * 9, 9))
-    start = prompt_canvas([[4, 4]], response_length=7, spec=backbone.spec, seeds=[0])
+    start = canvas([MASK] * 7)
     prepared = layout.on(start, mask_id=MASK)
     assert prepared.ids[0, 2:].tolist() == [OPEN, MASK, MASK, CLOSE, OPEN, MASK, MASK]
     assert prepared.editable[0, 2:].tolist() == [False, True, True, False, False, True, True]
@@ -96,16 +89,11 @@ def test_a_template_stands_on_the_canvas_and_is_never_changed():
     assert start.ids[0, 2:].tolist() == [MASK] * 7  # the canvas that was given stays as it is
     again = layout.on(prepared, mask_id=MASK)
     assert torch.equal(again.ids, prepared.ids)
+    backbone = table_backbone([5] * 7, [0.99] * 7)
     for policy, quota in ((GaussSeidelPolicy(), NoQuota()), (ConfidencePolicy(), None)):
         result = Decoder(policy=policy, quota=quota, layout=layout)(backbone, start)
         assert result.ids[0, 2:].tolist() == [OPEN, 5, 5, CLOSE, OPEN, 5, 5]
         assert result.status == ["complete"]
-
-
-def test_a_template_does_not_overwrite_other_tokens():
-    layout = TemplateLayout([Region(name="R", length=1), Region(name="A", marker=[CLOSE])])
-    with pytest.raises(ValueError, match="row 1: other tokens stand in the cells 1 to 1"):
-        layout.on(canvas([0, CLOSE, 0], [0, 5, 0]), mask_id=MASK)
 
 
 MARKED = MarkerLayout([Region(name="R", marker=[OPEN, OPEN]), Region(name="A", marker=[CLOSE])])
@@ -115,13 +103,6 @@ def test_markers_are_found_row_by_row_and_do_not_belong_to_their_regions():
     rows = canvas([OPEN, OPEN, 0, 0, CLOSE, 0, 0, 0], [0, OPEN, OPEN, 0, 0, 0, CLOSE, 0])
     assert regions_on(MARKED, rows) == [[2, 2, 0, 0, 2, 1, 1, 1], [2, 2, 2, 0, 0, 0, 2, 1]]
     assert spans(MARKED.blocks(rows.ids[0, 2:])) == [("R", 2, 4), ("A", 5, 8)]
-
-
-def test_markers_of_the_prompt_begin_no_region():
-    """In the release they did: both spans were empty, and the generated text was in neither."""
-    rows = canvas([0] * 4, prompt=(OPEN, OPEN, CLOSE))
-    with pytest.raises(ValueError, match=r"row 0: .* must stand in the response once, got 0 times"):
-        MARKED.on(rows, mask_id=MASK)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +122,16 @@ def test_a_canvas_without_the_right_markers_is_refused_with_its_row(response, me
     rows = [good, response] if len(response) > 1 else [response]
     with pytest.raises(ValueError, match=f"layout: row {len(rows) - 1}: .*{message}"):
         MARKED.on(canvas(*rows), mask_id=MASK)
+
+
+def test_what_stands_elsewhere_is_no_place_for_a_region():
+    """In the release markers of the prompt began empty regions."""
+    rows = canvas([0] * 4, prompt=(OPEN, OPEN, CLOSE))
+    with pytest.raises(ValueError, match=r"row 0: .* must stand in the response once, got 0 times"):
+        MARKED.on(rows, mask_id=MASK)
+    template = TemplateLayout([Region(name="R", length=1), Region(name="A", marker=[CLOSE])])
+    with pytest.raises(ValueError, match="row 1: other tokens stand in the cells 1 to 1"):
+        template.on(canvas([0, CLOSE, 0], [0, 5, 0]), mask_id=MASK)
 
 
 R = {"name": "R"}
@@ -212,12 +203,12 @@ def test_weights_follow_the_blocks():
 
 
 def test_a_layout_changes_nothing_for_a_policy_that_does_not_read_it():
-    backbone = TableBackbone(logits_for([4, 4, 5, 6, 7, 5], [0.5, 0.5, 0.6, 0.9, 0.7, 0.8]))
-    start = prompt_canvas([[4, 4]], response_length=4, spec=backbone.spec, seeds=[0])
+    backbone = table_backbone([5, 6, 7, 5], [0.6, 0.9, 0.7, 0.8])
     layout = FixedLayout([Region(name="R", length=2), Region(name="A")])
     plugs = {"policy": ConfidencePolicy(), "window": BlockWindow(2)}
-    one = Decoder(**plugs)(backbone, start)
-    two = Decoder(**plugs, layout=layout)(backbone, start)
+    one, two = (
+        decoded(Decoder(**plugs, layout=used), backbone, [[4, 4]], 4) for used in (None, layout)
+    )
     assert torch.equal(one.ids, two.ids)
     assert torch.equal(one.num_steps, two.num_steps)
 
@@ -226,10 +217,8 @@ def test_markers_of_text_are_encoded_once_and_refused_without_a_tokenizer():
     layout = MarkerLayout({"R": Region(marker="ab"), "A": Region(marker=[CLOSE])})
     decoder = Decoder(policy=ConfidencePolicy(), layout=layout)
     encoded = decoder.encoded(lambda text: [ord(letter) for letter in text])
-    assert [region["marker"] for region in encoded.describe()["layout"]["regions"]] == [
-        [97, 98],
-        [CLOSE],
-    ]
+    regions = encoded.describe()["layout"]["regions"]
+    assert [region["marker"] for region in regions] == [[97, 98], [CLOSE]]
     assert encoded.encoded(lambda text: []) is encoded
     with pytest.raises(ValueError, match="'R': marker: expected token ids, got the text 'ab'"):
         layout.blocks(torch.tensor([1, 2, 3]))
