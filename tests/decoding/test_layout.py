@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -24,7 +23,6 @@ from lit_dlm.decoding import (
     TemplateLayout,
     prompt_canvas,
 )
-from lit_dlm.decoding.description import decoder_from_description, layout_from_description
 from tests.decoding.models import table_backbone
 from tests.decoding.states import decoded
 from tests.fakes import MASK, fake_spec
@@ -168,31 +166,6 @@ R = {"name": "R"}
 def test_bad_layouts_are_refused_in_one_line(make: Callable[[], object], message: str):
     with pytest.raises(ValueError, match=f"^layout: .*{message}"):
         make()
-
-
-LAYOUTS: list[Layout] = [
-    FixedLayout([Region(name="R", length=3, tau=0.8), Region(name="A")]),
-    FractionLayout([Region(name="R", fraction=0.5, weight=0.0), Region(name="A", fraction=0.5)]),
-    TemplateLayout([Region(name="R", length=2), Region(name="A", marker=[OPEN])]),
-    MarkerLayout(
-        [Region(name="A", marker=[OPEN, CLOSE])], rest=Region(name="else", max_fill_frac=0.5)
-    ),
-]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: type(layout).__name__)
-def test_a_layout_comes_back_from_the_description_of_its_decoder(layout: Layout):
-    decoder = Decoder(policy=GaussSeidelPolicy(), quota=NoQuota(), layout=layout)
-    stored = json.loads(json.dumps(decoder.describe()))
-    assert decoder_from_description(stored).describe() == decoder.describe()
-    rebuilt = layout_from_description(stored)
-    assert rebuilt is not None
-    assert rebuilt.regions == layout.regions
-    assert rebuilt.rest == layout.rest
-    unknown = {**stored["layout"], "regions": [{"name": "R", "size": 3}]}
-    with pytest.raises(ValueError, match=r"layout: .*'size'"):
-        layout_from_description({**stored, "layout": unknown})
-    assert layout_from_description(Decoder(policy=ConfidencePolicy()).describe()) is None
 
 
 def test_weights_follow_the_blocks():

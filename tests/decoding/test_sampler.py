@@ -103,16 +103,9 @@ def _slow(sampler: Sampler, state, denoised: Denoised) -> Proposal:
 ALL_SCORES = ("prob", "entropy", "margin", "drawn", "raw_prob", "raw_entropy", "raw_margin")
 
 
-@pytest.mark.parametrize(
-    ("temperature", "score_on", "filters"),
-    list(
-        product(
-            (0.0, 1.0, 0.7),
-            ("raw", "filtered"),
-            ({}, {"top_k": 5}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.9}),
-        )
-    ),
-)
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 0.7])
+@pytest.mark.parametrize("score_on", ["raw", "filtered"])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.9}])
 @pytest.mark.parametrize("vocab_size", [40, 3000])
 def test_proposals_are_those_of_a_slow_loop_over_the_whole_vocabulary(
     monkeypatch, vocab_size, temperature, score_on, filters
@@ -136,10 +129,14 @@ def test_proposals_are_those_of_a_slow_loop_over_the_whole_vocabulary(
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"top_p": 0.95, "score_on": "filtered"}, {"temperature": 0.2, "top_p": 0.95},
-     {"temperature": 1.0}],
+    [
+        {},
+        {"top_p": 0.95, "score_on": "filtered"},
+        {"temperature": 0.2, "top_p": 0.95},
+        {"temperature": 1.0},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_scoring_takes_at_most_four_times_the_memory_of_the_logits(settings):
     """64 cells of a vocabulary of 152,064 in bfloat16: 19 MB of logits."""
     logits = torch.randn(2, 32, 152_064, generator=torch.Generator().manual_seed(0)) * 6

@@ -12,17 +12,18 @@ from lit_dlm.decoding import (
 )
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.decoding.sweep import Sweep, expanded, with_option
-from lit_dlm.heads.projection import Projector, ProjectorConfig
-from lit_dlm.heads.scorer import AcceptanceScorer
 from lit_dlm.reports.plots import family
+from tests.decoding.models import scorer
 
 BASE = Decoder(policy=ThresholdPolicy(0.9), quota=NoQuota(), window=SlidingWindow(8))
 
 
+def swept(decoder: Decoder, *values: float) -> Sweep:
+    return Sweep(decoder=decoder, option="policy.threshold", values=list(values))
+
+
 def test_a_sweep_is_one_decoder_per_value_and_leaves_its_base_alone() -> None:
-    points = expanded(
-        {}, {"cut": Sweep(decoder=BASE, option="policy.threshold", values=[0.5, 0.75])}
-    )
+    points = expanded({}, {"cut": swept(BASE, 0.5, 0.75)})
     assert list(points) == ["cut_05", "cut_075"]
     assert [p.describe()["policy"]["threshold"] for p in points.values()] == [0.5, 0.75]
     assert BASE.describe()["policy"]["threshold"] == 0.9
@@ -32,17 +33,13 @@ def test_a_sweep_is_one_decoder_per_value_and_leaves_its_base_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "place"),
-    [
-        ("window.width", 3, ("window", "width")),
-        ("settings.max_commits_per_step", 2, ("settings", "max_commits_per_step")),
-        ("quota.tokens_per_step", 4, ("quota", "tokens_per_step")),
-    ],
+    ("option", "value"),
+    [("window.width", 3), ("settings.max_commits_per_step", 2), ("quota.tokens_per_step", 4)],
 )
-def test_any_plug_has_options(option: str, value: int, place: tuple[str, str]) -> None:
+def test_any_plug_has_options(option: str, value: int) -> None:
     base = Decoder(policy=EntropyPolicy(), window=SlidingWindow(8), settings=DecodeSettings())
-    described = with_option(base, option, value).describe()
-    assert described[place[0]][place[1]] == value
+    part, name = option.split(".")
+    assert with_option(base, option, value).describe()[part][name] == value
 
 
 @pytest.mark.parametrize(
@@ -60,20 +57,16 @@ def test_wrong_options_and_values_are_named(option: str, value: float, message: 
         with_option(BASE, option, value)
 
 
+def test_two_methods_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"sweep\.cut: .* 'cut_05'"):
+        expanded({"cut_05": BASE}, {"cut": swept(BASE, 0.5)})
+
+
 def test_the_points_of_an_unread_policy_read_the_same_folder(tmp_path: Path) -> None:
     base = Decoder(policy=TraceLockPolicy(tmp_path, max_accept_per_step=2), quota=NoQuota())
-    points = expanded(
-        {}, {"learned": Sweep(decoder=base, option="policy.threshold", values=[0.5, 0.9])}
-    )
-    config = ProjectorConfig(hidden_size=4, hidden_rank=3, delta_rank=2, kind="random_orthogonal")
-    AcceptanceScorer(Projector.random_orthogonal(config)).save(tmp_path)
+    points = expanded({}, {"learned": swept(base, 0.5, 0.9)})
+    scorer().save(tmp_path)
     told = [point.describe()["policy"] for point in points.values()]
     assert [one.pop("threshold") for one in told] == [0.5, 0.9]
     assert told[0] == told[1]
     assert told[0]["max_accept_per_step"] == 2
-
-
-def test_two_methods_of_one_name_are_refused() -> None:
-    sweep = Sweep(decoder=BASE, option="policy.threshold", values=[0.5])
-    with pytest.raises(ValueError, match=r"sweep\.cut: .* 'cut_05'"):
-        expanded({"cut_05": BASE}, {"cut": sweep})
