@@ -13,8 +13,7 @@ from lit_dlm.backbones.hf import HFBackbone
 
 
 def rms(x: Tensor, norm: torch.nn.Module) -> Tensor:
-    eps = norm.eps
-    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * norm.weight
+    return x / (x.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
 
 
 def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:

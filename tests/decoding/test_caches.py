@@ -8,22 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+import lit_dlm.decoding as d
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.decoding import (
-    BlockCache,
-    BlockWindow,
-    ConfidencePolicy,
-    Decoder,
-    DualCache,
-    DynamicPolicy,
-    EvenQuota,
-    FullWindow,
-    NoQuota,
-    PrefixCache,
-    SlidingWindow,
-    ThresholdPolicy,
-    prompt_canvas,
-)
+from lit_dlm.decoding import BlockWindow, ConfidencePolicy, Decoder, DualCache, PrefixCache
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from tests.decoding.models import in_blocks, scorer, tiny_backbone
 from tests.decoding.slow_cache import slow_decode
@@ -40,14 +27,14 @@ SCHEMES = {
 def rules(name: str, backbone: HFBackbone) -> dict[str, Any]:
     """Policy and quota; under all but ``static`` rows drift apart."""
     if name == "static":
-        return {"policy": ConfidencePolicy(), "quota": EvenQuota(steps_per_block=3)}
+        return {"policy": ConfidencePolicy(), "quota": d.EvenQuota(steps_per_block=3)}
     if name == "dynamic":
-        return {"policy": DynamicPolicy(0.15), "quota": EvenQuota(steps_per_block=4)}
+        return {"policy": d.DynamicPolicy(0.15), "quota": d.EvenQuota(steps_per_block=4)}
     if name == "threshold":
-        return {"policy": ThresholdPolicy(0.15), "quota": NoQuota()}
+        return {"policy": d.ThresholdPolicy(0.15), "quota": d.NoQuota()}
     learned = scorer(backbone, spread=8.0)
     policy = TraceLockPolicy(scorer=learned, threshold=0.5, max_accept_per_step=3)
-    return {"policy": policy, "quota": NoQuota()}
+    return {"policy": policy, "quota": d.NoQuota()}
 
 
 @pytest.mark.parametrize("shift", [0, 1])
@@ -88,7 +75,7 @@ def test_the_block_cache_is_exact_in_a_padded_batch(origin, rule, shift):
     backbone = tiny_backbone(**in_blocks(origin), shift=shift)
     plugs = {"window": BlockWindow(4, origin=origin), **rules(rule, backbone)}
     plain = decoded(Decoder(**plugs), backbone, PROMPTS, 10)
-    cached = decoded(Decoder(cache=BlockCache(), **plugs), backbone, PROMPTS, 10)
+    cached = decoded(Decoder(cache=d.BlockCache(), **plugs), backbone, PROMPTS, 10)
     assert torch.equal(cached.ids, plain.ids)
     assert torch.equal(cached.num_steps, plain.num_steps)
     # Response 10: from its own start 3 blocks; from the sequence's, ceil((P % 4 + 10) / 4).
@@ -100,7 +87,7 @@ def test_sixteen_rows_in_different_blocks_share_every_forward():
     """Prompts of 1 to 7 tokens and a threshold: rows enter their blocks at different steps."""
     backbone = tiny_backbone(**in_blocks("sequence"))
     window = BlockWindow(4, origin="sequence")
-    decoder = Decoder(window=window, cache=BlockCache(), **rules("dynamic", backbone))
+    decoder = Decoder(window=window, cache=d.BlockCache(), **rules("dynamic", backbone))
     prompts = [[5 + 3 * row + i for i in range(1 + row % 7)] for row in range(16)]
     seen = Recorder()
     decoded(decoder, backbone, prompts, 30, seen, seeds=range(11, 27))
@@ -144,7 +131,7 @@ def test_features_outside_the_window_stay_those_of_the_last_forward_that_covered
 def test_a_row_that_leaves_takes_its_cache_with_it(cache):
     """Row 1 has two masks and leaves first; the others decode as they do alone."""
     backbone = tiny_backbone()
-    canvas = prompt_canvas(PROMPTS, response_length=8, spec=backbone.spec, seeds=[0, 1, 2])
+    canvas = d.prompt_canvas(PROMPTS, response_length=8, spec=backbone.spec, seeds=[0, 1, 2])
     ids, editable = canvas.ids.clone(), canvas.editable.clone()
     ids[1, -8:-2], editable[1, -8:-2] = 9, False
     decoder = Decoder(policy=ConfidencePolicy(), window=BlockWindow(4), cache=cache)
@@ -160,7 +147,7 @@ def test_a_row_that_leaves_takes_its_cache_with_it(cache):
 
 def test_a_full_window_is_one_block():
     backbone = tiny_backbone()
-    decoder = Decoder(policy=ConfidencePolicy(), window=FullWindow(), cache=PrefixCache())
+    decoder = Decoder(policy=ConfidencePolicy(), window=d.FullWindow(), cache=PrefixCache())
     result = decoded(decoder, backbone, PROMPTS[:1], 6)
     tokens, _ = slow_decode(
         backbone, PROMPTS[0], response=6, block=6, scheme="prefix", steps_per_block=6
@@ -172,14 +159,14 @@ def test_a_full_window_is_one_block():
 @pytest.mark.parametrize(
     ("changes", "plugs", "message"),
     [
-        ({}, {"cache": BlockCache()}, "BlockCache is for block attention"),
+        ({}, {"cache": d.BlockCache()}, "BlockCache is for block attention"),
         (in_blocks("sequence"), {"cache": DualCache()}, "DualCache is for full attention"),
         (
             in_blocks("sequence"),
-            {"cache": BlockCache(), "window": BlockWindow(2, origin="sequence")},
+            {"cache": d.BlockCache(), "window": BlockWindow(2, origin="sequence")},
             "BlockCache is for block attention",
         ),
-        ({}, {"cache": DualCache(), "window": SlidingWindow(4)}, "SlidingWindow has no blocks"),
+        ({}, {"cache": DualCache(), "window": d.SlidingWindow(4)}, "SlidingWindow has no blocks"),
     ],
 )
 def test_a_scheme_that_does_not_fit_is_refused(changes, plugs, message):

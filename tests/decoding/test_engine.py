@@ -8,31 +8,15 @@ import torch
 from torch import Tensor
 
 import lit_dlm
-from lit_dlm.decoding import (
-    BlockWindow,
-    ConfidencePolicy,
-    Decoder,
-    DecodeSettings,
-    EntropyPolicy,
-    FixedQuota,
-    MarginPolicy,
-    NoQuota,
-    NotANumberError,
-    RandomPolicy,
-    Sampler,
-    ScheduleQuota,
-    SlidingWindow,
-    StepRecord,
-    ThresholdPolicy,
-    prompt_canvas,
-)
+import lit_dlm.decoding as d
+from lit_dlm.decoding import Decoder
 from tests.decoding.models import hashed, table_backbone
-from tests.decoding.states import Recorder, as_rows_alone, decoded
+from tests.decoding.states import Recorder, decoded
 from tests.fakes import EOS, MASK, TableBackbone
 
 PROMPT = [[4, 4]]
-SURE = {"policy": ConfidencePolicy()}
-THRESHOLD = {"policy": ThresholdPolicy(0.9), "quota": NoQuota()}
+SURE = {"policy": d.ConfidencePolicy()}
+THRESHOLD = {"policy": d.ThresholdPolicy(0.9), "quota": d.NoQuota()}
 
 RULES = {
     # Cell 1 reaches 0.9; then nothing does, and 0.6, 0.5, 0.4 go one by one.
@@ -86,7 +70,7 @@ RULES = {
 def test_rules_of_the_loop_by_hand(rule: str):
     (tokens, probs, plugs, settings), (commits, ids, stalled, idle, status) = RULES[rule]
     recorder = Recorder()
-    decoder = Decoder(**plugs, settings=DecodeSettings(**settings))
+    decoder = Decoder(**plugs, settings=d.DecodeSettings(**settings))
     result = decoded(decoder, table_backbone(tokens, probs), PROMPT, len(tokens), recorder)
     assert recorder.commits() == [[2 + cell for cell in cells] for cells in commits]
     assert result.ids[0].tolist() == [4, 4, *ids]
@@ -98,7 +82,7 @@ def test_rules_of_the_loop_by_hand(rule: str):
 def test_number_of_steps_is_the_number_of_forwards_of_that_row():
     """Row 0 has one mask left, row 1 has three: the batch runs three forwards, row 0 needs one."""
     backbone = table_backbone([5, 6, 7], [0.5, 0.6, 0.7])
-    canvas = prompt_canvas(PROMPT * 2, response_length=3, spec=backbone.spec, seeds=[0, 1])
+    canvas = d.prompt_canvas(PROMPT * 2, response_length=3, spec=backbone.spec, seeds=[0, 1])
     ids, editable = canvas.ids.clone(), canvas.editable.clone()
     ids[0, 2:4], editable[0, 2:4] = 5, False
     result = Decoder(**SURE)(backbone, replace(canvas, ids=ids, editable=editable))
@@ -107,32 +91,9 @@ def test_number_of_steps_is_the_number_of_forwards_of_that_row():
     assert [len(ids) for ids in backbone.canvases] == [2, 1, 1]
 
 
-@pytest.mark.parametrize("window", [None, BlockWindow(3), SlidingWindow(4)])
-@pytest.mark.parametrize(
-    "plugs",
-    [
-        {"policy": RandomPolicy()},
-        {"policy": EntropyPolicy(), "quota": FixedQuota(2)},
-        {"policy": MarginPolicy(), "quota": ScheduleQuota(5)},
-        {"policy": ConfidencePolicy(), "sampler": Sampler(temperature=1.0, top_p=0.9)},
-        {"policy": ThresholdPolicy(0.5), "quota": NoQuota()},
-    ],
-    ids=["random", "entropy", "margin", "drawn", "threshold"],
-)
-def test_a_padded_batch_equals_its_rows_alone_and_observers_change_nothing(window, plugs):
-    """The canvas depends on order, so any leak between rows or from padding would show."""
-    prompts = [[4, 5, 6], [7], [8, 9], [3] * 5]
-    decoder, backbone = Decoder(window=window, **plugs), TableBackbone(hashed, 12)
-    result = as_rows_alone(decoder, backbone, prompts, 7)
-    recorder = Recorder("hidden", "region", "entropy")
-    watched = decoded(decoder, backbone, prompts, 7, recorder, seeds=range(11, 15))
-    assert torch.equal(result.ids, watched.ids)
-    assert torch.equal(result.num_steps, watched.num_steps)
-
-
 def test_records_chain_and_end_at_the_result():
     recorder = Recorder()
-    decoder = Decoder(policy=EntropyPolicy(), quota=FixedQuota(2))
+    decoder = Decoder(policy=d.EntropyPolicy(), quota=d.FixedQuota(2))
     result = decoded(decoder, TableBackbone(hashed, 12), PROMPT, 5, recorder)
     assert recorder.started is not None
     canvas = recorder.started.ids
@@ -156,10 +117,10 @@ def test_time_of_observers_is_not_part_of_a_decode(monkeypatch: pytest.MonkeyPat
         return hashed(ids)
 
     class SlowRecorder(Recorder):
-        def on_step(self, record: StepRecord) -> None:
+        def on_step(self, record: d.StepRecord) -> None:
             now[0] += 100.0
 
-    decoder = Decoder(policy=EntropyPolicy())
+    decoder = Decoder(policy=d.EntropyPolicy())
     result = decoded(decoder, TableBackbone(forward, 12), PROMPT, 5, SlowRecorder())
     assert result.seconds.tolist() == [5.0]
 
@@ -174,7 +135,7 @@ def test_logits_that_are_no_numbers_end_a_decode_and_its_row_is_named(bad: float
         return torch.where(begun[:, None, None], torch.full_like(found, bad), found)
 
     backbone = TableBackbone(logits, vocab_size=12)
-    with pytest.raises(NotANumberError, match=r"not numbers at step 1 \(rows \[1\]") as error:
+    with pytest.raises(d.NotANumberError, match=r"not numbers at step 1 \(rows \[1\]") as error:
         decoded(Decoder(**SURE), backbone, [[4, 4], [7, 4]], 3)
     assert error.value.rows == [1]
 
@@ -196,4 +157,4 @@ def test_what_cannot_be_decoded_is_refused():
     with pytest.raises(ValueError, match="hidden_layers"):
         decoded(decoder, backbone, PROMPT, 1, one, two)
     with pytest.raises(ValueError, match="max_steps"):
-        DecodeSettings(stall_rule="idle")
+        d.DecodeSettings(stall_rule="idle")

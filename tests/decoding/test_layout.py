@@ -6,23 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lit_dlm.decoding import (
-    Block,
-    BlockLayout,
-    BlockWindow,
-    Canvas,
-    ConfidencePolicy,
-    Decoder,
-    FixedLayout,
-    FractionLayout,
-    GaussSeidelPolicy,
-    Layout,
-    MarkerLayout,
-    NoQuota,
-    Region,
-    TemplateLayout,
-    prompt_canvas,
-)
+import lit_dlm.decoding as d
+from lit_dlm.decoding import ConfidencePolicy, Decoder, FixedLayout, FractionLayout, Region
 from tests.decoding.models import table_backbone
 from tests.decoding.states import decoded
 from tests.fakes import MASK, fake_spec
@@ -31,21 +16,21 @@ OPEN, CLOSE = 7, 8
 """Marker tokens of the tests."""
 
 
-def canvas(*responses: list[int], prompt: tuple[int, ...] = (4, 4)) -> Canvas:
+def canvas(*responses: list[int], prompt: tuple[int, ...] = (4, 4)) -> d.Canvas:
     """Rows with given responses: 0 is a mask, everything else stands there and may not change."""
     rows, length = len(responses), len(responses[0])
-    made = prompt_canvas(
+    made = d.prompt_canvas(
         [prompt] * rows, response_length=length, spec=fake_spec(), seeds=range(rows)
     )
     ids = torch.cat([made.ids[:, : made.start], torch.tensor(responses)], 1)
     return replace(made, ids=ids, editable=made.editable & (ids == MASK))
 
 
-def spans(layout: BlockLayout) -> list[tuple[str, int, int]]:
+def spans(layout: d.BlockLayout) -> list[tuple[str, int, int]]:
     return [(block.name, block.start, block.end) for block in layout.blocks]
 
 
-def regions_on(layout: Layout, on: Canvas) -> list[list[int]]:
+def regions_on(layout: d.Layout, on: d.Canvas) -> list[list[int]]:
     """Region numbers of the response cells."""
     found = layout.on(on, mask_id=MASK).regions
     assert found is not None
@@ -76,7 +61,7 @@ def test_fractions_are_rounded_to_cells_and_fill_the_response(length, borders):
 
 def test_a_template_stands_on_the_canvas_and_is_never_changed():
     """The model is surest of 5 everywhere, also where the markers stand."""
-    layout = TemplateLayout(
+    layout = d.TemplateLayout(
         [Region(name="R", length=2, marker=[OPEN]), Region(name="A", marker=[CLOSE, OPEN])]
     )
     start = canvas([MASK] * 7)
@@ -88,13 +73,13 @@ def test_a_template_stands_on_the_canvas_and_is_never_changed():
     again = layout.on(prepared, mask_id=MASK)
     assert torch.equal(again.ids, prepared.ids)
     backbone = table_backbone([5] * 7, [0.99] * 7)
-    for policy, quota in ((GaussSeidelPolicy(), NoQuota()), (ConfidencePolicy(), None)):
+    for policy, quota in ((d.GaussSeidelPolicy(), d.NoQuota()), (ConfidencePolicy(), None)):
         result = Decoder(policy=policy, quota=quota, layout=layout)(backbone, start)
         assert result.ids[0, 2:].tolist() == [OPEN, 5, 5, CLOSE, OPEN, 5, 5]
         assert result.status == ["complete"]
 
 
-MARKED = MarkerLayout([Region(name="R", marker=[OPEN, OPEN]), Region(name="A", marker=[CLOSE])])
+MARKED = d.MarkerLayout([Region(name="R", marker=[OPEN, OPEN]), Region(name="A", marker=[CLOSE])])
 
 
 def test_markers_are_found_row_by_row_and_do_not_belong_to_their_regions():
@@ -127,7 +112,7 @@ def test_what_stands_elsewhere_is_no_place_for_a_region():
     rows = canvas([0] * 4, prompt=(OPEN, OPEN, CLOSE))
     with pytest.raises(ValueError, match=r"row 0: .* must stand in the response once, got 0 times"):
         MARKED.on(rows, mask_id=MASK)
-    template = TemplateLayout([Region(name="R", length=1), Region(name="A", marker=[CLOSE])])
+    template = d.TemplateLayout([Region(name="R", length=1), Region(name="A", marker=[CLOSE])])
     with pytest.raises(ValueError, match="row 1: other tokens stand in the cells 1 to 1"):
         template.on(canvas([0, CLOSE, 0], [0, 5, 0]), mask_id=MASK)
 
@@ -154,7 +139,7 @@ R = {"name": "R"}
         ),
         (lambda: FractionLayout([Region(**R)]), "expects fraction, got neither"),
         (lambda: FractionLayout([Region(**R, fraction=0.01)]).place(8), "'R'"),
-        (lambda: MarkerLayout([Region(**R)]), "expects marker"),
+        (lambda: d.MarkerLayout([Region(**R)]), "expects marker"),
         (lambda: Region(**R, tau=1.5), "'R': tau"),
         (lambda: Region(**R, max_fill_frac=0.0), "max_fill_frac"),
         (lambda: Region(**R, length=0), "length"),
@@ -169,8 +154,8 @@ def test_bad_layouts_are_refused_in_one_line(make: Callable[[], object], message
 
 
 def test_weights_follow_the_blocks():
-    blocks = (Block(name="R", start=0, end=2, weight=0.0), Block(name="A", start=3, end=4))
-    layout = BlockLayout(blocks=blocks, length=5)
+    blocks = (d.Block(name="R", start=0, end=2, weight=0.0), d.Block(name="A", start=3, end=4))
+    layout = d.BlockLayout(blocks=blocks, length=5)
     assert layout.weights().tolist() == [0.0, 0.0, 1.0, 1.0, 1.0]
     assert layout.weights(rest=0.5).tolist() == [0.0, 0.0, 0.5, 1.0, 0.5]
 
@@ -178,7 +163,7 @@ def test_weights_follow_the_blocks():
 def test_a_layout_changes_nothing_for_a_policy_that_does_not_read_it():
     backbone = table_backbone([5, 6, 7, 5], [0.6, 0.9, 0.7, 0.8])
     layout = FixedLayout([Region(name="R", length=2), Region(name="A")])
-    plugs = {"policy": ConfidencePolicy(), "window": BlockWindow(2)}
+    plugs = {"policy": ConfidencePolicy(), "window": d.BlockWindow(2)}
     one, two = (
         decoded(Decoder(**plugs, layout=used), backbone, [[4, 4]], 4) for used in (None, layout)
     )
@@ -187,7 +172,7 @@ def test_a_layout_changes_nothing_for_a_policy_that_does_not_read_it():
 
 
 def test_markers_of_text_are_encoded_once_and_refused_without_a_tokenizer():
-    layout = MarkerLayout({"R": Region(marker="ab"), "A": Region(marker=[CLOSE])})
+    layout = d.MarkerLayout({"R": Region(marker="ab"), "A": Region(marker=[CLOSE])})
     decoder = Decoder(policy=ConfidencePolicy(), layout=layout)
     encoded = decoder.encoded(lambda text: [ord(letter) for letter in text])
     regions = encoded.describe()["layout"]["regions"]

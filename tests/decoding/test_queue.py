@@ -10,27 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+import lit_dlm.decoding as d
 from lit_dlm.backbones import attention
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.decoding import (
-    BlockCache,
-    BlockWindow,
-    ConfidencePolicy,
-    Decoder,
-    DecodeSettings,
-    DualCache,
-    DynamicPolicy,
-    EvenQuota,
-    FixedQuota,
-    NoQuota,
-    PrefixCache,
-    RandomPolicy,
-    Sampler,
-    ScheduleQuota,
-    ThresholdPolicy,
-    caches,
-    prompt_canvas,
-)
+from lit_dlm.decoding import BlockWindow, Decoder
 from lit_dlm.decoding.queue import Occupancy, WorkQueue
 from tests.backbones.reference import slow_varlen_attn
 from tests.decoding.models import in_blocks, tiny_backbone
@@ -42,22 +25,30 @@ LENGTHS = [9, 8, 30, 2, 1, 7, 3, 31, 2, 1, 5, 6, 12, 1, 1]
 PROMPTS = [[5 + (7 * row + i) % 80 for i in range(length)] for row, length in enumerate(LENGTHS)]
 
 
-FULL = {"policy": ThresholdPolicy(0.15), "quota": NoQuota()}
-BLOCK = {"policy": DynamicPolicy(0.15), "quota": EvenQuota(steps_per_block=4)}
+FULL = {"policy": d.ThresholdPolicy(0.15), "quota": d.NoQuota()}
+BLOCK = {"policy": d.DynamicPolicy(0.15), "quota": d.EvenQuota(steps_per_block=4)}
 CASES = {
     "plain": ({}, FULL),
     "shifted": ({"shift": 1}, FULL),
     "arange": ({"positions": "arange"}, FULL),
-    "warm": ({}, {**FULL, "sampler": Sampler(temperature=1.0, top_k=9)}),
-    "random": ({}, {"policy": RandomPolicy(), "quota": FixedQuota(5)}),
-    "scheduled": ({}, {"policy": ConfidencePolicy(), "quota": ScheduleQuota(5)}),
-    "stopped": ({}, {**FULL, "settings": DecodeSettings(eos_rule="stop", max_steps=4)}),
-    "prefix": ({}, {**FULL, "window": BlockWindow(5), "cache": PrefixCache()}),
-    "dual": ({"shift": 1}, {**FULL, "window": BlockWindow(5), "cache": DualCache()}),
+    "warm": ({}, {**FULL, "sampler": d.Sampler(temperature=1.0, top_k=9)}),
+    "random": ({}, {"policy": d.RandomPolicy(), "quota": d.FixedQuota(5)}),
+    "scheduled": ({}, {"policy": d.ConfidencePolicy(), "quota": d.ScheduleQuota(5)}),
+    "entropy": (
+        {},
+        {"policy": d.EntropyPolicy(), "quota": d.FixedQuota(2), "window": BlockWindow(5)},
+    ),
+    "sliding": (
+        {},
+        {"policy": d.MarginPolicy(), "quota": d.ScheduleQuota(5), "window": d.SlidingWindow(4)},
+    ),
+    "stopped": ({}, {**FULL, "settings": d.DecodeSettings(eos_rule="stop", max_steps=4)}),
+    "prefix": ({}, {**FULL, "window": BlockWindow(5), "cache": d.PrefixCache()}),
+    "dual": ({"shift": 1}, {**FULL, "window": BlockWindow(5), "cache": d.DualCache()}),
     **{
         f"blocks of the {origin}": (
             in_blocks(origin),
-            {**BLOCK, "window": BlockWindow(4, origin=origin), "cache": BlockCache()},
+            {**BLOCK, "window": BlockWindow(4, origin=origin), "cache": d.BlockCache()},
         )
         for origin in ("sequence", "response")
     },
@@ -100,12 +91,13 @@ def alone(case: str) -> dict[int, tuple]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_any_number_of_places_gives_the_rows_that_one_place_gives(case):
+    """Whether or not somebody looks on."""
     found = alone(case)
     assert sorted(found) == list(range(len(PROMPTS)))
     assert [ids[: len(PROMPTS[n])] for n, (ids, *_) in sorted(found.items())] == PROMPTS
-    assert len({row[1] for row in found.values()}) > 1 or case in ("random", "scheduled")
-    for num_slots in (3, 64):
-        assert rows(*built(case), num_slots) == found
+    assert len({row[1] for row in found.values()}) > 1 or case in ("random", "scheduled", "entropy")
+    assert rows(*built(case), 3) == found
+    assert rows(*built(case), 64, Recorder("hidden", "region", "entropy")) == found
 
 
 def count_windows(backbone: HFBackbone, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -139,10 +131,10 @@ def test_responses_to_one_prompt_share_its_forward(origin, monkeypatch):
 
     Two of them have the same whole blocks, but not in the same columns.
     """
-    monkeypatch.setattr(caches, "PROMPT_TOKENS", 24)
+    monkeypatch.setattr(d.caches, "PROMPT_TOKENS", 24)
     changes, plugs = CASES[f"blocks of the {origin}"]
     backbone = tiny_backbone(**changes)
-    decoder = Decoder(**plugs, sampler=Sampler(temperature=1.0))
+    decoder = Decoder(**plugs, sampler=d.Sampler(temperature=1.0))
     several = [prompt for prompt in PROMPTS if len(prompt) in (9, 31, 12)]
     prompts = [prompt for prompt in [*several, [*several[0], 7]] for _ in range(4)]
     sizes = count_windows(backbone, monkeypatch)
@@ -194,7 +186,7 @@ def test_a_prompt_with_nothing_to_fill_ends_at_once():
         numbers = list(islice(taken, count))
         if not numbers:
             return None
-        canvas = prompt_canvas(
+        canvas = d.prompt_canvas(
             [PROMPTS[0]] * len(numbers), response_length=4, spec=backbone.spec, seeds=numbers
         )
         full = torch.tensor([number % 3 == 0 for number in numbers])[:, None]

@@ -6,33 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_dlm.decoding import (
-    BonusPolicy,
-    CommitPolicy,
-    ConfidencePolicy,
-    Decoder,
-    DecodeResult,
-    DecodeSettings,
-    DecodeState,
-    FixedLayout,
-    GaussSeidelPolicy,
-    JacobiPolicy,
-    LaggedPolicy,
-    NoQuota,
-    Proposal,
-    Quota,
-    Region,
-    Sampler,
-    ThresholdPolicy,
-)
+import lit_dlm.decoding as d
+from lit_dlm.decoding import FixedLayout, GaussSeidelPolicy, JacobiPolicy, LaggedPolicy, Region
 from lit_dlm.decoding.policies.lockstep import LockstepPolicy
 from lit_dlm.decoding.regions import RegionMap
 from tests.decoding.models import hashed
 from tests.decoding.states import Recorder, as_rows_alone, decoded, state_with_masks
 from tests.fakes import MASK, TableBackbone, logits_for
 
-POLICIES = [JacobiPolicy(), GaussSeidelPolicy(), LaggedPolicy(), BonusPolicy()]
-NAMES = ["jacobi", "gauss_seidel", "lagged", "bonus"]
 EXAMPLE = [0.95, 0.91, 0.5, 0.3, 0.915, 0.90, 0.5, 0.3]
 """The worked example of the release: R is cells 0 to 3, A is cells 4 to 7."""
 
@@ -46,7 +27,7 @@ def halves(length: int = 4, *, tau_r=0.9, tau_a=0.92, cap: float = 1.0) -> Fixed
     )
 
 
-def state_of(masks: list[list[int]], layout: FixedLayout, **changes: object) -> DecodeState:
+def state_of(masks: list[list[int]], layout: FixedLayout, **changes: object) -> d.DecodeState:
     state = state_with_masks(masks)
     ids = torch.full_like(state.ids, len(layout.regions))
     ids[:, state.start :] = layout.place(ids.shape[1] - state.start).region_ids()
@@ -54,10 +35,10 @@ def state_of(masks: list[list[int]], layout: FixedLayout, **changes: object) -> 
     return replace(state, regions=regions, **changes)
 
 
-def commits(policy: LockstepPolicy, state: DecodeState, *prob: list[float], quota=None):
+def commits(policy: LockstepPolicy, state: d.DecodeState, *prob: list[float], quota=None):
     """Response cells that every row commits."""
     values = torch.tensor([[0.0, 0.0, *row] for row in prob])
-    proposal = Proposal(ids=torch.full_like(state.ids, 6), prob=values)
+    proposal = d.Proposal(ids=torch.full_like(state.ids, 6), prob=values)
     counts = None if quota is None else torch.tensor(quota)
     commit = policy.select(state, state.masked, proposal, counts).commit
     return [(row.nonzero()[:, 0] - state.start).tolist() for row in commit]
@@ -90,12 +71,12 @@ REST = state_of(
         (JacobiPolicy(tau=1.0), WHOLE, [EXAMPLE], [[]]),
         # The release's worked example: R commits two of eight cells, bonus 0.1 * 2/8 = 0.025.
         # 0.915 + 0.025 = 0.940 and 0.90 + 0.025 = 0.925 reach 0.92, 0.5 does not.
-        (BonusPolicy(), WHOLE, [EXAMPLE], [[0, 1, 4, 5]]),
+        (d.BonusPolicy(), WHOLE, [EXAMPLE], [[0, 1, 4, 5]]),
         # Row 1 commits no cell in R: a row's own share gives it no bonus. Over the batch it is 2 of
         # 20 columns (two of each row are prompt), bonus 0.01 for both: 0.915 passes (0.925), 0.90
         # does not (0.910).
-        (BonusPolicy(), TWO_ROWS, BOTH, [[0, 1, 4, 5], []]),
-        (BonusPolicy(batch_wide=True), TWO_ROWS, BOTH, [[0, 1, 4], [4]]),
+        (d.BonusPolicy(), TWO_ROWS, BOTH, [[0, 1, 4, 5], []]),
+        (d.BonusPolicy(batch_wide=True), TWO_ROWS, BOTH, [[0, 1, 4], [4]]),
         # Cap floor(0.4 * 4) = 1 in each region of each row; equal rows get equal commits (in the
         # release row 0 took all). With three masks left floor(1.2) = 1, with one max(1, 0) = 1.
         (
@@ -187,7 +168,7 @@ def test_a_pass_equals_a_loop_over_rows_regions_and_cells(seed: int):
     state = replace(state, regions=RegionMap(ids, tuple(rules)))
     # Sixteenths are exact, so that the reference compares the same numbers.
     prob = torch.randint(0, 17, ids.shape, generator=generator) / 16
-    proposal = Proposal(ids=state.ids, prob=prob)
+    proposal = d.Proposal(ids=state.ids, prob=prob)
     found = JacobiPolicy().select(state, state.masked, proposal, None).commit
     for row in range(64):
         wanted = slow_pass(state.masked[row].tolist(), prob[row].tolist(), rules, ids[row].tolist())
@@ -197,23 +178,26 @@ def test_a_pass_equals_a_loop_over_rows_regions_and_cells(seed: int):
 # -- whole decodes ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=NAMES)
-@pytest.mark.parametrize("tau", [0.3, 1.0])
-def test_a_decode_ends_in_at_most_as_many_forwards_as_cells(policy: LockstepPolicy, tau: float):
+@pytest.mark.parametrize("policy", [JacobiPolicy, GaussSeidelPolicy, LaggedPolicy, d.BonusPolicy])
+@pytest.mark.parametrize(
+    ("tau", "sampler"),
+    [
+        (None, d.Sampler()),
+        (None, d.Sampler(temperature=0.8, top_p=0.9)),
+        (0.3, d.Sampler()),
+        (1.0, d.Sampler()),
+    ],
+)
+def test_a_padded_batch_equals_its_rows_alone_and_ends_in_time(policy, tau, sampler):
     """tau = 1.0 lets nothing pass: every forward commits one cell, and the stalls are counted."""
-    decoder = Decoder(policy=type(policy)(tau=tau), quota=NoQuota(), layout=halves(5, cap=0.5))
-    result = decoded(decoder, TableBackbone(hashed, 12), [[4, 4], [5], [6, 7, 8]], 9)
-    assert not (result.ids == MASK).any()
-    assert (result.num_steps <= 9).all()
+    decoder = d.Decoder(
+        policy=policy(tau=tau), quota=d.NoQuota(), sampler=sampler, layout=halves(4, cap=0.5)
+    )
+    prompts = [[4, 5, 6], [7], [8, 9], [3] * 5]
+    result = as_rows_alone(decoder, TableBackbone(hashed, 12), prompts, 8)
+    assert (result.num_steps <= 8).all()
     if tau == 1.0:
-        assert result.num_steps.tolist() == result.stalled_steps.tolist() == [9] * 3
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=NAMES)
-@pytest.mark.parametrize("sampler", [Sampler(), Sampler(temperature=0.8, top_p=0.9)])
-def test_a_padded_batch_equals_its_rows_alone(policy: LockstepPolicy, sampler: Sampler):
-    decoder = Decoder(policy=policy, quota=NoQuota(), sampler=sampler, layout=halves(4, cap=0.5))
-    as_rows_alone(decoder, TableBackbone(hashed, 12), [[4, 5, 6], [7], [8, 9], [3] * 5], 8)
+        assert result.num_steps.tolist() == result.stalled_steps.tolist() == [8] * 4
 
 
 def answer_follows_reason(ids: Tensor) -> Tensor:
@@ -233,7 +217,7 @@ def test_the_answer_reads_the_reasoning_of_the_same_gauss_seidel_sweep():
     results, recorders = [], []
     for policy in (JacobiPolicy(), GaussSeidelPolicy()):
         backbone = TableBackbone(answer_follows_reason, 9)
-        decoder = Decoder(policy=policy, quota=NoQuota(), layout=halves(2))
+        decoder = d.Decoder(policy=policy, quota=d.NoQuota(), layout=halves(2))
         recorders.append(Recorder())
         results.append(decoded(decoder, backbone, [[4]], 4, recorders[-1]))
         assert backbone.forwards == int(results[-1].num_steps[0])
@@ -251,7 +235,7 @@ def test_rows_of_a_batch_are_at_their_own_places_in_the_sweep():
         return torch.stack([unsure if row[0] == 4 else sure for row in ids])
 
     recorder = Recorder()
-    decoder = Decoder(policy=GaussSeidelPolicy(), quota=NoQuota(), layout=halves(2))
+    decoder = d.Decoder(policy=GaussSeidelPolicy(), quota=d.NoQuota(), layout=halves(2))
     result = decoded(decoder, TableBackbone(table, 9), [[4], [5]], 4, recorder)
     assert recorder.commits(0) == [[3, 4], [1], [2]]
     assert recorder.commits(1) == [[1, 2], [3, 4]]
@@ -259,33 +243,8 @@ def test_rows_of_a_batch_are_at_their_own_places_in_the_sweep():
     assert result.stalled_steps.tolist() == [2, 0]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_jacobi_on_one_region_is_threshold_decoding_with_a_cap(seed: int):
-    """A cap of 1.0 takes all that reach the threshold."""
-    generator = torch.Generator().manual_seed(seed)
-    shift = torch.randn(16, 12, generator=generator)
-    backbone = TableBackbone(lambda ids: hashed(ids) + shift, 12)
-
-    def ends(policy: CommitPolicy, quota: Quota | None = None, **plugs: object) -> DecodeResult:
-        return decoded(Decoder(policy=policy, quota=quota, **plugs), backbone, [[4], [5]], 15)
-
-    def jacobi(**rules: float) -> DecodeResult:
-        return ends(JacobiPolicy(), NoQuota(), layout=FixedLayout([Region(name="all", **rules)]))
-
-    one, two = jacobi(tau=0.4, max_fill_frac=1.0), ends(ThresholdPolicy(0.4), NoQuota())
-    assert torch.equal(one.ids, two.ids)
-    assert torch.equal(one.num_steps, two.num_steps)
-    # floor(0.125 * m) is 1 for 8 to 15 masks and max(1, 0) below: one cell per forward.
-    capped, single = jacobi(tau=0.0, max_fill_frac=0.125), DecodeSettings(max_commits_per_step=1)
-    for other in (
-        ends(ThresholdPolicy(0.0), NoQuota(), settings=single),
-        ends(ConfidencePolicy()),
-    ):
-        assert torch.equal(capped.ids, other.ids)
-
-
 def test_a_wrong_threshold_and_a_missing_layout_are_refused():
     with pytest.raises(ValueError, match="tau"):
         LaggedPolicy(tau=90)
     with pytest.raises(ValueError, match="layout: JacobiPolicy needs one"):
-        Decoder(policy=JacobiPolicy(), quota=NoQuota())
+        d.Decoder(policy=JacobiPolicy(), quota=d.NoQuota())
