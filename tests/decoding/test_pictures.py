@@ -25,7 +25,7 @@ from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.verify import free_running, teacher_forced
 from tests.backbones.folders import write
 from tests.decoding.states import decoded
-from tests.vision.waves import waves
+from tests.vision.models import waves
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "mmada.safetensors"
 WORDS, CODES, CELLS, STEPS = 60, 32, 16, 6
