@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-import torch
 
 from lit_dlm.decoding import (
     BlockWindow,
@@ -16,7 +13,7 @@ from lit_dlm.decoding import (
     ScheduleQuota,
 )
 from tests.decoding.models import table_backbone
-from tests.decoding.states import decoded, in_block, state_with_masks
+from tests.decoding.states import decoded, state_with_masks
 
 
 def spent(
@@ -29,8 +26,8 @@ def spent(
     left, found = masks, []
     for step in range(steps):
         cells = [1] * left + [0] * (masks - left)
-        state = state_with_masks([cells] * 2, step=before + step)
-        state = in_block(state, step=step, masks=masks, num_blocks=num_blocks)
+        counts = {"step": before + step, "block_step": step, "block_masks": masks}
+        state = state_with_masks([cells] * 2, num_blocks, **counts)
         one, other = quota.counts(state, state.masked).tolist()
         assert one == other
         found.append(one)
@@ -76,8 +73,7 @@ def test_rows_with_different_masks_get_their_own_counts():
 
 def test_budget_quota_keeps_a_step_for_every_block():
     """Step 2 of 4, in block 1 of 3: two steps for two blocks, so this block must end now."""
-    state = in_block(state_with_masks([[1] * 6], step=2), step=0, masks=3, num_blocks=3)
-    state = replace(state, block=torch.tensor([1]))
+    state = state_with_masks([[1] * 6], 3, step=2, block=1)
     assert BudgetQuota(4).counts(state, state.masked).tolist() == [6]
     assert BudgetQuota(5).counts(state, state.masked).tolist() == [2]
 

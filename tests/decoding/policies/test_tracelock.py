@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -244,61 +243,49 @@ def test_steps_of_a_model_that_proposes_one_token(plugs, bias, token, steps) -> 
         assert result.stalled_steps.tolist() == [0]
 
 
-def first_commit(
-    logits: Callable[[Proposal], Tensor],
-    backbone: TableBackbone,
-    length: int,
-    *,
-    options: dict[str, object],
-    **plugs: object,
-) -> list[int]:
-    """What the first step commits, of a policy whose decision logits are a function."""
-    policy, recorder = TraceLockPolicy(scorer=scorer(), **options), Recorder()
-    policy.decision_logits = lambda state, candidates, proposal: logits(proposal)
-    decoded(Decoder(policy=policy, **plugs), backbone, [[3]], length, recorder)
-    return recorder.commits()[0]
-
-
-def from_the_left(level: float) -> Callable[[Proposal], Tensor]:
-    return lambda proposal: (
-        level - torch.arange(proposal.prob.shape[1]).float().expand_as(proposal.prob)
-    )
-
-
 MIXED = table_backbone([EOS, 5, 5, 5], [0.95, 0.6, 0.6, 0.6], prompt=1)
 """Column 1 proposes the end of text with more confidence than the others a word."""
+TURN = table_backbone([5, 5, 6, EOS, 5, 5], [0.99] * 6, prompt=1)
+TURN.spec = fake_spec(eos_ids=(EOS, 6))
+
+
+def prefers_the_end(level: float, proposal: Proposal) -> Tensor:
+    return torch.where(proposal.ids == EOS, level + 10.0, level)
+
+
+def from_the_left(level: float, proposal: Proposal) -> Tensor:
+    return level - torch.arange(proposal.prob.shape[1]).expand_as(proposal.prob)
 
 
 @pytest.mark.parametrize(
-    ("level", "options"),
+    ("logits", "options", "backbone", "commits", "ours"),
     [
         # Nothing is accepted, and the end of text is the best: the release commits it, the loop's
         # gate takes the best of the others.
-        (-20.0, {}),
+        (partial(prefers_the_end, -20.0), {}, MIXED, [1], [2]),
         # Cap 1 keeps the end of text, the gate then drops it, and the fallback commits it after
         # all; ours drops it first and accepts the next best.
-        (10.0, {"max_accept_per_step": 1}),
+        (partial(prefers_the_end, 10.0), {"max_accept_per_step": 1}, MIXED, [1], [2]),
+        # Text, text, end of turn, end of text, all accepted under a cap of 4: the release drops
+        # the last alone, our gate both ends.
+        (partial(from_the_left, 50.0), {}, TURN, [1, 2, 3], [1, 2, 5, 6]),
     ],
 )
-def test_the_release_commits_an_end_of_text_that_our_gate_holds_back(level, options) -> None:
-    def prefers_the_end(proposal: Proposal) -> Tensor:
-        return torch.where(proposal.ids == EOS, level + 10.0, level)
-
-    released = {"release_compat": True, **options}
-    gated = DecodeSettings(eos_gate=True)
-    first = partial(first_commit, prefers_the_end, MIXED, 4, quota=NoQuota())
-    assert first(options=released) == [1]
-    assert first(options=options, settings=gated) == [2]
-
-
-def test_release_gate_knows_the_end_of_text_and_no_end_of_turn() -> None:
-    """Text, text, end of turn, end of text, all accepted under a cap of 4: it drops the last."""
-    backbone = table_backbone([5, 5, 6, EOS, 5, 5], [0.99] * 6, prompt=1)
-    backbone.spec = fake_spec(eos_ids=(EOS, 6))
-    logits, options = from_the_left(50.0), {"release_compat": True}
-    assert first_commit(logits, backbone, 6, options=options, quota=NoQuota()) == [1, 2, 3]
+def test_the_gate_of_the_release_and_ours(logits, options, backbone, commits, ours) -> None:
+    gates = {"settings": DecodeSettings(eos_gate=True)}
+    for more, plugs, expected in (({"release_compat": True}, {}, commits), ({}, gates, ours)):
+        assert first_commit(logits, backbone, {**options, **more}, **plugs) == expected
 
 
 def test_release_quota_takes_the_most_probable() -> None:
-    logits, options = from_the_left(-50.0), {"release_compat": True}
-    assert first_commit(logits, MIXED, 4, options=options, quota=FixedQuota(1)) == [1]
+    logits, options = partial(from_the_left, -50.0), {"release_compat": True}
+    assert first_commit(logits, MIXED, options, quota=FixedQuota(1)) == [1]
+
+
+def first_commit(logits, backbone: TableBackbone, options: dict, **plugs: object) -> list[int]:
+    """What the first step commits, of a policy whose decision logits are a function."""
+    policy, recorder = TraceLockPolicy(scorer=scorer(), **options), Recorder()
+    policy.decision_logits = lambda state, candidates, proposal: logits(proposal)
+    plugs = {"policy": policy, "quota": NoQuota(), **plugs}
+    decoded(Decoder(**plugs), backbone, [[3]], len(backbone.table) - 1, recorder)
+    return recorder.commits()[0]
