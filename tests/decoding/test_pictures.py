@@ -8,18 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import lit_dlm.decoding as d
 from lit_dlm.backbones import HFBackbone
 from lit_dlm.backbones.resolution import resolve
-from lit_dlm.decoding import (
-    ConfidencePolicy,
-    CosineQuota,
-    Decoder,
-    DualCache,
-    Guidance,
-    NoisyConfidencePolicy,
-    PictureLayout,
-    Sampler,
-)
+from lit_dlm.decoding import ConfidencePolicy, Decoder
 from lit_dlm.decoding.description import decoder_from_description
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.verify import free_running, teacher_forced
@@ -74,11 +66,11 @@ def test_a_drawing_is_that_of_the_release_and_can_be_verified(
     little less than a half in float32, hence 7 and not 8.
     """
     decoder = Decoder(
-        policy=NoisyConfidencePolicy(STEPS),
-        quota=CosineQuota(STEPS),
-        sampler=Sampler(temperature=1.0, allowed_ids=(WORDS, WORDS + CODES)),
-        layout=PictureLayout(END),
-        guidance=Guidance(scale, WITHOUT) if scale else None,
+        policy=d.NoisyConfidencePolicy(STEPS),
+        quota=d.CosineQuota(STEPS),
+        sampler=d.Sampler(temperature=1.0, allowed_ids=(WORDS, WORDS + CODES)),
+        layout=d.PictureLayout(END),
+        guidance=d.Guidance(scale, WITHOUT) if scale else None,
     )
     capture = TrajectoryCapture(vocab_size=backbone.vocab_size)
     result = decoded(decoder, backbone, PROMPTS, CELLS + 1, capture, seeds=[11, 12])
@@ -101,11 +93,11 @@ def test_a_drawing_is_that_of_the_release_and_can_be_verified(
 def test_text_never_holds_picture_tokens(backbone: HFBackbone):
     text = decoded(Decoder(policy=ConfidencePolicy()), backbone, PROMPTS, 12)
     assert int(text.ids[:, -12:].max()) < WORDS
-    both = Decoder(policy=ConfidencePolicy(), sampler=Sampler(allowed_ids=(0, WORDS + CODES)))
+    both = Decoder(policy=ConfidencePolicy(), sampler=d.Sampler(allowed_ids=(0, WORDS + CODES)))
     free = decoded(both, backbone, PROMPTS, 12)
     assert int(free.ids[:, -12:].max()) >= WORDS  # so the bound above did something
 
 
 def test_guidance_has_no_cache_beside_it():
     with pytest.raises(ValueError, match="guidance"):
-        Decoder(policy=ConfidencePolicy(), cache=DualCache(), guidance=Guidance(1.0, [1]))
+        Decoder(policy=ConfidencePolicy(), cache=d.DualCache(), guidance=d.Guidance(1.0, [1]))

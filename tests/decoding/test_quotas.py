@@ -2,22 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from lit_dlm.decoding import (
-    BlockWindow,
-    BudgetQuota,
-    ConfidencePolicy,
-    Decoder,
-    EvenQuota,
-    FixedQuota,
-    Quota,
-    ScheduleQuota,
-)
+import lit_dlm.decoding as d
+from lit_dlm.decoding import BudgetQuota, EvenQuota, FixedQuota, ScheduleQuota
 from tests.decoding.models import table_backbone
 from tests.decoding.states import decoded, state_with_masks
 
 
 def spent(
-    quota: Quota, masks: int, *, steps: int, before: int = 0, num_blocks: int = 1
+    quota: d.Quota, masks: int, *, steps: int, before: int = 0, num_blocks: int = 1
 ) -> list[int]:
     """What a block of some masks commits, step by step, ``before`` steps after the decode's begin.
 
@@ -102,8 +94,8 @@ def test_bad_settings_are_refused_by_name(make, message):
 @pytest.mark.parametrize("blocks", [1, 2, 3, 5])
 @pytest.mark.parametrize("extra", [0, 1, 3, 20])
 def test_a_decode_under_a_budget_ends_within_it(blocks: int, extra: int):
-    steps, window = blocks + extra, BlockWindow(30 // blocks)
-    decoder = Decoder(policy=ConfidencePolicy(), quota=BudgetQuota(steps), window=window)
+    steps, window = blocks + extra, d.BlockWindow(30 // blocks)
+    decoder = d.Decoder(policy=d.ConfidencePolicy(), quota=BudgetQuota(steps), window=window)
     result = decoded(decoder, table_backbone([5] * 30, [0.5] * 30), [[4, 4]], 30)
     assert result.status == ["complete"]
     assert int(result.num_steps[0]) <= steps

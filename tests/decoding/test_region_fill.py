@@ -4,27 +4,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_dlm.decoding import (
-    ConfidencePolicy,
-    Decoder,
-    FixedLayout,
-    JacobiPolicy,
-    NoQuota,
-    Region,
-    RegionFill,
-    lockstep_score,
-)
+import lit_dlm.decoding as d
+from lit_dlm.decoding import Decoder, Region, RegionFill, lockstep_score
 from lit_dlm.decoding.region_fill import fill_curves
 from tests.decoding.models import table_backbone
 from tests.decoding.states import decoded, streamed
 from tests.fakes import TableBackbone, logits_for
 
-HALVES = FixedLayout(
+HALVES = d.FixedLayout(
     [Region(name="R", length=2, max_fill_frac=1.0), Region(name="A", length=2, max_fill_frac=1.0)]
 )
 
 
-JACOBI = Decoder(policy=JacobiPolicy(), quota=NoQuota(), layout=HALVES)
+JACOBI = Decoder(policy=d.JacobiPolicy(), quota=d.NoQuota(), layout=HALVES)
 
 
 def followed(decoder: Decoder, rows: int = 1) -> RegionFill:
@@ -43,8 +35,8 @@ def test_curves_follow_the_cells_of_each_region():
 
 
 def test_any_policy_with_a_layout_has_curves_and_a_rest_only_where_cells_are_in_none():
-    layout = FixedLayout([Region(name="A", length=2)])
-    fill = followed(Decoder(policy=ConfidencePolicy(), layout=layout))
+    layout = d.FixedLayout([Region(name="A", length=2)])
+    fill = followed(Decoder(policy=d.ConfidencePolicy(), layout=layout))
     assert fill.curves()[0].by_name() == {
         "A": [0.0, 0.5, 0.5, 1.0, 1.0],
         "rest": [0.0, 0.0, 0.5, 0.5, 1.0],

@@ -1,19 +1,8 @@
 import pytest
 import torch
 
-from lit_dlm.decoding import (
-    ConfidencePolicy,
-    Decoder,
-    DynamicPolicy,
-    EntropyBoundedPolicy,
-    EntropyPolicy,
-    MarginPolicy,
-    NoQuota,
-    Proposal,
-    RandomPolicy,
-    SequentialPolicy,
-    ThresholdPolicy,
-)
+import lit_dlm.decoding as d
+from lit_dlm.decoding import DynamicPolicy, EntropyBoundedPolicy, Proposal, ThresholdPolicy
 from tests.decoding.states import state_with_masks
 
 
@@ -38,11 +27,11 @@ def _commits(policy, prob, *, quota=1, masks=((1, 1, 1, 1),)) -> list[int]:
 @pytest.mark.parametrize(
     ("policy", "prob", "quota", "cells"),
     [
-        (ConfidencePolicy(), [0.95, 0.2, 0.3, 0.4], 1, [2]),
-        (EntropyPolicy(), [0.95, 0.2, 0.3, 0.4], 1, [3]),
-        (EntropyPolicy(), [0.95, 0.2, 0.3, 0.4], 2, [3, 4]),
-        (MarginPolicy(), [0.95, 0.2, 0.3, 0.4], 1, [4]),
-        (SequentialPolicy(), [0.1, 0.9, 0.2, 0.8], 2, [2, 3]),
+        (d.ConfidencePolicy(), [0.95, 0.2, 0.3, 0.4], 1, [2]),
+        (d.EntropyPolicy(), [0.95, 0.2, 0.3, 0.4], 1, [3]),
+        (d.EntropyPolicy(), [0.95, 0.2, 0.3, 0.4], 2, [3, 4]),
+        (d.MarginPolicy(), [0.95, 0.2, 0.3, 0.4], 1, [4]),
+        (d.SequentialPolicy(), [0.1, 0.9, 0.2, 0.8], 2, [2, 3]),
         # All that reach the threshold and nothing else; with a quota, never slower than that.
         (ThresholdPolicy(0.9), [0.9, 0.95, 0.89, 0.1], None, [2, 3]),
         (ThresholdPolicy(0.9), [0.1, 0.2, 0.3, 0.4], None, []),
@@ -71,7 +60,7 @@ def test_only_masked_cells_count():
     """The cell with entropy 0.5 is filled: 1.0 is the smallest, 1.0 + 2.0 = 3.0 the next sum."""
     bounded, prob = EntropyBoundedPolicy(3.1), [0.5] * 4
     assert _commits(bounded, prob, quota=None, masks=((1, 0, 1, 1),)) == [2, 4]
-    assert _commits(SequentialPolicy(), prob, quota=1, masks=((0, 0, 1, 1),)) == [4]
+    assert _commits(d.SequentialPolicy(), prob, quota=1, masks=((0, 0, 1, 1),)) == [4]
     with pytest.raises(ValueError, match="bound"):
         EntropyBoundedPolicy(0.0)
 
@@ -79,16 +68,16 @@ def test_only_masked_cells_count():
 def test_random_order_is_a_fixed_function_of_the_sample():
     state = state_with_masks([[1] * 8] * 3)
     proposal = Proposal(ids=state.ids, prob=torch.zeros(3, 10))
-    one = RandomPolicy().select(state, state.masked, proposal, torch.tensor([3, 3, 3]))
+    one = d.RandomPolicy().select(state, state.masked, proposal, torch.tensor([3, 3, 3]))
     alone = state.take(torch.tensor([1]))
-    two = RandomPolicy().select(
+    two = d.RandomPolicy().select(
         alone, alone.masked, Proposal(ids=alone.ids, prob=proposal.prob[1:2]), torch.tensor([3])
     )
     assert torch.equal(one.commit[1:2], two.commit)
     assert len({tuple(row.tolist()) for row in one.commit}) > 1
 
 
-@pytest.mark.parametrize("policy", [RandomPolicy(), ConfidencePolicy(), DynamicPolicy()])
+@pytest.mark.parametrize("policy", [d.RandomPolicy(), d.ConfidencePolicy(), DynamicPolicy()])
 def test_order_policies_refuse_a_missing_quota(policy):
     with pytest.raises(ValueError, match=f"quota: {type(policy).__name__} needs one"):
-        Decoder(policy=policy, quota=NoQuota())
+        d.Decoder(policy=policy, quota=d.NoQuota())

@@ -7,16 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_dlm.decoding import (
-    Decoder,
-    DecodeSettings,
-    FixedQuota,
-    NoQuota,
-    Proposal,
-    Sampler,
-    ScheduleQuota,
-    SlidingWindow,
-)
+import lit_dlm.decoding as d
+from lit_dlm.decoding import Decoder, NoQuota, SlidingWindow
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy, left_of_window_end
 from lit_dlm.heads.features import acceptance_features, feature_groups
 from lit_dlm.trajectories.capture import FeatureCapture, TrajectoryCapture
@@ -156,7 +148,7 @@ def test_features_of_capture_and_of_decoding_are_those_of_raw_logits(
     )
     capture = TrajectoryCapture(vocab_size=8, level="features", features=features)
     built.features = spied(shown, built.features)  # type: ignore[method-assign]
-    sampler = Sampler(temperature=temperature, score_on=score_on, **filters)
+    sampler = d.Sampler(temperature=temperature, score_on=score_on, **filters)
     policy = TraceLockPolicy(scorer=built, threshold=0.5)
     plugs = Decoder(policy=policy, quota=NoQuota(), sampler=sampler)
     decoded(plugs, BACKBONE, [[3, 4]], G, capture, recorder)
@@ -216,8 +208,8 @@ def test_the_description_names_the_settings_and_the_weights() -> None:
 
 # -- as the release counts -------------------------------------------------------------------------
 
-RELEASED = {"release_compat": True}, {"quota": ScheduleQuota(256)}
-GATED = {}, {"quota": NoQuota(), "settings": DecodeSettings(eos_gate=True)}
+RELEASED = {"release_compat": True}, {"quota": d.ScheduleQuota(256)}
+GATED = {}, {"quota": NoQuota(), "settings": d.DecodeSettings(eos_gate=True)}
 
 
 @pytest.mark.parametrize(
@@ -249,11 +241,11 @@ TURN = table_backbone([5, 5, 6, EOS, 5, 5], [0.99] * 6, prompt=1)
 TURN.spec = fake_spec(eos_ids=(EOS, 6))
 
 
-def prefers_the_end(level: float, proposal: Proposal) -> Tensor:
+def prefers_the_end(level: float, proposal: d.Proposal) -> Tensor:
     return torch.where(proposal.ids == EOS, level + 10.0, level)
 
 
-def from_the_left(level: float, proposal: Proposal) -> Tensor:
+def from_the_left(level: float, proposal: d.Proposal) -> Tensor:
     return level - torch.arange(proposal.prob.shape[1]).expand_as(proposal.prob)
 
 
@@ -272,14 +264,14 @@ def from_the_left(level: float, proposal: Proposal) -> Tensor:
     ],
 )
 def test_the_gate_of_the_release_and_ours(logits, options, backbone, commits, ours) -> None:
-    gates = {"settings": DecodeSettings(eos_gate=True)}
+    gates = {"settings": d.DecodeSettings(eos_gate=True)}
     for more, plugs, expected in (({"release_compat": True}, {}, commits), ({}, gates, ours)):
         assert first_commit(logits, backbone, {**options, **more}, **plugs) == expected
 
 
 def test_release_quota_takes_the_most_probable() -> None:
     logits, options = partial(from_the_left, -50.0), {"release_compat": True}
-    assert first_commit(logits, MIXED, options, quota=FixedQuota(1)) == [1]
+    assert first_commit(logits, MIXED, options, quota=d.FixedQuota(1)) == [1]
 
 
 def first_commit(logits, backbone: TableBackbone, options: dict, **plugs: object) -> list[int]:
