@@ -63,13 +63,11 @@ class SlowRow:
         return logits.softmax(-1)
 
 
-def choose(probs: dict[int, Tensor], *, quota: int | None, threshold: float | None) -> list[int]:
+def choose(probs: dict[int, Tensor], quota: int, threshold: float | None) -> list[int]:
     """Columns to commit: all over the threshold, at least the ``quota`` best (or the best)."""
     ranked = sorted(probs, key=lambda j: (-float(probs[j].max()), j))
-    chosen = [] if quota is None else ranked[:quota]
-    if threshold is not None:
-        chosen += [j for j in ranked if float(probs[j].max()) >= threshold and j not in chosen]
-    return chosen or ranked[:1]
+    over = 0 if threshold is None else sum(float(p.max()) >= threshold for p in probs.values())
+    return ranked[: max(quota, over, 1)]
 
 
 @torch.no_grad()
@@ -94,7 +92,7 @@ def slow_decode(
         masks, step, carried = e - s, 0, None
         while (ids[s:e] == mask).any():
             masked = [j for j in range(s, e) if ids[j] == mask]
-            quota = None
+            quota = 0
             if steps_per_block is not None:
                 quota = masks // steps_per_block + (step < masks % steps_per_block)
             if step == 0:
@@ -109,7 +107,7 @@ def slow_decode(
             for j in masked:
                 source = j - shift - a
                 probs[j] = row.probs(carried if source < 0 else hidden[source])
-            chosen = choose(probs, quota=quota, threshold=threshold)
+            chosen = choose(probs, quota, threshold)
             for j in [s] if shift and step == 0 else chosen:
                 ids[j] = probs[j].argmax()
             step += 1

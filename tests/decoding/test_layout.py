@@ -8,9 +8,10 @@ import torch
 
 import lit_dlm.decoding as d
 from lit_dlm.decoding import ConfidencePolicy, Decoder, FixedLayout, FractionLayout, Region
+from lit_dlm.decoding.endings import text_cells
 from tests.decoding.models import table_backbone
 from tests.decoding.states import decoded
-from tests.fakes import MASK, fake_spec
+from tests.fakes import EOS, MASK, fake_spec
 
 OPEN, CLOSE = 7, 8
 """Marker tokens of the tests."""
@@ -180,3 +181,39 @@ def test_markers_of_text_are_encoded_once_and_refused_without_a_tokenizer():
     assert encoded.encoded(lambda text: []) is encoded
     with pytest.raises(ValueError, match="'R': marker: expected token ids, got the text 'ab'"):
         layout.blocks(torch.tensor([1, 2, 3]))
+
+
+# -- where a text ends ----------------------------------------------------------------------------
+
+SPLIT = d.TemplateLayout([Region(name="R", length=2), Region(name="A", marker=[7])])
+
+
+def test_a_text_ends_before_its_first_end():
+    response = torch.tensor([[5, 6, EOS, 7], [5, 6, 7, 8], [EOS, 5, EOS, 5]])
+    assert text_cells(response, [EOS]).int().tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]]
+
+
+def test_given_cells_begin_a_part_of_their_own():
+    """The marker stands in cell 3; a given end of text ends nothing."""
+    response = torch.tensor([[5, EOS, 6, 7, 8, EOS, 9], [5, 6, 6, EOS, 8, 9, EOS]])
+    given = torch.zeros(2, 7, dtype=torch.bool)
+    given[:, 3] = True
+    assert text_cells(response, [EOS], given).int().tolist() == [
+        [1, 0, 0, 1, 1, 0, 0],
+        [1, 1, 1, 1, 1, 1, 0],
+    ]
+
+
+def test_the_answer_behind_a_marker_is_kept_when_the_reasoning_ends_early():
+    backbone = table_backbone([5, EOS, 7, 6, EOS], [0.9] * 5)
+    result = decoded(Decoder(policy=ConfidencePolicy(), layout=SPLIT), backbone, [[4, 4]], 5)
+    assert result.given is not None
+    assert result.given.int().tolist() == [[1, 1, 0, 0, 1, 0, 0]]
+    cells = text_cells(result.ids[:, 2:], [EOS], result.given[:, 2:])
+    assert result.ids[:, 2:][cells].tolist() == [5, 7, 6]
+    assert decoded(Decoder(policy=ConfidencePolicy()), backbone, [[4, 4]], 5).given is None
+
+
+def test_an_end_of_text_may_not_fill_the_regions_behind_a_marker():
+    with pytest.raises(ValueError, match="eos_rule: expected 'none' with TemplateLayout, where an"):
+        Decoder(policy=ConfidencePolicy(), layout=SPLIT, settings=d.DecodeSettings(eos_rule="fill"))

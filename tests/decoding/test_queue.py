@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import lit_dlm.decoding as d
 from lit_dlm.backbones import attention
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import BlockWindow, Decoder
+from lit_dlm.decoding.buckets import length_buckets
 from lit_dlm.decoding.queue import Occupancy, WorkQueue
 from tests.backbones.reference import slow_varlen_attn
 from tests.decoding.models import in_blocks, tiny_backbone
@@ -206,3 +209,16 @@ def test_a_prompt_with_nothing_to_fill_ends_at_once():
 def test_a_queue_hands_out_each_number_once():
     queue = WorkQueue(5)
     assert [queue.take(2), queue.take(2), queue.take(2), queue.take(2)] == [[0, 1], [2, 3], [4], []]
+
+
+def test_neighbours_in_length_share_a_bucket():
+    """Sorted: 2 (index 1), 3 (3), 3 (4), 9 (0), 12 (2); at most two."""
+    lengths = [9, 2, 12, 3, 3]
+    assert length_buckets(lengths, batch_size=2) == [[1, 3], [4, 0], [2]]
+
+
+@given(st.lists(st.integers(1, 50)), st.integers(1, 5))
+def test_every_sample_is_in_one_bucket_within_the_limit(lengths, batch_size):
+    buckets = length_buckets(lengths, batch_size=batch_size)
+    assert sorted(i for bucket in buckets for i in bucket) == list(range(len(lengths)))
+    assert all(1 <= len(bucket) <= batch_size for bucket in buckets)

@@ -2,20 +2,14 @@ from pathlib import Path
 
 import pytest
 
-from lit_dlm.decoding import (
-    Decoder,
-    DecodeSettings,
-    EntropyPolicy,
-    NoQuota,
-    SlidingWindow,
-    ThresholdPolicy,
-)
+import lit_dlm.decoding as d
+from lit_dlm.decoding import Decoder
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.decoding.sweep import Sweep, expanded, with_option
 from lit_dlm.reports.plots import family
 from tests.decoding.models import scorer
 
-BASE = Decoder(policy=ThresholdPolicy(0.9), quota=NoQuota(), window=SlidingWindow(8))
+BASE = Decoder(policy=d.ThresholdPolicy(0.9), quota=d.NoQuota(), window=d.SlidingWindow(8))
 
 
 def swept(decoder: Decoder, *values: float) -> Sweep:
@@ -37,7 +31,7 @@ def test_a_sweep_is_one_decoder_per_value_and_leaves_its_base_alone() -> None:
     [("window.width", 3), ("settings.max_commits_per_step", 2), ("quota.tokens_per_step", 4)],
 )
 def test_any_plug_has_options(option: str, value: int) -> None:
-    base = Decoder(policy=EntropyPolicy(), window=SlidingWindow(8), settings=DecodeSettings())
+    base = Decoder(policy=d.EntropyPolicy(), window=d.SlidingWindow(8), settings=d.DecodeSettings())
     part, name = option.split(".")
     assert with_option(base, option, value).describe()[part][name] == value
 
@@ -63,7 +57,7 @@ def test_two_methods_of_one_name_are_refused() -> None:
 
 
 def test_the_points_of_an_unread_policy_read_the_same_folder(tmp_path: Path) -> None:
-    base = Decoder(policy=TraceLockPolicy(tmp_path, max_accept_per_step=2), quota=NoQuota())
+    base = Decoder(policy=TraceLockPolicy(tmp_path, max_accept_per_step=2), quota=d.NoQuota())
     points = expanded({}, {"learned": swept(base, 0.5, 0.9)})
     scorer().save(tmp_path)
     told = [point.describe()["policy"] for point in points.values()]
