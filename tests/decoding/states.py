@@ -80,10 +80,10 @@ def decoded(
     prompts: Sequence[Sequence[int]],
     length: int,
     *observers: Observer,
-    seeds: Sequence[int] | None = None,
+    seed: int = 0,
 ) -> DecodeResult:
-    """Decodes one batch, with the seeds 0, 1, ... unless others are given."""
-    seeds = range(len(prompts)) if seeds is None else seeds
+    """Decodes one batch, whose rows have the seed and those that follow it."""
+    seeds = range(seed, seed + len(prompts))
     return decode_prompts(
         backbone, decoder, prompts, response_length=length, seeds=seeds, observers=observers
     )
@@ -113,9 +113,9 @@ def as_rows_alone(
     decoder: Decoder, backbone: Any, prompts: Sequence[list[int]], length: int
 ) -> DecodeResult:
     """Decodes a padded batch, whose rows must be those of one row at a time."""
-    result = decoded(decoder, backbone, prompts, length, seeds=range(11, 11 + len(prompts)))
+    result = decoded(decoder, backbone, prompts, length, seed=11)
     for row, prompt in enumerate(prompts):
-        alone = decoded(decoder, backbone, [prompt], length, seeds=[11 + row])
+        alone = decoded(decoder, backbone, [prompt], length, seed=11 + row)
         assert torch.equal(alone.ids[0, -length:], result.ids[row, -length:])
         for name in ("num_steps", "idle_steps", "num_refreshes"):
             if getattr(alone, name) is not None:

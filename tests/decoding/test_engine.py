@@ -28,10 +28,6 @@ RULES = {
         ([5, 6, 7, 5], [0.92, 0.99, 0.95, 0.97], THRESHOLD, {"max_commits_per_step": 2}),
         ([[1, 3], [0, 2]], [5, 6, 7, 5], 0, 0, "complete"),
     ),
-    "no gate": (
-        ([5, EOS, EOS, 6], [0.3, 0.99, 0.98, 0.2], SURE, {}),
-        ([[1], [2], [0], [3]], [5, EOS, EOS, 6], 0, 0, "complete"),
-    ),
     "a gate holds the end back until nothing else is proposed": (
         ([5, EOS, EOS, 6], [0.3, 0.99, 0.98, 0.2], SURE, {"eos_gate": True}),
         ([[0], [3], [1], [2]], [5, EOS, EOS, 6], 0, 0, "complete"),

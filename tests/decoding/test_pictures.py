@@ -73,7 +73,7 @@ def test_a_drawing_is_that_of_the_release_and_can_be_verified(
         guidance=d.Guidance(scale, WITHOUT) if scale else None,
     )
     capture = TrajectoryCapture(vocab_size=backbone.vocab_size)
-    result = decoded(decoder, backbone, PROMPTS, CELLS + 1, capture, seeds=[11, 12])
+    result = decoded(decoder, backbone, PROMPTS, CELLS + 1, capture, seed=11)
     assert torch.equal(result.ids[:, -CELLS - 1 : -1] - WORDS, load_file(GOLDEN)[name])
     assert result.ids[:, -1].tolist() == [END, END]
     assert result.num_steps.tolist() == [STEPS, STEPS]

@@ -11,6 +11,7 @@ from lit_dlm.decoding.windows import SteppedBlockWindow, check_window, default_w
 from tests.decoding.states import decoded, state_with_masks
 from tests.fakes import MASK, PAD, TableBackbone, fake_spec
 
+IN_BLOCKS = fake_spec(attention="block", block_size=4, block_origin="sequence")
 # Two prompt columns, then six response columns; 1 = masked.
 MASKS = [[1, 1, 1, 1, 1, 1], [0, 0, 1, 0, 1, 1], [0, 0, 0, 0, 0, 1]]
 
@@ -68,13 +69,9 @@ def test_blocks_from_the_sequence_begin_in_the_prompt():
     assert BlockWindow(4).bounds(11, start=7, length=13, first=2) == (11, 13)
 
 
-def _block_spec(origin: str):
-    return fake_spec(attention="block", block_size=4, block_origin=origin)
-
-
 @pytest.mark.parametrize("origin", ["sequence", "response"])
 def test_a_model_with_blocks_brings_its_own_window(origin):
-    spec = _block_spec(origin)
+    spec = replace(IN_BLOCKS, block_origin=origin)
     window = default_window(spec)
     assert isinstance(window, BlockWindow)
     assert (window.block_length, window.origin) == (4, origin)
@@ -97,12 +94,12 @@ def test_a_model_with_blocks_brings_its_own_window(origin):
 )
 def test_a_window_that_a_block_model_cannot_have_is_refused(window):
     with pytest.raises(ValueError, match=rf"window: .* block after block.*{type(window).__name__}"):
-        check_window(window, _block_spec("sequence"))
+        check_window(window, IN_BLOCKS)
 
 
 def test_a_decoder_on_a_model_names_its_window():
     plain = Decoder(policy=d.ConfidencePolicy())
-    described = plain.on(_block_spec("sequence")).describe()["window"]
+    described = plain.on(IN_BLOCKS).describe()["window"]
     assert described == {"name": "BlockWindow", "block_length": 4, "origin": "sequence"}
     assert plain.on(fake_spec()).describe() == plain.describe()
     assert plain.describe()["window"] == {"name": "FullWindow"}

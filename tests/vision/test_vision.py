@@ -90,7 +90,7 @@ def test_padded_rows_decode_as_alone(small: HFBackbone, cache):
     together = as_rows_alone(decoder, small, prompts, 8)
     # A picture is not just room: another one changes what is written.
     other = prompt(small, CASES["one_tile"][0], picture(60, 300))
-    changed = decoded(decoder, small, [other], 8, seeds=[11])
+    changed = decoded(decoder, small, [other], 8, seed=11)
     assert changed.ids[0, -8:].tolist() != together.ids[0, -8:].tolist()
 
 

@@ -18,13 +18,9 @@ EXAMPLE = [0.95, 0.91, 0.5, 0.3, 0.915, 0.90, 0.5, 0.3]
 """The worked example of the release: R is cells 0 to 3, A is cells 4 to 7."""
 
 
-def halves(length: int = 4, *, tau_r=0.9, tau_a=0.92, cap: float = 1.0) -> FixedLayout:
-    return FixedLayout(
-        [
-            Region(name="R", length=length, tau=tau_r, max_fill_frac=cap),
-            Region(name="A", tau=tau_a, max_fill_frac=cap),
-        ]
-    )
+def halves(length: int = 4, *, tau_a: float = 0.92, cap: float = 1.0) -> FixedLayout:
+    reason = Region(name="R", length=length, tau=0.9, max_fill_frac=cap)
+    return FixedLayout([reason, Region(name="A", tau=tau_a, max_fill_frac=cap)])
 
 
 def state_of(masks: list[list[int]], layout: FixedLayout, **changes: object) -> d.DecodeState:
