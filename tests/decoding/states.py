@@ -110,10 +110,10 @@ def streamed(
 
 
 def as_rows_alone(
-    decoder: Decoder, backbone: Any, prompts: Sequence[list[int]], length: int
+    decoder: Decoder, backbone: Any, prompts: Sequence[list[int]], length: int, *watching: Observer
 ) -> DecodeResult:
     """Decodes a padded batch, whose rows must be those of one row at a time."""
-    result = decoded(decoder, backbone, prompts, length, seed=11)
+    result = decoded(decoder, backbone, prompts, length, *watching, seed=11)
     for row, prompt in enumerate(prompts):
         alone = decoded(decoder, backbone, [prompt], length, seed=11 + row)
         assert torch.equal(alone.ids[0, -length:], result.ids[row, -length:])

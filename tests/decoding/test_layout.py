@@ -119,6 +119,7 @@ def test_what_stands_elsewhere_is_no_place_for_a_region():
 
 
 R = {"name": "R"}
+MORE_THAN_ALL = [Region(**R, fraction=0.8), Region(name="A", fraction=0.3)]
 
 
 @pytest.mark.parametrize(
@@ -132,12 +133,7 @@ R = {"name": "R"}
         (lambda: FixedLayout([Region(**R, fraction=0.5)]), "expects length, got fraction"),
         (lambda: FixedLayout([Region(**R, length=9)]).place(8), "'R': .* got 0 to 8"),
         (lambda: FixedLayout([Region(**R, length=8), Region(name="A")]).place(8), "'A'"),
-        (
-            lambda: FractionLayout(
-                [Region(**R, fraction=0.8), Region(name="A", fraction=0.3)]
-            ).place(10),
-            "'A'",
-        ),
+        (lambda: FractionLayout(MORE_THAN_ALL).place(10), "'A'"),
         (lambda: FractionLayout([Region(**R)]), "expects fraction, got neither"),
         (lambda: FractionLayout([Region(**R, fraction=0.01)]).place(8), "'R'"),
         (lambda: d.MarkerLayout([Region(**R)]), "expects marker"),

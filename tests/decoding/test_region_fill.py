@@ -14,8 +14,6 @@ from tests.fakes import TableBackbone, logits_for
 HALVES = d.FixedLayout(
     [Region(name="R", length=2, max_fill_frac=1.0), Region(name="A", length=2, max_fill_frac=1.0)]
 )
-
-
 JACOBI = Decoder(policy=d.JacobiPolicy(), quota=d.NoQuota(), layout=HALVES)
 
 
@@ -37,10 +35,8 @@ def test_curves_follow_the_cells_of_each_region():
 def test_any_policy_with_a_layout_has_curves_and_a_rest_only_where_cells_are_in_none():
     layout = d.FixedLayout([Region(name="A", length=2)])
     fill = followed(Decoder(policy=d.ConfidencePolicy(), layout=layout))
-    assert fill.curves()[0].by_name() == {
-        "A": [0.0, 0.5, 0.5, 1.0, 1.0],
-        "rest": [0.0, 0.0, 0.5, 0.5, 1.0],
-    }
+    (curves,) = fill.curves()
+    assert curves.by_name() == {"A": [0.0, 0.5, 0.5, 1.0, 1.0], "rest": [0.0, 0.0, 0.5, 0.5, 1.0]}
 
 
 def test_the_score_is_one_minus_the_largest_gap_averaged_over_the_steps():

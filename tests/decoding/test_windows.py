@@ -8,6 +8,7 @@ import torch
 import lit_dlm.decoding as d
 from lit_dlm.decoding import BlockWindow, Decoder, FullWindow, SlidingWindow
 from lit_dlm.decoding.windows import SteppedBlockWindow, check_window, default_window, masks_first
+from tests.decoding.models import table_backbone
 from tests.decoding.states import decoded, state_with_masks
 from tests.fakes import MASK, PAD, TableBackbone, fake_spec
 
@@ -110,14 +111,10 @@ def test_a_decoder_on_a_model_names_its_window():
 # -- the release's step accounting of its baselines, and ours of the same methods ----------------
 
 
-def idling(window: d.Window, length: int = 256) -> tuple[int, int]:
-    """Steps and idle steps of Fast-dLLM on a model that is sure everywhere."""
-    table = torch.zeros(1 + length, 8)
-    table[:, 5] = 30.0
-    decoder = Decoder(policy=d.ThresholdPolicy(0.9), quota=d.NoQuota(), window=window)
-    result = decoded(decoder, TableBackbone(table), [[3]], length)
-    assert result.status == ["complete"]
-    return int(result.num_steps[0]), int(result.idle_steps[0])
+def fast(window: d.Window, table: torch.Tensor) -> d.DecodeResult:
+    """Fast-dLLM behind a prompt of one token."""
+    decoder = Decoder(policy=d.ThresholdPolicy(0.6), quota=d.NoQuota(), window=window)
+    return decoded(decoder, TableBackbone(table), [[3]], len(table) - 1)
 
 
 @pytest.mark.parametrize(
@@ -132,16 +129,14 @@ def idling(window: d.Window, length: int = 256) -> tuple[int, int]:
     ],
 )
 def test_blocks_of_the_release_idle_and_ours_advance_when_they_are_full(window, expected):
-    assert idling(window) == expected
+    result = fast(window, table_backbone([5] * 256, [1.0] * 256, prompt=1).table)
+    assert result.status == ["complete"]
+    assert (int(result.num_steps[0]), int(result.idle_steps[0])) == expected
 
 
 def test_text_is_the_same_whatever_idles():
     table = torch.randn(17, 8, generator=torch.Generator().manual_seed(0)) * 3
-    plugs = {"policy": d.ThresholdPolicy(0.6), "quota": d.NoQuota()}
-    stepped, moving = (
-        decoded(Decoder(window=window, **plugs), TableBackbone(table), [[3]], 16)
-        for window in (SteppedBlockWindow(8, steps=16), BlockWindow(8))
-    )
+    stepped, moving = fast(SteppedBlockWindow(8, steps=16), table), fast(BlockWindow(8), table)
     assert torch.equal(stepped.ids, moving.ids)
     assert stepped.num_steps > moving.num_steps
 
@@ -152,7 +147,7 @@ def test_text_is_the_same_whatever_idles():
         (lambda: BlockWindow(0), "block_length"),
         (lambda: SlidingWindow(0), "width"),
         (lambda: SteppedBlockWindow(0), "block_length"),
-        (lambda: idling(SteppedBlockWindow(24), length=64), "multiple of 24 tokens"),
+        (lambda: fast(SteppedBlockWindow(24), torch.zeros(65, 8)), "multiple of 24 tokens"),
         (
             lambda: SteppedBlockWindow().bounds(3, start=1, length=9, first=0),
             "expected BlockWindow or FullWindow",

@@ -45,8 +45,7 @@ CONFIG: dict[str, Any] = {
         "patch_size": 2,
     },
 }
-SMALL = {**CONFIG["vision_config"], "image_size": 6}
-"""A tower with nine rows a tile."""
+SMALL = {**CONFIG["vision_config"], "image_size": 6}  # nine rows a tile
 
 
 def waves(name: str, shape: Sequence[int]) -> Tensor:

@@ -208,28 +208,28 @@ def test_the_description_names_the_settings_and_the_weights() -> None:
 
 # -- as the release counts -------------------------------------------------------------------------
 
-RELEASED = {"release_compat": True}, {"quota": d.ScheduleQuota(256)}
+RELEASED = {"release_compat": True}, {"quota": d.ScheduleQuota(64)}
 GATED = {}, {"quota": NoQuota(), "settings": d.DecodeSettings(eos_gate=True)}
 
 
 @pytest.mark.parametrize(
     ("plugs", "bias", "token", "steps"),
     [
-        (RELEASED, 50.0, 5, 64),  # 256 / 4 where all is accepted
+        (RELEASED, 50.0, 5, 16),  # 64 / 4 where all is accepted
         # Nothing is: the quota stays below one until the last step, when a single mask is left.
-        pytest.param(RELEASED, -50.0, 5, 256, marks=pytest.mark.slow),
-        # All proposals end the text and all are accepted: one by fallback, then 255 / 4.
-        (RELEASED, 50.0, EOS, 65),
+        (RELEASED, -50.0, 5, 64),
+        # All proposals end the text and all are accepted: one by fallback, then 63 / 4.
+        (RELEASED, 50.0, EOS, 17),
         # Our gate, which is the loop's, leaves such a row as it is.
-        (GATED, 50.0, EOS, 64),
+        (GATED, 50.0, EOS, 16),
     ],
 )
 def test_steps_of_a_model_that_proposes_one_token(plugs, bias, token, steps) -> None:
     options, others = plugs
     policy = TraceLockPolicy(scorer=scorer(bias=bias), **options)
-    backbone = table_backbone([token] * 256, [0.9] * 256, prompt=1)
-    plugs = Decoder(policy=policy, window=SlidingWindow(128), **others)
-    result = decoded(plugs, backbone, [[3]], 256)
+    backbone = table_backbone([token] * 64, [0.9] * 64, prompt=1)
+    plugs = Decoder(policy=policy, window=SlidingWindow(32), **others)
+    result = decoded(plugs, backbone, [[3]], 64)
     assert result.num_steps.tolist() == [steps]
     if others is GATED[1]:
         assert result.stalled_steps.tolist() == [0]
