@@ -49,10 +49,7 @@ SMALL = {**CONFIG["vision_config"], "image_size": 6}  # nine rows a tile
 
 
 def waves(name: str, shape: Sequence[int]) -> Tensor:
-    """Values of a parameter of this name: about 1 for norms, small ones for all others.
-
-    No random generator is needed for them, so that fixtures need not hold any weights.
-    """
+    """A parameter's values without a random generator: about 1 for norms, small for others."""
     count = torch.Size(shape).numel()
     start = zlib.crc32(name.encode()) % 10_000
     values = torch.sin(start + 12.9898 * torch.arange(count, dtype=torch.float64) ** 1.1)

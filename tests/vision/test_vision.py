@@ -82,12 +82,9 @@ def test_padded_rows_decode_as_alone(small: HFBackbone, cache):
     """Prompts with one picture, none and two, side by side and each on its own."""
     plugs = {"policy": d.ConfidencePolicy(), "quota": d.FixedQuota(2), "window": d.BlockWindow(4)}
     decoder = d.Decoder(**plugs, cache=cache)
-    prompts = [
-        prompt(small, CASES["one_tile"][0], PICTURES[0]),
-        [5, 6, 7],
-        prompt(small, CASES["two"][0], picture(20, 60), PICTURES[0]),
-    ]
-    together = as_rows_alone(decoder, small, prompts, 8)
+    one = prompt(small, CASES["one_tile"][0], PICTURES[0])
+    two = prompt(small, CASES["two"][0], picture(20, 60), PICTURES[0])
+    together = as_rows_alone(decoder, small, [one, [5, 6, 7], two], 8)
     # A picture is not just room: another one changes what is written.
     other = prompt(small, CASES["one_tile"][0], picture(60, 300))
     changed = decoded(decoder, small, [other], 8, seed=11)
@@ -102,12 +99,10 @@ def test_released_pictures_make_room_and_held_ones_stay(backbone: HFBackbone):
     assert second[0] == first[-1] + 1
     rows = vision.rows()[: len(first)].clone()
     vision.release([7, *first])
-    third = vision.picture_ids(PICTURES[2])
-    assert third[0] == second[-1] + 1  # the first one is still held
+    assert vision.picture_ids(PICTURES[2])[0] == second[-1] + 1  # the first one is still held
     vision.release(first)
     vision.release(second)
-    fourth = vision.picture_ids(picture(51, 40))
-    assert fourth[0] == first[0]
+    assert vision.picture_ids(picture(51, 40))[0] == first[0]
     assert vision.picture_ids(PICTURES[0])[0] not in first
     again = vision.rows()[vision.picture_ids(PICTURES[0])[0] - 120 :][: len(first)]
     assert torch.equal(again, rows)

@@ -48,13 +48,9 @@ EQUAL = state_of([[1] * 8], halves(tau_a=0.9))
 BOTH = [EXAMPLE, [0.1, 0.1, 0.1, 0.1, *EXAMPLE[4:]]]
 SURE = [0.95, 0.97, 0.96, 0.99, 0.91, 0.93, 0.92, 0.5]
 ANSWER = [0.1] * 4 + EXAMPLE[4:]
-REST = state_of(
-    [[1] * 6],
-    FixedLayout(
-        [Region(name="A", length=2, tau=0.5, max_fill_frac=1.0)],
-        rest=Region(name="rest", tau=0.95, max_fill_frac=1.0),
-    ),
-)
+ONE = [Region(name="A", length=2, tau=0.5, max_fill_frac=1.0)]
+OUTSIDE = Region(name="rest", tau=0.95, max_fill_frac=1.0)
+REST = state_of([[1] * 6], FixedLayout(ONE, rest=OUTSIDE))
 
 
 @pytest.mark.parametrize(
