@@ -24,23 +24,19 @@ def test_one_key_in_ten_is_held_out() -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_problem_i_does_not_depend_on_how_many_are_asked_for(task: type) -> None:
+def test_lists_begin_alike_and_differ_by_seed_and_split(task: type) -> None:
     few = task(split="test", num_examples=7).examples()
-    many = task(split="test", num_examples=30).examples()
+    many = task(split="test", num_examples=40).examples()
     assert list(many[:7]) == list(few)
     assert few[3].uid == f"{task.name}/test/00003"
     assert isinstance(task(), Task)
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_other_seeds_and_splits_list_other_problems(task: type) -> None:
-    texts = [
+    other, train = (
         {example.text for example in task(split=split, num_examples=40, seed=seed).examples()}
-        for split, seed in (("test", 0), ("test", 1), ("train", 0))
-    ]
-    assert len(texts[0] & texts[1]) < 20
-    assert not texts[0] & texts[2]
-    assert not texts[1] & texts[2]
+        for split, seed in (("test", 1), ("train", 0))
+    )
+    texts = {example.text for example in many}
+    assert len(texts & other) < 20
+    assert not train & (texts | other)
 
 
 @pytest.mark.parametrize("task", [WordProblems, Addition, Sudoku, Countdown])
@@ -80,9 +76,11 @@ def test_a_generator_that_runs_out_says_how_far_it_came() -> None:
             return Problem(key=key, text=key, reference={})
 
     available = sum(is_held_out(str(n)) for n in range(40))
-    message = f"few.num_examples: the test split ran out at {available} "
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=rf"few\.num_examples: .* ran out at {available} "):
         Few("test", 40).examples()
+
+
+STEPS_CUT = '{"input": "15,44,79,50", "output": "44-15=29"}'
 
 
 @pytest.mark.parametrize(
@@ -91,12 +89,7 @@ def test_a_generator_that_runs_out_says_how_far_it_came() -> None:
         (Addition, {"split": "dev"}, "", r"addition\.split: .* got 'dev'"),
         (Sudoku, {"split": "train"}, "x", r"sudoku\.path: "),
         (Countdown, {"counts": (3, 6)}, "", r"countdown\.counts\[1\]: .* got 6"),
-        (
-            Countdown,
-            {},
-            '{"input": "15,44,79,50", "output": "44-15=29"}',
-            r"line 1: .*'44-15=29 \(",
-        ),
+        (Countdown, {}, STEPS_CUT, r"line 1: .*'44-15=29 \("),
         (Countdown, {}, '{"input": "15-44", "output": "44"}', "line 1: expected numbers"),
         (Sudoku, {}, '{"input": "3102200002100320", "output": "1"}', "line 1: .*, got '1'"),
         (Sudoku, {}, '{"input": "310", "output": "1"}', "line 1: expected 16 digits"),
