@@ -20,18 +20,13 @@ from lit_dlm.grading import SandboxError, SandboxLimits, launch
 from lit_dlm.grading.code import grade_by_outputs
 from lit_dlm.grading.plus import PlusGrader, PlusProblem
 from lit_dlm.grading.sandbox import run_python_check, run_python_program
+from tests.grading.hostile import CHECK_FUNCTION
 from tests.processes import no_sandbox_left
 
 # Graded code runs in processes of its own.
 pytestmark = pytest.mark.slow
 
 SQUARE_TESTS = "assert f(2) == 4\nassert f(3) == 9\nassert f(-1) == 1"
-CHECK_FUNCTION = """
-def check(candidate):
-    expected = {2: 4, 3: 9}
-    for argument, value in expected.items():
-        assert candidate(argument) == value, "wrong square"
-"""
 
 
 @pytest.fixture(params=["bubblewrap", "namespaces", "landlock"])
@@ -60,9 +55,9 @@ def _check(code, check=SQUARE_TESTS, limits=None, **kwargs):
 
 @pytest.mark.parametrize("check", [SQUARE_TESTS, CHECK_FUNCTION])
 def test_right_code_is_right(level, nothing_left, check):
-    verdict = _check("def f(x):\n    return x * x", check)
-    assert (verdict.status, verdict.detail) == ("right", "")
-    assert verdict.answer == "def f(x):\n    return x * x"
+    code = "def f(x):\n    return x * x"
+    verdict = _check(code, check)
+    assert (verdict.status, verdict.detail, verdict.answer) == ("right", "", code)
 
 
 def test_wrong_code_names_the_failing_assertion_and_the_share_that_passed():
@@ -99,88 +94,121 @@ def test_verdicts_tell_what_went_wrong(code, status, detail):
     assert (verdict.status, verdict.detail) == (status, detail)
 
 
-def test_helpers_of_the_preamble_cannot_be_replaced():
-    """The tests judge with ``half`` from the prompt, not with the candidate's version of it."""
-    preamble = "def half(x):\n    return x / 2\n"
-    check = "assert half(f(8)) == 4"
-    assert _check("def f(x):\n    return x", check, preamble=preamble).is_correct
-    forged = "def half(x):\n    return 4\ndef f(x):\n    return 0"
-    assert not _check(forged, check, preamble=preamble).is_correct
+UNCHANGED = "assert f({0}) == {0} and type(f({0})) is type({0})"
+SORTED, HALVED = "assert f(data) == sorted(data)", "assert half(f(8)) == 4"
+SAME = "def f(x):\n    return x"
+VALUES = (
+    *("None", "True", "10**400", "-0.5", "'ü\\ud800'", "b'\\x00'", "(1, [2, {3}])", "range(3)"),
+    *("{(1, 2): {'a': None}}", "frozenset({1})", "1+2j", "[]", "int"),
+)
+# MBPP tests build trees of a class the solution defines and pass them back.
+NODES = """
+class Node:
+    def __init__(self, v): self.v, self.left = v, None
+def f(node): return 1 + f(node.left) if node else 0
+"""
+TREE = "root = Node(1)\nroot.left = Node(2)\nroot.left.left = Node(3)\nassert f(root) == 3"
+RAISES = """
+def check(candidate):
+    try:
+        candidate(-1)
+    except ValueError as error:
+        assert str(error) == 'negative'
+    else:
+        assert False
+"""
 
 
-def test_values_of_many_types_go_both_ways():
-    code = "def f(x):\n    return x"
-    check = "\n".join(
-        f"assert f({value}) == {value} and type(f({value})) is type({value})"
-        for value in (
-            "None", "True", "10**400", "-0.5", "'ü\\ud800'", "b'\\x00'", "(1, [2, {3}])",
-            "{(1, 2): {'a': None}}", "frozenset({1})", "1+2j", "range(3)", "[]", "int",
-        )
-    )  # fmt: skip
-    assert _check(code, check).status == "right"
+@pytest.mark.parametrize(
+    ("code", "check", "told"),
+    [
+        (SAME, "\n".join(map(UNCHANGED.format, VALUES)), ""),
+        (NODES, f"{TREE}\nassert root.left.v == 2", ""),
+        ("def f(x): raise ValueError('negative')", RAISES, ""),
+        ("def f(x): raise KeyError('negative')", RAISES, "KeyError: 'negative'"),
+        # In one process, ``all`` would take it for the end of ``map`` and be content.
+        ("def f(x): raise StopIteration", "assert all(map(f, [2, 3]))", "StopIteration: "),
+        # Emptying the argument does not make the test's own copy easier.
+        ("def f(xs): return xs.clear() or []", f"data = [3, 1]\n{SORTED}", SORTED),
+        # The tests judge with ``half`` of the preamble, not with the candidate's version of it.
+        (SAME, HALVED, ""),
+        ("def half(x): return 4\ndef f(x): return 0", HALVED, HALVED),
+        ("import numpy\ndef f(x): return numpy.int64(x) * x", SQUARE_TESTS, ""),
+    ],
+)
+def test_tests_use_what_the_candidate_makes_and_nothing_else_of_it(code, check, told):
+    limits = SandboxLimits(wall_seconds=60, cpu_seconds=60)
+    verdict = _check(code, check, limits, preamble="def half(x):\n    return x / 2\n")
+    wanted = "right" if not told else "wrong" if told.startswith("assert") else "runtime_error"
+    assert (verdict.status, verdict.detail) == (wanted, told)
 
 
-def test_results_that_are_objects_stay_outside_and_can_be_used():
-    """MBPP tests build trees of a class the solution defines and pass them back."""
-    code = (
-        "class Node:\n    def __init__(self, v): self.v, self.left = v, None\n"
-        "def f(node):\n    return 1 + f(node.left) if node else 0"
+@pytest.mark.parametrize("allowed", [False, None, 1, "true"])
+def test_execution_must_be_allowed(allowed):
+    grader = PlusGrader(allow_code_execution=allowed)
+    problem = PlusProblem(
+        name="t", entry_point="f", reference_code="", base_inputs=[[1]], plus_inputs=[]
     )
-    check = "root = Node(1)\nroot.left = Node(2)\nroot.left.left = Node(3)\nassert f(root) == 3"
-    assert _check(code, check + "\nassert root.left.v == 2").status == "right"
+    for run in (
+        lambda: run_python_check("", "assert f(1)", "f", allow_code_execution=allowed),
+        lambda: grade_by_outputs("```\n1\n```", ["1"], ["3"], allow_code_execution=allowed),
+        lambda: grader.grade("def f(x): pass", problem),
+    ):
+        with pytest.raises(ValueError, match="allow_code_execution"):
+            run()
 
 
-def test_exceptions_the_tests_expect_arrive_as_builtin_classes():
-    check = (
-        "def check(candidate):\n    try:\n        candidate(-1)\n    except ValueError as error:\n"
-        "        assert str(error) == 'negative'\n    else:\n        assert False"
-    )
-    assert _check("def f(x):\n    raise ValueError('negative')", check).is_correct
-    assert not _check("def f(x):\n    raise KeyError('negative')", check).is_correct
+@pytest.mark.parametrize(
+    ("fails", "message"),
+    [
+        (lambda: _check("def f(x): pass", "assert f("), "check: expected Python"),
+        (lambda: _check("def f(x): pass", " \n"), "check: expected at least one test"),
+        (lambda: SandboxLimits(wall_seconds=0), "wall_seconds"),
+        (lambda: SandboxLimits(memory_bytes=1000), "memory_bytes"),
+    ],
+)
+def test_bad_tests_and_limits_are_errors_of_the_caller(fails, message):
+    with pytest.raises(ValueError, match=message):
+        fails()
 
 
-def test_an_end_of_iteration_ends_no_loop_of_the_tests():
-    """In one process, ``all`` would take it for the end of ``map`` and be content."""
-    verdict = _check("def f(x):\n    raise StopIteration", "assert all(map(f, [2, 3]))")
-    assert (verdict.status, verdict.detail) == ("runtime_error", "StopIteration: ")
-
-
-def test_event_loops_run(level):
-    code = (
-        "import asyncio\nasync def wait(x):\n    await asyncio.sleep(0)\n    return x * x\n"
-        "def f(x):\n    return asyncio.run(wait(x))"
-    )
-    assert _check(code).status == "right"
-
-
-def test_arguments_are_not_shared_with_the_candidate():
-    """Emptying the argument does not make the test's own copy easier."""
-    code = "def f(xs):\n    xs.clear()\n    return []"
-    check = "data = [3, 1, 2]\nassert f(data) == sorted(data)"
-    assert _check(code, check).status == "wrong"
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("print(sum(map(int, sys.stdin.read().split())))\nsys.exit(0)", ("right", "6\n", "")),
+        ("print(input())\nraise SystemExit(3)", ("runtime_error", "", "SystemExit: 3")),
+        ("while True: print('x' * 1000)", ("runtime_error", "", "OSError: too much output")),
+    ],
+)
+def test_programs_read_input_and_print(code, told):
+    verdict = run_python_program(f"import sys\n{code}", "1 2\n3", allow_code_execution=True)
+    assert (verdict.status, verdict.answer, verdict.detail) == told
 
 
 def test_code_runs_in_a_small_world(level):
     code = (
-        "import os, sys, threading\n"
-        "def f(x):\n    return [os.environ.get('HOME'), os.getcwd(), sys.argv[-1], os.getuid()]\n"
+        "import asyncio, os, sys, threading\n"
+        "def f(x):\n    return [os.environ.get('HOME'), os.getcwd(), os.getuid() != 0]\n"
         "def squares(numbers):\n    found = []\n"
         "    for n in numbers:\n"
         "        thread = threading.Thread(target=lambda: found.append(n * n))\n"
         "        thread.start()\n        thread.join()\n"
         "    return found\n"
+        "async def wait(x):\n    await asyncio.sleep(0)\n    return x * x\n"
+        "def loop(x):\n    return asyncio.run(wait(x))\n"
         "def exists(path):\n    return os.path.exists(path)\n"
         "def pid():\n    return os.getpid()\n"
         "def names():\n    return sorted(os.listdir('/dev'))"
     )
-    check = "assert f(0)[:2] == [None, '/']\nassert f(0)[3] != 0\nassert squares([2, 3]) == [4, 9]"
+    check = "assert f(0) == [None, '/', True]\nassert squares([2, 3]) == [4, 9] and loop(3) == 9"
     if level != "landlock":  # files can be seen there, but not opened
         check += (
             f"\nassert not exists({str(Path(__file__))!r})\nassert not exists('/proc/1')\n"
             "assert not exists('/home')\nassert pid() < 9\n"
             "assert names() == ['full', 'null', 'random', 'urandom', 'zero']"
         )
-    assert _check(code, check).status == "right"
+    verdict = _check(code, check)
+    assert verdict.status == "right", verdict.detail
 
 
 def test_the_interpreter_may_lie_in_the_temporary_folder(tmp_path):
@@ -204,20 +232,16 @@ def test_the_interpreter_may_lie_in_the_temporary_folder(tmp_path):
         "    try: launch.probe(method); print(method, 'works')\n"
         "    except launch.SandboxError as error: print(method, error)\n"
     )
-    told = subprocess.run(
-        [base / "bin" / version, "-c", script],
-        env={"PYTHONPATH": str(Path(__file__).parents[2]), "LD_LIBRARY_PATH": str(base / "lib"),
-             "PATH": os.environ["PATH"]},
-        capture_output=True, text=True,
-    )  # fmt: skip
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": os.environ["PATH"]}
+    environment["LD_LIBRARY_PATH"] = str(base / "lib")
+    command = [base / "bin" / version, "-c", script]
+    told = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert told.returncode == 0, told.stderr
     assert tmp_path.is_relative_to(tempfile.gettempdir())
     for method in ("bubblewrap", "namespaces"):
-        try:
+        with contextlib.suppress(SandboxError):
             launch.probe(method)
-        except SandboxError:
-            continue
-        assert f"{method} works" in told.stdout
+            assert f"{method} works" in told.stdout
 
 
 def test_no_sandbox_is_an_error_that_tells_why(monkeypatch):
@@ -231,76 +255,22 @@ def test_no_sandbox_is_an_error_that_tells_why(monkeypatch):
     launch.isolation_method.cache_clear()
 
 
-def test_installed_packages_can_be_imported():
-    code = "import numpy\ndef f(x):\n    return numpy.int64(x) * x"
-    limits = SandboxLimits(wall_seconds=60, cpu_seconds=60)
-    assert _check(code, limits=limits).status == "right"
-
-
-@pytest.mark.parametrize("allowed", [False, None, 1, "true"])
-def test_execution_must_be_allowed(allowed):
-    problem = PlusProblem(
-        name="t", entry_point="f", reference_code="", base_inputs=[[1]], plus_inputs=[]
-    )
-    for run in (
-        lambda: run_python_check("", "assert f(1)", "f", allow_code_execution=allowed),
-        lambda: grade_by_outputs("```\n1\n```", ["1"], ["3"], allow_code_execution=allowed),
-        lambda: PlusGrader(allow_code_execution=allowed).grade("def f(x): pass", problem),
-    ):
-        with pytest.raises(ValueError, match="allow_code_execution"):
-            run()
-
-
 @pytest.mark.parametrize(
-    ("fails", "message"),
-    [
-        (lambda: _check("def f(x): pass", "assert f("), "check: expected Python"),
-        (lambda: _check("def f(x): pass", " \n"), "check: expected at least one test"),
-        (lambda: SandboxLimits(wall_seconds=0), "wall_seconds"),
-        (lambda: SandboxLimits(memory_bytes=1000), "memory_bytes"),
-    ],
+    ("times", "told"),
+    [(1, ("right", "")), (2, ("runtime_error", "the sandbox was killed twice"))],
 )
-def test_bad_tests_and_limits_are_errors_of_the_caller(fails, message):
-    with pytest.raises(ValueError, match=message):
-        fails()
-
-
-def test_programs_read_input_and_print():
-    code = "import sys\nprint(sum(map(int, sys.stdin.read().split())))\nsys.exit(0)"
-    found = [
-        run_python_program(program, given, allow_code_execution=True)
-        for program, given in (
-            (code, "1 2\n3"),
-            ("print(input())\nraise SystemExit(3)", "x"),
-            ("while True: print('x' * 1000)", ""),
-        )
-    ]
-    assert [one.status for one in found] == ["right", "runtime_error", "runtime_error"]
-    assert [one.answer for one in found] == ["6\n", "", ""]
-    assert found[2].detail == "OSError: too much output"
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_sample_whose_sandbox_was_killed_is_graded_once_more(level, times):
+def test_a_sample_whose_sandbox_was_killed_is_graded_once_more(level, times, told):
     """The candidate's process is killed from outside, as by a system without memory."""
     code = "import time\ndef f(x):\n    time.sleep(1.2)\n    return x * x"
     with ThreadPoolExecutor(1) as pool:
-        graded = pool.submit(
-            run_python_check, code, "assert f(2) == 4", "f", allow_code_execution=True
-        )
+        graded = pool.submit(_check, code, "assert f(2) == 4")
         worker = None
         for _ in range(times):
             worker = _last_descendant(deepest={"landlock": 2}.get(level, 4), besides=worker)
             time.sleep(0.2)
             os.kill(worker, signal.SIGKILL)
         verdict = graded.result()
-    if times == 1:
-        assert verdict.status == "right"
-    else:
-        assert (verdict.status, verdict.detail) == (
-            "runtime_error",
-            "the sandbox was killed twice",
-        )
+    assert (verdict.status, verdict.detail) == told
 
 
 def _last_descendant(deepest, besides):
