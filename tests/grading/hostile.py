@@ -59,26 +59,7 @@ LOADED = _programs("loaded.txt")
 WINS = _programs("wins.txt")
 """What to do, as the body of a function: it wins by its end without an error, or returns it."""
 
-VALUES = {
-    "a billion numbers in a range": "range(10**9)",
-    "a number of 30 million digits": "1 << 10**8",
-    "a huge value": "[0] * 10**8",
-    "an endless iterator": "iter(int, 1)",
-    "a value that contains itself": "(a := []).append(a) or a",
-    "numbers of one hash": "[i * (2**61 - 1) for i in range(100_000)]",
-    "a set of one hash": "{i * (2**61 - 1): 0 for i in range(20_000)}.keys()",
-    "tuples in tuples": "__import__('functools').reduce(lambda t, _: (t, t), range(18), 0.5)",
-    "a long chain": "__import__('functools').reduce(lambda t, _: [t], range(10**5), 0)",
-    "a view of views": "{(1, 2): 3}.items()",
-    "a text of a billion": "'4' * 10**9",
-    "a list that lies": (
-        "type('L', (list,), {'__iter__': lambda s: iter([4]), '__len__': lambda s: 1,"
-        " '__eq__': lambda s, o: True})([5])"
-    ),
-    "mappings in mappings": "__import__('functools').reduce(lambda d, _: {0: d}, range(900), {})",
-    "a memory view": "memoryview(b'4')",
-    "not a number": "float('nan')",
-}
+VALUES = _programs("values.txt")
 """Returned to tests that compare them in several ways."""
 ENDS = {
     "an end of iteration": "raise StopIteration",

@@ -264,36 +264,31 @@ def test_a_sample_whose_sandbox_was_killed_is_graded_once_more(level, times, tol
     code = "import time\ndef f(x):\n    time.sleep(1.2)\n    return x * x"
     with ThreadPoolExecutor(1) as pool:
         graded = pool.submit(_check, code, "assert f(2) == 4")
-        worker = None
+        seen = set()
         for _ in range(times):
-            worker = _last_descendant(deepest={"landlock": 2}.get(level, 4), besides=worker)
+            seen |= (started := _sandbox_of(os.getpid(), level, besides=seen))
             time.sleep(0.2)
-            os.kill(worker, signal.SIGKILL)
+            os.kill(max(started), signal.SIGKILL)
         verdict = graded.result()
     assert (verdict.status, verdict.detail) == told
 
 
-def _last_descendant(deepest, besides):
-    """A process that many generations below this one, once there is one."""
+def _sandbox_of(parent, level, besides=frozenset()):
+    """The processes of one sandbox, the last of them the candidate's, once they are there."""
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        generation = [os.getpid()]
-        for _ in range(deepest):
-            generation = [
-                child for one in generation for child in _children(one) if child != besides
-            ]
-        if generation:
-            return generation[0]
+    while len(found := _processes_of(parent) - besides) < {"landlock": 2}.get(level, 4):
+        assert time.monotonic() < deadline, "no sandbox was started"
         time.sleep(0.005)
-    raise AssertionError("no sandbox was started")
+    return found
 
 
-def _children(process):
-    try:
-        tasks = list(Path(f"/proc/{process}/task").glob("*/children"))
-        return [int(word) for path in tasks for word in path.read_text().split()]
-    except (FileNotFoundError, ProcessLookupError):
-        return []
+def _processes_of(parent):
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if f'"parent": {parent},'.encode() in path.read_bytes():
+                found.add(int(path.parent.name))
+    return found
 
 
 def test_nothing_runs_on_when_the_run_is_killed(level, tmp_path):
@@ -306,25 +301,11 @@ def test_nothing_runs_on_when_the_run_is_killed(level, tmp_path):
     )
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root), "TMPDIR": str(tmp_path)}
-    run = subprocess.Popen([sys.executable, "-c", script], env=environment)
-    ours = f'"parent": {run.pid},'.encode()
-    num_levels = {"bubblewrap": 4, "namespaces": 4, "landlock": 2}[level]
-    deadline = time.monotonic() + 120
-    while len(_processes_with(ours)) < num_levels and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert len(_processes_with(ours)) == num_levels
-    run.kill()
-    run.wait()
+    with subprocess.Popen([sys.executable, "-c", script], env=environment) as run:
+        _sandbox_of(run.pid, level)
+        run.kill()
     deadline = time.monotonic() + 60
-    while _processes_with(ours) and time.monotonic() < deadline:
+    while (left := _processes_of(run.pid)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not _processes_with(ours)
+    assert not left
     assert list(tmp_path.iterdir()) == []
-
-
-def _processes_with(words):
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            found += [path.parent.name] * (words in path.read_bytes())
-    return found
