@@ -195,12 +195,12 @@ class Redness:
         return picture.decoded().getpixel((0, 0))[0] / 255
 
 
-@pytest.mark.parametrize(("red", "score", "status"), [(204, 0.8, "right"), (51, 0.2, "wrong")])
-def test_a_scorer_judges_what_is_drawn(tmp_path: Path, red: int, score: float, status: str):
+def test_a_scorer_judges_what_is_drawn(tmp_path: Path):
     task, example = only(DrawingPrompts, tmp_path, {"prompt": "Draw red."}, scorer=Redness())
     assert task.is_graded
-    verdict = task.grade(example, picture_to_text(Image.new("RGB", (4, 4), (red, 0, 0))))
-    assert (verdict.status, verdict.score) == (status, pytest.approx(score))
+    for red, score, status in ((204, 0.8, "right"), (51, 0.2, "wrong")):
+        verdict = task.grade(example, picture_to_text(Image.new("RGB", (4, 4), (red, 0, 0))))
+        assert (verdict.status, verdict.score) == (status, pytest.approx(score))
     assert task.grade(example, "a red square").status == "no_answer"
 
 
