@@ -83,9 +83,3 @@ def test_files_of_both_formats_are_read(tmp_path: Path) -> None:
         (example,) = Sudoku("test", str(path)).examples()
         assert (example.text, example.reference) == (EXAMPLE.text, EXAMPLE.reference)
         assert example.uid == f"sudoku/test/{path.stem}-00000"
-
-
-def test_a_template_tells_what_the_rows_are() -> None:
-    (example,) = Sudoku("test", num_examples=1, template="Solve:\n{{ question }}").examples()
-    assert example.text.startswith("Solve:\n")
-    assert Sudoku().grade(example, Sudoku().reference_completion(example)).is_correct
