@@ -130,13 +130,13 @@ def test_math_takes_the_answer_field_or_the_box_and_leaves_rows_without_either(t
 
 def test_files_are_told_apart_by_name(tmp_path: Path):
     row = {"problem": "Three?", "answer": "3"}
-    tasks = [task_of(MATH, tmp_path, row), task_of(MATH, tmp_path, row, name="more")]
-    assert [task.examples()[0].uid for task in tasks] == ["math/test/00000", "more/test/00000"]
-    assert tasks[1].examples()[0].task == "more"
-    assert tasks_by_name(tasks) == {"math": tasks[0], "more": tasks[1]}
+    plain, more = task_of(MATH, tmp_path, row), task_of(MATH, tmp_path, row, name="more")
+    found = [(one.uid, one.task) for task in (plain, more) for one in task.examples()]
+    assert found == [("math/test/00000", "math"), ("more/test/00000", "more")]
+    assert tasks_by_name([plain, more]) == {"math": plain, "more": more}
     message = r"val_tasks: .*'math' twice \(MATH of split 'test' and MATH of split 'dev'\)"
     with pytest.raises(ValueError, match=message):
-        tasks_by_name([tasks[0], task_of(MATH, tmp_path, row, split="dev")], option="val_tasks")
+        tasks_by_name([plain, task_of(MATH, tmp_path, row, split="dev")], option="val_tasks")
 
 
 def test_prompts_pass_unchanged_and_need_no_answers(tmp_path: Path):

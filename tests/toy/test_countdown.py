@@ -1,6 +1,5 @@
 """Countdown: drawing, solving, writing and checking."""
 
-import json
 import random
 from fractions import Fraction
 from pathlib import Path
@@ -17,6 +16,7 @@ from lit_dlm.toy.countdown_arithmetic import (
     write_expression,
     write_steps,
 )
+from tests.e2e.runs import write_jsonl
 
 EXAMPLE = PromptExample(  # first row of Dream's three-number file, Apache-2.0
     uid="countdown/test/x",
@@ -137,14 +137,16 @@ def test_drills_are_right_and_sums_come_in_either_operand_order() -> None:
     assert larger_first == {True, False}
 
 
-def test_files_of_both_formats_are_read(tmp_path: Path) -> None:
-    dream, d1 = tmp_path / "dream.jsonl", tmp_path / "d1.jsonl"
-    dream.write_text(json.dumps({"input": "15,44,79,50", "output": "44-15=29,79-29=50"}) + "\n")
-    d1.write_text(json.dumps({"input": "15,44,79", "output": "50"}) + "\n")
-    for path, solution in ((dream, "44-15=29,79-29=50"), (d1, None)):
-        task = Countdown("test", str(path))
-        (example,) = task.examples()
-        assert example.text == "15,44,79,50"
-        assert example.reference == {**EXAMPLE.reference, "solution": solution}
-        assert example.uid == f"countdown/test/{path.stem}-00000"
-        assert task.grade(example, task.reference_completion(example)).is_correct
+@pytest.mark.parametrize(
+    ("row", "solution"),
+    [
+        ({"input": "15,44,79,50", "output": "44-15=29,79-29=50"}, "44-15=29,79-29=50"),  # Dream
+        ({"input": "15,44,79", "output": "50"}, None),  # d1
+    ],
+)
+def test_files_of_both_formats_are_read(tmp_path: Path, row, solution: str | None) -> None:
+    task = Countdown("test", write_jsonl(tmp_path / "rows.jsonl", [row]))
+    (example,) = task.examples()
+    assert (example.uid, example.text) == ("countdown/test/rows-00000", "15,44,79,50")
+    assert example.reference == {**EXAMPLE.reference, "solution": solution}
+    assert task.grade(example, task.reference_completion(example)).is_correct
