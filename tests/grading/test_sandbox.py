@@ -208,17 +208,16 @@ def test_the_interpreter_may_lie_in_the_temporary_folder(tmp_path):
     """A copy of its programs and library, seen as ``/tmp/...`` inside as well."""
     base = tmp_path / "python"
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    skipped = ("site-packages", "test", "tests", "idlelib", "__pycache__", "config-*", "ensurepip")
     library = base / "lib" / version
-    skipped = shutil.ignore_patterns(
-        "site-packages", "test", "tests", "idlelib", "__pycache__", "config-*", "ensurepip"
-    )
-    shutil.copytree(sysconfig.get_path("stdlib"), library, ignore=skipped)
+    stdlib = sysconfig.get_path("stdlib")
+    shutil.copytree(stdlib, library, ignore=shutil.ignore_patterns(*skipped))
     (library / "site-packages").mkdir()
     (base / "bin").mkdir()
     shutil.copy(os.path.realpath(sys.executable), base / "bin" / version)
-    shared = sysconfig.get_config_var("LDLIBRARY")
-    if shared and sysconfig.get_config_var("Py_ENABLE_SHARED"):
-        shutil.copy(os.path.join(sysconfig.get_config_var("LIBDIR"), shared), base / "lib")
+    shared = Path(sysconfig.get_config_var("LIBDIR"), str(sysconfig.get_config_var("LDLIBRARY")))
+    if sysconfig.get_config_var("Py_ENABLE_SHARED"):
+        shutil.copy(shared, base / "lib")
     script = (
         "import sys\nfrom lit_dlm.grading import launch\n"
         "for method in ('bubblewrap', 'namespaces'):\n"
