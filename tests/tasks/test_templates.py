@@ -56,8 +56,8 @@ STUB = {
          "these tests:\n\nassert add(0, 0) == 0\nassert add(1, 0) == 1\nassert add(2, 0) == 2",
          "Here is the completed function:\n```python\n"),
         (CodeTests, FUNCTION, "dllm-rl-code",
-         "Square a number.\nPlace your code within a single Python code block ```python ```. Do not "
-         "include more than one code block. ", "import math\n"),
+         "Square a number.\nPlace your code within a single Python code block ```python ```. Do "
+         "not include more than one code block. ", "import math\n"),
         (CodeTests, STDIO, "dllm-rl-code",
          "This is the problem:\nAdd two numbers.\nYou should put your code in ```python ```. Use "
          "input() to read input and print() to produce output in your script. ", ""),
