@@ -103,6 +103,7 @@ REQUESTS = {
 
 
 @given(_bodies, st.booleans(), st.sampled_from(sorted(REQUESTS)))
+@example(b'"error":["ValueError","x"]}', True, "call")
 def test_whatever_a_worker_replies_is_a_value_or_its_failure(
     reply: bytes, as_asked: bool, request: str
 ) -> None:

@@ -112,3 +112,4 @@ def test_a_forged_message_of_20_mb_leaves_one_line(grader):
     assert (verdict.status, verdict.score) == ("runtime_error", 0.0)
     assert verdict.detail.startswith("base input 0: E: xxx")
     assert len(verdict.detail) < 600
+    assert grader.grade(returns("x / 2"), HALVES).is_correct  # the truths are kept
