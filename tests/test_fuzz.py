@@ -44,8 +44,15 @@ from lit_dlm.trajectories.exchange import (
     tabom_row,
     write_parquet,
 )
-from lit_dlm.trajectories.features import attach_features, encode_features
-from lit_dlm.trajectories.format import decode_block, encode_block, pack, read_block, unpack
+from lit_dlm.trajectories.format import (
+    attach_features,
+    decode_block,
+    encode_block,
+    encode_features,
+    pack,
+    read_block,
+    unpack,
+)
 from lit_dlm.trajectories.store import TrajectoryShardReader, recover
 from lit_dlm.trajectories.store.files import shard_paths
 from lit_dlm.trajectories.verify import verify

@@ -14,9 +14,8 @@ from lit_dlm.backbones.base import Backbone, BackboneSpec, Denoised
 if TYPE_CHECKING:
     from lit_dlm.backbones.architecture import Architecture
     from lit_dlm.backbones.hf import HFBackbone, load_backbone
-    from lit_dlm.backbones.location import load_tokenizer
-    from lit_dlm.backbones.lora_settings import LoRASettings
-    from lit_dlm.backbones.resolution import FromAR, Resolved, resolve
+    from lit_dlm.backbones.lora import LoRASettings
+    from lit_dlm.backbones.resolution import FromAR, Resolved, load_tokenizer, resolve
 
 __all__ = [
     "Architecture",
@@ -36,10 +35,10 @@ _ON_FIRST_USE = {
     "Architecture": "architecture",
     "FromAR": "resolution",
     "HFBackbone": "hf",
-    "LoRASettings": "lora_settings",
+    "LoRASettings": "lora",
     "Resolved": "resolution",
     "load_backbone": "hf",
-    "load_tokenizer": "location",
+    "load_tokenizer": "resolution",
     "resolve": "resolution",
 }
 

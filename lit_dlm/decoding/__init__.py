@@ -12,7 +12,6 @@ from lit_dlm.decoding.layout import (
     PictureLayout,
     TemplateLayout,
 )
-from lit_dlm.decoding.observers import Observer
 from lit_dlm.decoding.policies import (
     BonusPolicy,
     CommitPolicy,
@@ -45,6 +44,7 @@ from lit_dlm.decoding.state import (
     Canvas,
     DecodeResult,
     DecodeState,
+    Observer,
     Proposal,
     Selection,
     StepRecord,

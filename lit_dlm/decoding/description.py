@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lit_dlm.backbones.location import ASSETS
+from lit_dlm.backbones.resolution import ASSETS
 from lit_dlm.decoding import caches, layout, policies, quotas, windows
 from lit_dlm.decoding.decoder import Decoder
 from lit_dlm.decoding.engine import DecodeSettings

@@ -1,12 +1,12 @@
 """Graders: one verdict per completion, and the sandbox in which model-written code runs."""
 
-from lit_dlm.grading.launch import (
+from lit_dlm.grading.sandbox import (
     IsolationLevel,
     SandboxError,
     SandboxLimits,
     isolation_level,
+    run_python_check,
 )
-from lit_dlm.grading.sandbox import run_python_check
 from lit_dlm.grading.verdict import Status, Verdict
 
 __all__ = [

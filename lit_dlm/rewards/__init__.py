@@ -1,7 +1,13 @@
 """Rewards: what rollouts are worth, from verdicts, formats and judges."""
 
-from lit_dlm.rewards.base import Reward, RewardScore, Rollout
-from lit_dlm.rewards.filters import GroupFilter, MeanCorrectnessFilter, SpreadFilter
+from lit_dlm.rewards.base import (
+    GroupFilter,
+    MeanCorrectnessFilter,
+    Reward,
+    RewardScore,
+    Rollout,
+    SpreadFilter,
+)
 from lit_dlm.rewards.graded import FormatReward, Graded
 from lit_dlm.rewards.judge import HttpStepJudge, Judge, StepQuestion
 from lit_dlm.rewards.lockstep import LockstepReward

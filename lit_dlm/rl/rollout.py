@@ -22,12 +22,11 @@ from torch import Tensor
 
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import DecodeResult, DecodeState, StepRecord
-from lit_dlm.decoding.observers import QueueObserver
-from lit_dlm.decoding.queue import Occupancy, WorkQueue
-from lit_dlm.decoding.stream import DecodePrompt, decode_stream
+from lit_dlm.decoding.state import QueueObserver
+from lit_dlm.decoding.stream import DecodePrompt, Occupancy, WorkQueue, decode_stream
 from lit_dlm.modules.decode import DecodeModule, image_facts
 from lit_dlm.modules.finetune import TrainableModule
-from lit_dlm.ops.noise import sample_seed
+from lit_dlm.ops.sampling import sample_seed
 from lit_dlm.rewards import Rewarder
 from lit_dlm.rewards.base import RewardScore, Rollout
 from lit_dlm.rl.ranks import Ranks
@@ -38,7 +37,7 @@ from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.format import decode_block, encode_block
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader
-from lit_dlm.vision.prompts import add_picture_folders, add_pictures, find_pictures
+from lit_dlm.vision.base import add_picture_folders, add_pictures, find_pictures
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,6 @@
 ``capture`` the observer of the decode loop; ``replay``, ``verify`` and ``exchange`` use records.
 """
 
-from lit_dlm.trajectories.errors import TrajectoryFormatError
-from lit_dlm.trajectories.record import StepFeatures, Trajectory
+from lit_dlm.trajectories.record import StepFeatures, Trajectory, TrajectoryFormatError
 
 __all__ = ["StepFeatures", "Trajectory", "TrajectoryFormatError"]

@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from lit_dlm.grading import SandboxLimits, Verdict, launch
+from lit_dlm.grading import SandboxLimits, Verdict, sandbox
 from lit_dlm.grading.answers import MATH_SECONDS, grade_math, grade_numeric
 from lit_dlm.grading.code import grade_by_outputs, grade_by_tests
 from lit_dlm.grading.plus import PlusGrader, PlusProblem
@@ -241,14 +241,14 @@ PROGRAMS = _programs("programs.txt")
 """Programs that read 2 and should print 4."""
 
 
-def grade_all(method: launch.IsolationMethod) -> dict[str, Any]:
+def grade_all(method: sandbox.IsolationMethod) -> dict[str, Any]:
     """Grades all of them at one level.
 
     Returns:
         Per program status, score, detail and seconds over its limit; ``damage``, what any of them
         changed, and ``grown_mb``, by how much the memory of this process grew at most.
     """
-    launch.isolation_method = lambda: method
+    sandbox.isolation_method = lambda: method
     limits = SandboxLimits(wall_seconds=0.5, cpu_seconds=1.0)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "secret.txt")
@@ -490,8 +490,8 @@ def table() -> Iterator[str]:
 def main(level: Any) -> None:
     """Grades at one level for :func:`run_setup`; exits with 3 where it is not to be had."""
     try:
-        launch.probe(level)
-    except launch.SandboxError as error:
+        sandbox.probe(level)
+    except sandbox.SandboxError as error:
         sys.stderr.write(str(error))
         sys.exit(3)
     json.dump(grade_all(level), sys.stdout)

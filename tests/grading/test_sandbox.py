@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from lit_dlm.grading import SandboxError, SandboxLimits, launch
+from lit_dlm.grading import SandboxError, SandboxLimits, sandbox
 from lit_dlm.grading.code import grade_by_outputs
 from lit_dlm.grading.plus import PlusGrader, PlusProblem
 from lit_dlm.grading.sandbox import run_python_check, run_python_program
@@ -38,10 +38,10 @@ def check(candidate):
 def level(request, monkeypatch):
     """Every level that this machine has."""
     try:
-        launch.probe(request.param)
+        sandbox.probe(request.param)
     except SandboxError as error:
         pytest.skip(f"{request.param}: {error}")
-    monkeypatch.setattr(launch, "isolation_method", lambda: request.param)
+    monkeypatch.setattr(sandbox, "isolation_method", lambda: request.param)
     return request.param
 
 
@@ -199,10 +199,10 @@ def test_the_interpreter_may_lie_in_the_temporary_folder(tmp_path):
     if shared and sysconfig.get_config_var("Py_ENABLE_SHARED"):
         shutil.copy(os.path.join(sysconfig.get_config_var("LIBDIR"), shared), base / "lib")
     script = (
-        "import sys\nfrom lit_dlm.grading import launch\n"
+        "import sys\nfrom lit_dlm.grading import sandbox\n"
         "for method in ('bubblewrap', 'namespaces'):\n"
-        "    try: launch.probe(method); print(method, 'works')\n"
-        "    except launch.SandboxError as error: print(method, error)\n"
+        "    try: sandbox.probe(method); print(method, 'works')\n"
+        "    except sandbox.SandboxError as error: print(method, error)\n"
     )
     told = subprocess.run(
         [base / "bin" / version, "-c", script],
@@ -214,7 +214,7 @@ def test_the_interpreter_may_lie_in_the_temporary_folder(tmp_path):
     assert tmp_path.is_relative_to(tempfile.gettempdir())
     for method in ("bubblewrap", "namespaces"):
         try:
-            launch.probe(method)
+            sandbox.probe(method)
         except SandboxError:
             continue
         assert f"{method} works" in told.stdout
@@ -223,12 +223,12 @@ def test_the_interpreter_may_lie_in_the_temporary_folder(tmp_path):
 def test_no_sandbox_is_an_error_that_tells_why(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     monkeypatch.setenv("PATH", "/nowhere")
-    launch.isolation_method.cache_clear()
+    sandbox.isolation_method.cache_clear()
     with pytest.raises(
         SandboxError, match=r"bubblewrap: not installed; namespaces: No such.*nowhere"
     ):
         _check("def f(x): pass")
-    launch.isolation_method.cache_clear()
+    sandbox.isolation_method.cache_clear()
 
 
 def test_installed_packages_can_be_imported():
@@ -329,8 +329,8 @@ def _children(process):
 def test_nothing_runs_on_when_the_run_is_killed(level, tmp_path):
     """SIGKILL while a candidate sleeps for 100 s of its 200: all of it ends with the run."""
     script = (
-        "import os\nfrom lit_dlm.grading import SandboxLimits, launch, run_python_check\n"
-        f"launch.isolation_method = lambda: {level!r}\n"
+        "import os\nfrom lit_dlm.grading import SandboxLimits, sandbox, run_python_check\n"
+        f"sandbox.isolation_method = lambda: {level!r}\n"
         "run_python_check('import time\\ndef f(x):\\n    time.sleep(100)', 'assert f(1)', 'f',\n"
         "    limits=SandboxLimits(wall_seconds=200), allow_code_execution=True)\n"
     )

@@ -7,12 +7,14 @@ from lit_dlm.decoding.policies.lockstep import (
     JacobiPolicy,
     LaggedPolicy,
 )
-from lit_dlm.decoding.policies.threshold import DynamicPolicy, EntropyBoundedPolicy, ThresholdPolicy
-from lit_dlm.decoding.policies.topk import (
+from lit_dlm.decoding.policies.training_free import (
     ConfidencePolicy,
+    DynamicPolicy,
+    EntropyBoundedPolicy,
     EntropyPolicy,
     MarginPolicy,
     NoisyConfidencePolicy,
     RandomPolicy,
     SequentialPolicy,
+    ThresholdPolicy,
 )

@@ -5,12 +5,15 @@ by :class:`TrajectoryShardReader`, and kept in order by :func:`recover`, :func:`
 :func:`drop_shards` and :func:`merge_manifest`.
 """
 
-from lit_dlm.trajectories.store.background import BackgroundWriter
 from lit_dlm.trajectories.store.files import ShardName, SideFile, completed_uids, shard_paths
 from lit_dlm.trajectories.store.provenance import RunRecord
 from lit_dlm.trajectories.store.reader import TrajectoryShardReader
 from lit_dlm.trajectories.store.recovery import Recovered, drop_shards, merge_manifest, recover
-from lit_dlm.trajectories.store.writer import SizeLimitError, TrajectoryShardWriter
+from lit_dlm.trajectories.store.writer import (
+    BackgroundWriter,
+    SizeLimitError,
+    TrajectoryShardWriter,
+)
 
 __all__ = [
     "BackgroundWriter",

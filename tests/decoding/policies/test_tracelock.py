@@ -19,8 +19,7 @@ from lit_dlm.decoding.policies.tracelock import TraceLockPolicy, left_of_window_
 from lit_dlm.decoding.quotas import NoQuota
 from lit_dlm.decoding.windows import SlidingWindow
 from lit_dlm.heads.acceptance import AcceptanceConfig
-from lit_dlm.heads.features import acceptance_features, feature_groups
-from lit_dlm.heads.projection import Projector, ProjectorConfig
+from lit_dlm.heads.projection import Projector, ProjectorConfig, acceptance_features, feature_groups
 from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
 from lit_dlm.trajectories.capture import FeatureCapture, TrajectoryCapture
 from tests.decoding.states import Recorder, as_rows_alone

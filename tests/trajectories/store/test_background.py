@@ -21,7 +21,7 @@ from lit_dlm.trajectories.store import (
     recover,
 )
 from lit_dlm.trajectories.store import writer as writer_module
-from lit_dlm.trajectories.store.background import BackgroundWriter, record_bytes
+from lit_dlm.trajectories.store.writer import BackgroundWriter, record_bytes
 from tests.trajectories.samples import assert_same, in_child, records_of, shard_writer
 
 
