@@ -25,8 +25,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 import zstandard
-from hypothesis import event, given, settings
-from hypothesis import strategies as st
+from hypothesis import event, given, settings, strategies as st
 
 from lit_dlm import config_files
 from lit_dlm.backbones import load_tokenizer

@@ -2,8 +2,8 @@
 
 A family's own configuration is first translated into an :class:`Architecture`; only this file turns
 it into a transformers configuration. Dream and DiffuCoder are Qwen2 decoders, SDAR and TraDo Qwen3
-decoders, LLaDA-V's text part a Llama decoder, all under transformers' key names; LLaDA and MMaDA are
-Llama decoders (Qwen2 with ``include_qkv_bias``) under names of their own.
+decoders, LLaDA-V's text part a Llama decoder, all under transformers' key names; LLaDA and MMaDA
+are Llama decoders (Qwen2 with ``include_qkv_bias``) under names of their own.
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ transformers calls one of these in every layer, by its name in :data:`ROUTES`:
 - ``auto``: ``varlen`` where it runs, else ``sdpa``; where keys are many a CPU takes one sequence
   after the other, so that none meets keys that it does not see.
 
-Which keys a query sees is said by boolean masks, ``True`` where it sees one; the route brings them into
-the form of its kernel.
+Boolean masks say which keys a query sees (``True``); the route brings them into its kernel's form.
 """
 
 from __future__ import annotations

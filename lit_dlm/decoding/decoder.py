@@ -22,10 +22,17 @@ from lit_dlm.decoding.guidance import Guidance, GuidedBackbone
 from lit_dlm.decoding.layout import Layout, MarkerLayout, TemplateLayout
 from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.policies.training_free import RandomPolicy
-from lit_dlm.decoding.quotas import FixedQuota, NoQuota, Quota
 from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.decoding.state import Canvas, DecodeResult, Observer, QueueObserver, prompt_canvas
-from lit_dlm.decoding.windows import FullWindow, Window, check_window, default_window
+from lit_dlm.decoding.windows import (
+    FixedQuota,
+    FullWindow,
+    NoQuota,
+    Quota,
+    Window,
+    check_window,
+    default_window,
+)
 from lit_dlm.plugs import checked_plug
 
 

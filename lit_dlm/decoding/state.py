@@ -1,4 +1,4 @@
-"""What flows through the decode loop (canvas, state, proposal, selection, result), and who looks on."""
+"""The data that flows through the decode loop, from canvas to result, and observers of it."""
 
 from __future__ import annotations
 

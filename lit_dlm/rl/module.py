@@ -37,8 +37,7 @@ from lit_dlm.ops.options import at_least, one_of
 from lit_dlm.rl.items import RolloutBatch, RowBuilder, training_rows
 from lit_dlm.rl.metrics import RolloutValidation, UpdateScores
 from lit_dlm.rl.policy_losses import PolicyLoss
-from lit_dlm.rl.ranks import Ranks
-from lit_dlm.rl.rollout import RolloutSource
+from lit_dlm.rl.rollout import Ranks, RolloutSource
 from lit_dlm.rl.settings import PolicyObjective, RolloutSettings, ValueObjective
 from lit_dlm.rl.step import ItemScores, RLProgress, RLStep, rl_step
 

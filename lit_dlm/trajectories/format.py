@@ -3,8 +3,8 @@
 ``pyarrow.ipc.open_stream(zstandard.decompress(block)).read_all()`` opens it: one row for each
 record, columns as in :data:`COLUMNS`, and what all rows share in the metadata of the schema.
 ``docs/trajectory_format.md`` has the rules. Features of kept steps lie in a member of their own,
-packed likewise: a row for each record of the block, in its order, with ``uid`` and ``digest`` again;
-which steps were kept is a column here.
+packed likewise: one row for each record of the block, in its order, with ``uid`` and ``digest``
+again; which steps were kept is a column here.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import zstandard
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from lit_dlm.trajectories import Trajectory, TrajectoryFormatError
 from lit_dlm.trajectories.format import (
