@@ -29,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lit_dlm.grading import SandboxLimits, Verdict, launch
+from lit_dlm.grading import SandboxLimits, Verdict, sandbox
 from lit_dlm.grading.answers import MATH_SECONDS, grade_math, grade_numeric
 from lit_dlm.grading.code import grade_by_outputs, grade_by_tests
 from lit_dlm.grading.plus import PlusGrader, PlusProblem
@@ -345,8 +345,8 @@ def table() -> Iterator[str]:
 def main(level: Any, which: str = "all") -> None:
     """Grades at one level for :func:`run_setup`; exits with 3 where it is not to be had."""
     try:
-        launch.probe(level)
-    except launch.SandboxError as error:
+        sandbox.probe(level)
+    except sandbox.SandboxError as error:
         sys.stderr.write(str(error))
         sys.exit(3)
     json.dump(grade_all(level, walls_only=which == "walls"), sys.stdout)

@@ -8,8 +8,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from lit_dlm.grading.answers import extract_math, extract_number, last_boxed, parse_number
 from lit_dlm.grading.child import extraction, wire

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from lit_dlm.grading import SandboxError, SandboxLimits, launch
+from lit_dlm.grading import SandboxError, SandboxLimits, sandbox
 from lit_dlm.grading.code import grade_by_outputs
 from lit_dlm.grading.plus import PlusGrader, PlusProblem
 from lit_dlm.grading.sandbox import run_python_check, run_python_program
@@ -33,10 +33,10 @@ SQUARE_TESTS = "assert f(2) == 4\nassert f(3) == 9\nassert f(-1) == 1"
 def level(request, monkeypatch):
     """Every level that this machine has."""
     try:
-        launch.probe(request.param)
+        sandbox.probe(request.param)
     except SandboxError as error:
         pytest.skip(f"{request.param}: {error}")
-    monkeypatch.setattr(launch, "isolation_method", lambda: request.param)
+    monkeypatch.setattr(sandbox, "isolation_method", lambda: request.param)
     return request.param
 
 
@@ -286,8 +286,8 @@ def _processes_of(parent):
 def test_nothing_runs_on_when_the_run_is_killed(level, tmp_path):
     """SIGKILL while a candidate sleeps for 100 s of its 200: all of it ends with the run."""
     script = (
-        "import os\nfrom lit_dlm.grading import SandboxLimits, launch, run_python_check\n"
-        f"launch.isolation_method = lambda: {level!r}\n"
+        "import os\nfrom lit_dlm.grading import SandboxLimits, sandbox, run_python_check\n"
+        f"sandbox.isolation_method = lambda: {level!r}\n"
         "run_python_check('import time\\ndef f(x):\\n    time.sleep(100)', 'assert f(1)', 'f',\n"
         "    limits=SandboxLimits(wall_seconds=200), allow_code_execution=True)\n"
     )

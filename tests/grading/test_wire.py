@@ -10,8 +10,7 @@ import os
 import time
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from lit_dlm.grading.child import remote, wire
 

@@ -10,7 +10,7 @@ from lit_dlm.backbones import HFBackbone
 from lit_dlm.datamodules.supervised_sources import ModelFacts, TaskReferences
 from lit_dlm.modules import DecodeModule
 from lit_dlm.tasks import GSM8K, MATH, MBPP, CodeTests, HumanEval, SEEDBench
-from lit_dlm.tasks.templates import PromptTemplate, shipped_templates
+from lit_dlm.tasks.base import PromptTemplate, shipped_templates
 from lit_dlm.toy import WordProblems
 from tests.tasks.rows import FUNCTION, SENTENCE, STDIO, only, task_of
 

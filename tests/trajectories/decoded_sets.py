@@ -24,7 +24,7 @@ from lit_dlm.decoding import (
     ThresholdPolicy,
     prompt_canvas,
 )
-from lit_dlm.ops.noise import sample_seed
+from lit_dlm.ops.sampling import sample_seed
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardWriter, merge_manifest

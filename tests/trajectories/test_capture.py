@@ -25,8 +25,7 @@ from lit_dlm.decoding import (
     prompt_canvas,
 )
 from lit_dlm.decoding.engine import initial_state
-from lit_dlm.decoding.queue import WorkQueue
-from lit_dlm.decoding.stream import DecodePrompt, decode_stream
+from lit_dlm.decoding.stream import DecodePrompt, WorkQueue, decode_stream
 from lit_dlm.trajectories import capture as capture_module
 from lit_dlm.trajectories.capture import (
     FeatureCapture,

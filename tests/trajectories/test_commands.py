@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lit_dlm.backbones.location import ASSETS
+from lit_dlm.backbones.resolution import ASSETS
 from lit_dlm.trajectories.commands import main
 from lit_dlm.trajectories.store import RunRecord
 from lit_dlm.trajectories.store.files import shards_in

@@ -10,15 +10,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import zstandard
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from lit_dlm.trajectories import Trajectory, TrajectoryFormatError
-from lit_dlm.trajectories.features import attach_features, encode_features
 from lit_dlm.trajectories.format import (
+    attach_features,
     block_of,
     decode_block,
     encode_block,
+    encode_features,
     pack,
     read_block,
     record_batch,
@@ -91,7 +91,7 @@ def test_decoding_undoes_encoding(
 @pytest.mark.parametrize("layout", ["generation", "all", "masked"])
 def test_features_round_trip(scheme: str, layout: str) -> None:
     """One record without features in between; in ``masked`` what is no mask takes no room."""
-    from lit_dlm.trajectories.features import only_masked
+    from lit_dlm.trajectories.format import only_masked
 
     rng = np.random.default_rng(3)
     records = [random_record(rng, f"u{i}", num_generated=14 + i, remask=0.05) for i in range(5)]

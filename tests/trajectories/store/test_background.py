@@ -19,9 +19,9 @@ from lit_dlm.trajectories.store import (
     completed_uids,
     merge_manifest,
     recover,
+    writer as writer_module,
 )
-from lit_dlm.trajectories.store import writer as writer_module
-from lit_dlm.trajectories.store.background import BackgroundWriter, record_bytes
+from lit_dlm.trajectories.store.writer import BackgroundWriter, record_bytes
 from tests.trajectories.samples import assert_same, in_child, records_of, shard_writer
 
 

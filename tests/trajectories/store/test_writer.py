@@ -7,7 +7,7 @@ import tarfile
 import numpy as np
 import pytest
 
-from lit_dlm.trajectories.errors import TrajectoryFormatError
+from lit_dlm.trajectories.record import TrajectoryFormatError
 from lit_dlm.trajectories.store import (
     TrajectoryShardReader,
     completed_uids,
