@@ -111,14 +111,14 @@ PROGRAMS = _programs("programs.txt")
 """Programs that read 2 and should print 4."""
 
 
-def grade_all(method: launch.IsolationMethod, *, walls_only: bool) -> dict[str, Any]:
+def grade_all(method: sandbox.IsolationMethod, *, walls_only: bool) -> dict[str, Any]:
     """Grades all of them at one level, or those that attack its walls.
 
     Returns:
         Per program status, score, detail and seconds over its limit; ``damage``, what any of them
         changed, and ``grown_mb``, by how much the memory of this process grew at most.
     """
-    launch.isolation_method = lambda: method
+    sandbox.isolation_method = lambda: method
     with _targets([sys.executable, "-c", "import time; time.sleep(3600)"]) as targets:
         before = _state(targets)
         jobs = _jobs(targets, SandboxLimits(wall_seconds=0.5, cpu_seconds=1.0), walls_only)

@@ -219,10 +219,10 @@ def test_the_interpreter_may_lie_in_the_temporary_folder(tmp_path):
     if sysconfig.get_config_var("Py_ENABLE_SHARED"):
         shutil.copy(shared, base / "lib")
     script = (
-        "import sys\nfrom lit_dlm.grading import launch\n"
+        "import sys\nfrom lit_dlm.grading import sandbox\n"
         "for method in ('bubblewrap', 'namespaces'):\n"
-        "    try: launch.probe(method); print(method, 'works')\n"
-        "    except launch.SandboxError as error: print(method, error)\n"
+        "    try: sandbox.probe(method); print(method, 'works')\n"
+        "    except sandbox.SandboxError as error: print(method, error)\n"
     )
     environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": os.environ["PATH"]}
     environment["LD_LIBRARY_PATH"] = str(base / "lib")
@@ -232,19 +232,19 @@ def test_the_interpreter_may_lie_in_the_temporary_folder(tmp_path):
     assert tmp_path.is_relative_to(tempfile.gettempdir())
     for method in ("bubblewrap", "namespaces"):
         with contextlib.suppress(SandboxError):
-            launch.probe(method)
+            sandbox.probe(method)
             assert f"{method} works" in told.stdout
 
 
 def test_no_sandbox_is_an_error_that_tells_why(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     monkeypatch.setenv("PATH", "/nowhere")
-    launch.isolation_method.cache_clear()
+    sandbox.isolation_method.cache_clear()
     with pytest.raises(
         SandboxError, match=r"bubblewrap: not installed; namespaces: No such.*nowhere"
     ):
         _check("def f(x): pass")
-    launch.isolation_method.cache_clear()
+    sandbox.isolation_method.cache_clear()
 
 
 @pytest.mark.parametrize(
