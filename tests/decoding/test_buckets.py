@@ -1,7 +1,6 @@
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from lit_dlm.decoding.buckets import length_buckets
+from lit_dlm.decoding.stream import length_buckets
 
 
 def test_neighbours_in_length_share_a_bucket():

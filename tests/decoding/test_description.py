@@ -37,7 +37,7 @@ from lit_dlm.decoding import (
     Window,
 )
 from lit_dlm.decoding.caches import CacheScheme
-from lit_dlm.decoding.description import PLUGS, decoder_from_description
+from lit_dlm.decoding.description import decoder_from_description, plugs
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.heads.acceptance import AcceptanceConfig
 from lit_dlm.heads.projection import Projector, ProjectorConfig
@@ -102,7 +102,7 @@ def test_every_plug_of_the_package_can_be_named() -> None:
             for value in vars(decoding).values()
             if inspect.isclass(value) and protocol in value.__mro__[1:]
         }
-        assert exported <= set(PLUGS[part]), part
+        assert exported <= set(plugs(part).values()), part
 
 
 def test_only_listed_names_are_looked_up() -> None:

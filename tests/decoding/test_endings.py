@@ -9,7 +9,7 @@ from lit_dlm.decoding import (
     TemplateLayout,
     prompt_canvas,
 )
-from lit_dlm.decoding.endings import text_cells
+from lit_dlm.decoding.stream import text_cells
 from tests.fakes import EOS, TableBackbone, logits_for
 
 SPLIT = TemplateLayout([Region(name="R", length=2), Region(name="A", marker=[7])])

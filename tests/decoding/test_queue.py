@@ -30,8 +30,7 @@ from lit_dlm.decoding import (
     caches,
     prompt_canvas,
 )
-from lit_dlm.decoding.queue import Occupancy, WorkQueue
-from lit_dlm.decoding.stream import DecodePrompt, decode_stream
+from lit_dlm.decoding.stream import DecodePrompt, Occupancy, WorkQueue, decode_stream
 from tests.backbones.conftest import tiny_architecture
 from tests.backbones.reference import slow_varlen_attn
 from tests.decoding.states import Recorder

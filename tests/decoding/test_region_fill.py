@@ -15,9 +15,8 @@ from lit_dlm.decoding import (
     lockstep_score,
     prompt_canvas,
 )
-from lit_dlm.decoding.queue import WorkQueue
 from lit_dlm.decoding.region_fill import fill_curves
-from lit_dlm.decoding.stream import DecodePrompt, decode_stream
+from lit_dlm.decoding.stream import DecodePrompt, WorkQueue, decode_stream
 from tests.fakes import TableBackbone, logits_for
 
 HALVES = FixedLayout(

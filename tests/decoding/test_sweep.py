@@ -10,8 +10,8 @@ from lit_dlm.decoding import (
     SlidingWindow,
     ThresholdPolicy,
 )
+from lit_dlm.decoding.decoder import Sweep, expanded, with_option
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
-from lit_dlm.decoding.sweep import Sweep, expanded, with_option
 from lit_dlm.heads.projection import Projector, ProjectorConfig
 from lit_dlm.heads.scorer import AcceptanceScorer
 from lit_dlm.reports.plots import family

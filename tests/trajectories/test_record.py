@@ -4,8 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from lit_dlm.trajectories import Trajectory
 from lit_dlm.trajectories.format import decode_block, encode_block

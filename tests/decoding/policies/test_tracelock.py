@@ -16,11 +16,9 @@ from lit_dlm.decoding import (
     prompt_canvas,
 )
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy, left_of_window_end
-from lit_dlm.decoding.quotas import NoQuota
-from lit_dlm.decoding.windows import SlidingWindow
+from lit_dlm.decoding.windows import NoQuota, SlidingWindow
 from lit_dlm.heads.acceptance import AcceptanceConfig
-from lit_dlm.heads.features import acceptance_features, feature_groups
-from lit_dlm.heads.projection import Projector, ProjectorConfig
+from lit_dlm.heads.projection import Projector, ProjectorConfig, acceptance_features, feature_groups
 from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
 from lit_dlm.trajectories.capture import FeatureCapture, TrajectoryCapture
 from tests.decoding.states import Recorder, as_rows_alone

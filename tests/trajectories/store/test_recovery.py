@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lit_dlm.trajectories.errors import TrajectoryFormatError
+from lit_dlm.trajectories.record import TrajectoryFormatError
 from lit_dlm.trajectories.store import (
     BackgroundWriter,
     TrajectoryShardReader,
