@@ -9,10 +9,8 @@ from torch.overrides import TorchFunctionMode
 
 from lit_dlm import decoding
 from lit_dlm.decoding import Decoder, DecodeSettings, NoQuota, prompt_canvas
-from lit_dlm.decoding.queue import WorkQueue
-from lit_dlm.decoding.stream import DecodePrompt, decode_stream
-from lit_dlm.trajectories import Trajectory
-from lit_dlm.trajectories import capture as capture_module
+from lit_dlm.decoding.stream import DecodePrompt, WorkQueue, decode_stream
+from lit_dlm.trajectories import Trajectory, capture as capture_module
 from lit_dlm.trajectories.capture import FeatureCapture, KeptSteps, TrajectoryCapture
 from lit_dlm.trajectories.format import decode_block, encode_block
 from tests.fakes import EOS, MASK, PAD, TableBackbone, fake_spec

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lit_dlm.backbones import load_backbone
-from lit_dlm.backbones.location import ASSETS
+from lit_dlm.backbones.resolution import ASSETS
 from lit_dlm.trajectories.commands import main
 from lit_dlm.trajectories.store.files import shards_in
 from tests.trajectories.decoded_sets import DECODERS, LENGTH, NUM_TEXTS, decoded_set

@@ -12,13 +12,13 @@ import zstandard
 from hypothesis import given, settings, strategies as st
 
 from lit_dlm.trajectories import StepFeatures, Trajectory, TrajectoryFormatError
-from lit_dlm.trajectories.features import attach_features, encode_features, only_masked
 from lit_dlm.trajectories.format import (
     attach_features,
     block_of,
     decode_block,
     encode_block,
     encode_features,
+    only_masked,
     pack,
     read_block,
     record_batch,

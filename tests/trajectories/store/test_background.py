@@ -10,9 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from lit_dlm.trajectories.store import SizeLimitError, completed_uids, merge_manifest, recover
-from lit_dlm.trajectories.store import writer as writer_module
-from lit_dlm.trajectories.store.background import BackgroundWriter, record_bytes
+from lit_dlm.trajectories.store import (
+    SizeLimitError,
+    completed_uids,
+    merge_manifest,
+    recover,
+    writer as writer_module,
+)
+from lit_dlm.trajectories.store.writer import BackgroundWriter, record_bytes
 from tests.trajectories.samples import (
     assert_all_same,
     forked,

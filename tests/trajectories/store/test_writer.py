@@ -5,7 +5,7 @@ import tarfile
 import numpy as np
 import pytest
 
-from lit_dlm.trajectories.errors import TrajectoryFormatError
+from lit_dlm.trajectories.record import TrajectoryFormatError
 from lit_dlm.trajectories.store import TrajectoryShardReader, completed_uids
 from tests.trajectories.samples import (
     assert_all_same,
