@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lit_dlm.datamodules.trajectories import TrajectoryDataModule
 from lit_dlm.heads.projection import Projector
 from lit_dlm.modules.autoencoder import AutoencoderModule
-from lit_dlm.modules.finite import NonFiniteError
+from lit_dlm.modules.steps import NonFiniteError
 from tests.finetuning import quiet
 from tests.traces import recorded, small_backbone, write_shards
 

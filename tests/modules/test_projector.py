@@ -3,7 +3,7 @@ from pathlib import Path
 import torch
 
 from lit_dlm.heads.projection import PCAFitter, Projector, ProjectorConfig
-from lit_dlm.modules.projector import cached_projector, state_snapshots, trace_states
+from lit_dlm.modules.state_batch import cached_projector, state_snapshots, trace_states
 from tests.traces import recorded, small_backbone
 
 CONFIG = ProjectorConfig(hidden_size=16, hidden_rank=6, delta_rank=3)

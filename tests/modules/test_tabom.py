@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 from lit_dlm.backbones import HFBackbone
-from lit_dlm.datamodules.epoch_plan import EpochPlan
+from lit_dlm.datamodules.resuming import EpochPlan
 from lit_dlm.losses.corruption import RandomMasking
 from lit_dlm.losses.states import NoisyStates
 from lit_dlm.losses.terms import LossTerms
