@@ -9,9 +9,8 @@ import torch
 
 from lit_dlm.decoding import Decoder, DecodeResult, DecodeState, Observer, StepRecord
 from lit_dlm.decoding.decoder import decode_prompts
-from lit_dlm.decoding.observers import QueueObserver
-from lit_dlm.decoding.queue import WorkQueue
-from lit_dlm.decoding.stream import DecodedRows, DecodePrompt, decode_stream
+from lit_dlm.decoding.state import QueueObserver
+from lit_dlm.decoding.stream import DecodedRows, DecodePrompt, WorkQueue, decode_stream
 from tests.fakes import EOS, MASK
 
 

@@ -12,13 +12,13 @@ import pytest
 import lit_dlm.decoding as d
 from lit_dlm.decoding import ConfidencePolicy, Decoder, NoQuota, Region
 from lit_dlm.decoding.caches import CacheScheme
+from lit_dlm.decoding.decoder import Sweep, expanded, with_option
 from lit_dlm.decoding.description import (
     PLUGS,
     decoder_from_description,
     layout_from_description,
 )
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
-from lit_dlm.decoding.sweep import Sweep, expanded, with_option
 from lit_dlm.reports.plots import family
 from tests.decoding.models import scorer
 from tests.plugs import AlternatePolicy

@@ -8,7 +8,7 @@ import torch
 
 import lit_dlm.decoding as d
 from lit_dlm.decoding import ConfidencePolicy, Decoder, FixedLayout, FractionLayout, Region
-from lit_dlm.decoding.endings import text_cells
+from lit_dlm.decoding.stream import text_cells
 from tests.decoding.models import table_backbone
 from tests.decoding.states import decoded
 from tests.fakes import EOS, MASK, fake_spec

@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import lit_dlm.decoding as d
 from lit_dlm.backbones import attention
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import BlockWindow, Decoder
-from lit_dlm.decoding.buckets import length_buckets
-from lit_dlm.decoding.queue import Occupancy, WorkQueue
+from lit_dlm.decoding.stream import Occupancy, WorkQueue, length_buckets
 from tests.backbones.reference import slow_varlen_attn
 from tests.decoding.models import in_blocks, tiny_backbone
 from tests.decoding.states import Recorder, streamed

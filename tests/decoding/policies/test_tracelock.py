@@ -10,7 +10,7 @@ from torch import Tensor
 import lit_dlm.decoding as d
 from lit_dlm.decoding import Decoder, NoQuota, SlidingWindow
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy, left_of_window_end
-from lit_dlm.heads.features import acceptance_features, feature_groups
+from lit_dlm.heads.projection import acceptance_features, feature_groups
 from lit_dlm.trajectories.capture import FeatureCapture, TrajectoryCapture
 from tests.decoding.models import scorer, table_backbone
 from tests.decoding.states import Recorder, as_rows_alone, decoded
