@@ -2,14 +2,15 @@ import math
 
 import torch
 
-from lit_dlm.heads.features import (
+from lit_dlm.heads.projection import (
     FeatureSettings,
+    Projector,
+    ProjectorConfig,
     acceptance_features,
     feature_groups,
     log_odds,
     num_features,
 )
-from lit_dlm.heads.projection import Projector, ProjectorConfig
 
 CONFIG = ProjectorConfig(hidden_size=8, hidden_rank=3, delta_rank=2, kind="random_orthogonal")
 PLAIN = FeatureSettings(entropy=False, margin=False)

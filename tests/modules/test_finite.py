@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lit_dlm.callbacks.adapter_checkpoint import AdapterCheckpoint
-from lit_dlm.datamodules.epoch_plan import EpochPlan
+from lit_dlm.datamodules.resuming import EpochPlan
 from lit_dlm.losses.corruption import RandomMasking
 from lit_dlm.modules.finetune import SFTModule
 from lit_dlm.modules.finite import NonFiniteError

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.backbones.location import load_tokenizer
 from lit_dlm.backbones.lora import LoRASettings
+from lit_dlm.backbones.resolution import load_tokenizer
 from lit_dlm.datamodules.supervised_sources import ModelFacts, RecordedDecodes
 from lit_dlm.decoding import (
     ConfidencePolicy,
@@ -43,9 +43,8 @@ from lit_dlm.rl.step import fill_advantages, fill_old_scores, shard_items
 from lit_dlm.tasks import PromptExample
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
-from lit_dlm.vision.base import VisionSettings
+from lit_dlm.vision.base import PromptPictures, VisionSettings, add_pictures, insert_pictures
 from lit_dlm.vision.pictures import PictureFolder
-from lit_dlm.vision.prompts import PromptPictures, add_pictures, insert_pictures
 from lit_dlm.vision.tower import TowerVision
 from tests.finetuning import Data, run, two_processes
 from tests.modules.supervised import sft, slow_log_probs, tabom

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from lit_dlm.backbones import Architecture, HFBackbone, load_backbone
 from lit_dlm.backbones.window_cache import WindowCache, WindowPlan
-from lit_dlm.losses.nelbo import masked_nelbo
+from lit_dlm.losses.terms import masked_nelbo
 from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.modules.sharding import (
     ShardedStrategy,

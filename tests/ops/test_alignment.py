@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lit_dlm.ops.alignment import aligned, first_real_columns, gather_rows, raw_columns
+from lit_dlm.ops.batches import aligned, first_real_columns, gather_rows, raw_columns
 
 
 def test_without_shift_rows_stay():
