@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from lit_dlm.backbones import HFBackbone
-from lit_dlm.backbones.lora_settings import LoRASettings
+from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.modules.checkpoint import ADAPTERS_KEY
 from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.modules.finetune import SFTModule

@@ -15,7 +15,7 @@ from lit_dlm.callbacks.adapter_checkpoint import AdapterCheckpoint
 from lit_dlm.datamodules.resuming import EpochPlan
 from lit_dlm.losses.corruption import RandomMasking
 from lit_dlm.modules.finetune import SFTModule
-from lit_dlm.modules.finite import NonFiniteError
+from lit_dlm.modules.steps import NonFiniteError
 from lit_dlm.ops.fused_head import TokenStats
 from tests.finetuning import VOCAB, Data, examples, run, small, trained, two_processes
 from tests.modules.supervised import sft

@@ -10,8 +10,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lit_dlm.datamodules.trajectories import TrajectoryDataModule
 from lit_dlm.heads.projection import PCAFitter, Projector, ProjectorConfig
 from lit_dlm.modules.autoencoder import AutoencoderModule
-from lit_dlm.modules.finite import NonFiniteError
-from lit_dlm.modules.projector import cached_projector, state_snapshots, trace_states
+from lit_dlm.modules.state_batch import cached_projector, state_snapshots, trace_states
+from lit_dlm.modules.steps import NonFiniteError
 from tests.finetuning import quiet
 from tests.traces import recorded, small_backbone, small_projector, write_shards
 

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
-from lit_dlm.datamodules.epoch_plan import EpochPlan
+from lit_dlm.datamodules.resuming import EpochPlan
 from lit_dlm.losses.corruption import RandomMasking
 from lit_dlm.losses.terms import LossTerms
 from lit_dlm.modules.finetune import FinetuneModule

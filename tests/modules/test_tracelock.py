@@ -15,7 +15,6 @@ from lit_dlm.heads.acceptance import AcceptanceConfig
 from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
 from lit_dlm.losses.acceptance import AcceptanceLossSettings
 from lit_dlm.metrics.acceptance import RolloutProxy
-from lit_dlm.modules.finite import NonFiniteError
 from lit_dlm.modules.selection import SelectionSettings, step_candidates, step_commits
 from lit_dlm.modules.state_batch import collate_states
 from lit_dlm.modules.steps import NonFiniteError
