@@ -31,7 +31,6 @@ from lit_dlm.modules.state_batch import collate_states
 from lit_dlm.modules.supervised_batch import (
     SupervisedBatch,
     SupervisedExample,
-    collate_supervised,
 )
 from lit_dlm.modules.tracelock import TraceLockModule
 from lit_dlm.ops.fused_head import TokenStats
@@ -46,13 +45,12 @@ from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.vision.base import PromptPictures, VisionSettings, add_pictures, insert_pictures
 from lit_dlm.vision.pictures import PictureFolder
 from lit_dlm.vision.tower import TowerVision
-from tests.finetuning import Data, run, two_processes
-from tests.modules.supervised import sft, slow_log_probs, tabom
+from tests.finetuning import Data, G, run, two_processes
+from tests.modules.supervised import batch_of, sft, slow_log_probs, tabom
 from tests.processes import in_two_processes
 from tests.traces import write_shards
 from tests.vision.models import SMALL, VOCAB, picture, write_seeing
 
-G = 6
 PICTURES = [picture(50, 40), picture(30, 90)]
 SHOWN = [[0], [], [1, 0], [0]]
 LORA = LoRASettings(rank=2, targets="all")
@@ -154,7 +152,7 @@ def test_loss_and_gradients_are_those_of_embeddings_put_together_by_hand(
 ) -> None:
     model = METHODS[method](model_of(folder, train))
     given = examples(model.backbone)
-    batch = collate_supervised(given, response_length=G, spec=model.backbone.spec)
+    batch = batch_of(model, given)
     assert [len(shown) for shown in batch.pictures] == [1, 0, 2, 1]
     found, expected = model.terms(batch, seed=0).total, loss_by_hand(model, batch, given)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -256,26 +254,26 @@ def test_a_trace_shows_what_its_decode_saw_or_the_picture_is_named(
     for one in PICTURES:
         pictures.put(one)
 
-    def batch_of(vision: VisionSettings | None) -> SupervisedBatch:
+    def read(vision: VisionSettings | None) -> SupervisedBatch:
         backbone = HFBackbone(str(folder), vision=vision)
         tokenizer, spec = load_tokenizer("tiny"), backbone.spec
         facts = ModelFacts(tokenizer=tokenizer, spec=spec, vocab_size=VOCAB, backbone=backbone)
         given = list(RecordedDecodes(shards, only_correct=False).examples(facts))
-        batch = collate_supervised(given, response_length=G, spec=spec)
+        batch = batch_of(backbone, given)
         sft(backbone=backbone).terms(batch, seed=0)
         return batch
 
-    assert [len(shown) for shown in batch_of(VisionSettings()).pictures] == [1, 0, 2, 1]
+    assert [len(shown) for shown in read(VisionSettings()).pictures] == [1, 0, 2, 1]
     with pytest.raises(ValueError, match=r"t/train/0@m: .* expected a model that sees them"):
-        batch_of(None)
+        read(None)
     file = pictures.folder / PICTURES[0].digest
     data = file.read_bytes()
     file.write_bytes(data[: len(data) // 2])
     with pytest.raises(ValueError, match=rf"t/train/0@m: {file}: the picture is damaged"):
-        batch_of(VisionSettings())
+        read(VisionSettings())
     file.unlink()
     with pytest.raises(ValueError, match=rf"t/train/0@m: {file}: expected a picture, found no"):
-        batch_of(VisionSettings())
+        read(VisionSettings())
 
 
 def test_what_was_trained_is_exported_in_the_familys_layout(folder: Path, tmp_path: Path) -> None:
@@ -288,7 +286,7 @@ def test_what_was_trained_is_exported_in_the_familys_layout(folder: Path, tmp_pa
             torch.nn.init.normal_(parameter, std=0.1)
             assert ".lora_" in name or "vision.projector." in name or name == "vision.newline"
     given = examples(backbone)
-    batch = collate_supervised(given, response_length=G, spec=backbone.spec)
+    batch = batch_of(backbone, given)
 
     def loss(model: HFBackbone) -> Tensor:
         return sft(backbone=model).terms(batch, seed=0).total.detach()

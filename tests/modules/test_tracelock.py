@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,7 @@ from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
 from lit_dlm.losses.acceptance import AcceptanceLossSettings
 from lit_dlm.metrics.acceptance import RolloutProxy
 from lit_dlm.modules.selection import SelectionSettings, step_candidates, step_commits
-from lit_dlm.modules.state_batch import collate_states
-from lit_dlm.modules.steps import NonFiniteError
+from lit_dlm.modules.state_batch import collate_states, states_at
 from lit_dlm.modules.tracelock import MONITOR, TraceLockModule
 from lit_dlm.trajectories.record import Trajectory
 from tests.finetuning import quiet
@@ -66,17 +66,62 @@ def data(shards: Path, **options: Any) -> TrajectoryDataModule:
     return TrajectoryDataModule(shards, **{**values, **options})
 
 
-def by_hand(tokens: list[int], commit_step: list[int]) -> Trajectory:
-    prompt = recorded(small_backbone(), 1)[0].prompt_ids
+def trace(prompt: list[int], tokens: list[int], commit_step: list[int]) -> Trajectory:
     return Trajectory(
-        uid="x", prompt_ids=prompt, num_steps=len(tokens), mask_id=MASK, vocab_size=VOCAB,
-        tokens=np.array(tokens, np.int32), commit_step=np.array(commit_step),
-    )  # fmt: skip
+        uid="x",
+        prompt_ids=np.array(prompt),
+        tokens=np.array(tokens, np.int32),
+        commit_step=np.array(commit_step),
+        num_steps=max(commit_step) + 1,
+        mask_id=MASK,
+        vocab_size=VOCAB,
+    )
+
+
+SHORT = trace([5], [7, 8, 9], [1, 0, 2])
+LONG = trace([5, 6, 7], [10, 11, 12, 13], [0, 1, 3, 2])
+TRACES = [SHORT, LONG]
+
+
+def test_states_are_padded_around_the_response() -> None:
+    """Prompts of one and three on the left, responses of three and four on the right."""
+    batch = collate_states(TRACES, states_at(TRACES, [1, 3]), is_real=[True, False])
+    assert batch.start == 3
+    assert batch.ids.tolist() == [[0, 0, 5, MASK, 8, MASK, 0], [5, 6, 7, 10, 11, MASK, 13]]
+    assert batch.target.tolist() == [[0, 0, 5, 7, 8, 9, 0], [5, 6, 7, 10, 11, 12, 13]]
+    assert batch.pad_mask.tolist() == [[False] * 2 + [True] * 4 + [False], [True] * 7]
+    assert batch.masked.nonzero().tolist() == [[0, 3], [0, 5], [1, 5]]
+    assert batch.is_real.tolist() == [True, False]
+    assert batch.to("meta").ids.device.type == "meta"
+
+
+def test_states_made_together_equal_states_made_one_by_one() -> None:
+    over = replace(SHORT, superseded=np.array([[0, 0, 6]]))
+    for traces in (TRACES, [over, LONG]):
+        for steps in ([1, 3], [0, 0], [2, 4]):
+            for trace, step, state in zip(traces, steps, states_at(traces, steps), strict=True):
+                assert np.array_equal(state, trace.state_at(step))
+
+
+def test_stored_rows_lie_on_their_columns() -> None:
+    """Every stored row holds its own position number within the sample's rows."""
+    for with_prompt, expected in (
+        (False, [[1, 2, 3, 0], [1, 2, 3, 4]]),
+        (True, [[0, 0, 1, 2, 3, 4, 0], [1, 2, 3, 4, 5, 6, 7]]),
+    ):
+        features = []
+        for record in TRACES:
+            rows = np.arange(record.num_generated + with_prompt * record.num_prompt) + 1
+            features.append((rows[:, None].astype(np.float32), rows.astype(np.int32)))
+        batch = collate_states(TRACES, states_at(TRACES, [0, 0]), features=features)
+        assert batch.features is not None
+        assert batch.proposals is not None
+        assert batch.features[..., 0].tolist() == batch.proposals.tolist() == expected
 
 
 def test_labels_states_and_tail_of_a_hand_made_batch() -> None:
     """Stored proposals decide the labels; the last column ends as end of text."""
-    record = by_hand([7, 8, 9, EOS], [0, 1, 2, 3])
+    record = trace([5], [7, 8, 9, EOS], [0, 1, 2, 3])
     model = module()
     stored = (np.zeros((4, model.scorer.head.num_features)), np.array([7, 8, 5, EOS]))
     seen = model.observe(collate_states([record], [record.state_at(1)], features=[stored]))
@@ -90,7 +135,7 @@ def test_labels_states_and_tail_of_a_hand_made_batch() -> None:
 
 def test_written_tail_counts_only_when_asked() -> None:
     """Tokens 7, EOS, EOS: the second is written, the third masked. The release scores both."""
-    record = by_hand([7, EOS, EOS], [2, 0, 1])
+    record = trace([5], [7, EOS, EOS], [2, 0, 1])
     batch = collate_states([record], [record.state_at(1)])
     assert module().observe(batch).is_tail.tolist() == [[False, False, True]]
     parity = module(loss=AcceptanceLossSettings(written_tail=True)).observe(batch)
