@@ -197,12 +197,6 @@ def test_families_that_share_a_model_type_are_told_by_name(
     assert translated(config, source=source).family == family
 
 
-def test_a_family_may_be_asked_for_within_its_model_type():
-    assert translated(DREAM, spec_overrides={"family": "diffucoder"}).family == "diffucoder"
-    with pytest.raises(ValueError, match=r"model_type 'Dream' .* 'llada'"):
-        resolve(DREAM, spec_overrides={"family": "llada"})
-
-
 @pytest.mark.parametrize("model_type", ["llava_llada", "llada"])
 def test_llada_v_is_a_llama_under_transformers_names(model_type: str):
     """Its classes call the text part llada as well, which its option names tell apart."""
@@ -264,11 +258,13 @@ def test_a_mask_that_moved_is_noticed():
 
 
 def test_overrides_win():
-    assert translated(DREAM, spec_overrides={"mask_id": 151665}).mask_id == 151665
-    assert translated(DREAM, spec_overrides={"positions": "arange"}).positions == "arange"
+    for field, value in (("mask_id", 151665), ("positions", "arange"), ("family", "diffucoder")):
+        assert getattr(translated(DREAM, spec_overrides={field: value}), field) == value
     assert translated({**DREAM, "pad_token_id": 151667}).pad_id == 151667
     with pytest.raises(ValueError, match="spec_overrides: unknown field 'mask_token'"):
         resolve(DREAM, spec_overrides={"mask_token": 1})
+    with pytest.raises(ValueError, match=r"model_type 'Dream' .* 'llada'"):
+        resolve(DREAM, spec_overrides={"family": "llada"})
 
 
 def test_a_reduced_vocabulary_is_its_own():
