@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lit_dlm.backbones import Architecture, HFBackbone
-from lit_dlm.backbones.lora_settings import LoRASettings
+from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.datamodules.rollouts import RolloutDataModule
 from lit_dlm.decoding import (
     BlockWindow,

@@ -25,7 +25,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]
         calls.append({"repo": repo, **options})
         return str(tmp_path / "downloaded")
 
-    monkeypatch.setattr(location, "snapshot_download", download)
+    monkeypatch.setattr(resolution, "snapshot_download", download)
     return calls
 
 
@@ -38,8 +38,8 @@ def test_an_embedded_name_wins_over_a_folder_of_that_name(
     (assets / "other").mkdir()  # no model
     (tmp_path / "small").mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(location, "ASSETS", assets)
-    assert location.embedded_names() == ["small"]
+    monkeypatch.setattr(resolution, "ASSETS", assets)
+    assert resolution.embedded_names() == ["small"]
     assert locate("small") == assets / "small"
 
 
@@ -70,7 +70,7 @@ def test_a_failed_download_says_that_no_folder_exists_either(monkeypatch: pytest
     def offline(*_args: object, **_options: object) -> str:
         raise LocalEntryNotFoundError("no connection")
 
-    monkeypatch.setattr(location, "snapshot_download", offline)
+    monkeypatch.setattr(resolution, "snapshot_download", offline)
     with pytest.raises(ValueError, match=r"'owner/name' is no existing folder.*no connection"):
         locate("owner/name")
 

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lit_dlm.backbones import HFBackbone, LoRASettings, load_backbone, lora
-from lit_dlm.backbones.lora import adapter_parameters
-from lit_dlm.backbones.lora_settings import read_adapter_settings
+from lit_dlm.backbones.lora import adapter_parameters, read_adapter_settings
 from lit_dlm.modules.checkpoint import export_trained
 from tests.backbones.folders import IDS, write
 from tests.backbones.reference import HF, LLADA, random_tensors, raw_logits

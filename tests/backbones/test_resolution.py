@@ -11,9 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lit_dlm.backbones.architecture import Architecture
+from lit_dlm.backbones.architecture import FAMILIES, Architecture, original_key, our_key
 from lit_dlm.backbones.base import UNKNOWN_ID
-from lit_dlm.backbones.families import FAMILIES, original_key, our_key
 from lit_dlm.backbones.resolution import read_added_tokens, read_config, resolve
 from tests.backbones.reference import HF
 from tests.backbones.reference import LLADA as REDUCED_LLADA

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lit_dlm.losses.nelbo import masked_nelbo
+from lit_dlm.losses.terms import masked_nelbo
 from lit_dlm.ops.fused_head import TokenStats, token_stats
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from lit_dlm.modules.checkpoint_files import (
+from lit_dlm.modules.checkpoint import (
     CheckpointFiles,
     last_checkpoint,
     put_in_place,

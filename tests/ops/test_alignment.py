@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lit_dlm.ops.alignment import aligned, first_real_columns, gather_rows, raw_columns
+from lit_dlm.ops.batches import aligned, first_real_columns, gather_rows, raw_columns
 
 
 def test_with_shift_row_i_is_the_raw_row_before_it_but_that_of_the_first_real_token():
