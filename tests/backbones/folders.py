@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lit_dlm.backbones import HFBackbone
-from lit_dlm.ops.alignment import aligned
+from lit_dlm.ops.batches import aligned
 from tests.backbones.reference import HF, LLADA, raw_logits
 
 IDS = torch.tensor([[5, 9, 3, 7, 3, 11, 30], [4, 3, 8, 3, 6, 2, 39]])

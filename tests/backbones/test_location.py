@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from lit_dlm.backbones import load_tokenizer, location
-from lit_dlm.backbones.location import locate
+from lit_dlm.backbones import load_tokenizer, resolution
+from lit_dlm.backbones.resolution import locate
 from tests.shared_data import shared
 
 

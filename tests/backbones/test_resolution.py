@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM
 from lit_dlm.backbones.architecture import FAMILIES, Architecture, original_key, our_key
 from lit_dlm.backbones.base import UNKNOWN_ID
 from lit_dlm.backbones.resolution import read_added_tokens, read_config, resolve
-from tests.backbones.reference import HF
-from tests.backbones.reference import LLADA as REDUCED_LLADA
+from tests.backbones.reference import HF, LLADA as REDUCED_LLADA
 from tests.shared_data import shared
 from tests.twins import RELEASES
 

@@ -12,9 +12,8 @@ import torch
 
 from lit_dlm import config_files
 from lit_dlm.backbones import FromAR, HFBackbone
-from lit_dlm.backbones.families import FAMILIES
-from lit_dlm.backbones.location import load_tokenizer
-from lit_dlm.backbones.resolution import read_added_tokens, read_config, resolve
+from lit_dlm.backbones.architecture import FAMILIES
+from lit_dlm.backbones.resolution import load_tokenizer, read_added_tokens, read_config, resolve
 from lit_dlm.backbones.vision import token_vision
 from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.vision.base import VisionSettings

@@ -14,8 +14,7 @@ from lit_dlm.losses.corruption import (
     TimeDelay,
     TraceMasking,
 )
-from lit_dlm.losses.grouping import NEVER, group_rows, step_groups
-from lit_dlm.losses.states import Responses, target_weights
+from lit_dlm.losses.states import NEVER, Responses, group_rows, step_groups, target_weights
 from tests.losses.reference import responses, rows
 
 

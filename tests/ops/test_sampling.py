@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from lit_dlm.ops import sampling
-from lit_dlm.ops.noise import cell_gumbel_noise
-from lit_dlm.ops.sampling import draw_by_runs, keep_top_k, keep_top_p, survivors
+from lit_dlm.ops.sampling import cell_gumbel_noise, draw_by_runs, keep_top_k, keep_top_p, survivors
 
 
 def test_top_k_keeps_the_k_largest():
