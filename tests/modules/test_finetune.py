@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lit_dlm.backbones import HFBackbone, load_tokenizer
 from lit_dlm.callbacks.adapter_checkpoint import AdapterCheckpoint
-from lit_dlm.datamodules.epoch_plan import EpochPlan
+from lit_dlm.datamodules.resuming import EpochPlan
 from lit_dlm.losses.corruption import (
     Autoregressive,
     RandomMasking,
@@ -27,7 +27,7 @@ from lit_dlm.losses.corruption import (
 )
 from lit_dlm.losses.states import Corruption
 from lit_dlm.modules.finetune import SFTModule
-from lit_dlm.modules.finite import NonFiniteError
+from lit_dlm.modules.steps import NonFiniteError
 from lit_dlm.ops.fused_head import TokenStats
 from tests.finetuning import VOCAB, Data, G, examples, run, small, trained, two_processes
 from tests.modules.supervised import BLOCK, batch_of, sft, slow_log_probs, tabom
