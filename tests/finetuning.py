@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Str
 from torch import Tensor, nn
 
 from lit_dlm.backbones import Architecture, HFBackbone
-from lit_dlm.backbones.lora_settings import LoRASettings
+from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.datamodules.supervised import SupervisedDataModule
 from lit_dlm.losses.states import NoisyStates
 from lit_dlm.modules.finetune import FinetuneModule

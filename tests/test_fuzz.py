@@ -25,8 +25,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 import zstandard
-from hypothesis import event, given, settings
-from hypothesis import strategies as st
+from hypothesis import event, given, settings, strategies as st
 
 from lit_dlm import config_files
 from lit_dlm.backbones import load_tokenizer
@@ -44,8 +43,15 @@ from lit_dlm.trajectories.exchange import (
     tabom_row,
     write_parquet,
 )
-from lit_dlm.trajectories.features import attach_features, encode_features
-from lit_dlm.trajectories.format import decode_block, encode_block, pack, read_block, unpack
+from lit_dlm.trajectories.format import (
+    attach_features,
+    decode_block,
+    encode_block,
+    encode_features,
+    pack,
+    read_block,
+    unpack,
+)
 from lit_dlm.trajectories.store import TrajectoryShardReader, recover
 from lit_dlm.trajectories.store.files import shard_paths
 from lit_dlm.trajectories.verify import verify

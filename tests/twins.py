@@ -22,9 +22,8 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from lit_dlm.backbones.families import PLAIN_DECODERS
-from lit_dlm.backbones.location import locate
-from lit_dlm.backbones.resolution import resolve
+from lit_dlm.backbones.architecture import PLAIN_DECODERS
+from lit_dlm.backbones.resolution import locate, resolve
 from lit_dlm.backbones.weights import save_checkpoint
 from lit_dlm.vision.base import VisionSettings
 from lit_dlm.vision.magvit import Magvit, MagvitSizes

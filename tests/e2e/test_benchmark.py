@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lit_dlm.backbones.location import load_tokenizer
+from lit_dlm.backbones.resolution import load_tokenizer
 from lit_dlm.grading import isolation_level
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from tests.e2e.runs import ARCHITECTURE, QUIET, compact, fails, killed, problems, results, run

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lit_dlm.backbones import load_tokenizer
-from lit_dlm.reports.reward_curve import read_points
+from lit_dlm.reports.plots import read_points
 from lit_dlm.reports.viewer import position_signals
 from lit_dlm.rewards import RewardModel
 from lit_dlm.toy import WordProblems

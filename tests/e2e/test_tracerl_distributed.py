@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from peft.tuners.lora import LoraLayer
 from torch.distributed.tensor import DTensor
 
-from lit_dlm.backbones.lora_settings import LoRASettings
+from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.callbacks import RewardCurve, RolloutWriter
 from lit_dlm.decoding import BlockCache, CacheScheme, DualCache, PrefixCache
 from lit_dlm.rewards import RewardScore, Rollout, SpreadFilter

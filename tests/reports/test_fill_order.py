@@ -2,13 +2,13 @@ import numpy as np
 import pytest
 
 from lit_dlm.reports.order import (
+    Region,
     fill_rate,
     last_writes,
     left_to_rightness,
     text_positions,
     writes_per_step,
 )
-from lit_dlm.reports.regions import Region
 from tests.reports.sample_sets import EOS, MASK, ids_of, record, tiny_pieces
 
 

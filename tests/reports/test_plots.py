@@ -7,8 +7,14 @@ import pytest
 import torch
 
 from lit_dlm.metrics.acceptance import CalibrationCurve
-from lit_dlm.reports.plots import plot_calibration, read_curves, write_calibration
-from lit_dlm.reports.reward_curve import plot_run, read_points, write_points
+from lit_dlm.reports.plots import (
+    plot_calibration,
+    plot_run,
+    read_curves,
+    read_points,
+    write_calibration,
+    write_points,
+)
 
 POINTS = [
     {"step": 0, "val/reward": 0.3},

@@ -1,6 +1,6 @@
 import pytest
 
-from lit_dlm.reports.regions import Region, regions_of
+from lit_dlm.reports.order import Region, regions_of
 from tests.reports.sample_sets import record
 
 TEN = [7] * 10

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lit_dlm.grading import SandboxError, launch
+from lit_dlm.grading import SandboxError, sandbox
 from lit_dlm.rewards import (
     Graded,
     MeanCorrectnessFilter,
@@ -167,9 +167,9 @@ def test_code_needs_namespaces_unless_less_is_asked_for(monkeypatch: pytest.Monk
     class Allowed(Runs):
         allow_code_execution = True
 
-    monkeypatch.setattr(launch, "isolation_method", lambda: "landlock")
+    monkeypatch.setattr(sandbox, "isolation_method", lambda: "landlock")
     with pytest.raises(ValueError, match="require_isolation: expected namespaces, got landlock"):
         scored(task=Allowed())
     assert scored(task=Allowed(), require_isolation="landlock") == []
-    monkeypatch.setattr(launch, "isolation_method", lambda: "bubblewrap")
+    monkeypatch.setattr(sandbox, "isolation_method", lambda: "bubblewrap")
     assert scored(task=Allowed()) == []
