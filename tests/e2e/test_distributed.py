@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lit_dlm.backbones import Architecture, HFBackbone
 from lit_dlm.modules.checkpoint import copy_tokenizer
-from lit_dlm.reports.reward_curve import read_points
+from lit_dlm.reports.plots import read_points
 from tests.e2e.runs import ARCHITECTURE, QUIET, compact, problems, results, run, write_jsonl
 from tests.processes import in_two_processes
 
