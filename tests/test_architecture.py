@@ -63,12 +63,12 @@ def test_no_test_imports_another():
 FREE = {"hides faults": "child", "families of models belong to the backbones": "backbones"}
 PERMITTED = {
     # Reads the plan of a sharded checkpoint with a list of all that it may name, before torch does.
-    "pickles run code when loaded": {"lit_dlm/modules/checkpoint_files.py"},
+    "pickles run code when loaded": {"lit_dlm/modules/checkpoint.py"},
     # A thread hands whatever happened to its caller; a callback must join that thread.
     "hides faults": {
         "callbacks/decode_writer.py",
         "callbacks/record_shards.py",
-        "lit_dlm/trajectories/store/background.py",
+        "lit_dlm/trajectories/store/writer.py",
     },
 }
 

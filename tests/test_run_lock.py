@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from lit_dlm.run_lock import locked
+from lit_dlm.commands.trainer import locked
 from tests.e2e.runs import fails
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from lit_dlm.run_lock import locked
+from lit_dlm.commands.trainer import locked
 with locked(Path(sys.argv[1]), "fit"):
     print("held", flush=True)
     time.sleep(60)
@@ -47,7 +47,7 @@ def test_a_folder_is_held_by_one_process_until_it_dies(tmp_path: Path, caplog):
 
 def test_without_locks_of_the_file_system_the_owner_is_asked_for(tmp_path: Path, monkeypatch):
     """A dead process of this host gives way; one of another host may live."""
-    monkeypatch.setattr("lit_dlm.run_lock.lock", lambda file: None)
+    monkeypatch.setattr("lit_dlm.commands.trainer.lock", lambda file: None)
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     path = tmp_path / ".fit.lock"

@@ -11,7 +11,7 @@ import torch
 
 import cli
 from lit_dlm.grading import SandboxError
-from lit_dlm.grading.launch import probe
+from lit_dlm.grading.sandbox import probe
 
 pytestmark = pytest.mark.slow  # tries the sandboxes
 

@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 import cli
-from lit_dlm.backbones import location
+from lit_dlm.backbones import resolution
 
 GIGABYTE = 10**9
 DREAM = "Dream-org/Dream-v0-Instruct-7B"
@@ -54,7 +54,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, str]
         return Loaded([{"question": "1+1?", "answer": "#### 2"}])
 
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "0")  # put back behind the test
-    monkeypatch.setattr(location, "snapshot_download", snapshot)
+    monkeypatch.setattr(resolution, "snapshot_download", snapshot)
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.chdir(tmp_path)
     return fetched

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lit_dlm.datamodules import trajectories
-from lit_dlm.datamodules.epoch_plan import EpochPlan
+from lit_dlm.datamodules.resuming import EpochPlan
 from lit_dlm.datamodules.trajectories import (
     TrajectoryDataModule,
     is_validation,
@@ -19,7 +19,7 @@ from lit_dlm.heads.acceptance import AcceptanceConfig
 from lit_dlm.heads.projection import Projector
 from lit_dlm.modules.tracelock import TraceLockModule
 from lit_dlm.trajectories import Trajectory
-from lit_dlm.trajectories.errors import TrajectoryFormatError
+from lit_dlm.trajectories.record import TrajectoryFormatError
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from tests.traces import (
     PROJECTOR,

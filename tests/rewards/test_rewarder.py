@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lit_dlm.grading import SandboxError, launch
+from lit_dlm.grading import SandboxError, sandbox
 from lit_dlm.rewards import (
     Graded,
     HttpStepJudge,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_dlm.backbones.lora_settings import LoRASettings
+from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.losses.corruption import Autoregressive, RandomMasking, TraceMasking
 from lit_dlm.losses.views import CoupledMasking, CoupledViews, MaskedPrompt
 from lit_dlm.rl.items import Items, RowBuilder, joined, order_of_writing, training_rows

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lit_dlm.rl.progress import RolloutProgress
+from lit_dlm.rl.module import RolloutProgress
 
 
 class Bar:
@@ -30,7 +30,7 @@ def test_time_left_follows_from_the_rate(
 ) -> None:
     """30 s for a quarter leave 90 s; the log is used where no bar shows it, at intervals."""
     clock = [100.0]
-    monkeypatch.setattr("lit_dlm.rl.progress.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("lit_dlm.rl.module.time.monotonic", lambda: clock[0])
     bar, hidden = Bar(True), Bar(False)
     with caplog.at_level(logging.INFO):
         for callbacks in ((bar,), (hidden,), ()):

@@ -24,10 +24,10 @@ from lit_dlm.grading import Verdict
 from lit_dlm.modules.sharding import shard_trained
 from lit_dlm.rewards import GroupFilter, Reward, RewardScore, Rollout
 from lit_dlm.rl.advantages import RawReward
-from lit_dlm.rl.ranks import Ranks
 from lit_dlm.rl.rollout import (
     SAMPLED,
     OnlineRollouts,
+    Ranks,
     RolloutEngine,
     groups_of,
     in_order,
