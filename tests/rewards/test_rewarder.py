@@ -152,11 +152,11 @@ def test_rewards_that_wait_for_others_see_all_groups_at_the_same_time():
 
 def test_code_needs_namespaces_unless_less_is_asked_for(monkeypatch: pytest.MonkeyPatch):
     code = Sums(runs_code=True, allow_code_execution=True)
-    monkeypatch.setattr(launch, "isolation_method", lambda: "landlock")
+    monkeypatch.setattr(sandbox, "isolation_method", lambda: "landlock")
     with pytest.raises(ValueError, match="require_isolation: expected namespaces, got landlock"):
         scored(task=code)
     assert scored(task=code, require_isolation="landlock") == []
-    monkeypatch.setattr(launch, "isolation_method", lambda: "bubblewrap")
+    monkeypatch.setattr(sandbox, "isolation_method", lambda: "bubblewrap")
     assert scored(task=code) == []
 
 
