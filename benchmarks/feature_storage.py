@@ -23,10 +23,15 @@ import measurement
 import numpy as np
 import torch
 
-from lit_dlm.heads.features import FeatureSettings, acceptance_features, feature_groups
-from lit_dlm.heads.projection import Projector, ProjectorConfig
+from lit_dlm.heads.projection import (
+    FeatureSettings,
+    Projector,
+    ProjectorConfig,
+    acceptance_features,
+    feature_groups,
+)
 from lit_dlm.trajectories.capture import KeptSteps
-from lit_dlm.trajectories.features import only_masked
+from lit_dlm.trajectories.format import only_masked
 from lit_dlm.trajectories.record import StepFeatures, Trajectory
 from lit_dlm.trajectories.store import RunRecord, TrajectoryShardWriter
 

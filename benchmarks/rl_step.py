@@ -46,7 +46,7 @@ from torch import Tensor
 
 from lit_dlm.backbones.architecture import Architecture
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.backbones.lora_settings import LoRASettings
+from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.decoding import (
     BlockCache,
     BlockWindow,

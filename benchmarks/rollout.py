@@ -52,8 +52,7 @@ from lit_dlm.decoding import (
     decode_prompts,
 )
 from lit_dlm.decoding.caches import CacheSession
-from lit_dlm.decoding.queue import Occupancy, WorkQueue
-from lit_dlm.decoding.stream import DecodePrompt, decode_stream
+from lit_dlm.decoding.stream import DecodePrompt, Occupancy, WorkQueue, decode_stream
 
 MASK, PAD, EOS, OTHER = 2, 0, 1, 5
 MEAN, CAP, SIGMA = 700, 2000, 1.0

@@ -30,8 +30,7 @@ from lit_dlm.decoding import Decoder, EntropyPolicy, NoQuota, ThresholdPolicy, p
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.decoding.state import Canvas, DecodeResult
 from lit_dlm.heads.acceptance import AcceptanceConfig, AcceptanceHead
-from lit_dlm.heads.features import FeatureSettings, num_features
-from lit_dlm.heads.projection import ProjectorConfig
+from lit_dlm.heads.projection import FeatureSettings, ProjectorConfig, num_features
 from lit_dlm.tasks import PromptExample
 from lit_dlm.toy import WordProblems
 

@@ -28,7 +28,7 @@ from lit_dlm.heads.acceptance import AcceptanceConfig, AcceptanceHead, PositionS
 from lit_dlm.losses.acceptance import acceptance_loss, acceptance_weights
 from lit_dlm.modules.state_batch import StateBatch
 from lit_dlm.trajectories.capture import KeptSteps
-from lit_dlm.trajectories.features import only_masked
+from lit_dlm.trajectories.format import only_masked
 from lit_dlm.trajectories.record import StepFeatures, Trajectory
 from lit_dlm.trajectories.store import RunRecord, TrajectoryShardWriter
 

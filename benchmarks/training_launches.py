@@ -18,7 +18,7 @@ from launches import DREAM, Counts, LaunchCounter, meta_backbone
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lit_dlm.backbones.lora_settings import LoRASettings
+from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.decoding import ConfidencePolicy, Decoder
 from lit_dlm.heads.acceptance import AcceptanceConfig
 from lit_dlm.heads.projection import Projector, ProjectorConfig

@@ -46,7 +46,7 @@ import per_step_store
 import torch
 
 from lit_dlm.backbones import HFBackbone
-from lit_dlm.backbones.location import load_tokenizer
+from lit_dlm.backbones.resolution import load_tokenizer
 from lit_dlm.decoding import Decoder, EntropyPolicy, prompt_canvas
 from lit_dlm.toy.word_problems import WordProblems
 from lit_dlm.trajectories import Trajectory

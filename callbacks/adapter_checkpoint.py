@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lit_dlm.callbacks.discrimination import SCORE, DiscriminationScore
 from lit_dlm.modules.finetune import TrainableModule
-from lit_dlm.modules.finite import NonFiniteError
+from lit_dlm.modules.steps import NonFiniteError
 from lit_dlm.ops.options import at_least, of_kind
 from lit_dlm.reports.results import write_json
 

@@ -10,16 +10,15 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lit_dlm.decoding.queue import WorkQueue
-from lit_dlm.decoding.stream import DecodePrompt, decode_stream
+from lit_dlm.decoding.stream import DecodePrompt, WorkQueue, decode_stream
 from lit_dlm.modules.discrimination import DiscriminationObserver, score_curve
 from lit_dlm.modules.finetune import TrainableModule
 from lit_dlm.modules.sharding import whole_weights
-from lit_dlm.ops.noise import sample_seed
 from lit_dlm.ops.options import at_least, of_kind
+from lit_dlm.ops.sampling import sample_seed
 from lit_dlm.reports.plots import plot_steps
 from lit_dlm.reports.results import write_json
-from lit_dlm.vision.prompts import insert_pictures
+from lit_dlm.vision.base import insert_pictures
 
 SCORE = "val/tds"
 """Name under which the score is logged."""

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.optim import Optimizer
 
-from lit_dlm.modules.checkpoint_files import LAST
+from lit_dlm.modules.checkpoint import LAST
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Writes the reward curve of a reinforcement learning run and draws it."""
+"""Curves that are drawn while a run goes on: rewards of TraceRL, calibration of TraceLock."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lit_dlm.modules.tracelock import TraceLockModule
 from lit_dlm.ops.options import of_kind
-from lit_dlm.reports.reward_curve import plot_run, write_points
+from lit_dlm.reports.plots import plot_calibration, plot_run, write_calibration, write_points
 from lit_dlm.rl.module import TraceRLModule
 
 logger = logging.getLogger(__name__)
@@ -89,3 +90,23 @@ def _is_new(name: str, trainer: Trainer, module: TraceRLModule) -> bool:
     if kind == "train":  # of batches that are learnt from
         return facts.get("rollout/items", 1.0) > 0.0
     return kind not in ("rollout", "time") or name in facts or name == "time/train"
+
+
+class CalibrationPlot(Callback):
+    """Keeps ``calibration.json`` and ``calibration.png`` of the last validation.
+
+    Args:
+        folder: where the files go.
+    """
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = Path(folder)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        curve = of_kind(pl_module, TraceLockModule, option="model").calibration_curve
+        if trainer.sanity_checking or not trainer.is_global_zero or curve is None:
+            return
+        values = {name: value.tolist() for name, value in curve.items()}
+        write_calibration(self.folder / "calibration.json", values, step=trainer.global_step)
+        plot_calibration(values, self.folder / "calibration.png")

@@ -1,15 +1,7 @@
 """LightningDataModules: prompts, rollouts, responses, trajectories, generated pre-training text."""
 
-from lit_dlm.datamodules.pretraining import PretrainDataModule
-from lit_dlm.datamodules.prompts import PromptDataModule
-from lit_dlm.datamodules.rollouts import RolloutDataModule
-from lit_dlm.datamodules.supervised import SupervisedDataModule
-from lit_dlm.datamodules.trajectories import TrajectoryDataModule
-
-__all__ = [
-    "PretrainDataModule",
-    "PromptDataModule",
-    "RolloutDataModule",
-    "SupervisedDataModule",
-    "TrajectoryDataModule",
-]
+from lit_dlm.datamodules.pretraining import PretrainDataModule as PretrainDataModule
+from lit_dlm.datamodules.prompts import PromptDataModule as PromptDataModule
+from lit_dlm.datamodules.rollouts import RolloutDataModule as RolloutDataModule
+from lit_dlm.datamodules.supervised import SupervisedDataModule as SupervisedDataModule
+from lit_dlm.datamodules.trajectories import TrajectoryDataModule as TrajectoryDataModule

@@ -9,8 +9,8 @@ from typing import Any
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
-from lit_dlm.datamodules.epoch_plan import ExampleRef
 from lit_dlm.datamodules.resuming import (
+    ExampleRef,
     computed_loader,
     require_same_update,
     set_accumulation,

@@ -15,8 +15,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
 from lit_dlm.backbones import BackboneSpec
-from lit_dlm.datamodules.epoch_plan import ExampleRef
 from lit_dlm.datamodules.resuming import (
+    ExampleRef,
     ResumableDataModule,
     refuse_overfit_batches,
     set_accumulation,

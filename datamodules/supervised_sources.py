@@ -30,8 +30,8 @@ from lit_dlm.trajectories.exchange import ImportSettings, read_tabom
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from lit_dlm.trajectories.store.files import MANIFEST_FILE, uid_order
+from lit_dlm.vision.base import PromptPictures, add_picture_folders, add_pictures, find_pictures
 from lit_dlm.vision.pictures import IMAGE_MARK, Picture
-from lit_dlm.vision.prompts import PromptPictures, add_picture_folders, add_pictures, find_pictures
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
-from lit_dlm.datamodules.epoch_plan import ExampleRef
-from lit_dlm.datamodules.resuming import ResumableDataModule, refuse_overfit_batches
-from lit_dlm.heads.features import feature_groups
+from lit_dlm.datamodules.resuming import ExampleRef, ResumableDataModule, refuse_overfit_batches
+from lit_dlm.heads.projection import feature_groups
 from lit_dlm.modules.state_batch import StateBatch, collate_states, states_at
 from lit_dlm.modules.tracelock import TraceLockModule
 from lit_dlm.ops.options import within
@@ -28,7 +27,7 @@ from lit_dlm.trajectories.format import FeatureFacts
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from lit_dlm.trajectories.store.files import shards_in
-from lit_dlm.vision.prompts import add_picture_folders, find_pictures
+from lit_dlm.vision.base import add_picture_folders, find_pictures
 
 Source = Literal["features", "tokens"]
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from lit_dlm.losses.states import NoisyStates, Responses
-from lit_dlm.ops.noise import uniform_noise
+from lit_dlm.ops.sampling import uniform_noise
 
 
 class SuffixMasking:

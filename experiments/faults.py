@@ -42,8 +42,8 @@ from safetensors.torch import load_file
 import lit_dlm.commands.trainer  # noqa: F401 - once, before the runs are forked
 from lit_dlm import cli
 from lit_dlm.grading import Verdict
+from lit_dlm.reports.plots import read_points
 from lit_dlm.reports.results import ResultFolder
-from lit_dlm.reports.reward_curve import read_points
 from lit_dlm.tasks import PromptExample
 from lit_dlm.toy import PythonFunctions
 from lit_dlm.trajectories.store import TrajectoryShardReader

@@ -31,14 +31,20 @@ from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.datamodules.trajectories import TrajectoryDataModule
 from lit_dlm.decoding import Decoder, EntropyPolicy, prompt_canvas
 from lit_dlm.heads.acceptance import AcceptanceConfig
-from lit_dlm.heads.features import FeatureSettings, acceptance_features, feature_groups
-from lit_dlm.heads.projection import PCAFitter, Projector, ProjectorConfig
+from lit_dlm.heads.projection import (
+    FeatureSettings,
+    PCAFitter,
+    Projector,
+    ProjectorConfig,
+    acceptance_features,
+    feature_groups,
+)
 from lit_dlm.heads.scorer import ScorerSettings
-from lit_dlm.modules.projector import state_snapshots, trace_states
+from lit_dlm.modules.state_batch import state_snapshots, trace_states
 from lit_dlm.modules.tracelock import MONITOR, TraceLockModule
 from lit_dlm.toy import WordProblems
 from lit_dlm.trajectories.capture import FeatureCapture, KeptSteps, TrajectoryCapture
-from lit_dlm.trajectories.features import only_masked
+from lit_dlm.trajectories.format import only_masked
 from lit_dlm.trajectories.record import StepFeatures, Trajectory
 from lit_dlm.trajectories.store import RunRecord, TrajectoryShardWriter
 

@@ -19,7 +19,7 @@ from lit_dlm.decoding.caches import DualCache, NoCache
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.decoding.state import DecodeResult, DecodeState, StepRecord
 from lit_dlm.generation import Generations, generate
-from lit_dlm.ops.noise import sample_seed
+from lit_dlm.ops.sampling import sample_seed
 from lit_dlm.reports.order import left_to_rightness, text_positions
 from lit_dlm.reports.pieces import TokenPieces
 from lit_dlm.tasks.base import Task

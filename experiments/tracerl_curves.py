@@ -29,9 +29,8 @@ import torch
 from chain import EXP, call, problems, seed_flags
 from matplotlib.figure import Figure
 
-from lit_dlm.reports.plots import COLOURS, save_figure, tidy_axes
+from lit_dlm.reports.plots import COLOURS, read_points, save_figure, tidy_axes
 from lit_dlm.reports.results import write_atomically
-from lit_dlm.reports.reward_curve import read_points
 
 METHODS = {
     "trace": "TraceRL",

@@ -24,10 +24,10 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_dlm.backbones import HFBackbone
 from lit_dlm.decoding import ConfidencePolicy, Decoder
-from lit_dlm.decoding.buckets import length_buckets
+from lit_dlm.decoding.stream import length_buckets
 from lit_dlm.generation import generate
 from lit_dlm.likelihood import log_likelihood_bound
-from lit_dlm.ops.noise import sample_seed
+from lit_dlm.ops.sampling import sample_seed
 from lit_dlm.reports.results import drop_torn_line
 
 logger = logging.getLogger(__name__)

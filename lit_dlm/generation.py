@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lit_dlm.backbones import Backbone, load_backbone, load_tokenizer
 from lit_dlm.decoding import ConfidencePolicy, Decoder, Observer
-from lit_dlm.decoding.buckets import length_buckets
-from lit_dlm.decoding.queue import WorkQueue
-from lit_dlm.decoding.stream import DecodePrompt, Detokenizer, decode_stream
-from lit_dlm.ops.noise import sample_seed
+from lit_dlm.decoding.stream import (
+    DecodePrompt,
+    Detokenizer,
+    WorkQueue,
+    decode_stream,
+    length_buckets,
+)
+from lit_dlm.ops.sampling import sample_seed
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
 

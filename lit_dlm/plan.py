@@ -19,9 +19,8 @@ import torch
 
 from lit_dlm.backbones.architecture import Architecture
 from lit_dlm.backbones.decoder import torch_dtype
-from lit_dlm.backbones.location import locate
-from lit_dlm.backbones.lora_settings import LoRASettings, read_adapter_settings
-from lit_dlm.backbones.resolution import FromAR, resolve
+from lit_dlm.backbones.lora import LoRASettings, read_adapter_settings
+from lit_dlm.backbones.resolution import FromAR, locate, resolve
 from lit_dlm.decoding.caches import PROMPT_TOKENS
 from lit_dlm.modules.supervised_batch import row_tokens
 from lit_dlm.ops.fused_head import CHUNK_ELEMENTS

@@ -17,14 +17,8 @@ MASK, PAD, EOS = 0, 1, 2
 
 
 def fake_spec(**changes: object) -> BackboneSpec:
-    values: dict[str, object] = {
-        "family": "fake",
-        "mask_id": MASK,
-        "pad_id": PAD,
-        "eos_ids": (EOS,),
-        "forbidden_ids": (MASK, PAD),
-    }
-    return BackboneSpec(**{**values, **changes})  # type: ignore[arg-type]
+    ids = {"mask_id": MASK, "pad_id": PAD, "eos_ids": (EOS,), "forbidden_ids": (MASK, PAD)}
+    return BackboneSpec(**{"family": "fake", **ids, **changes})  # type: ignore[arg-type]
 
 
 class TableBackbone:
@@ -65,13 +59,8 @@ class TableBackbone:
         logits[..., [MASK, PAD]] = -torch.inf
         hidden = None
         if hidden_layers:
-            hidden = torch.stack(
-                [
-                    ids.float()[..., None].expand(-1, -1, 4) * (layer + 10)
-                    for layer in hidden_layers
-                ],
-                dim=2,
-            )
+            row = ids.float()[..., None].expand(-1, -1, 4)
+            hidden = torch.stack([row * (layer + 10) for layer in hidden_layers], dim=2)
         return Denoised(logits=logits, columns=columns, hidden=hidden)
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Str
 from torch import Tensor, nn
 
 from lit_dlm.backbones import Architecture, HFBackbone
-from lit_dlm.backbones.lora_settings import LoRASettings
+from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.datamodules.supervised import SupervisedDataModule
 from lit_dlm.losses.states import NoisyStates
 from lit_dlm.modules.finetune import FinetuneModule
@@ -22,28 +22,30 @@ VOCAB, G = 24, 8
 MASK, PAD, EOS = 2, 0, 1
 
 
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_layers": 2,
+    "num_heads": 2, "initializer_range": 0.3, "mask_id": MASK, "pad_id": PAD, "eos_ids": (EOS,),
+}  # fmt: skip
+
+
 def small(
-    *, lora: bool = True, dropout: float = 0.0, dtype: Any = "float32", **changes: object
+    *,
+    lora: bool = True,
+    dropout: float = 0.0,
+    dtype: Any = "float32",
+    is_double: bool = False,
+    **changes: Any,
 ) -> HFBackbone:
     """Two layers; the adapter is not the identity, so that nothing hides behind zeros."""
     torch.manual_seed(0)
-    values: dict[str, object] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_layers": 2,
-        "num_heads": 2,
-        "initializer_range": 0.3,
-        "mask_id": MASK,
-        "pad_id": PAD,
-        "eos_ids": (EOS,),
-    }
     model = HFBackbone(
-        architecture=Architecture(**{**values, **changes}),  # type: ignore[arg-type]
+        architecture=Architecture(**{**SIZES, **changes}),
         dtype=dtype,
         trainable=not lora,
         lora=LoRASettings(rank=2, alpha=4.0, dropout=dropout, targets="all") if lora else None,
     )
+    if is_double:
+        model.double()
     for name, value in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(value, std=0.2)
@@ -114,18 +116,10 @@ class Watch(Callback):
 
 def quiet(folder: Path, **options: Any) -> Trainer:
     """A trainer on one CPU process that says and saves nothing."""
-    settings: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        "use_distributed_sampler": False,
-        "num_sanity_val_steps": 0,
-        "default_root_dir": folder,
-    }
-    return Trainer(**{**settings, **options})
+    no = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+    settings: dict[str, Any] = dict.fromkeys((*no, "use_distributed_sampler"), False)
+    settings |= {"accelerator": "cpu", "devices": 1, "num_sanity_val_steps": 0}
+    return Trainer(default_root_dir=folder, **{**settings, **options})
 
 
 def run(

@@ -1,7 +1,5 @@
 """A commit policy as somebody outside of the package would write it."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

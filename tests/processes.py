@@ -12,11 +12,37 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the hostile set runs under interpreters without torch
     from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[1]
+FORKS = multiprocessing.get_context("forkserver")
+"""Forks of a process that has imported everything and has no threads, so that none can hang."""
+FORKS.set_forkserver_preload(["lit_dlm.commands.trainer", "tests.e2e.runs"])
+
+
+def fork(folder: Path, function: Callable[..., Any], *args: object) -> BaseProcess:
+    """Starts a function in a process group of its own; what it writes: ``out`` and ``err``."""
+    folder.mkdir(exist_ok=True)
+    process = FORKS.Process(target=_forked, args=(folder, function, args))
+    with contextlib.chdir(ROOT):
+        process.start()
+    return process
+
+
+def _forked(folder: Path, function: Callable[..., Any], args: tuple[object, ...]) -> None:
+    import torch
+
+    os.setsid()
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / name, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
+    torch.set_num_threads(1)
+    os.environ |= {"OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())}
+    function(*args)
 
 
 def in_two_processes(

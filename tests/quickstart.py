@@ -1,7 +1,5 @@
 """What the quickstart gave when the documents were written, and how its page shows it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -18,19 +16,12 @@ def kept_summaries() -> list[MethodSummary]:
 
 def table() -> str:
     """That of the page: a row a method, accuracy with its interval and steps of every task."""
-    found = {(one.task, one.method): one for one in kept_summaries()}
-    tasks = list(dict.fromkeys(task for task, _ in found))
-    methods = list(dict.fromkeys(method for _, method in found))
-    lines = [f"| method | {' | '.join(f'{task} | steps' for task in tasks)} |"]
-    lines.append("|---|" + "---:|---:|" * len(tasks))
-    for method in methods:
-        cells = []
-        for task in tasks:
-            one = found[task, method]
-            assert one.accuracy is not None
-            assert one.interval is not None
-            low, high = one.interval
-            cells.append(f"{100 * one.accuracy:.1f} % [{100 * low:.0f}, {100 * high:.0f}]")
-            cells.append(f"{one.nfe:.1f}")
-        lines.append(f"| {method} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    tasks = list(dict.fromkeys(one.task for one in kept_summaries()))
+    rows: dict[str, list[str]] = {}
+    for one in kept_summaries():
+        low, high = one.interval
+        told = f"{100 * one.accuracy:.1f} % [{100 * low:.0f}, {100 * high:.0f}] | {one.nfe:.1f}"
+        rows.setdefault(one.method, []).append(told)
+    head = [f"| method | {' | '.join(f'{task} | steps' for task in tasks)} |"]
+    head.append("|---|" + "---:|---:|" * len(tasks))
+    return "\n".join(head + [f"| {name} | {' | '.join(told)} |" for name, told in rows.items()])

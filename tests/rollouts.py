@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor, nn
+from torch import Tensor
 
-from lit_dlm.backbones import Architecture, HFBackbone
-from lit_dlm.backbones.lora_settings import LoRASettings
+from lit_dlm.backbones import HFBackbone
 from lit_dlm.datamodules.rollouts import RolloutDataModule
 from lit_dlm.decoding import (
     BlockWindow,
@@ -35,47 +34,21 @@ from lit_dlm.rl.step import MicroBatch, fill_advantages, fill_old_scores, shard_
 from lit_dlm.toy.word_problems import WordProblems
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
-
-VOCAB, G = 24, 8
-MASK, PAD, EOS = 2, 0, 1
+from tests.finetuning import EOS, MASK, PAD, VOCAB, G, quiet, small  # noqa: F401 - for others
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llada": {},
     "dream": {"shift": 1},
     "block from the sequence": {"attention": "block", "block_size": 3},
     "shifted block": {"attention": "block", "block_size": 3, "shift": 1},
-    "block from the response": {
-        "attention": "block",
-        "block_size": 3,
-        "block_origin": "response",
-    },
+    "block from the response": {"attention": "block", "block_size": 3, "block_origin": "response"},
 }
 """Architecture settings of every kind of attention and alignment."""
 
 
 def policy(*, lora: bool = True, **changes: Any) -> HFBackbone:
     """Two layers in float64; adapters are not the identity, so nothing hides behind zeros."""
-    torch.manual_seed(0)
-    values: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_layers": 2,
-        "num_heads": 2,
-        "initializer_range": 0.4,
-        "mask_id": MASK,
-        "pad_id": PAD,
-        "eos_ids": (EOS,),
-    }
-    model = HFBackbone(
-        architecture=Architecture(**{**values, **changes}),
-        trainable=not lora,
-        lora=LoRASettings(rank=2, alpha=4.0, targets="all") if lora else None,
-    ).double()
-    for name, value in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(value, std=0.2)
-    return model
+    return small(lora=lora, is_double=True, **{"initializer_range": 0.4, **changes})
 
 
 def decoder(
@@ -131,14 +104,8 @@ def decoded(
     )
     decoder(backbone, per_step=per_step, cache=cache)(backbone, canvas, [capture, sampled])
     metas = [
-        {
-            "rl_step": step,
-            "prompt": row // 2,
-            "response": row % 2,
-            "reward": float(row % 2),
-            "correct": row % 2 > 0,
-            "kept": True,
-        }
+        {"rl_step": step, "prompt": row // 2, "response": row % 2}
+        | {"reward": float(row % 2), "correct": row % 2 > 0, "kept": True}
         for row in range(count // 2 * 2)
     ]
     records = capture.trajectories([f"r{step}.{row}" for row in range(len(metas))], metas)
@@ -263,23 +230,8 @@ def fit(
     **options: Any,
 ) -> Trainer:
     """Trains for some RL steps."""
-    settings: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "num_sanity_val_steps": 0,
-        "gradient_clip_val": 1.0,
-        "enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in callbacks),
-        **options,
-    }
-    trainer = Trainer(
-        max_epochs=steps,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        default_root_dir=folder,
-        callbacks=list(callbacks),
-        **settings,
-    )
+    saves = any(isinstance(one, ModelCheckpoint) for one in callbacks)
+    settings = {"gradient_clip_val": 1.0, "enable_checkpointing": saves, **options}
+    trainer = quiet(folder, max_epochs=steps, callbacks=list(callbacks), **settings)
     trainer.fit(rl, data, ckpt_path=resume, weights_only=True if resume else None)
     return trainer

@@ -1,8 +1,7 @@
 """Files that name others, and what the command line makes of them."""
 
-from __future__ import annotations
-
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,8 @@ PARTS = {
     ),
 }
 
+HALF = {"class_path": "ThresholdPolicy", "init_args": {"threshold": 0.5}}
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -36,8 +37,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_file_starts_from_those_it_names_and_values_may_be_files(folder: Path):
     plain = {"policy": "ThresholdPolicy", "quota": "NoQuota"}
-    policy = {"class_path": "ThresholdPolicy", "init_args": {"threshold": 0.5}}
-    decoders = {"x": plain, "y": {"policy": policy, "quota": "NoQuota"}}
+    decoders = {"x": plain, "y": {"policy": HALF, "quota": "NoQuota"}}
     assert load(str(folder / "exp" / "two")) == {
         "run_dir": "b",
         "model": {"init_args": {"lr": 1, "layers": [3, 4], "decoders": decoders}},
@@ -82,9 +82,8 @@ def test_packaged_files_are_found_from_any_folder_behind_own_ones(tmp_path, monk
     (tmp_path / "exp" / "benchmark_tiny.yaml").write_text("run_dir: own\n")
     assert find("exp/benchmark_tiny") == tmp_path / "exp" / "benchmark_tiny.yaml"
     told = f"got none in {tmp_path} and {FOLDER}; did you mean 'exp/tracelock_tiny'"
-    with pytest.raises(ValueError, match=r"'exp/tracelok_tiny'") as error:
+    with pytest.raises(ValueError, match=rf"'exp/tracelok_tiny'.*{re.escape(told)}"):
         find("exp/tracelok_tiny")
-    assert told in str(error.value)
 
 
 def arguments(*given: str) -> tuple[dict, list[str]]:
@@ -95,7 +94,7 @@ def arguments(*given: str) -> tuple[dict, list[str]]:
     return json.loads(made[1].removeprefix("--config=")), made[2:]
 
 
-def test_a_second_file_adds_a_decoder_and_flags_reach_both(folder: Path):
+def test_a_second_file_adds_a_decoder_and_flags_reach_both_and_named_regions(folder: Path):
     more = folder / "more.yaml"
     more.write_text("model: {init_args: {decoders: {z: {policy: EntropyPolicy}}}}\n")
     document, rest = arguments(
@@ -103,21 +102,11 @@ def test_a_second_file_adds_a_decoder_and_flags_reach_both(folder: Path):
         "--model.init_args.decoders.x.init_args.policy.init_args.threshold=5e-1",
         *("--model.decoders.z.policy", "MarginPolicy"),
     )
-    assert document["model"]["init_args"]["decoders"] == {
-        "x": {
-            "policy": {"class_path": "ThresholdPolicy", "init_args": {"threshold": 0.5}},
-            "quota": "NoQuota",
-        },
-        "z": {"policy": "MarginPolicy"},
-    }
+    decoders = {"x": {"policy": HALF, "quota": "NoQuota"}, "z": {"policy": "MarginPolicy"}}
+    assert document["model"]["init_args"]["decoders"] == decoders
     assert rest == ["--seed", "3"]
-
-
-def test_a_flag_reaches_a_named_region(tmp_path: Path):
-    document, rest = arguments(
-        *("--config", "exp/lockstep_tiny"),
-        "--model.init_args.decoders.jacobi-border-8.init_args.layout.init_args.regions.R.tau=0.25",
-    )
+    region = "--model.init_args.decoders.jacobi-border-8.init_args.layout.init_args.regions.R"
+    document, rest = arguments("--config", "exp/lockstep_tiny", f"{region}.tau=0.25")
     layout = document["model"]["init_args"]["decoders"]["jacobi-border-8"]["layout"]
     assert layout["init_args"]["regions"]["R"] == {"length": 8, "tau": 0.25, "max_fill_frac": 1.0}
     assert rest == []
@@ -128,9 +117,8 @@ def test_values_of_flags_may_name_packaged_files(tmp_path, monkeypatch):
     flag, value = with_files(["--model.backbone", "backbone/tiny.yaml"])
     assert flag == "--model.backbone"
     assert json.loads(value) == {"class_path": "HFBackbone", "init_args": {"path": "tiny"}}
-    assert with_files(["--file", "other.yaml", "--flag", "-1"]) == [
-        *("--file", "other.yaml", "--flag", "-1")
-    ]
+    others = ["--file", "other.yaml", "--flag", "-1"]
+    assert with_files(others) == others
 
 
 def test_recipes_list_every_experiment_and_show_one(capsys: pytest.CaptureFixture[str]):

@@ -1,17 +1,13 @@
 """Trainer, backbone and decode files parse; tests/e2e/test_experiments.py runs the experiments."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import yaml
 
 import cli
+from lit_dlm.config_files import packaged
 
-ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.slow  # every case builds the whole command line
-TRAINERS = sorted((ROOT / "configs" / "trainer").glob("*.yaml"))
+BENCHMARK = ("predict", "--config=exp/benchmark_tiny")
 
 
 def _print_config(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -22,18 +18,15 @@ def _print_config(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return output.out
 
 
-@pytest.mark.parametrize("path", TRAINERS, ids=lambda path: path.stem)
-def test_trainer_parses_on_top_of_an_experiment(path: Path, capsys):
-    base = ROOT / "configs" / "exp" / "benchmark_tiny.yaml"
-    text = _print_config(capsys, "predict", "--config", str(base), "--config", str(path))
-    assert "accelerator:" in text
+@pytest.mark.parametrize("name", packaged("trainer"))
+def test_trainer_parses_on_top_of_an_experiment(name: str, capsys):
+    assert "accelerator:" in _print_config(capsys, *BENCHMARK, f"--config={name}")
 
 
-def test_every_backbone_and_decode_file_is_valid_on_its_own(capsys):
-    base = str(ROOT / "configs" / "exp" / "benchmark_tiny.yaml")
-    for path in sorted((ROOT / "configs" / "backbone").glob("*.yaml")):
-        flag = f"--model.init_args.backbone={path}"
-        assert "HFBackbone" in _print_config(capsys, "predict", "--config", base, flag)
+def test_every_backbone_is_valid_on_its_own(capsys):
+    for name in packaged("backbone"):
+        text = _print_config(capsys, *BENCHMARK, f"--model.init_args.backbone={name}.yaml")
+        assert "HFBackbone" in text
 
 
 RELEASED = {
@@ -72,8 +65,7 @@ def test_what_departs_from_a_release_takes_its_values(overlay: str, name: str, c
 
 
 def test_run_dir_reaches_everything_that_refers_to_it(capsys):
-    base = str(ROOT / "configs" / "exp" / "benchmark_tiny.yaml")
-    text = _print_config(capsys, "predict", "--config", base, "--run_dir", "elsewhere")
+    text = _print_config(capsys, *BENCHMARK, "--run_dir", "elsewhere")
     assert "run_dir: elsewhere" in text
     assert "path: elsewhere/policy" in text
     assert "runs/" not in text

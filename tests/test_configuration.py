@@ -14,28 +14,14 @@ from lit_dlm.datamodules.supervised_sources import SupervisedSource
 from lit_dlm.decoding import CommitPolicy
 
 
-def _error(configure, arguments: list[str]) -> str:
-    """The explained text of a real parser error."""
-    parser = ArgumentParser(exit_on_error=False)
-    configure(parser)
-    with pytest.raises(Exception) as caught:  # noqa: PT011  (argparse's own error type)
-        parser.parse_args(arguments)
-    return explain(str(caught.value), parser)
-
-
-class Picks:
-    """Has no method of a commit policy."""
+class Picks: ...
 
 
 class Selects:
-    """Has the method of a commit policy with other arguments."""
-
-    def select(self, state):
-        return state
+    def select(self, state): ...
 
 
-class Unfinished(CommitPolicy):
-    """Derives from the base and stops there."""
+class Unfinished(CommitPolicy): ...
 
 
 @pytest.mark.parametrize("form", ["{}", '{{"class_path": "{}"}}'])
@@ -53,9 +39,11 @@ class Unfinished(CommitPolicy):
     ],
 )
 def test_what_a_class_lacks_is_named(name: str, told: str, kind: Any, form: str):
-    value = form.format(f"{__name__}.{name}")
-    text = _error(lambda p: p.add_argument("--policy", type=kind), [f"--policy={value}"])
-    assert text == f"policy: {told}"
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--policy", type=kind)
+    with pytest.raises(Exception) as caught:  # noqa: PT011  (argparse's own error type)
+        parser.parse_args([f"--policy={form.format(f'{__name__}.{name}')}"])
+    assert explain(str(caught.value), parser) == f"policy: {told}"
 
 
 RECORDED = (
@@ -71,23 +59,19 @@ def parsed(parser: Parser, folder: Path, document: str, *flags: str) -> Namespac
     return parser.parse_args([f"--config={folder / 'first.yaml'}", *flags])
 
 
-@pytest.mark.parametrize("again", ["TABOMFile", "RecordedDecodes"])
-def test_a_list_given_again_replaces_the_one_of_the_file(tmp_path: Path, again: str) -> None:
+@pytest.mark.parametrize(("again", "key"), [("TABOMFile", "path"), ("RecordedDecodes", "shards")])
+def test_a_list_given_again_replaces_the_one_of_the_file(tmp_path: Path, again: str, key: str):
     """Filter and methods were of the former; TABOMFile takes wrong rows by default."""
     parser = Parser(parser_mode="omegaconf+")
     parser.add_argument("--sources", type=list[SupervisedSource])
-    key = {"TABOMFile": "path", "RecordedDecodes": "shards"}[again]
     flag = f"--sources=[{{class_path: {again}, init_args: {{{key}: b}}}}]"
     (source,) = parsed(parser, tmp_path, f"sources: {RECORDED}", flag).sources
     settings = source.init_args.as_dict()
-    assert settings[key] == "b"
+    assert (settings[key], settings["methods"]) == ("b", None)
     assert settings["only_correct"] is (again == "RecordedDecodes")
-    assert settings["methods"] is None
 
 
-def test_a_class_with_settings_starts_anew_and_a_bare_name_keeps_what_both_have(
-    tmp_path: Path,
-) -> None:
+def test_a_class_with_settings_starts_anew_and_a_bare_name_keeps_what_both_have(tmp_path: Path):
     first = "optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 0.5, weight_decay: 0.25}}"
     for flag, rate, decay in (
         ("{class_path: torch.optim.SGD, init_args: {lr: 0.1}}", 0.1, 0.0),
@@ -100,26 +84,23 @@ def test_a_class_with_settings_starts_anew_and_a_bare_name_keeps_what_both_have(
         assert "betas" not in settings
 
 
-def model_of(folder: Path, *flags: str) -> Namespace:
-    """A model with an adapter of rank 3, and more flags."""
+def backbone_of(folder: Path, *flags: str) -> Namespace:
+    """That of a model with an adapter of rank 3, and more flags."""
     parser = Parser(parser_mode="omegaconf+")
     parser.add_subclass_arguments(LightningModule, "model")
     lora = "{rank: 3, targets: all}"
     backbone = f"{{class_path: HFBackbone, init_args: {{path: tiny, lora: {lora}}}}}"
     first = f"{{class_path: TABOMModule, init_args: {{backbone: {backbone}, tokenizer: tiny}}}}"
-    return parsed(parser, folder, f"model: {first}", *flags).model
+    model = parsed(parser, folder, f"model: {first}", *flags).model
+    return model.init_args.backbone.init_args
 
 
 def test_a_flag_inside_a_class_may_be_null_or_hold_it(tmp_path: Path) -> None:
     """jsonargparse hands values of nested classes on as the text of Python objects."""
-    backbone = model_of(
-        tmp_path, "--model.backbone.init_args.lora", "null"
-    ).init_args.backbone.init_args
-    assert backbone.lora is None
-    backbone = model_of(tmp_path, "--model.backbone.adapter=null").init_args.backbone.init_args
-    assert backbone.adapter is None
-    backbone = model_of(tmp_path, "--model.backbone.init_args.lora={rank: 2, layers: null}")
-    lora = backbone.init_args.backbone.init_args.lora
+    assert backbone_of(tmp_path, "--model.backbone.init_args.lora", "null").lora is None
+    assert backbone_of(tmp_path, "--model.backbone.adapter=null").adapter is None
+    flag = "--model.backbone.init_args.lora={rank: 2, layers: null}"
+    lora = backbone_of(tmp_path, flag).lora
     assert (lora.rank, lora.layers) == (2, None)
 
 

@@ -13,13 +13,7 @@ from lit_dlm.backbones import Architecture, HFBackbone
 from lit_dlm.backbones.attention import sequences_from
 from lit_dlm.backbones.base import Span
 from lit_dlm.backbones.cached import CachedCanvas
-from lit_dlm.decoding import (
-    BlockCache,
-    BlockWindow,
-    ConfidencePolicy,
-    Decoder,
-    decode_prompts,
-)
+from lit_dlm.decoding import BlockCache, BlockWindow, ConfidencePolicy, Decoder, decode_prompts
 from tests.backbones.reference import slow_varlen_attn
 from tests.cuda_rules import autocast_lists, cuda_rules
 
@@ -87,19 +81,12 @@ def _inputs(dtype: torch.dtype = BF16, width: int = 8) -> list[Tensor]:
 
 
 def test_the_flash_kernel_computes_each_sequence():
-    query, key, value = _inputs()
+    query, *others = _inputs()
     with cuda_rules(), torch.autocast("cpu", BF16):
-        found = _attended(query, key, value)
-    numbers = (torch.tensor(values).int() for values in ([0, 2, 3], [0, 4, 6]))
-    expected = slow_varlen_attn(
-        query.float(),
-        *(tensor.float().repeat_interleave(2, dim=1) for tensor in (key, value)),
-        *numbers,
-        2,
-        3,
-        scale=8**-0.5,
-        seqused_k=torch.tensor([3, 2]).int(),
-    )
+        found = _attended(query, *others)
+    wide = [query.float(), *(one.float().repeat_interleave(2, dim=1) for one in others)]
+    starts, ends, used = (torch.tensor(n).int() for n in ([0, 2, 3], [0, 4, 6], [3, 2]))
+    expected = slow_varlen_attn(*wide, starts, ends, 2, 3, scale=8**-0.5, seqused_k=used)
     torch.testing.assert_close(found.float(), expected, atol=0.01, rtol=0.01)
 
 
@@ -146,19 +133,14 @@ def _block_model(dtype: Any, route: Any = "auto") -> HFBackbone:
 @torch.no_grad()
 def test_windows_under_autocast_equal_those_of_the_other_route(dtype: str):
     """Rows of different lengths; rotation leaves the queries of float32 weights in float32."""
-    ids = torch.arange(4, 20).view(2, 8)
+    ids, columns = torch.arange(4, 20).view(2, 8), torch.arange(8).expand(2, -1)
 
     def run(route: str) -> Tensor:
-        canvas = CachedCanvas(
-            _block_model(dtype, route),
-            num_rows=2,
-            length=8,
-            pad_mask=None,
-            positions=torch.arange(8).expand(2, -1),
-        )
+        model = _block_model(dtype, route)
+        canvas = CachedCanvas(model, num_rows=2, length=8, pad_mask=None, positions=columns)
         canvas.forward(ids, [Span(0, 8, 8)] * 2)
         canvas.forward(ids, [Span(2, 6, 8), Span(3, 5, 6)])
-        return canvas.read(torch.arange(8).expand(2, -1)).logits[..., 4:]
+        return canvas.read(columns).logits[..., 4:]
 
     with cuda_rules(), torch.autocast("cpu", BF16):
         found, expected = run("auto").float(), run("sdpa").float()
@@ -172,11 +154,8 @@ def test_weights_in_half_precision_decode_without_autocast(dtype: str, expected:
     backbone.model.lm_head.register_forward_pre_hook(
         lambda *_: seen.add(torch.is_autocast_enabled("cpu"))
     )
-    decoder = Decoder(
-        policy=ConfidencePolicy(),
-        window=BlockWindow(4, origin="sequence"),
-        cache=BlockCache(),
-    )
+    window = BlockWindow(4, origin="sequence")
+    decoder = Decoder(policy=ConfidencePolicy(), window=window, cache=BlockCache())
     with cuda_rules(), torch.autocast("cpu", BF16):
         decode_prompts(backbone, decoder, [[4, 5, 6]], response_length=12, seeds=[0])
         assert torch.is_autocast_enabled("cpu")
@@ -187,9 +166,10 @@ def test_scored_rows_keep_half_precision_under_autocast():
     """Then the head multiplies by tensor cores, and the stand-in of their product is exact."""
     backbone = _block_model("bfloat16").requires_grad_(True)
     ids = torch.arange(4, 12)[None]
-    plain = backbone.score_tokens(ids, ids, torch.ones_like(ids, dtype=torch.bool))
+    every = torch.ones_like(ids, dtype=torch.bool)
+    plain = backbone.score_tokens(ids, ids, every)
     with cuda_rules(), torch.autocast("cpu", BF16):
-        stats, rows = backbone.score_with_rows(ids, ids, torch.ones_like(ids, dtype=torch.bool))
+        stats, rows = backbone.score_with_rows(ids, ids, every)
         stats.ce.sum().backward()
     assert rows.dtype == BF16
     torch.testing.assert_close(stats.ce, plain.ce)

@@ -1,7 +1,5 @@
 """What the documents say of the code is so."""
 
-from __future__ import annotations
-
 import ast
 import re
 import tomllib
@@ -65,12 +63,8 @@ def test_the_classes_shown_in_the_architecture_work():
     found: dict[str, type] = {}
     for code in re.findall(r"```python\n(.*?)```", ARCHITECTURE, re.DOTALL):
         exec(compile(code, "architecture.md", "exec"), found)
-    done = lit_dlm.generate(
-        "tiny",
-        ["Tom has 34 pens, finds 7, loses 5. How many pens?"],
-        decode=Decoder(policy=found["EveryOther"](), quota=NoQuota()),
-        response_length=32,
-    )
+    decoder = Decoder(policy=found["EveryOther"](), quota=NoQuota())
+    done = lit_dlm.generate("tiny", ["Hi"], decode=decoder, response_length=32)
     assert done.num_steps == [6]  # 32, 16, 8, 4, 2, 1 masks
     advantages = as_advantage(found["BestOnly"]()).compute(torch.tensor([1.0, 0.0, 1.0]))
     assert advantages.tolist() == [1.0, 0.0, 1.0]
@@ -82,24 +76,17 @@ def test_identifiers_of_the_glossary_are_those_of_the_code():
     ours = [name for row in rows for name in re.findall(r"`(\w+)`", row[0])]
     ours += [name for row in rows for name in re.findall(r"`([A-Z]\w+)`", row[1])]
     assert len(ours) > 10
-    source = "".join(
-        path.read_text()
-        for folder in ("lit_dlm", "datamodules", "callbacks")
-        for path in (ROOT / folder).rglob("*.py")
-    )
-    words = set(re.findall(r"\w+", source))
+    folders = ("lit_dlm", "datamodules", "callbacks")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    words = set(re.findall(r"\w+", "".join(path.read_text() for path in files)))
     assert not [name for name in ours if name not in words]
 
 
 def test_hashes_are_those_of_the_pinned_versions():
     """PyTorch has a hash for each of its builds; `make hashes` writes the file anew."""
     pinned, hashed = (
-        {
-            line.split()[0].lower().replace("_", "-")
-            for line in (ROOT / name).read_text().splitlines()
-            if "==" in line
-        }
-        for name in ("constraints.txt", "constraints-hashed.txt")
+        {name.lower().replace("_", "-") for name in re.findall(r"^\S+==\S+", text, re.MULTILINE)}
+        for text in ((ROOT / f"constraints{end}.txt").read_text() for end in ("", "-hashed"))
     )
     assert {pin for pin in pinned if not pin.startswith("torch==")} == hashed
 

@@ -4,8 +4,6 @@ About half an hour of one core. What ``DOCS_RUN`` (``runs/docs_check``) holds is
 Other processors or versions round differently, so accuracies may differ by two problems.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

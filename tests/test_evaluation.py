@@ -168,7 +168,7 @@ def test_choices_are_scored_by_the_bound(lm_eval: Any, tiny: Any, tmp_path: Path
         bounds = [float(resp[0][0]) for resp in sample["resps"]]
         assert sample["acc"] == float(bounds.index(max(bounds)) == 1)
         whole = tokenizer(context + target, add_special_tokens=False)["input_ids"]
-        from lit_dlm.ops.noise import sample_seed
+        from lit_dlm.ops.sampling import sample_seed
 
         seed = sample_seed(0, json.dumps(ids))
         assert bounds[1] == log_likelihood_bound(

@@ -1,7 +1,5 @@
 """The files of examples/ work as their docstrings say, from the folder that they lie in."""
 
-from __future__ import annotations
-
 import ast
 import csv
 import json
@@ -24,7 +22,6 @@ from tests.e2e.runs import write_jsonl
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "examples"
-EXP = ROOT / "configs" / "exp"
 QUIET = ("--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false")
 
 
@@ -43,22 +40,23 @@ def shown(name: str) -> str:
     return textwrap.dedent("\n".join(lines))
 
 
-def config(tmp_path: Path, content: object) -> str:
+def config(tmp_path: Path, name: str, **more: object) -> str:
+    """A file of these lines and others."""
     path = tmp_path / "example.yaml"
-    path.write_text(yaml.safe_dump(content))
+    path.write_text(yaml.safe_dump({**more, **yaml.safe_load(shown(name))}))
     return str(path)
 
 
 def test_the_policy_decodes(tmp_path: Path, capsys):
     """Where nothing is ever sure, the loop commits the leftmost cell, one a step."""
 
-    def decoded(*options: str) -> str:
+    def decoded(*options: str, length: int = 8) -> str:
         prompt = "Tom has 34 pens, finds 7, loses 5. How many pens?"
-        cli.main(["generate", prompt, "--response_length", "32", *options])
+        cli.main(["generate", prompt, f"--response_length={length}", *options])
         return capsys.readouterr().out
 
-    file = config(tmp_path, yaml.safe_load(shown("commit_policy")))
-    assert "#### " in decoded("--config", file)
+    file = config(tmp_path, "commit_policy")
+    assert "#### " in decoded("--config", file, length=32)
     never_sure = decoded("--config", file, "--policy.init_args.threshold=2")
     assert never_sure == decoded("--policy=SequentialPolicy")
 
@@ -66,22 +64,17 @@ def test_the_policy_decodes(tmp_path: Path, capsys):
 @pytest.mark.slow
 def test_the_task_is_decoded_and_graded(tmp_path: Path):
     run_dir = tmp_path / "run"
-    content = {
-        "trainer": {
-            "logger": False,
-            "callbacks": [{"class_path": "DecodeWriter", "init_args": {"run_dir": str(run_dir)}}],
-        },
-        "model": {
-            "class_path": "DecodeModule",
-            "init_args": {
-                "backbone": {"class_path": "HFBackbone", "init_args": {"path": "tiny"}},
-                "tokenizer": "tiny",
-                "decoders": {"confidence": {"policy": "ConfidencePolicy"}},
-            },
-        },
-        **yaml.safe_load(shown("task")),
-    }
-    cli.main(["predict", "--config", config(tmp_path, content), f"--run_dir={run_dir}", *QUIET])
+    writer = {"class_path": "DecodeWriter", "init_args": {"run_dir": str(run_dir)}}
+    backbone = {"class_path": "HFBackbone", "init_args": {"path": "tiny"}}
+    options = {"backbone": backbone, "tokenizer": "tiny"}
+    options["decoders"] = {"threshold": {"policy": "ThresholdPolicy", "quota": "NoQuota"}}
+    file = config(
+        tmp_path,
+        "task",
+        trainer={"logger": False, "callbacks": [writer]},
+        model={"class_path": "DecodeModule", "init_args": options},
+    )
+    cli.main(["predict", "--config", file, f"--run_dir={run_dir}", *QUIET])
     (summary,) = json.loads((run_dir / "summary.json").read_text())
     assert (summary["task"], summary["n"]) == ("totals", 4)
     assert summary["accuracy"] is not None
@@ -89,13 +82,8 @@ def test_the_task_is_decoded_and_graded(tmp_path: Path):
 
 @pytest.mark.slow
 def test_the_training_method_trains(tmp_path: Path):
-    file = config(tmp_path, yaml.safe_load(shown("training_method")))
-    cli.main(
-        [
-            *("fit", "--config", str(EXP / "sft_gt_tiny.yaml"), "--config", file),
-            *(f"--run_dir={tmp_path}", "--trainer.max_steps=2", *QUIET),
-        ]
-    )
+    files = ("--config=exp/sft_gt_tiny", f"--config={config(tmp_path, 'training_method')}")
+    cli.main(["fit", *files, f"--run_dir={tmp_path}", "--trainer.max_steps=2", *QUIET])
     assert "training_method.SuffixMasking" in (tmp_path / "fit.yaml").read_text()
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
 
@@ -103,11 +91,10 @@ def test_the_training_method_trains(tmp_path: Path):
 @pytest.mark.slow
 def test_the_reward_is_paid(tmp_path: Path):
     """A right response earns something below 1, the others nothing."""
-    rewards = yaml.safe_load(shown("reward"))
-    content = config(tmp_path, {"data": {"init_args": rewards}})
+    rewards = json.dumps(yaml.safe_load(shown("reward"))["rewards"])
     cli.main(
         [
-            *("fit", "--config", str(EXP / "tracerl_tiny.yaml"), "--config", content),
+            *("fit", "--config=exp/tracerl_tiny", f"--data.init_args.rewards={rewards}"),
             *(f"--run_dir={tmp_path}", "--trainer.max_epochs=1", *QUIET),
             *("--trainer.num_sanity_val_steps=0", "--trainer.limit_val_batches=0"),
             *("--trainer.callbacks=[]", "--trainer.check_val_every_n_epoch=1"),
@@ -150,12 +137,8 @@ def test_the_scorer_judges_drawn_pictures(tmp_path: Path):
 def write_clip(folder: Path) -> None:
     """A CLIP of random weights whose words are a and b."""
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
+    sizes = {"hidden_size": 16, "intermediate_size": 32}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2}
     config = CLIPConfig(
         text_config={**sizes, "vocab_size": 4, "bos_token_id": 0, "eos_token_id": 3},
         vision_config={**sizes, "image_size": 32, "patch_size": 16},
@@ -165,10 +148,9 @@ def write_clip(folder: Path) -> None:
     with torch.no_grad():  # so that the cosine is above zero
         model.text_projection.weight.copy_(model.visual_projection.weight)
     model.save_pretrained(folder)
-    half = [0.5, 0.5, 0.5]
-    size = {"shortest_edge": 32}
+    half, crop = [0.5, 0.5, 0.5], {"height": 32, "width": 32}
     CLIPImageProcessorPil(
-        size=size, crop_size={"height": 32, "width": 32}, image_mean=half, image_std=half
+        size={"shortest_edge": 32}, crop_size=crop, image_mean=half, image_std=half
     ).save_pretrained(folder)
     core = Tokenizer(models.WordLevel({"<s>": 0, "a": 1, "b": 2, "</s>": 3}, unk_token="a"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -25,8 +25,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 import zstandard
-from hypothesis import event, given, settings
-from hypothesis import strategies as st
+from hypothesis import event, given, settings, strategies as st
 
 from lit_dlm import config_files
 from lit_dlm.backbones import load_tokenizer
@@ -44,8 +43,15 @@ from lit_dlm.trajectories.exchange import (
     tabom_row,
     write_parquet,
 )
-from lit_dlm.trajectories.features import attach_features, encode_features
-from lit_dlm.trajectories.format import decode_block, encode_block, pack, read_block, unpack
+from lit_dlm.trajectories.format import (
+    attach_features,
+    decode_block,
+    encode_block,
+    encode_features,
+    pack,
+    read_block,
+    unpack,
+)
 from lit_dlm.trajectories.store import TrajectoryShardReader, recover
 from lit_dlm.trajectories.store.files import shard_paths
 from lit_dlm.trajectories.verify import verify
@@ -73,9 +79,8 @@ def _cleanly(*names: object, refused_with: Any = ValueError) -> Iterator[None]:
     assert time.process_time() - started < CPU_SECONDS
 
 
-# -- damage ----------------------------------------------------------------------------------------
-
 _DEEP = "[" * 3000 + "]" * 3000
+_LONG = b'{"a":' + b"7" * 5000 + b"}"
 _NUMBERS = (0, 1, -1, 2, 7, 255, 2**16, 2**31 - 1, 2**31, 2**32, 2**53, 2**63, 2**64, -(2**63))
 _WEIRD: st.SearchStrategy[Any] = st.one_of(
     st.sampled_from(_NUMBERS),
@@ -163,24 +168,13 @@ def _repacked(draw: Any, data: bytes) -> bytes:
     return data
 
 
-# -- codec -----------------------------------------------------------------------------------------
-
-
 @cache
 def _records(features: bool = True) -> tuple[Trajectory, ...]:
     rng = np.random.default_rng(5)
+    kinds = [(f"task/split/{i}", {"num_steps": 4 + i, "features": i != 1}) for i in range(3)]
     records = [
-        random_record(
-            rng,
-            f"task/split/{i}",
-            num_steps=4 + i,
-            remask=0.1,
-            given=0.2,
-            fill=1.0 if i else 0.7,
-            signals=True,
-            features=i != 1,
-        )
-        for i in range(3)
+        random_record(rng, uid, remask=0.1, given=0.2, fill=fill, signals=True, **kind)
+        for (uid, kind), fill in zip(kinds, (0.7, 1.0, 1.0), strict=True)
     ]
     return tuple(r if features else replace(r, features=None) for r in records)
 
@@ -219,9 +213,6 @@ def test_features_are_read_as_written_or_refused(data: Any) -> None:
         encode_features(records)
         kept = [[] if r.features is None else list(r.features.kept_steps) for r in records]
         assert kept == [list(steps) for steps in read_block(_block()).kept_steps]
-
-
-# -- sets of shards --------------------------------------------------------------------------------
 
 
 @cache
@@ -268,9 +259,6 @@ def test_a_set_is_read_as_written_or_refused(data: Any) -> None:
             recover(folder)
             for record in TrajectoryShardReader(folder, on_error="skip"):
                 assert_same(record, whole[record.uid])
-
-
-# -- importers -------------------------------------------------------------------------------------
 
 
 @cache
@@ -359,14 +347,11 @@ def test_a_data_file_is_rows_or_an_error_that_names_it(data: Any, suffix: str) -
         if data.draw(st.booleans()) or suffix in (".csv", ".parquet"):
             content = data.draw(_damaged(content))
         if data.draw(st.integers(0, 19)) == 0:
-            content = data.draw(st.sampled_from([_DEEP.encode(), b'{"a":' + b"7" * 5000 + b"}"]))
+            content = data.draw(st.sampled_from([_DEEP.encode(), _LONG]))
         path.write_bytes(content)
         with _cleanly(path):
             for each in read_rows(str(path), split="test", required=("prompt",)):
                 each.text("prompt")
-
-
-# -- results ---------------------------------------------------------------------------------------
 
 
 @few
@@ -379,10 +364,8 @@ def test_results_are_read_as_written_or_refused(data: Any) -> None:
         results.append([row(uid=f"sum/{i}", task="sum", method="greedy") for i in range(3)])
         method = results.method_folder("sum", "greedy")
         path = data.draw(st.sampled_from(sorted(method.iterdir())))
-        content = path.read_bytes()
-        content = data.draw(_damaged(content))
         whole = results.rows("sum", "greedy")
-        path.write_bytes(content)
+        path.write_bytes(data.draw(_damaged(path.read_bytes())))
         with _cleanly(method):
             found = results.rows("sum", "greedy")
             assert len(found) < 3 or found == whole
@@ -391,8 +374,6 @@ def test_results_are_read_as_written_or_refused(data: Any) -> None:
             results.repair(None)
             results.append([row(uid="sum/9", task="sum", method="greedy")])
 
-
-# -- configurations --------------------------------------------------------------------------------
 
 _CONFIG = {
     "defaults": ["base.yaml"],
@@ -433,16 +414,9 @@ def test_a_configuration_is_a_mapping_or_an_error_that_names_a_file(data: Any) -
             config_files.with_files(arguments)
 
 
-# -- what was found --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "content"),
-    [
-        ("rows.jsonl", _DEEP.encode()),
-        ("rows.json", _DEEP.encode()),
-        ("rows.jsonl", b'{"a":' + b"7" * 5000 + b"}"),
-    ],
+    [("rows.jsonl", _DEEP.encode()), ("rows.json", _DEEP.encode()), ("rows.jsonl", _LONG)],
 )
 def test_json_that_is_too_deep_or_long_is_an_error_that_names_its_file(
     name: str, content: bytes, tmp_path: Path

@@ -53,14 +53,8 @@ def test_texts_messages_and_ids_give_the_same_responses_in_any_batch(backbone, t
 
 
 def test_trajectories_are_recorded_on_demand_in_the_order_of_the_prompts(backbone, tokenizer):
-    done = lit_dlm.generate(
-        backbone,
-        PROMPTS,
-        tokenizer=tokenizer,
-        decode=Decoder(**FAST),
-        response_length=8,
-        trajectories=True,
-    )
+    settings = {"decode": Decoder(**FAST), "response_length": 8, "trajectories": True}
+    done = lit_dlm.generate(backbone, PROMPTS, tokenizer=tokenizer, **settings)
     for number, record in enumerate(done.trajectories):
         assert record.uid == str(number)
         assert record.num_steps == done.num_steps[number] == 2
@@ -73,13 +67,11 @@ def test_trajectories_are_recorded_on_demand_in_the_order_of_the_prompts(backbon
 def test_a_block_model_writes_block_after_block_without_being_told(origin):
     """From the sequence, blocks of 4 hold a prompt's tail and 3 or 2 cells of its response."""
     torch.manual_seed(3)
-    model = HFBackbone(
-        architecture=tiny_architecture(
-            decoder="qwen3", attention="block", block_size=4, block_origin=origin
-        )
-    ).eval()
+    blocks = {"attention": "block", "block_size": 4, "block_origin": origin}
+    model = HFBackbone(architecture=tiny_architecture(decoder="qwen3", **blocks)).eval()
     settings = {"response_length": 10, "trajectories": True}
-    done = lit_dlm.generate(model, [[5, 6, 7, 8, 9], [10, 11]], **settings)
+    prompts = [[5, 6, 7, 8, 9], [10, 11]]
+    done = lit_dlm.generate(model, prompts, **settings)
     for record in done.trajectories:
         first = record.num_prompt if origin == "sequence" else 0
         blocks = [(first + cell) // 4 for cell in range(10)]
@@ -88,9 +80,7 @@ def test_a_block_model_writes_block_after_block_without_being_told(origin):
     assert done.decoder["window"]["block_length"] == 4
     assert done.decoder["window"].get("origin", "response") == origin
     cached = Decoder(policy=ConfidencePolicy(), cache=BlockCache())
-    assert lit_dlm.generate(model, [[5, 6, 7, 8, 9], [10, 11]], decode=cached, **settings).ids == (
-        done.ids
-    )
+    assert lit_dlm.generate(model, prompts, decode=cached, **settings).ids == done.ids
     full = Decoder(policy=ConfidencePolicy(), window=FullWindow())
     with pytest.raises(ValueError, match=r"window: .* block after block.*got FullWindow"):
         lit_dlm.generate(model, [[5, 6]], decode=full)
@@ -106,10 +96,8 @@ def test_a_name_brings_its_own_tokenizer():
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        ([], "prompts"),
-        ("text", "prompts"),
+        *(([], "prompts"), ("text", "prompts"), ([[4, 5], []], "prompts")),
         (["text"], "tokenizer: prompt 0 is text"),
-        ([[4, 5], []], "prompts"),
     ],
 )
 def test_bad_prompts_are_refused(backbone, prompts, message):

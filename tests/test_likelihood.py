@@ -11,7 +11,7 @@ from lit_dlm.backbones import HFBackbone, load_backbone
 from lit_dlm.likelihood import log_likelihood_bound, masked_draws
 from tests.backbones.conftest import tiny_architecture
 
-PROMPT = [3, 9, 14, 4]
+PROMPT, TARGET = [3, 9, 14, 4], [20, 31, 7, 45, 12]
 
 
 @pytest.fixture(scope="module")
@@ -38,16 +38,10 @@ def exact_bound(backbone: HFBackbone, prompt: list[int], target: list[int]) -> f
 @pytest.mark.parametrize("antithetic", [True, False])
 def test_many_draws_come_to_the_mean_over_all_masks(tiny: HFBackbone, antithetic: bool):
     """Within four standard errors, which the spread of 16 estimates of 256 draws gives."""
-    target = [20, 31, 7, 45, 12]
-    exact = exact_bound(tiny, PROMPT, target)
-    estimates = torch.tensor(
-        [
-            log_likelihood_bound(
-                tiny, PROMPT, target, num_draws=256, antithetic=antithetic, seed=s, batch_size=256
-            )
-            for s in range(16)
-        ]
-    )
+    exact = exact_bound(tiny, PROMPT, TARGET)
+    draws = {"num_draws": 256, "batch_size": 256, "antithetic": antithetic}
+    bounds = [log_likelihood_bound(tiny, PROMPT, TARGET, seed=s, **draws) for s in range(16)]
+    estimates = torch.tensor(bounds)
     error = float(estimates.std()) / 4.0
     assert 0.0 < error < 0.02 * abs(exact)
     assert abs(float(estimates.mean()) - exact) < 4.0 * error
@@ -75,14 +69,13 @@ def test_a_block_model_sums_its_blocks():
 
 
 def test_estimates_do_not_depend_on_the_batch_and_repeat(tiny: HFBackbone):
-    target = [20, 31, 7, 45, 12]
     one, other, again = (
-        log_likelihood_bound(tiny, PROMPT, target, num_draws=32, batch_size=size, seed=3)
+        log_likelihood_bound(tiny, PROMPT, TARGET, num_draws=32, batch_size=size, seed=3)
         for size in (32, 5, 32)
     )
     assert one == again
     assert other == pytest.approx(one, rel=1e-6)
-    assert one != log_likelihood_bound(tiny, PROMPT, target, num_draws=32, seed=4)
+    assert one != log_likelihood_bound(tiny, PROMPT, TARGET, num_draws=32, seed=4)
 
 
 def test_counts_are_even_and_pairs_share_an_order():

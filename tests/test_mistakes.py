@@ -1,7 +1,5 @@
 """The usual mistakes of the command line: one line each that says where and what was meant."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from pathlib import Path
@@ -68,24 +66,14 @@ MISTAKES = [
         f"{PREDICT} --trainer.max_stepz 3",
         "unknown option '--trainer.max_stepz'; did you mean '--trainer.max_steps'?",
     ),
-    (
-        f"{MINE}.settings.max_stepz 4",
-        "model.decoders.settings: DecodeSettings has no option 'max_stepz'; did you mean "
-        "'max_steps'?",
-    ),
-    (
-        f"{LOCK} --model.optimizer.lrr 0.1",
-        "model.optimizer: AdamW has no option 'lrr'; did you mean 'lr'?",
-    ),
+    (f"{MINE}.settings.max_stepz 4", "model.decoders.settings: DecodeSettings has no option 'max_"),
+    (f"{LOCK} --model.optimizer.lrr 1", "model.optimizer: AdamW has no option 'lrr'; did you mean"),
     (
         f"{SFT} --model.backbone.lora.rnk 4",
         "model.backbone.lora: LoRASettings has no option 'rnk'; did you mean 'rank'?",
     ),
     # classes
-    (
-        f"{PREDICT} --model.backbone HFBakbone",
-        "model.backbone: unknown class 'HFBakbone'; did you mean 'HFBackbone'?",
-    ),
+    (f"{PREDICT} --model.backbone HFBakbone", "model.backbone: unknown class 'HFBakbone'; did you"),
     (f"{MINE}.policy EvenQuota", "model.decoders.policy: expected a class of another kind, got Ev"),
     (
         f"{MINE}.policy own.Chooses",
@@ -125,10 +113,7 @@ MISTAKES = [
         _tasks("GSM8K", "answers.jsonl"),
         "answers.jsonl, line 1: expected a field 'question', got ['prompt', 'answer']",
     ),
-    (
-        f"{SFT} --data.sources.init_args.path=key.jsonl",
-        "key.jsonl, line 1: expected 'messages', 'conversations', or one of ",
-    ),
+    (f"{SFT} --data.sources.init_args.path=key.jsonl", "key.jsonl, line 1: expected 'messages', "),
     # generate
     (
         "generate x --config decode/threshold_09 --policy.init_args.treshold 0.5",
@@ -137,9 +122,9 @@ MISTAKES = [
 ]  # fmt: skip
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of a user."""
+    """A folder of a user, in which every command is given."""
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -148,21 +133,24 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def refusal(command: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that a command ends with."""
-    with pytest.raises(SystemExit) as end:
-        cli.main(shlex.split(command))
-    assert end.value.code in (1, 2)
-    (line,) = [one for one in capsys.readouterr().err.splitlines() if "error" in one]
-    return line.removeprefix("lit-dlm: error: ")
+@pytest.fixture
+def refusal(capsys: pytest.CaptureFixture[str]):
+    """Gives the one line that a command ends with."""
+
+    def line(command: str) -> str:
+        with pytest.raises(SystemExit) as end:
+            cli.main(shlex.split(command))
+        assert end.value.code in (1, 2)
+        (told,) = [one for one in capsys.readouterr().err.splitlines() if "error" in one]
+        return told.removeprefix("lit-dlm: error: ")
+
+    return line
 
 
 @pytest.mark.parametrize(("command", "told"), MISTAKES)
-def test_a_mistake_is_one_line(
-    command: str, told: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_is_one_line(command: str, told: str, folder: Path, refusal):
     told = told.replace("{here}", str(folder)).replace("{configs}", str(ROOT / "configs"))
-    assert refusal(command, capsys).startswith(told)
+    assert refusal(command).startswith(told)
 
 
 @pytest.mark.parametrize(
@@ -174,26 +162,18 @@ def test_a_mistake_is_one_line(
         ("eval --tasks [gsm8k]", "lm_eval"),
     ],
 )
-def test_a_missing_package_is_named(
-    command: str,
-    package: str,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_missing_package_is_named(command: str, package: str, monkeypatch, refusal):
     for name in [name for name in sys.modules if name.split(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
-    assert package in refusal(command, capsys)
+    assert package in refusal(command)
 
 
-def test_a_task_of_slurm_that_sees_one_gpu_of_several_is_told_the_flag(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_task_of_slurm_that_sees_one_gpu_of_several_is_told_the_flag(monkeypatch, refusal):
     """As with ``--gpus-per-task=1``."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "8")
     monkeypatch.setenv("SLURM_PROCID", "0")
-    told = refusal(f"{PREDICT} --config trainer/slurm", capsys)
+    told = refusal(f"{PREDICT} --config trainer/slurm")
     assert told.startswith("trainer.devices: expected 8 GPUs in sight of each task of SLURM, got 1")
     assert "--gpus-per-node" in told

@@ -41,15 +41,13 @@ def config(
     sizes = {**SIZES, **backbone.pop("sizes", {})}
     options = {"architecture": sizes, "dtype": "float32", **backbone}
     given = {"batch_size": 4, "max_prompt_length": 20, "response_length": 30}
+    model = {
+        "backbone": {"class_path": "HFBackbone", "init_args": options},
+        "optimizer": {"class_path": "torch.optim.AdamW"},
+        "decoders": {"one": {"init_args": {"cache": {"class_path": "PrefixCache"}}}},
+    }
     return {
-        "model": {
-            "class_path": "SFTModule",
-            "init_args": {
-                "backbone": {"class_path": "HFBackbone", "init_args": options},
-                "optimizer": {"class_path": "torch.optim.AdamW"},
-                "decoders": {"one": {"init_args": {"cache": {"class_path": "PrefixCache"}}}},
-            },
-        },
+        "model": {"class_path": "SFTModule", "init_args": model},
         "data": {"class_path": "SupervisedDataModule", "init_args": {**given, **(data or {})}},
         "trainer": {"accelerator": "cpu", "devices": 1, **(trainer or {})},
     }
@@ -72,6 +70,10 @@ def shipped(name: str, *more: str) -> Plan:
     plan = plan_of(merged)
     assert plan is not None
     return plan
+
+
+def activations(**options: Any) -> int:
+    return planned(trainable=True, **options).training["activations"]
 
 
 def test_weights_gradients_and_states_are_counted_by_shapes() -> None:
@@ -121,28 +123,18 @@ def test_autocast_copies_whole_weights_but_not_gathered_ones() -> None:
 def test_a_further_layer_keeps_what_its_mode_says(recompute: bool | str, width: int) -> None:
     """4 rows of 50 tokens in float32."""
     few, many = (
-        planned(trainable=True, gradient_checkpointing=recompute, sizes={"num_layers": layers})
+        activations(gradient_checkpointing=recompute, sizes={"num_layers": layers})
         for layers in (6, 16)
     )
-    added = many.training["activations"] - few.training["activations"]
-    assert added == 10 * 4 * 50 * width * 4
+    assert many - few == 10 * 4 * 50 * width * 4
 
 
-def test_every_third_layer_is_recomputed() -> None:
-    whole, third = (
-        planned(trainable=True, gradient_checkpointing=mode).training["activations"]
-        for mode in (False, 3)
-    )
+def test_every_third_layer_is_recomputed_and_more_rows_take_more() -> None:
+    whole, third = (activations(gradient_checkpointing=mode) for mode in (False, 3))
     # Of six layers two keep their input alone; one of the two is whole while it is computed again.
     assert whole - third == 4 * 50 * 4 * ((8 * D + 4 * INNER) - 2 * D)
 
-
-def test_more_rows_take_more() -> None:
-    four, eight = (
-        planned(trainable=True, data={"batch_size": size}).training["activations"]
-        for size in (4, 8)
-    )
-    assert eight == 2 * four
+    assert activations(data={"batch_size": 8}) == 2 * activations(data={"batch_size": 4})
 
 
 def test_decoding_counts_caches_and_logits() -> None:
@@ -219,13 +211,7 @@ def test_released_sizes_are_as_counted_by_hand() -> None:
     sharded = {"tracerl_sdar": ["trainer/fsdp"]}
     found = {name: shipped(name, *sharded.get(name, [])).most(8) / GIB for name in by_hand}
     assert found == pytest.approx({name: size / GIB for name, size in by_hand.items()}, rel=1e-4)
-    assert {name: round(size, 1) for name, size in found.items()} == {
-        "tracerl_sdar": 58.6,
-        "tabom_dream_prm12k": 16.8,
-        "tracerl_dream": 21.8,
-        "benchmark_dream_dllm_rl": 17.5,
-        "sft_sdar": 11.1,
-    }
+    assert [round(size, 1) for size in found.values()] == [58.6, 16.8, 21.8, 17.5, 11.1]
 
 
 NUMBERS = {"one": 1, "two": 2, "four": 4, "eight": 8}

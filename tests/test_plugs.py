@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -20,7 +18,7 @@ class LeftmostPolicy:
         return Selection(commit, -columns)
 
 
-def test_a_class_with_select_alone_is_a_policy():
+def test_a_class_with_select_alone_is_a_policy_and_own_values_win():
     """One of four cells per step."""
     policy = LeftmostPolicy()
     done = generate("tiny", ["Hi"], decode=Decoder(policy=policy), response_length=4)
@@ -28,8 +26,6 @@ def test_a_class_with_select_alone_is_a_policy():
     assert (policy.requires, policy.forwards_per_step) == (frozenset(), 0)
     assert done.decoder["policy"] == {"name": f"{__name__}.LeftmostPolicy"}
 
-
-def test_own_values_win_over_those_of_the_protocol():
     class Costly(LeftmostPolicy):
         forwards_per_step = 1
 
@@ -37,12 +33,10 @@ def test_own_values_win_over_those_of_the_protocol():
 
 
 def test_a_missing_member_is_named():
-    class Nothing:
-        pass
+    class Nothing: ...
 
     class Unnamed:
-        def score(self, group):
-            return []
+        def score(self, group): ...
 
     with pytest.raises(ValueError, match="policy: Nothing has no method 'select', which CommitPol"):
         Decoder(policy=Nothing())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,52 +21,46 @@ SCRIPTS = [
 ]
 
 
+def imported(script: str | Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    path = ROOT / script
+    monkeypatch.syspath_prepend(str(path.parent))
+    return runpy.run_path(str(path), run_name="imported")
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_every_script_finds_what_it_imports(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(script.parent))
-    assert callable(runpy.run_path(str(script), run_name="imported")["main"])
+    assert callable(imported(script, monkeypatch)["main"])
 
 
 def test_the_stack_compares_fronts_at_equal_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
-    stack = runpy.run_path(str(ROOT / "experiments" / "stack.py"), run_name="imported")
+    stack = imported("experiments/stack.py", monkeypatch)
 
     def model(low: float, high: float) -> object:
-        points = {"05": (low, 6.0), "09": (high, 10.0)}
+        points = {
+            f"{name}_{at}": point
+            for name in stack["FAMILIES"]
+            for at, point in {"05": (low, 6.0), "09": (high, 10.0)}.items()
+        }
         correct, forwards = (
-            {
-                f"{name}_{at}": np.full((2, 5), point[value])
-                for name in stack["FAMILIES"]
-                for at, point in points.items()
-            }
+            {name: np.full((2, 5), point[value]) for name, point in points.items()}
             for value in (0, 1)
         )
         return stack["Model"](correct, forwards, {}, [{"probability_auroc": 0.9}], [])
 
-    models = {
-        "base": model(0.2, 0.4),
-        "sft": model(0.3, 0.6),
-        "rl": model(0.5, 0.6),
-        "sft-rl": model(0.6, 0.6),
-    }
-    report = stack["condense"](models, 10)
+    correct = {"base": (0.2, 0.4), "sft": (0.3, 0.6), "rl": (0.5, 0.6), "sft-rl": (0.6, 0.6)}
+    report = stack["condense"]({name: model(*ends) for name, ends in correct.items()}, 10)
     # Half way between 6 and 10 forwards; nothing reaches 12.
     assert report["fronts"]["base"]["threshold"] == [0.3, 0]
     assert report["fronts"]["base"]["threshold_dual"] is None
-    assert report["pairs"]["sft + rl"] == {
-        "one": [0.15, 0],
-        "the other": [0.25, 0],
-        "both": [0.3, 0],
-        "beyond the sum": [-0.1, 0],
-    }
+    pair = {"one": 0.15, "the other": 0.25, "both": 0.3, "beyond the sum": -0.1}
+    assert report["pairs"]["sft + rl"] == {name: [gain, 0] for name, gain in pair.items()}
     assert report["pairs"]["sft + tracelock"]["both"] == [0.15, 0]  # families are equal here
 
 
 def test_arms_of_decode_states_are_compared_by_problem_and_at_equal_forwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
-    script = runpy.run_path(str(ROOT / "experiments" / "decode_states.py"), run_name="imported")
+    script = imported("experiments/decode_states.py", monkeypatch)
     setting = script["Setting"]("tiny", "WordProblems", 8, ("entropy_1", "entropy_2"), 1)
     verdicts = {  # arm, method -> forwards, and what is right in each seed
         ("decode", "entropy_1"): (8, ["1110", "1100"]),

@@ -1,7 +1,5 @@
 """The documentation builds without a warning, and its notebook runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -31,13 +29,8 @@ def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = nbformat.read(ROOT / "examples" / "first_decode.ipynb", as_version=4)
     NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
-    printed = [
-        output.text
-        for cell in notebook.cells
-        for output in cell.get("outputs", [])
-        if output.get("name") == "stdout"
-    ]
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    printed = [output.text for output in outputs if output.get("name") == "stdout"]
     assert printed[0].count("#### 36") == 3
-    steps = printed[1].splitlines()
-    assert steps[0].count("·") == 32
+    assert printed[1].splitlines()[0].count("·") == 32
     assert "41-5=36" in printed[1]

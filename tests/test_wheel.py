@@ -3,8 +3,6 @@
 Each thing is at most three commands; imports cost more than all of them, so most share a process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -62,12 +60,13 @@ class Leftmost:
 """Files of a user: data, a policy without annotations or base class."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
     """An empty folder beside a clean environment: the wheel and nothing of the checkout."""
-    base = tmp_path_factory.mktemp("wheel")
-    source = base / "source"
+    base = tmp_path
+    source, environment, empty = (base / name for name in ("source", "venv", "empty"))
     source.mkdir()
+    empty.mkdir()
     for name in ("lit_dlm", "datamodules", "callbacks", "configs"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -79,7 +78,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         tops = {name.partition("/")[0] for name in archive.namelist()}
     assert {top.partition("-")[0] for top in tops} == {"lit_dlm"}
-    environment = base / "venv"
     _run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=base)
     python = environment / "bin" / "python"
     # What we depend on comes from this environment; a plain path leaves the checkout out.
@@ -90,34 +88,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *("--no-index", wheel),
         cwd=base,
     )
-    empty = base / "empty"
-    empty.mkdir()
     return empty
 
 
 def _run(*command: str | Path, cwd: Path) -> str:
     own = ("PYTHONPATH", "VIRTUAL_ENV")
     environment = {key: value for key, value in os.environ.items() if key not in own}
+    environment["MASTER_PORT"] = str(free_port())
+    environment["HF_DATASETS_CACHE"] = str(cwd.parent / "cache")
     done = subprocess.run(
-        list(map(str, command)),
-        cwd=cwd,
-        env={
-            **environment,
-            "MASTER_PORT": str(free_port()),
-            "HF_DATASETS_CACHE": str(cwd.parent / "cache"),
-        },
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+        list(map(str, command)), cwd=cwd, env=environment, timeout=300,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True,
+    )  # fmt: skip
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def printed(folder: Path) -> str:
-    """What the commands print that run in one process."""
+def test_the_installed_command_does_a_users_first_hour(folder: Path):
+    """Traces, a policy, a benchmark on two processes with an own policy, own data, a report."""
     for name, text in OWN.items():
         (folder / name).write_text(text)
     lines = IN_ONE_PROCESS.strip().replace("\n    ", " ").splitlines()
@@ -125,14 +113,11 @@ def printed(folder: Path) -> str:
         f"import lit_dlm\nfrom lit_dlm import cli\nprint(lit_dlm.__file__)\n"
         f"for words in {[shlex.split(line) for line in lines]}: cli.main(words)\n{LOADED}"
     )
-    return _run(folder.parent / "venv" / "bin" / "python", "-c", code, cwd=folder)
-
-
-def test_the_installed_command_does_a_users_first_hour(folder: Path, printed: str):
-    """Traces, a policy, a benchmark on two processes with an own policy, own data, a report."""
+    binaries = folder.parent / "venv" / "bin"
+    printed = _run(binaries / "python", "-c", code, cwd=folder)
     assert printed.startswith(str(folder.parent / "venv"))
-    assert list(folder.glob("runs/sft/adapter/adapter_model.safetensors"))
-    script = folder.parent / "venv" / "bin" / "lit-dlm"
+    assert (folder / "runs/sft/adapter/adapter_model.safetensors").exists()
+    script = binaries / "lit-dlm"
     _run(
         *(script, "predict", "--config", "exp/benchmark_tiny", "--config", "trainer/ddp_cpu"),
         *("--run_dir", "runs/tiny", "--data.init_args.tasks", TRAIN.replace("train", "test")),
@@ -141,9 +126,7 @@ def test_the_installed_command_does_a_users_first_hour(folder: Path, printed: st
     )
     _run(script, "report", "runs/tiny", cwd=folder)
     rows = json.loads((folder / "runs/tiny/summary.json").read_text())
-    complete = {row["method"]: row["n"] for row in rows}
-    assert complete == dict.fromkeys(complete, 40)
-    assert complete.keys() == {"own", "tracelock_099"}
+    assert {row["method"]: row["n"] for row in rows} == {"own": 40, "tracelock_099": 40}
     assert {row["nfe"] for row in rows if row["method"] == "own"} == {8.0}  # 32 cells, 4 a step
     assert (folder / "runs/tiny/report.html").exists()
     assert (folder / "runs/tiny/traces.html").exists()

@@ -12,34 +12,25 @@ import torch
 from lit_dlm.backbones.architecture import Architecture
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import Decoder, EntropyPolicy, prompt_canvas
-from lit_dlm.heads.features import FeatureSettings, acceptance_features, feature_groups
-from lit_dlm.heads.projection import Projector, ProjectorConfig
+from lit_dlm.heads.projection import (
+    FeatureSettings,
+    Projector,
+    ProjectorConfig,
+    acceptance_features,
+    feature_groups,
+)
 from lit_dlm.trajectories.capture import FeatureCapture, TrajectoryCapture
 from lit_dlm.trajectories.record import FeatureLayout, FeatureScheme, Trajectory
 from lit_dlm.trajectories.store import RunRecord, TrajectoryShardWriter
+from tests.finetuning import EOS, MASK, PAD, SIZES, VOCAB  # noqa: F401 - for others
 
-VOCAB = 24
-MASK, PAD, EOS = 2, 0, 1
 PROJECTOR = ProjectorConfig(hidden_size=16, hidden_rank=6, delta_rank=3, kind="random_orthogonal")
 
 
 def small_backbone(seed: int = 0) -> HFBackbone:
     torch.manual_seed(seed)
-    return HFBackbone(
-        architecture=Architecture(
-            vocab_size=VOCAB,
-            hidden_size=16,
-            intermediate_size=32,
-            num_layers=2,
-            num_heads=2,
-            initializer_range=0.3,
-            family="tiny",
-            mask_id=MASK,
-            pad_id=PAD,
-            eos_ids=(EOS,),
-            forbidden_ids=(PAD,),
-        )
-    ).eval()
+    changes = {"intermediate_size": 32, "family": "tiny", "forbidden_ids": (PAD,)}
+    return HFBackbone(architecture=Architecture(**{**SIZES, **changes})).eval()
 
 
 def small_projector() -> Projector:

@@ -12,7 +12,7 @@ import builtins
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -22,54 +22,27 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from lit_dlm.backbones.families import PLAIN_DECODERS
-from lit_dlm.backbones.location import locate
-from lit_dlm.backbones.resolution import resolve
+from lit_dlm.backbones.architecture import PLAIN_DECODERS
+from lit_dlm.backbones.resolution import locate, resolve
 from lit_dlm.backbones.weights import save_checkpoint
 from lit_dlm.vision.base import VisionSettings
 from lit_dlm.vision.magvit import Magvit, MagvitSizes
 from lit_dlm.vision.tower import TowerVision
 
 _QWEN_TOKENS = [
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|object_ref_start|>",
-    "<|object_ref_end|>",
-    "<|box_start|>",
-    "<|box_end|>",
-    "<|quad_start|>",
-    "<|quad_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-    "<tool_call>",
-    "</tool_call>",
-    "<|fim_prefix|>",
-    "<|fim_middle|>",
-    "<|fim_suffix|>",
-    "<|fim_pad|>",
-    "<|repo_name|>",
-    "<|file_sep|>",
-]
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>",
+    "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>",
+    "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>", "<tool_call>",
+    "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>",
+    "<|repo_name|>", "<|file_sep|>",
+]  # fmt: skip
 _LLADA_NAMED = {
-    126080: "<|startoftext|>",
-    126081: "<|endoftext|>",
-    126082: "[CLS]",
-    126083: "[gMASK]",
-    126336: "<|mdm_mask|>",
-    126340: "<role>",
-    126341: "</role>",
-    126342: "<|arithmetic_start|>",
-    126343: "<|arithmetic_end|>",
-    126344: "<|number_start|>",
-    126345: "<|number_end|>",
-    126346: "<|start_header_id|>",
-    126347: "<|end_header_id|>",
-    126348: "<|eot_id|>",
-}
+    126080: "<|startoftext|>", 126081: "<|endoftext|>", 126082: "[CLS]", 126083: "[gMASK]",
+    126336: "<|mdm_mask|>", 126340: "<role>", 126341: "</role>",
+    126342: "<|arithmetic_start|>", 126343: "<|arithmetic_end|>",
+    126344: "<|number_start|>", 126345: "<|number_end|>",
+    126346: "<|start_header_id|>", 126347: "<|end_header_id|>", 126348: "<|eot_id|>",
+}  # fmt: skip
 _ORDINARY = {"<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"}
 _ORDINARY |= {"<think>", "</think>"}
 """Added tokens that decoded texts show."""
@@ -159,146 +132,70 @@ _LLADA_TOKENS = Vocabulary(
 )
 
 _QWEN2: dict[str, Any] = {
-    "model_type": "qwen2",
-    "architectures": ["Qwen2ForCausalLM"],
-    "attention_dropout": 0.0,
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "sliding_window": None,
-    "use_sliding_window": False,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "bos_token_id": 151643,
-    "eos_token_id": 151643,
-}
+    "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0,
+    "hidden_act": "silu", "initializer_range": 0.02, "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0, "sliding_window": None, "use_sliding_window": False,
+    "torch_dtype": "bfloat16", "use_cache": True, "bos_token_id": 151643, "eos_token_id": 151643,
+}  # fmt: skip
 _DREAM: dict[str, Any] = {
-    **_QWEN2,
-    "model_type": "Dream",
-    "architectures": ["DreamModel"],
+    **_QWEN2, "model_type": "Dream", "architectures": ["DreamModel"],
     "auto_map": {
         "AutoConfig": "configuration_dream.DreamConfig",
         "AutoModel": "modeling_dream.DreamModel",
     },
-    "vocab_size": 152064,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 131072,
-    "max_window_layers": 28,
-    "rope_scaling": None,
-    "tie_word_embeddings": False,
-    "mask_token_id": 151666,
-    "pad_token_id": 151643,
-}
+    "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944,
+    "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+    "max_position_embeddings": 131072, "max_window_layers": 28, "rope_scaling": None,
+    "tie_word_embeddings": False, "mask_token_id": 151666, "pad_token_id": 151643,
+}  # fmt: skip
 _SDAR_4B: dict[str, Any] = {
-    **_QWEN2,
-    "model_type": "sdar",
-    "architectures": ["SDARForCausalLM"],
+    **_QWEN2, "model_type": "sdar", "architectures": ["SDARForCausalLM"],
     "auto_map": {
         "AutoConfig": "configuration_sdar.SDARConfig",
         "AutoModel": "modeling_sdar.SDARModel",
         "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM",
     },
-    "attention_bias": False,
-    "attn_implementation": "flex_attention",
-    "block_size": 4,
-    "fuse_cross_entropy": True,
-    "mask_token_id": 151669,
-    "vocab_size": 151936,
-    "hidden_size": 2560,
-    "head_dim": 128,
-    "intermediate_size": 9728,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 32768,
-    "max_window_layers": 36,
-    "rope_scaling": None,
-    "tie_word_embeddings": False,
-}
+    "attention_bias": False, "attn_implementation": "flex_attention", "block_size": 4,
+    "fuse_cross_entropy": True, "mask_token_id": 151669, "vocab_size": 151936,
+    "hidden_size": 2560, "head_dim": 128, "intermediate_size": 9728, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 32768,
+    "max_window_layers": 36, "rope_scaling": None, "tie_word_embeddings": False,
+}  # fmt: skip
 _SDAR_8B = {**_SDAR_4B, "hidden_size": 4096, "intermediate_size": 12288}
 _LLADA: dict[str, Any] = {
-    "model_type": "llada",
-    "architectures": ["LLaDAModelLM"],
+    "model_type": "llada", "architectures": ["LLaDAModelLM"],
     "auto_map": {
         "AutoConfig": "configuration_llada.LLaDAConfig",
         "AutoModel": "modeling_llada.LLaDAModelLM",
         "AutoModelForCausalLM": "modeling_llada.LLaDAModelLM",
     },
-    "activation_type": "silu",
-    "alibi": False,
-    "attention_dropout": 0.0,
-    "attention_layer_norm": False,
-    "bias_for_layer_norm": False,
-    "block_group_size": 1,
-    "block_type": "llama",
-    "d_model": 4096,
-    "embedding_dropout": 0.0,
-    "embedding_size": 126464,
-    "eos_token_id": 126081,
-    "include_bias": False,
-    "include_qkv_bias": False,
-    "init_std": 0.02,
-    "input_emb_norm": False,
-    "layer_norm_type": "rms",
-    "layer_norm_with_affine": True,
-    "mask_token_id": 126336,
-    "max_sequence_length": 4096,
-    "mlp_hidden_size": 12288,
-    "mlp_ratio": 4,
-    "multi_query_attention": None,
-    "n_heads": 32,
-    "n_kv_heads": 32,
-    "n_layers": 32,
-    "pad_token_id": 126081,
-    "residual_dropout": 0.0,
-    "rms_norm_eps": 1e-5,
-    "rope": True,
-    "rope_full_precision": True,
-    "rope_theta": 500000.0,
-    "scale_logits": False,
-    "vocab_size": 126464,
-    "weight_tying": False,
-}
+    "activation_type": "silu", "alibi": False, "attention_dropout": 0.0,
+    "attention_layer_norm": False, "bias_for_layer_norm": False, "block_group_size": 1,
+    "block_type": "llama", "d_model": 4096, "embedding_dropout": 0.0, "embedding_size": 126464,
+    "eos_token_id": 126081, "include_bias": False, "include_qkv_bias": False, "init_std": 0.02,
+    "input_emb_norm": False, "layer_norm_type": "rms", "layer_norm_with_affine": True,
+    "mask_token_id": 126336, "max_sequence_length": 4096, "mlp_hidden_size": 12288,
+    "mlp_ratio": 4, "multi_query_attention": None, "n_heads": 32, "n_kv_heads": 32,
+    "n_layers": 32, "pad_token_id": 126081, "residual_dropout": 0.0, "rms_norm_eps": 1e-5,
+    "rope": True, "rope_full_precision": True, "rope_theta": 500000.0, "scale_logits": False,
+    "vocab_size": 126464, "weight_tying": False,
+}  # fmt: skip
 _LLADA_V: dict[str, Any] = {
-    "model_type": "llava_llada",
-    "architectures": ["LlavaLLaDAModelLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "eos_token_id": 126081,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 12288,
-    "max_position_embeddings": 8192,
-    "image_aspect_ratio": "anyres_max_4",
-    "image_grid_pinpoints": "(1x1),...,(6x6)",
-    "mm_hidden_size": 1152,
-    "mm_patch_merge_type": "spatial_unpad",
-    "mm_projector_type": "mlp2x_gelu",
-    "mm_vision_tower": "google/siglip2-so400m-patch14-384",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 32,
-    "rms_norm_eps": 1e-5,
-    "rope_scaling": None,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "vocab_size": 126464,
-}
+    "model_type": "llava_llada", "architectures": ["LlavaLLaDAModelLM"], "attention_bias": False,
+    "attention_dropout": 0.0, "eos_token_id": 126081, "hidden_act": "silu", "hidden_size": 4096,
+    "initializer_range": 0.02, "intermediate_size": 12288, "max_position_embeddings": 8192,
+    "image_aspect_ratio": "anyres_max_4", "image_grid_pinpoints": "(1x1),...,(6x6)",
+    "mm_hidden_size": 1152, "mm_patch_merge_type": "spatial_unpad",
+    "mm_projector_type": "mlp2x_gelu", "mm_vision_tower": "google/siglip2-so400m-patch14-384",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 500000.0,
+    "tie_word_embeddings": False, "vocab_size": 126464,
+}  # fmt: skip
 
 _SMALL_TOWER = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "image_size": 28, "patch_size": 14,
+}  # fmt: skip
 
 RELEASES: dict[str, Release] = {
     "Dream-org/Dream-v0-Instruct-7B": Release(config=_DREAM, vocabulary=_DREAM_TOKENS),
@@ -345,6 +242,7 @@ def write_twin(
     full_size: bool = False,
     num_layers: int | None = None,
     hidden_size: int = 64,
+    num_ordinary: int | None = None,
 ) -> Path:
     """Writes a twin: configuration, bfloat16 weights in shards with an index, tokenizer files.
 
@@ -358,8 +256,12 @@ def write_twin(
         full_size: the released sizes. One shard of about a gigabyte is in memory at a time.
         num_layers: decoder layers; by default 2, or all of them at full size.
         hidden_size: width of a small twin, a multiple of 8; its heads are four.
+        num_ordinary: entries before its added tokens, which move to other ids with them; by default
+            as many as the release has.
     """
     known = RELEASES[release]
+    if num_ordinary is not None:
+        known = _shortened(known, num_ordinary)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = _sized(known.config, None if full_size else hidden_size, num_layers)
@@ -413,6 +315,17 @@ def write_magvit_twin(folder: Path) -> Path:
     small = MagvitSizes(width=32, encoder=((1, 1), (1, 1)), decoder=((1, 1), (1, 1)))
     save_file(Magvit(sizes=small).state_dict(), folder / "model.safetensors")
     return folder
+
+
+def _shortened(known: Release, num_ordinary: int) -> Release:
+    """With fewer entries in its vocabulary."""
+    moved = ("vocab_size", "embedding_size", *(key for key in known.config if "token_id" in key))
+    fewer = known.vocabulary.num_ordinary - num_ordinary
+    config = {key: known.config[key] - fewer for key in moved if key in known.config}
+    return Release(
+        config={**known.config, **config},
+        vocabulary=replace(known.vocabulary, num_ordinary=num_ordinary),
+    )
 
 
 _HF_HEADS = ("num_attention_heads", "num_key_value_heads")

@@ -9,37 +9,32 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lit_dlm.backbones.base import Backbone, BackboneSpec, Denoised
+from lit_dlm.backbones.base import (
+    Backbone as Backbone,
+    BackboneSpec as BackboneSpec,
+    Denoised as Denoised,
+)
 
 if TYPE_CHECKING:
-    from lit_dlm.backbones.architecture import Architecture
-    from lit_dlm.backbones.hf import HFBackbone, load_backbone
-    from lit_dlm.backbones.location import load_tokenizer
-    from lit_dlm.backbones.lora_settings import LoRASettings
-    from lit_dlm.backbones.resolution import FromAR, Resolved, resolve
+    from lit_dlm.backbones.architecture import Architecture as Architecture
+    from lit_dlm.backbones.hf import HFBackbone as HFBackbone, load_backbone as load_backbone
+    from lit_dlm.backbones.lora import LoRASettings as LoRASettings
+    from lit_dlm.backbones.resolution import (
+        FromAR as FromAR,
+        Resolved as Resolved,
+        load_tokenizer as load_tokenizer,
+        resolve as resolve,
+    )
 
-__all__ = [
-    "Architecture",
-    "Backbone",
-    "BackboneSpec",
-    "Denoised",
-    "FromAR",
-    "HFBackbone",
-    "LoRASettings",
-    "Resolved",
-    "load_backbone",
-    "load_tokenizer",
-    "resolve",
-]
 
 _ON_FIRST_USE = {
     "Architecture": "architecture",
     "FromAR": "resolution",
     "HFBackbone": "hf",
-    "LoRASettings": "lora_settings",
+    "LoRASettings": "lora",
     "Resolved": "resolution",
     "load_backbone": "hf",
-    "load_tokenizer": "location",
+    "load_tokenizer": "resolution",
     "resolve": "resolution",
 }
 

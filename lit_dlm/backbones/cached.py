@@ -20,7 +20,7 @@ from torch import Tensor
 from lit_dlm.backbones.attention import Packing, Sequences
 from lit_dlm.backbones.base import BackboneSpec, Denoised, Span
 from lit_dlm.backbones.window_cache import WindowCache, WindowPlan
-from lit_dlm.ops.alignment import aligned, first_real_columns, gather_rows, raw_columns, shifted
+from lit_dlm.ops.batches import aligned, first_real_columns, gather_rows, raw_columns, shifted
 
 _LAST, _HIDDEN = "last hidden rows", "snapshots"
 """Raw rows ``(B, L, D)`` after the final norm and ``(B, L, H, D)`` beside the keys and values."""

@@ -16,12 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lit_dlm.backbones.architecture import Architecture
+from lit_dlm.backbones.architecture import HEAD_KEY, Architecture, our_key
 from lit_dlm.backbones.attention import AttentionRoute
-from lit_dlm.backbones.families import HEAD_KEY, our_key
 from lit_dlm.backbones.resolution import Resolved
 from lit_dlm.backbones.weights import load_weights
-from lit_dlm.ops.alignment import gather_rows
+from lit_dlm.ops.batches import gather_rows
 from lit_dlm.ops.precision import without_autocast
 
 DType = Literal["float32", "bfloat16", "float16"]

@@ -20,8 +20,23 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from lit_dlm.backbones import lora as adapters
-from lit_dlm.backbones.architecture import Architecture
-from lit_dlm.backbones.attention import ROUTES, AttentionRoute, added_mask, sequences_from
+from lit_dlm.backbones.architecture import (
+    FAMILIES,
+    HEAD_KEY,
+    Architecture,
+    KeyLayout,
+    key_layout,
+    original_key,
+)
+from lit_dlm.backbones.attention import (
+    ROUTES,
+    AttentionRoute,
+    added_mask,
+    attention_visibility,
+    key_visibility,
+    position_ids_for,
+    sequences_from,
+)
 from lit_dlm.backbones.base import UNKNOWN_ID, Backbone, Denoised
 from lit_dlm.backbones.decoder import (
     DType,
@@ -32,18 +47,16 @@ from lit_dlm.backbones.decoder import (
     replace_parts,
     torch_dtype,
 )
-from lit_dlm.backbones.families import FAMILIES, HEAD_KEY, KeyLayout, key_layout, original_key
-from lit_dlm.backbones.location import locate
-from lit_dlm.backbones.lora_settings import LoRASettings, differing_base, read_adapter_settings
+from lit_dlm.backbones.lora import LoRASettings, differing_base, read_adapter_settings
 from lit_dlm.backbones.resolution import (
     EXPORT_KEY,
     MASK_TOKEN,
     RELEASE_KEY,
     FromAR,
     Resolved,
+    locate,
     resolve,
 )
-from lit_dlm.backbones.visibility import attention_visibility, key_visibility, position_ids_for
 from lit_dlm.backbones.weights import (
     files_digest,
     load_weights,
@@ -54,7 +67,7 @@ from lit_dlm.backbones.weights import (
     write_json_object,
 )
 from lit_dlm.backbones.window_cache import WindowCache
-from lit_dlm.ops.alignment import aligned, first_real_columns, gather_rows, raw_columns
+from lit_dlm.ops.batches import aligned, first_real_columns, gather_rows, raw_columns
 from lit_dlm.ops.fused_head import TokenStats, token_stats
 from lit_dlm.ops.masking import with_own_key
 from lit_dlm.ops.options import one_of

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_dlm.backbones.location import locate
-from lit_dlm.backbones.resolution import read_added_tokens, resolve
+from lit_dlm.backbones.resolution import locate, read_added_tokens, resolve
 from lit_dlm.backbones.weights import load_weights
 from lit_dlm.vision.base import VisionSettings
 from lit_dlm.vision.magvit import Magvit

@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lit_dlm.backbones.location import read_json_object
-from lit_dlm.ops.digests import TensorDigest, is_finite, tensors_digest, write_tensors
+from lit_dlm.backbones.resolution import read_json_object
+from lit_dlm.ops.files import TensorDigest, is_finite, tensors_digest, write_tensors
 
 _SHOWN = 5
 _INDEX_FILE = "model.safetensors.index.json"

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import Cache
 
 from lit_dlm.backbones.attention import Packing, Sequences
-from lit_dlm.ops.alignment import shifted
+from lit_dlm.ops.batches import shifted
 
 
 @dataclass(frozen=True, kw_only=True)

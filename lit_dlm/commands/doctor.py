@@ -19,7 +19,7 @@ from typing import Literal, get_args
 from packaging.requirements import Requirement
 
 from lit_dlm.grading import SandboxError
-from lit_dlm.grading.launch import IsolationMethod, probe
+from lit_dlm.grading.sandbox import IsolationMethod, probe
 
 _GB = 10**9
 _EXTRAS = {

@@ -17,7 +17,7 @@ import yaml
 from huggingface_hub import constants
 from rich.console import Console
 
-from lit_dlm.backbones.location import hub_files, in_hub_cache, is_local, locate
+from lit_dlm.backbones.resolution import hub_files, in_hub_cache, is_local, locate
 from lit_dlm.tasks.sources import on_hub
 
 _WANTED = {

@@ -14,7 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from lit_dlm.backbones.decoder import DType
 from lit_dlm.backbones.hf import ExportLayout, HFBackbone, load_backbone
-from lit_dlm.backbones.location import is_local, locate, read_json_object
+from lit_dlm.backbones.resolution import is_local, locate, read_json_object
 from lit_dlm.modules.checkpoint import copy_tokenizer
 from lit_dlm.reports.results import ResultFolder, write_atomically, write_json
 from lit_dlm.reports.summary import MethodSummary, markdown_tables, summarise_run

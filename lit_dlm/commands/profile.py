@@ -30,7 +30,7 @@ def grid(
     Without ``caches`` each decode file keeps its own.
     """
     # Here: torch takes seconds to import.
-    from lit_dlm.decoding.sweep import method_name
+    from lit_dlm.decoding.decoder import method_name
 
     decoders: dict[str, Any] = {}
     sweeps: dict[str, Any] = {}

@@ -1,53 +1,70 @@
 """The one decode loop, its plugs, caches and observers."""
 
-from lit_dlm.decoding.caches import BlockCache, CacheScheme, DualCache, NoCache, PrefixCache
-from lit_dlm.decoding.decoder import Decoder, decode_prompts
-from lit_dlm.decoding.engine import DecodeSettings, NotANumberError, decode
-from lit_dlm.decoding.guidance import Guidance
+from lit_dlm.decoding.caches import (
+    BlockCache as BlockCache,
+    CacheScheme as CacheScheme,
+    DualCache as DualCache,
+    NoCache as NoCache,
+    PrefixCache as PrefixCache,
+)
+from lit_dlm.decoding.decoder import Decoder as Decoder, decode_prompts as decode_prompts
+from lit_dlm.decoding.engine import (
+    DecodeSettings as DecodeSettings,
+    NotANumberError as NotANumberError,
+    decode as decode,
+)
+from lit_dlm.decoding.guidance import Guidance as Guidance
 from lit_dlm.decoding.layout import (
-    FixedLayout,
-    FractionLayout,
-    Layout,
-    MarkerLayout,
-    PictureLayout,
-    TemplateLayout,
+    FixedLayout as FixedLayout,
+    FractionLayout as FractionLayout,
+    Layout as Layout,
+    MarkerLayout as MarkerLayout,
+    PictureLayout as PictureLayout,
+    TemplateLayout as TemplateLayout,
 )
-from lit_dlm.decoding.observers import Observer
 from lit_dlm.decoding.policies import (
-    BonusPolicy,
-    CommitPolicy,
-    ConfidencePolicy,
-    DynamicPolicy,
-    EntropyBoundedPolicy,
-    EntropyPolicy,
-    GaussSeidelPolicy,
-    JacobiPolicy,
-    LaggedPolicy,
-    MarginPolicy,
-    NoisyConfidencePolicy,
-    RandomPolicy,
-    SequentialPolicy,
-    ThresholdPolicy,
+    BonusPolicy as BonusPolicy,
+    CommitPolicy as CommitPolicy,
+    ConfidencePolicy as ConfidencePolicy,
+    DynamicPolicy as DynamicPolicy,
+    EntropyBoundedPolicy as EntropyBoundedPolicy,
+    EntropyPolicy as EntropyPolicy,
+    GaussSeidelPolicy as GaussSeidelPolicy,
+    JacobiPolicy as JacobiPolicy,
+    LaggedPolicy as LaggedPolicy,
+    MarginPolicy as MarginPolicy,
+    NoisyConfidencePolicy as NoisyConfidencePolicy,
+    RandomPolicy as RandomPolicy,
+    SequentialPolicy as SequentialPolicy,
+    ThresholdPolicy as ThresholdPolicy,
 )
-from lit_dlm.decoding.quotas import (
-    BudgetQuota,
-    CosineQuota,
-    EvenQuota,
-    FixedQuota,
-    NoQuota,
-    Quota,
-    ScheduleQuota,
+from lit_dlm.decoding.region_fill import (
+    FillCurves as FillCurves,
+    RegionFill as RegionFill,
+    lockstep_score as lockstep_score,
 )
-from lit_dlm.decoding.region_fill import FillCurves, RegionFill, lockstep_score
-from lit_dlm.decoding.regions import Block, BlockLayout, Region
-from lit_dlm.decoding.sampler import Sampler
+from lit_dlm.decoding.regions import Block as Block, BlockLayout as BlockLayout, Region as Region
+from lit_dlm.decoding.sampler import Sampler as Sampler
 from lit_dlm.decoding.state import (
-    Canvas,
-    DecodeResult,
-    DecodeState,
-    Proposal,
-    Selection,
-    StepRecord,
-    prompt_canvas,
+    Canvas as Canvas,
+    DecodeResult as DecodeResult,
+    DecodeState as DecodeState,
+    Observer as Observer,
+    Proposal as Proposal,
+    Selection as Selection,
+    StepRecord as StepRecord,
+    prompt_canvas as prompt_canvas,
 )
-from lit_dlm.decoding.windows import BlockWindow, FullWindow, SlidingWindow, Window
+from lit_dlm.decoding.windows import (
+    BlockWindow as BlockWindow,
+    BudgetQuota as BudgetQuota,
+    CosineQuota as CosineQuota,
+    EvenQuota as EvenQuota,
+    FixedQuota as FixedQuota,
+    FullWindow as FullWindow,
+    NoQuota as NoQuota,
+    Quota as Quota,
+    ScheduleQuota as ScheduleQuota,
+    SlidingWindow as SlidingWindow,
+    Window as Window,
+)

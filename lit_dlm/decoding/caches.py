@@ -225,7 +225,7 @@ class CacheSession:
 
     def _positions(self, state: DecodeState) -> Tensor:
         """``(b, L)`` int64 position ids as the model takes them."""
-        from lit_dlm.backbones.visibility import position_ids_for
+        from lit_dlm.backbones.attention import position_ids_for
 
         if state.pad_mask is None:
             return torch.arange(state.ids.shape[1], device=state.ids.device).expand_as(state.ids)

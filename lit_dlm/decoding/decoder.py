@@ -1,12 +1,18 @@
-"""A decoder: one choice of every plug, ready to be named in a configuration."""
+"""A decoder: one choice of every plug, ready to be named in a configuration.
+
+A :class:`Sweep` is one decoder and a list of values, the points of an accuracy-steps curve: a sweep
+``threshold`` of ``policy.threshold`` over 0.5 and 0.7 gives the methods ``threshold_05`` and
+``threshold_07``, which reports draw as one curve.
+"""
 
 from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from lit_dlm.backbones.base import Backbone, BackboneSpec
@@ -14,13 +20,19 @@ from lit_dlm.decoding.caches import CacheScheme, NoCache
 from lit_dlm.decoding.engine import DecodeSettings, Plugs, decode, decode_queue
 from lit_dlm.decoding.guidance import Guidance, GuidedBackbone
 from lit_dlm.decoding.layout import Layout, MarkerLayout, TemplateLayout
-from lit_dlm.decoding.observers import Observer, QueueObserver
 from lit_dlm.decoding.policies.base import CommitPolicy
-from lit_dlm.decoding.policies.topk import RandomPolicy
-from lit_dlm.decoding.quotas import FixedQuota, NoQuota, Quota
+from lit_dlm.decoding.policies.training_free import RandomPolicy
 from lit_dlm.decoding.sampler import Sampler
-from lit_dlm.decoding.state import Canvas, DecodeResult, prompt_canvas
-from lit_dlm.decoding.windows import FullWindow, Window, check_window, default_window
+from lit_dlm.decoding.state import Canvas, DecodeResult, Observer, QueueObserver, prompt_canvas
+from lit_dlm.decoding.windows import (
+    FixedQuota,
+    FullWindow,
+    NoQuota,
+    Quota,
+    Window,
+    check_window,
+    default_window,
+)
 from lit_dlm.plugs import checked_plug
 
 
@@ -205,3 +217,54 @@ def _describe(plug: object) -> dict[str, Any]:
                 "give the class a method describe()"
             ) from None
     return {"name": name, **settings}
+
+
+_PLUGS = ("policy", "window", "quota", "sampler", "cache", "layout", "settings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """A decoder and the values of one of its options."""
+
+    decoder: Decoder
+    """What all points share."""
+    option: str
+    """Such as ``policy.threshold``, ``window.width`` or ``settings.max_steps``."""
+    values: list[int | float | str | None]
+    """One point each."""
+
+
+def method_name(name: str, value: int | float | str | None) -> str:
+    """Name of a point of a sweep: ``threshold_095`` for 0.95, as flags do not reach dots."""
+    return f"{name}_{'none' if value is None else value}".replace(".", "")
+
+
+def expanded(decoders: Mapping[str, Decoder], sweep: Mapping[str, Sweep]) -> dict[str, Decoder]:
+    """All decoders by name, the points of the sweeps behind the given ones."""
+    found = dict(decoders)
+    for name, one in sweep.items():
+        points = {
+            method_name(name, value): with_option(one.decoder, one.option, value)
+            for value in one.values
+        }
+        twice = sorted(found.keys() & points.keys())
+        if twice:
+            raise ValueError(f"sweep.{name}: there is a decoder named '{twice[0]}' already")
+        found |= points
+    return found
+
+
+def with_option(decoder: Decoder, option: str, value: Any) -> Decoder:
+    """A copy with another value of ``{plug}.{option}``; plugs that do not change are shared."""
+    part, _, name = option.partition(".")
+    plug: Any = getattr(decoder, part) if part in _PLUGS else None
+    parameters = [] if plug is None else inspect.signature(type(plug)).parameters
+    arguments = {key: vars(plug)[key] for key in parameters if key in vars(plug)}
+    if name not in arguments:
+        raise ValueError(
+            f"sweep.option: {option!r} is unknown; expected {'|'.join(_PLUGS)} and of {part} one "
+            f"of: {', '.join(arguments) or 'none'}"
+        )
+    changed = copy.copy(decoder)
+    setattr(changed, part, type(plug)(**{**arguments, name: value}))
+    return changed

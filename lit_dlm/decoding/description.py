@@ -15,8 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lit_dlm.backbones.location import ASSETS
-from lit_dlm.decoding import caches, layout, policies, quotas, windows
+from lit_dlm.backbones.resolution import ASSETS
+from lit_dlm.decoding import caches, layout, policies, sampler, windows
 from lit_dlm.decoding.decoder import Decoder
 from lit_dlm.decoding.engine import DecodeSettings
 from lit_dlm.decoding.guidance import Guidance
@@ -26,24 +26,24 @@ from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.heads.scorer import AcceptanceScorer
 
-
-def _members(plug: type, *modules: ModuleType) -> tuple[type, ...]:
-    """The plugs of some modules that can be built."""
-    found = [value for module in modules for value in vars(module).values()]
-    plugs = {one for one in found if isinstance(one, type) and plug in one.__mro__}
-    return tuple(one for one in plugs if not inspect.isabstract(one))
-
-
-PLUGS: dict[str, tuple[type, ...]] = {
-    "policy": _members(CommitPolicy, policies, tracelock),
-    "window": _members(windows.Window, windows),
-    "quota": _members(quotas.Quota, quotas),
-    "sampler": (Sampler,),
-    "cache": _members(caches.CacheScheme, caches),
-    "layout": _members(layout.Layout, layout),
+_PLUGS: dict[str, tuple[type, *tuple[ModuleType, ...]]] = {
+    "policy": (CommitPolicy, policies, tracelock),
+    "window": (windows.Window, windows),
+    "quota": (windows.Quota, windows),
+    "sampler": (Sampler, sampler),
+    "cache": (caches.CacheScheme, caches),
+    "layout": (layout.Layout, layout),
 }
-"""The classes that a description may name, by plug."""
+"""By plug its base class, and the modules of those that a description may name."""
 _OPTIONAL = {"cache", "layout", "guidance"}
+
+
+def plugs(part: str) -> dict[str, type]:
+    """The classes that a description may name, by their names."""
+    base, *modules = _PLUGS[part]
+    members = [value for module in modules for value in vars(module).values()]
+    classes = [one for one in members if isinstance(one, type) and base in one.__mro__]
+    return {one.__name__: one for one in classes if not inspect.isabstract(one)}
 
 
 def decoder_from_description(
@@ -60,18 +60,18 @@ def decoder_from_description(
         plug_modules: modules that plugs of other people may be imported from, such as
             ``my_package.policies``.
     """
-    parts = {*PLUGS, "guidance", "settings"}
+    parts = {*_PLUGS, "guidance", "settings"}
     _check_names("decoder", description, parts, parts - _OPTIONAL)
-    plugs = {
+    built = {
         part: _plug(part, description[part], policy_folders, plug_modules)
-        for part in PLUGS
+        for part in _PLUGS
         if part in description
     }
     for part, cls in (("settings", DecodeSettings), ("guidance", Guidance)):
         if (settings := description.get(part)) is not None:
             _check_names(part, settings, set(inspect.signature(cls).parameters))
-            plugs[part] = cls(**settings)
-    decoder = Decoder(**plugs)
+            built[part] = cls(**settings)
+    decoder = Decoder(**built)
     rebuilt = decoder.describe()
     for part, entry in description.items():
         if rebuilt.get(part) != entry:
@@ -97,8 +97,7 @@ def _plug(
 ) -> Any:
     settings = dict(entry)
     name = str(settings.pop("name", None))
-    classes = {cls.__name__: cls for cls in PLUGS[part]}
-    cls: Callable[..., Any] = classes.get(name) or _imported(part, name, plug_modules)
+    cls: Callable[..., Any] = plugs(part).get(name) or _imported(part, name, plug_modules)
     if cls is TraceLockPolicy:
         settings["scorer"] = _find_scorer(str(settings.pop("weights", "")), policy_folders)
     _check_names(f"{part} {name}", settings, set(inspect.signature(cls).parameters))
@@ -109,7 +108,7 @@ def _imported(part: str, path: str, plug_modules: Sequence[str]) -> type:
     """A class from outside of the package; the caller must have named its module, which runs."""
     module, _, name = path.rpartition(".")
     if module not in plug_modules:
-        known = ", ".join(sorted(cls.__name__ for cls in PLUGS[part]))
+        known = ", ".join(sorted(plugs(part)))
         raise ValueError(
             f"decoder description: {part} {path!r} is none of {known}; if it comes from outside of "
             f"the package and you trust it, name its module with --plugs {module or 'MODULE'}"

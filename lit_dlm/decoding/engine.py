@@ -19,12 +19,18 @@ from torch import Tensor
 from lit_dlm.backbones.base import Backbone, Denoised
 from lit_dlm.decoding.caches import CacheScheme, CacheSession
 from lit_dlm.decoding.guidance import GuidedBackbone
-from lit_dlm.decoding.observers import Observer, QueueObserver
 from lit_dlm.decoding.policies.base import CommitPolicy
-from lit_dlm.decoding.quotas import Quota
 from lit_dlm.decoding.sampler import Sampler
-from lit_dlm.decoding.state import Canvas, DecodeResult, DecodeState, Status, StepRecord
-from lit_dlm.decoding.windows import Window, WindowView, first_column, masks_first
+from lit_dlm.decoding.state import (
+    Canvas,
+    DecodeResult,
+    DecodeState,
+    Observer,
+    QueueObserver,
+    Status,
+    StepRecord,
+)
+from lit_dlm.decoding.windows import Quota, Window, WindowView, first_column, masks_first
 from lit_dlm.ops.options import at_least
 from lit_dlm.ops.precision import without_autocast
 from lit_dlm.ops.scores import top_quota

@@ -10,9 +10,15 @@ from torch import Tensor
 
 from lit_dlm.backbones.base import BackboneSpec, Denoised
 from lit_dlm.decoding.state import DecodeState, Proposal
-from lit_dlm.ops.noise import cell_gumbel_noise, gumbel_noise
 from lit_dlm.ops.options import at_least, within
-from lit_dlm.ops.sampling import RUN, draw_by_runs, perturbed_by_runs, survivors
+from lit_dlm.ops.sampling import (
+    RUN,
+    cell_gumbel_noise,
+    draw_by_runs,
+    gumbel_noise,
+    perturbed_by_runs,
+    survivors,
+)
 from lit_dlm.ops.scores import arg_max, confidence, entropy, margin
 
 CHUNK_ELEMENTS = 1_000_000

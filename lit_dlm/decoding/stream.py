@@ -1,4 +1,9 @@
-"""From encoded prompts to decoded texts: the one way that prompts are decoded."""
+"""From encoded prompts to decoded texts: the one way that prompts are decoded.
+
+Prompts wait for a free slot in a batch, of one process or of several: each asks for the next ones
+when rows of its batch end, so that none is idle while another has work left. Which process decodes
+a prompt changes neither its noise nor its result.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +17,112 @@ from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone
 from lit_dlm.decoding.decoder import Decoder
-from lit_dlm.decoding.endings import text_cells
 from lit_dlm.decoding.engine import NotANumberError
-from lit_dlm.decoding.observers import Observer, QueueObserver
-from lit_dlm.decoding.queue import WorkQueue
-from lit_dlm.decoding.state import Canvas, DecodeResult, prompt_canvas
-from lit_dlm.ops.alignment import shifted
+from lit_dlm.decoding.state import Canvas, DecodeResult, Observer, QueueObserver, prompt_canvas
+from lit_dlm.ops.batches import shifted
 from lit_dlm.vision.pictures import picture_to_text
 from lit_dlm.vision.tokens import TokenVision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+from itertools import count
+
+import torch.distributed as dist
+
+from lit_dlm.decoding.state import DecodeState, StepRecord
+
+_names = count()
+
+
+class WorkQueue:
+    """The numbers from 0 on, each handed out once; to one process alone or to all of a run.
+
+    Shared, it is a counter in the store of the process group, which answers while the processes
+    compute. All of them must make their shared queues in the same order.
+    """
+
+    def __init__(self, size: int, *, shared: bool = False) -> None:
+        self.size = size
+        self.num_processes = dist.get_world_size() if shared and dist.is_initialized() else 1
+        self._taken = 0
+        self._reserved: list[int] = []
+        self._store: dist.Store | None = None
+        if self.num_processes > 1:
+            # The one store that every process group has; torch gives it no public name.
+            self._store = dist.distributed_c10d._get_default_store()
+            self._name = f"lit_dlm/queue/{next(_names)}"
+
+    def take(self, number: int) -> list[int]:
+        """The next numbers: as many as asked for, fewer or none at the end."""
+        if self._reserved:
+            found, self._reserved = self._reserved, []
+            return found
+        if self._store is None:
+            self._taken += number
+            end = self._taken
+        else:
+            end = self._store.add(self._name, number)
+        return list(range(min(end - number, self.size), min(end, self.size)))
+
+    def reserve(self, number: int) -> bool:
+        """Takes what the next call of :meth:`take` will give."""
+        self._reserved = self.take(number)
+        return bool(self._reserved)
+
+    def slots(self, most: int) -> int:
+        """Rows that a process should decode together, so that each has its share of the first."""
+        return max(min(most, -(-self.size // self.num_processes)), 1)
+
+
+class Occupancy(QueueObserver):
+    """Observer that counts how many slots of a batch are at work in every step."""
+
+    requires: frozenset[str] = frozenset()
+
+    def __init__(self) -> None:
+        self.slot_steps = 0
+        """Steps of the batches watched, times their slots."""
+        self.row_steps = 0
+        """Steps of their rows."""
+        self._num_slots = 0
+
+    def on_start(self, state: DecodeState) -> None:
+        self._num_slots = len(state.rows)
+
+    def on_step(self, record: StepRecord) -> None:
+        self.slot_steps += self._num_slots
+        self.row_steps += len(record.state.rows)
+
+    def on_refill(self, result: DecodeResult, state: DecodeState) -> None:
+        """Nothing changes."""
+
+    def on_end(self, result: DecodeResult) -> None:
+        """Nothing is left to do."""
+
+    @property
+    def share(self) -> float:
+        """Part of the slots that were at work, in (0, 1]; 0 before the first step."""
+        return self.row_steps / max(self.slot_steps, 1)
+
+
+def text_cells(response: Tensor, eos_ids: Sequence[int], given: Tensor | None = None) -> Tensor:
+    """``(B, G)`` bool: the cells before the first end of text; given cells always are among them.
+
+    Where tokens were given, such as the markers of a template, an end of text ends the part before
+    them and not the response: the parts behind go on.
+
+    Args:
+        response: ``(B, G)`` int64.
+        given: ``(B, G)`` bool: cells that stood there before the first step.
+    """
+    is_end = torch.isin(response, torch.tensor(list(eos_ids), device=response.device))
+    if given is None:
+        return is_end.cumsum(1) == 0
+    ends = (is_end & ~given).cumsum(1)
+    before = torch.where(given, ends, 0).cummax(1).values  # ends left of the last given cell
+    return (ends == before) | given
 
 
 class Detokenizer:
@@ -77,7 +177,7 @@ class DecodePrompt(NamedTuple):
 
     uid: str
     ids: Sequence[int]
-    seed: int  # usually :func:`~lit_dlm.ops.noise.sample_seed` of the uid
+    seed: int  # usually :func:`~lit_dlm.ops.sampling.sample_seed` of the uid
 
 
 @dataclass(frozen=True)
@@ -201,3 +301,14 @@ def _joined(results: Sequence[DecodeResult], *, pad_id: int) -> DecodeResult:
         status=[status for one in results for status in one.status],
         **tensors,
     )
+
+
+def length_buckets(lengths: Sequence[int], *, batch_size: int) -> list[list[int]]:
+    """Groups samples of similar length.
+
+    Returns:
+        Indices into ``lengths``, each exactly once; buckets from short to long, equal lengths in
+        their order. Results of a decode do not depend on the buckets, only its speed does.
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    return [order[first : first + batch_size] for first in range(0, len(order), batch_size)]

@@ -1,20 +1,10 @@
 """Graders: one verdict per completion, and the sandbox in which model-written code runs."""
 
-from lit_dlm.grading.launch import (
-    IsolationLevel,
-    SandboxError,
-    SandboxLimits,
-    isolation_level,
+from lit_dlm.grading.sandbox import (
+    IsolationLevel as IsolationLevel,
+    SandboxError as SandboxError,
+    SandboxLimits as SandboxLimits,
+    isolation_level as isolation_level,
+    run_python_check as run_python_check,
 )
-from lit_dlm.grading.sandbox import run_python_check
-from lit_dlm.grading.verdict import Status, Verdict
-
-__all__ = [
-    "IsolationLevel",
-    "SandboxError",
-    "SandboxLimits",
-    "Status",
-    "Verdict",
-    "isolation_level",
-    "run_python_check",
-]
+from lit_dlm.grading.verdict import Status as Status, Verdict as Verdict

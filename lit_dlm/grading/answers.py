@@ -162,19 +162,18 @@ _EMPTY = "the completion is empty"
 _VQA_NUMBERS = {"none": "0", "zero": "0", "one": "1", "two": "2", "three": "3", "four": "4"}
 _VQA_NUMBERS |= {"five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9", "ten": "10"}
 _VQA_MARKS = ';/[]"{}()=+\\_-><@`,?!'
-_VQA_CONTRACTIONS = {
-    word.replace("'", ""): word
-    for word in re.findall(
-        r"\S+",
-        "ain't aren't can't could've couldn't didn't doesn't don't hadn't hasn't haven't he'd he's "
-        "how'd how'll how's i'd've i'm i've isn't it'd it'll ma'am mightn't might've mustn't "
-        "must've needn't not've o'clock oughtn't shan't should've shouldn't somebody'll "
-        "somebody's someone'd someone'll someone's something'd something'll that's there'd "
-        "there're there's they'd they'll they're they've 'twas wasn't we've weren't what'll "
-        "what're what's what've when's where'd where's where've who'd who'll who's who've why'll "
-        "why're why's won't would've wouldn't y'all you'd you'll you're you've",
-    )
-}
+_CONTRACTIONS = (
+    "ain't aren't can't could've couldn't didn't doesn't don't hadn't hasn't haven't he'd he's "
+    "how'd how'll how's i'd've i'm i've isn't it'd it'll ma'am mightn't might've mustn't "
+    "must've needn't not've o'clock oughtn't shan't should've shouldn't somebody'll "
+    "somebody's someone'd someone'll someone's something'd something'll that's there'd "
+    "there're there's they'd they'll they're they've 'twas wasn't we've weren't what'll "
+    "what're what's what've when's where'd where's where've who'd who'll who's who've why'll "
+    "why're why's won't would've wouldn't y'all you'd you'll you're you've"
+)
+_VQA_CONTRACTIONS = dict(
+    zip(_CONTRACTIONS.replace("'", "").split(), _CONTRACTIONS.split(), strict=True)
+)
 
 
 def normalised_vqa(answer: str) -> str:

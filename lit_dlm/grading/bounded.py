@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from lit_dlm.grading.launch import BOOT, CHILD_FOLDER, SandboxError, bare_environment
+from lit_dlm.grading.sandbox import BOOT, CHILD_FOLDER, SandboxError, bare_environment
 
 Kind = Literal["extraction", "math"]
 

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 from lit_dlm.grading.bounded import shared_processes
 from lit_dlm.grading.child.extraction import CANDIDATE_FILE, ExtractedCode, whole_part
-from lit_dlm.grading.launch import SandboxLimits
-from lit_dlm.grading.sandbox import run_python_check, run_python_program
+from lit_dlm.grading.sandbox import SandboxLimits, run_python_check, run_python_program
 from lit_dlm.grading.verdict import Status, Verdict
 
 # Compiling can warn (invalid escapes, comparisons of literals): no concern of ours, and as an error

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lit_dlm.grading.child import wire
-from lit_dlm.grading.launch import SandboxLimits, run_job
-from lit_dlm.grading.sandbox import require_permission
+from lit_dlm.grading.sandbox import SandboxLimits, require_permission, run_job
 from lit_dlm.grading.verdict import Verdict
 
 logger = logging.getLogger(__name__)

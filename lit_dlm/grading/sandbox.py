@@ -7,12 +7,287 @@ worker runs the candidate and answers calls; the tests run in the driver against
 the candidate's process holds no test, no expected value and no nonce, and the driver rebuilds
 results as exact builtin types. Nothing that a candidate wrote is compiled, taken apart or compared
 in the process of the run. ``SECURITY.md`` says what it is worth where.
+
+One driver process per job, started with an empty environment in its own session; see
+:mod:`.child.driver` for what it does. A result counts only if it carries the nonce of this run.
+Everything of a job ends with its first process, and that one ends with the run.
 """
 
 from __future__ import annotations
 
-from lit_dlm.grading.launch import SandboxLimits, run_job
+import functools
+import itertools
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from lit_dlm.grading.child import isolate
+from lit_dlm.grading.child.driver import READY
 from lit_dlm.grading.verdict import Verdict
+from lit_dlm.ops.options import at_least
+
+logger = logging.getLogger(__name__)
+
+IsolationMethod = Literal["bubblewrap", "namespaces", "landlock"]
+IsolationLevel = Literal["namespaces", "landlock"]
+
+CHILD_FOLDER = str(Path(isolate.__file__).resolve().parent)
+BOOT = (
+    "import sys, types; from importlib import import_module; "
+    "package = types.ModuleType('sandbox_child'); package.__path__ = [sys.argv.pop(1)]; "
+    "sys.modules['sandbox_child'] = package; "
+    "import_module('sandbox_child.' + sys.argv.pop(1)).main()"
+)
+"""Runs ``main`` of a module of :mod:`.child` in a bare interpreter, as a package of its own."""
+
+# Time for interpreter start and walls on a busy machine, outside the candidate's own limit.
+_SETUP_SECONDS = 30.0
+_TIMEOUT = {"status": "timeout", "detail": "the tests did not end in time"}
+
+_next_user = itertools.count(os.getpid() * 1000)
+
+
+class SandboxError(OSError):
+    """The sandbox itself failed; says nothing about the candidate."""
+
+
+class _KilledError(SandboxError):
+    """Somebody killed a process of the sandbox."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandboxLimits:
+    """What one sample may use. Exceeding any limit is a wrong answer, never an error here.
+
+    A sample can start threads but no process, and can write no file.
+    """
+
+    wall_seconds: float = 10.0
+    """Wall time for loading the code and all tests together."""
+    cpu_seconds: float = 10.0
+    """Processor time of the candidate, rounded up to whole seconds."""
+    memory_bytes: int = 1 << 30
+    """Address space of the candidate, and of the process that runs the tests."""
+    value_bytes: int = 1 << 25
+    """Largest argument or returned value."""
+
+    def __post_init__(self) -> None:
+        of = "SandboxLimits."
+        at_least(0.01, of=of, wall_seconds=self.wall_seconds, cpu_seconds=self.cpu_seconds)
+        at_least(1 << 26, of=of, memory_bytes=self.memory_bytes)
+        at_least(1 << 10, of=of, value_bytes=self.value_bytes)
+
+
+@functools.cache
+def isolation_method() -> IsolationMethod:
+    """What this machine allows, the strongest first; probed once, and logged.
+
+    That is ``bubblewrap`` or ``namespaces`` (own file system view, processes and network), or
+    ``landlock`` (only the interpreter's files can be opened, and for root an own user id).
+    """
+    reasons = []
+    methods: tuple[IsolationMethod, ...] = ("bubblewrap", "namespaces", "landlock")
+    for method in methods:
+        try:
+            probe(method)
+        except SandboxError as error:
+            reasons.append(f"{method}: {error}")
+            continue
+        if method == "landlock":
+            logger.warning(
+                "model-written code runs without namespaces (%s), see SECURITY.md",
+                "; ".join(reasons),
+            )
+        else:
+            logger.info("model-written code runs in its own namespaces (%s)", method)
+        return method
+    raise SandboxError(f"no sandbox can be set up on this machine: {'; '.join(reasons)}")
+
+
+def isolation_level() -> IsolationLevel:
+    """What :func:`isolation_method` guarantees, by whatever means."""
+    return "landlock" if isolation_method() == "landlock" else "namespaces"
+
+
+def probe(method: IsolationMethod) -> None:
+    """Runs a small test behind the walls of one method."""
+    job = {
+        "mode": "check",
+        # A module that is not loaded yet: the interpreter's files must be readable in there.
+        "code": "import fractions\ndef half(n):\n    return float(fractions.Fraction(n, 2))",
+        "check": "assert half(1) == 0.5",
+        "entry_point": "half",
+        "preamble": "",
+    }
+    head = _run_driver(job, SandboxLimits(), method)
+    if head["status"] != "right":
+        raise SandboxError(f"the probe gave {head['status']}: {head['detail']}")
+
+
+def run_job(job: dict[str, Any], limits: SandboxLimits) -> dict[str, Any]:
+    """Runs one job in a driver behind the strongest walls there are.
+
+    Args:
+        job: ``mode`` (``check``, ``record``, ``compare`` or ``program``) and its data.
+        limits: What the candidate may use.
+
+    Returns:
+        The result: ``status`` and ``detail`` at least.
+    """
+    method, begin = isolation_method(), time.monotonic()
+    try:
+        return _run_driver(job, limits, method)
+    except _KilledError as error:  # candidates may send no signals
+        logger.warning("a sandbox %s, as when memory runs out; grading its sample again", error)
+    # What the first try took counts: a sample that gets itself killed wins no time.
+    left = max(0.01, limits.wall_seconds - (time.monotonic() - begin))
+    try:
+        return _run_driver(job, replace(limits, wall_seconds=left), method)
+    except _KilledError as error:
+        return {"status": "runtime_error", "detail": f"the sandbox {error} twice"}
+
+
+def _run_driver(
+    job: dict[str, Any], limits: SandboxLimits, method: IsolationMethod
+) -> dict[str, Any]:
+    # The driver learns it after the fork: nothing that the worker prints can carry it.
+    nonce = secrets.token_hex(16)
+    user = _spare_user()
+    # The driver gives up root when it has shown the interpreter's files, wherever they lie. Without
+    # the right to do so it is another user from the start, who may make a user namespace.
+    early = user is not None and (method == "landlock" or not _may_mount())
+    config = {
+        **asdict(limits),
+        "level": method,
+        "setup_seconds": _SETUP_SECONDS,
+        "user": None if early else user,
+        "owns_user": method != "landlock" or user is not None,
+        "parent": os.getpid(),
+        "folders": _shown_folders(),
+        "library_paths": _library_paths(),
+    }
+    command = _bubblewrap() if method == "bubblewrap" else []
+    command += [os.path.realpath(sys.executable), "-I", "-S", "-X", "utf8", "-c", BOOT]
+    command += [CHILD_FOLDER, "driver", json.dumps(config)]
+    try:
+        driver = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=bare_environment(),
+            cwd="/",
+            start_new_session=True,
+            user=user if early else None,
+            group=user if early else None,
+            extra_groups=[] if early else None,
+        )
+    except OSError as error:
+        whom = f", for a user other than root: {command[0]}" if early else f": {command[0]}"
+        raise SandboxError(f"{error.strerror}{whom}") from error
+    with driver:
+        try:
+            sent = json.dumps({**job, "nonce": nonce}).encode()
+            timeout = _SETUP_SECONDS + limits.wall_seconds + 5.0  # its own alarm comes first
+            output, errors = driver.communicate(sent, timeout=timeout)
+        except subprocess.TimeoutExpired:
+            return dict(_TIMEOUT)
+        finally:
+            driver.kill()
+    if driver.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL):
+        raise _KilledError("was killed")
+    return _read_result(output, nonce, driver.returncode, errors)
+
+
+def bare_environment() -> dict[str, str]:
+    """Only what the dynamic loader may need to start this interpreter; the worker drops it."""
+    return {k: v for k, v in os.environ.items() if k == "LD_LIBRARY_PATH"}
+
+
+def _read_result(output: bytes, nonce: str, returncode: int, errors: bytes) -> dict[str, Any]:
+    code = returncode if returncode >= 0 else 128 - returncode
+    last = (errors.decode(errors="replace").strip().splitlines() or [f"exit code {code}"])[-1]
+    if not output.startswith(READY):
+        raise SandboxError(last)
+    try:
+        head: dict[str, Any] = json.loads(output[len(READY) :])
+    except ValueError:  # it was ended before it could tell
+        if code == 128 + signal.SIGALRM:
+            return dict(_TIMEOUT)
+        if code > 128:
+            last = f"ended by {signal.Signals(code - 128).name}"
+        return {"status": "runtime_error", "detail": f"the tests broke off: {last[:400]}"}
+    if not secrets.compare_digest(str(head.pop("nonce", None)), nonce):
+        return {"status": "runtime_error", "detail": "the result is not of this run"}
+    return head
+
+
+def _spare_user() -> int | None:
+    """For root, a user id that owns nothing, another one for each sample."""
+    if os.geteuid() != 0:
+        return None
+    # In a container not all ids exist; the last ones there are belong to nobody.
+    ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    end = min(max(int(start) + int(count) for start, _, count in ranges), 2_100_000_000)
+    # A root with no id but its own is some plain user outside.
+    return end - 1 - next(_next_user) % (end // 20) if end > 1000 else None
+
+
+def _may_mount() -> bool:
+    """Whether we have CAP_SYS_ADMIN, which containers often keep from root."""
+    status = Path("/proc/self/status").read_text()
+    return bool(int(status.partition("CapEff:")[2].split()[0], 16) >> 21 & 1)
+
+
+def _bubblewrap() -> list[str]:
+    """The beginning of a command that runs the rest of it in bubblewrap."""
+    program = shutil.which("bwrap")
+    if program is None:
+        raise SandboxError("not installed")
+    words = ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    words += [f"--unshare-{kind}" for kind in ("pid", "net", "ipc", "uts", "cgroup-try")]
+    if os.geteuid() == 0 and _may_mount():  # the driver gives them up with its user id
+        words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    paths = [*isolate.SYSTEM_FOLDERS, *_shown_folders(), *isolate.SYSTEM_FILES, *isolate.DEVICES]
+    # It makes missing parents for their owner only, who is another one when root starts it.
+    parents = {str(parent) for path in paths for parent in Path(path).parents} - {"/"}
+    for folder in sorted(parents - set(isolate.SYSTEM_FOLDERS)):
+        words += ["--dir", folder]
+    for path in paths:
+        if os.path.islink(path) and path in isolate.SYSTEM_FOLDERS:
+            words += ["--symlink", os.readlink(path), path]
+        else:
+            words += ["--dev-bind-try" if path in isolate.DEVICES else "--ro-bind-try", path, path]
+    return [program, *words, "--remount-ro", "/", "--chdir", "/", "--"]
+
+
+@functools.cache
+def _library_paths() -> list[str]:
+    """Folders of installed packages, importable by the candidate."""
+    paths = [sysconfig.get_path(kind) for kind in ("purelib", "platlib")]
+    return [os.path.realpath(path) for path in dict.fromkeys(paths) if os.path.isdir(path)]
+
+
+@functools.cache
+def _shown_folders() -> list[str]:
+    """Folders outside the system's own that the interpreter, its packages and we live in."""
+    wanted = [sys.base_prefix, sys.base_exec_prefix, *_library_paths(), CHILD_FOLDER]
+    shown: list[str] = []
+    for folder in sorted({os.path.realpath(folder) for folder in wanted} - {"/"}):
+        # Parents sort before their children, which are then already in view.
+        if not any(folder.startswith(f"{top}/") for top in (*isolate.SYSTEM_FOLDERS, *shown)):
+            shown.append(folder)
+    return [folder for folder in shown if folder not in isolate.SYSTEM_FOLDERS]
 
 
 def run_python_check(

@@ -15,8 +15,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lit_dlm.ops.digests import is_finite, tensors_digest, write_tensors
-from lit_dlm.ops.files import write_atomically
+from lit_dlm.ops.files import is_finite, tensors_digest, write_atomically, write_tensors
 
 _DIGEST = "sha256"
 

@@ -21,9 +21,14 @@ from lit_dlm.heads.acceptance import (
     AcceptanceOutput,
     PositionState,
 )
-from lit_dlm.heads.features import FeatureSettings, acceptance_features, num_features
 from lit_dlm.heads.folder import fitting, read_folder, write_folder
-from lit_dlm.heads.projection import Projector, ProjectorConfig
+from lit_dlm.heads.projection import (
+    FeatureSettings,
+    Projector,
+    ProjectorConfig,
+    acceptance_features,
+    num_features,
+)
 
 FORMAT = "lit-dlm/acceptance"
 FORMAT_VERSION = 1
@@ -80,7 +85,7 @@ class AcceptanceScorer(nn.Module):
         self.training_facts = dict(training or {})
 
     def features(self, hidden: Tensor, prob: Tensor, **scalars: Tensor | None) -> Tensor:
-        """Features ``(..., F)``; see :func:`lit_dlm.heads.features.acceptance_features`."""
+        """Features ``(..., F)``; see :func:`lit_dlm.heads.projection.acceptance_features`."""
         return acceptance_features(
             self.projector, hidden, prob, settings=self.settings.features, **scalars
         )

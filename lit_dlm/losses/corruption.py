@@ -12,18 +12,20 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lit_dlm.losses.grouping import NEVER, group_rows, step_groups
 from lit_dlm.losses.states import (
+    NEVER,
     Corruption,
     LossWeight,
     NoisyStates,
     Responses,
+    group_rows,
+    step_groups,
     weighted_states,
 )
 from lit_dlm.ops.cuts import CutRange, last_cuts, non_ltr_cuts, non_ltr_positions, uniform_cuts
 from lit_dlm.ops.masking import time_delay_mask
-from lit_dlm.ops.noise import uniform_noise
 from lit_dlm.ops.options import at_least
+from lit_dlm.ops.sampling import uniform_noise
 
 _LEVEL, _CELL, _CUT, _ROWS = 16, 17, 18, 19
 """Streams of noise, apart from those of decoding."""

@@ -1,10 +1,13 @@
-"""The one result type of every loss."""
+"""The one result type of every loss, the masked diffusion bound, and the regression of values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
+
+from lit_dlm.ops.fused_head import TokenStats
 
 
 @dataclass(frozen=True)
@@ -22,3 +25,44 @@ class LossTerms:
     def means(self) -> dict[str, Tensor]:
         """What ``sums`` are for this batch alone."""
         return {name: value / units.clamp_min(1) for name, (value, units) in self.sums.items()}
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, weight: Tensor, *, clip: float = 0.2
+) -> LossTerms:
+    """``0.5 max((V - R)^2, (V_old + clamp(V - V_old, -c, c) - R)^2)``, a weighted sum.
+
+    The larger of both errors: a value that has moved by more than ``clip`` towards its return
+    gets no further push (TraceRL, arXiv:2509.06949; PPO implementations). All are ``(N,)``; the
+    part ``clip_fraction`` is the share of tokens with weight whose value moved beyond the clip.
+    """
+    moved = (values - old_values).clamp(-clip, clip)
+    plain, clipped = (values - returns) ** 2, (old_values + moved - returns) ** 2
+    total = 0.5 * (weight * torch.maximum(plain, clipped)).sum()
+    with torch.no_grad():
+        counted = weight > 0
+        count = counted.sum().clamp_min(1)
+        moved_on = ((values - old_values).abs() > clip) & counted
+        parts = {"clip_fraction": moved_on.sum() / count}
+    return LossTerms(total, parts)
+
+
+def masked_nelbo(stats: TokenStats, hidden: Tensor) -> LossTerms:
+    """Upper bound on the negative log-likelihood of the cells, per cell (LLaDA, 2502.09992, eq. 3).
+
+    When the number of hidden cells of a row is uniform on ``1..G``, this is an unbiased estimate in
+    nats a cell. Rows without any count as zero.
+
+    Args:
+        stats: scores of the hidden cells, row by row (``N`` of them).
+        hidden: ``(B, G)`` bool, cells that the model saw as mask.
+    """
+    B, G = hidden.shape
+    weight = (G / hidden.sum(1, keepdim=True).clamp(min=1).float()).expand(B, G)[hidden]
+    count = max(len(weight), 1)
+    with torch.no_grad():
+        parts = {
+            "cross_entropy": stats.ce.sum() / count,
+            "accuracy": stats.is_top.float().sum() / count,
+        }
+    return LossTerms(total=(stats.ce * weight).sum() / (B * G), parts=parts)

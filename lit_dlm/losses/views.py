@@ -8,7 +8,7 @@ import torch
 
 from lit_dlm.losses.corruption import RandomMasking
 from lit_dlm.losses.states import Corruption, NoisyStates, Responses, weighted_states
-from lit_dlm.ops.noise import uniform_noise
+from lit_dlm.ops.sampling import uniform_noise
 
 _CELL, _PAIR, _PROMPT = 17, 20, 21
 """Streams of noise, apart from those of decoding; the first one is that of RandomMasking."""

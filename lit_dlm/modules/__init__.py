@@ -1,19 +1,9 @@
 """LightningModules: what is trained and what decodes."""
 
-from lit_dlm.modules.autoencoder import AutoencoderModule
-from lit_dlm.modules.decode import DecodeModule
-from lit_dlm.modules.finetune import SFTModule
-from lit_dlm.modules.generate import TraceModule
-from lit_dlm.modules.pretrain import PretrainModule
-from lit_dlm.modules.tabom import TABOMModule
-from lit_dlm.modules.tracelock import TraceLockModule
-
-__all__ = [
-    "AutoencoderModule",
-    "DecodeModule",
-    "PretrainModule",
-    "SFTModule",
-    "TABOMModule",
-    "TraceLockModule",
-    "TraceModule",
-]
+from lit_dlm.modules.autoencoder import AutoencoderModule as AutoencoderModule
+from lit_dlm.modules.decode import DecodeModule as DecodeModule
+from lit_dlm.modules.finetune import SFTModule as SFTModule
+from lit_dlm.modules.generate import TraceModule as TraceModule
+from lit_dlm.modules.pretrain import PretrainModule as PretrainModule
+from lit_dlm.modules.tabom import TABOMModule as TABOMModule
+from lit_dlm.modules.tracelock import TraceLockModule as TraceLockModule

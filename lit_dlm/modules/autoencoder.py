@@ -20,12 +20,15 @@ from torch.optim import Optimizer
 
 from lit_dlm.backbones.base import Backbone
 from lit_dlm.heads.projection import Autoencoder, Projector, ProjectorConfig
-from lit_dlm.modules.checkpoint import drop_backbone
-from lit_dlm.modules.checkpoint_files import CheckpointFiles
-from lit_dlm.modules.finite import check_precision, require_finite_gradients
-from lit_dlm.modules.projector import state_snapshots
-from lit_dlm.modules.resuming import drop_half_update, place_in_update, seed_batch
-from lit_dlm.modules.state_batch import StateBatch
+from lit_dlm.modules.checkpoint import CheckpointFiles, drop_backbone
+from lit_dlm.modules.state_batch import StateBatch, state_snapshots
+from lit_dlm.modules.steps import (
+    check_precision,
+    drop_half_update,
+    place_in_update,
+    require_finite_gradients,
+    seed_batch,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -23,25 +23,30 @@ from transformers import PreTrainedTokenizerBase
 from lit_dlm.backbones import Backbone, load_tokenizer
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import Decoder, DecodeResult, FillCurves, Observer, RegionFill
-from lit_dlm.decoding.queue import Occupancy, WorkQueue
+from lit_dlm.decoding.decoder import Sweep, expanded
 from lit_dlm.decoding.stream import (
     DecodedRows,
     DecodePrompt,
     Detokenizer,
+    Occupancy,
+    WorkQueue,
     decode_stream,
 )
-from lit_dlm.decoding.sweep import Sweep, expanded
 from lit_dlm.modules.checkpoint import ADAPTERS_KEY, adapter_settings, require_own_checkpoint
-from lit_dlm.modules.finite import check_precision, require_finite_gradients
-from lit_dlm.modules.resuming import drop_half_update, seed_batch
 from lit_dlm.modules.sharding import drop_frozen_decoders, shard_trained, whole_weights
-from lit_dlm.ops.noise import sample_seed
+from lit_dlm.modules.steps import (
+    check_precision,
+    drop_half_update,
+    require_finite_gradients,
+    seed_batch,
+)
+from lit_dlm.ops.sampling import sample_seed
 from lit_dlm.tasks import PromptExample
-from lit_dlm.tasks.templates import template_text
+from lit_dlm.tasks.base import template_text
 from lit_dlm.trajectories.capture import CapturedDecode, Level, TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
+from lit_dlm.vision.base import vision_of
 from lit_dlm.vision.pictures import Picture
-from lit_dlm.vision.prompts import vision_of
 
 logger = logging.getLogger(__name__)
 

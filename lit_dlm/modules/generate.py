@@ -11,11 +11,16 @@ from functools import partial
 from typing import Any
 
 from lit_dlm.backbones import Backbone
-from lit_dlm.heads.features import acceptance_features, feature_groups
-from lit_dlm.heads.projection import PCAFitter, Projector, ProjectorConfig
+from lit_dlm.heads.projection import (
+    PCAFitter,
+    Projector,
+    ProjectorConfig,
+    acceptance_features,
+    feature_groups,
+)
 from lit_dlm.heads.scorer import ScorerSettings
 from lit_dlm.modules.decode import DecodeModule, image_facts
-from lit_dlm.modules.projector import (
+from lit_dlm.modules.state_batch import (
     STATES_PER_TRACE,
     cached_projector,
     state_snapshots,
@@ -23,7 +28,7 @@ from lit_dlm.modules.projector import (
 )
 from lit_dlm.trajectories.capture import FeatureCapture, Level, TrajectoryCapture
 from lit_dlm.trajectories.record import FeatureScheme, Trajectory
-from lit_dlm.vision.prompts import add_pictures
+from lit_dlm.vision.base import add_pictures
 
 logger = logging.getLogger(__name__)
 

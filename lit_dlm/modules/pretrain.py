@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from lit_dlm.backbones.hf import DType, HFBackbone
-from lit_dlm.losses.nelbo import masked_nelbo
+from lit_dlm.losses.terms import masked_nelbo
 from lit_dlm.modules.checkpoint import copy_tokenizer
 from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.ops.muon import MuonAdamW

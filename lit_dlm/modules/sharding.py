@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.lora import fold, restored
-from lit_dlm.modules.checkpoint_files import (
+from lit_dlm.modules.checkpoint import (
     draft_of,
     local,
     put_in_place,
@@ -37,7 +37,7 @@ from lit_dlm.modules.checkpoint_files import (
     sound,
     write_digests,
 )
-from lit_dlm.ops.digests import is_finite
+from lit_dlm.ops.files import is_finite
 from lit_dlm.vision.base import Vision
 
 

@@ -14,11 +14,10 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
 from lit_dlm.backbones import BackboneSpec
-from lit_dlm.backbones.visibility import position_ids_for
+from lit_dlm.backbones.attention import position_ids_for
 from lit_dlm.losses.states import NoisyStates, Responses
 from lit_dlm.losses.views import hidden_prompt
-from lit_dlm.ops.alignment import first_real_columns
-from lit_dlm.ops.batches import TensorBatch
+from lit_dlm.ops.batches import TensorBatch, first_real_columns
 from lit_dlm.ops.cuts import non_ltr_positions
 from lit_dlm.ops.masking import (
     TwoCopyLayout,
@@ -26,8 +25,8 @@ from lit_dlm.ops.masking import (
     block_numbers,
     wants_block_mask,
 )
-from lit_dlm.ops.noise import sample_seed
-from lit_dlm.vision.prompts import PromptPictures, batch_pictures, batch_prompts
+from lit_dlm.ops.sampling import sample_seed
+from lit_dlm.vision.base import PromptPictures, batch_pictures, batch_prompts
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -85,7 +84,7 @@ class SupervisedBatch(TensorBatch):
     """``(B, G)`` bool, shown in every state and never a target; ``None`` where nothing is."""
     pictures: list[tuple[str, ...]] = field(default_factory=list)
     """``B`` tuples of digests: what ids behind the vocabulary stand for
-    (:func:`~lit_dlm.vision.prompts.joined_prompts`)."""
+    (:func:`~lit_dlm.vision.base.joined_prompts`)."""
     uids: list[str] = field(default_factory=list)  # B names
     epochs: list[int] = field(default_factory=list)  # B passes over the data
 

@@ -31,10 +31,8 @@ from lit_dlm.losses.acceptance import (
     acceptance_weights,
     prefix_crop,
 )
-from lit_dlm.modules.checkpoint import drop_backbone
-from lit_dlm.modules.checkpoint_files import CheckpointFiles
+from lit_dlm.modules.checkpoint import CheckpointFiles, drop_backbone
 from lit_dlm.modules.decode import DecodeModule
-from lit_dlm.modules.resuming import mixed_seed
 from lit_dlm.modules.selection import (
     AcceptanceScores,
     SelectionSettings,
@@ -42,6 +40,7 @@ from lit_dlm.modules.selection import (
     step_commits,
 )
 from lit_dlm.modules.state_batch import StateBatch
+from lit_dlm.modules.steps import mixed_seed
 from lit_dlm.ops.options import within
 from lit_dlm.ops.scores import confidence, entropy, margin
 

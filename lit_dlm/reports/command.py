@@ -14,6 +14,7 @@ from urllib.parse import quote
 from rich.console import Console
 from rich.table import Table
 
+from lit_dlm.reports.pieces import fill, render
 from lit_dlm.reports.results import ResultFolder, ResultRow, write_atomically, write_json
 from lit_dlm.reports.samples import SampleSet, load_samples
 from lit_dlm.reports.summary import (
@@ -23,7 +24,6 @@ from lit_dlm.reports.summary import (
     summarise_run,
     table_rows,
 )
-from lit_dlm.reports.template import fill, render
 
 logger = logging.getLogger(__name__)
 

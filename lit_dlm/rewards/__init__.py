@@ -1,28 +1,20 @@
 """Rewards: what rollouts are worth, from verdicts, formats and judges."""
 
-from lit_dlm.rewards.base import Reward, RewardScore, Rollout
-from lit_dlm.rewards.filters import GroupFilter, MeanCorrectnessFilter, SpreadFilter
-from lit_dlm.rewards.graded import FormatReward, Graded
-from lit_dlm.rewards.judge import HttpStepJudge, Judge, StepQuestion
-from lit_dlm.rewards.lockstep import LockstepReward
-from lit_dlm.rewards.process import ProcessReward
-from lit_dlm.rewards.reward_model import RewardModel
-from lit_dlm.rewards.rewarder import Rewarder
-
-__all__ = [
-    "FormatReward",
-    "Graded",
-    "GroupFilter",
-    "HttpStepJudge",
-    "Judge",
-    "LockstepReward",
-    "MeanCorrectnessFilter",
-    "ProcessReward",
-    "Reward",
-    "RewardModel",
-    "RewardScore",
-    "Rewarder",
-    "Rollout",
-    "SpreadFilter",
-    "StepQuestion",
-]
+from lit_dlm.rewards.base import (
+    GroupFilter as GroupFilter,
+    MeanCorrectnessFilter as MeanCorrectnessFilter,
+    Reward as Reward,
+    RewardScore as RewardScore,
+    Rollout as Rollout,
+    SpreadFilter as SpreadFilter,
+)
+from lit_dlm.rewards.graded import FormatReward as FormatReward, Graded as Graded
+from lit_dlm.rewards.judge import (
+    HttpStepJudge as HttpStepJudge,
+    Judge as Judge,
+    StepQuestion as StepQuestion,
+)
+from lit_dlm.rewards.lockstep import LockstepReward as LockstepReward
+from lit_dlm.rewards.process import ProcessReward as ProcessReward
+from lit_dlm.rewards.reward_model import RewardModel as RewardModel
+from lit_dlm.rewards.rewarder import Rewarder as Rewarder

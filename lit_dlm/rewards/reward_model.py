@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from lit_dlm.backbones.decoder import DType
-from lit_dlm.backbones.location import load_tokenizer, locate
+from lit_dlm.backbones.resolution import load_tokenizer, locate
 from lit_dlm.ops.precision import without_autocast
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
 

@@ -12,8 +12,7 @@ import numpy as np
 from lit_dlm.grading import IsolationLevel, SandboxError, Verdict
 from lit_dlm.ops.options import at_least
 from lit_dlm.plugs import checked_plug
-from lit_dlm.rewards.base import Reward, RewardScore, Rollout
-from lit_dlm.rewards.filters import GroupFilter
+from lit_dlm.rewards.base import GroupFilter, Reward, RewardScore, Rollout
 from lit_dlm.tasks import Task, require_code_execution
 
 # What the verdict on an overlong response says.

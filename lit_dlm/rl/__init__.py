@@ -1,18 +1,15 @@
 """Reinforcement learning: rollouts, items, the RL step, advantages, policy losses, the module."""
 
-from lit_dlm.rl.advantages import Advantage, GroupZScore, LeaveOneOut, RawReward, StepGAE
-from lit_dlm.rl.module import TraceRLModule
-from lit_dlm.rl.policy_losses import ClippedPolicyLoss, PolicyLoss
-from lit_dlm.rl.step import rl_step
-
-__all__ = [
-    "Advantage",
-    "ClippedPolicyLoss",
-    "GroupZScore",
-    "LeaveOneOut",
-    "PolicyLoss",
-    "RawReward",
-    "StepGAE",
-    "TraceRLModule",
-    "rl_step",
-]
+from lit_dlm.rl.advantages import (
+    Advantage as Advantage,
+    GroupZScore as GroupZScore,
+    LeaveOneOut as LeaveOneOut,
+    RawReward as RawReward,
+    StepGAE as StepGAE,
+)
+from lit_dlm.rl.module import TraceRLModule as TraceRLModule
+from lit_dlm.rl.policy_losses import (
+    ClippedPolicyLoss as ClippedPolicyLoss,
+    PolicyLoss as PolicyLoss,
+)
+from lit_dlm.rl.step import rl_step as rl_step

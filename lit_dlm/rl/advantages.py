@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lit_dlm.losses.grouping import step_groups
+from lit_dlm.losses.states import step_groups
 from lit_dlm.ops.options import one_of
 from lit_dlm.plugs import Plug, checked_plug
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from lit_dlm.backbones import BackboneSpec
 from lit_dlm.losses.corruption import Autoregressive
-from lit_dlm.losses.grouping import NEVER, step_groups
-from lit_dlm.losses.states import Corruption, NoisyStates, Responses
+from lit_dlm.losses.states import NEVER, Corruption, NoisyStates, Responses, step_groups
 from lit_dlm.modules.state_batch import prompt_pictures
 from lit_dlm.modules.supervised_batch import (
     SupervisedBatch,

@@ -14,9 +14,9 @@ from lit_dlm.metrics.value_fit import Quotient, ValueFit
 from lit_dlm.modules.finetune import TrainableModule
 from lit_dlm.rewards.base import RewardScore, Rollout
 from lit_dlm.rewards.rewarder import Rewarder
-from lit_dlm.rl.ranks import Ranks
 from lit_dlm.rl.rollout import (
     Problem,
+    Ranks,
     RolloutEngine,
     encoded_problems,
     groups_of,

@@ -22,15 +22,13 @@ from torch import Tensor
 
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import DecodeResult, DecodeState, StepRecord
-from lit_dlm.decoding.observers import QueueObserver
-from lit_dlm.decoding.queue import Occupancy, WorkQueue
-from lit_dlm.decoding.stream import DecodePrompt, decode_stream
+from lit_dlm.decoding.state import QueueObserver
+from lit_dlm.decoding.stream import DecodePrompt, Occupancy, WorkQueue, decode_stream
 from lit_dlm.modules.decode import DecodeModule, image_facts
 from lit_dlm.modules.finetune import TrainableModule
-from lit_dlm.ops.noise import sample_seed
+from lit_dlm.ops.sampling import sample_seed
 from lit_dlm.rewards import Rewarder
 from lit_dlm.rewards.base import RewardScore, Rollout
-from lit_dlm.rl.ranks import Ranks
 from lit_dlm.rl.settings import RolloutSettings
 from lit_dlm.tasks import PromptExample, Task, tasks_by_name
 from lit_dlm.tasks.base import check_uids
@@ -38,7 +36,48 @@ from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.format import decode_block, encode_block
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader
-from lit_dlm.vision.prompts import add_picture_folders, add_pictures, find_pictures
+from lit_dlm.vision.base import add_picture_folders, add_pictures, find_pictures
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Global rank and world size; by default one process alone, where everything stays as it is."""
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = _CPU
+    """Where tensors that travel between processes must lie."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum of a tensor over all processes, which must all call it; on the CPU."""
+        if self.world_size == 1:
+            return values.cpu()
+        total = values.to(self.device, copy=True)
+        torch.distributed.all_reduce(total)
+        return total.cpu()
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """The bytes of every process, possibly none, by rank; all must call it."""
+        if self.world_size == 1:
+            return [data]
+        size = torch.tensor([len(data)], device=self.device)
+        sizes = [torch.zeros_like(size) for _ in range(self.world_size)]
+        torch.distributed.all_gather(sizes, size)
+        lengths = [int(one) for one in sizes]
+        # Buffers of one length: collectives want equal shapes.
+        own = torch.zeros(max(*lengths, 1), dtype=torch.uint8, device=self.device)
+        if data:
+            own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        buffers = [torch.empty_like(own) for _ in lengths]
+        torch.distributed.all_gather(buffers, own)
+        pairs = zip(buffers, lengths, strict=True)
+        return [buffer[:length].cpu().numpy().tobytes() for buffer, length in pairs]
+
+
+ALONE = Ranks()
+
 
 logger = logging.getLogger(__name__)
 

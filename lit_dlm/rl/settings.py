@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.backbones.lora_settings import LoRASettings
+from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.losses.corruption import TraceMasking
 from lit_dlm.losses.states import Corruption
 from lit_dlm.ops.options import at_least, within

@@ -21,9 +21,10 @@ from lit_dlm.losses.states import Corruption, Responses
 from lit_dlm.rl.advantages import Advantage, StepGAE, as_advantage, outcome_rewards
 from lit_dlm.rl.items import Items, RolloutBatch, RowBuilder, joined, order_of_writing
 from lit_dlm.rl.metrics import rollout_facts
-from lit_dlm.rl.ranks import ALONE, Ranks
 from lit_dlm.rl.rollout import (
+    ALONE,
     SAMPLED,
+    Ranks,
     Report,
     Rollouts,
     RolloutSource,

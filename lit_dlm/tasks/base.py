@@ -1,4 +1,4 @@
-"""The base of tasks: prompt, answer extraction and grading of one benchmark, kept together."""
+"""The base of tasks: prompt, its template, answer extraction and grading of one benchmark."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ import random
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import yaml
+from jinja2 import StrictUndefined, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lit_dlm.grading import IsolationLevel, SandboxLimits, Verdict, isolation_level
 from lit_dlm.grading.answers import GRADERS
@@ -16,7 +22,6 @@ from lit_dlm.grading.sandbox import require_permission
 from lit_dlm.ops.options import at_least, within
 from lit_dlm.plugs import Plug, checked_plug
 from lit_dlm.tasks.sources import Row, read_rows
-from lit_dlm.tasks.templates import PromptTemplate
 from lit_dlm.vision.pictures import Picture
 
 
@@ -63,7 +68,7 @@ class Task(Plug):
     is_soft: bool = False
     """Whether its accuracy is the mean of the verdicts' scores, not the share of right answers."""
     template: str | None = None
-    """Text of the template given in place of the task's own (:mod:`lit_dlm.tasks.templates`)."""
+    """Text of the template given in place of the task's own (:mod:`lit_dlm.tasks.base`)."""
 
     @abstractmethod
     def examples(self) -> Sequence[PromptExample]:
@@ -92,7 +97,7 @@ class DatasetTask(Task):
         limit: most examples to take.
         seed: shuffles before the limit; the file's order by default.
         template: how a row becomes a prompt: a shipped name, a file or a Jinja text
-            (:mod:`lit_dlm.tasks.templates`); the task's own by default.
+            (:mod:`lit_dlm.tasks.base`); the task's own by default.
         num_shots: worked examples in front of every prompt, in the same user turn: the first
             prompts of ``shots_path``, each followed by its reference completion.
         shots_path: where they come from; by default the split ``train`` of the task's own source.
@@ -289,3 +294,55 @@ def check_uids(examples: Mapping[str, Sequence[PromptExample]]) -> None:
                 where = f"{seen[example.uid]} and {origin}"
                 raise ValueError(f"tasks: expected uids once, got {example.uid!r} for {where}")
             seen[example.uid] = origin
+
+
+@cache
+def shipped_templates(kind: Literal["prompt", "chat"]) -> dict[str, str]:
+    """The templates of releases by name: of user turns, or of what stands around the turns."""
+    path = files("lit_dlm") / "assets" / "templates.yaml"
+    return dict(yaml.safe_load(path.read_text(encoding="utf-8"))[kind])
+
+
+def template_text(given: str, *, kind: Literal["prompt", "chat"], option: str = "template") -> str:
+    """The text of a shipped name, a file, or the text itself (which holds ``{{`` or ``{%``)."""
+    shipped = shipped_templates(kind)
+    if given in shipped:
+        return shipped[given]
+    if "{{" in given or "{%" in given:
+        return given
+    path = Path(given).expanduser()
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    raise ValueError(
+        f"{option}: expected a file, a text with fields such as {{{{ question }}}}, or one of "
+        f"{', '.join(shipped)}, got {given!r}"
+    )
+
+
+class PromptTemplate:
+    """Makes the user turn of a problem, and the start of its answer where the template has one.
+
+    Args:
+        given: the task's option, see :func:`template_text`.
+        default: the task's own template.
+    """
+
+    def __init__(self, given: str | None, *, default: str = "{{ question }}") -> None:
+        self.given = None if given is None else template_text(given, kind="prompt")
+        """The text given in place of the default, if any: recorded with results."""
+        # As for chat templates in transformers: a template reads its fields and does nothing else.
+        environment = ImmutableSandboxedEnvironment(
+            undefined=StrictUndefined, keep_trailing_newline=True
+        )
+        try:
+            self._template = environment.from_string(self.given or default)
+        except TemplateError as error:
+            raise ValueError(f"template: {error} in {given!r}") from None
+
+    def render(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """``text`` and ``answer_start`` of a :class:`~lit_dlm.tasks.base.PromptExample`."""
+        try:
+            filled = self._template.make_module(dict(fields))
+        except TemplateError as error:
+            raise ValueError(f"template: {error} (there are: {', '.join(fields)})") from None
+        return {"text": str(filled), "answer_start": str(getattr(filled, "answer_start", ""))}

@@ -19,7 +19,7 @@ from lit_dlm.tasks.base import DatasetTask, PromptExample
 from lit_dlm.tasks.sources import Row
 from lit_dlm.vision.pictures import IMAGE_MARK
 
-_WRONG = tuple(f"Incorrect Answer {number}" for number in (1, 2, 3))
+_WRONG = ("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 
 
 class MultipleChoice(DatasetTask):
@@ -54,7 +54,7 @@ class MultipleChoice(DatasetTask):
             texts = [row.text(name).strip() for name in ("Correct Answer", *_WRONG)]
             order = list(range(len(texts)))
             # Imported here: torch takes seconds, and tasks are looked at before it is needed.
-            from lit_dlm.ops.noise import sample_seed
+            from lit_dlm.ops.sampling import sample_seed
 
             random.Random(sample_seed(0, f"{self.name}/{key}")).shuffle(order)
             return [texts[number] for number in order], order.index(0)

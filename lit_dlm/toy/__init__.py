@@ -1,20 +1,13 @@
 """Tasks of the embedded models, whose problems are drawn and not stored, and their tokenizer."""
 
-from lit_dlm.toy.addition import Addition
-from lit_dlm.toy.countdown import Countdown
-from lit_dlm.toy.pictures import DigitDrawings, DigitScorer, PictureDrills, PictureQuestions
-from lit_dlm.toy.python_functions import PythonFunctions
-from lit_dlm.toy.sudoku import Sudoku
-from lit_dlm.toy.word_problems import WordProblems
-
-__all__ = [
-    "Addition",
-    "Countdown",
-    "DigitDrawings",
-    "DigitScorer",
-    "PictureDrills",
-    "PictureQuestions",
-    "PythonFunctions",
-    "Sudoku",
-    "WordProblems",
-]
+from lit_dlm.toy.addition import Addition as Addition
+from lit_dlm.toy.countdown import Countdown as Countdown
+from lit_dlm.toy.pictures import (
+    DigitDrawings as DigitDrawings,
+    DigitScorer as DigitScorer,
+    PictureDrills as PictureDrills,
+    PictureQuestions as PictureQuestions,
+)
+from lit_dlm.toy.python_functions import PythonFunctions as PythonFunctions
+from lit_dlm.toy.sudoku import Sudoku as Sudoku
+from lit_dlm.toy.word_problems import WordProblems as WordProblems

@@ -18,9 +18,8 @@ from typing import Any, Protocol
 
 from lit_dlm.grading import Verdict
 from lit_dlm.ops.options import one_of
-from lit_dlm.tasks.base import PromptExample, Task
+from lit_dlm.tasks.base import PromptExample, PromptTemplate, Task
 from lit_dlm.tasks.sources import Row, read_rows
-from lit_dlm.tasks.templates import PromptTemplate
 from lit_dlm.vision.pictures import Picture
 
 MAX_DRAWS_PER_EXAMPLE = 5_000
@@ -63,7 +62,7 @@ class GeneratedTask(Task):
         split: ``train`` or ``test``; a hash of the problem decides, the seed does not.
         num_examples: how many distinct problems :meth:`examples` lists.
         seed: seed of that list.
-        template: how a problem becomes a prompt (:func:`~lit_dlm.tasks.templates.template_text`);
+        template: how a problem becomes a prompt (:func:`~lit_dlm.tasks.base.template_text`);
             the problem itself by default.
     """
 

@@ -23,9 +23,9 @@ MIN_BLANKS, MAX_BLANKS = 4, 12
 """Blanks of generated puzzles: the public files have 4 to 12."""
 
 _UNITS = (
-    *(range(first, first + 4) for first in range(0, CELLS, 4)),
-    *(range(first, CELLS, 4) for first in range(4)),
-    *((first, first + 1, first + 4, first + 5) for first in (0, 2, 8, 10)),
+    *(range(4), range(4, 8), range(8, 12), range(12, 16)),
+    *(range(0, CELLS, 4), range(1, CELLS, 4), range(2, CELLS, 4), range(3, CELLS, 4)),
+    *((0, 1, 4, 5), (2, 3, 6, 7), (8, 9, 12, 13), (10, 11, 14, 15)),
 )
 """Cells of rows, columns and boxes."""
 _TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.DOTALL)

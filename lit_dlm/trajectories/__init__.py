@@ -4,7 +4,8 @@
 ``capture`` the observer of the decode loop; ``replay``, ``verify`` and ``exchange`` use records.
 """
 
-from lit_dlm.trajectories.errors import TrajectoryFormatError
-from lit_dlm.trajectories.record import StepFeatures, Trajectory
-
-__all__ = ["StepFeatures", "Trajectory", "TrajectoryFormatError"]
+from lit_dlm.trajectories.record import (
+    StepFeatures as StepFeatures,
+    Trajectory as Trajectory,
+    TrajectoryFormatError as TrajectoryFormatError,
+)

@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lit_dlm.decoding import DecodeResult, DecodeState, StepRecord
-from lit_dlm.ops.noise import uniform_noise
 from lit_dlm.ops.options import within
-from lit_dlm.trajectories.features import only_masked
+from lit_dlm.ops.sampling import uniform_noise
+from lit_dlm.trajectories.format import only_masked
 from lit_dlm.trajectories.record import (
     FeatureLayout,
     FeatureScheme,

@@ -24,8 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lit_dlm.ops.options import at_least
-from lit_dlm.trajectories.errors import TrajectoryFormatError
-from lit_dlm.trajectories.record import Trajectory
+from lit_dlm.trajectories.record import Trajectory, TrajectoryFormatError
 from lit_dlm.trajectories.store.files import shard_paths, side_files
 from lit_dlm.trajectories.store.provenance import RunRecord, run_of_shard
 from lit_dlm.trajectories.store.reader import TrajectoryShardReader
@@ -278,8 +277,7 @@ def _execution(shards: Sequence[Path], options: argparse.Namespace) -> Execution
 
     from lit_dlm.backbones import load_backbone, load_tokenizer
     from lit_dlm.trajectories.verify import Execution
-    from lit_dlm.vision.base import VisionSettings
-    from lit_dlm.vision.prompts import add_picture_folders
+    from lit_dlm.vision.base import VisionSettings, add_picture_folders
 
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device: expected a device of this machine, got {options.device!r}")
@@ -476,7 +474,7 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) ->
 
 def tokenizer_of(shards: Sequence[Path], name: str | None) -> Any:
     """A tokenizer by name, or that of the run if it is on this machine: nothing is downloaded."""
-    from lit_dlm.backbones.location import embedded_names, load_tokenizer
+    from lit_dlm.backbones.resolution import embedded_names, load_tokenizer
 
     if name is not None:
         return load_tokenizer(name)

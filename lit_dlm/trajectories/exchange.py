@@ -206,14 +206,14 @@ class ImportSettings:
 _NUMBERS = {
     "num_steps": pa.uint16(),
     "seed": pa.uint64(),
-    **{name: pa.int32() for name in ("mask_id", "vocab_size", "pad_id", "response_length")},
+    **dict.fromkeys(("mask_id", "vocab_size", "pad_id", "response_length"), pa.int32()),
 }
 _IDS = pa.list_(pa.int32())
 _ID_LISTS = ("prompt_token_ids", "response_token_ids", "prompt_ids", "response_ids")
 _STEP_LISTS = ("decoding_order", "step_map", "non_ltr_positions", "given_positions")
 _ROW = {
     **dict.fromkeys((*_ID_LISTS, *_STEP_LISTS), _IDS),
-    **{name: pa.string() for name in (*_TEXT_KEYS["user"], *_TEXT_KEYS["assistant"], "status")},
+    **dict.fromkeys((*_TEXT_KEYS["user"], *_TEXT_KEYS["assistant"], "status"), pa.string()),
     **_NUMBERS,
 }
 """Fields of rows that are read, and their types; others are for other tools."""

@@ -24,7 +24,10 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from lit_dlm.trajectories.errors import TrajectoryFormatError
+
+class TrajectoryFormatError(ValueError):
+    """Stored bytes are not a well-formed block, shard or side file; the message says which."""
+
 
 RecordStatus = Literal["complete", "eos", "step_limit", "aborted"]
 """How a decode ended: canvas full, stopped at an end token, out of steps, or interrupted."""

@@ -43,11 +43,10 @@ from lit_dlm.decoding.policies.lockstep import LockstepPolicy
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.decoding.state import Canvas, DecodeResult, DecodeState, StepRecord, prompt_canvas
 from lit_dlm.decoding.windows import first_column
-from lit_dlm.ops.noise import sample_seed
 from lit_dlm.ops.options import at_least, within
+from lit_dlm.ops.sampling import sample_seed
 from lit_dlm.trajectories.capture import KeptSteps
-from lit_dlm.trajectories.errors import TrajectoryFormatError
-from lit_dlm.trajectories.record import Trajectory
+from lit_dlm.trajectories.record import Trajectory, TrajectoryFormatError
 from lit_dlm.trajectories.replay import states_at
 from lit_dlm.trajectories.store.files import (
     MANIFEST_FILE,
@@ -65,7 +64,7 @@ from lit_dlm.trajectories.store.provenance import (
     tokenizer_digest,
 )
 from lit_dlm.trajectories.store.reader import TrajectoryShardReader
-from lit_dlm.vision.prompts import find_pictures, insert_pictures
+from lit_dlm.vision.base import find_pictures, insert_pictures
 
 Outcome = Literal["exact", "explained", "failed"]
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from lit_dlm.backbones.architecture import Architecture
 from lit_dlm.backbones.hf import HFBackbone
+from tests.shared_data import shared
 
-SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 
-
-def tiny_architecture(**changes: object) -> Architecture:
-    values: dict[str, object] = {
+def tiny_architecture(**changes: Any) -> Architecture:
+    values: dict[str, Any] = {
         "decoder": "qwen2",
         "vocab_size": 32,
         "hidden_size": 16,
@@ -27,26 +27,19 @@ def tiny_architecture(**changes: object) -> Architecture:
         "pad_id": 0,
         "eos_ids": (1,),
     }
-    return Architecture(**{**values, **changes})  # type: ignore[arg-type]
+    return Architecture(**{**values, **changes})
 
 
 @pytest.fixture
 def make_backbone() -> Callable[..., HFBackbone]:
     def make(*, trainable: bool = False, attn: str = "sdpa", **changes: object) -> HFBackbone:
         torch.manual_seed(0)
-        architecture = tiny_architecture(**changes)
-        return HFBackbone(
-            architecture=architecture,
-            attn_implementation=attn,  # type: ignore[arg-type]
-            trainable=trainable,
-        ).eval()
+        options: Any = {"attn_implementation": attn, "trainable": trainable}
+        return HFBackbone(architecture=tiny_architecture(**changes), **options).eval()
 
     return make
 
 
 @pytest.fixture
 def parity() -> Path:
-    folder = SHARED / "parity"
-    if not folder.is_dir():
-        pytest.skip(f"no parity fixtures at {folder}")
-    return folder
+    return shared("parity")

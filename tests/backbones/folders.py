@@ -11,13 +11,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lit_dlm.backbones import HFBackbone
-from lit_dlm.ops.alignment import aligned
-from tests.backbones.reference import raw_logits
+from lit_dlm.ops.batches import aligned
+from tests.backbones.reference import HF, LLADA, raw_logits
 
 IDS = torch.tensor([[5, 9, 3, 7, 3, 11, 30], [4, 3, 8, 3, 6, 2, 39]])
 
 
-LLADA_CHANGES: dict[str, dict[str, Any]] = {
+_LLADA_CHANGES: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": {"weight_tying": True},
     "gqa": {"n_kv_heads": 2},
@@ -40,9 +40,7 @@ LLADA_CHANGES: dict[str, dict[str, Any]] = {
     },
     "mmada": {"model_type": "mmada"},
 }
-
-
-HF_CHANGES: dict[str, dict[str, Any]] = {
+_HF_CHANGES: dict[str, dict[str, Any]] = {
     "dream": {},
     "dream_tied": {"tie_word_embeddings": True},
     "dream_mqa": {"num_key_value_heads": 1, "rope_theta": 300.0},
@@ -51,6 +49,10 @@ HF_CHANGES: dict[str, dict[str, Any]] = {
     "llada_v": {"model_type": "llava_llada", "num_key_value_heads": 4},
     "head_dim": {"head_dim": 20},
 }
+VARIANTS = {name: {**LLADA, **changes} for name, changes in _LLADA_CHANGES.items()} | {
+    name: {**HF, **changes} for name, changes in _HF_CHANGES.items()
+}
+"""Configurations of small models in the words of their families."""
 
 
 def write(

@@ -78,46 +78,34 @@ _NAMES = {
 _LLADA_NAMES, _HF_NAMES = ({key: names[side] for key, names in _NAMES.items()} for side in (0, 1))
 
 
+_OPTIONS = {
+    "width": ("d_model", "hidden_size"),
+    "layers": ("n_layers", "num_hidden_layers"),
+    "heads": ("n_heads", "num_attention_heads"),
+    "kv": ("n_kv_heads", "num_key_value_heads"),
+    "inner": ("mlp_hidden_size", "intermediate_size"),
+    "tied": ("weight_tying", "tie_word_embeddings"),
+    "eps": ("rms_norm_eps",) * 2,
+    "theta": ("rope_theta",) * 2,
+}
+
+
 def sizes(config: dict[str, Any]) -> dict[str, Any]:
     """The options both vocabularies share, under one name."""
-    if "d_model" in config:
-        heads = config["n_heads"]
-        kv = config["n_kv_heads"]
-        if kv is None:
-            kv = 1 if config["multi_query_attention"] else heads
-        inner = config["mlp_hidden_size"]
-        return {
-            "names": _LLADA_NAMES,
-            "rows": config["embedding_size"] or config["vocab_size"],
-            "width": config["d_model"],
-            "inner": config["mlp_ratio"] * config["d_model"] if inner is None else inner,
-            "layers": config["n_layers"],
-            "heads": heads,
-            "kv": kv,
-            "head_dim": config["d_model"] // heads,
-            "eps": config["rms_norm_eps"],
-            "theta": config["rope_theta"],
-            "tied": config["weight_tying"],
-            "bias": config["include_qkv_bias"],
-            "qk_norm": False,
-            "scale": config["d_model"] ** -0.5 if config["scale_logits"] else 1.0,
-        }
-    heads = config["num_attention_heads"]
+    is_llada = "d_model" in config
+    s = {name: config[words[0 if is_llada else 1]] for name, words in _OPTIONS.items()}
+    if s["kv"] is None:
+        s["kv"] = 1 if config["multi_query_attention"] else s["heads"]
+    if s["inner"] is None:
+        s["inner"] = config["mlp_ratio"] * s["width"]
     return {
-        "names": _HF_NAMES,
-        "rows": config["vocab_size"],
-        "width": config["hidden_size"],
-        "inner": config["intermediate_size"],
-        "layers": config["num_hidden_layers"],
-        "heads": heads,
-        "kv": config["num_key_value_heads"],
-        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
-        "eps": config["rms_norm_eps"],
-        "theta": config["rope_theta"],
-        "tied": config["tie_word_embeddings"],
-        "bias": config["model_type"] in ("Dream", "qwen2"),
+        **s,
+        "names": _LLADA_NAMES if is_llada else _HF_NAMES,
+        "rows": config.get("embedding_size") or config["vocab_size"],
+        "head_dim": config.get("head_dim") or s["width"] // s["heads"],
+        "bias": config.get("include_qkv_bias") or config["model_type"] in ("Dream", "qwen2"),
         "qk_norm": config["model_type"] in ("sdar", "qwen3"),
-        "scale": 1.0,
+        "scale": s["width"] ** -0.5 if config.get("scale_logits") else 1.0,
     }
 
 
@@ -224,9 +212,7 @@ def slow_varlen_attn(
     assert {index.dtype for index in (cu_seq_q, cu_seq_k, seqused_k)} == {torch.int32}
     assert cu_seq_q.tolist() == sorted(cu_seq_q.tolist())
     assert cu_seq_k.tolist() == sorted(cu_seq_k.tolist())
-    assert query.is_contiguous()
-    assert key.is_contiguous()
-    assert value.is_contiguous()
+    assert all(tensor.is_contiguous() for tensor in (query, key, value))
     assert (int(cu_seq_q[-1]), int(cu_seq_k[-1])) == (len(query), len(key))
     output = torch.full_like(query, float("nan"))
     for number, count in enumerate(seqused_k.tolist()):

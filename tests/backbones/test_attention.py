@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -26,12 +28,10 @@ def _slow(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: flo
     B, H, W, _ = query.shape
     visible = visible.expand(B, 1, W, -1)
     output = torch.empty(B, W, H, value.shape[-1])
-    for b in range(B):
-        for h in range(H):
-            for w in range(W):
-                seen = visible[b, 0, w]
-                scores = key[b, h // 3][seen] @ query[b, h, w] * scale
-                output[b, w, h] = scores.softmax(0) @ value[b, h // 3][seen]
+    for b, h, w in product(range(B), range(H), range(W)):
+        seen = visible[b, 0, w]
+        scores = key[b, h // 3][seen] @ query[b, h, w] * scale
+        output[b, w, h] = scores.softmax(0) @ value[b, h // 3][seen]
     return output
 
 

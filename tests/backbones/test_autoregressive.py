@@ -10,14 +10,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_dlm.backbones import (
     FromAR,
@@ -41,19 +34,14 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-CLASSES: dict[str, tuple[Any, Any]] = {
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "llama": (LlamaConfig, LlamaForCausalLM),
-}
 IDS = torch.tensor([[5, 9, 20, 7, 23, 11]])
 
 
 def checkpoint(folder: Path, kind: str = "qwen2", **changes: Any) -> Any:
     """An autoregressive checkpoint exactly as transformers writes it."""
     torch.manual_seed(0)
-    config_class, model_class = CLASSES[kind]
-    model = model_class(config_class(**{**SIZES, **changes})).eval()
+    config = AutoConfig.for_model(kind, **{**SIZES, **changes})
+    model = AutoModelForCausalLM.from_config(config).eval()
     model.save_pretrained(folder)
     return model
 
@@ -66,7 +54,7 @@ def add_tokenizer(folder: Path, size: int, *, mask_token: str | None = None) -> 
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
 def test_attention_turns_bidirectional_and_the_rest_stays(tmp_path: Path, kind: str, tied: bool):
     """With transformers' own model run without its causal flag as the reference."""
     theirs = checkpoint(tmp_path, kind, tie_word_embeddings=tied)
@@ -93,7 +81,6 @@ def test_the_mask_gets_a_row_of_its_own_at_the_mean(tmp_path: Path, tied: bool):
     assert (backbone.model.lm_head.weight is table) == tied
     assert backbone.model.lm_head.weight.shape == (25, 16)
     backbone.denoise(torch.tensor([[5, 24]])).logits[0, 1, 4].backward()
-    assert table.grad is not None
     assert table.grad[24].abs().sum() > 0
 
 

@@ -19,14 +19,25 @@ from lit_dlm.ops.masking import block_numbers
 from tests.backbones.reference import slow_varlen_attn
 
 
-def _canvas(backbone: HFBackbone, length: int, *, block_size: int | None = None) -> CachedCanvas:
+def canvas_of(
+    backbone: HFBackbone,
+    length: int,
+    *,
+    rows: int = 1,
+    pad_mask: torch.Tensor | None = None,
+    block_size: int | None = None,
+    **options: Any,
+) -> CachedCanvas:
+    real = torch.ones(rows, length, dtype=torch.bool) if pad_mask is None else pad_mask
     return CachedCanvas(
         backbone,
-        num_rows=1,
+        num_rows=len(real),
         length=length,
-        pad_mask=None,
-        positions=torch.arange(length)[None],
-        blocks=None if block_size is None else block_numbers(length, block_size),
+        pad_mask=pad_mask,
+        positions=(real.long().cumsum(1) - 1).clamp_min(0),
+        blocks=None if block_size is None else block_numbers(real, block_size),
+        block_size=block_size,
+        **options,
     )
 
 
@@ -42,7 +53,7 @@ def test_cached_blocks_equal_the_references(parity: Path):
     cases = load_file(parity / "sdar" / "cases.safetensors")
     ids = cases["in.x"]
     allowed = torch.arange(backbone.vocab_size) != 3
-    canvas = _canvas(backbone, 24, block_size=4)
+    canvas = canvas_of(backbone, 24, block_size=4)
 
     def check(case: str, columns: range) -> None:
         logits = canvas.read(torch.tensor([list(columns)])).logits
@@ -76,19 +87,11 @@ def test_rows_with_different_spans_equal_rows_alone(
     ids = torch.randint(4, 32, (2, 10), generator=torch.Generator().manual_seed(1))
     pad_mask = torch.ones(2, 10, dtype=torch.bool)
     pad_mask[0, :2] = False
-    positions = (pad_mask.long().cumsum(1) - 1).clamp_min(0)
     changed = ids.clone()
     changed[:, 5] = 30
 
     def run(rows: list[int], backbone: HFBackbone = reference) -> torch.Tensor:
-        canvas = CachedCanvas(
-            backbone,
-            num_rows=len(rows),
-            length=10,
-            pad_mask=pad_mask[rows],
-            positions=positions[rows],
-            hidden_layers=(-2,),
-        )
+        canvas = canvas_of(backbone, 10, pad_mask=pad_mask[rows], hidden_layers=(-2,))
         canvas.forward(ids[rows], [Span(0, 10, 10)] * len(rows))
         canvas.forward(changed[rows], [spans[row] for row in rows])
         denoised = canvas.read(torch.arange(10).expand(len(rows), -1))
@@ -119,15 +122,7 @@ def test_blocks_out_of_phase_equal_rows_alone(
     pad_mask[0, :2] = False
 
     def run(rows: list[int]) -> torch.Tensor:
-        canvas = CachedCanvas(
-            backbone,
-            num_rows=len(rows),
-            length=8,
-            pad_mask=pad_mask[rows],
-            positions=(pad_mask[rows].long().cumsum(1) - 1).clamp_min(0),
-            blocks=block_numbers(pad_mask[rows], 2),
-            block_size=2,
-        )
+        canvas = canvas_of(backbone, 8, pad_mask=pad_mask[rows], block_size=2)
         canvas.forward(ids[rows], [Span(0, 6, 6)] * len(rows), block_causal=True)
         changed = ids[rows].clone()
         changed[:, 5] = 9
@@ -146,13 +141,7 @@ def test_blocks_out_of_phase_equal_rows_alone(
 def test_a_forward_over_a_part_of_the_rows_leaves_the_others_alone(make_backbone):
     backbone = make_backbone()
     ids = torch.randint(4, 32, (3, 8), generator=torch.Generator().manual_seed(2))
-    canvas = CachedCanvas(
-        backbone,
-        num_rows=3,
-        length=8,
-        pad_mask=None,
-        positions=torch.arange(8).expand(3, -1),
-    )
+    canvas = canvas_of(backbone, 8, rows=3)
     everything = torch.arange(8).expand(3, -1)
     canvas.forward(ids, [Span(0, 8, 8)] * 3)
     before = canvas.read(everything).logits
@@ -166,7 +155,7 @@ def test_a_forward_over_a_part_of_the_rows_leaves_the_others_alone(make_backbone
 @torch.no_grad()
 def test_a_column_that_no_forward_covered_is_predicted_uniformly(make_backbone):
     backbone = make_backbone()
-    canvas = _canvas(backbone, 8)
+    canvas = canvas_of(backbone, 8)
     canvas.forward(torch.full((1, 8), 5), [Span(0, 4, 4)])
     probs = canvas.read(torch.tensor([[6]])).logits.softmax(-1)[0, 0]
     allowed = [i for i in range(32) if i not in backbone.spec.forbidden_ids]
@@ -212,7 +201,7 @@ def test_under_autocast_keys_are_kept_in_half_precision_and_predict_the_same(mak
     """Rotation leaves keys in float32, which attention rounds: rounding them once is the same."""
     backbone = make_backbone()
     ids = torch.arange(3, 11)[None]
-    canvas = _canvas(backbone, 8)
+    canvas = canvas_of(backbone, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         canvas.forward(ids, [Span(0, 8, 8)])
         canvas.forward(ids, [Span(4, 8, 8)])

@@ -80,15 +80,8 @@ def test_loading_needs_the_weights_and_one_shard(tmp_path: Path):
     reset = Path("/proc/self/clear_refs")
     if not reset.exists():
         pytest.skip("the peak of the resident memory can be reset on Linux only")
-    architecture = tiny_architecture(
-        decoder="llama",
-        vocab_size=4096,
-        hidden_size=256,
-        intermediate_size=1024,
-        num_layers=8,
-        num_heads=4,
-        initializer_range=0.02,
-    )
+    sizes = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 1024, "num_layers": 8}
+    architecture = tiny_architecture(decoder="llama", num_heads=4, initializer_range=0.02, **sizes)
     HFBackbone(architecture=architecture).export(tmp_path, max_shard_gigabytes=6 * MEBIBYTE / 1e9)
     shards = [path.stat().st_size for path in tmp_path.glob("*.safetensors")]
     assert len(shards) >= 6
@@ -112,9 +105,7 @@ def test_gradient_checkpointing_recomputes_and_changes_nothing(choice: Any):
     for recompute in (False, choice):
         torch.manual_seed(0)
         backbone = HFBackbone(
-            architecture=tiny_architecture(),
-            trainable=True,
-            gradient_checkpointing=recompute,
+            architecture=tiny_architecture(), trainable=True, gradient_checkpointing=recompute
         ).train()
         calls: list[int] = []
         for layer in backbone.model.model.layers:

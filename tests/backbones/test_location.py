@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
@@ -10,21 +11,21 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from lit_dlm.backbones import load_tokenizer, location
-from lit_dlm.backbones.location import locate
-from tests.backbones.conftest import SHARED
+from lit_dlm.backbones import load_tokenizer, resolution
+from lit_dlm.backbones.resolution import locate
+from tests.shared_data import shared
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, object]]:
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
     """Records hub downloads instead of running them."""
-    calls: list[dict[str, object]] = []
+    calls: list[dict[str, Any]] = []
 
-    def download(repo: str, **options: object) -> str:
+    def download(repo: str, **options: Any) -> str:
         calls.append({"repo": repo, **options})
         return str(tmp_path / "downloaded")
 
-    monkeypatch.setattr(location, "snapshot_download", download)
+    monkeypatch.setattr(resolution, "snapshot_download", download)
     return calls
 
 
@@ -37,8 +38,8 @@ def test_an_embedded_name_wins_over_a_folder_of_that_name(
     (assets / "other").mkdir()  # no model
     (tmp_path / "small").mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(location, "ASSETS", assets)
-    assert location.embedded_names() == ["small"]
+    monkeypatch.setattr(resolution, "ASSETS", assets)
+    assert resolution.embedded_names() == ["small"]
     assert locate("small") == assets / "small"
 
 
@@ -46,7 +47,7 @@ def test_an_embedded_name_wins_over_a_folder_of_that_name(
     "path", ["absent", "./absent", "/absent/model", "a/b/c", "runs/absent", "runs/file", "", " "]
 )
 def test_a_wrong_path_is_an_error_and_no_download(
-    hub: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: str
+    hub: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: str
 ):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "file").touch()
@@ -56,32 +57,26 @@ def test_a_wrong_path_is_an_error_and_no_download(
     assert hub == []
 
 
-def test_a_hub_id_is_downloaded_without_code_or_pickles(hub: list[dict[str, object]]):
+def test_a_hub_id_is_downloaded_without_code_or_pickles(hub: list[dict[str, Any]]):
     locate("Dream-org/Dream-v0-Instruct-7B@abc123")
     locate("owner/name", weights=False)
-    assert hub[0]["repo"] == "Dream-org/Dream-v0-Instruct-7B"
-    assert hub[0]["revision"] == "abc123"
-    assert "*.safetensors" in hub[0]["allow_patterns"]  # type: ignore[operator]
-    assert hub[1]["revision"] is None
-    for call in hub:
-        assert not {"*.py", "*.bin"} & set(call["allow_patterns"])  # type: ignore[call-overload]
-    assert "*.safetensors" not in hub[1]["allow_patterns"]  # type: ignore[operator]
+    asked = [(call["repo"], call["revision"]) for call in hub]
+    assert asked == [("Dream-org/Dream-v0-Instruct-7B", "abc123"), ("owner/name", None)]
+    assert ["*.safetensors" in call["allow_patterns"] for call in hub] == [True, False]
+    assert not any({"*.py", "*.bin"} & set(call["allow_patterns"]) for call in hub)
 
 
 def test_a_failed_download_says_that_no_folder_exists_either(monkeypatch: pytest.MonkeyPatch):
     def offline(*_args: object, **_options: object) -> str:
         raise LocalEntryNotFoundError("no connection")
 
-    monkeypatch.setattr(location, "snapshot_download", offline)
+    monkeypatch.setattr(resolution, "snapshot_download", offline)
     with pytest.raises(ValueError, match=r"'owner/name' is no existing folder.*no connection"):
         locate("owner/name")
 
 
 def test_vocabulary_and_merges_load_as_the_dream_tokenizer():
-    folder = SHARED / "tokenizers" / "dream"
-    if not folder.is_dir():
-        pytest.skip(f"no tokenizer at {folder}")
-    tokenizer = load_tokenizer(str(folder))
+    tokenizer = load_tokenizer(str(shared("tokenizers", "dream")))
     assert len(tokenizer) == 151667
     assert tokenizer.convert_tokens_to_ids(["<|mask|>", "<|im_end|>"]) == [151666, 151645]
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (151643, 151643)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +18,11 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lit_dlm.backbones import HFBackbone, LoRASettings, load_backbone, lora
-from lit_dlm.backbones.lora import adapter_parameters
-from lit_dlm.backbones.lora_settings import read_adapter_settings
+from lit_dlm.backbones.lora import adapter_parameters, read_adapter_settings
 from lit_dlm.modules.checkpoint import export_trained
-from tests.backbones.conftest import SHARED
 from tests.backbones.folders import IDS, write
 from tests.backbones.reference import HF, LLADA, random_tensors, raw_logits
+from tests.shared_data import shared
 
 Maker = Callable[..., HFBackbone]
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -36,50 +36,54 @@ def randomise(backbone: HFBackbone, seed: int = 0) -> None:
         parameter.data.copy_(values)
 
 
-def released_llada_adapter(folder: Path, *, rank: int = 2, alpha: float = 8.0) -> dict[str, Any]:
-    """An adapter under LLaDA's own names, as training its remote code leaves it."""
+def random_adapter(
+    base: dict[str, Tensor], names: list[str], *, rank: int, scale: float
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Under the keys that peft writes for modules of these names; the base plus ``scale B A``."""
     generator = torch.Generator().manual_seed(3)
-    targets = {"attn_out": (32, 32), "ff_proj": (48, 32), "ff_out": (32, 48), "q_proj": (32, 32)}
-    tensors = {}
-    for layer in range(2):
-        for name, (rows, columns) in targets.items():
-            key = f"base_model.model.model.transformer.blocks.{layer}.{name}"
-            a = torch.randn(rank, columns, generator=generator) * 0.3
-            b = torch.randn(rows, rank, generator=generator) * 0.3
-            tensors |= {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": b}
+    tensors, adapted = {}, dict(base)
+    for name in names:
+        weight = base[f"{name}.weight"]
+        a = torch.randn(rank, weight.shape[1], generator=generator) * 0.2
+        b = torch.randn(weight.shape[0], rank, generator=generator) * 0.2
+        key = f"base_model.model.{name}.lora_{{}}.weight"
+        tensors |= {key.format("A"): a, key.format("B"): b}
+        adapted[f"{name}.weight"] = weight + scale * b @ a
+    return tensors, adapted
+
+
+def released_llada_adapter(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """An adapter under LLaDA's own names, as training its remote code leaves it."""
+    targets = ["attn_out", "ff_proj", "ff_out", "q_proj"]
+    names = [f"model.transformer.blocks.{n}.{target}" for n in (0, 1) for target in targets]
+    tensors, adapted = random_adapter(random_tensors(LLADA), names, rank=2, scale=8 / 2)
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {
         "peft_type": "LORA",
-        "r": rank,
-        "lora_alpha": alpha,
+        "r": 2,
+        "lora_alpha": 8.0,
         "lora_dropout": 0.0,
-        "target_modules": list(targets),
+        "target_modules": targets,
         "task_type": "CAUSAL_LM",
         "bias": "none",
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    return tensors
+    return tensors, adapted
 
 
 def test_a_released_llada_adapter_adds_its_products_to_the_right_weights(tmp_path: Path):
-    """W + (8 / 2) B A on each target, computed on LLaDA's own names by the slow decoder."""
+    """Computed on LLaDA's own names by the slow decoder."""
     base = random_tensors(LLADA)
     folder = write(tmp_path / "base", LLADA, base)
-    adapter = released_llada_adapter(tmp_path / "adapter")
+    _, adapted = released_llada_adapter(tmp_path / "adapter")
     backbone = load_backbone(folder, adapter=tmp_path / "adapter")
     assert not any(parameter.requires_grad for parameter in backbone.parameters())
-    adapted = dict(base)
-    for key, a in adapter.items():
-        if ".lora_A." in key:
-            name = key.removeprefix("base_model.model.").replace(".lora_A", "")
-            adapted[name] = base[name] + 4.0 * adapter[key.replace("lora_A", "lora_B")] @ a
     expected = raw_logits(LLADA, adapted, IDS).float()
     torch.testing.assert_close(backbone(IDS), expected, atol=1e-4, rtol=1e-4)
     backbone.export(tmp_path / "merged", layout="original")
     written = load_file(tmp_path / "merged" / "model.safetensors")
-    assert written.keys() == base.keys()
-    torch.testing.assert_close(written, {key: adapted[key] for key in base})
+    torch.testing.assert_close(written, adapted)
 
 
 @pytest.mark.parametrize(("words", "layout"), [(LLADA, "original"), (LLADA, "hf"), (HF, "hf")])
@@ -209,29 +213,18 @@ def test_published_tabom_adapters_load_from_their_folder(tmp_path: Path, name: s
 
     The folders also hold tokenizer files and a model card, which nobody reads here.
     """
-    source = SHARED / "model_configs" / f"tabom_{name}" / "adapter_config.json"
-    if not source.is_file():
-        pytest.skip(f"no configuration at {source}")
-    settings = read_adapter_settings(source.parent)
-    assert settings == LoRASettings(rank=16, alpha=16, targets=["q_proj", "v_proj"])
-    is_llada = "llada" in name
-    words = LLADA if is_llada else HF
+    source = shared("model_configs", f"tabom_{name}", "adapter_config.json")
+    assert read_adapter_settings(source.parent) == LoRASettings(
+        rank=16, alpha=16, targets=["q_proj", "v_proj"]
+    )
+    words = LLADA if "llada" in name else HF
+    within = "transformer.blocks.{}.{}" if "llada" in name else "layers.{}.self_attn.{}"
     base = random_tensors(words)
-    within = "transformer.blocks.{}.{}" if is_llada else "layers.{}.self_attn.{}"
-    generator = torch.Generator().manual_seed(5)
-    tensors, adapted = {}, dict(base)
-    for layer in range(2):
-        for target in ("q_proj", "v_proj"):
-            key = f"model.{within.format(layer, target)}"
-            rows, columns = base[f"{key}.weight"].shape
-            a = torch.randn(16, columns, generator=generator) * 0.1
-            b = torch.randn(rows, 16, generator=generator) * 0.1
-            tensors[f"base_model.model.{key}.lora_A.weight"] = a
-            tensors[f"base_model.model.{key}.lora_B.weight"] = b
-            adapted[f"{key}.weight"] = base[f"{key}.weight"] + b @ a
+    names = [f"model.{within.format(n, part)}" for n in (0, 1) for part in ("q_proj", "v_proj")]
+    tensors, adapted = random_adapter(base, names, rank=16, scale=1.0)
     folder = tmp_path / name
     folder.mkdir()
-    (folder / "adapter_config.json").write_bytes(source.read_bytes())
+    shutil.copyfile(source, folder / source.name)
     (folder / "README.md").write_text("---\nlibrary_name: peft\n---\n")
     model = str(write(tmp_path / "base", words, base))
     with pytest.raises(ValueError, match=r"expected adapter_model\.safetensors"):
@@ -268,11 +261,11 @@ def test_what_an_adapter_may_not_ask_is_named(tmp_path: Path, change: dict[str, 
 
 def test_adapters_that_do_not_fit_are_refused(tmp_path: Path):
     base = str(write(tmp_path / "base", LLADA, random_tensors(LLADA)))
-    tensors = released_llada_adapter(tmp_path / "adapter")
+    tensors, _ = released_llada_adapter(tmp_path / "adapter")
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     first = sorted(tensors)[0]
     for broken, message in (
-        ({key: tensors[key] for key in list(tensors)[1:]}, "1 keys are absent"),
+        ({key: tensors[key] for key in tensors if key != first}, "1 keys are absent"),
         ({**tensors, "base_model.model.other": torch.ones(1)}, "1 unexpected"),
         ({**tensors, first: torch.ones(2, 3)}, r"\(2, 3\), expected"),
     ):
@@ -315,9 +308,8 @@ def test_a_side_adapter_counts_only_where_it_is_asked_for(tmp_path: Path) -> Non
     model.add_side_adapter("value", LoRASettings(rank=3, alpha=6.0, targets=["q_proj"]))
     side = dict(adapter_parameters(model.model, "value"))
     assert {tuple(value.shape) for value in side.values()} == {(3, 96), (96, 3)}
-    assert {n for n, v in model.named_parameters() if v.requires_grad and ".value." not in n} == (
-        trained
-    )
+    still = {name for name, value in model.named_parameters() if value.requires_grad}
+    assert {name for name in still if ".value." not in name} == trained
     for value in side.values():
         torch.nn.init.normal_(value)
     assert model.denoise(IDS).logits.equal(before)
@@ -333,9 +325,8 @@ def test_a_side_adapter_counts_only_where_it_is_asked_for(tmp_path: Path) -> Non
         name for name, _ in model.named_parameters() if ".value." in name
     }
     model.save_adapter(tmp_path / "adapter")
-    assert not any(
-        "value" in key for key in load_file(tmp_path / "adapter/adapter_model.safetensors")
-    )
+    written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert not any("value" in key for key in written)
     model.export(tmp_path / "model")
     with torch.no_grad():
         again = HFBackbone(str(tmp_path / "model")).denoise(IDS).logits

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lit_dlm.backbones import load_backbone
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.ops.alignment import aligned, first_real_columns
+from lit_dlm.ops.batches import aligned, first_real_columns
 from lit_dlm.ops.masking import TwoCopyLayout
 
 OVERRIDES: dict[str, dict[str, Any]] = {

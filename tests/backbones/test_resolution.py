@@ -11,23 +11,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lit_dlm.backbones.architecture import Architecture
+from lit_dlm.backbones.architecture import FAMILIES, Architecture, original_key, our_key
 from lit_dlm.backbones.base import UNKNOWN_ID
-from lit_dlm.backbones.families import FAMILIES, original_key, our_key
 from lit_dlm.backbones.resolution import read_added_tokens, read_config, resolve
-from tests.backbones.conftest import SHARED
-from tests.backbones.reference import HF
-from tests.backbones.reference import LLADA as REDUCED_LLADA
+from tests.backbones.reference import HF, LLADA as REDUCED_LLADA
+from tests.shared_data import shared
 from tests.twins import RELEASES
 
-DREAM, LLADA, SDAR = (
-    dict(RELEASES[name].config)
-    for name in (
-        "Dream-org/Dream-v0-Instruct-7B",
-        "GSAI-ML/LLaDA-8B-Instruct",
-        "JetLM/SDAR-4B-Chat",
-    )
-)
+DREAM = dict(RELEASES["Dream-org/Dream-v0-Instruct-7B"].config)
+LLADA = dict(RELEASES["GSAI-ML/LLaDA-8B-Instruct"].config)
+SDAR = dict(RELEASES["JetLM/SDAR-4B-Chat"].config)
 RELEASED = {"dream": DREAM, "sdar": SDAR, "llada": LLADA}
 DREAM_TOKENS = {
     "<|endoftext|>": 151643, "<|im_end|>": 151645, "<|beginoftext|>": 151665, "<|mask|>": 151666
@@ -109,32 +102,11 @@ def test_llada_options_translate(change: dict[str, Any], field: str, value: obje
     assert getattr(translated({**LLADA, **change}), field) == value
 
 
-def expected_keys(architecture: Architecture) -> set[str]:
-    with torch.device("meta"):
-        return set(AutoModelForCausalLM.from_config(architecture.hf_config()).state_dict())
-
-
-def test_the_released_sdar_4b_configuration_translates():
-    folder = SHARED / "model_configs" / "sdar_4b_chat"
-    if not folder.is_dir():
-        pytest.skip(f"no configuration at {folder}")
-    resolved = resolve(read_config(folder))
-    architecture = resolved.architecture
-    assert (architecture.decoder, architecture.family) == ("qwen3", "sdar")
-    assert (architecture.attention, architecture.block_size) == ("block", 4)
-    assert (architecture.mask_id, architecture.shift) == (151669, 0)
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    assert {our_key(key, "hf") for key in index["weight_map"]} == expected_keys(architecture)
-    shapes = resolved.parameter_shapes()
-    assert shapes.keys() == index["weight_map"].keys()
-    # bfloat16: two bytes a number, as the index says.
-    numbers = sum(torch.Size(shape).numel() for shape in shapes.values())
-    assert 2 * numbers == index["metadata"]["total_size"]
-
-
 @pytest.mark.parametrize("layout", ["hf", "llada"])
 def test_keys_go_there_and_back(layout: Any):
-    ours = expected_keys(translated({**LLADA, "include_qkv_bias": True, "n_layers": 2}))
+    config = translated({**LLADA, "include_qkv_bias": True, "n_layers": 2}).hf_config()
+    with torch.device("meta"):
+        ours = set(AutoModelForCausalLM.from_config(config).state_dict())
     originals = {original_key(key, layout) for key in ours}
     assert {our_key(key, layout) for key in originals} == ours
     assert {our_key(key.removeprefix("model."), layout) for key in originals} == ours
@@ -154,40 +126,36 @@ def test_ff_out_names_the_head_at_the_top_and_the_down_projection_in_a_block():
 
 
 @pytest.mark.parametrize(
-    ("config", "options"),
+    ("config", "option", "value"),
     [
-        (LLADA, {"block_type": "sequential"}),
-        (LLADA, {"alibi": True}),
-        (LLADA, {"attention_layer_norm": True}),
-        (LLADA, {"block_group_size": 2}),
-        (LLADA, {"layer_norm_type": "gemma_rms"}),
-        (LLADA, {"include_bias": True}),
-        (LLADA, {"input_emb_norm": True}),
-        (LLADA, {"activation_type": "swiglu"}),
-        (LLADA, {"rope": False}),
-        (DREAM, {"use_sliding_window": True}),
-        (DREAM, {"hidden_act": "gelu"}),
-        (DREAM, {"attention_bias": True}),
-        (DREAM, {"layer_types": ["sliding_attention"]}),
-        (DREAM, {"model_type": "llada_moe"}),
-        (DREAM, {"model_type": None}),
-        (DREAM, {"hidden_size": None}),
-        (DREAM, {"rope_theta": None}),
+        (LLADA, "block_type", "sequential"),
+        (LLADA, "alibi", True),
+        (LLADA, "attention_layer_norm", True),
+        (LLADA, "block_group_size", 2),
+        (LLADA, "layer_norm_type", "gemma_rms"),
+        (LLADA, "include_bias", True),
+        (LLADA, "input_emb_norm", True),
+        (LLADA, "activation_type", "swiglu"),
+        (LLADA, "rope", False),
+        (DREAM, "use_sliding_window", True),
+        (DREAM, "hidden_act", "gelu"),
+        (DREAM, "attention_bias", True),
+        (DREAM, "layer_types", ["sliding_attention"]),
+        (DREAM, "model_type", "llada_moe"),
+        (DREAM, "model_type", None),
+        (DREAM, "hidden_size", None),
+        (DREAM, "rope_theta", None),
     ],
 )
-def test_what_the_decoders_lack_is_refused_by_name(config: dict[str, Any], options: dict[str, Any]):
-    (name,) = options
-    with pytest.raises(ValueError, match=name):
-        resolve({**config, **options})
+def test_what_the_decoders_lack_is_refused_by_name(config: Any, option: str, value: Any):
+    with pytest.raises(ValueError, match=option):
+        resolve({**config, option: value})
 
 
 def test_rope_scaling_keeps_theta_and_the_newer_spelling():
     scaled = translated({**DREAM, "rope_scaling": {"type": "linear", "factor": 2.0}})
-    assert scaled.hf_config().rope_parameters == {
-        "rope_type": "linear",
-        "factor": 2.0,
-        "rope_theta": 1e6,
-    }
+    expected = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}
+    assert scaled.hf_config().rope_parameters == expected
 
 
 def test_plain_decoders_need_a_mask_id():
@@ -227,12 +195,6 @@ def test_families_that_share_a_model_type_are_told_by_name(
     assert translated(config, source=source).family == family
 
 
-def test_a_family_may_be_asked_for_within_its_model_type():
-    assert translated(DREAM, spec_overrides={"family": "diffucoder"}).family == "diffucoder"
-    with pytest.raises(ValueError, match=r"model_type 'Dream' .* 'llada'"):
-        resolve(DREAM, spec_overrides={"family": "llada"})
-
-
 @pytest.mark.parametrize("model_type", ["llava_llada", "llada"])
 def test_llada_v_is_a_llama_under_transformers_names(model_type: str):
     """Its classes call the text part llada as well, which its option names tell apart."""
@@ -251,9 +213,7 @@ def test_llada_v_is_a_llama_under_transformers_names(model_type: str):
 def folder_of(tmp_path: Path, config: dict[str, Any], tokenizer: str) -> Path:
     """A model folder without weights, with the files of a released tokenizer."""
     (tmp_path / "config.json").write_text(json.dumps(config))
-    source = SHARED / "tokenizers" / tokenizer
-    if not source.is_dir():
-        pytest.skip(f"no tokenizer at {source}")
+    source = shared("tokenizers", tokenizer)
     for name in ("added_tokens.json", "tokenizer_config.json"):
         if (source / name).is_file():
             shutil.copyfile(source / name, tmp_path / name)
@@ -296,11 +256,13 @@ def test_a_mask_that_moved_is_noticed():
 
 
 def test_overrides_win():
-    assert translated(DREAM, spec_overrides={"mask_id": 151665}).mask_id == 151665
-    assert translated(DREAM, spec_overrides={"positions": "arange"}).positions == "arange"
+    for field, value in (("mask_id", 151665), ("positions", "arange"), ("family", "diffucoder")):
+        assert getattr(translated(DREAM, spec_overrides={field: value}), field) == value
     assert translated({**DREAM, "pad_token_id": 151667}).pad_id == 151667
     with pytest.raises(ValueError, match="spec_overrides: unknown field 'mask_token'"):
         resolve(DREAM, spec_overrides={"mask_token": 1})
+    with pytest.raises(ValueError, match=r"model_type 'Dream' .* 'llada'"):
+        resolve(DREAM, spec_overrides={"family": "llada"})
 
 
 def test_a_reduced_vocabulary_is_its_own():
@@ -311,7 +273,7 @@ def test_a_reduced_vocabulary_is_its_own():
 
 
 def test_what_nothing_names_is_unknown_and_said(caplog: pytest.LogCaptureFixture):
-    config = {key: value for key, value in HF.items() if not key.endswith("token_id")}
+    config = without(HF, "mask_token_id", "pad_token_id", "eos_token_id")
     spec = resolve(config).spec
     assert (spec.mask_id, spec.eos_ids, spec.forbidden_ids) == (UNKNOWN_ID, (UNKNOWN_ID,), ())
     assert spec.pad_id == 0

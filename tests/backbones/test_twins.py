@@ -12,13 +12,12 @@ import torch
 
 from lit_dlm import config_files
 from lit_dlm.backbones import FromAR, HFBackbone
-from lit_dlm.backbones.families import FAMILIES
-from lit_dlm.backbones.location import load_tokenizer
-from lit_dlm.backbones.resolution import read_added_tokens, resolve
+from lit_dlm.backbones.architecture import FAMILIES
+from lit_dlm.backbones.resolution import load_tokenizer, read_added_tokens, read_config, resolve
 from lit_dlm.backbones.vision import token_vision
 from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.vision.base import VisionSettings
-from tests.backbones.conftest import SHARED
+from tests.shared_data import shared
 from tests.twins import RELEASES, write_magvit_twin, write_twin
 
 DREAM, LLADA, MMADA, SDAR, QWEN = (
@@ -28,13 +27,6 @@ DREAM, LLADA, MMADA, SDAR, QWEN = (
     "JetLM/SDAR-4B-Chat",
     "Qwen/Qwen2.5-0.5B-Instruct",
 )
-
-
-def shared(*names: str) -> Path:
-    path = SHARED.joinpath(*names)
-    if not path.exists():
-        pytest.skip(f"nothing at {path}")
-    return path
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -88,7 +80,7 @@ def test_the_sizes_are_those_of_the_releases():
 
 def test_sdar_is_as_published(tmp_path: Path):
     published = shared("model_configs", "sdar_4b_chat")
-    config = json.loads((published / "config.json").read_text())
+    config = read_config(published)
     ours = RELEASES[SDAR].config
     assert {key: config[key] for key in ours if key in config} == {
         **{key: ours[key] for key in ours if key in config},
@@ -98,7 +90,14 @@ def test_sdar_is_as_published(tmp_path: Path):
     folder = write_twin(tmp_path / SDAR, SDAR, hidden_size=16, num_layers=36)
     written = json.loads((folder / "model.safetensors.index.json").read_text())
     assert written["weight_map"].keys() == index["weight_map"].keys()
-    shapes = resolve(ours).parameter_shapes()
+    resolved = resolve(config)
+    architecture, shapes = resolved.architecture, resolved.parameter_shapes()
+    assert (architecture.decoder, architecture.family) == ("qwen3", "sdar")
+    assert (architecture.attention, architecture.block_size) == ("block", 4)
+    assert (architecture.mask_id, architecture.shift) == (151669, 0)
+    assert resolve(ours).parameter_shapes() == shapes
+    assert shapes.keys() == index["weight_map"].keys()
+    # bfloat16: two bytes a number.
     assert 2 * sum(map(math.prod, shapes.values())) == index["metadata"]["total_size"]
 
 

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-
-@pytest.fixture(autouse=True)
-def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+from tests.benchmarks.conftest import run_script
 
 
 @pytest.mark.slow
-def test_the_smoke_run_passes() -> None:
+def test_the_smoke_run_passes(tmp_path: Path) -> None:
     """In a process of its own: FSDP2 leaves variables and threads that others would meet."""
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, root / "benchmarks" / "gpu.py", "--smoke"],
-        cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True,
-    )  # fmt: skip
-    lines = done.stdout.splitlines()
+    lines = run_script(tmp_path, "gpu.py", "--smoke").splitlines()
+    assert lines[-1] == "failed: nothing"
     assert not [line for line in lines if "FAIL" in line]
-    assert (done.returncode, lines[-1]) == (0, "failed: nothing"), done.stderr[-2000:]
     assert sum(line.startswith("PASS") for line in lines) >= 16
     assert any(line.startswith("INFO  the same: x time to multiply") for line in lines)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.benchmarks.conftest import run_script
 
 # Starts a step with graded code and four forms of training.
 pytestmark = pytest.mark.slow
@@ -18,23 +18,16 @@ SIZES = {
 }  # fmt: skip
 
 
-def test_all_forms_have_the_same_gradient_and_everything_asked_for_is_reported() -> None:
+def test_all_forms_have_the_same_gradient_and_everything_asked_for_is_reported(
+    tmp_path: Path,
+) -> None:
     """Packed rows scored at targets, and plain rows with logits everywhere: no straw man."""
     # A process of its own: it forks, which waits for ever behind threads of other tests.
-    script = Path(__file__).parents[2] / "benchmarks" / "rl_step.py"
     flags = [f"--{name}={size}" for name, size in SIZES.items()]
-    command = [sys.executable, str(script), "--json", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    report = json.loads(run_script(tmp_path, "rl_step.py", "--json", *flags))
     assert report["gradient_difference"] < 1e-5
-    for name in (
-        "memory_ratio",
-        "time_ratio",
-        "rollout_seconds",
-        "reward_seconds",
-        "train_seconds",
-    ):
+    phases = ("rollout_seconds", "reward_seconds", "train_seconds")
+    for name in ("memory_ratio", "time_ratio", *phases):
         assert isinstance(report[name], float), name
     for form in ("ours", "unpacked", "naive", "rowwise"):
         assert report[f"{form}_train_seconds"] > 0

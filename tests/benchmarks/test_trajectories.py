@@ -1,32 +1,24 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from lit_dlm.trajectories.format import decode_block
+from tests.benchmarks.conftest import run_script
+from tests.processes import ROOT
 
-ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "trajectories"
 NAMES = (
-    "bytes_256_256",
-    "bytes_128_64",
-    "size_ratio",
-    "replay_ratio",
-    "capture_overhead_percent",
-    "capture_us_per_step",
-    "read_records_per_second",
+    *("bytes_256_256", "bytes_128_64", "size_ratio", "replay_ratio"),
+    *("capture_overhead_percent", "capture_us_per_step", "read_records_per_second"),
 )
 
 
-def test_the_per_step_store_replays_what_it_stored(tmp_path: Path, monkeypatch) -> None:
+def test_the_per_step_store_replays_what_it_stored(tmp_path: Path) -> None:
     """The baseline is no straw man: it holds the same decode, and its states are ours."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import per_step_store
 
     record = decode_block((GOLDEN / "gsm8k_128_64.records.arrow.zst").read_bytes())[0]
@@ -44,19 +36,13 @@ def test_the_per_step_store_replays_what_it_stored(tmp_path: Path, monkeypatch) 
 
 @pytest.mark.slow
 def test_the_script_prints_one_object_with_all_figures(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "trajectories.py"), "--json"]
-    command += ["--repeats", "1", "--records", "256", "--length", "8", "--batch", "2"]
-    done = subprocess.run(
-        [*command, "--folder", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    figures = json.loads(done.stdout)
+    (folder := tmp_path / "figures").mkdir()
+    flags = ["--repeats", "1", "--records", "256", "--length", "8", "--batch", "2", "--folder"]
+    told = run_script(tmp_path / "log", "trajectories.py", "--json", *flags, str(folder))
+    figures = json.loads(told)
     assert all(isinstance(figures[name], float) for name in NAMES)
     assert figures["bytes_256_256"] <= 570
     assert figures["bytes_128_64"] <= 342
     assert figures["size_ratio"] >= 25
     assert figures["read_records_per_second"] > 0
-    assert not list(tmp_path.iterdir())
+    assert not list(folder.iterdir())

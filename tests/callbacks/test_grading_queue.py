@@ -1,7 +1,7 @@
 import threading
 from types import SimpleNamespace
 
-from lit_dlm.callbacks.grading_queue import GradingQueue
+from lit_dlm.callbacks.decode_writer import GradingQueue
 from lit_dlm.grading import Verdict
 from lit_dlm.tasks import PromptExample
 

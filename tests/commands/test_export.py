@@ -1,10 +1,9 @@
-"""Exported folders: what plain transformers and peft read, cards, and the hub."""
-
-from __future__ import annotations
+"""What other programs read: transformers, peft and the hub of an export, EvalPlus of results."""
 
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -13,18 +12,23 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_dlm.backbones import HFBackbone, LoRASettings, load_backbone, load_tokenizer
-from tests.e2e.runs import fails, run
+from lit_dlm.reports.results import ResultFolder
+from lit_dlm.tasks import HumanEvalPlus
+from tests.e2e.runs import SHARED, fails, problems, run
+from tests.reports.rows import row
 from tests.twins import write_twin
 
 IDS = torch.tensor([[40, 41, 42, 43, 44, 45]])
-DREAM = "Dream-org/Dream-v0-Instruct-7B"
+MINI = SHARED / "humaneval" / "HumanEvalPlus-Mini.jsonl.gz"
+pytestmark = pytest.mark.slow
+PLAIN = ("--dtype=float32", "--layout=hf")
 
 
 @pytest.fixture(scope="module")
 def twin(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """A twin of Dream and an adapter for it whose every factor is random."""
     folder = tmp_path_factory.mktemp("models")
-    model = write_twin(folder / "dream", DREAM)
+    model = write_twin(folder / "dream", "Dream-org/Dream-v0-Instruct-7B")
     backbone = HFBackbone(str(model), dtype="bfloat16", lora=LoRASettings(rank=2))
     torch.manual_seed(0)
     for name, parameter in backbone.named_parameters():
@@ -39,43 +43,27 @@ def raw(backbone: HFBackbone) -> torch.Tensor:
     return backbone(IDS)[:, 1:]
 
 
-@pytest.mark.slow
 def test_a_merged_export_is_the_same_model_in_transformers(twin: Any, tmp_path: Path):
     """Merged, in float32 as the adapter runs: only rounding differs; the tokenizer is beside it."""
     model, adapter = twin
     with torch.no_grad():
-        run(
-            "merge",
-            model,
-            str(tmp_path / "m"),
-            "--adapter",
-            adapter,
-            "--dtype=float32",
-            "--layout=hf",
-        )
+        run("merge", model, str(tmp_path / "m"), f"--adapter={adapter}", *PLAIN)
         merged = load_backbone(model, adapter=adapter)
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "m", attn_implementation="sdpa")
         assert theirs.dtype == torch.float32
         torch.testing.assert_close(theirs(IDS).logits[:, :-1], raw(merged), rtol=0, atol=1e-4)
         assert not torch.equal(raw(merged), raw(load_backbone(model)))
-    text = "What is 2 + 3?"
-    assert (
-        AutoTokenizer.from_pretrained(tmp_path / "m")(text)["input_ids"]
-        == load_tokenizer(model)(text)["input_ids"]
-    )
+    before, after = load_tokenizer(model), AutoTokenizer.from_pretrained(tmp_path / "m")
+    assert after("What is 2 + 3?")["input_ids"] == before("What is 2 + 3?")["input_ids"]
     generation = json.loads((tmp_path / "m" / "generation_config.json").read_text())
     assert generation["mask_token_id"] == merged.spec.mask_id
     assert theirs.generation_config.pad_token_id == merged.spec.pad_id
 
 
-@pytest.mark.slow
 def test_an_exported_adapter_is_the_same_in_peft(twin: Any, tmp_path: Path):
     model, adapter = twin
-    run("export", model, str(tmp_path / "base"), "--dtype=float32", "--layout=hf")
-    run(
-        *("export", model, str(tmp_path / "a"), "--adapter", adapter, "--only_adapter"),
-        *("--dtype=float32", "--layout=hf"),
-    )
+    run("export", model, str(tmp_path / "base"), *PLAIN)
+    run("export", model, str(tmp_path / "a"), "--adapter", adapter, "--only_adapter", *PLAIN)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="sdpa")
     theirs = PeftModel.from_pretrained(base, tmp_path / "a")
     with torch.no_grad():
@@ -85,32 +73,28 @@ def test_an_exported_adapter_is_the_same_in_peft(twin: Any, tmp_path: Path):
     assert yaml.safe_load(card.split("---")[1])["library_name"] == "peft"
 
 
-@pytest.mark.slow
 def test_an_export_without_options_has_the_layout_that_came(twin: Any, tmp_path: Path):
     """The same keys, values and words of the configuration, and it decodes."""
     model, _ = twin
     run("export", model, str(tmp_path / "again"))
-    before, after = (
-        json.loads((Path(f) / "config.json").read_text()) for f in (model, tmp_path / "again")
-    )
+    folders = (Path(model), tmp_path / "again")
+    before, after = (json.loads((one / "config.json").read_text()) for one in folders)
     assert after["model_type"] == before["model_type"] == "Dream"
     assert after["dtype"] == before["torch_dtype"] == "bfloat16"
     assert torch.equal(load_backbone(model)(IDS), load_backbone(tmp_path / "again")(IDS))
 
 
-@pytest.mark.slow
 def test_the_card_has_the_numbers_of_this_model_only(capsys: Any, tmp_path: Path):
-    task = "{class_path: WordProblems, init_args: {num_examples: 4}}"
-    overlay = tmp_path / "few.yaml"
-    overlay.write_text(f"data: {{init_args: {{tasks: [{task}]}}}}\n")
-    run("predict", "--config=exp/evaluate_tiny", f"--config={overlay}", f"--run_dir={tmp_path}")
+    few = f"--data.init_args.tasks={problems(2)}"
+    hasty = "--model.decoders.entropy.quota={class_path: BudgetQuota, init_args: {steps: 4}}"
+    run("predict", "--config=exp/evaluate_tiny", few, hasty, f"--run_dir={tmp_path}")
     run("export", "tiny", str(tmp_path / "out"), f"--results={tmp_path}")
     card = (tmp_path / "out" / "README.md").read_text()
     assert (tmp_path / "summary.md").read_text() in card
     data = yaml.safe_load(card.split("---")[1])
     found = data["model-index"][0]["results"][0]
     accuracy = json.loads((tmp_path / "summary.json").read_text())[0]["accuracy"]
-    assert found["metrics"][0]["value"] == 100.0 * accuracy
+    assert (accuracy, found["metrics"][0]["value"]) == (0.5, 50.0)
     message = fails(capsys, "export", "tiny-planning", str(tmp_path / "x"), f"--results={tmp_path}")
     assert "has another weights_sha256" in message
     assert not (tmp_path / "x").exists()
@@ -119,20 +103,66 @@ def test_the_card_has_the_numbers_of_this_model_only(capsys: Any, tmp_path: Path
 def test_push_uploads_what_export_wrote_and_nothing_else(
     capsys: Any, monkeypatch: Any, tmp_path: Path
 ):
-    calls: list[tuple[str, dict[str, Any]]] = []
-
-    def called(name: str) -> Any:
-        return lambda _, *args, **options: calls.append((name, {"args": args, **options}))
-
+    api = Mock()
     for name in ("create_repo", "upload_folder"):
-        monkeypatch.setattr(f"huggingface_hub.HfApi.{name}", called(name))
-    assert "expected a folder that 'lit-dlm export' wrote" in fails(
-        capsys, "push", str(tmp_path), "me/model"
-    )
-    assert calls == []
+        monkeypatch.setattr(f"huggingface_hub.HfApi.{name}", getattr(api, name))
+    told = fails(capsys, "push", str(tmp_path), "me/model")
+    assert "expected a folder that 'lit-dlm export' wrote" in told
+    assert api.mock_calls == []
     run("export", "tiny", str(tmp_path / "out"))
     run("push", str(tmp_path / "out"), "me/model")
-    assert calls == [
-        ("create_repo", {"args": ("me/model",), "private": True, "exist_ok": True}),
-        ("upload_folder", {"args": (), "repo_id": "me/model", "folder_path": tmp_path / "out"}),
+    assert api.mock_calls == [
+        call.create_repo("me/model", private=True, exist_ok=True),
+        call.upload_folder(repo_id="me/model", folder_path=tmp_path / "out"),
     ]
+
+
+def write_results(run_dir: Path, task: HumanEvalPlus) -> dict[str, bool]:
+    """Graded right solutions, those of the problem before, ones that lost a line, and no code.
+
+    Returns which are right.
+    """
+    folder = ResultFolder(run_dir / "results")
+    folder.claim(task.name, "mine", {"any": 1})
+    examples, rows = list(task.examples()), []
+    texts = [task.reference_completion(example) for example in examples]
+    for number, (example, text) in enumerate(zip(examples, texts, strict=True)):
+        body = text.rstrip("`\n").rpartition("\n")[0]
+        kinds = [text, texts[number - 1], f"{body}\n```", "I do not know."]
+        verdict = task.grade(example, kinds[(0, 2, 0, 1, 2, 3)[number % 6]])
+        graded = {"correct": verdict.is_correct, "verdict": verdict.status}
+        named = {"task": task.name, "method": "mine", "answer": verdict.answer}
+        rows.append(row(example.uid, **named, **graded))
+    folder.append(rows)
+    return {one.uid: one.correct for one in rows}
+
+
+def test_evalplus_agrees_on_what_is_exported(tmp_path: Path):
+    """Its own check of twelve problems of HumanEval+ Mini, with answers right and wrong."""
+    evaluate = pytest.importorskip("evalplus.evaluate", reason="extra 'code' is not installed")
+    if not MINI.is_file():
+        pytest.skip("the data of HumanEval+ are absent")
+    task = HumanEvalPlus(str(MINI), limit=12, allow_code_execution=True)
+    ours = write_results(tmp_path, task)
+    assert 0 < sum(ours.values()) < 12
+    run("evalplus", str(tmp_path))
+    lines = (tmp_path / "evalplus" / "humaneval+-mine.jsonl").read_text().splitlines()
+    samples = {line["task_id"]: line["solution"] for line in map(json.loads, lines)}
+    theirs = {}
+    for example in task.examples():
+        right = example.reference["solution"]
+        problem = {**example.reference, "prompt": "", "canonical_solution": right}
+        expected: dict[str, Any] = {}
+        for part in ("base", "plus"):
+            given = (right, problem[f"{part}_input"], problem["entry_point"])
+            done = evaluate.trusted_exec(*given, record_time=True)
+            expected[part], expected[f"{part}_time"] = done
+        done = evaluate.check_correctness(
+            "humaneval", 0, problem, samples[problem["task_id"]], expected, fast_check=True
+        )
+        theirs[example.uid] = all(done[part][0] == "pass" for part in ("base", "plus"))
+    assert theirs == ours
+
+
+def test_only_results_of_its_problems_are_samples(capsys: Any, tmp_path: Path):
+    assert "expected results of humaneval" in fails(capsys, "evalplus", str(tmp_path))

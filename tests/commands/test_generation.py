@@ -1,4 +1,4 @@
-from __future__ import annotations
+"""Texts of one prompt or many, in a pipe and a terminal, and a scripted conversation."""
 
 import io
 import os
@@ -6,42 +6,44 @@ import pty
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import cli
-from lit_dlm.decoding import Decoder, NoQuota, ThresholdPolicy
+from lit_dlm import decoding
+from lit_dlm.decoding import ConfidencePolicy, Decoder, NoQuota, ThresholdPolicy
 from lit_dlm.generation import generate
+from tests.e2e.runs import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PENS = "Tom has 34 pens, finds 7, loses 5. How many pens?"
 NUTS = "Leo has 8 nuts, sells 4, eats 4. How many nuts?"
 SHORT = ["--response_length", "32"]
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    cli.main(["generate", *arguments])
-    return capsys.readouterr().out
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """Runs a command with lines on its standard input, and gives what it prints."""
+
+    def run(*arguments: str, typed: str = "") -> str:
+        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+        cli.main([*arguments, *SHORT])
+        return capsys.readouterr().out
+
+    return run
 
 
-def test_a_pipe_gets_the_texts_of_python(capsys):
-    expected = generate(
-        "tiny",
-        [PENS, NUTS],
-        decode=Decoder(policy=ThresholdPolicy(0.9), quota=NoQuota()),
-        response_length=32,
-    ).texts
+def test_a_pipe_gets_the_texts_of_python(said):
+    decoder = Decoder(policy=ThresholdPolicy(0.9), quota=NoQuota())
+    expected = generate("tiny", [PENS, NUTS], decode=decoder, response_length=32).texts
     flags = ["--policy", "ThresholdPolicy", "--policy.threshold", "0.9", "--quota", "NoQuota"]
-    assert run(capsys, PENS, NUTS, *SHORT, *flags) == "{}\n\n{}\n".format(*expected)
+    assert said("generate", PENS, NUTS, *flags) == "{}\n\n{}\n".format(*expected)
     assert "#### 36" in expected[0]
 
 
-def test_prompts_come_line_by_line_and_the_decoder_from_its_file(capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"{PENS}\n\n  {NUTS}\n"))
-    config = ["--config", str(ROOT / "configs" / "decode" / "confidence_dual.yaml")]
-    from_lines = run(capsys, *SHORT, *config)
-    assert from_lines == run(capsys, PENS, NUTS, *SHORT, *config, "--batch_size", "1")
+def test_prompts_come_line_by_line_and_the_decoder_from_its_file(said):
+    config = ["--config", "decode/threshold_09_dual"]
+    from_lines = said("generate", *config, typed=f"{PENS}\n\n  {NUTS}\n")
+    assert from_lines == said("generate", PENS, NUTS, *config, "--batch_size", "1")
     assert "#### 36" in from_lines
 
 
@@ -58,10 +60,9 @@ def test_bad_input_is_one_line(capsys, monkeypatch, arguments: list[str], told: 
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     with pytest.raises(SystemExit, match=r"[12]"):
         cli.main(["generate", *arguments])
-    error = capsys.readouterr().err
+    (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith("lit-dlm: error: ")
     assert told in error
-    assert error.count("\n") == 1
 
 
 @pytest.mark.slow  # starts the command line
@@ -79,8 +80,43 @@ def test_a_terminal_sees_the_decode_and_then_the_text():
             output += os.read(ours, 65536)
         except OSError:  # the other end is closed
             break
-    assert process.wait() == 0, process.stderr and process.stderr.read()
+    assert process.wait() == 0, process.stderr.read()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.decode())
     assert "░" in text
     assert "(32 forwards)" in text
     assert text.rstrip().splitlines()[-1].endswith("#### 36")
+
+
+def answer(messages: list[str], decoder: Decoder, length: int = 32) -> tuple[str, int]:
+    """The answer of Python to turns of user and assistant in turn."""
+    roles = ["user", "assistant"] * len(messages)
+    turns = [{"role": r, "content": m} for r, m in zip(roles, messages, strict=False)]
+    done = generate("tiny", [turns], decode=decoder, response_length=length)
+    return done.texts[0], done.num_steps[0]
+
+
+def test_policy_and_cache_change_on_the_way(said):
+    typed = f"{PENS}\n/new\n/policy threshold_09\n{PENS}\n/policy confidence_dual\n/length 16\n"
+    out = said("chat", typed=f"{typed}{NUTS}\n/quit\nnever said\n")
+    first, steps = answer([PENS], Decoder(policy=ConfidencePolicy()))
+    second, fewer = answer([PENS], Decoder(policy=ThresholdPolicy(0.9), quota=NoQuota()))
+    dual = Decoder(
+        policy=ConfidencePolicy(), window=decoding.BlockWindow(32), cache=decoding.DualCache()
+    )
+    third, few = answer([PENS, second, NUTS], dual, 16)
+    assert re.findall(r"in (\d+) steps", out) == [str(steps), str(fewer), str(few)]
+    assert fewer < steps == 32
+    for text in (first, second, third):
+        assert text in out
+    assert out.count("tokens/s") == 3
+    assert "ThresholdPolicy, NoCache, 32 cells, 0 messages before" in out
+    assert "ConfidencePolicy, DualCache, 16 cells, 2 messages before" in out
+
+
+def test_a_bad_switch_is_told_and_changes_nothing(said):
+    typed = f"/policy nothing_such\n/cache dual\n/length 0\n/what\n/cache none\n{PENS}\n"
+    out = said("chat", typed=f"/length 8\n{typed}")
+    assert "ConfidencePolicy, DualCache, 8 cells" in out
+    assert out.count("/policy NAME") == 2  # the list of commands, for the last two bad ones
+    assert answer([PENS], Decoder(policy=ConfidencePolicy()), 8)[0] in out
+    assert "8 cells, 0 messages before" in out

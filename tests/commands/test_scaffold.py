@@ -1,7 +1,5 @@
 """``lit-dlm new``: what it writes fails until it is filled in, and then runs from its YAML."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys
@@ -12,14 +10,12 @@ import pytest
 
 from tests.e2e.runs import fails, run
 
+PENS = "--response_length=32", "Tom has 34 pens, finds 7, loses 5. How many pens?"
 FILLED = {
     "policy": "return Selection(candidates & (proposal.prob >= self.threshold), proposal.prob)",
     "task": """return [
             PromptExample(
-                uid=f"mine/test/{n}",
-                task=self.name,
-                text=f"Tom has {n + 3} pens, finds 5. How many pens?",
-                reference={"answer": str(n + 8)},
+                uid=f"mine/test/{n}", task=self.name, text="2+5?", reference={"answer": "7"}
             )
             for n in range(3)
         ]""",
@@ -64,10 +60,9 @@ def test_the_configurations_name_the_class(made: Any, capsys: Any, tmp_path: Pat
     for kind in FILLED:
         made(kind, filled=False)
         made(kind, filled=True)
-    pens = "Tom has 34 pens, finds 7, loses 5. How many pens?"
-    run("generate", pens, "--response_length=32", "--config=mine_policy.yaml")
+    run("generate", *PENS, "--config=mine_policy.yaml")
     theirs = capsys.readouterr().out
-    run("generate", pens, "--response_length=32", "--config=decode/threshold_09")
+    run("generate", *PENS, "--config=decode/threshold_09")
     assert capsys.readouterr().out == theirs
     run("predict", "--config=mine_task.yaml", "--trainer.accelerator=cpu")
     (summary,) = json.loads((tmp_path / "runs" / "mine_task" / "summary.json").read_text())
@@ -83,7 +78,7 @@ def test_bad_names_and_files_that_exist_are_refused(capsys: Any, tmp_path: Path)
     with pytest.raises(SystemExit, match="2"):
         run("new", "policy", "Sure-Prefix")
     run("new", "policy", "sure", f"--folder={tmp_path / 'a'}")
-    before = sorted(path.name for path in (tmp_path / "a").iterdir())
-    assert before == ["sure.py", "sure.yaml", "test_sure.py"]
-    message = fails(capsys, "new", "task", "sure", f"--folder={tmp_path / 'a'}")
-    assert "exists already" in message
+    written = {path.name for path in (tmp_path / "a").iterdir()}
+    assert written == {"sure.py", "sure.yaml", "test_sure.py"}
+    told = fails(capsys, "new", "task", "sure", f"--folder={tmp_path / 'a'}")
+    assert "exists already" in told

@@ -4,7 +4,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lit_dlm.datamodules.epoch_plan import EpochPlan, FixedPlan
+from lit_dlm.datamodules.resuming import EpochPlan, FixedPlan
 
 
 def plan(num: int = 40, **changes: object) -> EpochPlan:

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 
-from lit_dlm.backbones.lora_settings import LoRASettings
+from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.callbacks import RewardCurve, RolloutWriter
 from lit_dlm.losses.corruption import RandomMasking
 from lit_dlm.losses.views import CoupledMasking

@@ -15,7 +15,7 @@ from lit_dlm.heads.acceptance import AcceptanceConfig
 from lit_dlm.heads.projection import Projector
 from lit_dlm.modules.tracelock import TraceLockModule
 from lit_dlm.trajectories import Trajectory
-from lit_dlm.trajectories.errors import TrajectoryFormatError
+from lit_dlm.trajectories.record import TrajectoryFormatError
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from tests.finetuning import quiet
 from tests.traces import (

@@ -1,4 +1,4 @@
-"""Cached decoding, slowly: one unpadded row, one layer and one query at a time, no cache class.
+"""Cached decoding, slowly: one unpadded row and one layer at a time, no cache class.
 
 Keys and values lie in plain tensors by layer; a pass over columns ``[a, b)`` writes them there and
 attends to ``[0, kv_end)``. Only weights are taken from the model.
@@ -13,8 +13,7 @@ from lit_dlm.backbones.hf import HFBackbone
 
 
 def rms(x: Tensor, norm: torch.nn.Module) -> Tensor:
-    eps = norm.eps
-    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * norm.weight
+    return x / (x.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
 
 
 def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
@@ -27,12 +26,12 @@ def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
 
 class SlowRow:
-    """One row's keys and values."""
+    """One row's keys and values; what no pass has written is no number."""
 
     def __init__(self, backbone: HFBackbone, length: int) -> None:
-        self.backbone, self.length = backbone, length
-        self.keys: list[dict[int, Tensor]] = [{} for _ in range(backbone.num_layers)]
-        self.values: list[dict[int, Tensor]] = [{} for _ in range(backbone.num_layers)]
+        self.backbone, config = backbone, backbone.architecture
+        shape = (backbone.num_layers, length, config.kv_heads, config.head_width)
+        self.keys, self.values = torch.full((2, *shape), torch.nan)
 
     @torch.no_grad()
     def run(self, ids: Tensor, a: int, b: int, kv_end: int) -> Tensor:
@@ -40,7 +39,7 @@ class SlowRow:
         decoder, config = self.backbone.model.model, self.backbone.architecture
         positions = torch.arange(a, b)
         x = decoder.embed_tokens(ids[a:b])
-        for n, layer in enumerate(decoder.layers):
+        for layer, keys, values in zip(decoder.layers, self.keys, self.values, strict=True):
             attention, h = layer.self_attn, rms(x, layer.input_layernorm)
             q, k, v = (
                 getattr(attention, f"{name}_proj")(h).view(b - a, -1, config.head_width)
@@ -49,17 +48,12 @@ class SlowRow:
             if hasattr(attention, "q_norm"):
                 q, k = rms(q, attention.q_norm), rms(k, attention.k_norm)
             q, k = (rotate(t, positions, config.rope_theta) for t in (q, k))
-            for i in range(b - a):
-                self.keys[n][a + i], self.values[n][a + i] = k[i], v[i]
+            keys[a:b], values[a:b] = k, v
             repeat = config.num_heads // config.kv_heads
-            rows = []
-            for i in range(b - a):
-                seen_k = torch.stack([self.keys[n][j] for j in range(kv_end)])
-                seen_v = torch.stack([self.values[n][j] for j in range(kv_end)])
-                seen_k, seen_v = (t.repeat_interleave(repeat, 1) for t in (seen_k, seen_v))
-                scores = torch.einsum("hd,jhd->hj", q[i], seen_k) / config.head_width**0.5
-                rows.append(torch.einsum("hj,jhd->hd", scores.softmax(-1), seen_v).flatten())
-            x = x + attention.o_proj(torch.stack(rows))
+            k, v = (kept[:kv_end].repeat_interleave(repeat, 1) for kept in (keys, values))
+            scores = torch.einsum("ihd,jhd->ihj", q, k) / config.head_width**0.5
+            rows = torch.einsum("ihj,jhd->ihd", scores.softmax(-1), v)
+            x = x + attention.o_proj(rows.flatten(1))
             x = x + layer.mlp(rms(x, layer.post_attention_layernorm))
         return rms(x, decoder.norm)
 
@@ -69,13 +63,11 @@ class SlowRow:
         return logits.softmax(-1)
 
 
-def choose(probs: dict[int, Tensor], *, quota: int | None, threshold: float | None) -> list[int]:
+def choose(probs: dict[int, Tensor], quota: int, threshold: float | None) -> list[int]:
     """Columns to commit: all over the threshold, at least the ``quota`` best (or the best)."""
     ranked = sorted(probs, key=lambda j: (-float(probs[j].max()), j))
-    chosen = [] if quota is None else ranked[:quota]
-    if threshold is not None:
-        chosen += [j for j in ranked if float(probs[j].max()) >= threshold and j not in chosen]
-    return chosen or ranked[:1]
+    over = 0 if threshold is None else sum(float(p.max()) >= threshold for p in probs.values())
+    return ranked[: max(quota, over, 1)]
 
 
 @torch.no_grad()
@@ -100,17 +92,14 @@ def slow_decode(
         masks, step, carried = e - s, 0, None
         while (ids[s:e] == mask).any():
             masked = [j for j in range(s, e) if ids[j] == mask]
-            quota = None
+            quota = 0
             if steps_per_block is not None:
                 quota = masks // steps_per_block + (step < masks % steps_per_block)
             if step == 0:
                 a, hidden = 0, row.run(ids, 0, T, T)
             else:
-                end = {
-                    "prefix": T if horizon is None else min(e + horizon, T),
-                    "dual": e,
-                }[scheme]
-                a = s
+                prefix_end = T if horizon is None else min(e + horizon, T)
+                a, end = s, {"prefix": prefix_end, "dual": e}[scheme]
                 hidden = row.run(ids, s, end, T if scheme == "dual" else end)
             if shift and step == 0:
                 carried = hidden[s - 1]
@@ -118,7 +107,7 @@ def slow_decode(
             for j in masked:
                 source = j - shift - a
                 probs[j] = row.probs(carried if source < 0 else hidden[source])
-            chosen = choose(probs, quota=quota, threshold=threshold)
+            chosen = choose(probs, quota, threshold)
             for j in [s] if shift and step == 0 else chosen:
                 ids[j] = probs[j].argmax()
             step += 1

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from lit_dlm.decoding import Decoder, DecodeResult, DecodeState, StepRecord, prompt_canvas
+from lit_dlm.decoding import Decoder, DecodeResult, DecodeState, Observer, StepRecord
+from lit_dlm.decoding.decoder import decode_prompts
+from lit_dlm.decoding.state import QueueObserver
+from lit_dlm.decoding.stream import DecodedRows, DecodePrompt, WorkQueue, decode_stream
 from tests.fakes import EOS, MASK
 
 
-def state_with_masks(masks: Sequence[Sequence[int]], *, step: int = 0) -> DecodeState:
-    """Two prompt columns, then one response column per entry; 1 = masked, 0 = token 5."""
+def state_with_masks(
+    masks: Sequence[Sequence[int]], num_blocks: int = 1, **of_rows: int
+) -> DecodeState:
+    """Two prompt columns, then one response column per entry; 1 = masked, 0 = token 5.
+
+    The step and the counts of blocks are those of all rows.
+    """
     response = torch.tensor(masks)
     b = len(masks)
+    counts = {"step": 0, "block": 0, "block_step": 0, "block_masks": 0, **of_rows}
     prompt = torch.full((b, 2), 4)
     ids = torch.cat([prompt, torch.where(response == 1, MASK, 5)], dim=1)
     editable = torch.arange(ids.shape[1]).expand_as(ids) >= 2
-    zeros = torch.zeros(b, dtype=torch.long)
     return DecodeState(
         ids=ids,
         editable=editable,
@@ -27,24 +34,12 @@ def state_with_masks(masks: Sequence[Sequence[int]], *, step: int = 0) -> Decode
         positions=torch.arange(ids.shape[1]).expand_as(ids),
         rows=torch.arange(b),
         seeds=torch.arange(b) + 10,
-        step=torch.full((b,), step),
         start=2,
         mask_id=MASK,
         eos_ids=torch.tensor([EOS]),
         pad_mask=None,
-        block=zeros,
-        block_step=zeros,
-        block_masks=(ids == MASK).sum(1),
-    )
-
-
-def in_block(state: DecodeState, *, step: int, masks: int, num_blocks: int = 1) -> DecodeState:
-    """The same state, ``step`` steps into a block that was entered with ``masks`` masks."""
-    return replace(
-        state,
-        block_step=torch.full_like(state.block_step, step),
-        block_masks=torch.full_like(state.block_masks, masks),
         num_blocks=num_blocks,
+        **{name: torch.full((b,), count) for name, count in counts.items()},
     )
 
 
@@ -78,25 +73,48 @@ class Recorder:
         ]
 
 
+def decoded(
+    decoder: Decoder,
+    backbone: Any,
+    prompts: Sequence[Sequence[int]],
+    length: int,
+    *observers: Observer,
+    seed: int = 0,
+) -> DecodeResult:
+    """Decodes one batch, whose rows have the seed and those that follow it."""
+    seeds = range(seed, seed + len(prompts))
+    return decode_prompts(
+        backbone, decoder, prompts, response_length=length, seeds=seeds, observers=observers
+    )
+
+
+def streamed(
+    decoder: Decoder,
+    backbone: Any,
+    prompts: Sequence[list[int]],
+    length: int,
+    num_slots: int,
+    *observers: QueueObserver,
+) -> Iterator[DecodedRows]:
+    """Decodes prompts in a batch of some rows, which are replaced as they end."""
+    return decode_stream(
+        backbone,
+        decoder,
+        WorkQueue(len(prompts)),
+        lambda number: DecodePrompt(str(number), prompts[number], 100 + number),
+        response_length=length,
+        batch_size=num_slots,
+        observers=observers,
+    )
+
+
 def as_rows_alone(
-    decoder: Decoder, backbone: Any, prompts: Sequence[list[int]], length: int
+    decoder: Decoder, backbone: Any, prompts: Sequence[list[int]], length: int, *watching: Observer
 ) -> DecodeResult:
     """Decodes a padded batch, whose rows must be those of one row at a time."""
-
-    def decoded(rows: Sequence[int]) -> DecodeResult:
-        return decoder(
-            backbone,
-            prompt_canvas(
-                [prompts[row] for row in rows],
-                response_length=length,
-                spec=backbone.spec,
-                seeds=[11 + row for row in rows],
-            ),
-        )
-
-    result = decoded(range(len(prompts)))
-    for row in range(len(prompts)):
-        alone = decoded([row])
+    result = decoded(decoder, backbone, prompts, length, *watching, seed=11)
+    for row, prompt in enumerate(prompts):
+        alone = decoded(decoder, backbone, [prompt], length, seed=11 + row)
         assert torch.equal(alone.ids[0, -length:], result.ids[row, -length:])
         for name in ("num_steps", "idle_steps", "num_refreshes"):
             if getattr(alone, name) is not None:

@@ -1,67 +1,50 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
-from lit_dlm.decoding import (
-    Block,
-    BlockLayout,
-    BlockWindow,
-    Canvas,
-    ConfidencePolicy,
-    Decoder,
-    FixedLayout,
-    FractionLayout,
-    GaussSeidelPolicy,
-    Layout,
-    MarkerLayout,
-    NoQuota,
-    Region,
-    TemplateLayout,
-    prompt_canvas,
-)
-from lit_dlm.decoding.description import decoder_from_description, layout_from_description
-from tests.fakes import MASK, TableBackbone, fake_spec, logits_for
+import lit_dlm.decoding as d
+from lit_dlm.decoding import ConfidencePolicy, Decoder, FixedLayout, FractionLayout, Region
+from lit_dlm.decoding.stream import text_cells
+from tests.decoding.models import table_backbone
+from tests.decoding.states import decoded
+from tests.fakes import EOS, MASK, fake_spec
 
 OPEN, CLOSE = 7, 8
 """Marker tokens of the tests."""
 
 
-def canvas(*responses: list[int], prompt: tuple[int, ...] = (4, 4)) -> Canvas:
+def canvas(*responses: list[int], prompt: tuple[int, ...] = (4, 4)) -> d.Canvas:
     """Rows with given responses: 0 is a mask, everything else stands there and may not change."""
-    length = len(responses[0])
-    made = prompt_canvas(
-        [list(prompt)] * len(responses),
-        response_length=length,
-        spec=fake_spec(),
-        seeds=range(len(responses)),
+    rows, length = len(responses), len(responses[0])
+    made = d.prompt_canvas(
+        [prompt] * rows, response_length=length, spec=fake_spec(), seeds=range(rows)
     )
-    ids, editable = made.ids.clone(), made.editable.clone()
-    ids[:, made.start :] = torch.tensor(responses)
-    editable[:, made.start :] = ids[:, made.start :] == MASK
-    return replace(made, ids=ids, editable=editable)
+    ids = torch.cat([made.ids[:, : made.start], torch.tensor(responses)], 1)
+    return replace(made, ids=ids, editable=made.editable & (ids == MASK))
 
 
-def spans(layout: BlockLayout) -> list[tuple[str, int, int]]:
+def spans(layout: d.BlockLayout) -> list[tuple[str, int, int]]:
     return [(block.name, block.start, block.end) for block in layout.blocks]
 
 
-def regions_on(layout: Layout, on: Canvas) -> list[list[int]]:
+def regions_on(layout: d.Layout, on: d.Canvas) -> list[list[int]]:
     """Region numbers of the response cells."""
     found = layout.on(on, mask_id=MASK).regions
     assert found is not None
     return found.ids[:, on.start :].tolist()
 
 
-def test_token_counts_are_taken_in_order():
+def test_token_counts_are_taken_in_order_and_what_is_left_is_in_no_region():
     layout = FixedLayout([Region(name="R", length=3), Region(name="A", length=2)])
     assert spans(layout.place(8)) == [("R", 0, 3), ("A", 3, 5)]
     # Cells behind them are in no region: they have the number behind the last one.
     assert regions_on(layout, canvas([0] * 8)) == [[0, 0, 0, 1, 1, 2, 2, 2]]
+    half = FractionLayout([Region(name="R", fraction=0.5)])
+    assert regions_on(half, canvas([0] * 4)) == [[0, 0, 1, 1]]
     # Prompt columns are in none either.
     regions = layout.on(canvas([0] * 6), mask_id=MASK).regions
     assert regions is not None
@@ -77,18 +60,12 @@ def test_fractions_are_rounded_to_cells_and_fill_the_response(length, borders):
     assert spans(layout.place(length)) == [("R", 0, borders[0]), ("A", borders[0], borders[1])]
 
 
-def test_fractions_below_one_leave_a_rest():
-    layout = FractionLayout([Region(name="R", fraction=0.5)])
-    assert regions_on(layout, canvas([0] * 4)) == [[0, 0, 1, 1]]
-
-
 def test_a_template_stands_on_the_canvas_and_is_never_changed():
     """The model is surest of 5 everywhere, also where the markers stand."""
-    layout = TemplateLayout(
+    layout = d.TemplateLayout(
         [Region(name="R", length=2, marker=[OPEN]), Region(name="A", marker=[CLOSE, OPEN])]
     )
-    backbone = TableBackbone(logits_for([5] * 9, [0.99] * 9, 9))
-    start = prompt_canvas([[4, 4]], response_length=7, spec=backbone.spec, seeds=[0])
+    start = canvas([MASK] * 7)
     prepared = layout.on(start, mask_id=MASK)
     assert prepared.ids[0, 2:].tolist() == [OPEN, MASK, MASK, CLOSE, OPEN, MASK, MASK]
     assert prepared.editable[0, 2:].tolist() == [False, True, True, False, False, True, True]
@@ -96,32 +73,20 @@ def test_a_template_stands_on_the_canvas_and_is_never_changed():
     assert start.ids[0, 2:].tolist() == [MASK] * 7  # the canvas that was given stays as it is
     again = layout.on(prepared, mask_id=MASK)
     assert torch.equal(again.ids, prepared.ids)
-    for policy, quota in ((GaussSeidelPolicy(), NoQuota()), (ConfidencePolicy(), None)):
+    backbone = table_backbone([5] * 7, [0.99] * 7)
+    for policy, quota in ((d.GaussSeidelPolicy(), d.NoQuota()), (ConfidencePolicy(), None)):
         result = Decoder(policy=policy, quota=quota, layout=layout)(backbone, start)
         assert result.ids[0, 2:].tolist() == [OPEN, 5, 5, CLOSE, OPEN, 5, 5]
         assert result.status == ["complete"]
 
 
-def test_a_template_does_not_overwrite_other_tokens():
-    layout = TemplateLayout([Region(name="R", length=1), Region(name="A", marker=[CLOSE])])
-    with pytest.raises(ValueError, match="row 1: other tokens stand in the cells 1 to 1"):
-        layout.on(canvas([0, CLOSE, 0], [0, 5, 0]), mask_id=MASK)
-
-
-MARKED = MarkerLayout([Region(name="R", marker=[OPEN, OPEN]), Region(name="A", marker=[CLOSE])])
+MARKED = d.MarkerLayout([Region(name="R", marker=[OPEN, OPEN]), Region(name="A", marker=[CLOSE])])
 
 
 def test_markers_are_found_row_by_row_and_do_not_belong_to_their_regions():
     rows = canvas([OPEN, OPEN, 0, 0, CLOSE, 0, 0, 0], [0, OPEN, OPEN, 0, 0, 0, CLOSE, 0])
     assert regions_on(MARKED, rows) == [[2, 2, 0, 0, 2, 1, 1, 1], [2, 2, 2, 0, 0, 0, 2, 1]]
     assert spans(MARKED.blocks(rows.ids[0, 2:])) == [("R", 2, 4), ("A", 5, 8)]
-
-
-def test_markers_of_the_prompt_begin_no_region():
-    """In the release they did: both spans were empty, and the generated text was in neither."""
-    rows = canvas([0] * 4, prompt=(OPEN, OPEN, CLOSE))
-    with pytest.raises(ValueError, match=r"row 0: .* must stand in the response once, got 0 times"):
-        MARKED.on(rows, mask_id=MASK)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +108,18 @@ def test_a_canvas_without_the_right_markers_is_refused_with_its_row(response, me
         MARKED.on(canvas(*rows), mask_id=MASK)
 
 
+def test_what_stands_elsewhere_is_no_place_for_a_region():
+    """In the release markers of the prompt began empty regions."""
+    rows = canvas([0] * 4, prompt=(OPEN, OPEN, CLOSE))
+    with pytest.raises(ValueError, match=r"row 0: .* must stand in the response once, got 0 times"):
+        MARKED.on(rows, mask_id=MASK)
+    template = d.TemplateLayout([Region(name="R", length=1), Region(name="A", marker=[CLOSE])])
+    with pytest.raises(ValueError, match="row 1: other tokens stand in the cells 1 to 1"):
+        template.on(canvas([0, CLOSE, 0], [0, 5, 0]), mask_id=MASK)
+
+
 R = {"name": "R"}
+MORE_THAN_ALL = [Region(**R, fraction=0.8), Region(name="A", fraction=0.3)]
 
 
 @pytest.mark.parametrize(
@@ -157,15 +133,10 @@ R = {"name": "R"}
         (lambda: FixedLayout([Region(**R, fraction=0.5)]), "expects length, got fraction"),
         (lambda: FixedLayout([Region(**R, length=9)]).place(8), "'R': .* got 0 to 8"),
         (lambda: FixedLayout([Region(**R, length=8), Region(name="A")]).place(8), "'A'"),
-        (
-            lambda: FractionLayout(
-                [Region(**R, fraction=0.8), Region(name="A", fraction=0.3)]
-            ).place(10),
-            "'A'",
-        ),
+        (lambda: FractionLayout(MORE_THAN_ALL).place(10), "'A'"),
         (lambda: FractionLayout([Region(**R)]), "expects fraction, got neither"),
         (lambda: FractionLayout([Region(**R, fraction=0.01)]).place(8), "'R'"),
-        (lambda: MarkerLayout([Region(**R)]), "expects marker"),
+        (lambda: d.MarkerLayout([Region(**R)]), "expects marker"),
         (lambda: Region(**R, tau=1.5), "'R': tau"),
         (lambda: Region(**R, max_fill_frac=0.0), "max_fill_frac"),
         (lambda: Region(**R, length=0), "length"),
@@ -179,57 +150,66 @@ def test_bad_layouts_are_refused_in_one_line(make: Callable[[], object], message
         make()
 
 
-LAYOUTS: list[Layout] = [
-    FixedLayout([Region(name="R", length=3, tau=0.8), Region(name="A")]),
-    FractionLayout([Region(name="R", fraction=0.5, weight=0.0), Region(name="A", fraction=0.5)]),
-    TemplateLayout([Region(name="R", length=2), Region(name="A", marker=[OPEN])]),
-    MarkerLayout(
-        [Region(name="A", marker=[OPEN, CLOSE])], rest=Region(name="else", max_fill_frac=0.5)
-    ),
-]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: type(layout).__name__)
-def test_a_layout_comes_back_from_the_description_of_its_decoder(layout: Layout):
-    decoder = Decoder(policy=GaussSeidelPolicy(), quota=NoQuota(), layout=layout)
-    stored = json.loads(json.dumps(decoder.describe()))
-    assert decoder_from_description(stored).describe() == decoder.describe()
-    rebuilt = layout_from_description(stored)
-    assert rebuilt is not None
-    assert rebuilt.regions == layout.regions
-    assert rebuilt.rest == layout.rest
-    unknown = {**stored["layout"], "regions": [{"name": "R", "size": 3}]}
-    with pytest.raises(ValueError, match=r"layout: .*'size'"):
-        layout_from_description({**stored, "layout": unknown})
-    assert layout_from_description(Decoder(policy=ConfidencePolicy()).describe()) is None
-
-
 def test_weights_follow_the_blocks():
-    blocks = (Block(name="R", start=0, end=2, weight=0.0), Block(name="A", start=3, end=4))
-    layout = BlockLayout(blocks=blocks, length=5)
+    blocks = (d.Block(name="R", start=0, end=2, weight=0.0), d.Block(name="A", start=3, end=4))
+    layout = d.BlockLayout(blocks=blocks, length=5)
     assert layout.weights().tolist() == [0.0, 0.0, 1.0, 1.0, 1.0]
     assert layout.weights(rest=0.5).tolist() == [0.0, 0.0, 0.5, 1.0, 0.5]
 
 
 def test_a_layout_changes_nothing_for_a_policy_that_does_not_read_it():
-    backbone = TableBackbone(logits_for([4, 4, 5, 6, 7, 5], [0.5, 0.5, 0.6, 0.9, 0.7, 0.8]))
-    start = prompt_canvas([[4, 4]], response_length=4, spec=backbone.spec, seeds=[0])
+    backbone = table_backbone([5, 6, 7, 5], [0.6, 0.9, 0.7, 0.8])
     layout = FixedLayout([Region(name="R", length=2), Region(name="A")])
-    plugs = {"policy": ConfidencePolicy(), "window": BlockWindow(2)}
-    one = Decoder(**plugs)(backbone, start)
-    two = Decoder(**plugs, layout=layout)(backbone, start)
+    plugs = {"policy": ConfidencePolicy(), "window": d.BlockWindow(2)}
+    one, two = (
+        decoded(Decoder(**plugs, layout=used), backbone, [[4, 4]], 4) for used in (None, layout)
+    )
     assert torch.equal(one.ids, two.ids)
     assert torch.equal(one.num_steps, two.num_steps)
 
 
 def test_markers_of_text_are_encoded_once_and_refused_without_a_tokenizer():
-    layout = MarkerLayout({"R": Region(marker="ab"), "A": Region(marker=[CLOSE])})
+    layout = d.MarkerLayout({"R": Region(marker="ab"), "A": Region(marker=[CLOSE])})
     decoder = Decoder(policy=ConfidencePolicy(), layout=layout)
     encoded = decoder.encoded(lambda text: [ord(letter) for letter in text])
-    assert [region["marker"] for region in encoded.describe()["layout"]["regions"]] == [
-        [97, 98],
-        [CLOSE],
-    ]
+    regions = encoded.describe()["layout"]["regions"]
+    assert [region["marker"] for region in regions] == [[97, 98], [CLOSE]]
     assert encoded.encoded(lambda text: []) is encoded
     with pytest.raises(ValueError, match="'R': marker: expected token ids, got the text 'ab'"):
         layout.blocks(torch.tensor([1, 2, 3]))
+
+
+# -- where a text ends ----------------------------------------------------------------------------
+
+SPLIT = d.TemplateLayout([Region(name="R", length=2), Region(name="A", marker=[7])])
+
+
+def test_a_text_ends_before_its_first_end():
+    response = torch.tensor([[5, 6, EOS, 7], [5, 6, 7, 8], [EOS, 5, EOS, 5]])
+    assert text_cells(response, [EOS]).int().tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]]
+
+
+def test_given_cells_begin_a_part_of_their_own():
+    """The marker stands in cell 3; a given end of text ends nothing."""
+    response = torch.tensor([[5, EOS, 6, 7, 8, EOS, 9], [5, 6, 6, EOS, 8, 9, EOS]])
+    given = torch.zeros(2, 7, dtype=torch.bool)
+    given[:, 3] = True
+    assert text_cells(response, [EOS], given).int().tolist() == [
+        [1, 0, 0, 1, 1, 0, 0],
+        [1, 1, 1, 1, 1, 1, 0],
+    ]
+
+
+def test_the_answer_behind_a_marker_is_kept_when_the_reasoning_ends_early():
+    backbone = table_backbone([5, EOS, 7, 6, EOS], [0.9] * 5)
+    result = decoded(Decoder(policy=ConfidencePolicy(), layout=SPLIT), backbone, [[4, 4]], 5)
+    assert result.given is not None
+    assert result.given.int().tolist() == [[1, 1, 0, 0, 1, 0, 0]]
+    cells = text_cells(result.ids[:, 2:], [EOS], result.given[:, 2:])
+    assert result.ids[:, 2:][cells].tolist() == [5, 7, 6]
+    assert decoded(Decoder(policy=ConfidencePolicy()), backbone, [[4, 4]], 5).given is None
+
+
+def test_an_end_of_text_may_not_fill_the_regions_behind_a_marker():
+    with pytest.raises(ValueError, match="eos_rule: expected 'none' with TemplateLayout, where an"):
+        Decoder(policy=ConfidencePolicy(), layout=SPLIT, settings=d.DecodeSettings(eos_rule="fill"))

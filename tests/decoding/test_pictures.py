@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import lit_dlm.decoding as d
 from lit_dlm.backbones import HFBackbone
 from lit_dlm.backbones.resolution import resolve
-from lit_dlm.decoding import (
-    ConfidencePolicy,
-    CosineQuota,
-    Decoder,
-    DecodeResult,
-    DualCache,
-    Guidance,
-    NoisyConfidencePolicy,
-    Observer,
-    PictureLayout,
-    Sampler,
-    decode_prompts,
-)
+from lit_dlm.decoding import ConfidencePolicy, Decoder
 from lit_dlm.decoding.description import decoder_from_description
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.verify import free_running, teacher_forced
 from tests.backbones.folders import write
-from tests.vision.waves import waves
+from tests.decoding.states import decoded
+from tests.vision.models import waves
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "mmada.safetensors"
 WORDS, CODES, CELLS, STEPS = 60, 32, 16, 6
@@ -67,43 +56,33 @@ def backbone(tmp_path_factory: pytest.TempPathFactory) -> HFBackbone:
     return HFBackbone(str(folder), spec_overrides={"text_vocab_size": WORDS}).eval()
 
 
-def drawing(scale: float) -> Decoder:
-    return Decoder(
-        policy=NoisyConfidencePolicy(STEPS),
-        quota=CosineQuota(STEPS),
-        sampler=Sampler(temperature=1.0, allowed_ids=(WORDS, WORDS + CODES)),
-        layout=PictureLayout(END),
-        guidance=Guidance(scale, WITHOUT) if scale else None,
-    )
-
-
-def drawn(backbone: HFBackbone, scale: float, observers: Sequence[Observer] = ()) -> DecodeResult:
-    return decode_prompts(
-        backbone,
-        drawing(scale),
-        PROMPTS,
-        response_length=CELLS + 1,
-        seeds=[11, 12],
-        observers=observers,
-    )
-
-
 @pytest.mark.parametrize(("name", "scale"), [("plain", 0.0), ("guided", 2.5)])
-def test_tokens_are_those_of_the_release(backbone: HFBackbone, name: str, scale: float):
-    """The same noise, in the release's own loop: schedule, noise, guidance and ids."""
-    result = drawn(backbone, scale)
+def test_a_drawing_is_that_of_the_release_and_can_be_verified(
+    backbone: HFBackbone, name: str, scale: float
+):
+    """The same noise, in the release's own loop: schedule, noise, guidance and ids.
+
+    16 cells, 6 steps: floor(16 cos(15 k degrees)) masks are left. The cosine of 60 degrees is a
+    little less than a half in float32, hence 7 and not 8.
+    """
+    decoder = Decoder(
+        policy=d.NoisyConfidencePolicy(STEPS),
+        quota=d.CosineQuota(STEPS),
+        sampler=d.Sampler(temperature=1.0, allowed_ids=(WORDS, WORDS + CODES)),
+        layout=d.PictureLayout(END),
+        guidance=d.Guidance(scale, WITHOUT) if scale else None,
+    )
+    capture = TrajectoryCapture(vocab_size=backbone.vocab_size)
+    result = decoded(decoder, backbone, PROMPTS, CELLS + 1, capture, seed=11)
     assert torch.equal(result.ids[:, -CELLS - 1 : -1] - WORDS, load_file(GOLDEN)[name])
     assert result.ids[:, -1].tolist() == [END, END]
     assert result.num_steps.tolist() == [STEPS, STEPS]
-
-
-def test_a_drawing_is_recorded_and_verified(backbone: HFBackbone):
-    decoder = drawing(2.5)
+    records = capture.trajectories(["a", "b"])
+    states = [records[0].state_at(step) for step in range(1, STEPS + 1)]
+    left = [int((state == records[0].mask_id).sum()) for state in states]
+    assert left == [15, 13, 11, 7, 4, 0]
     rebuilt = decoder_from_description(decoder.describe())
     assert rebuilt.describe() == decoder.describe()
-    capture = TrajectoryCapture(vocab_size=backbone.vocab_size)
-    drawn(backbone, 2.5, [capture])
-    records = capture.trajectories(["a", "b"])
     for verdict in (
         *teacher_forced(backbone, rebuilt, records),
         *free_running(backbone, rebuilt, records),
@@ -111,28 +90,14 @@ def test_a_drawing_is_recorded_and_verified(backbone: HFBackbone):
         assert verdict.outcome == "exact", verdict
 
 
-def test_the_cosine_schedule_by_hand(backbone: HFBackbone):
-    """16 cells, 6 steps: floor(16 cos(15 k degrees)) masks are left.
-
-    The cosine of 60 degrees is a little less than a half in float32, hence 7 and not 8.
-    """
-    capture = TrajectoryCapture(vocab_size=backbone.vocab_size)
-    drawn(backbone, 0.0, [capture])
-    record = capture.trajectories(["a", "b"])[0]
-    left = [int((record.state_at(step) == record.mask_id).sum()) for step in range(1, STEPS + 1)]
-    assert left == [15, 13, 11, 7, 4, 0]
-
-
 def test_text_never_holds_picture_tokens(backbone: HFBackbone):
-    text = decode_prompts(
-        backbone, Decoder(policy=ConfidencePolicy()), PROMPTS, response_length=12, seeds=[0, 1]
-    )
+    text = decoded(Decoder(policy=ConfidencePolicy()), backbone, PROMPTS, 12)
     assert int(text.ids[:, -12:].max()) < WORDS
-    both = Decoder(policy=ConfidencePolicy(), sampler=Sampler(allowed_ids=(0, WORDS + CODES)))
-    free = decode_prompts(backbone, both, PROMPTS, response_length=12, seeds=[0, 1])
+    both = Decoder(policy=ConfidencePolicy(), sampler=d.Sampler(allowed_ids=(0, WORDS + CODES)))
+    free = decoded(both, backbone, PROMPTS, 12)
     assert int(free.ids[:, -12:].max()) >= WORDS  # so the bound above did something
 
 
 def test_guidance_has_no_cache_beside_it():
     with pytest.raises(ValueError, match="guidance"):
-        Decoder(policy=ConfidencePolicy(), cache=DualCache(), guidance=Guidance(1.0, [1]))
+        Decoder(policy=ConfidencePolicy(), cache=d.DualCache(), guidance=d.Guidance(1.0, [1]))

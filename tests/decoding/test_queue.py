@@ -3,94 +3,79 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from itertools import islice, pairwise
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, strategies as st
 
+import lit_dlm.decoding as d
 from lit_dlm.backbones import attention
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.decoding import (
-    BlockCache,
-    BlockWindow,
-    ConfidencePolicy,
-    Decoder,
-    DecodeSettings,
-    DualCache,
-    DynamicPolicy,
-    EvenQuota,
-    FixedQuota,
-    NoQuota,
-    PrefixCache,
-    RandomPolicy,
-    Sampler,
-    ScheduleQuota,
-    ThresholdPolicy,
-    caches,
-    prompt_canvas,
-)
-from lit_dlm.decoding.queue import Occupancy, WorkQueue
-from lit_dlm.decoding.stream import DecodePrompt, decode_stream
-from tests.backbones.conftest import tiny_architecture
+from lit_dlm.decoding import BlockWindow, Decoder
+from lit_dlm.decoding.stream import Occupancy, WorkQueue, length_buckets
 from tests.backbones.reference import slow_varlen_attn
-from tests.decoding.states import Recorder
+from tests.decoding.models import in_blocks, tiny_backbone
+from tests.decoding.states import Recorder, streamed
 
 RESPONSE = 12
-LENGTHS = [9, 8, 30, 2, 1, 7, 7, 3, 3, 31, 2, 1, 5, 4, 6, 1, 2, 12, 1, 1]
+LENGTHS = [9, 8, 30, 2, 1, 7, 3, 31, 2, 1, 5, 6, 12, 1, 1]
 """Prompts grow and shrink by more than an eighth of the canvas, so it must follow them."""
 PROMPTS = [[5 + (7 * row + i) % 80 for i in range(length)] for row, length in enumerate(LENGTHS)]
 
 
-def _backbone(options: dict[str, Any] | None = None, **changes: object) -> HFBackbone:
-    torch.manual_seed(3)
-    values = {"vocab_size": 97, "num_layers": 2, "num_kv_heads": 1, **changes}
-    return HFBackbone(architecture=tiny_architecture(**values), **(options or {})).eval()
-
-
-FULL = {"policy": ThresholdPolicy(0.15), "quota": NoQuota()}
-BLOCK = {"policy": DynamicPolicy(0.15), "quota": EvenQuota(steps_per_block=4)}
+FULL = {"policy": d.ThresholdPolicy(0.15), "quota": d.NoQuota()}
+BLOCK = {"policy": d.DynamicPolicy(0.15), "quota": d.EvenQuota(steps_per_block=4)}
 CASES = {
     "plain": ({}, FULL),
     "shifted": ({"shift": 1}, FULL),
     "arange": ({"positions": "arange"}, FULL),
-    "warm": ({}, {**FULL, "sampler": Sampler(temperature=1.0, top_k=9)}),
-    "random": ({}, {"policy": RandomPolicy(), "quota": FixedQuota(5)}),
-    "scheduled": ({}, {"policy": ConfidencePolicy(), "quota": ScheduleQuota(5)}),
-    "stopped": ({}, {**FULL, "settings": DecodeSettings(eos_rule="stop", max_steps=4)}),
-    "prefix": ({}, {**FULL, "window": BlockWindow(5), "cache": PrefixCache()}),
-    "dual": ({"shift": 1}, {**FULL, "window": BlockWindow(5), "cache": DualCache()}),
+    "warm": ({}, {**FULL, "sampler": d.Sampler(temperature=1.0, top_k=9)}),
+    "random": ({}, {"policy": d.RandomPolicy(), "quota": d.FixedQuota(5)}),
+    "scheduled": ({}, {"policy": d.ConfidencePolicy(), "quota": d.ScheduleQuota(5)}),
+    "entropy": (
+        {},
+        {"policy": d.EntropyPolicy(), "quota": d.FixedQuota(2), "window": BlockWindow(5)},
+    ),
+    "sliding": (
+        {},
+        {"policy": d.MarginPolicy(), "quota": d.ScheduleQuota(5), "window": d.SlidingWindow(4)},
+    ),
+    "stopped": ({}, {**FULL, "settings": d.DecodeSettings(eos_rule="stop", max_steps=4)}),
+    "prefix": ({}, {**FULL, "window": BlockWindow(5), "cache": d.PrefixCache()}),
+    "dual": ({"shift": 1}, {**FULL, "window": BlockWindow(5), "cache": d.DualCache()}),
     **{
         f"blocks of the {origin}": (
-            {
-                "decoder": "qwen3",
-                "attention": "block",
-                "block_size": 4,
-                "block_origin": origin,
-            },
-            {**BLOCK, "window": BlockWindow(4, origin=origin), "cache": BlockCache()},
+            in_blocks(origin),
+            {**BLOCK, "window": BlockWindow(4, origin=origin), "cache": d.BlockCache()},
         )
         for origin in ("sequence", "response")
     },
 }
 
 
-def _decoded(backbone, decoder, num_slots: int, observers=()) -> dict[int, tuple]:
-    found = {}
-    for rows in decode_stream(
-        backbone,
-        decoder,
-        WorkQueue(len(PROMPTS)),
-        lambda number: DecodePrompt(str(number), PROMPTS[number], 100 + number),
-        response_length=RESPONSE,
-        batch_size=num_slots,
-        observers=observers,
-    ):
-        result = rows.result
-        for row, number in enumerate(rows.numbers):
+def built(case: str) -> tuple[HFBackbone, Decoder]:
+    changes, plugs = CASES[case]
+    return tiny_backbone(**changes), Decoder(**plugs)
+
+
+def rows(
+    backbone: HFBackbone,
+    decoder: Decoder,
+    num_slots: int,
+    *observers: Any,
+    prompts: list[list[int]] = PROMPTS,
+) -> dict[int, tuple]:
+    """All that a prompt gets, by its number."""
+    found: dict[int, tuple] = {}
+    for ended in streamed(decoder, backbone, prompts, RESPONSE, num_slots, *observers):
+        result = ended.result
+        for row, number in enumerate(ended.numbers):
             assert number not in found
             found[number] = (
-                result.ids[row, result.start - len(PROMPTS[number]) :].tolist(),
+                result.ids[row, result.start - len(prompts[number]) :].tolist(),
                 int(result.num_steps[row]),
                 int(result.stalled_steps[row]),
                 result.status[row],
@@ -100,84 +85,70 @@ def _decoded(backbone, decoder, num_slots: int, observers=()) -> dict[int, tuple
     return found
 
 
+@cache
+def alone(case: str) -> dict[int, tuple]:
+    return rows(*built(case), 1)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_any_number_of_places_gives_the_rows_that_one_place_gives(case):
-    changes, plugs = CASES[case]
-    backbone, decoder = _backbone(**changes), Decoder(**plugs)
-    alone = _decoded(backbone, decoder, 1)
-    assert sorted(alone) == list(range(len(PROMPTS)))
-    assert [ids[: len(PROMPTS[n])] for n, (ids, *_) in sorted(alone.items())] == PROMPTS
-    assert len({row[1] for row in alone.values()}) > 1 or case in ("random", "scheduled")
-    for num_slots in (3, 8, 64):
-        assert _decoded(backbone, decoder, num_slots) == alone
+    """Whether or not somebody looks on."""
+    found = alone(case)
+    assert sorted(found) == list(range(len(PROMPTS)))
+    assert [ids[: len(PROMPTS[n])] for n, (ids, *_) in sorted(found.items())] == PROMPTS
+    assert len({row[1] for row in found.values()}) > 1 or case in ("random", "scheduled", "entropy")
+    assert rows(*built(case), 3) == found
+    assert rows(*built(case), 64, Recorder("hidden", "region", "entropy")) == found
+
+
+def count_windows(backbone: HFBackbone, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of every forward over a window, from now on."""
+    sizes: list[int] = []
+    encode = backbone.encode_window
+
+    def counted(ids, **options):
+        sizes.append(ids.numel())
+        return encode(ids, **options)
+
+    monkeypatch.setattr(backbone, "encode_window", counted)
+    return sizes
 
 
 @pytest.mark.parametrize("case", ["prefix", "dual"])
 def test_rows_that_refresh_share_a_forward_with_others_where_attention_takes_sequences(
     case, monkeypatch
 ):
-    changes, plugs = CASES[case]
-    backbone, decoder = _backbone(**changes), Decoder(**plugs)
-    expected = _decoded(backbone, decoder, 8)
+    expected = alone(case)
     monkeypatch.setattr(attention, "_MANY_KEYS", 1)
-    calls = []
-    encode = backbone.encode_window
-
-    def counted(*args, **options):
-        calls.append(1)
-        return encode(*args, **options)
-
-    monkeypatch.setattr(backbone, "encode_window", counted)
-    seen = Recorder()
-    assert _decoded(backbone, decoder, 4, [seen]) == expected
-    assert len(calls) == len(seen.records)
+    backbone, decoder = built(case)
+    sizes, seen = count_windows(backbone, monkeypatch), Recorder()
+    assert rows(backbone, decoder, 4, seen) == expected
+    assert len(sizes) == len(seen.records)
 
 
-@pytest.mark.parametrize("many_keys", [1, 999])
 @pytest.mark.parametrize("origin", ["sequence", "response"])
-def test_responses_to_one_prompt_share_its_forward(origin, many_keys, monkeypatch):
+def test_responses_to_one_prompt_share_its_forward(origin, monkeypatch):
     """Four prompts, four responses each; few prompts fit into one forward.
 
     Two of them have the same whole blocks, but not in the same columns.
     """
-    monkeypatch.setattr(attention, "_MANY_KEYS", many_keys)  # of sequences one by one, or a mask
-    monkeypatch.setattr(caches, "PROMPT_TOKENS", 24)
+    monkeypatch.setattr(d.caches, "PROMPT_TOKENS", 24)
     changes, plugs = CASES[f"blocks of the {origin}"]
-    backbone = _backbone(**changes)
-    plugs = {**plugs, "sampler": Sampler(temperature=1.0)}
-    prompts = [prompt for prompt in PROMPTS if len(prompt) in (9, 31, 12)]
-    prompts.append([*prompts[0], 7])
-    tokens = []
-    encode = backbone.encode_window
-
-    def counted(ids, **options):
-        tokens.append(ids.numel())
-        return encode(ids, **options)
-
-    def decoded(num_slots: int) -> dict[int, list[int]]:
-        tokens.clear()
-        rows = decode_stream(
-            backbone,
-            Decoder(**plugs),
-            WorkQueue(16),
-            lambda number: DecodePrompt(str(number), prompts[number // 4], number),
-            response_length=RESPONSE,
-            batch_size=num_slots,
-        )
-        return {
-            number: one.result.ids[row, one.result.start :].tolist()
-            for one in rows
-            for row, number in enumerate(one.numbers)
-        }
-
-    monkeypatch.setattr(backbone, "encode_window", counted)
-    alone = decoded(1)
-    num_tokens = sum(tokens)
-    assert len(set(map(tuple, alone.values()))) > 12
-    for num_slots in (3, 8):
-        assert decoded(num_slots) == alone
+    backbone = tiny_backbone(**changes)
+    decoder = Decoder(**plugs, sampler=d.Sampler(temperature=1.0))
+    several = [prompt for prompt in PROMPTS if len(prompt) in (9, 31, 12)]
+    prompts = [prompt for prompt in [*several, [*several[0], 7]] for _ in range(4)]
+    sizes = count_windows(backbone, monkeypatch)
+    expected = rows(backbone, decoder, 1, prompts=prompts)
+    num_tokens = sum(sizes)
+    assert len({tuple(ids[-RESPONSE:]) for ids, *_ in expected.values()}) > 12
+    for num_slots, many_keys in ((3, 1), (8, 1), (3, 999), (8, 999)):
+        # Sequences go one by one, or under a mask.
+        monkeypatch.setattr(attention, "_MANY_KEYS", many_keys)
+        sizes.clear()
+        assert rows(backbone, decoder, num_slots, prompts=prompts) == expected
         # Of 9, 31, 12 and 10 tokens so many are in whole blocks at least.
-        assert num_tokens - sum(tokens) >= 2 * (8 + 28 + 12 + 8)
+        assert num_tokens - sum(sizes) >= 2 * (8 + 28 + 12 + 8)
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if "cache" in CASES[name][1]])
@@ -186,15 +157,14 @@ def test_the_kernel_for_sequences_gives_the_same_rows(case, monkeypatch: pytest.
     monkeypatch.setattr(attention, "varlen_attn", slow_varlen_attn)
     changes, plugs = CASES[case]
     changes = {**changes, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
-    expected = _decoded(_backbone(**changes), Decoder(**plugs), 3)
-    packed = _backbone({"attn_implementation": "varlen"}, **changes)
-    assert _decoded(packed, Decoder(**plugs), 3) == expected
+    expected = rows(tiny_backbone(**changes), Decoder(**plugs), 3)
+    assert rows(tiny_backbone("varlen", **changes), Decoder(**plugs), 3) == expected
 
 
 def test_a_place_is_filled_as_soon_as_its_row_ends():
-    """20 rows of 1 to 12 steps in 4 slots: all are at work until no prompt is left."""
-    backbone, occupancy, seen = _backbone(), Occupancy(), Recorder()
-    found = _decoded(backbone, Decoder(**FULL), 4, [occupancy, seen])
+    """30 rows of 1 to 12 steps in 4 slots: all are at work until no prompt is left."""
+    occupancy, seen = Occupancy(), Recorder()
+    found = rows(*built("plain"), 4, occupancy, seen, prompts=PROMPTS * 2)
     counts = [len(record.state.rows) for record in seen.records]
     steps = sum(row[1] for row in found.values())
     assert occupancy.row_steps == steps == sum(counts)
@@ -210,15 +180,14 @@ def test_a_place_is_filled_as_soon_as_its_row_ends():
 
 def test_a_prompt_with_nothing_to_fill_ends_at_once():
     """Every third canvas comes full: it takes no step and its slot goes on to the next."""
-    backbone = _backbone()
-    decoder = Decoder(**FULL)
+    backbone, decoder = built("plain")
     taken = iter(range(9))
 
     def source(count):
         numbers = list(islice(taken, count))
         if not numbers:
             return None
-        canvas = prompt_canvas(
+        canvas = d.prompt_canvas(
             [PROMPTS[0]] * len(numbers), response_length=4, spec=backbone.spec, seeds=numbers
         )
         full = torch.tensor([number % 3 == 0 for number in numbers])[:, None]
@@ -238,3 +207,16 @@ def test_a_prompt_with_nothing_to_fill_ends_at_once():
 def test_a_queue_hands_out_each_number_once():
     queue = WorkQueue(5)
     assert [queue.take(2), queue.take(2), queue.take(2), queue.take(2)] == [[0, 1], [2, 3], [4], []]
+
+
+def test_neighbours_in_length_share_a_bucket():
+    """Sorted: 2 (index 1), 3 (3), 3 (4), 9 (0), 12 (2); at most two."""
+    lengths = [9, 2, 12, 3, 3]
+    assert length_buckets(lengths, batch_size=2) == [[1, 3], [4, 0], [2]]
+
+
+@given(st.lists(st.integers(1, 50)), st.integers(1, 5))
+def test_every_sample_is_in_one_bucket_within_the_limit(lengths, batch_size):
+    buckets = length_buckets(lengths, batch_size=batch_size)
+    assert sorted(i for bucket in buckets for i in bucket) == list(range(len(lengths)))
+    assert all(1 <= len(bucket) <= batch_size for bucket in buckets)

@@ -1,91 +1,73 @@
-from dataclasses import replace
+from __future__ import annotations
 
 import pytest
-import torch
 
-from lit_dlm.decoding import (
-    BlockWindow,
-    BudgetQuota,
-    ConfidencePolicy,
-    Decoder,
-    EvenQuota,
-    FixedQuota,
-    ScheduleQuota,
-    prompt_canvas,
-)
-from tests.decoding.states import in_block, state_with_masks
-from tests.fakes import TableBackbone, logits_for
+import lit_dlm.decoding as d
+from lit_dlm.decoding import BudgetQuota, EvenQuota, FixedQuota, ScheduleQuota
+from tests.decoding.models import table_backbone
+from tests.decoding.states import decoded, state_with_masks
 
 
-def _candidates(count: int) -> torch.Tensor:
-    return torch.ones(1, count, dtype=torch.bool)
+def spent(
+    quota: d.Quota, masks: int, *, steps: int, before: int = 0, num_blocks: int = 1
+) -> list[int]:
+    """What a block of some masks commits, step by step, ``before`` steps after the decode's begin.
 
-
-def test_fixed_quota_never_exceeds_what_is_left():
-    state = state_with_masks([[1, 1, 1], [0, 0, 1]])
-    assert FixedQuota(2).counts(state, state.masked).tolist() == [2, 1]
-
-
-def test_even_quota_gives_the_remainder_to_the_first_steps():
-    """10 masks in 4 steps: 10 // 4 = 2 and 10 % 4 = 2, so 3, 3, 2, 2."""
-    state = state_with_masks([[1] * 10])
-    counts = [
-        int(EvenQuota(4).counts(in_block(state, step=s, masks=10), state.masked)) for s in range(4)
-    ]
-    assert counts == [3, 3, 2, 2]
-
-
-def test_even_quota_shares_steps_among_blocks():
-    """8 steps over 4 blocks are 2 per block; a block of 6 masks commits 3 and 3."""
-    state = in_block(state_with_masks([[1] * 6]), step=0, masks=6, num_blocks=4)
-    assert EvenQuota(8).counts(state, state.masked).tolist() == [3]
-    with pytest.raises(ValueError, match="multiple of the 4 blocks, got 6"):
-        EvenQuota(6).counts(state, state.masked)
-
-
-def test_schedule_quota_with_as_many_steps_as_cells_commits_two_only_at_the_end():
-    """Dream's truncating schedule, 256 steps for 256 cells: 0 at step 0, then 1 each, 2 last."""
-    quota, left, counts = ScheduleQuota(256), 256, []
-    for step in range(256):
-        state = state_with_masks([[1]], step=step)
-        counts.append(int(quota.counts(state, _candidates(left))))
-        left -= counts[-1]
-    assert counts == [0] + [1] * 254 + [2]
+    A second row beside it is in the same place.
+    """
+    left, found = masks, []
+    for step in range(steps):
+        cells = [1] * left + [0] * (masks - left)
+        counts = {"step": before + step, "block_step": step, "block_masks": masks}
+        state = state_with_masks([cells] * 2, num_blocks, **counts)
+        one, other = quota.counts(state, state.masked).tolist()
+        assert one == other
+        found.append(one)
+        left -= one
+    return found
 
 
 @pytest.mark.parametrize(
-    ("steps", "expected"), [(5, [51] * 4 + [52]), (10, [25] * 5 + [26] * 4 + [27])]
+    ("quota", "masks", "options", "expected"),
+    [
+        # 10 masks in 4 steps: 10 // 4 = 2 and 10 % 4 = 2.
+        (EvenQuota(4), 10, {}, [3, 3, 2, 2]),
+        # 8 steps over 4 blocks are 2 per block.
+        (EvenQuota(8), 6, {"num_blocks": 4}, [3, 3]),
+        # Static remasking of block models, which needs no number of blocks.
+        (EvenQuota(steps_per_block=3), 4, {"num_blocks": 5}, [2, 1, 1]),
+        (EvenQuota(steps_per_block=3), 1, {"num_blocks": 5}, [1, 0, 0]),
+        # Dream's truncating schedule with as many steps as cells.
+        (ScheduleQuota(256), 256, {}, [0] + [1] * 254 + [2]),
+        # 256 x 0.1998 = 51.1, then 204.9 x 0.2497 = 51.2 and so on, truncated.
+        (ScheduleQuota(5), 256, {}, [51] * 4 + [52]),
+        (ScheduleQuota(10), 256, {}, [25] * 5 + [26] * 4 + [27]),
+        # Each block runs through the times, also late in the decode.
+        (ScheduleQuota(steps_per_block=5), 256, {"before": 70}, [51] * 4 + [52]),
+        # ceil(32/5) = 7, ceil(25/4) = 7, then 6, 6, 6.
+        (BudgetQuota(5), 32, {}, [7, 7, 6, 6, 6]),
+        # After two steps ceil(5/3) = 2; behind the budget everything goes.
+        (BudgetQuota(5), 5, {"before": 2}, [2, 2, 1]),
+        (BudgetQuota(5), 3, {"before": 9}, [3]),
+        (FixedQuota(2), 3, {}, [2, 1]),
+    ],
 )
-def test_schedule_quota_at_256_cells_reveals_the_release_counts(steps, expected):
-    """For 5 steps: 256 x 0.1998 = 51.1, then 204.9 x 0.2497 = 51.2 and so on, truncated."""
-    quota, left, counts = ScheduleQuota(steps), 256, []
-    for step in range(steps):
-        counts.append(int(quota.counts(state_with_masks([[1]], step=step), _candidates(left))))
-        left -= counts[-1]
-    assert counts == expected
+def test_what_a_block_commits_step_by_step(quota, masks, options, expected):
+    assert spent(quota, masks, steps=len(expected), **options) == expected
 
 
-def test_even_quota_per_block_needs_no_number_of_blocks():
-    """Static remasking of block models: 4 masks in 3 steps are 2, 1, 1; 1 mask is 1, 0, 0."""
-    quota = EvenQuota(steps_per_block=3)
-    for masks, expected in ((4, [2, 1, 1]), (1, [1, 0, 0])):
-        states = [
-            in_block(state_with_masks([[1] * 4]), step=s, masks=masks, num_blocks=5)
-            for s in range(3)
-        ]
-        assert [int(quota.counts(state, state.masked)) for state in states] == expected
+def test_rows_with_different_masks_get_their_own_counts():
+    state = state_with_masks([[1, 1, 1], [0, 0, 1]])
+    assert FixedQuota(2).counts(state, state.masked).tolist() == [2, 1]
+    budget = state_with_masks([[1] * 5, [1] * 4 + [0]], step=2)
+    assert BudgetQuota(5).counts(budget, budget.masked).tolist() == [2, 2]
 
 
-def test_schedule_quota_per_block_runs_through_the_times_in_each_block():
-    """The counts of 5 steps over 256 cells, at a late step of the decode and for two rows."""
-    quota, left, counts = ScheduleQuota(steps_per_block=5), 256, []
-    for step in range(5):
-        state = in_block(state_with_masks([[1], [1]], step=70 + step), step=step, masks=256)
-        both = quota.counts(state, torch.ones(2, left, dtype=torch.bool))
-        assert both[0] == both[1]
-        counts.append(int(both[0]))
-        left -= counts[-1]
-    assert counts == [51] * 4 + [52]
+def test_budget_quota_keeps_a_step_for_every_block():
+    """Step 2 of 4, in block 1 of 3: two steps for two blocks, so this block must end now."""
+    state = state_with_masks([[1] * 6], 3, step=2, block=1)
+    assert BudgetQuota(4).counts(state, state.masked).tolist() == [6]
+    assert BudgetQuota(5).counts(state, state.masked).tolist() == [2]
 
 
 @pytest.mark.parametrize(
@@ -97,6 +79,8 @@ def test_schedule_quota_per_block_runs_through_the_times_in_each_block():
         (lambda: EvenQuota(), "exactly one of steps and steps_per_block"),
         (lambda: ScheduleQuota(4, steps_per_block=2), "exactly one of steps and steps_per_block"),
         (lambda: BudgetQuota(0), "steps"),
+        (lambda: spent(EvenQuota(6), 6, steps=1, num_blocks=4), "multiple of the 4 blocks, got 6"),
+        (lambda: spent(BudgetQuota(2), 6, steps=1, num_blocks=3), "each of the 3 blocks, got 2"),
     ],
 )
 def test_bad_settings_are_refused_by_name(make, message):
@@ -104,39 +88,11 @@ def test_bad_settings_are_refused_by_name(make, message):
         make()
 
 
-def test_budget_quota_shares_what_is_left_by_the_steps_left():
-    """32 masks in 5 steps: ceil(32/5) = 7, ceil(25/4) = 7, then 6, 6, 6. With 5 masks after two
-    steps (more were committed) ceil(5/3) = 2; behind the budget everything goes."""
-    quota, left, counts = BudgetQuota(5), 32, []
-    for step in range(5):
-        state = state_with_masks([[1] * left], step=step)
-        counts.append(int(quota.counts(state, state.masked)))
-        left -= counts[-1]
-    assert counts == [7, 7, 6, 6, 6]
-    state = state_with_masks([[1] * 5, [1] * 4 + [0]], step=2)
-    assert quota.counts(state, state.masked).tolist() == [2, 2]
-    late = state_with_masks([[1] * 3], step=9)
-    assert quota.counts(late, late.masked).tolist() == [3]
-
-
-def test_budget_quota_keeps_a_step_for_every_block():
-    """Step 2 of 4, in block 1 of 3: two steps for two blocks, so this block must end now."""
-    state = in_block(state_with_masks([[1] * 6], step=2), step=0, masks=3, num_blocks=3)
-    state = replace(state, block=torch.tensor([1]))
-    assert BudgetQuota(4).counts(state, state.masked).tolist() == [6]
-    assert BudgetQuota(5).counts(state, state.masked).tolist() == [2]
-    with pytest.raises(ValueError, match="at least one for each of the 3 blocks, got 2"):
-        BudgetQuota(2).counts(state, state.masked)
-
-
 @pytest.mark.parametrize("blocks", [1, 2, 3, 5])
 @pytest.mark.parametrize("extra", [0, 1, 3, 20])
 def test_a_decode_under_a_budget_ends_within_it(blocks: int, extra: int):
-    backbone = TableBackbone(logits_for([4] + [5] * 30, [0.5] * 31))
-    canvas = prompt_canvas([[4]], response_length=30, spec=backbone.spec, seeds=[0])
-    steps = blocks + extra
-    window = BlockWindow(30 // blocks)
-    decoder = Decoder(policy=ConfidencePolicy(), quota=BudgetQuota(steps), window=window)
-    result = decoder(backbone, canvas)
+    steps, window = blocks + extra, d.BlockWindow(30 // blocks)
+    decoder = d.Decoder(policy=d.ConfidencePolicy(), quota=BudgetQuota(steps), window=window)
+    result = decoded(decoder, table_backbone([5] * 30, [0.5] * 30), [[4, 4]], 30)
     assert result.status == ["complete"]
     assert int(result.num_steps[0]) <= steps

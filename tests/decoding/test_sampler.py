@@ -5,29 +5,20 @@ import pytest
 import torch
 
 from lit_dlm.backbones.base import Denoised
-from lit_dlm.decoding import Proposal, Sampler
-from lit_dlm.decoding import sampler as module
-from lit_dlm.ops.noise import cell_gumbel_noise, gumbel_noise
-from lit_dlm.ops.sampling import RUN, keep_top_k, keep_top_p
+from lit_dlm.decoding import Proposal, Sampler, sampler as module
+from lit_dlm.ops.sampling import RUN, cell_gumbel_noise, gumbel_noise, keep_top_k, keep_top_p
 from tests.decoding.states import state_with_masks
 from tests.fakes import PeakMemory
 
-NOTHING: frozenset[str] = frozenset()
-
 
 def _denoised(rows: list[list[float]], columns: list[int]) -> Denoised:
-    return Denoised(
-        logits=torch.tensor([rows]).log(), columns=torch.tensor([columns], dtype=torch.long)
-    )
+    return Denoised(logits=torch.tensor([rows]).log(), columns=torch.tensor([columns]))
 
 
 def test_greedy_proposes_the_arg_max_at_its_column_and_scores_it():
-    state = state_with_masks([[1, 1, 1]])
-    proposal = Sampler().propose(
-        state,
-        _denoised([[0.1, 0.2, 0.7], [0.5, 0.3, 0.2]], [4, 2]),
-        frozenset({"entropy", "margin"}),
-    )
+    denoised = _denoised([[0.1, 0.2, 0.7], [0.5, 0.3, 0.2]], [4, 2])
+    requires = frozenset({"entropy", "margin"})
+    proposal = Sampler().propose(state_with_masks([[1, 1, 1]]), denoised, requires)
     assert proposal.ids.tolist() == [[0, 0, 0, 0, 2]]
     torch.testing.assert_close(proposal.prob, torch.tensor([[0.0, 0.0, 0.5, 0.0, 0.7]]))
     torch.testing.assert_close(proposal.margin, torch.tensor([[0.0, 0.0, 0.2, 0.0, 0.5]]))
@@ -39,9 +30,8 @@ def test_greedy_proposes_the_arg_max_at_its_column_and_scores_it():
 @pytest.mark.parametrize(("score_on", "expected"), [("raw", 0.5), ("filtered", 0.625)])
 def test_confidence_is_read_from_the_asked_distribution(score_on, expected):
     """Top-p 0.7 drops the last token: 0.5 / (0.5 + 0.3) = 0.625."""
-    proposal = Sampler(top_p=0.7, score_on=score_on).propose(
-        state_with_masks([[1]]), _denoised([[0.5, 0.3, 0.2]], [2]), NOTHING
-    )
+    sampler, denoised = Sampler(top_p=0.7, score_on=score_on), _denoised([[0.5, 0.3, 0.2]], [2])
+    proposal = sampler.propose(state_with_masks([[1]]), denoised, frozenset())
     assert proposal.prob[0, 2].item() == pytest.approx(expected, abs=1e-6)
     assert proposal.entropy is proposal.margin is None  # nobody asked
 
@@ -51,7 +41,7 @@ def test_draws_follow_the_temperature():
     state = state_with_masks([[1] * 4000])
     logits = torch.tensor([[4.0, 2.0, 1.0]]).log().expand(1, 4000, 3)
     denoised = Denoised(logits=logits, columns=torch.arange(2, 4002)[None])
-    drawn = Sampler(temperature=2.0).propose(state, denoised, NOTHING).ids[0, 2:]
+    drawn = Sampler(temperature=2.0).propose(state, denoised, frozenset()).ids[0, 2:]
     shares = torch.bincount(drawn, minlength=3) / 4000
     expected = torch.tensor([2.0, math.sqrt(2.0), 1.0]) / (3.0 + math.sqrt(2.0))
     # Standard error at most 0.008.
@@ -103,16 +93,9 @@ def _slow(sampler: Sampler, state, denoised: Denoised) -> Proposal:
 ALL_SCORES = ("prob", "entropy", "margin", "drawn", "raw_prob", "raw_entropy", "raw_margin")
 
 
-@pytest.mark.parametrize(
-    ("temperature", "score_on", "filters"),
-    list(
-        product(
-            (0.0, 1.0, 0.7),
-            ("raw", "filtered"),
-            ({}, {"top_k": 5}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.9}),
-        )
-    ),
-)
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 0.7])
+@pytest.mark.parametrize("score_on", ["raw", "filtered"])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.9}])
 @pytest.mark.parametrize("vocab_size", [40, 3000])
 def test_proposals_are_those_of_a_slow_loop_over_the_whole_vocabulary(
     monkeypatch, vocab_size, temperature, score_on, filters
@@ -136,10 +119,14 @@ def test_proposals_are_those_of_a_slow_loop_over_the_whole_vocabulary(
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"top_p": 0.95, "score_on": "filtered"}, {"temperature": 0.2, "top_p": 0.95},
-     {"temperature": 1.0}],
+    [
+        {},
+        {"top_p": 0.95, "score_on": "filtered"},
+        {"temperature": 0.2, "top_p": 0.95},
+        {"temperature": 1.0},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_scoring_takes_at_most_four_times_the_memory_of_the_logits(settings):
     """64 cells of a vocabulary of 152,064 in bfloat16: 19 MB of logits."""
     logits = torch.randn(2, 32, 152_064, generator=torch.Generator().manual_seed(0)) * 6

@@ -27,23 +27,15 @@ def test_every_decode_file_parses_and_brings_its_cache(capsys: pytest.CaptureFix
     parsed = yaml.safe_load(output.out)["model"]["init_args"]["decoders"]
     assert set(parsed) == {path.stem for path in FILES}
     settings = {name: entry.get("init_args", entry) for name, entry in parsed.items()}
-    caches = {
-        name: entry["cache"]["class_path"].rsplit(".", 1)[1]
-        for name, entry in settings.items()
-        if entry["cache"]
-    }
-    assert caches == {
-        "block_dynamic": "BlockCache",
-        "block_static": "BlockCache",
-        "confidence_dual": "DualCache",
-        "confidence_horizon_128": "PrefixCache",
-        "confidence_prefix": "PrefixCache",
-        "dllm_rl_block_dynamic": "BlockCache",
-        "dllm_rl_block_static": "BlockCache",
-        "dllm_rl_dream": "PrefixCache",
-        "dllm_rl_llada": "PrefixCache",
-        "threshold_09_dual": "DualCache",
-        "threshold_09_prefix": "PrefixCache",
+    caches: dict[str, list[str]] = {}
+    for name, entry in sorted(settings.items()):
+        if entry["cache"]:
+            caches.setdefault(entry["cache"]["class_path"].rsplit(".", 1)[1], []).append(name)
+    assert {cache: " ".join(names) for cache, names in caches.items()} == {
+        "BlockCache": "block_dynamic block_static dllm_rl_block_dynamic dllm_rl_block_static",
+        "DualCache": "confidence_dual threshold_09_dual",
+        "PrefixCache": "confidence_horizon_128 confidence_prefix dllm_rl_dream dllm_rl_llada "
+        "threshold_09_prefix",
     }
     assert settings["threshold_09_dual"]["policy"]["init_args"]["threshold"] == 0.9
     assert settings["confidence_horizon_128"]["cache"]["init_args"]["horizon"] == 128

@@ -1,58 +1,43 @@
+from __future__ import annotations
+
 from dataclasses import replace
 
 import pytest
 import torch
 
-from lit_dlm.decoding import BlockWindow, ConfidencePolicy, Decoder, FullWindow, SlidingWindow
+import lit_dlm.decoding as d
+from lit_dlm.decoding import BlockWindow, Decoder, FullWindow, SlidingWindow
 from lit_dlm.decoding.windows import SteppedBlockWindow, check_window, default_window, masks_first
-from tests.decoding.states import state_with_masks
-from tests.fakes import MASK, PAD, fake_spec
+from tests.decoding.models import table_backbone
+from tests.decoding.states import decoded, state_with_masks
+from tests.fakes import MASK, PAD, TableBackbone, fake_spec
 
+IN_BLOCKS = fake_spec(attention="block", block_size=4, block_origin="sequence")
 # Two prompt columns, then six response columns; 1 = masked.
 MASKS = [[1, 1, 1, 1, 1, 1], [0, 0, 1, 0, 1, 1], [0, 0, 0, 0, 0, 1]]
 
 
-def _columns(candidates: torch.Tensor) -> list[list[int]]:
+def cells(candidates: torch.Tensor) -> list[list[int]]:
     return [row.nonzero()[:, 0].tolist() for row in candidates]
 
 
-def test_full_window_offers_every_mask_and_looks_at_the_response_only():
-    view = FullWindow().view(state_with_masks(MASKS))
-    assert _columns(view.candidates) == [[2, 3, 4, 5, 6, 7], [4, 6, 7], [7]]
-    assert view.columns.tolist() == [[2, 3, 4, 5, 6, 7]] * 3
-
-
-def test_block_window_is_the_first_block_with_a_mask_in_each_row():
-    """Blocks of 2 start at columns 2, 4 and 6."""
-    view = BlockWindow(2).view(state_with_masks(MASKS))
-    assert view.block.tolist() == [0, 1, 2]
-    assert _columns(view.candidates) == [[2, 3], [4], [7]]
-    assert view.columns.tolist() == [[2, 3], [4, 5], [6, 7]]
-    assert view.num_blocks == 3
-
-
-def test_sliding_window_starts_at_the_first_mask():
-    view = SlidingWindow(3).view(state_with_masks(MASKS))
-    assert _columns(view.candidates) == [[2, 3, 4], [4, 6], [7]]
-    assert view.columns.tolist() == [[2, 3, 4], [4, 5, 6], [7, 7, 7]]
-
-
 @pytest.mark.parametrize(
-    "window", [BlockWindow(2), BlockWindow(99), SlidingWindow(3), FullWindow()]
+    ("window", "candidates", "columns", "block", "num_blocks"),
+    [
+        (FullWindow(), [[2, 3, 4, 5, 6, 7], [4, 6, 7], [7]], [[*range(2, 8)]] * 3, [0, 0, 0], 1),
+        # Each row is in its first block with a mask; blocks of 2 start at columns 2, 4 and 6.
+        (BlockWindow(2), [[2, 3], [4], [7]], [[2, 3], [4, 5], [6, 7]], [0, 1, 2], 3),
+        (BlockWindow(99), [[2, 3, 4, 5, 6, 7], [4, 6, 7], [7]], [[*range(2, 8)]] * 3, [0] * 3, 1),
+        # From the first mask on.
+        (SlidingWindow(3), [[2, 3, 4], [4, 6], [7]], [[2, 3, 4], [4, 5, 6], [7] * 3], [0] * 3, 1),
+    ],
 )
-def test_columns_cover_the_candidates(window):
+def test_where_a_step_may_commit_and_looks(window, candidates, columns, block, num_blocks):
     view = window.view(state_with_masks(MASKS))
-    for columns, row in zip(view.columns.tolist(), _columns(view.candidates), strict=True):
-        assert set(row) <= set(columns)
-
-
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [(BlockWindow, "block_length"), (SlidingWindow, "width"), (SteppedBlockWindow, "block_length")],
-)
-def test_sizes_below_one_are_refused_by_name(make, name):
-    with pytest.raises(ValueError, match=name):
-        make(0)
+    assert cells(view.candidates) == candidates
+    assert view.columns.tolist() == columns
+    assert view.block.tolist() == block
+    assert view.num_blocks == num_blocks
 
 
 def test_masked_columns_come_first_and_at_least_one_is_kept():
@@ -74,24 +59,20 @@ def test_blocks_from_the_sequence_begin_in_the_prompt():
     positions = (torch.arange(13) - 2).clamp_min(0)[None]
     state = replace(state_with_masks([[1]]), ids=ids, masked=masked, positions=positions, start=7)
     view = window.view(state)
-    assert view.candidates[0].nonzero()[:, 0].tolist() == [7, 8, 9]
+    assert cells(view.candidates) == [[7, 8, 9]]
     assert view.columns.tolist() == [[6, 7, 8, 9]]
     assert view.block.tolist() == [0]
     assert window.bounds(7, start=7, length=13, first=2) == (6, 10)
     later = window.view(replace(state, masked=masked & (torch.arange(13) >= 11)))
-    assert later.candidates[0].nonzero()[:, 0].tolist() == [11, 12]
+    assert cells(later.candidates) == [[11, 12]]
     assert later.block.tolist() == [1]
     assert window.bounds(11, start=7, length=13, first=2) == (10, 13)
     assert BlockWindow(4).bounds(11, start=7, length=13, first=2) == (11, 13)
 
 
-def _block_spec(origin: str):
-    return fake_spec(attention="block", block_size=4, block_origin=origin)
-
-
 @pytest.mark.parametrize("origin", ["sequence", "response"])
 def test_a_model_with_blocks_brings_its_own_window(origin):
-    spec = _block_spec(origin)
+    spec = replace(IN_BLOCKS, block_origin=origin)
     window = default_window(spec)
     assert isinstance(window, BlockWindow)
     assert (window.block_length, window.origin) == (4, origin)
@@ -114,14 +95,65 @@ def test_a_model_with_blocks_brings_its_own_window(origin):
 )
 def test_a_window_that_a_block_model_cannot_have_is_refused(window):
     with pytest.raises(ValueError, match=rf"window: .* block after block.*{type(window).__name__}"):
-        check_window(window, _block_spec("sequence"))
+        check_window(window, IN_BLOCKS)
 
 
 def test_a_decoder_on_a_model_names_its_window():
-    plain = Decoder(policy=ConfidencePolicy())
-    described = plain.on(_block_spec("sequence")).describe()["window"]
+    plain = Decoder(policy=d.ConfidencePolicy())
+    described = plain.on(IN_BLOCKS).describe()["window"]
     assert described == {"name": "BlockWindow", "block_length": 4, "origin": "sequence"}
     assert plain.on(fake_spec()).describe() == plain.describe()
     assert plain.describe()["window"] == {"name": "FullWindow"}
-    given = Decoder(policy=ConfidencePolicy(), window=SlidingWindow(3))
+    given = Decoder(policy=d.ConfidencePolicy(), window=SlidingWindow(3))
     assert given.on(fake_spec()) is given
+
+
+# -- the release's step accounting of its baselines, and ours of the same methods ----------------
+
+
+def fast(window: d.Window, table: torch.Tensor) -> d.DecodeResult:
+    """Fast-dLLM behind a prompt of one token."""
+    decoder = Decoder(policy=d.ThresholdPolicy(0.6), quota=d.NoQuota(), window=window)
+    return decoded(decoder, TableBackbone(table), [[3]], len(table) - 1)
+
+
+@pytest.mark.parametrize(
+    ("window", "expected"),
+    [
+        # Block 0 in step 0, idle to step 127, block 1 in step 128.
+        (SteppedBlockWindow(128, steps=256), (129, 127)),
+        # The last of 8 blocks begins at step 224; 8 steps write.
+        (SteppedBlockWindow(32, steps=256), (225, 217)),
+        (BlockWindow(128), (2, 0)),
+        (BlockWindow(32), (8, 0)),
+    ],
+)
+def test_blocks_of_the_release_idle_and_ours_advance_when_they_are_full(window, expected):
+    result = fast(window, table_backbone([5] * 256, [1.0] * 256, prompt=1).table)
+    assert result.status == ["complete"]
+    assert (int(result.num_steps[0]), int(result.idle_steps[0])) == expected
+
+
+def test_text_is_the_same_whatever_idles():
+    table = torch.randn(17, 8, generator=torch.Generator().manual_seed(0)) * 3
+    stepped, moving = fast(SteppedBlockWindow(8, steps=16), table), fast(BlockWindow(8), table)
+    assert torch.equal(stepped.ids, moving.ids)
+    assert stepped.num_steps > moving.num_steps
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: BlockWindow(0), "block_length"),
+        (lambda: SlidingWindow(0), "width"),
+        (lambda: SteppedBlockWindow(0), "block_length"),
+        (lambda: fast(SteppedBlockWindow(24), torch.zeros(65, 8)), "multiple of 24 tokens"),
+        (
+            lambda: SteppedBlockWindow().bounds(3, start=1, length=9, first=0),
+            "expected BlockWindow or FullWindow",
+        ),
+    ],
+)
+def test_what_gives_no_windows_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

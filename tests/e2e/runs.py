@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
+import tempfile
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
 import cli
 from lit_dlm.reports.results import ResultFolder, ResultRow
-from tests.processes import free_port
+from tests.processes import ROOT, fork
 
-ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared" / "data"
 QUIET = ("--trainer.logger=false", "--trainer.enable_progress_bar=false")
+ARCHITECTURE = {
+    "vocab_size": 462,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_layers": 2,
+    "num_heads": 2,
+    "mask_id": 2,
+    "pad_id": 0,
+    "eos_ids": [1],  # ids of the tokenizer tiny
+}
 
 
 def compact(value: object) -> str:
@@ -48,22 +57,14 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return lines[0]
 
 
-def start(*arguments: str) -> subprocess.Popen[bytes]:
-    """Starts the command line in its own process group."""
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "cli.py"), *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+def start(folder: Path, *arguments: str) -> BaseProcess:
+    """Starts the command line in a process of its own, which writes into ``folder``."""
+    return fork(folder, _command, arguments)
 
 
-def finished(process: subprocess.Popen[bytes], seconds: float = 600.0) -> None:
-    """Waits for a started command and shows its errors when it fails."""
-    _, errors = process.communicate(timeout=seconds)
-    assert process.returncode == 0, errors.decode()[-4000:]
+def _command(arguments: tuple[str, ...]) -> None:
+    sys.argv = [str(ROOT / "cli.py"), *arguments]  # Lightning starts other ranks with them
+    cli.main()
 
 
 def killed(
@@ -76,17 +77,7 @@ def killed(
     rank: int = 0,
     status: int = -signal.SIGKILL,
 ) -> str:
-    """Runs a command that gets a signal before a batch, once its files hold that much.
-
-    Args:
-        run_dir: of the run.
-        *arguments: the command.
-        before: number of the batch.
-        files: pattern of files below ``run_dir``.
-        num_bytes: how much they hold together by then.
-        number: the signal, to one process.
-        rank: which one.
-        status: the exit status that is expected.
+    """Runs a command that gets a signal before a batch, once files of its folder hold that much.
 
     Returns:
         What was written to the standard error.
@@ -94,10 +85,13 @@ def killed(
     settings = {"batch": before, "folder": str(run_dir), "files": files, "num_bytes": num_bytes}
     settings |= {"number": int(number), "rank": rank}
     callback = {"class_path": "tests.e2e.killing.KillBefore", "init_args": settings}
-    process = start(*arguments, f"--trainer.callbacks+={json.dumps(callback)}")
-    _, errors = process.communicate(timeout=600)
-    assert process.returncode == status, errors.decode()[-4000:]
-    return errors.decode()
+    with tempfile.TemporaryDirectory() as folder:
+        option = f"--trainer.callbacks+={json.dumps(callback)}"
+        process = start(Path(folder), *arguments, option)
+        process.join(600)
+        told = Path(folder, "err").read_text()
+    assert process.exitcode == status, told[-4000:]
+    return told
 
 
 def timeless(rows: list[ResultRow]) -> list[ResultRow]:

@@ -12,10 +12,9 @@ import pytest
 from PIL import Image, ImageSequence
 
 from lit_dlm.trajectories.store import TrajectoryShardReader
-from tests.e2e.runs import ROOT, killed, results, run
+from tests.e2e.runs import killed, results, run
 
 pytestmark = pytest.mark.slow
-EXP = ROOT / "configs" / "exp"
 ON_CPU = ("--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false")
 
 
@@ -23,7 +22,7 @@ ON_CPU = ("--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("drawing") / "run"
     flags = ["--data.responses_per_prompt=2", "--data.methods=[draw]", "--data.batch_size=7"]
-    run("predict", f"--config={EXP}/draw_pictures.yaml", *ON_CPU, f"--run_dir={folder}", *flags)
+    run("predict", "--config=exp/draw_pictures", *ON_CPU, f"--run_dir={folder}", *flags)
     return folder
 
 
@@ -46,25 +45,17 @@ QUESTIONS = [
 
 
 @pytest.mark.parametrize(
-    ("config", "records", "flags"),
+    ("config", "method", "flag"),
     [
-        (
-            "draw_pictures",
-            "trajectories",
-            ["--data.methods=[draw]", "--data.responses_per_prompt=2"],
-        ),
-        (
-            "benchmark_pictures",
-            "trajectories",
-            ["--data.methods=[threshold_09]", f"--data.tasks={json.dumps(QUESTIONS)}"],
-        ),
+        ("draw_pictures", "draw", "--data.responses_per_prompt=2"),
+        ("benchmark_pictures", "threshold_09", f"--data.tasks={json.dumps(QUESTIONS)}"),
     ],
 )
 def test_a_killed_run_with_pictures_loses_and_doubles_nothing(
-    config: str, records: str, flags: list[str], tmp_path: Path
+    config: str, method: str, flag: str, tmp_path: Path
 ):
     """Drawn pictures, asked ones, results and records are those of a run that nobody killed."""
-    command = ["predict", f"--config={EXP}/{config}.yaml", *flags, *ON_CPU]
+    command = ["predict", f"--config=exp/{config}", f"--data.methods=[{method}]", flag, *ON_CPU]
     whole, part = tmp_path / "whole", tmp_path / "part"
     run(*command, f"--run_dir={whole}")
     command += [f"--run_dir={part}", "--data.batch_size=3"]
@@ -74,15 +65,15 @@ def test_a_killed_run_with_pictures_loses_and_doubles_nothing(
     assert results(part) == results(whole)
 
     def files(folder: Path) -> dict[str, bytes]:
-        found = [*folder.glob("pictures/**/*.png"), *folder.glob(f"{records}/pictures/*")]
+        found = [*folder.glob("pictures/**/*.png"), *folder.glob("trajectories/pictures/*")]
         return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
     assert files(part) == files(whole) != {}
-    digests = [
-        sorted((record.uid, record.digest()) for record in TrajectoryShardReader(folder / records))
-        for folder in (part, whole)
-    ]
-    assert digests[0] == digests[1]
+    ours, theirs = (
+        sorted((one.uid, one.digest()) for one in TrajectoryShardReader(at / "trajectories"))
+        for at in (part, whole)
+    )
+    assert ours == theirs
 
 
 def test_drawings_are_executed_again(drawn: Path, capsys: pytest.CaptureFixture[str]):

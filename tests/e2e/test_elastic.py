@@ -8,38 +8,25 @@ import pytest
 import torch
 
 from lit_dlm.trajectories.store import TrajectoryShardReader, completed_uids
-from tests.e2e.runs import ROOT, run
+from tests.e2e.runs import QUIET, problems, run
 from tests.processes import in_processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.ddp]
 
-PREDICT = [
-    "predict",
-    "--config=configs/exp/generate_tiny.yaml",
-    "--data.tasks=[{class_path: WordProblems, init_args: {split: train, num_examples: 13}}]",
-    "--data.batch_size=2",
-    "--data.methods=[threshold_07]",
-    "--model.level=tokens",
-    "--model.projector_dir=null",
-]
-
-
-def on(count: int) -> list[str]:
-    ddp = "--config=configs/trainer/ddp_cpu.yaml"
-    return [ddp, f"--trainer.devices={count}", "--trainer.enable_progress_bar=false"]
+PREDICT = f"""predict --config=exp/generate_tiny --data.batch_size=2
+    --data.tasks={problems(13, "train")} --data.methods=[threshold_07] --model.level=tokens
+    --model.projector_dir=null""".split()
 
 
 def decode(rank: int, count: int, folder: Path, *flags: str) -> None:
     torch.set_num_threads(1)
-    run(*PREDICT[:2], *on(count), *PREDICT[2:], f"--run_dir={folder}", *flags)
+    on = ("--config=trainer/ddp_cpu", f"--trainer.devices={count}")
+    run(*PREDICT, *on, f"--run_dir={folder}", *QUIET, *flags)
 
 
-def test_decoding_goes_on_with_any_number_of_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decoding_goes_on_with_any_number_of_processes(tmp_path: Path) -> None:
     """13 prompts of unequal length and 7 to 20 steps; a stop after each process's first batch."""
-    monkeypatch.chdir(ROOT)
-    in_processes(1, decode, 1, tmp_path)
+    run(*PREDICT, f"--run_dir={tmp_path}", "--trainer.accelerator=cpu", *QUIET)
     moved, done = tmp_path / "moved", []
     for count in (2, 1, 3):
         flags = [] if count == 3 else ["--trainer.limit_predict_batches=1"]

@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,33 +34,14 @@ EXPERIMENTS = ROOT / "configs" / "exp"
 STAGES = ("pretrain", "generate", "distill", "projector", "tracelock")
 """What comes before the rest of a ``run_dir``, in this order; a second round comes after."""
 
-COMMANDS = {
-    "PretrainModule": "fit",
-    "TraceModule": "predict",
-    "DecodeModule": "predict",
-    "AutoencoderModule": "fit",
-    "TraceLockModule": "fit",
-    "TABOMModule": "fit",
-    "SFTModule": "fit",
-    "TraceRLModule": "fit",
-}
-"""Command of each module. A new kind of module needs a line here, and sizes below."""
-
+DECODING = ("TraceModule", "DecodeModule")
+"""Modules to predict with."""
 MOST = {
-    "response_length": 16,
-    "val_response_length": 16,
-    "batch_size": 8,
-    "val_batch_size": 8,
-    "prompts_per_step": 2,
-    "responses_per_prompt": 4,
-    "rollout_batch_size": 16,
-    "val_responses": 1,
-    "dense_drill_steps": 1,
-    "limit": 4,
-}
+    "response_length": 16, "val_response_length": 16, "batch_size": 8, "val_batch_size": 8,
+    "prompts_per_step": 2, "responses_per_prompt": 4, "rollout_batch_size": 16,
+    "val_responses": 1, "dense_drill_steps": 1, "limit": 4,
+}  # fmt: skip
 """Largest values of options of data modules."""
-
-
 ON_ONE_CPU = (
     *("--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.strategy=auto"),
     "--trainer.enable_progress_bar=false",
@@ -75,13 +57,19 @@ def _order(path: Path) -> tuple[bool, int]:
 
 
 FILES = sorted(EXPERIMENTS.glob("*.yaml"), key=lambda path: (_order(path), path.stem))
-CONFIGS = {path: config_files.load(str(path)) for path in FILES}
+
+
+@cache
+def config_of(path: Path) -> dict[str, Any]:
+    return config_files.load(str(path))
+
 
 SPOKEN = {"<t5000>": "\\boxed{3}", "<t5001>": "\\boxed{4}", "<t5002>": "```pythonĊprint(3)Ċ```"}
 """Entries of a twin's vocabulary to what they read as instead: right and wrong answers."""
 LETTERS = {"<t5000>": "\\boxed{A}", "<t5001>": "\\boxed{B}"}
 """What twins say that are asked about pictures."""
 SEEING = ("GSAI-ML/LLaDA-V", "Gen-Verse/MMaDA-8B-MixCoT")
+QWEN = "Qwen/Qwen2.5-0.5B-Instruct"
 
 
 def talkative(folder: Path, spoken_by: dict[str, str]) -> None:
@@ -90,9 +78,8 @@ def talkative(folder: Path, spoken_by: dict[str, str]) -> None:
     Coordinate 0 of every embedding is large and alike, so that it passes the layers and makes the
     head's column 0 a bias of each token: log-probability plus a constant at any place.
     """
-    vocabulary = next(
-        path for path in (folder / "vocab.json", folder / "tokenizer.json") if path.is_file()
-    )
+    files = (folder / "vocab.json", folder / "tokenizer.json")
+    vocabulary = next(path for path in files if path.is_file())
     text = vocabulary.read_text(encoding="utf-8")
     for entry, spoken in spoken_by.items():
         text = text.replace(json.dumps(entry), json.dumps(spoken, ensure_ascii=False))
@@ -126,13 +113,16 @@ def write_data(folder: Path) -> None:
     check = "def check(candidate):\n    assert candidate() == 3\n"
     three = {"entry_point": "three", "test": check}
     human = {"task_id": "HumanEval/0", "prompt": 'def three():\n    """Give 3."""\n'}
+    human |= {**three, "canonical_solution": "    return 3\n"}
     sentence = {"task_id": 11, "text": "Write a function that gives 3."}
     tests = json.dumps([{"input": "", "output": "3"}])
     contest = {"question_content": "Print 3.", "contest_date": "2024-09-01"}
+    contest |= {"public_test_cases": tests, "private_test_cases": tests}
     told = [f"Give 3, not {n}." for n in range(4, 12)]
     program = {"test_method": "stdio", "test_input": ["", ""], "test_output": ["3", "3"]}
     call = {"test_method": "function", "test_list": ["assert three() == 3"]}
     solved = {"canonical_solution": "def three():\n    return 3\n", "atol": 0}
+    sentence |= {"code": solved["canonical_solution"], "test_list": call["test_list"] * 3}
     plus = {"prompt": "Give 3.", "entry_point": "three", "base_input": [[]], "plus_input": [[]]}
     programs = [{"question": one, **program, "test_time_limit": 5} for one in told]
     seen = {"question": "Which?", "ground_truth_answer": "A"}
@@ -144,17 +134,11 @@ def write_data(folder: Path) -> None:
         "math-ai/aime25/test.jsonl": math[:1],
         "openai/gsm8k/train.jsonl": sums,
         "openai/gsm8k/test.jsonl": sums[:2],
-        "openai/openai_humaneval/test.jsonl": [
-            {**human, **three, "canonical_solution": "    return 3\n"}
-        ],
-        "google-research-datasets/mbpp/test.jsonl": [
-            {**sentence, "code": solved["canonical_solution"], "test_list": call["test_list"] * 3}
-        ],
+        "openai/openai_humaneval/test.jsonl": [human],
+        "google-research-datasets/mbpp/test.jsonl": [sentence],
         "TIGER-Lab/MMLU-Pro/test.jsonl": [choices],
         "Idavidrein/gpqa/train.jsonl": [choices],
-        "livecodebench.jsonl": [
-            {**contest, "public_test_cases": tests, "private_test_cases": tests}
-        ],
+        "livecodebench.jsonl": [contest],
         "ling_coder_prompts.jsonl": prompts,
         "prompts.jsonl": prompts[:2],
         "yahma/alpaca-cleaned/train.jsonl": [
@@ -211,15 +195,10 @@ class Workplace:
         self.outcomes: dict[Path, BaseException | None] = {}
 
     def run(self, path: Path) -> None:
-        """Runs a file.
-
-        Raises:
-            AssertionError: it, or one before it, failed.
-        """
         if path not in self.outcomes:
-            config = CONFIGS[path]
+            config = config_of(path)
             for other in FILES:
-                same_folder = CONFIGS[other]["run_dir"] == config["run_dir"]
+                same_folder = config_of(other)["run_dir"] == config["run_dir"]
                 converted = other.stem == "sft_smollm2" and path.stem.endswith("_smollm2")
                 if (same_folder and _order(other) < _order(path)) or (converted and other != path):
                     self.run(other)
@@ -235,15 +214,17 @@ class Workplace:
         text = json.dumps([config, more])
         for release in RELEASES:
             if release in text and not (self.folder / release).exists():
-                twin = write_twin(self.folder / release, release, hidden_size=32)
+                few = None if "GSAI" in release or "MMaDA" in release else 6000
+                twin = write_twin(self.folder / release, release, hidden_size=32, num_ordinary=few)
                 talkative(twin, SPOKEN | (LETTERS if release in SEEING else {}))
         if path.stem == "sft_smollm2":  # experiments/smollm2.py makes its files
-            write_twin(Path("runs/smollm2/model"), "Qwen/Qwen2.5-0.5B-Instruct", hidden_size=32)
+            write_twin("runs/smollm2/model", QWEN, hidden_size=32, num_ordinary=6000)
             shutil.copy("sft.jsonl", "runs/smollm2/train.jsonl")
         if "showlab/magvitv2" in text:
             write_magvit_twin(self.folder / "showlab/magvitv2")
         kind = config["model"]["class_path"].rpartition(".")[2]
-        command = "validate" if path.stem == "tabom_scores_tiny" else COMMANDS[kind]
+        command = "predict" if kind in DECODING else "fit"
+        command = "validate" if path.stem == "tabom_scores_tiny" else command
         trainer = config["trainer"]
         flags = [*ON_ONE_CPU, "--trainer.callbacks+=tests.e2e.witness.Witness"]
         options = config["data"]["init_args"]
@@ -298,14 +279,10 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
     write_data(folder)
     with pytest.MonkeyPatch.context() as patch, closing(JudgeServer()) as judge:
         patch.chdir(folder)
-        variables = {
-            "LIT_DLM_TRACEBACK": "1",
-            "JUDGE_URL": judge.url,
-            "MATH_TRAIN_PATH": "math_train12k.jsonl",
-            "MBPP_PLUS": "MbppPlus.jsonl",
-            "HUMANEVAL_PLUS": "HumanEvalPlus.jsonl",
-            "LIVECODEBENCH_PATH": "livecodebench.jsonl",
-        }
+        variables = {"LIT_DLM_TRACEBACK": "1", "JUDGE_URL": judge.url}
+        variables |= {"MATH_TRAIN_PATH": "math_train12k.jsonl", "MBPP_PLUS": "MbppPlus.jsonl"}
+        variables |= {"HUMANEVAL_PLUS": "HumanEvalPlus.jsonl"}
+        variables |= {"LIVECODEBENCH_PATH": "livecodebench.jsonl"}
         for name, value in variables.items():
             patch.setenv(name, value)
         yield Workplace(folder, judge)
@@ -320,29 +297,25 @@ def test_experiment_runs(path: Path, workplace: Workplace):
 
 
 SHARDS = "--data.sources.init_args.shards=runs/tabom_dream_prm12k/traces"
+LLADA = "--model.backbone=backbone/llada.yaml --model.tokenizer=GSAI-ML/LLaDA-8B-Instruct"
 
 
 @pytest.mark.parametrize(
-    ("name", "more"),
+    ("name", "method", "more"),
     [
-        ("tracerl_dream", "--config=method/as_released --run_dir=runs/released"),
-        ("tracerl_trado", "--config=method/as_released_block --run_dir=runs/released_block"),
-        (
-            "tabom_dream_prm12k",
-            f"--config=method/as_released_tabom --run_dir=runs/tabom_released {SHARDS}",
-        ),
-        (
-            "sft_dream",
-            "--config=method/as_released_sft --model.backbone=backbone/llada.yaml "
-            "--model.tokenizer=GSAI-ML/LLaDA-8B-Instruct",
-        ),
+        ("tracerl_dream", "as_released", "--run_dir=runs/released"),
+        ("tracerl_trado", "as_released_block", "--run_dir=runs/released_block"),
+        ("tabom_dream_prm12k", "as_released_tabom", f"--run_dir=runs/tabom_released {SHARDS}"),
+        ("sft_dream", "as_released_sft", LLADA),
     ],
 )
-def test_experiment_runs_with_other_settings(name: str, more: str, workplace: Workplace):
+def test_experiment_runs_with_other_settings(
+    name: str, method: str, more: str, workplace: Workplace
+):
     """A release's values, and a backbone of another family, whose answers end in another token."""
     path = EXPERIMENTS / f"{name}.yaml"
     workplace.run(path)
-    workplace._start(path, CONFIGS[path], *more.split())
+    workplace._start(path, config_of(path), f"--config=method/{method}", *more.split())
 
 
 @pytest.mark.parametrize(

@@ -12,23 +12,22 @@ import torch
 from torch.optim import adam
 
 from lit_dlm.backbones import HFBackbone
-from tests.e2e.runs import QUIET, ROOT, fails, problems, run
+from tests.e2e.runs import QUIET, fails, problems, run
 
 pytestmark = pytest.mark.slow
 
-SFT = [
-    "fit",
-    "--config=configs/exp/sft_gt_tiny.yaml",
-    "--trainer.max_steps=6",
-    "--data.batch_size=2",
-    "--data.rows_per_update=6",
-]
-RL = f"""fit --config=configs/exp/tracerl_tiny.yaml --trainer.max_epochs=2 --data.batch_size=24
+SFT = ["fit", "--config=exp/sft_gt_tiny", "--trainer.max_steps=6"]
+SFT += ["--data.batch_size=2", "--data.rows_per_update=6"]
+RL = f"""fit --config=exp/tracerl_tiny --trainer.max_epochs=2 --data.batch_size=24
     --data.prompts_per_step=3 --data.responses_per_prompt=4 --data.filters=null
     --data.val_tasks={problems(2)}""".split()
-PREDICT = f"""predict --config=configs/exp/generate_tiny.yaml --data.methods=[threshold_07]
+PREDICT = f"""predict --config=exp/generate_tiny --data.methods=[threshold_07]
     --data.tasks={problems(4, "train")} --model.level=tokens --model.projector_dir=null""".split()
 ERROR = "CUDA out of memory. Tried to allocate 2.00 GiB."
+IN_TRAINING = "in training; lower data.batch_size"
+GOES_ON = "; --ckpt_path last goes on from optimiser step {saved}"
+RECOMPUTE = " in a new run, or set gradient_checkpointing of the backbone and go on"
+IN_SFT = f"{IN_TRAINING}{RECOMPUTE}{GOES_ON}"
 
 
 def without_memory(patch: pytest.MonkeyPatch, owner: Any, name: str, when: Callable[[], bool]):
@@ -48,12 +47,10 @@ def without_memory(patch: pytest.MonkeyPatch, owner: Any, name: str, when: Calla
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Last checkpoints of undisturbed runs, by configuration."""
     found = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        for command in (SFT, RL):
-            folder = tmp_path_factory.mktemp("whole")
-            run(*command, *QUIET, f"--run_dir={folder}")
-            found[command[1]] = torch.load(folder / "checkpoints/last.ckpt", weights_only=True)
+    for command in (SFT, RL):
+        folder = tmp_path_factory.mktemp("whole")
+        run(*command, *QUIET, f"--run_dir={folder}")
+        found[command[1]] = torch.load(folder / "checkpoints/last.ckpt", weights_only=True)
     return found
 
 
@@ -61,20 +58,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     ("command", "owner", "name", "before", "advice"),
     [
         # The second of three batches of the fifth update, of which four are saved
-        (SFT, HFBackbone, "score_tokens", 13, "in training; lower data.batch_size in a new run, or "
-         "set gradient_checkpointing of the backbone and go on; --ckpt_path last goes on from "
-         "optimiser step 4"),
+        (SFT, HFBackbone, "score_tokens", 13, IN_SFT.format(saved=4)),
         # Weights are between two steps
-        (SFT, adam, "_single_tensor_adam", 4, "in training; lower data.batch_size in a new run, or "
-         "set gradient_checkpointing of the backbone and go on; --ckpt_path last goes on from "
-         "optimiser step 0"),
-        (RL, HFBackbone, "denoise", 0, "in decoding; lower data.rollout_batch_size; --ckpt_path "
-         "last goes on from optimiser step {saved}"),
-        (RL, HFBackbone, "score_tokens", 1, "in training; lower data.batch_size; --ckpt_path last "
-         "goes on from optimiser step {saved}"),
+        (SFT, adam, "_single_tensor_adam", 4, IN_SFT.format(saved=0)),
+        (RL, HFBackbone, "denoise", 0, f"in decoding; lower data.rollout_batch_size{GOES_ON}"),
+        (RL, HFBackbone, "score_tokens", 1, f"{IN_TRAINING}{GOES_ON}"),
         (PREDICT, HFBackbone, "denoise", 3, "in decoding; lower data.batch_size"),
     ],
-)  # fmt: skip
+)
 def test_a_run_without_memory_names_the_option_and_goes_on(
     command: list[str],
     owner: Any,
@@ -83,10 +74,8 @@ def test_a_run_without_memory_names_the_option_and_goes_on(
     advice: str,
     whole: dict[str, dict[str, Any]],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(ROOT)
     last, calls = tmp_path / "cut" / "checkpoints" / "last.ckpt", []
 
     def is_due() -> bool:

@@ -29,7 +29,7 @@ def script(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 
 def write_models(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(
-        write_twin(folder / "twin", "Qwen/Qwen2.5-0.5B-Instruct", hidden_size=16)
+        write_twin(folder / "twin", "Qwen/Qwen2.5-0.5B-Instruct", hidden_size=16, num_ordinary=2000)
     )
     torch.manual_seed(0)
     for name in ("model", "random"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import signal
 import time
@@ -16,26 +17,29 @@ from safetensors.torch import load_file
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
 
+from lit_dlm.heads.scorer import AcceptanceScorer
 from lit_dlm.trajectories.store import TrajectoryShardReader, completed_uids
-from tests.e2e.runs import ROOT, fails, finished, killed, problems, results, run, start
+from tests.e2e.runs import fails, killed, problems, results, run
+from tests.processes import in_two_processes
 
 pytestmark = pytest.mark.slow
 
-EXP = ROOT / "configs" / "exp"
-ON_ONE_CPU = "--trainer.accelerator=cpu --trainer.devices=1"
+ON_ONE_CPU = ["--trainer.accelerator=cpu", "--trainer.devices=1"]
+RANKS = ["--model.hidden_rank=8", "--model.delta_rank=4"]
+ROUND = [f"--data.tasks={problems(24, 'train')}", "--data.batch_size=4", *RANKS, *ON_ONE_CPU]
 GENERATE = [
-    *f"""predict --config={EXP}/generate_tiny.yaml {ON_ONE_CPU}
-    --data.init_args.tasks={problems(24, "train")} --data.init_args.batch_size=4
-    --data.init_args.assignment=each --model.init_args.projector_prompts=8
-    --model.init_args.hidden_rank=8 --model.init_args.delta_rank=4
-    --trainer.callbacks.init_args.grade=true""".split(),
-    "--model.init_args.decoders={entropy: {policy: EntropyPolicy}}",
+    *("predict", "--config=exp/generate_tiny", *ROUND, "--data.assignment=each"),
+    *("--model.projector_prompts=8", "--trainer.callbacks.init_args.grade=true"),
+    "--model.decoders={entropy: {policy: EntropyPolicy}}",
 ]
-FIT = f"""fit --config={EXP}/tracelock_tiny.yaml --trainer.max_steps=12
-    --trainer.val_check_interval=6 --trainer.enable_progress_bar=false
-    --data.init_args.batch_size=8 --data.init_args.val_fraction=0.3 --ckpt_path=last""".split()
-BENCHMARK = f"""predict --config={EXP}/benchmark_tiny.yaml {ON_ONE_CPU}
-    --data.init_args.tasks={problems(6)} --data.init_args.methods=[entropy,tracelock_095]""".split()
+STEPS = ["--trainer.max_steps=12", "--trainer.val_check_interval=6", "--data.batch_size=8"]
+STEPS += ["--data.val_fraction=0.3", "--trainer.enable_progress_bar=false", "--ckpt_path=last"]
+FIT = ["fit", "--config=exp/tracelock_tiny", *STEPS]
+FEW = [*STEPS, "--trainer.max_steps=4", "--trainer.val_check_interval=2"]
+BENCHMARK = [
+    *("predict", "--config=exp/benchmark_tiny", *ON_ONE_CPU, f"--data.tasks={problems(6)}"),
+    "--data.methods=[entropy,tracelock_095]",
+]
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -63,12 +67,22 @@ def begun(whole: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
+def _last(folder: Path) -> Any:
+    return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+
+
+def interrupted(number: signal.Signals) -> dict[str, Any]:
+    return {"number": number, "status": 128 + number}
+
+
 def _link(whole: Path, folder: Path) -> None:
     for name in ("traces", "projector"):
         (folder / name).symlink_to(whole / name)
 
 
-def test_every_problem_has_one_graded_trajectory_with_features(whole: Path):
+def test_problems_have_graded_trajectories_with_features_and_forwards_of_a_policy_are_counted(
+    whole: Path,
+):
     traces = list(TrajectoryShardReader(whole / "traces", features=True))
     assert sorted(t.uid for t in traces) == [
         f"word_problems/train/{n:05d}@entropy" for n in range(24)
@@ -81,6 +95,10 @@ def test_every_problem_has_one_graded_trajectory_with_features(whole: Path):
         # Snapshots 3 x 8, differences 2 x 4, log-odds, entropy, margin.
         assert sum(trace.features.groups) == 3 * 8 + 2 * 4 + 3
         assert 1 <= trace.features.num_kept <= 32
+    rows = results(whole)
+    assert all(r.nfe == 32 and r.policy_forwards == 0 for r in rows["word_problems", "entropy"])
+    assert all(r.policy_forwards == r.nfe for r in rows["word_problems", "tracelock_095"])
+    assert all(r.status == "complete" for r in rows["word_problems", "tracelock_095"])
 
 
 def test_running_again_redoes_nothing(whole: Path):
@@ -96,21 +114,23 @@ def test_running_again_redoes_nothing(whole: Path):
     assert {path: path.read_bytes() for path in files} == before
 
 
-def test_the_policy_decodes_and_its_forwards_are_counted(whole: Path):
-    rows = results(whole)
-    assert all(r.nfe == 32 and r.policy_forwards == 0 for r in rows["word_problems", "entropy"])
-    assert all(r.policy_forwards == r.nfe for r in rows["word_problems", "tracelock_095"])
-    assert all(r.status == "complete" for r in rows["word_problems", "tracelock_095"])
-
-
 def test_killed_generation_resumes_to_the_same_trajectories(whole: Path, tmp_path: Path):
-    command = [*GENERATE, f"--run_dir={tmp_path}", "--data.init_args.batch_size=3"]
+    command = [*GENERATE, f"--run_dir={tmp_path}", "--data.batch_size=3"]
     # One block per sample, so that something is on disk when the process dies.
     command += ["--trainer.callbacks.init_args.records_per_block=1"]
     killed(tmp_path, *command, before=4, files="traces/*.tar*", num_bytes=60_000)
     assert len(completed_uids(tmp_path / "traces")) < 24
     run(*command)
     assert _traces(tmp_path) == _traces(whole)
+
+
+def test_an_interrupted_generation_finishes_its_shards(whole: Path, tmp_path: Path):
+    command = [*GENERATE, f"--run_dir={tmp_path}"]
+    told = killed(tmp_path, *command, before=2, files="traces/*", **interrupted(signal.SIGTERM))
+    assert "the same command decodes what is left" in told
+    reader = TrajectoryShardReader(tmp_path / "traces")
+    assert len(list(reader)) == 12
+    assert {t.uid: (t.digest(), t.meta["correct"]) for t in reader}.items() < _traces(whole).items()
 
 
 def _trains_as_without_a_break(whole: Path, folder: Path) -> None:
@@ -136,29 +156,22 @@ def test_an_interrupted_training_goes_on_from_the_step_it_reached(
     whole: Path, begun: Path, number: signal.Signals, before: int, step: int
 ):
     """Of 12, with a validation behind the sixth."""
-    given: dict[str, Any] = {"number": number, "status": 128 + number}
-    told = killed(begun, *FIT, f"--run_dir={begun}", before=before, files="fit.yaml", **given)
+    command = [*FIT, f"--run_dir={begun}"]
+    told = killed(begun, *command, before=before, files="fit.yaml", **interrupted(number))
     assert f"ended at optimiser step {step}, saved as {begun}/checkpoints/last.ckpt" in told
     assert "go on with the same command and --ckpt_path last" in told
-    stored = torch.load(begun / "checkpoints" / "last.ckpt", weights_only=True)
-    assert stored["global_step"] == step
+    assert _last(begun)["global_step"] == step
     if number == signal.SIGTERM:  # that a stop at the end of a step is whole is shown once
         _trains_as_without_a_break(whole, begun)
 
 
-def test_an_interrupted_generation_finishes_its_shards(whole: Path, tmp_path: Path):
-    command = [*GENERATE, f"--run_dir={tmp_path}"]
-    number = signal.SIGTERM
-    told = killed(
-        tmp_path, *command, before=2, files="traces/*", number=number, status=128 + number
-    )
-    assert "the same command decodes what is left" in told
-    assert len(list(TrajectoryShardReader(tmp_path / "traces"))) == 12
-    run(*command)
-    assert _traces(tmp_path) == _traces(whole)
+TWO = ["--trainer.devices=2", "--trainer.strategy=ddp", "--data.batch_size=4"]
 
 
-TWO = ["--trainer.devices=2", "--trainer.strategy=ddp", "--data.init_args.batch_size=4"]
+def _fit(rank: int, *folders: Path) -> None:
+    torch.set_num_threads(1)
+    for folder in folders:
+        run(*FIT, f"--run_dir={folder}", *TWO)
 
 
 @pytest.mark.ddp
@@ -167,27 +180,23 @@ def test_two_processes_end_together_at_a_signal_to_the_first(whole: Path, begun:
     plain = begun / "plain"
     plain.mkdir()
     _link(whole, plain)
-    given: dict[str, Any] = {"number": signal.SIGTERM, "status": 128 + signal.SIGTERM}
-    told = killed(begun, *FIT, f"--run_dir={begun}", *TWO, before=3, files="fit.yaml", **given)
+    command = [*FIT, f"--run_dir={begun}", *TWO]
+    told = killed(begun, *command, before=3, files="fit.yaml", **interrupted(signal.SIGTERM))
     assert told.count("saved as") == 1
-    states = []
-    for folder, step in ((begun, 4), (plain, None)):
-        last = folder / "checkpoints" / "last.ckpt"
-        if step is not None:
-            assert torch.load(last, weights_only=True)["global_step"] == step
-        finished(start(*FIT, f"--run_dir={folder}", *TWO))
-        states.append(torch.load(last, weights_only=True)["state_dict"])
-    for name, value in states[0].items():
+    assert _last(begun)["global_step"] == 4
+    in_two_processes(_fit, begun, plain)
+    expected, found = (_last(folder)["state_dict"] for folder in (plain, begun))
+    for name, value in expected.items():
         if value.is_floating_point():  # sums in another order, under a rate of 0.002
-            torch.testing.assert_close(states[1][name], value, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.ddp
 @pytest.mark.parametrize(("rank", "status"), [(0, -signal.SIGKILL), (1, 1)])
 def test_a_dead_process_ends_the_others(begun: Path, rank: int, status: int):
     """Within ten seconds: Lightning looks after its children every five."""
-    given: dict[str, Any] = {"rank": rank, "status": status}
-    told = killed(begun, *FIT, f"--run_dir={begun}", *TWO, before=3, files="fit.yaml", **given)
+    command = [*FIT, f"--run_dir={begun}", *TWO]
+    told = killed(begun, *command, before=3, files="fit.yaml", rank=rank, status=status)
     ended = time.monotonic()
     assert told.count("error: another process of this run has ended, so") == rank
     while [path for path in Path("/proc").glob("[0-9]*/cmdline") if _names(path, begun)]:
@@ -204,11 +213,11 @@ def _names(cmdline: Path, folder: Path) -> bool:
 
 def test_last_is_the_last_validation_also_where_it_was_not_the_best(begun: Path):
     """A learning rate of zero: the first validation stays the best."""
-    still = ["--model.init_args.lr_scheduler=null", "--model.init_args.optimizer.init_args.lr=0"]
+    still = ["--model.lr_scheduler=null", "--model.optimizer.init_args.lr=0"]
     run(*FIT, f"--run_dir={begun}", *still)
     saved = {path.stem for path in (begun / "checkpoints").glob("*.ckpt")}
     assert saved == {"tracelock-step=6", "last", "last-former"}
-    assert torch.load(begun / "checkpoints/last.ckpt", weights_only=True)["global_step"] == 12
+    assert _last(begun)["global_step"] == 12
 
 
 def test_a_foreign_checkpoint_changes_no_settings_and_must_fit(
@@ -222,14 +231,11 @@ def test_a_foreign_checkpoint_changes_no_settings_and_must_fit(
     command = [*FIT[:-1], f"--ckpt_path={path}", f"--run_dir={begun}"]
     theirs = {"_class_path": "lit_dlm.modules.decode.DecodeModule", "export_dir": "elsewhere"}
 
-    def foreign() -> Any:
-        return torch.load(whole / "checkpoints" / "last.ckpt", weights_only=True)
-
-    torch.save({**foreign(), "hyper_parameters": theirs}, path)
+    torch.save({**_last(whole), "hyper_parameters": theirs}, path)
     run(*command)
     assert (begun / "policy" / "config.json").is_file()
     shutil.rmtree(begun / "policy")
-    without, wrong = foreign(), foreign()
+    without, wrong = _last(whole), _last(whole)
     del without["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]
     wrong["optimizer_states"][0]["state"][0]["exp_avg"] = -3
     for stored, reason in ((without, "KeyError: 'total'"), (wrong, "AttributeError: ")):
@@ -277,3 +283,54 @@ def test_a_longer_run_goes_on_along_the_schedule_of_its_length(whole: Path, begu
         expected.step()
     assert state["global_step"] == 18
     assert state["lr_schedulers"][0]["_last_lr"] == expected.get_last_lr()
+
+
+def test_an_autoencoder_replaces_the_principal_components(begun: Path) -> None:
+    run("fit", "--config=exp/projector_tiny", *FEW, *RANKS, f"--run_dir={begun}")
+    own = ["--data.source=tokens", f"--model.projector={begun / 'autoencoder'}"]
+    run(*FIT[:2], *FEW, *own, f"--run_dir={begun}")
+    assert AcceptanceScorer.load(begun / "policy").projector.config.kind == "autoencoder"
+
+
+@pytest.mark.parametrize(
+    ("rank", "message"),
+    [
+        (97, "ProjectorConfig.hidden_rank: expected 1 to hidden_size=96, got 97"),
+        (80, "expected at least 80 positions for hidden_rank=80 and delta_rank=4, got 64"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused_before_anything_is_decoded(
+    tmp_path: Path, rank: int, message: str, capsys, caplog
+) -> None:
+    few = [f"--model.hidden_rank={rank}", "--model.projector_prompts=1"]
+    with caplog.at_level(logging.INFO, logger="lit_dlm.modules.generate"):
+        command = [*GENERATE, *few, "--data.response_length=16", f"--run_dir={tmp_path}"]
+        assert message in fails(capsys, *command, "--data.batch_size=12")
+    assert "decoded" not in caplog.text
+
+
+def test_second_round_mixes_traces_of_the_policy_itself(whole: Path, begun: Path) -> None:
+    (begun / "policy").symlink_to(whole / "policy")
+    run("predict", "--config=exp/generate_tiny_round2", *ROUND, f"--run_dir={begun}")
+    traces = list(TrajectoryShardReader(begun / "traces_round2", features=True))
+    assert len(traces) == 24
+    assert {trace.uid.partition("@")[2] for trace in traces} == {"tracelock_09", "tracelock_099"}
+    mixed = [*FEW, "--data.only_correct=false", f"--run_dir={begun}"]
+    run("fit", "--config=exp/tracelock_tiny_round2", *mixed)
+    one, two = (
+        load_file(begun / name / "model.safetensors") for name in ("policy", "policy_round2")
+    )
+    assert any(not torch.equal(two[name], one[name]) for name in one)
+
+
+def test_one_file_sweeps_the_front(whole: Path, tmp_path: Path) -> None:
+    (tmp_path / "policy").symlink_to(whole / "policy")
+    methods = ["entropy_8", "threshold_05", "threshold_09", "tracelock_09", "tracelock-cap_2"]
+    flags = [f"--data.tasks={problems(4)}", f"--data.methods={methods}", *ON_ONE_CPU]
+    run("predict", "--config=exp/sweep_tiny", f"--run_dir={tmp_path}", *flags)
+    rows = results(tmp_path / "sweep")
+    assert {len(group) for group in rows.values()} == {4}
+    assert all(row.nfe == 4 for row in rows["word_problems", "entropy_8"])
+    records = json.loads((tmp_path / "sweep" / "summary.json").read_text())
+    assert [r["method"] for r in records] == methods
+    assert (tmp_path / "sweep" / "front.png").stat().st_size > 10_000

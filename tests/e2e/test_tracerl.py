@@ -12,35 +12,29 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.torch import load_file
+from torch import Tensor
 
 from lit_dlm.backbones import load_tokenizer
-from lit_dlm.reports.reward_curve import read_points
+from lit_dlm.reports.plots import read_points
 from lit_dlm.reports.viewer import position_signals
 from lit_dlm.rewards import RewardModel
 from lit_dlm.toy import WordProblems
 from lit_dlm.trajectories.store import TrajectoryShardReader
-from tests.e2e.runs import ROOT, fails, run, start
+from tests.e2e.runs import fails, problems, run, start
 from tests.rewards.classifiers import save_classifier
 from tests.rewards.groups import rollout
 from tests.rewards.judge_server import JudgeServer
 
 pytestmark = pytest.mark.slow
 
-SMALL = [
-    "--config=configs/exp/tracerl_tiny_value.yaml",
-    "--trainer.enable_progress_bar=false",
-    "--trainer.check_val_every_n_epoch=1",
-    "--data.prompts_per_step=3",
-    "--data.responses_per_prompt=4",
-    "--data.filters=null",
-    '--model.val_method=["evaluation","rollout"]',
-    '--data.val_tasks=[{"class_path":"WordProblems","init_args":{"num_examples":6}}]',
-]
+SMALL = f"""--config=exp/tracerl_tiny_value --trainer.enable_progress_bar=false
+    --trainer.check_val_every_n_epoch=1 --data.prompts_per_step=3 --data.responses_per_prompt=4
+    --data.filters=null --model.val_method=["evaluation","rollout"]
+    --data.val_tasks={problems(6)}""".split()
 
 
-@pytest.fixture(autouse=True)
-def _root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+def adapter(folder: Path, name: str = "last") -> dict[str, Tensor]:
+    return load_file(folder / "policy" / name / "adapter_model.safetensors")
 
 
 def test_run_resume_and_replay(tmp_path: Path) -> None:
@@ -63,12 +57,12 @@ def test_run_resume_and_replay(tmp_path: Path) -> None:
     assert {record.meta["policy_version"] for record in records} == {0, points[1]["updates"]}
     assert all({"commit_value", "commit_advantage"} <= record.signals.keys() for record in records)
     assert {"value", "advantage"} <= position_signals(records[0]).keys()
-    weights = load_file(tmp_path / "policy" / "last" / "adapter_model.safetensors")
+    weights = adapter(tmp_path)
     assert weights
     assert all("lora" in name and "value" not in name for name in weights)
     scores = json.loads((tmp_path / "policy" / "scores.json").read_text())["scores"]
     assert scores == {f"epoch-{n:02d}": points[n + 1]["val/reward"] for n in (0, 1)}
-    best = load_file(tmp_path / "policy" / "best" / "adapter_model.safetensors")
+    best = adapter(tmp_path, "best")
     is_last = points[2]["val/reward"] > points[1]["val/reward"]
     assert all(best[name].equal(weight) for name, weight in weights.items()) == is_last
 
@@ -89,9 +83,7 @@ STEPS = [*SMALL, "--trainer.max_epochs=3", "--trainer.check_val_every_n_epoch=3"
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three RL steps without a break."""
     folder = tmp_path_factory.mktemp("whole")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        run("fit", *STEPS, f"--run_dir={folder}")
+    run("fit", *STEPS, f"--run_dir={folder}")
     return folder
 
 
@@ -103,27 +95,25 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(
     whole: Path, tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
     """After the first of three RL steps: same curve, weights and rollouts, each once."""
-    last = tmp_path / "checkpoints" / "last.ckpt"
-    process = start("fit", *STEPS, f"--run_dir={tmp_path}")
-    deadline = time.monotonic() + 600.0
-    while not last.exists() and process.poll() is None and time.monotonic() < deadline:
+    folder = tmp_path / "run"
+    last = folder / "checkpoints" / "last.ckpt"
+    process = start(tmp_path / "log", "fit", *STEPS, f"--run_dir={folder}")
+    while not last.exists() and process.is_alive():
         time.sleep(0.02)
-    assert process.poll() is None, process.stderr.read().decode()[-4000:]  # type: ignore[union-attr]
+    assert process.is_alive(), (tmp_path / "log/err").read_text()[-4000:]
     os.killpg(process.pid, number)
-    process.communicate()
-    assert process.returncode == status
-    assert len(read_points(tmp_path / "reward_curve.jsonl")) < 4
-    run("fit", *STEPS, f"--run_dir={tmp_path}", f"--ckpt_path={last}")
-    curves = [read_points(folder / "reward_curve.jsonl") for folder in (whole, tmp_path)]
+    process.join()
+    assert process.exitcode == status
+    assert len(read_points(folder / "reward_curve.jsonl")) < 4
+    run("fit", *STEPS, f"--run_dir={folder}", f"--ckpt_path={last}")
+    curves = [read_points(folder / "reward_curve.jsonl") for folder in (whole, folder)]
     for expected, found in zip(*curves, strict=True):
         assert expected.keys() == found.keys()
         for name, value in expected.items():
             assert found[name] == value or name.startswith("time/"), name
-    ours, theirs = (
-        load_file(f / "policy" / "last" / "adapter_model.safetensors") for f in (whole, tmp_path)
-    )
+    ours, theirs = adapter(whole), adapter(folder)
     assert all(weight.equal(theirs[name]) for name, weight in ours.items())
-    uids = [[r.uid for r in TrajectoryShardReader(f / "rollouts")] for f in (whole, tmp_path)]
+    uids = [[r.uid for r in TrajectoryShardReader(f / "rollouts")] for f in (whole, folder)]
     assert sorted(uids[0]) == sorted(uids[1])
 
 
@@ -138,9 +128,8 @@ def test_a_judge_pays_the_parts_of_responses(tmp_path: Path) -> None:
     ]
     flags = ["--trainer.max_epochs=1", "--trainer.num_sanity_val_steps=0"]
     flags += ["--data.prompts_per_step=10", f"--data.rewards={json.dumps(rewards)}"]
-    config = "--config=configs/exp/tracerl_tiny.yaml"
     with closing(server):
-        run("fit", config, *SMALL[1:], f"--run_dir={tmp_path}", *flags)
+        run("fit", "--config=exp/tracerl_tiny", *SMALL[1:], f"--run_dir={tmp_path}", *flags)
     records = list(TrajectoryShardReader(tmp_path / "rollouts"))
     chunks = sum(-(-min(record.meta["num_tokens"] + 1, 32) // 4) for record in records)
     assert len(server.requests) == 2 * chunks
@@ -161,19 +150,16 @@ def test_a_judge_pays_the_parts_of_responses(tmp_path: Path) -> None:
 def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["fit", *SMALL, f"--run_dir={tmp_path}", "--trainer.num_sanity_val_steps=0"]
     assert "nowhere" in fails(capsys, *small, "--data.source=shards", "--data.shards=nowhere")
-    assert "method: expected 'rollout' or 'evaluation'" in fails(
-        capsys, *small, "--model.method=greedy"
-    )
+    told = fails(capsys, *small, "--model.method=greedy")
+    assert "method: expected 'rollout' or 'evaluation'" in told
 
 
 def test_a_reward_model_is_one_line(tmp_path: Path) -> None:
     path = str(save_classifier(tmp_path / "reward"))
     arguments = {"path": path, "dtype": "float32"}
     rewards = json.dumps([{"class_path": "RewardModel", "init_args": arguments}])
-    run(
-        "fit", *SMALL, f"--run_dir={tmp_path}", "--trainer.max_epochs=1",
-        f"--data.rewards={rewards}",
-    )  # fmt: skip
+    flags = ["--trainer.max_epochs=1", f"--data.rewards={rewards}"]
+    run("fit", *SMALL, f"--run_dir={tmp_path}", *flags)
     *_, point = read_points(tmp_path / "reward_curve.jsonl")
     assert point["updates"] > 0
     records = list(TrajectoryShardReader(tmp_path / "rollouts"))

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from numpy.typing import NDArray
 from peft.tuners.lora import LoraLayer
 from torch.distributed.tensor import DTensor
 
-from lit_dlm.backbones.lora_settings import LoRASettings
+from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.callbacks import RewardCurve, RolloutWriter
 from lit_dlm.decoding import BlockCache, CacheScheme, DualCache, PrefixCache
 from lit_dlm.rewards import RewardScore, Rollout, SpreadFilter
@@ -23,16 +22,9 @@ from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.settings import ValueObjective
 from lit_dlm.toy.word_problems import WordProblems
 from lit_dlm.trajectories.store import TrajectoryShardReader
+from tests.finetuning import trained, two_processes
 from tests.processes import in_two_processes
-from tests.rollouts import (
-    FAMILIES,
-    DigitReward,
-    DropAll,
-    fit,
-    learner,
-    policy,
-    rollout_data,
-)
+from tests.rollouts import FAMILIES, DigitReward, DropAll, fit, learner, policy, rollout_data
 
 pytestmark = [pytest.mark.slow, pytest.mark.ddp]
 
@@ -40,17 +32,18 @@ Weights = dict[str, NDArray[Any]]
 
 CASES = [("ddp", "lora"), ("fsdp", "lora"), ("ddp", "full"), ("fsdp", "full")]
 """Strategies and value models."""
+PROMPTS: dict[str, Any] = {
+    "prompts_per_step": 3,
+    "rollout_batch_size": 2,
+    "val_tasks": [WordProblems("test", num_examples=3)],
+}
 
 
 def trained_weights(rl: torch.nn.Module) -> Weights:
     """Whole trained weights, which sharded processes gather together."""
     return {
-        name: (value.full_tensor() if hasattr(value, "full_tensor") else value)
-        .detach()
-        .numpy()
-        .copy()
-        for name, value in rl.named_parameters()
-        if value.requires_grad
+        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).numpy().copy()
+        for name, value in trained(rl).items()
     }
 
 
@@ -73,24 +66,10 @@ def two_rl_steps(
     rl = learning(kind)
     witness = Witness(rl)
     curve = RewardCurve(str(folder))
-    data = rollout_data(
-        rewards=[witness],
-        prompts_per_step=3,
-        rollout_batch_size=2,
-        batch_size=4,
-        rows_per_update=64,
-        filters=[SpreadFilter()],
-        val_tasks=[WordProblems("test", num_examples=3)],
-        val_responses=2,
-    )
-    trainer = fit(
-        rl,
-        data,
-        folder,
-        steps=2,
-        callbacks=[curve, RolloutWriter(str(folder / "rollouts"))],
-        **options,
-    )
+    sizes = {**PROMPTS, "batch_size": 4, "rows_per_update": 64, "val_responses": 2}
+    data = rollout_data(rewards=[witness], filters=[SpreadFilter()], **sizes)
+    callbacks = [curve, RolloutWriter(str(folder / "rollouts"))]
+    trainer = fit(rl, data, folder, steps=2, callbacks=callbacks, **options)
     return trained_weights(rl), curve.points, trainer.global_step, witness.is_sharded
 
 
@@ -117,6 +96,8 @@ CACHES: dict[str, tuple[type[CacheScheme], dict[str, Any]]] = {
     "dual": (DualCache, FAMILIES["llada"]),
 }
 WITH_CACHES = [("block", True), ("prefix", False), ("dual", True)]
+CACHED = [("ddp", "block", True), *(("fsdp", cache, lora) for cache, lora in WITH_CACHES)]
+"""Strategies, caches, and whether an adapter is trained."""
 
 
 def with_cache(folder: Path, cache: str, lora: bool, **options: Any) -> tuple[Weights, bool]:
@@ -124,23 +105,9 @@ def with_cache(folder: Path, cache: str, lora: bool, **options: Any) -> tuple[We
     scheme, family = CACHES[cache]
     rl = learner(cache=scheme(), family=family, lora=lora)
     witness = Witness(rl)
-    data = rollout_data(
-        rewards=[witness],
-        val_tasks=[WordProblems("test", num_examples=3)],
-        prompts_per_step=3,
-        rollout_batch_size=2,
-    )
+    data = rollout_data(rewards=[witness], **PROMPTS)
     fit(rl, data, folder, steps=1, num_sanity_val_steps=1, **options)
     return trained_weights(rl), witness.has_merged
-
-
-def strategies() -> dict[str, Any]:
-    return {
-        "ddp": DDPStrategy(process_group_backend="gloo"),
-        "fsdp": ModelParallelStrategy(
-            data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo"
-        ),
-    }
 
 
 def on_two_processes(rank: int, folder: Path) -> dict[str, Any]:
@@ -149,31 +116,21 @@ def on_two_processes(rank: int, folder: Path) -> dict[str, Any]:
         warnings.simplefilter("always")
         found: dict[str, Any] = {
             f"{name} {kind}": two_rl_steps(
-                folder / f"{name} {kind}",
-                kind=kind,
-                devices=2,
-                strategy=strategies()[name],
+                folder / f"{name} {kind}", kind=kind, devices=2, strategy=two_processes(name)
             )
             for name, kind in CASES
         }
     found["caches"] = {
-        (name, cache, lora): with_cache(folder, cache, lora, devices=2, accumulate_grad_batches=8,
-                                        strategy=strategies()[name])
-        for name in ("ddp", "fsdp")
-        for cache, lora in WITH_CACHES
-    }  # fmt: skip
+        case: with_cache(
+            folder, *case[1:], devices=2, accumulate_grad_batches=8, strategy=two_processes(case[0])
+        )
+        for case in CACHED
+    }
     found["advice"] = [str(one.message) for one in caught if "sync_dist" in str(one.message)]
     # An RL step without a group to keep, where a skipped update must not leave one process waiting.
     rl = learner()
-    before = trained_weights(rl)
-    fit(
-        rl,
-        rollout_data(filters=[DropAll()]),
-        folder,
-        steps=1,
-        devices=2,
-        strategy=DDPStrategy(process_group_backend="gloo"),
-    )
+    before, nothing = trained_weights(rl), rollout_data(filters=[DropAll()])
+    fit(rl, nothing, folder, steps=1, devices=2, strategy=two_processes("ddp"))
     found["rests"] = all(np.array_equal(before[n], w) for n, w in trained_weights(rl).items())
     return found
 
@@ -197,29 +154,27 @@ def test_two_processes_make_the_updates_of_one(tmp_path: Path) -> None:
             assert weights.keys() == expected.keys()
             for key, value in weights.items():
                 np.testing.assert_allclose(value, expected[key], rtol=0, atol=1e-6, err_msg=key)
-            assert [point["rollout/reward"] for point in curve] == [
-                point["rollout/reward"] for point in points
-            ]
             for point, other in zip(curve, points, strict=True):
+                assert point["rollout/reward"] == other["rollout/reward"]
                 scores = ("train/", "val/", "rollout/mismatch")
                 for score in filter(lambda key: key.startswith(scores), point | other):
                     difference = abs(point[score] - other[score])
                     assert difference < 1e-5 * max(1.0, abs(other[score])), (name, score)
-        ours, theirs = (found[f"{name} {kind}"][1] for found in both)
-        for key in ("time/rollout", "time/train"):  # means over both
-            assert [point[key] for point in ours] == [point[key] for point in theirs]
+        for ours, theirs in zip(*(found[f"{name} {kind}"][1] for found in both), strict=True):
+            for key in ("time/rollout", "time/train"):  # means over both
+                assert ours[key] == theirs[key]
         reader = TrajectoryShardReader(tmp_path / f"{name} {kind}" / "rollouts")
         assert sorted(reader.uids) == uids
         assert len(reader.shards) == 4  # one per RL step and process
-    for cache, lora in WITH_CACHES:
-        single = with_cache(tmp_path, cache, lora, accumulate_grad_batches=16)
-        for found in both:
-            for name in ("ddp", "fsdp"):
-                weights, has_merged = found["caches"][name, cache, lora]
-                assert has_merged == lora
-                for key, value in weights.items():
-                    difference = np.abs(value - single[0][key]).max()
-                    assert difference < 1e-6, (name, cache, lora, key)
+    singles = {
+        case: with_cache(tmp_path, *case, accumulate_grad_batches=16)[0] for case in WITH_CACHES
+    }
+    for found in both:
+        for case in CACHED:
+            weights, has_merged = found["caches"][case]
+            assert has_merged == case[2]
+            for key, value in weights.items():
+                assert np.abs(value - singles[case[1:]][key]).max() < 1e-6, (case, key)
     for kind, (expected, _, _, _) in alone.items():
         start = trained_weights(learning(kind))
         moved = [key for key, value in start.items() if not np.array_equal(value, expected[key])]

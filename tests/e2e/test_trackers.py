@@ -6,30 +6,30 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import run
+from tests.e2e.runs import compact, problems, run
 
 pytestmark = pytest.mark.slow
-TASKS = "[{class_path: WordProblems, init_args: {split: %s, num_examples: %d}}]"
+PICTURES = {
+    "class_path": "TracePictures",
+    "init_args": {"kinds": ["fill_order"], "folder": "FOLDER/pictures"},
+}
 
 
 def predict(folder: Path, tracker: str) -> None:
     run(
         *("predict", "--config=exp/benchmark_tiny", f"--config=trainer/{tracker}"),
-        *(f"--run_dir={folder}", f"--data.init_args.tasks={TASKS % ('test', 2)}"),
-        *("--model.init_args.sweep=null", "--model.init_args.decoders={one: {policy: "
-          "ThresholdPolicy, quota: NoQuota}}"),
-        "--trainer.callbacks+={class_path: TracePictures, init_args: {kinds: [fill_order], "
-        f"folder: {folder}/pictures}}}}",
+        *(f"--run_dir={folder}", f"--data.tasks={problems(2)}", "--model.sweep=null"),
+        "--model.decoders={one: {policy: ThresholdPolicy, quota: NoQuota}}",
+        f"--trainer.callbacks+={compact(PICTURES).replace('FOLDER', str(folder))}",
         "--trainer.enable_progress_bar=false",
-    )  # fmt: skip
+    )
 
 
 def fit(folder: Path, tracker: str) -> None:
     run(
         *("fit", "--config=exp/sft_gt_tiny", f"--config=trainer/{tracker}", f"--run_dir={folder}"),
         *("--trainer.max_steps=4", "--trainer.log_every_n_steps=2"),
-        "--data.init_args.sources=[{class_path: TaskReferences, init_args: {tasks: "
-        f"{TASKS % ('train', 40)}}}}}]",
+        "--data.sources.init_args.tasks.init_args.num_examples=40",
         "--trainer.enable_progress_bar=false",
     )
 
@@ -45,14 +45,10 @@ def test_tensorboard(tmp_path: Path):
         events = EventAccumulator(str(tmp_path / name / "tensorboard"))
         events.Reload()
         found[name] = events.Tags()
-    assert {"word_problems/one/accuracy", "word_problems/one/tokens_per_second"} <= set(
-        found["predict"]["scalars"]
-    )
-    assert set(found["predict"]["images"]) == {
-        "profile",
-        "decode/one/word_problems/test/00000/fill_order",
-        "decode/one/word_problems/test/00001/fill_order",
-    }
+    scores = {f"word_problems/one/{name}" for name in ("accuracy", "tokens_per_second")}
+    assert scores <= set(found["predict"]["scalars"])
+    pictures = {f"decode/one/word_problems/test/0000{n}/fill_order" for n in range(2)}
+    assert set(found["predict"]["images"]) == {"profile", *pictures}
     assert "train/loss" in found["fit"]["scalars"]
     assert [name for name in found["fit"]["scalars"] if "cpu_percent" in name]
 

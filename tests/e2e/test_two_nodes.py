@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -18,16 +17,16 @@ from safetensors.torch import load_file
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lit_dlm.trajectories.store import TrajectoryShardReader
-from tests.e2e.runs import QUIET, ROOT, problems, run
-from tests.processes import free_port, in_two_processes
+from tests.e2e.runs import QUIET, problems, run
+from tests.processes import fork, free_port, in_two_processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.ddp]
 
-DDP = "--config=configs/trainer/ddp_cpu.yaml"
-PREDICT = f"""predict --config=configs/exp/generate_tiny.yaml {DDP} --data.batch_size=2
+DDP = "--config=trainer/ddp_cpu"
+PREDICT = f"""predict --config=exp/generate_tiny --data.batch_size=2
     --data.tasks={problems(8, "train")} --data.methods=[threshold_07] --model.level=tokens
     --model.projector_dir=null""".split()
-FIT = f"""fit --config=configs/exp/sft_gt_tiny.yaml {DDP} --trainer.max_steps=4
+FIT = f"""fit --config=exp/sft_gt_tiny {DDP} --trainer.max_steps=4
     --data.batch_size=2 --data.rows_per_update=4 --ckpt_path=last
     --data.sources.init_args.tasks.init_args.num_examples=40""".split()
 PATIENCE_S = 30.0
@@ -56,17 +55,9 @@ class LoseNode(Callback):
 def saver(folder: Path) -> str:
     """The option that saves every second step."""
     init = {"dirpath": str(folder / "saved"), "filename": "last", "every_n_train_steps": 2}
-    saver = {
-        "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
-        "init_args": {**init, "enable_version_counter": False},
-    }
+    init |= {"enable_version_counter": False}
+    saver = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": init}
     return f"--trainer.callbacks={json.dumps([saver])}"
-
-
-def lose(number: int) -> str:
-    """The option that kills the second node."""
-    callback = {"class_path": f"{__name__}.LoseNode", "init_args": {"number": number}}
-    return f"--trainer.callbacks+={json.dumps(callback)}"
 
 
 def on_two_nodes(folder: Path, *command: str) -> tuple[list[int | None], str, float]:
@@ -76,14 +67,8 @@ def on_two_nodes(folder: Path, *command: str) -> tuple[list[int | None], str, fl
         The nodes' exit statuses, what the first one wrote, and how many seconds it went on without
         the second one.
     """
-    # A process that has imported everything and has no threads, in whose forks nothing can hang.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    port = free_port()
-    folder.mkdir(exist_ok=True)
-    nodes = [context.Process(target=_node, args=(n, port, folder, command)) for n in range(2)]
-    for node in nodes:
-        node.start()
+    port, logs = free_port(), [folder.with_name(f"{folder.name}{n}") for n in range(2)]
+    nodes = [fork(log, _node, n, port, folder.name, command) for n, log in enumerate(logs)]
     nodes[1].join(200)
     began = time.monotonic()
     nodes[0].join(100)
@@ -91,21 +76,17 @@ def on_two_nodes(folder: Path, *command: str) -> tuple[list[int | None], str, fl
     for node in nodes:
         node.kill()
         node.join()
-    return [node.exitcode for node in nodes], (folder / "node0.log").read_text(), seconds
+    return [node.exitcode for node in nodes], (logs[0] / "err").read_text(), seconds
 
 
-def _node(number: int, port: int, folder: Path, command: tuple[str, ...]) -> None:
+def _node(number: int, port: int, name: str, command: tuple[str, ...]) -> None:
     """What torchrun does, with forked processes."""
-    os.setsid()
     os.environ["NODE"] = str(number)  # which rank it gets is another thing
-    log = os.open(folder / f"node{number}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
     config = LaunchConfig(
         min_nodes=2,
         max_nodes=2,
         nproc_per_node=1,
-        run_id=folder.name,
+        run_id=name,
         rdzv_backend="c10d",
         rdzv_endpoint=f"127.0.0.1:{port}",
         rdzv_configs={"is_host": number == 0},
@@ -125,14 +106,11 @@ def _process(rank: int, *command: str) -> None:
     run(*command, *QUIET)
 
 
-@pytest.fixture(autouse=True)
-def _root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-
-
 def lost_and_found(folder: Path, number: int, *command: str) -> str:
     """A run whose second node is lost and then back; what the first one says the second time."""
-    statuses, log, seconds = on_two_nodes(folder, *command, lose(number))
+    lose = {"class_path": f"{__name__}.LoseNode", "init_args": {"number": number}}
+    flag = f"--trainer.callbacks+={json.dumps(lose)}"
+    statuses, log, seconds = on_two_nodes(folder, *command, flag)
     assert statuses == [1, -signal.SIGKILL]
     assert seconds < PATIENCE_S
     told = [line for line in log.splitlines() if line.startswith("lit-dlm: error: ")]
@@ -157,9 +135,9 @@ def test_training_goes_on_once_a_lost_node_is_back(tmp_path: Path) -> None:
 def test_decoding_goes_on_once_a_lost_node_is_back(tmp_path: Path) -> None:
     """With the same records, each once."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    in_two_processes(_process, *PREDICT, f"--run_dir={whole}")
+    run(*PREDICT, f"--run_dir={whole}", "--trainer.accelerator=cpu", *QUIET)
     # Its first batch: which node takes later ones from the queue depends on their speed.
-    lost_and_found(broken, 0, *PREDICT, f"--run_dir={broken}")
+    lost_and_found(broken, 0, *PREDICT, DDP, f"--run_dir={broken}")
     records = [
         sorted((one.uid, one.digest()) for one in TrajectoryShardReader(at / "traces"))
         for at in (whole, broken)

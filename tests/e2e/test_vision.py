@@ -30,7 +30,7 @@ def folder(twin: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="module")
 def twin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("vision")
-    write_twin(path / RELEASE, RELEASE, hidden_size=16)
+    write_twin(path / RELEASE, RELEASE, hidden_size=16, num_ordinary=2000)
     for number, size in enumerate([(50, 40), (90, 30)]):
         Image.radial_gradient("L").resize(size).save(path / f"{number}.png")
     write_jsonl(path / "questions.jsonl", ROWS)
@@ -62,11 +62,8 @@ def test_decodes_about_pictures_are_recorded_and_verified(
     )
     assert one.keys() == two.keys()
     assert all((one[uid].tokens == two[uid].tokens).all() for uid in one)
-    assert [len(one[f"prompts/test/{n}@static"].meta.get("images", ())) for n in range(3)] == [
-        1,
-        0,
-        2,
-    ]
+    counts = [len(one[f"prompts/test/{n}@static"].meta.get("images", ())) for n in range(3)]
+    assert counts == [1, 0, 2]
     pictures = folder / "one/trajectories/pictures"
     digests = {sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.png")}
     assert {path.name for path in pictures.iterdir()} == digests
@@ -83,11 +80,8 @@ def test_decodes_about_pictures_are_recorded_and_verified(
 def test_pictures_that_do_not_fit_are_named(folder: Path, capsys: pytest.CaptureFixture[str]):
     data = (folder / "0.png").read_bytes()
     (folder / "half.png").write_bytes(data[: len(data) // 2])
-    for name, images, told in (
-        ("half", ["half.png"], "prompts/test/0: half.png: the picture is damaged"),
-        ("none", ["no.png"], "line 1: no.png: expected a picture, found no such file"),
-    ):
-        write_jsonl(folder / f"{name}.jsonl", [{**ROWS[0], "images": images}])
-        assert told in fails(capsys, *command(name, file=f"{name}.jsonl"))
+    write_jsonl(folder / "half.jsonl", [{**ROWS[0], "images": ["half.png"]}])
+    told = fails(capsys, *command("half", file="half.jsonl"))
+    assert "prompts/test/0: half.png: the picture is damaged" in told
     blind = command("blind", "--model.backbone.vision=null")
     assert "expected a model that sees them (model.backbone.vision)" in fails(capsys, *blind)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
-from lit_dlm.grading import answers
+from lit_dlm.grading import Verdict, answers
 from lit_dlm.grading.answers import (
     extract_math,
     extract_number,
@@ -28,6 +29,8 @@ from lit_dlm.grading.answers import (
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 LLADA = SHARED / "llada_generations" / "gsm8k_llada8b_instruct_256_128.jsonl.gz"
 
+DIGITS = "7" * 5000
+
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,21 +39,64 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "content"),
+    ("read", "text", "found"),
     [
-        (r"so \boxed{18}.", "18"),
-        (r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"\boxed{a\}b}", r"a\}b"),
-        (r"\fbox{x^{2}}", "x^{2}"),
-        (r"\boxed 5", "5"),
-        (r"\boxed{first} and \boxed{never closed", "first"),
-        (r"\boxed{}", ""),
-        (r"\boxedstuff{3}", None),
-        ("no box", None),
+        (last_boxed, r"so \boxed{18}.", "18"),
+        (last_boxed, r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (last_boxed, r"\boxed{a\}b}", r"a\}b"),
+        (last_boxed, r"\fbox{x^{2}}", "x^{2}"),
+        (last_boxed, r"\boxed 5", "5"),
+        (last_boxed, r"\boxed{first} and \boxed{never closed", "first"),
+        (last_boxed, r"\boxed{}", ""),
+        (last_boxed, r"\boxedstuff{3}", None),
+        (last_boxed, "no box", None),
+        (text_after_marker, "#### 1\n#### 2 apples\nmore", "2 apples"),
+        (text_after_marker, "####", None),
+        (text_after_marker, "nothing", None),
+        (parse_number, "18", 18),
+        (parse_number, "18.0", 18),
+        (parse_number, "$1,234.50", Fraction(2469, 2)),
+        (parse_number, "1{,}234", 1234),
+        (parse_number, "-3", -3),
+        (parse_number, "\N{MINUS SIGN}3", -3),
+        (parse_number, ".5", Fraction(1, 2)),
+        (parse_number, "20\\%", 20),
+        (parse_number, "18 \\text{ dollars}", 18),
+        (parse_number, "x = 7", 7),
+        (parse_number, "12 m^2", 12),
+        (parse_number, "\\frac{1}{3}", Fraction(1, 3)),
+        (parse_number, "-\\dfrac{3}{4}", Fraction(-3, 4)),
+        (parse_number, "1/4", Fraction(1, 4)),
+        (parse_number, "1/0", 0),  # no fraction, so its last number counts
+        (parse_number, "10,20", 20),  # no thousands separator
+        (parse_number, "5.", 5),
+        (parse_number, "none", None),
+        (parse_number, "9" * 500, None),
+        # The marker goes before the box, and the box before the last number.
+        (extract_number, "16 - 3 = 13\n#### 13", "13"),
+        (extract_number, "#### $1,000.00 in total of 3 years", "1000"),
+        (extract_number, "#### 5\nThen I doubt: 7", "5"),
+        (extract_number, "#### unknown\n\\boxed{8}", "8"),
+        (extract_number, "\\boxed{18} dollars for 2 days", "18"),
+        (extract_number, "\\boxed{} so 32", "32"),
+        (extract_number, "It costs 5-3 = 2.", "2"),
+        (extract_number, "She has 3/4 left, that is 0.75.", "0.75"),
+        (extract_number, "twenty", None),
+        (extract_number, "", None),
+        (extract_math, "#### $x^2$.", "x^2"),
+        (extract_math, "\\boxed{} #### 3", "3"),
+        (extract_math, "3", None),
+        (normalised_vqa, "The  Two\n dogs.", "2 dogs"),
+        (normalised_vqa, "dont know", "don't know"),
+        (normalised_vqa, "black/white", "black white"),  # no space beside the mark: it becomes one
+        (normalised_vqa, "yes, sir", "yes sir"),
+        (normalised_vqa, "1,000 a-b", "1000 ab"),  # a comma that groups digits takes all marks away
+        (normalised_vqa, "3.5", "3.5"),
+        (normalised_vqa, "none", "0"),
     ],
 )
-def test_last_box(text, content):
-    assert last_boxed(text) == content
+def test_what_is_read_from_a_text(read: Callable[[str], object], text: str, found: object):
+    assert read(text) == found
 
 
 def test_unclosed_boxes_cost_linear_time():
@@ -58,67 +104,6 @@ def test_unclosed_boxes_cost_linear_time():
     text = "\\boxed{" * 200_000
     assert last_boxed(text) is None
     assert last_boxed(text + "7}") == "7"
-
-
-@pytest.mark.parametrize("answer", ["\\frac{%s}{3}", "%s/3", "%s"])
-def test_numbers_of_thousands_of_digits_are_no_answer(answer):
-    """Python refuses to convert more than 4300 digits."""
-    verdict = grade_numeric(f"\\boxed{{{answer % ('7' * 5000)}}}", "7")
-    assert not verdict.is_correct
-
-
-def test_marker_takes_the_rest_of_its_line():
-    assert text_after_marker("#### 1\n#### 2 apples\nmore") == "2 apples"
-    assert text_after_marker("####") is None
-    assert text_after_marker("nothing") is None
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("18", 18),
-        ("18.0", 18),
-        ("$1,234.50", Fraction(2469, 2)),
-        ("1{,}234", 1234),
-        ("-3", -3),
-        ("\N{MINUS SIGN}3", -3),
-        (".5", Fraction(1, 2)),
-        ("20\\%", 20),
-        ("18 \\text{ dollars}", 18),
-        ("x = 7", 7),
-        ("12 m^2", 12),
-        ("\\frac{1}{3}", Fraction(1, 3)),
-        ("-\\dfrac{3}{4}", Fraction(-3, 4)),
-        ("1/4", Fraction(1, 4)),
-        ("1/0", 0),
-        ("10,20", 20),
-        ("5.", 5),
-        ("none", None),
-        ("9" * 500, None),
-    ],
-)
-def test_parse_number(text, value):
-    """``1/0`` is no fraction, so its last number counts; ``10,20`` is no thousands separator."""
-    assert parse_number(text) == value
-
-
-@pytest.mark.parametrize(
-    ("completion", "number"),
-    [
-        ("16 - 3 = 13\n#### 13", "13"),
-        ("#### $1,000.00 in total of 3 years", "1000"),
-        ("#### 5\nThen I doubt: 7", "5"),
-        ("#### unknown\n\\boxed{8}", "8"),
-        ("\\boxed{18} dollars for 2 days", "18"),
-        ("\\boxed{} so 32", "32"),
-        ("It costs 5-3 = 2.", "2"),
-        ("She has 3/4 left, that is 0.75.", "0.75"),
-        ("twenty", None),
-        ("", None),
-    ],
-)
-def test_extract_number_prefers_marker_then_box_then_last(completion, number):
-    assert extract_number(completion) == number
 
 
 @pytest.mark.parametrize(
@@ -132,38 +117,53 @@ def test_extract_number_prefers_marker_then_box_then_last(completion, number):
         (Fraction(0), "0"),
     ],
 )
-def test_format_number_is_read_back_exactly(value, text):
+def test_format_number_is_read_back_exactly(value: Fraction, text: str):
     """1/80 = 125/10000: four places, since 80 = 2**4 * 5."""
     assert format_number(value) == text
     assert parse_number(text) == value
 
 
-def test_numeric_grades():
-    assert grade_numeric("#### 18", "18.0").is_correct
+@pytest.mark.parametrize(
+    ("grade", "completion", "gold", "status"),
+    [
+        (grade_numeric, "#### 18", "18.0", "right"),
+        (grade_numeric, "none", "18", "no_answer"),
+        # Exact: no float rounding makes these equal.
+        (grade_numeric, "#### 10000000000000001", "10000000000000000", "wrong"),
+        # Python refuses to convert more than 4300 digits.
+        (grade_numeric, f"\\boxed{{\\frac{{{DIGITS}}}{{3}}}}", "7", "wrong"),
+        (grade_numeric, f"\\boxed{{{DIGITS}/3}}", "7", "wrong"),
+        (grade_numeric, f"\\boxed{{{DIGITS}}}", "7", "no_answer"),
+        (grade_exact, " yes\n", "yes", "right"),
+        (grade_exact, "Yes", "yes", "wrong"),
+        (grade_exact, " \n", "yes", "no_answer"),
+        (grade_vqa, " ", ["x"], "no_answer"),
+        (grade_relaxed, "95", "100", "right"),
+        (grade_relaxed, "94.99", "100", "wrong"),
+        (grade_relaxed, "105.0", "100", "right"),
+        (grade_relaxed, "12 %", "0.12", "right"),
+        (grade_relaxed, "12", "12%", "wrong"),
+        (grade_relaxed, "1,050", "1000", "right"),
+        (grade_relaxed, "0.01", "0", "wrong"),  # five per cent of nothing
+        (grade_relaxed, "0", "0", "right"),
+        (grade_relaxed, "-95", "-100", "right"),
+        (grade_relaxed, "germany", "Germany", "right"),
+        (grade_relaxed, "Germany.", "Germany", "wrong"),
+        (grade_relaxed, "about 100", "100", "wrong"),
+        (grade_relaxed, " ", "x", "no_answer"),
+    ],
+)
+def test_short_answers_by_hand(grade: Callable[..., Verdict], completion: str, gold, status: str):
+    assert grade(completion, gold).status == status
+
+
+def test_verdicts_name_what_was_expected():
     wrong = grade_numeric("#### 17", "18.0")
     assert (wrong.status, wrong.answer, wrong.detail) == ("wrong", "17", "expected 18")
-    assert grade_numeric("none", "18").status == "no_answer"
-    # Exact: no float rounding makes these equal.
-    assert not grade_numeric("#### 10000000000000001", "10000000000000000").is_correct
+    # A tie is told alike in every process.
+    assert grade_vqa("red", ["blue", "green"]).detail == "expected blue"
     with pytest.raises(ValueError, match="must hold a number, got 'x'"):
         grade_numeric("1", "x")
-
-
-@pytest.mark.parametrize(
-    ("completion", "status"), [(" yes\n", "right"), ("Yes", "wrong"), (" \n", "no_answer")]
-)
-def test_exact_grades(completion: str, status: str):
-    assert grade_exact(completion, "yes").status == status
-
-
-def test_a_tie_of_answers_is_told_alike_in_every_process():
-    assert grade_vqa("red", ["blue", "green"]).detail == "expected blue"
-
-
-def test_math_falls_back_to_the_marker():
-    assert extract_math("#### $x^2$.") == "x^2"
-    assert extract_math("\\boxed{} #### 3") == "3"
-    assert extract_math("3") is None
 
 
 @pytest.mark.slow
@@ -181,7 +181,7 @@ def test_math_falls_back_to_the_marker():
         ("the answer is 3", "3", "no_answer"),
     ],
 )
-def test_math_grades(answer, gold, status):
+def test_math_grades(answer: str, gold: str, status: str):
     assert grade_math(answer, gold).status == status
 
 
@@ -206,22 +206,6 @@ def test_real_generations_are_graded_as_counted_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("text", "normalised"),
-    [
-        ("The  Two\n dogs.", "2 dogs"),
-        ("dont know", "don't know"),
-        ("black/white", "black white"),  # no space beside the mark: it becomes one
-        ("yes, sir", "yes sir"),
-        ("1,000 a-b", "1000 ab"),  # a comma that groups digits takes all marks away
-        ("3.5", "3.5"),
-        ("none", "0"),
-    ],
-)
-def test_vqa_normalisation(text: str, normalised: str):
-    assert normalised_vqa(text) == normalised
-
-
-@pytest.mark.parametrize(
     ("completion", "answers", "score"),
     [
         ("Two.", ["2"] * 10, 1.0),
@@ -237,28 +221,3 @@ def test_vqa_accuracy_by_hand(completion: str, answers: list[str], score: float)
     verdict = grade_vqa(completion, answers)
     assert verdict.score == pytest.approx(score)
     assert verdict.is_correct == (score >= 0.5)
-
-
-@pytest.mark.parametrize(
-    ("completion", "gold", "right"),
-    [
-        ("95", "100", True),
-        ("94.99", "100", False),
-        ("105.0", "100", True),
-        ("12 %", "0.12", True),
-        ("12", "12%", False),
-        ("1,050", "1000", True),
-        ("0.01", "0", False),  # five per cent of nothing
-        ("0", "0", True),
-        ("-95", "-100", True),
-        ("germany", "Germany", True),
-        ("Germany.", "Germany", False),
-        ("about 100", "100", False),
-    ],
-)
-def test_chartqa_relaxed_accuracy_by_hand(completion: str, gold: str, right: bool):
-    assert grade_relaxed(completion, gold).is_correct == right
-
-
-def test_empty_short_answers_are_none():
-    assert grade_vqa(" ", ["x"]).status == grade_relaxed(" ", "x").status == "no_answer"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -31,10 +30,7 @@ def processes() -> Iterator[BoundedProcesses]:
 def test_a_hanging_comparison_is_ended_and_the_next_one_works(processes: BoundedProcesses) -> None:
     r"""10^(10^10) keeps sympy busy far beyond the limit; ``x=x`` after it needs a new process."""
     assert processes.ask({"gold": "1", "answer": "1"}, seconds=60.0) is True
-    started = time.monotonic()
-    for answer in ("10^{10^{10}}", "9^{9^{9^{9}}} + 1"):
-        assert processes.ask({"gold": "1", "answer": answer}, seconds=1.0) is not True
-    assert time.monotonic() - started < 100
+    assert processes.ask({"gold": "1", "answer": "10^{10^{10}}"}, seconds=0.5) is not True
     assert processes.ask({"gold": "x", "answer": "x"}, seconds=60.0) is True
 
 
@@ -51,31 +47,27 @@ def test_threads_share_the_pool(processes: BoundedProcesses) -> None:
     assert equal == [True, False] * 4
 
 
+OWNER = """
+from lit_dlm.grading.bounded import BoundedProcesses
+pool, math = BoundedProcesses('extraction'), BoundedProcesses('math')
+pool.ask({'completion': 'x = 1'}, seconds=60)
+math.ask({'gold': '1', 'answer': '1'}, seconds=60)
+print('ready', flush=True)
+while True: math.ask({'gold': '1', 'answer': '9^{9^{9^{9}}}'}, seconds=0.5)
+"""
+
+
 def test_an_idle_process_ends_with_its_owner_and_a_busy_one_at_its_alarm() -> None:
     """Killed while one compares without end (alarm at 0.5 + 1 s) and one waits."""
-    script = (
-        "import threading\n"
-        "from lit_dlm.grading.bounded import BoundedProcesses\n"
-        "pool = BoundedProcesses('extraction')\n"
-        "math = BoundedProcesses('math')\n"
-        "pool.ask({'completion': 'x = 1'}, seconds=60)\n"
-        "math.ask({'gold': '1', 'answer': '1'}, seconds=60)\n"
-        "print('ready', flush=True)\n"
-        "math.ask({'gold': '1', 'answer': '9^{9^{9^{9}}}'}, seconds=0.5)\n"
-        "math.ask({'gold': '1', 'answer': '9^{9^{9^{9}}}'}, seconds=0.5)\n"
-    )
-    owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
-    assert owner.stdout is not None
-    assert owner.stdout.readline() == b"ready\n"
-    children = Path(f"/proc/{owner.pid}/task/{owner.pid}/children").read_text().split()
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE) as owner:
+        assert owner.stdout.readline() == b"ready\n"
+        children = Path(f"/proc/{owner.pid}/task/{owner.pid}/children").read_text().split()
+        owner.kill()
     assert len(children) == 2
-    owner.send_signal(signal.SIGKILL)
-    owner.wait()
-    owner.stdout.close()
     deadline = time.monotonic() + 60
-    while any(map(_is_answering, children)) and time.monotonic() < deadline:
+    while (left := [*filter(_is_answering, children)]) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not any(map(_is_answering, children))
+    assert not left
 
 
 def _is_answering(pid: str) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from lit_dlm.grading import SandboxLimits
@@ -21,14 +19,16 @@ def _runs(completion: str, stub: str = STUB) -> object:
     return namespace["f"](3)
 
 
-@pytest.mark.parametrize("tag", ["python", "py", "Python", "python3", ""])
-def test_every_python_tag_counts_and_never_becomes_code(tag):
-    assert _runs(f"Sure:\n```{tag}\ndef f(x):\n    return x * x\n```\nDone.") == 9
+SQUARE = "def f(x):\n    return x * x"
 
 
 @pytest.mark.parametrize(
     "completion",
     [
+        *(
+            f"Sure:\n```{tag}\n{SQUARE}\n```\nDone."
+            for tag in ("python", "py", "Python", "python3", "")
+        ),
         "    return x * x\n",
         "    return x * x",
         "\n    return x * x\n\nprint('example', f(2))\n",
@@ -37,12 +37,11 @@ def test_every_python_tag_counts_and_never_becomes_code(tag):
         "y = x\n    return y * x",
         "```python\n    return x * x\n```",
         "def f(x):\n    return helper(x) * x\n\nThis squares x.",
-        "```python\ndef f(x):\n    return x * x",
-        "~~~\ndef f(x):\n    return x * x\n~~~",
-        "First try:\n```python\ndef f(x):\n    return 0\n```\nBetter:\n```py\ndef f(x):\n"
-        "    return x * x\n```",
-        "```python\ndef f(x):\n    return x * x\n```\nUse it:\n```python\nprint(f(2))\n```",
-        "```python\ndef f(x):\n    return x * x\n```\n```bash\npython f.py\n```",
+        f"```python\n{SQUARE}",
+        f"~~~\n{SQUARE}\n~~~",
+        f"First try:\n```python\ndef f(x):\n    return 0\n```\nBetter:\n```py\n{SQUARE}\n```",
+        f"```python\n{SQUARE}\n```\nUse it:\n```python\nprint(f(2))\n```",
+        f"```python\n{SQUARE}\n```\n```bash\npython f.py\n```",
         "  ```python\n  def f(x):\n      return int(math.pow(x, 2))\n  ```",
         "f = lambda x: x * x",
         "    return x * x\nEnjoy! It's done.\nBye.",
@@ -57,35 +56,60 @@ def test_blocks_of_other_languages_are_left_out():
     assert fenced_blocks(text) == ["a\n", "b\n"]
 
 
-def test_missing_entry_point_and_syntax_errors_are_told_apart():
-    found = extract_code("def g(x):\n    return x", "f")
-    assert (found.problem, found.is_syntax_error) == ("no function 'f' is defined", False)
-    found = extract_code("def f(x) return", "f")
-    assert (found.problem, found.is_syntax_error) == ("the code does not parse", True)
-    found = extract_code("  \n", "f", stub=STUB)
-    assert (found.code, found.problem) == (None, "the completion holds no code")
-    found = extract_code("I cannot do that.", "f", stub=STUB)
-    assert found.is_syntax_error
-
-
-METHOD = "import math\n\n\nclass Adder:\n    def add(self, a, b):\n        "
+ADD = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
+NOTHING, BROKEN = "the completion holds no code", "the code does not parse"
 
 
 @pytest.mark.parametrize(
-    ("stub", "check", "completion"),
+    ("completion", "entry_point", "code", "problem"),
     [
-        ("def add(a, b):\n", "assert add(1, 2) == 3", "```\nreturn a + b\n```"),
-        ("def add(a, b):\n", "assert add(1, 2) == 3", "    return a + b"),
-        ("def add(a, b):", "assert add(1, 2) == 3", "def add(a, b):\n    return a + b"),
-        ("import math\ndef add(a, b):\n", "assert add(1, 2) == 3", "return math.fsum([a, b])"),
-        (METHOD, "assert Adder().add(1, 2) == 3", "return math.fsum([a, b])"),
-        (METHOD, "assert Adder().add(1, 2) == 3", "    c = a\n    return c + b"),
+        (ADD, None, "a, b = map(int, input().split())\nprint(a + b)\n", ""),
+        ("print(1)", None, "print(1)", ""),
+        ("```python\nprint(1)\n```\nor\n```\nprint(2)\n```", None, "print(2)\n", ""),
+        ("```python\nprint(1)\n```\n```python\nprint(2\n```", None, "print(1)\n", ""),
+        ("```bash\nls\n```\n```python\nprint(1)", None, "print(1)", ""),
+        (" \n", None, None, NOTHING),
+        ("```python\n\n```", None, "```python\n\n```", BROKEN),  # the text is all there is
+        ("```python\nprint(\n```", None, "print(\n", BROKEN),
+        ("def g(x):\n    return x", "f", "def g(x):\n    return x", "no function 'f' is defined"),
+        ("def f(x) return", "f", "def f(x) return", BROKEN),
+        ("I cannot do that.", "f", "I cannot do that.", BROKEN),
+        ("  \n", "f", None, NOTHING),
     ],
 )
-def test_a_stub_may_end_within_a_definition(stub, check, completion):
+def test_the_last_block_that_compiles_is_the_code_or_its_problem_is_told(
+    completion: str, entry_point: str | None, code: str | None, problem: str
+) -> None:
+    found = extract_code(completion, entry_point)
+    assert (found.code, found.problem) == (code, problem)
+    assert found.is_syntax_error is (problem == BROKEN)
+
+
+METHOD = "import math\n\n\nclass Adder:\n    def add(self, a, b):\n        "
+ADDS, ADDER = "assert add(1, 2) == 3", "assert Adder().add(1, 2) == 3"
+
+
+@pytest.mark.parametrize(
+    ("stub", "check", "completion", "status"),
+    [
+        (STUB, "assert f(3) == 9", f"```\n{SQUARE}\n```", "right"),
+        (STUB, "assert f(3) == 9", "    pass\n", "wrong"),
+        (STUB, "assert f(3) == 9", "    return undefined\n", "runtime_error"),
+        (STUB, "assert f(3) == 9", "def f(x): return (", "syntax_error"),
+        (STUB, "assert f(3) == 9", "", "no_answer"),
+        # A stub may end within a definition.
+        ("def add(a, b):\n", ADDS, "```\nreturn a + b\n```", "right"),
+        ("def add(a, b):\n", ADDS, "    return a + b", "right"),
+        ("def add(a, b):", ADDS, "def add(a, b):\n    return a + b", "right"),
+        ("import math\ndef add(a, b):\n", ADDS, "return math.fsum([a, b])", "right"),
+        (METHOD, ADDER, "return math.fsum([a, b])", "right"),
+        (METHOD, ADDER, "    c = a\n    return c + b", "right"),
+    ],
+)
+def test_grades_by_tests_and_a_stub(stub: str, check: str, completion: str, status: str) -> None:
     entry_point = check.split("(")[0].split()[-1]
     verdict = grade_by_tests(completion, check, entry_point, stub=stub, allow_code_execution=True)
-    assert verdict.status == "right", verdict.detail
+    assert verdict.status == status, verdict.detail
 
 
 def test_the_stub_alone_is_no_answer():
@@ -98,50 +122,10 @@ def test_the_stub_alone_is_no_answer():
             assert namespace["f"](3) is None
 
 
-def test_extraction_stays_fast_on_long_nonsense():
-    started = time.perf_counter()
-    extract_code("def f(x):\n    return x\n" + "word word\n" * 2000, "f", stub=STUB)
-    extract_code("```python\n" * 5000, "f", stub=STUB)
-    assert time.perf_counter() - started < 5
-
-
-def test_grades_say_what_happened():
-    def grade(completion: str) -> str:
-        return grade_by_tests(
-            completion, "assert f(3) == 9", "f", stub=STUB, allow_code_execution=True
-        ).status
-
-    assert grade("```\ndef f(x):\n    return x * x\n```") == "right"
-    assert grade("    pass\n") == "wrong"
-    assert grade("    return undefined\n") == "runtime_error"
-    assert grade("def f(x): return (") == "syntax_error"
-    assert grade("") == "no_answer"
-
-
-ADD = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
-
-
-@pytest.mark.parametrize(
-    ("completion", "code"),
-    [
-        (ADD, "a, b = map(int, input().split())\nprint(a + b)\n"),
-        ("print(1)", "print(1)"),
-        ("```python\nprint(1)\n```\nor\n```\nprint(2)\n```", "print(2)\n"),
-        ("```python\nprint(1)\n```\n```python\nprint(2\n```", "print(1)\n"),
-        ("```bash\nls\n```\n```python\nprint(1)", "print(1)"),
-    ],
-)
-def test_the_last_block_that_compiles_is_the_program(completion: str, code: str) -> None:
-    found = extract_code(completion)
-    assert (found.code, found.problem) == (code, "")
-
-
-def test_what_is_no_program_is_told_apart() -> None:
-    assert extract_code(" \n").problem == "the completion holds no code"
-    assert extract_code("```python\n\n```").code == "```python\n\n```"  # the text is all there is
-    found = extract_code("```python\nprint(\n```")
-    assert found.is_syntax_error
-    assert found.code == "print(\n"
+def test_long_nonsense_is_parsed_in_bounded_time() -> None:
+    found = extract_code(f"{SQUARE}\n" + "word word\n" * 2000, "f", stub=STUB)
+    assert "bounded" not in found.problem
+    assert "bounded" not in extract_code("```python\n" * 5000, "f", stub=STUB).problem
 
 
 @pytest.mark.slow

@@ -8,8 +8,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from lit_dlm.grading.answers import extract_math, extract_number, last_boxed, parse_number
 from lit_dlm.grading.child import extraction, wire
@@ -92,7 +91,18 @@ _bodies = st.one_of(
 )
 
 
-@given(_bodies, st.booleans(), st.sampled_from(["load", "program", "call", "get", "set", "raw"]))
+REQUESTS = {
+    "load": lambda remote: all(type(name) is str for name in remote.load("x = 1")),
+    "program": lambda remote: type(remote.run_program("x = 1", "", most=99)) is str,
+    "call": lambda remote: [Handle(remote, "f")(1)],
+    "get": lambda remote: [Handle(remote, 0).value],
+    "set": lambda remote: not setattr(Handle(remote, 0), "value", 1),
+    "raw": lambda remote: type(remote.call_encoded("f", ["t", 1], seconds=1)) is bytes,
+}
+
+
+@given(_bodies, st.booleans(), st.sampled_from(sorted(REQUESTS)))
+@example(b'"error":["ValueError","x"]}', True, "call")
 def test_whatever_a_worker_replies_is_a_value_or_its_failure(
     reply: bytes, as_asked: bool, request: str
 ) -> None:
@@ -101,22 +111,13 @@ def test_whatever_a_worker_replies_is_a_value_or_its_failure(
     remote = Remote(liar, wall_seconds=1, value_bytes=1 << 16, explain_end=lambda: ("", ""))
     remote.wait_until_ready()
     try:
-        if request == "load":
-            assert all(type(name) is str for name in remote.load("x = 1"))
-        elif request == "program":
-            assert type(remote.run_program("x = 1", "", most=99)) is str
-        elif request == "call":
-            Handle(remote, "f")(1)
-        elif request == "get":
-            _ = Handle(remote, 0).value
-        elif request == "set":
-            Handle(remote, 0).value = 1
-        else:
-            assert type(remote.call_encoded("f", ["t", 1], seconds=1)) is bytes
+        is_right = REQUESTS[request](remote)
     except WorkerLostError:
         assert remote.failure is None
     except Exception:
         assert remote.failure is not None
+    else:
+        assert is_right
 
 
 @given(st.sampled_from(sorted(RULES)), _bodies)

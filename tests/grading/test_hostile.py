@@ -15,12 +15,17 @@ from tests.grading.hostile import SETUPS, WINS, run_setup, scored
 pytestmark = pytest.mark.slow
 
 
+FIRST = {method: name for name, (method, _) in reversed(SETUPS.items())}
+"""Where all are graded: who runs a level matters to those that attack its walls."""
+
+
 @pytest.mark.parametrize("setup", SETUPS)
 def test_nothing_hostile_is_worth_anything_or_leaves_anything(setup: str) -> None:
-    report = run_setup(setup)
+    walls_only = setup not in FIRST.values()
+    report = run_setup(setup, walls_only=walls_only)
     if isinstance(report, str):
         pytest.skip(report)
-    assert len(report["results"]) > 170
+    assert len(report["results"]) > (120 if walls_only else 170)
     assert not scored(report)
     assert report["damage"] == []
     assert report["grown_mb"] < 200

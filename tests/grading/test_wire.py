@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import collections
+import functools
 import json
 import math
 import os
 import time
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from lit_dlm.grading.child import remote, wire
 
@@ -60,49 +60,33 @@ def test_decoding_undoes_encoding_with_types(value):
     assert _same(_there_and_back(value), value)
 
 
+LONG = pytest.param(10**5000, id="long")
+
+
 @pytest.mark.parametrize(
-    "value",
-    [-0.0, math.inf, -math.inf, pytest.param(10**5000, id="long"), -(2**53), 2**53, range(3)],
+    "value", [-0.0, math.inf, -math.inf, math.nan, LONG, -(2**53), 2**53, range(3), int, str]
 )
-def test_numbers_json_handles_badly_survive(value):
-    back = _there_and_back(value)
-    assert back == value
+def test_values_json_handles_badly_survive(value):
+    (back,) = _there_and_back([value])
+    assert back == value or (back != back and value != value)
     assert type(back) is type(value)
     if value == 0:
         assert math.copysign(1, back) == -1
 
 
-def test_nan_stays_nan():
-    assert math.isnan(_there_and_back([math.nan, "x"])[0])
-
-
-class _AlwaysEqual(list):
-    def __eq__(self, other):
-        return True
-
-    def __iter__(self):
-        return iter([42])
-
-    __hash__ = None
-
-
-class _LyingInt(int):
-    def __eq__(self, other):
-        return True
-
-    def __hash__(self):
-        return 0
-
-
-Point = collections.namedtuple("Point", "x y")
+LIES = {
+    "__eq__": lambda self, other: True,
+    "__iter__": lambda self: iter([42]),
+    "__hash__": lambda self: 0,
+}
 
 
 @pytest.mark.parametrize(
     ("value", "plain"),
     [
-        (_AlwaysEqual([1, 2]), [1, 2]),
-        (_LyingInt(7), 7),
-        (Point(1, 2), (1, 2)),
+        (type("Lies", (list,), LIES)([1, 2]), [1, 2]),
+        (type("Lies", (int,), LIES)(7), 7),
+        (collections.namedtuple("Point", "x y")(1, 2), (1, 2)),
         (collections.Counter("aab"), {"a": 2, "b": 1}),
         (collections.OrderedDict(a=1), {"a": 1}),
     ],
@@ -123,28 +107,30 @@ def test_iterators_are_drained_and_views_stay_views():
     assert _there_and_back({1: 2}.items()) == {(1, 2)}
 
 
-def test_unknown_objects_need_a_handle():
-    with pytest.raises(wire.WireError, match="type object"):
-        wire.encode([object()])
+LOOP: list = []
+LOOP.append(LOOP)
+# 2**40 leaves from 41 small lists.
+DOUBLED = functools.reduce(lambda inner, _: [inner, inner], range(40), [0.5])
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([object()], "type object"),
+        (len, "type builtin_function_or_method"),
+        (LOOP, "nested"),
+        (DOUBLED, "too large"),
+        (iter(int, 1), "too large"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused(value, message):
+    with pytest.raises(wire.WireError, match=message):
+        wire.encode(value, max_bytes=1 << 16)
+
+
+def test_unknown_objects_travel_by_handle():
     assert wire.encode([object()], to_handle=lambda _: 3) == ["l", ["h", 3]]
     assert wire.decode(["l", ["h", 3]], from_handle=lambda n: f"#{n}") == ["#3"]
-    with pytest.raises(wire.WireError):
-        wire.decode(["h", 3])
-
-
-def test_cycles_and_growth_without_end_are_refused():
-    loop: list = []
-    loop.append(loop)
-    with pytest.raises(wire.WireError, match="nested"):
-        wire.encode(loop)
-    # 2**40 leaves from 41 small lists.
-    doubled: list = [0.5]
-    for _ in range(40):
-        doubled = [doubled, doubled]
-    with pytest.raises(wire.WireError, match="too large"):
-        wire.encode(doubled, max_bytes=1 << 16)
-    with pytest.raises(wire.WireError, match="too large"):
-        wire.encode(iter(int, 1), max_bytes=1 << 16)
 
 
 @pytest.mark.parametrize(
@@ -160,33 +146,25 @@ def test_malformed_structures_are_errors(hostile):
         wire.decode(hostile)
 
 
-def test_builtin_types_travel_by_name_but_functions_do_not():
-    assert _there_and_back([int, str]) == [int, str]
-    with pytest.raises(wire.WireError):
-        wire.encode(len)
-
-
 def test_channel_respects_deadline_limit_and_end():
     read_fd, write_fd = os.pipe()
-    try:
-        channel = wire.Channel(read_fd, write_fd, max_bytes=100)
+    channel = wire.Channel(read_fd, write_fd, max_bytes=100)
+    with os.fdopen(read_fd), os.fdopen(write_fd, "wb", buffering=0) as sender:
         channel.send([1, "two"])
         assert wire.parse(channel.receive()) == [1, "two"]
         with pytest.raises(wire.WireError, match="over 100"):
             channel.send("x" * 200)
         with pytest.raises(wire.ChannelTimeoutError):
             channel.receive(deadline=time.monotonic() + 0.02)
-        os.write(write_fd, b"\x7f\xff\xff\xff")
+        sender.write(b"\x7f\xff\xff\xff")
         with pytest.raises(wire.WireError, match="over 100"):
             channel.receive()
-        os.write(write_fd, b"\x00\x00\x00\x01{")
+        sender.write(b"\x00\x00\x00\x01{")
         with pytest.raises(wire.WireError, match="not JSON"):
             wire.parse(channel.receive())
-    finally:
-        os.close(write_fd)
+        sender.close()
         with pytest.raises(wire.ChannelClosedError):
             channel.receive()
-        os.close(read_fd)
 
 
 def test_the_time_to_put_the_walls_up_is_not_the_candidates(monkeypatch):

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,14 +11,16 @@ from lit_dlm.heads.acceptance import (
     response_offsets,
     sinusoids,
 )
+from lit_dlm.heads.value import ValueHead
 
 SMALL = AcceptanceConfig(width=16, num_layers=2, num_heads=2, ffn_width=32, dropout=0.0)
 
 
 def small_head(**changes: object) -> AcceptanceHead:
     torch.manual_seed(0)
-    values = {name: getattr(SMALL, name) for name in SMALL.__dataclass_fields__}
-    return AcceptanceHead(5, AcceptanceConfig(**{**values, **changes})).eval()
+    head = AcceptanceHead(5, replace(SMALL, **changes)).eval()
+    torch.nn.init.normal_(head.tau_head.weight)
+    return head
 
 
 def inputs(B: int = 2, R: int = 6) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -35,61 +39,44 @@ def test_published_sizes_give_6_340_226_parameters() -> None:
 
 
 def test_decision_is_logit_minus_the_threshold_of_its_row() -> None:
-    head = small_head()
-    torch.nn.init.normal_(head.tau_head.weight)
-    output = head(*inputs())
+    output = small_head()(*inputs())
     assert output.tau.abs().min() > 0
-    for row in range(2):
-        torch.testing.assert_close(
-            output.decision_logits[row], output.logits[row] - output.tau[row]
-        )
+    torch.testing.assert_close(output.decision_logits, output.logits - output.tau[:, None])
 
 
 @pytest.mark.parametrize("positions", ["frontier", "learned"])
-def test_invisible_positions_change_nothing(positions: str) -> None:
+def test_invisible_and_padded_positions_change_nothing(positions: str) -> None:
+    """Values that are no numbers, positions left out, and two padded columns in front."""
     head = small_head(positions=positions)
     features, state, visible = inputs()
-    visible = visible.clone()
-    visible[:, 4:] = False
-    base = head(features, state, visible)
-    garbage = features.clone()
-    garbage[:, 4:] = float("nan")
-    other = head(garbage, state, visible)
-    assert torch.equal(base.logits[:, :4], other.logits[:, :4])
-    assert torch.equal(base.tau, other.tau)
-    short = head(features[:, :4], state[:, :4], visible[:, :4])
-    torch.testing.assert_close(base.logits[:, :4], short.logits)
-
-
-@pytest.mark.parametrize("positions", ["frontier", "learned"])
-def test_left_padding_changes_nothing(positions: str) -> None:
-    """Two padded columns in front, marked as prompt and invisible."""
-    head = small_head(positions=positions)
-    features, state, visible = inputs()
+    whole = head(features, state, visible)
     pad = torch.nn.functional.pad
     padded = head(
         pad(features, (0, 0, 2, 0), value=9.0),
         pad(state, (2, 0)),
         pad(visible, (2, 0), value=False),
     )
-    torch.testing.assert_close(padded.logits[:, 2:], head(features, state, visible).logits)
+    torch.testing.assert_close(padded.logits[:, 2:], whole.logits)
+    visible[:, 4:] = False
+    base = head(features, state, visible)
+    short = head(features[:, :4], state[:, :4], visible[:, :4])
+    torch.testing.assert_close(base.logits[:, :4], short.logits)
+    features[:, 4:] = torch.nan
+    other = head(features, state, visible)
+    assert torch.equal(base.logits[:, :4], other.logits[:, :4])
+    assert torch.equal(base.tau, other.tau)
 
 
 def test_every_visible_position_informs_every_other() -> None:
-    head = small_head()
     features, state, visible = inputs(B=1)
-    features.requires_grad_()
-    head(features, state, visible).logits[0, 0].backward()
+    small_head()(features.requires_grad_(), state, visible).logits[0, 0].backward()
     assert features.grad is not None
     assert (features.grad[0].abs().sum(-1) > 0).all()
 
 
-def test_frontier_distance_counts_from_the_leftmost_masked_position() -> None:
+def test_positions_count_from_the_leftmost_mask_or_from_the_prompt_to_the_table_end() -> None:
     is_gen = torch.tensor([[False, False, True, False, True], [True, True, False, False, False]])
     assert frontier_distance(is_gen).tolist() == [[-2, -1, 0, 1, 2], [0, 1, 2, 3, 4]]
-
-
-def test_response_offsets_start_behind_the_prompt_and_stop_at_the_table_end() -> None:
     state = torch.tensor([[0, 0, 1, 2, 2, 2]])
     assert response_offsets(state).tolist() == [[0, 0, 1, 2, 3, 4]]
     assert response_offsets(torch.ones(1, 400).long()).amax() == 256
@@ -99,7 +86,6 @@ def test_response_offsets_start_behind_the_prompt_and_stop_at_the_table_end() ->
 def test_packed_features_score_alike(positions: str) -> None:
     """States with two, none and all of six positions visible; the first has a gap."""
     head = small_head(positions=positions)
-    torch.nn.init.normal_(head.tau_head.weight)
     features, state, _ = inputs(B=3)
     visible = torch.tensor([[0, 1, 0, 1, 0, 0], [0] * 6, [1] * 6]).bool()
     whole = head(features, state, visible)
@@ -131,3 +117,16 @@ def test_accepted_are_at_or_above_the_threshold_and_the_cap_keeps_the_best() -> 
     capped = accepted(logits, candidates, threshold=0.5, max_accept=2)
     assert free.tolist() == [[True, True, False, True, False]]
     assert capped.tolist() == [[False, True, False, True, False]]
+
+
+def test_values_start_at_zero_and_are_linear_in_float32() -> None:
+    head = ValueHead(3)
+    rows = torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 1.0]])
+    assert head(rows).tolist() == [0.0, 0.0]
+    with torch.no_grad():
+        head.weight.copy_(torch.tensor([1.0, -1.0, 0.5]))
+    assert head(rows).tolist() == [0.5, 0.5]
+    assert head(rows.bfloat16()).dtype == torch.float32
+    assert head(rows.double()).dtype == torch.float64
+    head(rows).sum().backward()
+    assert head.weight.grad.tolist() == [1.0, 2.0, 4.0]

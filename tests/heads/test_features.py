@@ -2,24 +2,22 @@ import math
 
 import torch
 
-from lit_dlm.heads.features import (
+from lit_dlm.heads.projection import (
     FeatureSettings,
+    Projector,
+    ProjectorConfig,
     acceptance_features,
     feature_groups,
     log_odds,
     num_features,
 )
-from lit_dlm.heads.projection import Projector, ProjectorConfig
 
 CONFIG = ProjectorConfig(hidden_size=8, hidden_rank=3, delta_rank=2, kind="random_orthogonal")
 PLAIN = FeatureSettings(entropy=False, margin=False)
 
 
-def test_published_feature_count_is_833() -> None:
+def test_published_feature_count_is_833_and_groups_follow_the_feature_order() -> None:
     assert num_features(ProjectorConfig(hidden_size=3584), PLAIN) == 833
-
-
-def test_groups_follow_the_feature_order() -> None:
     assert feature_groups(CONFIG, FeatureSettings()) == (3, 3, 3, 2, 2, 1, 1, 1)
     assert feature_groups(CONFIG, PLAIN) == (3, 3, 3, 2, 2, 1)
 
@@ -31,23 +29,16 @@ def test_log_odds_are_exact_and_clipped() -> None:
     torch.testing.assert_close(values, expected)
 
 
-def test_features_are_projection_then_scalars() -> None:
+def test_features_are_projection_then_scalars_and_finite_without_a_proposal() -> None:
     projector = Projector.random_orthogonal(CONFIG)
     hidden, prob = torch.randn(2, 5, 3, 8), torch.rand(2, 5)
     entropy, margin = torch.rand(2, 5), torch.rand(2, 5)
     features = acceptance_features(
         projector, hidden, prob, settings=FeatureSettings(), entropy=entropy, margin=margin
     )
-    assert torch.equal(features[..., :13], projector(hidden))
-    assert torch.equal(features[..., 13], log_odds(prob))
-    assert torch.equal(features[..., 14], entropy)
-    assert torch.equal(features[..., 15], log_odds(margin))
-
-
-def test_position_without_a_proposal_has_finite_features() -> None:
-    projector = Projector.random_orthogonal(CONFIG)
-    features = acceptance_features(
-        projector, torch.zeros(1, 1, 3, 8), torch.tensor([[float("nan")]]), settings=PLAIN
-    )
+    scalars = torch.stack([log_odds(prob), entropy, log_odds(margin)], dim=-1)
+    assert torch.equal(features, torch.cat([projector(hidden), scalars], dim=-1))
+    nothing = torch.zeros(1, 1, 3, 8), torch.tensor([[torch.nan]])
+    features = acceptance_features(projector, *nothing, settings=PLAIN)
     assert features.isfinite().all()
     assert features[0, 0, -1] == 0.0

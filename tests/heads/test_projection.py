@@ -1,5 +1,5 @@
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -7,20 +7,13 @@ import torch
 from lit_dlm.heads.projection import PCAFitter, Projector, ProjectorConfig
 
 SMALL = ProjectorConfig(hidden_size=12, hidden_rank=4, delta_rank=2)
-
-
-def low_rank_hidden(num_rows: int, D: int = 12, rank: int = 2, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    basis = torch.randn(3, rank, D, generator=generator)
-    codes = torch.randn(num_rows, 3, 1, rank, generator=generator)
-    return (codes @ basis)[:, :, 0]
+RANDOM = replace(SMALL, kind="random_orthogonal")
 
 
 def test_output_is_snapshots_then_deltas_of_neighbours() -> None:
     """Features of one depth depend on that depth; deltas on the difference of two depths."""
-    config = ProjectorConfig(hidden_size=12, hidden_rank=4, delta_rank=2, kind="random_orthogonal")
-    projector = Projector.random_orthogonal(config)
-    assert config.groups == (4, 4, 4, 2, 2)
+    projector = Projector.random_orthogonal(RANDOM)
+    assert RANDOM.groups == (4, 4, 4, 2, 2)
     hidden = torch.randn(5, 3, 12)
     z = projector(hidden)
     assert projector.num_features == z.shape[-1] == 16
@@ -31,10 +24,8 @@ def test_output_is_snapshots_then_deltas_of_neighbours() -> None:
 
 
 def test_random_directions_are_orthonormal_and_seeded() -> None:
-    config = ProjectorConfig(hidden_size=16, hidden_rank=6, delta_rank=3, kind="random_orthogonal")
-    first, again = (Projector.random_orthogonal(config, seed=7) for _ in range(2))
-    other = Projector.random_orthogonal(config, seed=8)
-    torch.testing.assert_close(first.hidden_weight @ first.hidden_weight.T, torch.eye(6))
+    first, again, other = (Projector.random_orthogonal(RANDOM, seed=seed) for seed in (7, 7, 8))
+    torch.testing.assert_close(first.hidden_weight @ first.hidden_weight.T, torch.eye(4))
     assert first.digest() == again.digest() != other.digest()
 
 
@@ -62,73 +53,56 @@ def test_pca_equals_the_singular_vectors_of_the_centred_rows() -> None:
     )
 
 
-def test_saved_projector_loads_equal(tmp_path: Path) -> None:
-    fitter = PCAFitter(ProjectorConfig(hidden_size=12, hidden_rank=4, delta_rank=2))
-    fitter.update(low_rank_hidden(50))
-    projector = fitter.finish()
-    projector.save(tmp_path / "projector")
-    loaded = Projector.load(tmp_path / "projector")
-    hidden = low_rank_hidden(7, seed=3)
-    assert loaded.digest() == projector.digest()
-    assert torch.equal(loaded(hidden), projector(hidden))
-
-
-def test_changed_weights_are_refused(tmp_path: Path) -> None:
-    config = ProjectorConfig(hidden_size=8, hidden_rank=4, delta_rank=2, kind="random_orthogonal")
-    Projector.random_orthogonal(config, seed=0).save(tmp_path)
+def test_a_saved_projector_loads_equal_or_is_refused_with_changed_weights(tmp_path: Path) -> None:
+    fitter = PCAFitter(SMALL)
+    fitter.update(torch.randn(50, 3, 12))
+    fitted = fitter.finish()
+    fitted.save(tmp_path)
+    loaded, hidden = Projector.load(tmp_path), torch.randn(7, 3, 12)
+    assert loaded.digest() == fitted.digest()
+    assert torch.equal(loaded(hidden), fitted(hidden))
     weights = (tmp_path / "projector.safetensors").read_bytes()
-    Projector.random_orthogonal(config, seed=1).save(tmp_path)
+    Projector.random_orthogonal(RANDOM).save(tmp_path)
     (tmp_path / "projector.safetensors").write_bytes(weights)
     with pytest.raises(ValueError, match=r"damaged, or projector\.json and"):
         Projector.load(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: PCAFitter(SMALL).finish(), "at least 4 positions"),
-        (lambda: ProjectorConfig(hidden_size=96), r"hidden_rank.*hidden_size=96.*256"),
-    ],
-)
-def test_what_does_not_fit_is_refused(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 4 positions"):
+        PCAFitter(SMALL).finish()
+    with pytest.raises(ValueError, match=r"hidden_rank.*hidden_size=96.*256"):
+        ProjectorConfig(hidden_size=96)
 
 
-def release_checkpoint(inner: int = 0, D: int = 12, ranks: tuple[int, int] = (4, 2)) -> dict:
+def write_release(folder: Path, inner: int = 0) -> tuple[Path, dict[str, torch.nn.Module]]:
     """Random networks in the layout of the release's file."""
     torch.manual_seed(3)
-    networks = {}
-    for name, rank in zip(("hidden", "delta"), ranks, strict=True):
-        norm = torch.nn.LayerNorm(D)
+    networks: dict[str, torch.nn.Module] = {}
+    for name, rank in (("hidden", 4), ("delta", 2)):
+        norm = torch.nn.LayerNorm(12)
         torch.nn.init.normal_(norm.weight)
         torch.nn.init.normal_(norm.bias)
         layers = (
-            [torch.nn.Linear(D, inner), torch.nn.GELU(), torch.nn.Dropout(0.1)] if inner else []
+            [torch.nn.Linear(12, inner), torch.nn.GELU(), torch.nn.Dropout(0.1)] if inner else []
         )
-        encoder = torch.nn.Sequential(*layers, torch.nn.Linear(inner or D, rank))
+        encoder = torch.nn.Sequential(*layers, torch.nn.Linear(inner or 12, rank))
         networks |= {f"{name}_norm": norm, f"{name}_encoder": encoder.eval()}
-    facts = {"d_model": D, "d_hidden_bottleneck": ranks[0], "d_delta_bottleneck": ranks[1]}
-    return {"networks": networks, "autoencoder_config": {**facts, "dropout": 0.1}}
-
-
-def write_release(folder: Path, checkpoint: dict) -> Path:
-    state = {name: network.state_dict() for name, network in checkpoint["networks"].items()}
+    config = {"d_model": 12, "d_hidden_bottleneck": 4, "d_delta_bottleneck": 2, "dropout": 0.1}
+    state = {name: network.state_dict() for name, network in networks.items()}
     path = folder / "best_val_loss.pt"
-    stored = {"autoencoder_config": checkpoint["autoencoder_config"], "projection_state": state}
-    torch.save(stored, path)
-    return path
+    torch.save({"autoencoder_config": config, "projection_state": state}, path)
+    return path, networks
 
 
 @pytest.mark.parametrize("inner", [0, 7])
 def test_the_released_autoencoder_loads_as_a_projector(tmp_path: Path, inner: int) -> None:
     """Slow reference: its normalisations and encoders applied one snapshot at a time."""
-    checkpoint = release_checkpoint(inner)
-    projector = Projector.load(write_release(tmp_path, checkpoint))
+    path, network = write_release(tmp_path, inner)
+    projector = Projector.load(path)
     assert projector.config.groups == (4, 4, 4, 2, 2)
     # Small deltas, where the eps of the normalisation counts.
     hidden = torch.randn(5, 1, 12) + 0.01 * torch.randn(5, 3, 12)
-    network = checkpoint["networks"]
     expected = [network["hidden_encoder"](network["hidden_norm"](hidden[:, k])) for k in range(3)]
     expected += [
         network["delta_encoder"](network["delta_norm"](hidden[:, k + 1] - hidden[:, k]))
@@ -139,20 +113,17 @@ def test_the_released_autoencoder_loads_as_a_projector(tmp_path: Path, inner: in
     assert Projector.load(tmp_path / "ours").digest() == projector.digest()
 
 
-@pytest.mark.parametrize(
-    "stored",
-    [
-        {"autoencoder_config": {"d_model": 13}},
-        {"projection_state": {"hidden_norm": {}}},
-        {"weight": torch.zeros(2)},
-    ],
-)
-def test_other_content_of_a_released_file_is_refused(tmp_path: Path, stored: dict) -> None:
-    path = write_release(tmp_path, release_checkpoint())
+def test_other_content_of_a_released_file_is_refused(tmp_path: Path) -> None:
+    path, _ = write_release(tmp_path)
     whole = torch.load(path, weights_only=True)
-    torch.save({**whole, **stored} if "weight" not in stored else stored, path)
-    with pytest.raises(ValueError, match=r"best_val_loss\.pt: other settings"):
-        Projector.load(path)
+    for stored in (
+        {**whole, "autoencoder_config": {"d_model": 13}},
+        {**whole, "projection_state": {"hidden_norm": {}}},
+        {"weight": torch.zeros(2)},
+    ):
+        torch.save(stored, path)
+        with pytest.raises(ValueError, match=r"best_val_loss\.pt: other settings"):
+            Projector.load(path)
     torch.save({"model": torch.nn.Linear(2, 2)}, path)
     with pytest.raises(ValueError, match="not a checkpoint of tensors"):
         Projector.load(path)

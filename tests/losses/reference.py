@@ -1,9 +1,27 @@
-"""Entropy ranking as slow, obvious loops."""
+"""Responses to corrupt, and entropy ranking as slow, obvious loops."""
 
-from __future__ import annotations
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from lit_dlm.losses.states import Responses
+
+
+def responses(B: int = 4, G: int = 8, answer: int = 6, **changes: Any) -> Responses:
+    """Answers of some cells and the rest padding; one cell a step, from the right."""
+    maskable = (torch.arange(G) < answer).expand(B, -1)
+    values: dict[str, Any] = {
+        "maskable": maskable,
+        "seeds": torch.arange(B) + 100,
+        "steps": torch.where(maskable, answer - 1 - torch.arange(G), -1),
+    }
+    return Responses(**{**values, **changes})
+
+
+def rows(*values: str) -> torch.Tensor:
+    """One bool row per string, ``1`` is True."""
+    return torch.tensor([[char == "1" for char in row] for row in values])
 
 
 def entropy_of(logits: Tensor) -> Tensor:

@@ -9,11 +9,7 @@ from lit_dlm.losses.acceptance import (
     acceptance_weights,
     prefix_crop,
 )
-
-
-def rows(*values: str) -> torch.Tensor:
-    """One bool row per string, ``1`` is True."""
-    return torch.tensor([[char == "1" for char in row] for row in values])
+from tests.losses.reference import rows
 
 
 def test_weights_match_hand_values() -> None:
@@ -49,12 +45,8 @@ def test_loss_matches_hand_value() -> None:
 
     BCE: log 2 and log(1 + e^-1); loss = (log 2 + 2 log(1 + e^-1)) / 3 + 0.001 * 1.
     """
-    terms = acceptance_loss(
-        torch.tensor([[1.0, 0.0]]),
-        torch.tensor([1.0]),
-        rows("10"),
-        torch.tensor([[1.0, 2.0]]),
-    )
+    logits, weight = torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 2.0]])
+    terms = acceptance_loss(logits, torch.tensor([1.0]), rows("10"), weight)
     bce = (math.log(2) + 2 * math.log(1 + math.exp(-1))) / 3
     assert terms.total.item() == pytest.approx(bce + 0.001, rel=1e-6)
     assert terms.parts["bce"].item() == pytest.approx(bce, rel=1e-6)
@@ -67,7 +59,6 @@ def test_gradient_is_zero_outside_the_loss_set() -> None:
     label, is_gen, visible = rows("001010"), rows("001111"), rows("111110")
     weight = acceptance_weights(label, is_gen, torch.zeros_like(is_gen), visible)
     acceptance_loss(logits, torch.zeros(1), label, weight).total.backward()
-    assert logits.grad is not None
     assert (logits.grad[0] != 0).tolist() == [False, False, True, True, True, False]
     logits.grad = None
     nothing = acceptance_loss(logits, torch.zeros(1), label, torch.zeros(1, 6)).total
@@ -76,19 +67,15 @@ def test_gradient_is_zero_outside_the_loss_set() -> None:
     assert not logits.grad.any()
 
 
-def test_crop_keeps_prompt_and_the_rounded_share_of_the_response() -> None:
-    """Five response columns: ratio 0.5 rounds 2.5 to 2 (half to even), 0.25 to 1, 1 keeps all."""
-    in_response = rows("0011111").expand(3, -1)
-    masked = in_response
-    visible = prefix_crop(torch.tensor([0.5, 0.25, 1.0]), in_response, masked, masked)
-    assert visible.tolist() == rows("1111000", "1110000", "1111111").tolist()
+def test_crop_keeps_the_prompt_and_the_rounded_share_of_each_response() -> None:
+    """Five response columns: ratio 0.5 rounds 2.5 to 2 (half to even), 0.25 to 1, 1 keeps all.
 
-
-def test_crop_counts_the_response_of_each_row() -> None:
-    """A response of two in a batch with one of four: half of two is one, of four is two."""
-    in_response = rows("01100", "01111")
-    visible = prefix_crop(torch.tensor([0.5, 0.5]), in_response, in_response, in_response)
-    assert (visible & in_response).tolist() == rows("01000", "01100").tolist()
+    Half of a response of two in the same batch is one.
+    """
+    given = rows("0011111", "0011111", "0011111", "0011000")
+    visible = prefix_crop(torch.tensor([0.5, 0.25, 1.0, 0.5]), given, given, given)
+    assert visible[:3].tolist() == rows("1111000", "1110000", "1111111").tolist()
+    assert (visible & given)[3].tolist() == rows("0010000")[0].tolist()
 
 
 @pytest.mark.parametrize("label", ["0001", "1000"])
@@ -99,23 +86,13 @@ def test_crop_is_undone_when_the_prefix_has_no_masked_positive(label: str) -> No
 
 
 def test_wrong_traces_get_their_own_weight() -> None:
-    weight = acceptance_weights(
-        rows("10", "10"),
-        rows("11", "11"),
-        rows("00", "00"),
-        rows("11", "11"),
-        is_correct=torch.tensor([True, False]),
-        settings=AcceptanceLossSettings(wrong_trace_weight=0.25),
-    )
+    given = rows("10", "10"), rows("11", "11"), rows("00", "00"), rows("11", "11")
+    settings = AcceptanceLossSettings(wrong_trace_weight=0.25)
+    is_correct = torch.tensor([True, False])
+    weight = acceptance_weights(*given, is_correct=is_correct, settings=settings)
     torch.testing.assert_close(weight, torch.tensor([[1.0, 2.0], [0.25, 0.5]]))
-
-
-def test_weighing_wrong_traces_needs_grades() -> None:
     with pytest.raises(ValueError, match="expected graded traces"):
-        acceptance_weights(
-            rows("10"), rows("11"), rows("00"), rows("11"),
-            settings=AcceptanceLossSettings(wrong_trace_weight=0.0),
-        )  # fmt: skip
+        acceptance_weights(*given, settings=settings)
 
 
 def test_mean_of_parts_with_a_common_norm_is_the_loss_of_the_whole() -> None:

@@ -14,25 +14,13 @@ from lit_dlm.losses.corruption import (
     TimeDelay,
     TraceMasking,
 )
-from lit_dlm.losses.grouping import NEVER, group_rows, step_groups
-from lit_dlm.losses.states import Responses, target_weights
-
-
-def responses(B: int = 4, G: int = 8, **changes: Any) -> Responses:
-    """Answers of 6 cells and two of padding; one cell a step, from the right."""
-    maskable = (torch.arange(G) < 6).expand(B, -1)
-    values: dict[str, Any] = {
-        "maskable": maskable,
-        "seeds": torch.arange(B) + 100,
-        "steps": torch.where(maskable, 5 - torch.arange(G), -1),
-    }
-    return Responses(**{**values, **changes})
+from lit_dlm.losses.states import NEVER, Responses, group_rows, step_groups, target_weights
+from tests.losses.reference import responses, rows
 
 
 def unordered(maskable: torch.Tensor) -> Responses:
     """Where no corruption asks for the steps."""
-    seeds = torch.arange(len(maskable)) + 100
-    return Responses(maskable=maskable, seeds=seeds, steps=torch.zeros_like(maskable).long())
+    return responses(*maskable.shape, maskable=maskable)
 
 
 ALL = [
@@ -50,12 +38,8 @@ ALL = [
 @pytest.mark.parametrize("corruption", ALL, ids=lambda c: type(c).__name__)
 def test_noise_belongs_to_the_sample_and_not_to_the_batch(corruption: Any) -> None:
     whole = corruption.states(responses())
-    kept = torch.tensor([3, 1])
-    full = responses()
-    part = corruption.states(
-        Responses(maskable=full.maskable[kept], seeds=full.seeds[kept], steps=full.steps[kept])
-    )
-    for row, number in enumerate(kept.tolist()):
+    part = corruption.states(responses(B=2, seeds=torch.tensor([103, 101])))
+    for row, number in enumerate([3, 1]):
         for name in ("hidden", "supervised", "weight"):
             one = getattr(whole, name)[whole.sample == number]
             other = getattr(part, name)[part.sample == row]
@@ -114,10 +98,11 @@ def test_states_that_hid_nothing_count_in_the_bound(num_cells: int) -> None:
 def test_only_states_with_targets_count_in_a_mean_of_their_targets() -> None:
     """The sum over the length does count the others, also block by block."""
     one_cell = unordered(torch.ones(16, 1, dtype=torch.bool))
+    weight: Any
     for weight, wanted in (("1/num_targets", None), ("1/length", 16)):
         for corruption in (
-            RandomMasking(weight=weight),  # type: ignore[arg-type]
-            SemiAutoregressive(block_size=1, weight=weight),  # type: ignore[arg-type]
+            RandomMasking(weight=weight),
+            SemiAutoregressive(block_size=1, weight=weight),
         ):
             states = corruption.states(one_cell)
             targets = int(states.supervised.sum())
@@ -125,65 +110,36 @@ def test_only_states_with_targets_count_in_a_mean_of_their_targets() -> None:
             assert states.num_units() == (wanted or targets)
 
 
-def sliced_whole(**options: Any) -> SemiAutoregressive:
-    """Hides every cell of its block."""
-    corruption = SemiAutoregressive(**options)
-    corruption.noise.min_t = corruption.noise.max_t = 1.0
-    return corruption
-
-
 def test_sliced_blocks_show_what_comes_before_and_hide_what_comes_after() -> None:
-    states = sliced_whole(block_size=4).states(responses(B=1))
-    assert states.hidden.int().tolist() == [[1] * 8, [0, 0, 0, 0, 1, 1, 1, 1]]
-    assert states.supervised.int().tolist() == [
-        [1, 1, 1, 1, 0, 0, 0, 0],
-        [0, 0, 0, 0, 1, 1, 0, 0],
-    ]
+    """At a level of 1, which hides every cell of its block."""
+    corruption = SemiAutoregressive(block_size=4)
+    corruption.noise.min_t = corruption.noise.max_t = 1.0
+    states = corruption.states(responses(B=1))
+    assert states.hidden.equal(rows("11111111", "00001111"))
+    assert states.supervised.equal(rows("11110000", "00001100"))
 
 
 def test_trace_states_replay_the_decode_in_groups_of_steps() -> None:
     """Steps 5..0 from the left, two to a group: cells (4, 5), then (2, 3), then (0, 1)."""
     states = TraceMasking(shrink=2).states(responses(B=1))
-    assert states.supervised[:, :6].int().tolist() == [
-        [0, 0, 0, 0, 1, 1],
-        [0, 0, 1, 1, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-    ]
-    assert states.hidden[:, :6].int().tolist() == [
-        [1, 1, 1, 1, 1, 1],
-        [1, 1, 1, 1, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-    ]
+    assert states.supervised[:, :6].equal(rows("000011", "001100", "110000"))
+    assert states.hidden[:, :6].equal(rows("111111", "111100", "110000"))
     assert states.hidden[:, 6:].all()
 
 
 def test_trace_states_of_a_block_model_step_through_all_blocks_at_once() -> None:
     """Blocks of 3 with steps (2, 0, 0) and (1, 5, 3): groups (1, 0, 0) and (0, 2, 1)."""
-    states = TraceMasking().states(
-        Responses(
-            maskable=torch.ones(1, 6, dtype=torch.bool),
-            seeds=torch.zeros(1, dtype=torch.long),
-            steps=torch.tensor([[2, 0, 0, 1, 5, 3]]),
-            blocks=torch.tensor([[0, 0, 0, 1, 1, 1]]),
-        )
-    )
-    assert states.supervised.int().tolist() == [
-        [0, 1, 1, 1, 0, 0],
-        [1, 0, 0, 0, 0, 1],
-        [0, 0, 0, 0, 1, 0],
-    ]
-    assert states.hidden.int().tolist() == [
-        [1, 1, 1, 1, 1, 1],
-        [1, 0, 0, 0, 1, 1],
-        [0, 0, 0, 0, 1, 0],
-    ]
+    steps, blocks = torch.tensor([[2, 0, 0, 1, 5, 3]]), torch.tensor([[0, 0, 0, 1, 1, 1]])
+    states = TraceMasking().states(responses(B=1, G=6, steps=steps, blocks=blocks))
+    assert states.supervised.equal(rows("011100", "100001", "000010"))
+    assert states.hidden.equal(rows("111111", "100011", "000010"))
 
 
 def test_rows_per_sample_draws_distinct_groups() -> None:
     groups = step_groups(torch.arange(9).expand(50, -1), torch.ones(50, 9, dtype=torch.bool))
     sample, group, _ = group_rows(groups, 4, torch.arange(50), stream=1)
     assert torch.bincount(sample).tolist() == [4] * 50
-    assert len({(s, g) for s, g in zip(sample.tolist(), group.tolist(), strict=True)}) == 200
+    assert len(set(zip(sample.tolist(), group.tolist(), strict=True))) == 200
     assert set(group.tolist()) == set(range(9))
 
 
@@ -219,15 +175,13 @@ def test_reference_range_leaves_short_decodes_without_a_target() -> None:
 
 
 def test_weights_by_hand() -> None:
-    """Three targets of an answer of four cells: 1/3 each, or 1/4 each."""
+    """Three targets of an answer of four cells: 1/3 each, or 1/4 each, at a level of 1/2 twice."""
     supervised = torch.tensor([[True, True, True, False]])
     maskable = torch.ones(1, 4, dtype=torch.bool)
-    third = target_weights("1/num_targets", supervised, maskable, None)
-    torch.testing.assert_close(third, torch.tensor([[1 / 3, 1 / 3, 1 / 3, 0.0]]))
-    quarter = target_weights("1/length", supervised, maskable, None)
-    assert quarter.tolist() == [[0.25, 0.25, 0.25, 0.0]]
     level = torch.full((1, 4), 0.5)
-    assert target_weights("1/t", supervised, maskable, level).tolist() == [[0.5, 0.5, 0.5, 0.0]]
+    for weight, wanted in {"1/num_targets": 1 / 3, "1/length": 1 / 4, "1/t": 1 / 2}.items():
+        found = target_weights(weight, supervised, maskable, level)  # type: ignore[arg-type]
+        torch.testing.assert_close(found, supervised * wanted)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +9,7 @@ import torch
 
 from lit_dlm.losses.ranking import RankingTerms, entropy_ranking
 from tests.losses.reference import entropy_of, slow_ranking
-
-CASES = Path(__file__).parents[2].parent / "shared" / "data" / "tabom_rank_cases.json"
-
-
-def cases(kind: str) -> list[dict[str, Any]]:
-    return json.loads(CASES.read_text())[kind] if CASES.is_file() else []
+from tests.shared_data import tabom_cases
 
 
 def loss_of(terms: RankingTerms) -> torch.Tensor:
@@ -24,22 +17,19 @@ def loss_of(terms: RankingTerms) -> torch.Tensor:
     return terms.row_terms.sum() / (terms.num_pairs > 0).sum().clamp_min(1)
 
 
-def as_cuts(cut: int | list[int | None] | None, num_rows: int = 1) -> torch.Tensor:
-    cuts = cut if isinstance(cut, list) else [cut] * num_rows
-    return torch.tensor([-1 if one is None else one for one in cuts])
+CUT_0 = torch.tensor([0])
 
 
-@pytest.mark.skipif(not CASES.is_file(), reason=f"no reference cases at {CASES}")
 @pytest.mark.parametrize("ties", ["strict", "position"])
-@pytest.mark.parametrize("case", cases("rank_cases"), ids=lambda case: case["name"])
+@pytest.mark.parametrize("case", tabom_cases("rank_cases"), ids=lambda case: case["name"])
 def test_reference_cases(case: dict[str, Any], ties: Any) -> None:
     logits = torch.tensor(case["logits"], dtype=torch.float64, requires_grad=True)
-    entropy = entropy_of(logits)
+    cuts = case["cut"] if isinstance(case["cut"], list) else [case["cut"]] * len(logits)
     terms = entropy_ranking(
-        entropy,
+        entropy_of(logits),
         torch.tensor(case["steps"]),
         torch.tensor(case["supervised"]),
-        as_cuts(case["cut"], len(logits)),
+        torch.tensor([-1 if cut is None else cut for cut in cuts]),
         window=case["window"],
         margin=case["margin"],
         ties=ties,
@@ -59,13 +49,12 @@ def test_a_row_without_a_cut_has_no_pairs(window: int | None) -> None:
     """All four are marked as supervised and two of six pairs are out of order."""
     entropy = torch.tensor([[1.0, 2.0, 0.5, 3.0]], requires_grad=True)
     given = torch.arange(4)[None], torch.ones(1, 4, dtype=torch.bool)
-    terms = entropy_ranking(entropy, *given, as_cuts(-1), window=window, margin=0.1)
+    terms = entropy_ranking(entropy, *given, CUT_0 - 1, window=window, margin=0.1)
     loss_of(terms).backward()
     assert loss_of(terms).item() == 0.0
     assert terms.num_pairs.tolist() == [0]
-    assert entropy.grad is not None
     assert not entropy.grad.any()
-    found = entropy_ranking(entropy, *given, as_cuts(0), window=4, margin=0.1)
+    found = entropy_ranking(entropy, *given, CUT_0, window=4, margin=0.1)
     assert loss_of(found).item() > 0.0
 
 
@@ -79,29 +68,13 @@ def test_equals_a_loop_over_pairs(ties: Any, window: int | None) -> None:
     # Repeated values, so that ties of recorded entropies occur as well.
     recorded = torch.randint(0, 3, (4, 11), generator=generator).double()
     cuts = [0, 2, 3, 5]
-    terms = entropy_ranking(
-        entropy,
-        steps,
-        supervised,
-        torch.tensor(cuts),
-        window=window,
-        margin=0.1,
-        ties=ties,
-        decode_entropy=recorded,
-    )
-    slow = slow_ranking(
-        entropy,
-        steps.tolist(),
-        supervised.tolist(),
-        cuts,
-        window=window,
-        margin=0.1,
-        ties=ties,
-        decode_entropy=recorded.tolist(),
-    )
-    torch.testing.assert_close(loss_of(terms), slow)
-    (fast,) = torch.autograd.grad(loss_of(terms), entropy)
-    (wanted,) = torch.autograd.grad(slow, entropy)
+    options: Any = {"window": window, "margin": 0.1, "ties": ties}
+    given = steps, supervised, torch.tensor(cuts)
+    found = loss_of(entropy_ranking(entropy, *given, decode_entropy=recorded, **options))
+    plain = steps.tolist(), supervised.tolist(), cuts
+    slow = slow_ranking(entropy, *plain, decode_entropy=recorded.tolist(), **options)
+    torch.testing.assert_close(found, slow)
+    fast, wanted = (torch.autograd.grad(loss, entropy) for loss in (found, slow))
     torch.testing.assert_close(fast, wanted)
 
 
@@ -109,7 +82,7 @@ def test_three_positions_by_hand() -> None:
     """Pairs (0,1), (0,2), (1,2): hinges 0.5 - 0.2 + 0.1 = 0.4, 0 and 0."""
     entropy, steps = torch.tensor([[0.5, 0.2, 0.9]]), torch.tensor([[0, 1, 2]])
     supervised = torch.ones(1, 3, dtype=torch.bool)
-    row = entropy_ranking(entropy, steps, supervised, as_cuts(0), window=3, margin=0.1)
+    row = entropy_ranking(entropy, steps, supervised, CUT_0, window=3, margin=0.1)
     assert loss_of(row).item() == pytest.approx(0.4 / 3)
     assert (row.num_ordered, row.num_pairs.tolist()) == (2, [3])
 
@@ -118,7 +91,7 @@ def test_nan_outside_the_pairs_reaches_neither_value_nor_gradient() -> None:
     entropy = torch.tensor([[0.5, torch.nan, 0.2, torch.nan]], requires_grad=True)
     steps = torch.tensor([[0, 1, 2, -1]])
     supervised = torch.tensor([[True, False, True, True]])
-    total = loss_of(entropy_ranking(entropy, steps, supervised, as_cuts(0), window=4))
+    total = loss_of(entropy_ranking(entropy, steps, supervised, CUT_0, window=4))
     total.backward()
     assert total.item() == pytest.approx(0.3)
     assert entropy.grad.tolist() == [[1.0, 0.0, -1.0, 0.0]]
@@ -140,5 +113,5 @@ def test_equal_entropies_without_margin_have_no_gradient() -> None:
     entropy = torch.full((1, 3), 0.7, requires_grad=True)
     everything = torch.ones(1, 3, dtype=torch.bool)
     steps = torch.arange(3)[None]
-    loss_of(entropy_ranking(entropy, steps, everything, as_cuts(0), window=3)).backward()
+    loss_of(entropy_ranking(entropy, steps, everything, CUT_0, window=3)).backward()
     assert not entropy.grad.any()

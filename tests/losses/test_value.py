@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lit_dlm.losses.value import value_loss
+from lit_dlm.losses.terms import value_loss
 
 
 def test_by_hand() -> None:

@@ -10,8 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from lit_dlm.backbones import HFBackbone
-from lit_dlm.backbones.lora_settings import LoRASettings
-from lit_dlm.losses.corruption import RandomMasking
+from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.modules.checkpoint import ADAPTERS_KEY
 from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.modules.finetune import SFTModule
@@ -23,15 +22,19 @@ from tests.rollouts import decoder
 WAY_OUT = r"backbone\.init_args\.adapter=RUN_DIR/adapter"
 
 
+def bare() -> HFBackbone:
+    return small(lora=False).requires_grad_(False)
+
+
 def adapted(**changes: Any) -> HFBackbone:
-    model = small(lora=False).requires_grad_(False)
+    model = bare()
     settings: dict[str, Any] = {"rank": 2, "alpha": 4.0, "targets": "all", **changes}
     model.add_adapter(LoRASettings(**settings))
     return model
 
 
 def sft(backbone: HFBackbone | None = None) -> SFTModule:
-    return SFTModule(backbone or adapted(), tokenizer="tiny", corruption=RandomMasking())
+    return SFTModule(backbone or adapted(), tokenizer="tiny")
 
 
 def decode(backbone: HFBackbone) -> DecodeModule:
@@ -47,42 +50,39 @@ def stored(module: LightningModule) -> dict[str, Any]:
 
 def test_a_run_is_scored_by_its_own_settings_only(tmp_path: Path) -> None:
     """Through the trainer: the same adapter gets the weights, the bare model is refused."""
-    module, data = sft(), Data(examples(), batch_size=4, val_fraction=0.3)
+    module, data, path = sft(), Data(examples(), batch_size=4, val_fraction=0.3), "run.ckpt"
     run(module, data, tmp_path, steps=2, total=2)
-    path = tmp_path / "run.ckpt"
-    same = sft()
-    quiet(tmp_path).validate(same, data, ckpt_path=path, verbose=False, weights_only=True)
+    same, options = sft(), {"ckpt_path": tmp_path / path, "weights_only": True}
+    quiet(tmp_path).validate(same, data, verbose=False, **options)
     weights = trained(module)
     assert all(torch.equal(value, weights[name]) for name, value in trained(same).items())
-    bare = small(lora=False).requires_grad_(False)
     refused = rf"has no use here for 28 weights.*{WAY_OUT}"
     with pytest.raises(ValueError, match=refused):
-        quiet(tmp_path).validate(sft(bare), data, ckpt_path=path, weights_only=True)
+        quiet(tmp_path).validate(sft(bare()), data, **options)
     with pytest.raises(ValueError, match=refused):
-        quiet(tmp_path).predict(decode(bare), [0], ckpt_path=path, weights_only=True)
+        quiet(tmp_path).predict(decode(bare()), [0], **options)
 
 
-@pytest.mark.parametrize("changes", [{"alpha": 8.0}, {"rank": 3}, {"rslora": True}])
-def test_other_scales_of_the_same_weights_are_refused(changes: dict[str, Any]) -> None:
-    checkpoint = stored(sft())
-    decode(adapted(dropout=0.5)).on_load_checkpoint(checkpoint)  # no part of the weights
-    (name,) = changes
-    with pytest.raises(ValueError, match=rf"backbone\.model\.default has .*'{name}'.*{WAY_OUT}"):
-        decode(adapted(**changes)).on_load_checkpoint(checkpoint)
-
-
-def test_settings_count_where_the_weights_are_not_seen() -> None:
-    """FSDP2 hands over all but the weights."""
-    checkpoint = stored(sft())
-    for other in (adapted(targets=["q_proj"]), adapted(layers=[0]), small(lora=False)):
+def test_other_settings_of_an_adapter_are_refused_even_where_its_weights_are_not_seen() -> None:
+    """Scales of the same weights; and FSDP2 hands over all but the weights."""
+    whole = stored(sft())
+    decode(adapted(dropout=0.5)).on_load_checkpoint(whole)  # no part of the weights
+    for name, value in {"alpha": 8.0, "rank": 3, "rslora": True}.items():
+        with pytest.raises(ValueError, match=rf"kbone\.model\.default has .*'{name}'.*{WAY_OUT}"):
+            decode(adapted(**{name: value})).on_load_checkpoint(whole)
+    settings = {ADAPTERS_KEY: whole[ADAPTERS_KEY]}
+    for other in (adapted(targets=["q_proj"]), adapted(layers=[0]), bare()):
         with pytest.raises(ValueError, match=r"the checkpoint's adapter backbone\.model\.default"):
-            decode(other).on_load_checkpoint({ADAPTERS_KEY: checkpoint[ADAPTERS_KEY]})
-    decode(adapted(layers=[0, 1])).on_load_checkpoint(checkpoint)
+            decode(other).on_load_checkpoint(settings)
+    decode(adapted(layers=[0, 1])).on_load_checkpoint(settings)
 
 
 def test_whole_weights_load_into_a_frozen_model_without_an_adapter() -> None:
-    checkpoint = stored(sft(small(lora=False)))
-    decode(small(lora=False).requires_grad_(False)).on_load_checkpoint(checkpoint)
+    module = sft(small(lora=False))
+    checkpoint = stored(module)
+    names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    assert checkpoint["state_dict"].keys() == names
+    decode(bare()).on_load_checkpoint(checkpoint)
     with pytest.raises(ValueError, match=r"lacks 28 weights, such as backbone"):
         decode(adapted()).on_load_checkpoint(checkpoint)
 

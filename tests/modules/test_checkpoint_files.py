@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 
-from lit_dlm.modules.checkpoint_files import (
+from lit_dlm.modules.checkpoint import (
     CheckpointFiles,
     last_checkpoint,
     put_in_place,
@@ -37,10 +36,13 @@ def checkpoint(step: int, size: int = 3000) -> dict[str, Any]:
     }
 
 
-def is_equal(one: Any, two: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == two.keys() and all(is_equal(one[key], two[key]) for key in one)
-    return torch.equal(one, two) if isinstance(one, Tensor) else bool(one == two)
+def load(path: Path) -> int:
+    """The step of a checkpoint, whose content is what was saved of that step."""
+    found = FILES.load_checkpoint(path)
+    wanted = checkpoint(found["global_step"])
+    assert found.pop("state_dict")["weight"].equal(wanted.pop("state_dict")["weight"])
+    assert found == wanted
+    return found["global_step"]
 
 
 def flip(path: Path, place: int, bit: int = 0) -> None:
@@ -64,33 +66,31 @@ def test_a_save_that_finds_no_room_leaves_the_checkpoint_that_was_there(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [file.name for file in path.parent.iterdir()] == ["last.ckpt"]
-    assert is_equal(FILES.load_checkpoint(path), checkpoint(1))
+    assert load(path) == 1
 
 
-def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:
+def test_weights_that_are_no_numbers_are_neither_saved_nor_loaded(tmp_path: Path) -> None:
     path, broken = tmp_path / "last.ckpt", checkpoint(2)
     FILES.save_checkpoint(checkpoint(1), path)
     broken["state_dict"]["weight"][7] = torch.nan
     with pytest.raises(ValueError, match=r"last\.ckpt: not written, since weight is not finite"):
         FILES.save_checkpoint(broken, path)
-    assert is_equal(FILES.load_checkpoint(path), checkpoint(1))
+    assert load(path) == 1
     torch.save(broken, path)
     with pytest.raises(ValueError, match=r"last\.ckpt: weight has numbers that are not finite"):
         FILES.load_checkpoint(path)
 
 
 def test_a_flipped_bit_is_refused_or_makes_no_difference(tmp_path: Path) -> None:
-    path, wanted, refused = tmp_path / "best.ckpt", checkpoint(1), 0
-    FILES.save_checkpoint(wanted, path)
+    path, refused = tmp_path / "best.ckpt", 0
+    FILES.save_checkpoint(checkpoint(1), path)
     whole, rng = path.read_bytes(), random.Random(0)
     for _ in range(400):
         flip(path, rng.randrange(len(whole)), rng.randrange(8))
         try:
-            found = FILES.load_checkpoint(path)
+            assert load(path) == 1
         except ValueError:
             refused += 1
-        else:
-            assert is_equal(found, wanted)
         path.write_bytes(whole)
     assert refused > 300
     for length in (0, 1, 1000, len(whole) // 2, len(whole) - 1):
@@ -102,68 +102,54 @@ def test_a_flipped_bit_is_refused_or_makes_no_difference(tmp_path: Path) -> None
 def test_a_damaged_last_gives_way_to_the_one_before_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tmp_path / "last.ckpt"
+    path, former = tmp_path / "last.ckpt", tmp_path / "last-former.ckpt"
     for step in (1, 2, 3):
         FILES.save_checkpoint(checkpoint(step), path)
-    assert is_equal(FILES.load_checkpoint(path), checkpoint(3))
+    assert load(path) == 3
     assert not caplog.messages
     flip(path, 2000)
-    assert is_equal(FILES.load_checkpoint(path), checkpoint(2))
+    assert load(path) == 2
     (message,) = caplog.messages
     assert message.startswith(f"{path} is damaged (checksum of ")
-    assert message.endswith(
-        f"going on from {tmp_path / 'last-former.ckpt'}, which was saved before it"
-    )
-    flip(tmp_path / "last-former.ckpt", 2000)
+    assert message.endswith(f"going on from {former}, which was saved before it")
+    flip(former, 2000)
     with pytest.raises(ValueError, match=r"last\.ckpt: the checkpoint is damaged"):
         FILES.load_checkpoint(path)
 
 
-def test_only_last_is_kept_twice(tmp_path: Path) -> None:
-    for step in (1, 2):
-        FILES.save_checkpoint(checkpoint(step), tmp_path / "best.ckpt")
-    assert [file.name for file in tmp_path.iterdir()] == ["best.ckpt"]
-
-
-def test_last_is_the_newest_that_was_not_replaced_whatever_the_clock_said(tmp_path: Path) -> None:
+def test_last_is_the_newest_that_was_not_replaced_whatever_the_clock_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only it is kept twice, also while a save is between its two renames."""
     one, two = tmp_path / "one", tmp_path / "two"
     assert last_checkpoint([one, two]) is None
     for step in (1, 2):
         FILES.save_checkpoint(checkpoint(step), one / "last.ckpt")
+        FILES.save_checkpoint(checkpoint(step), one / "best.ckpt")
+    names = {file.name for file in one.iterdir()}
+    assert names == {"last.ckpt", "last-former.ckpt", "best.ckpt"}
     os.utime(one / "last.ckpt", (1000, 1000))
     assert last_checkpoint([one, two]) == one / "last.ckpt"
     FILES.save_checkpoint(checkpoint(3), two / "last-v1.ckpt")
     assert last_checkpoint([one, two]) == two / "last-v1.ckpt"
     (two / "last-v1.ckpt").unlink()
-    (one / "last.ckpt").unlink()  # as between the two renames of a save
+
+    def killed(at: Path, to: Path) -> None:
+        assert "partial" not in at.name, "killed"
+        at.rename(to)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(AssertionError, match="killed"):
+        FILES.save_checkpoint(checkpoint(4), one / "last.ckpt")
     assert last_checkpoint([one, two]) == one / "last-former.ckpt"
+    assert load(one / "last-former.ckpt") == 2
 
 
 class Runs:
     """Makes a folder when it is unpickled."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
     def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.folder),)
-
-
-def test_nothing_in_a_file_runs(tmp_path: Path) -> None:
-    path = tmp_path / "foreign.ckpt"
-    torch.save({"state_dict": {}, "hook": Runs(tmp_path / "ran")}, path)
-    for weights_only in (None, False):
-        with pytest.raises(ValueError, match="expected a checkpoint of tensors and plain values"):
-            FILES.load_checkpoint(path, weights_only=weights_only)
-    assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize(
-    "path", ["http://127.0.0.1:1/last.ckpt", "s3://bucket/last.ckpt", "registry:name"]
-)
-def test_an_address_is_no_checkpoint(path: str) -> None:
-    with pytest.raises(ValueError, match="ckpt_path: expected a local file, got"):
-        FILES.load_checkpoint(path)
+        return os.mkdir, ("ran",)
 
 
 @pytest.mark.parametrize(
@@ -172,20 +158,29 @@ def test_an_address_is_no_checkpoint(path: str) -> None:
         ([1], "expected a checkpoint of Lightning"),
         ({"weight": torch.zeros(2)}, "expected a checkpoint of Lightning"),
         (
-            {
-                **checkpoint(1),
-                "callbacks": {"ModelCheckpoint{}": {"best_k_models": {"/a/../b": 1}}},
-            },
+            {**checkpoint(1), "callbacks": {"Saver{}": {"best_k_models": {"/a/../b": 1}}}},
             "best_k_models leads out of its folder",
         ),
+        ({"hook": Runs()}, "expected a checkpoint of tensors and plain values"),
     ],
 )
-def test_other_content_is_named(tmp_path: Path, content: Any, named: str) -> None:
-    torch.save(content, tmp_path / "foreign.pt")
-    with pytest.raises(ValueError, match=rf"foreign\.pt: {named}"):
-        FILES.load_checkpoint(tmp_path / "foreign.pt")
+def test_other_content_is_named_and_nothing_in_a_file_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: Any, named: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save(content, "foreign.pt")
+    for weights_only in (None, False):
+        with pytest.raises(ValueError, match=rf"foreign\.pt: {named}"):
+            FILES.load_checkpoint("foreign.pt", weights_only=weights_only)
+    assert [path.name for path in tmp_path.iterdir()] == ["foreign.pt"]
+
+
+def test_folders_and_addresses_are_no_checkpoint_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a folder, as ShardedStrategy writes"):
         FILES.load_checkpoint(folder(tmp_path / "sharded.ckpt"))
+    for path in ("http://127.0.0.1:1/last.ckpt", "s3://bucket/last.ckpt", "registry:name"):
+        with pytest.raises(ValueError, match="ckpt_path: expected a local file, got"):
+            FILES.load_checkpoint(path)
 
 
 def folder(path: Path, step: int = 1) -> Path:
@@ -209,11 +204,12 @@ def test_a_damaged_folder_gives_way_to_the_one_before_it(tmp_path: Path) -> None
     assert sound(path) == tmp_path / "last-former.ckpt"
 
 
-def test_nothing_in_a_folder_runs(tmp_path: Path) -> None:
-    path = folder(tmp_path / "foreign.ckpt")
+def test_nothing_in_a_folder_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = folder(Path("foreign.ckpt"))
     (path / "digests.json").unlink()
     assert sound(path) == path  # from before there were digests
-    (path / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "ran")))
+    (path / ".metadata").write_bytes(pickle.dumps(Runs()))
     with pytest.raises(ValueError, match=r"damaged \(\.metadata names posix\.mkdir\)"):
         sound(path)
-    assert not (tmp_path / "ran").exists()
+    assert not Path("ran").exists()

@@ -1,4 +1,7 @@
-"""Supervised fine-tuning: every corruption on both attention layouts, and what a run leaves."""
+"""Supervised fine-tuning: every corruption on both attention layouts, and what a run leaves.
+
+Losses and gradients that are not finite stop a run: samples are named, nothing is lost.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from lit_dlm.backbones import HFBackbone, load_tokenizer
+from lit_dlm.callbacks.adapter_checkpoint import AdapterCheckpoint
+from lit_dlm.datamodules.resuming import EpochPlan
 from lit_dlm.losses.corruption import (
     Autoregressive,
     RandomMasking,
@@ -20,72 +27,11 @@ from lit_dlm.losses.corruption import (
 )
 from lit_dlm.losses.states import Corruption
 from lit_dlm.modules.finetune import SFTModule
-from lit_dlm.modules.supervised_batch import (
-    SupervisedBatch,
-    collate_supervised,
-    responses_of,
-)
-from tests.finetuning import MASK, Data, G, examples, run, small
-
-BLOCK = {"attention": "block", "block_size": 3, "decoder": "qwen3"}
-
-
-def module(backbone: HFBackbone, corruption: Corruption, **options: Any) -> SFTModule:
-    values: dict[str, Any] = {
-        "tokenizer": "tiny",
-        "optimizer": lambda params: torch.optim.AdamW(params, lr=0.02),
-        "warmup_steps": 0,
-        "lr_floor": 1.0,
-    }
-    return SFTModule(backbone, corruption=corruption, **{**values, **options})
-
-
-def batch_for(model: SFTModule, count: int = 5) -> SupervisedBatch:
-    return collate_supervised(examples(count), response_length=G, spec=model.backbone.spec)
-
-
-def slow_ce(model: SFTModule, batch: SupervisedBatch) -> tuple[list[list[float]], Tensor, bool]:
-    """Cross-entropy of the targets of each state, by a direct forward on the true canvas.
-
-    A block model is asked block by block: earlier blocks are clean, later ones are not looked at.
-    """
-    spec = model.backbone.spec
-    responses = responses_of(batch, spec, seed=0, num_padding=model.num_padding)
-    states = model.corruption.states(responses)
-    rows: list[list[float]] = []
-    for number, row in enumerate(states.sample.tolist()):
-        prompt = batch.ids[row, : batch.start]
-        if batch.pad_mask is not None:
-            prompt = prompt[batch.pad_mask[row, : batch.start]]
-        clean = batch.ids[row, batch.start :]
-        values = {}
-        blocks = torch.zeros(G, dtype=torch.long)
-        if responses.blocks is not None:
-            blocks = responses.blocks[row]
-        for block in blocks.unique().tolist():
-            shown = torch.where(states.hidden[number], MASK, clean)
-            shown = torch.where(blocks < block, clean, shown)
-            canvas = torch.cat([prompt, shown])[None]
-            logits = model.backbone.denoise(canvas, response_start=len(prompt)).logits[0]
-            log_probs = logits[len(prompt) :].log_softmax(-1)
-            for cell in (states.supervised[number] & (blocks == block)).nonzero().flatten():
-                values[int(cell)] = -float(log_probs[cell, clean[cell]].detach())
-        rows.append([values[cell] for cell in sorted(values)])
-    return rows, states.weight, states.per_row
-
-
-@pytest.mark.parametrize(
-    ("loss_norm", "total", "divisor"),
-    [("global", 10, 2.5), ("global", 2, 0.5), ("global", 0, 0.25), ("local", 2, 1.0)],
-)
-def test_four_processes_divide_by_their_mean_count(
-    loss_norm: str, total: int, divisor: float
-) -> None:
-    """One that has no targets, among ``total`` of all: 10 / 4; 2 / 4, which 1 would halve."""
-    model = module(small(), RandomMasking(), loss_norm=loss_norm)
-    strategy = SimpleNamespace(reduce=lambda count, reduce_op: torch.tensor(float(total)))
-    model.trainer = SimpleNamespace(world_size=4, strategy=strategy)
-    assert model.divisor(torch.tensor(0)).item() == divisor
+from lit_dlm.modules.steps import NonFiniteError
+from lit_dlm.ops.fused_head import TokenStats
+from tests.finetuning import VOCAB, Data, G, examples, run, small, trained, two_processes
+from tests.modules.supervised import BLOCK, batch_of, sft, slow_log_probs, tabom
+from tests.processes import in_two_processes
 
 
 @pytest.mark.parametrize(
@@ -96,70 +42,72 @@ def test_four_processes_divide_by_their_mean_count(
         SemiAutoregressive(block_size=3, weight="1/length"),
         TraceMasking(shrink=2, weight="none"),
     ],
-    ids=lambda c: type(c).__name__,
+    ids=lambda c: f"{type(c).__name__}-{c.weight}",
 )
+@pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize(
     "changes",
-    [
-        {},
-        {"shift": 1},
-        BLOCK,
-        {**BLOCK, "shift": 1},
-        {**BLOCK, "block_origin": "response"},
-        {**BLOCK, "block_origin": "response", "shift": 1},
-    ],
-    ids=[
-        "full",
-        "shifted",
-        "block",
-        "shifted_block",
-        "block_from_response",
-        "shifted_block_from_response",
-    ],
+    [{}, BLOCK, {**BLOCK, "block_origin": "response"}],
+    ids=["full", "block", "block_from_response"],
 )
 def test_loss_equals_direct_forwards_on_the_true_states(
-    changes: dict[str, Any], corruption: Corruption
+    changes: dict[str, Any], shift: int, corruption: Corruption
 ) -> None:
-    model = module(small(**changes), corruption)
-    batch = batch_for(model)
-    rows, weight, per_row = slow_ce(model, batch)
-    kept = [[w for w in row if w] for row in weight.tolist()]
-    total = sum(
-        ce * w for ces, ws in zip(rows, kept, strict=True) for ce, w in zip(ces, ws, strict=True)
-    )
+    model = sft(corruption, small(**changes, shift=shift))
+    batch = batch_of(model, 3)
+    states, log_probs = slow_log_probs(model, batch)
+    total, counts = 0.0, states.supervised.sum(1).tolist()
+    for number, cell in states.supervised.nonzero().tolist():
+        token = batch.ids[states.sample[number], batch.start + cell]
+        total -= float(log_probs[number, cell, token].detach() * states.weight[number, cell])
+    assert not states.weight[~states.supervised].any()
     bound = corruption.weight in ("1/t", "1/length")
-    units = sum(1 if per_row else len(row) for row in rows if row or bound)
+    units = sum(1 if states.per_row else count for count in counts if count or bound)
     found = model.terms(batch, seed=0)
     # Other shapes of the same products, in float32.
     assert float(found.total.detach()) == pytest.approx(total / units, rel=1e-5)
-    assert found.means()["num_supervised"] == sum(map(len, rows))
+    assert found.means()["num_supervised"] == sum(counts)
+
+
+@pytest.mark.parametrize(
+    ("loss_norm", "total", "divisor"),
+    [("global", 10, 2.5), ("global", 2, 0.5), ("global", 0, 0.25), ("local", 2, 1.0)],
+)
+def test_four_processes_divide_by_their_mean_count(
+    loss_norm: str, total: int, divisor: float
+) -> None:
+    """One that has no targets, among ``total`` of all: 10 / 4; 2 / 4, which 1 would halve."""
+    model = sft(loss_norm=loss_norm)
+    strategy = SimpleNamespace(reduce=lambda count, reduce_op: torch.tensor(float(total)))
+    model.trainer = SimpleNamespace(world_size=4, strategy=strategy)
+    assert model.divisor(torch.tensor(0)).item() == divisor
 
 
 def test_the_first_token_of_a_response_without_a_prompt_is_no_target() -> None:
     """Alone or beside a padded neighbour, the other tokens have the losses of the causal model."""
-    model = module(small(shift=1), Autoregressive())
-    spec = model.backbone.spec
+    model = sft(Autoregressive(), small(shift=1))
     first, second = examples(2)
     first = replace(first, prompt_ids=first.prompt_ids[:0])
-    alone = collate_supervised([first], response_length=G, spec=spec)
+    alone = batch_of(model, [first])
     raw = model.backbone.model(
         alone.ids,
         attention_mask=torch.ones(1, 1, G, G, dtype=torch.bool).tril(),
         position_ids=torch.arange(G)[None],
     ).logits
-    raw[..., list(spec.forbidden_ids)] = -torch.inf
+    raw[..., list(model.backbone.spec.forbidden_ids)] = -torch.inf
     wanted = torch.nn.functional.cross_entropy(raw[0, :-1], alone.ids[0, 1:])
     terms = model.terms(alone, seed=0)
     torch.testing.assert_close(terms.total, wanted, rtol=1e-5, atol=1e-6)
     assert terms.means()["num_supervised"] == G - 1
-    both = model.terms(collate_supervised([first, second], response_length=G, spec=spec), seed=0)
-    other = model.terms(collate_supervised([second], response_length=G, spec=spec), seed=0)
-    torch.testing.assert_close(both.total, (wanted + other.total) / 2, rtol=1e-5, atol=1e-6)
+    both, other = (
+        model.terms(batch_of(model, given), seed=0).total for given in ([first, second], [second])
+    )
+    torch.testing.assert_close(both, (wanted + other) / 2, rtol=1e-5, atol=1e-6)
 
 
 def test_a_wholly_trained_model_is_exported_with_its_tokenizer(tmp_path: Path) -> None:
     backbone = small(lora=False)
-    model = module(backbone, RandomMasking(), export_dir=str(tmp_path / "model"))
+    model = sft(backbone=backbone, export_dir=str(tmp_path / "model"))
     run(model, Data(examples(), batch_size=4), tmp_path, steps=2)
     again = HFBackbone(str(tmp_path / "model"))
     ids = torch.arange(3, 12)[None]
@@ -168,32 +116,22 @@ def test_a_wholly_trained_model_is_exported_with_its_tokenizer(tmp_path: Path) -
     assert load_tokenizer(str(tmp_path / "model")).get_vocab() == model.tokenizer.get_vocab()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_padding": -1}, "num_padding"),
-        ({"lr_floor": 2.0}, "lr_floor"),
-    ],
-)
-def test_bad_settings_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        module(small(), RandomMasking(), **options)
-
-
 def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
-    model = module(small(lora=False).requires_grad_(False), RandomMasking())
+    for options in ({"num_padding": -1}, {"lr_floor": 2.0}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            sft(**options)
+    model = sft(backbone=small(lora=False).requires_grad_(False))
     with pytest.raises(ValueError, match="nothing is trainable"):
         run(model, Data(examples(), batch_size=4), tmp_path, steps=1)
-    model = module(small(), Autoregressive())
+    model = sft(Autoregressive())
     with pytest.raises(ValueError, match="shift 1, got shift 0"):
-        model.terms(batch_for(model), seed=0)
+        model.terms(batch_of(model, 5), seed=0)
 
 
-def test_a_batch_without_states_still_has_a_forward_with_zero_gradients() -> None:
-    model = module(small(**BLOCK), TraceMasking())
-    never = examples(2, never=(0, 1))
-    batch = collate_supervised(never, response_length=G, spec=model.backbone.spec)
-    terms = model.terms(batch, seed=0)
+@pytest.mark.parametrize("kind", ["sft", "tabom"])
+def test_a_batch_without_targets_still_has_a_forward_with_zero_gradients(kind: str) -> None:
+    model = sft(TraceMasking(), small(**BLOCK)) if kind == "sft" else tabom()
+    terms = model.terms(batch_of(model, examples(3, never=(0, 1, 2))), seed=0)
     terms.total.backward()
     assert terms.total.item() == 0.0
     assert terms.means()["num_supervised"] == 0
@@ -205,12 +143,95 @@ def test_adamw_is_fused_on_a_gpu_unless_the_configuration_says_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Here a module on the CPU says it is on a GPU."""
-    plain = {"optimizer": torch.optim.AdamW}
-    unfused = {"optimizer": lambda given: torch.optim.AdamW(given, fused=False)}
-    cases = [("cpu", plain), ("cuda", plain), ("cuda", unfused)]
-    cases.append(("cuda", {"optimizer": torch.optim.Adagrad}))
-    for number, (device, options) in enumerate(cases):
+    adamw, adagrad = torch.optim.AdamW, torch.optim.Adagrad
+    cases = [("cpu", adamw), ("cuda", adamw), ("cuda", adagrad)]
+    cases.append(("cuda", lambda given: adamw(given, fused=False)))
+    for number, (device, optimizer) in enumerate(cases):
         monkeypatch.setattr(SFTModule, "device", torch.device(device))
-        model = module(small(), RandomMasking(), **options)
-        optimizer = model.scheduled([torch.ones(3)], lambda step: 1.0)["optimizer"]
-        assert bool(optimizer.param_groups[0]["fused"]) == (number == 1)
+        found = sft(optimizer=optimizer).scheduled([torch.ones(3)], lambda step: 1.0)["optimizer"]
+        assert bool(found.param_groups[0]["fused"]) == (number == 1)
+
+
+COUNT = 8
+POISON = VOCAB
+
+
+def poisonable() -> SFTModule:
+    """Every cell is a target; one token, which ordinary samples lack, has an infinite loss."""
+    model = sft(RandomMasking(min_t=1.0), small(vocab_size=VOCAB + 1))
+    score = model.backbone.score_tokens
+
+    def poisoned(ids: Tensor, targets: Tensor, rows: Tensor, **rest: Any) -> TokenStats:
+        stats = score(ids, targets, rows, **rest)
+        return stats._replace(ce=stats.ce.masked_fill(targets[rows] == POISON, torch.inf))
+
+    model.backbone.score_tokens = poisoned  # type: ignore[method-assign]
+    return model
+
+
+def number_in(batch: int, *, rank: int = 0, world_size: int = 1) -> int:
+    """An example that a process sees in its ``batch``-th batch of two."""
+    plan = EpochPlan(np.zeros(COUNT), batch_size=2, seed=0, rank=rank, world_size=world_size)
+    return plan.batch(batch)[1].number
+
+
+def data_of(*, poison: int | None = None) -> Data:
+    """Examples, one of which may hold the poisonous token."""
+    given = examples(COUNT)
+    if poison is not None:
+        given[poison].response_ids[3] = POISON
+    return Data(given, batch_size=2)
+
+
+def test_the_sample_is_named_and_weights_are_those_of_the_last_good_step(tmp_path: Path) -> None:
+    number, good, model = number_in(1), poisonable(), poisonable()
+    run(good, data_of(), tmp_path / "good", steps=1)
+    keep = AdapterCheckpoint(str(tmp_path / "adapters"))
+    with pytest.raises(NonFiniteError, match="the loss is not finite at optimiser step 1") as error:
+        run(model, data_of(poison=number), tmp_path, steps=6, callbacks=(keep,))
+    assert f"samples fake/train/{number:05d};" in str(error.value)
+    wanted = trained(good)
+    assert all(torch.equal(value, wanted[name]) for name, value in trained(model).items())
+    stored = load_file(tmp_path / "adapters" / "last" / "adapter_model.safetensors")
+    assert sorted(value.norm().item() for value in stored.values()) == sorted(
+        value.norm().item() for value in wanted.values()
+    )
+
+
+def test_a_gradient_that_is_not_finite_stops_before_it_is_applied(tmp_path: Path) -> None:
+    """The loss is fine; without the check, clipping would make every weight NaN."""
+    model, options = poisonable(), {"gradient_clip_val": 1.0, "accumulate_grad_batches": 2}
+    first = next(value for value in model.parameters() if value.requires_grad)
+    first.register_hook(lambda gradient: gradient * torch.inf)
+    before = trained(model)
+    named = r"a gradient is not finite at optimiser step 0, samples (fake/train/\d+[,;] ){4}weig"
+    with pytest.raises(NonFiniteError, match=named):
+        run(model, data_of(), tmp_path, steps=6, **options)
+    assert all(torch.equal(value, before[name]) for name, value in trained(model).items())
+
+
+def _stopped(rank: int, folder: Path, number: int) -> str:
+    """With whole weights on both (DDP), and with split ones (FSDP2)."""
+    told = []
+    for kind in ("ddp", "fsdp"):
+        options = {"strategy": two_processes(kind), "devices": 2}
+        keep = AdapterCheckpoint(str(folder / kind))
+        named = f"optimiser step 1, samples fake/train/{number:05d};"
+        with pytest.raises(NonFiniteError, match=named) as error:
+            run(poisonable(), data_of(poison=number), folder, steps=6, callbacks=(keep,), **options)
+        told.append(str(error.value))
+    assert told[0] == told[1]
+    return told[0]
+
+
+@pytest.mark.ddp
+def test_both_processes_stop_when_one_meets_it_and_keep_what_they_learnt(tmp_path: Path) -> None:
+    number = number_in(1, rank=1, world_size=2)
+    first, second = in_two_processes(_stopped, tmp_path, number)
+    assert first == second
+    ddp, fsdp = (
+        load_file(tmp_path / kind / "last" / "adapter_model.safetensors")
+        for kind in ("ddp", "fsdp")
+    )
+    assert all(torch.isfinite(value).all() for value in ddp.values())
+    torch.testing.assert_close(fsdp, ddp)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lit_dlm.decoding import (
@@ -27,16 +26,14 @@ from lit_dlm.decoding import (
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.heads.acceptance import AcceptanceConfig
 from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
-from lit_dlm.losses.corruption import RandomMasking
-from lit_dlm.modules import AutoencoderModule, DecodeModule, SFTModule, TABOMModule
+from lit_dlm.modules import AutoencoderModule, DecodeModule, SFTModule
 from lit_dlm.modules.decode import PromptBatch
 from lit_dlm.rl.rollout import SampledLogProb
 from lit_dlm.tasks import PromptExample
 from tests import rollouts
 from tests.finetuning import Data, examples, quiet, run, small, trained
+from tests.modules.supervised import sft, tabom
 from tests.traces import small_backbone, small_projector
-
-SGD: dict[str, Any] = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1)}
 
 
 @contextmanager
@@ -48,31 +45,26 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
 
 
-def batch() -> PromptBatch:
-    example = PromptExample(uid="t/test/0", task="t", text="2 + 3")
-    return PromptBatch([example], [[3, 4]], method="entropy", response_length=8)
-
-
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true"])
 @pytest.mark.parametrize("kind", [DecodeModule, SFTModule, AutoencoderModule])
-def test_true_precisions_are_refused_by_name(
-    kind: type[LightningModule], precision: Any, tmp_path: Path
-) -> None:
+def test_true_precisions_are_refused_by_name(kind: Any, precision: Any, tmp_path: Path) -> None:
     options: dict[str, Any] = {"hidden_rank": 8, "delta_rank": 4}
     if kind is not AutoencoderModule:
         options = {"tokenizer": "tiny", "decoders": {"entropy": Decoder(policy=EntropyPolicy())}}
-    if kind is SFTModule:
-        options["corruption"] = RandomMasking()
+    example = PromptExample(uid="t/test/0", task="t", text="2 + 3")
+    batch = PromptBatch([example], [[3, 4]], method="entropy", response_length=8)
+    loader = torch.utils.data.DataLoader([batch], batch_size=None)
     trainer = quiet(tmp_path, precision=precision)
-    loader = torch.utils.data.DataLoader([batch()], batch_size=None)
     with pytest.raises(ValueError, match=f"trainer.precision: expected 32-true.*got {precision}"):
         (trainer.predict if kind is DecodeModule else trainer.fit)(kind(small(), **options), loader)
 
 
-def scorer(config: AcceptanceConfig) -> AcceptanceScorer:
+def tracelock(positions: Any) -> Decoder:
     torch.manual_seed(0)
+    config = AcceptanceConfig(positions=positions, width=16, num_heads=2, num_layers=1)
     settings = ScorerSettings(layout="generation")
-    return AcceptanceScorer(small_projector(), head=config, settings=settings).eval()
+    scorer = AcceptanceScorer(small_projector(), head=config, settings=settings).eval()
+    return Decoder(policy=TraceLockPolicy(scorer=scorer, threshold=0.5), quota=NoQuota())
 
 
 DECODERS = {
@@ -86,69 +78,49 @@ DECODERS = {
         quota=NoQuota(),
         sampler=Sampler(temperature=0.7, top_p=0.9, top_k=9, score_on="filtered"),
     ),
-    **{
-        f"tracelock {positions}": Decoder(
-            policy=TraceLockPolicy(
-                scorer=scorer(
-                    AcceptanceConfig(
-                        positions=positions,  # type: ignore[arg-type]
-                        width=16,
-                        num_heads=2,
-                        num_layers=1,
-                    )
-                ),
-                threshold=0.5,
-            ),
-            quota=NoQuota(),
-        )
-        for positions in ("frontier", "learned")
-    },
-}  # fmt: skip
+    "tracelock frontier": tracelock("frontier"),
+    "tracelock learned": tracelock("learned"),
+}
+
+
+class Watch(SampledLogProb):
+    """Keeps the scores of every step, too."""
+
+    def on_start(self, state: Any) -> None:
+        super().on_start(state)
+        self.scores: list[Tensor] = []
+
+    def on_step(self, record: Any) -> None:
+        super().on_step(record)
+        self.scores.append(record.scores)
 
 
 @pytest.mark.parametrize("name", list(DECODERS))
 def test_decoding_does_not_follow_the_default_dtype(name: str) -> None:
-    backbone = small_backbone()
+    backbone, found = small_backbone(), []
     canvas = prompt_canvas([[3], [4, 5, 6]], response_length=16, spec=backbone.spec, seeds=[1, 2])
-
-    def decoded(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        scores: list[Tensor] = []
-
-        class Watch(SampledLogProb):
-            def on_step(self, record: Any) -> None:
-                super().on_step(record)
-                scores.append(record.scores)
-
+    for dtype in (torch.float32, torch.bfloat16):
         with default_dtype(dtype):
             watch = Watch()
             result = DECODERS[name](backbone, canvas, [watch])
-        return result.ids, result.num_steps, watch.ended(), *scores
-
-    for one, other in zip(decoded(torch.float32), decoded(torch.bfloat16), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+        found.append((result.ids, result.num_steps, watch.ended(), *watch.scores))
+    torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("kind", ["sft", "tabom", "tracerl"])
 def test_training_does_not_follow_the_default_dtype(kind: str, tmp_path: Path) -> None:
     """Whole runs, their data and rollouts included."""
-
-    def weights(dtype: torch.dtype) -> dict[str, Tensor]:
-        folder = tmp_path / str(dtype)
-        if kind == "tracerl":
-            rl, data = rollouts.learner(), rollouts.rollout_data()
-            before = trained(rl)
-            with default_dtype(dtype):
-                rollouts.fit(rl, data, folder, steps=1)
-            assert any(not torch.equal(before[name], value) for name, value in trained(rl).items())
-            return trained(rl)
-        options = {"tokenizer": "tiny", **SGD}
-        model = (
-            SFTModule(small(), corruption=RandomMasking(), **options)
-            if kind == "sft"
-            else TABOMModule(small(), window=4, rank_window=3, **options)
-        )
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        folder, data = tmp_path / str(dtype), rollouts.rollout_data()
+        learner = rollouts.learner if kind == "tracerl" else {"sft": sft, "tabom": tabom}[kind]
+        model = learner()
+        before = trained(model)
         with default_dtype(dtype):
-            run(model, Data(examples(), batch_size=4), folder, steps=2)
-        return trained(model)
-
-    torch.testing.assert_close(weights(torch.bfloat16), weights(torch.float32), rtol=0, atol=0)
+            if kind == "tracerl":
+                rollouts.fit(model, data, folder, steps=1)
+            else:
+                run(model, Data(examples(), batch_size=4), folder, steps=2)
+        found.append(trained(model))
+        assert any(not torch.equal(before[name], value) for name, value in found[-1].items())
+    torch.testing.assert_close(*found, rtol=0, atol=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, model_parallel
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, IterableDataset
 
 from lit_dlm.backbones import Architecture, HFBackbone, load_backbone
 from lit_dlm.backbones.window_cache import WindowCache, WindowPlan
-from lit_dlm.losses.nelbo import masked_nelbo
+from lit_dlm.losses.terms import masked_nelbo
 from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.modules.sharding import (
     ShardedStrategy,
@@ -32,7 +31,7 @@ from lit_dlm.modules.sharding import (
 from tests.finetuning import quiet, small
 from tests.processes import in_processes, in_two_processes, own_megabytes
 
-STEPS, ROWS, LENGTH = 4, 4, 9
+STEPS, ROWS, LENGTH = 2, 4, 9
 VARIANTS = {
     "full": {"lora": False, "dtype": "float32"},
     "lora": {"lora": True, "dtype": "float32"},
@@ -48,17 +47,19 @@ def backbone(*, lora: bool, dtype: Any, tie: bool = True) -> HFBackbone:
 
 
 class Scored(DecodeModule):
-    """Cross-entropy and entropy of hidden cells through ``score_tokens``."""
+    """Cross-entropy and entropy of hidden cells through ``score_tokens``; notes dtypes."""
 
     def __init__(self, model: HFBackbone, *, visits: int = 0, fused: bool | None = None) -> None:
         super().__init__(model, tokenizer="tiny")
         self.visits = visits
         self.fused = fused
         self.losses: list[float] = []
+        self.dtypes: dict[str, set[torch.dtype]] = {}
 
     def on_train_start(self) -> None:
         """Forwards that differ in number between processes, as decoding would do."""
-        with whole_weights(self.backbone), torch.no_grad():
+        with whole_weights(self), torch.no_grad():
+            self.dtypes["whole"] = {value.dtype for value in self.backbone.parameters()}
             for _ in range(self.visits):
                 self.backbone.denoise(torch.ones(1, 3, dtype=torch.long))
 
@@ -70,22 +71,13 @@ class Scored(DecodeModule):
         self.losses.append(float(loss.detach()))
         return loss
 
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(Steps(self.trainer), batch_size=None)
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        values = list(self.parameters())
+        self.dtypes["kept"] = {value.dtype for value in values}
+        self.dtypes["gradients"] = {value.grad.dtype for value in values if value.grad is not None}
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        trained = [value for value in self.parameters() if value.requires_grad]
-        return torch.optim.AdamW(trained, lr=0.01, fused=self.fused)
-
-
-class Steps(IterableDataset[tuple[Tensor, Tensor]]):
-    """Global batches from the trainer's step onwards; a process takes every second row."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        super().__init__()
-        self.trainer = trainer
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def train_dataloader(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Global batches from the trainer's step onwards; a process takes every second row."""
         generator = torch.Generator().manual_seed(5)
         rows = slice(self.trainer.global_rank, None, self.trainer.world_size)
         accumulate = self.trainer.accumulate_grad_batches
@@ -95,42 +87,39 @@ class Steps(IterableDataset[tuple[Tensor, Tensor]]):
             if step >= self.trainer.global_step * accumulate:
                 yield ids[rows], hidden[rows]
 
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        trained = [value for value in self.parameters() if value.requires_grad]
+        return torch.optim.AdamW(trained, lr=0.01, fused=self.fused)
+
 
 def trainer(
-    folder: Path,
-    strategy: Any,
-    devices: int,
-    *,
-    save: str | None = None,
-    steps: int = STEPS,
-    **options: Any,
+    folder: Path, strategy: Any, devices: int, *, save: str | None = None, **options: Any
 ) -> Trainer:
-    """Saves every second step under the name ``save``."""
+    """Saves every step under the name ``save``."""
     saver = ModelCheckpoint(
         folder,
         filename=save,
-        every_n_train_steps=2,
+        every_n_train_steps=1,
         save_top_k=1 if save == "last" else -1,
         enable_version_counter=save != "last",
     )
-    return quiet(
-        folder,
-        max_steps=steps,
-        devices=devices,
-        strategy=strategy,
-        gradient_clip_val=0.5,
-        enable_checkpointing=save is not None,
-        callbacks=[saver] if save else [],
-        **options,
-    )
+    values = {
+        "max_steps": STEPS,
+        "gradient_clip_val": 0.5,
+        "enable_checkpointing": save is not None,
+        "callbacks": [saver] if save else [],
+    }
+    return quiet(folder, devices=devices, strategy=strategy, **{**values, **options})
 
 
-def weights(module: nn.Module) -> dict[str, np.ndarray]:
+def fit(run: Trainer, module: Scored, resume: str | None = None) -> Scored:
+    run.fit(module, ckpt_path=resume, weights_only=True)
+    return module
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
     with whole_weights(module):
-        return {
-            name: value.detach().float().clone().numpy()
-            for name, value in module.named_parameters()
-        }
+        return {name: value.detach().float().clone() for name, value in module.named_parameters()}
 
 
 def strategy(kind: str) -> Any:
@@ -141,91 +130,68 @@ def strategy(kind: str) -> Any:
     )
 
 
-def train_everything(rank: int, folder: Path) -> dict[str, Any]:
-    """All strategies and variants one after the other in this pair of processes."""
-    results: dict[str, Any] = {}
-    for kind in ("ddp", "fsdp", "fsdp_folder"):
-        for name, options in VARIANTS.items():
-            if kind == "fsdp_folder" and name != "lora":
-                continue
-            at = folder / kind / name
-            visits = 0 if kind == "ddp" else 1 + 2 * rank
-            module = Scored(backbone(**options), visits=visits)
-            saves = name == "lora"
-            trainer(at, strategy(kind), 2, save="{step}" if saves else None).fit(module)
-            sharded = [type(part).__name__ for part in module.modules() if _is_sharded(part)]
-            results[f"{kind}/{name}"] = (module.losses, weights(module), sharded)
-            if not saves:
-                continue
-            resumed = Scored(backbone(**options), visits=visits)
+RUNS = [f"{kind}/{name}" for kind in ("ddp", "fsdp") for name in VARIANTS]
+MIXED = "fsdp/full/bf16-mixed"
+
+
+def train_everything(rank: int, folder: Path, alone: dict[str, Scored]) -> dict[str, Any]:
+    """All strategies and variants one after the other; losses, and the sum of each weight."""
+    torch.set_num_threads(1)
+    told: dict[str, Any] = {}
+    for run in (*RUNS, "fsdp_folder/lora", MIXED):
+        kind, name, *precision = run.split("/")
+        options = {"precision": precision[0] if precision else "32-true"}
+        visits = 0 if kind == "ddp" else 1 + 2 * rank
+        save = "{step}" if name == "lora" else None
+        module = Scored(backbone(**VARIANTS[name]), visits=visits)
+        fit(trainer(folder / run, strategy(kind), 2, save=save, **options), module)
+        sharded = [type(part).__name__ for part in module.modules() if isinstance(part, FSDPModule)]
+        layers = ["FSDPQwen2DecoderLayer", "FSDPQwen2DecoderLayer"]
+        assert sorted(sharded) == ([] if kind == "ddp" else ["FSDPHFBackbone", *layers])
+        found = weights(module)
+        told[run] = (module.losses, {key: float(value.sum()) for key, value in found.items()})
+        if precision:
+            assert module.dtypes == {
+                "whole": {torch.bfloat16},
+                "kept": {torch.float32},
+                "gradients": {torch.float32},
+            }
+            module.backbone.export(folder / "model")
+        elif name != "lora_bf16":
+            torch.testing.assert_close(found, weights(alone[name]), rtol=1e-4, atol=1e-5)
+        if save:
+            resumed = Scored(backbone(**VARIANTS[name]), visits=visits)
+            start = weights(resumed)
             for value in resumed.parameters():  # what is trained must come from the file
                 if value.requires_grad:
                     nn.init.constant_(value, 0.01)
-            trainer(at / "again", strategy(kind), 2).fit(
-                resumed, ckpt_path=str(at / "step=2.ckpt"), weights_only=True
-            )
-            results[f"{kind}/{name}/resumed"] = (resumed.losses, weights(resumed), sharded)
-    return results
-
-
-def _is_sharded(part: nn.Module) -> bool:
-    return isinstance(part, FSDPModule)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Results of rank 0 and rank 1."""
-    return in_two_processes(train_everything, tmp_path_factory.mktemp("pair"))
+            again = trainer(folder / run / "again", strategy(kind), 2)
+            fit(again, resumed, str(folder / run / "step=1.ckpt"))
+            assert resumed.losses == module.losses[1:]
+            torch.testing.assert_close(weights(resumed), found, rtol=0, atol=0)
+            for key, value in found.items():
+                assert torch.equal(value, start[key]) == ("lora_" not in key)
+    return told
 
 
 @pytest.mark.ddp
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize("name", list(VARIANTS))
-def test_two_processes_train_like_one_on_the_global_batch(
-    pair: list[dict[str, Any]], tmp_path: Path, kind: str, name: str
-) -> None:
-    module = Scored(backbone(**VARIANTS[name]))
-    trainer(tmp_path, "auto", 1).fit(module)
-    mean = np.mean([side[f"{kind}/{name}"][0] for side in pair], axis=0)
-    # Sums in another order; bfloat16 rounds gradients to three digits before they are added.
-    tolerance = 1e-2 if name == "lora_bf16" else 1e-6
-    np.testing.assert_allclose(mean, module.losses, rtol=tolerance)
-    if name == "lora_bf16":
-        return
-    for key, value in weights(module).items():
-        found = pair[0][f"{kind}/{name}"][1][key]
-        np.testing.assert_allclose(found, value, rtol=1e-4, atol=1e-5, err_msg=key)
-
-
-@pytest.mark.ddp
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "fsdp_folder"])
-def test_a_resumed_run_ends_with_the_same_weights(pair: list[dict[str, Any]], kind: str) -> None:
-    for side in pair:
-        losses, whole, _ = side[f"{kind}/lora"]
-        resumed_losses, resumed, _ = side[f"{kind}/lora/resumed"]
-        assert resumed_losses == losses[2:]
-        assert resumed.keys() == whole.keys()
-        for key, value in whole.items():
-            np.testing.assert_array_equal(resumed[key], value, err_msg=key)
-
-
-@pytest.mark.ddp
-def test_ranks_agree_and_only_trained_weights_moved(pair: list[dict[str, Any]]) -> None:
-    start = {name: value.detach() for name, value in Scored(
-        backbone(**VARIANTS["lora"])
-    ).named_parameters()}  # fmt: skip
-    for key in ("ddp/lora", "fsdp/lora"):
-        for name, value in pair[0][key][1].items():
-            np.testing.assert_array_equal(value, pair[1][key][1][name])
-            assert np.array_equal(value, start[name].numpy()) == ("lora_" not in name)
-
-
-@pytest.mark.ddp
-def test_every_layer_and_the_backbone_are_sharded(pair: list[dict[str, Any]]) -> None:
-    for name in VARIANTS:
-        assert pair[0][f"ddp/{name}"][2] == []
-        names = sorted(pair[0][f"fsdp/{name}"][2])
-        assert names == ["FSDPHFBackbone", "FSDPQwen2DecoderLayer", "FSDPQwen2DecoderLayer"]
+def test_two_processes_train_like_one_on_the_global_batch_and_resume(tmp_path: Path) -> None:
+    """With every layer and the backbone sharded under FSDP2; mixed precision gathers bfloat16."""
+    alone = {
+        name: fit(trainer(tmp_path, "auto", 1), Scored(backbone(**options)))
+        for name, options in VARIANTS.items()
+    }
+    first, second = in_two_processes(train_everything, tmp_path, alone)
+    for run, (losses, sums) in first.items():
+        others, same = second[run]
+        assert sums == same
+        # Sums in another order; bfloat16 rounds gradients to three digits before they are added.
+        tolerance = 2e-2 if run == MIXED else 1e-2 if "bf16" in run else 1e-6
+        mean = np.mean([losses, others], axis=0)
+        np.testing.assert_allclose(mean, alone[run.split("/")[1]].losses, rtol=tolerance)
+    for name, value in load_file(tmp_path / "model" / "model.safetensors").items():
+        assert value.dtype == torch.float32
+        assert not value.equal(value.bfloat16().float()), name
 
 
 REDUCED = {
@@ -237,29 +203,42 @@ REDUCED = {
 """Gradients of an update of two batches: reduced after each, or after the last."""
 
 
-def train_replicas(rank: int, folder: Path) -> dict[str, Any]:
-    """Weights, and how often a part's gradients were summed over shards and over replicas."""
+def train_replicas(rank: int, folder: Path) -> None:
+    """Notes how often a part's gradients were summed over shards and over replicas."""
     torch.set_num_threads(1)
-    found: dict[str, Any] = {}
-    cases = [("lora", "32-true", kind) for kind in REDUCED]
-    cases += [("full", "bf16-mixed", kind) for kind in ("each", "last")]
-    for name, precision, kind in cases:
-        at = folder / name / kind
-        for part, resume in (("whole", None), ("resumed", str(at / "step=2.ckpt"))):
-            if part == "resumed" and kind != "replicas each":
-                continue
-            module = Scored(backbone(**VARIANTS[name]), fused="replicas" in kind)
-            saves = kind == "replicas each" and part == "whole"
-            parallel = ShardedStrategy(process_group_backend="gloo", **REDUCED[kind])
-            options = {"save": "{step}" if saves else None, "precision": precision}
-            with pytest.MonkeyPatch.context() as patch:
-                scattered = counted(patch, "reduce_scatter_single", 2 if "replicas" in kind else 4)
-                summed = counted(patch, "all_reduce", 2)
-                trainer(at, parallel, 4, accumulate_grad_batches=2, **options).fit(
-                    module, ckpt_path=resume, weights_only=True
-                )
-            found[f"{name} {kind} {part}"] = (weights(module), len(scattered), len(summed))
-    return found
+    found: dict[str, dict[str, Tensor]] = {}
+    calls: dict[str, tuple[int, int]] = {}
+    cases = [("lora", case) for case in (*REDUCED, "replicas each resumed")]
+    for name, case in [*cases, ("full", "each"), ("full", "last")]:
+        kind = case.removesuffix(" resumed")
+        module = Scored(backbone(**VARIANTS[name]), fused="replicas" in kind)
+        run = trainer(
+            folder,
+            ShardedStrategy(process_group_backend="gloo", **REDUCED[kind]),
+            4,
+            save="{step}" if case == "replicas each" else None,
+            precision="32-true" if name == "lora" else "bf16-mixed",
+            accumulate_grad_batches=2,
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            scattered = counted(patch, "reduce_scatter_single", 2 if "replicas" in kind else 4)
+            summed = counted(patch, "all_reduce", 2)
+            fit(run, module, str(folder / "step=1.ckpt") if case != kind else None)
+        found[f"{name} {case}"] = weights(module)
+        calls[f"{name} {case}"] = (len(scattered), len(summed))
+        one, other = found[f"{name} {case}"], found[f"{name} each"]
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    one, other = (found[f"lora replicas each{part}"] for part in ("", " resumed"))
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert calls == {
+        "lora each": (2 * STEPS * 2, 0),
+        "lora last": (2 * STEPS, 0),
+        "lora replicas each": (2 * STEPS * 2, 2 * STEPS),
+        "lora replicas each resumed": (2 * (STEPS - 1) * 2, 2 * (STEPS - 1)),
+        "lora replicas last": (2 * STEPS, 2 * STEPS),
+        "full each": (3 * STEPS * 2, 0),
+        "full last": (3 * STEPS, 0),
+    }
 
 
 def counted(patch: pytest.MonkeyPatch, name: str, size: int) -> list[None]:
@@ -278,177 +257,91 @@ def counted(patch: pytest.MonkeyPatch, name: str, size: int) -> list[None]:
 @pytest.mark.ddp
 def test_gradients_wait_for_the_last_batch_and_replicas_train_like_one_copy(tmp_path: Path) -> None:
     """Two replicas of two shards; layers are reduced apart, as is what is trained beside them."""
-    for found in in_processes(4, train_replicas, tmp_path):
-        for run, (trained, *_) in found.items():
-            for key, value in found[f"{run.split()[0]} each whole"][0].items():
-                np.testing.assert_allclose(trained[key], value, rtol=1e-4, atol=1e-6, err_msg=key)
-        whole, resumed = (found[f"lora replicas each {part}"][0] for part in ("whole", "resumed"))
-        assert all(np.array_equal(resumed[key], value) for key, value in whole.items())
-        calls = {run: tuple(numbers) for run, (_, *numbers) in found.items()}
-        assert calls == {
-            "lora each whole": (2 * STEPS * 2, 0),
-            "lora last whole": (2 * STEPS, 0),
-            "lora replicas each whole": (2 * STEPS * 2, 2 * STEPS),
-            "lora replicas each resumed": (STEPS * 2, STEPS),
-            "lora replicas last whole": (2 * STEPS, 2 * STEPS),
-            "full each whole": (3 * STEPS * 2, 0),
-            "full last whole": (3 * STEPS, 0),
-        }
+    in_processes(4, train_replicas, tmp_path)
 
 
-def cut_short(rank: int, patch: pytest.MonkeyPatch, moment: str) -> None:
-    """The save ends early: its files are written but not its last one, or between two renames."""
-
-    def fail(*_: Any) -> None:
-        raise OSError("killed")
-
-    if moment == "write":
-        write = model_parallel._distributed_checkpoint_save
-        patch.setattr(
-            model_parallel, "_distributed_checkpoint_save", lambda *given: fail(write(*given))
-        )
-    elif rank == 0:
-        replace = os.replace
-        patch.setattr(
-            os, "replace", lambda at, to: (fail if "-partial" in Path(at).name else replace)(at, to)
-        )
-    else:
-        barrier = ShardedStrategy.barrier
-        patch.setattr(
-            ShardedStrategy,
-            "barrier",
-            lambda self, name=None: fail() if name == "checkpoint in place" else barrier(self),
-        )
-
-
-def save_not_finite(rank: int, folder: Path) -> list[str]:
-    """What is said of a weight of rank 1 that is no number, when it is saved and when loaded."""
-    module, told = Scored(backbone(**VARIANTS["full"])), []
-    run = trainer(folder, strategy("fsdp_folder"), 2, save="last", steps=2)
-    run.fit(module)
+def save_not_finite(rank: int, folder: Path) -> None:
+    """A weight of rank 1 that is no number is named when it is saved and when it is loaded."""
+    module = Scored(backbone(**VARIANTS["full"]))
+    run = trainer(folder, strategy("fsdp_folder"), 2, max_steps=1)
+    fit(run, module)
     if rank == 1:
-        (first, *_) = (value for value in module.parameters() if value.requires_grad)
+        first = next(value for value in module.parameters() if value.requires_grad)
         first.detach().to_local().view(-1)[3] = torch.nan  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="not written") as refusal:
+    named = rf"{'backbone.' if rank == 1 else 'a weight '}.*has numbers that are not finite$"
+    with pytest.raises(ValueError, match=rf"last\.ckpt: not written, since {named}"):
         run.save_checkpoint(folder / "last.ckpt")
-    told.append(str(refusal.value))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShardedStrategy, "_require_finite", lambda *_: None)
         run.save_checkpoint(folder / "old.ckpt")
-    again = trainer(folder, strategy("fsdp_folder"), 2)
-    with pytest.raises(ValueError, match=r"old\.ckpt: ") as refusal:
-        again.fit(module, ckpt_path=str(folder / "old.ckpt"), weights_only=True)
-    told.append(str(refusal.value))
-    return told
+    with pytest.raises(ValueError, match=rf"old\.ckpt: {named}"):
+        fit(trainer(folder, strategy("fsdp_folder"), 2), module, str(folder / "old.ckpt"))
 
 
-def save_cut_short(rank: int, folder: Path) -> dict[str, Any]:
-    """Steps 1 and 2; steps 3 and 4, whose save is cut short; and these again from ``last``."""
-    results: dict[str, Any] = {"numbers": save_not_finite(rank, folder / "numbers")}
-    for moment in ("write", "rename"):
-        at, losses = folder / moment, []
-        for part in ("begun", "cut", "resumed"):
-            module = Scored(backbone(**VARIANTS["full"]))
-            steps = 2 if part == "begun" else STEPS
-            run = trainer(at, strategy("fsdp_folder"), 2, save="last", steps=steps)
-            with pytest.MonkeyPatch.context() as patch:
-                if part == "cut":
-                    cut_short(rank, patch, moment)
-                    with pytest.raises(OSError, match="killed"):
-                        run.fit(module, ckpt_path="last", weights_only=True)
-                else:
-                    run.fit(module, ckpt_path="last", weights_only=True)
-            losses.append(module.losses)
-        results[moment] = losses
-    return results
+def save_cut_short(rank: int, folder: Path) -> None:
+    """Step 1; step 2 from ``last``, whose files are written without the last one; step 2 again."""
+    write, losses = model_parallel._distributed_checkpoint_save, []
 
+    def fail(*given: Any) -> None:
+        write(*given)
+        raise OSError("killed")
 
-@pytest.mark.ddp
-def test_a_save_that_is_cut_short_leaves_the_former_checkpoint(tmp_path: Path) -> None:
-    for rank, found in enumerate(in_two_processes(save_cut_short, tmp_path)):
-        for told in found.pop("numbers"):
-            name = "backbone." if rank == 1 else "a weight "
-            assert name in told
-            assert told.endswith("has numbers that are not finite")
-        for begun, cut, resumed in found.values():
-            assert (len(begun), len(cut)) == (2, 2)
-            assert resumed == cut
-    for moment in ("write", "rename"):
-        names = {path.name for path in (tmp_path / moment).iterdir()}
-        assert names == {"last.ckpt", "last-former.ckpt"}
-
-
-class Watched(Scored):
-    """Notes dtypes while weights are whole, and when training is over."""
-
-    dtypes: dict[str, set[torch.dtype]]
-
-    def on_train_start(self) -> None:
-        with whole_weights(self):
-            whole = {value.dtype for value in self.backbone.parameters()}
-        self.dtypes = {"whole": whole}
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.dtypes["kept"] = {value.dtype for value in self.parameters()}
-        self.dtypes["gradients"] = {
-            value.grad.dtype for value in self.parameters() if value.grad is not None
-        }
-
-
-def train_in_bfloat16(rank: int, folder: Path) -> tuple[list[float], dict[str, set[torch.dtype]]]:
-    """Losses and dtypes of mixed precision; the model is exported."""
-    torch.set_num_threads(1)
-    module = Watched(backbone(**VARIANTS["full"]))
-    trainer(folder, strategy("fsdp"), 2, precision="bf16-mixed").fit(module)
-    module.backbone.export(folder / "model")
-    return module.losses, module.dtypes
+    for part in ("begun", "cut", "resumed"):
+        module = Scored(backbone(**VARIANTS["full"]))
+        steps = 1 if part == "begun" else STEPS
+        run = trainer(folder, strategy("fsdp_folder"), 2, save="last", max_steps=steps)
+        with pytest.MonkeyPatch.context() as patch:
+            if part == "cut":
+                patch.setattr(model_parallel, "_distributed_checkpoint_save", fail)
+                with pytest.raises(OSError, match="killed"):
+                    fit(run, module, "last")
+            else:
+                fit(run, module, "last")
+        losses.append(module.losses)
+    begun, cut, resumed = losses
+    assert (len(begun), len(cut)) == (1, 1)
+    assert resumed == cut
+    assert {path.name for path in folder.iterdir()} == {"last.ckpt", "last-former.ckpt"}
 
 
 @pytest.mark.ddp
-def test_mixed_precision_gathers_bfloat16_and_keeps_float32(tmp_path: Path) -> None:
-    pair = in_two_processes(train_in_bfloat16, tmp_path)
-    alone = Scored(backbone(**VARIANTS["full"]))
-    trainer(tmp_path, "auto", 1).fit(alone)
-    for _, dtypes in pair:
-        assert dtypes == {
-            "whole": {torch.bfloat16},
-            "kept": {torch.float32},
-            "gradients": {torch.float32},
-        }
-    mean = np.mean([losses for losses, _ in pair], axis=0)
-    np.testing.assert_allclose(mean, alone.losses, rtol=2e-2)  # bfloat16 has three digits
-    stored = load_file(tmp_path / "model" / "model.safetensors")
-    for name, value in stored.items():
-        assert value.dtype == torch.float32
-        assert not value.equal(value.bfloat16().float()), name
+@pytest.mark.parametrize("check", [save_cut_short, save_not_finite])
+def test_a_save_that_is_cut_short_or_refused_leaves_the_former_checkpoint(
+    tmp_path: Path, check: Callable[[int, Path], None]
+) -> None:
+    in_two_processes(check, tmp_path)
 
 
-def shard_by_hand(rank: int) -> list[Any]:
-    """A backbone inside another trained part, sharded twice."""
+def two_processes() -> DeviceMesh:
     torch.distributed.init_process_group("gloo")
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    return init_device_mesh("cpu", (2,))
+
+
+def shard_twice(rank: int) -> None:
+    """A backbone inside another trained part, sharded twice."""
+    mesh = two_processes()
     module = nn.Module()
     module.value = nn.Module()  # a value model: a backbone and a head beside it
     module.value.backbone = backbone(lora=True, dtype="float32", tie=False)
     module.value.head = nn.Linear(16, 1, bias=False)
     module.frozen = backbone(lora=True, dtype="float32").requires_grad_(False)
     expected = {name: value.detach().clone() for name, value in module.named_parameters()}
+
+    def require_only_values_split() -> None:
+        for name, value in module.named_parameters():
+            assert isinstance(value, DTensor) == name.startswith("value."), name
+
     shard_trained(module, mesh)
     shard_trained(module, mesh)
-    sharded = {name: isinstance(value, DTensor) for name, value in module.named_parameters()}
+    require_only_values_split()
     with whole_weights(module):
-        whole = all(torch.equal(value, expected[name]) for name, value in module.named_parameters())
-    again = {name: isinstance(value, DTensor) for name, value in module.named_parameters()}
-    return [sharded, whole, again]
+        assert all(value.equal(expected[name]) for name, value in module.named_parameters())
+    require_only_values_split()
 
 
 @pytest.mark.ddp
 def test_sharding_twice_is_sharding_once_and_whole_weights_are_the_originals() -> None:
-    for sharded, whole, again in in_two_processes(shard_by_hand):
-        assert whole
-        assert again == sharded
-        for name, is_sharded in sharded.items():
-            assert is_sharded == name.startswith("value."), name
+    in_two_processes(shard_twice)
 
 
 IDS = torch.tensor([[3, 9, 30, 5, 30, 12], [7, 30, 8, 30, 2, 4]])
@@ -489,53 +382,66 @@ def outcome(model: HFBackbone, name: str) -> list[Tensor]:
     return [found.detach(), *whole]
 
 
-def call_sharded(rank: int) -> list[tuple[str, str]]:
-    """Methods whose outcome is another one when the weights are sharded."""
-    torch.distributed.init_process_group("gloo")
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
-    wrong = []
+def sharded(name: str, mesh: DeviceMesh) -> HFBackbone:
+    holder = nn.Module()
+    holder.backbone = backbone(**VARIANTS[name])
+    shard_trained(holder, mesh)
+    return holder.backbone
+
+
+def call_sharded(rank: int) -> None:
+    mesh = two_processes()
     for kind in ("full", "lora"):
         for name in CALLS:
-            holder = nn.Module()
-            holder.backbone = backbone(**VARIANTS[kind])
-            shard_trained(holder, mesh)
-            found = outcome(holder.backbone, name)
+            found = outcome(sharded(kind, mesh), name)
             expected = outcome(backbone(**VARIANTS[kind]), name)
             assert len(expected) > 10
-            pairs = zip(found, expected, strict=True)
-            if not all(torch.allclose(one, other, rtol=1e-4, atol=1e-5) for one, other in pairs):
-                wrong.append((kind, name))
-    return wrong
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=f"{kind} {name}")
+    for name, rounding in ROUNDING.items():
+        *found, moved = merged_and_back(sharded(name, mesh))
+        *expected, _ = merged_and_back(backbone(**VARIANTS[name]))
+        assert moved == []
+        assert all(distance(*pair) < rounding for pair in zip(found, expected, strict=True))
 
 
 @pytest.mark.ddp
-def test_any_method_may_come_first_when_weights_are_sharded() -> None:
-    assert in_two_processes(call_sharded) == [[], []]
+def test_any_method_may_come_first_when_weights_are_sharded_and_merged_ones_come_back() -> None:
+    in_two_processes(call_sharded)
+
+
+ROUNDING = {"full": 1e-6, "lora": 1e-6, "lora_bf16": 4e-2}
+"""bfloat16 has three digits, in weights and activations alike."""
+
+
+def distance(logits: Tensor, others: Tensor) -> float:
+    """How far the logits of allowed ids lie apart, relative to their size."""
+    one, other = (x[x.isfinite()].double() for x in (logits, others))
+    return float((one - other).norm() / other.norm())
 
 
 def merged_and_back(model: HFBackbone) -> tuple[Tensor, Tensor, list[str]]:
     """Logits of the adapter and of merged weights, and the weights that do not come back."""
-    before = {name: value.detach().clone() for name, value in model.named_parameters()}
-    places = {
-        name: value.data_ptr()
-        for name, value in model.named_parameters()
-        if not isinstance(value, DTensor)
-    }
+
+    def state() -> dict[str, tuple[Tensor, int]]:
+        """Weights of this process; those that are whole with their place, perhaps in a file."""
+        return {
+            name: (value.to_local().clone(), 0)
+            if isinstance(value, DTensor)
+            else (value.clone(), value.data_ptr())
+            for name, value in model.named_parameters()
+        }
+
     with torch.no_grad():
+        before = state()
         adapted = model.denoise(IDS).logits
         with decoding_weights(model):
             found = model.denoise(IDS).logits
-    moved = []
-    for name, value in model.named_parameters():
-        if name in places and value.data_ptr() != places[name]:
-            moved.append(name)  # a weight in a file's memory would no longer be
-        one, other = value.detach(), before[name]
-        if isinstance(one, DTensor) != isinstance(other, DTensor):
-            moved.append(name)
-        elif isinstance(one, DTensor):
-            one, other = one.to_local(), other.to_local()
-        if not torch.equal(one, other):
-            moved.append(name)
+        after = state()
+    moved = [
+        name
+        for name, (value, place) in before.items()
+        if after[name][1] != place or not after[name][0].equal(value)
+    ]
     return adapted, found, moved
 
 
@@ -557,82 +463,35 @@ def test_decoding_weights_hold_the_adapter_and_leave_nothing_behind(
     assert not found.equal(adapted)
 
 
-ROUNDING = {"full": 1e-6, "lora": 1e-6, "lora_bf16": 4e-2}
-"""bfloat16 has three digits, in weights and activations alike."""
+def load_sharded(rank: int, folder: Path) -> None:
+    """Weights are mapped, in their own dtype and as they should be; 12 MB of them, 24 in float32.
 
-
-def distance(logits: Tensor, others: Tensor) -> float:
-    """How far the logits of allowed ids lie apart, relative to their size."""
-    one, other = (x[x.isfinite()].double() for x in (logits, others))
-    return float((one - other).norm() / other.norm())
-
-
-def merge_sharded(rank: int) -> dict[str, tuple[Any, Any, list[str]]]:
-    torch.distributed.init_process_group("gloo")
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
-    found = {}
-    for name, options in VARIANTS.items():
-        holder = nn.Module()
-        holder.backbone = backbone(**options)
-        shard_trained(holder, mesh)
-        adapted, logits, moved = merged_and_back(holder.backbone)
-        found[name] = (adapted.float().numpy(), logits.float().numpy(), moved)
-    return found
-
-
-@pytest.mark.ddp
-def test_sharded_weights_come_back_too() -> None:
-    for side in in_two_processes(merge_sharded):
-        for name, (adapted, logits, moved) in side.items():
-            assert moved == []
-            expected = merged_and_back(backbone(**VARIANTS[name]))
-            for one, other in zip((adapted, logits), expected[:2], strict=True):
-                assert distance(torch.from_numpy(one), other) < ROUNDING[name]
-
-
-def load_sharded(rank: int, folder: Path) -> tuple[list[bool], float]:
-    """Whether weights are mapped, in their own dtype and as they should be; anonymous memory."""
-    torch.distributed.init_process_group("gloo")
+    Each process keeps a half.
+    """
+    mesh = two_processes()
     before = own_megabytes()
     holder = nn.Module()
     holder.backbone = model = HFBackbone(str(folder), dtype="float32", trainable=True)
-    asked, stored = model.dtype, {value.dtype for value in model.parameters()}
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    assert model.dtype == torch.float32
+    assert {value.dtype for value in model.parameters()} == {torch.bfloat16}
     shard_trained(holder, mesh)
     model.convert()
-    taken = own_megabytes() - before
-    parts = {value.to_local().dtype for value in model.parameters()}
-    facts = [asked == torch.float32, stored == {torch.bfloat16}, parts == {torch.float32}]
+    assert own_megabytes() - before < 24
+    assert {value.to_local().dtype for value in model.parameters()} == {torch.float32}
     with whole_weights(holder):
         weights = dict(model.named_parameters())
         for key, value in load_file(folder / "model.safetensors").items():
-            facts.append(torch.equal(weights[f"model.{key}"], value.float()))
-        facts.append(bool(model(IDS).isfinite().any()))
-    return facts, taken
+            assert torch.equal(weights[f"model.{key}"], value.float())
+        assert model(IDS).isfinite().any()
 
 
 @pytest.mark.ddp
 def test_weights_of_another_dtype_are_never_converted_whole_by_a_process(tmp_path: Path) -> None:
-    """12 MB in the file, 24 MB in float32, of which each process keeps a half."""
-    torch.manual_seed(2)
     sizes = {"vocab_size": 8000, "hidden_size": 256, "intermediate_size": 1024, "num_heads": 4}
     ids = {"mask_id": 30, "pad_id": 0, "eos_ids": (1,)}
-    HFBackbone(architecture=Architecture(num_layers=4, **sizes, **ids), dtype="bfloat16").export(
-        tmp_path
-    )
-    for facts, taken in in_two_processes(load_sharded, tmp_path):
-        assert all(facts)
-        assert taken < 24
-
-
-def test_checkpoints_hold_no_frozen_decoder_weights() -> None:
-    lora = Scored(backbone(**VARIANTS["lora"])).state_dict()
-    assert lora
-    assert all("lora_" in name for name in lora)
-    full = Scored(backbone(**VARIANTS["full"]))
-    assert full.state_dict().keys() == {
-        name for name, _ in full.named_parameters(remove_duplicate=False)
-    }
+    architecture = Architecture(num_layers=4, **sizes, **ids)
+    HFBackbone(architecture=architecture, dtype="bfloat16").export(tmp_path)
+    in_two_processes(load_sharded, tmp_path)
 
 
 def test_what_cannot_be_split_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,33 +10,27 @@ import torch
 
 from lit_dlm.losses.corruption import RandomMasking, SemiAutoregressive, TraceMasking
 from lit_dlm.losses.states import Corruption
-from lit_dlm.modules.finetune import SFTModule
-from lit_dlm.modules.supervised_batch import collate_supervised, responses_of
+from lit_dlm.modules.supervised_batch import responses_of
 from lit_dlm.ops.cuts import non_ltr_positions
 from tests.finetuning import EOS, MASK, G, examples, small
+from tests.modules.supervised import BLOCK, batch_of, sft
 
 
-def test_a_row_without_a_decode_goes_from_the_left_and_no_other_row_does() -> None:
-    spec = small().spec
+def test_a_row_without_a_decode_or_a_list_of_the_data_is_like_no_other_row() -> None:
+    """It goes from the left; a list of the data stands instead of what its steps say."""
     first, second = examples(2)
-    given = [first, replace(second, steps=None, decode_entropy=None)]
-    batch = collate_supervised(given, response_length=G, spec=spec)
+    model = small()
+    batch = batch_of(model, [first, replace(second, steps=None, decode_entropy=None)])
     assert batch.steps.tolist() == [first.steps.tolist(), list(range(G))]
     assert batch.decode_entropy is None
     first_pass = batch.seeds(0)
     batch.epochs = [1, 1]
     assert len({*first_pass.tolist(), *batch.seeds(0).tolist()}) == 4
-
-
-def test_lists_of_the_data_stand_beside_what_the_steps_say() -> None:
-    spec = small().spec
-    first, second = examples(2)
-    listed = replace(first, non_ltr=np.arange(G) == 3)
-    batch = collate_supervised([listed, second], response_length=G, spec=spec)
-    responses = responses_of(batch, spec, seed=0, num_padding=None)
+    batch = batch_of(model, [replace(first, non_ltr=np.arange(G) == 3), second])
+    responses = responses_of(batch, model.spec, seed=0, num_padding=None)
     assert responses.non_ltr[0].nonzero().tolist() == [[3]]
     assert responses.non_ltr[1].tolist() == non_ltr_positions(batch.steps[1]).tolist()
-    assert collate_supervised([first, second], response_length=G, spec=spec).non_ltr is None
+    assert batch_of(model, [first, second]).non_ltr is None
 
 
 def test_an_answer_without_an_end_learns_none_from_the_fill() -> None:
@@ -45,27 +39,22 @@ def test_an_answer_without_an_end_learns_none_from_the_fill() -> None:
     The last of the third is a cell that nothing was written to. Only asked-for padding is learnt
     behind them, and a copy never learns.
     """
-    spec = small().spec
+    model = small()
     (first,) = examples(1)
     answer = np.array([5, 6, 7, 8])
     cut_off = replace(first, response_ids=answer, steps=None, decode_entropy=None)
     ended = replace(cut_off, response_ids=np.array([5, 6, EOS, EOS]))
     open_cell = replace(cut_off, response_ids=np.array([5, 6, 7, MASK]))
-    copy = replace(cut_off, is_real=False)
-    batch = collate_supervised([cut_off, ended, open_cell, copy], response_length=G, spec=spec)
+    batch = batch_of(model, [cut_off, ended, open_cell, replace(cut_off, is_real=False)])
     assert batch.answer_length.tolist() == [4, 3, 4, 0]
     assert batch.ids[0, batch.start :].tolist() == [5, 6, 7, 8, EOS, EOS, EOS, EOS]
-
-    def maskable(num_padding: int | None) -> list[list[int]]:
-        cells = responses_of(batch, spec, seed=0, num_padding=num_padding).maskable
-        return [row.nonzero().flatten().tolist() for row in cells]
-
-    assert maskable(0) == [[0, 1, 2, 3], [0, 1, 2], [0, 1, 2], []]
-    assert maskable(2) == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4], [0, 1, 2, 4, 5], []]
-    assert maskable(None) == [list(range(G)), list(range(G)), [0, 1, 2, 4, 5, 6, 7], []]
-
-
-BLOCK = {"attention": "block", "block_size": 3, "decoder": "qwen3"}
+    for num_padding, wanted in {
+        0: [[0, 1, 2, 3], [0, 1, 2], [0, 1, 2], []],
+        2: [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4], [0, 1, 2, 4, 5], []],
+        None: [list(range(G)), list(range(G)), [0, 1, 2, 4, 5, 6, 7], []],
+    }.items():
+        cells = responses_of(batch, model.spec, seed=0, num_padding=num_padding).maskable
+        assert [row.nonzero().flatten().tolist() for row in cells] == wanted
 
 
 @pytest.mark.parametrize(
@@ -86,13 +75,12 @@ BLOCK = {"attention": "block", "block_size": 3, "decoder": "qwen3"}
 def test_blocks_behind_the_last_targets_are_left_out(
     changes: dict[str, object], num_padding: int | None, cells: int
 ) -> None:
-    spec = small(**changes).spec
     first, second = examples(2)
     given = [
         replace(first, response_ids=np.array([5, EOS, EOS, EOS, EOS, EOS, EOS, EOS])),
         replace(second, response_ids=np.array([5, 6, 7, 8]), steps=None, decode_entropy=None),
     ]
-    batch = collate_supervised(given, response_length=G, spec=spec, num_padding=num_padding)
+    batch = batch_of(small(**changes), given, num_padding=num_padding)
     assert batch.ids.shape == (2, 2 + cells)
     assert batch.answer_length.tolist() == [2, 4]
     assert batch.steps[0].tolist() == first.steps[:cells].tolist()
@@ -113,13 +101,7 @@ def test_what_is_left_out_changes_no_loss_and_no_noise(
     corruption: Corruption, origin: str, padding: int
 ) -> None:
     """Answers of 2, 3, 4 and 2 of 8 cells, a batch at full length and one that was cut."""
-    model = SFTModule(
-        small(**{**BLOCK, "block_origin": origin}),
-        corruption=corruption,
-        tokenizer="tiny",
-        num_padding=padding,
-    )
-    spec = model.backbone.spec
+    model = sft(corruption, small(**{**BLOCK, "block_origin": origin}), num_padding=padding)
     ended = np.full(G, EOS)
     given = [
         replace(
@@ -128,8 +110,7 @@ def test_what_is_left_out_changes_no_loss_and_no_noise(
         )
         for number, example in enumerate(examples(4))
     ]
-    whole = collate_supervised(given, response_length=G, spec=spec)
-    cut = collate_supervised(given, response_length=G, spec=spec, num_padding=padding)
+    whole, cut = batch_of(model, given), batch_of(model, given, num_padding=padding)
     assert cut.ids.shape[1] < whole.ids.shape[1]
     expected, found = (model.terms(batch, seed=3) for batch in (whole, cut))
     torch.testing.assert_close(found.total, expected.total)
@@ -138,13 +119,13 @@ def test_what_is_left_out_changes_no_loss_and_no_noise(
 
 def test_noise_of_a_sample_does_not_depend_on_the_length_of_its_batch() -> None:
     """Neither that of its first copy nor that of its second."""
-    spec = small(**BLOCK).spec
+    model = small(**BLOCK)
     first, second = (replace(e, response_ids=e.response_ids[:3], steps=None) for e in examples(2))
     long = replace(second, response_ids=np.full(G, 5))
     corruption = RandomMasking(copies=2, level="token")
     hidden = []
     for other in (second, long):
-        batch = collate_supervised([first, other], response_length=G, spec=spec, num_padding=0)
-        states = corruption.states(responses_of(batch, spec, seed=0, num_padding=0))
+        batch = batch_of(model, [first, other], num_padding=0)
+        states = corruption.states(responses_of(batch, model.spec, seed=0, num_padding=0))
         hidden.append(states.hidden[:2, :3].tolist())
     assert hidden[0] == hidden[1]

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,19 +10,21 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_dlm.datamodules.trajectories import TrajectoryDataModule
-from lit_dlm.decoding import Decoder, NoQuota, prompt_canvas
+from lit_dlm.decoding import Decoder, DecodeSettings, NoQuota, SlidingWindow, prompt_canvas
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.heads.acceptance import AcceptanceConfig
 from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
 from lit_dlm.losses.acceptance import AcceptanceLossSettings
 from lit_dlm.metrics.acceptance import RolloutProxy
-from lit_dlm.modules.finite import NonFiniteError
-from lit_dlm.modules.selection import SelectionSettings
-from lit_dlm.modules.state_batch import collate_states
+from lit_dlm.modules.selection import SelectionSettings, step_candidates, step_commits
+from lit_dlm.modules.state_batch import collate_states, states_at
 from lit_dlm.modules.tracelock import MONITOR, TraceLockModule
+from lit_dlm.trajectories.record import Trajectory
 from tests.finetuning import quiet
 from tests.traces import (
     EOS,
+    MASK,
+    VOCAB,
     feature_capture,
     recorded,
     small_backbone,
@@ -36,9 +39,8 @@ HEAD = AcceptanceConfig(width=16, num_layers=1, num_heads=2, ffn_width=16, dropo
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    records = recorded(
-        small_backbone(), 24, features=feature_capture(small_projector(), layout="masked")
-    )
+    features = feature_capture(small_projector(), layout="masked")
+    records = recorded(small_backbone(), 24, features=features)
     return write_shards(tmp_path_factory.mktemp("shards"), records)
 
 
@@ -53,9 +55,10 @@ def module(**options: Any) -> TraceLockModule:
     return TraceLockModule(small_backbone(), **{**values, **options})
 
 
-def trainer(root: Path, **options: Any) -> Trainer:
-    values = {"max_steps": 24, "val_check_interval": 5, "gradient_clip_val": 1.0}
-    return quiet(root, **{**values, **options})
+def trainer(root: Path, *savers: ModelCheckpoint, **options: Any) -> Trainer:
+    values = {"max_steps": 12, "val_check_interval": 3, "gradient_clip_val": 1.0}
+    saving = {"callbacks": list(savers), "enable_checkpointing": bool(savers)}
+    return quiet(root, **{**values, **saving, **options})
 
 
 def data(shards: Path, **options: Any) -> TrajectoryDataModule:
@@ -63,23 +66,62 @@ def data(shards: Path, **options: Any) -> TrajectoryDataModule:
     return TrajectoryDataModule(shards, **{**values, **options})
 
 
-def weights(model: TraceLockModule) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in model.scorer.head.state_dict().items()}
+def trace(prompt: list[int], tokens: list[int], commit_step: list[int]) -> Trajectory:
+    return Trajectory(
+        uid="x",
+        prompt_ids=np.array(prompt),
+        tokens=np.array(tokens, np.int32),
+        commit_step=np.array(commit_step),
+        num_steps=max(commit_step) + 1,
+        mask_id=MASK,
+        vocab_size=VOCAB,
+    )
+
+
+SHORT = trace([5], [7, 8, 9], [1, 0, 2])
+LONG = trace([5, 6, 7], [10, 11, 12, 13], [0, 1, 3, 2])
+TRACES = [SHORT, LONG]
+
+
+def test_states_are_padded_around_the_response() -> None:
+    """Prompts of one and three on the left, responses of three and four on the right."""
+    batch = collate_states(TRACES, states_at(TRACES, [1, 3]), is_real=[True, False])
+    assert batch.start == 3
+    assert batch.ids.tolist() == [[0, 0, 5, MASK, 8, MASK, 0], [5, 6, 7, 10, 11, MASK, 13]]
+    assert batch.target.tolist() == [[0, 0, 5, 7, 8, 9, 0], [5, 6, 7, 10, 11, 12, 13]]
+    assert batch.pad_mask.tolist() == [[False] * 2 + [True] * 4 + [False], [True] * 7]
+    assert batch.masked.nonzero().tolist() == [[0, 3], [0, 5], [1, 5]]
+    assert batch.is_real.tolist() == [True, False]
+    assert batch.to("meta").ids.device.type == "meta"
+
+
+def test_states_made_together_equal_states_made_one_by_one() -> None:
+    over = replace(SHORT, superseded=np.array([[0, 0, 6]]))
+    for traces in (TRACES, [over, LONG]):
+        for steps in ([1, 3], [0, 0], [2, 4]):
+            for trace, step, state in zip(traces, steps, states_at(traces, steps), strict=True):
+                assert np.array_equal(state, trace.state_at(step))
+
+
+def test_stored_rows_lie_on_their_columns() -> None:
+    """Every stored row holds its own position number within the sample's rows."""
+    for with_prompt, expected in (
+        (False, [[1, 2, 3, 0], [1, 2, 3, 4]]),
+        (True, [[0, 0, 1, 2, 3, 4, 0], [1, 2, 3, 4, 5, 6, 7]]),
+    ):
+        features = []
+        for record in TRACES:
+            rows = np.arange(record.num_generated + with_prompt * record.num_prompt) + 1
+            features.append((rows[:, None].astype(np.float32), rows.astype(np.int32)))
+        batch = collate_states(TRACES, states_at(TRACES, [0, 0]), features=features)
+        assert batch.features is not None
+        assert batch.proposals is not None
+        assert batch.features[..., 0].tolist() == batch.proposals.tolist() == expected
 
 
 def test_labels_states_and_tail_of_a_hand_made_batch() -> None:
     """Stored proposals decide the labels; the last column ends as end of text."""
-    record = recorded(small_backbone(), 1, response_length=4)[0]
-    tokens = record.tokens.copy()
-    tokens[:] = [7, 8, 9, EOS]
-    record = type(record)(
-        **{
-            **{k: getattr(record, k) for k in ("uid", "prompt_ids", "num_steps", "mask_id")},
-            "vocab_size": 24,
-            "tokens": tokens,
-            "commit_step": [0, 1, 2, 3],
-        }
-    )
+    record = trace([5], [7, 8, 9, EOS], [0, 1, 2, 3])
     model = module()
     stored = (np.zeros((4, model.scorer.head.num_features)), np.array([7, 8, 5, EOS]))
     seen = model.observe(collate_states([record], [record.state_at(1)], features=[stored]))
@@ -91,15 +133,13 @@ def test_labels_states_and_tail_of_a_hand_made_batch() -> None:
     assert not model.observe(filler).decidable.any()
 
 
-def test_every_proposal_is_right_at_the_step_that_commits_it() -> None:
-    """A greedy decode commits its proposals: at each step the written positions have label 1."""
-    backbone = small_backbone()
-    model = module()
-    for record in recorded(backbone, 3):
-        for step in range(record.num_steps):
-            seen = model.observe(collate_states([record], [record.state_at(step)]))
-            written = torch.from_numpy(record.committed_at(step))
-            assert seen.label[0, written].all()
+def test_written_tail_counts_only_when_asked() -> None:
+    """Tokens 7, EOS, EOS: the second is written, the third masked. The release scores both."""
+    record = trace([5], [7, EOS, EOS], [2, 0, 1])
+    batch = collate_states([record], [record.state_at(1)])
+    assert module().observe(batch).is_tail.tolist() == [[False, False, True]]
+    parity = module(loss=AcceptanceLossSettings(written_tail=True)).observe(batch)
+    assert parity.is_tail.tolist() == [[False, True, True]]
 
 
 @pytest.mark.parametrize("layout", ["generation", "all", "masked"])
@@ -108,22 +148,60 @@ def test_training_and_decoding_see_the_same_logits(layout: str) -> None:
     model = module(settings=ScorerSettings(layout=layout)).eval()
     policy = TraceLockPolicy(scorer=model.scorer, threshold=0.5)
     backbone = small_backbone()
-    spied: list[tuple[torch.Tensor, torch.Tensor]] = []
+    spied: list[torch.Tensor] = []
     original = policy.decision_logits
 
     def spy(state: Any, candidates: Any, proposal: Any) -> torch.Tensor:
         logits = original(state, candidates, proposal)
-        spied.append((state.ids.clone(), logits[:, state.start :].clone()))
+        spied.append(logits[:, state.start :].clone())
         return logits
 
     policy.decision_logits = spy  # type: ignore[method-assign]
     (record,) = recorded(backbone, 1, decoder=Decoder(policy=policy, quota=NoQuota()))
     assert len(spied) == record.num_steps
-    for step, (_, logits) in enumerate(spied):
+    for step, logits in enumerate(spied):
         seen = model.observe(collate_states([record], [record.state_at(step)]))
         output = model.scorer(seen.features, seen.state, seen.present)
         shown = seen.state[:, -8:] == 2 if layout == "masked" else torch.ones(1, 8).bool()
         torch.testing.assert_close(output.decision_logits[:, -8:][shown], logits[shown])
+
+
+SELECTIONS = {
+    "free": SelectionSettings(threshold=0.5, max_accept_per_step=None),
+    "cap 1": SelectionSettings(threshold=0.5, max_accept_per_step=1),
+    "mostly fallback": SelectionSettings(threshold=0.9999, max_accept_per_step=2),
+    "window and gate": SelectionSettings(
+        threshold=0.5,
+        max_accept_per_step=2,
+        window=SlidingWindow(3),
+        settings=DecodeSettings(eos_gate=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(SELECTIONS))
+def test_replay_commits_what_the_decode_loop_commits(name: str) -> None:
+    """Along a decode of the policy itself, every replayed step equals the recorded one."""
+    backbone, selection, model = small_backbone(), SELECTIONS[name], module().eval()
+    model.scorer.head.logit_head.weight.data *= 20.0
+    policy = TraceLockPolicy(
+        scorer=model.scorer,
+        threshold=selection.threshold,
+        max_accept_per_step=selection.max_accept_per_step,
+    )
+    decoder = Decoder(
+        policy=policy, window=selection.window, quota=NoQuota(), settings=selection.settings
+    )
+    for record in recorded(backbone, 4, decoder=decoder):
+        for step in range(record.num_steps):
+            batch = collate_states([record], [record.state_at(step)])
+            seen = model.observe(batch)
+            proposals = batch.ids.clone()
+            proposals[:, batch.start :] = seen.proposals
+            candidates, visible = step_candidates(batch, proposals, backbone, selection)
+            output = model.scorer(seen.features, seen.state, visible[:, batch.start :])
+            commit = step_commits(output.decision_logits, candidates[:, batch.start :], selection)
+            assert commit[0].nonzero()[:, 0].tolist() == record.committed_at(step).tolist()
 
 
 def test_a_rate_that_is_too_high_ends_the_run_without_a_policy(
@@ -131,19 +209,17 @@ def test_a_rate_that_is_too_high_ends_the_run_without_a_policy(
 ) -> None:
     """Clipping hides nothing: the gradients of weights beyond float32 are no numbers."""
     broken = module(optimizer=lambda params: torch.optim.SGD(params, lr=1e38))
-    with pytest.raises(
-        NonFiniteError, match=r"a gradient is not finite at optimiser step \d+; weig"
-    ):
+    named = r"a gradient is not finite at optimiser step \d+; weig"
+    with pytest.raises(NonFiniteError, match=named):
         trainer(tmp_path).fit(broken, data(shards))
     assert not (tmp_path / "policy").exists()
 
 
 def test_exported_policy_is_the_best_checkpoint(shards: Path, tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path / "saved", monitor=MONITOR, mode="max", filename="{step}")
-    fitted = trainer(tmp_path, callbacks=[saver], enable_checkpointing=True, val_check_interval=3)
     model = module()
     model.scores.proxy = RolloutProxy(threshold=0.7)
-    fitted.fit(model, datamodule=data(shards))
+    trainer(tmp_path, saver, max_steps=24).fit(model, datamodule=data(shards))
     policy = AcceptanceScorer.load(tmp_path / "policy")
     stored = torch.load(saver.best_model_path, weights_only=True)
     assert not [key for key in stored["state_dict"] if key.startswith("backbone")]
@@ -164,9 +240,8 @@ def test_validation_scores_match_a_slow_reference(shards: Path, tmp_path: Path) 
     model = module(min_crop_ratio=1.0)
     model.scores.proxy = RolloutProxy(threshold=0.5)
     torch.nn.init.normal_(model.scorer.head.logit_head.weight)
-    run = trainer(tmp_path)
     source = data(shards, batch_size=7)
-    (scores,) = run.validate(model, datamodule=source, verbose=False)
+    (scores,) = trainer(tmp_path).validate(model, datamodule=source, verbose=False)
     loss, count, right, accepted = 0.0, 0, 0, 0
     model.eval().requires_grad_(False)
     for batch in source.val_dataloader():
@@ -188,19 +263,6 @@ def test_validation_scores_match_a_slow_reference(shards: Path, tmp_path: Path) 
     assert scores["val/rollout_proxy_accept_rate"] == pytest.approx(accepted / count, rel=1e-5)
 
 
-def test_written_tail_counts_only_when_asked() -> None:
-    """Tokens 7, EOS, EOS: the second is written, the third masked. The release scores both."""
-    record = recorded(small_backbone(), 1, response_length=3)[0]
-    record = type(record)(
-        uid="x", prompt_ids=record.prompt_ids, num_steps=3, mask_id=record.mask_id, vocab_size=24,
-        tokens=np.array([7, EOS, EOS], dtype=np.int32), commit_step=np.array([2, 0, 1]),
-    )  # fmt: skip
-    batch = collate_states([record], [record.state_at(1)])
-    assert module().observe(batch).is_tail.tolist() == [[False, False, True]]
-    parity = module(loss=AcceptanceLossSettings(written_tail=True)).observe(batch)
-    assert parity.is_tail.tolist() == [[False, True, True]]
-
-
 def test_every_score_has_its_best_checkpoint_and_policy(shards: Path, tmp_path: Path) -> None:
     """The replay is scored, too; each monitored score exports its own weights."""
     savers = [
@@ -209,7 +271,7 @@ def test_every_score_has_its_best_checkpoint_and_policy(shards: Path, tmp_path: 
     ]
     selection = SelectionSettings(threshold=0.6)
     model = module(selection=selection, export_monitor="val/replay_score")
-    fitted = trainer(tmp_path, callbacks=savers, enable_checkpointing=True, max_steps=10)
+    fitted = trainer(tmp_path, *savers, val_check_interval=5, max_steps=10)
     fitted.fit(model, datamodule=data(shards))
     logged = fitted.logged_metrics
     assert 1.0 <= logged["val/replay_steps"] <= 8.0
@@ -222,22 +284,18 @@ def test_every_score_has_its_best_checkpoint_and_policy(shards: Path, tmp_path: 
 
 
 def test_a_resumed_run_of_tokens_equals_an_uninterrupted_one(shards: Path, tmp_path: Path) -> None:
-    """Saved after 13 steps, in the middle of the second pass, read by two workers."""
-    options = {"source": "tokens", "step_ratio": 0.4, "num_workers": 2}
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=13, save_top_k=-1, filename="{step}")
+    """Saved after 9 steps, in the middle of the second pass, read by two workers."""
+    source = data(shards, source="tokens", step_ratio=0.4, num_workers=2)
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=9, save_top_k=-1, filename="{step}")
     whole = module()
-    saving = {"callbacks": [saver], "enable_checkpointing": True}
-    trainer(tmp_path / "whole", **saving).fit(whole, datamodule=data(shards, **options))
+    trainer(tmp_path / "whole", saver, val_check_interval=5).fit(whole, datamodule=source)
     torch.manual_seed(99)
-    resumed = module()
-    trainer(tmp_path / "resumed").fit(
-        resumed,
-        datamodule=data(shards, **options),
-        ckpt_path=tmp_path / "step=13.ckpt",
-        weights_only=True,
-    )
-    expected = weights(whole)
-    assert all(torch.equal(value, expected[name]) for name, value in weights(resumed).items())
+    resumed, source = module(), data(shards, source="tokens", step_ratio=0.4, num_workers=2)
+    again = trainer(tmp_path / "resumed", val_check_interval=5)
+    again.fit(resumed, source, ckpt_path=tmp_path / "step=9.ckpt", weights_only=True)
+    expected = whole.scorer.head.state_dict()
+    for name, value in resumed.scorer.head.state_dict().items():
+        assert torch.equal(value, expected[name])
 
 
 def test_a_plateau_schedule_watches_the_loss_of_every_validation() -> None:
@@ -250,6 +308,8 @@ def test_a_plateau_schedule_watches_the_loss_of_every_validation() -> None:
         assert found["monitor"] == "val/loss"
 
 
-def test_a_share_of_nothing_is_refused() -> None:
+def test_bad_options_are_named() -> None:
     with pytest.raises(ValueError, match="min_crop_ratio"):
         module(min_crop_ratio=0.0)
+    with pytest.raises(ValueError, match=r"SelectionSettings\.threshold"):
+        SelectionSettings(threshold=1.5)

@@ -1,22 +1,21 @@
+"""Block-causal attention and rows of a clean and noisy copies: by hand, by their rules."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
-from lit_dlm.ops.masking import (
-    TwoCopyLayout,
-    block_causal_visibility,
-    block_numbers,
-    with_own_key,
-)
+from lit_dlm.ops.masking import TwoCopyLayout, block_causal_visibility, block_numbers
+from tests.shared_data import shared
 
 
 def slow(rule: Callable[[int, int, int], bool], batch: int, length: int) -> Tensor:
-    """``(B, 1, L, L)`` bool from a predicate of row, query and key."""
+    """``(B, 1, L, L)`` bool from a predicate of row, query and key; a lone query sees itself."""
     visible = torch.zeros(batch, 1, length, length, dtype=torch.bool)
     for row in range(batch):
         for query in range(length):
@@ -58,50 +57,34 @@ def test_blocks_before_the_origin_count_backwards():
     assert block_numbers(8, 4, origin=3).tolist() == [[-1, -1, -1, 0, 0, 0, 0, 1]]
 
 
-def trace_rule(start: int, length: int, size: int, real: Tensor) -> Callable[[int, int, int], bool]:
-    """The rule of the trace layout, as its definition reads (blocks from the response)."""
-    response = length - start
-
-    def block(slot: int) -> int:
-        place = slot - start if slot < length else slot - length
-        return place // size
+@pytest.mark.parametrize("padding", PADDING)
+@pytest.mark.parametrize(("start", "size"), [(4, 3), (5, 4), (7, 4), (6, 5), (0, 4), (4, 1)])
+def test_the_trace_layout_follows_its_rule(padding: str, start: int, size: int):
+    """Clean cells see clean ones of their own block and earlier ones, noisy cells see clean ones
+    of earlier blocks and noisy ones of their own."""
+    real = torch.tensor(PADDING[padding]).bool()
+    source = [*range(11), *range(start, 11)]
+    block = [(column - start) // size for column in source]
 
     def rule(row: int, query: int, key: int) -> bool:
-        column = key if key < length else key - response
-        if not real[row, column]:
+        if not real[row, source[key]] or (key >= 11 and query < 11):
             return False
-        if query < length:
-            return key < length and block(query) >= block(key)
-        if key < length:
-            return block(query) > block(key)
-        return block(query) == block(key)
+        is_own = block[query] == block[key] and (query >= 11) == (key >= 11)
+        return is_own or (key < 11 and block[query] > block[key])
 
-    return rule
-
-
-@pytest.mark.parametrize("padding", PADDING)
-@pytest.mark.parametrize(("start", "block_size"), [(4, 3), (5, 4), (7, 4), (6, 5), (0, 4), (4, 1)])
-def test_the_trace_layout_follows_its_rule(padding: str, start: int, block_size: int):
-    real = torch.tensor(PADDING[padding]).bool()
-    layout = TwoCopyLayout.trace(start, 11, block_size, pad_mask=real)
-    assert layout.source.tolist() == [*range(11), *range(start, 11)]
+    layout = TwoCopyLayout.trace(start, 11, size, pad_mask=real)
+    assert layout.source.tolist() == source
     assert layout.is_noisy.tolist() == [False] * 11 + [True] * (11 - start)
-    rule = trace_rule(start, 11, block_size, real)
     assert torch.equal(layout.visibility(), slow(rule, 2, 22 - start))
     positions = torch.arange(11).expand(2, -1)
-    assert torch.equal(layout.positions(positions), positions[:, layout.source])
+    assert torch.equal(layout.positions(positions), positions[:, source])
 
 
 @pytest.mark.parametrize(
     ("start", "response", "size"), [(8, 16, 4), (7, 14, 4), (10, 12, 5), (6, 10, 4)]
 )
 def test_the_trace_layout_equals_the_reference_masks(start: int, response: int, size: int):
-    from safetensors.torch import load_file
-
-    file = Path(__file__).parents[2].parent / "shared" / "data" / "parity" / "sdar"
-    if not file.is_dir():
-        pytest.skip(f"no parity fixtures at {file}")
-    cases = load_file(file / "cases.safetensors")
+    cases = load_file(shared("parity", "sdar", "cases.safetensors"))
     expected = cases[f"masks.{start}_{response}_{size}"].bool()
     assert torch.equal(TwoCopyLayout.trace(start, start + response, size).visibility(), expected)
 
@@ -121,7 +104,7 @@ def linear_attention(ids: Tensor, visible: Tensor, positions: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("origin", ["sequence", "response"])
 @pytest.mark.parametrize("prompts", [(5, 5), (3, 5), (8, 6)])
-def test_a_noisy_block_sees_what_it_sees_while_it_is_decoded(origin: str, prompts: tuple[int, int]):
+def test_a_noisy_block_sees_what_it_sees_while_it_is_decoded(origin: Any, prompts: tuple[int, int]):
     """Each block's noisy slots equal a direct forward with that block noisy and the rest absent.
 
     Left-padded prompts of different lengths, 7 response cells, blocks of 4: with the sequence as
@@ -135,7 +118,7 @@ def test_a_noisy_block_sees_what_it_sees_while_it_is_decoded(origin: str, prompt
     hide = torch.rand(2, length, generator=generator) < 0.5
     noisy = clean.masked_fill(hide & (torch.arange(length) >= start), 0)
     positions = (real.long().cumsum(1) - 1).clamp_min(0)
-    layout = TwoCopyLayout.trace(start, length, size, pad_mask=real, origin=origin)  # type: ignore[arg-type]
+    layout = TwoCopyLayout.trace(start, length, size, pad_mask=real, origin=origin)
     row_ids = torch.where(layout.is_noisy, noisy[:, layout.source], clean[:, layout.source])
     trained = linear_attention(row_ids, layout.visibility(), layout.positions(positions))
     compared = 0
@@ -154,15 +137,57 @@ def test_a_noisy_block_sees_what_it_sees_while_it_is_decoded(origin: str, prompt
                 torch.arange(len(canvas))[None],
             )
             for column in block:
-                slots = ((layout.source == column) & layout.is_noisy).nonzero()[:, 0]
-                if column >= start:
-                    assert len(slots) == 1
-                if len(slots):
-                    torch.testing.assert_close(trained[row, slots[0]], direct[0, column - first])
+                slots = ((layout.source == column) & layout.is_noisy).nonzero()[:, 0].tolist()
+                assert len(slots) == 1 or column < start
+                for slot in slots:
+                    torch.testing.assert_close(trained[row, slot], direct[0, column - first])
                     compared += 1
     assert compared >= 14
 
 
-def test_only_empty_queries_get_themselves():
-    visible = torch.tensor([[[[False, True], [False, False]]]])
-    assert with_own_key(visible).tolist() == [[[[False, True], [False, True]]]]
+# -- several noisy copies ------------------------------------------------------------------------
+
+
+def test_visibility_by_hand() -> None:
+    """One prompt cell, two response blocks of one cell, two copies: P a b | a1 b1 | a2 b2."""
+    layout = TwoCopyLayout.trace(1, 3, 1).packed(2)
+    assert layout.source.tolist() == [0, 1, 2, 1, 2, 1, 2]
+    assert layout.copy.tolist() == [-1, -1, -1, 0, 0, 1, 1]
+    assert layout.visibility()[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0],
+        [1, 0, 0, 1, 0, 0, 0],
+        [1, 1, 0, 0, 1, 0, 0],
+        [1, 0, 0, 0, 0, 1, 0],
+        [1, 1, 0, 0, 0, 0, 1],
+    ]
+    assert layout.positions(torch.tensor([[5, 6, 7]])).tolist() == [[5, 6, 7, 6, 7, 6, 7]]
+    # A row that uses one copy: nobody sees the second, whose slots see earlier clean cells only.
+    short = layout.visibility(torch.tensor([1]))[0, 0]
+    assert not short[:5, 5:].any()
+    assert short[5:].int().tolist() == [[1, 0, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0]]
+
+
+def test_the_first_cell_of_a_block_is_predicted_from_the_clean_copy() -> None:
+    """Columns 0 to 5, two of a prompt, and the noisy 2 to 5 in slots 6 to 9."""
+    layout = TwoCopyLayout.trace(2, 6, 2)
+    assert layout.predictors().tolist() == [[0, 0, 1, 2, 3, 4, 1, 6, 3, 8]]
+    copies = TwoCopyLayout.trace(1, 3, 1).packed(2)
+    assert copies.predictors().tolist() == [[0, 0, 1, 0, 1, 0, 1]]
+
+
+@pytest.mark.parametrize("origin", ["sequence", "response"])
+def test_each_copy_sees_what_a_row_of_its_own_does(origin: Any) -> None:
+    real = torch.ones(2, 11, dtype=torch.bool)
+    real[1, :2] = False
+    two = TwoCopyLayout.trace(4, 11, 3, pad_mask=real, origin=origin)
+    layout = two.packed(3)
+    visible, alone = layout.visibility(), two.visibility()
+    size = int((~two.is_noisy).sum())
+    for copy in range(3):
+        slots = torch.cat([torch.arange(size), (layout.copy == copy).nonzero()[:, 0]])
+        assert visible[:, :, slots][..., slots].equal(alone)
+        others = (layout.copy >= 0) & (layout.copy != copy)
+        noisy = (layout.copy == copy).nonzero()[:, 0]
+        assert not visible[:, :, noisy][..., others].any()

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from lit_dlm.ops.noise import cell_gumbel_noise, gumbel_noise, sample_seed, uniform_noise
+from lit_dlm.ops.sampling import cell_gumbel_noise, gumbel_noise, sample_seed, uniform_noise
 
 _WORD = 2**64
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from lit_dlm.ops.noise import cell_gumbel_noise
-from lit_dlm.ops.sampling import RUN, draw_by_runs, keep_top_k, keep_top_p, survivors
+from lit_dlm.ops import sampling
+from lit_dlm.ops.sampling import cell_gumbel_noise, draw_by_runs, keep_top_k, keep_top_p, survivors
 
 
 def test_top_k_keeps_the_k_largest():
@@ -11,22 +11,14 @@ def test_top_k_keeps_the_k_largest():
     assert torch.equal(keep_top_k(logits, 9), logits)
 
 
-def test_top_p_keeps_the_token_that_crosses_the_bound():
+@pytest.mark.parametrize(
+    ("top_p", "kept"),
+    [(1e-6, [0, 1, 0]), (0.4, [0, 1, 0]), (0.6, [0, 1, 1]), (0.9, [1, 1, 1])],
+)
+def test_top_p_keeps_the_token_that_crosses_the_bound(top_p: float, kept: list[int]):
     """Sorted probabilities 0.5, 0.3, 0.2. Mass before each: 0, 0.5, 0.8; kept while below p."""
     logits = torch.tensor([[0.2, 0.5, 0.3]]).log()
-    for top_p, kept in (
-        (0.4, [False, True, False]),
-        (0.6, [False, True, True]),
-        (0.9, [True, True, True]),
-    ):
-        assert keep_top_p(logits, top_p).isfinite().tolist() == [kept]
-
-
-def test_top_p_keeps_one_token_even_for_a_tiny_bound():
-    logits = torch.randn(5, 20, generator=torch.Generator().manual_seed(0))
-    kept = keep_top_p(logits, 1e-6).isfinite()
-    assert torch.equal(kept.sum(-1), torch.ones(5, dtype=torch.long))
-    assert torch.equal(kept.to(torch.uint8).argmax(-1), logits.argmax(-1))
+    assert keep_top_p(logits, top_p).isfinite().int().tolist() == [kept]
 
 
 @pytest.mark.parametrize(
@@ -56,18 +48,17 @@ def test_a_sharp_distribution_leaves_few_logits_to_look_at():
     assert survivors(logits, top_k=None, top_p=0.95)[0].shape[1] < 2000
 
 
-@pytest.mark.parametrize("size", [2 * RUN, 2 * RUN + 300])
-def test_draws_by_runs_follow_the_softmax(size):
-    """Shares of seven ids in 40,000 draws, of every run and one of them forbidden."""
+@pytest.mark.parametrize("size", [64, 73])
+def test_draws_by_runs_follow_the_softmax(size: int, monkeypatch: pytest.MonkeyPatch):
+    """Shares of seven ids in 40,000 draws, of every run of 32 and one of them forbidden."""
+    monkeypatch.setattr(sampling, "RUN", 32)
     logits = torch.full((size,), -torch.inf)
-    ids = torch.tensor([0, 5, RUN - 1, RUN, RUN + 9, size - 2, size - 1])
+    ids = torch.tensor([0, 5, 31, 32, 41, size - 2, size - 1])
     logits[ids] = torch.tensor([3.0, 0.0, 1.5, 2.0, 2.5, -torch.inf, 1.0])
     cells = torch.arange(40_000)
     zeros = torch.zeros_like(cells)
-    noise = cell_gumbel_noise(zeros + 3, zeros, cells, RUN + 3)[:, : RUN + -(-size // RUN)]
-    drawn = torch.cat(
-        [draw_by_runs(logits.expand(len(part), -1), part) for part in noise.split(500)]
-    )
+    noise = cell_gumbel_noise(zeros + 3, zeros, cells, 32 + -(-size // 32))
+    drawn = draw_by_runs(logits.expand(len(cells), -1), noise)
     shares = torch.bincount(drawn, minlength=size) / len(cells)
     # Standard error at most 0.0025.
     torch.testing.assert_close(shares, logits.softmax(0), atol=0.008, rtol=0.0)

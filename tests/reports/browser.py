@@ -1,7 +1,5 @@
 """A headless Chromium for tests of pages; tests skip where there is none."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator
@@ -11,45 +9,27 @@ from typing import Any
 import pytest
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-
-
-def why_not() -> str | None:
-    """What is missing to drive a browser."""
-    if not any(map(shutil.which, BROWSERS)):
-        return f"no browser: expected one of {', '.join(BROWSERS)} (Debian: apt install chromium)"
-    if not shutil.which("chromedriver"):
-        return "no chromedriver (Debian: apt install chromium-driver)"
-    try:
-        import selenium  # noqa: F401
-    except ModuleNotFoundError:
-        return "no selenium (pip install selenium)"
-    return None
+OPTIONS = (
+    *("headless=new", "disable-gpu", "disable-dev-shm-usage", "disable-background-networking"),
+    *("no-first-run", "window-size=1280,800"),
+    "no-sandbox",  # containers run as root
+)
 
 
 @contextmanager
-def browser(*, width: int = 1280, height: int = 800) -> Iterator[Any]:
+def browser() -> Iterator[Any]:
     """A driver whose log of requests and console messages is kept from the start."""
-    reason = why_not()
-    if reason is not None:
-        pytest.skip(reason)
-    from selenium import webdriver
-    from selenium.webdriver.chrome.options import Options
-    from selenium.webdriver.chrome.service import Service
-
-    options = Options()
-    options.binary_location = next(filter(None, map(shutil.which, BROWSERS)))
-    for argument in (
-        "--headless=new",
-        "--no-sandbox",  # containers run as root
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--disable-background-networking",
-        "--no-first-run",
-        f"--window-size={width},{height}",
-    ):
-        options.add_argument(argument)
+    webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium")
+    binary = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if not (binary and shutil.which("chromedriver")):
+        pytest.skip("no browser or driver (Debian: apt install chromium chromium-driver)")
+    options = webdriver.ChromeOptions()
+    options.binary_location = binary
+    for option in OPTIONS:
+        options.add_argument(f"--{option}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
+    service = webdriver.ChromeService(shutil.which("chromedriver"))
+    driver = webdriver.Chrome(options=options, service=service)
     try:
         driver.set_page_load_timeout(120)
         driver.set_script_timeout(120)
@@ -58,33 +38,33 @@ def browser(*, width: int = 1280, height: int = 800) -> Iterator[Any]:
         driver.quit()
 
 
-def set_viewport(driver: Any, *, width: int, height: int, dark: bool = False) -> None:
-    """Size of the page and the system's colour scheme; waits until the page has taken them on."""
+def wait_until(driver: Any, condition: Any) -> Any:
+    """What a function of the driver, or an expression in the page, gives once it holds."""
     from selenium.webdriver.support.ui import WebDriverWait
 
+    if isinstance(condition, str):
+        script = f"return {condition}"
+        return wait_until(driver, lambda one: one.execute_script(script))
+    return WebDriverWait(driver, 60, poll_frequency=0.05).until(condition)
+
+
+def set_viewport(driver: Any, *, width: int = 1280, height: int = 800, dark: bool = False) -> None:
+    """Size of the page and the system's colour scheme; waits until the page has taken them on."""
     driver.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride",
         {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False},
     )
     scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
-    taken = (
-        "return innerWidth === arguments[0] && innerHeight === arguments[1] && "
-        "matchMedia('(prefers-color-scheme: dark)').matches === arguments[2]"
-    )
-    WebDriverWait(driver, 60, poll_frequency=0.05).until(
-        lambda one: one.execute_script(taken, width, height, dark)
-    )
+    taken = f"matchMedia('(prefers-color-scheme: dark)').matches === {str(dark).lower()}"
+    wait_until(driver, f"innerWidth === {width} && innerHeight === {height} && {taken}")
 
 
 def requested(driver: Any) -> list[str]:
     """Addresses that pages asked for since the last call."""
     messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
-    return [
-        message["params"]["request"]["url"]
-        for message in messages
-        if message["method"] == "Network.requestWillBeSent"
-    ]
+    sent = [one["params"] for one in messages if one["method"] == "Network.requestWillBeSent"]
+    return [one["request"]["url"] for one in sent]
 
 
 def console(driver: Any) -> list[str]:

@@ -1,17 +1,15 @@
 """Small sets of decodes with results, for tests of reports."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lit_dlm.backbones.location import load_tokenizer
+from lit_dlm.backbones.resolution import load_tokenizer
 from lit_dlm.reports.pieces import TokenPieces
 from lit_dlm.reports.results import ResultFolder
-from lit_dlm.reports.samples import Sample
+from lit_dlm.reports.samples import Sample, SampleSet
 from lit_dlm.trajectories import Trajectory
 from lit_dlm.trajectories.store import merge_manifest
 from tests.reports.rows import row
@@ -70,47 +68,50 @@ def record(
     return found
 
 
+def remasked(**fields: Any) -> Trajectory:
+    """Place 0: written at 0, masked at 1, written at 3. Place 1 is given. Place 2 stays a mask."""
+    return record(
+        [8, 9, MASK],
+        [3, -1, -1],
+        num_steps=4,
+        given=np.array([False, True, False]),
+        superseded=np.array([[0, 0, 7], [1, 0, MASK]]),
+        **fields,
+    )
+
+
 def sample(found: Trajectory, **fields: Any) -> Sample:
     example, _, method = found.uid.rpartition("@")
     facts: dict[str, Any] = {"example": example, "task": "t", "method": method, "correct": None}
     return Sample(record=found, **{**facts, **fields})
 
 
+def sample_set(samples: list[Sample], **changes: Any) -> SampleSet:
+    base = {"label": "s", "source": Path("s"), "shards": [], "methods": {}}
+    return SampleSet(samples=samples, **{**base, "num_available": len(samples), **changes})
+
+
 def write_set(
-    folder: Path,
-    records: Sequence[Trajectory],
-    *,
-    tokenizer: str = "tiny",
-    methods: dict[str, Any] | None = None,
-    records_per_block: int = 4,
+    folder: Path, records: Sequence[Trajectory], methods: dict[str, Any] | None = None
 ) -> Path:
-    run = {"tokenizer": {"path": tokenizer}, "decode": {"methods": methods or {}}}
-    write_shards(folder, records, records_per_block=records_per_block, split="test", **run)
+    run = {"tokenizer": {"path": "tiny"}, "decode": {"methods": methods or {}}}
+    write_shards(folder, records, split="test", **run)
     merge_manifest(folder)
     return folder
 
 
-def write_run(folder: Path, records: Sequence[Trajectory], **options: Any) -> Path:
+def write_run(folder: Path, records: Sequence[Trajectory]) -> Path:
     """A benchmark run: trajectories, and a result line for each; odd numbers are wrong."""
-    write_set(folder / "trajectories", records, **options)
+    write_set(folder / "trajectories", records)
     results = ResultFolder(folder / "results")
     for number, one in enumerate(records):
         example, _, method = one.uid.rpartition("@")
         task = example.partition("/")[0]
         results.claim(task, method, {"decoder": method})
-        named = {"set": "trajectories", "uid": one.uid, "digest": one.digest().hex()}
-        wrong = {"correct": False, "verdict": "wrong", "detail": "expected 4"}
-        results.append(
-            [
-                row(
-                    example,
-                    task=task,
-                    method=method,
-                    nfe=one.num_steps,
-                    answer=f"a{number}",
-                    trajectory=named,
-                    **(wrong if number % 2 else {}),
-                )
-            ]
-        )
+        facts: dict[str, Any] = {"task": task, "method": method, "nfe": one.num_steps}
+        digest = one.digest().hex()
+        facts["trajectory"] = {"set": "trajectories", "uid": one.uid, "digest": digest}
+        if number % 2:
+            facts |= {"correct": False, "verdict": "wrong", "detail": "expected 4"}
+        results.append([row(example, answer=f"a{number}", **facts)])
     return folder

@@ -17,12 +17,8 @@ pytestmark = pytest.mark.slow  # whole pages
 
 
 def test_failures_come_first_and_ungraded_samples_are_no_failures():
-    rows = [
-        row("a"),
-        row("c", correct=False, verdict="wrong"),
-        row("b", correct=False, verdict="timeout"),
-        row("d", correct=False, verdict="ungraded"),
-    ]
+    verdicts = {"a": "right", "c": "wrong", "b": "timeout", "d": "ungraded"}
+    rows = [row(uid, correct=uid == "a", verdict=verdict) for uid, verdict in verdicts.items()]
     found = failures_first("t", "m", rows)
     assert [one.uid for (one,) in found.samples] == ["b", "c", "d", "a"]
     assert found.told == "m: 2 of 4 wrong"
@@ -84,16 +80,8 @@ def test_hostile_completions_are_text(tmp_path: Path):
     evil = "</pre><script>alert(1)</script>"
     results = ResultFolder(tmp_path / "results")
     results.claim("t", "m", {})
-    wrong = row(
-        "u|1",
-        correct=False,
-        verdict="wrong",
-        completion=evil,
-        answer=evil,
-        detail="a|b",
-        prompt=evil,
-    )
-    results.append([wrong])
+    texts = dict.fromkeys(("completion", "answer", "prompt"), evil)
+    results.append([row("u|1", correct=False, verdict="wrong", detail="a|b", **texts)])
     assert main([str(tmp_path)]) == 0
     page, text = ((tmp_path / f"report.{suffix}").read_text() for suffix in ("html", "md"))
     assert "<script>alert" not in page
@@ -108,9 +96,7 @@ def test_hostile_completions_are_text(tmp_path: Path):
     assert not (tmp_path / "traces.html").exists()
 
 
-def test_a_run_without_its_trajectories_is_reported_without_links(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_a_run_without_its_trajectories_is_reported_without_links(tmp_path: Path, caplog):
     run = write_run(tmp_path / "run", [record([10, 11], [0, 1], uid="t/test/0@m")])
     shutil.rmtree(run / "trajectories")
     assert main([str(run), "--out", str(tmp_path / "out")]) == 0

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 
@@ -12,20 +10,10 @@ from lit_dlm.reports.summary import MethodSummary
 
 def summary(method: str, *, nfe: float, seconds: float, accuracy: float | None = 0.75, **changes):
     zeros = ("policy_forwards", "policy_share", "idle_steps", "unfinished", "timeouts")
-    values = {
-        "task": "sums",
-        "method": method,
-        "n": 48,
-        "accuracy": accuracy,
-        "interval": None if accuracy is None else (0.625, 0.875),
-        "nfe": nfe,
-        "tokens_per_step": 32 / nfe,
-        "useful_tokens_per_step": 20 / nfe,
-        "seconds": seconds,
-        **dict.fromkeys(zeros, 0.0),
-        **changes,
-    }
-    return MethodSummary(**values)
+    values = {"task": "sums", "method": method, "n": 48, "accuracy": accuracy, "nfe": nfe}
+    values |= {"interval": None if accuracy is None else (0.625, 0.875), "seconds": seconds}
+    values |= {"tokens_per_step": 32 / nfe, "useful_tokens_per_step": 20 / nfe}
+    return MethodSummary(**{**values, **dict.fromkeys(zeros, 0.0), **changes})
 
 
 SUMMARIES = [
@@ -38,16 +26,14 @@ SUMMARIES = [
 def test_speeds_follow_from_the_summary():
     """32 cells in 0.02 s are 1600 a second, 20 useful ones 1000."""
     first, _, third = map(profile_row, SUMMARIES)
-    assert first["tokens_per_second"] == pytest.approx(1600)
-    assert first["useful_tokens_per_second"] == pytest.approx(1000)
-    assert first["ms_per_sample"] == pytest.approx(20)
-    assert first["tokens_per_forward"] == pytest.approx(4)
+    names = ("tokens_per_second", "useful_tokens_per_second", "ms_per_sample", "tokens_per_forward")
+    assert [first[name] for name in names] == pytest.approx([1600, 1000, 20, 4])
     assert [first["curve"], third["curve"]] == ["entropy", "jacobi-dual"]
     assert (first["lockstep"], third["lockstep"]) == (None, 0.8)
 
 
 @pytest.mark.slow
-def test_a_profile_is_a_file_a_table_and_a_picture(tmp_path: Path):
+def test_a_profile_is_a_file_a_table_and_a_picture_without_grades_too(tmp_path: Path):
     write_profile([*SUMMARIES, summary("entropy-8", nfe=8, seconds=1, task="other")], tmp_path)
     with (tmp_path / "profile.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -59,21 +45,20 @@ def test_a_profile_is_a_file_a_table_and_a_picture(tmp_path: Path):
     line = "| entropy-8 | 75.0 % [62.5, 87.5] | 8.0 | 4.00 | 1600 | 1000 | 20.0 | - | 48 |"
     assert line in table.splitlines()
     assert (tmp_path / "profile.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
-def test_a_task_without_grades_has_no_quality(tmp_path: Path):
     ungraded = [summary("entropy-8", nfe=8, seconds=1, accuracy=None)]
     write_profile(ungraded, tmp_path)
     assert "| entropy-8 | - | 8.0 |" in (tmp_path / "profile.md").read_text()
 
 
-def picture(folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("profile")
     write_profile(SUMMARIES, folder)
     return folder / "profile.png"
 
 
-def test_points_are_logged_over_forwards(tmp_path: Path):
-    log_profile(CSVLogger(tmp_path, name="logs", version=""), SUMMARIES, picture(tmp_path))
+def test_points_are_logged_over_forwards(tmp_path: Path, picture: Path):
+    log_profile(CSVLogger(tmp_path, name="logs", version=""), SUMMARIES, picture)
     with (tmp_path / "logs" / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     found = {int(row["step"]): row["sums/entropy/accuracy"] for row in rows}
@@ -82,13 +67,12 @@ def test_points_are_logged_over_forwards(tmp_path: Path):
 
 
 @pytest.mark.slow  # imports TensorBoard
-def test_tensorboard_gets_scalars_table_and_picture(tmp_path: Path):
-    pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
+def test_tensorboard_gets_scalars_table_and_picture(tmp_path: Path, picture: Path):
+    module = "tensorboard.backend.event_processing.event_accumulator"
+    reading = pytest.importorskip(module, reason="TensorBoard is not installed")
     target = TensorBoardLogger(tmp_path, name="tensorboard", version="")
-    log_profile(target, SUMMARIES, picture(tmp_path))
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    log_profile(target, SUMMARIES, picture)
+    events = reading.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     scalars = events.Scalars("sums/entropy/accuracy")
     assert [(event.step, event.value) for event in scalars] == [(8, 0.75), (16, 0.875)]
@@ -97,12 +81,12 @@ def test_tensorboard_gets_scalars_table_and_picture(tmp_path: Path):
 
 
 @pytest.mark.slow  # starts W&B's own process
-def test_wandb_works_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_wandb_works_without_a_network(tmp_path: Path, picture: Path, monkeypatch):
     wandb = pytest.importorskip("wandb", reason="W&B is not installed")
     for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "cache"))
     monkeypatch.setenv("WANDB_SILENT", "true")
-    log_profile(WandbLogger(save_dir=tmp_path, offline=True), SUMMARIES, picture(tmp_path))
+    log_profile(WandbLogger(save_dir=tmp_path, offline=True), SUMMARIES, picture)
     wandb.finish()
     wandb.teardown()  # W&B's process writes the last records when it ends, as at our own end
     (run,) = (tmp_path / "wandb").glob("offline-run-*")

@@ -25,14 +25,11 @@ def uids(path: Path, **options) -> list[str]:
 def test_shards_give_prompts_with_all_their_decodes(tmp_path: Path):
     folder = write_set(tmp_path / "set", decodes(2), methods={"a": {"policy": {"name": "P"}}})
     found = load_samples(folder)
-    assert [s.record.uid for s in found.samples] == [
-        "t/test/0@a", "t/test/0@b", "t/test/1@a", "t/test/1@b",
-    ]  # fmt: skip
+    assert uids(folder) == ["t/test/0@a", "t/test/0@b", "t/test/1@a", "t/test/1@b"]
     assert found.methods == {"a": {"policy": {"name": "P"}}}
     one = found.samples[1]
     assert (one.example, one.method, one.correct) == ("t/test/0", "b", True)
-    shard = next(folder.glob("*.tar"))
-    assert uids(shard) == uids(folder)
+    assert uids(next(folder.glob("*.tar"))) == uids(folder)
 
 
 def test_a_limit_takes_tasks_in_turn_and_whole_prompts_first(tmp_path: Path):
@@ -47,10 +44,8 @@ def test_a_limit_takes_tasks_in_turn_and_whole_prompts_first(tmp_path: Path):
 def test_filters_by_sample_and_method(tmp_path: Path):
     folder = write_set(tmp_path / "set", decodes(3))
     assert uids(folder, names=["t/test/1"]) == ["t/test/1@a", "t/test/1@b"]
-    assert uids(folder, names=["t/test/2@b", "t/test/0"], methods=["b"]) == [
-        "t/test/0@b",
-        "t/test/2@b",
-    ]
+    named = uids(folder, names=["t/test/2@b", "t/test/0"], methods=["b"])
+    assert named == ["t/test/0@b", "t/test/2@b"]
     assert uids(folder, examples={"t/test/2"}) == ["t/test/2@a", "t/test/2@b"]
     with pytest.raises(ValueError, match="t/test/9"):
         load_samples(folder, examples={"t/test/9"})
@@ -89,15 +84,12 @@ def test_what_is_missing_is_named(tmp_path: Path):
 
 def test_results_without_trajectories_and_of_other_decodes_are_refused(tmp_path: Path):
     run = write_run(tmp_path / "run", decodes(1, methods="a"))
-    write_set(tmp_path / "other", [record([10, 12], [0, 1], uid="t/test/0@a")])
     shutil.rmtree(run / "trajectories")
-    (tmp_path / "other").rename(run / "trajectories")
+    write_set(run / "trajectories", [record([10, 12], [0, 1], uid="t/test/0@a")])
     with pytest.raises(ValueError, match="t/test/0@a: the results name another decode"):
         load_samples(run)
-    results = ResultFolder(run / "results")
-    (named,) = results.rows("t", "a")
+    (named,) = ResultFolder(run / "results").rows("t", "a")
     next(run.glob("results/*/*/part-*.jsonl")).unlink()
-    results = ResultFolder(run / "results")
-    results.append([replace(named, trajectory=None)])
+    ResultFolder(run / "results").append([replace(named, trajectory=None)])
     with pytest.raises(ValueError, match="1 results, but none names a trajectory"):
         load_samples(run)

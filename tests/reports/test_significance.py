@@ -1,15 +1,21 @@
+"""Tests and intervals of a comparison, and the command that prints them."""
+
+import json
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from lit_dlm.reports.compare_command import main
+from lit_dlm.reports.results import ResultFolder
 from lit_dlm.reports.significance import compare_rows, exact_mcnemar, holm, paired_bootstrap
 from tests.reports.rows import row
 
 
-@pytest.mark.parametrize(
-    ("b", "c", "expected"),
-    [
+def test_mcnemar_has_the_binomial_values():
+    for b, c, expected in (
         (0, 0, 1.0),
         (1, 6, 2 * (1 + 7) / 2**7),  # C(7,0) + C(7,1) = 8
         (6, 1, 2 * (1 + 7) / 2**7),
@@ -17,19 +23,14 @@ from tests.reports.rows import row
         (2, 3, 1.0),  # 2 * (1 + 5 + 10) / 32 = 1
         (5, 5, 1.0),  # capped: 2 * 638 / 1024 > 1
         (0, 10, 2 / 2**10),
-    ],
-)
-def test_mcnemar_has_the_binomial_values(b: int, c: int, expected: float):
-    assert exact_mcnemar(b, c) == pytest.approx(expected, rel=1e-12)
-
-
-def test_mcnemar_stays_exact_with_many_disagreements():
-    """With 2,000 : 1,900 the normal approximation is good: z = (100 - 1) / sqrt(3900)."""
+    ):
+        assert exact_mcnemar(b, c) == pytest.approx(expected, rel=1e-12)
+    # With 2,000 : 1,900 the normal approximation is good: z = (100 - 1) / sqrt(3900).
     z = 99 / math.sqrt(3900)
     assert exact_mcnemar(1900, 2000) == pytest.approx(math.erfc(z / math.sqrt(2)), rel=0.01)
 
 
-def test_bootstrap_of_equal_differences_has_no_width_and_is_repeatable():
+def test_the_bootstrap_is_repeatable_and_has_the_quantiles_of_the_mean():
     assert paired_bootstrap([1, 1, 1]) == (1.0, 1.0)
     values = np.random.default_rng(0).normal(1.0, 2.0, 400)
     low, high = paired_bootstrap(values)
@@ -38,11 +39,7 @@ def test_bootstrap_of_equal_differences_has_no_width_and_is_repeatable():
     half = 1.96 * values.std() / math.sqrt(len(values))
     assert low == pytest.approx(values.mean() - half, abs=0.1 * half)
     assert high == pytest.approx(values.mean() + half, abs=0.1 * half)
-
-
-def test_bootstrap_of_two_pairs_has_the_quantiles_of_three_outcomes():
-    """Differences 0 and 1: a resample has mean 0, 1/2 or 1 with weights 1/4, 1/2, 1/4, so the 95 %
-    interval is (0, 1)."""
+    # Differences 0 and 1: a resample has mean 0, 1/2 or 1 with weights 1/4, 1/2, 1/4.
     assert paired_bootstrap([0, 1]) == (0.0, 1.0)
 
 
@@ -55,13 +52,7 @@ def test_holm_multiplies_and_never_falls():
 def test_only_common_samples_count_and_the_table_of_them_is_right():
     """Common: b, c, d. A is right on b and c, B on c and d: 1 : 1, accuracies 2/3 each."""
     a = [row("a"), row("b", nfe=10), row("c", nfe=10), row("d", nfe=10, correct=False)]
-    b = [
-        row("b", method="n", nfe=4, correct=False),
-        row("c", method="n", nfe=4),
-        row("d", method="n", nfe=4),
-        row("e", method="n"),
-        row("f", method="n"),
-    ]
+    b = [row(uid, method="n", nfe=4, correct=uid != "b") for uid in "bcdef"]
     found = compare_rows(a, b)
     assert (found.n, found.left_out_a, found.left_out_b) == (3, 1, 2)
     assert (found.only_a, found.only_b, found.p_value) == (1, 1, 1.0)
@@ -74,3 +65,65 @@ def test_disjoint_and_ungraded_samples_are_refused():
         compare_rows([row("a")], [row("b")])
     with pytest.raises(ValueError, match="sample 'a' of 'm' was not graded"):
         compare_rows([row("a", verdict="ungraded")], [row("a")])
+
+
+def run(folder: Path, **methods: str) -> Path:
+    """A run whose methods answered samples 0, 1, ... as the letters say: r(ight) or w(rong)."""
+    results = ResultFolder(folder / "results")
+    for method, letters in methods.items():
+        results.claim("t", method, {"decoder": {"policy": {"name": method}}})
+        results.append(
+            row(str(number), method=method, correct=letter == "r", nfe=len(method))
+            for number, letter in enumerate(letters)
+        )
+    return folder
+
+
+def compared(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[dict]:
+    assert main([*map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_methods_of_equal_name_are_paired_on_common_samples(tmp_path: Path, capsys):
+    """x: A wrong on 1..6 of the 7 common samples, B on 0: 1 against 6, p = 2 * 8 / 128.
+    y: no disagreement. Holm for two: 0.25 and 1."""
+    a = run(tmp_path / "a", x="rwwwwww", y="rr", only="r")
+    b = run(tmp_path / "b", x="wrrrrrrr", y="rr")
+    x, y = compared(capsys, a, b)
+    assert (x["n"], x["left_out_b"], x["only_a"], x["only_b"]) == (7, 1, 1, 6)
+    assert (x["p_value"], x["p_adjusted"], y["p_adjusted"]) == (0.125, 0.25, 1.0)
+    out = tmp_path / "table.md"
+    assert main([str(a), str(b / "results"), "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "0.125" in shown
+    assert "The recorded settings are equal." in shown
+    assert "| A x<br>B x | 14.3<br>85.7 | 1<br>6 | +71.4<br>(" in out.read_text()
+
+
+def test_named_methods_of_one_run_and_the_only_ones_of_two_are_paired(tmp_path: Path, capsys):
+    one = run(tmp_path / "a", x="rw", yy="rr")
+    (found,) = compared(capsys, one, one, "--a", "x", "--b", "yy")
+    assert (found["method_a"], found["method_b"], found["nfe_interval"]) == ("x", "yy", [1.0, 1.0])
+    assert main([str(one), str(one), "--a", "x", "--b", "yy"]) == 0
+    assert "decoder.policy.name: 'x', now 'yy'" in capsys.readouterr().out
+    (found,) = compared(capsys, run(tmp_path / "b", base="rr"), run(tmp_path / "c", tuned="rw"))
+    assert (found["method_a"], found["method_b"]) == ("base", "tuned")
+
+
+def test_what_cannot_be_compared_is_explained(tmp_path: Path, capsys):
+    a = run(tmp_path / "a", x="rr", y="rr")
+    for name, task in (("b", "u"), ("c", "t")):
+        results = ResultFolder(tmp_path / name / "results")
+        results.claim(task, "x", {})
+        results.append([row("9", task=task, method="x")])
+    for arguments, message in (
+        ([a, tmp_path / "b"], r"/a has t: x, y; .*/b has u: x"),
+        ([a, tmp_path / "c"], "no sample in common; A has 2 such as '0', B has 1 such as '9'"),
+        ([a, a], "--a and --b"),
+        ([a, a, "--a", "x"], "give both"),
+        ([a, a, "--a", "x", "--b", "z"], "expected 'x' of A and 'z' of B on a common task"),
+        ([a, tmp_path / "nowhere"], "nowhere has no results"),
+    ):
+        with pytest.raises((ValueError, SystemExit)) as error:
+            main([str(argument) for argument in arguments])
+        assert re.search(message, f"{error.value}{capsys.readouterr().err}")

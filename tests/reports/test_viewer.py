@@ -6,43 +6,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lit_dlm.reports import viewer
 from lit_dlm.reports.pieces import TokenPieces
-from lit_dlm.reports.samples import SampleSet
-from lit_dlm.reports.viewer import (
-    TokenTable,
-    ViewedSet,
-    json_for_script,
-    method_line,
-    page_data,
-    position_signals,
-    viewer_page,
-)
 from lit_dlm.reports.viewer_command import main
 from lit_dlm.trajectories.record import Trajectory
-from tests.reports.sample_sets import (
-    MASK,
-    WordTokenizer,
-    ids_of,
-    record,
-    sample,
-    tiny_pieces,
-    write_run,
-    write_set,
-)
+from tests.reports import sample_sets as sets
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 
 
-def viewed(*records: Trajectory, pieces: TokenPieces | None = None) -> ViewedSet:
-    shown = SampleSet(
-        label="s",
-        source=Path("s"),
-        shards=[],
-        samples=[sample(one) for one in records],
-        num_available=len(records),
-        methods={},
-    )
-    return ViewedSet(samples=shown, pieces=pieces or tiny_pieces())
+def viewed(*records: Trajectory, pieces: TokenPieces | None = None) -> viewer.ViewedSet:
+    shown = sets.sample_set(list(map(sets.sample, records)))
+    return viewer.ViewedSet(samples=shown, pieces=pieces or sets.tiny_pieces())
 
 
 def column(text: str, dtype: str) -> list:
@@ -50,94 +25,82 @@ def column(text: str, dtype: str) -> list:
 
 
 def test_columns_hold_the_record():
-    one = record(
-        [8, 9, MASK],
-        [3, -1, -1],
-        num_steps=4,
-        given=np.array([False, True, False]),
-        superseded=np.array([[0, 0, 7], [1, 0, MASK]]),
-        meta={"advantage": [0.5, None], "reward": 1.5},
-    )
-    content = page_data([viewed(one)], title="x")
+    one = sets.remasked(meta={"advantage": [0.5, None], "reward": 1.5})
+    content = viewer.page_data([viewed(one)], title="x")
     (shown,) = content["samples"]
     ids = content["sets"][0]["tokens"]["ids"]
     assert ids == [2, 5, 6, 7, 8, 9]
     assert [ids[index] for index in column(shown["tokens"], "<u2")] == [8, 9, 2]
     assert [ids[index] for index in column(shown["prompt"], "<u2")] == [5, 6, 7]
     assert column(shown["commit"], "<u2") == [3, 65535, 65535]
-    assert shown["early"] == [[0, 0, ids.index(7)], [1, 0, ids.index(MASK)]]
+    assert shown["early"] == [[0, 0, ids.index(7)], [1, 0, ids.index(sets.MASK)]]
     assert (shown["given"], shown["reward"], shown["status"]) == ([1], 1.5, "step_limit")
     advantage = column(shown["signals"]["advantage"], "<f2")
     assert advantage[0] == 0.5
     assert np.isnan(advantage[1:]).all()
-    assert "seen" not in shown
-    assert "answer" not in shown
+    assert not {"seen", "answer"} & shown.keys()
 
 
 def test_entropy_is_that_of_the_step_that_wrote():
     """Two places, written at steps 1 and 0. Masked rows: (0,0) (0,1) (1,0)."""
-    one = record([8, 9], [1, 0])
+    one = sets.record([8, 9], [1, 0])
     one.signals["step_entropy"] = np.array([0.1, 0.2, 0.3], dtype=np.float16)
     one.signals["commit_prob"] = np.array([0.9, 0.8], dtype=np.float16)
-    found = position_signals(one)
-    assert found["entropy"].tolist() == pytest.approx([0.3, 0.2], abs=1e-3)
-    assert found["confidence"].tolist() == pytest.approx([0.9, 0.8], abs=1e-3)
-    assert sorted(found) == ["confidence", "entropy"]
+    found = {name: list(values) for name, values in viewer.position_signals(one).items()}
+    near = [pytest.approx(values, abs=1e-3) for values in ([0.3, 0.2], [0.9, 0.8])]
+    assert found == {"entropy": near[0], "confidence": near[1]}
 
 
 def test_proposals_are_kept_until_they_are_too_many(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    one = record([8, 9], [1, 0])
+    one = sets.record([8, 9], [1, 0])
     one.signals["step_proposal"] = np.array([7, 9, 8], dtype=np.int32)
     one.signals["step_prob"] = np.array([0.0, 1.0, np.nan], dtype=np.float16)
-    (shown,) = page_data([viewed(one)], title="x")["samples"]
+    (shown,) = viewer.page_data([viewed(one)], title="x")["samples"]
     assert column(shown["sure"], "u1") == [0, 254, 255]
     assert len(column(shown["seen"], "<u2")) == 3
     monkeypatch.setattr("lit_dlm.reports.viewer.MAX_PROPOSALS", 2)
-    (shown,) = page_data([viewed(one)], title="x")["samples"]
+    (shown,) = viewer.page_data([viewed(one)], title="x")["samples"]
     assert "seen" not in shown
     assert "3 proposals of single steps are too many" in caplog.text
 
 
 def test_many_tokens_get_wide_indices():
     ids = np.arange(3, 70_003)
-    halves = (record(half, [0] * 35_000, vocab_size=10**6) for half in np.split(ids, 2))
-    table = TokenTable(TokenPieces(None), halves)
+    halves = (sets.record(half, [0] * 35_000, vocab_size=10**6) for half in np.split(ids, 2))
+    table = viewer.TokenTable(TokenPieces(None), halves)
     assert table.as_json()["wide"]
     assert column(table.encode(np.array([70_002])), "<u4") == [70_000]
 
 
 def test_signals_of_another_length_are_refused():
-    one = record([8, 9], [1, 0], meta={"value": [1, 2, 3]})
+    one = sets.record([8, 9], [1, 0], meta={"value": [1, 2, 3]})
     with pytest.raises(ValueError, match=r"t/test/0@m.*meta 'value'.*up to 2 numbers"):
-        page_data([viewed(one)], title="x")
+        viewer.page_data([viewed(one)], title="x")
 
 
 def test_hostile_text_cannot_leave_its_place_in_the_page():
-    pieces = TokenPieces(WordTokenizer([HOSTILE, "@@STYLE@@", "b"]))
-    page = viewer_page(
-        [viewed(record([3, 4, 5], [0, 0, 0], prompt=[3]), pieces=pieces)], title=HOSTILE
-    )
+    words = [HOSTILE, "@@STYLE@@", "b"]
+    pieces = TokenPieces(sets.WordTokenizer(words))
+    shown = viewed(sets.record([3, 4, 5], [0, 0, 0], prompt=[3]), pieces=pieces)
+    page = viewer.viewer_page([shown], title=HOSTILE)
     assert HOSTILE not in page
     assert page.count("<script") == page.count("</script>") == 2
-    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page)
-    assert data is not None
-    content = json.loads(data[1])
-    assert content["title"] == HOSTILE
-    assert content["sets"][0]["tokens"]["texts"][1:] == [HOSTILE, "@@STYLE@@", "b"]
-    assert json_for_script("<>&\u2028") == r'"\u003c\u003e\u0026\u2028"'
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page)
+    content = json.loads(data)
+    assert (content["title"], content["sets"][0]["tokens"]["texts"][1:]) == (HOSTILE, words)
+    assert viewer.json_for_script("<>&\u2028") == r'"\u003c\u003e\u0026\u2028"'
 
 
 def test_the_page_asks_for_nothing_and_its_policy_names_its_own_script():
-    page = viewer_page([viewed(record([8], [0]))], title="x")
-    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
-    assert policy is not None
-    assert policy[1].startswith("default-src 'none'; script-src 'sha256-")
-    assert "unsafe" not in policy[1]
+    page = viewer.viewer_page([viewed(sets.record([8], [0]))], title="x")
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe" not in policy
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", page)
     assert "innerHTML" not in page
-    assert page == viewer_page([viewed(record([8], [0]))], title="x")
+    assert page == viewer.viewer_page([viewed(sets.record([8], [0]))], title="x")
 
 
 def test_decoders_in_one_line():
@@ -148,20 +111,20 @@ def test_decoders_in_one_line():
         "settings": {"max_steps": None},
         "layout": {"name": "FixedLayout", "regions": [{"name": "R"}, {"name": "A"}]},
     }
-    line = method_line(method)
-    assert line == "TraceLockPolicy(threshold=0.9), NoQuota, FixedLayout(R, A)"
-    assert method_line(None) == ""
+    told = "TraceLockPolicy(threshold=0.9), NoQuota, FixedLayout(R, A)"
+    assert viewer.method_line(method) == told
+    assert viewer.method_line(None) == ""
 
 
 def test_command_writes_page_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    ids = ids_of("4-4=0")
+    ids = sets.ids_of("4-4=0")
     records = [
-        record(ids, order, uid=f"t/test/{number}@{method}")
+        sets.record(ids, order, uid=f"t/test/{number}@{method}")
         for number in range(2)
         for method, order in (("a", range(5)), ("b", [0] * 5))
     ]
-    run = write_run(tmp_path / "run", records)
-    other = write_set(tmp_path / "other", records[:1])
+    run = sets.write_run(tmp_path / "run", records)
+    other = sets.write_set(tmp_path / "other", records[:1])
     assert main([str(run)]) == 0
     assert "traces.html: 4 of 4 samples" in capsys.readouterr().out
     assert (run / "traces.html").exists()
@@ -170,7 +133,7 @@ def test_command_writes_page_and_pictures(tmp_path: Path, capsys: pytest.Capture
     assert "2 of 4 samples, 1 of 1 samples" in capsys.readouterr().out
     assert main([str(run), "--method", "b", "a", "--gif", str(tmp_path / "x.gif")]) == 0
     assert "x.gif: t/test/0@b, t/test/0@a" in capsys.readouterr().out
-    apart = write_set(tmp_path / "apart", [record(ids, range(5), uid="t/test/9@a")])
+    apart = sets.write_set(tmp_path / "apart", [sets.record(ids, range(5), uid="t/test/9@a")])
     with pytest.raises(ValueError, match=r"/apart: no decode of the prompts"):
         main([str(run), "--compare", str(apart)])
     with pytest.raises(ValueError, match="--limit: expected 0 or more, got -1"):

@@ -1,7 +1,5 @@
 """A random reward model in the layout of transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -13,18 +11,11 @@ from lit_dlm.backbones import load_tokenizer
 def save_classifier(folder: Path) -> Path:
     """Writes a classifier of two layers that reads the embedded model's vocabulary."""
     tokenizer = load_tokenizer("tiny")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_labels": 1}
+    no_ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
     config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_labels=1,
-        initializer_range=0.5,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
+        vocab_size=len(tokenizer), initializer_range=0.5, **sizes, **heads, **no_ids
     )
     torch.manual_seed(0)
     Qwen2ForSequenceClassification(config).save_pretrained(folder)

@@ -1,7 +1,5 @@
 """Rollouts made by hand."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -45,24 +43,21 @@ def rollout(
 
 
 def right(**fields: Any) -> Rollout:
-    """A response that its task calls right."""
     return rollout("7", verdict=Verdict(status="right", answer="7"), **fields)
 
 
 def wrong(**fields: Any) -> Rollout:
-    """A response that its task calls wrong."""
     return rollout("8", verdict=Verdict(status="wrong", answer="8"), **fields)
 
 
 class Sums:
-    name = "sums"
-    split = "train"
-    runs_code = False
-    is_graded = True
+    name, split = "sums", "train"
+    runs_code, is_graded = False, True
 
-    def __init__(self) -> None:
+    def __init__(self, **changes: bool) -> None:
         self.graded: list[str] = []
         self.threads: set[str] = set()
+        vars(self).update(changes)
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
         self.graded.append(completion)
@@ -71,12 +66,8 @@ class Sums:
             raise ValueError("the reference holds no number")
         if completion == "no sandbox":
             raise SandboxError("no process can be started")
-        right = completion == example.reference["answer"]
-        return Verdict(status="right" if right else "wrong", answer=completion)
-
-
-class Runs(Sums):
-    runs_code = True
+        is_right = completion == example.reference["answer"]
+        return Verdict(status="right" if is_right else "wrong", answer=completion)
 
 
 class Table(Judge):
@@ -85,10 +76,8 @@ class Table(Judge):
     def __init__(self, **opinions: list[Grade | None]) -> None:
         self.opinions = opinions
         self.questions: list[StepQuestion] = []
-        self._lock = threading.Lock()
 
     def grade(self, question: StepQuestion, sample: int) -> Grade | None:
-        with self._lock:
-            self.questions.append(question)
+        self.questions.append(question)
         key = f"r{question.uid.rpartition('#')[2]}p{question.part}"
         return self.opinions.get(key, [1, 1, 1])[sample]

@@ -1,7 +1,5 @@
 """A local judge whose replies follow from the request alone."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time
@@ -18,17 +16,13 @@ class _Http(ThreadingHTTPServer):
 class JudgeServer:
     """Grades the text it is shown; refuses the first ``num_failures`` requests.
 
-    Each byte of a reply takes ``pause_s``.
-
-    Args:
-        is_bad: what gets -1 and not 1; by default what has the word 13.
+    Each byte of a reply takes ``pause_s``. What ``is_bad`` gets -1 and not 1.
     """
 
     def __init__(self, is_bad: Callable[[str], bool] = lambda shown: "13" in shown.split()) -> None:
         self.requests: list[dict[str, Any]] = []
         self.tokens: list[str | None] = []
-        self.num_failures = 0
-        self.status = 500
+        self.num_failures, self.status = 0, 500
         self.body: bytes | None = None
         self.pause_s = 0.0
         outer = self
@@ -47,15 +41,13 @@ class JudgeServer:
                 text = f"Hm, \\boxed{{2}}? No: \\boxed{{{-1 if is_bad(shown) else 1}}}"
                 reply = {"choices": [{"message": {"content": text}}]}
                 self.send_response(200)
-                body = outer.body or json.dumps(reply).encode()
                 with suppress(OSError):
                     self.end_headers()
-                    for sign in body:
+                    for sign in outer.body or json.dumps(reply).encode():
                         self.wfile.write(bytes([sign]))
                         time.sleep(outer.pause_s)
 
-            def log_message(self, *arguments: Any) -> None:
-                del arguments
+            def log_message(self, *arguments: Any) -> None: ...
 
         self.server = _Http(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}/v1/chat/completions"
@@ -63,6 +55,5 @@ class JudgeServer:
         threading.Thread(target=serve, args=(0.01,), daemon=True).start()
 
     def close(self) -> None:
-        """Stops the server."""
         self.server.shutdown()
         self.server.server_close()

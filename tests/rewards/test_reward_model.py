@@ -1,7 +1,5 @@
 """A learned reward against plain forwards of the same classifier."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -16,32 +14,28 @@ from tests.rewards.groups import SUM, rollout
 TEXTS = ["7", "3+4 is 7", "eight", "", "3 + 4 = 7 because 4 + 3 = 7"]
 
 
-def plain(folder: Path, text: str) -> float:
-    """The logit of one conversation without padding."""
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
-    turns = [{"role": "user", "content": SUM.text}, {"role": "assistant", "content": text}]
-    ids = load_tokenizer("tiny").apply_chat_template(turns, return_dict=False)
-    model.config.pad_token_id = 0
-    with torch.no_grad():
-        return float(model(input_ids=torch.tensor([ids])).logits[0, 0])
-
-
-@pytest.mark.parametrize("batch_size", [1, 2, 8])
-def test_rewards_are_the_logits_of_conversations(
-    tmp_path: Path, batch_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reward_model, "_BATCH_SIZE", batch_size)
+def test_rewards_are_the_logits_of_unpadded_conversations_at_every_batch_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     folder = save_classifier(tmp_path)
+    plain = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    plain.config.pad_token_id = 0
+    expected = []
+    for text in TEXTS:
+        turns = [{"role": "user", "content": SUM.text}, {"role": "assistant", "content": text}]
+        ids = load_tokenizer("tiny").apply_chat_template(turns, return_dict=False)
+        expected.append(float(plain(input_ids=torch.tensor([ids])).logits.detach()[0, 0]))
+    assert max(expected) - min(expected) > 0.1
     reward = RewardModel(str(folder), dtype="float32")
     group = [rollout(text, number=number) for number, text in enumerate(TEXTS)]
-    expected = [plain(folder, text) for text in TEXTS]
-    assert max(expected) - min(expected) > 0.1
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = [score.total for score in reward.score(group)]
-    assert found == pytest.approx(expected, abs=1e-4)
+    for batch_size in (1, 2, 8):
+        monkeypatch.setattr(reward_model, "_BATCH_SIZE", batch_size)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = [score.total for score in reward.score(group)]
+        assert found == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_tokenizer_without_a_template_is_named(tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_template_is_named(tmp_path: Path):
     folder = save_classifier(tmp_path)
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(ValueError, match="expected a tokenizer with a chat template"):

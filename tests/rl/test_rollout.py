@@ -32,6 +32,7 @@ from lit_dlm.rl.ranks import Ranks
 from lit_dlm.rl.rollout import (
     SAMPLED,
     OnlineRollouts,
+    Ranks,
     RolloutEngine,
     groups_of,
     in_order,

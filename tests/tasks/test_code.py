@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from pathlib import Path
@@ -19,7 +20,6 @@ from lit_dlm.tasks import (
     LiveCodeBench,
     MBPPPlus,
 )
-from lit_dlm.tasks.kodcode import checks
 from tests.tasks.rows import (
     DATA,
     FUNCTION,
@@ -78,21 +78,17 @@ def test_the_entry_point_is_what_most_tests_call(tmp_path: Path, tests: list[str
     assert example.reference["entry_point"] == name
 
 
-def test_a_prefix_may_be_the_header_of_the_function(tmp_path: Path):
+def test_solutions_pass_and_others_get_the_share_of_tests(tmp_path: Path):
+    """Doubling squares 2 but not 3; printing 7 answers the second input only."""
+    task = task_of(CodeTests, tmp_path, FUNCTION, STDIO, **RUNS)
+    others = zip(task.examples(), ("def square(x):\n    return x + x", "print(7)"), strict=True)
+    found = [(one.status, one.score) for one in grades(task, [*references(task), *others])]
+    assert found == [("right", 1.0)] * 2 + [("wrong", 0.5)] * 2
+    # A prefix may be the header of the function.
     task, example = only(CodeTests, tmp_path, {**FUNCTION, "prefix": "def square(x):\n"}, **RUNS)
     codes = ("return x * x", "def square(x):\n    return x * x", "return x + x")
     found = grades(task, [(example, fenced(code)) for code in codes])
     assert [verdict.status for verdict in found] == ["right", "right", "wrong"]
-
-
-def test_solutions_pass_and_others_get_the_share_of_tests(tmp_path: Path):
-    """Doubling squares 2 but not 3; printing 7 answers the second input only."""
-    task = task_of(CodeTests, tmp_path, FUNCTION, STDIO, **RUNS)
-    right = grades(task, references(task))
-    assert [(one.status, one.score) for one in right] == [("right", 1.0)] * 2
-    others = ("def square(x):\n    return x + x", "print(7)")
-    wrong = grades(task, zip(task.examples(), others, strict=True))
-    assert [(one.status, one.score) for one in wrong] == [("wrong", 0.5)] * 2
 
 
 TESTS = """
@@ -116,38 +112,31 @@ HALF = "def half(x):\n    if x < 0:\n        raise ValueError('negative')\n    r
 KOD = {"question": "Halve it.", "solution": HALF, "test_code": TESTS, "test_info": None}
 
 
+WHOLE = "import solution as s\n\ndef test_it():\n    assert s.half(4) == 2"
+
+
 @pytest.mark.parametrize(
-    ("code", "status", "score"),
+    ("tests", "code", "status", "score"),
     [
-        (HALF, "right", None),
-        ("def half(x):\n    return x / 2", "wrong", 2 / 3),  # nothing is raised
-        ("def half(x):\n    raise ValueError('other')", "runtime_error", 0.0),
-        ("def third(x):\n    return x", "no_answer", None),
-        ("import sys\nsys.exit(0)\ndef half(x): pass", "runtime_error", None),
+        (TESTS, HALF, "right", 1.0),
+        (TESTS, "def half(x):\n    return x / 2", "wrong", 2 / 3),  # nothing is raised
+        (TESTS, "def half(x):\n    raise ValueError('other')", "runtime_error", 0.0),
+        (TESTS, "def third(x):\n    return x", "no_answer", None),
+        (TESTS, "import sys\nsys.exit(0)\ndef half(x): pass", "runtime_error", None),
+        (WHOLE, HALF, "right", 1.0),
     ],
 )
-def test_tests_of_pytest_grade_in_the_sandbox(tmp_path: Path, code: str, status: str, score):
+def test_tests_of_pytest_grade_in_the_sandbox(tmp_path: Path, tests, code, status, score):
     """None of these rows is of KodCode."""
-    task, example = only(KodCode, tmp_path, KOD, **RUNS)
+    task, example = only(KodCode, tmp_path, KOD | {"test_code": tests}, **RUNS)
     verdict = task.grade(example, fenced(code))
-    assert verdict.status == status
-    if score is not None:
-        assert verdict.score == pytest.approx(score)
-
-
-def test_the_module_may_be_imported_whole(tmp_path: Path):
-    tests = "import solution as s\n\ndef test_it():\n    assert s.half(4) == 2"
-    task = task_of(KodCode, tmp_path, KOD | {"test_code": tests}, **RUNS)
-    assert task.grade(*references(task)[0]).is_correct
+    assert (verdict.status, verdict.score) == (status, score and pytest.approx(score))
 
 
 def test_a_row_of_kodcode_in_the_form_of_humaneval_has_a_stub(tmp_path: Path):
     """The filtered set of the TraceLock release has ``prompt``, ``test`` and ``entry_point``."""
-    row = {
-        "prompt": "import math\n\ndef root(x):\n",
-        "test": "def check(candidate):\n    assert candidate(9) == 3",
-        "entry_point": "root",
-    }
+    row = {"prompt": "import math\n\ndef root(x):\n", "entry_point": "root"}
+    row["test"] = "def check(candidate):\n    assert candidate(9) == 3"
     task, example = only(KodCode, tmp_path, row, template="tracelock-code", **RUNS)
     assert "Problem:\nimport math\n\ndef root(x):\n\nUnit tests:\ndef check" in example.text
     assert task.grade(example, "    return math.sqrt(x)").is_correct
@@ -165,7 +154,6 @@ def test_a_row_of_kodcode_in_the_form_of_humaneval_has_a_stub(tmp_path: Path):
     ],
 )
 def test_what_the_sandbox_cannot_run_is_ungraded(tmp_path: Path, tests: str, problem: str):
-    assert problem in checks(tests, "half")[1]
     task = task_of(KodCode, tmp_path, KOD | {"test_code": tests, "entry_point": "half"}, **RUNS)
     verdict = task.grade(*references(task)[0])
     assert verdict.status == "ungraded"
@@ -213,83 +201,78 @@ HUMANEVAL = str(DATA / "humaneval" / "HumanEval.jsonl.gz")
 MINI = str(DATA / "humaneval" / "HumanEvalPlus-Mini.jsonl.gz")
 
 
+@functools.cache
+def human_eval() -> HumanEval:
+    task = HumanEval(HUMANEVAL, **RUNS)
+    task.limits = PATIENT
+    return task
+
+
 @needs_data
-class TestHumanEval:
-    @pytest.fixture(scope="class")
-    @staticmethod
-    def plain():
-        task = HumanEval(HUMANEVAL, **RUNS)
-        task.limits = PATIENT
-        return task
+def test_prompts_of_humaneval_show_the_stub_and_no_test_and_canonical_solutions_are_right():
+    """All in a fenced block; some as bare text, which the stub's imports stand before."""
+    plain = human_eval()
+    first = plain.examples()[0]
+    assert first.uid == "humaneval/test/00000"
+    assert "def has_close_elements" in first.text
+    assert "check(" not in first.text
+    shown = HumanEval(HUMANEVAL, template="tracelock-code", limit=1).examples()[0]
+    assert "def check(candidate)" in shown.text
+    pairs = references(plain)
+    assert len(pairs) == 164
+    few = [example for example, _ in pairs[::6]]
+    bare = [(example, example.reference["solution"]) for example in few]
+    assert all(verdict.is_correct for verdict in grades(plain, pairs + bare))
+    # Stubs are wrong, and a forged helper of the prompt, by which HumanEval/32 checks, is not used.
+    empty = [(example, "    pass\n") for example in few]
+    forged = "def poly(xs, x):\n    return 0.0\n\ndef find_zero(xs):\n    return 0.0"
+    empty.append((plain.examples()[32], fenced(forged)))
+    assert not any(verdict.is_correct for verdict in grades(plain, empty))
 
-    @pytest.fixture(scope="class")
-    @staticmethod
-    def mini():
-        return HumanEvalPlus(MINI, **RUNS)
 
-    def test_prompt_shows_the_stub_and_no_test(self, plain):
-        example = plain.examples()[0]
-        assert example.uid == "humaneval/test/00000"
-        assert "def has_close_elements" in example.text
-        assert "check(" not in example.text
-        shown = HumanEval(HUMANEVAL, template="tracelock-code", limit=1).examples()[0]
-        assert "def check(candidate)" in shown.text
+@needs_data
+def test_humaneval_plus_agrees_with_evalplus_but_for_its_known_defect():
+    """Canonical solutions pass; evalplus 0.3.1 itself can never pass HumanEval/32.
 
-    def test_canonical_solutions_are_right_and_stubs_wrong(self, plain):
-        """All in a fenced block; some as bare text, which the stub's imports stand before."""
-        pairs = references(plain)
-        assert len(pairs) == 164
-        few = [example for example, _ in pairs[::6]]
-        bare = [(example, example.reference["solution"]) for example in few]
-        empty = [(example, "    pass\n") for example in few]
-        assert all(verdict.is_correct for verdict in grades(plain, pairs + bare))
-        assert not any(verdict.is_correct for verdict in grades(plain, empty))
+    ``numbers`` sorted, but compared with ``<=``: only an added test tells.
+    """
+    mini = HumanEvalPlus(MINI, **RUNS)
+    examples = [mini.examples()[i] for i in (0, 2, 4, 32, 95)]
+    verdicts = grades(mini, [(e, mini.reference_completion(e)) for e in examples])
+    assert [(v.status, v.score) for v in verdicts] == [("right", 1.0)] * 5
+    code = examples[0].reference["solution"].replace("< threshold", "<= threshold")
+    assert "<= threshold" in code
+    verdict = mini.grade(examples[0], code)
+    assert verdict.status == "wrong"
+    assert verdict.detail.startswith("plus input")
+    rules = {e.reference["entry_point"]: mini.problem(e).rule for e in mini.examples()}
+    assert rules.pop("find_zero") == "root"
+    assert set(rules.values()) == {"close"}
 
-    def test_a_helper_of_the_prompt_cannot_be_replaced(self, plain):
-        """HumanEval/32 checks ``poly(coeffs, solution)``: a forged ``poly`` must not count."""
-        forged = "def poly(xs, x):\n    return 0.0\n\ndef find_zero(xs):\n    return 0.0"
-        assert not plain.grade(plain.examples()[32], fenced(forged)).is_correct
 
-    def test_plus_agrees_with_evalplus_but_for_its_known_defect(self, mini):
-        """Canonical solutions pass; evalplus 0.3.1 itself can never pass HumanEval/32."""
-        examples = [mini.examples()[i] for i in (0, 2, 4, 32, 95)]
-        verdicts = grades(mini, [(e, mini.reference_completion(e)) for e in examples])
-        assert [(v.status, v.score) for v in verdicts] == [("right", 1.0)] * 5
-
-    def test_plus_finds_what_the_base_tests_miss(self, mini):
-        """``numbers`` sorted, but compared with ``<=``: only an added test tells."""
-        example = mini.examples()[0]
-        code = example.reference["solution"].replace("< threshold", "<= threshold")
-        assert "<= threshold" in code
-        verdict = mini.grade(example, code)
-        assert verdict.status == "wrong"
-        assert verdict.detail.startswith("plus input")
-
-    def test_any_root_counts_for_find_zero(self, mini):
-        rules = {e.reference["entry_point"]: mini.problem(e).rule for e in mini.examples()}
-        assert rules.pop("find_zero") == "root"
-        assert set(rules.values()) == {"close"}
-
-    def test_evalplus_gives_the_same_verdicts(self, mini, monkeypatch):
-        """The library's own check, in its own process, on right and slightly wrong solutions."""
-        monkeypatch.setenv("HUMANEVAL_OVERRIDE_PATH", MINI)
-        evaluation = pytest.importorskip("evalplus.eval", reason="the extra 'code' is missing")
-        trusted_exec = pytest.importorskip("evalplus.gen.util").trusted_exec
-        for index, change in ((0, ("<", "<=")), (2, ("number -", "number +")), (53, ("+", "-"))):
-            example = mini.examples()[index]
-            reference = example.reference
-            inputs = reference["base_input"] + reference["plus_input"]
-            stub, canonical = reference["stub"], reference["solution"]
-            body = canonical.removeprefix(stub)
-            assert change[0] in body
-            entry_point = reference["entry_point"]
-            expected, spent = trusted_exec(canonical, inputs, entry_point, record_time=True)
-            for code in (canonical, stub + body.replace(*change)):
-                status, _ = evaluation.untrusted_check(
-                    "humaneval", code, inputs, entry_point, expected, reference["atol"], spent
-                )
-                ours = mini.grade(example, fenced(code))
-                assert ours.is_correct == (status == "pass"), (reference["task_id"], status, ours)
+@needs_data
+@pytest.mark.parametrize(
+    ("index", "change"), [(0, ("<", "<=")), (2, ("number -", "number +")), (53, ("+", "-"))]
+)
+def test_evalplus_gives_the_same_verdicts(index, change, monkeypatch):
+    """The library's own check, in its own process, on right and slightly wrong solutions."""
+    monkeypatch.setenv("HUMANEVAL_OVERRIDE_PATH", MINI)
+    evaluation = pytest.importorskip("evalplus.eval", reason="the extra 'code' is missing")
+    trusted_exec = pytest.importorskip("evalplus.gen.util").trusted_exec
+    mini = HumanEvalPlus(MINI, **RUNS)
+    example = mini.examples()[index]
+    reference = example.reference
+    inputs, name = reference["base_input"] + reference["plus_input"], reference["entry_point"]
+    stub, canonical = reference["stub"], reference["solution"]
+    body = canonical.removeprefix(stub)
+    assert change[0] in body
+    expected, spent = trusted_exec(canonical, inputs, name, record_time=True)
+    for code in (canonical, stub + body.replace(*change)):
+        status, _ = evaluation.untrusted_check(
+            "humaneval", code, inputs, name, expected, reference["atol"], spent
+        )
+        ours = mini.grade(example, fenced(code))
+        assert ours.is_correct == (status == "pass"), (status, ours)
 
 
 SENTENCES = str(DATA / "mbpp" / "mbpp.jsonl.gz")
@@ -300,49 +283,44 @@ def by_number(task: Any) -> dict[int, Any]:
 
 
 @needs_data
-class TestMBPP:
-    @pytest.mark.parametrize(
-        ("split", "count"), [("test", 500), ("train", 374), ("validation", 90), ("prompt", 10)]
-    )
-    def test_canonical_solutions_of_the_official_splits_are_right(self, split, count):
-        """11..510 = 500, 601..974 = 374, 511..600 = 90, 1..10 = 10; every fourth is run."""
-        task = MBPP(SENTENCES, split=split, **RUNS)
-        task.limits = PATIENT
-        pairs = references(task)
-        assert len(pairs) == count
-        verdicts = zip(pairs[::4], grades(task, pairs[::4]), strict=True)
-        assert [pair[0].uid for pair, verdict in verdicts if not verdict.is_correct] == []
+@pytest.mark.parametrize(
+    ("split", "count"), [("test", 500), ("train", 374), ("validation", 90), ("prompt", 10)]
+)
+def test_canonical_solutions_of_the_official_splits_are_right(split, count):
+    """11..510 = 500, 601..974 = 374, 511..600 = 90, 1..10 = 10; every fourth is run."""
+    task = MBPP(SENTENCES, split=split, **RUNS)
+    task.limits = PATIENT
+    pairs = references(task)
+    assert len(pairs) == count
+    verdicts = zip(pairs[::4], grades(task, pairs[::4]), strict=True)
+    assert [pair[0].uid for pair, verdict in verdicts if not verdict.is_correct] == []
 
-    def test_prompt_shows_the_tests_and_partial_credit_counts_them(self):
-        task = MBPP(SENTENCES, split="prompt", **RUNS)
-        example = by_number(task)[3]  # is_not_prime: tests want False, True, False, True
-        assert example.uid == "mbpp/prompt/00003"
-        assert "assert is_not_prime(2) == False" in example.text
-        verdict = task.grade(example, fenced("def is_not_prime(n):\n    return True"))
-        assert (verdict.status, round(verdict.score * 4) / 4) == ("wrong", 0.75)
 
-    @pytest.fixture(scope="class")
-    @staticmethod
-    def plus():
-        pytest.importorskip("evalplus", reason="the extra 'code' is not installed")
-        return MBPPPlus(str(DATA / "mbpp" / "MbppPlus.jsonl.gz"), **RUNS)
+@needs_data
+def test_prompts_of_mbpp_show_the_tests_and_partial_credit_counts_them():
+    task = MBPP(SENTENCES, split="prompt", **RUNS)
+    example = by_number(task)[3]  # is_not_prime: tests want False, True, False, True
+    assert example.uid == "mbpp/prompt/00003"
+    assert "assert is_not_prime(2) == False" in example.text
+    verdict = task.grade(example, fenced("def is_not_prime(n):\n    return True"))
+    assert (verdict.status, round(verdict.score * 4) / 4) == ("wrong", 0.75)
 
-    def test_retyped_inputs_and_special_rules_pass_canonical_solutions(self, plus):
-        """2 compares sets, 6 ints, 16 presence of a match, 124 complex, 252 complex text, 793 no
-        added inputs, 115 sets."""
-        found = by_number(plus)
-        examples = [found[n] for n in (2, 6, 16, 115, 124, 252, 793) if n in found]
-        assert len(examples) >= 5
-        verdicts = grades(plus, [(e, plus.reference_completion(e)) for e in examples])
-        assert {verdict.status for verdict in verdicts} == {"right"}
-        problem = plus.problem(found[2])
-        assert problem.rule == "same_set"
-        assert isinstance(problem.base_inputs[0][0], tuple)
 
-    def test_wrong_code_is_wrong_and_the_prompt_is_plain_text(self, plus):
-        example = by_number(plus)[6]
-        code = f"def {example.reference['entry_point']}(a, b):\n    return True"
-        assert plus.grade(example, fenced(code)).status == "wrong"
-        text = by_number(plus)[2].text
-        assert text.startswith("Write a function")
-        assert '"""' not in text
+@needs_data
+def test_retyped_inputs_and_special_rules_of_mbpp_plus_pass_canonical_solutions():
+    """2 compares sets, 6 ints, 16 presence of a match, 124 complex, 252 complex text, 793 no
+    added inputs, 115 sets."""
+    pytest.importorskip("evalplus", reason="the extra 'code' is not installed")
+    plus = MBPPPlus(str(DATA / "mbpp" / "MbppPlus.jsonl.gz"), **RUNS)
+    found = by_number(plus)
+    examples = [found[n] for n in (2, 6, 16, 115, 124, 252, 793) if n in found]
+    assert len(examples) >= 5
+    verdicts = grades(plus, [(e, plus.reference_completion(e)) for e in examples])
+    assert {verdict.status for verdict in verdicts} == {"right"}
+    problem = plus.problem(found[2])
+    assert problem.rule == "same_set"
+    assert isinstance(problem.base_inputs[0][0], tuple)
+    code = f"def {found[6].reference['entry_point']}(a, b):\n    return True"
+    assert plus.grade(found[6], fenced(code)).status == "wrong"
+    assert found[2].text.startswith("Write a function")
+    assert '"""' not in found[2].text

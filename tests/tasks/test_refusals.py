@@ -99,6 +99,7 @@ def test_an_id_may_be_there_once(tmp_path: Path):
     ("make", "message"),
     [
         (lambda: MBPP("mbpp.jsonl", split="dev"), "split: expected .*'validation'.*, got 'dev'"),
+        (lambda: GSM8K("gsm8k.jsonl", limit=0), "limit: expected at least 1"),
         (HumanEvalPlus, r"path: expected .*'humaneval\+'"),
         (MBPPPlus, r"path: expected .*'mbpp\+'"),
     ],

@@ -10,14 +10,11 @@ from lit_dlm.backbones import HFBackbone
 from lit_dlm.datamodules.supervised_sources import ModelFacts, TaskReferences
 from lit_dlm.modules import DecodeModule
 from lit_dlm.tasks import GSM8K, MATH, MBPP, CodeTests, HumanEval, SEEDBench
-from lit_dlm.tasks.templates import PromptTemplate, shipped_templates
+from lit_dlm.tasks.base import PromptTemplate, shipped_templates
 from lit_dlm.toy import WordProblems
-from tests.tasks.rows import SENTENCE, only, task_of
+from tests.tasks.rows import FUNCTION, SENTENCE, STDIO, only, task_of
 
 QUESTION = {"question": " 1+1? ", "answer": "#### 2"}
-FUNCTION = {"question": "Add.", "test_method": "function", "prefix": "import math\n"}
-FUNCTION |= {"test_list": ["assert add(1, 2) == 3"]}
-PROGRAM = {"question": "Echo.", "test_method": "stdio", "test_input": ["1"], "test_output": ["1"]}
 STUB = {
     "task_id": "HumanEval/0",
     "prompt": "def add(a, b):\n    pass\n",
@@ -59,14 +56,14 @@ STUB = {
          "these tests:\n\nassert add(0, 0) == 0\nassert add(1, 0) == 1\nassert add(2, 0) == 2",
          "Here is the completed function:\n```python\n"),
         (CodeTests, FUNCTION, "dllm-rl-code",
-         "Add.\nPlace your code within a single Python code block ```python ```. Do not include "
-         "more than one code block. ", "import math\n"),
-        (CodeTests, PROGRAM, "dllm-rl-code",
-         "This is the problem:\nEcho.\nYou should put your code in ```python ```. Use input() to "
-         "read input and print() to produce output in your script. ", ""),
-        (CodeTests, PROGRAM, "dllm-rl-code-llada",
-         "This is the problem:\nEcho.\n You should put your code in ```python ```. Use input() to "
-         "read input and print() to produce output in your script. ", ""),
+         "Square a number.\nPlace your code within a single Python code block ```python ```. Do "
+         "not include more than one code block. ", "import math\n"),
+        (CodeTests, STDIO, "dllm-rl-code",
+         "This is the problem:\nAdd two numbers.\nYou should put your code in ```python ```. Use "
+         "input() to read input and print() to produce output in your script. ", ""),
+        (CodeTests, STDIO, "dllm-rl-code-llada",
+         "This is the problem:\nAdd two numbers.\n You should put your code in ```python ```. Use "
+         "input() to read input and print() to produce output in your script. ", ""),
     ],
 )  # fmt: skip
 def test_a_shipped_template_gives_the_prompt_of_its_release(

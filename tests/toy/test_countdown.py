@@ -1,6 +1,5 @@
 """Countdown: drawing, solving, writing and checking."""
 
-import json
 import random
 from fractions import Fraction
 from pathlib import Path
@@ -17,6 +16,7 @@ from lit_dlm.toy.countdown_arithmetic import (
     write_expression,
     write_steps,
 )
+from tests.e2e.runs import write_jsonl
 
 EXAMPLE = PromptExample(  # first row of Dream's three-number file, Apache-2.0
     uid="countdown/test/x",
@@ -57,12 +57,7 @@ def test_grades(completion: str, status: str) -> None:
     assert Countdown().grade(EXAMPLE, completion).status == status
 
 
-def test_a_very_long_answer_is_not_parsed() -> None:
-    verdict = Countdown().grade(EXAMPLE, "(" * 5_000 + "1+1" + ")" * 5_000)
-    assert (verdict.status, verdict.detail) == ("wrong", "too long")
-
-
-def test_check_steps_says_what_is_wrong() -> None:
+def test_what_is_wrong_with_an_answer_is_said() -> None:
     numbers = [15, 44, 79]
     assert check_steps([(44, "-", 15, 29), (79, "-", 29, 50)], numbers, 50) == ""
     assert check_steps([(44, "-", 15, 30)], numbers, 50) == "44-15 is not 30"
@@ -70,17 +65,12 @@ def test_check_steps_says_what_is_wrong() -> None:
     assert check_steps([(16, "-", 15, 1)], numbers, 1) == "16 is not available"
     assert check_steps([(7, "/", 2, 3)], [7, 2], 3) == "7/2 is not 3"
     assert check_steps([(7, "/", 0, 0)], [7, 0], 0) == "7/0 is not 0"
-
-
-def test_a_number_given_twice_may_be_used_twice_only() -> None:
+    assert check_expression("8/3*3", [8, 3, 3], 8) == ""  # exactly; with floats it might not be
     assert check_expression("5+5", [5, 5], 10) == ""
     assert check_expression("5+5+5", [5, 5], 15) == "the numbers are not each used once"
-
-
-def test_expressions_are_exact() -> None:
-    """8 / 3 * 3 is 8 exactly; with floats it might not be."""
-    assert check_expression("8/3*3", [8, 3, 3], 8) == ""
     assert check_expression("1/0", [1, 0], 0).startswith("cannot be evaluated")
+    verdict = Countdown().grade(EXAMPLE, "(" * 5_000 + "1+1" + ")" * 5_000)
+    assert (verdict.status, verdict.detail) == ("wrong", "too long")
 
 
 def test_solve_finds_a_solution_exactly_where_one_exists() -> None:
@@ -91,14 +81,13 @@ def test_solve_finds_a_solution_exactly_where_one_exists() -> None:
     assert solve([2, 3, 7], 100) is None
 
 
-@pytest.mark.parametrize("counts", [(2,), (3,), (4,), (5,)])
-def test_drawn_problems_are_right_in_both_styles(counts: tuple[int, ...]) -> None:
-    rng, task = random.Random(counts[0]), Countdown(counts=counts)
+@pytest.mark.parametrize("count", [2, 3, 4, 5])
+def test_drawn_problems_are_right_in_both_styles(count: int) -> None:
+    rng, task = random.Random(count), Countdown(counts=(count,))
     for _ in range(60):
-        problem = task.draw(rng)
-        numbers, target = problem.reference["numbers"], problem.reference["target"]
-        steps = parse_steps(problem.reference["solution"])
-        assert steps is not None
+        reference = task.draw(rng).reference
+        numbers, target = reference["numbers"], reference["target"]
+        steps = parse_steps(reference["solution"])
         assert check_steps(steps, numbers, target) == ""
         assert check_expression(write_expression(numbers, steps), numbers, target) == ""
         assert 10 <= target <= 100
@@ -106,15 +95,11 @@ def test_drawn_problems_are_right_in_both_styles(counts: tuple[int, ...]) -> Non
         assert len(write_steps(steps)) <= MAX_COMPLETION_TOKENS
 
 
-def test_sums_and_differences_keep_the_given_order_in_an_expression() -> None:
-    """15 - 44 + 79 = 50: the signs are the answer."""
-    steps = [(44, "-", 15, 29), (79, "-", 29, 50)]
-    assert write_expression([15, 44, 79], steps) == "15-44+79=50"
-
-
 @pytest.mark.parametrize(
     ("numbers", "steps", "text"),
     [
+        # Sums and differences keep the given order: the signs are the answer.
+        ([15, 44, 79], [(44, "-", 15, 29), (79, "-", 29, 50)], "15-44+79=50"),
         ([2, 3, 4], [(2, "+", 3, 5), (5, "*", 4, 20)], "(2+3)*4=20"),
         ([2, 3, 4], [(3, "*", 4, 12), (12, "-", 2, 10)], "3*4-2=10"),
         ([2, 3, 4], [(4, "-", 2, 2), (3, "*", 2, 6)], "3*(4-2)=6"),
@@ -122,7 +107,7 @@ def test_sums_and_differences_keep_the_given_order_in_an_expression() -> None:
         ([24, 6, 3], [(6, "/", 3, 2), (24, "-", 2, 22)], "24-6/3=22"),
     ],
 )
-def test_parentheses_by_hand(numbers: list[int], steps: list, text: str) -> None:
+def test_expressions_by_hand(numbers: list[int], steps: list, text: str) -> None:
     assert write_expression(numbers, steps) == text
     assert check_expression(text, numbers, steps[-1][3]) == ""
 
@@ -134,42 +119,34 @@ def test_training_pairs_grade_right(style: str) -> None:
     for _ in range(100):
         text, completion = task.draw_pair(rng)
         *numbers, target = map(int, text.split(","))
-        example = PromptExample(
-            uid="u", task="countdown", text=text, reference={"numbers": numbers, "target": target}
-        )
+        reference = {"numbers": numbers, "target": target}
+        example = PromptExample(uid="u", task="countdown", text=text, reference=reference)
         assert task.grade(example, completion).is_correct
 
 
-def test_sums_may_come_in_either_operand_order() -> None:
-    task = Countdown("train", counts=(2,))
-    rng = random.Random(0)
-    larger_first = [
-        int(step[0]) > int(step[1])
-        for step in (task.draw_pair(rng)[1].split("=")[0].split("+") for _ in range(300))
-        if len(step) == 2
-    ]
-    assert any(larger_first)
-    assert not all(larger_first)
-
-
-def test_drills_are_right() -> None:
-    rng = random.Random(0)
+def test_drills_are_right_and_sums_come_in_either_operand_order() -> None:
+    rng, task = random.Random(0), Countdown("train", counts=(2,))
+    larger_first = set()
     for _ in range(50):
-        steps = parse_steps(Countdown("train").draw_drill(rng))
-        assert steps is not None
-        for a, sign, b, result in steps:
+        for a, sign, b, result in parse_steps(task.draw_drill(rng)):
             value = {"+": a + b, "-": a - b, "*": a * b, "/": Fraction(a, b)}[sign]
             assert value == result
+    for _ in range(300):
+        ((a, sign, b, _),) = parse_steps(task.draw_pair(rng)[1])
+        larger_first |= {a > b} if sign == "+" else set()
+    assert larger_first == {True, False}
 
 
-def test_files_of_both_formats_are_read(tmp_path: Path) -> None:
-    dream, d1 = tmp_path / "dream.jsonl", tmp_path / "d1.jsonl"
-    dream.write_text(json.dumps({"input": "15,44,79,50", "output": "44-15=29,79-29=50"}) + "\n")
-    d1.write_text(json.dumps({"input": "15,44,79", "output": "50"}) + "\n")
-    for path, solution in ((dream, "44-15=29,79-29=50"), (d1, None)):
-        task = Countdown("test", str(path))
-        (example,) = task.examples()
-        assert example.text == "15,44,79,50"
-        assert example.reference == {**EXAMPLE.reference, "solution": solution}
-        assert example.uid == f"countdown/test/{path.stem}-00000"
-        assert task.grade(example, task.reference_completion(example)).is_correct
+@pytest.mark.parametrize(
+    ("row", "solution"),
+    [
+        ({"input": "15,44,79,50", "output": "44-15=29,79-29=50"}, "44-15=29,79-29=50"),  # Dream
+        ({"input": "15,44,79", "output": "50"}, None),  # d1
+    ],
+)
+def test_files_of_both_formats_are_read(tmp_path: Path, row, solution: str | None) -> None:
+    task = Countdown("test", write_jsonl(tmp_path / "rows.jsonl", [row]))
+    (example,) = task.examples()
+    assert (example.uid, example.text) == ("countdown/test/rows-00000", "15,44,79,50")
+    assert example.reference == {**EXAMPLE.reference, "solution": solution}
+    assert task.grade(example, task.reference_completion(example)).is_correct

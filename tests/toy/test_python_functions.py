@@ -50,28 +50,33 @@ def test_chains_by_hand() -> None:
     assert evaluate(CHAIN, 1, 2) == 6
 
 
-def test_descriptions() -> None:
-    assert describe(ABOVE) == "Write f(xs): sum squares of xs above 3."
-    assert describe(CHAIN) == "Write f(x,y): start with x, add 3, times y, minus 2."
+T_LOOP = "def f(xs):\n    t=0\n    for x in xs:\n        if x>3:\n            t+=x*x\n    return t"
 
 
-def test_styles_of_a_list_function_are_two_forms_and_the_names() -> None:
-    """Three comprehensions (loop variable), nine loops (loop variable and temporary)."""
-    written = {write_function(ABOVE, random.Random(seed)) for seed in range(300)}
-    assert len(written) == 12
-    assert "def f(xs):\n    return sum(v*v for v in xs if v>3)" in written
-    loop = (
-        "def f(xs):\n    t=0\n    for x in xs:\n        if x>3:\n            t+=x*x\n    return t"
-    )
-    assert loop in written
-
-
-def test_styles_of_a_chain_are_one_expression_or_a_temporary() -> None:
-    """One expression; a cut after the first or second operation with three names: 1 + 6."""
-    written = {write_function(CHAIN, random.Random(seed)) for seed in range(300)}
-    assert len(written) == 7
-    assert "def f(x,y):\n    return (x+3)*y-2" in written
-    assert "def f(x,y):\n    z=x+3\n    return z*y-2" in written
+@pytest.mark.parametrize(
+    ("spec", "text", "count", "some"),
+    [
+        # Three comprehensions (loop variable), nine loops (loop variable and temporary).
+        (
+            ABOVE,
+            "Write f(xs): sum squares of xs above 3.",
+            12,
+            {"def f(xs):\n    return sum(v*v for v in xs if v>3)", T_LOOP},
+        ),
+        # One expression; a cut after the first or second operation with three names: 1 + 6.
+        (
+            CHAIN,
+            "Write f(x,y): start with x, add 3, times y, minus 2.",
+            7,
+            {"def f(x,y):\n    return (x+3)*y-2", "def f(x,y):\n    z=x+3\n    return z*y-2"},
+        ),
+    ],
+)
+def test_descriptions_and_styles_by_hand(spec, text: str, count: int, some: set[str]) -> None:
+    assert describe(spec) == text
+    written = {write_function(spec, random.Random(seed)) for seed in range(300)}
+    assert len(written) == count
+    assert some <= written
 
 
 def test_every_style_passes_its_check() -> None:
@@ -95,38 +100,31 @@ def test_a_near_miss_fails_the_check(right: str, wrong: str) -> None:
 def test_different_list_functions_have_different_checks() -> None:
     """A completion for one description must not pass for another one."""
     rng = random.Random(1)
-    problems = {p.key: p for p in (PythonFunctions().draw(rng) for _ in range(120))}
-    functions = {
-        key: write_function(p.reference["spec"], rng)
-        for key, p in problems.items()
-        if p.reference["spec"]["kind"] == "list"
-    }
+    drawn = {one.key: one.reference for one in (PythonFunctions().draw(rng) for _ in range(120))}
+    lists = [one for one in drawn.values() if one["spec"]["kind"] == "list"]
+    functions = [write_function(one["spec"], rng) for one in lists]
     confused = [
-        (key, other)
-        for key, code in functions.items()
-        for other in functions
-        if key != other and passes(code, problems[other].reference["check"])
+        (one["spec"], code)
+        for one, own in zip(lists, functions, strict=True)
+        for code in functions
+        if code is not own and passes(code, one["check"])
     ]
     assert not confused
 
 
-EXAMPLE = PromptExample(
-    uid="python_functions/test/00000",
-    task="python_functions",
-    text=describe(CHAIN),
-    reference={"spec": CHAIN, "entry_point": "f", "check": write_check(CHAIN, seed="s")},
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("def f(x,y):\n    return (x+3)*y-2", "right"),
+        ("def f(x,y):\n    return x", "wrong"),
+        ("def f(x,y):\n    return (x", "syntax_error"),
+        ("x+3", "no_answer"),
+    ],
 )
-
-
-def test_code_runs_only_with_permission() -> None:
-    task = PythonFunctions()
-    with pytest.raises(ValueError, match="allow_code_execution"):
-        task.grade(EXAMPLE, task.reference_completion(EXAMPLE))
-
-
-def test_grades_in_the_sandbox() -> None:
-    task = PythonFunctions(allow_code_execution=True)
-    assert task.grade(EXAMPLE, task.reference_completion(EXAMPLE)).is_correct
-    assert task.grade(EXAMPLE, "def f(x,y):\n    return x").status == "wrong"
-    assert task.grade(EXAMPLE, "def f(x,y):\n    return (x").status == "syntax_error"
-    assert task.grade(EXAMPLE, "x+3").status == "no_answer"
+def test_grades_in_the_sandbox_with_permission(code: str, status: str) -> None:
+    reference = {"spec": CHAIN, "entry_point": "f", "check": write_check(CHAIN, seed="s")}
+    example = PromptExample(uid="u", task="python_functions", text="", reference=reference)
+    assert PythonFunctions(allow_code_execution=True).grade(example, code).status == status
+    if status == "right":
+        with pytest.raises(ValueError, match="allow_code_execution"):
+            PythonFunctions().grade(example, PythonFunctions().reference_completion(example))

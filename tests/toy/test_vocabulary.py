@@ -29,11 +29,14 @@ def test_the_shipped_files_are_what_the_builder_makes(tmp_path: Path) -> None:
             assert (tmp_path / name).read_bytes() == (ASSETS / model / name).read_bytes()
 
 
+def _ids_of_turn(tokenizer, text: str) -> list[int]:
+    turns = [{"role": "user", "content": text}]
+    return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+
+
 def test_the_chat_template_wraps_a_user_turn(tokenizer) -> None:
-    ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "15,44"}], add_generation_prompt=True, return_dict=False
-    )
-    assert tokenizer.convert_ids_to_tokens(ids) == [USER, "1", "5", ",", "4", "4", ASSISTANT]
+    tokens = tokenizer.convert_ids_to_tokens(_ids_of_turn(tokenizer, "15,44"))
+    assert tokens == [USER, "1", "5", ",", "4", "4", ASSISTANT]
     assert tokenizer.convert_tokens_to_ids([PAD, END, MASK, USER, ASSISTANT]) == [0, 1, 2, 3, 4]
 
 
@@ -51,10 +54,7 @@ def test_lengths_and_round_trip(source, tokenizer) -> None:
     rng = random.Random(11)
     for _ in range(400):
         prompt, completion = source.draw_pair(rng)
-        ids = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False
-        )
-        assert len(ids) <= MAX_PROMPT, prompt
+        assert len(_ids_of_turn(tokenizer, prompt)) <= MAX_PROMPT, prompt
         response = tokenizer(completion)["input_ids"]
         assert len(response) + 1 <= MAX_RESPONSE, completion
         assert tokenizer.decode(response) == completion
@@ -67,5 +67,4 @@ def test_any_text_survives(text: str, tokenizer) -> None:
 
 def test_digits_are_single_tokens_and_variables_have_one_form(tokenizer) -> None:
     assert tokenizer.tokenize("34+7=41") == ["3", "4", "+", "7", "=", "4", "1"]
-    tokens = tokenizer.tokenize("sum(v*v for v in xs if v>3)")
-    assert tokens.count("v") == 4
+    assert tokenizer.tokenize("sum(v*v for v in xs if v>3)").count("v") == 4

@@ -1,65 +1,40 @@
 """Real sets of trajectories for tests, decoded by the embedded model."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from pathlib import Path
 
-from lit_dlm.backbones import HFBackbone, load_backbone, load_tokenizer
-from lit_dlm.decoding import (
-    BlockWindow,
-    ConfidencePolicy,
-    Decoder,
-    DecodeSettings,
-    EntropyPolicy,
-    EvenQuota,
-    GaussSeidelPolicy,
-    MarginPolicy,
-    NoQuota,
-    PrefixCache,
-    Region,
-    Sampler,
-    ScheduleQuota,
-    SlidingWindow,
-    TemplateLayout,
-    ThresholdPolicy,
-    prompt_canvas,
-)
-from lit_dlm.ops.noise import sample_seed
+from lit_dlm import decoding
+from lit_dlm.backbones import HFBackbone, load_tokenizer
+from lit_dlm.decoding import Decoder, DecodeSettings, NoQuota, prompt_canvas
+from lit_dlm.ops.sampling import sample_seed
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
-from lit_dlm.trajectories.store import TrajectoryShardWriter, merge_manifest
+from lit_dlm.trajectories.store import merge_manifest
 from lit_dlm.trajectories.store.provenance import SAMPLE_SEED_RULE, RunRecord, tokenizer_digest
+from tests.trajectories.samples import run_record, write_shards
 
 LENGTH = 12
 NUM_TEXTS = 4
 
 DECODERS = {
-    "confidence": Decoder(policy=ConfidencePolicy()),
+    "confidence": Decoder(policy=decoding.ConfidencePolicy()),
     # Counters of blocks, and steps within a block.
-    "even": Decoder(policy=EntropyPolicy(), quota=EvenQuota(6), window=BlockWindow(6)),
+    "even": Decoder(
+        policy=decoding.EntropyPolicy(), quota=decoding.EvenQuota(6), window=decoding.BlockWindow(6)
+    ),
     # The step number decides how many; some steps commit nothing.
     "schedule": Decoder(
-        policy=MarginPolicy(),
-        quota=ScheduleQuota(7),
+        policy=decoding.MarginPolicy(),
+        quota=decoding.ScheduleQuota(7),
         settings=DecodeSettings(stall_rule="idle", max_steps=7),
     ),
     # Noise, the end-of-text gate and fill, a cap, and a window that slides.
     "drawn": Decoder(
-        policy=ThresholdPolicy(0.6),
+        policy=decoding.ThresholdPolicy(0.6),
         quota=NoQuota(),
-        window=SlidingWindow(8),
-        sampler=Sampler(temperature=0.9),
+        window=decoding.SlidingWindow(8),
+        sampler=decoding.Sampler(temperature=0.9),
         settings=DecodeSettings(eos_rule="fill", eos_gate=True, max_commits_per_step=3),
-    ),
-    # Every step depends on what the cache keeps of earlier ones.
-    "cached": Decoder(policy=ConfidencePolicy(), window=BlockWindow(6), cache=PrefixCache()),
-    # A step reads which region the one before it wrote; a marker stands in the response.
-    "lockstep": Decoder(
-        policy=GaussSeidelPolicy(),
-        quota=NoQuota(),
-        layout=TemplateLayout(
-            [Region(name="R", length=6, tau=0.6), Region(name="A", marker=[300], tau=0.6)]
-        ),
     ),
 }
 
@@ -71,19 +46,39 @@ _TEXTS = (
 )
 
 
-def tiny() -> HFBackbone:
-    return load_backbone("tiny")
+def write_set(folder: Path, records: list[Trajectory], run: RunRecord) -> Path:
+    write_shards(folder, records, split="test", run=run, records_per_block=4)
+    merge_manifest(folder)
+    return folder
 
 
-def run_record(
-    backbone: HFBackbone, decoders: dict[str, Decoder], *, seed: int = 0, batch_size: int = 3
-) -> RunRecord:
-    spec = backbone.spec
-    return RunRecord(
+def decoded_set(
+    folder: Path, decoders: Mapping[str, Decoder], backbone: HFBackbone, *, batch_size: int = 3
+) -> Path:
+    """A folder with :data:`NUM_TEXTS` records of every method, from batches of unequal prompts."""
+    tokenizer, spec, records = load_tokenizer("tiny"), backbone.spec, []
+    for method, decoder in decoders.items():
+        for first in range(0, NUM_TEXTS, batch_size):
+            texts = _TEXTS[first : first + batch_size]
+            turns = [[{"role": "user", "content": text}] for text in texts]
+            uids = [f"task/test/{first + row}" for row in range(len(turns))]
+            canvas = prompt_canvas(
+                tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False),
+                response_length=LENGTH,
+                spec=spec,
+                seeds=[sample_seed(0, uid) for uid in uids],
+            )
+            capture = TrajectoryCapture(vocab_size=backbone.vocab_size, level="signals")
+            decoder(backbone, canvas, [capture])
+            records += capture.trajectories(
+                [f"{uid}@{method}" for uid in uids],
+                [{"task": "task", "method": method}] * len(uids),
+            )
+    run = run_record(
         model=backbone.describe(),
         tokenizer={
             "path": "tiny",
-            "digest": tokenizer_digest(load_tokenizer("tiny")),
+            "digest": tokenizer_digest(tokenizer),
             "mask_id": spec.mask_id,
             "pad_id": spec.pad_id,
             "eos_ids": list(spec.eos_ids),
@@ -92,57 +87,7 @@ def run_record(
             "methods": {name: decoder.describe() for name, decoder in decoders.items()},
             "capture": {"level": "signals"},
         },
-        randomness={"seed": seed, "sample_seed": SAMPLE_SEED_RULE},
-        data={},
-        software={},
+        randomness={"seed": 0, "sample_seed": SAMPLE_SEED_RULE},
         hardware={"batch_size": batch_size},
     )
-
-
-def decoded(
-    backbone: HFBackbone, decoder: Decoder, method: str, *, seed: int = 0, batch_size: int = 3
-) -> list[Trajectory]:
-    """One record per text, in batches of unequal prompts."""
-    tokenizer = load_tokenizer("tiny")
-    records = []
-    for first in range(0, len(_TEXTS), batch_size):
-        texts = _TEXTS[first : first + batch_size]
-        prompts = [
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
-            )
-            for text in texts
-        ]
-        uids = [f"task/test/{first + row}" for row in range(len(texts))]
-        canvas = prompt_canvas(
-            [list(prompt) for prompt in prompts],
-            response_length=LENGTH,
-            spec=backbone.spec,
-            seeds=[sample_seed(seed, uid) for uid in uids],
-        )
-        capture = TrajectoryCapture(vocab_size=backbone.vocab_size, level="signals")
-        decoder(backbone, canvas, [capture])
-        records += capture.trajectories(
-            [f"{uid}@{method}" for uid in uids], [{"task": "task", "method": method}] * len(uids)
-        )
-    return records
-
-
-def write_set(folder: Path, records: list[Trajectory], run: RunRecord, **options: int) -> Path:
-    with TrajectoryShardWriter(
-        folder, name="t", split="test", rank=0, run=run, **options
-    ) as writer:
-        for record in records:
-            writer.put(record)
-    merge_manifest(folder)
-    return folder
-
-
-def decoded_set(folder: Path, methods: tuple[str, ...] = tuple(DECODERS)) -> Path:
-    """A folder with :data:`NUM_TEXTS` records of every method."""
-    backbone = tiny()
-    decoders = {name: DECODERS[name] for name in methods}
-    records = [
-        record for name, decoder in decoders.items() for record in decoded(backbone, decoder, name)
-    ]
-    return write_set(folder, records, run_record(backbone, decoders), records_per_block=4)
+    return write_set(folder, records, run)

@@ -1,11 +1,10 @@
 """Random records for tests, made from histories so that the truth is known at every step."""
 
-from __future__ import annotations
-
 import os
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 
 from lit_dlm.trajectories import StepFeatures, Trajectory
 from lit_dlm.trajectories.record import derive
-from lit_dlm.trajectories.store import RunRecord, TrajectoryShardWriter
+from lit_dlm.trajectories.store import RunRecord, TrajectoryShardReader, TrajectoryShardWriter
 
 MASK, VOCAB = 9, 50
 
@@ -21,8 +20,8 @@ MASK, VOCAB = 9, 50
 def random_history(
     rng: np.random.Generator,
     *,
-    num_generated: int,
-    num_steps: int,
+    num_generated: int = 12,
+    num_steps: int = 7,
     remask: float = 0.0,
     given: float = 0.0,
     fill: float = 1.0,
@@ -45,21 +44,24 @@ def random_history(
     return history
 
 
-def from_history(history: Any, *, prompt_ids: Any, mask_id: int, **fields: Any) -> Trajectory:
+def small_record(tokens: Sequence[int], commit_step: Sequence[int], **changes: Any) -> Trajectory:
+    values = {
+        "uid": "a",
+        "prompt_ids": [3],
+        "num_steps": max(commit_step, default=-1) + 1,
+        "mask_id": MASK,
+        "vocab_size": VOCAB,
+    }
+    return Trajectory(tokens=tokens, commit_step=commit_step, **{**values, **changes})
+
+
+def from_history(history: Any, *, prompt_ids: Any, **fields: Any) -> Trajectory:
     """The record of the ``(T + 1, G)`` canvases of a decode; tokens of row 0 count as given."""
     rows = np.ascontiguousarray(history, dtype=np.int32)
-    num_steps = len(rows) - 1
     tokens, commit_step, superseded = derive(rows[0], rows[1:])
-    record = Trajectory(
-        prompt_ids=np.asarray(prompt_ids, dtype=np.int32),
-        tokens=tokens,
-        commit_step=commit_step,
-        num_steps=num_steps,
-        mask_id=mask_id,
-        given=rows[0] != mask_id,
-        superseded=superseded,
-        **fields,
-    )
+    given = rows[0] != fields.get("mask_id", MASK)
+    facts = {"num_steps": len(rows) - 1, "given": given, "superseded": superseded, **fields}
+    record = small_record(tokens, commit_step, prompt_ids=prompt_ids, **facts)
     record.validate()
     return record
 
@@ -69,34 +71,21 @@ def random_record(
     uid: str = "task/split/0",
     *,
     num_prompt: int = 5,
-    num_generated: int = 12,
-    num_steps: int = 7,
-    remask: float = 0.0,
-    given: float = 0.0,
-    fill: float = 1.0,
     signals: bool = False,
     features: bool = False,
+    **shape: Any,
 ) -> Trajectory:
-    """A valid record."""
-    history = random_history(
-        rng,
-        num_generated=num_generated,
-        num_steps=num_steps,
-        remask=remask,
-        given=given,
-        fill=fill,
-    )
-    status = "complete" if (history[-1] != MASK).all() else "step_limit"
+    """A valid record of a :func:`random_history`."""
+    history = random_history(rng, **shape)
+    T, G = len(history) - 1, history.shape[1]
     record = from_history(
         history,
         uid=uid,
         prompt_ids=_token(rng, num_prompt),
-        mask_id=MASK,
-        vocab_size=VOCAB,
         seed=int(rng.integers(2**63)),
-        status=status,
+        status="complete" if (history[-1] != MASK).all() else "step_limit",
         meta={"source": "test", "nested": [1, 2.5, None, "ü"]},
-        features=random_features(rng, num_generated, num_steps) if features else None,
+        features=random_features(rng, G, T) if features else None,
     )
     if signals:
         record.signals.update(random_signals(rng, record))
@@ -132,29 +121,26 @@ def random_features(
 
 def assert_same(a: Trajectory, b: Trajectory) -> None:
     """Every field is equal, bit by bit."""
-    assert (a.uid, a.num_steps, a.mask_id, a.vocab_size) == (
-        b.uid,
-        b.num_steps,
-        b.mask_id,
-        b.vocab_size,
-    )
-    assert (a.seed, a.status, a.meta) == (b.seed, b.status, b.meta)
-    for name in ("prompt_ids", "tokens", "commit_step", "given", "superseded"):
-        left, right = getattr(a, name), getattr(b, name)
-        assert (left is None) == (right is None), name
-        if left is not None:
-            assert left.dtype == right.dtype, name
-            np.testing.assert_array_equal(left, right, err_msg=name)
-    assert a.signals.keys() == b.signals.keys()
-    for name in a.signals:
-        assert a.signals[name].dtype == b.signals[name].dtype
-        np.testing.assert_array_equal(a.signals[name], b.signals[name], err_msg=name)
-    assert (a.features is None) == (b.features is None)
-    if a.features is not None and b.features is not None:
-        for name in ("kept_steps", "features", "scales", "proposals"):
-            np.testing.assert_array_equal(getattr(a.features, name), getattr(b.features, name))
-        for name in ("groups", "layout", "projector_digest", "scheme"):
-            assert getattr(a.features, name) == getattr(b.features, name)
+    left, right = _fields(a), _fields(b)
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        if isinstance(value, np.ndarray):
+            assert value.dtype == right[name].dtype, name
+            np.testing.assert_array_equal(value, right[name], err_msg=name)
+        else:
+            assert value == right[name], name
+
+
+def _fields(record: Trajectory) -> dict[str, Any]:
+    fields = {**vars(record), **record.signals}
+    del fields["signals"]
+    kept = vars(fields.pop("features") or SimpleNamespace())
+    return fields | {f"features.{name}": value for name, value in kept.items()}
+
+
+def assert_all_same(records: Iterable[Trajectory], found: Iterable[Trajectory]) -> None:
+    for before, after in zip(records, found, strict=True):
+        assert_same(before, after)
 
 
 def _token(rng: np.random.Generator, count: int) -> NDArray[np.int32]:
@@ -163,13 +149,15 @@ def _token(rng: np.random.Generator, count: int) -> NDArray[np.int32]:
     return np.where(tokens >= MASK, tokens + 1, tokens).astype(np.int32)
 
 
-def run_record(**changes) -> RunRecord:
+def run_record(**changes: Any) -> RunRecord:
     values = {
         "model": {"id": "tiny", "layers": 2},
         "tokenizer": {"id": "bytes"},
         "decode": {"temperature": 0.0, "policy": {"name": "entropy"}},
         "randomness": {"seed": 1},
         "data": {"tasks": ["a"]},
+        "software": {},  # asking git and the packages takes time
+        "hardware": {},
     }
     return RunRecord(**{**values, **changes})
 
@@ -186,8 +174,8 @@ def shard_writer(folder: Path, **options) -> TrajectoryShardWriter:
     return TrajectoryShardWriter(folder, **{**defaults, "records_per_block": 4, **options})
 
 
-def in_child(action: Callable[[], object]) -> None:
-    """Runs something in a forked process, which ends without tidying up."""
+def forked(action: Callable[[], object]) -> int:
+    """The id of a process that runs something and ends without tidying up."""
     child = os.fork()
     if child == 0:
         try:
@@ -196,10 +184,28 @@ def in_child(action: Callable[[], object]) -> None:
             traceback.print_exc()
             os._exit(1)
         os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
+    return child
 
 
-def write_shards(folder: Path, records: Iterable[Trajectory], **options) -> None:
+def in_child(action: Callable[[], object]) -> None:
+    assert os.waitpid(forked(action), 0)[1] == 0
+
+
+def put_all(shards: Any, records: Iterable[Trajectory]) -> None:
+    for record in records:
+        shards.put(record)
+
+
+def write_shards(folder: Path, records: Iterable[Trajectory], **options: Any) -> None:
     with shard_writer(folder, **options) as shards:
-        for record in records:
-            shards.put(record)
+        put_all(shards, records)
+
+
+def read_all(folder: Path) -> list[Trajectory]:
+    return list(TrajectoryShardReader(folder))
+
+
+def flip(path: Path, at: int, bit: int = 1) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= bit
+    path.write_bytes(data)

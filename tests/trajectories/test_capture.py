@@ -1,5 +1,4 @@
-from __future__ import annotations
-
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -8,36 +7,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lit_dlm.decoding import (
-    BlockWindow,
-    ConfidencePolicy,
-    Decoder,
-    DecodeResult,
-    DecodeSettings,
-    DecodeState,
-    FixedQuota,
-    NoQuota,
-    Proposal,
-    RandomPolicy,
-    Sampler,
-    StepRecord,
-    ThresholdPolicy,
-    prompt_canvas,
-)
-from lit_dlm.decoding.engine import initial_state
-from lit_dlm.decoding.queue import WorkQueue
-from lit_dlm.decoding.stream import DecodePrompt, decode_stream
-from lit_dlm.trajectories import capture as capture_module
-from lit_dlm.trajectories.capture import (
-    FeatureCapture,
-    HostCopies,
-    KeptSteps,
-    StepBuffer,
-    TrajectoryCapture,
-)
+from lit_dlm import decoding
+from lit_dlm.decoding import Decoder, DecodeSettings, NoQuota, prompt_canvas
+from lit_dlm.decoding.stream import DecodePrompt, WorkQueue, decode_stream
+from lit_dlm.trajectories import Trajectory, capture as capture_module
+from lit_dlm.trajectories.capture import FeatureCapture, KeptSteps, TrajectoryCapture
 from lit_dlm.trajectories.format import decode_block, encode_block
 from tests.fakes import EOS, MASK, PAD, TableBackbone, fake_spec
-from tests.trajectories.samples import assert_same, from_history
+from tests.trajectories.samples import assert_all_same, assert_same, from_history
 
 VOCAB, G = 12, 10
 PROMPTS = [[3], [4, 5, 6], [7, 8], [5, 5, 5], [9], [3, 9, 4], [6, 7], [8]]
@@ -56,73 +33,87 @@ def logits(ids: Tensor) -> Tensor:
 class Watcher:
     """The slow reference: keeps every canvas of every row."""
 
-    requires: frozenset[str] = frozenset()
+    requires = frozenset()
 
-    def on_start(self, state: DecodeState) -> None:
+    def on_start(self, state: decoding.DecodeState) -> None:
         self.histories = {int(r): [state.ids[i, -G:].clone()] for i, r in enumerate(state.rows)}
-        self.records: list[StepRecord] = []
+        self.records: list[decoding.StepRecord] = []
 
-    def on_step(self, record: StepRecord) -> None:
+    def on_step(self, record: decoding.StepRecord) -> None:
         self.records.append(record)
         for i, row in enumerate(record.state.rows.tolist()):
             self.histories[row].append(record.new_ids[i, -G:].clone())
 
-    def on_end(self, result: DecodeResult) -> None:
-        self.result = result
+    def on_end(self, result: decoding.DecodeResult) -> None:
+        """Nothing to finish."""
 
 
-def run(decoder: Decoder, observers, prompts=PROMPTS, seeds=SEEDS) -> DecodeResult:
+def run(decoder: Decoder, observers, prompts=PROMPTS, seeds=SEEDS) -> decoding.DecodeResult:
     canvas = prompt_canvas(prompts, response_length=G, spec=fake_spec(), seeds=seeds)
     return decoder(TableBackbone(logits, VOCAB), canvas, observers)
 
 
+_THRESHOLD = {"policy": decoding.ThresholdPolicy(0.5), "quota": NoQuota()}
 DECODERS = {
-    "one": Decoder(policy=ConfidencePolicy()),
-    "threshold": Decoder(policy=ThresholdPolicy(0.5), quota=NoQuota()),
-    "blocks": Decoder(policy=RandomPolicy(), window=BlockWindow(5), quota=FixedQuota(2)),
-    "warm": Decoder(policy=ThresholdPolicy(0.5), quota=NoQuota(), sampler=Sampler(temperature=1.0)),
-    "stop": Decoder(
-        policy=ThresholdPolicy(0.5), quota=NoQuota(), settings=DecodeSettings(eos_rule="stop")
+    "one": Decoder(policy=decoding.ConfidencePolicy()),
+    "threshold": Decoder(**_THRESHOLD),
+    "blocks": Decoder(
+        policy=decoding.RandomPolicy(), window=decoding.BlockWindow(5), quota=decoding.FixedQuota(2)
     ),
-    "fill": Decoder(
-        policy=ThresholdPolicy(0.5), quota=NoQuota(), settings=DecodeSettings(eos_rule="fill")
-    ),
-    "limit": Decoder(policy=ConfidencePolicy(), settings=DecodeSettings(max_steps=4)),
+    "warm": Decoder(**_THRESHOLD, sampler=decoding.Sampler(temperature=1.0)),
+    "stop": Decoder(**_THRESHOLD, settings=DecodeSettings(eos_rule="stop")),
+    "fill": Decoder(**_THRESHOLD, settings=DecodeSettings(eos_rule="fill")),
+    "limit": Decoder(policy=decoding.ConfidencePolicy(), settings=DecodeSettings(max_steps=4)),
 }
 
 
-def captured(decoder: Decoder, prompts=PROMPTS, seeds=SEEDS, **options):
-    capture = TrajectoryCapture(vocab_size=VOCAB, **options)
-    run(decoder, [capture], prompts, seeds)
+def feature_function(hidden: Tensor, prob: Tensor, *, entropy: Tensor) -> Tensor:
+    return torch.cat([hidden.flatten(2), prob[..., None], entropy[..., None]], dim=-1)
+
+
+def observer(level: str = "tokens", **changes) -> TrajectoryCapture:
+    """A capture; ``changes`` are those of the features."""
+    settings = {
+        "function": feature_function,
+        "hidden_layers": (-2, -1),
+        "groups": (4, 4, 1, 1),
+        "projector_digest": "digest",
+        "step_ratio": 0.5,
+        "scores": frozenset({"entropy"}),
+    }
+    features = FeatureCapture(**settings | changes) if level == "features" else None
+    return TrajectoryCapture(vocab_size=VOCAB, level=level, features=features)
+
+
+def captured(name, level="tokens", *, prompts=PROMPTS, seeds=SEEDS, **changes) -> list[Trajectory]:
+    capture = observer(level, **changes)
+    run(DECODERS[name], [capture], prompts, seeds)
     return capture.trajectories([f"u{i}" for i in seeds])
 
 
-@pytest.mark.parametrize("name", list(DECODERS))
-def test_records_equal_what_a_slow_watcher_saw(name):
-    watcher, capture = Watcher(), TrajectoryCapture(vocab_size=VOCAB)
-    result = run(DECODERS[name], [watcher, capture])
-    records = capture.trajectories([f"u{i}" for i in range(8)], [{"row": i} for i in range(8)])
-    for row, record in enumerate(records):
-        expected = from_history(
-            torch.stack(watcher.histories[row]).numpy(),
-            uid=f"u{row}",
-            prompt_ids=PROMPTS[row],
-            mask_id=MASK,
-            vocab_size=VOCAB,
-            seed=SEEDS[row],
-            status=result.status[row],
-            meta={"row": row},
-        )
-        assert_same(record, expected)
-        assert record.num_steps == int(result.num_steps[row])
-        np.testing.assert_array_equal(record.tokens, result.ids[row, -G:].numpy())
-    for before, after in zip(records, decode_block(encode_block(records)), strict=True):
-        assert_same(before, after)
-
-
-def test_rows_of_the_cases_end_at_different_steps_and_in_every_way():
-    """Guards the cases above: they do cover rows that leave early, stops, fills and limits."""
-    ends = {name: captured(decoder) for name, decoder in DECODERS.items()}
+def test_records_equal_what_a_slow_watcher_saw():
+    ends = {}
+    for name, decoder in DECODERS.items():
+        watcher, capture = Watcher(), observer()
+        result = run(decoder, [watcher, capture])
+        records = capture.trajectories([f"u{i}" for i in range(8)], [{"row": i} for i in range(8)])
+        for row, record in enumerate(records):
+            expected = from_history(
+                torch.stack(watcher.histories[row]).numpy(),
+                uid=f"u{row}",
+                prompt_ids=PROMPTS[row],
+                mask_id=MASK,
+                vocab_size=VOCAB,
+                seed=SEEDS[row],
+                status=result.status[row],
+                meta={"row": row},
+            )
+            assert_same(record, expected)
+            assert record.num_steps == int(result.num_steps[row])
+            np.testing.assert_array_equal(record.tokens, result.ids[row, -G:].numpy())
+        assert_all_same(records, decode_block(encode_block(records)))
+        ends[name] = records
+    # The cases do cover rows that leave early, stops, fills and limits.
     assert len({record.num_steps for record in ends["threshold"]}) > 1
     assert "eos" in {record.status for record in ends["stop"]}
     assert any((record.tokens == EOS).sum() > 1 for record in ends["fill"])
@@ -131,46 +122,41 @@ def test_rows_of_the_cases_end_at_different_steps_and_in_every_way():
 
 @pytest.mark.parametrize("level", ["tokens", "signals", "features"])
 def test_neither_capture_nor_the_batch_changes_a_record(level):
-    features = feature_capture() if level == "features" else None
-    options = {"level": level, "features": features}
-    capture = TrajectoryCapture(vocab_size=VOCAB, **options)
+    capture = observer(level)
     plain, watched = run(DECODERS["warm"], []), run(DECODERS["warm"], [capture])
     assert torch.equal(plain.ids, watched.ids)
     assert torch.equal(plain.num_steps, watched.num_steps)
     for row, record in enumerate(capture.trajectories([f"u{seed}" for seed in SEEDS])):
         one = slice(row, row + 1)
-        (alone,) = captured(DECODERS["warm"], PROMPTS[one], SEEDS[one], **options)
+        (alone,) = captured("warm", level, prompts=PROMPTS[one], seeds=SEEDS[one])
         assert_same(record, alone)
 
 
 def test_signals_are_the_proposals_at_masked_positions():
     """Region proposals: for each (step, masked position) what the watcher saw there."""
-    watcher = Watcher()
-    capture = TrajectoryCapture(vocab_size=VOCAB, level="signals")
+    watcher, capture = Watcher(), observer("signals")
     run(DECODERS["threshold"], [watcher, capture])
     records = capture.trajectories([f"u{i}" for i in range(8)])
     for row, record in enumerate(records):
         record.validate()
-        rows = record.masked_rows()
-        for k, (step, position) in enumerate(rows):
+        signals = record.signals
+        for k, (step, position) in enumerate(record.masked_rows()):
             seen = watcher.records[step]
             slot = seen.state.rows.tolist().index(row)
             column = seen.state.start + position
-            assert record.signals["step_proposal"][k] == seen.proposal.ids[slot, column]
+            assert signals["step_proposal"][k] == seen.proposal.ids[slot, column]
             prob = seen.proposal.prob[slot, column].half().item()
-            assert record.signals["step_prob"][k] == prob
+            assert signals["step_prob"][k] == prob
             if record.commit_step[position] == step:
-                assert record.signals["commit_prob"][position] == prob
-        assert (record.signals["step_entropy"] > 0).all()
-    for before, after in zip(records, decode_block(encode_block(records)), strict=True):
-        assert_same(before, after)
+                assert signals["commit_prob"][position] == prob
+        assert (signals["step_entropy"] > 0).all()
+    assert_all_same(records, decode_block(encode_block(records)))
 
 
 def test_the_commit_margin_is_the_gap_to_the_best_candidate_passed_over():
     """One commit per step by probability: the gap is the largest minus the second largest
     probability among masked cells; the last step has no alternative, so its gap is infinite."""
-    watcher = Watcher()
-    capture = TrajectoryCapture(vocab_size=VOCAB, level="signals")
+    watcher, capture = Watcher(), observer("signals")
     run(DECODERS["one"], [watcher, capture], PROMPTS[:1], SEEDS[:1])
     (record,) = capture.trajectories(["a"])
     for position, step in enumerate(record.commit_step):
@@ -183,43 +169,23 @@ def test_the_commit_margin_is_the_gap_to_the_best_candidate_passed_over():
 
 def test_a_filled_tail_has_no_commit_probability():
     """Cells that the end-of-text rule wrote were not scored; they lie behind an end of text."""
-    num_filled = 0
-    for record in captured(DECODERS["fill"], level="signals"):
-        filled = np.isnan(record.signals["commit_prob"])
-        first = int(np.argmax(record.tokens == EOS))
+    records = captured("fill", "signals")
+    tails = [np.isnan(record.signals["commit_prob"]) for record in records]
+    for record, filled in zip(records, tails, strict=True):
         assert (record.tokens[filled] == EOS).all()
-        assert not filled[: first + 1].any()
-        num_filled += int(filled.sum())
-    assert num_filled > 0
-
-
-def feature_function(hidden: Tensor, prob: Tensor, *, entropy: Tensor) -> Tensor:
-    return torch.cat([hidden.flatten(2), prob[..., None], entropy[..., None]], dim=-1)
-
-
-def feature_capture(**changes) -> FeatureCapture:
-    settings = FeatureCapture(
-        function=feature_function,
-        hidden_layers=(-2, -1),
-        groups=(4, 4, 1, 1),
-        projector_digest="digest",
-        step_ratio=0.5,
-        scores=frozenset({"entropy"}),
-    )
-    return replace(settings, **changes)
+        assert not filled[: int(np.argmax(record.tokens == EOS)) + 1].any()
+    assert np.concatenate(tails).any()
 
 
 @pytest.mark.parametrize("layout", ["generation", "all"])
 def test_features_are_kept_at_the_planned_steps(layout):
     """The fake backbone's hidden state at layer l is id * (l + 10), so at layers -2 and -1 the
     features are 8 and 9 times the canvas id, which replay knows."""
-    settings = feature_capture(layout=layout, scheme="fp16")
-    records = captured(DECODERS["threshold"], level="features", features=settings)
+    records = captured("threshold", "features", layout=layout, scheme="fp16")
     plan = KeptSteps(SEEDS, ratio=0.5)
     for row, record in enumerate(records):
         record.validate()
         features = record.features
-        assert features is not None
         assert features.kept_steps.tolist() == plan.steps(row, record.num_steps)
         for k, step in enumerate(features.kept_steps):
             ids = record.canvas(step) if layout == "all" else record.state_at(step)
@@ -227,36 +193,25 @@ def test_features_are_kept_at_the_planned_steps(layout):
             np.testing.assert_array_equal(values[:, :4], np.repeat(8.0 * ids[:, None], 4, 1))
             np.testing.assert_array_equal(values[:, 4:8], np.repeat(9.0 * ids[:, None], 4, 1))
             written = (record.commit_step == step) & (record.tokens != MASK)
-            proposals = features.proposals[k][-G:]
-            np.testing.assert_array_equal(proposals[written], record.tokens[written])
+            proposals = features.proposals[k]
+            np.testing.assert_array_equal(proposals[-G:][written], record.tokens[written])
             if layout == "all":
-                np.testing.assert_array_equal(features.proposals[k][:-G], record.prompt_ids)
+                np.testing.assert_array_equal(proposals[:-G], record.prompt_ids)
 
 
-def test_int8_features_are_within_one_percent():
-    exact = captured(DECODERS["one"], level="features", features=feature_capture(scheme="fp16"))
-    small = captured(DECODERS["one"], level="features", features=feature_capture())
-    for a, b in zip(exact, small, strict=True):
-        assert a.features is not None
-        assert b.features is not None
-        x, y = a.features.dequantized(), b.features.dequantized()
-        assert np.sqrt(((x - y) ** 2).mean() / (x**2).mean()) < 0.01
-
-
-def test_features_of_masked_rows_alone_equal_those_of_all_rows_there():
-    """Same decode, two layouts."""
-    whole = captured(DECODERS["threshold"], level="features", features=feature_capture())
-    part = captured(
-        DECODERS["threshold"], level="features", features=feature_capture(layout="masked")
+def test_small_and_masked_features_are_those_of_all_rows():
+    """The same decode: int8 within one percent of fp16, and of the masked rows alone bit by bit."""
+    exact, whole, masked = (
+        captured("threshold", "features", **changes)
+        for changes in ({"scheme": "fp16"}, {}, {"layout": "masked"})
     )
-    for a, b in zip(whole, part, strict=True):
-        assert (a.features is None) == (b.features is None)
-        if a.features is not None:
-            for k, step in enumerate(a.features.kept_steps):
-                masked = a.state_at(step) == MASK
-                x, y = a.features.dequantized()[k], b.features.dequantized()[k]
-                np.testing.assert_array_equal(x[masked], y[masked])
-                assert not y[~masked].any()
+    for record, b, c in zip(exact, whole, masked, strict=True):
+        x, y, z = (one.features.dequantized() for one in (record, b, c))
+        assert np.sqrt(((x - y) ** 2).mean() / (x**2).mean()) < 0.01
+        for k, step in enumerate(record.features.kept_steps):
+            at = record.state_at(step) == MASK
+            np.testing.assert_array_equal(y[k][at], z[k][at])
+            assert not z[k][~at].any()
 
 
 class NoWaits(TorchFunctionMode):
@@ -276,37 +231,20 @@ class NoWaits(TorchFunctionMode):
 
 def test_no_step_at_level_features_waits_for_the_device(monkeypatch):
     """Copies to the host go to a stream of their own, for which a stand-in is enough."""
-    monkeypatch.setattr(
-        HostCopies, "add", lambda _self, tensor: torch.empty_like(tensor, device="cpu")
-    )
-    capture = TrajectoryCapture(
-        vocab_size=VOCAB, level="features", features=feature_capture(step_ratio=1.0)
-    )
-    canvas = prompt_canvas([[3], [4, 5]], response_length=G, spec=fake_spec(), seeds=[1, 2])
-    state = initial_state(TableBackbone(logits, VOCAB), canvas)
-    capture.on_start(state)
-    on_device = {
-        name: value.to("meta") for name, value in vars(state).items() if isinstance(value, Tensor)
-    }
-    state = replace(state, **on_device)
-    scores = torch.empty(state.ids.shape, device="meta")
-    proposal = Proposal(
-        ids=state.ids,
-        prob=scores,
-        hidden=torch.empty(*state.ids.shape, 2, 4, device="meta"),
-        raw_prob=scores,
-        raw_entropy=scores,
-    )
-    record = StepRecord(
-        state=state,
-        proposal=proposal,
-        candidates=state.masked,
-        commit=state.masked,
-        scores=scores,
-        new_ids=state.ids,
-    )
+
+    def on_device(value):
+        tensors = {name: t.to("meta") for name, t in vars(value).items() if isinstance(t, Tensor)}
+        return replace(value, **tensors)
+
+    watcher, capture = Watcher(), observer("features", step_ratio=1.0)
+    run(DECODERS["one"], [watcher, capture], PROMPTS[:2], SEEDS[:2])
+    step = watcher.records[0]
+    monkeypatch.setattr(capture_module.HostCopies, "add", lambda _self, x: torch.empty(x.shape))
+    capture.on_start(step.state)
+    parts = {name: on_device(getattr(step, name)) for name in ("state", "proposal")}
+    step = replace(on_device(step), **parts)
     with NoWaits():
-        capture.on_step(record)
+        capture.on_step(step)
     assert "region" in capture.requires
 
 
@@ -319,52 +257,38 @@ def test_only_steps_that_are_kept_look_at_the_whole_response():
             asked.append(columns.shape[1])
             return super().denoise(ids, columns=columns, **options)
 
-    decoder = Decoder(policy=ConfidencePolicy(), window=BlockWindow(2))
-    capture = TrajectoryCapture(
-        vocab_size=VOCAB, level="features", features=feature_capture(step_ratio=0.3)
-    )
+    decoder = Decoder(policy=decoding.ConfidencePolicy(), window=decoding.BlockWindow(2))
+    capture = observer("features", step_ratio=0.3)
     canvas = prompt_canvas([[3]], response_length=G, spec=fake_spec(), seeds=[11])
     decoder(Counting(logits, VOCAB), canvas, [capture])
-    plan = KeptSteps([11], ratio=0.3)
-    kept = set(plan.steps(0, G))
+    kept = KeptSteps([11], ratio=0.3).steps(0, G)
     assert 0 < len(kept) < G
     assert asked == [G if step in kept else 2 - step % 2 for step in range(G)]
     (record,) = capture.trajectories(["a"])
-    assert record.features is not None
     assert record.features.kept_steps.tolist() == sorted(kept)
 
 
 @pytest.mark.parametrize("asked", ["as rows end", "at the end"])
-@pytest.mark.parametrize("level", ["signals", "features of the prompt"])
-@pytest.mark.parametrize("name", ["threshold", "blocks", "stop"])
-def test_records_of_rows_that_are_replaced_are_those_of_one_batch(name, level, asked):
+@pytest.mark.parametrize("options", [{"level": "signals"}, {"level": "features", "layout": "all"}])
+def test_records_of_rows_that_are_replaced_are_those_of_one_batch(options, asked):
     """16 prompts in 3 places."""
-    options = {
-        "signals": {"level": "signals"},
-        "features of the prompt": {"level": "features", "features": feature_capture(layout="all")},
-    }[level]
     prompts, seeds = PROMPTS * 2, [7 * i for i in range(16)]
-    expected = captured(DECODERS[name], prompts, seeds, **options)
-    capture, found = TrajectoryCapture(vocab_size=VOCAB, **options), {}
-    order: list[int] = []
-
-    def take() -> None:
-        records = capture.trajectories([f"u{seeds[number]}" for number in order])
-        found.update(zip(order, records, strict=True))
-
-    for numbers in queued(DECODERS[name], 3, list(zip(prompts, seeds, strict=True)), capture):
-        order = numbers if asked == "as rows end" else order + numbers
-        if asked == "as rows end":
-            take()
-    take()
-    for number, record in enumerate(expected):
-        assert_same(found[number], record)
+    for name in ("threshold", "blocks", "stop"):
+        capture, found, order = observer(**options), {}, []
+        for numbers in queued(name, 3, list(zip(prompts, seeds, strict=True)), capture):
+            order += numbers
+            if asked == "as rows end" or len(order) == 16:
+                records = capture.trajectories([f"u{seeds[number]}" for number in order])
+                found.update(zip(order, records, strict=True))
+                order = []
+        expected = captured(name, prompts=prompts, seeds=seeds, **options)
+        assert_all_same(expected, [found[number] for number in range(16)])
 
 
-def queued(decoder: Decoder, batch_size: int, starts: list, capture: TrajectoryCapture):
+def queued(name: str, batch_size: int, starts: list, capture: TrajectoryCapture):
     for rows in decode_stream(
         TableBackbone(logits, VOCAB),
-        decoder,
+        DECODERS[name],
         WorkQueue(len(starts)),
         lambda number: DecodePrompt("", *starts[number]),
         response_length=G,
@@ -376,15 +300,15 @@ def queued(decoder: Decoder, batch_size: int, starts: list, capture: TrajectoryC
 
 def test_steps_that_no_open_row_needs_are_forgotten():
     """One place: a row's record does not hold the canvases of the rows before it."""
-    capture = TrajectoryCapture(vocab_size=VOCAB)
-    for _ in queued(DECODERS["one"], 1, [([3], number) for number in range(24)], capture):
+    capture = observer()
+    for _ in queued("one", 1, [([3], number) for number in range(24)], capture):
         assert capture.captured().nbytes == G * G * 4  # G steps of G cells
+        assert capture.captured() is capture.captured()
 
 
 # -- buffers of steps ------------------------------------------------------------------------------
 
 BUFFER = (4, 20, torch.int32)  # a step takes 320 bytes
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("steps", [0, 1, 15, 16, 17, 40])
@@ -392,7 +316,8 @@ CPU = torch.device("cpu")
 def test_every_step_comes_back_whatever_the_size_of_the_parts(monkeypatch, steps, chunk_steps):
     """Rows leave at steps 3 and 20; some of the parts are asked for and forgotten on the way."""
     monkeypatch.setattr(capture_module, "MAX_CHUNK_BYTES", 320 * chunk_steps)
-    generator, buffer = torch.Generator().manual_seed(0), StepBuffer(*BUFFER, HostCopies(CPU))
+    generator = torch.Generator().manual_seed(0)
+    buffer = capture_module.StepBuffer(*BUFFER, capture_module.HostCopies(torch.device("cpu")))
     rows, truth = torch.arange(4), []
     for step in range(steps):
         rows = rows[rows < {3: 3, 20: 1}.get(step, 4)]
@@ -416,8 +341,8 @@ def test_every_step_comes_back_whatever_the_size_of_the_parts(monkeypatch, steps
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_steps_come_back_from_the_device_without_waiting_for_it():
     device = torch.device("cuda")
-    copies = HostCopies(device)
-    buffer = StepBuffer(*BUFFER, copies)
+    copies = capture_module.HostCopies(device)
+    buffer = capture_module.StepBuffer(*BUFFER, copies)
     rows, values = torch.arange(4, device=device), torch.arange(80, device=device).view(4, 20)
     steps = [values + step for step in range(40)]
     torch.cuda.synchronize()
@@ -430,3 +355,33 @@ def test_steps_come_back_from_the_device_without_waiting_for_it():
         torch.cuda.set_sync_debug_mode("default")
     copies.wait()
     torch.testing.assert_close(torch.cat(parts.parts), torch.stack(steps).int().cpu())
+
+
+# -- kept steps ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.5, 0.3, 0.1, 1 / 7])
+def test_each_stratum_keeps_one_step(ratio):
+    """Stratum j is ceil(j / ratio) to ceil((j + 1) / ratio) - 1."""
+    for seed in (1, 2, 3):
+        kept = KeptSteps([seed], ratio=ratio).steps(0, 1000)
+        for j in range(int(1000 * ratio) - 1):
+            low, high = math.ceil(j / ratio), math.ceil((j + 1) / ratio)
+            assert sum(low <= step < high for step in kept) == 1
+
+
+def test_the_choice_depends_on_the_seed_alone():
+    alone = KeptSteps([7], ratio=0.2).steps(0, 300)
+    assert KeptSteps([3, 7, 9], ratio=0.2).steps(1, 300) == alone
+    assert KeptSteps([3], ratio=0.2).steps(0, 300) != alone
+    late = KeptSteps([7], ratio=0.2)
+    assert [step for step in range(300) if 0 in late.rows(step)] == alone
+    assert KeptSteps([7], ratio=0.2).steps(0, 120) == [step for step in alone if step < 120]
+
+
+def test_every_step_is_kept_equally_often():
+    """With ratio 0.25 each of 40 steps is kept by a quarter of 2,000 rows: 500 +- 97 (5 sigma)."""
+    plan = KeptSteps(range(2000), ratio=0.25)
+    counts = np.array([len(plan.rows(step)) for step in range(40)])
+    assert counts.sum() == 2000 * 10
+    assert np.abs(counts - 500).max() < 97

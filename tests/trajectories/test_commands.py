@@ -1,56 +1,61 @@
 """``lit-dlm traj``: what the commands print, write and return."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lit_dlm.backbones.location import ASSETS
+from lit_dlm.backbones import load_backbone
+from lit_dlm.backbones.resolution import ASSETS
 from lit_dlm.trajectories.commands import main
-from lit_dlm.trajectories.store import RunRecord
 from lit_dlm.trajectories.store.files import shards_in
-from lit_dlm.trajectories.store.reader import TrajectoryShardReader
-from tests.trajectories.decoded_sets import LENGTH, NUM_TEXTS, decoded_set, write_set
-from tests.trajectories.samples import random_record
+from tests.trajectories.decoded_sets import DECODERS, LENGTH, NUM_TEXTS, decoded_set
+from tests.trajectories.samples import flip, random_record, read_all, write_shards
 
 pytestmark = pytest.mark.slow  # whole commands on real shards
 
-METHODS = ("confidence", "drawn")
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """A set of a model, one with a record that other formats cannot hold, and no set."""
+    names = ("set", "misfits", "empty")
+    found = {name: tmp_path_factory.mktemp("commands") / name for name in names}
+    decoders = {name: DECODERS[name] for name in ("confidence", "drawn")}
+    decoded_set(found["set"], decoders, load_backbone("tiny"))
+    rng = np.random.default_rng(1)
+    records = [random_record(rng, f"r/{i}", remask=0.5 * (i == 1)) for i in range(3)]
+    write_shards(found["misfits"], records)
+    found["empty"].mkdir()
+    return found
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return decoded_set(tmp_path_factory.mktemp("commands") / "set", METHODS)
+def folder(places):
+    return places["set"]
 
 
-def plain_run() -> RunRecord:
-    return RunRecord(
-        model={}, tokenizer={}, decode={}, randomness={}, data={}, software={}, hardware={}
-    )
+@pytest.fixture
+def copy(folder, tmp_path):
+    return shutil.copytree(folder, tmp_path / "copy")
 
 
 def run(*arguments: object) -> int:
     return main([str(argument) for argument in arguments])
 
 
-@pytest.mark.parametrize("command", ["inspect", "replay", "verify", "recover", "export", "import"])
-def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(command, "--help") == 0
-    assert f"usage: lit-dlm traj {command}" in capsys.readouterr().out
+def test_every_command_explains_itself(capsys):
+    for command in ("inspect", "replay", "verify", "recover", "export", "import"):
+        assert run(command, "--help") == 0
+        assert f"usage: lit-dlm traj {command}" in capsys.readouterr().out
     assert run() == 2
 
 
-def test_inspect_counts_what_is_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    records = list(TrajectoryShardReader(folder))
-    steps = [record.num_steps for record in records]
+def test_inspect_counts_what_is_there(folder, capsys):
+    steps = [record.num_steps for record in read_all(folder)]
     assert run("inspect", folder) == 0
-    lines = [
-        " ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.split("\n")
-    ]
+    told = capsys.readouterr().out.replace("│", " ")
+    lines = [" ".join(line.split()) for line in told.split("\n")]
     for expected in (
         f"records {2 * NUM_TEXTS}",
         f"response tokens {LENGTH} to {LENGTH}, mean {LENGTH:.1f}",
@@ -62,8 +67,8 @@ def test_inspect_counts_what_is_there(folder: Path, capsys: pytest.CaptureFixtur
     assert "ConfidencePolicy" in " ".join(lines)
 
 
-def test_replay_prints_each_step(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = next(iter(TrajectoryShardReader(folder)))
+def test_replay_prints_each_step(folder, capsys):
+    record = read_all(folder)[0]
     assert run("replay", folder, "--tokenizer", "none", "--uid", record.uid) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"{record.uid}: {record.num_steps} steps, complete")
@@ -75,50 +80,29 @@ def test_replay_prints_each_step(folder: Path, capsys: pytest.CaptureFixture[str
     assert "<|user|>Tom has 34 pens" in capsys.readouterr().out
 
 
-def test_verify_passes_on_the_same_model_and_fails_on_another(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_passes_on_the_same_model_and_fails_on_another(folder, tmp_path, capsys):
     """Exit status 0, then 1 with the changed parts named: weights and tokenizer of a folder."""
     assert run("verify", folder, "--level", 3, "--backbone", "tiny") == 0
     told = capsys.readouterr().out
     assert f"passed: level 3 (teacher-forced), {2 * NUM_TEXTS} records" in told
     assert "(100.00%)" in told
-    other = tmp_path / "other"
-    shutil.copytree(ASSETS / "tiny", other)
-    template = (other / "chat_template.jinja").read_text()
-    (other / "chat_template.jinja").write_text(template + " ")
-    data = bytearray((other / "model.safetensors").read_bytes())
-    data[-1] ^= 0x80  # the sign of one float16 weight
-    (other / "model.safetensors").write_bytes(data)
+    other = shutil.copytree(ASSETS / "tiny", tmp_path / "other")
+    with (other / "chat_template.jinja").open("a") as template:
+        template.write(" ")
+    flip(other / "model.safetensors", -1, 0x80)  # the sign of one float16 weight
     assert run("verify", folder, "--level", 4, "--backbone", other, "--sample", 2) == 1
     text = capsys.readouterr().out
-    assert "model.weights digest" in text
-    assert "tokenizer digest" in text
-    assert "FAILED: level 4 (free-running)" in text
+    for part in ("model.weights digest", "tokenizer digest", "FAILED: level 4 (free-running)"):
+        assert part in text
 
 
-def test_verify_finds_damage_without_a_model(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("verify", folder) == 0
-    copy = tmp_path / "copy"
-    shutil.copytree(folder, copy)
-    shard = shards_in(copy)[0]
-    shard.write_bytes(shard.read_bytes()[:-600])
-    capsys.readouterr()
-    assert run("verify", copy, "--level", 0) == 1
-    assert "bytes, got" in capsys.readouterr().out
-
-
-def test_exports_come_back_through_imports(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("rows.parquet", "rows.jsonl", "rows.json"):
-        path, out = tmp_path / name, tmp_path / f"set-{name.partition('.')[2]}"
+def test_exports_come_back_through_imports(folder, tmp_path, capsys):
+    digests = {record.uid: record.digest() for record in read_all(folder)}
+    for kind in ("parquet", "jsonl", "json"):
+        path, out = tmp_path / f"rows.{kind}", tmp_path / f"set-{kind}"
         assert run("export", folder, "--out", path) == 0
         assert run("import", path, "--out", out) == 0
-        digests = {record.uid: record.digest() for record in TrajectoryShardReader(folder)}
-        assert digests == {record.uid: record.digest() for record in TrajectoryShardReader(out)}
+        assert digests == {record.uid: record.digest() for record in read_all(out)}
     row = json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[0])
     assert row["prompt"] == "Tom has 34 pens, finds 7, loses 5. How many pens?"
     assert sorted(row["decoding_order"]) == list(range(LENGTH)), "one token a step"
@@ -130,76 +114,54 @@ def test_exports_come_back_through_imports(
     assert "none: it cannot be executed again" in capsys.readouterr().err
 
 
-def test_misfits_stop_an_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rng = np.random.default_rng(1)
-    records = [random_record(rng, f"r/{i}", remask=0.5 * (i == 1)) for i in range(3)]
-    folder = write_set(tmp_path / "set", records, plain_run())
-    assert run("export", folder, "--out", tmp_path / "rows.jsonl", "--tokenizer", "tiny") == 2
-    assert "'r/1'" in capsys.readouterr().err
-
-
-def test_recover_saves_the_blocks_of_a_dead_process(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    copy = tmp_path / "killed"
-    shutil.copytree(folder, copy)
-    shard = shards_in(copy)[0]
-    shard.rename(shard.with_name(shard.name + ".tmp-4194999"))
+def test_recover_saves_what_verify_misses_of_a_dead_process(copy, capsys):
+    (shard,) = shards_in(copy)
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-600])
+    assert run("verify", copy, "--level", 0) == 1
+    assert "bytes, got" in capsys.readouterr().out
+    shard.with_name(shard.name + ".tmp-4194999").write_bytes(whole)
+    shard.unlink()
     shard.with_name(shard.name + ".json").unlink()
     assert run("recover", copy) == 0
-    text = capsys.readouterr().out
-    assert f"{2 * NUM_TEXTS} records in 1 shards" in text
+    assert f"{2 * NUM_TEXTS} records in 1 shards" in capsys.readouterr().out
     assert run("verify", copy) == 0
     assert run("recover", copy) == 0
     assert "nothing to recover" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("line", "message"),
     [
-        (("inspect", "nowhere"), "nowhere: there is no such shard"),
-        (("inspect", "{empty}"), "there is no such shard or folder"),
-        (("verify", "{set}", "--level", "3"), "--backbone: level 3 executes the records"),
-        (("verify", "{set}", "--level", "7"), "invalid choice: 7"),
-        (("verify", "{set}", "--level", "3", "--backbone", "nope"), "nope"),
-        (("verify", "{set}", "--sample", "0"), "--sample: expected at least 1, got 0"),
-        (("replay", "{set}", "--uid", "task/test/0"), "did you mean task/test/0@confidence"),
-        (("replay", "{set}", "--uid", "zz"), "is 'zz'; did you mean task/"),
-        (("export", "{set}", "--out", "x.csv"), "--out: expected one of the endings"),
-        (("import", "x.jsonl", "--out", "y"), "x.jsonl"),
-        (("import", "a.dtrace", "--out", "y"), "FILE: expected one of the endings"),
-        (("recover", "nowhere"), "there is no such folder"),
+        ("inspect nowhere", "nowhere: there is no such shard"),
+        ("inspect {empty}", "there is no such shard or folder"),
+        ("verify {set} --level 3", "--backbone: level 3 executes the records"),
+        ("verify {set} --level 3 --backbone nope", "nope"),
+        ("verify {set} --sample 0", "--sample: expected at least 1, got 0"),
+        ("replay {set} --uid task/test/0", "did you mean task/test/0@confidence"),
+        ("replay {set} --uid zz", "is 'zz'; did you mean task/"),
+        ("export {set} --out x.csv", "--out: expected one of the endings"),
+        ("export {misfits} --out x.jsonl --tokenizer tiny", "'r/1'"),
+        ("import x.jsonl --out y", "x.jsonl"),
+        ("import a.dtrace --out y", "FILE: expected one of the endings"),
+        ("recover nowhere", "there is no such folder"),
     ],
 )
-def test_bad_usage_is_one_line_and_status_2(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: tuple[str, ...],
-    message: str,
-) -> None:
+def test_bad_usage_is_one_line_and_status_2(places, tmp_path, monkeypatch, capsys, line, message):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "a.dtrace").write_bytes(b"")
-    places = {"set": folder, "empty": tmp_path / "empty"}
-    assert run(*(argument.format(**places) for argument in arguments)) == 2
-    captured = capsys.readouterr()
-    assert message in captured.err
-    assert "Traceback" not in captured.err
+    assert run(*line.format(**places).split()) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert "Traceback" not in told
 
 
-def test_imported_ids_that_end_before_their_steps_need_a_pad_id(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_imported_rows_do_not_say_is_given(tmp_path):
     """Two ids of three steps, as TABOM's release leaves out trailing pads."""
-    path = tmp_path / "rows.jsonl"
     row = {"prompt_token_ids": [5], "response_token_ids": [7, 8], "decoding_order": [1, 0, 2]}
-    path.write_text(json.dumps(row) + "\n")
-    given = ("import", path, "--out", tmp_path / "set", "--mask_id", 2, "--vocab_size", 30)
-    assert run(*given) != 0
-    assert "rows.jsonl:1: the row has no pad_id; give --pad_id" in capsys.readouterr().err
-    assert run(*given, "--pad_id", 0) == 0
-    (record,) = TrajectoryShardReader(tmp_path / "set")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    files = ("import", tmp_path / "rows.jsonl", "--out", tmp_path / "set")
+    assert run(*files, "--mask_id", 2, "--vocab_size", 30, "--pad_id", 0) == 0
+    (record,) = read_all(tmp_path / "set")
     assert record.tokens.tolist() == [7, 8, 0]
+    assert (record.mask_id, record.vocab_size) == (2, 30)
     assert record.commit_step.tolist() == [1, 0, 2]

@@ -1,7 +1,6 @@
 """Loops that are not ours, recorded: what they wrote, and whether it can be executed again."""
 
-from __future__ import annotations
-
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.trajectories import Trajectory
 from lit_dlm.trajectories.commands import main as traj
 from lit_dlm.trajectories.recorder import (
     TraceRecorder,
@@ -29,8 +27,8 @@ from tests.trajectories.samples import from_history
 P, G = 4, 8
 PROMPTS = torch.tensor([[PAD, 5, 6, 7], [12, 13, 14, 15]])
 REAL = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
-UIDS = ["a@loop", "b@loop"]
-METAS = [{"method": "loop"}] * 2
+START = torch.cat([PROMPTS, torch.full((2, G), MASK)], dim=1)
+SHOWN = {"prompt_ids": PROMPTS, "uids": ["a@loop", "b@loop"]}
 
 
 class ReleasedModel(nn.Module):
@@ -39,8 +37,7 @@ class ReleasedModel(nn.Module):
     def __init__(self, backbone: HFBackbone, *, shift: int) -> None:
         super().__init__()
         self.backbone, self.shift = backbone, shift
-        model_type = "Dream" if shift else "llada"
-        self.config = SimpleNamespace(model_type=model_type, vocab_size=VOCAB, mask_token_id=MASK)
+        self.config = SimpleNamespace(vocab_size=VOCAB, mask_token_id=MASK)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
         real = None if attention_mask is None else attention_mask.bool()
@@ -51,17 +48,13 @@ class ReleasedModel(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def backbone() -> HFBackbone:
+def backbone():
     return small_backbone()
 
 
-def llada_loop(
-    model: nn.Module, prompt: Tensor, real: Tensor, *, steps: int, block: int, cfg: bool = False
-) -> Tensor:
+def llada_loop(model: nn.Module, *, steps: int, block: int, cfg: bool = False) -> Tensor:
     """Equal counts in every block by probability, written in place, as LLaDA's repository does."""
-    x = torch.full((len(prompt), P + G), MASK)
-    x[:, :P] = prompt
-    real = torch.cat([real, torch.ones(len(prompt), G, dtype=torch.long)], dim=1)
+    x, real = START.clone(), torch.cat([REAL, torch.ones(2, G, dtype=torch.long)], dim=1)
     per_block = steps * block // G
     for first in range(P, P + G, block):
         for i in range(per_block):
@@ -77,10 +70,9 @@ def llada_loop(
     return x
 
 
-def dream_loop(model: nn.Module, prompt: Tensor, real: Tensor, *, steps: int, eps: float) -> Any:
+def dream_loop(model: nn.Module, *, steps: int, eps: float) -> Any:
     """Dream's truncated schedule by entropy; early steps commit nothing."""
-    x = torch.cat([prompt, torch.full((len(prompt), G), MASK)], dim=1)
-    real = torch.cat([real, torch.ones(len(prompt), G, dtype=torch.long)], dim=1)
+    x, real = START.clone(), torch.cat([REAL, torch.ones(2, G, dtype=torch.long)], dim=1)
     times = torch.linspace(1, eps, steps + 1)
     for i in range(steps):
         logits = model(x, real).logits
@@ -97,48 +89,41 @@ def dream_loop(model: nn.Module, prompt: Tensor, real: Tensor, *, steps: int, ep
     return SimpleNamespace(sequences=x)
 
 
-def history_of(model: nn.Module, run: Any) -> list[Tensor]:
-    """The input of every forward and the result, kept by hand."""
-    seen: list[Tensor] = []
-    handle = model.register_forward_pre_hook(lambda _, args: seen.append(args[0].clone()))
-    result = run()
+@pytest.mark.parametrize(
+    ("loop", "steps", "block"),
+    [(llada_loop, 8, 8), (llada_loop, 4, 4), (llada_loop, 6, 8), (dream_loop, 10, None)],
+)
+def test_a_plain_loop_is_recorded_and_executed_again(backbone, tmp_path, loop, steps, block):
+    """Dream's ten steps for eight cells: some commit nothing, and each is a step of the record."""
+    model = ReleasedModel(backbone, shift=int(loop is dream_loop))
+    if loop is dream_loop:
+        run = partial(loop, model, steps=steps, eps=1e-3)
+        decoder = dream_decoder(steps=steps, alg="entropy")
+    else:
+        run = partial(loop, model, steps=steps, block=block)
+        decoder = llada_decoder(steps=steps, gen_length=G, block_length=block)
+    history: list[Tensor] = []  # the input of every forward and the result, kept by hand
+    handle = model.register_forward_pre_hook(lambda _, args: history.append(args[0].clone()))
+    final = run()
     handle.remove()
-    return [*seen, getattr(result, "sequences", result)]
-
-
-def check_against_history(records: list[Trajectory], history: list[Tensor]) -> None:
+    history.append(getattr(final, "sequences", final))
+    result, records = record_generate(
+        model, run, attention_mask=REAL, metas=[{"method": "loop"}] * 2, **SHOWN
+    )
+    assert torch.equal(getattr(result, "sequences", result), history[-1])
     for row, record in enumerate(records):
         canvases = torch.stack([canvas[row, P:] for canvas in history])
         expected = from_history(
             canvases[: record.num_steps + 1].numpy(),
-            uid=record.uid,
             prompt_ids=PROMPTS[row][REAL[row].bool()],
             mask_id=MASK,
             vocab_size=VOCAB,
         )
         assert record.digest() == expected.digest()
         assert (canvases[record.num_steps :] == canvases[-1]).all()
-
-
-@pytest.mark.parametrize(("steps", "block"), [(8, 8), (4, 4), (6, 8)])
-def test_a_plain_llada_loop_is_recorded_and_executed_again(
-    backbone: HFBackbone, tmp_path: Path, steps: int, block: int
-) -> None:
-    model = ReleasedModel(backbone, shift=0)
-
-    def run() -> Tensor:
-        return llada_loop(model, PROMPTS, REAL, steps=steps, block=block)
-
-    history = history_of(model, run)
-    result, records = record_generate(
-        model, run, prompt_ids=PROMPTS, attention_mask=REAL, uids=UIDS, metas=METAS
-    )
-    assert torch.equal(result, history[-1])
-    check_against_history(records, history)
-    assert [record.num_steps for record in records] == [steps, steps]
-    assert [record.status for record in records] == ["complete"] * 2
-    assert records[0].signals == {}
-    decoder = llada_decoder(steps=steps, gen_length=G, block_length=block)
+        assert (record.num_steps, record.status, record.signals) == (steps, "complete", {})
+    empty = [step for step in range(steps) if len(records[0].committed_at(step)) == 0]
+    assert bool(empty) == (loop is dream_loop)
     folder = write_set(tmp_path / "set", records, foreign_run("loop", decoder, batch_size=2))
     for level in (3, 4):
         found = verify(shards_in(folder), level=level, execution=Execution(backbone=backbone))
@@ -146,101 +131,55 @@ def test_a_plain_llada_loop_is_recorded_and_executed_again(
         assert found.counts == {"exact": 2, "explained": 0, "failed": 0}
 
 
-def test_a_plain_dream_loop_is_recorded_and_executed_again(
-    backbone: HFBackbone, tmp_path: Path
-) -> None:
-    """Ten steps for eight cells: some commit nothing, and each is a step of the record."""
-    model = ReleasedModel(backbone, shift=1)
-
-    def run() -> Any:
-        return dream_loop(model, PROMPTS, REAL, steps=10, eps=1e-3)
-
-    history = history_of(model, run)
-    result, records = record_generate(
-        model, run, prompt_ids=PROMPTS, attention_mask=REAL, uids=UIDS, metas=METAS
-    )
-    assert torch.equal(result.sequences, history[-1])
-    check_against_history(records, history)
-    assert any(len(records[0].committed_at(step)) == 0 for step in range(records[0].num_steps))
-    decoder = dream_decoder(steps=10, alg="entropy")
-    folder = write_set(tmp_path / "set", records, foreign_run("loop", decoder, batch_size=2))
-    found = verify(shards_in(folder), level=3, execution=Execution(backbone=backbone))
-    assert found.counts == {"exact": 2, "explained": 0, "failed": 0}
-
-
-def test_guided_loops_show_their_canvas_in_the_first_half_of_the_rows(
-    backbone: HFBackbone,
-) -> None:
+def test_guided_loops_show_their_canvas_in_the_first_half_of_the_rows(backbone):
     model = ReleasedModel(backbone, shift=0)
-    plain = llada_loop(model, PROMPTS, REAL, steps=8, block=8)
+    plain = llada_loop(model, steps=8, block=8)
     result, records = record_generate(
-        model,
-        lambda: (llada_loop(model, PROMPTS, REAL, steps=8, block=8, cfg=True), "more"),
-        prompt_ids=PROMPTS,
-        attention_mask=REAL,
-        uids=UIDS,
+        model, lambda: (llada_loop(model, steps=8, block=8, cfg=True), "more"), **SHOWN
     )
     assert result[1] == "more"
     assert [record.tokens.tolist() for record in records] == plain[:, P:].tolist()
     assert [record.num_steps for record in records] == [8, 8]
 
 
+LLADA = {"steps": 8, "gen_length": 8, "block_length": 8}
+
+
 @pytest.mark.parametrize(
     ("decoder", "reason"),
     [
-        (llada_decoder(steps=8, gen_length=8, block_length=8, temperature=0.5), "draws from torch"),
-        (llada_decoder(steps=8, gen_length=8, block_length=8, cfg_scale=1.0), "two forwards"),
-        (llada_decoder(steps=8, gen_length=8, block_length=8, remasking="x"), "'x' is unknown"),
-        (llada_decoder(steps=16, gen_length=8, block_length=8), "commit nothing in a full block"),
+        (llada_decoder(**LLADA, temperature=0.5), "draws from torch"),
+        (llada_decoder(**LLADA, cfg_scale=1.0), "two forwards"),
+        (llada_decoder(**LLADA, remasking="x"), "'x' is unknown"),
+        (llada_decoder(**{**LLADA, "steps": 16}), "commit nothing in a full block"),
         (dream_decoder(steps=8), "draws from torch"),
         (dream_decoder(steps=8, alg="entropy", alg_temp=0.1), "draws from torch"),
         (dream_decoder(steps=8, alg="beam"), "'beam' is unknown"),
     ],
 )
-def test_a_loop_without_a_description_is_verified_up_to_level_2(
-    backbone: HFBackbone, tmp_path: Path, decoder: Any, reason: str
-) -> None:
-    record = from_history(
-        [[MASK, MASK], [5, 6]],
-        uid="a@loop",
-        prompt_ids=[7],
-        mask_id=MASK,
-        vocab_size=VOCAB,
-        meta={"method": "loop"},
-    )
+def test_an_undescribed_loop_is_verified_up_to_level_2(backbone, tmp_path, decoder, reason):
+    history = [[MASK, MASK], [5, 6]]
+    record = from_history(history, prompt_ids=[7], mask_id=MASK, vocab_size=VOCAB)
     folder = write_set(tmp_path / "set", [record], foreign_run("loop", decoder))
     assert not verify(shards_in(folder), level=2).failed
     with pytest.raises(ValueError, match=f"'loop': cannot be executed again.*: .*{reason}"):
         verify(shards_in(folder), level=3, execution=Execution(backbone=backbone))
 
 
-def test_a_loop_that_hides_its_canvas_is_refused_with_the_way_out(backbone: HFBackbone) -> None:
+def test_a_loop_that_hides_its_canvas_is_refused_with_the_way_out(backbone):
     model = ReleasedModel(backbone, shift=0)
-    canvas = torch.cat([PROMPTS, torch.full((2, G), MASK)], dim=1)
-
-    def cached() -> Tensor:
-        model(canvas)
-        model(canvas[:, P:])
-        return canvas
-
-    def other() -> Tensor:
-        model(canvas + 1)
-        return canvas
-
-    def nothing() -> Tensor:
-        return canvas
-
-    for run, message in (
-        (cached, r"forward 1 .* expected the whole canvas \(2, 12\).*let it call TraceRecorder"),
-        (other, r"forward 0 .* begin with the 4 columns of prompt_ids"),
-        (nothing, "it never called the forward of ReleasedModel"),
+    whole = r"forward 1 .* expected the whole canvas \(2, 12\).*let it call TraceRecorder"
+    for shown, message in (
+        ([START, START[:, P:]], whole),
+        ([START + 1], r"forward 0 .* begin with the 4 columns of prompt_ids"),
+        ([], "it never called the forward of ReleasedModel"),
     ):
         with pytest.raises(ValueError, match=message):
-            record_generate(model, run, prompt_ids=PROMPTS, uids=UIDS)
-    assert not model._forward_pre_hooks
+            record_generate(model, lambda shown=shown: [model(ids) for ids in shown], **SHOWN)
+        assert not model._forward_pre_hooks
 
 
-def test_any_loop_can_show_its_canvases() -> None:
+def test_any_loop_can_show_its_canvases():
     """One row: cell 1 is given, cell 0 is written, masked again and written, and cell 2 stays.
 
     The canvas is written in place, and the two steps after the last change count for the row, since
@@ -257,7 +196,6 @@ def test_any_loop_can_show_its_canvases() -> None:
     assert open_row.all_states()[:, 0].tolist() == [MASK, 5, MASK, 8, 8, 8]
     assert open_row.prompt_ids.tolist() == [7]
     assert (open_row.num_steps, open_row.status, open_row.seed) == (5, "step_limit", 3)
-    assert open_row.given is not None
     assert open_row.given.tolist() == [False, True, False]
     assert (full_row.num_steps, full_row.status, full_row.seed) == (1, "complete", 2**62)
     assert full_row.commit_step.tolist() == [0, -1, -1]
@@ -265,29 +203,26 @@ def test_any_loop_can_show_its_canvases() -> None:
         record.validate()
 
 
-def test_misuse_of_a_recorder_is_named() -> None:
-    canvas = torch.tensor([[7, MASK, MASK]])
-    for message, misuse in {
-        "expected the whole canvas a call of begin": lambda r: r.step(canvas),
-        r"expected ids of shape \(B, L\)": lambda r: r.begin(canvas, start=3),
-        "no mask id .* before start": lambda r: r.begin(canvas, start=2),
-        r"expected the whole canvas \(1, 3\)": lambda r: (
-            r.begin(canvas, start=1),
-            r.step(canvas[:, 1:]),
-        ),
-        "the loop changed a prompt": lambda r: (
-            r.begin(canvas, start=1),
-            r.step(canvas + 1),
-            r.end(["a"]),
-        ),
-    }.items():
+def test_misuse_of_a_recorder_is_named():
+    ids = torch.tensor([[7, MASK, MASK]])
+    recorder = TraceRecorder(mask_id=MASK, vocab_size=VOCAB)
+    with pytest.raises(ValueError, match="expected the whole canvas a call of begin"):
+        recorder.step(ids)
+    for start, message in (
+        (3, r"expected ids of shape \(B, L\)"),
+        (2, "no mask id .* before start"),
+    ):
         with pytest.raises(ValueError, match=message):
-            misuse(TraceRecorder(mask_id=MASK, vocab_size=VOCAB))
+            recorder.begin(ids, start=start)
+    recorder.begin(ids, start=1)
+    with pytest.raises(ValueError, match=r"expected the whole canvas \(1, 3\)"):
+        recorder.step(ids[:, 1:])
+    recorder.step(ids + 1)
+    with pytest.raises(ValueError, match="the loop changed a prompt"):
+        recorder.end(["a"])
 
 
-def test_the_example_of_the_documentation_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_example_of_the_documentation_runs(tmp_path, monkeypatch, capsys):
     text = (Path(__file__).parents[2] / "docs" / "trajectory_format.md").read_text()
     code = text.partition("## 9.")[2].partition("```python\n")[2].partition("```")[0]
     monkeypatch.chdir(tmp_path)

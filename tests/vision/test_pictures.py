@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import struct
 import zlib
 from pathlib import Path
@@ -12,12 +11,7 @@ import pytest
 from PIL import Image
 
 from lit_dlm.vision.pictures import Picture
-
-
-def _file(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
-    out = io.BytesIO()
-    image.save(out, kind, **options)
-    return out.getvalue()
+from tests.vision.models import png
 
 
 def _noise(width: int, height: int) -> Image.Image:
@@ -25,31 +19,25 @@ def _noise(width: int, height: int) -> Image.Image:
     return Image.fromarray(values)
 
 
-def _bomb(width: int, height: int) -> bytes:
-    """A PNG of a few bytes whose header announces a picture of any size."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        crc = struct.pack(">I", zlib.crc32(kind + data))
-        return struct.pack(">I", len(data)) + kind + data + crc
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 1000))
-    return b"\x89PNG\r\n\x1a\n" + body + chunk(b"IEND", b"")
-
-
 def test_turned_and_flattened():
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera lay on its side
-    turned = Picture(_file(_noise(30, 20), "JPEG", exif=exif))
-    assert turned.size == (20, 30)
-    assert turned.decoded().size == (20, 30)
-    clear = Picture(_file(Image.new("RGBA", (8, 8), (255, 0, 0, 0))))
-    assert clear.decoded().getpixel((0, 0)) == (255, 255, 255)
-    grey = Picture(_file(Image.new("L", (8, 8), 7)))
-    assert grey.decoded().getpixel((3, 3)) == (7, 7, 7)
+    turned = Picture(png(_noise(30, 20), "JPEG", exif=exif))
+    assert turned.size == turned.decoded().size == (20, 30)
+    for mode, colour, seen in (("RGBA", (255, 0, 0, 0), 255), ("L", 7, 7)):
+        flat = Picture(png(Image.new(mode, (8, 8), colour))).decoded()
+        assert flat.getpixel((3, 3)) == (seen, seen, seen)
 
 
-PNG = _file(_noise(64, 64))
+PNG = png(_noise(64, 64))
+
+
+def _bomb(width: int, height: int) -> bytes:
+    """A small PNG whose header announces a picture of any size."""
+    header = PNG[12:16] + struct.pack(">II", width, height) + PNG[24:29]
+    return PNG[:12] + header + struct.pack(">I", zlib.crc32(header)) + PNG[33:]
+
+
 HOSTILE = {
     "truncated": (PNG[: len(PNG) // 2], "damaged"),
     "header only": (PNG[:30], "damaged"),
@@ -60,8 +48,8 @@ HOSTILE = {
     "bomb": (_bomb(60_000, 60_000), "too large|at most 50,000,000 pixels"),
     "large": (_bomb(10_000, 5_001), "at most 50,000,000 pixels"),
     "huge": (_bomb(2**31 - 1, 2**31 - 1), "too large"),
-    "one pixel": (_file(_noise(1, 1)), "sides of at least 4 .* got 1 x 1"),
-    "a line": (_file(_noise(10_000, 10)), "at most 1 to 200, got 10000 x 10"),
+    "one pixel": (png(_noise(1, 1)), "sides of at least 4 .* got 1 x 1"),
+    "a line": (png(_noise(10_000, 10)), "at most 1 to 200, got 10000 x 10"),
 }
 
 

@@ -8,29 +8,24 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import lit_dlm.decoding as d
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.decoding import Decoder, FixedQuota
-from lit_dlm.decoding.caches import DualCache, PrefixCache
-from lit_dlm.decoding.decoder import decode_prompts
-from lit_dlm.decoding.policies import ConfidencePolicy
-from lit_dlm.decoding.windows import BlockWindow
 from lit_dlm.vision.anyres import AnyRes
 from lit_dlm.vision.base import VisionSettings
 from lit_dlm.vision.pictures import Picture
 from lit_dlm.vision.tokens import square_pixels
 from lit_dlm.vision.tower import TowerVision
-from tests.vision.models import SMALL, picture, write_seeing
+from tests.decoding.states import as_rows_alone, decoded
+from tests.vision.models import MASK, SMALL, picture, write_seeing
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "llada_v.safetensors"
-PLACE = -200
 CASES = {
-    "one_tile": ([5, 6, PLACE, 7, 8, 9], [0]),
-    "wide": ([5, PLACE, 7], [1]),
-    "tall": ([PLACE, 11, 12], [2]),
-    "two": ([3, PLACE, 4, PLACE, 9], [0, 1]),
+    "one_tile": ([[5, 6], [7, 8, 9]], [0]),
+    "wide": ([[5], [7]], [1]),
+    "tall": ([[], [11, 12]], [2]),
+    "two": ([[3], [4], [9]], [0, 1]),
 }
-
-
+"""What stands around the pictures, and which ones."""
 PICTURES = [picture(50, 40), picture(130, 60), picture(90, 300)]
 
 
@@ -50,27 +45,24 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> HFBackbone:
     return HFBackbone(str(path), vision=VisionSettings()).eval()
 
 
-def prompt(backbone: HFBackbone, ids: list[int], pictures: list[Picture]) -> list[int]:
-    pieces: list[list[int]] = [[]]
-    for number in ids:
-        if number == PLACE:
-            pieces.append([])
-        else:
-            pieces[-1].append(number)
-    vision = backbone.vision
-    assert vision is not None
+def seeing(backbone: HFBackbone) -> TowerVision:
+    assert isinstance(backbone.vision, TowerVision)
+    return backbone.vision
+
+
+def prompt(backbone: HFBackbone, pieces: list[list[int]], *pictures: Picture) -> list[int]:
+    vision = seeing(backbone)
     return vision.join(pieces, [vision.picture_ids(one) for one in pictures])
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_rows_hidden_states_and_logits_are_those_of_the_release(backbone: HFBackbone, case: str):
     golden = load_file(GOLDEN)
-    places, which = CASES[case]
-    ids = torch.tensor([prompt(backbone, places, [PICTURES[number] for number in which])])
+    pieces, which = CASES[case]
+    pictures = [PICTURES[number] for number in which]
+    ids = torch.tensor([prompt(backbone, pieces, *pictures)])
     assert ids.shape[1] == int(golden[f"{case}.num_rows"])
-    vision = backbone.vision
-    assert isinstance(vision, TowerVision)
-    tiles = [vision.scheme.tiles(PICTURES[number].decoded()) for number in which]
+    tiles = [seeing(backbone).scheme.tiles(one.decoded()) for one in pictures]
     sums = torch.stack([one.flatten()[::997].sum() for one in tiles])
     torch.testing.assert_close(sums, golden[f"{case}.tiles"], atol=1e-4, rtol=0)
 
@@ -79,55 +71,38 @@ def test_rows_hidden_states_and_logits_are_those_of_the_release(backbone: HFBack
         found = backbone.denoise(ids, hidden_layers=[0, 2])
     assert found.hidden is not None
     embeds, hidden = found.hidden[0, rows].unbind(1)
-    torch.testing.assert_close(embeds, golden[f"{case}.embeds"], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(hidden, golden[f"{case}.hidden"], atol=1e-5, rtol=1e-5)
-    words = [number for number in range(120) if number != 119]  # the mask is never proposed
-    torch.testing.assert_close(
-        found.logits[0, rows][:, words], golden[f"{case}.logits"][:, words], atol=1e-5, rtol=1e-5
-    )
+    found = {"embeds": embeds, "hidden": hidden, "logits": found.logits[0, rows, :MASK]}
+    for name, values in found.items():  # the mask, the last word, is never proposed
+        wanted = golden[f"{case}.{name}"][:, : values.shape[1]]
+        torch.testing.assert_close(values, wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "cache", [None, PrefixCache(), DualCache()], ids=["none", "prefix", "dual"]
-)
+@pytest.mark.parametrize("cache", [None, d.PrefixCache(), d.DualCache()])
 def test_padded_rows_decode_as_alone(small: HFBackbone, cache):
     """Prompts with one picture, none and two, side by side and each on its own."""
-    decoder = Decoder(
-        policy=ConfidencePolicy(),
-        window=BlockWindow(block_length=4),
-        quota=FixedQuota(2),
-        cache=cache,
-    )
-    prompts = [
-        prompt(small, *(CASES["one_tile"][0], [PICTURES[0]])),
-        [5, 6, 7],
-        prompt(small, [3, PLACE, 4, PLACE, 9], [picture(20, 60), PICTURES[0]]),
-    ]
-    together = decode_prompts(small, decoder, prompts, response_length=8, seeds=[0, 1, 2])
-    for row, ids in enumerate(prompts):
-        alone = decode_prompts(small, decoder, [ids], response_length=8, seeds=[row])
-        assert alone.ids[0, -8:].tolist() == together.ids[row, -8:].tolist()
+    plugs = {"policy": d.ConfidencePolicy(), "quota": d.FixedQuota(2), "window": d.BlockWindow(4)}
+    decoder = d.Decoder(**plugs, cache=cache)
+    one = prompt(small, CASES["one_tile"][0], PICTURES[0])
+    two = prompt(small, CASES["two"][0], picture(20, 60), PICTURES[0])
+    together = as_rows_alone(decoder, small, [one, [5, 6, 7], two], 8)
     # A picture is not just room: another one changes what is written.
-    other = prompt(small, CASES["one_tile"][0], [picture(60, 300)])
-    changed = decode_prompts(small, decoder, [other], response_length=8, seeds=[0])
+    other = prompt(small, CASES["one_tile"][0], picture(60, 300))
+    changed = decoded(decoder, small, [other], 8, seed=11)
     assert changed.ids[0, -8:].tolist() != together.ids[0, -8:].tolist()
 
 
 def test_released_pictures_make_room_and_held_ones_stay(backbone: HFBackbone):
-    vision = backbone.vision
-    assert isinstance(vision, TowerVision)
+    vision = seeing(backbone)
     first = vision.picture_ids(PICTURES[0])
     assert vision.picture_ids(PICTURES[0]) == first  # one picture, two prompts
     second = vision.picture_ids(PICTURES[1])
     assert second[0] == first[-1] + 1
     rows = vision.rows()[: len(first)].clone()
     vision.release([7, *first])
-    third = vision.picture_ids(PICTURES[2])
-    assert third[0] == second[-1] + 1  # the first one is still held
+    assert vision.picture_ids(PICTURES[2])[0] == second[-1] + 1  # the first one is still held
     vision.release(first)
     vision.release(second)
-    fourth = vision.picture_ids(picture(51, 40))
-    assert fourth[0] == first[0]
+    assert vision.picture_ids(picture(51, 40))[0] == first[0]
     assert vision.picture_ids(PICTURES[0])[0] not in first
     again = vision.rows()[vision.picture_ids(PICTURES[0])[0] - 120 :][: len(first)]
     assert torch.equal(again, rows)
@@ -136,19 +111,15 @@ def test_released_pictures_make_room_and_held_ones_stay(backbone: HFBackbone):
 @pytest.mark.parametrize(("train", "learns"), [("projector", False), ("all", True)])
 def test_what_is_trained(folder: Path, train, learns: bool):
     backbone = HFBackbone(str(folder), vision=VisionSettings(train=train))
-    vision = backbone.vision
-    assert isinstance(vision, TowerVision)
+    vision = seeing(backbone)
     vision.known[PICTURES[0].digest] = PICTURES[0]
     shown = [PICTURES[0].digest]
-    rows_of = range(120, 120 + vision.num_ids(PICTURES[0]))
-    ids = torch.tensor([[5, *rows_of, 7, 119, 119]])
-    rows = torch.zeros_like(ids, dtype=torch.bool)
-    rows[:, -2:] = True
+    ids = torch.tensor([[5, *range(120, 120 + vision.num_ids(PICTURES[0])), 7, MASK, MASK]])
+    rows = ids == MASK
     targets = ids.masked_fill(rows, 9)
     before = backbone.score_tokens(ids, targets, rows, pictures=shown).ce
     before.sum().backward()
     assert vision.projector[0].weight.grad is not None
-    assert vision.newline.grad is not None
     assert float(vision.newline.grad.abs().sum()) > 0
     patch = vision.tower.embeddings.patch_embedding.weight
     assert (patch.grad is not None) == learns
@@ -157,8 +128,8 @@ def test_what_is_trained(folder: Path, train, learns: bool):
     with torch.no_grad():  # rows of the table follow the weights
         after = backbone.score_tokens(ids, targets, rows, pictures=shown).ce
     assert not torch.allclose(before, after)
-    words = torch.tensor([[5, 7, 119]])
-    backbone.score_tokens(words, words, words == 119).ce.sum().backward()  # no picture, no gap
+    words = torch.tensor([[5, 7, MASK]])
+    backbone.score_tokens(words, words, words == MASK).ce.sum().backward()  # no picture, no gap
 
 
 @pytest.mark.parametrize("size", [(50, 40), (54, 54), (55, 54), (700, 40), (40, 700), (400, 400)])

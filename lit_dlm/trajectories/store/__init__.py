@@ -5,25 +5,22 @@ by :class:`TrajectoryShardReader`, and kept in order by :func:`recover`, :func:`
 :func:`drop_shards` and :func:`merge_manifest`.
 """
 
-from lit_dlm.trajectories.store.background import BackgroundWriter
-from lit_dlm.trajectories.store.files import ShardName, SideFile, completed_uids, shard_paths
-from lit_dlm.trajectories.store.provenance import RunRecord
-from lit_dlm.trajectories.store.reader import TrajectoryShardReader
-from lit_dlm.trajectories.store.recovery import Recovered, drop_shards, merge_manifest, recover
-from lit_dlm.trajectories.store.writer import SizeLimitError, TrajectoryShardWriter
-
-__all__ = [
-    "BackgroundWriter",
-    "Recovered",
-    "RunRecord",
-    "ShardName",
-    "SideFile",
-    "SizeLimitError",
-    "TrajectoryShardReader",
-    "TrajectoryShardWriter",
-    "completed_uids",
-    "drop_shards",
-    "merge_manifest",
-    "recover",
-    "shard_paths",
-]
+from lit_dlm.trajectories.store.files import (
+    ShardName as ShardName,
+    SideFile as SideFile,
+    completed_uids as completed_uids,
+    shard_paths as shard_paths,
+)
+from lit_dlm.trajectories.store.provenance import RunRecord as RunRecord
+from lit_dlm.trajectories.store.reader import TrajectoryShardReader as TrajectoryShardReader
+from lit_dlm.trajectories.store.recovery import (
+    Recovered as Recovered,
+    drop_shards as drop_shards,
+    merge_manifest as merge_manifest,
+    recover as recover,
+)
+from lit_dlm.trajectories.store.writer import (
+    BackgroundWriter as BackgroundWriter,
+    SizeLimitError as SizeLimitError,
+    TrajectoryShardWriter as TrajectoryShardWriter,
+)

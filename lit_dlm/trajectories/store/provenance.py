@@ -22,7 +22,7 @@ from typing import Any
 
 import lit_dlm
 from lit_dlm.ops.files import write_atomically
-from lit_dlm.trajectories.errors import TrajectoryFormatError
+from lit_dlm.trajectories.record import TrajectoryFormatError
 from lit_dlm.trajectories.store.files import RUN_MEMBER, STRANGE
 
 RUN_FILE = "run.json"

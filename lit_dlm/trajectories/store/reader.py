@@ -14,10 +14,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from lit_dlm.trajectories.errors import TrajectoryFormatError
-from lit_dlm.trajectories.features import attach_features
-from lit_dlm.trajectories.format import Block, read_block, records_of
-from lit_dlm.trajectories.record import Trajectory
+from lit_dlm.trajectories.format import Block, attach_features, read_block, records_of
+from lit_dlm.trajectories.record import Trajectory, TrajectoryFormatError
 from lit_dlm.trajectories.store.files import SideFile, claim_uids, shards_in, side_path
 
 logger = logging.getLogger(__name__)

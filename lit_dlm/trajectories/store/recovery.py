@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from lit_dlm.ops.files import write_atomically
-from lit_dlm.trajectories.errors import TrajectoryFormatError
-from lit_dlm.trajectories.features import attach_features
-from lit_dlm.trajectories.format import read_block, records_of
-from lit_dlm.trajectories.record import Trajectory
+from lit_dlm.trajectories.format import attach_features, read_block, records_of
+from lit_dlm.trajectories.record import Trajectory, TrajectoryFormatError
 from lit_dlm.trajectories.store.files import (
     FEATURES,
     MANIFEST_FILE,

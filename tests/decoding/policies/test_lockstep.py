@@ -6,44 +6,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_dlm.decoding import (
-    BonusPolicy,
-    ConfidencePolicy,
-    Decoder,
-    DecodeSettings,
-    DecodeState,
-    FixedLayout,
-    GaussSeidelPolicy,
-    JacobiPolicy,
-    LaggedPolicy,
-    NoQuota,
-    Proposal,
-    Region,
-    Sampler,
-    ThresholdPolicy,
-    prompt_canvas,
-)
+import lit_dlm.decoding as d
+from lit_dlm.decoding import FixedLayout, GaussSeidelPolicy, JacobiPolicy, LaggedPolicy, Region
 from lit_dlm.decoding.policies.lockstep import LockstepPolicy
 from lit_dlm.decoding.regions import RegionMap
-from tests.decoding.states import Recorder, as_rows_alone, state_with_masks
+from tests.decoding.models import hashed
+from tests.decoding.states import Recorder, as_rows_alone, decoded, state_with_masks
 from tests.fakes import MASK, TableBackbone, logits_for
 
-POLICIES = [JacobiPolicy(), GaussSeidelPolicy(), LaggedPolicy(), BonusPolicy()]
-NAMES = ["jacobi", "gauss_seidel", "lagged", "bonus"]
 EXAMPLE = [0.95, 0.91, 0.5, 0.3, 0.915, 0.90, 0.5, 0.3]
 """The worked example of the release: R is cells 0 to 3, A is cells 4 to 7."""
 
 
-def halves(length: int = 4, *, tau_r=0.9, tau_a=0.92, cap: float = 1.0) -> FixedLayout:
-    return FixedLayout(
-        [
-            Region(name="R", length=length, tau=tau_r, max_fill_frac=cap),
-            Region(name="A", tau=tau_a, max_fill_frac=cap),
-        ]
-    )
+def halves(length: int = 4, *, tau_a: float = 0.92, cap: float = 1.0) -> FixedLayout:
+    reason = Region(name="R", length=length, tau=0.9, max_fill_frac=cap)
+    return FixedLayout([reason, Region(name="A", tau=tau_a, max_fill_frac=cap)])
 
 
-def state_of(masks: list[list[int]], layout: FixedLayout, **changes: object) -> DecodeState:
+def state_of(masks: list[list[int]], layout: FixedLayout, **changes: object) -> d.DecodeState:
     state = state_with_masks(masks)
     ids = torch.full_like(state.ids, len(layout.regions))
     ids[:, state.start :] = layout.place(ids.shape[1] - state.start).region_ids()
@@ -51,10 +31,10 @@ def state_of(masks: list[list[int]], layout: FixedLayout, **changes: object) -> 
     return replace(state, regions=regions, **changes)
 
 
-def commits(policy: LockstepPolicy, state: DecodeState, *prob: list[float], quota=None):
+def commits(policy: LockstepPolicy, state: d.DecodeState, *prob: list[float], quota=None):
     """Response cells that every row commits."""
     values = torch.tensor([[0.0, 0.0, *row] for row in prob])
-    proposal = Proposal(ids=torch.full_like(state.ids, 6), prob=values)
+    proposal = d.Proposal(ids=torch.full_like(state.ids, 6), prob=values)
     counts = None if quota is None else torch.tensor(quota)
     commit = policy.select(state, state.masked, proposal, counts).commit
     return [(row.nonzero()[:, 0] - state.start).tolist() for row in commit]
@@ -62,62 +42,65 @@ def commits(policy: LockstepPolicy, state: DecodeState, *prob: list[float], quot
 
 # -- one pass on tables of probabilities --------------------------------------------------------
 
-
-def test_jacobi_commits_what_reaches_its_own_threshold_in_every_region():
-    """R needs 0.90: 0.95 and 0.91 do. A needs 0.92: 0.915 does not."""
-    assert commits(JacobiPolicy(), state_of([[1] * 8], halves()), EXAMPLE) == [[0, 1]]
-
-
-def test_bonus_gives_the_worked_example_of_the_release():
-    """R commits two of eight cells: bonus 0.1 * 2/8 = 0.025. 0.915 + 0.025 = 0.940 and
-    0.90 + 0.025 = 0.925 reach 0.92, 0.5 does not."""
-    state = state_of([[1] * 8], halves())
-    assert commits(BonusPolicy(), state, EXAMPLE) == [[0, 1, 4, 5]]
+WHOLE = state_of([[1] * 8], halves())
+TWO_ROWS = state_of([[1] * 8] * 2, halves())
+EQUAL = state_of([[1] * 8], halves(tau_a=0.9))
+BOTH = [EXAMPLE, [0.1, 0.1, 0.1, 0.1, *EXAMPLE[4:]]]
+SURE = [0.95, 0.97, 0.96, 0.99, 0.91, 0.93, 0.92, 0.5]
+ANSWER = [0.1] * 4 + EXAMPLE[4:]
+ONE = [Region(name="A", length=2, tau=0.5, max_fill_frac=1.0)]
+OUTSIDE = Region(name="rest", tau=0.95, max_fill_frac=1.0)
+REST = state_of([[1] * 6], FixedLayout(ONE, rest=OUTSIDE))
 
 
-def test_a_batch_wide_bonus_counts_all_cells_of_the_batch_and_a_rows_own_does_not():
-    """Row 0 commits 2 cells in R, row 1 none. Its own share: 2/8, bonus 0.025 for row 0 and 0 for
-    row 1. Over the batch: 2 of 20 columns (two of each row are prompt), bonus 0.01 for both:
-    0.915 passes (0.925), 0.90 does not (0.910)."""
-    state = state_of([[1] * 8] * 2, halves())
-    rows = [EXAMPLE, [0.1, 0.1, 0.1, 0.1, *EXAMPLE[4:]]]
-    assert commits(BonusPolicy(), state, *rows) == [[0, 1, 4, 5], []]
-    assert commits(BonusPolicy(batch_wide=True), state, *rows) == [[0, 1, 4], [4]]
+@pytest.mark.parametrize(
+    ("policy", "state", "prob", "expected"),
+    [
+        # R needs 0.90: 0.95 and 0.91 do. A needs 0.92: 0.915 does not.
+        (JacobiPolicy(), WHOLE, [EXAMPLE], [[0, 1]]),
+        # One threshold can stand in for those of the layout.
+        (JacobiPolicy(tau=0.5), WHOLE, [EXAMPLE], [[0, 1, 2, 4, 5, 6]]),
+        (JacobiPolicy(tau=1.0), WHOLE, [EXAMPLE], [[]]),
+        # The release's worked example: R commits two of eight cells, bonus 0.1 * 2/8 = 0.025.
+        # 0.915 + 0.025 = 0.940 and 0.90 + 0.025 = 0.925 reach 0.92, 0.5 does not.
+        (d.BonusPolicy(), WHOLE, [EXAMPLE], [[0, 1, 4, 5]]),
+        # Row 1 commits no cell in R: a row's own share gives it no bonus. Over the batch it is 2 of
+        # 20 columns (two of each row are prompt), bonus 0.01 for both: 0.915 passes (0.925), 0.90
+        # does not (0.910).
+        (d.BonusPolicy(), TWO_ROWS, BOTH, [[0, 1, 4, 5], []]),
+        (d.BonusPolicy(batch_wide=True), TWO_ROWS, BOTH, [[0, 1, 4], [4]]),
+        # Cap floor(0.4 * 4) = 1 in each region of each row; equal rows get equal commits (in the
+        # release row 0 took all). With three masks left floor(1.2) = 1, with one max(1, 0) = 1.
+        (
+            JacobiPolicy(),
+            state_of([[1] * 8, [1] * 8, [1, 1, 1, 0, 0, 0, 1, 1]], halves(tau_a=0.9, cap=0.4)),
+            [SURE] * 3,
+            [[3, 5], [3, 5], [1, 6]],
+        ),
+        # Cells outside all regions follow the rules of the rest.
+        (JacobiPolicy(), REST, [[0.6, 0.4, 0.96, 0.9, 0.9, 0.97]], [[0, 2, 5]]),
+        # Nothing of R reaches 0.9, so the sweep needs no forward for it, but the turn is R's.
+        (GaussSeidelPolicy(), EQUAL, [ANSWER], [[4, 5]]),
+        (LaggedPolicy(), EQUAL, [ANSWER], [[]]),
+    ],
+)
+def test_what_one_pass_commits(policy, state, prob, expected):
+    assert commits(policy, state, *prob) == expected
 
 
-def test_the_cap_is_a_share_of_each_rows_own_masks_and_no_row_starves():
-    """Cap floor(0.4 * 4) = 1 in each region of each row; equal rows get equal commits (in the
-    release row 0 took all). With three masks left floor(1.2) = 1, with one max(1, 0) = 1."""
-    layout = halves(tau_a=0.9, cap=0.4)
-    sure = [0.95, 0.97, 0.96, 0.99, 0.91, 0.93, 0.92, 0.5]
-    state = state_of([[1] * 8, [1] * 8, [1, 1, 1, 0, 0, 0, 1, 1]], layout)
-    assert commits(JacobiPolicy(), state, sure, sure, sure) == [[3, 5], [3, 5], [1, 6]]
-
-
-def test_cells_outside_all_regions_follow_the_rules_of_the_rest():
-    layout = FixedLayout(
-        [Region(name="A", length=2, tau=0.5, max_fill_frac=1.0)],
-        rest=Region(name="rest", tau=0.95, max_fill_frac=1.0),
-    )
-    state = state_of([[1] * 6], layout)
-    assert commits(JacobiPolicy(), state, [0.6, 0.4, 0.96, 0.9, 0.9, 0.97]) == [[0, 2, 5]]
-
-
-def test_one_threshold_can_stand_in_for_those_of_the_layout():
-    state = state_of([[1] * 8], halves())
-    assert commits(JacobiPolicy(tau=0.5), state, EXAMPLE) == [[0, 1, 2, 4, 5, 6]]
-    assert commits(JacobiPolicy(tau=1.0), state, EXAMPLE) == [[]]
-
-
-def test_more_commits_are_taken_when_a_budget_asks_for_them():
-    """Jacobi and Gauss-Seidel commit {0, 1}. At least three: 4 (0.915) is the row's next, then 5
-    (0.90), then 2 (0.5)."""
-    state = state_of([[1] * 8], halves())
-    assert commits(JacobiPolicy(), state, EXAMPLE, quota=[3]) == [[0, 1, 4]]
-    assert commits(GaussSeidelPolicy(), state, EXAMPLE, quota=[3]) == [[0, 1, 4]]
-    assert commits(GaussSeidelPolicy(), state, EXAMPLE, quota=[5]) == [[0, 1, 2, 4, 5]]
-    assert commits(JacobiPolicy(), state, EXAMPLE, quota=[1]) == [[0, 1]]
-    assert commits(JacobiPolicy(), state, EXAMPLE, quota=[9]) == [list(range(8))]
+@pytest.mark.parametrize(
+    ("policy", "quota", "cells"),
+    [
+        (JacobiPolicy(), 3, [0, 1, 4]),
+        (GaussSeidelPolicy(), 3, [0, 1, 4]),
+        (GaussSeidelPolicy(), 5, [0, 1, 2, 4, 5]),
+        (JacobiPolicy(), 1, [0, 1]),
+        (JacobiPolicy(), 9, [*range(8)]),
+    ],
+)
+def test_more_commits_are_taken_when_a_budget_asks_for_them(policy, quota, cells):
+    """Both commit {0, 1} anyway. 4 (0.915) is the row's next, then 5 (0.90), then 2 (0.5)."""
+    assert commits(policy, WHOLE, EXAMPLE, quota=[quota]) == [cells]
 
 
 def test_gauss_seidel_goes_on_behind_the_region_that_was_written_last():
@@ -128,11 +111,11 @@ def test_gauss_seidel_goes_on_behind_the_region_that_was_written_last():
     assert commits(GaussSeidelPolicy(), state, *[EXAMPLE] * 3) == [[0, 1], [4, 5], [0, 1]]
 
 
-def test_a_region_that_commits_nothing_leaves_its_forward_to_the_next():
-    """Nothing of R reaches 0.9, so the sweep needs no forward for it."""
-    state = state_of([[1] * 8], halves(tau_a=0.9))
-    assert commits(GaussSeidelPolicy(), state, [0.1] * 4 + EXAMPLE[4:]) == [[4, 5]]
-    assert commits(LaggedPolicy(), state, [0.1] * 4 + EXAMPLE[4:]) == [[]]
+def test_lagged_takes_turns_by_the_step_among_regions_with_masks():
+    for step, cells in enumerate([[0, 1], [4, 5], [0, 1], [4, 5]]):
+        assert commits(LaggedPolicy(), replace(EQUAL, step=step), EXAMPLE) == [cells]
+    full_r = state_of([[0] * 4 + [1] * 4], halves(tau_a=0.9), step=2)
+    assert commits(LaggedPolicy(), full_r, EXAMPLE) == [[4, 5]]
 
 
 def test_three_regions_are_swept_in_their_order():
@@ -146,14 +129,6 @@ def test_three_regions_are_swept_in_their_order():
         written[0, [cell + state.start for cell in found]] = True
         state = replace(state, written=written, masked=state.masked & ~written)
     assert order == [[0, 1], [2, 3], [4, 5]]
-
-
-def test_lagged_takes_turns_by_the_step_among_regions_with_masks():
-    for step, cells in enumerate([[0, 1], [4, 5], [0, 1], [4, 5]]):
-        state = state_of([[1] * 8], halves(tau_a=0.9), step=step)
-        assert commits(LaggedPolicy(), state, EXAMPLE) == [cells]
-    full_r = state_of([[0] * 4 + [1] * 4], halves(tau_a=0.9), step=2)
-    assert commits(LaggedPolicy(), full_r, EXAMPLE) == [[4, 5]]
 
 
 # -- a slow reference ---------------------------------------------------------------------------
@@ -174,10 +149,9 @@ def slow_pass(masked: list[bool], prob: list[float], regions: list[Region], ids:
 def test_a_pass_equals_a_loop_over_rows_regions_and_cells(seed: int):
     """Rounded probabilities make ties; 64 rows with three regions and the rest."""
     generator = torch.Generator().manual_seed(seed)
-    fractions, taus = [0.3, 0.7, 1.0, 0.29], [0.25, 0.5, 0.75, 0.0]
     rules = [
-        Region(name=str(n), tau=tau, max_fill_frac=frac)
-        for n, (tau, frac) in enumerate(zip(taus, fractions, strict=True))
+        Region(name=str(tau), tau=tau, max_fill_frac=fraction)
+        for tau, fraction in ((0.25, 0.3), (0.5, 0.7), (0.75, 1.0), (0.0, 0.29))
     ]
     masks = torch.randint(0, 2, (64, 30), generator=generator)
     state = state_with_masks(masks.tolist())
@@ -185,7 +159,7 @@ def test_a_pass_equals_a_loop_over_rows_regions_and_cells(seed: int):
     state = replace(state, regions=RegionMap(ids, tuple(rules)))
     # Sixteenths are exact, so that the reference compares the same numbers.
     prob = torch.randint(0, 17, ids.shape, generator=generator) / 16
-    proposal = Proposal(ids=state.ids, prob=prob)
+    proposal = d.Proposal(ids=state.ids, prob=prob)
     found = JacobiPolicy().select(state, state.masked, proposal, None).commit
     for row in range(64):
         wanted = slow_pass(state.masked[row].tolist(), prob[row].tolist(), rules, ids[row].tolist())
@@ -195,40 +169,19 @@ def test_a_pass_equals_a_loop_over_rows_regions_and_cells(seed: int):
 # -- whole decodes ------------------------------------------------------------------------------
 
 
-def hashed(ids: Tensor) -> Tensor:
-    """Logits that depend on the visible tokens of the same row; padding does not count."""
-    pad = (ids == 1).sum(1)
-    rows = []
-    for row, count in zip(ids, pad.tolist(), strict=True):
-        real = row[count:]
-        visible = (real * (real > 1) * torch.arange(1, len(real) + 1)).sum()
-        places = torch.arange(len(real))[:, None] * 1.3
-        table = 3.0 * torch.sin(visible * 0.7 + places + torch.arange(12) * 2.1)
-        rows.append(torch.cat([table.new_zeros(count, 12), table]))
-    return torch.stack(rows)
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=NAMES)
+@pytest.mark.parametrize("policy", [JacobiPolicy, GaussSeidelPolicy, LaggedPolicy, d.BonusPolicy])
+@pytest.mark.parametrize("sampler", [d.Sampler(), d.Sampler(temperature=0.8, top_p=0.9)])
 @pytest.mark.parametrize("tau", [0.3, 1.0])
-def test_a_decode_ends_in_at_most_as_many_forwards_as_cells(policy: LockstepPolicy, tau: float):
+def test_a_padded_batch_equals_its_rows_alone_and_ends_in_time(policy, tau, sampler):
     """tau = 1.0 lets nothing pass: every forward commits one cell, and the stalls are counted."""
-    backbone = TableBackbone(hashed, 12)
-    canvas = prompt_canvas(
-        [[4, 4], [5], [6, 7, 8]], response_length=9, spec=backbone.spec, seeds=[1, 2, 3]
+    decoder = d.Decoder(
+        policy=policy(tau=tau), quota=d.NoQuota(), sampler=sampler, layout=halves(4, cap=0.5)
     )
-    decoder = Decoder(policy=type(policy)(tau=tau), quota=NoQuota(), layout=halves(5, cap=0.5))
-    result = decoder(backbone, canvas)
-    assert not (result.ids == MASK).any()
-    assert (result.num_steps <= 9).all()
+    prompts = [[4, 5, 6], [7], [8, 9], [3] * 5]
+    result = as_rows_alone(decoder, TableBackbone(hashed, 12), prompts, 8)
+    assert (result.num_steps <= 8).all()
     if tau == 1.0:
-        assert result.num_steps.tolist() == result.stalled_steps.tolist() == [9] * 3
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=NAMES)
-@pytest.mark.parametrize("sampler", [Sampler(), Sampler(temperature=0.8, top_p=0.9)])
-def test_a_padded_batch_equals_its_rows_alone(policy: LockstepPolicy, sampler: Sampler):
-    decoder = Decoder(policy=policy, quota=NoQuota(), sampler=sampler, layout=halves(4, cap=0.5))
-    as_rows_alone(decoder, TableBackbone(hashed, 12), [[4, 5, 6], [7], [8, 9], [3] * 5], 8)
+        assert result.num_steps.tolist() == result.stalled_steps.tolist() == [8] * 4
 
 
 def answer_follows_reason(ids: Tensor) -> Tensor:
@@ -242,21 +195,22 @@ def answer_follows_reason(ids: Tensor) -> Tensor:
     return torch.stack(tables)
 
 
-def test_the_answer_reads_the_reasoning_of_the_same_gauss_seidel_sweep():
+@pytest.mark.parametrize(
+    ("policy", "ids", "commits"),
+    [
+        (JacobiPolicy(), [6, 7, 5, 5], [[1, 2, 3, 4]]),
+        (GaussSeidelPolicy(), [6, 7, 7, 7], [[1, 2], [3, 4]]),
+    ],
+)
+def test_the_answer_reads_the_reasoning_of_the_same_gauss_seidel_sweep(policy, ids, commits):
     """Jacobi commits both at once: A still holds 5. Gauss-Seidel writes R in the first forward,
     and A, which has read it, in the second: 6 + 1 = 7."""
-    results, recorders = [], []
-    for policy in (JacobiPolicy(), GaussSeidelPolicy()):
-        backbone = TableBackbone(answer_follows_reason, 9)
-        canvas = prompt_canvas([[4]], response_length=4, spec=backbone.spec, seeds=[0])
-        recorder = Recorder()
-        decoder = Decoder(policy=policy, quota=NoQuota(), layout=halves(2))
-        results.append(decoder(backbone, canvas, [recorder]))
-        recorders.append(recorder)
-        assert backbone.forwards == int(results[-1].num_steps[0])
-    assert [r.ids[0, 1:].tolist() for r in results] == [[6, 7, 5, 5], [6, 7, 7, 7]]
-    assert [r.commits() for r in recorders] == [[[1, 2, 3, 4]], [[1, 2], [3, 4]]]
-    assert [r.num_steps.tolist() for r in results] == [[1], [2]]
+    backbone, recorder = TableBackbone(answer_follows_reason, 9), Recorder()
+    decoder = d.Decoder(policy=policy, quota=d.NoQuota(), layout=halves(2))
+    result = decoded(decoder, backbone, [[4]], 4, recorder)
+    assert result.ids[0, 1:].tolist() == ids
+    assert recorder.commits() == commits
+    assert result.num_steps.tolist() == [backbone.forwards] == [len(commits)]
 
 
 def test_rows_of_a_batch_are_at_their_own_places_in_the_sweep():
@@ -267,44 +221,17 @@ def test_rows_of_a_batch_are_at_their_own_places_in_the_sweep():
         unsure = logits_for([4, 6, 6, 7, 7], [0.5, 0.6, 0.5, 0.97, 0.96], 9)
         return torch.stack([unsure if row[0] == 4 else sure for row in ids])
 
-    backbone = TableBackbone(table, 9)
-    canvas = prompt_canvas([[4], [5]], response_length=4, spec=backbone.spec, seeds=[0, 1])
     recorder = Recorder()
-    decoder = Decoder(policy=GaussSeidelPolicy(), quota=NoQuota(), layout=halves(2))
-    result = decoder(backbone, canvas, [recorder])
+    decoder = d.Decoder(policy=GaussSeidelPolicy(), quota=d.NoQuota(), layout=halves(2))
+    result = decoded(decoder, TableBackbone(table, 9), [[4], [5]], 4, recorder)
     assert recorder.commits(0) == [[3, 4], [1], [2]]
     assert recorder.commits(1) == [[1, 2], [3, 4]]
     assert result.num_steps.tolist() == [3, 2]
     assert result.stalled_steps.tolist() == [2, 0]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_jacobi_on_one_region_is_threshold_decoding_with_a_cap(seed: int):
-    """A cap of 1.0 takes all that reach the threshold."""
-    generator = torch.Generator().manual_seed(seed)
-    shift = torch.randn(16, 12, generator=generator)
-    backbone = TableBackbone(lambda ids: hashed(ids) + shift, 12)
-    canvas = prompt_canvas([[4], [5]], response_length=15, spec=backbone.spec, seeds=[0, 1])
-    layout = FixedLayout([Region(name="all", tau=0.4, max_fill_frac=1.0)])
-    one = Decoder(policy=JacobiPolicy(), quota=NoQuota(), layout=layout)(backbone, canvas)
-    two = Decoder(policy=ThresholdPolicy(0.4), quota=NoQuota())(backbone, canvas)
-    assert torch.equal(one.ids, two.ids)
-    assert torch.equal(one.num_steps, two.num_steps)
-    # floor(0.125 * m) is 1 for 8 to 15 masks and max(1, 0) below: one cell per forward.
-    capped = FixedLayout([Region(name="all", tau=0.0, max_fill_frac=0.125)])
-    one = Decoder(policy=JacobiPolicy(), quota=NoQuota(), layout=capped)(backbone, canvas)
-    two = Decoder(
-        policy=ThresholdPolicy(0.0),
-        quota=NoQuota(),
-        settings=DecodeSettings(max_commits_per_step=1),
-    )(backbone, canvas)
-    three = Decoder(policy=ConfidencePolicy())(backbone, canvas)
-    assert torch.equal(one.ids, two.ids)
-    assert torch.equal(one.ids, three.ids)
-
-
 def test_a_wrong_threshold_and_a_missing_layout_are_refused():
     with pytest.raises(ValueError, match="tau"):
         LaggedPolicy(tau=90)
     with pytest.raises(ValueError, match="layout: JacobiPolicy needs one"):
-        Decoder(policy=JacobiPolicy(), quota=NoQuota())
+        d.Decoder(policy=JacobiPolicy(), quota=d.NoQuota())

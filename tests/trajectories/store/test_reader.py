@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
@@ -14,7 +12,14 @@ from lit_dlm.trajectories import TrajectoryFormatError
 from lit_dlm.trajectories.format import decode_block
 from lit_dlm.trajectories.store import TrajectoryShardReader, merge_manifest
 from lit_dlm.trajectories.store.files import shard_paths
-from tests.trajectories.samples import assert_same, random_record, records_of, write_shards
+from tests.trajectories.samples import (
+    assert_all_same,
+    flip,
+    random_record,
+    read_all,
+    records_of,
+    write_shards,
+)
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "trajectories"
 
@@ -26,62 +31,45 @@ def written(folder: Path, count: int = 12, **options: Any) -> Path:
     return shard
 
 
-def flip(path: Path, at: int, bit: int = 4) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= bit
-    path.write_bytes(data)
-
-
 def test_plain_webdataset_sees_one_sample_per_block(tmp_path):
-    shard = written(tmp_path, 6, features=True)
-    samples = list(wds.WebDataset(str(shard), shardshuffle=False, empty_check=False))
+    """At a damaged header of the archive a stream simply ends; reading by offset does not."""
+    shard = written(tmp_path, features=True)
+
+    def stream() -> list[dict[str, Any]]:
+        return list(wds.WebDataset(str(shard), shardshuffle=False, empty_check=False))
+
     names = ["features.arrow.zst", "records.arrow.zst"]
-    assert [sorted(k for k in s if not k.startswith("__")) for s in samples] == [names] * 2
-    assert [len(decode_block(sample["records.arrow.zst"])) for sample in samples] == [4, 2]
+    assert [sorted(k for k in s if not k.startswith("__")) for s in stream()] == [names] * 3
+    assert [len(decode_block(sample["records.arrow.zst"])) for sample in stream()] == [4, 4, 4]
+    flip(shard, TrajectoryShardReader(tmp_path).side_file(shard).blocks[1].offset - 512 + 5, 0xFF)
+    assert len(stream()) == 1
+    assert len(read_all(tmp_path)) == 12
 
 
 def test_random_access_by_offset(tmp_path):
     records = records_of(10, features=True)
     write_shards(tmp_path, records)
     reader = TrajectoryShardReader(tmp_path)
-    block = reader.read_block(reader.shards[0], 2)
-    for before, after in zip(records[8:], block, strict=True):
-        assert_same(before, after)
+    assert_all_same(records[8:], reader.read_block(reader.shards[0], 2))
     with pytest.raises(IndexError):
         reader.read_block(reader.shards[0], 3)
-    assert [r.uid for r in reader.find({records[9].uid, records[1].uid})] == [
-        records[1].uid,
-        records[9].uid,
-    ]
-
-
-def test_a_damaged_header_of_the_archive_costs_nothing(tmp_path):
-    """A stream simply ends there."""
-    shard = written(tmp_path)
-    flip(shard, TrajectoryShardReader(tmp_path).side_file(shard).blocks[1].offset - 512 + 5, 0xFF)
-    samples = wds.WebDataset(str(shard), shardshuffle=False, empty_check=False)
-    assert sum(1 for _ in samples) == 1
-    assert len(list(TrajectoryShardReader(tmp_path))) == 12
+    found = reader.find({records[9].uid, records[1].uid})
+    assert [r.uid for r in found] == [records[1].uid, records[9].uid]
 
 
 def test_any_flipped_bit_of_a_member_is_reported_and_only_its_block_is_lost(tmp_path, caplog):
     shard = written(tmp_path, features=True)
     data, rng = shard.read_bytes(), np.random.default_rng(0)
     entry = TrajectoryShardReader(tmp_path).side_file(shard).blocks[1]
-    for first, size in (
-        (entry.offset, entry.size),
-        (entry.feature_offset, entry.feature_size),
-    ):
-        for bit in rng.integers(0, 8 * size, 300).tolist():
+    message = rf"{shard.name}: block 'r0s0b00001' at byte {entry.offset}: .*checksum"
+    for first, size in ((entry.offset, entry.size), (entry.feature_offset, entry.feature_size)):
+        for bit in rng.integers(0, 8 * size, 100).tolist():
             shard.write_bytes(data)
             flip(shard, first + bit // 8, 1 << (bit % 8))
-            with pytest.raises(
-                TrajectoryFormatError,
-                match=rf"{shard.name}: block 'r0s0b00001' at byte {entry.offset}: .*checksum",
-            ):
+            with pytest.raises(TrajectoryFormatError, match=message):
                 TrajectoryShardReader(tmp_path).read_block(shard, 1)
     with pytest.raises(TrajectoryFormatError, match="r0s0b00001"):
-        list(TrajectoryShardReader(tmp_path))
+        read_all(tmp_path)
     reader = TrajectoryShardReader(tmp_path, on_error="skip")
     assert [int(r.uid[-4:]) for r in reader] == [0, 1, 2, 3, 8, 9, 10, 11]
     assert "r0s0b00001" in caplog.text
@@ -92,7 +80,7 @@ def test_a_truncated_shard_is_reported(tmp_path, keep):
     shard = written(tmp_path)
     shard.write_bytes(shard.read_bytes()[: int(shard.stat().st_size * keep)])
     with pytest.raises(TrajectoryFormatError, match=re.escape(str(shard))):
-        list(TrajectoryShardReader(tmp_path))
+        read_all(tmp_path)
     list(TrajectoryShardReader(tmp_path, on_error="skip"))
     with pytest.raises(TrajectoryFormatError, match="bytes, got"):
         merge_manifest(tmp_path)
@@ -116,50 +104,48 @@ def test_a_set_of_the_older_format_is_refused_in_one_line():
     assert len(shard_paths([GOLDEN / "format_1"])) == 1  # found, so that the reader can say so
 
 
-def in_block(**changes: Any) -> Callable[[dict[str, Any]], Any]:
+def block(**changes: Any) -> Callable[[dict[str, Any]], Any]:
     return lambda content: content["blocks"][0].update(changes)
+
+
+def top(**changes: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda content: content.update(changes)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (in_block(size=2**60), "do not fit"),
-        (in_block(size=10**30), "not a side file"),
-        (in_block(size="10"), "not a side file"),
-        (in_block(offset=-1), "not a side file"),
-        (in_block(offset=1.5), "not a side file"),
-        (in_block(feature_offset=1), "checksum"),
-        (in_block(key=["x"]), "not a side file"),
-        (lambda content: content.update(shard=["x"]), "not a side file"),
-        (lambda content: content.update(bytes=None), "not a side file"),
-        (lambda content: content.update(num_records=5), "do not fit"),
-        (lambda content: content.update(version=3), r"not a side file.*shard of .*3\)"),
+        (block(size=2**60), "do not fit"),
+        (block(size=10**30), "not a side file"),
+        (block(size="10"), "not a side file"),
+        (block(offset=-1), "not a side file"),
+        (block(offset=1.5), "not a side file"),
+        (block(feature_offset=1), "checksum"),
+        (block(key=["x"]), "not a side file"),
+        (top(shard=["x"]), "not a side file"),
+        (top(bytes=None), "not a side file"),
+        (top(num_records=5), "do not fit"),
+        (top(version=3), r"not a side file.*shard of .*3\)"),
+        (top(run_digest="00"), "not those of the side file"),
         (lambda content: content["uids"].__setitem__(1, content["uids"][0]), "do not fit"),
         (lambda content: content["uids"].__setitem__(1, None), "do not fit"),
         (lambda content: content["uids"].reverse(), "not those of the side file"),
-        (lambda content: content.update(run_digest="00"), "not those of the side file"),
-        (in_block(feature_offset=None, feature_size=None, feature_crc32=None), "is missing"),
-        (lambda content: (in_block(size=2**60)(content), content.update(bytes=2**62)), "checksum"),
+        (block(feature_offset=None, feature_size=None, feature_crc32=None), "is missing"),
+        (lambda content: (block(size=2**60)(content), top(bytes=2**62)(content)), "checksum"),
     ],
 )
-def test_a_side_file_that_lies_is_refused(
-    tmp_path: Path, change: Callable[[dict[str, Any]], Any], message: str
-) -> None:
+def test_a_side_file_that_lies_is_refused(tmp_path, change, message):
     """Also where its shard is said to be as large; nothing of that size is allocated."""
-    path = Path(f"{written(tmp_path, 4, features=True)}.json")
+    shard = written(tmp_path, 4, features=True)
+    path = shard.with_name(f"{shard.name}.json")
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))
-
-    def first_block() -> None:
-        reader = TrajectoryShardReader(tmp_path)
-        reader.read_block(*reader.blocks[0])
-
     with pytest.raises(TrajectoryFormatError, match=message):
-        first_block()
+        TrajectoryShardReader(tmp_path).read_block(shard, 0)
 
 
-def test_an_outline_says_what_the_block_says_and_reads_no_features(tmp_path: Path) -> None:
+def test_an_outline_says_what_the_block_says_and_reads_no_features(tmp_path):
     """Blocks of four: the third has two records, and these have no features."""
     rng = np.random.default_rng(0)
     records = [
@@ -168,8 +154,7 @@ def test_an_outline_says_what_the_block_says_and_reads_no_features(tmp_path: Pat
     ]
     write_shards(tmp_path, records)
     reader = TrajectoryShardReader(tmp_path)
-    for index in range(3):
-        path = reader.shards[0]
+    for path, index in reader.blocks:
         whole = reader.read_block(path, index)
         entry = reader.side_file(path).blocks[index]
         if index < 2:
