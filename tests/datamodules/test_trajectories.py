@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lit_dlm.datamodules import trajectories
-from lit_dlm.datamodules.epoch_plan import EpochPlan
+from lit_dlm.datamodules.resuming import EpochPlan
 from lit_dlm.datamodules.trajectories import TrajectoryDataModule, is_validation
 from lit_dlm.heads.acceptance import AcceptanceConfig
 from lit_dlm.heads.projection import Projector

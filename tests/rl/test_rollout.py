@@ -27,8 +27,7 @@ from lit_dlm.grading import Verdict
 from lit_dlm.modules.sharding import shard_trained
 from lit_dlm.rewards import GroupFilter, Reward, RewardScore, Rollout
 from lit_dlm.rl.advantages import RawReward
-from lit_dlm.rl.progress import RolloutProgress
-from lit_dlm.rl.ranks import Ranks
+from lit_dlm.rl.module import RolloutProgress
 from lit_dlm.rl.rollout import (
     SAMPLED,
     OnlineRollouts,
@@ -227,7 +226,7 @@ def test_time_left_follows_from_the_rate(
 ) -> None:
     """30 s for a quarter leave 90 s; the log is used where no bar shows it, at intervals."""
     clock = [100.0]
-    monkeypatch.setattr("lit_dlm.rl.progress.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("lit_dlm.rl.module.time.monotonic", lambda: clock[0])
 
     def told(*callbacks: Any, done: int, first: bool = True) -> None:
         trainer: Any = SimpleNamespace(is_global_zero=first, callbacks=[object(), *callbacks])
