@@ -18,6 +18,7 @@ from lit_dlm.losses.acceptance import AcceptanceLossSettings
 from lit_dlm.metrics.acceptance import RolloutProxy
 from lit_dlm.modules.selection import SelectionSettings, step_candidates, step_commits
 from lit_dlm.modules.state_batch import collate_states, states_at
+from lit_dlm.modules.steps import NonFiniteError
 from lit_dlm.modules.tracelock import MONITOR, TraceLockModule
 from lit_dlm.trajectories.record import Trajectory
 from tests.finetuning import quiet
