@@ -19,7 +19,6 @@ from lit_dlm.backbones import BackboneSpec
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.datamodules.trajectories import is_correct
 from lit_dlm.modules.decode import encoded_turns
-from lit_dlm.modules.state_batch import prompt_pictures
 from lit_dlm.modules.supervised_batch import SupervisedExample
 from lit_dlm.ops.options import at_least
 from lit_dlm.plugs import Plug
@@ -30,7 +29,13 @@ from lit_dlm.trajectories.exchange import ImportSettings, read_tabom
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from lit_dlm.trajectories.store.files import MANIFEST_FILE, uid_order
-from lit_dlm.vision.base import PromptPictures, add_picture_folders, add_pictures, find_pictures
+from lit_dlm.vision.base import (
+    PromptPictures,
+    add_picture_folders,
+    add_pictures,
+    find_pictures,
+    prompt_pictures,
+)
 from lit_dlm.vision.pictures import IMAGE_MARK, Picture
 
 logger = logging.getLogger(__name__)
@@ -197,7 +202,7 @@ class Decodes(SupervisedSource):
                 uid=record.uid,
                 prompt_ids=record.prompt_ids,
                 response_ids=record.tokens,
-                pictures=prompt_pictures(record),
+                pictures=prompt_pictures(record.meta, record.vocab_size),
                 given=record.given,
                 steps=record.commit_step,
                 decode_entropy=_commit_entropy(record),

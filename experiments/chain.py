@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lit_dlm import cli
-from lit_dlm.reports.results import write_atomically
+from lit_dlm.ops.files import write_atomically
 
 EXP = Path(cli.__file__).resolve().parent / "configs" / "exp"
 

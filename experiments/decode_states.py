@@ -21,8 +21,9 @@ import torch
 from chain import EXP, call, difference, points, problems, seed_flags, table
 from matplotlib.figure import Figure
 
+from lit_dlm.ops.files import write_atomically
 from lit_dlm.reports.plots import tidy_axes
-from lit_dlm.reports.results import ResultFolder, ResultRow, write_atomically
+from lit_dlm.reports.results import ResultFolder, ResultRow
 
 ORDER = ("entropy_1", "entropy_2", "entropy_4")
 FAST = ("threshold_06", "threshold_09", "threshold_dual_06", "threshold_dual_09")

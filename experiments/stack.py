@@ -34,8 +34,9 @@ from probes import Probe
 import lit_dlm.toy
 from lit_dlm import cli
 from lit_dlm.backbones import load_backbone, load_tokenizer
+from lit_dlm.ops.files import write_atomically
 from lit_dlm.reports.plots import family, tidy_axes
-from lit_dlm.reports.results import ResultFolder, write_atomically
+from lit_dlm.reports.results import ResultFolder
 
 CHAINS = ("base", "sft", "tabom", "rl", "sft-tabom", "sft-rl", "tabom-rl", "sft-tabom-rl")
 """Models: their stages in order, ``base`` without any."""

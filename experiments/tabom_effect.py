@@ -27,8 +27,9 @@ import torch
 from chain import EXP, call, difference, points, problems, table
 from matplotlib.figure import Figure
 
+from lit_dlm.ops.files import write_atomically
 from lit_dlm.reports.plots import tidy_axes
-from lit_dlm.reports.results import ResultFolder, write_atomically
+from lit_dlm.reports.results import ResultFolder
 
 METHODS = {
     "sft-gt": ("sft_gt_tiny.yaml",),

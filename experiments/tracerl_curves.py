@@ -29,8 +29,8 @@ import torch
 from chain import EXP, call, problems, seed_flags
 from matplotlib.figure import Figure
 
+from lit_dlm.ops.files import write_atomically
 from lit_dlm.reports.plots import COLOURS, read_points, save_figure, tidy_axes
-from lit_dlm.reports.results import write_atomically
 
 METHODS = {
     "trace": "TraceRL",

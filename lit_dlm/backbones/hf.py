@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypedDict, Unpack
@@ -104,6 +104,26 @@ class RowContext(TypedDict, total=False):
     pictures: Sequence[str]
     """Digests of the pictures that ids behind the vocabulary stand for, in order
     (:meth:`Vision.embed <lit_dlm.vision.base.Vision.embed>`)."""
+
+
+@contextmanager
+def _adapters_in_float32(module: nn.Module) -> Iterator[None]:
+    """Keeps a move to half precision from rounding adapters and what is trained beside them.
+
+    Small updates would be rounded away.
+    """
+    named = dict(module.named_parameters())
+    has_adapter = any(".lora_" in name for name in named)
+    before = {
+        name: parameter.data
+        for name, parameter in named.items()
+        if parameter.dtype == torch.float32
+        and (".lora_" in name or (has_adapter and parameter.requires_grad))
+    }
+    yield
+    for name, parameter in module.named_parameters():
+        if name in before and parameter.dtype in (torch.float16, torch.bfloat16):
+            parameter.data = before[name].to(parameter.device)
 
 
 class HFBackbone(nn.Module, Backbone):
@@ -280,7 +300,7 @@ class HFBackbone(nn.Module, Backbone):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # ``.to(bfloat16)`` (also Lightning's true half precision) casts every buffer and adapter.
-        with adapters.adapters_kept_in_float32(self):
+        with _adapters_in_float32(self):
             super()._apply(fn, recurse)
         if "model" in self._modules and self.device.type != "meta":
             self._keep_rotary_in_float32()

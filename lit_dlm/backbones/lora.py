@@ -251,26 +251,6 @@ def adapter_parameters(model: nn.Module, name: str = POLICY) -> Iterator[tuple[s
             yield path.replace(f".{name}.", "."), parameter
 
 
-@contextmanager
-def adapters_kept_in_float32(module: nn.Module) -> Iterator[None]:
-    """Keeps a move to half precision from rounding adapters and what is trained beside them.
-
-    Small updates would be rounded away.
-    """
-    named = dict(module.named_parameters())
-    has_adapter = any(".lora_" in name for name in named)
-    before = {
-        name: parameter.data
-        for name, parameter in named.items()
-        if parameter.dtype == torch.float32
-        and (".lora_" in name or (has_adapter and parameter.requires_grad))
-    }
-    yield
-    for name, parameter in module.named_parameters():
-        if name in before and parameter.dtype in (torch.float16, torch.bfloat16):
-            parameter.data = before[name].to(parameter.device)
-
-
 def adapter_tensors(model: nn.Module, *, layout: KeyLayout) -> dict[str, Tensor]:
     """The policy's adapter as PEFT stores it, whole; sharded, every process must call this."""
     tensors: dict[str, Tensor] = {}

@@ -8,7 +8,8 @@ import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from lit_dlm.reports.results import ResultFolder, ResultRow, write_atomically
+from lit_dlm.ops.files import write_atomically
+from lit_dlm.reports.results import ResultFolder, ResultRow
 
 logger = logging.getLogger(__name__)
 

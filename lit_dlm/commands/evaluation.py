@@ -14,7 +14,7 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt
 
 from lit_dlm.commands.generation import add_decoding_arguments, built
 from lit_dlm.configuration import Parser
-from lit_dlm.reports.results import write_atomically
+from lit_dlm.ops.files import write_atomically
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -16,7 +16,8 @@ from lit_dlm.backbones.decoder import DType
 from lit_dlm.backbones.hf import ExportLayout, HFBackbone, load_backbone
 from lit_dlm.backbones.resolution import is_local, locate, read_json_object
 from lit_dlm.modules.checkpoint import copy_tokenizer
-from lit_dlm.reports.results import ResultFolder, write_atomically, write_json
+from lit_dlm.ops.files import write_atomically
+from lit_dlm.reports.results import ResultFolder, write_json
 from lit_dlm.reports.summary import MethodSummary, markdown_tables, summarise_run
 from lit_dlm.vision.base import VisionSettings
 

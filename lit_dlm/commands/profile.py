@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from lit_dlm.config_files import find, load
-from lit_dlm.reports.results import write_atomically
+from lit_dlm.ops.files import write_atomically
 
 DEFAULT_STEPS: tuple[int | str, ...] = (5, 10, 20, 50)
 CACHES = {"none": None, "prefix": "PrefixCache", "dual": "DualCache", "block": "BlockCache"}

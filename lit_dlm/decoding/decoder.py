@@ -20,8 +20,7 @@ from lit_dlm.decoding.caches import CacheScheme, NoCache
 from lit_dlm.decoding.engine import DecodeSettings, Plugs, decode, decode_queue
 from lit_dlm.decoding.guidance import Guidance, GuidedBackbone
 from lit_dlm.decoding.layout import Layout, MarkerLayout, TemplateLayout
-from lit_dlm.decoding.policies.base import CommitPolicy
-from lit_dlm.decoding.policies.training_free import RandomPolicy
+from lit_dlm.decoding.policies.base import CommitPolicy, RandomPolicy
 from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.decoding.state import Canvas, DecodeResult, Observer, QueueObserver, prompt_canvas
 from lit_dlm.decoding.windows import (

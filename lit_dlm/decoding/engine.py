@@ -33,7 +33,7 @@ from lit_dlm.decoding.state import (
 from lit_dlm.decoding.windows import Quota, Window, WindowView, first_column, masks_first
 from lit_dlm.ops.options import at_least
 from lit_dlm.ops.precision import without_autocast
-from lit_dlm.ops.scores import top_quota
+from lit_dlm.ops.sampling import top_quota
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,13 +13,16 @@ from lit_dlm.decoding.state import DecodeState, Proposal
 from lit_dlm.ops.options import at_least, within
 from lit_dlm.ops.sampling import (
     RUN,
+    arg_max,
     cell_gumbel_noise,
+    confidence,
     draw_by_runs,
+    entropy,
     gumbel_noise,
+    margin,
     perturbed_by_runs,
     survivors,
 )
-from lit_dlm.ops.scores import arg_max, confidence, entropy, margin
 
 CHUNK_ELEMENTS = 1_000_000
 """Logits scored at a time: few enough to stay in a CPU's cache, and beside those of a large

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_dlm.ops.options import at_least, within
-from lit_dlm.ops.scores import top_quota
+from lit_dlm.ops.sampling import top_quota
 
 _MAX_LENGTH = 256
 """Rows of the learned table of positions; later offsets share the last one."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lit_dlm.heads.folder import fitting, read_folder, write_folder
+from lit_dlm.ops.files import fitting, read_folder, write_folder
 
 ProjectorKind = Literal["pca", "random_orthogonal", "autoencoder"]
 

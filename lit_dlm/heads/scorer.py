@@ -21,7 +21,6 @@ from lit_dlm.heads.acceptance import (
     AcceptanceOutput,
     PositionState,
 )
-from lit_dlm.heads.folder import fitting, read_folder, write_folder
 from lit_dlm.heads.projection import (
     FeatureSettings,
     Projector,
@@ -29,6 +28,7 @@ from lit_dlm.heads.projection import (
     acceptance_features,
     num_features,
 )
+from lit_dlm.ops.files import fitting, read_folder, write_folder
 
 FORMAT = "lit-dlm/acceptance"
 FORMAT_VERSION = 1

@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from lit_dlm.backbones.base import Backbone
 from lit_dlm.heads.projection import Autoencoder, Projector, ProjectorConfig
 from lit_dlm.modules.checkpoint import CheckpointFiles, drop_backbone
+from lit_dlm.modules.decode import check_precision
 from lit_dlm.modules.state_batch import StateBatch, state_snapshots
 from lit_dlm.modules.steps import (
-    check_precision,
     drop_half_update,
     place_in_update,
     require_finite_gradients,

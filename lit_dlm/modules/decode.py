@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
@@ -35,7 +35,6 @@ from lit_dlm.decoding.stream import (
 from lit_dlm.modules.checkpoint import ADAPTERS_KEY, adapter_settings, require_own_checkpoint
 from lit_dlm.modules.sharding import drop_frozen_decoders, shard_trained, whole_weights
 from lit_dlm.modules.steps import (
-    check_precision,
     drop_half_update,
     require_finite_gradients,
     seed_batch,
@@ -393,3 +392,17 @@ class DecodeModule(LightningModule):
         given = [np.zeros_like(r.tokens) if r.given is None else r.given for r in records]
         found = self.detokenizer(tokens, torch.from_numpy(np.stack(given)).bool())
         return found.texts, found.num_tokens
+
+
+def check_precision(trainer: Trainer) -> None:
+    """Refuses "true" precisions other than 32 bits.
+
+    They set torch's default dtype and cast every module: heads and their optimisers would be
+    rounded along with the decoder, whose dtype is a setting of its own.
+    """
+    precision = str(trainer.precision)
+    if precision.endswith("-true") and precision != "32-true":
+        raise ValueError(
+            f"trainer.precision: expected 32-true, bf16-mixed or 16-mixed, got {precision}; "
+            "decoders have a dtype of their own (backbone: dtype: bfloat16)"
+        )

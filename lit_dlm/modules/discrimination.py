@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lit_dlm.decoding.state import DecodeResult, DecodeState, StepRecord
-from lit_dlm.ops.scores import entropy_variance
+from lit_dlm.ops.sampling import entropy_variance
 
 
 @dataclass

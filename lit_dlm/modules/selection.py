@@ -23,7 +23,7 @@ from lit_dlm.heads.acceptance import accepted
 from lit_dlm.metrics.acceptance import CalibrationCurve, ReplayScore, RolloutProxy
 from lit_dlm.modules.state_batch import StateBatch
 from lit_dlm.ops.options import within
-from lit_dlm.ops.scores import top_quota
+from lit_dlm.ops.sampling import top_quota
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from lit_dlm.backbones.base import Backbone
 from lit_dlm.heads.projection import Projector
 from lit_dlm.ops.batches import TensorBatch
 from lit_dlm.trajectories.record import Trajectory
-from lit_dlm.vision.base import PromptPictures, batch_pictures, batch_prompts
+from lit_dlm.vision.base import batch_pictures, batch_prompts, prompt_pictures
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -50,14 +50,6 @@ class StateBatch(TensorBatch):
     def shown(self) -> dict[str, Any]:
         """The argument of a backbone's forward that tells of pictures, where there are some."""
         return {"pictures": found} if (found := batch_pictures(self.pictures)) else {}
-
-
-def prompt_pictures(trace: Trajectory) -> PromptPictures | None:
-    """What ids of a recorded prompt behind the vocabulary stand for."""
-    digests = trace.meta.get("images")
-    if not digests:
-        return None
-    return PromptPictures(digests=tuple(digests), first_id=trace.vocab_size)
 
 
 def states_at(traces: Sequence[Trajectory], steps: Sequence[int]) -> list[NDArray[np.int32]]:
@@ -94,7 +86,8 @@ def collate_states(
         raise ValueError(f"collate_states: expected one mask id, got {sorted(mask_ids)}")
     mask_id = mask_ids.pop()
     prompts, pictures = batch_prompts(
-        [trace.prompt_ids for trace in traces], [prompt_pictures(trace) for trace in traces]
+        [trace.prompt_ids for trace in traces],
+        [prompt_pictures(trace.meta, trace.vocab_size) for trace in traces],
     )
     num_prompt = np.array([len(trace.prompt_ids) for trace in traces])
     num_generated = np.array([len(trace.tokens) for trace in traces])

@@ -75,20 +75,6 @@ def require_finite_gradients(module: LightningModule, uids: Sequence[str] = ()) 
     )
 
 
-def check_precision(trainer: Trainer) -> None:
-    """Refuses "true" precisions other than 32 bits.
-
-    They set torch's default dtype and cast every module: heads and their optimisers would be
-    rounded along with the decoder, whose dtype is a setting of its own.
-    """
-    precision = str(trainer.precision)
-    if precision.endswith("-true") and precision != "32-true":
-        raise ValueError(
-            f"trainer.precision: expected 32-true, bf16-mixed or 16-mixed, got {precision}; "
-            "decoders have a dtype of their own (backbone: dtype: bfloat16)"
-        )
-
-
 def place_in_update(trainer: Trainer, batch_idx: int) -> int:
     """Number of this process's batch among those of its update, all processes counted."""
     # A pass is whole updates.

@@ -15,8 +15,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from lit_dlm.backbones import BackboneSpec
 from lit_dlm.backbones.attention import position_ids_for
+from lit_dlm.losses.corruption import hidden_prompt
 from lit_dlm.losses.states import NoisyStates, Responses
-from lit_dlm.losses.views import hidden_prompt
 from lit_dlm.ops.batches import TensorBatch, first_real_columns
 from lit_dlm.ops.cuts import non_ltr_positions
 from lit_dlm.ops.masking import (

@@ -23,7 +23,7 @@ from lit_dlm.modules.supervised_batch import SupervisedBatch
 from lit_dlm.ops.cuts import CutRange
 from lit_dlm.ops.fused_head import TokenStats
 from lit_dlm.ops.options import at_least
-from lit_dlm.ops.scores import entropy_variance
+from lit_dlm.ops.sampling import entropy_variance
 
 logger = logging.getLogger(__name__)
 

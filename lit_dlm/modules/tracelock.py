@@ -42,7 +42,7 @@ from lit_dlm.modules.selection import (
 from lit_dlm.modules.state_batch import StateBatch
 from lit_dlm.modules.steps import mixed_seed
 from lit_dlm.ops.options import within
-from lit_dlm.ops.scores import confidence, entropy, margin
+from lit_dlm.ops.sampling import confidence, entropy, margin
 
 logger = logging.getLogger(__name__)
 

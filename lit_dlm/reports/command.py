@@ -14,8 +14,9 @@ from urllib.parse import quote
 from rich.console import Console
 from rich.table import Table
 
+from lit_dlm.ops.files import write_atomically
 from lit_dlm.reports.pieces import fill, render
-from lit_dlm.reports.results import ResultFolder, ResultRow, write_atomically, write_json
+from lit_dlm.reports.results import ResultFolder, ResultRow, write_json
 from lit_dlm.reports.samples import SampleSet, load_samples
 from lit_dlm.reports.summary import (
     MethodSummary,

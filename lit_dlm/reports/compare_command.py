@@ -13,7 +13,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from lit_dlm.reports.results import ResultFolder, setting_differences, write_atomically
+from lit_dlm.ops.files import write_atomically
+from lit_dlm.reports.results import ResultFolder, setting_differences
 from lit_dlm.reports.significance import PairedComparison, compare_rows, holm
 from lit_dlm.reports.summary import markdown_table
 

@@ -21,7 +21,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from lit_dlm.reports.results import write_atomically, write_json
+from lit_dlm.ops.files import write_atomically
+from lit_dlm.reports.results import write_json
 from lit_dlm.reports.summary import MethodSummary, by_task
 
 Curve = Sequence[tuple[int, float]]

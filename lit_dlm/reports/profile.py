@@ -12,8 +12,8 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from matplotlib import image
 from matplotlib.figure import Figure
 
+from lit_dlm.ops.files import write_atomically
 from lit_dlm.reports.plots import common_legend, draw_methods, family, save_figure, tidy_axes
-from lit_dlm.reports.results import write_atomically
 from lit_dlm.reports.summary import Columns, MethodSummary, by_task, markdown_tables, percent
 
 

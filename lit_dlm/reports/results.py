@@ -22,7 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lit_dlm.trajectories.store import files
+from lit_dlm.ops.files import write_atomically
 
 FACTS_FILE = "run.json"
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
@@ -221,12 +221,6 @@ def _parsed(text: bytes, place: str) -> dict[str, Any]:
     if value.pop("digest", None) != _digest(value):
         raise ValueError(f"{place}: damaged, or written by an older version: it has another digest")
     return value
-
-
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Writes a file so that readers see all of it or nothing; makes its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_atomically(path, content.encode() if isinstance(content, str) else content)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -19,7 +19,6 @@ from torch import Tensor
 from lit_dlm.backbones import BackboneSpec
 from lit_dlm.losses.corruption import Autoregressive
 from lit_dlm.losses.states import NEVER, Corruption, NoisyStates, Responses, step_groups
-from lit_dlm.modules.state_batch import prompt_pictures
 from lit_dlm.modules.supervised_batch import (
     SupervisedBatch,
     SupervisedExample,
@@ -31,6 +30,7 @@ from lit_dlm.modules.supervised_batch import (
 )
 from lit_dlm.ops.batches import TensorBatch
 from lit_dlm.trajectories.record import Trajectory
+from lit_dlm.vision.base import prompt_pictures
 
 Normalise = Literal["group_mean", "response_length", "max_gen_length", "reference"]
 """What the sum over a state's tokens is divided by. ``group_mean``: the tokens that one step wrote
@@ -209,7 +209,7 @@ def _examples(records: Sequence[Trajectory], *, epoch: int = 0) -> list[Supervis
             prompt_ids=record.prompt_ids,
             response_ids=record.tokens,
             steps=record.commit_step,
-            pictures=prompt_pictures(record),
+            pictures=prompt_pictures(record.meta, record.vocab_size),
             given=record.given,
             epoch=epoch,
         )

@@ -26,10 +26,9 @@ from lit_dlm.backbones import BackboneSpec
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import Decoder
 from lit_dlm.heads.value import ValueHead
-from lit_dlm.losses.corruption import TraceMasking
+from lit_dlm.losses.corruption import CoupledViews, TraceMasking
 from lit_dlm.losses.states import Corruption
 from lit_dlm.losses.terms import value_loss
-from lit_dlm.losses.views import CoupledViews
 from lit_dlm.modules.finetune import TrainableModule
 from lit_dlm.modules.sharding import decoding_weights, whole_weights
 from lit_dlm.modules.supervised_batch import TrainingRows

@@ -145,6 +145,12 @@ class PromptPictures:
     """Id of the first row, behind all that are tokens."""
 
 
+def prompt_pictures(meta: Mapping[str, Any], first_id: int) -> PromptPictures | None:
+    """What ids of a recorded prompt from the first one on stand for."""
+    digests = meta.get("images")
+    return PromptPictures(digests=tuple(digests), first_id=first_id) if digests else None
+
+
 def batch_prompts(
     prompts: Sequence[NDArray[np.int32]], pictures: Sequence[PromptPictures | None]
 ) -> tuple[list[NDArray[np.int32]], list[tuple[str, ...]]]:

@@ -10,6 +10,7 @@ import struct
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -135,12 +136,12 @@ def picture_from_text(completion: str) -> Picture | None:
     return Picture(data, name="the drawn picture")
 
 
+@dataclass
 class PictureFolder:
     """Pictures by their digests, beside the records that name them; made by the first one."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._held: set[str] = set()
+    folder: Path
+    _held: set[str] = field(default_factory=set, init=False)
 
     def put(self, picture: Picture) -> None:
         """Keeps a picture; one that is there already stays."""

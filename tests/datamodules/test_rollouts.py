@@ -17,8 +17,7 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 
 from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.callbacks import RewardCurve, RolloutWriter
-from lit_dlm.losses.corruption import RandomMasking
-from lit_dlm.losses.views import CoupledMasking
+from lit_dlm.losses.corruption import CoupledMasking, RandomMasking
 from lit_dlm.rewards import SpreadFilter
 from lit_dlm.rl.items import RolloutBatch
 from lit_dlm.rl.rollout import StoredRollouts, draw_prompts, encoded_problems

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from lit_dlm.heads.acceptance import AcceptanceConfig
-from lit_dlm.heads.folder import write_folder
 from lit_dlm.heads.projection import FeatureSettings, Projector, ProjectorConfig
 from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
+from lit_dlm.ops.files import write_folder
 
 HEAD = AcceptanceConfig(width=16, num_layers=1, num_heads=2, ffn_width=16)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lit_dlm.losses.views import CoupledMasking, CoupledViews, MaskedPrompt, hidden_prompt
+from lit_dlm.losses.corruption import CoupledMasking, CoupledViews, MaskedPrompt, hidden_prompt
 from tests.losses.reference import responses as answers
 
 responses = partial(answers, B=6, G=10, answer=7)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lit_dlm.metrics.value_fit import Quotient, ValueFit
+from lit_dlm.rl.metrics import Quotient, ValueFit
 
 VALUES = torch.tensor([1.0, 0.0, 2.0, 9.0])
 RETURNS = torch.tensor([1.0, -1.0, 3.0, -9.0])

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lit_dlm.backbones.weights import save_weights
-from lit_dlm.heads.folder import write_folder
+from lit_dlm.ops.files import write_folder
 
 
 def write_export(tensors: dict[str, Tensor], path: Path) -> None:

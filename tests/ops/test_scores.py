@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from lit_dlm.ops.scores import arg_max, confidence, entropy, margin, rank_descending, top_quota
+from lit_dlm.ops.sampling import arg_max, confidence, entropy, margin, rank_descending, top_quota
 
 
 def test_scores_have_hand_computed_values():

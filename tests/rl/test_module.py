@@ -24,9 +24,8 @@ from lit_dlm.decoding import (
     RandomPolicy,
     Sampler,
 )
-from lit_dlm.losses.corruption import Autoregressive, RandomMasking, TraceMasking
+from lit_dlm.losses.corruption import Autoregressive, CoupledViews, RandomMasking, TraceMasking
 from lit_dlm.losses.terms import LossTerms
-from lit_dlm.losses.views import CoupledViews
 from lit_dlm.rewards import Reward, RewardScore, Rollout
 from lit_dlm.rl.advantages import RawReward
 from lit_dlm.rl.items import RolloutBatch, training_rows

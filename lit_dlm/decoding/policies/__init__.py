@@ -1,13 +1,7 @@
 """Commit policies: which of the proposed tokens become final."""
 
-from lit_dlm.decoding.policies.base import CommitPolicy as CommitPolicy
-from lit_dlm.decoding.policies.lockstep import (
-    BonusPolicy as BonusPolicy,
-    GaussSeidelPolicy as GaussSeidelPolicy,
-    JacobiPolicy as JacobiPolicy,
-    LaggedPolicy as LaggedPolicy,
-)
-from lit_dlm.decoding.policies.training_free import (
+from lit_dlm.decoding.policies.base import (
+    CommitPolicy as CommitPolicy,
     ConfidencePolicy as ConfidencePolicy,
     DynamicPolicy as DynamicPolicy,
     EntropyBoundedPolicy as EntropyBoundedPolicy,
@@ -17,4 +11,10 @@ from lit_dlm.decoding.policies.training_free import (
     RandomPolicy as RandomPolicy,
     SequentialPolicy as SequentialPolicy,
     ThresholdPolicy as ThresholdPolicy,
+)
+from lit_dlm.decoding.policies.lockstep import (
+    BonusPolicy as BonusPolicy,
+    GaussSeidelPolicy as GaussSeidelPolicy,
+    JacobiPolicy as JacobiPolicy,
+    LaggedPolicy as LaggedPolicy,
 )

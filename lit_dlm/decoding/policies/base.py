@@ -1,13 +1,16 @@
-"""The base of policies."""
+"""The base of policies, and those that train nothing: best scores, thresholds, joint entropy."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from lit_dlm.decoding.state import DecodeState, Proposal, Selection
+from lit_dlm.ops.options import at_least, within
+from lit_dlm.ops.sampling import rank_descending, top_quota, uniform_noise
 from lit_dlm.plugs import Plug
 
 
@@ -46,3 +49,154 @@ class CommitPolicy(Plug):
             The commits and the scores that rank all candidates. A row without a commit is left
             to the stall rule of the loop, which uses the scores.
         """
+
+
+class ThresholdPolicy(CommitPolicy):
+    """Commits every candidate whose probability reaches a threshold (Fast-dLLM, arXiv 2505.22618).
+
+    A row in which none does is left to the stall rule, which commits its best one. With a quota,
+    a row in which fewer qualify commits its best ``quota`` instead (the dynamic remasking of
+    dLLM-RL's block sampler), so it is never slower than the quota alone.
+    """
+
+    def __init__(self, threshold: float = 0.9) -> None:
+        within("[0, 1]", threshold=threshold)
+        self.threshold = threshold
+
+    def select(
+        self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
+    ) -> Selection:
+        commit = candidates & (proposal.prob >= self.threshold)
+        if quota is not None:
+            commit = commit | top_quota(proposal.prob, candidates, quota)
+        return Selection(commit, proposal.prob)
+
+
+class DynamicPolicy(ThresholdPolicy):
+    """Dynamic remasking of dLLM-RL's block sampler (``low_confidence_dynamic``, arXiv 2509.06949).
+
+    Commits every candidate whose probability is *over* the threshold; where fewer than the quota
+    are, the best ``quota`` ones. So it is never slower than static remasking, which is
+    ``ConfidencePolicy`` with the same quota.
+    """
+
+    needs_quota = True
+
+    def select(
+        self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
+    ) -> Selection:
+        assert quota is not None
+        commit = candidates & (proposal.prob > self.threshold)
+        return Selection(commit | top_quota(proposal.prob, candidates, quota), proposal.prob)
+
+
+class EntropyBoundedPolicy(CommitPolicy):
+    """Commits the surest candidates while the sum of their entropies stays under a bound.
+
+    Tokens that are committed together are drawn as if they were independent; the error of that is
+    bounded by their joint entropy (EB-Sampler, arXiv 2505.24857). This is the rule
+    ``entropy_bounded`` of dLLM-RL's engine: the plain sum, at least one commit. The paper leaves
+    the largest entropy of the set out of its sum.
+    """
+
+    requires = frozenset({"entropy"})
+
+    def __init__(self, bound: float = 0.35) -> None:
+        """Sets the bound in nats; 0.35 is dLLM-RL's."""
+        within("(0, inf)", bound=bound)
+        self.bound = bound
+
+    def select(
+        self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
+    ) -> Selection:
+        assert proposal.entropy is not None
+        ranks = rank_descending(-proposal.entropy, candidates)
+        entropy = proposal.entropy.masked_fill(~candidates, 0.0)
+        # Column ``r`` of the sorted row holds the sum of the ``r + 1`` smallest entropies.
+        ordered = torch.zeros_like(entropy).scatter_(1, ranks, entropy)
+        total = ordered.cumsum(1).gather(1, ranks)
+        least = 1 if quota is None else quota.clamp_min(1)[:, None]
+        commit = candidates & ((total < self.bound) | (ranks < least))
+        return Selection(commit, -proposal.entropy)
+
+
+class TopQuotaPolicy(CommitPolicy):
+    """Commits the ``quota`` best candidates; subclasses say what "best" means."""
+
+    needs_quota = True
+
+    @abstractmethod
+    def score(self, state: DecodeState, proposal: Proposal) -> Tensor:
+        """``(b, L)`` floating point, higher is committed first."""
+
+    def select(
+        self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
+    ) -> Selection:
+        assert quota is not None
+        scores = self.score(state, proposal)
+        return Selection(top_quota(scores, candidates, quota), scores)
+
+
+class RandomPolicy(TopQuotaPolicy):
+    """Uniformly random order, seeded per sample."""
+
+    def score(self, state: DecodeState, proposal: Proposal) -> Tensor:
+        return uniform_noise(state.seeds, state.step, state.positions, stream=1)
+
+
+class ConfidencePolicy(TopQuotaPolicy):
+    """Highest probability of the proposed token first (MaskGIT, arXiv 2202.04200; LLaDA)."""
+
+    def score(self, state: DecodeState, proposal: Proposal) -> Tensor:
+        return proposal.prob
+
+
+class NoisyConfidencePolicy(TopQuotaPolicy):
+    """Highest log-probability first, with Gumbel noise that dies down (MaskGIT, arXiv 2202.04200).
+
+    As in the release of MMaDA, each step multiplies the temperature that is left by
+    ``1 - (s + 1) / S``, so the noise is gone sooner than by MaskGIT's own ``1 - s / S``.
+    """
+
+    def __init__(self, steps: int, temperature: float = 1.0) -> None:
+        """Sets the steps of the decode and the factor of the noise before the first of them."""
+        at_least(1, steps=steps)
+        at_least(0, temperature=temperature)
+        self.steps = steps
+        self.temperature = temperature
+        shares = 1.0 - torch.arange(1, steps + 1, dtype=torch.float64) / steps
+        self._left = temperature * shares.cumprod(0)
+
+    def score(self, state: DecodeState, proposal: Proposal) -> Tensor:
+        uniform = uniform_noise(state.seeds, state.step, state.positions, stream=1)
+        step = state.block_step.clamp_max(self.steps - 1)
+        left = self._left.to(step.device, non_blocking=True)[step][:, None]
+        return proposal.prob.clamp_min(1e-20).log() - left * uniform.log().neg().log()
+
+
+class EntropyPolicy(TopQuotaPolicy):
+    """Lowest entropy first (Dream's ``entropy`` order)."""
+
+    requires = frozenset({"entropy"})
+
+    def score(self, state: DecodeState, proposal: Proposal) -> Tensor:
+        assert proposal.entropy is not None
+        return -proposal.entropy
+
+
+class MarginPolicy(TopQuotaPolicy):
+    """Largest gap between the two best tokens first (arXiv 2502.06768)."""
+
+    requires = frozenset({"margin"})
+
+    def score(self, state: DecodeState, proposal: Proposal) -> Tensor:
+        assert proposal.margin is not None
+        return proposal.margin
+
+
+class SequentialPolicy(TopQuotaPolicy):
+    """Leftmost mask first (``sequential`` in dLLM-RL's block sampler)."""
+
+    def score(self, state: DecodeState, proposal: Proposal) -> Tensor:
+        columns = torch.arange(state.ids.shape[1], device=state.ids.device)
+        return -columns.to(proposal.prob.dtype).expand_as(proposal.prob)

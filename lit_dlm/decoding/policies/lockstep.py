@@ -18,7 +18,7 @@ from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.regions import RegionMap
 from lit_dlm.decoding.state import DecodeState, Proposal, Selection
 from lit_dlm.ops.options import within
-from lit_dlm.ops.scores import rank_descending, top_quota
+from lit_dlm.ops.sampling import rank_descending, top_quota
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from lit_dlm.decoding.state import DecodeState, Proposal, Selection
 from lit_dlm.heads.acceptance import PositionState, accepted
 from lit_dlm.heads.scorer import AcceptanceScorer
 from lit_dlm.ops.options import at_least, within
-from lit_dlm.ops.scores import top_quota
+from lit_dlm.ops.sampling import top_quota
 
 
 class TraceLockPolicy(CommitPolicy):

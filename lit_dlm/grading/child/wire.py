@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import builtins
 import collections
+import functools
 import json
 import os
 import select
@@ -25,9 +26,6 @@ from typing import Any, NamedTuple
 _HEADER = struct.Struct(">I")
 _EXACT_INT = 1 << 53
 _PLAIN_TYPES = {int, float, str, bool, type(None)}
-_TYPES: dict[Any, type] = {
-    name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)
-}
 
 
 class WireError(ValueError):
@@ -69,7 +67,7 @@ _FORMS = {
     "v": _Form(type({}.values()), iter, lambda parts: dict(enumerate(parts)).values()),
     "m": _Form(type({}.items()), iter, lambda parts: dict(parts).items()),
     "e": _Form(Iterator, iter, iter),  # drained by the encoder
-    "n": _Form((), iter, lambda parts: _TYPES[parts[0]]),
+    "n": _Form((), iter, lambda parts: _types()[parts[0]]),
 }
 """By tag: what it stands for, the parts that are sent of it, and how these become it again."""
 
@@ -108,7 +106,7 @@ class _Encoder:
                     self._spend(len(items) + sum(len(i) // 8 for i in items if type(i) is str))
                     return [tag, *items]
                 return [tag, *map(self.encode, items)]
-        if isinstance(value, type) and _TYPES.get(getattr(value, "__name__", None)) is value:
+        if isinstance(value, type) and _types().get(getattr(value, "__name__", None)) is value:
             return ["n", value.__name__]
         if self._to_handle is None:
             raise WireError(f"a value of type {type(value).__name__} cannot be sent")
@@ -118,6 +116,11 @@ class _Encoder:
         self._nodes_left -= nodes
         if self._nodes_left < 0:
             raise WireError("the value is too large to be sent")
+
+
+@functools.cache
+def _types() -> dict[Any, type]:
+    return {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
 
 
 def _are_plain(items: list[Any]) -> bool:
