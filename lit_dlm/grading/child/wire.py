@@ -28,6 +28,11 @@ _EXACT_INT = 1 << 53
 _PLAIN_TYPES = {int, float, str, bool, type(None)}
 
 
+@functools.cache
+def _types() -> dict[Any, type]:
+    return {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
+
+
 class WireError(ValueError):
     """A value that cannot be sent, or bytes that are no value."""
 
@@ -116,11 +121,6 @@ class _Encoder:
         self._nodes_left -= nodes
         if self._nodes_left < 0:
             raise WireError("the value is too large to be sent")
-
-
-@functools.cache
-def _types() -> dict[Any, type]:
-    return {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
 
 
 def _are_plain(items: list[Any]) -> bool:
