@@ -12,12 +12,12 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
+
+if TYPE_CHECKING:  # torch takes seconds to import, and reports need none
+    from torch import Tensor
 
 
 @contextmanager
@@ -67,6 +67,8 @@ class TensorDigest:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Adds a tensor."""
+        import torch
+
         self._sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         plain = tensor.detach().cpu().contiguous()
         self._sha.update(plain.reshape(-1).view(torch.uint8).numpy().data)
@@ -86,6 +88,8 @@ def tensors_digest(tensors: Mapping[str, Tensor], text: str = "") -> str:
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
     """Writes a safetensors file as a whole; equal tensors give equal bytes."""
+    from safetensors.torch import save_file
+
     plain = {key: tensors[key].detach().cpu().contiguous() for key in sorted(tensors)}
     try:
         with replacing(path) as partial:
@@ -112,7 +116,7 @@ def is_finite(tensor: Tensor) -> bool:
     """Whether a tensor holds neither infinities nor not-a-number; one pass without a copy."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
-    return all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor))
+    return all(bool(end.isfinite()) for end in tensor.aminmax())
 
 
 _DIGEST = "sha256"

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from lit_dlm.reports.animation import write_gif
-from lit_dlm.reports.order import fill_order_figure, order_figure, regions_of, statistics_figure
+from lit_dlm.reports.order import fill_order_figure, order_figure, statistics_figure
 from lit_dlm.reports.pieces import TokenPieces
 from lit_dlm.reports.plots import plot_style, save_figure
+from lit_dlm.reports.regions import regions_of
 from lit_dlm.reports.samples import Sample
 
 FIGURES = {

@@ -37,8 +37,8 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from lit_dlm.ops.files import write_atomically
-from lit_dlm.reports.order import regions_of
 from lit_dlm.reports.pieces import TokenPieces, render
+from lit_dlm.reports.regions import regions_of
 from lit_dlm.reports.samples import Sample, SampleSet
 from lit_dlm.trajectories.record import Trajectory
 

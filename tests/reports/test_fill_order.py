@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 
 from lit_dlm.reports import order
-from lit_dlm.reports.order import Region, left_to_rightness, regions_of
+from lit_dlm.reports.order import left_to_rightness
+from lit_dlm.reports.regions import Region, regions_of
 from tests.reports.sample_sets import EOS, MASK, ids_of, record, remasked, tiny_pieces
 
 
