@@ -284,10 +284,9 @@ def _told(error: Exception) -> str | None:
             "smaller num_workers if memory ran out"
         )
     frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if any(
-        code.co_filename.startswith(_OPTIMISERS)
-        or (code.co_filename == _RESTORES and "restore" in code.co_name)
-        for code in frames
+    # The deepest frame: training itself runs inside of an optimiser's step.
+    if frames[-1].co_filename.startswith(_OPTIMISERS) or any(
+        code.co_filename == _RESTORES and "restore" in code.co_name for code in frames
     ):
         reason = f"{type(error).__name__}: {line}"
         return f"ckpt_path: the state of training does not fit this run ({reason})"

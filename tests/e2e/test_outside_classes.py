@@ -82,7 +82,9 @@ class Whole:
     def states(self, responses):
         hidden = responses.maskable
         sample, weight = torch.arange(len(hidden)), hidden.float()
-        return NoisyStates(sample, hidden, supervised=hidden, weight=weight, per_row=False)
+        return NoisyStates(
+            sample=sample, hidden=hidden, supervised=hidden, weight=weight, per_row=False
+        )
 
 class Sums:
     def __init__(self, count=8):
