@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
+
+# Before torch is imported: sums depend on the number of threads, and forked processes have one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A busy machine fails no test, and the examples are the same in every run and process.
 settings.register_profile(
