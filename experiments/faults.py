@@ -137,7 +137,8 @@ JOBS = {
         [
             "fit", f"--config={EXP / 'tracelock_tiny.yaml'}", *ONE, "--trainer.max_steps=60",
             "--trainer.val_check_interval=10", "--data.init_args.batch_size=8",
-            "--data.init_args.val_fraction=0.3", "--ckpt_path=last",
+            "--data.init_args.val_fraction=0.3", "--data.init_args.num_workers=2",
+            "--ckpt_path=last",
         ],
         weights_left,
         {"generate": ("traces", "projector")},
@@ -407,7 +408,6 @@ FAULTS = {
     "NaN in weights": Fault(inside=lambda case: poison(case, "weights")),
     "NaN in loss": Fault(inside=lambda case: poison(case, "loss"), **TRAINED),
     "loader worker killed": Fault(
-        inside=lambda _: ["--data.init_args.num_workers=2"],
         outside=kill_child,
         jobs=("fit",),
         elsewhere="they load in the process itself",

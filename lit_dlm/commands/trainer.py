@@ -279,10 +279,7 @@ def _told(error: Exception) -> str | None:
         reason = line.rpartition("] ")[2][:200]
         return f"another process of this run has ended, so this one ends, too ({reason})"
     if line.startswith("DataLoader worker"):
-        return (
-            f"{line.rstrip('. ')}; the same command goes on (fit with --ckpt_path last), with a "
-            "smaller num_workers if memory ran out"
-        )
+        return f"{line.rstrip('. ')}; the same command goes on (fit with --ckpt_path last)"
     frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     # The deepest frame: training itself runs inside of an optimiser's step.
     if frames[-1].co_filename.startswith(_OPTIMISERS) or any(
