@@ -9,6 +9,7 @@ interpreter, so a decode loop waits neither for zstd nor for the disk.
 
 from __future__ import annotations
 
+import atexit
 import errno
 import fcntl
 import hashlib
@@ -21,6 +22,8 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+
+import pyarrow as pa
 
 from lit_dlm.ops.files import sync_folder
 from lit_dlm.ops.options import at_least, within
@@ -412,6 +415,8 @@ class BackgroundWriter:
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._is_closed = False
+        pa.array([])  # imports what it needs, which no thread can once the program has ended
+        atexit.register(self._tell_unclosed)
         # No daemon: a program that forgets to close ends with its shards finished.
         self._thread = threading.Thread(target=self._run, name="trajectory-writer")
         self._thread.start()
@@ -457,6 +462,7 @@ class BackgroundWriter:
         if self._is_closed:
             return
         self._is_closed = True
+        atexit.unregister(self._tell_unclosed)
         self._queue.put(None)
         self._thread.join()
         if self.blocked_seconds > 0.5:
@@ -467,6 +473,11 @@ class BackgroundWriter:
             )
         if self._error is not None:
             raise self._error
+
+    def _tell_unclosed(self) -> None:
+        """At the end of a program that forgot to close, where nobody will raise the error."""
+        lost = "" if self._error is None else f"; records are lost: {self._error}"
+        logger.error("%s: the writer was never closed%s", self._writer.folder, lost)
 
     def _wait_until(self, is_done: Callable[[], bool]) -> None:
         """Waits for the thread, and raises what broke it."""
@@ -532,8 +543,6 @@ class BackgroundWriter:
                     return group, size, True
                 item = self._queue.get_nowait()
         except queue.Empty:
-            if not threading.main_thread().is_alive() and not self._is_closed:
-                logger.error("%s: the writer was never closed", self._writer.folder)
-                return group, size, None
-            return group, size, True
+            is_left = not threading.main_thread().is_alive() and not self._is_closed
+            return group, size, None if is_left else True
         return group, size, item
