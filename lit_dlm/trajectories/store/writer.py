@@ -46,6 +46,8 @@ MAX_SHARD_BYTES = 256 * 2**20
 """A shard is closed at this size."""
 MAX_BLOCK_BYTES = 32 * 2**20
 """A block is closed early when its records take this much memory."""
+FLUSH_SECONDS = 30.0
+"""A record waits at most this long (looked at on ``put``)."""
 _RECORD_OVERHEAD = 2048
 """Bytes of a record's Python objects, roughly."""
 OPEN_FILES: set[Path] = set()
@@ -68,17 +70,12 @@ class ShardFile:
         self.size = 0
         self._is_synced = True
         self._blocks: list[BlockEntry] = []
-        self._uids: list[str] = []
+        self.uids: list[str] = []
         try:
             self._append(tar_member(RUN_MEMBER, run_text.encode()))
         except OSError:
             self.abandon()
             raise
-
-    @property
-    def num_records(self) -> int:
-        """Records written so far."""
-        return len(self._uids)
 
     def append(
         self,
@@ -111,7 +108,7 @@ class ShardFile:
                 feature_crc32=None if features is None else zlib.crc32(features),
             )
         )
-        self._uids += [record.uid for record in records]
+        self.uids += [record.uid for record in records]
 
     def finish(self) -> Path:
         """Gives the shard, which has a block, its final name and its side file."""
@@ -125,9 +122,9 @@ class ShardFile:
             bytes=self.size,
             sha256=self._sha.hexdigest(),
             run_digest=self.run_digest.hex(),
-            num_records=len(self._uids),
+            num_records=len(self.uids),
             blocks=tuple(self._blocks),
-            uids=tuple(self._uids),
+            uids=tuple(self.uids),
         ).write(self.folder)
         return final
 
@@ -186,8 +183,6 @@ class TrajectoryShardWriter:
         run: RunRecord,
         records_per_block: int = 64,
         max_shard_records: int = 4096,
-        flush_seconds: float = 30.0,
-        level: int = 9,
         max_total_bytes: int | None = None,
     ) -> None:
         """Opens a set for writing; no shard is created before the first block.
@@ -200,8 +195,6 @@ class TrajectoryShardWriter:
             run: what makes these records; stored as ``run.json`` and in every shard.
             records_per_block: a block is closed at so many.
             max_shard_records: close a shard at this many records.
-            flush_seconds: a record waits at most this long (looked at on ``put``).
-            level: zstd level of records.
             max_total_bytes: refuse to go on once this writer has written more.
         """
         within("[1, 65535]", records_per_block=records_per_block)
@@ -213,8 +206,6 @@ class TrajectoryShardWriter:
         self._run_text, self._run_digest = run.text(), run.digest()
         self.records_per_block = records_per_block
         self.max_shard_records = max_shard_records
-        self.flush_seconds = flush_seconds
-        self.level = level
         self.sync_blocks = True
         """Wait for the disk after every block. ``False`` leaves that to calls of :meth:`sync`, so
         that one wait can serve several blocks."""
@@ -238,7 +229,7 @@ class TrajectoryShardWriter:
         """Seconds until the open block is due (0 or less: now); ``None`` when it is empty."""
         if not self._pending:
             return None
-        return self._pending_since + self.flush_seconds - time.monotonic()
+        return self._pending_since + FLUSH_SECONDS - time.monotonic()
 
     def put(self, record: Trajectory) -> None:
         """Adds one record, whose uid must be new; it is on disk after the next flush.
@@ -261,7 +252,7 @@ class TrajectoryShardWriter:
         if (
             len(self._pending) >= self.records_per_block
             or self._pending_bytes >= MAX_BLOCK_BYTES
-            or time.monotonic() - self._pending_since >= self.flush_seconds
+            or time.monotonic() - self._pending_since >= FLUSH_SECONDS
         ):
             self._write_pending()
 
@@ -287,7 +278,7 @@ class TrajectoryShardWriter:
         if not self._pending:
             return
         try:
-            members = encoded(self._pending, run_digest=self._run_digest, level=self.level)
+            members = encoded(self._pending, run_digest=self._run_digest)
         except ValueError:  # must not meet every later call, too
             self._pending, self._pending_bytes = [], 0
             raise
@@ -303,7 +294,7 @@ class TrajectoryShardWriter:
         self.bytes_written += self._shard.size - before
         self._pending, self._pending_bytes = [], 0
         if (
-            self._shard.num_records + self.records_per_block > self.max_shard_records
+            len(self._shard.uids) + self.records_per_block > self.max_shard_records
             or self._shard.size >= MAX_SHARD_BYTES
         ):
             self._finish()
@@ -346,14 +337,12 @@ def lives(pid: int) -> bool:
     return True
 
 
-def encoded(
-    records: Sequence[Trajectory], *, run_digest: bytes, level: int = 9
-) -> tuple[bytes, bytes | None]:
+def encoded(records: Sequence[Trajectory], *, run_digest: bytes) -> tuple[bytes, bytes | None]:
     """The block of some records, and that of their features, if any has some."""
     features = None
     if any(record.features is not None for record in records):
         features = encode_features(records)
-    return encode_block(records, run_digest=run_digest, level=level), features
+    return encode_block(records, run_digest=run_digest), features
 
 
 def lock(fd: int) -> bool | None:
@@ -379,12 +368,9 @@ def _kind(record: Trajectory) -> tuple[object, ...]:
 
 def record_bytes(record: Trajectory) -> int:
     """Memory that a record takes, to a good approximation."""
-    size = record.prompt_ids.nbytes + record.tokens.nbytes + record.commit_step.nbytes
-    for array in (record.given, record.superseded, *record.signals.values()):
-        size += 0 if array is None else array.nbytes
-    if record.features is not None:
-        size += record.features.nbytes
-    return size + _RECORD_OVERHEAD
+    arrays = [record.prompt_ids, record.tokens, record.commit_step, *record.signals.values()]
+    optional = (record.given, record.superseded, record.features)
+    return _RECORD_OVERHEAD + sum(one.nbytes for one in (*arrays, *optional) if one is not None)
 
 
 logger = logging.getLogger(__name__)
