@@ -132,10 +132,8 @@ class TrajectoryCapture:
         self._canvas.append(state.rows, record.new_ids)
         if self.level == "signals":
             self._add_signals(record)
-        if self.features is not None:
-            rows = self._due()
-            if rows:
-                self._kept.append(self._features_of(self.features, record, rows))
+        if self.features is not None and (rows := self._due()):
+            self._kept.append(self._features_of(self.features, record, rows))
         self._step += 1
         if self.features is not None:
             self.requires = self._required(self.features)
@@ -448,11 +446,9 @@ class KeptSteps:
 
     def _plan(self) -> None:
         strata = torch.arange(self._planned, self._planned + _STRATA)
-        starts = [self._start(j) for j in range(self._planned, self._planned + _STRATA + 1)]
+        starts = torch.tensor([self._start(self._planned + j) for j in range(_STRATA + 1)])
         draws = uniform_noise(self._seeds, 0, strata.expand(len(self._seeds), -1), stream=_STREAM)
-        first = torch.tensor(starts[:-1])
-        width = torch.tensor(starts[1:]) - first
-        chosen = first + (draws * width).long()
+        chosen = starts[:-1] + (draws * starts.diff()).long()
         for row, steps in enumerate(chosen.tolist()):
             for step in steps:
                 self._rows.setdefault(step, []).append(row)
@@ -479,8 +475,6 @@ class HostCopies:
 
         The tensor, on the device, must not be written any more.
         """
-        if self.device.type == "cpu":
-            return tensor
         if self.device.type != "cuda":
             return tensor.cpu()
         side, now = _side_stream(self.device), torch.cuda.current_stream(self.device)

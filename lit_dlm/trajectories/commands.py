@@ -205,9 +205,7 @@ def _method_table(rows: list[dict[str, Any]]) -> Table:
 def _replay(options: argparse.Namespace) -> None:
     shards = shard_paths(options.shards)
     record = _find_record(shards, options.uid)
-    tokenizer = None
-    if options.tokenizer != "none":
-        tokenizer = tokenizer_of(shards, options.tokenizer)
+    tokenizer = None if options.tokenizer == "none" else tokenizer_of(shards, options.tokenizer)
     console = Console()
     prompt = record.prompt_ids.tolist()
     console.print(f"{record.uid}: {record.num_steps} steps, {record.status}", style="bold")
@@ -298,13 +296,11 @@ def _execution(shards: Sequence[Path], options: argparse.Namespace) -> Execution
     add_picture_folders(backbone, *folders)
     # Training leaves the policy of the same run beside its shards; it counts by its digest.
     beside = [folder.parent / "policy" for folder in folders]
+    exported = [folder for folder in beside if (folder / "config.json").is_file()]
     return Execution(
         backbone=backbone,
         tokenizer=load_tokenizer(options.backbone),
-        policy_folders=[
-            *options.policy,
-            *(folder for folder in beside if (folder / "config.json").is_file()),
-        ],
+        policy_folders=[*options.policy, *exported],
         plug_modules=options.plugs,
         device=options.device,
     )
@@ -321,8 +317,7 @@ def _print_verification(result: Verification) -> None:
     if result.level >= 3:
         console.print(_table(f"Level {result.level}, {name}", (), _agreement_rows(result)))
         _print_failures(console, [v for v in result.verdicts if v.outcome != "exact"])
-    verdict = "FAILED" if result.failed else "passed"
-    style = "bold red" if result.failed else "bold green"
+    verdict, style = ("FAILED", "bold red") if result.failed else ("passed", "bold green")
     text = f"{verdict}: level {result.level} ({name}), {result.num_records} records"
     console.print(text, style=style, highlight=False)
 

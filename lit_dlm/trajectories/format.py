@@ -209,8 +209,7 @@ def feature_facts(records: Sequence[Trajectory]) -> FeatureFacts | None:
         require(same, f"all features need one kind, unlike {own.kind} of {record.uid!r}")
     if not found:
         return None
-    first = found[0][1]
-    return FeatureFacts(first.layout, first.groups, first.projector_digest)
+    return FeatureFacts(own.layout, own.groups, own.projector_digest)
 
 
 def meta_text(record: Trajectory) -> str | None:
@@ -265,10 +264,8 @@ def block_of(batch: pa.RecordBatch) -> Block:
         run_digest = bytes.fromhex(facts["run_digest"])
         ids = int(facts["mask_id"]), int(facts["vocab_size"])
     sizes = batch.num_rows, len(run_digest)
-    is_right = 1 <= sizes[0] <= MAX_LENGTH and sizes[1] == 16
-    require(
-        is_right, f"expected 1 to {MAX_LENGTH} records of a run digest of 16 bytes, got {sizes}"
-    )
+    rule = f"expected 1 to {MAX_LENGTH} records of a run digest of 16 bytes, got {sizes}"
+    require(1 <= sizes[0] <= MAX_LENGTH and sizes[1] == 16, rule)
     return Block(batch, *ids, run_digest, features)
 
 
@@ -282,10 +279,10 @@ def known_columns(
         once = not missing and len(set(names)) == len(names)
         require(once, f"columns {missing or names} missing or repeated")
         known = batch.select([name for name in names if name in columns])
-        wrong = [field for field in known.schema if field.type not in columns[field.name]]
-        if wrong:
-            name, kind = wrong[0].name, wrong[0].type
-            require(not wrong, f"column {name!r} must be {columns[name][-1]}, got {kind}")
+        for field in known.schema:
+            kinds = columns[field.name]
+            rule = f"column {field.name!r} must be {kinds[-1]}, got {field.type}"
+            require(field.type in kinds, rule)
         known.validate(full=True)
     return known
 
@@ -593,25 +590,23 @@ def attach_features(
     # Features belong to a record by its name and its content: a changed one must not have them.
     named = zip(batch.column("uid").to_pylist(), batch.column("digest").to_pylist(), strict=True)
     expected = [(record.uid, record.digest()) for record in records]
-    require(
-        block.features is not None and list(named) == expected, "its features are of other records"
-    )
-    assert block.features is not None
+    facts = block.features
+    require(facts and list(named) == expected, "its features are of other records")
+    assert facts is not None
     columns = {
         name: split_lists(batch.column(name))
         for name in ("proposals", "features", "scales")
         if name in batch.schema.names
     }
-    steps, facts = block.kept_steps, block.features
     budget = max(_DENSE_SLACK, raw_limit(len(data)))
     joined = []
-    for i, (record, kept) in enumerate(zip(records, steps, strict=True)):
+    for i, (record, kept) in enumerate(zip(records, block.kept_steps, strict=True)):
         if len(kept):
             own = {name: lists[i] for name, lists in columns.items()}
             rows = record.num_generated + (record.num_prompt if facts.layout == "all" else 0)
             budget -= len(kept) * rows * sum(facts.groups)
             require(budget >= 0, "the rows of its features take more values than they may")
-            record = replace(record, features=_features(record, kept, rows, block, own))
+            record = replace(record, features=_features(record, kept, rows, facts, own))
         else:
             is_bare = not any(len(lists[i]) for lists in columns.values())
             require(is_bare, f"{record.uid!r} has features, but kept no step")
@@ -623,11 +618,9 @@ def _features(
     record: Trajectory,
     kept: NDArray[np.int32],
     rows: int,
-    block: Block,
+    facts: FeatureFacts,
     stored: dict[str, NDArray[Any]],
 ) -> StepFeatures:
-    facts = block.features
-    assert facts is not None
     shape = (len(kept), rows)
     mask = None
     if facts.layout == "masked":

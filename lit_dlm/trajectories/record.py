@@ -204,7 +204,8 @@ class Trajectory:
             wrong = f"seed must be in 0..2**64-1, got {self.seed}"
         if self.status not in STATUSES:
             wrong = f"status must be one of {STATUSES}, got {self.status!r}"
-        if not 1 <= len(self.uid.encode(errors="replace")) <= MAX_LENGTH or not _is_text(self.uid):
+        has_half = any("\ud800" <= letter <= "\udfff" for letter in self.uid)  # of a surrogate pair
+        if has_half or not 1 <= len(self.uid.encode()) <= MAX_LENGTH:
             wrong = f"uid must be a text of 1 to {MAX_LENGTH} bytes of UTF-8"
         for name, array in self.signals.items():
             expected = self.num_generated if name.startswith("commit_") else masked_rows
@@ -215,11 +216,6 @@ class Trajectory:
                 )
         if wrong:
             raise TrajectoryFormatError(f"trajectory {self.uid!r}: {wrong}")
-
-
-def _is_text(text: str) -> bool:
-    """Whether it has no half of a surrogate pair."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def derive(first: Int32, after: Int32) -> tuple[Int32, Int32, Int32 | None]:
@@ -244,25 +240,18 @@ def derive(first: Int32, after: Int32) -> tuple[Int32, Int32, Int32 | None]:
 def flatten(records: Sequence[Trajectory]) -> Columns:
     """Lays records end to end. Shapes that do not fit together raise ``TrajectoryFormatError``."""
     _check_shapes(records)
-    events = [r.superseded for r in records if r.superseded is not None]
+    nothing = np.empty((0, 3), dtype=np.int32)
+    events = [nothing if r.superseded is None else r.superseded for r in records]
     given = None
     if any(r.given is not None for r in records):
         given = np.concatenate(
             [np.zeros(len(r.tokens), dtype=bool) if r.given is None else r.given for r in records]
         )
-    counts = np.array(
-        [
-            (
-                r.num_prompt,
-                r.num_generated,
-                r.num_steps,
-                0 if r.superseded is None else len(r.superseded),
-            )
-            for r in records
-        ],
-        dtype=np.int64,
-    )
-    num_prompt, num_generated, num_steps, num_events = counts.T.copy()
+    lengths = [
+        (r.num_prompt, r.num_generated, r.num_steps, len(own))
+        for r, own in zip(records, events, strict=True)
+    ]
+    num_prompt, num_generated, num_steps, num_events = np.array(lengths, dtype=np.int64).T.copy()
     return Columns(
         uids=[r.uid for r in records],
         num_prompt=num_prompt,
@@ -273,7 +262,7 @@ def flatten(records: Sequence[Trajectory]) -> Columns:
         commit_step=np.concatenate([r.commit_step for r in records]),
         given=given,
         num_events=num_events,
-        events=np.concatenate(events) if events else np.empty((0, 3), dtype=np.int32),
+        events=np.concatenate(events),
         mask_id=records[0].mask_id,
         vocab_size=records[0].vocab_size,
     )
@@ -340,11 +329,6 @@ class StepFeatures:
     there."""
     projector_digest: str = ""
     """Digest of the function that made the features; readers must use the same one."""
-
-    @property
-    def num_kept(self) -> int:
-        """S, the number of kept steps."""
-        return len(self.kept_steps)
 
     @property
     def scheme(self) -> FeatureScheme:
@@ -423,7 +407,7 @@ class StepFeatures:
     def validate(self, uid: str, num_prompt: int, num_generated: int, num_steps: int) -> None:
         """Checks shapes and ranges against the record ``uid``."""
         rows = num_generated + (num_prompt if self.layout == "all" else 0)
-        shape = (self.num_kept, rows)
+        shape = (len(self.kept_steps), rows)
         expected: dict[str, tuple[object, bool]] = {
             "layout": (self.layout, self.layout in ("generation", "all", "masked")),
             "features": (self.features.shape, self.features.shape == (*shape, sum(self.groups))),
@@ -580,14 +564,8 @@ class Columns:
         pack, sha256 = struct.Struct(f"<{len(DIGEST_TAG)}s5I").pack, hashlib.sha256
         digests, p, g, e = [], 0, 0, 0
         mask_id = self.mask_id
-        lengths = zip(
-            self.num_prompt.tolist(),
-            self.num_generated.tolist(),
-            self.num_steps.tolist(),
-            self.num_events.tolist(),
-            strict=True,
-        )
-        for P, G, T, K in lengths:
+        lengths = (self.num_prompt, self.num_generated, self.num_steps, self.num_events)
+        for P, G, T, K in zip(*(length.tolist() for length in lengths), strict=True):
             p_end, g_end, e_end = p + 4 * P, g + 4 * G, e + 12 * K
             body = b"".join(
                 (
@@ -613,10 +591,8 @@ class Columns:
         return np.where(is_row & (self.prompts - self.vocab_size + 1 == number), 0, self.prompts)
 
     def _check_ids(self, name: str, ids: Int32, lengths: Int64) -> None:
-        if len(ids) == 0:
-            return
         bound = self.vocab_size
-        if ids.min() >= 0 and ids.max() < bound:
+        if len(ids) == 0 or (ids.min() >= 0 and ids.max() < bound):
             return
         bad = (ids < 0) | ((ids >= bound) & (ids != self.mask_id))
         if bad.any():

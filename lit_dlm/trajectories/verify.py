@@ -95,11 +95,6 @@ class RecordVerdict:
     reason: str = ""  # what differs, in words; empty when nothing does
 
     @property
-    def first_step(self) -> int | None:
-        """First step that differs."""
-        return self.differing_steps[0] if self.differing_steps else None
-
-    @property
     def token_agreement(self) -> float:
         """Share of equal tokens."""
         return self.num_equal / self.num_tokens if self.num_tokens else 1.0
@@ -483,8 +478,7 @@ def teacher_forced(
                 session=session,
             )
             after = _recorded_after(records, decision.record.state, step)
-            _, margin = compare_step(decision, after, decoder)
-            _judge_step(verdicts, records, decision, after, margin, decoder, step)
+            _judge_step(verdicts, records, decision, after, decoder, step)
             # On with the recorded tokens: one difference must not cause others.
             state = _advanced(decision.record.state, after)
     _release(backbone, canvas)
@@ -514,7 +508,7 @@ def free_running(
         verdict.num_equal = int((response[row] == record.tokens).sum())
         then = f"{record.num_steps} steps, {record.status}"
         now = f"{int(result.num_steps[row])} steps, {result.status[row]}"
-        if then != now and verdict.first_step is None:
+        if then != now and not verdict.differing_steps:
             last = min(int(result.num_steps[row]), record.num_steps)
             verdict.differ(last, torch.inf, f"{then} recorded; {now} now")
     return [verdict.conclude(independent=False) for verdict in observer.verdicts]
@@ -587,7 +581,7 @@ class _FirstDifference:
             verdict.num_checked += 1
             if not bool(differs[i]):
                 verdict.num_agreeing += 1
-            elif verdict.first_step is None:
+            elif not verdict.differing_steps:
                 verdict.differ(step, float(margin[i]), _difference(after[i], record, i))
             else:  # follows from the first one
                 verdict.differing_steps.append(step)
@@ -629,7 +623,6 @@ def _judge_step(
     records: Sequence[Trajectory],
     decision: Decision,
     after: Tensor,
-    margin: Tensor,
     decoder: Decoder,
     number: int,
 ) -> None:
@@ -639,7 +632,7 @@ def _judge_step(
     wrote = after != state.ids
     num_tokens = wrote.sum(1).tolist()
     num_equal = (wrote & (step.new_ids == after)).sum(1).tolist()
-    differs = (step.new_ids != after).any(1).tolist()
+    differs, margin = compare_step(decision, after, decoder)
     is_open = (state.editable & (step.new_ids == state.mask_id)).any(1)
     has_ended = torch.zeros_like(is_open) if decision.ended is None else decision.ended
     for i, row in enumerate(state.rows.tolist()):

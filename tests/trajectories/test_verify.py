@@ -127,7 +127,7 @@ def test_a_changed_token_fails_its_own_step_alone(backbone, records):
     forced, free = (execute(backbone, ONE, changed) for execute in (teacher_forced, free_running))
     for verdicts in (forced, free):
         assert [verdict.outcome for verdict in verdicts] == ["exact", "failed", "exact"]
-    assert forced[1].first_step == T - 1
+    assert forced[1].differing_steps[0] == T - 1
     assert (forced[1].num_checked, forced[1].num_agreeing) == (T, T - 1)
     assert f"position {last}: token {tokens[last]} recorded, token " in forced[1].reason
     assert free[1].token_agreement == pytest.approx((G - 1) / G)
@@ -149,7 +149,7 @@ def test_swapped_steps_and_a_step_too_many_or_too_few_fail(backbone, records):
     (alone,) = free_running(backbone, ONE, [longer])
     verdicts = [teacher_forced(backbone, ONE, [r])[0] for r in (swapped, longer, cut)]
     assert {verdict.outcome for verdict in (alone, *verdicts)} == {"failed"}
-    assert verdicts[0].first_step == 0
+    assert verdicts[0].differing_steps[0] == 0
     assert "the record stops at 11 steps, the loop has 12" in verdicts[2].reason
 
 

@@ -17,6 +17,7 @@ import tarfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
+from itertools import chain, starmap
 from pathlib import Path
 from typing import Any
 
@@ -90,12 +91,8 @@ class RunRecord:
             for former in (path, *sorted(folder.glob("run-*.json"))):
                 stored = RunRecord.parse(former.read_bytes(), where=former)
                 then, now = stored.as_dict(), json.loads(self.text())
-                differing = [
-                    line
-                    for group in ESSENTIAL
-                    for line in _differences(then[group], now[group], group)
-                ]
-                if differing:
+                pairs = ((then[group], now[group], group) for group in ESSENTIAL)
+                if differing := list(chain.from_iterable(starmap(_differences, pairs))):
                     raise ValueError(
                         f"{former}: the folder holds a run with other settings; use another folder "
                         "or the same settings. " + "; ".join(differing)
@@ -150,11 +147,7 @@ def software_facts() -> dict[str, Any]:
     import torch  # here: it takes seconds, and whoever only reads records does without
 
     facts: dict[str, Any] = {"python": platform.python_version(), **_own_version()}
-    for package in _PACKAGES:
-        try:
-            facts[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            facts[package] = None
+    facts |= {package: _version(package) for package in _PACKAGES}
     facts["cuda"] = torch.version.cuda
     facts["hip"] = torch.version.hip
     facts["cudnn"] = torch.backends.cudnn.version() if torch.cuda.is_available() else None
@@ -178,16 +171,19 @@ def hardware_facts() -> dict[str, Any]:
 def _own_version() -> dict[str, Any]:
     """Our version, and the commit when the package is the work tree of its own repository."""
     package = Path(lit_dlm.__file__).resolve().parent
-    try:
-        version = metadata.version("lit-dlm")
-    except metadata.PackageNotFoundError:
-        version = None
-    facts: dict[str, Any] = {"lit_dlm": version, "commit": None, "dirty": None}
+    facts: dict[str, Any] = {"lit_dlm": _version("lit-dlm"), "commit": None, "dirty": None}
     root = _git(package, "rev-parse", "--show-toplevel")
     if root is not None and Path(root).resolve() == package.parent:
         facts["commit"] = _git(package, "rev-parse", "HEAD")
         facts["dirty"] = bool(_git(package, "status", "--porcelain", "--untracked-files=no"))
     return facts
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

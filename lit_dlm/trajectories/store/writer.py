@@ -9,6 +9,7 @@ interpreter, so a decode loop waits neither for zstd nor for the disk.
 
 from __future__ import annotations
 
+import atexit
 import errno
 import fcntl
 import hashlib
@@ -21,6 +22,8 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+
+import pyarrow as pa
 
 from lit_dlm.ops.files import sync_folder
 from lit_dlm.ops.options import at_least, within
@@ -43,6 +46,8 @@ MAX_SHARD_BYTES = 256 * 2**20
 """A shard is closed at this size."""
 MAX_BLOCK_BYTES = 32 * 2**20
 """A block is closed early when its records take this much memory."""
+FLUSH_SECONDS = 30.0
+"""A record waits at most this long (looked at on ``put``)."""
 _RECORD_OVERHEAD = 2048
 """Bytes of a record's Python objects, roughly."""
 OPEN_FILES: set[Path] = set()
@@ -65,17 +70,12 @@ class ShardFile:
         self.size = 0
         self._is_synced = True
         self._blocks: list[BlockEntry] = []
-        self._uids: list[str] = []
+        self.uids: list[str] = []
         try:
             self._append(tar_member(RUN_MEMBER, run_text.encode()))
         except OSError:
             self.abandon()
             raise
-
-    @property
-    def num_records(self) -> int:
-        """Records written so far."""
-        return len(self._uids)
 
     def append(
         self,
@@ -108,7 +108,7 @@ class ShardFile:
                 feature_crc32=None if features is None else zlib.crc32(features),
             )
         )
-        self._uids += [record.uid for record in records]
+        self.uids += [record.uid for record in records]
 
     def finish(self) -> Path:
         """Gives the shard, which has a block, its final name and its side file."""
@@ -122,9 +122,9 @@ class ShardFile:
             bytes=self.size,
             sha256=self._sha.hexdigest(),
             run_digest=self.run_digest.hex(),
-            num_records=len(self._uids),
+            num_records=len(self.uids),
             blocks=tuple(self._blocks),
-            uids=tuple(self._uids),
+            uids=tuple(self.uids),
         ).write(self.folder)
         return final
 
@@ -183,8 +183,6 @@ class TrajectoryShardWriter:
         run: RunRecord,
         records_per_block: int = 64,
         max_shard_records: int = 4096,
-        flush_seconds: float = 30.0,
-        level: int = 9,
         max_total_bytes: int | None = None,
     ) -> None:
         """Opens a set for writing; no shard is created before the first block.
@@ -197,8 +195,6 @@ class TrajectoryShardWriter:
             run: what makes these records; stored as ``run.json`` and in every shard.
             records_per_block: a block is closed at so many.
             max_shard_records: close a shard at this many records.
-            flush_seconds: a record waits at most this long (looked at on ``put``).
-            level: zstd level of records.
             max_total_bytes: refuse to go on once this writer has written more.
         """
         within("[1, 65535]", records_per_block=records_per_block)
@@ -210,8 +206,6 @@ class TrajectoryShardWriter:
         self._run_text, self._run_digest = run.text(), run.digest()
         self.records_per_block = records_per_block
         self.max_shard_records = max_shard_records
-        self.flush_seconds = flush_seconds
-        self.level = level
         self.sync_blocks = True
         """Wait for the disk after every block. ``False`` leaves that to calls of :meth:`sync`, so
         that one wait can serve several blocks."""
@@ -235,7 +229,7 @@ class TrajectoryShardWriter:
         """Seconds until the open block is due (0 or less: now); ``None`` when it is empty."""
         if not self._pending:
             return None
-        return self._pending_since + self.flush_seconds - time.monotonic()
+        return self._pending_since + FLUSH_SECONDS - time.monotonic()
 
     def put(self, record: Trajectory) -> None:
         """Adds one record, whose uid must be new; it is on disk after the next flush.
@@ -258,7 +252,7 @@ class TrajectoryShardWriter:
         if (
             len(self._pending) >= self.records_per_block
             or self._pending_bytes >= MAX_BLOCK_BYTES
-            or time.monotonic() - self._pending_since >= self.flush_seconds
+            or time.monotonic() - self._pending_since >= FLUSH_SECONDS
         ):
             self._write_pending()
 
@@ -284,7 +278,7 @@ class TrajectoryShardWriter:
         if not self._pending:
             return
         try:
-            members = encoded(self._pending, run_digest=self._run_digest, level=self.level)
+            members = encoded(self._pending, run_digest=self._run_digest)
         except ValueError:  # must not meet every later call, too
             self._pending, self._pending_bytes = [], 0
             raise
@@ -300,7 +294,7 @@ class TrajectoryShardWriter:
         self.bytes_written += self._shard.size - before
         self._pending, self._pending_bytes = [], 0
         if (
-            self._shard.num_records + self.records_per_block > self.max_shard_records
+            len(self._shard.uids) + self.records_per_block > self.max_shard_records
             or self._shard.size >= MAX_SHARD_BYTES
         ):
             self._finish()
@@ -343,14 +337,12 @@ def lives(pid: int) -> bool:
     return True
 
 
-def encoded(
-    records: Sequence[Trajectory], *, run_digest: bytes, level: int = 9
-) -> tuple[bytes, bytes | None]:
+def encoded(records: Sequence[Trajectory], *, run_digest: bytes) -> tuple[bytes, bytes | None]:
     """The block of some records, and that of their features, if any has some."""
     features = None
     if any(record.features is not None for record in records):
         features = encode_features(records)
-    return encode_block(records, run_digest=run_digest, level=level), features
+    return encode_block(records, run_digest=run_digest), features
 
 
 def lock(fd: int) -> bool | None:
@@ -376,12 +368,9 @@ def _kind(record: Trajectory) -> tuple[object, ...]:
 
 def record_bytes(record: Trajectory) -> int:
     """Memory that a record takes, to a good approximation."""
-    size = record.prompt_ids.nbytes + record.tokens.nbytes + record.commit_step.nbytes
-    for array in (record.given, record.superseded, *record.signals.values()):
-        size += 0 if array is None else array.nbytes
-    if record.features is not None:
-        size += record.features.nbytes
-    return size + _RECORD_OVERHEAD
+    arrays = [record.prompt_ids, record.tokens, record.commit_step, *record.signals.values()]
+    optional = (record.given, record.superseded, record.features)
+    return _RECORD_OVERHEAD + sum(one.nbytes for one in (*arrays, *optional) if one is not None)
 
 
 logger = logging.getLogger(__name__)
@@ -412,6 +401,8 @@ class BackgroundWriter:
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._is_closed = False
+        pa.array([])  # imports what it needs, which no thread can once the program has ended
+        atexit.register(self._tell_unclosed)
         # No daemon: a program that forgets to close ends with its shards finished.
         self._thread = threading.Thread(target=self._run, name="trajectory-writer")
         self._thread.start()
@@ -457,6 +448,7 @@ class BackgroundWriter:
         if self._is_closed:
             return
         self._is_closed = True
+        atexit.unregister(self._tell_unclosed)
         self._queue.put(None)
         self._thread.join()
         if self.blocked_seconds > 0.5:
@@ -467,6 +459,11 @@ class BackgroundWriter:
             )
         if self._error is not None:
             raise self._error
+
+    def _tell_unclosed(self) -> None:
+        """At the end of a program that forgot to close, where nobody will raise the error."""
+        lost = "" if self._error is None else f"; records are lost: {self._error}"
+        logger.error("%s: the writer was never closed%s", self._writer.folder, lost)
 
     def _wait_until(self, is_done: Callable[[], bool]) -> None:
         """Waits for the thread, and raises what broke it."""
@@ -532,8 +529,6 @@ class BackgroundWriter:
                     return group, size, True
                 item = self._queue.get_nowait()
         except queue.Empty:
-            if not threading.main_thread().is_alive() and not self._is_closed:
-                logger.error("%s: the writer was never closed", self._writer.folder)
-                return group, size, None
-            return group, size, True
+            is_left = not threading.main_thread().is_alive() and not self._is_closed
+            return group, size, None if is_left else True
         return group, size, item

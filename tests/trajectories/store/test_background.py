@@ -155,20 +155,27 @@ def test_the_size_limit_is_an_error_and_keeps_what_is_written(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_program_that_forgets_to_close_keeps_its_records(tmp_path):
+@pytest.mark.parametrize("meta", ["{}", "{'x': {1}}"])
+def test_a_program_that_forgets_to_close_keeps_its_records_or_says_which_not(tmp_path, meta):
+    """Threads can import little once the program has ended, so nothing is left to import."""
     code = (
-        "import sys, torch; from pathlib import Path\n"  # torch, as every program that decodes
+        "import atexit, sys; from pathlib import Path\n"
         "from lit_dlm.trajectories.store import BackgroundWriter\n"
         "from tests.trajectories.samples import records_of, shard_writer\n"
         "shards = BackgroundWriter(shard_writer(Path(sys.argv[1])))\n"
-        "for record in records_of(3): shards.put(record)\n"
+        "known = set(sys.modules)\n"
+        "atexit.register(lambda: print(set(sys.modules) - known))\n"
+        "*good, last = records_of(3)\n"
+        f"for record in (*good, last.with_meta(**{meta})): shards.put(record)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 0, done.stderr
-    assert "was never closed" in done.stderr
-    assert len(uids(tmp_path)) == 3
+    assert (done.returncode, done.stdout) == (0, "set()\n"), done.stderr
+    assert "the writer was never closed" in done.stderr
+    is_broken = "x" in meta
+    assert ("records are lost: trajectory 'task/split/0002': meta" in done.stderr) == is_broken
+    assert len(uids(tmp_path)) == 3 - is_broken
 
 
 def test_ranks_write_unequal_shares_of_one_set(tmp_path):
