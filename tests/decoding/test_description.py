@@ -13,11 +13,7 @@ import lit_dlm.decoding as d
 from lit_dlm.decoding import ConfidencePolicy, Decoder, NoQuota, Region
 from lit_dlm.decoding.caches import CacheScheme
 from lit_dlm.decoding.decoder import Sweep, expanded, with_option
-from lit_dlm.decoding.description import (
-    PLUGS,
-    decoder_from_description,
-    layout_from_description,
-)
+from lit_dlm.decoding.description import decoder_from_description, layout_from_description, plugs
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.reports.plots import family
 from tests.decoding.models import scorer
@@ -95,7 +91,7 @@ def test_every_plug_of_the_package_can_be_named() -> None:
     classes = [value for value in vars(d).values() if inspect.isclass(value)]
     for part, protocol in protocols.items():
         exported = {value for value in classes if protocol in value.__mro__[1:]}
-        assert exported <= set(PLUGS[part]), part
+        assert exported <= set(plugs(part).values()), part
 
 
 class Holds(AlternatePolicy):
