@@ -38,11 +38,7 @@ from lit_dlm.decoding.policies import (
     SequentialPolicy as SequentialPolicy,
     ThresholdPolicy as ThresholdPolicy,
 )
-from lit_dlm.decoding.region_fill import (
-    FillCurves as FillCurves,
-    RegionFill as RegionFill,
-    lockstep_score as lockstep_score,
-)
+from lit_dlm.decoding.region_fill import FillCurves as FillCurves, RegionFill as RegionFill
 from lit_dlm.decoding.regions import Block as Block, BlockLayout as BlockLayout, Region as Region
 from lit_dlm.decoding.sampler import Sampler as Sampler
 from lit_dlm.decoding.state import (

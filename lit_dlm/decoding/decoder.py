@@ -144,9 +144,7 @@ class Decoder(Plugs):
 
     def encoded(self, encode: Callable[[str], list[int]]) -> Decoder:
         """This decoder with the token ids of markers that its layout has as text."""
-        if self.layout is None or not any(
-            isinstance(region.marker, str) for region in self.layout.regions
-        ):
+        if self.layout is None:
             return self
         made = copy.copy(self)
         made.layout = self.layout.encoded(encode)
@@ -163,14 +161,11 @@ class Decoder(Plugs):
 
         Cache, layout and guidance are listed only where there is one.
         """
-        names = ["policy", "window", "quota", "sampler"]
-        if not isinstance(self.cache, NoCache):
-            names.append("cache")
-        if self.layout is not None:
-            names.append("layout")
+        plugs = {name: getattr(self, name) for name in _PLUGS}
+        absent = [name for name, one in plugs.items() if one is None or isinstance(one, NoCache)]
         return {
-            **{name: _describe(getattr(self, name)) for name in names},
-            **({} if self.guidance is None else {"guidance": self.guidance.describe()}),
+            **{name: _describe(one) for name, one in plugs.items() if name not in absent},
+            **({} if self.guidance is None else {"guidance": {**vars(self.guidance)}}),
             "settings": asdict(self.settings),
         }
 
@@ -218,7 +213,7 @@ def _describe(plug: object) -> dict[str, Any]:
     return {"name": name, **settings}
 
 
-_PLUGS = ("policy", "window", "quota", "sampler", "cache", "layout", "settings")
+_PLUGS = ("policy", "window", "quota", "sampler", "cache", "layout")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,13 +251,13 @@ def expanded(decoders: Mapping[str, Decoder], sweep: Mapping[str, Sweep]) -> dic
 def with_option(decoder: Decoder, option: str, value: Any) -> Decoder:
     """A copy with another value of ``{plug}.{option}``; plugs that do not change are shared."""
     part, _, name = option.partition(".")
-    plug: Any = getattr(decoder, part) if part in _PLUGS else None
+    plug: Any = getattr(decoder, part) if part in (*_PLUGS, "settings") else None
     parameters = [] if plug is None else inspect.signature(type(plug)).parameters
     arguments = {key: vars(plug)[key] for key in parameters if key in vars(plug)}
     if name not in arguments:
         raise ValueError(
-            f"sweep.option: {option!r} is unknown; expected {'|'.join(_PLUGS)} and of {part} one "
-            f"of: {', '.join(arguments) or 'none'}"
+            f"sweep.option: {option!r} is unknown; expected {'|'.join(_PLUGS)}|settings and of "
+            f"{part} one of: {', '.join(arguments) or 'none'}"
         )
     changed = copy.copy(decoder)
     setattr(changed, part, type(plug)(**{**arguments, name: value}))

@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from lit_dlm.backbones.base import Backbone, Denoised
+from lit_dlm.backbones.base import Backbone
 from lit_dlm.decoding.caches import CacheScheme, CacheSession
 from lit_dlm.decoding.guidance import GuidedBackbone
 from lit_dlm.decoding.policies.base import CommitPolicy
@@ -217,10 +217,18 @@ def decide(
     elif columns.device.type == "cpu":
         columns = columns.gather(1, masks_first(state, columns))
     forced = None
-    if session is None:
-        denoised = _denoise(backbone, state, columns, hidden_layers)
-    else:
+    if session is not None:
         denoised, forced = session.denoise(state, columns)
+    else:
+        # Only block models and guidance ask where the response begins.
+        asks = backbone.spec.attention == "block" or isinstance(backbone, GuidedBackbone)
+        denoised = backbone.denoise(
+            state.ids,
+            pad_mask=state.pad_mask,
+            columns=columns,
+            hidden_layers=hidden_layers,
+            **({"response_start": state.start} if asks else {}),
+        )
     plugs.sampler.restrict(denoised, backbone.spec)
     proposal = plugs.sampler.propose(state, denoised, requires)
     # The gate comes before the policy, which then spends its quota on what may be committed.
@@ -257,18 +265,6 @@ def decide(
         denoised=denoised if "logits" in requires else None,
     )
     return Decision(record, decided, ended, policy_span)
-
-
-def _denoise(
-    backbone: Backbone, state: DecodeState, columns: Tensor, hidden_layers: tuple[int, ...]
-) -> Denoised:
-    """One forward over the whole canvas."""
-    # Only block models and guidance ask where the response begins.
-    asks = backbone.spec.attention == "block" or isinstance(backbone, GuidedBackbone)
-    origin = {"response_start": state.start} if asks else {}
-    return backbone.denoise(
-        state.ids, pad_mask=state.pad_mask, columns=columns, hidden_layers=hidden_layers, **origin
-    )
 
 
 _COMPLETE, _ENDED, _BROKEN = -1, -2, -3

@@ -25,10 +25,6 @@ class Guidance:
         self.scale = scale
         self.prompt_ids = list(prompt_ids)
 
-    def describe(self) -> dict[str, Any]:
-        """The settings as JSON types."""
-        return {"scale": self.scale, "prompt_ids": self.prompt_ids}
-
 
 class GuidedBackbone(Backbone):
     """A backbone with full attention whose logits are guided; everything else is its own."""

@@ -12,7 +12,7 @@ import copy
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Self
 
 import torch
@@ -141,11 +141,8 @@ class FractionLayout(_PlacedLayout):
     needs = ("fraction",)
 
     def place(self, length: int) -> BlockLayout:
-        borders = [0]
-        total = 0.0
-        for region in self.regions:
-            total += region.fraction or 0.0
-            borders.append(int(total * length + 0.5))
+        shares = accumulate((region.fraction or 0.0 for region in self.regions), initial=0.0)
+        borders = [int(share * length + 0.5) for share in shares]
         return self._blocks(list(pairwise(borders)), length)
 
 

@@ -29,21 +29,16 @@ class FillCurves:
         }
 
     def lockstep_score(self) -> float:
-        """How closely the regions kept step, see :func:`lockstep_score`."""
-        return lockstep_score(self.share)
+        """One minus the gap between the fullest and the emptiest region, averaged over the steps.
 
-
-def lockstep_score(share: Tensor) -> float:
-    """One minus the gap between the fullest and the emptiest region, averaged over the steps.
-
-    For two regions the value after a step is ``1 - |R - A|``, the score of the Dream-7B Lockstep
-    R/A release, taken there once; it is 1 with fewer than two regions or without a step. ``share``
-    is ``(T + 1, R)``, before each step and at the end.
-    """
-    if share.shape[1] < 2 or len(share) < 2:
-        return 1.0
-    after = share[1:]
-    return float((1.0 - (after.amax(1) - after.amin(1))).mean())
+        For two regions the value after a step is ``1 - |R - A|``, the score of the Dream-7B
+        Lockstep R/A release, taken there once; it is 1 with fewer than two regions or without a
+        step.
+        """
+        after = self.share[1:]
+        if self.share.shape[1] < 2 or not len(after):
+            return 1.0
+        return float((1.0 - (after.amax(1) - after.amin(1))).mean())
 
 
 def fill_curves(masked: Tensor, regions: Tensor, names: tuple[str, ...]) -> FillCurves:

@@ -94,8 +94,6 @@ class DecodeState:
         changes: dict[str, Tensor | RegionMap] = {}
         for name, old in self._by_row().items():
             new = getattr(entering, name)
-            if name == "rows":
-                continue
             if isinstance(old, RegionMap):
                 changes[name] = old.with_ids(old.ids.index_copy(0, index, new.ids))
             elif new is None:  # nothing written yet

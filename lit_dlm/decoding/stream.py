@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -151,8 +150,7 @@ class Detokenizer:
         ids = [row[cells].tolist() for row, cells in zip(response, kept, strict=True)]
         texts = []
         if self._tokenizer is not None:
-            decode = partial(self._tokenizer.decode, skip_special_tokens=True)
-            texts = [str(decode(row)) for row in ids]
+            texts = [str(self._tokenizer.decode(row, skip_special_tokens=True)) for row in ids]
             if isinstance(self._vision, TokenVision):
                 for row in (response >= self._vision.first_id).any(1).nonzero()[:, 0].tolist():
                     # The mark of the end is no part of the picture.

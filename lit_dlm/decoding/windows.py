@@ -236,19 +236,33 @@ class FixedQuota(Quota):
         return candidates.sum(1).clamp_max(self.tokens_per_step)
 
 
-class EvenQuota(Quota):
+class _StepsQuota(Quota):
+    """What the quotas share that take steps of the response or of every block."""
+
+    def __init__(self, steps: int | None = None, *, steps_per_block: int | None = None) -> None:
+        """Sets exactly one: the steps of the response, or those of each block."""
+        at_least(1, steps=steps, steps_per_block=steps_per_block)
+        if (steps is None) == (steps_per_block is None):
+            raise ValueError(
+                f"{type(self).__name__}: expected exactly one of steps and steps_per_block, got "
+                f"{steps} and {steps_per_block}"
+            )
+        self.steps = steps
+        self.steps_per_block = steps_per_block
+
+    def describe(self) -> dict[str, Any]:
+        options = ("steps", "steps_per_block", "eps")
+        return {name: value for name in options if (value := vars(self).get(name)) is not None}
+
+
+class EvenQuota(_StepsQuota):
     """A fixed number of steps, shared evenly by the blocks and inside each block.
 
     A block with ``m`` masks and ``S`` steps commits ``m // S`` per step and one more in the first
     ``m % S`` steps (LLaDA, arXiv 2502.09992, reference sampler; the static remasking of dLLM-RL's
-    block sampler, whose ``S`` is given per block).
+    block sampler, whose ``S`` is given per block). Steps of the response are a multiple of its
+    blocks.
     """
-
-    def __init__(self, steps: int | None = None, *, steps_per_block: int | None = None) -> None:
-        """Sets exactly one: the steps of the response, a multiple of its blocks, or of each."""
-        _one_of(type(self).__name__, steps=steps, steps_per_block=steps_per_block)
-        self.steps = steps
-        self.steps_per_block = steps_per_block
 
     def counts(self, state: DecodeState, candidates: Tensor) -> Tensor | None:
         steps = self.steps_per_block
@@ -262,11 +276,8 @@ class EvenQuota(Quota):
         extra = state.block_step < state.block_masks % steps
         return state.block_masks // steps + extra.long()
 
-    def describe(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if value is not None}
 
-
-class ScheduleQuota(Quota):
+class ScheduleQuota(_StepsQuota):
     """Dream's linear timestep schedule, truncated to integers.
 
     With times ``t_0 = 1 > ... > t_steps = eps``, step ``s`` commits
@@ -279,12 +290,10 @@ class ScheduleQuota(Quota):
         self, steps: int | None = None, eps: float = 1e-3, *, steps_per_block: int | None = None
     ) -> None:
         """Sets the last time ``eps`` and the steps: of the response, or of every block."""
-        chosen = _one_of(type(self).__name__, steps=steps, steps_per_block=steps_per_block)
-        self.steps = steps
-        self.steps_per_block = steps_per_block
+        super().__init__(steps, steps_per_block=steps_per_block)
         self.eps = eps
         # float32, as in the release: truncation makes the counts depend on it.
-        times = torch.linspace(1.0, eps, chosen + 1, dtype=torch.float32)
+        times = torch.linspace(1.0, eps, (steps or steps_per_block or 0) + 1, dtype=torch.float32)
         self._shares = (1.0 - times[1:] / times[:-1]).tolist()
 
     def counts(self, state: DecodeState, candidates: Tensor) -> Tensor | None:
@@ -294,11 +303,6 @@ class ScheduleQuota(Quota):
         shares = torch.tensor([*self._shares[:-1], 1.0], dtype=torch.float32)
         shares = shares.to(masks.device, non_blocking=True)
         return (masks * shares[step.clamp_max(len(shares) - 1)]).long()
-
-    def describe(self) -> dict[str, Any]:
-        if self.steps is None:
-            return {"steps_per_block": self.steps_per_block, "eps": self.eps}
-        return {"steps": self.steps, "eps": self.eps}
 
 
 class BudgetQuota(Quota):
@@ -349,15 +353,3 @@ class CosineQuota(Quota):
         kept = self._kept.to(masks.device, non_blocking=True)[step]
         kept = (state.block_masks * kept).floor().long().minimum(masks - 1).clamp_min(1)
         return torch.where(step == self.steps - 1, masks, masks - kept)
-
-    def describe(self) -> dict[str, Any]:
-        return {"steps": self.steps}
-
-
-def _one_of(owner: str, **options: int | None) -> int:
-    """The value of the only option that is given."""
-    given = {name: value for name, value in options.items() if value is not None}
-    if len(given) != 1:
-        raise ValueError(f"{owner}: expected exactly one of {' and '.join(options)}, got {given}")
-    at_least(1, **given)  # type: ignore[arg-type]
-    return next(iter(given.values()))

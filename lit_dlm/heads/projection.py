@@ -46,8 +46,7 @@ class ProjectorConfig:
     """Added to the variance in the layer normalisation; 1e-5, torch's own, in the release."""
 
     def __post_init__(self) -> None:
-        for name in ("hidden_rank", "delta_rank"):
-            rank = getattr(self, name)
+        for name, rank in (("hidden_rank", self.hidden_rank), ("delta_rank", self.delta_rank)):
             if not 1 <= rank <= self.hidden_size:
                 raise ValueError(
                     f"ProjectorConfig.{name}: expected 1 to hidden_size={self.hidden_size}, "
@@ -110,11 +109,6 @@ class Projector(nn.Module):
             )
             weight.copy_(torch.linalg.qr(noise).Q.T)
         return projector
-
-    @property
-    def num_features(self) -> int:
-        """``H * k_h + (H - 1) * k_d``."""
-        return sum(self.config.groups)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Projects ``(..., H, D)`` floating point snapshots, depths in ascending order.
@@ -279,13 +273,9 @@ class PCAFitter:
         """Solves for the components and returns the projector."""
         self.config.check_positions(self._hidden.count // self.config.num_snapshots)
         projector = Projector(self.config)
-        weight, bias = self._hidden.components(self.config.hidden_rank)
-        projector.hidden_weight.copy_(weight)
-        projector.hidden_bias.copy_(bias)
+        self._hidden.solve(projector.hidden_weight, projector.hidden_bias)
         if self._delta.count:  # one snapshot has no neighbours
-            weight, bias = self._delta.components(self.config.delta_rank)
-            projector.delta_weight.copy_(weight)
-            projector.delta_bias.copy_(bias)
+            self._delta.solve(projector.delta_weight, projector.delta_bias)
         return projector
 
 
@@ -305,8 +295,9 @@ class _Moments:
         self.total += rows.sum(0)
         self.second += rows.T @ rows
 
-    def components(self, rank: int) -> tuple[Tensor, Tensor]:
-        """``(rank, D)`` scaled directions by falling variance and the ``(rank,)`` offset."""
+    def solve(self, weight: Tensor, bias: Tensor) -> None:
+        """Fills in ``(rank, D)`` scaled directions by falling variance, and their offset."""
+        rank = len(weight)
         mean = self.total / self.count
         covariance = self.second / self.count - torch.outer(mean, mean)
         variance, directions = torch.linalg.eigh(covariance)
@@ -316,8 +307,8 @@ class _Moments:
         peak = directions.abs().argmax(dim=1, keepdim=True)
         directions = directions * directions.gather(1, peak).sign()
         scale = variance.mean().clamp_min(1e-12).rsqrt()
-        weight = directions * scale
-        return weight.float(), -(weight @ mean).float()
+        weight.copy_(directions * scale)
+        bias.copy_(-((directions * scale) @ mean))
 
 
 def _normalised_snapshots(hidden: Tensor, *, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
@@ -341,15 +332,10 @@ class FeatureSettings:
     margin: bool = True
     """Append the log-odds of the proposal's margin over the second-best token."""
 
-    @property
-    def num_scalars(self) -> int:
-        """Scalars per position: the confidence log-odds and the extras."""
-        return 1 + int(self.entropy) + int(self.margin)
-
 
 def feature_groups(projector: ProjectorConfig, settings: FeatureSettings) -> tuple[int, ...]:
     """``H`` times ``k_h``, ``H - 1`` times ``k_d``, 1 per scalar: one scale each under int8."""
-    return projector.groups + (1,) * settings.num_scalars
+    return projector.groups + (1,) * (1 + settings.entropy + settings.margin)
 
 
 def num_features(projector: ProjectorConfig, settings: FeatureSettings) -> int:

@@ -28,7 +28,7 @@ from lit_dlm.ops.masking import time_delay_mask
 from lit_dlm.ops.options import at_least
 from lit_dlm.ops.sampling import uniform_noise
 
-_LEVEL, _CELL, _CUT, _ROWS = 16, 17, 18, 19
+_LEVEL, _CELL, _CUT, _ROWS, _PAIR, _PROMPT = 16, 17, 18, 19, 20, 21
 """Streams of noise, apart from those of decoding."""
 
 
@@ -66,15 +66,13 @@ class RandomMasking(Corruption):
         B, G = responses.maskable.shape
         device = responses.maskable.device
         sample = torch.arange(B, device=device).repeat_interleave(self.copies)
+        place = cells = torch.arange(G, device=device).expand(len(sample), -1)
         if self.level == "block":
             if responses.blocks is None:
                 raise ValueError("RandomMasking.level: 'block' needs a model with block attention")
             place = responses.blocks[sample]
         elif self.level == "row":
-            place = torch.zeros(len(sample), G, dtype=torch.long, device=device)
-        else:
-            place = torch.arange(G, device=device).expand(len(sample), -1)
-        cells = torch.arange(G, device=device).expand(len(sample), -1)
+            place = torch.zeros_like(cells)
         copy = torch.arange(B * self.copies, device=device)[:, None] % self.copies
         seeds = responses.seeds[sample]
         # A key per cell and copy in which G has no part: it differs from batch to batch.
@@ -256,10 +254,6 @@ class TimeDelay(Corruption):
             per_row=False,
             cut=cut,
         )
-
-
-_CELL, _PAIR, _PROMPT = 17, 20, 21
-"""Streams of noise, apart from those of decoding; the first one is that of RandomMasking."""
 
 
 class CoupledMasking(Corruption):

@@ -128,7 +128,7 @@ class _FusedHead(torch.autograd.Function):
             # What came before was counted from a lower top; exp(-1e4) is 0 in every dtype.
             fall = (before - highest).clamp_min_(-1e4)
             kept = fall.exp()
-            moment[chunk] = kept * (moment[chunk] + fall * total[chunk]) + _row_dots(probs, logits)
+            moment[chunk] = kept * (moment[chunk] + fall * total[chunk]) + logits.mul_(probs).sum(1)
             total[chunk] = kept * total[chunk] + probs.sum(1)
         log_total = total.log()
         ce = log_total - (target - top)
@@ -274,8 +274,3 @@ def _logit_slices(
             if inside is not None:
                 logits.index_fill_(1, inside, float("-inf"))
             yield chunk, part, logits, spare_buffer[: size[0] * size[1]].view(size)
-
-
-def _row_dots(a: Tensor, b: Tensor) -> Tensor:
-    """``(n,)``: the inner product of each row of ``a`` and ``b``, whose memory is used up."""
-    return b.mul_(a).sum(1)

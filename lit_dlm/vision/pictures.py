@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-import os
 import struct
 import warnings
 from collections.abc import Iterator
@@ -15,6 +14,8 @@ from functools import cached_property
 from pathlib import Path
 
 from PIL import Image, ImageOps
+
+from lit_dlm.ops.files import replacing
 
 IMAGE_MARK = "<image>"
 """Where a picture belongs in the text of a prompt; those without a mark go before the text."""
@@ -150,9 +151,8 @@ class PictureFolder:
         path = self.folder / picture.digest
         if not path.is_file():
             self.folder.mkdir(parents=True, exist_ok=True)
-            partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # ranks share folders
-            partial.write_bytes(picture.read())
-            os.replace(partial, path)
+            with replacing(path) as partial:
+                partial.write_bytes(picture.read())
         self._held.add(picture.digest)
 
     def __contains__(self, digest: str) -> bool:

@@ -13,11 +13,7 @@ import lit_dlm.decoding as d
 from lit_dlm.decoding import ConfidencePolicy, Decoder, NoQuota, Region
 from lit_dlm.decoding.caches import CacheScheme
 from lit_dlm.decoding.decoder import Sweep, expanded, with_option
-from lit_dlm.decoding.description import (
-    decoder_from_description,
-    layout_from_description,
-    plugs,
-)
+from lit_dlm.decoding.description import decoder_from_description, layout_from_description, plugs
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.reports.plots import family
 from tests.decoding.models import scorer
@@ -197,16 +193,13 @@ def test_any_plug_has_options(option: str, value: int) -> None:
         ("settings.cap", 1, "'settings.cap' is unknown"),
         ("layout.cells", 4, "'layout.cells' is unknown"),
         ("policy.threshold", 1.5, "threshold"),
+        ("policy.threshold", 0.5, r"sweep\.cut: .* 'cut_05'"),  # there is such a method
     ],
 )
 def test_wrong_options_and_values_are_named(option: str, value: float, message: str) -> None:
+    sweep = Sweep(decoder=BASE, option=option, values=[value])
     with pytest.raises(ValueError, match=message):
-        with_option(BASE, option, value)
-
-
-def test_two_methods_of_one_name_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"sweep\.cut: .* 'cut_05'"):
-        expanded({"cut_05": BASE}, {"cut": swept(BASE, 0.5)})
+        expanded({"cut_05": BASE}, {"cut": sweep})
 
 
 def test_the_points_of_an_unread_policy_read_the_same_folder(tmp_path: Path) -> None:

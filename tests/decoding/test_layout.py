@@ -172,9 +172,9 @@ def test_markers_of_text_are_encoded_once_and_refused_without_a_tokenizer():
     layout = d.MarkerLayout({"R": Region(marker="ab"), "A": Region(marker=[CLOSE])})
     decoder = Decoder(policy=ConfidencePolicy(), layout=layout)
     encoded = decoder.encoded(lambda text: [ord(letter) for letter in text])
-    regions = encoded.describe()["layout"]["regions"]
-    assert [region["marker"] for region in regions] == [[97, 98], [CLOSE]]
-    assert encoded.encoded(lambda text: []) is encoded
+    for one in (encoded, encoded.encoded(lambda text: [])):
+        regions = one.describe()["layout"]["regions"]
+        assert [region["marker"] for region in regions] == [[97, 98], [CLOSE]]
     with pytest.raises(ValueError, match="'R': marker: expected token ids, got the text 'ab'"):
         layout.blocks(torch.tensor([1, 2, 3]))
 
@@ -184,20 +184,13 @@ def test_markers_of_text_are_encoded_once_and_refused_without_a_tokenizer():
 SPLIT = d.TemplateLayout([Region(name="R", length=2), Region(name="A", marker=[7])])
 
 
-def test_a_text_ends_before_its_first_end():
+def test_a_text_ends_before_its_first_end_and_given_cells_begin_a_part_of_their_own():
+    """The marker stands in cell 3; a given end of text ends nothing."""
     response = torch.tensor([[5, 6, EOS, 7], [5, 6, 7, 8], [EOS, 5, EOS, 5]])
     assert text_cells(response, [EOS]).int().tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]]
-
-
-def test_given_cells_begin_a_part_of_their_own():
-    """The marker stands in cell 3; a given end of text ends nothing."""
     response = torch.tensor([[5, EOS, 6, 7, 8, EOS, 9], [5, 6, 6, EOS, 8, 9, EOS]])
-    given = torch.zeros(2, 7, dtype=torch.bool)
-    given[:, 3] = True
-    assert text_cells(response, [EOS], given).int().tolist() == [
-        [1, 0, 0, 1, 1, 0, 0],
-        [1, 1, 1, 1, 1, 1, 0],
-    ]
+    found = text_cells(response, [EOS], (torch.arange(7) == 3).expand(2, -1))
+    assert found.int().tolist() == [[1, 0, 0, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0]]
 
 
 def test_the_answer_behind_a_marker_is_kept_when_the_reasoning_ends_early():

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import lit_dlm.decoding as d
-from lit_dlm.decoding import Decoder, Region, RegionFill, lockstep_score
+from lit_dlm.decoding import Decoder, FillCurves, Region, RegionFill
 from lit_dlm.decoding.region_fill import fill_curves
 from tests.decoding.models import table_backbone
 from tests.decoding.states import decoded, streamed
@@ -43,11 +43,10 @@ def test_the_score_is_one_minus_the_largest_gap_averaged_over_the_steps():
     """States after the steps: gaps 0.6, 0.2 and 0, so (0.4 + 0.8 + 1) / 3. The release's value for
     one state with R at 60 % and A at none is the first of them."""
     share = torch.tensor([[0.0, 0.0], [0.6, 0.0], [0.8, 1.0], [1.0, 1.0]])
-    assert lockstep_score(share) == pytest.approx((0.4 + 0.8 + 1.0) / 3)
     three = torch.tensor([[0.0, 0.0, 0.0], [0.5, 0.25, 1.0]])
-    assert lockstep_score(three) == pytest.approx(0.25)
-    assert lockstep_score(share[:, :1]) == 1.0
-    assert lockstep_score(share[:1]) == 1.0
+    tables = (share, three, share[:, :1], share[:1])
+    scores = [FillCurves((), table).lockstep_score() for table in tables]
+    assert scores == pytest.approx([(0.4 + 0.8 + 1.0) / 3, 0.25, 1.0, 1.0])
 
 
 def test_cells_that_were_given_do_not_count():

@@ -12,32 +12,20 @@ from lit_dlm.losses.acceptance import (
 from tests.losses.reference import rows
 
 
-def test_weights_match_hand_values() -> None:
-    """Eight columns: prompt, locked, five masked, and a tail of two, one of them cropped.
-
-    Masked ranks 0..4, front factor 1 - 0.5 r / 4: 1, .875, .75, .625, .5.
-    Labels 1 0 1 1 0: positives keep their factor, negatives weigh 2.
-    Two tail positions in the whole row: 1/2 for the visible one.
-    """
-    weight = acceptance_weights(
-        label=rows("001011011"),
-        is_gen=rows("001111111"),
-        is_tail=rows("000000011"),
-        visible=rows("111111110"),
-    )
-    expected = torch.tensor([[0.0, 0.0, 1.0, 2.0, 0.75, 0.625, 2.0, 0.5, 0.0]])
-    torch.testing.assert_close(weight, expected)
-
-
-def test_front_rank_counts_visible_masked_positions_only() -> None:
-    """Three visible of four masked, locked in between: factors 1, .75, .5."""
-    weight = acceptance_weights(
-        label=rows("111111"),
-        is_gen=rows("101011"),
-        is_tail=rows("000000"),
-        visible=rows("111110"),
-    )
-    torch.testing.assert_close(weight, torch.tensor([[1.0, 0.0, 0.75, 0.0, 0.5, 0.0]]))
+@pytest.mark.parametrize(
+    ("label", "is_gen", "is_tail", "visible", "expected"),
+    [
+        # Prompt, locked, five masked, and a tail of two, one of them cropped. Masked ranks 0..4,
+        # front factor 1 - 0.5 r / 4: 1, .875, .75, .625, .5. Positives keep it, negatives weigh 2.
+        # Two tail positions in the whole row: 1/2 for the visible one.
+        ("001011011", "001111111", "000000011", "111111110", [0, 0, 1, 2, 0.75, 0.625, 2, 0.5, 0]),
+        # Three visible of four masked, locked in between: factors 1, .75, .5.
+        ("111111", "101011", "000000", "111110", [1, 0, 0.75, 0, 0.5, 0]),
+    ],
+)
+def test_weights_match_hand_values(label, is_gen, is_tail, visible, expected) -> None:
+    weight = acceptance_weights(rows(label), rows(is_gen), rows(is_tail), rows(visible))
+    torch.testing.assert_close(weight, torch.tensor([expected]).float())
 
 
 def test_loss_matches_hand_value() -> None:

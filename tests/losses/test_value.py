@@ -11,22 +11,17 @@ def test_by_hand() -> None:
     """Clip 0.2, old values 0, returns 1.
 
     V = 0.5 is clipped to 0.2: max(0.25, 0.64) = 0.64. V = 0.1: 0.81 both ways. V = -1 is clipped to
-    -0.2: max(4, 1.44) = 4. Weights 1, 2, 1: half of 0.64 + 1.62 + 4.
+    -0.2: max(4, 1.44) = 4. Weights 1, 2, 1: half of 0.64 + 1.62 + 4. The last has no weight.
     """
-    values = torch.tensor([0.5, 0.1, -1.0], requires_grad=True)
-    terms = value_loss(
-        values, torch.zeros(3), torch.ones(3), torch.tensor([1.0, 2.0, 1.0]), clip=0.2
-    )
+    values = torch.tensor([0.5, 0.1, -1.0, 7.0], requires_grad=True)
+    weight = torch.tensor([1.0, 2.0, 1.0, 0.0])
+    terms = value_loss(values, torch.zeros(4), torch.ones(4), weight, clip=0.2)
     torch.testing.assert_close(terms.total, torch.tensor(3.13))
     terms.total.backward()
     # The first has moved far enough; V - R times the weight for the others.
-    torch.testing.assert_close(values.grad, torch.tensor([0.0, -1.8, -2.0]))
+    torch.testing.assert_close(values.grad, torch.tensor([0.0, -1.8, -2.0, 0.0]))
     torch.testing.assert_close(terms.parts["clip_fraction"], torch.tensor(2 / 3))
-
-
-def test_ignores_what_has_no_weight() -> None:
-    returns = torch.tensor([1.0, -1.0, 7.0])
-    values = torch.tensor([1.0, -1.0, 0.0])
-    terms = value_loss(values, torch.full((3,), 5.0), returns, torch.tensor([1.0, 1.0, 0.0]))
-    torch.testing.assert_close(terms.total, torch.tensor(0.5 * (3.8**2 + 5.8**2)))
-    assert terms.parts["clip_fraction"] == 1.0
+    old, returns = torch.full((2,), 5.0), torch.tensor([1.0, -1.0])
+    moved = value_loss(returns, old, returns, torch.ones(2))  # the same clip
+    torch.testing.assert_close(moved.total, torch.tensor(0.5 * (3.8**2 + 5.8**2)))
+    assert moved.parts["clip_fraction"] == 1.0

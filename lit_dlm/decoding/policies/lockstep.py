@@ -55,31 +55,11 @@ class LockstepPolicy(CommitPolicy):
     ) -> Selection:
         """Commits by region; with a quota (a budget of steps), at least so many."""
         assert state.regions is not None
-        one_pass = self._pass(state, state.regions, candidates, proposal.prob)
-        commit = self.choose(state, one_pass)
-        if quota is not None:
-            # What is committed anyway counts first, then the row's most probable cells, whatever
-            # their region; float64 keeps the order of the probabilities.
-            order = proposal.prob.double() + 2.0 * commit.double()
-            commit = commit | top_quota(order, candidates, quota)
-        return Selection(commit, proposal.prob)
-
-    def thresholds(self, state: DecodeState) -> Tensor:
-        """``(b, L)`` float64: the threshold of every column's region, without any bonus."""
-        assert state.regions is not None
-        tau = state.regions.tau
-        if self.tau is not None:
-            tau = torch.full_like(tau, self.tau)
-        return tau[state.regions.ids]
-
-    def _pass(
-        self, state: DecodeState, regions: RegionMap, candidates: Tensor, prob: Tensor
-    ) -> RegionPass:
-        masks = regions.counts(state.masked)
+        regions, prob = state.regions, proposal.prob
         # float64, so that the product is the one that Python computes.
-        caps = (regions.max_fill_frac * masks).floor().long().clamp_min(1)  # (b, R)
+        caps = (regions.max_fill_frac * regions.counts(state.masked)).floor().long().clamp_min(1)
         rank = _rank_in_region(prob, candidates, regions)
-        return RegionPass(
+        one_pass = RegionPass(
             regions=regions,
             candidates=candidates,
             prob=prob,
@@ -88,6 +68,21 @@ class LockstepPolicy(CommitPolicy):
             # those that reach it.
             in_cap=candidates & (rank < caps.gather(1, regions.ids)),
         )
+        commit = self.choose(state, one_pass)
+        if quota is not None:
+            # What is committed anyway counts first, then the row's most probable cells, whatever
+            # their region; float64 keeps the order of the probabilities.
+            order = prob.double() + 2.0 * commit.double()
+            commit = commit | top_quota(order, candidates, quota)
+        return Selection(commit, prob)
+
+    def thresholds(self, state: DecodeState) -> Tensor:
+        """``(b, L)`` float64: the threshold of every column's region, without any bonus."""
+        assert state.regions is not None
+        tau = state.regions.tau
+        if self.tau is not None:
+            tau = torch.full_like(tau, self.tau)
+        return tau[state.regions.ids]
 
 
 class JacobiPolicy(LockstepPolicy):

@@ -111,7 +111,9 @@ class TraceLockPolicy(CommitPolicy):
     def decision_logits(self, state: DecodeState, candidates: Tensor, proposal: Proposal) -> Tensor:
         """``(b, L)`` float32 decision logits over the canvas; 0 where the network saw nothing."""
         assert proposal.hidden is not None
-        scorer = self._scorer_on(proposal.hidden.device)
+        scorer = self.scorer
+        if scorer.projector.hidden_bias.device != proposal.hidden.device:
+            scorer.to(proposal.hidden.device)
         visible = left_of_window_end(state.masked, candidates)
         if state.pad_mask is not None:
             visible = visible & state.pad_mask
@@ -156,17 +158,11 @@ class TraceLockPolicy(CommitPolicy):
         facts = backbone_facts(backbone.spec, backbone)
         check_facts("acceptance policy", self.scorer.backbone, facts)
 
-    def _scorer_on(self, device: torch.device) -> AcceptanceScorer:
-        if self.scorer.projector.hidden_bias.device != device:
-            self.scorer.to(device)
-        return self.scorer
-
 
 def position_states(state: DecodeState) -> Tensor:
     """``(b, L)`` int64 :class:`PositionState` of every column."""
-    columns = torch.arange(state.ids.shape[1], device=state.ids.device)
-    in_response = (columns >= state.start).expand_as(state.masked)
-    states = torch.where(in_response, int(PositionState.LOCKED), int(PositionState.PROMPT))
+    is_prompt = torch.arange(state.ids.shape[1], device=state.ids.device) < state.start
+    states = torch.where(is_prompt, int(PositionState.PROMPT), int(PositionState.LOCKED))
     return torch.where(state.masked, int(PositionState.GEN), states)
 
 
