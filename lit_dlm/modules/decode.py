@@ -145,7 +145,10 @@ def encoded_turns(
 
     content = turns[-1]["content"]
     if not pictures:
-        return tokenize(render(content))
+        ids: Any = tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, return_dict=False
+        )
+        return list(ids)
     with _named(uid):
         ids = vision_of(backbone, uid).encode(content, pictures, render=render, tokenize=tokenize)
     return list(ids)
