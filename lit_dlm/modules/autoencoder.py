@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
@@ -20,7 +19,7 @@ from torch.optim import Optimizer
 
 from lit_dlm.backbones.base import Backbone
 from lit_dlm.heads.projection import Autoencoder, Projector, ProjectorConfig
-from lit_dlm.modules.checkpoint import CheckpointFiles, drop_backbone
+from lit_dlm.modules.checkpoint import CheckpointFiles, best_checkpoints, drop_backbone
 from lit_dlm.modules.decode import check_precision
 from lit_dlm.modules.state_batch import StateBatch, state_snapshots
 from lit_dlm.modules.steps import (
@@ -138,13 +137,8 @@ class AutoencoderModule(LightningModule):
     def export(self, folder: str | Path) -> Projector:
         """Writes the projector of the best validation error (the last without a checkpoint)."""
         autoencoder = self.autoencoder
-        best = [
-            callback.best_model_path
-            for callback in (self.trainer.checkpoint_callbacks if self._trainer else [])
-            if isinstance(callback, ModelCheckpoint) and callback.monitor == _MONITOR
-        ]
-        if best and best[0]:
-            stored = CheckpointFiles().load_checkpoint(best[0])["state_dict"]
+        if best := best_checkpoints(self).get(_MONITOR):
+            stored = CheckpointFiles().load_checkpoint(best.best_model_path)["state_dict"]
             autoencoder = Autoencoder(autoencoder.config)
             autoencoder.load_state_dict(
                 {key.removeprefix("autoencoder."): value for key, value in stored.items()}

@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_only
 from tokenizers import AddedToken, Tokenizer
 from torch import nn
@@ -32,7 +34,7 @@ from transformers import PreTrainedModel
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.lora import adapter_parameters
 from lit_dlm.backbones.resolution import locate, read_json_object
-from lit_dlm.ops.files import is_finite
+from lit_dlm.ops.files import is_finite, sync_folder
 from lit_dlm.vision.patches import CODEBOOK
 
 logger = logging.getLogger(__name__)
@@ -291,6 +293,16 @@ def last_checkpoint(folders: Iterable[Path]) -> Path | None:
     )
 
 
+def best_checkpoints(module: LightningModule) -> dict[str, ModelCheckpoint]:
+    """By the score that they watched, callbacks of a module's run that have saved something."""
+    callbacks = module.trainer.checkpoint_callbacks if module._trainer else []
+    return {
+        str(callback.monitor): callback
+        for callback in callbacks
+        if isinstance(callback, ModelCheckpoint) and callback.best_model_path
+    }
+
+
 def draft_of(path: Path) -> Path:
     """Where a checkpoint is written before it has its name."""
     return path.with_name(f".{path.name}-partial")
@@ -306,11 +318,7 @@ def put_in_place(draft: Path, path: Path) -> None:
     os.replace(draft, path)
     if path.stem != LAST:
         remove(former)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_folder(path.parent)
 
 
 def sound(path: Path) -> Path:

@@ -34,11 +34,7 @@ from lit_dlm.decoding.stream import (
 )
 from lit_dlm.modules.checkpoint import ADAPTERS_KEY, adapter_settings, require_own_checkpoint
 from lit_dlm.modules.sharding import drop_frozen_decoders, shard_trained, whole_weights
-from lit_dlm.modules.steps import (
-    drop_half_update,
-    require_finite_gradients,
-    seed_batch,
-)
+from lit_dlm.modules.steps import drop_half_update, require_finite_gradients, seed_batch
 from lit_dlm.ops.sampling import sample_seed
 from lit_dlm.tasks import PromptExample
 from lit_dlm.tasks.base import template_text
@@ -147,15 +143,14 @@ def encoded_turns(
     def tokenize(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
 
+    content = turns[-1]["content"]
     if not pictures:
         ids: Any = tokenizer.apply_chat_template(
             turns, add_generation_prompt=True, return_dict=False
         )
         return list(ids)
     with _named(uid):
-        ids = vision_of(backbone, uid).encode(
-            turns[-1]["content"], pictures, render=render, tokenize=tokenize
-        )
+        ids = vision_of(backbone, uid).encode(content, pictures, render=render, tokenize=tokenize)
     return list(ids)
 
 

@@ -182,7 +182,6 @@ class FinetuneModule(TrainableModule):
         Args:
             stats: scores of the states' targets, state by state.
         """
-        del batch
         weight = states.weight[states.supervised].to(stats.ce.dtype)
         summed, units = (stats.ce * weight).sum(), states.num_units()
         count = states.supervised.sum()

@@ -101,8 +101,7 @@ class PretrainModule(DecodeModule):
         terms = masked_nelbo(stats, batch.hidden)
         size = len(batch.ids)
         self.log("train/nelbo", terms.total.detach(), prog_bar=True, batch_size=size)
-        for name, value in terms.parts.items():
-            self.log(f"train/{name}", value, batch_size=size)
+        self.log_dict({f"train/{k}": v for k, v in terms.parts.items()}, batch_size=size)
         if batch.drill is None:
             return terms.total
         return terms.total + _DRILL_WEIGHT * self._drill_loss(batch.drill)
@@ -144,12 +143,8 @@ class PretrainModule(DecodeModule):
 
 def _split_parameters(backbone: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """Separates matrices between hidden spaces from embeddings, norms and biases."""
-    tables = {
-        id(module.weight) for module in backbone.modules() if isinstance(module, nn.Embedding)
-    }
-    matrices: list[Tensor] = []
-    others: list[Tensor] = []
+    tables = {module.weight for module in backbone.modules() if isinstance(module, nn.Embedding)}
+    parts: tuple[list[Tensor], list[Tensor]] = ([], [])
     for parameter in backbone.parameters():
-        is_matrix = parameter.ndim == 2 and id(parameter) not in tables
-        (matrices if is_matrix else others).append(parameter)
-    return matrices, others
+        parts[parameter.ndim != 2 or parameter in tables].append(parameter)
+    return parts

@@ -165,7 +165,6 @@ def state_snapshots(
     assert denoised.hidden is not None
     chosen = batch.pad_mask & batch.is_real[:, None]
     if not with_prompt:
-        chosen = chosen.clone()
         chosen[:, : batch.start] = False
     return denoised.hidden[chosen]
 

@@ -170,7 +170,7 @@ def collate_supervised(
         uids=every("uid"),
         epochs=every("epoch"),
     )
-    if not _any_none(every("decode_entropy")):
+    if all(entropy is not None for entropy in every("decode_entropy")):
         batch.decode_entropy = _filled(every("decode_entropy"), G, np.float32(0))
     if any(listed is not None for listed in every("non_ltr")):
         by_steps = non_ltr_positions(batch.steps).numpy()
@@ -178,10 +178,6 @@ def collate_supervised(
     if any(given is not None and given.any() for given in every("given")):
         batch.given = _filled(every("given"), G, False, instead=from_the_left < 0)
     return batch
-
-
-def _any_none(values: Sequence[Any]) -> bool:
-    return any(value is None for value in values)
 
 
 def _left_padded(prompts: Sequence[NDArray[np.int32]], pad_id: int) -> tuple[Tensor, Tensor]:

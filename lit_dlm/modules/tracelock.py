@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
@@ -31,7 +29,7 @@ from lit_dlm.losses.acceptance import (
     acceptance_weights,
     prefix_crop,
 )
-from lit_dlm.modules.checkpoint import CheckpointFiles, drop_backbone
+from lit_dlm.modules.checkpoint import CheckpointFiles, best_checkpoints, drop_backbone
 from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.modules.selection import (
     AcceptanceScores,
@@ -333,8 +331,8 @@ class TraceLockModule(DecodeModule):
             return
         folder = self.export_dir or Path(self.trainer.default_root_dir) / "policy"
         self.export(folder)
-        for monitor in _best_checkpoints(self.trainer.checkpoint_callbacks):
-            if monitor != self.export_monitor:
+        for monitor in best_checkpoints(self):
+            if monitor in get_args(Monitor) and monitor != self.export_monitor:
                 by = folder.with_name(f"{folder.name}_by") / monitor.rpartition("/")[2]
                 self.export(by, monitor=monitor)
 
@@ -347,35 +345,16 @@ class TraceLockModule(DecodeModule):
         """
         scorer, monitor = self.scorer, monitor or self.export_monitor
         facts: dict[str, Any] = {"seed": self.seed, "global_step": int(self.global_step)}
-        found = {}
         if self._trainer:
-            found = _best_checkpoints(self.trainer.checkpoint_callbacks)
             facts["tasks"] = getattr(self.trainer.datamodule, "tasks", [])  # type: ignore[attr-defined]
-        if best := found.get(monitor):
+        if best := best_checkpoints(self).get(monitor):
             stored = CheckpointFiles().load_checkpoint(best.best_model_path)
-            prefix = "scorer."
             scorer = copy.deepcopy(scorer)
-            scorer.load_state_dict(
-                {
-                    key.removeprefix(prefix): value
-                    for key, value in stored["state_dict"].items()
-                    if key.startswith(prefix)
-                }
-            )
+            weights = stored["state_dict"].items()
+            scorer.load_state_dict({key.removeprefix("scorer."): value for key, value in weights})
             facts["global_step"] = int(stored["global_step"])
             if best.best_model_score is not None:
                 facts[monitor] = float(best.best_model_score)
         scorer.training_facts = facts
         scorer.save(folder)
         logger.info("wrote the acceptance policy to %s", folder)
-
-
-def _best_checkpoints(callbacks: Sequence[Any]) -> dict[Any, ModelCheckpoint]:
-    """The checkpoint callbacks that watched one of :data:`Monitor` and saved something."""
-    return {
-        str(callback.monitor): callback
-        for callback in callbacks
-        if isinstance(callback, ModelCheckpoint)
-        and callback.monitor in get_args(Monitor)
-        and callback.best_model_path
-    }

@@ -179,18 +179,15 @@ def _ranges(ends: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 def joined(parts: Sequence[Items]) -> Items:
     """Items one behind the other, of responses with as many cells."""
-    firsts = {"item": 0, "unit_item": 0, "unit": 0}
+    num_items = num_units = 0
     found: dict[str, list[Tensor]] = {}
     for part in parts:
+        before = {"item": num_items, "unit_item": num_items, "unit": num_units}
         for name in (one.name for one in fields(Items)):
             if isinstance(value := getattr(part, name), Tensor):
-                value = value + firsts[name] if name in firsts else value
+                value = value + before[name] if name in before else value
                 found.setdefault(name, []).append(value)
-        firsts = {
-            "item": firsts["item"] + len(part),
-            "unit_item": firsts["item"] + len(part),
-            "unit": firsts["unit"] + len(part.cell),
-        }
+        num_items, num_units = num_items + len(part), num_units + len(part.cell)
     whole: dict[str, Any] = {name: torch.cat(values) for name, values in found.items()}
     return replace(parts[0], **whole)
 

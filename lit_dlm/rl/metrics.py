@@ -139,13 +139,8 @@ def validation_of(
 def _facts(rollout: Rollout, score: RewardScore) -> Tensor:
     """``(len(_FACTS) + 1,)`` float64 facts of a response, and 1 for itself."""
     record = rollout.trajectory
-    facts = (
-        score.total,
-        record.meta["num_tokens"],
-        record.num_steps,
-        score.is_correct,
-        score.is_graded,
-    )
+    lengths = (record.meta["num_tokens"], record.num_steps)
+    facts = (score.total, *lengths, score.is_correct, score.is_graded)
     return torch.tensor([*map(float, facts), 1.0], dtype=torch.float64)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
@@ -65,23 +65,18 @@ class RolloutProgress:
         if not self.trainer.is_global_zero:
             return
         left = (now - self._began) / max(done, 1) * (total - done)
-        text = f"RL step {self.step}: {phase} {done}/{total}, {_clock(left)} left"
-        takers = [
-            taker
+        minutes, seconds = divmod(round(left), 60)
+        text = f"RL step {self.step}: {phase} {done}/{total}, {minutes}:{seconds:02d} left"
+        shown = [
+            taker(text, done, total)
             for callback in self.trainer.callbacks  # type: ignore[attr-defined]
             if callable(taker := getattr(callback, "on_rollout_progress", None))
         ]
-        shown = [taker(text, done, total) for taker in takers]
         if not any(shown) and now - self._told >= _SECONDS:
             logger.info(text)
             self._told = now
         if done >= total:
             self._told = now
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02d}"
 
 
 logger = logging.getLogger(__name__)
@@ -289,11 +284,9 @@ class TraceRLModule(TrainableModule):
                 for part, flag in was_training.items():
                     part.training = flag
 
-    @contextmanager
-    def rollout_weights(self) -> Iterator[None]:
+    def rollout_weights(self) -> AbstractContextManager[None]:
         """Whole weights with the adapter folded in, as decoding wants them."""
-        with decoding_weights(self.backbone):
-            yield
+        return decoding_weights(self.backbone)
 
     @contextmanager
     def value_weights(self) -> Iterator[None]:

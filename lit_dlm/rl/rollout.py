@@ -325,10 +325,7 @@ def groups_of(records: Sequence[Trajectory]) -> list[list[int]]:
 
 
 def encoded_problems(
-    module: TrainableModule,
-    tasks: Sequence[Task],
-    *,
-    max_length: int,
+    module: TrainableModule, tasks: Sequence[Task], *, max_length: int
 ) -> list[Problem]:
     """The problems of some tasks as the model is given them, without those that are longer."""
     examples = {task.name: list(task.examples()) for task in tasks}

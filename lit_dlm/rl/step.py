@@ -302,11 +302,7 @@ def fill_advantages(
 
 
 def _along_steps(
-    policy: Policy,
-    items: Items,
-    responses: Responses,
-    compared: Tensor,
-    values: Tensor | None,
+    policy: Policy, items: Items, responses: Responses, compared: Tensor, values: Tensor | None
 ) -> Estimates:
     """Follows rewards back along the steps; without values these are undiscounted rewards to go."""
     value, shrink, gae = policy.value, 1, StepGAE()

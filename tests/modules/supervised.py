@@ -1,7 +1,5 @@
 """Modules of fine-tuning that learn at a constant rate, and their batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

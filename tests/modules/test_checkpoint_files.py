@@ -1,7 +1,5 @@
 """Checkpoint files are whole or refused, the one before stays, and nothing in them runs."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import random

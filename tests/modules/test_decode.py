@@ -1,7 +1,5 @@
 """What a module makes of a problem before it decodes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -11,6 +9,7 @@ from lit_dlm.backbones import HFBackbone
 from lit_dlm.decoding import ConfidencePolicy, Decoder
 from lit_dlm.modules.decode import DecodeModule, PromptBatch
 from lit_dlm.tasks import PromptExample
+from tests.modules.supervised import BLOCK
 from tests.rollouts import learner, policy
 
 EXAMPLE = PromptExample(uid="t/test/0", task="t", text="3 pens")
@@ -55,13 +54,8 @@ def test_completions_end_at_an_end_of_text_unless_that_is_switched_off(
 
 def test_methods_without_a_window_are_described_with_that_of_the_model() -> None:
     """What run records and result files say, and verification decodes with."""
-    for family, window in (
-        ({}, {"name": "FullWindow"}),
-        (
-            {"attention": "block", "block_size": 3},
-            {"name": "BlockWindow", "block_length": 3, "origin": "sequence"},
-        ),
-    ):
+    blocks = {"name": "BlockWindow", "block_length": 3, "origin": "sequence"}
+    for family, window in (({}, {"name": "FullWindow"}), (BLOCK, blocks)):
         module = DecodeModule(policy(**family), tokenizer="tiny", decoders=DECODERS)
         assert module.decoders["one"].describe()["window"] == window
 

@@ -3,8 +3,6 @@
 Losses and gradients that are not finite stop a run: samples are named, nothing is lost.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,9 +97,8 @@ def test_the_first_token_of_a_response_without_a_prompt_is_no_target() -> None:
     terms = model.terms(alone, seed=0)
     torch.testing.assert_close(terms.total, wanted, rtol=1e-5, atol=1e-6)
     assert terms.means()["num_supervised"] == G - 1
-    both, other = (
-        model.terms(batch_of(model, given), seed=0).total for given in ([first, second], [second])
-    )
+    pairs = ([first, second], [second])
+    both, other = (model.terms(batch_of(model, given), seed=0).total for given in pairs)
     torch.testing.assert_close(both, (wanted + other) / 2, rtol=1e-5, atol=1e-6)
 
 
@@ -193,9 +190,8 @@ def test_the_sample_is_named_and_weights_are_those_of_the_last_good_step(tmp_pat
     wanted = trained(good)
     assert all(torch.equal(value, wanted[name]) for name, value in trained(model).items())
     stored = load_file(tmp_path / "adapters" / "last" / "adapter_model.safetensors")
-    assert sorted(value.norm().item() for value in stored.values()) == sorted(
-        value.norm().item() for value in wanted.values()
-    )
+    norms = [sorted(one.norm().item() for one in found.values()) for found in (stored, wanted)]
+    assert norms[0] == norms[1]
 
 
 def test_a_gradient_that_is_not_finite_stops_before_it_is_applied(tmp_path: Path) -> None:
@@ -229,9 +225,7 @@ def test_both_processes_stop_when_one_meets_it_and_keep_what_they_learnt(tmp_pat
     number = number_in(1, rank=1, world_size=2)
     first, second = in_two_processes(_stopped, tmp_path, number)
     assert first == second
-    ddp, fsdp = (
-        load_file(tmp_path / kind / "last" / "adapter_model.safetensors")
-        for kind in ("ddp", "fsdp")
-    )
+    path = "last/adapter_model.safetensors"
+    ddp, fsdp = (load_file(tmp_path / kind / path) for kind in ("ddp", "fsdp"))
     assert all(torch.isfinite(value).all() for value in ddp.values())
     torch.testing.assert_close(fsdp, ddp)

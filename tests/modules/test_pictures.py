@@ -1,7 +1,5 @@
 """Training on prompts with pictures: the same as with embeddings put together by hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +12,16 @@ from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.backbones.resolution import load_tokenizer
 from lit_dlm.datamodules.supervised_sources import ModelFacts, RecordedDecodes
-from lit_dlm.decoding import (
-    ConfidencePolicy,
-    Decoder,
-    DecodeSettings,
-    FixedQuota,
-    RandomPolicy,
-    Sampler,
-    decode_prompts,
-)
+from lit_dlm.decoding import ConfidencePolicy, Decoder, FixedQuota, decode_prompts
 from lit_dlm.heads.projection import Projector, ProjectorConfig
 from lit_dlm.losses.corruption import RandomMasking, SemiAutoregressive, TraceMasking
 from lit_dlm.modules.decode import image_facts
 from lit_dlm.modules.finetune import FinetuneModule
 from lit_dlm.modules.state_batch import collate_states
-from lit_dlm.modules.supervised_batch import (
-    SupervisedBatch,
-    SupervisedExample,
-)
+from lit_dlm.modules.supervised_batch import SupervisedBatch, SupervisedExample
 from lit_dlm.modules.tracelock import TraceLockModule
 from lit_dlm.ops.fused_head import TokenStats
 from lit_dlm.rl.advantages import GroupZScore
-from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.rollout import RolloutEngine, rollout_prompts
 from lit_dlm.rl.settings import ValueObjective
 from lit_dlm.rl.step import fill_advantages, fill_old_scores, shard_items
@@ -45,6 +31,7 @@ from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.vision.base import PromptPictures, VisionSettings, add_pictures, insert_pictures
 from lit_dlm.vision.pictures import PictureFolder
 from lit_dlm.vision.tower import TowerVision
+from tests import rollouts
 from tests.finetuning import Data, G, run, two_processes
 from tests.modules.supervised import batch_of, sft, slow_log_probs, tabom
 from tests.processes import in_two_processes
@@ -72,13 +59,11 @@ def model_of(folder: Path, train: Any, **options: Any) -> HFBackbone:
 
 def examples(backbone: HFBackbone) -> list[SupervisedExample]:
     """One picture, none, two, and the first one again, in prompts of different lengths."""
-    vision = backbone.vision
-    assert vision is not None
     rng = np.random.default_rng(0)
     found = []
     for number, which in enumerate(SHOWN):
         shown = [PICTURES[one] for one in which]
-        count = sum(map(vision.num_ids, shown))
+        count = sum(map(backbone.vision.num_ids, shown))
         words = rng.integers(3, 100, 2 + number).tolist()
         prompt = [words[0], *range(VOCAB, VOCAB + count), *words[1:]]
         digests = tuple(one.digest for one in shown)
@@ -110,7 +95,6 @@ def loss_by_hand(
 ) -> Tensor:
     """One unpadded row at a time from embeddings, every logit in memory."""
     backbone = model.backbone
-    assert isinstance(backbone.vision, TowerVision)
 
     def forward(canvas: Tensor, row: int) -> Tensor:
         ids = torch.cat([torch.from_numpy(given[row].prompt_ids).long(), canvas[-G:]])
@@ -178,26 +162,14 @@ def test_rl_scores_the_states_of_the_rollout(folder: Path, kind: Any) -> None:
     """Old log-probabilities are those that the sampler drew with, from the table of a decode."""
     backbone = model_of(folder, "none", lora=LORA)
     own = model_of(folder, "none", trainable=True) if kind == "full" else None
-    decoder = Decoder(
-        policy=RandomPolicy(),
-        quota=FixedQuota(2),
-        sampler=Sampler(temperature=1.0, score_on="filtered", score_dtype="float64"),
-        settings=DecodeSettings(eos_rule="fill"),
-    )
-    rl = TraceRLModule(
-        backbone,
-        tokenizer="tiny",
-        decoders={"rollout": decoder},
-        value=ValueObjective(backbone=kind, lora=LoRASettings(rank=2)),
-        value_backbone=own,
-        num_padding=None,
-    ).eval()
+    value = ValueObjective(backbone=kind, lora=LoRASettings(rank=2))
+    rl = rollouts.module(backbone, value=value, value_backbone=own, num_padding=None).eval()
     encoded = [
         (problem, given.prompt_ids.tolist())
         for problem, given in zip(problems(), examples(backbone), strict=True)
     ]
-    prompts = rollout_prompts(encoded, method="rollout", num_responses=2)
-    engine = RolloutEngine(rl, method="rollout", response_length=G, batch_size=3)
+    prompts = rollout_prompts(encoded, method="random", num_responses=2)
+    engine = RolloutEngine(rl, method="random", response_length=G, batch_size=3)
     with torch.inference_mode():  # as Lightning validates; what is kept is used in training
         records = [
             rollout.trajectory.with_meta(rl_step=0, reward=float(number % 2), kept=True)
@@ -279,14 +251,12 @@ def test_a_trace_shows_what_its_decode_saw_or_the_picture_is_named(
 def test_what_was_trained_is_exported_in_the_familys_layout(folder: Path, tmp_path: Path) -> None:
     """As a whole model, and beside an adapter that leaves the tower alone."""
     backbone = model_of(folder, "projector")
-    assert isinstance(backbone.vision, TowerVision)
     assert not any("lora" in name for name, _ in backbone.vision.named_parameters())
     for name, parameter in backbone.named_parameters():
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.1)
             assert ".lora_" in name or "vision.projector." in name or name == "vision.newline"
-    given = examples(backbone)
-    batch = batch_of(backbone, given)
+    batch = batch_of(backbone, examples(backbone))
 
     def loss(model: HFBackbone) -> Tensor:
         return sft(backbone=model).terms(batch, seed=0).total.detach()

@@ -1,7 +1,5 @@
 """Precisions of the trainer, and results that must not follow torch's default dtype."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,9 +25,7 @@ from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.heads.acceptance import AcceptanceConfig
 from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
 from lit_dlm.modules import AutoencoderModule, DecodeModule, SFTModule
-from lit_dlm.modules.decode import PromptBatch
 from lit_dlm.rl.rollout import SampledLogProb
-from lit_dlm.tasks import PromptExample
 from tests import rollouts
 from tests.finetuning import Data, examples, quiet, run, small, trained
 from tests.modules.supervised import sft, tabom
@@ -50,13 +46,10 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def test_true_precisions_are_refused_by_name(kind: Any, precision: Any, tmp_path: Path) -> None:
     options: dict[str, Any] = {"hidden_rank": 8, "delta_rank": 4}
     if kind is not AutoencoderModule:
-        options = {"tokenizer": "tiny", "decoders": {"entropy": Decoder(policy=EntropyPolicy())}}
-    example = PromptExample(uid="t/test/0", task="t", text="2 + 3")
-    batch = PromptBatch([example], [[3, 4]], method="entropy", response_length=8)
-    loader = torch.utils.data.DataLoader([batch], batch_size=None)
+        options = {"tokenizer": "tiny"}
     trainer = quiet(tmp_path, precision=precision)
     with pytest.raises(ValueError, match=f"trainer.precision: expected 32-true.*got {precision}"):
-        (trainer.predict if kind is DecodeModule else trainer.fit)(kind(small(), **options), loader)
+        (trainer.predict if kind is DecodeModule else trainer.fit)(kind(small(), **options), [0])
 
 
 def tracelock(positions: Any) -> Decoder:
@@ -113,8 +106,7 @@ def test_training_does_not_follow_the_default_dtype(kind: str, tmp_path: Path) -
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         folder, data = tmp_path / str(dtype), rollouts.rollout_data()
-        learner = rollouts.learner if kind == "tracerl" else {"sft": sft, "tabom": tabom}[kind]
-        model = learner()
+        model = {"sft": sft, "tabom": tabom, "tracerl": rollouts.learner}[kind]()
         before = trained(model)
         with default_dtype(dtype):
             if kind == "tracerl":

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import Trainer
 
 import lit_dlm
 from lit_dlm.backbones import Architecture, HFBackbone
@@ -72,7 +71,6 @@ def test_the_loss_equals_that_of_full_logits() -> None:
     B, G = batch.hidden.shape
     expected = (cells.nan_to_num().sum(1) * G / hidden.sum(1)).sum() / (B * G)
     drill = batch.drill
-    assert drill is not None
     shown = drill.ids.masked_fill(drill.hidden, 2)
     logits = model.backbone.denoise(shown, pad_mask=drill.pad_mask).logits
     expected = expected + 0.7 * F.cross_entropy(logits[drill.hidden], drill.ids[drill.hidden])
@@ -81,18 +79,14 @@ def test_the_loss_equals_that_of_full_logits() -> None:
     torch.testing.assert_close(found, table.grad)
 
 
-def test_matrices_and_others_are_told_apart() -> None:
-    model = module()
-    model.trainer = Trainer(max_steps=3, accelerator="cpu", logger=False)
-    matrices, others = model.configure_optimizers()["optimizer"].param_groups  # type: ignore[index]
-    # One layer: q, k, v, o, gate, up, down. Others: embedding, three biases, three norms.
-    assert (len(matrices["params"]), len(others["params"])) == (7, 7)
-
-
-def test_a_frozen_backbone_and_an_endless_run_are_refused() -> None:
+def test_matrices_and_others_are_told_apart(tmp_path: Path) -> None:
+    """One layer: q, k, v, o, gate, up, down. Others: embedding, three biases, three norms."""
     with pytest.raises(ValueError, match=r"backbone\.trainable"):
         module(trainable=False)
     model = module()
-    model.trainer = Trainer(max_epochs=1, accelerator="cpu", logger=False)
+    model.trainer = quiet(tmp_path, max_epochs=1)
     with pytest.raises(ValueError, match=r"trainer\.max_steps: expected at least 1, got -1"):
         model.configure_optimizers()
+    model.trainer = quiet(tmp_path, max_steps=3)
+    groups = model.configure_optimizers()["optimizer"].param_groups  # type: ignore[index]
+    assert [len(group["params"]) for group in groups] == [7, 7]

@@ -12,7 +12,7 @@ from lit_dlm.heads.projection import PCAFitter, Projector, ProjectorConfig
 from lit_dlm.modules.autoencoder import AutoencoderModule
 from lit_dlm.modules.state_batch import cached_projector, state_snapshots, trace_states
 from lit_dlm.modules.steps import NonFiniteError
-from tests.finetuning import quiet
+from tests.finetuning import quiet, trained
 from tests.traces import recorded, small_backbone, small_projector, write_shards
 
 CONFIG = ProjectorConfig(hidden_size=16, hidden_rank=6, delta_rank=3)
@@ -28,7 +28,6 @@ def test_fit_is_deterministic_and_sees_response_positions_only() -> None:
             fitter.update(state_snapshots(backbone, batch))
         for ids, real in zip(batch.ids, batch.pad_mask, strict=True):
             hidden = backbone.denoise(ids[real][None], hidden_layers=(-3, -2, -1)).hidden
-            assert hidden is not None
             by_hand.update(hidden[0, int(real[: batch.start].sum()) :])
     first, second, expected = (fitter.finish() for fitter in fitters)
     assert first.digest() == second.digest()
@@ -112,9 +111,8 @@ def test_a_gradient_that_is_not_finite_ends_the_run(
     module: AutoencoderModule, data: TrajectoryDataModule, tmp_path: Path
 ) -> None:
     next(module.autoencoder.parameters()).register_hook(lambda gradient: gradient * torch.inf)
-    before = {name: value.clone() for name, value in module.autoencoder.named_parameters()}
+    before = trained(module)
     with pytest.raises(NonFiniteError, match="a gradient is not finite at optimiser step 0; weigh"):
         quiet(tmp_path, max_steps=3).fit(module, data)
-    for name, value in module.autoencoder.named_parameters():
-        assert torch.equal(value, before[name])
+    torch.testing.assert_close(trained(module), before, rtol=0, atol=0)
     assert not (tmp_path / "projector").exists()

@@ -1,7 +1,5 @@
 """DDP and FSDP2 on two CPU processes against one process on the same global batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,12 +20,7 @@ from lit_dlm.backbones import Architecture, HFBackbone, load_backbone
 from lit_dlm.backbones.window_cache import WindowCache, WindowPlan
 from lit_dlm.losses.terms import masked_nelbo
 from lit_dlm.modules.decode import DecodeModule
-from lit_dlm.modules.sharding import (
-    ShardedStrategy,
-    decoding_weights,
-    shard_trained,
-    whole_weights,
-)
+from lit_dlm.modules.sharding import ShardedStrategy, decoding_weights, shard_trained, whole_weights
 from tests.finetuning import quiet, small
 from tests.processes import in_processes, in_two_processes, own_megabytes
 
@@ -103,13 +96,9 @@ def trainer(
         save_top_k=1 if save == "last" else -1,
         enable_version_counter=save != "last",
     )
-    values = {
-        "max_steps": STEPS,
-        "gradient_clip_val": 0.5,
-        "enable_checkpointing": save is not None,
-        "callbacks": [saver] if save else [],
-    }
-    return quiet(folder, devices=devices, strategy=strategy, **{**values, **options})
+    saving = {"enable_checkpointing": True, "callbacks": [saver]} if save else {}
+    values = {"max_steps": STEPS, "gradient_clip_val": 0.5, **saving, **options}
+    return quiet(folder, devices=devices, strategy=strategy, **values)
 
 
 def fit(run: Trainer, module: Scored, resume: str | None = None) -> Scored:
@@ -151,20 +140,16 @@ def train_everything(rank: int, folder: Path, alone: dict[str, Scored]) -> dict[
         found = weights(module)
         told[run] = (module.losses, {key: float(value.sum()) for key, value in found.items()})
         if precision:
-            assert module.dtypes == {
-                "whole": {torch.bfloat16},
-                "kept": {torch.float32},
-                "gradients": {torch.float32},
-            }
+            kept = {key: {torch.float32} for key in ("kept", "gradients")}
+            assert module.dtypes == {"whole": {torch.bfloat16}, **kept}
             module.backbone.export(folder / "model")
         elif name != "lora_bf16":
             torch.testing.assert_close(found, weights(alone[name]), rtol=1e-4, atol=1e-5)
         if save:
             resumed = Scored(backbone(**VARIANTS[name]), visits=visits)
             start = weights(resumed)
-            for value in resumed.parameters():  # what is trained must come from the file
-                if value.requires_grad:
-                    nn.init.constant_(value, 0.01)
+            for value in filter(lambda one: one.requires_grad, resumed.parameters()):
+                nn.init.constant_(value, 0.01)  # what is trained must come from the file
             again = trainer(folder / run / "again", strategy(kind), 2)
             fit(again, resumed, str(folder / run / "step=1.ckpt"))
             assert resumed.losses == module.losses[1:]
@@ -318,7 +303,7 @@ def two_processes() -> DeviceMesh:
 
 
 def shard_twice(rank: int) -> None:
-    """A backbone inside another trained part, sharded twice."""
+    """A backbone inside another trained part: once is enough, whole weights are the originals."""
     mesh = two_processes()
     module = nn.Module()
     module.value = nn.Module()  # a value model: a backbone and a head beside it
@@ -326,22 +311,13 @@ def shard_twice(rank: int) -> None:
     module.value.head = nn.Linear(16, 1, bias=False)
     module.frozen = backbone(lora=True, dtype="float32").requires_grad_(False)
     expected = {name: value.detach().clone() for name, value in module.named_parameters()}
-
-    def require_only_values_split() -> None:
+    shard_trained(module, mesh)
+    for _ in range(2):
         for name, value in module.named_parameters():
             assert isinstance(value, DTensor) == name.startswith("value."), name
-
-    shard_trained(module, mesh)
-    shard_trained(module, mesh)
-    require_only_values_split()
-    with whole_weights(module):
-        assert all(value.equal(expected[name]) for name, value in module.named_parameters())
-    require_only_values_split()
-
-
-@pytest.mark.ddp
-def test_sharding_twice_is_sharding_once_and_whole_weights_are_the_originals() -> None:
-    in_two_processes(shard_twice)
+        with whole_weights(module):
+            assert all(value.equal(expected[name]) for name, value in module.named_parameters())
+        shard_trained(module, mesh)
 
 
 IDS = torch.tensor([[3, 9, 30, 5, 30, 12], [7, 30, 8, 30, 2, 4]])
@@ -390,6 +366,7 @@ def sharded(name: str, mesh: DeviceMesh) -> HFBackbone:
 
 
 def call_sharded(rank: int) -> None:
+    """Any method may come first, and merged weights come back."""
     mesh = two_processes()
     for kind in ("full", "lora"):
         for name in CALLS:
@@ -405,8 +382,9 @@ def call_sharded(rank: int) -> None:
 
 
 @pytest.mark.ddp
-def test_any_method_may_come_first_when_weights_are_sharded_and_merged_ones_come_back() -> None:
-    in_two_processes(call_sharded)
+@pytest.mark.parametrize("check", [shard_twice, call_sharded])
+def test_sharded_weights_are_gathered_where_they_are_needed(check: Callable[[int], None]) -> None:
+    in_two_processes(check)
 
 
 ROUNDING = {"full": 1e-6, "lora": 1e-6, "lora_bf16": 4e-2}

@@ -1,7 +1,5 @@
 """Batches of samples of which only some have a decode, or a list of the data."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Group advantages and step-wise estimates against hand values, a slow loop and invariants."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from pathlib import Path
 from typing import Any

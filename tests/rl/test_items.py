@@ -1,7 +1,5 @@
 """Training items: exact states, targets that cover the response, weights by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -80,12 +78,11 @@ def test_log_probs_are_those_of_the_true_states(name: str, packing: int) -> None
 def test_reference_alignment_moves_the_blocks_of_training_rows_only() -> None:
     backbone = policy(attention="block", block_size=3).eval()
     records = [record for record in decoded(backbone, 12) if record.num_prompt % 3]
-    moved = module(backbone, block_alignment="response")
-    assert backbone.spec.block_origin == "sequence"
-    assert moved.row_spec.block_origin == "response"
     expected = torch.stack([direct_log_probs(backbone, record) for record in records])
     differences = []
-    for rl in (module(backbone, block_alignment="absolute"), moved):
+    for alignment, origin in (("absolute", "sequence"), ("response", "response")):
+        rl = module(backbone, block_alignment=alignment)
+        assert (rl.row_spec.block_origin, backbone.spec.block_origin) == (origin, "sequence")
         items, _ = prepared(rl, records)
         found = unit_table(items, "old_log_prob", len(records))
         differences.append(float((found - expected).abs().nan_to_num().max()))

@@ -1,7 +1,5 @@
 """The TraceRL module: what it trains, in which groups, and what it and its settings refuse."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -45,9 +43,10 @@ def first_batch(rl: TraceRLModule) -> RolloutBatch:
     return items.batch(numbers, factor=factor, num_slots=6)
 
 
-def gradients(rl: TraceRLModule, batch: RolloutBatch) -> dict[str, Tensor]:
+def gradients(rl: TraceRLModule, of: RolloutBatch | Tensor) -> dict[str, Tensor]:
+    """Of the loss of a batch, or of a number."""
     rl.zero_grad()
-    rl.training_step(batch).backward()
+    (rl.training_step(of) if isinstance(of, RolloutBatch) else of).backward()
     return {n: p.grad.clone() for n, p in rl.named_parameters() if p.grad is not None}
 
 
@@ -67,13 +66,9 @@ def test_first_gradient_is_that_of_reinforce(loss: Any) -> None:
     beta = {} if loss else {"objective": PolicyObjective(beta=0.5)}
     rl = module(policy(), policy_loss=loss, **beta)
     batch = first_batch(rl)
-    found = gradients(rl, batch)
-    rl.zero_grad()
-    log_prob = rl.score(batch).log_prob
-    (-(batch.weight * batch.advantage * log_prob).sum() / 6).backward()
-    for name, parameter in rl.named_parameters():
-        if parameter.grad is not None:
-            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-7, atol=1e-12)
+    weighted = batch.weight * batch.advantage * rl.score(batch).log_prob
+    expected = gradients(rl, -weighted.sum() / 6)
+    torch.testing.assert_close(gradients(rl, batch), expected, rtol=1e-7, atol=1e-12)
 
 
 def test_the_parts_of_ones_own_policy_loss_are_logged(tmp_path: Path) -> None:
@@ -90,10 +85,8 @@ def test_packed_rows_have_the_gradient_of_separate_ones(origin: str) -> None:
         rl = module(policy(**BLOCK, block_origin=origin), packing=packing)
         items, _ = prepared(rl, decoded(rl.backbone, 6, per_step=1), advantage=RawReward())
         found.append(gradients(rl, items.batch(every(items), num_slots=1)))
-    assert found[0].keys() == found[1].keys()
-    for name, gradient in found[0].items():
-        # The layers' norms are computed in float32 in any model, so another order of sums shows.
-        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-6)
+    # The layers' norms are computed in float32 in any model, so another order of sums shows.
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
 
 
 def test_copies_that_fill_up_change_nothing() -> None:
@@ -144,65 +137,62 @@ def test_groups_are_clipped_apart() -> None:
 
 
 def test_temperature_of_training_is_that_of_rollouts() -> None:
-    backbone = policy()
     warm = Decoder(policy=RandomPolicy(), sampler=Sampler(temperature=0.7, score_on="filtered"))
-    greedy = Decoder(policy=RandomPolicy())
-    assert module(backbone, decoders={"warm": warm}).temperature == 0.7
-    assert module(backbone, decoders={"greedy": greedy}).temperature == 1.0
-    given = module(backbone, decoders={"w": warm}, objective=PolicyObjective(temperature=1.0))
-    assert given.temperature == 1.0
+    greedy, one = Decoder(policy=RandomPolicy()), PolicyObjective(temperature=1.0)
+    for used, objective, expected in ((warm, None, 0.7), (greedy, None, 1.0), (warm, one, 1.0)):
+        rl = module(policy(), decoders={"one": used}, objective=objective)
+        assert rl.temperature == expected
 
 
-def with_dropout() -> TraceRLModule:
-    backbone = policy(lora=False)
-    backbone.add_adapter(LoRASettings(rank=2, dropout=0.1))
-    return module(backbone)
+def built(family: dict[str, Any] | None = None, **options: Any) -> TraceRLModule:
+    return module(policy(**(family or {})), **options)
 
 
-REFUSED: dict[str, Any] = {
-    "^method: expected 'random', got 'no'": lambda: module(policy(), method="no"),
-    "^val_method: .* 'no'": lambda: module(policy(), val_method=["random", "no"]),
-    "^decoders": lambda: module(policy(), decoders={}),
-    "^block_alignment": lambda: module(policy(), block_alignment="response"),
-    "^block_size: only": lambda: module(policy(), block_size=4),
-    "^block_size: expected": lambda: module(policy(**BLOCK), block_size=-1),
-    "^value_backbone: needed": lambda: module(policy(), value=ValueObjective(backbone="full")),
-    "^value_backbone: nothing": lambda: module(
-        policy(),
-        value=ValueObjective(backbone="full"),
-        value_backbone=policy(lora=False).requires_grad_(False),
-    ),
-    "^value: CoupledViews": lambda: module(
-        policy(), value=ValueObjective(), corruption=CoupledViews()
-    ),
-    r"^value\.backbone: 'lora'": lambda: module(policy(lora=False), value=ValueObjective()),
-    "kl_to: 'initial'": lambda: module(
-        policy(lora=False), objective=PolicyObjective(kl_to="initial")
-    ),
-    r"lora\.dropout": with_dropout,
-    "^policy_loss: object": lambda: module(policy(), policy_loss=object()),
-    r"^objective\.beta": lambda: module(
-        policy(), policy_loss=Plain(), objective=PolicyObjective(beta=0.5)
-    ),
-    "^corruption: Autoregressive": lambda: module(policy(), corruption=Autoregressive()),
-    r"^corruption\.weight": lambda: module(policy(), corruption=RandomMasking(weight="1/t")),
-    r"^corruption\.weight: has": lambda: module(
-        policy(**BLOCK), corruption=TraceMasking(weight="none")
-    ),
-    "^packing: expected at least 1, and 1": lambda: module(policy(), packing=3),
-    "^clip": lambda: PolicyObjective(clip=2.0),
-    "^beta": lambda: PolicyObjective(beta=-1.0),
-    "^temperature": lambda: PolicyObjective(temperature=0.0),
-    r"^value\.gamma": lambda: ValueObjective(gamma=1.5),
-    r"^value\.clip": lambda: ValueObjective(clip=0.0),
-    r"^value\.lora\.dropout": lambda: ValueObjective(lora=LoRASettings(dropout=0.5)),
-}
+FULL, FROZEN = ValueObjective(backbone="full"), torch.nn.Linear(1, 1).requires_grad_(False)
+WHOLE, INITIAL = {"lora": False}, PolicyObjective(kl_to="initial")
+OWN_LOSS = {"policy_loss": Plain(), "objective": PolicyObjective(beta=0.5)}
+UNWEIGHTED = TraceMasking(weight="none")
+REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
+    ("^method: expected 'random', got 'no'", built, {"method": "no"}),
+    ("^val_method: .* 'no'", built, {"val_method": ["random", "no"]}),
+    ("^decoders", built, {"decoders": {}}),
+    ("^block_alignment", built, {"block_alignment": "response"}),
+    ("^block_size: only", built, {"block_size": 4}),
+    ("^block_size: expected", built, {"family": BLOCK, "block_size": -1}),
+    ("^value_backbone: needed", built, {"value": FULL}),
+    ("^value_backbone: nothing", built, {"value": FULL, "value_backbone": FROZEN}),
+    ("^value: CoupledViews", built, {"value": ValueObjective(), "corruption": CoupledViews()}),
+    (r"^value\.backbone: 'lora'", built, {"family": WHOLE, "value": ValueObjective()}),
+    ("kl_to: 'initial'", built, {"family": WHOLE, "objective": INITIAL}),
+    (r"lora\.dropout", built, {"family": {"dropout": 0.1}}),
+    ("^policy_loss: object", built, {"policy_loss": object()}),
+    (r"^objective\.beta", built, OWN_LOSS),
+    ("^corruption: Autoregressive", built, {"corruption": Autoregressive()}),
+    (r"^corruption\.weight", built, {"corruption": RandomMasking(weight="1/t")}),
+    (r"^corruption\.weight: has", built, {"family": BLOCK, "corruption": UNWEIGHTED}),
+    ("^packing: expected at least 1, and 1", built, {"packing": 3}),
+    ("^clip", PolicyObjective, {"clip": 2.0}),
+    ("^beta", PolicyObjective, {"beta": -1.0}),
+    ("^temperature", PolicyObjective, {"temperature": 0.0}),
+    (r"^value\.gamma", ValueObjective, {"gamma": 1.5}),
+    (r"^value\.clip", ValueObjective, {"clip": 0.0}),
+    (r"^value\.lora\.dropout", ValueObjective, {"lora": LoRASettings(dropout=0.5)}),
+    ("^shards", rollout_data, {"source": "shards"}),
+    ("^responses_per_prompt", rollout_data, {"responses_per_prompt": 0}),
+    ("^val_response_length", rollout_data, {"val_response_length": 0}),
+    ("^advantage", rollout_data, {"advantage": "mean"}),
+    ("^advantage: object has no method 'compute', which", rollout_data, {"advantage": object()}),
+    ("^responses_per_prompt: .* GroupZScore", rollout_data, {"responses_per_prompt": 1}),
+    ("LeaveOneOut", rollout_data, {"responses_per_prompt": 1, "advantage": "leave_one_out"}),
+    ("^overlong_margin", rollout_data, {"overlong_margin": G}),
+    ("^filters", rollout_data, {"filters": [object()]}),
+]
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_contradictions_are_refused(message: str) -> None:
+@pytest.mark.parametrize(("message", "make", "options"), REFUSED)
+def test_contradictions_are_refused(message: str, make: Any, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=message):
-        REFUSED[message]()
+        make(**options)
 
 
 def test_options_of_the_trainer_under_which_no_rl_step_is_whole_are_refused(tmp_path: Path) -> None:
@@ -249,25 +239,6 @@ def test_blocks_grow_in_training_before_they_do_in_rollouts(tmp_path: Path) -> N
     assert spaces[0].sum() < spaces[1].sum()
     later = grown(8, "eight", steps=2, resume=tmp_path / "last.ckpt")
     assert later.trainer.current_epoch == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"source": "shards"}, "^shards"),
-        ({"responses_per_prompt": 0}, "^responses_per_prompt"),
-        ({"val_response_length": 0}, "^val_response_length"),
-        ({"advantage": "mean"}, "^advantage"),
-        ({"advantage": object()}, "^advantage: object has no method 'compute', which"),
-        ({"responses_per_prompt": 1}, "^responses_per_prompt: .* GroupZScore"),
-        ({"responses_per_prompt": 1, "advantage": "leave_one_out"}, "LeaveOneOut"),
-        ({"overlong_margin": G}, "^overlong_margin"),
-        ({"filters": [object()]}, "^filters"),
-    ],
-)
-def test_settings_are_checked(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        rollout_data(**options)
 
 
 class Falling(Reward):

@@ -1,7 +1,5 @@
 """Rollouts: names, noise, what the sampler said, scores in the record, and what is told."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Sequence
@@ -94,7 +92,6 @@ def test_the_samplers_probabilities_are_those_of_its_draws(score_on: str) -> Non
         assert rollout.is_overlong == (EOS not in record.tokens)
         assert record.meta["num_tokens"] == int(np.argmax(np.append(record.tokens, EOS) == EOS))
         assert rollout.num_tokens == min(record.meta["num_tokens"] + 1, G)
-        assert rollout.decode is not None
         assert rollout.decode(record.tokens[: rollout.num_tokens].tolist()) == rollout.text
         for step in range(record.num_steps):
             ids = torch.from_numpy(record.canvas(step).astype(np.int64))[None]
@@ -110,19 +107,14 @@ def test_the_samplers_probabilities_are_those_of_its_draws(score_on: str) -> Non
 
 def test_scores_go_into_the_record_and_records_into_order() -> None:
     rollouts = responses(engine())
-    score = RewardScore(
-        total=0.5,
-        token_rewards=np.ones(G, np.float32),
-        parts={"a": 2.0},
-        verdict=Verdict(status="right"),
-        is_correct=True,
-    )
+    parts: dict[str, Any] = {"token_rewards": np.ones(G, np.float32), "parts": {"a": 2.0}}
+    right = Verdict(status="right")
+    score = RewardScore(total=0.5, **parts, verdict=right, is_correct=True)
     facts = [score_facts(one, score, kept=True, version=7) for one in rollouts]
     records = [one.trajectory.with_meta(**fact) for one, fact in zip(rollouts, facts, strict=True)]
     meta = records[0].meta
-    assert (meta["reward"], meta["correct"], meta["policy_version"]) == (0.5, True, 7)
-    assert meta["parts"] == {"a": 2.0}
-    assert meta["token_rewards"] == [1.0] * G
+    told = {"reward": 0.5, "correct": True, "policy_version": 7, "parts": {"a": 2.0}}
+    assert {**meta, **told, "token_rewards": [1.0] * G} == meta
     unknown = RewardScore(total=0.5, verdict=Verdict(status="ungraded"))
     for ungraded in (RewardScore(total=0.5), unknown):
         assert "correct" not in score_facts(rollouts[0], ungraded, kept=True, version=7)
@@ -169,9 +161,8 @@ def _collected(rank: int, world_size: int, slots: int) -> tuple[list[bytes], set
             time.sleep(0.05)  # the others take more then
         report = Mock()
         rollouts = source.collect(step, 5 * step, version=7, ranks=ranks, report=report)
-        told = [call.args for call in report.call_args_list]
-        share = -(-15 // world_size)
-        assert told
+        told, share = [call.args for call in report.call_args_list], -(-15 // world_size)
+        assert told or world_size > 1  # others may have taken all
         assert all(name == "rollout" and done <= total == share for name, done, total in told)
         assert rollouts.num_prompts == 5
         found += [encode_block([record]) for record in rollouts.records]
