@@ -18,7 +18,7 @@ IDS = torch.tensor([[40, 41, 42, 43, 44, 45]])
 def test_without_bitsandbytes_one_line_says_so(monkeypatch: Any):
     found = importlib.util.find_spec
     monkeypatch.setattr(
-        "lit_dlm.backbones.decoder.find_spec",
+        "lit_dlm.backbones.hf.find_spec",
         lambda name: None if name == "bitsandbytes" else found(name),
     )
     with pytest.raises(ValueError, match="load_in_4bit: expected bitsandbytes"):
