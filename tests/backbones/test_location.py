@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
@@ -57,19 +58,17 @@ def test_a_wrong_path_is_an_error_and_no_download(
     assert hub == []
 
 
-def test_a_hub_id_is_downloaded_without_code_or_pickles(hub: list[dict[str, Any]]):
+def test_a_hub_id_is_downloaded_without_code_or_pickles(
+    hub: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+):
+    """A failed download says that no folder exists either."""
     locate("Dream-org/Dream-v0-Instruct-7B@abc123")
     locate("owner/name", weights=False)
     asked = [(call["repo"], call["revision"]) for call in hub]
     assert asked == [("Dream-org/Dream-v0-Instruct-7B", "abc123"), ("owner/name", None)]
     assert ["*.safetensors" in call["allow_patterns"] for call in hub] == [True, False]
     assert not any({"*.py", "*.bin"} & set(call["allow_patterns"]) for call in hub)
-
-
-def test_a_failed_download_says_that_no_folder_exists_either(monkeypatch: pytest.MonkeyPatch):
-    def offline(*_args: object, **_options: object) -> str:
-        raise LocalEntryNotFoundError("no connection")
-
+    offline = Mock(side_effect=LocalEntryNotFoundError("no connection"))
     monkeypatch.setattr(resolution, "snapshot_download", offline)
     with pytest.raises(ValueError, match=r"'owner/name' is no existing folder.*no connection"):
         locate("owner/name")
