@@ -404,9 +404,8 @@ def read_added_tokens(folder: Path) -> dict[str, int]:
     From ``tokenizer_config.json``, ``added_tokens.json`` and ``tokenizer.json``, the later file
     winning; no tokenizer is built.
     """
-    found: dict[str, int] = {}
     described = _read_if_there(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
-    found |= {entry["content"]: int(number) for number, entry in described.items()}
+    found = {entry["content"]: int(number) for number, entry in described.items()}
     found |= _read_if_there(folder / "added_tokens.json")
     listed = _read_if_there(folder / "tokenizer.json").get("added_tokens", [])
     return found | {entry["content"]: int(entry["id"]) for entry in listed}
