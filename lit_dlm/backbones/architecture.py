@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lit_dlm.backbones.base import UNKNOWN_ID, BackboneSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
-
-
-import re
-from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
 
 DecoderType = Literal["qwen2", "llama", "qwen3"]
 

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -74,11 +75,6 @@ def attention_visibility(
     )
     return block_causal_visibility(blocks, pad_mask)
 
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # torch before 2.10
-    varlen_attn = None  # type: ignore[assignment]
 
 AttentionRoute = Literal["auto", "sdpa", "varlen"]
 
@@ -312,8 +308,5 @@ def sequences_from(
 @cache
 def _has_flash(device: torch.device) -> bool:
     """Whether torch and the card (an Ampere or newer) have the flash kernel as it is called."""
-    return (
-        varlen_attn is not None
-        and "seqused_k" in inspect.signature(varlen_attn).parameters
-        and torch.cuda.get_device_capability(device) >= (8, 0)
-    )
+    is_ampere = torch.cuda.get_device_capability(device) >= (8, 0)
+    return is_ampere and "seqused_k" in inspect.signature(varlen_attn).parameters

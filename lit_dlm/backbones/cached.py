@@ -248,11 +248,7 @@ class CachedCanvas:
         )
 
     def _visible(
-        self,
-        rows: Tensor | None,
-        columns: Tensor | None,
-        kv_ends: Tensor | None,
-        kv_end: int,
+        self, rows: Tensor | None, columns: Tensor | None, kv_ends: Tensor | None, kv_end: int
     ) -> Tensor | None:
         """Who sees whom, ``(n, 1, 1 or W, kv_end)`` bool, or ``None`` where all see all.
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from types import MethodType
 from typing import Any, Literal
@@ -101,15 +100,6 @@ def _add_mask_row(model: PreTrainedModel, *, mask_id: int, vocab_size: int) -> N
         holder.vocab_size = vocab_size
 
 
-def check_4bit(*, trainable: bool) -> None:
-    """Refuses matrices in 4 bits before anything is loaded."""
-    if trainable or find_spec("bitsandbytes") is None:
-        raise ValueError(
-            "HFBackbone.load_in_4bit: expected bitsandbytes (pip install bitsandbytes) and not "
-            "trainable beside it"
-        )
-
-
 def quantise(model: PreTrainedModel) -> None:
     """Replaces the matrices of a decoder's layers by 4-bit ones (NF4), in place, one at a time."""
     from bitsandbytes.nn import Linear4bit, Params4bit
@@ -142,8 +132,7 @@ def replace_parts(model: PreTrainedModel) -> None:
     """
     for module in list(model.modules()):
         for name, norm in module.named_children():
-            epsilon: float | None = getattr(norm, "variance_epsilon", None)
-            if epsilon is not None:
+            if (epsilon := getattr(norm, "variance_epsilon", None)) is not None:
                 weight = norm.get_parameter("weight")
                 fused = FusedRMSNorm(weight.shape, eps=epsilon, device="meta")
                 fused.weight = weight

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypedDict, Unpack
 
@@ -40,7 +41,6 @@ from lit_dlm.backbones.attention import (
 from lit_dlm.backbones.base import UNKNOWN_ID, Backbone, Denoised
 from lit_dlm.backbones.decoder import (
     DType,
-    check_4bit,
     load_decoder,
     quantise,
     random_decoder,
@@ -182,8 +182,11 @@ class HFBackbone(nn.Module, Backbone):
                 "HFBackbone: expected one of path (for from_ar, too) and architecture, got "
                 f"{path}, {architecture}"
             )
-        if load_in_4bit:
-            check_4bit(trainable=trainable)
+        if load_in_4bit and (trainable or find_spec("bitsandbytes") is None):
+            raise ValueError(
+                "HFBackbone.load_in_4bit: expected bitsandbytes (pip install bitsandbytes) and not "
+                "trainable beside it"
+            )
         one_of(*ROUTES, of="HFBackbone.", attn_implementation=attn_implementation)
         one_of(False, True, "selective", gradient_checkpointing=gradient_checkpointing)
         self.attn_implementation = attn_implementation
@@ -345,8 +348,7 @@ class HFBackbone(nn.Module, Backbone):
             load_weights([path], weights, rename=str, optional=frozenset(weights))
             self._adapter_files.append(path)
         self._digests.pop("adapter", None)
-        trained_on = differing_base(folder, self._base_name)
-        if trained_on is not None:
+        if trained_on := differing_base(folder, self._base_name):
             logger.warning(
                 "%s: this adapter was trained on %s, but runs on %s",
                 folder, trained_on, self._base_name,
@@ -514,11 +516,7 @@ class HFBackbone(nn.Module, Backbone):
                 f"spec.mask_id: the files of this {self.spec.family} model name no mask token; "
                 "give its id as spec_overrides.mask_id"
             )
-        starts = self._starts(pad_mask)
-        visible = attention_visibility(
-            self.spec, ids, pad_mask=pad_mask, response_start=response_start
-        )
-        position_ids = None if pad_mask is None else position_ids_for(pad_mask, self.spec.positions)
+        visible, position_ids, starts = self._context(ids, pad_mask, response_start)
         kept = None
         if columns is not None:
             kept = raw_columns(columns, self.spec.shift, starts=starts)
@@ -656,18 +654,15 @@ class HFBackbone(nn.Module, Backbone):
         # By number: the host waits once, before the forward is under way.
         cells = rows.nonzero(as_tuple=True)
         hidden = self._rows(ids, cells, **context)
-        part, head = slice(*id_range), self.model.lm_head
-        weight: Tensor = head.weight
-        bias: Tensor | None = head.bias
-        known = range(self.vocab_size)[part]
+        weight: Tensor = self.model.lm_head.weight
+        known = range(self.vocab_size)[slice(*id_range)]
         if len(known) < self.vocab_size:
-            weight, bias = weight[part], None if bias is None else bias[part]
+            weight = weight[slice(*id_range)]
         forbidden = self.spec.forbidden_ids if forbidden_ids is None else forbidden_ids
         stats = token_stats(
             hidden,
             weight,
             targets[cells] - known.start,
-            bias=bias,
             logit_scale=self.spec.logit_scale / temperature,
             forbidden_ids=[number - known.start for number in forbidden if number in known],
         )
@@ -698,12 +693,8 @@ class HFBackbone(nn.Module, Backbone):
         if isinstance(mask, BlockMask):
             visible = mask
         elif mask is None or mask.ndim == 2:
-            starts = self._starts(mask)
-            visible = attention_visibility(
-                self.spec, ids, pad_mask=mask, response_start=response_start
-            )
-            if position_ids is None and mask is not None:
-                position_ids = position_ids_for(mask, self.spec.positions)
+            visible, places, starts = self._context(ids, mask, response_start)
+            position_ids = places if position_ids is None else position_ids
         else:
             visible = _given_visibility(mask)
         last, _ = self._encode(ids, visible, position_ids, pictures=pictures)
@@ -711,10 +702,18 @@ class HFBackbone(nn.Module, Backbone):
             return last[cells[0], predictors.expand(len(ids), -1)[cells]]
         return aligned(last, self.spec.shift, starts=starts)[cells]
 
+    def _context(
+        self, ids: Tensor, pad_mask: Tensor | None, response_start: int | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Who sees whom, position ids, and where rows start if that matters."""
+        visible = attention_visibility(
+            self.spec, ids, pad_mask=pad_mask, response_start=response_start
+        )
+        position_ids = None if pad_mask is None else position_ids_for(pad_mask, self.spec.positions)
+        return visible, position_ids, self._starts(pad_mask)
+
     def _starts(self, pad_mask: Tensor | None) -> Tensor | None:
-        if pad_mask is None or self.spec.shift == 0:
-            return None
-        return first_real_columns(pad_mask)
+        return None if pad_mask is None or not self.spec.shift else first_real_columns(pad_mask)
 
     def _encode(
         self,
@@ -740,10 +739,9 @@ class HFBackbone(nn.Module, Backbone):
         layers = [index % (end + 1) for index in hidden_layers]
         plan: dict[str, Any] = {}
         if cache is not None:
-            sequences = cache.plan.sequences
-            if sequences is not None:
-                sequences = sequences.grouped(self._groups)
-            plan = {"packing": cache.plan.packing, "sequences": sequences}
+            plan["packing"] = cache.plan.packing
+            if cache.plan.sequences is not None:
+                plan["sequences"] = cache.plan.sequences.grouped(self._groups)
         # A snapshot of the last layer has all columns.
         if kept is not None and end not in layers:
             plan["kept"] = kept
@@ -808,10 +806,7 @@ def _given_visibility(mask: Tensor) -> Tensor:
 
 
 def _is_first_process() -> bool:
-    distributed = torch.distributed
-    return not (distributed.is_available() and distributed.is_initialized()) or (
-        distributed.get_rank() == 0
-    )
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
 def load_backbone(

@@ -10,6 +10,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,17 +22,13 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers import PreTrainedModel
 
 from lit_dlm.backbones.architecture import LLADA_MODULES, KeyLayout, PEFTTask, original_key, our_key
+from lit_dlm.backbones.resolution import read_json_object
 from lit_dlm.backbones.weights import load_weights, plain_tensor, save_weights
+from lit_dlm.ops.options import at_least, within
 from lit_dlm.ops.precision import without_autocast
 
 if TYPE_CHECKING:  # peft takes seconds to import, and most runs have no adapter
     from peft import LoraConfig
-
-
-from dataclasses import dataclass
-
-from lit_dlm.backbones.resolution import read_json_object
-from lit_dlm.ops.options import at_least, within
 
 CONFIG_FILE = "adapter_config.json"
 
@@ -238,10 +236,7 @@ def _recomputed(layer: nn.Module, *, keep_products: bool) -> Callable[..., Any]:
         names = adapted[0]._active_adapter if adapted else []
         return forward, again(kept, next(iter(names), None))
 
-    def run(function: Callable[..., Any], *args: Any) -> Any:
-        return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
-
-    return run
+    return partial(checkpoint, use_reentrant=False, context_fn=contexts)
 
 
 def adapter_parameters(model: nn.Module, name: str = POLICY) -> Iterator[tuple[str, nn.Parameter]]:
@@ -326,10 +321,9 @@ def base_parameters_adapted(model: nn.Module) -> dict[str, tuple[Tensor, nn.Modu
             continue
         owner, _, last = name.rpartition(".")
         parent = owner.removesuffix(".base_layer")
-        adapted = parent != owner and last == "weight"
-        layer: Any = modules[parent] if adapted else None
-        has_adapter = layer is not None and POLICY in layer.lora_A
-        found[f"{parent}.{last}"] = (parameter, layer if has_adapter else None)
+        layer: Any = modules[parent]
+        is_adapted = last == "weight" and POLICY in getattr(layer, "lora_A", ())
+        found[f"{parent}.{last}"] = (parameter, layer if is_adapted else None)
     return found
 
 

@@ -17,11 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from huggingface_hub import DryRunFileInfo, snapshot_download
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-)
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from lit_dlm.backbones.architecture import (
     FAMILIES,
@@ -155,6 +151,12 @@ _HF_OPTIONS = {
     "num_local_experts": 0,
     "quantization_config": None,
 }
+_HF_SIZES = {
+    **{name: name for name in ("vocab_size", "hidden_size", "intermediate_size")},
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+}
+"""What every configuration under transformers' names has to say, by our names."""
 _LLADA_OPTIONS = {
     "block_type": "llama",
     "activation_type": "silu",
@@ -234,8 +236,7 @@ def resolve(
         added_tokens: of a given mapping: added tokens of its tokenizer with their ids.
     """
     overrides = dict(spec_overrides or {})
-    unknown = sorted(set(overrides) - {field.name for field in fields(BackboneSpec)})
-    if unknown:
+    if unknown := sorted(set(overrides) - {field.name for field in fields(BackboneSpec)}):
         raise ValueError(f"spec_overrides: unknown field {unknown[0]!r}")
     folder = None
     if isinstance(path_or_config, Mapping):
@@ -255,13 +256,12 @@ def resolve(
         )
     family = None
     if model_type in PLAIN_DECODERS:
-        decoder = PLAIN_DECODERS[model_type]
-        facts = {"decoder": decoder, **_hf_sizes(config, source, decoder=decoder)}
-        facts |= {"family": model_type}
+        facts = {"family": model_type, "decoder": model_type}
+        facts |= _hf_sizes(config, source, decoder=model_type)
     else:
-        name = family_of(config, source=source, wanted=overrides.get("family"))
-        family = FAMILIES[name]
-        facts = {"family": name, **_family_facts(config, family, size, source)}
+        facts = {"family": family_of(config, source=source, wanted=overrides.get("family"))}
+        family = FAMILIES[facts["family"]]
+        facts |= _family_facts(config, family, size, source)
     rows = facts["vocab_size"]
     if EXPORT_KEY in config:
         facts |= config[EXPORT_KEY]
@@ -336,12 +336,7 @@ def _hf_sizes(config: Mapping[str, Any], source: str, *, decoder: str) -> dict[s
     _refuse(config, options, source)
     kinds = sorted({"full_attention", *(config.get("layer_types") or ())})
     _refuse({"layer_types": kinds}, {"layer_types": ["full_attention"]}, source)
-    vocab, hidden, inner, layers, heads = _need(
-        config,
-        *("vocab_size", "hidden_size", "intermediate_size"),
-        *("num_hidden_layers", "num_attention_heads"),
-        source=source,
-    )
+    needed = _need(config, *_HF_SIZES.values(), source=source)
     scaling = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
     theta = scaling.pop("rope_theta", None) or config.get("rope_theta")
     if theta is None:
@@ -353,11 +348,7 @@ def _hf_sizes(config: Mapping[str, Any], source: str, *, decoder: str) -> dict[s
     if scaling.get("rope_type", "default") == "default":
         scaling = {}
     return {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_layers": layers,
-        "num_heads": heads,
+        **dict(zip(_HF_SIZES, needed, strict=True)),
         "num_kv_heads": config.get("num_key_value_heads"),
         "head_dim": config.get("head_dim"),
         "rope_theta": float(theta),
@@ -413,9 +404,8 @@ def read_added_tokens(folder: Path) -> dict[str, int]:
     From ``tokenizer_config.json``, ``added_tokens.json`` and ``tokenizer.json``, the later file
     winning; no tokenizer is built.
     """
-    found: dict[str, int] = {}
     described = _read_if_there(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
-    found |= {entry["content"]: int(number) for number, entry in described.items()}
+    found = {entry["content"]: int(number) for number, entry in described.items()}
     found |= _read_if_there(folder / "added_tokens.json")
     listed = _read_if_there(folder / "tokenizer.json").get("added_tokens", [])
     return found | {entry["content"]: int(entry["id"]) for entry in listed}

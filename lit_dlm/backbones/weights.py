@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lit_dlm.backbones.resolution import read_json_object
-from lit_dlm.ops.files import TensorDigest, is_finite, tensors_digest, write_tensors
+from lit_dlm.ops.files import (
+    TensorDigest,
+    is_finite,
+    tensors_digest,
+    write_atomically,
+    write_tensors,
+)
 
 _SHOWN = 5
 _INDEX_FILE = "model.safetensors.index.json"
@@ -27,9 +32,8 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model folder: those that an index names, else the single one."""
     index = folder / _INDEX_FILE
     if index.is_file():
-        return [
-            folder / name for name in sorted(set(read_json_object(index)["weight_map"].values()))
-        ]
+        names = set(read_json_object(index)["weight_map"].values())
+        return [folder / name for name in sorted(names)]
     single = folder / "model.safetensors"
     if not single.is_file():
         raise ValueError(
@@ -70,10 +74,9 @@ def load_weights(
     for path in files:
         for key, tensor in read_weights(path, is_wanted=lambda key: rename(key) is not None):
             ours = rename(key)
-            if ours is None or (ours in optional and ours not in parameters):
-                continue
-            if ours not in parameters:
-                unknown.append(key)
+            if ours is None or ours not in parameters:
+                if ours is not None and ours not in optional:
+                    unknown.append(key)
                 continue
             target = parameters[ours]
             if target.shape != tensor.shape:
@@ -95,9 +98,7 @@ def load_weights(
     return mapped
 
 
-def read_weights(
-    path: Path, *, is_wanted: Callable[[str], bool] = lambda _: True
-) -> Iterator[tuple[str, Tensor]]:
+def read_weights(path: Path, *, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
     """Tensors of a file by key, one at a time, checked against the digest of :func:`save_weights`.
 
     Files of others have no digest; of these only keys that are wanted are read.
@@ -190,6 +191,4 @@ def save_checkpoint(
 
 def write_json_object(path: Path, value: Mapping[str, Any]) -> None:
     """Writes one of a model's description files; it is replaced as a whole."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    write_atomically(path, json.dumps(value, indent=2, sort_keys=True) + "\n")

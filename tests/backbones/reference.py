@@ -13,31 +13,19 @@ from torch import Tensor
 
 LLADA: dict[str, Any] = {
     "model_type": "llada",
-    "activation_type": "silu",
-    "alibi": False,
-    "attention_layer_norm": False,
-    "block_group_size": 1,
-    "block_type": "llama",
     "d_model": 32,
     "embedding_size": 40,
-    "include_bias": False,
-    "include_qkv_bias": False,
-    "input_emb_norm": False,
-    "layer_norm_type": "rms",
     "mask_token_id": 3,
     "eos_token_id": 1,
     "pad_token_id": 0,
     "max_sequence_length": 64,
     "mlp_hidden_size": 48,
     "mlp_ratio": 4,
-    "multi_query_attention": None,
     "n_heads": 4,
     "n_kv_heads": 4,
     "n_layers": 2,
     "rms_norm_eps": 1e-5,
-    "rope": True,
     "rope_theta": 500000.0,
-    "scale_logits": False,
     "vocab_size": 40,
     "weight_tying": False,
 }
@@ -49,12 +37,9 @@ HF: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
     "rope_theta": 1000000.0,
-    "rope_scaling": None,
     "tie_word_embeddings": False,
-    "use_sliding_window": False,
     "mask_token_id": 3,
     "pad_token_id": 0,
     "eos_token_id": 1,
@@ -130,10 +115,9 @@ def random_tensors(config: dict[str, Any], *, seed: int = 0) -> dict[str, Tensor
             tensors[f"{prefix}{names[part]}.weight"] = normal(heads * s["head_dim"], width)
             if s["bias"]:
                 tensors[f"{prefix}{names[part]}.bias"] = normal(heads * s["head_dim"])
-        tensors[f"{prefix}{names['o']}.weight"] = normal(width, s["heads"] * s["head_dim"])
-        tensors[f"{prefix}{names['gate']}.weight"] = normal(s["inner"], width)
-        tensors[f"{prefix}{names['up']}.weight"] = normal(s["inner"], width)
-        tensors[f"{prefix}{names['down']}.weight"] = normal(width, s["inner"])
+        shapes = {"o": (width, s["heads"] * s["head_dim"]), "down": (width, s["inner"])}
+        for part, shape in (shapes | dict.fromkeys(("gate", "up"), (s["inner"], width))).items():
+            tensors[f"{prefix}{names[part]}.weight"] = normal(*shape)
         if s["qk_norm"]:
             for part in "qk":
                 tensors[f"{prefix}self_attn.{part}_norm.weight"] = 1 + normal(s["head_dim"])

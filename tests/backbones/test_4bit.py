@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,7 @@ IDS = torch.tensor([[40, 41, 42, 43, 44, 45]])
 
 
 def test_without_bitsandbytes_one_line_says_so(monkeypatch: Any):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        "lit_dlm.backbones.decoder.find_spec",
-        lambda name: None if name == "bitsandbytes" else found(name),
-    )
+    monkeypatch.setattr("lit_dlm.backbones.hf.find_spec", {}.get)
     with pytest.raises(ValueError, match="load_in_4bit: expected bitsandbytes"):
         HFBackbone("tiny", load_in_4bit=True)
 

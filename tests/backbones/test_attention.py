@@ -64,13 +64,3 @@ def test_an_added_mask_has_aligned_rows_and_says_the_same_of_every_group():
     assert mask.stride()[-2:] == (8, 1)
     twice = added_mask(visible, groups=2, dtype=torch.float32)
     assert twice.tolist() == [[[[0.0, -inf, 0.0], [-inf, 0.0, 0.0]] * 2]]
-
-
-@torch.no_grad()
-def test_a_padded_canvas_equals_that_with_keys_repeated_for_every_head(make_backbone):
-    backbone = make_backbone(num_kv_heads=1)
-    ids = torch.arange(4, 12).view(2, 4)
-    pad_mask = torch.tensor([[False, True, True, True], [True] * 4])
-    matrix = pad_mask[:, None, None].expand(-1, 1, 4, -1)
-    repeated = backbone.forward(ids, matrix, torch.tensor([[0, 0, 1, 2], [0, 1, 2, 3]]))
-    torch.testing.assert_close(backbone.forward(ids, pad_mask), repeated)

@@ -52,13 +52,13 @@ def test_unpadded_logits_equal_the_reference(parity: Path, family: str, ids: str
     expected = aligned(cases[case], backbone.spec.shift)
     assert_close(backbone(cases[ids]), expected)
     assert_close(load_backbone(parity / family)(cases[ids]), expected)
+    if family == "dream":  # a causal slip would not pass as rounding
+        assert (aligned(cases["out.causal"], 1) - expected).abs().max() > 0.1
     if backbone.spec.attention == "block":
         expected = cases["out.block"]
-    forbidden = torch.tensor(backbone.spec.forbidden_ids)
-    denoised = backbone.denoise(cases[ids]).logits
-    assert torch.isneginf(denoised[..., forbidden]).all()
-    allowed = torch.ones(backbone.vocab_size, dtype=torch.bool).index_fill(0, forbidden, False)
-    assert_close(denoised[..., allowed], expected[..., allowed])
+    forbidden = list(backbone.spec.forbidden_ids)
+    expected[..., forbidden] = float("-inf")
+    assert_close(backbone.denoise(cases[ids]).logits, expected)
 
 
 @pytest.mark.parametrize(
@@ -103,10 +103,3 @@ def test_explicit_masks_equal_the_reference(parity: Path):
     positions = layout.positions(torch.arange(24)[None])
     assert torch.equal(positions.expand(2, -1), cases["in.tok"])
     assert_close(backbone(cases["in.ext"], layout.visibility(), positions), cases["out.train_ext"])
-
-
-def test_the_causal_result_is_far_away(parity: Path):
-    """Guards the fixtures' power: a causal slip would not pass as rounding."""
-    backbone, cases = load(parity, "dream")
-    causal = aligned(cases["out.causal"], 1)
-    assert (backbone(cases["in.ids"]) - causal).abs().max() > 0.1

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lit_dlm.backbones.architecture import FAMILIES, Architecture, original_key, our_key
+from lit_dlm.backbones.architecture import Architecture, original_key, our_key
 from lit_dlm.backbones.base import UNKNOWN_ID
-from lit_dlm.backbones.resolution import read_added_tokens, read_config, resolve
+from lit_dlm.backbones.resolution import read_config, resolve
 from tests.backbones.reference import HF, LLADA as REDUCED_LLADA
 from tests.shared_data import shared
 from tests.twins import RELEASES
@@ -60,6 +60,9 @@ def test_dream_is_a_shifted_qwen2():
     config = architecture.hf_config()
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 1e6}
     assert set(config.layer_types) == {"full_attention"}
+    scaled = translated({**DREAM, "rope_scaling": {"type": "linear", "factor": 2.0}})  # the older
+    expected = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}
+    assert scaled.hf_config().rope_parameters == expected
 
 
 def test_llada_is_an_unshifted_llama():
@@ -114,15 +117,10 @@ def test_keys_go_there_and_back(layout: Any):
     assert our_key("model.layers.0.self_attn.rotary_emb.inv_freq", layout) is None
     assert our_key("model.vision_tower.x.weight", layout) is None
     assert our_key("somewhere.else", layout) == "somewhere.else"
-
-
-def test_ff_out_names_the_head_at_the_top_and_the_down_projection_in_a_block():
-    for theirs, ours in {
-        "ff_out": "lm_head",
-        "blocks.7.ff_out": "model.layers.7.mlp.down_proj",
-        "blocks.7.ff_proj": "model.layers.7.mlp.gate_proj",
-    }.items():
-        assert our_key(f"model.transformer.{theirs}.weight", "llada") == f"{ours}.weight"
+    assert our_key("transformer.ff_out.weight", "llada") == "lm_head.weight"
+    for name, ours in (("ff_out", "down_proj"), ("ff_proj", "gate_proj")):
+        key = f"model.transformer.blocks.7.{name}.weight"
+        assert our_key(key, "llada") == f"model.layers.7.mlp.{ours}.weight"
 
 
 @pytest.mark.parametrize(
@@ -150,12 +148,6 @@ def test_ff_out_names_the_head_at_the_top_and_the_down_projection_in_a_block():
 def test_what_the_decoders_lack_is_refused_by_name(config: Any, option: str, value: Any):
     with pytest.raises(ValueError, match=option):
         resolve({**config, option: value})
-
-
-def test_rope_scaling_keeps_theta_and_the_newer_spelling():
-    scaled = translated({**DREAM, "rope_scaling": {"type": "linear", "factor": 2.0}})
-    expected = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}
-    assert scaled.hf_config().rope_parameters == expected
 
 
 def test_plain_decoders_need_a_mask_id():
@@ -200,11 +192,9 @@ def test_llada_v_is_a_llama_under_transformers_names(model_type: str):
     """Its classes call the text part llada as well, which its option names tell apart."""
     config = {**RELEASES["GSAI-ML/LLaDA-V"].config, "model_type": model_type}
     resolved = resolve(config, added_tokens=LLADA_TOKENS)
-    architecture = resolved.architecture
-    assert (architecture.family, architecture.decoder) == ("llada_v", "llama")
-    assert (architecture.shift, architecture.mask_id) == (0, 126336)
-    assert architecture.eos_ids == (126081, 126348)
-    assert resolved.layout == "hf"
+    assert (resolved.spec.family, resolved.layout) == ("llada_v", "hf")
+    assert (resolved.architecture.decoder, resolved.spec.shift) == ("llama", 0)
+    assert (resolved.spec.mask_id, resolved.spec.eos_ids) == (126336, (126081, 126348))
 
 
 # -- special tokens ------------------------------------------------------------------------------
@@ -230,11 +220,7 @@ def test_released_tokenizers_give_the_ids(tmp_path: Path, name: str):
         "sdar": (151669, (151643, 151645), None),
         "llada": (126336, (126081, 126348), 126080),
     }[name]
-    assert spec.pad_id == spec.eos_ids[0]
-    assert spec.forbidden_ids == (spec.mask_id,)
-    family = FAMILIES[name]
-    added = read_added_tokens(tmp_path)
-    assert {added[token] for token in family.mask_tokens if token in added} == {spec.mask_id}
+    assert (spec.pad_id, spec.forbidden_ids) == (spec.eos_ids[0], (spec.mask_id,))
 
 
 @pytest.mark.parametrize(("config", "tokenizer"), [(DREAM, "sdar"), (SDAR, "dream")])
@@ -248,11 +234,15 @@ def test_the_tokenizer_of_a_sister_vocabulary_is_noticed(
     assert resolve(folder, spec_overrides={"mask_id": 151669}).spec.mask_id == 151669
 
 
-def test_a_mask_that_moved_is_noticed():
+def test_a_mask_that_moved_is_noticed_but_a_reduced_vocabulary_is_its_own():
     for tokens in ({"<|mask|>": 151669}, {"<|im_end|>": 151645}):
         with pytest.raises(ValueError, match="mask_token_id is 151666"):
             resolve(DREAM, added_tokens=tokens)
     assert translated(DREAM, added_tokens={"<|mask|>": 151666, "<|im_end|>": 7}).eos_ids == (7,)
+    spec = resolve(REDUCED_LLADA).spec
+    assert (spec.mask_id, spec.eos_ids, spec.pad_id) == (3, (1,), 0)
+    config = without(REDUCED_LLADA, "mask_token_id")
+    assert translated(config, added_tokens={"<|mdm_mask|>": 9}).mask_id == 9
 
 
 def test_overrides_win():
@@ -263,13 +253,6 @@ def test_overrides_win():
         resolve(DREAM, spec_overrides={"mask_token": 1})
     with pytest.raises(ValueError, match=r"model_type 'Dream' .* 'llada'"):
         resolve(DREAM, spec_overrides={"family": "llada"})
-
-
-def test_a_reduced_vocabulary_is_its_own():
-    spec = resolve(REDUCED_LLADA).spec
-    assert (spec.mask_id, spec.eos_ids, spec.pad_id) == (3, (1,), 0)
-    config = without(REDUCED_LLADA, "mask_token_id")
-    assert resolve(config, added_tokens={"<|mdm_mask|>": 9}).spec.mask_id == 9
 
 
 def test_what_nothing_names_is_unknown_and_said(caplog: pytest.LogCaptureFixture):

@@ -56,23 +56,14 @@ def test_the_vision_part_is_left_in_the_files(tmp_path: Path):
     assert_logits(load_backbone(write(tmp_path / "v", config, tensors | vision)), config, tensors)
 
 
-def test_a_boolean_mask_equals_the_slow_decoder(tmp_path: Path):
-    config = VARIANTS["sdar"]
+@pytest.mark.parametrize("config", [LLADA, VARIANTS["sdar"]])
+def test_a_boolean_mask_equals_the_slow_decoder(tmp_path: Path, config: dict[str, Any]):
+    """Row 0 has two pads, whose queries are given no key: they see themselves alone."""
     tensors = random_tensors(config)
-    blocks = torch.arange(7) // 3
-    visible = (blocks[:, None] >= blocks[None])[None, None]
-    backbone = load_backbone(write(tmp_path / "m", config, tensors))
-    expected = raw_logits(config, tensors, IDS, visible).float()
-    torch.testing.assert_close(backbone(IDS, mask=visible), expected, atol=1e-5, rtol=1e-5)
-
-
-def test_a_query_without_keys_does_not_disturb_the_others(tmp_path: Path):
-    """Row 0 has two pads; the outer product of the padding leaves their queries without a key."""
-    tensors = random_tensors(LLADA)
-    backbone = load_backbone(write(tmp_path / "m", LLADA, tensors))
-    real = torch.tensor([[False] * 2 + [True] * 5, [True] * 7])
-    outer = (real[:, :, None] & real[:, None, :])[:, None]
-    logits = backbone(IDS, outer)
+    blocks, real = torch.arange(7) // 3, torch.tensor([[False] * 2 + [True] * 5, [True] * 7])
+    visible = (blocks[:, None] >= blocks) & real[:, :, None] & real[:, None, :]
+    logits = load_backbone(write(tmp_path / "m", config, tensors))(IDS, mask=visible[:, None])
     assert logits.isfinite().all()
-    by_keys = backbone(IDS, real, torch.arange(7).expand(2, -1))
-    torch.testing.assert_close(logits[real], by_keys[real], atol=1e-5, rtol=1e-5)
+    seen = (visible | torch.eye(7).bool())[:, None]
+    expected = raw_logits(config, tensors, IDS, seen).float()
+    torch.testing.assert_close(logits[real], expected[real], atol=1e-5, rtol=1e-5)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lit_dlm.backbones.weights import files_digest, load_weights, save_weights, weight_files
+from lit_dlm.backbones.weights import load_weights, save_weights, weight_files
 from tests.processes import mapping_of
 
 
@@ -17,18 +17,19 @@ def targets() -> dict[str, torch.Tensor]:
     return {"a": torch.zeros(2), "b": torch.zeros(3)}
 
 
-def test_shards_of_an_index_are_all_read(tmp_path: Path):
+def test_shards_of_an_index_are_all_read_and_no_pickles(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"\(pickled weights are not read\)"):
+        weight_files(tmp_path)
     save_file({"x.a": torch.ones(2), "freq": torch.ones(4)}, tmp_path / "model-1.safetensors")
     save_file({"x.b": torch.full((3,), 2.0, dtype=torch.float16)}, tmp_path / "model-2.safetensors")
     index = {"weight_map": {"x.b": "model-2.safetensors", "x.a": "model-1.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     loaded = targets()
-    load_weights(
-        weight_files(tmp_path), loaded, rename=lambda key: key[2:] if key.startswith("x.") else None
-    )
-    assert loaded["a"].tolist() == [1.0, 1.0]
-    assert loaded["b"].tolist() == [2.0, 2.0, 2.0]
-    assert loaded["b"].dtype == torch.float32
+    load_weights(weight_files(tmp_path), loaded, rename={"x.a": "a", "x.b": "b"}.get)
+    assert {key: (value.dtype, value.tolist()) for key, value in loaded.items()} == {
+        "a": (torch.float32, [1.0] * 2),
+        "b": (torch.float32, [2.0] * 3),
+    }
 
 
 @pytest.mark.parametrize(
@@ -38,10 +39,7 @@ def test_shards_of_an_index_are_all_read(tmp_path: Path):
         ({**targets(), "c": torch.ones(1)}, r"1 unexpected.*'c'"),
         ({**targets(), "b": torch.ones(4)}, r"b has shape \(4,\), expected \(3,\)"),
         ({**targets(), "b": torch.tensor([0.0, torch.nan, 1.0])}, "b has .* not finite"),
-        (
-            {**targets(), "b": torch.tensor([0.0, 1.0, -torch.inf])},
-            "b has numbers that are not fin",
-        ),
+        ({**targets(), "b": torch.tensor([0.0, 1.0, -torch.inf])}, "b has .* not finite"),
     ],
 )
 def test_keys_shapes_and_numbers_must_fit(
@@ -68,32 +66,15 @@ def test_a_truncated_file_and_a_flipped_weight_of_an_export_are_named(tmp_path: 
             load_weights([path], targets(), rename=str)
 
 
-def test_the_digest_is_the_sha256_of_the_contents_in_order(tmp_path: Path):
-    """SHA-256 of the text ``abc`` is a published test vector (FIPS 180-2, appendix B.1)."""
-    (tmp_path / "1").write_bytes(b"ab")
-    (tmp_path / "2").write_bytes(b"c")
-    digest = files_digest([tmp_path / "1", tmp_path / "2"])
-    assert digest == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
-
-
-def test_pickled_weights_are_not_read(tmp_path: Path):
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"\(pickled weights are not read\)"):
-        weight_files(tmp_path)
-
-
 def test_weights_of_the_files_dtype_are_the_files_memory(tmp_path: Path):
     """64 MB: reading takes no memory of the process's own, writing does and changes no file."""
     path = tmp_path / "model.safetensors"
-    values = torch.arange(2.0**24)
-    save_weights({"a": values, "b": torch.ones(3)}, path)
-    targets = {"a": torch.empty(2**24), "b": torch.empty(3, dtype=torch.float16)}
-    load_weights([path], targets, rename=lambda key: key)
-    assert float(targets["a"].sum(dtype=torch.float64)) == 2**23 * (2.0**24 - 1)
-    assert mapping_of(targets["a"]) == (path, 0)
-    assert targets["b"].tolist() == [1.0] * 3
-    targets["a"].zero_()
-    assert mapping_of(targets["a"]) == (path, pytest.approx(2**26, rel=0.01))
-    again = {"a": torch.empty(2**24), "b": torch.empty(3)}
-    load_weights([path], again, rename=lambda key: key)
-    assert float(again["a"][-1]) == 2.0**24 - 1
+    save_weights({"a": torch.arange(2.0**24), "b": torch.ones(3)}, path)
+    for _ in range(2):
+        found = {"a": torch.empty(2**24), "b": torch.empty(3, dtype=torch.float16)}
+        load_weights([path], found, rename=str)
+        assert float(found["a"].sum(dtype=torch.float64)) == 2**23 * (2.0**24 - 1)
+        assert mapping_of(found["a"]) == (path, 0)
+        assert found["b"].tolist() == [1.0] * 3
+        found["a"].zero_()
+        assert mapping_of(found["a"]) == (path, pytest.approx(2**26, rel=0.01))
