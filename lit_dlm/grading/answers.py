@@ -51,11 +51,9 @@ def last_boxed(text: str) -> str | None:
 
 def text_after_marker(text: str) -> str | None:
     """The rest of the line after the last ``####``, stripped."""
-    _, found, rest = text.rpartition("####")
-    if not found:
-        return None
-    stripped = rest.strip()
-    return stripped.splitlines()[0].strip() if stripped else None
+    _, marker, rest = text.rpartition("####")
+    lines = rest.strip().splitlines() if marker else []
+    return lines[0].strip() if lines else None
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -67,8 +65,7 @@ def parse_number(text: str) -> Fraction | None:
     plain = re.sub(r"\\[!,;: ]", "", _without_currency(text))
     if fraction := _FRACTION.fullmatch(plain.strip()):
         sign, top, bottom = fraction.groups()
-        value = Fraction(int(top), int(bottom)) if int(bottom) else None
-        return -value if sign == "-" and value is not None else value
+        return Fraction(int(f"{sign}1") * int(top), int(bottom)) if int(bottom) else None
     if (ratio := _SLASH.fullmatch(plain.strip().rstrip("."))) and int(ratio[2]):
         return Fraction(int(ratio[1]), int(ratio[2]))
     return _last_number(_EXPONENT.sub("", plain))
@@ -103,13 +100,10 @@ def extract_number(completion: str) -> str | None:
     Looked for in this order: the first number after the last ``####`` (on its line), the last
     ``\boxed{}``, the last number of the text.
     """
-    marked = text_after_marker(completion)
-    if marked is not None:
-        first = next(_find_numbers(_without_currency(marked)), None)
-        if first is not None:
-            return format_number(Fraction(first))
-    boxed = last_boxed(completion)
-    value = parse_number(boxed) if boxed is not None else None
+    marked = _without_currency(text_after_marker(completion) or "")
+    if (first := next(_find_numbers(marked), None)) is not None:
+        return format_number(Fraction(first))
+    value = parse_number(last_boxed(completion) or "")
     if value is None:
         value = _last_number(_without_currency(completion))
     return None if value is None else format_number(value)

@@ -50,12 +50,9 @@ class _Process:
         return json.loads(line) if line.endswith(b"\n") else None
 
     def kill(self) -> None:
-        self._process.kill()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    stream.close()
-        self._process.wait()
+        # Its end closes the pipes, one of them perhaps with a question that nobody read, and waits.
+        with contextlib.suppress(BrokenPipeError), self._process:
+            self._process.kill()
 
 
 class BoundedProcesses:

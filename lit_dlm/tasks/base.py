@@ -131,9 +131,8 @@ class DatasetTask(Task):
         given = Path(source).expanduser()
         self._folder = given if given.is_dir() else given.parent
         if num_shots:
-            text = self._shots(
-                num_shots, shots_path or source, has_same=shots_path in (None, source)
-            )
+            has_same = shots_path in (None, source)
+            text = self._shots(num_shots, shots_path or source, has_same=has_same)
             # Part of the template, so that results record them.
             text = f"{{% raw %}}{text}{{% endraw %}}{self._template.given or self.own_template}"
             self._template = PromptTemplate(text)
@@ -252,12 +251,9 @@ def tasks_by_name(tasks: Sequence[Task], *, option: str = "tasks") -> dict[str, 
     for task in tasks:
         checked_plug(task, Task, option=option)
         if task.name in found:
-            both = " and ".join(
-                f"{type(t).__name__} of split {t.split!r}" for t in (found[task.name], task)
-            )
-            raise ValueError(
-                f"{option}: expected different names, got {task.name!r} twice ({both})"
-            )
+            both = [f"{type(t).__name__} of split {t.split!r}" for t in (found[task.name], task)]
+            twice = f"{task.name!r} twice ({' and '.join(both)})"
+            raise ValueError(f"{option}: expected different names, got {twice}")
         found[task.name] = task
     return found
 

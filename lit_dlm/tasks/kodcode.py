@@ -106,9 +106,8 @@ def _entry_point(row: Row, test: str, solution: str) -> str:
     """
     told: Any = row.fields.get("test_info") or ()
     named = [row.fields.get("entry_point"), *(each.get("function_name") for each in told)]
-    for name in named:
-        if name:
-            return str(name)
+    if name := next(filter(None, named), None):
+        return str(name)
     try:
         defined = [getattr(node, "name", None) for node in ast.parse(solution).body]
     except (SyntaxError, ValueError):

@@ -35,8 +35,7 @@ class MATH(DatasetTask):
             has_problem = "problem" in row.fields or "question" in row.fields
             row.expect(has_problem, "a field 'problem'", list(row.fields))
         usable = [row for row in rows if self._answer(row)]
-        if len(usable) < len(rows):
-            dropped = len(rows) - len(usable)
+        if dropped := len(rows) - len(usable):
             logger.warning("left out %d of %d problems without an answer", dropped, len(rows))
         wanted = "a field 'answer' or a boxed solution in at least one row"
         rows[0].expect(bool(usable), wanted, rows[0].fields)

@@ -83,8 +83,7 @@ class MBPPPlus(PlusTask):
         return question, "", row.text("canonical_solution")
 
     def _restored(self, task_id: str, inputs: list[Any]) -> list[Any]:
-        found: list[Any] = _evalplus("data.mbpp").mbpp_deserialize_inputs(task_id, inputs)
-        return found
+        return list(_evalplus("data.mbpp").mbpp_deserialize_inputs(task_id, inputs))
 
     def _rule(self, entry_point: str) -> tuple[Rule, Callable[..., Any] | None]:
         """EvalPlus's rules for problems that have more than one right output."""
@@ -105,8 +104,7 @@ class MBPPPlus(PlusTask):
 
 
 def _number(row: Row) -> int:
-    number: int = row.get("task_id", int, "an integer")
-    return number
+    return int(row.get("task_id", int, "an integer"))
 
 
 def _entry_point(code: str, tests: Sequence[str], row: Row) -> str:

@@ -42,8 +42,7 @@ class Row:
         return value
 
     def text(self, name: str) -> str:
-        value: str = self.get(name, str, "a text")
-        return value
+        return str(self.get(name, str, "a text"))
 
     def texts(self, name: str) -> list[str]:
         """A field that must be a list of texts, at least one."""

@@ -135,7 +135,6 @@ class Countdown(PuzzleTask):
     def draw_pair(self, rng: random.Random) -> tuple[str, str]:
         problem = self._draw_of_split(rng, "train")
         steps = parse_steps(problem.reference["solution"])
-        assert steps is not None
         if self.style == "steps":
             return problem.text, write_steps([_swapped(step, rng) for step in steps])
         write = write_worked if self.style == "worked" else write_expression
@@ -201,7 +200,7 @@ class Countdown(PuzzleTask):
             return Verdict(status="wrong", answer=answer[:MAX_ANSWER_CHARS], detail="too long")
         numbers, target = example.reference["numbers"], example.reference["target"]
         steps = parse_steps(answer)
-        if steps is not None and len(steps) > 1:
+        if len(steps) > 1:
             wrong = check_steps(steps, numbers, target)
         else:
             wrong = check_expression(answer.rsplit(",", 1)[-1], numbers, target)

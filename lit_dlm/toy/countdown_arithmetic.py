@@ -140,15 +140,11 @@ def _solutions(items: list[int], target: int) -> Iterator[list[Step]]:
                         yield [(a, sign, b, result), *tail]
 
 
-def parse_steps(answer: str) -> list[Step] | None:
-    """Parses an answer without spaces as steps; ``None`` when any part is not a step."""
-    steps: list[Step] = []
-    for part in filter(None, re.split(r"[,;\n]+", answer)):
-        match = _STEP.fullmatch(part)
-        if match is None:
-            return None
-        steps.append((int(match[1]), match[2], int(match[3]), int(match[4])))
-    return steps or None
+def parse_steps(answer: str) -> list[Step]:
+    """Parses an answer without spaces as steps; none when any part is not a step."""
+    matches = [_STEP.fullmatch(part) for part in re.split(r"[,;\n]+", answer) if part]
+    steps = [(int(m[1]), m[2], int(m[3]), int(m[4])) for m in matches if m]
+    return steps if len(steps) == len(matches) else []
 
 
 def check_steps(steps: Sequence[Step], numbers: Sequence[int], target: int) -> str:

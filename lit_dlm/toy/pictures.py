@@ -90,11 +90,14 @@ def stored_digits(path: Path) -> list[tuple[Pixels, int]]:
     return [(tile, label) for label, row in enumerate(tiles) for tile in row if tile.any()]
 
 
-def augmented(digit: Pixels, rng: random.Random) -> Pixels:
-    """A digit turned, sheared, resized and moved a little, made as the data set was.
+def _perhaps_augmented(digit: Pixels, rng: random.Random) -> Pixels:
+    """In seven of ten cases the digit turned, sheared, resized and moved a little.
 
-    Its pixels count the ink in 4 x 4 cells of a black and white picture.
+    It is made as the data set was: its pixels count the ink in 4 x 4 cells of a black and white
+    picture.
     """
+    if rng.random() >= 0.7:
+        return digit
     size = 4 * SIDE
     scale, angle = rng.uniform(0.9, 1.12), rng.uniform(-0.2, 0.2)
     shear = rng.uniform(-0.15, 0.15)
@@ -107,10 +110,6 @@ def augmented(digit: Pixels, rng: random.Random) -> Pixels:
     )
     ink = (np.array(large) > 127).reshape(SIDE, 4, SIDE, 4).sum((1, 3))
     return np.round(ink * 255 / 16).astype(np.uint8)
-
-
-def _perhaps_augmented(digit: Pixels, rng: random.Random) -> Pixels:
-    return augmented(digit, rng) if rng.random() < 0.7 else digit
 
 
 def draw_shapes(shapes: Sequence[Shape]) -> Pixels:

@@ -30,6 +30,7 @@ _UNITS = (
 """Cells of rows, columns and boxes."""
 _TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.DOTALL)
 _GRID_RUN = re.compile(r"\d[\d\s|,+-]*")
+_GRID = re.compile(r"^(?:[0-4]{16}|[0-4]{4}(?:\n[0-4]{4}){3})$", re.MULTILINE)
 
 
 @cache
@@ -117,14 +118,5 @@ class Sudoku(PuzzleTask):
 
 def _grids_of_run(run: str) -> list[str]:
     """Grids in a stretch of digits and separators: 16 in one line, or four lines of four."""
-    lines = [line for line in (re.sub(r"\D", "", line) for line in run.splitlines()) if line]
-    grids, at = [], 0
-    while at < len(lines):
-        four = lines[at : at + 4]
-        if re.fullmatch(r"[0-4]{16}", lines[at]):
-            grids.append(lines[at])
-        elif list(map(len, four)) == [4] * 4 and re.fullmatch(r"[0-4]{16}", "".join(four)):
-            grids.append("".join(four))
-            at += 3
-        at += 1
-    return grids
+    lines = filter(None, (re.sub(r"\D", "", line) for line in run.splitlines()))
+    return [grid.replace("\n", "") for grid in _GRID.findall("\n".join(lines))]

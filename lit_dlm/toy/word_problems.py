@@ -24,6 +24,8 @@ SEPARATORS = ("\n", " so ", " then ")
 MAX_COMPLETION_TOKENS = 31
 """Longest completion, in pieces of the tiny tokenizer, that leaves room for the end of text."""
 
+# Of the tiny tokenizer: every digit and sign is one, so is every separator.
+_PIECE = re.compile(r"\n#### |\d|[-+=]| so | then |\n")
 _ANSWER = re.compile(r"####\s*(-?\d{1,400})(?!\d)")
 
 
@@ -37,12 +39,6 @@ def write_solution(start: int, moves: Sequence[int], rng: random.Random) -> str:
         total += move
         steps.append(f"{left}{'+' if move > 0 else '-'}{right}={total}")
     return rng.choice(SEPARATORS).join(steps) + f"\n#### {total}"
-
-
-def _num_pieces(start: int, moves: Sequence[int]) -> int:
-    """Length of a solution in pieces: every digit and sign is one, so is every separator."""
-    text = write_solution(start, moves, random.Random(0))
-    return len(re.findall(r"\n#### |\d|[-+=]| so | then |\n", text))
 
 
 class WordProblems(GeneratedTask):
@@ -60,7 +56,8 @@ class WordProblems(GeneratedTask):
                 start, num_steps, low = rng.randint(10, 59), rng.randint(1, 3), 2
             moves = [rng.choice((-1, 1)) * rng.randint(low, 9) for _ in range(num_steps)]
             totals = list(accumulate(moves, initial=start))[1:]
-            is_short = _num_pieces(start, moves) <= MAX_COMPLETION_TOKENS
+            pieces = _PIECE.findall(write_solution(start, moves, random.Random(0)))
+            is_short = len(pieces) <= MAX_COMPLETION_TOKENS
             if min(totals) >= 0 and max(totals) <= 99 and is_short:
                 break
         item = rng.choice(ITEMS)

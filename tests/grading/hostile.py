@@ -26,6 +26,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,13 +62,7 @@ WINS = _programs("wins.txt")
 
 VALUES = _programs("values.txt")
 """Returned to tests that compare them in several ways."""
-ENDS = {
-    "an end of iteration": "raise StopIteration",
-    "an end of generation": "raise GeneratorExit",
-    "an error of no items": "raise IndexError",
-    "an exit": "raise SystemExit",
-    "an error of assertions": "raise AssertionError",
-}
+ENDS = ("StopIteration", "GeneratorExit", "IndexError", "SystemExit", "AssertionError")
 """Raised in the middle of tests that iterate."""
 ITERATING_CHECK = """
 assert all(map(lambda x: f(x) == x * x, [2, 3]))
@@ -107,6 +102,13 @@ ANSWERS = {
 }
 """Answers that are numbers or formulas; the right one is 16."""
 
+PROBLEM = PlusProblem(
+    name="Hostile",
+    entry_point="f",
+    reference_code="def f(x):\n    return [2.0]",
+    base_inputs=[[[4, -4, 1]]],
+    plus_inputs=[],
+)
 PROGRAMS = _programs("programs.txt")
 """Programs that read 2 and should print 4."""
 
@@ -178,8 +180,8 @@ def _jobs(targets: _Targets, limits: SandboxLimits, walls_only: bool) -> dict[st
         add(name, 0.5, run, code, (CHECK, CHECK_FUNCTION)[number % 2])
     for name, body in WINS.items():
         add(name, 0.5, run, _attack(body, targets), CHECK)
-    for name, body in ENDS.items():
-        add(name, 0.5, run, f"def f(x):\n    {body}", ITERATING_CHECK)
+    for name in ENDS:
+        add(name, 0.5, run, f"def f(x):\n    raise {name}", ITERATING_CHECK)
     # Extraction has up to 10 s of its own.
     outputs = functools.partial(grade_by_outputs, limits=limits, **ALLOWED)
     for name, code in PROGRAMS.items():
@@ -190,7 +192,7 @@ def _jobs(targets: _Targets, limits: SandboxLimits, walls_only: bool) -> dict[st
     for number, (name, value) in enumerate(VALUES.items()):
         code = f"def f(x):\n    return {value}"
         add(name, 0.5, run, code, HEAVY_CHECK)
-        problem = _problem(("same_set", "root", "close")[number % 3])
+        problem = replace(PROBLEM, rule=("same_set", "root", "close")[number % 3])
         add(f"{name} (rule)", 0.5, grader.grade, code, problem)
     extract = functools.partial(grade_by_tests, limits=limits, **ALLOWED)
     for name, text in TEXTS.items():
@@ -204,17 +206,6 @@ def _jobs(targets: _Targets, limits: SandboxLimits, walls_only: bool) -> dict[st
         for name, text in ANSWERS.items():
             add(f"{name} (formula)", start + MATH_SECONDS, grade_math, text, "16")
     return jobs
-
-
-def _problem(rule: Any) -> PlusProblem:
-    return PlusProblem(
-        name=f"Hostile/{rule}",
-        entry_point="f",
-        reference_code="def f(x):\n    return [2.0]",
-        base_inputs=[[[4, -4, 1]]],
-        plus_inputs=[],
-        rule=rule,
-    )
 
 
 def _attack(body: str, targets: _Targets) -> str:
@@ -305,6 +296,9 @@ def run_setup(name: str, *, walls_only: bool = False) -> dict[str, Any] | str:
     if not all(shutil.which(word) for word in (words[0], words[-1])):
         return f"needs {words[0]} and {words[-1]}"
     root = Path(__file__).parents[2]
+    closed = [folder for folder in (root, *root.parents) if not folder.stat().st_mode & 0o001]
+    if closed and os.geteuid() == 0 and words[-1] == SYSTEM_PYTHON:
+        return f"other users cannot enter {closed[0]}"
     told = subprocess.run(
         [*words, "-m", "tests.grading.hostile", method, "walls" if walls_only else "all"],
         cwd=root,

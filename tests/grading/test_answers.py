@@ -4,30 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 
-from lit_dlm.grading import Verdict, answers
-from lit_dlm.grading.answers import (
-    extract_math,
-    extract_number,
-    format_number,
-    grade_exact,
-    grade_math,
-    grade_numeric,
-    grade_relaxed,
-    grade_vqa,
-    last_boxed,
-    normalised_vqa,
-    parse_number,
-    text_after_marker,
-)
+from lit_dlm.grading import answers
+from lit_dlm.grading.answers import grade_math, grade_numeric, grade_vqa, last_boxed, parse_number
+from tests.tasks.rows import DATA
 
-SHARED = Path(__file__).parents[2].parent / "shared" / "data"
-LLADA = SHARED / "llada_generations" / "gsm8k_llada8b_instruct_256_128.jsonl.gz"
+LLADA = DATA / "llada_generations" / "gsm8k_llada8b_instruct_256_128.jsonl.gz"
 
 DIGITS = "7" * 5000
 
@@ -41,62 +26,70 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("read", "text", "found"),
     [
-        (last_boxed, r"so \boxed{18}.", "18"),
-        (last_boxed, r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (last_boxed, r"\boxed{a\}b}", r"a\}b"),
-        (last_boxed, r"\fbox{x^{2}}", "x^{2}"),
-        (last_boxed, r"\boxed 5", "5"),
-        (last_boxed, r"\boxed{first} and \boxed{never closed", "first"),
-        (last_boxed, r"\boxed{}", ""),
-        (last_boxed, r"\boxedstuff{3}", None),
-        (last_boxed, "no box", None),
-        (text_after_marker, "#### 1\n#### 2 apples\nmore", "2 apples"),
-        (text_after_marker, "####", None),
-        (text_after_marker, "nothing", None),
-        (parse_number, "18", 18),
-        (parse_number, "18.0", 18),
-        (parse_number, "$1,234.50", Fraction(2469, 2)),
-        (parse_number, "1{,}234", 1234),
-        (parse_number, "-3", -3),
-        (parse_number, "\N{MINUS SIGN}3", -3),
-        (parse_number, ".5", Fraction(1, 2)),
-        (parse_number, "20\\%", 20),
-        (parse_number, "18 \\text{ dollars}", 18),
-        (parse_number, "x = 7", 7),
-        (parse_number, "12 m^2", 12),
-        (parse_number, "\\frac{1}{3}", Fraction(1, 3)),
-        (parse_number, "-\\dfrac{3}{4}", Fraction(-3, 4)),
-        (parse_number, "1/4", Fraction(1, 4)),
-        (parse_number, "1/0", 0),  # no fraction, so its last number counts
-        (parse_number, "10,20", 20),  # no thousands separator
-        (parse_number, "5.", 5),
-        (parse_number, "none", None),
-        (parse_number, "9" * 500, None),
+        ("last_boxed", r"so \boxed{18}.", "18"),
+        ("last_boxed", r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        ("last_boxed", r"\boxed{a\}b}", r"a\}b"),
+        ("last_boxed", r"\fbox{x^{2}}", "x^{2}"),
+        ("last_boxed", r"\boxed 5", "5"),
+        ("last_boxed", r"\boxed{first} and \boxed{never closed", "first"),
+        ("last_boxed", r"\boxed{}", ""),
+        ("last_boxed", r"\boxedstuff{3}", None),
+        ("last_boxed", "no box", None),
+        ("text_after_marker", "#### 1\n#### 2 apples\nmore", "2 apples"),
+        ("text_after_marker", "####", None),
+        ("text_after_marker", "nothing", None),
+        ("parse_number", "18", 18),
+        ("parse_number", "18.0", 18),
+        ("parse_number", "$1,234.50", Fraction(2469, 2)),
+        ("parse_number", "1{,}234", 1234),
+        ("parse_number", "-3", -3),
+        ("parse_number", "\N{MINUS SIGN}3", -3),
+        ("parse_number", ".5", Fraction(1, 2)),
+        ("parse_number", "20\\%", 20),
+        ("parse_number", "18 \\text{ dollars}", 18),
+        ("parse_number", "x = 7", 7),
+        ("parse_number", "12 m^2", 12),
+        ("parse_number", "\\frac{1}{3}", Fraction(1, 3)),
+        ("parse_number", "-\\dfrac{3}{4}", Fraction(-3, 4)),
+        ("parse_number", "1/4", Fraction(1, 4)),
+        ("parse_number", "1/0", 0),  # no fraction, so its last number counts
+        ("parse_number", "10,20", 20),  # no thousands separator
+        ("parse_number", "5.", 5),
+        ("parse_number", "none", None),
+        ("parse_number", "9" * 500, None),
         # The marker goes before the box, and the box before the last number.
-        (extract_number, "16 - 3 = 13\n#### 13", "13"),
-        (extract_number, "#### $1,000.00 in total of 3 years", "1000"),
-        (extract_number, "#### 5\nThen I doubt: 7", "5"),
-        (extract_number, "#### unknown\n\\boxed{8}", "8"),
-        (extract_number, "\\boxed{18} dollars for 2 days", "18"),
-        (extract_number, "\\boxed{} so 32", "32"),
-        (extract_number, "It costs 5-3 = 2.", "2"),
-        (extract_number, "She has 3/4 left, that is 0.75.", "0.75"),
-        (extract_number, "twenty", None),
-        (extract_number, "", None),
-        (extract_math, "#### $x^2$.", "x^2"),
-        (extract_math, "\\boxed{} #### 3", "3"),
-        (extract_math, "3", None),
-        (normalised_vqa, "The  Two\n dogs.", "2 dogs"),
-        (normalised_vqa, "dont know", "don't know"),
-        (normalised_vqa, "black/white", "black white"),  # no space beside the mark: it becomes one
-        (normalised_vqa, "yes, sir", "yes sir"),
-        (normalised_vqa, "1,000 a-b", "1000 ab"),  # a comma that groups digits takes all marks away
-        (normalised_vqa, "3.5", "3.5"),
-        (normalised_vqa, "none", "0"),
+        ("extract_number", "16 - 3 = 13\n#### 13", "13"),
+        ("extract_number", "#### $1,000.00 in total of 3 years", "1000"),
+        ("extract_number", "#### 5\nThen I doubt: 7", "5"),
+        ("extract_number", "#### unknown\n\\boxed{8}", "8"),
+        ("extract_number", "\\boxed{18} dollars for 2 days", "18"),
+        ("extract_number", "\\boxed{} so 32", "32"),
+        ("extract_number", "It costs 5-3 = 2.", "2"),
+        ("extract_number", "She has 3/4 left, that is 0.75.", "0.75"),
+        ("extract_number", "twenty", None),
+        ("extract_number", "", None),
+        ("extract_math", "#### $x^2$.", "x^2"),
+        ("extract_math", "\\boxed{} #### 3", "3"),
+        ("extract_math", "3", None),
+        ("normalised_vqa", "The  Two\n dogs.", "2 dogs"),
+        ("normalised_vqa", "dont know", "don't know"),
+        (
+            "normalised_vqa",
+            "black/white",
+            "black white",
+        ),  # no space beside: it becomes one
+        ("normalised_vqa", "yes, sir", "yes sir"),
+        (
+            "normalised_vqa",
+            "1,000 a-b",
+            "1000 ab",
+        ),  # a grouping comma takes all marks
+        ("normalised_vqa", "3.5", "3.5"),
+        ("normalised_vqa", "none", "0"),
     ],
 )
-def test_what_is_read_from_a_text(read: Callable[[str], object], text: str, found: object):
-    assert read(text) == found
+def test_what_is_read_from_a_text(read: str, text: str, found: object):
+    assert getattr(answers, read)(text) == found
 
 
 def test_unclosed_boxes_cost_linear_time():
@@ -106,55 +99,46 @@ def test_unclosed_boxes_cost_linear_time():
     assert last_boxed(text + "7}") == "7"
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (Fraction(18), "18"),
-        (Fraction(-1, 2), "-0.5"),
-        (Fraction(1, 3), "1/3"),
-        (Fraction(1, 80), "0.0125"),
-        (Fraction(-401, 4), "-100.25"),
-        (Fraction(0), "0"),
-    ],
-)
-def test_format_number_is_read_back_exactly(value: Fraction, text: str):
+def test_format_number_is_read_back_exactly():
     """1/80 = 125/10000: four places, since 80 = 2**4 * 5."""
-    assert format_number(value) == text
-    assert parse_number(text) == value
+    texts = {"18": 18, "-0.5": Fraction(-1, 2), "1/3": Fraction(1, 3), "0.0125": Fraction(1, 80)}
+    texts |= {"-100.25": Fraction(-401, 4), "0": 0}
+    assert {text: parse_number(text) for text in texts} == texts
+    assert [answers.format_number(Fraction(value)) for value in texts.values()] == [*texts]
 
 
 @pytest.mark.parametrize(
     ("grade", "completion", "gold", "status"),
     [
-        (grade_numeric, "#### 18", "18.0", "right"),
-        (grade_numeric, "none", "18", "no_answer"),
+        ("numeric", "#### 18", "18.0", "right"),
+        ("numeric", "none", "18", "no_answer"),
         # Exact: no float rounding makes these equal.
-        (grade_numeric, "#### 10000000000000001", "10000000000000000", "wrong"),
+        ("numeric", "#### 10000000000000001", "10000000000000000", "wrong"),
         # Python refuses to convert more than 4300 digits.
-        (grade_numeric, f"\\boxed{{\\frac{{{DIGITS}}}{{3}}}}", "7", "wrong"),
-        (grade_numeric, f"\\boxed{{{DIGITS}/3}}", "7", "wrong"),
-        (grade_numeric, f"\\boxed{{{DIGITS}}}", "7", "no_answer"),
-        (grade_exact, " yes\n", "yes", "right"),
-        (grade_exact, "Yes", "yes", "wrong"),
-        (grade_exact, " \n", "yes", "no_answer"),
-        (grade_vqa, " ", ["x"], "no_answer"),
-        (grade_relaxed, "95", "100", "right"),
-        (grade_relaxed, "94.99", "100", "wrong"),
-        (grade_relaxed, "105.0", "100", "right"),
-        (grade_relaxed, "12 %", "0.12", "right"),
-        (grade_relaxed, "12", "12%", "wrong"),
-        (grade_relaxed, "1,050", "1000", "right"),
-        (grade_relaxed, "0.01", "0", "wrong"),  # five per cent of nothing
-        (grade_relaxed, "0", "0", "right"),
-        (grade_relaxed, "-95", "-100", "right"),
-        (grade_relaxed, "germany", "Germany", "right"),
-        (grade_relaxed, "Germany.", "Germany", "wrong"),
-        (grade_relaxed, "about 100", "100", "wrong"),
-        (grade_relaxed, " ", "x", "no_answer"),
+        ("numeric", f"\\boxed{{\\frac{{{DIGITS}}}{{3}}}}", "7", "wrong"),
+        ("numeric", f"\\boxed{{{DIGITS}/3}}", "7", "wrong"),
+        ("numeric", f"\\boxed{{{DIGITS}}}", "7", "no_answer"),
+        ("exact", " yes\n", "yes", "right"),
+        ("exact", "Yes", "yes", "wrong"),
+        ("exact", " \n", "yes", "no_answer"),
+        ("vqa", " ", ["x"], "no_answer"),
+        ("relaxed", "95", "100", "right"),
+        ("relaxed", "94.99", "100", "wrong"),
+        ("relaxed", "105.0", "100", "right"),
+        ("relaxed", "12 %", "0.12", "right"),
+        ("relaxed", "12", "12%", "wrong"),
+        ("relaxed", "1,050", "1000", "right"),
+        ("relaxed", "0.01", "0", "wrong"),  # five per cent of nothing
+        ("relaxed", "0", "0", "right"),
+        ("relaxed", "-95", "-100", "right"),
+        ("relaxed", "germany", "Germany", "right"),
+        ("relaxed", "Germany.", "Germany", "wrong"),
+        ("relaxed", "about 100", "100", "wrong"),
+        ("relaxed", " ", "x", "no_answer"),
     ],
 )
-def test_short_answers_by_hand(grade: Callable[..., Verdict], completion: str, gold, status: str):
-    assert grade(completion, gold).status == status
+def test_short_answers_by_hand(grade: str, completion: str, gold, status: str):
+    assert getattr(answers, f"grade_{grade}")(completion, gold).status == status
 
 
 def test_verdicts_name_what_was_expected():
@@ -194,15 +178,12 @@ def test_real_generations_are_graded_as_counted_by_hand():
     """
     with gzip.open(LLADA, "rt") as file:
         rows = [json.loads(line) for line in file]
-    usable = [row for row in rows if row["ground_truth"] is not None]
-    assert len(usable) == 1128
-    right = sum(
-        grade_numeric(
-            row["generations"].split("<|eot_id|>")[0], str(row["ground_truth"])
-        ).is_correct
-        for row in usable
-    )
-    assert right == 890
+    found = [
+        grade_numeric(row["generations"].split("<|eot_id|>")[0], str(row["ground_truth"]))
+        for row in rows
+        if row["ground_truth"] is not None
+    ]
+    assert (len(found), sum(verdict.is_correct for verdict in found)) == (1128, 890)
 
 
 @pytest.mark.parametrize(

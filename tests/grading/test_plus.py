@@ -23,7 +23,11 @@ HALVES = PlusProblem(
 
 @pytest.fixture
 def grader():
-    limits = SandboxLimits(wall_seconds=60, cpu_seconds=60)
+    return _grader()
+
+
+def _grader(**limits):
+    limits = SandboxLimits(wall_seconds=60, cpu_seconds=60, **limits)
     return PlusGrader(limits=limits, allow_code_execution=True)
 
 
@@ -36,6 +40,7 @@ OPAQUE = replace(HALVES, reference_code=returns("object()"), plus_inputs=[])
 EITHER = replace(HALVES, rule="either", alternative=lambda x: -x, atol=0.1)
 # A second of these would be an error: what fails the base inputs is spared the others.
 BASE_ONLY = replace(HALVES, reference_code=returns("x / 2 if x in (1, 2) else 1 / 0"))
+NINE, ONE = "input 1: expected 3.5, got 9.0", "input 0: expected 0.5, got 1"
 EQUAL = "class Y:\n    def __eq__(s, o): return True\n"
 
 
@@ -44,27 +49,9 @@ EQUAL = "class Y:\n    def __eq__(s, o): return True\n"
     [
         (HALVES, returns("0.5 * x + 1e-9"), "right", 1.0, ""),
         # Right for -3 only among the added inputs: (2 base + 1 plus) of 5 inputs.
-        (
-            HALVES,
-            returns("x / 2 if x < 3 and x else 9.0"),
-            "wrong",
-            3 / 5,
-            "plus input 1: expected 3.5, got 9.0",
-        ),
-        (
-            BASE_ONLY,
-            returns("x if x == 1 else 1.0"),
-            "wrong",
-            1 / 5,
-            "base input 0: expected 0.5, got 1",
-        ),
-        (
-            HALVES,
-            "def f(x):\n    raise ValueError",
-            "runtime_error",
-            0.0,
-            "base input 0: ValueError: ",
-        ),
+        (HALVES, returns("x / 2 if x < 3 and x else 9.0"), "wrong", 3 / 5, f"plus {NINE}"),
+        (BASE_ONLY, returns("x if x == 1 else 1.0"), "wrong", 1 / 5, f"base {ONE}"),
+        (HALVES, "def f(x): raise ValueError", "runtime_error", 0.0, "base input 0: ValueError: "),
         (HALVES, "def f(x):\n    while True: pass", "timeout", 0.0, None),
         (HALVES, f"import os\n{returns('os._exit(0)')}", "runtime_error", 0.0, None),
         (HALVES, EQUAL + returns("Y()"), "wrong", 0.0, None),
@@ -91,8 +78,7 @@ def test_a_failing_reference_is_an_error(grader):
 
 def test_outputs_that_are_too_large_are_left_out():
     """Input 1 gives 4 MB, more than the limit; of 5 inputs 2 are wrong, and 1 is not looked at."""
-    limits = SandboxLimits(wall_seconds=60, cpu_seconds=60, value_bytes=1 << 20)
-    grader = PlusGrader(limits=limits, allow_code_execution=True)
+    grader = _grader(value_bytes=1 << 20)
     reference = returns("'x' * 4_000_000 if x == 7 else x / 2")
     problem = replace(HALVES, reference_code=reference)
     verdict = grader.grade(returns("x / 2 if x > 0 else 1"), problem)

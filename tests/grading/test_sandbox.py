@@ -18,9 +18,9 @@ import pytest
 
 from lit_dlm.grading import SandboxError, SandboxLimits, sandbox
 from lit_dlm.grading.code import grade_by_outputs
-from lit_dlm.grading.plus import PlusGrader, PlusProblem
+from lit_dlm.grading.plus import PlusGrader
 from lit_dlm.grading.sandbox import run_python_check, run_python_program
-from tests.grading.hostile import CHECK_FUNCTION
+from tests.grading.hostile import CHECK_FUNCTION, PROBLEM
 from tests.processes import no_sandbox_left
 
 # Graded code runs in processes of its own.
@@ -139,13 +139,10 @@ def test_tests_use_what_the_candidate_makes_and_nothing_else_of_it(code, check, 
 @pytest.mark.parametrize("allowed", [False, None, 1, "true"])
 def test_execution_must_be_allowed(allowed):
     grader = PlusGrader(allow_code_execution=allowed)
-    problem = PlusProblem(
-        name="t", entry_point="f", reference_code="", base_inputs=[[1]], plus_inputs=[]
-    )
     for run in (
         lambda: run_python_check("", "assert f(1)", "f", allow_code_execution=allowed),
         lambda: grade_by_outputs("```\n1\n```", ["1"], ["3"], allow_code_execution=allowed),
-        lambda: grader.grade("def f(x): pass", problem),
+        lambda: grader.grade("def f(x): pass", PROBLEM),
     ):
         with pytest.raises(ValueError, match="allow_code_execution"):
             run()
@@ -209,9 +206,8 @@ def test_the_interpreter_may_lie_in_the_temporary_folder(tmp_path):
     base = tmp_path / "python"
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     skipped = ("site-packages", "test", "tests", "idlelib", "__pycache__", "config-*", "ensurepip")
-    library = base / "lib" / version
-    stdlib = sysconfig.get_path("stdlib")
-    shutil.copytree(stdlib, library, ignore=shutil.ignore_patterns(*skipped))
+    ignore = shutil.ignore_patterns(*skipped)
+    library = shutil.copytree(sysconfig.get_path("stdlib"), base / "lib" / version, ignore=ignore)
     (library / "site-packages").mkdir()
     (base / "bin").mkdir()
     shutil.copy(os.path.realpath(sys.executable), base / "bin" / version)
@@ -227,22 +223,20 @@ def test_the_interpreter_may_lie_in_the_temporary_folder(tmp_path):
     environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": os.environ["PATH"]}
     environment["LD_LIBRARY_PATH"] = str(base / "lib")
     command = [base / "bin" / version, "-c", script]
-    told = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert told.returncode == 0, told.stderr
+    told = subprocess.check_output(command, env=environment, text=True)
     assert tmp_path.is_relative_to(tempfile.gettempdir())
     for method in ("bubblewrap", "namespaces"):
         with contextlib.suppress(SandboxError):
             sandbox.probe(method)
-            assert f"{method} works" in told.stdout
+            assert f"{method} works" in told
 
 
 def test_no_sandbox_is_an_error_that_tells_why(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     monkeypatch.setenv("PATH", "/nowhere")
     sandbox.isolation_method.cache_clear()
-    with pytest.raises(
-        SandboxError, match=r"bubblewrap: not installed; namespaces: No such.*nowhere"
-    ):
+    message = r"bubblewrap: not installed; namespaces: No such.*nowhere"
+    with pytest.raises(SandboxError, match=message):
         _check("def f(x): pass")
     sandbox.isolation_method.cache_clear()
 

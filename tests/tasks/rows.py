@@ -60,21 +60,11 @@ STDIO: dict[str, Any] = {
     "test_output": ["3\n", "7\n"],
     "solution": "print(sum(map(int, input().split())))",
 }
-SENTENCE = {
-    "task_id": 11,
-    "text": "Add.",
-    "code": "def add(a, b):\n    return a + b",
-    "test_list": [f"assert add({n}, 0) == {n}" for n in range(3)],
-}
-PLUS = {
-    "task_id": "Mbpp/11",
-    "prompt": '"""\nAdd.\n"""',
-    "entry_point": "add",
-    "canonical_solution": "def add(a, b):\n    return a + b",
-    "base_input": [[1, 2]],
-    "plus_input": [[3, 4]],
-    "atol": 0,
-}
+ADD = "def add(a, b):\n    return a + b"
+SENTENCE = {"task_id": 11, "text": "Add.", "code": ADD}
+SENTENCE |= {"test_list": [f"assert add({n}, 0) == {n}" for n in range(3)]}
+PLUS = {"task_id": "Mbpp/11", "prompt": '"""\nAdd.\n"""', "entry_point": "add"}
+PLUS |= {"canonical_solution": ADD, "base_input": [[1, 2]], "plus_input": [[3, 4]], "atol": 0}
 
 
 def packed(tests: list[dict[str, str]]) -> str:

@@ -11,19 +11,7 @@ from typing import Any
 
 import pytest
 
-from lit_dlm.tasks import (
-    GSM8K,
-    MATH,
-    MBPP,
-    MMMU,
-    CodeTests,
-    HumanEvalPlus,
-    LiveCodeBench,
-    MBPPPlus,
-    MMLUPro,
-    PromptsFile,
-    SEEDBench,
-)
+from lit_dlm import tasks
 from tests.tasks.rows import (
     FUNCTION,
     PLUS,
@@ -39,69 +27,69 @@ from tests.tasks.rows import (
 ASKED = {"id": "a", "prompt": "Say 2.\n", "answer": "x"}
 SEEN = {"question": "Which?", "ground_truth_answer": "B"}
 NOT_JSON = base64.b64encode(b"x").decode()
-ROWS: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
-    (GSM8K, {"question": "q", "answer": "five"}, {}, "'answer'"),
-    (MATH, {"prompt": "p", "answer": "1"}, {}, "'problem'"),
-    (MATH, {"problem": "p", "solution": "none"}, {}, "'answer' or a boxed solution"),
-    (PromptsFile, {"id": "a", "prompt": " "}, {}, "'prompt'"),
-    (PromptsFile, {"id": "a", "prompt": 3}, {}, "'prompt'"),
-    (PromptsFile, {"id": [], "prompt": "p"}, {}, "'id'"),
-    (PromptsFile, {"id": "a", "prmpt": "p"}, {}, "'messages'.*'prmpt'"),
-    (PromptsFile, {"id": "a", "prompt": "p"}, {"grading": "exact"}, "one of response"),
-    (PromptsFile, {"prompt": "p", "answer": [2]}, {"grading": "exact"}, "'answer'"),
-    (PromptsFile, ASKED, {"grading": "numeric"}, "a number, got 'x'"),
-    (PromptsFile, ASKED, {"grading": "vqa"}, "'answers'"),
-    (PromptsFile, ASKED | {"answers": ["x", 2]}, {"grading": "vqa"}, "'answers'"),
-    (PromptsFile, {"messages": [SYSTEM, USER]}, {"grading": "exact"}, "assistant's as the last"),
-    (PromptsFile, {"messages": [SYSTEM]}, {}, "user's as the last of 'messages'"),
-    (PromptsFile, {"conversations": [{"from": "cat"}]}, {}, "'conversations'"),
-    (MMLUPro, PRO | {"options": "ab"}, {}, "'options' or 'choices'"),
-    (MMLUPro, PRO | {"options": ["a"]}, {}, r"2 to 26 options .*\(1, 1\)"),
-    (MMLUPro, PRO | {"answer_index": 3}, {}, r"2 to 26 options .*\(3, 3\)"),
-    (MMLUPro, PRO | {"answer_index": "no"}, {}, "'answer_index' or 'answer'"),
-    (MMMU, PRO | {"options": "[1"}, {}, "'options'"),
-    (MMMU, PRO | {"options": "f(1)"}, {}, "'options'"),
-    (SEEDBench, SEEN | {"image": "no.png"}, {}, r"no\.png: .*no such file"),
-    (SEEDBench, SEEN | {"image": 7}, {}, "'images'"),
-    (CodeTests, FUNCTION | {"test_method": "pytest"}, {}, "test_method .*'pytest'"),
-    (CodeTests, FUNCTION | {"test_list": []}, {}, "'test_list'"),
-    (CodeTests, FUNCTION | {"test_list": ["assert f("]}, {}, r"'assert f\(' does not parse"),
-    (CodeTests, FUNCTION | {"test_list": ["assert len([])"]}, {}, "call a function of the answer"),
-    (CodeTests, FUNCTION | {"test_time_limit": 0}, {}, "'test_time_limit'"),
-    (CodeTests, STDIO | {"test_output": ["3"]}, {}, "as many test_output as test_input"),
-    (CodeTests, STDIO | {"test_input": "1 2"}, {}, "'test_input'"),
-    (CodeTests, {"question": "?"}, {}, "'test_method'"),
-    (CodeTests, STDIO | {"question": None}, {}, "'question', got None"),
-    (LiveCodeBench, PROGRAM | {"private_test_cases": "?"}, {}, "'private_test_cases'"),
-    (LiveCodeBench, PROGRAM | {"private_test_cases": NOT_JSON}, {}, "'private_test_cases'"),
-    (LiveCodeBench, PROGRAM | {"private_test_cases": "[{}]"}, {}, "'private_test_cases'"),
-    (LiveCodeBench, PROGRAM | {"starter_code": "class Solution: ..."}, {}, "'starter_code'"),
-    (MBPP, SENTENCE | {"task_id": "11"}, {}, "'task_id'"),
-    (MBPP, SENTENCE, {"split": "train"}, "of the split 'train'"),
-    (MBPP, SENTENCE | {"code": "x = 1"}, {}, "call a function of field 'code'"),
-    (HumanEvalPlus, PLUS | {"base_input": None}, {}, "'base_input'"),
-    (HumanEvalPlus, PLUS | {"atol": -1}, {}, "'atol'"),
+ROWS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("GSM8K", {"question": "q", "answer": "five"}, {}, "'answer'"),
+    ("MATH", {"prompt": "p", "answer": "1"}, {}, "'problem'"),
+    ("MATH", {"problem": "p", "solution": "none"}, {}, "'answer' or a boxed solution"),
+    ("PromptsFile", {"id": "a", "prompt": " "}, {}, "'prompt'"),
+    ("PromptsFile", {"id": "a", "prompt": 3}, {}, "'prompt'"),
+    ("PromptsFile", {"id": [], "prompt": "p"}, {}, "'id'"),
+    ("PromptsFile", {"id": "a", "prmpt": "p"}, {}, "'messages'.*'prmpt'"),
+    ("PromptsFile", {"id": "a", "prompt": "p"}, {"grading": "exact"}, "one of response"),
+    ("PromptsFile", {"prompt": "p", "answer": [2]}, {"grading": "exact"}, "'answer'"),
+    ("PromptsFile", ASKED, {"grading": "numeric"}, "a number, got 'x'"),
+    ("PromptsFile", ASKED, {"grading": "vqa"}, "'answers'"),
+    ("PromptsFile", ASKED | {"answers": ["x", 2]}, {"grading": "vqa"}, "'answers'"),
+    ("PromptsFile", {"messages": [SYSTEM, USER]}, {"grading": "exact"}, "assistant's as the last"),
+    ("PromptsFile", {"messages": [SYSTEM]}, {}, "user's as the last of 'messages'"),
+    ("PromptsFile", {"conversations": [{"from": "cat"}]}, {}, "'conversations'"),
+    ("MMLUPro", PRO | {"options": "ab"}, {}, "'options' or 'choices'"),
+    ("MMLUPro", PRO | {"options": ["a"]}, {}, r"2 to 26 options .*\(1, 1\)"),
+    ("MMLUPro", PRO | {"answer_index": 3}, {}, r"2 to 26 options .*\(3, 3\)"),
+    ("MMLUPro", PRO | {"answer_index": "no"}, {}, "'answer_index' or 'answer'"),
+    ("MMMU", PRO | {"options": "[1"}, {}, "'options'"),
+    ("MMMU", PRO | {"options": "f(1)"}, {}, "'options'"),
+    ("SEEDBench", SEEN | {"image": "no.png"}, {}, r"no\.png: .*no such file"),
+    ("SEEDBench", SEEN | {"image": 7}, {}, "'images'"),
+    ("CodeTests", FUNCTION | {"test_method": "pytest"}, {}, "test_method .*'pytest'"),
+    ("CodeTests", FUNCTION | {"test_list": []}, {}, "'test_list'"),
+    ("CodeTests", FUNCTION | {"test_list": ["assert f("]}, {}, r"'assert f\(' does not parse"),
+    ("CodeTests", FUNCTION | {"test_list": ["assert len([])"]}, {}, "a function of the answer"),
+    ("CodeTests", FUNCTION | {"test_time_limit": 0}, {}, "'test_time_limit'"),
+    ("CodeTests", STDIO | {"test_output": ["3"]}, {}, "as many test_output as test_input"),
+    ("CodeTests", STDIO | {"test_input": "1 2"}, {}, "'test_input'"),
+    ("CodeTests", {"question": "?"}, {}, "'test_method'"),
+    ("CodeTests", STDIO | {"question": None}, {}, "'question', got None"),
+    ("LiveCodeBench", PROGRAM | {"private_test_cases": "?"}, {}, "'private_test_cases'"),
+    ("LiveCodeBench", PROGRAM | {"private_test_cases": NOT_JSON}, {}, "'private_test_cases'"),
+    ("LiveCodeBench", PROGRAM | {"private_test_cases": "[{}]"}, {}, "'private_test_cases'"),
+    ("LiveCodeBench", PROGRAM | {"starter_code": "class Solution: ..."}, {}, "'starter_code'"),
+    ("MBPP", SENTENCE | {"task_id": "11"}, {}, "'task_id'"),
+    ("MBPP", SENTENCE, {"split": "train"}, "of the split 'train'"),
+    ("MBPP", SENTENCE | {"code": "x = 1"}, {}, "call a function of field 'code'"),
+    ("HumanEvalPlus", PLUS | {"base_input": None}, {}, "'base_input'"),
+    ("HumanEvalPlus", PLUS | {"atol": -1}, {}, "'atol'"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "row", "options", "message"), ROWS)
 def test_a_bad_row_is_named(tmp_path: Path, kind, row, options, message: str):
     with pytest.raises(ValueError, match=rf"rows\.jsonl, line 1: .*{message}"):
-        task_of(kind, tmp_path, row, **options)
+        task_of(getattr(tasks, kind), tmp_path, row, **options)
 
 
 def test_an_id_may_be_there_once(tmp_path: Path):
     with pytest.raises(ValueError, match=r"line 2: expected an id .*line 1, got 'a'"):
-        task_of(PromptsFile, tmp_path, ASKED, ASKED)
+        task_of(tasks.PromptsFile, tmp_path, ASKED, ASKED)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: MBPP("mbpp.jsonl", split="dev"), "split: expected .*'validation'.*, got 'dev'"),
-        (lambda: GSM8K("gsm8k.jsonl", limit=0), "limit: expected at least 1"),
-        (HumanEvalPlus, r"path: expected .*'humaneval\+'"),
-        (MBPPPlus, r"path: expected .*'mbpp\+'"),
+        (lambda: tasks.MBPP("a.jsonl", split="dev"), "split: expected .*'validation'.*, got 'dev'"),
+        (lambda: tasks.GSM8K("gsm8k.jsonl", limit=0), "limit: expected at least 1"),
+        (tasks.HumanEvalPlus, r"path: expected .*'humaneval\+'"),
+        (tasks.MBPPPlus, r"path: expected .*'mbpp\+'"),
     ],
 )
 def test_a_bad_option_is_named(make, message: str):
@@ -110,7 +98,7 @@ def test_a_bad_option_is_named(make, message: str):
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    task = task_of(MBPPPlus, tmp_path, PLUS, allow_code_execution=True)
+    task = task_of(tasks.MBPPPlus, tmp_path, PLUS, allow_code_execution=True)
     for module in ("evalplus.data.mbpp", "evalplus.eval._special_oracle"):
         monkeypatch.setitem(sys.modules, module, None)  # importing it fails
     with pytest.raises(ValueError, match=r"evalplus 0\.3\.1: pip install"):
@@ -126,5 +114,5 @@ def test_packed_tests_run_no_code(tmp_path: Path):
 
     evil = base64.b64encode(zlib.compress(pickle.dumps(Call()))).decode()
     with pytest.raises(ValueError, match="holds no tests"):
-        task_of(LiveCodeBench, tmp_path, PROGRAM | {"private_test_cases": evil})
+        task_of(tasks.LiveCodeBench, tmp_path, PROGRAM | {"private_test_cases": evil})
     assert not (tmp_path / "ran").exists()

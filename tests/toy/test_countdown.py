@@ -1,6 +1,7 @@
 """Countdown: drawing, solving, writing and checking."""
 
 import random
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -18,12 +19,9 @@ from lit_dlm.toy.countdown_arithmetic import (
 )
 from tests.e2e.runs import write_jsonl
 
-EXAMPLE = PromptExample(  # first row of Dream's three-number file, Apache-2.0
-    uid="countdown/test/x",
-    task="countdown",
-    text="15,44,79,50",
-    reference={"numbers": [15, 44, 79], "target": 50, "solution": "44-15=29,79-29=50"},
-)
+# First row of Dream's three-number file, Apache-2.0.
+REFERENCE = {"numbers": [15, 44, 79], "target": 50, "solution": "44-15=29,79-29=50"}
+EXAMPLE = PromptExample(uid="u", task="countdown", text="15,44,79,50", reference=REFERENCE)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +118,7 @@ def test_training_pairs_grade_right(style: str) -> None:
         text, completion = task.draw_pair(rng)
         *numbers, target = map(int, text.split(","))
         reference = {"numbers": numbers, "target": target}
-        example = PromptExample(uid="u", task="countdown", text=text, reference=reference)
-        assert task.grade(example, completion).is_correct
+        assert task.grade(replace(EXAMPLE, reference=reference), completion).is_correct
 
 
 def test_drills_are_right_and_sums_come_in_either_operand_order() -> None:
@@ -137,16 +134,13 @@ def test_drills_are_right_and_sums_come_in_either_operand_order() -> None:
     assert larger_first == {True, False}
 
 
-@pytest.mark.parametrize(
-    ("row", "solution"),
-    [
-        ({"input": "15,44,79,50", "output": "44-15=29,79-29=50"}, "44-15=29,79-29=50"),  # Dream
-        ({"input": "15,44,79", "output": "50"}, None),  # d1
-    ],
-)
-def test_files_of_both_formats_are_read(tmp_path: Path, row, solution: str | None) -> None:
-    task = Countdown("test", write_jsonl(tmp_path / "rows.jsonl", [row]))
-    (example,) = task.examples()
-    assert (example.uid, example.text) == ("countdown/test/rows-00000", "15,44,79,50")
-    assert example.reference == {**EXAMPLE.reference, "solution": solution}
-    assert task.grade(example, task.reference_completion(example)).is_correct
+def test_files_of_both_formats_are_read(tmp_path: Path) -> None:
+    of_dream = {"input": "15,44,79,50", "output": "44-15=29,79-29=50"}
+    rows = [of_dream, {"input": "15,44,79", "output": "50"}]  # and of d1
+    task = Countdown("test", write_jsonl(tmp_path / "rows.jsonl", rows))
+    dream, d1 = task.examples()
+    assert (dream.uid, dream.text) == ("countdown/test/rows-00000", "15,44,79,50")
+    assert (d1.text, dream.reference) == (dream.text, REFERENCE)
+    assert d1.reference == {**REFERENCE, "solution": None}
+    for example in (dream, d1):
+        assert task.grade(example, task.reference_completion(example)).is_correct

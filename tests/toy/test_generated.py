@@ -1,6 +1,7 @@
 """What all generated tasks share: splits, numbering, public problems, refusals."""
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,9 @@ from lit_dlm import tasks, toy
 from lit_dlm.tasks import Task
 from lit_dlm.toy import Addition, Countdown, PythonFunctions, Sudoku, WordProblems
 from lit_dlm.toy.generated import Problem, is_held_out, shipped_digests, short_digest
+from tests.tasks.rows import DATA, needs_data
 
 TASKS = [WordProblems, PythonFunctions, Sudoku, Countdown, Addition]
-PLANNING = Path(__file__).parents[2].parent / "shared" / "data" / "planning"
-needs_files = pytest.mark.skipif(
-    not PLANNING.is_dir(), reason="the public planning files are not on this machine"
-)
 
 
 def test_one_key_in_ten_is_held_out() -> None:
@@ -97,15 +95,12 @@ def test_refusals_name_the_option_or_the_row(tmp_path: Path, task, options, text
 
 def test_names_of_tasks_are_distinct_and_digest_files_hold_all_public_problems() -> None:
     """BLAKE2b with 6 bytes of ``15,44,79=50``, and of a puzzle's 16 digits."""
-    classes = [one for each in (tasks, toy) for one in vars(each).values() if isinstance(one, type)]
-    names = [each.name for each in classes if hasattr(each, "name")]
+    found = [each for package in (tasks, toy) for each in vars(package).values()]
+    names = [each.name for each in found if isinstance(each, type) and hasattr(each, "name")]
     assert len(names) == len(set(names)) == 23
-    for task, key, count in (
-        ("countdown", "15,44,79=50", 3_248),
-        ("sudoku", "3102200002100320", 1_472),
-    ):
-        assert short_digest(key) in shipped_digests(task)
-        assert len(shipped_digests(task)) == count
+    assert short_digest("15,44,79=50") in shipped_digests("countdown")
+    assert short_digest("3102200002100320") in shipped_digests("sudoku")
+    assert [len(shipped_digests(task)) for task in ("countdown", "sudoku")] == [3_248, 1_472]
 
 
 def test_training_never_draws_a_public_problem(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,13 +116,11 @@ def test_training_never_draws_a_public_problem(monkeypatch: pytest.MonkeyPatch) 
     assert not public & drawn()
 
 
-def _key(reference: dict[str, Any]) -> str:
-    if "puzzle" in reference:
-        return str(reference["puzzle"])
-    return f"{','.join(map(str, sorted(reference['numbers'])))}={reference['target']}"
+def _key(puzzle: str = "", numbers: Sequence[int] = (), target: int = 0, **_solution: Any) -> str:
+    return puzzle or f"{','.join(map(str, sorted(numbers)))}={target}"
 
 
-@needs_files
+@needs_data
 @pytest.mark.parametrize(
     ("task", "pattern", "files", "rows"),
     [(Sudoku, "*sudoku*", 10, 1_472), (Countdown, "*cd?_test.jsonl", 4, 3_256)],
@@ -136,9 +129,9 @@ def test_every_public_problem_is_covered_and_graded_and_never_drawn(
     task: type, pattern: str, files: int, rows: int
 ) -> None:
     """Eight rows of Countdown repeat another one in a different order; some have no solution."""
-    read = [task("test", str(path)) for path in PLANNING.glob(pattern)]
+    read = [task("test", str(path)) for path in (DATA / "planning").glob(pattern)]
     assert len(read) == files
-    keys = [_key(example.reference) for one in read for example in one.examples()]
+    keys = [_key(**example.reference) for one in read for example in one.examples()]
     assert len(keys) == rows
     assert {short_digest(key) for key in keys} == shipped_digests(task.name)
     for one in read:

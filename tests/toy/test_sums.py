@@ -10,22 +10,12 @@ from lit_dlm.tasks import PromptExample
 from lit_dlm.toy import Addition, WordProblems
 from lit_dlm.toy.word_problems import MAX_COMPLETION_TOKENS, SEPARATORS, write_solution
 
-SUM = PromptExample(
-    uid="addition/test/00000",
-    task="addition",
-    text="0483+0917",
-    reference={"a": "0483", "b": "0917", "answer": "01400"},
-)
-STORY = PromptExample(
-    uid="word_problems/test/00000",
-    task="word_problems",
-    text="Tom has 34 pens, finds 7, loses 5. How many pens?",
-    reference={"start": 34, "moves": [7, -5], "answer": 36},
-)
+SUM = {"a": "0483", "b": "0917", "answer": "01400"}
+STORY = {"start": 34, "moves": [7, -5], "answer": 36}
 
 
 @pytest.mark.parametrize(
-    ("task", "example", "completion", "status", "answer"),
+    ("task", "reference", "completion", "status", "answer"),
     [
         (Addition, SUM, "01400", "right", "01400"),
         (Addition, SUM, " 01400\n", "right", "01400"),
@@ -40,7 +30,8 @@ STORY = PromptExample(
         (WordProblems, STORY, "34+7=41 so 41-5=36", "no_answer", None),
     ],
 )
-def test_grades(task: type, example, completion: str, status: str, answer: str | None) -> None:
+def test_grades(task: type, reference, completion: str, status: str, answer: str | None) -> None:
+    example = PromptExample(uid="u", task=task.name, text="", reference=reference)
     verdict = task().grade(example, completion)
     assert (verdict.status, verdict.answer) == (status, answer)
 

@@ -152,10 +152,7 @@ def _parses(code: str) -> bool:
 
 def _defines(code: str, name: str) -> bool:
     """Whether code that parses gives a name to something at its top level."""
-    for node in ast.parse(code, CANDIDATE_FILE).body:
-        if getattr(node, "name", None) == name:
-            return True
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        if name in [target.id for target in targets if isinstance(target, ast.Name)]:
-            return True
-    return False
+    body = ast.parse(code, CANDIDATE_FILE).body
+    targets = (one for node in body if isinstance(node, ast.Assign) for one in node.targets)
+    assigned = [target.id for target in targets if isinstance(target, ast.Name)]
+    return name in [*assigned, *(getattr(node, "name", None) for node in body)]

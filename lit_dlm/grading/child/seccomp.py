@@ -12,6 +12,7 @@ Numbers: the kernel's ``unistd`` tables for x86-64, and the generic table that a
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import struct
 
@@ -19,8 +20,6 @@ _PR_SET_SECCOMP = 22
 _SECCOMP_MODE_FILTER = 2
 _ALLOW = 0x7FFF0000
 _FAIL = 0x00050000  # plus the error number
-_EPERM = 1
-_ENOSYS = 38
 
 _LOAD_WORD = 0x20
 _JUMP_EQUAL = 0x15
@@ -35,7 +34,6 @@ _SETS_OWNER = 8
 _IOCTL_OF_SOCKETS = 0x8000
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-_COLUMNS = {"x86_64": 0, "aarch64": 1}
 
 # Calls by what they would open: name and number on x86-64 and arm64, - where there is no such call.
 _REFUSED = {
@@ -82,9 +80,9 @@ _FIRST_UNKNOWN = 470
 
 def build_program(machine: str) -> bytes:
     """Assembles the filter, instructions of 8 bytes; calls it does not list are allowed."""
-    if machine not in _COLUMNS:
+    if machine not in _ARCHITECTURES:
         raise OSError(f"no table of system calls for {machine}")
-    column = _COLUMNS[machine]
+    column = [*_ARCHITECTURES].index(machine)
     # (call, argument looked at, bits, whether any of the bits set is what makes it refused)
     by_argument = [
         (_CLONE, 0, _CLONE_THREAD, False),
@@ -117,8 +115,8 @@ def build_program(machine: str) -> bytes:
     targets = {"allow": len(code), "refuse": len(code) + 1, "absent": len(code) + 2}
     code += [
         (_RETURN, "", "", _ALLOW),
-        (_RETURN, "", "", _FAIL | _EPERM),
-        (_RETURN, "", "", _FAIL | _ENOSYS),
+        (_RETURN, "", "", _FAIL | errno.EPERM),
+        (_RETURN, "", "", _FAIL | errno.ENOSYS),
     ]
 
     def skip(label: str, position: int) -> int:

@@ -233,6 +233,5 @@ class Channel:
 
 def _wait(readable: list[int], writable: list[int], deadline: float | None) -> None:
     timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-    ready = select.select(readable, writable, [], timeout)
-    if not ready[0] and not ready[1]:
+    if not any(select.select(readable, writable, [], timeout)):
         raise ChannelTimeoutError

@@ -75,18 +75,14 @@ class _Worker:
     def _load(self, code: str) -> list[str]:
         # Dataclasses and pickles look their module up.
         sys.modules[_MODULE] = self._module
-        self._module.__dict__["__builtins__"] = __builtins__
-        compiled = _compile(code)
-        exec(compiled, self._module.__dict__)
+        exec(_compile(code), self._module.__dict__)
         return [str(name) for name, value in self._module.__dict__.items() if callable(value)]
 
     def _run_program(self, code: str, stdin: str) -> str:
         captured = _CappedText()
-        module = types.ModuleType("__main__")
-        sys.modules["__main__"] = module
+        sys.modules["__main__"] = module = types.ModuleType("__main__")
         compiled = _compile(code)
-        raw = io.BytesIO(stdin.encode())
-        sys.stdin = io.TextIOWrapper(raw, encoding="utf-8")
+        sys.stdin = io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8")
         with contextlib.redirect_stdout(captured):
             try:
                 exec(compiled, module.__dict__)
