@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from lit_dlm.metrics.acceptance import CalibrationCurve
-from lit_dlm.reports import plots, reward_curve
+from lit_dlm.reports import plots
 from lit_dlm.reports.animation import MAX_FRAMES, animation_frames, lay_out
 from lit_dlm.reports.pictures import write_pictures
 from tests.reports.sample_sets import EOS, MASK, ids_of, record, remasked, sample, tiny_pieces
@@ -92,10 +92,10 @@ POINTS = [
 
 @pytest.mark.slow
 def test_points_survive_a_file_and_are_drawn(tmp_path: Path):
-    reward_curve.write_points(POINTS, tmp_path / "run" / "curve.jsonl")
-    assert reward_curve.read_points(tmp_path / "run" / "curve.jsonl") == POINTS
-    reward_curve.plot_run(POINTS, tmp_path / "run.png")
-    reward_curve.plot_run(POINTS[:1], tmp_path / "begin.png")  # nothing but the beginning yet
+    plots.write_points(POINTS, tmp_path / "run" / "curve.jsonl")
+    assert plots.read_points(tmp_path / "run" / "curve.jsonl") == POINTS
+    plots.plot_run(POINTS, tmp_path / "run.png")
+    plots.plot_run(POINTS[:1], tmp_path / "begin.png")  # nothing but the beginning yet
     assert all(p.stat().st_size > 5000 for p in tmp_path.glob("*.png"))
     assert len(list(tmp_path.iterdir())) == 3  # no drafts are left
 
