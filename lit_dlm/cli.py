@@ -21,10 +21,7 @@ COMMANDS = {
     "validate": (TRAINER, _EPOCH),
     "test": (TRAINER, _EPOCH),
     "predict": (TRAINER, "decode the prompts of tasks: benchmarks and trajectories"),
-    "generate": (
-        "lit_dlm.commands.generation",
-        "decode prompts of the command line or stdin",
-    ),
+    "generate": ("lit_dlm.commands.generation", "decode prompts of the command line or stdin"),
     "chat": ("lit_dlm.commands.chat", "talk with a model and watch it unmask"),
     "eval": ("lit_dlm.commands.evaluation", "tasks of lm-eval with our decoders"),
     "evalplus": ("lit_dlm.commands.evalplus", "answers of a benchmark as samples of EvalPlus"),
@@ -74,7 +71,11 @@ def main(args: list[str] | None = None) -> None:
     """Runs the command line, by default with the arguments of the process."""
     name, *rest = (sys.argv[1:] if args is None else args) or ["--help"]
     if name in ("--help", "-h"):
-        sys.stdout.write(HELP.format(commands=_listed()))
+        names: dict[str, list[str]] = {}
+        for command, (_, purpose) in COMMANDS.items():
+            names.setdefault(purpose, []).append(command)
+        lines = [f"  {', '.join(one):19}  {purpose}" for purpose, one in names.items()]
+        sys.stdout.write(HELP.format(commands="\n".join(lines)))
     elif name not in COMMANDS:
         known = ", ".join(COMMANDS)
         sys.stderr.write(f"lit-dlm: error: unknown command '{name}'; known: {known}\n")
@@ -82,8 +83,8 @@ def main(args: list[str] | None = None) -> None:
     elif COMMANDS[name][0] == TRAINER and rest in (["--help"], ["-h"]):
         # The parser itself takes seconds to import.
         purpose = COMMANDS[name][1]
-        purpose = purpose[0].upper() + purpose[1:]
-        sys.stdout.write(TRAINER_HELP.format(command=name, purpose=purpose))
+        told = TRAINER_HELP.format(command=name, purpose=purpose[0].upper() + purpose[1:])
+        sys.stdout.write(told)
     elif status := _run(name, rest):
         raise SystemExit(status)
 
@@ -114,11 +115,3 @@ def _run(name: str, rest: list[str]) -> int:
         sys.stderr.write(f"lit-dlm: error: {' '.join(str(error).split())}{hint}\n")
         return 1
     return int(status or 0)
-
-
-def _listed() -> str:
-    """A line for all commands of one purpose."""
-    names: dict[str, list[str]] = {}
-    for command, (_, purpose) in COMMANDS.items():
-        names.setdefault(purpose, []).append(command)
-    return "\n".join(f"  {', '.join(one):19}  {purpose}" for purpose, one in names.items())

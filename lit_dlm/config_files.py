@@ -67,11 +67,9 @@ def packaged(folder: str = "") -> list[str]:
 
 
 def _found(name: str, beside: Path | None) -> Path | None:
-    for folder in (beside or Path(), FOLDER):
-        for path in (folder / name, folder / f"{name}.yaml"):
-            if path.is_file():
-                return path.resolve()
-    return None
+    folders = (beside or Path(), FOLDER)
+    paths = (folder / file for folder in folders for file in (name, f"{name}.yaml"))
+    return next((path.resolve() for path in paths if path.is_file()), None)
 
 
 def load(name: str) -> dict[str, Any]:

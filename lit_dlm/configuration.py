@@ -17,6 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 
 from lit_dlm.config_files import nearest, own_modules, with_files
+from lit_dlm.ops.files import write_atomically
 from lit_dlm.plugs import Plug, difference
 
 _PLUG = re.compile(
@@ -212,7 +213,5 @@ class RunConfigCallback(SaveConfigCallback):
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Writes a file that re-runs as is (the base class calls this on rank 0 only)."""
         assert trainer.state.fn is not None
-        folder = Path(trainer.default_root_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        text = self.parser.dump(self.config, skip_none=False)
-        (folder / f"{trainer.state.fn.value}.yaml").write_text(text)
+        path = Path(trainer.default_root_dir) / f"{trainer.state.fn.value}.yaml"
+        write_atomically(path, self.parser.dump(self.config, skip_none=False))

@@ -26,7 +26,9 @@ class Chooses:
 """
 FILES = {
     "open.yaml": "trainer: [1\n",
-    "loop.yaml": "defaults: loop\n",
+    "loop.yaml": "defaults: ring\n",
+    "ring.yaml": "defaults: loop\n",
+    "list.yaml": "- a\n",
     "top.yaml": "modle: {seed: 1}\n",
     "trainer.yaml": "trainer: {max_stepz: 3}\n",
     "five.yaml": "trainer: 5\n",
@@ -55,36 +57,29 @@ MISTAKES = [
         "did you mean 'exp/tracelock_tiny'?",
     ),
     (f"{PREDICT} --config open", "{here}/open.yaml: while parsing a flow sequence in"),
-    ("fit --config loop", "{here}/loop.yaml: names itself, by way of {here}/loop.yaml"),
+    ("fit --config loop", "{here}/loop.yaml: names itself, by way of {here}/ring.yaml"),
+    ("fit --config list", "{here}/list.yaml: expected a mapping, got list"),
     (f"{PREDICT} --run_dir '${{oops'", "run_dir: expected references like ${run_dir}, got no viab"),
     # keys
     (f"{PREDICT} --config top", "unknown key 'modle.seed'; did you mean 'model"),
     (f"{PREDICT} --config trainer", "unknown key 'trainer.max_stepz'; did you mean 'trainer.max_s"),
     (f"{PREDICT} --config five", "trainer: expected a mapping of the trainer's options, got 5"),
     (f"{PREDICT} --config beside", "data: expected a LightningDataModule: a class's name, or cla"),
-    (
-        f"{PREDICT} --trainer.max_stepz 3",
-        "unknown option '--trainer.max_stepz'; did you mean '--trainer.max_steps'?",
-    ),
+    (f"{PREDICT} --trainer.max_stepz 3",
+     "unknown option '--trainer.max_stepz'; did you mean '--trainer.max_steps'?"),
     (f"{MINE}.settings.max_stepz 4", "model.decoders.settings: DecodeSettings has no option 'max_"),
     (f"{LOCK} --model.optimizer.lrr 1", "model.optimizer: AdamW has no option 'lrr'; did you mean"),
-    (
-        f"{SFT} --model.backbone.lora.rnk 4",
-        "model.backbone.lora: LoRASettings has no option 'rnk'; did you mean 'rank'?",
-    ),
+    (f"{SFT} --model.backbone.lora.rnk 4",
+     "model.backbone.lora: LoRASettings has no option 'rnk'; did you mean 'rank'?"),
     # classes
     (f"{PREDICT} --model.backbone HFBakbone", "model.backbone: unknown class 'HFBakbone'; did you"),
     (f"{MINE}.policy EvenQuota", "model.decoders.policy: expected a class of another kind, got Ev"),
-    (
-        f"{MINE}.policy own.Chooses",
-        "model.decoders.policy: Chooses has no method 'select', which CommitPolicy asks for",
-    ),
+    (f"{MINE}.policy own.Chooses",
+     "model.decoders.policy: Chooses has no method 'select', which CommitPolicy asks for"),
     (f"{MINE}.policy own.Leftmst", "model.decoders.policy: module 'own' has no attribute 'Leftms"),
     (f"{MINE} decode/nope.yaml", "model.decoders: Unexpected import path format: decode/nope.yaml"),
-    (
-        f"{PREDICT} --trainer.callbacks+=DecodeWriterr",
-        "trainer.callbacks: unknown class 'DecodeWriterr'; did you mean 'DecodeWriter'?",
-    ),
+    (f"{PREDICT} --trainer.callbacks+=DecodeWriterr",
+     "trainer.callbacks: unknown class 'DecodeWriterr'; did you mean 'DecodeWriter'?"),
     (f"{PREDICT} --data.tasks gsm8k", "data.tasks: expected list, got gsm8k"),
     # values
     (f"{LOCK} --model.optimizer.lr fast", "model.optimizer.lr: expected float, got fast"),
@@ -94,14 +89,10 @@ MISTAKES = [
     (f"{PREDICT} --trainer.precision 17", "trainer.precision: expected one of 64, 32, 16 or one"),
     (f"{PREDICT} --trainer.strategy dpp", "You selected an invalid strategy name: `strategy='dpp'"),
     # a command with the configuration of another
-    (
-        "fit --config exp/generate_tiny",
-        "model: expected a class with training_step, as fit asks for, got TraceModule",
-    ),
-    (
-        "predict --config exp/tracelock_tiny",
-        "data: expected a class with predict_dataloader, as predict asks for, got TrajectoryData",
-    ),
+    ("fit --config exp/generate_tiny",
+     "model: expected a class with training_step, as fit asks for, got TraceModule"),
+    ("predict --config exp/tracelock_tiny",
+     "data: expected a class with predict_dataloader, as predict asks for, got TrajectoryData"),
     # files of data and models
     (f"{PREDICT} --model.backbone.path ./nowhere", "path: './nowhere' is neither an existing fol"),
     (f"{PREDICT} --ckpt_path torn.ckpt", "torn.ckpt: the checkpoint is damaged (File is not a zi"),
@@ -109,16 +100,12 @@ MISTAKES = [
     ("fit --config exp/tabom_tiny", "runs/tabom_tiny/traces: there is no such folder of shards"),
     (f"{LOCK} --model.projector runs/no/p", "projector folder runs/no/p: projector.json is missi"),
     (_tasks("PromptsFile", "no.jsonl"), "path: expected a file ending in "),
-    (
-        _tasks("GSM8K", "answers.jsonl"),
-        "answers.jsonl, line 1: expected a field 'question', got ['prompt', 'answer']",
-    ),
+    (_tasks("GSM8K", "answers.jsonl"),
+     "answers.jsonl, line 1: expected a field 'question', got ['prompt', 'answer']"),
     (f"{SFT} --data.sources.init_args.path=key.jsonl", "key.jsonl, line 1: expected 'messages', "),
     # generate
-    (
-        "generate x --config decode/threshold_09 --policy.init_args.treshold 0.5",
-        "policy: ThresholdPolicy has no option 'treshold'; did you mean 'threshold'?",
-    ),
+    ("generate x --config decode/threshold_09 --policy.init_args.treshold 0.5",
+     "policy: ThresholdPolicy has no option 'treshold'; did you mean 'threshold'?"),
 ]  # fmt: skip
 
 

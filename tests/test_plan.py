@@ -53,10 +53,14 @@ def config(
     }
 
 
-def planned(**options: Any) -> Plan:
-    plan = plan_of(config(**options))
+def of(options: dict[str, Any]) -> Plan:
+    plan = plan_of(options)
     assert plan is not None
     return plan
+
+
+def planned(**options: Any) -> Plan:
+    return of(config(**options))
 
 
 def shipped(name: str, *more: str) -> Plan:
@@ -67,9 +71,7 @@ def shipped(name: str, *more: str) -> Plan:
     options = inspect.signature(getattr(lit_dlm.datamodules, kind)).parameters.values()
     defaults = {one.name: one.default for one in options if one.default is not one.empty}
     merged["data"]["init_args"] = {**defaults, **merged["data"].get("init_args", {})}
-    plan = plan_of(merged)
-    assert plan is not None
-    return plan
+    return of(merged)
 
 
 def activations(**options: Any) -> int:
@@ -141,8 +143,7 @@ def test_decoding_counts_caches_and_logits() -> None:
     """4 rows of 50 columns, keys and values of 2 heads of 16 and last rows; logits of 30 cells."""
     options = config()
     options["data"]["class_path"] = "PromptDataModule"
-    plan = plan_of(options)
-    assert plan is not None
+    plan = of(options)
     assert (plan.num_trained, plan.training) == (0, {})
     assert plan.decoding["caches"] == 4 * 50 * (2 * LAYERS * 32 + D) * 4
     assert plan.decoding["logits"] == 4 * 30 * V * (4 + 48)
@@ -259,9 +260,7 @@ def test_a_run_that_cannot_fit_ends_before_anything_is_built(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_command_prints_the_plan_of_a_release(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_command_prints_the_plan_of_a_release(capsys: pytest.CaptureFixture[str]) -> None:
     """8.19 B parameters in float32: 30.51 GiB, a sixty-fourth of which is 0.48."""
     with pytest.raises(SystemExit) as ended:
         main(["plan", "--config", "exp/tracerl_sdar", "--config", "trainer/fsdp"])

@@ -19,7 +19,37 @@ from lit_dlm.ops.files import write_atomically
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command on what follows its name."""
-    parser = _parser()
+    parser = Parser(
+        prog="lit-dlm eval",
+        description="Evaluates on tasks of lm-eval. The decoder is that of --config, a decode file "
+        "such as configs/decode/threshold_09.yaml, and of --policy, --window, --quota, --sampler, "
+        "--cache and --settings. Tasks that run model-written code are refused: 'lit-dlm predict' "
+        "has them, in a sandbox. A run that was interrupted goes on.",
+    )
+    parser.add_argument("--tasks", type=list[str], required=True, help="Such as [ifeval, gsm8k].")
+    parser.add_argument("--run_dir", type=str, default="runs/eval", help="Receives the results.")
+    parser.add_argument("--include_path", type=str | None, default=None, help="Tasks of your own.")
+    parser.add_argument("--num_fewshot", type=NonNegativeInt | None, default=None)
+    parser.add_argument("--limit", type=PositiveInt | None, default=None, help="Items per task.")
+    parser.add_argument(
+        "--response_length",
+        type=PositiveInt | None,
+        default=None,
+        help="Cells to fill; the task's own number by default.",
+    )
+    parser.add_argument("--apply_chat_template", type=bool, default=True)
+    parser.add_argument(
+        "--num_draws", type=PositiveInt, default=128, help="Masked copies per log-likelihood."
+    )
+    parser.add_argument("--antithetic", type=bool, default=True, help="Whether to draw in pairs.")
+    parser.add_argument(
+        "--check_greedy",
+        type=bool,
+        default=True,
+        help="Whether log-likelihoods say if the text would be decoded; multiple choice is faster "
+        "without.",
+    )
+    add_decoding_arguments(parser)
     config = parser.parse_args(list(arguments))
     # Read when ``datasets`` is imported: model-written code runs in our sandbox only.
     os.environ.pop("HF_ALLOW_CODE_EVAL", None)
@@ -84,38 +114,3 @@ def _known_tasks(folder: str | None, *, with_own: bool) -> Any:
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_path=folder, include_defaults=with_own)
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        prog="lit-dlm eval",
-        description="Evaluates on tasks of lm-eval. The decoder is that of --config, a decode file "
-        "such as configs/decode/threshold_09.yaml, and of --policy, --window, --quota, --sampler, "
-        "--cache and --settings. Tasks that run model-written code are refused: 'lit-dlm predict' "
-        "has them, in a sandbox. A run that was interrupted goes on.",
-    )
-    parser.add_argument("--tasks", type=list[str], required=True, help="Such as [ifeval, gsm8k].")
-    parser.add_argument("--run_dir", type=str, default="runs/eval", help="Receives the results.")
-    parser.add_argument("--include_path", type=str | None, default=None, help="Tasks of your own.")
-    parser.add_argument("--num_fewshot", type=NonNegativeInt | None, default=None)
-    parser.add_argument("--limit", type=PositiveInt | None, default=None, help="Items per task.")
-    parser.add_argument(
-        "--response_length",
-        type=PositiveInt | None,
-        default=None,
-        help="Cells to fill; the task's own number by default.",
-    )
-    parser.add_argument("--apply_chat_template", type=bool, default=True)
-    parser.add_argument(
-        "--num_draws", type=PositiveInt, default=128, help="Masked copies per log-likelihood."
-    )
-    parser.add_argument("--antithetic", type=bool, default=True, help="Whether to draw in pairs.")
-    parser.add_argument(
-        "--check_greedy",
-        type=bool,
-        default=True,
-        help="Whether log-likelihoods say if the text would be decoded; multiple choice is faster "
-        "without.",
-    )
-    add_decoding_arguments(parser)
-    return parser

@@ -77,7 +77,29 @@ def main(arguments: Sequence[str], command: str = "export") -> int:
     options = parser.parse_args(arguments)
     if options.only_adapter and not options.adapter:
         parser.error("--only_adapter: expected an --adapter to write")
-    return _export(options)
+    stored = read_json_object(locate(options.model, weights=False) / "config.json")
+    dtype: Any = options.dtype or stored.get("dtype") or stored.get("torch_dtype") or "float32"
+    sees = "siglip" in str(stored.get("mm_vision_tower"))
+    backbone = load_backbone(
+        options.model,
+        dtype=dtype,
+        adapter=options.adapter,
+        vision=VisionSettings() if sees else None,
+    )
+    folder: Path = options.folder
+    layout = options.layout or backbone.own_layout
+    summaries = _measured(options.results, backbone) if options.results else []
+    if options.only_adapter:
+        backbone.save_adapter(folder, layout=layout)
+    else:
+        backbone.export(folder, layout=layout)
+        copy_tokenizer(options.model, folder)
+        write_json(folder / "generation_config.json", _generation_config(backbone))
+        if not is_local(options.model):
+            _name_code(folder / "config.json", options.model)
+    write_atomically(folder / "README.md", _card(options, backbone, summaries))
+    logger.info("%s: %s", folder, ", ".join(sorted(path.name for path in folder.iterdir())))
+    return 0
 
 
 def merge(arguments: Sequence[str]) -> int:
@@ -107,32 +129,6 @@ def push(arguments: Sequence[str]) -> int:
         reason = str(error).strip().split("\n", maxsplit=1)[0]
         raise ValueError(f"{options.hub_id}: the hub does not take the folder ({reason})") from None
     logger.info("%s", done)
-    return 0
-
-
-def _export(options: argparse.Namespace) -> int:
-    stored = read_json_object(locate(options.model, weights=False) / "config.json")
-    dtype: Any = options.dtype or stored.get("dtype") or stored.get("torch_dtype") or "float32"
-    sees = "siglip" in str(stored.get("mm_vision_tower"))
-    backbone = load_backbone(
-        options.model,
-        dtype=dtype,
-        adapter=options.adapter,
-        vision=VisionSettings() if sees else None,
-    )
-    folder: Path = options.folder
-    layout = options.layout or backbone.own_layout
-    summaries = _measured(options.results, backbone) if options.results else []
-    if options.only_adapter:
-        backbone.save_adapter(folder, layout=layout)
-    else:
-        backbone.export(folder, layout=layout)
-        copy_tokenizer(options.model, folder)
-        write_json(folder / "generation_config.json", _generation_config(backbone))
-        if not is_local(options.model):
-            _name_code(folder / "config.json", options.model)
-    write_atomically(folder / "README.md", _card(options, backbone, summaries))
-    logger.info("%s: %s", folder, ", ".join(sorted(path.name for path in folder.iterdir())))
     return 0
 
 

@@ -74,7 +74,16 @@ def live_canvas(console: Console, tokenizer: PreTrainedTokenizerBase) -> Iterato
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command on what follows its name."""
-    parser = _parser()
+    parser = Parser(
+        prog="lit-dlm generate",
+        description="Decodes prompts: arguments, or one per line of standard input. The decoder is "
+        "that of --config, a decode file such as configs/decode/entropy.yaml, and of --policy, "
+        "--window, --quota, --sampler, --cache, --layout and --settings. Many prompts are better "
+        "given to 'lit-dlm predict', which goes on where it was interrupted.",
+    )
+    parser.add_argument("prompts", nargs="*", type=str, default=[], help="User turns.")
+    parser.add_argument("--response_length", type=PositiveInt, default=128, help="Cells to fill.")
+    add_decoding_arguments(parser)
     config = parser.parse_args(list(arguments))
     prompts = config.prompts or [line.strip() for line in sys.stdin if line.strip()]
     if not prompts:
@@ -151,17 +160,3 @@ def add_decoding_arguments(parser: Parser) -> None:
     parser.add_class_arguments(DecodingOptions, None, sub_configs=True)
     parser.add_class_arguments(Decoder, None, sub_configs=True)
     parser.set_defaults({"policy": "ConfidencePolicy"})
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        prog="lit-dlm generate",
-        description="Decodes prompts: arguments, or one per line of standard input. The decoder is "
-        "that of --config, a decode file such as configs/decode/entropy.yaml, and of --policy, "
-        "--window, --quota, --sampler, --cache, --layout and --settings. Many prompts are better "
-        "given to 'lit-dlm predict', which goes on where it was interrupted.",
-    )
-    parser.add_argument("prompts", nargs="*", type=str, default=[], help="User turns.")
-    parser.add_argument("--response_length", type=PositiveInt, default=128, help="Cells to fill.")
-    add_decoding_arguments(parser)
-    return parser

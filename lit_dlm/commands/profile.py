@@ -80,34 +80,6 @@ def decode_arguments(path: Path) -> dict[str, Any]:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; what it does not know goes to ``lit-dlm predict``."""
-    parser = _parser()
-    options, rest = parser.parse_known_args(list(arguments))
-    run_dir: Path = options.run_dir
-    files = list(options.config)
-    if options.policies:
-        methods = grid(policy_files(options.policies), options.steps, options.caches)
-        path = run_dir / "grid.yaml"
-        write_atomically(path, yaml.safe_dump(methods, sort_keys=False))
-        files.append(str(path))
-    elif options.caches or options.steps != list(DEFAULT_STEPS):
-        parser.error("--steps and --caches apply to the files of --policies")
-    # Here, behind --help: matplotlib and Lightning take seconds to import.
-    from lightning.pytorch.utilities import rank_zero_only
-
-    from lit_dlm.commands import trainer
-    from lit_dlm.reports.profile import write_profile
-    from lit_dlm.reports.summary import summarise_run
-
-    configs = (f"--config={file}" for file in files)
-    if status := trainer.main(["predict", *configs, f"--run_dir={run_dir}", *rest]):
-        return status
-    if getattr(rank_zero_only, "rank", 0) == 0:  # set by the trainer
-        write_profile(summarise_run(run_dir), run_dir)
-        print(f"Profile: {run_dir / 'profile.md'}, profile.csv, profile.png")  # noqa: T201
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lit-dlm profile",
         description="Speed and quality of policies, budgets of steps and caches on one task. "
@@ -139,7 +111,30 @@ def _parser() -> argparse.ArgumentParser:
         "--caches", nargs="+", default=[], choices=list(CACHES), help="caches to cross with"
     )
     parser.add_argument("--run_dir", type=Path, default=Path("runs/profile"), help="run folder")
-    return parser
+    options, rest = parser.parse_known_args(list(arguments))
+    run_dir: Path = options.run_dir
+    files = list(options.config)
+    if options.policies:
+        methods = grid(policy_files(options.policies), options.steps, options.caches)
+        path = run_dir / "grid.yaml"
+        write_atomically(path, yaml.safe_dump(methods, sort_keys=False))
+        files.append(str(path))
+    elif options.caches or options.steps != list(DEFAULT_STEPS):
+        parser.error("--steps and --caches apply to the files of --policies")
+    # Here, behind --help: matplotlib and Lightning take seconds to import.
+    from lightning.pytorch.utilities import rank_zero_only
+
+    from lit_dlm.commands import trainer
+    from lit_dlm.reports.profile import write_profile
+    from lit_dlm.reports.summary import summarise_run
+
+    configs = (f"--config={file}" for file in files)
+    if status := trainer.main(["predict", *configs, f"--run_dir={run_dir}", *rest]):
+        return status
+    if getattr(rank_zero_only, "rank", 0) == 0:  # set by the trainer
+        write_profile(summarise_run(run_dir), run_dir)
+        print(f"Profile: {run_dir / 'profile.md'}, profile.csv, profile.png")  # noqa: T201
+    return 0
 
 
 def _steps(text: str) -> int | str:

@@ -9,8 +9,6 @@ import yaml
 
 from lit_dlm.config_files import find, load, packaged
 
-_FIELDS = ("Needs", "Expected")
-
 
 def main(arguments: Sequence[str]) -> int:
     """Lists the experiments, or prints one with all that it takes from other files."""
@@ -33,5 +31,5 @@ def described(name: str) -> list[str]:
     """What the head of a packaged experiment says: name, summary, needs and expected result."""
     lines = find(name).read_text(encoding="utf-8").splitlines()
     head = [line.removeprefix("# ") for line in lines if line.startswith("# ")]
-    fields = [line for line in head[1:] if line.partition(":")[0] in _FIELDS]
+    fields = [line for line in head[1:] if line.startswith(("Needs:", "Expected:"))]
     return [name.removeprefix("exp/").ljust(28), head[0], *fields]

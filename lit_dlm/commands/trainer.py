@@ -134,8 +134,7 @@ class CLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         options = self.config[self.subcommand]
-        if told := _misfit(str(self.subcommand), options):
-            raise ValueError(told)
+        _check_fit(str(self.subcommand), options)
         planned = check_run(options.as_dict())
         if planned is not None:
             rank_zero_only(logger.info)(planned)
@@ -189,24 +188,25 @@ class CLI(LightningCLI):
         self.config_init["predict"]["return_predictions"] = False
 
 
-def _misfit(command: str, options: Namespace) -> str | None:
-    """What in a configuration, or of the machine, the command cannot run with."""
+def _check_fit(command: str, options: Namespace) -> None:
+    """Refuses what the command cannot run with, in a configuration or of the machine."""
     for key, needed in _NEEDED.get(command, {}).items():
         kind = import_object(options[key].class_path)
         if getattr(kind, needed) is getattr(_BASES[key], needed):
-            return (
+            raise ValueError(
                 f"{key}: expected a class with {needed}, as {command} asks for, got "
                 f"{kind.__name__}; this configuration is for another command"
             )
     if not isinstance(options.trainer, Namespace):
-        return f"trainer: expected a mapping of the trainer's options, got {options.trainer!r}"
+        raise ValueError(
+            f"trainer: expected a mapping of the trainer's options, got {options.trainer!r}"
+        )
     tasks = int(os.environ.get("SLURM_NTASKS_PER_NODE", "1"))
     if tasks > 1 == torch.cuda.device_count() and "SLURM_PROCID" in os.environ:
-        return (
+        raise ValueError(
             f"trainer.devices: expected {tasks} GPUs in sight of each task of SLURM, got 1; "
             "use --gpus-per-node in place of --gpus-per-task, or --gpu-bind=none beside it"
         )
-    return None
 
 
 def main(arguments: Sequence[str], cli: type[CLI] = CLI) -> int:
@@ -241,10 +241,7 @@ def main(arguments: Sequence[str], cli: type[CLI] = CLI) -> int:
             parser_class=Parser,
             save_config_callback=RunConfigCallback,
             save_config_kwargs={"overwrite": True, "save_to_log_dir": False},
-            parser_kwargs={
-                "parser_mode": "omegaconf+",
-                **dict.fromkeys(CLI.subcommands(), base),
-            },
+            parser_kwargs={"parser_mode": "omegaconf+", **dict.fromkeys(CLI.subcommands(), base)},
         )
     except (
         ValueError, OSError, OmegaConfBaseException, RuntimeError, TypeError, LookupError,

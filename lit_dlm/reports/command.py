@@ -64,7 +64,7 @@ class SampleGroup:
     told: str
     num_wrong: int
     """All of them, for one method; the page shows :data:`NUM_SAMPLES` at most."""
-    samples: list[tuple[ResultRow, ...]]
+    samples: Sequence[tuple[ResultRow, ...]]
     """A row of each method."""
 
     @property
@@ -143,12 +143,10 @@ def labelled(runs: Sequence[tuple[Path, list[MethodSummary]]]) -> list[ReportedR
 
 def merge_runs(runs: Sequence[ReportedRun]) -> list[MethodSummary]:
     """The summaries of several runs under their names in common tables, task by task."""
-    merged: dict[str, list[MethodSummary]] = {}
-    for run in runs:
-        for one in run.summaries:
-            label = run.labels[one.task, one.method]
-            merged.setdefault(one.task, []).append(replace(one, method=label))
-    return [summary for group in merged.values() for summary in group]
+    found = [(run.labels[one.task, one.method], one) for run in runs for one in run.summaries]
+    tasks = list(dict.fromkeys(one.task for _, one in found))
+    merged = [replace(one, method=label) for label, one in found]
+    return sorted(merged, key=lambda one: tasks.index(one.task))
 
 
 def is_wrong(row: ResultRow) -> bool:
@@ -162,7 +160,7 @@ def failures_first(task: str, method: str, rows: Sequence[ResultRow]) -> SampleG
     shown, num_wrong = ordered[:NUM_SAMPLES], sum(map(is_wrong, rows))
     told = f"{method}: {num_wrong} of {len(rows)} wrong"
     told += f", {len(shown)} shown" * (len(shown) < len(rows))
-    samples: list[tuple[ResultRow, ...]] = [(row,) for row in shown]
+    samples = [(row,) for row in shown]
     return SampleGroup(
         task=task, methods=(method,), told=told, num_wrong=num_wrong, samples=samples
     )
@@ -179,8 +177,8 @@ def disagreement(
     by_first = sum(pair[0].correct for pair in split)
     told = f"{by_first} right by {methods[0]} alone, {len(split) - by_first} by {methods[1]} alone"
     told += f", {NUM_SAMPLES} shown" * (len(split) > NUM_SAMPLES)
-    samples: list[tuple[ResultRow, ...]] = [*split[:NUM_SAMPLES]]
-    return SampleGroup(task=task, methods=methods, told=told, num_wrong=0, samples=samples)
+    shown = split[:NUM_SAMPLES]
+    return SampleGroup(task=task, methods=methods, told=told, num_wrong=0, samples=shown)
 
 
 def write_pages(

@@ -53,7 +53,9 @@ def main(arguments: Sequence[str]) -> int:
         for path in (options.first, options.second)
     )
     pairs = method_pairs(first, second, a=options.a, b=options.b)
-    found = compare_methods(first, second, pairs)
+    found = [compare_rows(first.rows(task, a), second.rows(task, b)) for task, a, b in pairs]
+    adjusted = holm([one.p_value for one in found])  # for all of them
+    found = [replace(one, p_adjusted=p) for one, p in zip(found, adjusted, strict=True)]
     console = Console()
     if options.json:
         console.print_json(json.dumps([asdict(comparison) for comparison in found]))
@@ -112,17 +114,6 @@ def _methods(results: ResultFolder) -> dict[str, list[str]]:
 
 def _told(found: dict[str, list[str]]) -> str:
     return "; ".join(f"{task}: {', '.join(names)}" for task, names in found.items()) or "no results"
-
-
-def compare_methods(
-    first: ResultFolder, second: ResultFolder, pairs: Sequence[tuple[str, str, str]]
-) -> list[PairedComparison]:
-    """Compares (task, method of A, method of B); p-values are adjusted for all of them."""
-    found = [compare_rows(first.rows(task, a), second.rows(task, b)) for task, a, b in pairs]
-    adjusted = holm([comparison.p_value for comparison in found])
-    return [
-        replace(comparison, p_adjusted=p) for comparison, p in zip(found, adjusted, strict=True)
-    ]
 
 
 def tables(found: Sequence[PairedComparison]) -> Iterator[tuple[str, list[tuple[str, ...]]]]:

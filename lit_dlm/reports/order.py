@@ -115,7 +115,15 @@ def fill_order_figure(
         axis.legend(loc="upper right", fontsize="small")
     axis.set_xlabel("response position")
     if G <= 96:
-        _label_tokens(axis, record, pieces)
+        labels = []
+        tokens = zip(record.tokens.tolist(), text_positions(record, pieces), strict=True)
+        for token_id, is_text in tokens:
+            text = pieces.text(token_id) if is_text else ""
+            text = text.strip(" ").replace("\n", "⏎").replace("\t", "⇥")
+            labels.append(text if len(text) <= 8 else text[:7] + "…")
+        axis.set_xticks(range(G), labels, rotation=90, family="monospace", fontsize=8)
+        axis.tick_params(axis="x", length=0)
+        axis.set_xlabel("response position, with its final token")
     _bands(axis, regions, theme)
     bar = figure.colorbar(image, ax=axis, pad=0.01, fraction=0.05)
     bar.ax.yaxis.set_major_locator(MaxNLocator(integer=True))
@@ -203,17 +211,6 @@ def statistics_figure(
         handles, labels = pace.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     return figure
-
-
-def _label_tokens(axis: Axes, record: Trajectory, pieces: TokenPieces) -> None:
-    labels = []
-    for token, is_text in zip(record.tokens.tolist(), text_positions(record, pieces), strict=True):
-        text = pieces.text(token) if is_text else ""
-        text = text.strip(" ").replace("\n", "⏎").replace("\t", "⇥")
-        labels.append(text if len(text) <= 8 else text[:7] + "…")
-    axis.set_xticks(range(len(labels)), labels, rotation=90, family="monospace", fontsize=8)
-    axis.tick_params(axis="x", length=0)
-    axis.set_xlabel("response position, with its final token")
 
 
 def _bands(axis: Axes, regions: Sequence[Region], theme: Theme) -> None:

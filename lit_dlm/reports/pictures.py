@@ -13,11 +13,7 @@ from lit_dlm.reports.plots import plot_style, save_figure
 from lit_dlm.reports.regions import regions_of
 from lit_dlm.reports.samples import Sample
 
-FIGURES = {
-    "fill_order": fill_order_figure,
-    "order": order_figure,
-    "statistics": statistics_figure,
-}
+FIGURES = {"fill_order": fill_order_figure, "order": order_figure, "statistics": statistics_figure}
 
 
 def write_pictures(

@@ -255,11 +255,9 @@ def read_curves(run: Path) -> dict[str, Curve]:
         with path.open(newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
                 step = int(row.pop("step"))
-                row.pop("epoch", None)
-                found = {name: float(text) for name, text in row.items() if text}
-                for name, value in found.items():
-                    if math.isfinite(value):
-                        values[name][step] = value
+                for name, text in row.items():
+                    if name != "epoch" and text and math.isfinite(float(text)):
+                        values[name][step] = float(text)
     curves = {name: sorted(points.items()) for name, points in values.items() if len(points) > 1}
     return {name: curves[name] for name in sorted(curves, key=_rank)}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +87,10 @@ def plot_profile(summaries: Sequence[MethodSummary], path: Path) -> None:
         y, name = (None, "quality, %") if is_graded else (tokens_per_second, "tokens per second")
         draw_methods(left, group, curves, lambda one: one.nfe, y)
         left.set(title=task, xlabel="forwards per sample", ylabel=name, xlim=(0, None))
-        if is_graded:
-            draw_methods(right, group, curves, tokens_per_second)
-            right.set(xlabel="tokens per second", ylabel=name, xlim=(0, None))
-        else:
-            draw_methods(right, group, curves, lambda one: one.tokens_per_step, y)
-            right.set(xlabel="tokens per forward", ylabel=name, xlim=(0, None))
+        x = tokens_per_second if is_graded else attrgetter("tokens_per_step")
+        draw_methods(right, group, curves, x, y)
+        speed = "tokens per second" if is_graded else "tokens per forward"
+        right.set(xlabel=speed, ylabel=name, xlim=(0, None))
         tidy_axes(left, right)
     # About a hundred characters fit below the panels, and a line's mark takes the width of eight.
     common_legend(figure, max(1, 100 // (max(map(len, curves)) + 8)))

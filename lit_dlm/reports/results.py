@@ -96,16 +96,14 @@ class ResultFolder:
         """Records all settings that decide a method's results, or checks the recorded ones."""
         path = self.method_folder(task, method) / "settings.json"
         wanted = json.loads(json.dumps(settings, sort_keys=True))
-        if path.exists():
-            found = self.settings(task, method)
-            if found != wanted:
-                changes = "; ".join(setting_differences(found, wanted))
-                raise ValueError(
-                    f"{path}: holds results of other settings ({changes}). Use another run_dir or "
-                    "method name, or remove the folder"
-                )
-            return
-        write_json(path, {**wanted, "digest": _digest(wanted)})
+        if not path.exists():
+            write_json(path, {**wanted, "digest": _digest(wanted)})
+        elif (found := self.settings(task, method)) != wanted:
+            changes = "; ".join(setting_differences(found, wanted))
+            raise ValueError(
+                f"{path}: holds results of other settings ({changes}). Use another run_dir or "
+                "method name, or remove the folder"
+            )
 
     def settings(self, task: str, method: str) -> dict[str, Any]:
         path = self.method_folder(task, method) / "settings.json"

@@ -67,9 +67,18 @@ def load_samples(
     rows, shards = _open(path)
     reader = TrajectoryShardReader(shards, features=False)
     known = [uid for uid in reader.uids if rows is None or uid in rows]
-    fitting = _fitting(known, names, methods, path)
-    if examples is not None:
-        fitting = [uid for uid in fitting if _example(uid) in examples]
+    there = {*known, *map(_example, known)}
+    of_method = set(map(_method, known))
+    for kind, wanted, held in (("sample", names, there), ("method", methods, of_method)):
+        if missing := [name for name in wanted if name not in held]:
+            raise ValueError(f"{path}: no {kind} {missing[0]!r}{nearest(missing[0], held)}")
+    fitting = [
+        uid
+        for uid in known
+        if not methods or _method(uid) in methods
+        if not names or uid in names or _example(uid) in names
+        if examples is None or _example(uid) in examples
+    ]
     if not fitting:
         raise ValueError(
             f"{path}: no decode of the prompts asked for, such as {min(examples or ['?'])!r}"
@@ -84,19 +93,6 @@ def load_samples(
         num_available=len(fitting),
         methods=run_of_shard(shards[0])[0].decode.get("methods") or {},
     )
-
-
-def _fitting(
-    known: Sequence[str], names: Sequence[str], methods: Collection[str], path: Path
-) -> list[str]:
-    """Of known uids those of some samples, or prompts, and methods; of all where none are named."""
-    there = {*known, *map(_example, known)}
-    of_method = set(map(_method, known))
-    for kind, wanted, held in (("sample", names, there), ("method", methods, of_method)):
-        if missing := [name for name in wanted if name not in held]:
-            raise ValueError(f"{path}: no {kind} {missing[0]!r}{nearest(missing[0], held)}")
-    chosen = [uid for uid in known if not methods or _method(uid) in methods]
-    return [uid for uid in chosen if not names or uid in names or _example(uid) in names]
 
 
 def _open(path: Path) -> tuple[dict[str, ResultRow] | None, list[Path]]:

@@ -254,20 +254,16 @@ def position_signals(record: Trajectory) -> dict[str, NDArray[np.float32]]:
         found["entropy"][position[last]] = record.signals["step_entropy"][last]
     for name in META_SIGNALS:
         if name in record.meta:
-            found[name] = _of_meta(record, name)
+            values = record.meta[name]
+            found[name] = np.full(record.num_generated, np.nan, dtype=np.float32)
+            try:
+                found[name][: len(values)] = [math.nan if one is None else one for one in values]
+            except (TypeError, ValueError):
+                raise ValueError(
+                    f"trajectory {record.uid!r}: meta '{name}' must be a list of up to "
+                    f"{record.num_generated} numbers or nulls, got {values!r:.80}"
+                ) from None
     return found
-
-
-def _of_meta(record: Trajectory, name: str) -> NDArray[np.float32]:
-    values, out = record.meta[name], np.full(record.num_generated, np.nan, dtype=np.float32)
-    try:
-        out[: len(values)] = [math.nan if value is None else value for value in values]
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"trajectory {record.uid!r}: meta '{name}' must be a list of up to "
-            f"{record.num_generated} numbers or nulls, got {values!r:.80}"
-        ) from None
-    return out
 
 
 def _packed(values: Any, dtype: str) -> str:

@@ -42,7 +42,8 @@ _PICTURES: dict[str, dict[str, Any]] = {
 }
 
 
-def _parser() -> argparse.ArgumentParser:
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command on what follows its name; returns the exit status."""
     command = argparse.ArgumentParser(
         prog="lit-dlm view",
         description="Writes one HTML file that shows decodes step by step. It holds everything and "
@@ -57,19 +58,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     for flag, settings in _OPTIONS.items():
         command.add_argument(flag, **settings)
-    pictures = command.add_argument_group(
+    drawn = command.add_argument_group(
         "pictures of the first prompt that fits",
         "its first decode; with --method, the animation shows these methods below each other",
     )
     for flag, settings in _PICTURES.items():
-        pictures.add_argument(flag, type=Path, **settings)
-    pictures.add_argument("--theme", choices=("light", "dark"), default="light")
-    return command
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Runs the command on what follows its name; returns the exit status."""
-    options = _parser().parse_args(list(arguments))
+        drawn.add_argument(flag, type=Path, **settings)
+    drawn.add_argument("--theme", choices=("light", "dark"), default="light")
+    options = command.parse_args(arguments)
     at_least(0, of="--", limit=options.limit)
     limit, methods = options.limit or None, options.method
     shown = load_samples(options.source, limit=limit, names=options.sample, methods=methods)

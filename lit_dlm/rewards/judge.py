@@ -120,6 +120,5 @@ def write_question(question: StepQuestion) -> str | list[dict[str, Any]]:
 def read_grade(reply: str) -> Grade | None:
     r"""Reads the last ``\boxed{1}`` or ``\boxed{-1}``; anything else is ``None``."""
     boxed = (last_boxed(reply) or "").replace(" ", "").replace("\N{MINUS SIGN}", "-")
-    if boxed in ("1", "+1"):
-        return 1
-    return -1 if boxed == "-1" else None
+    grades: dict[str, Grade] = {"1": 1, "+1": 1, "-1": -1}
+    return grades.get(boxed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from itertools import chain
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,16 +92,10 @@ class ProcessReward(Reward):
 
     def _ask(self, questions: Sequence[StepQuestion]) -> list[list[Grade | None]]:
         """``k_sample`` opinions on each."""
-        futures = [
-            [self._pool.submit(self.judge.grade, one, sample) for sample in range(self.k_sample)]
-            for one in questions
-        ]
-        try:
-            return [[future.result() for future in of_one] for of_one in futures]
-        finally:
-            # The first error ends it: what has not been asked yet is not asked any more.
-            for future in chain.from_iterable(futures):
-                future.cancel()
+        asked = product(questions, range(self.k_sample))
+        # The first error ends it: what has not been asked yet is not asked any more.
+        found = self._pool.map(lambda one: self.judge.grade(*one), asked)
+        return [[next(found) for _ in range(self.k_sample)] for _ in questions]
 
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:
@@ -163,8 +157,5 @@ def _question(rollout: Rollout, part: int, end: int, pictures: tuple[str, ...]) 
 
 def true_answer(example: PromptExample) -> str:
     """What the reference of a problem calls its answer, or a solution; empty without either."""
-    for key in ("answer", "solution"):
-        value = example.reference.get(key)
-        if value not in (None, ""):
-            return str(value)
-    return ""
+    given = (example.reference.get(key) for key in ("answer", "solution"))
+    return next((str(value) for value in given if value not in (None, "")), "")

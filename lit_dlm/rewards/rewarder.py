@@ -50,27 +50,22 @@ class Rewarder:
         self.tasks = dict(tasks)
         self.filters = tuple(filters)
         self.overlong_is_wrong = overlong_is_wrong
-        self._check()
-        at_least(1, num_workers=num_workers)
-        require_code_execution(tasks.values(), isolation=require_isolation)
-        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
-
-    def _check(self) -> None:
-        """Refuses rewards and filters that cannot be told apart or cannot be answered."""
         names = [reward.name for reward in self.rewards]
+        if not names:
+            raise ValueError("rewards: expected at least one reward, got none")
+        if len(set(names)) < len(names):
+            raise ValueError(f"rewards: names must differ, got {', '.join(names)}")
         blind = [
             f"{type(keep).__name__} looks at what is right, which task {task.name!r} cannot tell"
             for task in self.tasks.values()
             for keep in self.filters
             if keep.needs_verdict and not task.is_graded
         ]
-        for is_wrong, message in (
-            (not names, "rewards: expected at least one reward, got none"),
-            (len(set(names)) < len(names), f"rewards: names must differ, got {', '.join(names)}"),
-            (bool(blind), f"filters: {', '.join(blind)}"),
-        ):
-            if is_wrong:
-                raise ValueError(message)
+        if blind:
+            raise ValueError(f"filters: {', '.join(blind)}")
+        at_least(1, num_workers=num_workers)
+        require_code_execution(tasks.values(), isolation=require_isolation)
+        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
 
     def score(self, groups: Sequence[Sequence[Rollout]]) -> list[list[RewardScore]]:
         """Scores groups, each of all responses to one prompt, in the order given.
