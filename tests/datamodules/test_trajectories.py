@@ -262,18 +262,14 @@ def test_a_folder_without_shards_and_bad_options_are_named(
         ready(tmp_path / folder, **options)
 
 
-def test_shards_without_features_or_grades_are_refused_where_these_are_needed(
-    tmp_path: Path,
-) -> None:
+def test_shards_without_what_is_needed_are_refused(shards: Path, tmp_path: Path) -> None:
+    """Features, grades, or features of the model's own projector."""
     bare = [replace(record, meta={"task": "fake"}) for record in recorded(small_backbone(), 8)]
     write_shards(tmp_path, bare)
     with pytest.raises(ValueError, match="8 of 8 records are used and none of them holds features"):
         ready(tmp_path)
     with pytest.raises(ValueError, match="was not graded"):
         ready(tmp_path, source="tokens", only_correct=True)
-
-
-def test_features_of_another_projector_are_refused(shards: Path, tmp_path: Path) -> None:
     module = tracelock(Projector.random_orthogonal(PROJECTOR, seed=6))
     data = TrajectoryDataModule(shards, val_fraction=0.3)
     with pytest.raises(ValueError, match="another projector digest"):
