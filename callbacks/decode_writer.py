@@ -29,6 +29,8 @@ from lit_dlm.tasks import PromptExample, Task, require_code_execution
 from lit_dlm.trajectories.store import RunRecord, completed_uids
 from lit_dlm.vision.pictures import picture_from_text
 
+logger = logging.getLogger(__name__)
+
 _NUM_KEPT = 10_000
 """Verdicts that are remembered for equal completions of other methods."""
 
@@ -51,7 +53,7 @@ class GradingQueue:
         self.tasks = tasks
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="grading")
         self._verdicts: OrderedDict[tuple[str, bytes], Future[Verdict]] = OrderedDict()
-        self._pending: deque[tuple[DecodedBatch, list[Future[Verdict]], Future[None]]] = deque()
+        self._pending: deque[tuple[DecodedBatch, list[Future[Verdict]], Future[Any]]] = deque()
 
     def submit(self, decoded: DecodedBatch) -> None:
         """Starts to grade a batch."""
@@ -59,7 +61,7 @@ class GradingQueue:
             self._grade(example, completion)
             for example, completion in zip(decoded.examples, decoded.completions, strict=True)
         ]
-        self._pending.append((decoded, futures, self._pool.submit(_make_records, decoded)))
+        self._pending.append((decoded, futures, self._pool.submit(lambda: decoded.trajectories)))
 
     def _grade(self, example: PromptExample, completion: str) -> Future[Verdict]:
         """The verdict of an equal completion, which several methods may give, or a new one."""
@@ -96,16 +98,7 @@ class GradingQueue:
 
 def _ungraded(example: PromptExample, completion: str) -> Verdict:
     """What plain prompts get."""
-    del example
     return Verdict(status="ungraded", answer=completion)
-
-
-def _make_records(decoded: DecodedBatch) -> None:
-    """Derives the trajectories of a batch, which the batch then keeps."""
-    _ = decoded.trajectories
-
-
-logger = logging.getLogger(__name__)
 
 
 class DecodeWriter(BasePredictionWriter):

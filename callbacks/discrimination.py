@@ -42,13 +42,7 @@ class DiscriminationScore(Callback):
         every_n_epochs: epochs between two measurements.
     """
 
-    def __init__(
-        self,
-        folder: str,
-        *,
-        num_prompts: int = 64,
-        every_n_epochs: int = 1,
-    ) -> None:
+    def __init__(self, folder: str, *, num_prompts: int = 64, every_n_epochs: int = 1) -> None:
         at_least(1, num_prompts=num_prompts, every_n_epochs=every_n_epochs)
         self.folder = Path(folder)
         self.num_prompts = num_prompts

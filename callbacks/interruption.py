@@ -33,9 +33,6 @@ _PR_SET_PDEATHSIG = 1
 class Interrupted(SystemExit):
     """The run was asked to end; its exit status is 128 and the number of the signal."""
 
-    def __init__(self, number: int, *, status: int | None = None) -> None:
-        super().__init__(128 + number if status is None else status)
-
 
 class Interruption(Callback):
     """Finishes the batch at hand, saves what training needs to go on, and leaves.
@@ -92,7 +89,7 @@ class Interruption(Callback):
         assert self._trainer is not None
         if self._number:
             if time.monotonic() - self._since > _PATIENCE:
-                raise Interrupted(number)
+                raise Interrupted(128 + number)
             return
         self._number, self._since = number, time.monotonic()
         launcher = self._trainer.strategy.launcher
@@ -130,9 +127,8 @@ class Interruption(Callback):
 
     def _restore(self) -> None:
         for number, handler in self._former.items():
-            if (
-                signal.getsignal(number) == self._on_signal
-            ):  # else Lightning has given it back already
+            # Else Lightning has given it back already.
+            if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, handler)
         self._former = {}
 
@@ -177,7 +173,6 @@ class Interruption(Callback):
 
     def on_rollout_progress(self, text: str, done: int, total: int) -> bool:
         """Ends the rollouts of an RL step, which are repeated; several processes train first."""
-        del text, done, total
         trainer = self._trainer
         assert trainer is not None
         if trainer.world_size == 1:
@@ -226,8 +221,8 @@ class Interruption(Callback):
 
     def _interrupted(self, trainer: Trainer) -> Interrupted:
         # The first process has the status of all that it launched, and takes others for crashes.
-        status = 0 if _is_launched(trainer) else None
-        return Interrupted(self._number or signal.SIGTERM, status=status)
+        number = self._number or signal.SIGTERM
+        return Interrupted(0 if _is_launched(trainer) else 128 + number)
 
 
 def _is_launched(trainer: Trainer) -> bool:

@@ -124,10 +124,7 @@ class HttpJudge(Callback):
             f"Candidate:\n{completion}"
         )
         text = self.endpoint.ask(
-            [
-                {"role": "system", "content": _INSTRUCTION},
-                {"role": "user", "content": question},
-            ],
+            [{"role": "system", "content": _INSTRUCTION}, {"role": "user", "content": question}],
             temperature=0.0,
             max_tokens=_MAX_TOKENS,
         )

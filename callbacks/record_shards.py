@@ -26,11 +26,7 @@ from lit_dlm.trajectories.store import (
     recover,
 )
 from lit_dlm.trajectories.store.files import MANIFEST_FILE
-from lit_dlm.trajectories.store.provenance import (
-    SAMPLE_SEED_RULE,
-    hardware_facts,
-    tokenizer_digest,
-)
+from lit_dlm.trajectories.store.provenance import SAMPLE_SEED_RULE, hardware_facts, tokenizer_digest
 from lit_dlm.vision.pictures import PICTURES, PictureFolder
 
 logger = logging.getLogger(__name__)
@@ -147,7 +143,6 @@ def _describe(trainer: Trainer, module: DecodeModule) -> RunRecord:
     spec = module.backbone.spec
     # Not every data module has these.
     methods = getattr(data, "methods", None) or list(module.decoders)
-    assignment = getattr(data, "assignment", None)
     template = {"chat_template": module.chat_template} if module.chat_template else {}
     capture: dict[str, Any] = {"level": module.level}
     if isinstance(module, TraceModule):
@@ -184,7 +179,7 @@ def _describe(trainer: Trainer, module: DecodeModule) -> RunRecord:
                 | ({"template": task.template} if task.template else {})
                 for task in data.tasks
             },
-            "assignment": assignment,
+            "assignment": getattr(data, "assignment", None),
         },
         hardware={
             **hardware_facts(),
@@ -254,9 +249,8 @@ class RolloutWriter(Callback):
         return 0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
-        if self._is_replay:
+        if self._shards is None:
             return
-        assert self._shards is not None
         own = [
             record
             for record in pl_module.current.records

@@ -10,11 +10,12 @@ import hashlib
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
@@ -106,7 +107,8 @@ class PretrainDataModule(ResumableDataModule):
         if self._pool is None or self._pool[0] != pool:
             self._pool = (pool, self._draw_pool(pool))
         rows = self._pool[1][place]
-        generator = torch.Generator().manual_seed(self._mask_seed(number))
+        seed = hashlib.blake2b(f"masks/{self.seed}/0/{number}".encode(), digest_size=7).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(seed, "big"))
         ids, pad_mask, start = self._layout(rows)
         hidden = hidden_cells(
             len(rows), self.response_length, suffix_share=SUFFIX_SHARE, generator=generator
@@ -116,10 +118,6 @@ class PretrainDataModule(ResumableDataModule):
         has_drill = (step < self.dense_drill_steps and step % 2 == 0) or (step % DRILL_EVERY == 0)
         drill = self._draw_drills(number, generator) if self.drills and has_drill else None
         return PretrainBatch(ids=ids, pad_mask=pad_mask, start=start, hidden=hidden, drill=drill)
-
-    def _mask_seed(self, number: int) -> int:
-        text = f"masks/{self.seed}/0/{number}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
     def _draw_pool(self, number: int) -> list[list[tuple[list[int], list[int]]]]:
         """Token ids of prompts and completions of :data:`POOL_STEPS` batches."""
@@ -164,15 +162,13 @@ class PretrainDataModule(ResumableDataModule):
         rng = random.Random(f"drills/{self.seed}/0/{number}")
         texts = [self.drills.draw_drill(rng) for _ in range(self.batch_size)]
         lines = self._tokenizer(texts)["input_ids"]
-        width = max(len(line) for line in lines)
-        ids = torch.full((len(lines), width), self._tokenizer.pad_token_id)
-        chance = torch.zeros(len(lines), width, dtype=torch.float32)
-        for row, line in enumerate(lines):
-            first = width - len(line)
-            ids[row, first:] = torch.tensor(line)
-            chance[row, first:] = torch.tensor(self._hide_chances(line))
+        pad_id = self._tokenizer.pad_token_id
+        pad = partial(pad_sequence, batch_first=True, padding_side="left")
+        ids = pad([torch.tensor(line) for line in lines], padding_value=pad_id)
+        chances = [self._hide_chances(line) for line in lines]
+        chance = pad([torch.tensor(row, dtype=torch.float32) for row in chances])
         hidden = torch.rand(chance.shape, dtype=torch.float32, generator=generator) < chance
-        return DrillBatch(ids=ids, pad_mask=ids != self._tokenizer.pad_token_id, hidden=hidden)
+        return DrillBatch(ids=ids, pad_mask=ids != pad_id, hidden=hidden)
 
     def _hide_chances(self, line: Sequence[int]) -> list[float]:
         """Chance of each token to be hidden: high for what an equals sign is followed by."""

@@ -118,15 +118,13 @@ class PromptDataModule(LightningDataModule):
     def _examples(self) -> Mapping[str, Sequence[PromptExample]]:
         examples = {task.name: list(task.examples()) for task in self.tasks}
         check_uids(examples)
-        at_least(
-            1, of="tasks: examples of ", **{name: len(group) for name, group in examples.items()}
-        )
+        counts = {name: len(group) for name, group in examples.items()}
+        at_least(1, of="tasks: examples of ", **counts)
         return examples if self.mix is None else self.mix.chosen(examples)
 
     def _is_assigned(self, example: PromptExample, methods: Sequence[str], method: str) -> bool:
-        if self.assignment == "each":
-            return True
-        return methods[zlib.crc32(example.uid.encode()) % len(methods)] == method
+        chosen = methods[zlib.crc32(example.uid.encode()) % len(methods)]
+        return self.assignment == "each" or chosen == method
 
     @property
     def wanted(self) -> list[str]:

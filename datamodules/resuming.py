@@ -6,7 +6,7 @@ Plans are pure functions of seed, batch number and rank, for as many processes a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +16,8 @@ from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+logger = logging.getLogger(__name__)
 
 _LENGTH_GROUP = 50
 """Batches whose examples are sorted by length together."""
@@ -190,9 +192,6 @@ class FixedPlan(Plan):
         return iter(self.batches)
 
 
-logger = logging.getLogger(__name__)
-
-
 class ResumableLoader(DataLoader[Any]):
     """A loader that a checkpoint need not describe: the optimiser step says where it stands."""
 
@@ -249,8 +248,13 @@ class ResumableDataModule(LightningDataModule):
         return {} if self.trainer is None else self._update
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self.trainer is not None:
-            require_same_update(self.trainer, state_dict, self._update)
+        """Refuses to train on with other processes or batches than those of the checkpoint."""
+        if self.trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
+            return
+        if state_dict != self._update:
+            both = (state_dict, self._update)
+            saved, here = (", ".join(f"{k} {v}" for k, v in one.items()) for one in both)
+            raise ValueError(f"ckpt_path: expected the same run as before, {saved}; got {here}")
 
     @property
     def _update(self) -> dict[str, int]:
@@ -274,7 +278,7 @@ class ResumableDataModule(LightningDataModule):
             make: gives a collated batch.
             blocks: ``(N,)`` block of each example.
             numbers: ``(N,)`` its number.
-            options: of :class:`~datamodules.epoch_plan.EpochPlan`.
+            options: of :class:`EpochPlan`.
         """
         trainer = self.trainer
         accumulate = 1 if trainer is None else trainer.accumulate_grad_batches
@@ -285,8 +289,7 @@ class ResumableDataModule(LightningDataModule):
             seed=self.seed,
             accumulate=accumulate,
             batches_done=lambda: 0 if trainer is None else trainer.global_step * accumulate,
-            rank=self._rank,
-            world_size=self._world_size,
+            **self._place,
             **options,
         )
         return _planned_loader(make, plan, num_workers=self.num_workers)
@@ -299,24 +302,15 @@ class ResumableDataModule(LightningDataModule):
         batch_size: int,
     ) -> ResumableLoader:
         """Examples in order, each once; ``batch_size`` of them per batch and process."""
-        size = {"rank": self._rank, "world_size": self._world_size}
-        plan = FixedPlan(numbers, batch_size=batch_size, **size)
+        plan = FixedPlan(numbers, batch_size=batch_size, **self._place)
         return _planned_loader(make, plan, num_workers=self.num_workers)
 
     @property
-    def _rank(self) -> int:
-        return 0 if self.trainer is None else self.trainer.global_rank
-
-    @property
-    def _world_size(self) -> int:
-        return 1 if self.trainer is None else self.trainer.world_size
-
-
-def require_same_update(trainer: Trainer, then: Mapping[str, int], now: Mapping[str, int]) -> None:
-    """Refuses to go on training with other processes or batches than those of the checkpoint."""
-    if trainer.state.fn == TrainerFn.FITTING and then != now:
-        saved, here = (", ".join(f"{k} {v}" for k, v in one.items()) for one in (then, now))
-        raise ValueError(f"ckpt_path: expected the same run as before, {saved}; got {here}")
+    def _place(self) -> dict[str, Any]:
+        trainer = self.trainer
+        if trainer is None:
+            return {}
+        return {"rank": trainer.global_rank, "world_size": trainer.world_size}
 
 
 def refuse_overfit_batches(trainer: Trainer | None, *, instead: str) -> None:

@@ -6,15 +6,15 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
 from lit_dlm.datamodules.resuming import (
     ExampleRef,
+    ResumableDataModule,
     computed_loader,
-    require_same_update,
     set_accumulation,
 )
+from lit_dlm.ops.options import of_kind
 from lit_dlm.rewards import RewardModel
 from lit_dlm.rl.items import RolloutBatch
 from lit_dlm.rl.metrics import RolloutValidation, validation_of
@@ -25,7 +25,7 @@ from lit_dlm.rl.settings import RolloutSettings
 logger = logging.getLogger(__name__)
 
 
-class RolloutDataModule(RolloutSettings, LightningDataModule):
+class RolloutDataModule(RolloutSettings, ResumableDataModule):
     """Gives the module what it rolls out and scores; an epoch's batches are the module's RL step.
 
     A run that is stopped between two RL steps resumes as if it had not been.
@@ -69,9 +69,7 @@ class RolloutDataModule(RolloutSettings, LightningDataModule):
     @property
     def _module(self) -> TraceRLModule:
         module = self.trainer.lightning_module if self.trainer is not None else None
-        if not isinstance(module, TraceRLModule):
-            raise ValueError(f"model: expected a TraceRLModule, got {type(module).__name__}")
-        return module
+        return of_kind(module, TraceRLModule, option="model")
 
     def train_dataloader(self) -> DataLoader[Any]:
         """The batches of the module's next RL step, collated when they are asked for."""
@@ -92,19 +90,9 @@ class RolloutDataModule(RolloutSettings, LightningDataModule):
         methods = list(self._validation.engines)
         return computed_loader(lambda refs: methods[refs[0].number], len(methods))
 
-    def state_dict(self) -> dict[str, Any]:
-        """What an update is made of, and who makes it."""
-        return self._update
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refuses to go on with updates that are those of another run."""
-        if self.trainer is not None:
-            require_same_update(self.trainer, state_dict, self._update)
-
     @property
     def _update(self) -> dict[str, int]:
-        if self.trainer is None:
-            return {}
+        assert self.trainer is not None
         processes = self.trainer.world_size
         batches = self.trainer.accumulate_grad_batches * processes
         rows = self.batch_size * self._module.rows.copies * batches

@@ -258,11 +258,9 @@ class TrajectoryDataModule(ResumableDataModule):
                 chosen.append(steps)
         starts = np.cumsum([0, *map(len, chosen)], dtype=np.int64)
         if not starts[-1]:
-            hint = (
-                "; generate them with level: features, or train with source: tokens"
-                if self.source == "features"
-                else ""
-            )
+            hint = ""
+            if self.source == "features":
+                hint = "; generate them with level: features, or train with source: tokens"
             raise ValueError(
                 f"{self._name}: {len(uids) - num_left_out} of {len(uids)} records are used and "
                 f"none of them holds {self.source} of a step{hint}"

@@ -16,8 +16,6 @@ class Letters(Task):
     """Prompts of one letter; the third completion is graded wrong."""
 
     name = "letters"
-    split = "test"
-    runs_code = False
 
     def __init__(self, count: int = 10) -> None:
         self.count = count

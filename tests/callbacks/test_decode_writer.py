@@ -5,13 +5,18 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from lit_dlm.callbacks import DecodeWriter
+from lit_dlm.callbacks.decode_writer import GradingQueue
 from lit_dlm.datamodules import PromptDataModule
+from lit_dlm.grading import Verdict
 from lit_dlm.reports.results import ResultFolder, ResultRow
+from lit_dlm.tasks import PromptExample
 from lit_dlm.trajectories.store import TrajectoryShardReader, completed_uids
 from tests.callbacks.letters import LENGTH, Letters, trace_module
 from tests.fakes import MASK
@@ -45,12 +50,10 @@ def rows_of(run_dir: Path) -> list[ResultRow]:
 
 def check(run_dir: Path, count: int) -> None:
     """Each sample has one row and one record, and the row names the record by its digest."""
-    rows = rows_of(run_dir)
-    records = list(TrajectoryShardReader(run_dir / "trajectories"))
-    assert len(rows) == len(records) == count
+    rows, records = rows_of(run_dir), list(TrajectoryShardReader(run_dir / "trajectories"))
     by_uid = {record.uid: record for record in records}
+    assert len(rows) == len(records) == count
     for row in rows:
-        assert row.trajectory is not None
         record = by_uid.pop(row.trajectory["uid"])
         own = {"uid": f"{row.uid}@{row.method}", "digest": record.digest().hex()}
         assert row.trajectory == {"set": "trajectories", **own}
@@ -61,9 +64,7 @@ def check(run_dir: Path, count: int) -> None:
 
 def test_a_folder_gets_what_it_lacks_and_every_row_names_its_trajectory(tmp_path):
     """A further method, then a further response of the one that draws."""
-    module = trace_module()
-    del module.decoders["random"]
-    predict(both(tmp_path), module=module)
+    predict(both(tmp_path), methods=["confidence"])
     check(tmp_path, 6)
     predict(both(tmp_path))
     check(tmp_path, 12)
@@ -77,10 +78,8 @@ def test_a_folder_gets_what_it_lacks_and_every_row_names_its_trajectory(tmp_path
         assert row.uid == f"{row.prompt_uid}#1"
         assert row.seed != first[row.method, row.prompt_uid].seed
     summary = json.loads((tmp_path / "summary.json").read_text())
-    found = {record["method"]: (record["n"], record["pass_at"]) for record in summary}
-    assert found["confidence"] == (6, None)
-    assert found["random"][0] == 12
-    assert list(found["random"][1]) == ["2"]
+    found = {record["method"]: (record["n"], [*(record["pass_at"] or ())]) for record in summary}
+    assert found == {"confidence": (6, []), "random": (12, ["2"])}
     module = trace_module()
     predict(both(tmp_path), module=module)
     assert module.backbone.forwards == 0
@@ -120,26 +119,19 @@ def test_settings_that_do_not_fit_are_refused_before_any_work(tmp_path):
     assert bare.backbone.forwards == other.backbone.forwards == 0
 
 
-def test_without_capture_rows_name_no_trajectory(tmp_path):
-    predict(both(tmp_path), module=trace_module(capture=False))
-    assert {row.trajectory for row in rows_of(tmp_path)} == {None}
-
-
 def test_every_decode_is_written_with_its_provenance_and_grade(tmp_path):
     """Two methods. The confidence order follows the table: 0.9, 0.8, 0.7, 0.6."""
     predict(shards(tmp_path, grade=True))
     records = {record.uid: record for record in TrajectoryShardReader(tmp_path)}
-    assert set(records) == {
-        f"letters/test/{n}@{method}" for n in range(6) for method in ("confidence", "random")
-    }
-    record = records["letters/test/1@confidence"]
-    assert record.prompt_ids.tolist() == [7, 10 + ord("b")]
-    assert record.tokens.tolist() == [40, 41, 42, 43]
-    assert record.commit_step.tolist() == [0, 1, 2, 3]
-    assert record.mask_id == MASK
+    methods = ("confidence", "random")
+    assert set(records) == {f"letters/test/{n}@{name}" for n in range(6) for name in methods}
+    right, wrong = (records[f"letters/test/{n}@confidence"] for n in (1, 2))
+    assert right.prompt_ids.tolist() == [7, 10 + ord("b")]
+    assert right.tokens.tolist() == [40, 41, 42, 43]
+    assert right.commit_step.tolist() == [0, 1, 2, 3]
+    assert right.mask_id == MASK
     plain = {"task": "letters", "method": "confidence"}
-    assert record.meta == {**plain, "correct": True}
-    wrong = records["letters/test/2@confidence"]
+    assert right.meta == {**plain, "correct": True}
     assert wrong.meta == {**plain, "correct": False, "score": 0.5}
     assert records["letters/test/1@random"].commit_step.tolist() != [0, 1, 2, 3]
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".tar"}
@@ -202,6 +194,7 @@ def test_a_plain_trainer_of_two_processes_decodes_every_sample_once(tmp_path):
     in_two_processes(_plain, tmp_path)
     rows = rows_of(tmp_path)
     assert len(rows) == len({(row.uid, row.method) for row in rows}) == 14
+    assert {row.trajectory for row in rows} == {None}  # nothing is captured
     (summary, _) = json.loads((tmp_path / "summary.json").read_text())
     assert summary["n"] == 7
 
@@ -218,3 +211,52 @@ def test_a_run_that_lost_samples_says_so(tmp_path):
         predict(both(tmp_path), data=Half)
     predict(both(tmp_path))
     check(tmp_path, 12)
+
+
+class Slow:
+    """Grades when it is let, and counts."""
+
+    name = "slow"
+    runs_code = False
+    is_graded = True
+
+    def __init__(self) -> None:
+        self.began, self.may_end = threading.Event(), threading.Event()
+        self.num_graded = 0
+
+    def grade(self, example: PromptExample, completion: str) -> Verdict:
+        self.began.set()
+        self.may_end.wait(10)
+        self.num_graded += 1
+        return Verdict(status="right", answer=completion)
+
+
+def batch(uid: str) -> SimpleNamespace:
+    example = PromptExample(uid=uid, task="slow", text="x")
+    return SimpleNamespace(examples=[example], completions=["y"], trajectories=[])
+
+
+def test_what_a_closed_queue_has_not_graded_is_left_out_in_silence() -> None:
+    """The first grade is running when the run breaks off; the second never begins."""
+    task = Slow()
+    queue = GradingQueue({"slow": task})
+    queue.submit(batch("a"))
+    queue.submit(batch("b"))
+    assert task.began.wait(10)
+    closing = threading.Thread(target=queue.close)
+    closing.start()
+    task.may_end.set()
+    closing.join()
+    assert [decoded.examples[0].uid for decoded, _ in queue.finished()] in ([], ["a"])
+    assert task.num_graded == 1
+
+
+def test_equal_completions_of_a_problem_are_graded_once() -> None:
+    task = Slow()
+    task.may_end.set()
+    queue = GradingQueue({"slow": task})
+    for uid in ("a", "a", "b"):
+        queue.submit(batch(uid))
+    assert len(list(queue.finished(wait=True))) == 3
+    queue.close()
+    assert task.num_graded == 2

@@ -14,10 +14,8 @@ REPLIES = {"7": '{"verdict": "correct"}', "8": '{"verdict": "incorrect"}'}
 
 
 def run(callback: HttpJudge) -> None:
-    examples = [
-        PromptExample(uid=f"sums/test/{n}", task="sums", text="3+4?", reference={"answer": "7"})
-        for n in range(3)
-    ]
+    shown = {"task": "sums", "text": "3+4?", "reference": {"answer": "7"}}
+    examples = [PromptExample(uid=f"sums/test/{n}", **shown) for n in range(3)]
     task = SimpleNamespace(name="sums", examples=lambda: examples)
     datamodule = SimpleNamespace(tasks=[task], task=lambda name: task)
     trainer: Any = SimpleNamespace(is_global_zero=True, datamodule=datamodule)
@@ -27,12 +25,9 @@ def run(callback: HttpJudge) -> None:
 
 def test_verdicts_are_kept_counted_and_asked_once(tmp_path: Path) -> None:
     """Right, wrong and no verdict: one of two judged is correct."""
-    results = ResultFolder(tmp_path / "results")
+    results, own = ResultFolder(tmp_path / "results"), {"task": "sums", "method": "entropy"}
     results.claim("sums", "entropy", {})
-    results.append(
-        row(f"sums/test/{number}", task="sums", method="entropy", completion=completion)
-        for number, completion in enumerate("78?")
-    )
+    results.append(row(f"sums/test/{n}", **own, completion=text) for n, text in enumerate("78?"))
     judge = HttpJudge(str(tmp_path), url="http://x", model="judge-7b", tasks=["sums"])
     asked: list[str] = []
 

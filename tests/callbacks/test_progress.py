@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
 from torch.utils.data import DataLoader
@@ -37,18 +38,6 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Heard(ProgressBar):
-    """Keeps the description after every batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def on_train_batch_end(self, *arguments: Any) -> None:
-        super().on_train_batch_end(*arguments)
-        self.texts.append(self.train_progress_bar.description)
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Mock:
     clock = Mock(return_value=1000.0)
@@ -64,10 +53,14 @@ def test_time_left_is_that_of_the_run(
     monkeypatch.setattr(Console, "is_terminal", True)
 
     def heard(**limits: int) -> list[str]:
-        bar = Heard()
-        trainer = quiet(tmp_path, callbacks=[bar], enable_progress_bar=True, **limits)
+        """The description after every batch."""
+        bar, texts = ProgressBar(), []
+        after = LambdaCallback(
+            on_train_batch_end=lambda *_: texts.append(bar.train_progress_bar.description)
+        )
+        trainer = quiet(tmp_path, callbacks=[bar, after], enable_progress_bar=True, **limits)
         trainer.fit(Model(clock), DataLoader(torch.ones(NUM_BATCHES, 1)))
-        return bar.texts
+        return texts
 
     texts = heard(max_epochs=2)
     assert texts[2] == "Epoch 1 of 2, step 3, 0:00:50 left"
@@ -86,11 +79,9 @@ class Tokens:
 
 class Logging(Model):
     def training_step(self, batch: Any) -> torch.Tensor:
-        self.log("train/loss", torch.tensor(0.25))
-        self.log("rollout/correct", torch.tensor(0.75))
-        self.log("rollout/reward", torch.tensor(0.5))
-        for other in ("train/entropy", "time/reward", "val/static/reward"):
-            self.log(other, torch.tensor(9.0))
+        shown = {"train/loss": 0.25, "rollout/correct": 0.75, "rollout/reward": 0.5}
+        others = dict.fromkeys(("train/entropy", "time/reward", "val/static/reward"), 9.0)
+        self.log_dict(shown | others)
         return super().training_step(torch.ones(()))
 
 

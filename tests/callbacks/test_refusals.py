@@ -44,37 +44,27 @@ def test_options_out_of_range_are_named(kind: Any, options: dict[str, Any], name
         kind(**options)
 
 
-@pytest.mark.parametrize(
-    ("callback", "stage", "module", "name"),
-    [
-        (AdapterCheckpoint("x"), "fit", LightningModule(), "model: expected TrainableModule"),
-        (DiscriminationScore("x"), "fit", LightningModule(), "model: expected TrainableModule"),
-        (DecodeWriter("x"), "predict", LightningModule(), "model: expected DecodeModule"),
-        (TracePictures("x"), "fit", LightningModule(), "model: expected DecodeModule"),
-        (TracePictures("x"), "predict", trace_module(capture=False), r"model\.level"),
-        (TracePictures("x", prompts=["a"], method="no"), "fit", trace_module(), METHOD),
-        (HttpJudge("x", tasks=["sums"], **JUDGE), "predict", None, "tasks: .* 'letters'"),
-    ],
-)
-def test_runs_of_another_kind_are_refused(
-    callback: Any, stage: str, module: Any, name: str
-) -> None:
-    data = SimpleNamespace(tasks=[Letters()])
-    with pytest.raises(ValueError, match=name):
-        callback.setup(SimpleNamespace(callbacks=[callback], datamodule=data), module, stage)
+OTHER = LightningModule()
 
 
 @pytest.mark.parametrize(
-    ("callback", "hook", "name"),
+    ("callback", "hook", "module", "name"),
     [
-        (JointEarlyStopping(["c"]), "on_validation_end", "'c' was not logged; logged: a"),
-        (CalibrationPlot("x"), "on_validation_end", "model: expected TraceLockModule"),
-        (AttentionAnnealing(5), "on_fit_start", "from_ar"),
+        (AdapterCheckpoint("x"), "setup fit", OTHER, "model: expected TrainableModule"),
+        (DiscriminationScore("x"), "setup fit", OTHER, "model: expected TrainableModule"),
+        (DecodeWriter("x"), "setup predict", OTHER, "model: expected DecodeModule"),
+        (TracePictures("x"), "setup fit", OTHER, "model: expected DecodeModule"),
+        (TracePictures("x"), "setup predict", trace_module(capture=False), r"model\.level"),
+        (TracePictures("x", prompts=["a"], method="no"), "setup fit", trace_module(), METHOD),
+        (HttpJudge("x", tasks=["sums"], **JUDGE), "setup predict", None, "tasks: .* 'letters'"),
+        (CalibrationPlot("x"), "on_validation_end", OTHER, "model: expected TraceLockModule"),
+        (JointEarlyStopping(["c"]), "on_validation_end", OTHER, "'c' was not logged; logged: a"),
+        (AttentionAnnealing(5), "on_fit_start", trace_module(), "from_ar"),
     ],
 )
-def test_what_a_run_lacks_is_named(callback: Any, hook: str, name: str) -> None:
-    trainer = SimpleNamespace(
-        sanity_checking=False, training=True, global_step=0, callback_metrics={"a": 1.0}
-    )
+def test_runs_of_another_kind_are_refused(callback: Any, hook: str, module: Any, name: str) -> None:
+    name_of_hook, *stage = hook.split()
+    given = {"callbacks": [callback], "datamodule": SimpleNamespace(tasks=[Letters()])}
+    given |= {"sanity_checking": False, "training": True, "callback_metrics": {"a": 1.0}}
     with pytest.raises(ValueError, match=name):
-        getattr(callback, hook)(trainer, trace_module())
+        getattr(callback, name_of_hook)(SimpleNamespace(**given), module, *stage)

@@ -64,10 +64,8 @@ def test_step_0_is_of_all_held_out_prompts_or_of_none(tmp_path: Path, sanity_ste
     options = {"num_sanity_val_steps": sanity_steps}
     fit(rl, data, tmp_path, steps=1, callbacks=[curve, seen], **options)
     assert curve.points[-1]["val/slow/num_prompts"] == checked["num_prompts"] == 5
-    if sanity_steps != 1:
-        assert [point["step"] for point in curve.points] == [0, 1]
-        assert curve.points[0]["val/num_prompts"] == 5
-        assert curve.points[0]["val/slow/num_prompts"] == 5
-    else:
-        assert [point["step"] for point in curve.points] == [1]
-        assert not any(name.startswith("slow/") for name in checked)
+    is_whole = sanity_steps != 1
+    assert [point["step"] for point in curve.points] == ([0, 1] if is_whole else [1])
+    assert any(name.startswith("slow/") for name in checked) == is_whole
+    if is_whole:
+        assert curve.points[0]["val/num_prompts"] == curve.points[0]["val/slow/num_prompts"] == 5

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,16 +25,13 @@ from tests.reports.sample_sets import WordTokenizer
 class Tokenizer(WordTokenizer):
     apply_chat_template = ByteTokenizer.apply_chat_template
 
-    def __init__(self) -> None:
-        super().__init__([f"{number} " for number in range(400)])
-
 
 class Learner(DecodeModule):
     """Decodes a table, and trains one number that has nothing to do with it."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(Table(), tokenizer="none", decoders=both_decoders(), **options)
-        self.__dict__["tokenizer"] = Tokenizer()
+        self.__dict__["tokenizer"] = Tokenizer([f"{number} " for number in range(400)])
         self.number = nn.Parameter(torch.zeros(1))
         self.head = nn.Dropout().eval()
 
@@ -54,21 +52,16 @@ def test_predict_draws_the_first_samples_of_every_method(tmp_path: Path):
     trainer = quiet(tmp_path, callbacks=[pictures])
     trainer.predict(Learner(level="tokens"), datamodule=data, return_predictions=False)
     files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    assert files == {"traces.html"} | {
-        f"{method}/letters_test_{number}{suffix}"
-        for method in ("confidence", "random")
-        for number in (0, 1)
-        for suffix in (".gif", "-fill_order.png")
-    }
+    parts = product(("confidence", "random"), (0, 1), (".gif", "-fill_order.png"))
+    drawn = {f"{method}/letters_test_{number}{suffix}" for method, number, suffix in parts}
+    assert files == {"traces.html", *drawn}
     assert (tmp_path / "traces.html").read_text().count('"uid":"letters/test/') == 4
 
 
 class ImageLogger(CSVLogger):
     """Takes images as Lightning's W&B logger does."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(str(folder))
-        self.images: list[tuple[str, int]] = []
+    images: list[tuple[str, int]]
 
     def log_image(self, key: str, images: list[str], step: int) -> None:
         with Image.open(images[0]) as image:
@@ -84,7 +77,8 @@ def test_prompts_are_drawn_and_logged_after_every_second_validation(
     monkeypatch.setattr(trace_pictures, "_CELLS", LENGTH)
     prompts = {"prompts": ["a", "b"], "method": "random", "every_n_validations": 2}
     pictures = TracePictures(str(tmp_path / "pictures"), kinds=["gif", "fill_order"], **prompts)
-    loggers = [ImageLogger(tmp_path / "logs"), CSVLogger(str(tmp_path))]
+    loggers = [ImageLogger(str(tmp_path / "logs")), CSVLogger(str(tmp_path))]
+    loggers[0].images = []
     loader = DataLoader(range(3), batch_size=1)
     module = Learner()
     steps = {"max_steps": 3, "val_check_interval": 1, "num_sanity_val_steps": 2}

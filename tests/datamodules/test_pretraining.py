@@ -18,12 +18,8 @@ TINY = str(Path(lit_dlm.__file__).parent / "assets" / "tiny")
 
 
 def stream(**options: object) -> PretrainDataModule:
-    settings: dict[str, object] = {
-        "sources": [WordProblems("train")],
-        "tokenizer": TINY,
-        "batch_size": 8,
-        "drills": WordProblems("train"),
-    }
+    problems = WordProblems("train")
+    settings = {"sources": [problems], "tokenizer": TINY, "batch_size": 8, "drills": problems}
     return PretrainDataModule(**settings | options)  # type: ignore[arg-type]
 
 

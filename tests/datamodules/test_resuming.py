@@ -1,16 +1,18 @@
-"""The rows of an update, which any number of processes shares and a resumed run keeps."""
+"""Batches and updates, which any number of processes shares and a resumed run keeps."""
 
 from __future__ import annotations
 
 import logging
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lit_dlm.datamodules.resuming import set_accumulation
+from lit_dlm.datamodules.resuming import EpochPlan, FixedPlan, set_accumulation
 from lit_dlm.datamodules.supervised import SupervisedDataModule
 from lit_dlm.datamodules.trajectories import TrajectoryDataModule
 from lit_dlm.modules.steps import drop_half_update
@@ -57,13 +59,10 @@ def test_rows_that_do_not_divide_and_two_settings_are_refused(
 
 def fitting(kind: str, processes: int, *rest: int) -> Any:
     """Data in a fit on so many processes; of rows with accumulation and batch size."""
-    accumulate, data = 1, None
+    data: Any = TrajectoryDataModule("shards", num_workers=rest[0])
     if kind == "rows":
-        accumulate, size = rest
-        data = SupervisedDataModule([Unread()], batch_size=size)
-    else:
-        data = TrajectoryDataModule("shards", num_workers=rest[0])
-    data.trainer = trainer(processes, accumulate)
+        data = SupervisedDataModule([Unread()], batch_size=rest[1])
+    data.trainer = trainer(processes, rest[0] if kind == "rows" else 1)
     data.trainer.state = SimpleNamespace(fn=TrainerFn.FITTING)
     return data
 
@@ -91,19 +90,109 @@ def test_a_fit_goes_on_with_the_processes_and_batches_it_began_with(
         data.load_state_dict(state)
 
 
-@pytest.mark.parametrize(("ready", "found"), [(6, 6), (7, 6)])
-def test_half_an_update_is_done_again(ready: int, found: int) -> None:
-    """Counts stay as far apart as they were: the save came before the batch was completed."""
-    module = LightningModule()
-    data = fitting("rows", 1, 2, 1)
+def progress(ready: int) -> dict[str, dict[str, int]]:
+    """What a checkpoint counts that was saved before the last batch was completed."""
+    counts = {**dict.fromkeys(("ready", "started", "processed"), ready), "completed": ready - 1}
+    return {"total": counts, "current": dict(counts)}
+
+
+@pytest.mark.parametrize("ready", [6, 7])
+def test_half_an_update_is_done_again(ready: int) -> None:
+    """Counts stay as far apart as they were."""
+    module, data, found = LightningModule(), fitting("rows", 1, 2, 1), progress(ready)
     options = {"datamodule": data, "accumulate_grad_batches": 2}
     module._trainer = SimpleNamespace(**options)  # type: ignore[assignment]
-    counts = {"ready": ready, "started": ready, "processed": ready, "completed": ready - 1}
-    progress = {"total": dict(counts), "current": dict(counts)}
-    checkpoint = {
-        "SupervisedDataModule": data.state_dict(),
-        "loops": {"fit_loop": {"epoch_loop.batch_progress": progress}},
-    }
-    drop_half_update(module, checkpoint)
-    wanted = {"ready": found, "started": found, "processed": found, "completed": found - 1}
-    assert progress == {"total": wanted, "current": wanted}
+    loops = {"fit_loop": {"epoch_loop.batch_progress": found}}
+    drop_half_update(module, {"SupervisedDataModule": data.state_dict(), "loops": loops})
+    assert found == progress(6)
+
+
+def plan(num: int = 40, **changes: object) -> EpochPlan:
+    values: dict[str, object] = {"batch_size": 4, "seed": 0}
+    return EpochPlan(np.arange(num) // 5, **{**values, **changes})  # type: ignore[arg-type]
+
+
+def indices(batches: object) -> list[list[int]]:
+    return [[ref.number for ref in batch] for batch in batches]  # type: ignore[attr-defined]
+
+
+def test_a_pass_shows_every_example_once_and_few_blocks_at_a_time() -> None:
+    """Eight blocks of five in groups of two: every ten examples come from two blocks."""
+    order = np.concatenate(plan(blocks_per_group=2).batches(0))
+    assert sorted(order.tolist()) == list(range(40))
+    for start in range(0, 40, 10):
+        assert len({index // 5 for index in order[start : start + 10].tolist()}) == 2
+
+
+@pytest.mark.parametrize("done", [0, 3, 10, 17, 25])
+@pytest.mark.parametrize("lengths", [None, np.arange(40) * 7 % 40], ids=["plain", "grouped"])
+def test_a_resumed_plan_continues_where_it_stopped(done: int, lengths: Any) -> None:
+    """Ten batches a pass: the stream of forty, cut anywhere, goes on with the next batch."""
+    whole = plan(lengths=lengths)
+    stream = [whole.batch(number) for number in range(40)]
+    resumed = list(plan(lengths=lengths, batches_done=lambda: done))
+    assert resumed == stream[done : done + 10]
+
+
+def test_passes_differ_and_are_reproducible() -> None:
+    """Ten batches a pass; random parts of an example are told which one it is. Examples may have
+    numbers of their own: the same order, with ``100 + 3 i`` for ``i``."""
+    stream, again, other = (
+        [one.batch(n) for n in range(20)] for one in (plan(), plan(), plan(seed=1))
+    )
+    orders = [indices(part) for part in (stream[:10], stream[10:], again[:10], other[:10])]
+    assert orders[0] == orders[2]
+    assert orders[1] != orders[0] != orders[3]
+    assert [{ref.epoch for ref in batch} for batch in stream] == [{0}] * 10 + [{1}] * 10
+    renamed = indices(plan(numbers=100 + 3 * np.arange(40)))
+    assert renamed == [[100 + 3 * i for i in batch] for batch in orders[0]]
+
+
+@pytest.mark.parametrize("kind", ["plain", "grouped", "few"])
+def test_updates_are_the_same_for_any_number_of_processes(kind: str) -> None:
+    """Six batches an update, 16 updates a pass; where there are fewer, examples are repeated."""
+    lengths = np.random.default_rng(0).integers(1, 9, 400) if kind == "grouped" else None
+
+    def made(world_size: int) -> list[list[list[int]]]:
+        options: dict[str, Any] = {"world_size": world_size, "accumulate": 6 // world_size}
+        num = 11 if kind == "few" else 400
+        ranks = [plan(num, lengths=lengths, rank=rank, **options) for rank in range(world_size)]
+        count = 2 * len(ranks[0]) * world_size
+        stream = [
+            [ref.number for ref in ranks[number % world_size].batch(number // world_size)]
+            for number in range(count)
+        ]
+        return [stream[first : first + 6] for first in range(0, count, 6)]
+
+    alone = made(1)
+    assert len(alone) > 20 or (kind == "few" and len(alone) == 2)
+    assert made(2) == made(3) == alone
+    assert {len(batch) for batch in chain.from_iterable(alone)} == {4}
+    seen = sorted(chain.from_iterable(chain.from_iterable(alone[: len(alone) // 2])))
+    assert set(seen) == set(range(11)) if kind == "few" else len(set(seen)) == len(seen) > 370
+
+
+@pytest.mark.parametrize(("num", "world_size"), [(10, 1), (10, 2), (7, 3), (2, 4)])
+def test_fixed_plan_shows_everything_once_and_marks_the_copies(num: int, world_size: int) -> None:
+    chosen = [100 + i for i in range(num)]
+    options = {"batch_size": 3, "world_size": world_size}
+    plans = [list(FixedPlan(chosen, rank=rank, **options)) for rank in range(world_size)]
+    real = [ref.number for part in plans for batch in part for ref in batch if ref.is_real]
+    assert sorted(real) == chosen
+    assert len({tuple(len(batch) for batch in part) for part in plans}) == 1
+
+
+def test_batches_of_similar_length_hold_what_a_pass_holds_without_them() -> None:
+    """202 lengths in batches of 2: a run of 100 and one of 2 examples is sorted on its own."""
+    lengths = np.random.default_rng(0).permutation(202)
+    plain = plan(202, batch_size=2, seed=3)
+    grouped = plan(202, batch_size=2, seed=3, lengths=lengths)
+    for epoch in (0, 1):
+        first, second = np.concatenate(plain.batches(epoch)), np.concatenate(grouped.batches(epoch))
+        for begin in (0, 100):  # the same examples in every run
+            assert sorted(first[begin : begin + 100]) == sorted(second[begin : begin + 100])
+            run = np.sort(lengths[first[begin : begin + 100]]).reshape(-1, 2).tolist()
+            batches = lengths[second[begin : begin + 100]].reshape(-1, 2)
+            assert sorted(np.sort(batches).tolist()) == run  # neighbours in length
+            assert np.any(np.diff(batches[:, 0]) < 0)  # short and long ones in turn
+    assert not np.array_equal(grouped.batches(0), grouped.batches(1))

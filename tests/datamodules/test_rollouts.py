@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -53,11 +53,6 @@ def test_each_prompt_is_drawn_once_a_pass_from_anywhere() -> None:
     assert draw_prompts(5, 7, 3, seed=3) == drawn[7:10]
 
 
-def test_a_folder_without_rollouts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no trajectory shards"):
-        StoredRollouts(tmp_path, mask_id=2)
-
-
 def test_uids_of_two_problems_must_differ() -> None:
     class Copies(WordProblems):
         name = "copies"
@@ -83,10 +78,8 @@ def test_stored_rollouts_replay_the_same_updates_and_are_not_written_again(
     callbacks = [online, RolloutWriter(str(folder))]
     fit(learner(value=value), rollout_data(filters=filters), tmp_path, callbacks=callbacks)
     files = {path: path.read_bytes() for path in folder.iterdir()}
-    rl, data = (
-        learner(value=value),
-        rollout_data(filters=filters, source="shards", shards=str(folder)),
-    )
+    rl = learner(value=value)
+    data = rollout_data(filters=filters, source="shards", shards=str(folder))
     with caplog.at_level(logging.INFO):
         fit(rl, data, tmp_path, steps=3, callbacks=[again, RolloutWriter(str(folder))])
     assert len(online.losses) >= 4
@@ -103,6 +96,8 @@ def test_stored_rollouts_replay_the_same_updates_and_are_not_written_again(
     assert len(stored.collect(0).records) == 12
     with pytest.raises(ValueError, match=r"with mask id 9 .* got mask id 2"):
         StoredRollouts(folder, mask_id=9)
+    with pytest.raises(ValueError, match="no trajectory shards"):
+        StoredRollouts(tmp_path, mask_id=2)
 
 
 def written(
@@ -117,8 +112,11 @@ def written(
     return rl.current.records
 
 
-def drawn(record: Trajectory) -> bytes:
-    return record.tokens.tobytes() + record.signals["commit_log_prob"].tobytes()
+def drawn(records: Iterable[Trajectory]) -> dict[str, bytes]:
+    """Tokens and log-probabilities by uid."""
+    return {
+        one.uid: one.tokens.tobytes() + one.signals["commit_log_prob"].tobytes() for one in records
+    }
 
 
 @pytest.mark.slow
@@ -127,16 +125,15 @@ def test_a_folder_of_rollouts_is_that_of_one_run(
 ) -> None:
     """Anew: refused. Resumed two steps back with another reward: those steps are replaced."""
     saver = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}", save_top_k=-1)
-    before = {record.uid: drawn(record) for record in written(tmp_path, saver)}
-    former = {one.uid: drawn(one) for one in TrajectoryShardReader(tmp_path / "rollouts")}
+    before = drawn(written(tmp_path, saver))
+    former = drawn(TrajectoryShardReader(tmp_path / "rollouts"))
     with pytest.raises(ValueError, match=r"rollouts: expected .* without rollouts.* got 36 of a"):
         written(tmp_path, weight=-1.0)
     with caplog.at_level(logging.WARNING):
         again = written(tmp_path, weight=-1.0, resume=tmp_path / "epoch=0.ckpt")
     assert "deleted 24 records" in caplog.text
     held = list(TrajectoryShardReader(tmp_path / "rollouts"))
-    found = {record.uid: drawn(record) for record in held}
-    after = {record.uid: drawn(record) for record in again}
+    found, after = drawn(held), drawn(again)
     assert found.keys() == former.keys()
     assert after.keys() == before.keys()
     assert after != before
@@ -151,9 +148,7 @@ def test_a_run_cut_short_before_its_first_checkpoint_begins_anew(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nobody can go on with its 24 rollouts; a finished run's are another matter."""
-
-    def saver() -> ModelCheckpoint:
-        return ModelCheckpoint(dirpath=tmp_path, every_n_epochs=3)
+    saver = partial(ModelCheckpoint, dirpath=tmp_path, every_n_epochs=3)
 
     def interrupt(trainer: Trainer, _: LightningModule) -> None:
         if trainer.current_epoch == 1:

@@ -14,11 +14,7 @@ import pytest
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_dlm.backbones import BackboneSpec, load_tokenizer
-from lit_dlm.datamodules.supervised import (
-    SupervisedDataModule,
-    check_decodes,
-    check_learnable,
-)
+from lit_dlm.datamodules.supervised import SupervisedDataModule, check_decodes, check_learnable
 from lit_dlm.datamodules.supervised_sources import (
     ModelFacts,
     RecordedDecodes,
@@ -35,6 +31,11 @@ from lit_dlm.trajectories.exchange import tabom_row
 from lit_dlm.trajectories.store import merge_manifest
 from tests.finetuning import EOS, MASK, PAD, Data, G, examples, quiet, small
 from tests.traces import VOCAB, recorded, small_backbone, write_shards
+
+
+def refused(message: str | None) -> Any:
+    """Expects an error with a message, or none."""
+    return pytest.raises(ValueError, match=message) if message else nullcontext()
 
 
 @pytest.fixture(scope="module")
@@ -75,17 +76,15 @@ def test_files_may_hold_messages_or_a_prompt_and_a_response(
         {"question": "2", "answer": "5"},
         {"conversations": [{"from": "human", "value": "2"}, {"from": "gpt", "value": "5"}]},
     ]
-    path = rows(tmp_path / "a.jsonl", *lines)
-    first, *others = ResponsesFile(path).examples(model)
-    assert model.tokenizer.decode(first.response_ids[:-1]) == "5"
-    for other in others:
-        assert other.prompt_ids.tolist() == first.prompt_ids.tolist()
-        assert other.response_ids.tolist() == first.response_ids.tolist()
-    uids = [e.uid for e in [first, *others]]
-    assert uids == [f"a/{n:06d}" for n in range(5)]
+    path = Path(rows(tmp_path / "a.jsonl", *lines))
     packed = tmp_path / "a.jsonl.gz"
-    packed.write_bytes(gzip.compress(Path(path).read_bytes()))
-    assert [e.uid for e in ResponsesFile(str(packed)).examples(model)] == uids
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    for file in (path, packed):
+        found = list(ResponsesFile(str(file)).examples(model))
+        assert [e.uid for e in found] == [f"a/{n:06d}" for n in range(5)]
+        assert model.tokenizer.decode(found[0].response_ids[:-1]) == "5"
+        for name in ("prompt_ids", "response_ids"):
+            assert len({getattr(one, name).tobytes() for one in found}) == 1
 
 
 def test_templated_prompts_are_taken_as_they_are_with_their_step_maps(
@@ -222,22 +221,19 @@ def test_bad_rows_are_named(
 
 
 @pytest.mark.parametrize(
-    ("template", "end"),
+    ("ends", "end"),
     [
-        ("{% for m in messages %}{{ m.content }}<|user|>{% endfor %}", "<|user|>"),
-        (
-            "{% for m in messages %}{{ m.content }}"
-            "{{ '<|user|>' if m.role == 'assistant' else '<|endoftext|>' }}{% endfor %}",
-            "<|user|>",
-        ),
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", "<|endoftext|>"),
+        ("<|user|>", "<|user|>"),
+        ("{{ '<|user|>' if m.role == 'assistant' else '<|endoftext|>' }}", "<|user|>"),
+        ("", "<|endoftext|>"),
         (None, "<|endoftext|>"),
     ],
 )
-def test_answers_end_as_turns_do(model: ModelFacts, template: str | None, end: str) -> None:
+def test_answers_end_as_turns_do(model: ModelFacts, ends: str | None, end: str) -> None:
     """An end of turn is behind the end of text among those of every released family."""
     tokenizer = load_tokenizer("tiny")
-    tokenizer.chat_template = template
+    turn = "{% for m in messages %}{{ m.content }}"
+    tokenizer.chat_template = None if ends is None else turn + ends + "{% endfor %}"
     ids = tokenizer.get_vocab()
     spec = replace(model.spec, eos_ids=(EOS, ids["<|user|>"]))
     assert replace(model, tokenizer=tokenizer, spec=spec).end_id == ids[end]
@@ -322,16 +318,13 @@ def test_a_batch_larger_than_the_data_is_told(caplog: pytest.LogCaptureFixture) 
 def test_ids_that_cannot_be_learnt_are_named_before_training(
     options: dict[str, Any], ids: list[int], num_padding: int | None, message: str | None
 ) -> None:
-    spec = small(**options).spec
+    given = {"spec": small(**options).spec, "vocab_size": 24, "num_padding": num_padding}
     example = replace(examples(1)[0], response_ids=np.array(ids, dtype=np.int32))
-    if message is None:
-        check_learnable(example, spec, vocab_size=24, num_padding=num_padding)
-        return
-    with pytest.raises(ValueError, match=f"fake/train/00000: .*{message}"):
-        check_learnable(example, spec, vocab_size=24, num_padding=num_padding)
+    with refused(message and f"fake/train/00000: .*{message}"):
+        check_learnable(example, **given)
     wrong = replace(example, prompt_ids=np.array([5, -1], dtype=np.int32))
-    with pytest.raises(ValueError, match=r"00000: .*got -1 at prompt position 1"):
-        check_learnable(wrong, spec, vocab_size=24, num_padding=num_padding)
+    with refused(r"00000: .*got -1 at prompt position 1"):
+        check_learnable(wrong, **given)
 
 
 def test_nothing_to_validate_is_an_error_of_validate_only(tmp_path: Path) -> None:
@@ -363,19 +356,15 @@ def test_validation_and_training_share_no_prompt_and_lose_none() -> None:
     assert len(data.probe_prompts(3)) == 3
 
 
-def test_no_example_and_equal_uids_are_errors(model: ModelFacts) -> None:
-    with pytest.raises(ValueError, match="no training example is left of 0"):
+def test_bad_settings_no_example_and_equal_uids_are_named(model: ModelFacts) -> None:
+    bad = {"response_length": 0, "val_fraction": 1.0, "limit": 0, "sources": []}
+    for name, value in bad.items():
+        with refused(name):
+            SupervisedDataModule(**{"sources": [Fixed()], name: value})
+    with refused("no training example is left of 0"):
         ready(0)
-    with pytest.raises(ValueError, match="fake/train/00000"):
+    with refused("fake/train/00000"):
         read(model, *examples(1), *examples(1))
-
-
-@pytest.mark.parametrize(
-    "options", [{"response_length": 0}, {"val_fraction": 1.0}, {"limit": 0}, {"sources": []}]
-)
-def test_bad_settings_are_named(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(options))):
-        SupervisedDataModule(**{"sources": [Fixed()], **options})
 
 
 def tabom(**options: Any) -> TABOMModule:
@@ -397,10 +386,7 @@ def test_a_sample_whose_decode_lacks_what_is_needed_is_named() -> None:
     ):
         given = examples(4)
         given[2] = replace(given[2], **{name: None})
-        expected: Any = nullcontext()
-        if message:
-            expected = pytest.raises(ValueError, match=f"fake/train/00002: {message}")
-        with expected:
+        with refused(message and f"fake/train/00002: {message}"):
             check_decodes(given, module, response_length=G)
 
 

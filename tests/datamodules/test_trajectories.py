@@ -70,17 +70,15 @@ def test_stored_features_belong_to_their_state(records: list[Trajectory], shards
         for t in records
         for kept, step in enumerate(t.features.kept_steps)
     }
-    checked = 0
-    for batch in ready(shards).train_dataloader():
-        assert batch.features is not None
-        for row in range(len(batch.ids)):
-            canvas = batch.ids[row, batch.pad_mask[row]].numpy().astype(np.int32)
+    batches = list(ready(shards).train_dataloader())
+    for batch in batches:
+        for row, ids in enumerate(batch.ids):
+            canvas = ids[batch.pad_mask[row]].numpy().astype(np.int32)
             features, kept = originals[canvas.tobytes()]
             expected = torch.from_numpy(features.dequantized()[kept])
             torch.testing.assert_close(batch.features[row], expected)
             assert batch.proposals[row].tolist() == features.proposals[kept].tolist()
-            checked += 1
-    assert checked >= 80
+    assert sum(len(batch.ids) for batch in batches) >= 80
 
 
 def test_stored_and_recomputed_features_agree(shards: Path) -> None:
@@ -95,27 +93,32 @@ def test_stored_and_recomputed_features_agree(shards: Path) -> None:
     assert torch.equal(with_features.state, without.state)
 
 
-def test_token_source_rebuilds_a_share_of_the_states(shards: Path) -> None:
-    module = ready(shards, source="tokens", step_ratio=0.5)
-    assert set(np.diff(module.states.index.starts).tolist()) == {4}
-    assert next(iter(module.train_dataloader())).features is None
-
-
 def test_validation_subset_is_spread_over_time_and_fixed(shards: Path) -> None:
-    """Eight of the validation states in four quarters of time: two of each."""
+    """Eight of the validation states in four quarters of time: two of each. Two processes take
+    equally many of them."""
     module = ready(shards, max_val_examples=8)
     steps = np.array([step for _, step, _ in module.states.states(module.val_indices)])
     assert np.bincount(steps // 2).tolist() == [2, 2, 2, 2]
-    assert ready(shards, max_val_examples=8).val_indices.tolist() == module.val_indices.tolist()
     assert not set(module.val_indices) & set(module.train_indices)
+    ranks = [ready(shards, rank=rank, world_size=2, max_val_examples=8) for rank in range(2)]
+    parts = [list(one.val_dataloader().sampler) for one in ranks]
+    assert len(parts[0]) == len(parts[1])
+    real = [ref.number for part in parts for batch in part for ref in batch if ref.is_real]
+    assert sorted(real) == module.val_indices.tolist()
 
 
-def test_wrong_answers_can_be_left_out(shards: Path) -> None:
+def test_wrong_answers_and_records_that_kept_no_step_give_no_examples(
+    records: list[Trajectory], shards: Path, tmp_path: Path
+) -> None:
     """Rows 0, 3, 6, ... are wrong: 16 of 24 remain."""
-    index = ready(shards, only_correct=True).states.index
-    used = [index.uids[record] for record in np.flatnonzero(np.diff(index.starts))]
-    rows = [int(uid.partition("@")[0][-5:]) for uid in used]
-    assert rows == [row for row in range(24) if row % 3 > 0]
+    without = write_shards(tmp_path, [*records[:11], replace(records[11], features=None)])
+    for folder, options, expected in (
+        (shards, {"only_correct": True}, [row for row in range(24) if row % 3 > 0]),
+        (without, {"val_fraction": 0.4}, list(range(11))),
+    ):
+        index = ready(folder, **options).states.index
+        used = [index.uids[record] for record in np.flatnonzero(np.diff(index.starts))]
+        assert [int(uid.partition("@")[0][-5:]) for uid in used] == expected
 
 
 def test_position_in_the_stream_follows_from_the_optimiser_steps(shards: Path) -> None:
@@ -225,20 +228,16 @@ def test_memory_is_bounded_by_the_group(shards: Path, monkeypatch: pytest.Monkey
     assert max(open_blocks) == 2
 
 
-def test_validation_states_are_dealt_evenly_and_copies_marked(shards: Path) -> None:
-    modules = [ready(shards, rank=rank, world_size=2) for rank in range(2)]
-    parts = [list(module.val_dataloader().sampler) for module in modules]
-    assert len(parts[0]) == len(parts[1])
-    real = [ref.number for part in parts for batch in part for ref in batch if ref.is_real]
-    assert sorted(real) == sorted(modules[0].val_indices.tolist())
-
-
 def test_states_of_a_batch_equal_those_of_one_record_at_a_time(shards: Path) -> None:
-    """The batch replays its records together; the reference goes through ``state_at``."""
+    """A share of them or all. The batch replays its records together; the reference goes through
+    ``state_at``."""
+    half = ready(shards, source="tokens", step_ratio=0.5)
+    assert set(np.diff(half.states.index.starts).tolist()) == {4}
     module = ready(shards, source="tokens", step_ratio=1.0)
     by_uid = {r.uid: r for r in TrajectoryShardReader(shards)}
     batch_refs = module.train_dataloader().sampler.batch(0)
     batch = module.states.batch(batch_refs)
+    assert batch.features is None
     for row, ref in enumerate(batch_refs):
         ((found, step, _),) = module.states.states(np.array([ref.number]))
         record = by_uid[found.uid]
@@ -263,26 +262,14 @@ def test_a_folder_without_shards_and_bad_options_are_named(
         ready(tmp_path / folder, **options)
 
 
-def test_shards_without_features_or_grades_are_refused_where_these_are_needed(
-    tmp_path: Path,
-) -> None:
+def test_shards_without_what_is_needed_are_refused(shards: Path, tmp_path: Path) -> None:
+    """Features, grades, or features of the model's own projector."""
     bare = [replace(record, meta={"task": "fake"}) for record in recorded(small_backbone(), 8)]
     write_shards(tmp_path, bare)
     with pytest.raises(ValueError, match="8 of 8 records are used and none of them holds features"):
         ready(tmp_path)
     with pytest.raises(ValueError, match="was not graded"):
         ready(tmp_path, source="tokens", only_correct=True)
-
-
-def test_record_that_kept_no_step_gives_no_examples(
-    records: list[Trajectory], tmp_path: Path
-) -> None:
-    write_shards(tmp_path, [*records[:11], replace(records[11], features=None)])
-    index = ready(tmp_path, val_fraction=0.4).states.index
-    assert np.flatnonzero(np.diff(index.starts)).tolist() == list(range(11))
-
-
-def test_features_of_another_projector_are_refused(shards: Path, tmp_path: Path) -> None:
     module = tracelock(Projector.random_orthogonal(PROJECTOR, seed=6))
     data = TrajectoryDataModule(shards, val_fraction=0.3)
     with pytest.raises(ValueError, match="another projector digest"):

@@ -1,8 +1,9 @@
-"""A callback that signals its own process, as ``kill -9`` would, at a chosen point of a run."""
+"""Callbacks that signal their own process, as ``kill -9`` would, at a chosen point of a run."""
 
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -35,3 +36,14 @@ class KillBefore(Callback):
             while sum(f.stat().st_size for f in self.folder.glob(self.files)) < self.num_bytes:
                 time.sleep(0.01)
             os.kill(os.getpid(), self.number)
+
+
+class LoseNode(KillBefore):
+    """Kills the second node, its agent too, before a batch or an optimiser step."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def _kill_before(self, number: int, trainer: Trainer) -> None:
+        if number == self.batch and os.environ["NODE"] == "1":
+            os.killpg(0, signal.SIGKILL)

@@ -11,13 +11,24 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 import cli
 from lit_dlm.reports.results import ResultFolder, ResultRow
+from lit_dlm.trajectories.store import TrajectoryShardReader
 from tests.processes import ROOT, fork
 
 SHARED = ROOT.parent / "shared" / "data"
 QUIET = ("--trainer.logger=false", "--trainer.enable_progress_bar=false")
+ON_ONE_CPU = (
+    *("--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.strategy=auto"),
+    "--trainer.enable_progress_bar=false",
+)
+RECORD = [
+    *("predict", "--config=exp/generate_tiny", "--data.methods=[threshold_07]"),
+    *("--model.level=tokens", "--model.projector_dir=null"),
+]
+"""Decodes into ``traces``."""
 ARCHITECTURE = {
     "vocab_size": 462,
     "hidden_size": 16,
@@ -39,6 +50,11 @@ def problems(count: int, split: str = "test") -> str:
     """So many word problems, as the option ``tasks``."""
     given = {"split": split, "num_examples": count}
     return compact([{"class_path": "WordProblems", "init_args": given}])
+
+
+def added(path: str, **options: object) -> str:
+    """The option that adds a callback."""
+    return f"--trainer.callbacks+={compact({'class_path': path, 'init_args': options})}"
 
 
 def run(*arguments: str) -> None:
@@ -84,9 +100,8 @@ def killed(
     """
     settings = {"batch": before, "folder": str(run_dir), "files": files, "num_bytes": num_bytes}
     settings |= {"number": int(number), "rank": rank}
-    callback = {"class_path": "tests.e2e.killing.KillBefore", "init_args": settings}
     with tempfile.TemporaryDirectory() as folder:
-        option = f"--trainer.callbacks+={json.dumps(callback)}"
+        option = added("tests.e2e.killing.KillBefore", **settings)
         process = start(Path(folder), *arguments, option)
         process.join(600)
         told = Path(folder, "err").read_text()
@@ -103,6 +118,21 @@ def results(run_dir: Path) -> dict[tuple[str, str], list[ResultRow]]:
     """All results of a run, without wall times."""
     folder = ResultFolder(run_dir / "results")
     return {pair: timeless(folder.rows(*pair)) for pair in folder.pairs()}
+
+
+def traces(folder: Path) -> dict[str, tuple[bytes, object, int]]:
+    """Digest, grade and number of steps of every trajectory by uid, each of which is there once."""
+    records = list(TrajectoryShardReader(folder))
+    found = {one.uid: (one.digest(), one.meta.get("correct"), one.num_steps) for one in records}
+    assert len(found) == len(records)
+    return found
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    """Of two files, to the last bit."""
+    ours, theirs = load_file(one), load_file(other)
+    assert ours.keys() == theirs.keys()
+    assert all(theirs[name].equal(value) for name, value in ours.items())
 
 
 def write_config(path: Path, text: str) -> str:

@@ -137,11 +137,6 @@ def test_shipped_decoders_with_caches_run_and_verify(tmp_path: Path, names: tupl
         run("traj", "verify", str(tmp_path / "trajectories"), "--level=3", "--backbone=tiny")
 
 
-def test_other_settings_in_the_same_folder_are_refused(whole: Path, capsys):
-    error = fails(capsys, *command(whole, "--model.init_args.seed=5"))
-    assert "seed: 0, now 5" in error
-
-
 def test_a_template_may_begin_the_answer(whole: Path, tmp_path: Path, capsys):
     """Two tokens behind each prompt; a folder of prompts without them refuses it."""
     text = "{% set answer_start = 'Tom has' %}{{ question }}"
@@ -161,12 +156,13 @@ def test_a_template_may_begin_the_answer(whole: Path, tmp_path: Path, capsys):
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
+        ("--model.init_args.seed=5", "seed: 0, now 5"),  # in the folder of another run
         ("--data.methods=[randm]", "got 'randm'"),
         ("--data.tasks=[{class_path: PythonFunctions}]", "set allow_code_execution: true"),
     ],
 )
-def test_wrong_settings_give_one_clear_error(tmp_path: Path, capsys, flag: str, message: str):
-    assert message in fails(capsys, *command(tmp_path, flag))
+def test_wrong_settings_give_one_clear_error(whole: Path, capsys, flag: str, message: str):
+    assert message in fails(capsys, *command(whole, flag))
 
 
 def test_a_learned_method_that_is_left_out_needs_no_policy(

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 import cli
 from lit_dlm import config_files
 from tests.cuda_rules import cuda_rules
-from tests.e2e.runs import ROOT, write_jsonl
+from tests.e2e.runs import ON_ONE_CPU, ROOT, write_jsonl
 from tests.e2e.witness import SEEN
 from tests.rewards.judge_server import JudgeServer
 from tests.twins import RELEASES, write_magvit_twin, write_twin
@@ -42,10 +42,6 @@ MOST = {
     "val_responses": 1, "dense_drill_steps": 1, "limit": 4,
 }  # fmt: skip
 """Largest values of options of data modules."""
-ON_ONE_CPU = (
-    *("--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.strategy=auto"),
-    "--trainer.enable_progress_bar=false",
-)
 PROJECTOR = {"hidden_rank": 8, "delta_rank": 4}
 """Widths of a projector that fits a twin."""
 

@@ -91,12 +91,6 @@ def test_a_recipe_goes_on_from_its_last_checkpoint(
     assert f"{folder / 'adapters'}: expected a folder without weights" in error
 
 
-def test_nothing_to_validate_is_told(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = (f"--run_dir={run_dir}", "--data.val_fraction=0", *QUIET)
-    error = fails(capsys, "validate", "--config=exp/tabom_scores_tiny", *flags)
-    assert "data.val_fraction: expected a number above 0" in error
-
-
 def test_reference_answers_are_as_many_as_the_comparison_takes() -> None:
     """The script and its page promise equally many examples for every method."""
     config = yaml.safe_load((EXP / "sft_gt_tiny.yaml").read_text())
@@ -135,8 +129,7 @@ def test_a_recipe_takes_the_release_rows_as_its_comment_says(
 
 
 @pytest.mark.parametrize(
-    ("name", "folder"),
-    [("tabom_tiny", ""), ("sft_sd_tiny", "sft_sd"), ("sft_gt_tiny", "")],
+    ("name", "folder"), [("tabom_tiny", ""), ("sft_sd_tiny", "sft_sd"), ("sft_gt_tiny", "")]
 )
 def test_a_run_goes_on_from_its_last_checkpoint(
     run_dir: Path, name: str, folder: str, caplog: pytest.LogCaptureFixture

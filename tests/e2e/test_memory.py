@@ -12,7 +12,7 @@ import torch
 from torch.optim import adam
 
 from lit_dlm.backbones import HFBackbone
-from tests.e2e.runs import QUIET, fails, problems, run
+from tests.e2e.runs import QUIET, RECORD, fails, problems, run
 
 pytestmark = pytest.mark.slow
 
@@ -21,8 +21,7 @@ SFT += ["--data.batch_size=2", "--data.rows_per_update=6"]
 RL = f"""fit --config=exp/tracerl_tiny --trainer.max_epochs=2 --data.batch_size=24
     --data.prompts_per_step=3 --data.responses_per_prompt=4 --data.filters=null
     --data.val_tasks={problems(2)}""".split()
-PREDICT = f"""predict --config=exp/generate_tiny --data.methods=[threshold_07]
-    --data.tasks={problems(4, "train")} --model.level=tokens --model.projector_dir=null""".split()
+PREDICT = [*RECORD, f"--data.tasks={problems(4, 'train')}"]
 ERROR = "CUDA out of memory. Tried to allocate 2.00 GiB."
 IN_TRAINING = "in training; lower data.batch_size"
 GOES_ON = "; --ckpt_path last goes on from optimiser step {saved}"

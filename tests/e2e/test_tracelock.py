@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from lit_dlm.heads.scorer import AcceptanceScorer
 from lit_dlm.trajectories.store import TrajectoryShardReader, completed_uids
-from tests.e2e.runs import fails, killed, problems, results, run
+from tests.e2e.runs import added, assert_same_weights, fails, killed, problems, results, run, traces
 from tests.processes import in_two_processes
 
 pytestmark = pytest.mark.slow
@@ -41,12 +41,6 @@ BENCHMARK = [
     "--data.methods=[entropy,tracelock_095]",
 ]
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-
-
-def _traces(run_dir: Path) -> dict[str, tuple[bytes, object]]:
-    """Digest and grade of every trajectory by uid."""
-    reader = TrajectoryShardReader(run_dir / "traces")
-    return {t.uid: (t.digest(), t.meta["correct"]) for t in reader}
 
 
 @pytest.fixture(scope="module")
@@ -121,24 +115,22 @@ def test_killed_generation_resumes_to_the_same_trajectories(whole: Path, tmp_pat
     killed(tmp_path, *command, before=4, files="traces/*.tar*", num_bytes=60_000)
     assert len(completed_uids(tmp_path / "traces")) < 24
     run(*command)
-    assert _traces(tmp_path) == _traces(whole)
+    assert traces(tmp_path / "traces") == traces(whole / "traces")
 
 
 def test_an_interrupted_generation_finishes_its_shards(whole: Path, tmp_path: Path):
     command = [*GENERATE, f"--run_dir={tmp_path}"]
     told = killed(tmp_path, *command, before=2, files="traces/*", **interrupted(signal.SIGTERM))
     assert "the same command decodes what is left" in told
-    reader = TrajectoryShardReader(tmp_path / "traces")
-    assert len(list(reader)) == 12
-    assert {t.uid: (t.digest(), t.meta["correct"]) for t in reader}.items() < _traces(whole).items()
+    found = traces(tmp_path / "traces")
+    assert len(found) == 12
+    assert found.items() < traces(whole / "traces").items()
 
 
 def _trains_as_without_a_break(whole: Path, folder: Path) -> None:
     assert not (folder / "policy").exists()
     run(*FIT, f"--run_dir={folder}")
-    resumed, expected = (load_file(at / "policy" / "model.safetensors") for at in (folder, whole))
-    assert resumed.keys() == expected.keys()
-    assert all(resumed[name].equal(expected[name]) for name in expected)
+    assert_same_weights(whole / "policy/model.safetensors", folder / "policy/model.safetensors")
     facts = [json.loads((at / "policy" / "config.json").read_text()) for at in (folder, whole)]
     assert facts[0] == facts[1]
 
@@ -261,8 +253,7 @@ def test_a_training_ends_where_its_folder_is_deleted(
     folder = tmp_path / "run"
     for name in ("traces", "projector"):
         shutil.copytree(whole / name, folder / name)
-    callback = {"class_path": f"{__name__}.DeleteRun", "init_args": {"folder": str(folder)}}
-    flags = ["--trainer.log_every_n_steps=1", f"--trainer.callbacks+={json.dumps(callback)}"]
+    flags = ["--trainer.log_every_n_steps=1", added(f"{__name__}.DeleteRun", folder=str(folder))]
     error = fails(capsys, *FIT, f"--run_dir={folder}", *flags)
     assert "deleted during the run" in error
     assert not (folder / "checkpoints").exists()
@@ -272,8 +263,8 @@ def test_a_longer_run_goes_on_along_the_schedule_of_its_length(whole: Path, begu
     """Up to step 18, from a checkpoint of a run that was to end at step 12."""
     shutil.copytree(whole / "checkpoints", begun / "checkpoints")
     last = {"filename": "new", "every_n_train_steps": 18, "save_top_k": 1}
-    new = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": last}
-    run(*FIT, "--trainer.max_steps=18", f"--run_dir={begun}", f"--trainer.callbacks+={new}")
+    new = added("lightning.pytorch.callbacks.ModelCheckpoint", **last)
+    run(*FIT, "--trainer.max_steps=18", f"--run_dir={begun}", new)
     (path,) = begun.rglob("new*.ckpt")
     state = torch.load(path, weights_only=True)
     weight = torch.nn.Parameter(torch.zeros(1))

@@ -6,13 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import compact, problems, run
+from tests.e2e.runs import added, problems, run
 
 pytestmark = pytest.mark.slow
-PICTURES = {
-    "class_path": "TracePictures",
-    "init_args": {"kinds": ["fill_order"], "folder": "FOLDER/pictures"},
-}
 
 
 def predict(folder: Path, tracker: str) -> None:
@@ -20,7 +16,7 @@ def predict(folder: Path, tracker: str) -> None:
         *("predict", "--config=exp/benchmark_tiny", f"--config=trainer/{tracker}"),
         *(f"--run_dir={folder}", f"--data.tasks={problems(2)}", "--model.sweep=null"),
         "--model.decoders={one: {policy: ThresholdPolicy, quota: NoQuota}}",
-        f"--trainer.callbacks+={compact(PICTURES).replace('FOLDER', str(folder))}",
+        added("TracePictures", kinds=["fill_order"], folder=f"{folder}/pictures"),
         "--trainer.enable_progress_bar=false",
     )
 

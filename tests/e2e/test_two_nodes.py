@@ -1,31 +1,24 @@
-"""Two nodes on the loopback address, as torchrun starts them; one dies, then both start anew."""
+"""Runs that go on: on two nodes of which one dies, and on another number of processes."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities import rank_zero_only
-from safetensors.torch import load_file
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from lit_dlm.trajectories.store import TrajectoryShardReader
-from tests.e2e.runs import QUIET, problems, run
-from tests.processes import fork, free_port, in_two_processes
+from lit_dlm.trajectories.store import completed_uids
+from tests.e2e.runs import QUIET, RECORD, added, assert_same_weights, problems, run, traces
+from tests.processes import fork, free_port, in_processes, in_two_processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.ddp]
 
 DDP = "--config=trainer/ddp_cpu"
-PREDICT = f"""predict --config=exp/generate_tiny --data.batch_size=2
-    --data.tasks={problems(8, "train")} --data.methods=[threshold_07] --model.level=tokens
-    --model.projector_dir=null""".split()
 FIT = f"""fit --config=exp/sft_gt_tiny {DDP} --trainer.max_steps=4
     --data.batch_size=2 --data.rows_per_update=4 --ckpt_path=last
     --data.sources.init_args.tasks.init_args.num_examples=40""".split()
@@ -33,31 +26,16 @@ PATIENCE_S = 30.0
 """Seconds for which a node may go on once the other one is gone, on a machine with other work."""
 
 
-class LoseNode(Callback):
-    """Kills the second node, its agent too, before a batch or an optimiser step."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def on_predict_batch_start(
-        self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int, *_: Any
-    ) -> None:
-        self._lose(trainer, batch_idx)
-
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        self._lose(trainer, trainer.global_step)
-
-    def _lose(self, trainer: Trainer, number: int) -> None:
-        if number == self.number and os.environ["NODE"] == "1":
-            os.killpg(0, signal.SIGKILL)
+def predict(count: int) -> list[str]:
+    """Of so many problems of unequal length, in batches of 2."""
+    return [*RECORD, f"--data.tasks={problems(count, 'train')}", "--data.batch_size=2"]
 
 
-def saver(folder: Path) -> str:
-    """The option that saves every second step."""
+def saver(folder: Path) -> list[str]:
+    """The options that save every second step, and do nothing else."""
     init = {"dirpath": str(folder / "saved"), "filename": "last", "every_n_train_steps": 2}
-    init |= {"enable_version_counter": False}
-    saver = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": init}
-    return f"--trainer.callbacks={json.dumps([saver])}"
+    path = "lightning.pytorch.callbacks.ModelCheckpoint"
+    return ["--trainer.callbacks=[]", added(path, **init, enable_version_counter=False)]
 
 
 def on_two_nodes(folder: Path, *command: str) -> tuple[list[int | None], str, float]:
@@ -108,9 +86,8 @@ def _process(rank: int, *command: str) -> None:
 
 def lost_and_found(folder: Path, number: int, *command: str) -> str:
     """A run whose second node is lost and then back; what the first one says the second time."""
-    lose = {"class_path": f"{__name__}.LoseNode", "init_args": {"number": number}}
-    flag = f"--trainer.callbacks+={json.dumps(lose)}"
-    statuses, log, seconds = on_two_nodes(folder, *command, flag)
+    lose = added("tests.e2e.killing.LoseNode", batch=number)
+    statuses, log, seconds = on_two_nodes(folder, *command, lose)
     assert statuses == [1, -signal.SIGKILL]
     assert seconds < PATIENCE_S
     told = [line for line in log.splitlines() if line.startswith("lit-dlm: error: ")]
@@ -124,23 +101,33 @@ def lost_and_found(folder: Path, number: int, *command: str) -> str:
 def test_training_goes_on_once_a_lost_node_is_back(tmp_path: Path) -> None:
     """From the last checkpoint, to the weights of a run without a break."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    in_two_processes(_process, *FIT, f"--run_dir={whole}", saver(whole))
-    log = lost_and_found(broken, 3, *FIT, f"--run_dir={broken}", saver(broken))
+    in_two_processes(_process, *FIT, f"--run_dir={whole}", *saver(whole))
+    log = lost_and_found(broken, 3, *FIT, f"--run_dir={broken}", *saver(broken))
     assert f"Restored all states from the checkpoint at {broken}" in log
-    weights = [load_file(at / "adapter" / "adapter_model.safetensors") for at in (whole, broken)]
-    assert weights[0].keys() == weights[1].keys()
-    assert all(weights[1][key].equal(value) for key, value in weights[0].items())
+    weights = "adapter/adapter_model.safetensors"
+    assert_same_weights(whole / weights, broken / weights)
 
 
 def test_decoding_goes_on_once_a_lost_node_is_back(tmp_path: Path) -> None:
     """With the same records, each once."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    run(*PREDICT, f"--run_dir={whole}", "--trainer.accelerator=cpu", *QUIET)
+    run(*predict(8), f"--run_dir={whole}", "--trainer.accelerator=cpu", *QUIET)
     # Its first batch: which node takes later ones from the queue depends on their speed.
-    lost_and_found(broken, 0, *PREDICT, DDP, f"--run_dir={broken}")
-    records = [
-        sorted((one.uid, one.digest()) for one in TrajectoryShardReader(at / "traces"))
-        for at in (whole, broken)
-    ]
-    assert records[0] == records[1]
-    assert len(records[0]) == 8
+    lost_and_found(broken, 0, *predict(8), DDP, f"--run_dir={broken}")
+    assert traces(whole / "traces") == traces(broken / "traces")
+    assert len(traces(whole / "traces")) == 8
+
+
+def test_decoding_goes_on_with_any_number_of_processes(tmp_path: Path) -> None:
+    """13 prompts of 7 to 20 steps on 2, 1, then 3; a stop after each process's first batch."""
+    run(*predict(13), f"--run_dir={tmp_path}", "--trainer.accelerator=cpu", *QUIET)
+    command, done = [*predict(13), DDP, f"--run_dir={tmp_path / 'moved'}"], []
+    for count in (2, 1, 3):
+        flags = [f"--trainer.devices={count}"]
+        flags += [] if count == 3 else ["--trainer.limit_predict_batches=1"]
+        in_processes(count, _process, *command, *flags, seconds=100)
+        done.append(len(completed_uids(tmp_path / "moved/traces")))
+    assert 0 < done[0] < done[1] < done[2] == 13
+    whole = traces(tmp_path / "traces")
+    assert traces(tmp_path / "moved/traces") == whole
+    assert len({steps for _, _, steps in whole.values()}) > 3

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from lit_dlm.trajectories.store import TrajectoryShardReader
-from tests.e2e.runs import ROOT, fails, run, write_jsonl
+from tests.e2e.runs import ON_ONE_CPU, ROOT, fails, run, write_jsonl
 from tests.twins import write_twin
 
 pytestmark = pytest.mark.slow
@@ -41,8 +41,7 @@ def command(name: str, *flags: str, file: str = "questions.jsonl") -> list[str]:
     return [
         "predict",
         f"--config={ROOT / 'configs/exp/benchmark_llada_v.yaml'}",
-        *("--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.strategy=auto"),
-        "--trainer.enable_progress_bar=false",
+        *ON_ONE_CPU,
         f"--run_dir={name}",
         "--model.level=tokens",
         f"--data.tasks=[{{class_path: PromptsFile, init_args: {{path: {file}, grading: exact}}}}]",
