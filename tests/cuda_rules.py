@@ -9,8 +9,6 @@ not, so that a mistake in dtypes passes every test on a CPU. Under :func:`cuda_r
 - models take the routes that they take on a GPU.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import warnings

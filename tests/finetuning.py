@@ -1,7 +1,5 @@
 """Small models, examples and runs for tests of fine-tuning."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small policies and their rollouts, for tests of reinforcement learning."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Published files and reference cases beside the checkout; where they are absent, tests skip."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

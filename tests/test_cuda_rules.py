@@ -1,7 +1,5 @@
 """The rules of :mod:`tests.cuda_rules`, and what depends on them alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """lm-eval through our engine: the same completions and grades as our own benchmark."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Inputs are made by damaging good ones: bytes anywhere, values anywhere in JSON, 
 under checksums that are right again. What was found once stays here as an example.
 """
 
-from __future__ import annotations
-
 import copy
 import gzip
 import json

@@ -1,7 +1,5 @@
 """The Monte-Carlo bound of the log-likelihood, against all masks of short targets."""
 
-from __future__ import annotations
-
 from itertools import combinations, pairwise
 
 import pytest

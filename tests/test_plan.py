@@ -1,7 +1,5 @@
 """Plans: counts by hand at small and released sizes, what headers say, runs that cannot fit."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path

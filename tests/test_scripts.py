@@ -1,7 +1,5 @@
 """Benchmarks and experiments: scripts outside the packages, which a renamed import would break."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Recorded decodes of a small random model, for tests that read trajectories."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path

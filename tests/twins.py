@@ -6,8 +6,6 @@ bring. Small ones are written in a second; full-size ones stream through little 
 a twin mean nothing: beside the bytes, its tokenizer has few ordinary entries of its own.
 """
 
-from __future__ import annotations
-
 import builtins
 import json
 import math

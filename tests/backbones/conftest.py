@@ -1,7 +1,5 @@
 """Tiny denoisers with random weights, one per decoder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Folders of small random models in the layouts of releases."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

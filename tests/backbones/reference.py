@@ -3,8 +3,6 @@
 No part of transformers: weights are read by the family's key names, options by its option names.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

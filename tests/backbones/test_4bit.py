@@ -1,7 +1,5 @@
 """Matrices in 4 bits, where bitsandbytes is installed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checks of a denoiser's description."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The SDPA route: a window against cached keys, some query heads for each key head."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """Diffusion models that start from autoregressive checkpoints."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Windows over a cached canvas: parity with the reference's cached forwards, and buffers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Replaced parts, memory at loading and recomputation."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Writing checkpoints, and reading them again."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

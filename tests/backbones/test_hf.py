@@ -1,7 +1,5 @@
 """The forward of the Hugging Face backbone on tiny random models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Names, folders and hub ids, and tokenizers; no test here touches a network or remote code."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock

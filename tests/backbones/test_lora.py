@@ -1,7 +1,5 @@
 """Low-rank adapters in PEFT layout."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings

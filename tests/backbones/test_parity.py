@@ -5,8 +5,6 @@ are left out, and so is the first real row of a shifted, padded sequence: the re
 gives it a padding row.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

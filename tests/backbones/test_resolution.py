@@ -1,7 +1,5 @@
 """Translation of published configurations, keys and ids of special tokens."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

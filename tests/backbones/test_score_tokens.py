@@ -1,7 +1,5 @@
 """Scores of chosen cells against the full logits of the same backbone."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Twins against what is known of the releases, and as models of their families."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Options of the families against a slow decoder written from their tables."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reading safetensors shards under a key map."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Scripts of benchmarks, imported or run."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The speed table of decoding: its peer decodes the same tokens."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The GPU checks at small sizes, wherever the tests run."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

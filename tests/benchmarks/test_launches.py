@@ -1,7 +1,5 @@
 """What decoding asks of a GPU, counted at released sizes: a regression shows without one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 

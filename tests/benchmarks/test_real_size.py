@@ -1,7 +1,5 @@
 """The script of released sizes, on a small twin."""
 
-from __future__ import annotations
-
 import subprocess
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The RL benchmark compares forms that compute the same."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

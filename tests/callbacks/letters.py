@@ -1,7 +1,5 @@
 """A task of letters, and runs that record its decodes."""
 
-from __future__ import annotations
-
 from lit_dlm.decoding import ConfidencePolicy, Decoder, RandomPolicy
 from lit_dlm.grading import Verdict
 from lit_dlm.modules import DecodeModule

@@ -1,7 +1,5 @@
 """Folders of a fine-tuning run: per epoch, last and best, also across a restart."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from functools import partial

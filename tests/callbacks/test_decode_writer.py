@@ -1,7 +1,5 @@
 """What a predict run leaves on disk, and what it makes of a folder that another run left."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """The discrimination score against a slow loop, and its callback in a run."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from functools import partial

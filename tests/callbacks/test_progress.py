@@ -1,7 +1,5 @@
 """What the progress bar, or the log without a terminal, says of a whole run."""
 
-from __future__ import annotations
-
 import csv
 import logging
 from pathlib import Path

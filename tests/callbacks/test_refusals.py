@@ -1,7 +1,5 @@
 """What callbacks refuse, by the name of the option."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The curve of a run: what is in the line of a step, and when there is a step 0."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Batches and updates, which any number of processes shares and a resumed run keeps."""
 
-from __future__ import annotations
-
 import logging
 from itertools import chain
 from types import SimpleNamespace

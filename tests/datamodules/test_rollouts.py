@@ -1,7 +1,5 @@
 """RL steps as epochs: replay, resuming, empty steps, refill, and that policies learn."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Sequence
 from functools import partial

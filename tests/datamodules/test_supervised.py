@@ -1,7 +1,5 @@
 """Supervised data: every source, filters, overlong samples, splits, and errors that name a row."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from contextlib import nullcontext

@@ -4,8 +4,6 @@ Keys and values lie in plain tensors by layer; a pass over columns ``[a, b)`` wr
 attends to ``[0, kv_end)``. Only weights are taken from the model.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Hand-made decode states, an observer, and batches against their rows alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Cache schemes against a slow reference, in padded batches whose rows drift apart."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A decoder and its description say the same; sweeps change one option of it."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Caches go with their decode, also where no garbage is collected: each holds gigabytes."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Drawing by masked tokens against the release of MMaDA, and what text may hold."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

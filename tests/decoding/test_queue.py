@@ -1,7 +1,5 @@
 """Rows that end are replaced: what each gets does not depend on the slots or on its neighbours."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from itertools import islice, pairwise

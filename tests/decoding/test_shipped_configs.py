@@ -1,7 +1,5 @@
 """Every shipped decode file builds the decoder that it names, through the command line's parser."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Callbacks that signal their own process, as ``kill -9`` would, at a chosen point of a run."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

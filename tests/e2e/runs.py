@@ -1,7 +1,5 @@
 """Runs of the command line for end-to-end tests."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

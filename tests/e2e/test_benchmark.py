@@ -1,7 +1,5 @@
 """Benchmark decoding through the command line on the embedded model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

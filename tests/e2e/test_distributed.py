@@ -3,8 +3,6 @@
 Experiments of every kind run, too, those that decode with a cache.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

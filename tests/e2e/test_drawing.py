@@ -1,7 +1,5 @@
 """Digits that the embedded picture model draws: written, graded, recorded, verified and watched."""
 
-from __future__ import annotations
-
 import base64
 import json
 from itertools import pairwise

@@ -5,8 +5,6 @@ files look for data: an existing folder wins over the hub. What a run leaves in 
 there for the next one, as for a user.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

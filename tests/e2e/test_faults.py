@@ -1,7 +1,5 @@
 """The reduced form of ``make faults``: three cases of its table, of smaller jobs."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace

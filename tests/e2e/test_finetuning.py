@@ -1,7 +1,5 @@
 """Distil, fine-tune and evaluate through the command line, on the embedded model."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

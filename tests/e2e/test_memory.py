@@ -1,7 +1,5 @@
 """A GPU without enough memory, through the command line: one line, and nothing is lost."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Classes without bases and annotations, in a file of the working folder, by import path."""
 
-from __future__ import annotations
-
 import csv
 import json
 import sys

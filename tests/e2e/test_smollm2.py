@@ -1,7 +1,5 @@
 """The path of ``docs/smollm2.md`` on a small Llama: data, conversion, losses."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import runpy

@@ -1,7 +1,5 @@
 """Traces, training and decoding of TraceLock through the command line on the embedded model."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

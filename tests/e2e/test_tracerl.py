@@ -1,7 +1,5 @@
 """Reinforcement learning through the command line: run, resume, replay, and users' mistakes."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

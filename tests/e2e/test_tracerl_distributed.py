@@ -1,7 +1,5 @@
 """RL steps on two processes, with DDP and FSDP2, against one process; some on the command line."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from pathlib import Path

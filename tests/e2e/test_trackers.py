@@ -1,7 +1,5 @@
 """TensorBoard and Weights & Biases get what fit and predict measure, offline."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs that go on: on two nodes of which one dies, and on another number of processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

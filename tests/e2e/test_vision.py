@@ -1,7 +1,5 @@
 """Questions about pictures through the command line, on a twin of LLaDA-V."""
 
-from __future__ import annotations
-
 from hashlib import sha256
 from pathlib import Path
 

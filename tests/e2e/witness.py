@@ -1,7 +1,5 @@
 """A callback that notes what a run did."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

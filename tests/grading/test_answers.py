@@ -1,7 +1,5 @@
 """Numbers and expressions found in solutions, and how they are judged."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from fractions import Fraction

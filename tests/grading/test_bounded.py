@@ -1,7 +1,5 @@
 """The answering processes: limits, restarts, threads."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

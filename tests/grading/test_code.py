@@ -1,7 +1,5 @@
 """Finding code in completions, and grading it: functions by tests, programs by what they print."""
 
-from __future__ import annotations
-
 import pytest
 
 from lit_dlm.grading import SandboxLimits

@@ -1,7 +1,5 @@
 """Comparing returned values with expected ones."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Whatever a candidate or a completion holds, graders answer with values or with errors of ours."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

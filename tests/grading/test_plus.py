@@ -1,7 +1,5 @@
 """Grading against a reference solution on inputs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

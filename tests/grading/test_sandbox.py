@@ -1,7 +1,5 @@
 """What the sandbox lets through and what it does not. Most tests start real processes (~0.1 s)."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

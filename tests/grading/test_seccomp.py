@@ -1,7 +1,5 @@
 """The filter program, run by a slow interpreter of its eight-byte instructions."""
 
-from __future__ import annotations
-
 import os
 import struct
 

@@ -1,7 +1,5 @@
 """Encoding then decoding is the identity on plain values; hostile bytes never become objects."""
 
-from __future__ import annotations
-
 import collections
 import functools
 import json

@@ -1,7 +1,5 @@
 """Corruptions: which cells they hide and supervise, and that their noise belongs to the sample."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Entropy ranking: reference cases, a slow loop, and what must not count."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

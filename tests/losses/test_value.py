@@ -1,7 +1,5 @@
 """The clipped regression of values, by hand."""
 
-from __future__ import annotations
-
 import torch
 
 from lit_dlm.losses.terms import value_loss

@@ -1,7 +1,5 @@
 """Complements, views and masked prompts: what they hide, and that every token is covered."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

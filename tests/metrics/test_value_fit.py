@@ -1,7 +1,5 @@
 """Scores from sums, by hand and in pieces."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

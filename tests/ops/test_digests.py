@@ -1,7 +1,5 @@
 """Files of tensors are whole or not there."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Callable
 from pathlib import Path

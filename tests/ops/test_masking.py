@@ -1,7 +1,5 @@
 """Block-causal attention and rows of a clean and noisy copies: by hand, by their rules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

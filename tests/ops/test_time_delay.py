@@ -1,7 +1,5 @@
 """Time-delay masks and cuts: reference cases, slow loops, and shares of draws."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

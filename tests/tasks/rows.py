@@ -1,7 +1,5 @@
 """Tasks from rows that a test writes down, and from the data sets that lie beside the checkout."""
 
-from __future__ import annotations
-
 import base64
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Tasks whose completions are code: how rows become tests, and what the sandbox says of answers."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rows and options that a task refuses, in one line with the file, the line and the field."""
 
-from __future__ import annotations
-
 import base64
 import pickle
 import sys

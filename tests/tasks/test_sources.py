@@ -1,7 +1,5 @@
 """Reading rows: every good form, and one clear error for every bad one."""
 
-from __future__ import annotations
-
 import gzip
 import json
 

@@ -1,7 +1,5 @@
 """Prompts from templates: the release's texts to the letter, files and inline texts, errors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

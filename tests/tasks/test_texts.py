@@ -1,7 +1,5 @@
 """Tasks whose completions are compared as texts, numbers, formulas or letters."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

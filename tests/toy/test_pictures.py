@@ -1,7 +1,5 @@
 """Digits and shapes of the embedded picture model: splits, questions, grades and the classifier."""
 
-from __future__ import annotations
-
 import random
 import sys
 from itertools import product

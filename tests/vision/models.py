@@ -1,7 +1,5 @@
 """A small LLaDA-V and its pictures, for tests of what sees."""
 
-from __future__ import annotations
-
 import io
 import zlib
 from collections.abc import Sequence

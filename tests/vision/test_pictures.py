@@ -1,7 +1,5 @@
 """Pictures from others: turned, flattened, and refused where they are not what they say."""
 
-from __future__ import annotations
-
 import struct
 import zlib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pictures of tokens: MAGVIT-v2 against the release's own code, and the nearest of some patches."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

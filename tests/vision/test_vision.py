@@ -1,7 +1,5 @@
 """LLaDA-V's pictures against the release's own code, and the table that holds their rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
