@@ -86,7 +86,7 @@ def test_problems_have_graded_trajectories_with_features_and_forwards_of_a_polic
         assert trace.features is not None
         # Snapshots 3 x 8, differences 2 x 4, log-odds, entropy, margin.
         assert sum(trace.features.groups) == 3 * 8 + 2 * 4 + 3
-        assert 1 <= trace.features.num_kept <= 32
+        assert 1 <= len(trace.features.kept_steps) <= 32
     rows = results(whole)
     assert all(r.nfe == 32 and r.policy_forwards == 0 for r in rows["word_problems", "entropy"])
     assert all(r.policy_forwards == r.nfe for r in rows["word_problems", "tracelock_095"])
