@@ -319,22 +319,18 @@ def writing(records: list[Trajectory], folder: Path, repeats: int) -> Figures:
     """Records per second through the public writer, closed and on disk."""
     empty: dict[str, str] = {}
     run = RunRecord(model=empty, tokenizer=empty, decode=empty, randomness=empty, data=empty)
-    rates: dict[int, list[float]] = {9: [], 3: []}
-    puts = []
+    rates, puts = [], []
     for number in range(max(1, min(repeats, 3))):
-        for level, values in rates.items():
-            target = folder / (str(number) if level == 9 else f"{number}-{level}")
-            begin = time.perf_counter()
-            with TrajectoryShardWriter(
-                target, name="bench", split="train", rank=0, run=run, level=level
-            ) as writer:
-                for record in records:
-                    writer.put(record)
-                puts.append((time.perf_counter() - begin) / len(records))
-            values.append(len(records) / (time.perf_counter() - begin))
+        begin = time.perf_counter()
+        with TrajectoryShardWriter(
+            folder / str(number), name="bench", split="train", rank=0, run=run
+        ) as writer:
+            for record in records:
+                writer.put(record)
+            puts.append((time.perf_counter() - begin) / len(records))
+        rates.append(len(records) / (time.perf_counter() - begin))
     return {
-        "write_records_per_second": statistics.median(rates[9]),
-        "write_level_3_records_per_second": statistics.median(rates[3]),
+        "write_records_per_second": statistics.median(rates),
         "put_us": 1e6 * statistics.median(puts),
     }
 
@@ -419,7 +415,6 @@ def table(figures: Figures) -> str:
         "\nrecords per second",
         f"  writer, zstd 9            {f['write_records_per_second']:>10.0f}   "
         f"(put: {f['put_us']:.0f} us)",
-        f"  writer, zstd 3            {f['write_level_3_records_per_second']:>10.0f}",
         f"  data module               {f['read_records_per_second']:>10.0f}   "
         f"({f['read_records_per_cpu_second']:.0f} per CPU second)",
     ]
