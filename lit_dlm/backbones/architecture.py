@@ -247,7 +247,7 @@ FAMILIES: dict[str, Family] = {
     "trado": _SDAR,
 }
 
-PLAIN_DECODERS: dict[str, DecoderType] = {"qwen2": "qwen2", "llama": "llama", "qwen3": "qwen3"}
+PLAIN_DECODERS: tuple[DecoderType, ...] = ("qwen2", "llama", "qwen3")
 """Model types of autoregressive checkpoints and of our own exports."""
 
 _TOLD_BY_FOLDER = ("diffucoder", "mmada", "trado")

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,7 @@ def _lives(owner: dict[str, Any] | None) -> bool:
 logger = logging.getLogger(__name__)
 
 _RESTORES = checkpoint_connector.__file__
+_TORCH = str(Path(torch.__file__).parent)
 _OPTIMISERS = str(Path(torch.optim.__file__).parent)
 _BASES: dict[str, type] = {"model": LightningModule, "data": LightningDataModule}
 _NEEDED = {
@@ -278,8 +280,9 @@ def _told(error: Exception) -> str | None:
     if line.startswith("DataLoader worker"):
         return f"{line.rstrip('. ')}; the same command goes on (fit with --ckpt_path last)"
     frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    # The deepest frame: training itself runs inside of an optimiser's step.
-    if frames[-1].co_filename.startswith(_OPTIMISERS) or any(
+    # The deepest ones, in torch alone: training itself runs inside of an optimiser's step.
+    deepest = takewhile(lambda code: code.co_filename.startswith(_TORCH), reversed(frames))
+    if any(code.co_filename.startswith(_OPTIMISERS) for code in deepest) or any(
         code.co_filename == _RESTORES and "restore" in code.co_name for code in frames
     ):
         reason = f"{type(error).__name__}: {line}"

@@ -84,6 +84,10 @@ class Whole:
             sample=sample, hidden=hidden, supervised=hidden, weight=weight, per_row=False
         )
 
+class Broken(Whole):
+    def states(self, responses):
+        raise TypeError("a fault of one's own")
+
 class Sums:
     def __init__(self, count=8):
         self.count = count
@@ -140,3 +144,12 @@ def test_source_and_corruption_train() -> None:
     flags = ("--model.corruption=own.Whole", sources, "--trainer.max_steps=2", *QUIET)
     cli.main(["fit", "--config=exp/sft_gt_tiny", "--run_dir=run", *flags])
     assert Path("run/adapter/adapter_model.safetensors").is_file()
+    # Inside of an optimiser's step: the traceback shows it, no checkpoint is blamed.
+    command = (
+        "fit",
+        "--config=exp/sft_gt_tiny",
+        "--run_dir=broken",
+        "--model.corruption=own.Broken",
+    )
+    with pytest.raises(TypeError, match="a fault of one's own"):
+        cli.main([*command, sources, *QUIET])
