@@ -41,6 +41,7 @@ def _forked(folder: Path, function: Callable[..., Any], args: tuple[object, ...]
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / name, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
     torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # as in a process that nobody forked
     os.environ |= {"OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())}
     function(*args)
 

@@ -187,9 +187,11 @@ def _version(package: str) -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
+    # Without the lock that a status takes to refresh the index: killed, it would leave it behind.
+    command = ["git", "--no-optional-locks", *arguments]
     try:
         done = subprocess.run(
-            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=True
+            command, cwd=folder, capture_output=True, text=True, timeout=10, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return None
