@@ -29,6 +29,7 @@ from lit_dlm.ops.fused_head import TokenStats
 from lit_dlm.ops.options import at_least, within
 from lit_dlm.ops.schedules import warmup_cosine
 from lit_dlm.plugs import checked_plug
+from lit_dlm.trajectories.capture import TrajectoryCapture
 
 LossNorm = Literal["local", "global"]
 
@@ -79,6 +80,10 @@ class TrainableModule(DecodeModule):
         self.warmup_steps = warmup_steps
         self.export_dir = None if export_dir is None else Path(export_dir)
         self._step_uids: list[str] = []  # since the last optimiser step
+
+    def rollout_capture(self, method: str) -> TrajectoryCapture:
+        """The observer that records the rollouts of a decoder."""
+        return TrajectoryCapture(vocab_size=self.backbone.vocab_size)
 
     # -- numbers ---------------------------------------------------------------------------------
 

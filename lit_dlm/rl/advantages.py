@@ -9,6 +9,7 @@ A new advantage is a class of one's own with a method ``compute``, named by its 
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lit_dlm.losses.states import step_groups
-from lit_dlm.ops.options import one_of
+from lit_dlm.ops.options import one_of, within
 from lit_dlm.plugs import Plug, checked_plug
 
 
@@ -48,6 +49,25 @@ class LeaveOneOut(Advantage):
         if n == 1:
             return torch.zeros_like(rewards)
         return (rewards - rewards.mean(-1, keepdim=True)) * (n / (n - 1))
+
+
+class GroupMean(Advantage):
+    """Rewards less their mean, over a constant.
+
+    The spread of a group or of a batch as the divisor (GRPO) makes a small price as loud as a wrong
+    answer wherever all responses are right; a constant does not (as in Dr. GRPO, arXiv:2503.20783).
+
+    Args:
+        scale: the constant.
+        clip: largest advantage, in either direction.
+    """
+
+    def __init__(self, scale: float = 1.0, clip: float = math.inf) -> None:
+        within("(0, inf]", scale=scale, clip=clip)
+        self.scale, self.clip = scale, clip
+
+    def compute(self, rewards: Tensor) -> Tensor:
+        return ((rewards - rewards.mean()) / self.scale).clamp(-self.clip, self.clip)
 
 
 class RawReward(Advantage):

@@ -39,6 +39,9 @@ Normalise = Literal["group_mean", "response_length", "max_gen_length", "referenc
 constant. ``reference``: what dLLM-RL does, the longest answer of the RL step for block models, else
 the targets of a state, where it leaves the divergence undivided."""
 
+# Signal that holds the sampler's own log-probability of every token.
+SAMPLED = "commit_log_prob"
+
 # Records whose states are drawn together: a corruption's tensors are much larger than the items.
 _CHUNK = 64
 
@@ -102,6 +105,19 @@ class Items(Units):
     def item_record(self) -> Tensor:
         """``(I,)`` int64 record of each item."""
         return self.record[self._ends[1] - 1]
+
+    def sampled_log_prob(self) -> Tensor:
+        """``(M,)`` float32 log-probabilities under which the sampler drew the units.
+
+        NaN where it did not: what the end-of-text fill wrote, and units of views, which it never
+        saw.
+        """
+        table = torch.full((len(self.records), self.hidden.shape[1]), torch.nan)
+        if self.unit is None:
+            for number, record in enumerate(self.records):
+                if SAMPLED in record.signals:
+                    table[number, : record.num_generated] = torch.tensor(record.signals[SAMPLED])
+        return table[self.record, self.cell]
 
     def units(self, numbers: Tensor) -> Tensor:
         """Numbers of the units of some items, one item after the other."""
@@ -183,7 +199,7 @@ def joined(parts: Sequence[Items]) -> Items:
     found: dict[str, list[Tensor]] = {}
     for part in parts:
         before = {"item": num_items, "unit_item": num_items, "unit": num_units}
-        for name in (one.name for one in fields(Items)):
+        for name in (one.name for one in fields(part)):
             if isinstance(value := getattr(part, name), Tensor):
                 value = value + before[name] if name in before else value
                 found.setdefault(name, []).append(value)

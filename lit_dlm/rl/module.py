@@ -158,7 +158,7 @@ class TraceRLModule(TrainableModule):
         self.policy_loss = self.objective.loss(policy_loss)
         self.value = value
         self.row_spec = _row_spec(backbone.spec, block_size, block_alignment)
-        self.objective.check(backbone)
+        self.check_objective()
         self.rows = RowBuilder(
             self.corruption,
             self.row_spec,
@@ -178,6 +178,10 @@ class TraceRLModule(TrainableModule):
         self.validation: RolloutValidation | None = None  # of held-out prompts
         self._skips_update = False
         self._began = time.perf_counter()
+
+    def check_objective(self) -> None:
+        """Refuses an objective that the model in training cannot have."""
+        self.objective.check(self.backbone)
 
     def _check_value(self, value_backbone: HFBackbone | None) -> None:
         """Refuses a value model that the policy or its states cannot have."""

@@ -24,16 +24,22 @@ from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import DecodeResult, DecodeState, StepRecord
 from lit_dlm.decoding.state import QueueObserver
 from lit_dlm.decoding.stream import DecodePrompt, Occupancy, WorkQueue, decode_stream
-from lit_dlm.modules.decode import DecodeModule, image_facts
+from lit_dlm.modules.decode import image_facts
 from lit_dlm.modules.finetune import TrainableModule
 from lit_dlm.ops.sampling import sample_seed
 from lit_dlm.rewards import Rewarder
 from lit_dlm.rewards.base import RewardScore, Rollout
+from lit_dlm.rl.items import SAMPLED
 from lit_dlm.rl.settings import RolloutSettings
 from lit_dlm.tasks import PromptExample, Task, tasks_by_name
 from lit_dlm.tasks.base import check_uids
-from lit_dlm.trajectories.capture import TrajectoryCapture
-from lit_dlm.trajectories.format import decode_block, encode_block
+from lit_dlm.trajectories.format import (
+    attach_features,
+    encode_block,
+    encode_features,
+    read_block,
+    records_of,
+)
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from lit_dlm.vision.base import add_picture_folders, add_pictures, find_pictures
@@ -85,8 +91,6 @@ logger = logging.getLogger(__name__)
 Report = Callable[[str, int, int], None]
 # A problem with its token ids, chat template included, pictures numbered as in records.
 Problem = tuple[PromptExample, list[int]]
-# Signal that holds the sampler's own log-probability of every token.
-SAMPLED = "commit_log_prob"
 
 
 def no_report(phase: str, done: int, total: int) -> None:
@@ -135,7 +139,7 @@ def rl_step_of(uid: str) -> int:
 class RolloutEngine:
     """Decodes in place with the module's weights, in evaluation mode, and one of its decoders."""
 
-    module: DecodeModule
+    module: TrainableModule
     _: KW_ONLY
     method: str  # name of the decoder
     response_length: int  # cells of every response
@@ -173,7 +177,7 @@ class RolloutEngine:
         under which each token was drawn (:data:`SAMPLED`).
         """
         module, order = self.module, self._by_expected_steps(prompts)
-        capture = TrajectoryCapture(vocab_size=module.backbone.vocab_size)
+        capture = module.rollout_capture(self.method)
         sampled = SampledLogProb()
         found: list[Trajectory] = []
 
@@ -479,8 +483,16 @@ def gathered(records: Sequence[Trajectory], ranks: Ranks) -> list[Trajectory]:
     """
     if ranks.world_size == 1:
         return list(records)
+    has_features = any(record.features is not None for record in records)
     blocks = ranks.gather(encode_block(records, level=1) if records else b"")
-    return [record for one in blocks if one for record in decode_block(one, strict=False)]
+    features = ranks.gather(encode_features(records) if has_features else b"")
+    found: list[Trajectory] = []
+    for block, member in zip(blocks, features, strict=True):
+        if block:
+            read = read_block(block)
+            own = records_of(read, strict=False)
+            found += attach_features(read, own, member) if member else own
+    return found
 
 
 class StoredRollouts:

@@ -23,7 +23,6 @@ from lit_dlm.rl.items import Items, RolloutBatch, RowBuilder, joined, order_of_w
 from lit_dlm.rl.metrics import rollout_facts
 from lit_dlm.rl.rollout import (
     ALONE,
-    SAMPLED,
     Ranks,
     Report,
     Rollouts,
@@ -426,7 +425,7 @@ def fill_old_scores(
         ``(3,)`` float64 sums over this process's tokens: absolute and signed difference of
         log-probabilities (sampler less training, the estimated divergence), and how many compared.
     """
-    sampled = _sampled(items)
+    sampled = items.sampled_log_prob()
     M = len(items.weight)
     is_scored = torch.zeros(M, dtype=torch.bool)
     tables: dict[str, Tensor] = {}
@@ -456,19 +455,6 @@ def fill_old_scores(
     for name, table in tables.items():
         setattr(items, name, table)
     return sums
-
-
-def _sampled(items: Items) -> Tensor:
-    """``(M,)`` float32 log-probabilities under which the sampler drew the units.
-
-    NaN where it did not: what the end-of-text fill wrote, and units of views, which it never saw.
-    """
-    table = torch.full((len(items.records), items.hidden.shape[1]), torch.nan)
-    if items.unit is None:
-        for number, record in enumerate(items.records):
-            if SAMPLED in record.signals:
-                table[number, : record.num_generated] = torch.tensor(record.signals[SAMPLED])
-    return table[items.record, items.cell]
 
 
 def _mismatch(sums: Tensor, ranks: Ranks) -> dict[str, float]:

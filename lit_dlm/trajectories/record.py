@@ -51,6 +51,8 @@ SIGNAL_DTYPES: dict[str, np.dtype] = {
     "step_prob": np.dtype(np.float16),
     "step_entropy": np.dtype(np.float16),
     "step_proposal": np.dtype(np.int32),
+    "step_commit": np.dtype(np.int8),
+    "step_log_odds": np.dtype(np.float32),
 }
 """Optional columns. ``commit_*`` have one value per response position, ``step_*`` one per (step,
 position that is masked before that step), ordered by step, then position (see

@@ -7,6 +7,7 @@ every method can be compared with the same ones.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +22,9 @@ from lit_dlm.decoding.state import DecodeState, Proposal, Selection
 from lit_dlm.heads.acceptance import PositionState, accepted
 from lit_dlm.heads.scorer import AcceptanceScorer
 from lit_dlm.ops.options import at_least, within
-from lit_dlm.ops.sampling import top_quota
+from lit_dlm.ops.sampling import top_quota, uniform_noise
+
+_STREAM = 23  # apart from the draws of samplers and captures
 
 
 class TraceLockPolicy(CommitPolicy):
@@ -40,6 +43,7 @@ class TraceLockPolicy(CommitPolicy):
         *,
         threshold: float = 0.99,
         max_accept_per_step: int | None = 4,
+        temperature: float = 0.0,
         release_compat: bool = False,
         scorer: AcceptanceScorer | None = None,
     ) -> None:
@@ -50,6 +54,8 @@ class TraceLockPolicy(CommitPolicy):
             threshold: acceptance probability from which a proposal is committed.
             max_accept_per_step: most acceptances of a row in one step, the best ones; 4 in the
                 release (a hidden default there), ``null`` for no cap.
+            temperature: above 0 every candidate is committed by chance, with even odds at the
+                threshold: what training on outcomes explores with.
             release_compat: decides as the release does: the end-of-text gate knows the end of text
                 that also pads (the first of the backbone's ``eos_ids``) and no end of turn; it
                 works behind the cap and not on the fallback, so a row whose proposals all end the
@@ -58,13 +64,20 @@ class TraceLockPolicy(CommitPolicy):
         """
         if path is None and scorer is None:
             raise ValueError("TraceLockPolicy: expected path or scorer, got neither")
-        within("[0, 1]", threshold=threshold)
+        within("(0, 1)" if temperature else "[0, 1]", threshold=threshold)
         at_least(1, max_accept_per_step=max_accept_per_step)
+        at_least(0, temperature=temperature)
+        if temperature and (release_compat or max_accept_per_step is not None):
+            raise ValueError(
+                "TraceLockPolicy.temperature: expected max_accept_per_step null and release_compat "
+                "off where commits are drawn, since neither is a part of the draw"
+            )
         self.path = path
         if scorer is not None:
             self.scorer = scorer.eval()
         self.threshold = threshold
         self.max_accept_per_step = max_accept_per_step
+        self.temperature = temperature
         self.release_compat = release_compat
 
     @cached_property
@@ -96,6 +109,9 @@ class TraceLockPolicy(CommitPolicy):
         self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
     ) -> Selection:
         logits = self.decision_logits(state, candidates, proposal)
+        if self.temperature:
+            noise = uniform_noise(state.seeds, state.step, state.positions, stream=_STREAM)
+            return Selection(candidates & (noise < self.log_odds(logits).sigmoid()), logits)
         commit = accepted(
             logits, candidates, threshold=self.threshold, max_accept=self.max_accept_per_step
         )
@@ -107,6 +123,10 @@ class TraceLockPolicy(CommitPolicy):
             order = proposal.prob if self.release_compat else logits
             commit = commit | top_quota(order, candidates, quota)
         return Selection(commit, logits)
+
+    def log_odds(self, logits: Tensor) -> Tensor:
+        """Log-odds of the draws by their decision logits, of any shape."""
+        return (logits - math.log(self.threshold / (1.0 - self.threshold))) / self.temperature
 
     def decision_logits(self, state: DecodeState, candidates: Tensor, proposal: Proposal) -> Tensor:
         """``(b, L)`` float32 decision logits over the canvas; 0 where the network saw nothing."""
@@ -144,7 +164,8 @@ class TraceLockPolicy(CommitPolicy):
         return {
             "threshold": self.threshold,
             "max_accept_per_step": self.max_accept_per_step,
-            # Listed only where it is on, as in older records.
+            # Listed only where they are on, as in older records.
+            **({"temperature": self.temperature} if self.temperature else {}),
             **({"release_compat": True} if self.release_compat else {}),
             "weights": self.scorer.digest(),
         }

@@ -1,0 +1,344 @@
+"""TraceLock trained on outcomes: the actor is the acceptance network, its actions are commits.
+
+Rollouts, rewards, filters, advantages and resuming are those of :mod:`lit_dlm.rl.step`. A rollout
+decodes with commits *drawn* by the acceptance network over a frozen model; an item is one decode,
+its states are the steps, its units the candidates of a step, each with the log-probability of what
+was done with it. What the network saw at a step is kept in the record's features.
+
+Policies of this kind, on confidences alone and with other rewards: arXiv 2512.09106, 2510.05725.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.cli import OptimizerCallable
+from torch import Tensor
+from torch.nn import functional as F
+
+from lit_dlm.backbones.base import backbone_facts, check_facts
+from lit_dlm.backbones.hf import HFBackbone
+from lit_dlm.decoding import Decoder, DecodeState, NoQuota, StepRecord
+from lit_dlm.decoding.policies.tracelock import TraceLockPolicy, left_of_window_end
+from lit_dlm.heads.acceptance import AcceptanceConfig, PositionState
+from lit_dlm.heads.projection import Projector, feature_groups
+from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
+from lit_dlm.modules.checkpoint import drop_backbone
+from lit_dlm.rl.items import Items, RolloutBatch, RowBuilder
+from lit_dlm.rl.module import TraceRLModule
+from lit_dlm.rl.settings import PolicyObjective
+from lit_dlm.rl.step import ItemScores
+from lit_dlm.trajectories.capture import FeatureCapture, StepBuffer, TrajectoryCapture
+from lit_dlm.trajectories.record import Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+class CommitCapture(TrajectoryCapture):
+    """Records what the acceptance network saw at every step, and what became of each candidate.
+
+    The signals ``step_commit`` (1 committed, 0 not, -1 no candidate) and ``step_log_odds`` have an
+    entry for every cell that is masked before a step.
+    """
+
+    def __init__(self, policy: TraceLockPolicy, *, vocab_size: int) -> None:
+        scorer = policy.scorer
+        scalars = {"entropy": scorer.settings.features.entropy}
+        scalars["margin"] = scorer.settings.features.margin
+        features = FeatureCapture(
+            function=scorer.features,
+            hidden_layers=scorer.settings.hidden_layers,
+            groups=feature_groups(scorer.projector.config, scorer.settings.features),
+            projector_digest=scorer.projector.digest(),
+            step_ratio=1.0,
+            scheme="fp16",
+            layout="masked",
+            scores=frozenset(name for name, is_used in scalars.items() if is_used),
+        )
+        super().__init__(vocab_size=vocab_size, level="features", features=features)
+        self.policy = policy
+
+    def on_start(self, state: DecodeState) -> None:
+        super().on_start(state)
+        shape = (len(state.rows), state.ids.shape[1] - state.start)
+        self._signals["step_commit"] = StepBuffer(*shape, torch.int8, self._copies)
+        self._signals["step_log_odds"] = StepBuffer(*shape, torch.float32, self._copies)
+
+    def on_step(self, record: StepRecord) -> None:
+        commit = torch.where(record.candidates, record.commit.to(torch.int8), -1)
+        self._signals["step_commit"].append(record.state.rows, commit)
+        log_odds = self.policy.log_odds(record.scores)
+        self._signals["step_log_odds"].append(record.state.rows, log_odds)
+        super().on_step(record)
+
+    def _required(self, settings: FeatureCapture) -> frozenset[str]:
+        # Only cells in the window are candidates, so nobody needs the scores of the others.
+        return super()._required(settings) - {"region"}
+
+
+@dataclass(eq=False, kw_only=True)
+class CommitItems(Items):
+    """Decodes of an RL step, one item each; a state is a step, a unit a candidate of it."""
+
+    step: Tensor  # (K,) int64 step of each state
+    visible: Tensor  # (K, G) bool: masked cells that the network saw
+    commit: Tensor  # (K, G) bool: cells that the step committed
+    log_odds: Tensor  # (M,) float32 of each unit, when it was drawn
+
+    def sampled_log_prob(self) -> Tensor:
+        return draw_log_prob(self.log_odds, self.commit[self.supervised])
+
+    def batch(self, numbers: Tensor, **options: Any) -> CommitBatch:
+        found = super().batch(numbers, **options)
+        states = torch.cat([(self.item == number).nonzero()[:, 0] for number in numbers])
+        return CommitBatch(
+            **vars(found),
+            visible=self.visible[states],
+            commit=self.commit[states],
+            features=torch.from_numpy(self._features(states)),
+        )
+
+    def _features(self, states: Tensor) -> np.ndarray:
+        """``(n, F)`` float32 of the visible cells, state by state."""
+        records = self.item_record[self.item[states]].tolist()
+        steps, visible = self.step[states].tolist(), self.visible[states].numpy()
+        rows = []
+        for record, step, seen in zip(records, steps, visible, strict=True):
+            stored = self.records[record].features
+            assert stored is not None
+            rows.append(stored.features[step, seen[: stored.features.shape[1]]])
+        return np.concatenate(rows).astype(np.float32)
+
+    def _needed_length(self, units: Tensor) -> int:
+        return self.hidden.shape[1]  # the network may see more than a block of the model
+
+
+@dataclass(eq=False, kw_only=True)
+class CommitBatch(RolloutBatch):
+    """Decodes of one micro-batch."""
+
+    visible: Tensor  # (K, G) bool
+    commit: Tensor  # (K, G) bool
+    features: Tensor  # (n, F) float32 of the visible cells, state by state
+
+
+@dataclass(eq=False)
+class CommitRows(RowBuilder):
+    """Turns records of :class:`CommitCapture` into items."""
+
+    def items(self, records: Sequence[Trajectory], *, epoch: int = 0) -> CommitItems:
+        length = max((record.num_generated for record in records), default=0)
+        tables = [_steps_of(record, length) for record in records]
+        hidden, commit, log_odds = (torch.cat(parts) for parts in zip(*tables, strict=True))
+        counts = torch.tensor([record.num_steps for record in records])
+        candidates = log_odds.isfinite()
+        # A step that commits its best candidate alone has done so by a draw or by the stall rule:
+        # the chance of either is that no other candidate was drawn.
+        best = log_odds.masked_fill(~candidates, -torch.inf).argmax(1, keepdim=True)
+        is_best = torch.zeros_like(commit).scatter_(1, best, value=True)
+        is_alone = (commit == (is_best & candidates)).all(1, keepdim=True)
+        units = candidates & ~(is_best & is_alone)
+        state, cell = units.nonzero(as_tuple=True)
+        record = torch.arange(len(records)).repeat_interleave(counts)
+        taken, item = record.unique(return_inverse=True)  # records without a step have no item
+        return CommitItems(
+            records=records,
+            spec=self.spec,
+            item=item,
+            hidden=hidden,
+            supervised=units,
+            record=record[state],
+            cell=cell,
+            unit_item=item[state],
+            weight=torch.ones(len(cell)),
+            kl_weight=torch.ones(len(cell)),
+            size=torch.ones(len(taken), dtype=torch.float64),
+            step=torch.cat([torch.arange(count) for count in counts.tolist()]),
+            visible=hidden & left_of_window_end(hidden, candidates),
+            commit=commit,
+            log_odds=log_odds[units],
+        )
+
+
+def _steps_of(record: Trajectory, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Masked cells, commits and log-odds ``(T, G)`` of the steps of a record; NaN: no candidate."""
+    shape = (record.num_steps, length)
+    hidden = np.zeros(shape, dtype=np.bool_)
+    commit = np.zeros(shape, dtype=np.bool_)
+    log_odds = np.full(shape, np.nan, dtype=np.float32)
+    step, position = record.masked_rows().T
+    done = record.signals["step_commit"]
+    hidden[step, position] = True
+    commit[step, position] = done == 1
+    log_odds[step, position] = np.where(done < 0, np.nan, record.signals["step_log_odds"])
+    return torch.from_numpy(hidden), torch.from_numpy(commit), torch.from_numpy(log_odds)
+
+
+def draw_log_prob(log_odds: Tensor, commit: Tensor) -> Tensor:
+    """Log-probabilities ``log Bernoulli(commit; sigmoid(log_odds))``, of any shape."""
+    return F.logsigmoid(torch.where(commit, log_odds, -log_odds))
+
+
+class TraceLockRLModule(TraceRLModule):
+    """Trains the acceptance network of TraceLock on what its decodes are worth.
+
+    The decoder of rollouts draws its commits (``temperature`` of its :class:`TraceLockPolicy`);
+    whatever TraceLock decoders there are decode with the weights in training: their own ``path``
+    is not read.
+
+    Args:
+        backbone: the frozen denoiser.
+        decoders: decoding methods by name.
+        policy: folder of the policy to start from; ``null`` starts from random weights.
+        projector: folder of the projector of such a new policy.
+        head: architecture of such a new policy.
+        settings: what such a new policy is shown.
+        method: decoder of rollouts; the first one by default.
+        val_method: decoder of validation, or several; that of rollouts by default.
+        objective: the clipped policy loss.
+        optimizer: constructor of the optimiser.
+        warmup_steps: optimiser steps of a linear warm-up.
+        common: options of :class:`~lit_dlm.modules.decode.DecodeModule`.
+    """
+
+    def __init__(
+        self,
+        backbone: HFBackbone,
+        *,
+        decoders: dict[str, Decoder],
+        policy: str | None = None,
+        projector: str | Projector | None = None,
+        head: AcceptanceConfig | None = None,
+        settings: ScorerSettings | None = None,
+        method: str | None = None,
+        val_method: str | list[str] | None = None,
+        objective: PolicyObjective | None = None,
+        optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(
+            params, lr=5e-4, weight_decay=0.0
+        ),
+        warmup_steps: int = 0,
+        export_dir: str | None = None,
+        **common: Any,
+    ) -> None:
+        super().__init__(
+            backbone,
+            decoders=decoders,
+            method=method,
+            val_method=val_method,
+            objective=objective,
+            optimizer=optimizer,
+            warmup_steps=warmup_steps,
+            export_dir=export_dir,
+            corruption=None,
+            policy_loss=None,
+            value=None,
+            value_backbone=None,
+            block_alignment=None,
+            block_size=None,
+            packing=1,
+            num_padding=0,
+            **common,
+        )
+        facts = backbone_facts(backbone.spec, backbone)
+        if policy is not None:
+            self.scorer = AcceptanceScorer.load(policy)
+            check_facts("acceptance policy", self.scorer.backbone, facts)
+        else:
+            if projector is None:
+                raise ValueError(
+                    "policy: expected a folder to start from, or a projector, got none"
+                )
+            if not isinstance(projector, Projector):
+                projector = Projector.load(projector)
+            self.scorer = AcceptanceScorer(projector, head=head, settings=settings, backbone=facts)
+        if self.scorer.settings.layout != "masked":
+            raise ValueError(
+                "settings.layout: expected masked, whose features a record can hold, got "
+                f"{self.scorer.settings.layout}"
+            )
+        self.scorer.eval()
+        self.rows = CommitRows(self.corruption, self.row_spec, seed=self.seed)
+        needs_initial = self.objective.kl_to == "initial"
+        self.initial = (
+            copy.deepcopy(self.scorer.head).requires_grad_(False) if needs_initial else None
+        )
+        for decoder in self.decoders.values():
+            if isinstance(decoder.policy, TraceLockPolicy):
+                decoder.policy.scorer = self.scorer
+        self._check_rollouts(self.decoders[self.method])
+
+    def _check_rollouts(self, decoder: Decoder) -> None:
+        """Refuses a decoder whose steps are no draws alone."""
+        name, rules = f"decoders.{self.method}", decoder.settings
+        for option, is_right, expected in (
+            ("policy", isinstance(decoder.policy, TraceLockPolicy), "TraceLockPolicy"),
+            ("policy.temperature", getattr(decoder.policy, "temperature", 0) > 0, "above 0"),
+            ("quota", isinstance(decoder.quota, NoQuota), "NoQuota"),
+            ("settings.max_commits_per_step", rules.max_commits_per_step is None, "null"),
+            ("settings.stall_rule", rules.stall_rule == "top1", "top1"),
+        ):
+            if not is_right:
+                raise ValueError(f"{name}.{option}: expected {expected} where commits are trained")
+
+    def check_objective(self) -> None:
+        """Nothing of the backbone is trained, so the objective has no claims on it."""
+
+    def train(self, mode: bool = True) -> TraceLockRLModule:
+        super().train(mode)
+        self.scorer.eval()  # dropout would make ratios of noise
+        return self
+
+    def rollout_capture(self, method: str) -> TrajectoryCapture:
+        policy = self.decoders[method].policy
+        if not isinstance(policy, TraceLockPolicy) or not policy.temperature:
+            return super().rollout_capture(method)
+        return CommitCapture(policy, vocab_size=self.backbone.vocab_size)
+
+    def score(self, batch: CommitBatch) -> ItemScores:  # type: ignore[override]
+        """Log-probabilities of what was done with the candidates of a batch; differentiable."""
+        return self._drawn(batch, self.scorer.head)
+
+    def _drawn(self, batch: CommitBatch, head: torch.nn.Module) -> ItemScores:
+        states = torch.where(batch.hidden, int(PositionState.GEN), int(PositionState.LOCKED))
+        features = batch.features
+        if features.device.type != "cpu":  # packed rows would have to be counted on the host
+            dense = features.new_zeros(*batch.visible.shape, features.shape[1])
+            features = dense.index_put(batch.visible.nonzero(as_tuple=True), features)
+        logits = head(features, states, batch.visible).decision_logits[batch.supervised]
+        policy = self.decoders[self.method].policy
+        assert isinstance(policy, TraceLockPolicy)
+        log_odds = policy.log_odds(logits)
+        log_prob = draw_log_prob(log_odds, batch.commit[batch.supervised])
+        entropy = F.softplus(log_odds) - log_odds * log_odds.sigmoid()
+        return ItemScores(log_prob, entropy, None)
+
+    @torch.no_grad()
+    def reference_log_prob(self, batch: CommitBatch) -> Tensor:  # type: ignore[override]
+        """Log-probabilities ``(M,)`` under the policy that training began with."""
+        assert self.initial is not None
+        return self._drawn(batch, self.initial).log_prob
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        drop_backbone(checkpoint)
+
+    def parameter_groups(self) -> tuple[list[Tensor], list[Tensor]]:
+        return list(self.scorer.head.parameters()), []
+
+    def export(self, folder: str | Path) -> None:
+        """Writes the policy folder, which every TraceLock decoder loads."""
+        facts: dict[str, Any] = {"seed": self.seed, "trained_on": "outcomes"}
+        if self._trainer:
+            tasks = getattr(self.trainer.datamodule, "tasks", [])  # type: ignore[attr-defined]
+            facts["tasks"] = [task.name for task in tasks]
+            facts["rl_steps"] = self.progress.step
+        self.scorer.training_facts = facts
+        if self._trainer is None or self.trainer.is_global_zero:
+            self.scorer.save(folder)
