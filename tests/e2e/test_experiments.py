@@ -47,7 +47,7 @@ PROJECTOR = {"hidden_rank": 8, "delta_rank": 4}
 def _order(path: Path) -> tuple[bool, int]:
     kind = path.stem.partition("_")[0]
     stage = STAGES.index(kind) if kind in STAGES else len(STAGES)
-    return path.stem.endswith("round2"), stage
+    return path.stem.endswith("round2") or "_outcome_" in path.stem, stage
 
 
 FILES = sorted(EXPERIMENTS.glob("*.yaml"), key=lambda path: (_order(path), path.stem))
@@ -230,7 +230,7 @@ class Workplace:
                 flags += ["--trainer.val_check_interval=1"]
         if kind == "PretrainModule":
             flags += ["--model.compile=false"]  # a minute for a step
-        if kind in ("TraceModule", "AutoencoderModule") and re.search("_dream|_smollm2", path.stem):
+        if kind in ("TraceModule", "AutoencoderModule") and re.search("_dream|_sdar|_smollm2", path.stem):
             flags += [f"--model.{name}={size}" for name, size in PROJECTOR.items()]
         model = config["model"]["init_args"]
         if "SteppedBlockWindow" in text:  # its blocks and steps divide the response

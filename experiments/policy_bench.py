@@ -1,0 +1,573 @@
+"""What every commit policy is worth: accuracy against forwards, in three kinds of windows.
+
+Settings are chosen on a validation list and reported on a test list of distinct problems; what is
+trained is trained with several seeds. ``docs/policy_bench.md`` has the plan, which was written
+before the runs, and the results. All of it runs through the command line; what is on disk is not
+made again, so a run that was stopped goes on, and several processes may take different ``--tasks``.
+
+    python experiments/policy_bench.py --out runs/policy_bench  # makes what is missing
+    python experiments/policy_bench.py --results docs/policy_bench.parquet  # tables, figure
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import yaml
+from chain import EXP, call, seed_flags, table
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from lit_dlm.ops.files import write_atomically
+from lit_dlm.reports.plots import tidy_axes
+from lit_dlm.reports.results import ResultFolder
+
+
+@dataclass(frozen=True)
+class Task:
+    """A list of problems and who solves it."""
+
+    suffix: str  # of the experiments generate_*, tracelock_* and tracelock_outcome_*
+    name: str  # class of the task
+    length: int  # response cells
+    options: dict[str, Any] = field(default_factory=dict)  # of the task
+    traces: int = 1600  # training problems that are traced
+    model: str | None = None  # option with the folder of a model that does not ship
+
+
+TASKS = {
+    "words": Task("tiny", "WordProblems", 32),
+    "functions": Task("tiny", "PythonFunctions", 32, {"allow_code_execution": True}, traces=700),
+    "sudoku": Task("planning", "Sudoku", 20, traces=5000),
+    "pictures": Task("pictures", "PictureQuestions", 17, {"kind": "sum"}),
+    "addition": Task("addition", "Addition", 10, model="addition"),
+    "countdown": Task(
+        "countdown", "Countdown", 56, {"style": "worked", "counts": [3]}, model="countdown"
+    ),
+}
+
+BLOCKS = (2, 4, 8, 16)
+TRAINED_BLOCK = 8
+"""Cells of a block where policies are trained that decode in blocks of any size."""
+
+
+def block(size: int, **more: Any) -> dict[str, Any]:
+    """A window of blocks as a part of a decoder."""
+    return {"window": {"class_path": "BlockWindow", "init_args": {"block_length": size}}, **more}
+
+
+WINDOWS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    **{f"blocks-{size}": block(size) for size in BLOCKS},
+    "cache": block(TRAINED_BLOCK, cache={"class_path": "DualCache"}),
+}
+
+
+def top(policy: str, *counts: int) -> dict[str, dict[str, Any]]:
+    """A score's order with some tokens a step."""
+    quota = {"class_path": "FixedQuota"}
+    return {
+        f"{count}": {"policy": policy, "quota": {**quota, "init_args": {"tokens_per_step": count}}}
+        for count in counts
+    }
+
+
+def swept(policy: str, option: str, *values: float, **more: Any) -> dict[str, dict[str, Any]]:
+    """A policy without a quota at some values of an option."""
+    return {
+        f"{value:g}": {
+            "policy": {"class_path": policy, "init_args": {**more, option: value}},
+            "quota": "NoQuota",
+        }
+        for value in values
+    }
+
+
+POLICIES: dict[str, dict[str, dict[str, Any]]] = {
+    "random": top("RandomPolicy", 1, 2),
+    "left-to-right": top("SequentialPolicy", 1, 2, 3, 4),
+    "confidence": top("ConfidencePolicy", 1, 2, 3, 4),
+    "entropy": top("EntropyPolicy", 1, 2, 3, 4),
+    "margin": top("MarginPolicy", 1, 2, 3, 4),
+    "threshold": swept("ThresholdPolicy", "threshold", 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99),
+    "eb": swept("EntropyBoundedPolicy", "bound", 0.02, 0.05, 0.1, 0.2, 0.35, 0.5),
+}
+"""Rules without training, by the settings that validation chooses among."""
+
+LEARNT = {"tracelock": "policy", "outcome": "outcome/policy/best"}
+"""Folder of each learned policy in the run of its seed; ``outcome`` has one for each window."""
+LEVELS = (0.5, 0.8, 0.9, 0.95, 0.98, 0.99)
+"""Thresholds of the learned policies."""
+
+SCHEMA = pa.schema(
+    {
+        **dict.fromkeys(
+            ("task", "list", "policy", "window", "setting"), pa.dictionary(pa.int16(), pa.string())
+        ),
+        "seed": pa.int8(),  # of training; -1 for rules
+        "uid": pa.string(),
+        "correct": pa.bool_(),
+        "forwards": pa.int16(),
+        "seconds": pa.float32(),  # of decoding, on one thread
+        "policy_seconds": pa.float32(),  # the part that the policy took
+        "digest": pa.dictionary(pa.int16(), pa.string()),  # of all settings of the cell
+    }
+)
+"""One row for each decode."""
+
+
+def main() -> None:
+    """Makes what is missing, then the results of what is there."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="folder of the runs; none only reports")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4], help="of training")
+    parser.add_argument("--list-seed", type=int, default=17, help="of the test list")
+    parser.add_argument("--num-examples", type=int, default=1000, help="problems of the test list")
+    for name in ("addition", "countdown"):
+        parser.add_argument(f"--{name}", help=f"folder of the {name} model, see the page")
+    parser.add_argument("--results", type=Path, default=Path("docs/policy_bench.parquet"))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.out is not None:
+        for name in options.tasks:
+            needed = TASKS[name].model
+            if needed and getattr(options, needed) is None:
+                parser.error(f"--{needed}: needed for task {name}, see the page")
+            make(options, name)
+        write_table(options.results, collected(options))
+    report(options.results)
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+
+def make(options: argparse.Namespace, name: str) -> None:
+    """Trains the policies of one task and decodes its two lists."""
+    for seed in options.seeds:
+        train(options, name, seed)
+    rules = {
+        f"{policy}_{setting}_{window}": {**plugs, **WINDOWS[window]}
+        for policy, settings in POLICIES.items()
+        for (setting, plugs), window in itertools.product(settings.items(), WINDOWS)
+    }
+    decode(options, name, "validation", -1, rules)
+    chosen = chosen_cells(options, name, -1)
+    decode(options, name, "test", -1, {cell: rules[cell] for cell in chosen})
+    for seed in options.seeds:
+        folder = options.out / name / f"seed-{seed}"
+        learnt = {
+            f"{policy}_{level:g}_{window}": {
+                "policy": {
+                    "class_path": "TraceLockPolicy",
+                    "init_args": {
+                        "path": str(folder / trained_for(policy, window)),
+                        "threshold": level,
+                        "max_accept_per_step": None,
+                    },
+                },
+                "quota": "NoQuota",
+                **WINDOWS[window],
+            }
+            for policy, level, window in itertools.product(LEARNT, LEVELS, WINDOWS)
+        }
+        decode(options, name, "validation", seed, learnt)
+        chosen = chosen_cells(options, name, seed)
+        decode(options, name, "test", seed, {cell: learnt[cell] for cell in chosen})
+
+
+def trained_for(policy: str, window: str) -> str:
+    """The folder of a learned policy, in the run of a seed, that decodes a window."""
+    if policy == "tracelock":
+        return "policy"
+    return f"{'whole' if window == 'whole' else 'blocks'}/outcome/policy/best"
+
+
+def problem_list(name: str, split: str, count: int, seed: int) -> str:
+    """A list of problems of a task as a flag's value."""
+    task = TASKS[name]
+    values = {"split": split, "num_examples": count, "seed": seed, **task.options}
+    return json.dumps([{"class_path": task.name, "init_args": values}])
+
+
+def model_flags(options: argparse.Namespace, name: str) -> list[Any]:
+    """Flags of the model that does not ship, and of its response."""
+    task = TASKS[name]
+    flags: list[Any] = ["--data.response_length", task.length]
+    if task.model:
+        flags += ["--model.backbone.init_args.path", getattr(options, task.model)]
+    return flags
+
+
+def train(options: argparse.Namespace, name: str, seed: int) -> None:
+    """Traces, the distilled policy, and the policies trained on outcomes from it."""
+    task, folder = TASKS[name], options.out / name / f"seed-{seed}"
+    common = [*model_flags(options, name), "--run_dir", folder]
+    traces = problem_list(name, "train", task.traces, seed)
+    seeds = ["--seed_everything", seed, "--model.seed", seed]
+    call(
+        folder / "traced",
+        *("predict", "--config", EXP / f"generate_{task.suffix}.yaml", *common, *seeds),
+        *("--data.tasks", traces),
+    )
+    call(
+        folder / "distilled",
+        *("fit", "--config", EXP / f"tracelock_{task.suffix}.yaml", *seed_flags(seed)),
+        *("--run_dir", folder),
+    )
+    for kind in ("whole", "blocks"):
+        more: list[Any] = []
+        if kind == "blocks":
+            for decoder in ("rollout", "evaluation"):
+                window = json.dumps(block(TRAINED_BLOCK)["window"])
+                more += [f"--model.decoders.{decoder}.init_args.window", window]
+        resume = ["--ckpt_path", "last"] if (folder / kind / "outcome").exists() else []
+        call(
+            folder / kind / "done",
+            *("fit", "--config", EXP / f"tracelock_outcome_{name}.yaml", *seed_flags(seed)),
+            *(*model_flags(options, name), "--run_dir", folder / kind),
+            *("--model.policy", folder / "policy", *more, *resume),
+        )
+
+
+def decode(
+    options: argparse.Namespace, name: str, which: str, seed: int, decoders: dict[str, Any]
+) -> None:
+    """Decodes one of the lists with some decoders, as one run of the command line."""
+    task, folder = TASKS[name], list_folder(options, name, which, seed)
+    split, count, list_seed = ("train", 300, 101)
+    if which == "test":
+        split, count, list_seed = ("test", options.num_examples, options.list_seed)
+    config = {
+        "defaults": str(EXP / f"benchmark_{task.suffix}.yaml"),
+        "model": {"init_args": {"decoders": decoders, "sweep": None, "level": None}},
+    }
+    path = folder / "decoders.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, yaml.safe_dump(config))
+    call(
+        folder / f"done-{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}",
+        *("predict", "--config", path, *model_flags(options, name), "--run_dir", folder),
+        *("--data.tasks", problem_list(name, split, count, list_seed)),
+    )
+
+
+def list_folder(options: argparse.Namespace, name: str, which: str, seed: int) -> Path:
+    """Where the decodes of a list by rules, or by the policies of a seed, lie."""
+    by: Path = options.out / name / ("rules" if seed < 0 else f"seed-{seed}")
+    return by / (which if which == "validation" else f"test-{options.list_seed}")
+
+
+def chosen_cells(options: argparse.Namespace, name: str, seed: int) -> list[str]:
+    """Of every policy and window the settings on the front of the validation list.
+
+    A setting is on it if none is as accurate with fewer forwards, or as fast and more accurate.
+    """
+    results = ResultFolder(list_folder(options, name, "validation", seed) / "results")
+    points: dict[tuple[str, str], list[tuple[float, float, str]]] = {}
+    for task, cell in results.pairs():
+        rows = list(results.rows(task, cell))
+        forwards = float(np.mean([row.nfe for row in rows]))
+        wrong = -float(np.mean([row.correct for row in rows]))
+        policy, _, window = cell.split("_")
+        points.setdefault((policy, window), []).append((forwards, wrong, cell))
+    chosen = []
+    for cells in points.values():
+        best = 1.0
+        for _, wrong, cell in sorted(cells):
+            if wrong < best:
+                best = wrong
+                chosen.append(cell)
+    return chosen
+
+
+# -- results ---------------------------------------------------------------------------------------
+
+
+def collected(options: argparse.Namespace) -> pa.Table:
+    """The decodes of the lists that are there, one row each."""
+    columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
+    for name, which, seed in itertools.product(
+        options.tasks, ("validation", "test"), (-1, *options.seeds)
+    ):
+        results = ResultFolder(list_folder(options, name, which, seed) / "results")
+        for task, cell in results.pairs() if results.folder.exists() else ():
+            policy, setting, window = cell.split("_")
+            digest = hashlib.sha256(json.dumps(results.settings(task, cell)).encode()).hexdigest()
+            for row in sorted(results.rows(task, cell), key=lambda row: row.uid):
+                values = (name, which, policy, window, setting, seed, row.uid, row.correct, row.nfe)
+                values += (row.seconds, row.policy_seconds, digest[:12])
+                for column, value in zip(columns.values(), values, strict=True):
+                    column.append(value)
+    return pa.table(columns, schema=SCHEMA)
+
+
+def write_table(path: Path, rows: pa.Table) -> None:
+    """Writes the results as a whole; doubles would be a list that was decoded twice."""
+    keys = rows.group_by(["task", "list", "policy", "window", "setting", "seed", "uid"])
+    assert keys.aggregate([]).num_rows == rows.num_rows, "a decode appears twice"
+    draft = path.with_suffix(".draft")
+    pq.write_table(rows, draft, compression="zstd", compression_level=19)
+    draft.replace(path)
+
+
+Cell = tuple[str, str, str]  # policy, window, setting
+
+
+@dataclass
+class Decodes:
+    """Verdicts and forwards of one list of one task by cell: arrays of shape (seeds, problems)."""
+
+    correct: dict[Cell, NDArray[Any]]
+    forwards: dict[Cell, NDArray[Any]]
+    shares: dict[Cell, float]  # of a decode's time that the policy took
+
+    def point(self, cell: Cell) -> tuple[float, float]:
+        """Mean forwards and accuracy."""
+        return float(self.forwards[cell].mean()), float(self.correct[cell].mean())
+
+
+def read(path: Path) -> dict[tuple[str, str], Decodes]:
+    """Results by task and list; cells that not all seeds have are left out."""
+    frame = pq.read_table(path).to_pandas()
+    found = {}
+    for key, rows in frame.groupby(["task", "list"], observed=True):
+        most = rows.seed.nunique() - 1
+        one = Decodes({}, {}, {})
+        for cell, part in rows.groupby(["policy", "window", "setting"], observed=True):
+            part = part.sort_values(["seed", "uid"])
+            seeds = part.seed.nunique()
+            if seeds == (most if part.seed.iloc[0] >= 0 else 1):
+                one.correct[cell] = part.correct.to_numpy(float).reshape(seeds, -1)
+                one.forwards[cell] = part.forwards.to_numpy(float).reshape(seeds, -1)
+                one.shares[cell] = float(part.policy_seconds.sum() / part.seconds.sum())
+        found[key] = one
+    return found
+
+
+CONTESTS = {
+    "whole responses": ("whole",),
+    "blocks": tuple(f"blocks-{size}" for size in BLOCKS),
+    "blocks with a cache": ("cache",),
+}
+"""Where outcome TraceLock meets all others: by name, the windows of both sides."""
+
+
+def contest(validation: Decodes, test: Decodes, windows: Sequence[str]) -> dict[str, Any] | None:
+    """Outcome TraceLock against the best of all others at as many forwards.
+
+    Settings of both sides are chosen on the validation list: ours by accuracy; theirs as the two
+    cells whose mixture (each problem decoded by one or the other, by chance) is the most accurate
+    at our forwards. The mixture's shares are those that give our forwards on the test list.
+    """
+    cells = [cell for cell in test.correct if cell[1] in windows]
+    ours = [cell for cell in cells if cell[0] == "outcome"]
+    others = [cell for cell in cells if cell[0] != "outcome"]
+    if not ours or not others:
+        return None
+    own = max(ours, key=lambda cell: (validation.point(cell)[1], -validation.point(cell)[0]))
+    at = test.point(own)[0]
+    fast, slow, share = mixture(validation, test, others, at)
+    mixed = (1 - share) * test.correct[fast] + share * test.correct[slow]
+    difference = test.correct[own] - mixed
+    mean, error = float(difference.mean()), standard_error(difference)
+    return {
+        "ours": (own, *test.point(own), standard_error(test.correct[own])),
+        "theirs": (fast, slow, share, float(mixed.mean())),
+        "difference": (mean, error),
+    }
+
+
+def mixture(
+    validation: Decodes, test: Decodes, cells: Sequence[Cell], forwards: float
+) -> tuple[Cell, Cell, float]:
+    """The best two cells around a number of forwards, and the share of the slower one."""
+    best: tuple[float, Cell, Cell, float] | None = None
+    for fast, slow in itertools.product(cells, cells):
+        low, high = test.point(fast)[0], test.point(slow)[0]
+        if low > forwards or (high < forwards and fast != slow):
+            continue
+        share = 0.0 if fast == slow else (forwards - low) / max(high - low, 1e-9)
+        rates = validation.point(fast)[1], validation.point(slow)[1]
+        rate = (1 - share) * rates[0] + share * rates[1]
+        if best is None or rate > best[0]:
+            best = rate, fast, slow, share
+    if best is None:  # all others are slower: their fastest
+        fast = min(cells, key=lambda cell: test.point(cell)[0])
+        return fast, fast, 0.0
+    return best[1:]
+
+
+def standard_error(values: NDArray[Any], resamples: int = 2000) -> float:
+    """Of the mean of ``(seeds, problems)`` values, resampling problems and seeds together.
+
+    Resampled seeds vary too little by ``(S - 1) / S``, which is put right.
+    """
+    generator = np.random.default_rng(0)
+    S, P = values.shape
+    means = np.empty(resamples)
+    for number in range(resamples):
+        by_seed = values[:, generator.integers(P, size=P)].mean(1)
+        drawn = by_seed[generator.integers(S, size=S)].mean()
+        factor = (S / (S - 1)) ** 0.5 if S > 1 else 0.0
+        means[number] = by_seed.mean() + factor * (drawn - by_seed.mean())
+    return float(means.std(ddof=1))
+
+
+def holm(errors: Sequence[float]) -> list[float]:
+    """Adjusted p-values of a family of tests (Holm, 1979)."""
+    order = np.argsort(errors)
+    adjusted = np.maximum.accumulate(np.sort(errors) * np.arange(len(errors), 0, -1))
+    found = np.empty(len(errors))
+    found[order] = np.minimum(adjusted, 1.0)
+    return found.tolist()
+
+
+def oracle(test: Decodes) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Mean forwards and accuracies if each problem were decoded by whatever solves it fastest.
+
+    Problems are taken by rising forwards of their fastest right decode; the others cost what their
+    fastest wrong one does.
+    """
+    right = [np.where(test.correct[c] > 0, test.forwards[c], np.inf).min(0) for c in test.correct]
+    any_ = np.min([test.forwards[c].min(0) for c in test.correct], axis=0)
+    fastest = np.min(right, axis=0)
+    order = np.argsort(fastest)
+    solved = np.isfinite(fastest[order])
+    saved = np.where(solved, fastest[order] - any_[order], 0.0)
+    forwards = any_.sum() + np.cumsum(saved)
+    return forwards / len(order), np.cumsum(solved) / len(order)
+
+
+def tables(results: dict[tuple[str, str], Decodes]) -> str:
+    """Contests, fronts and costs as Markdown; accuracies in per cent."""
+    rows, errors = [], []
+    for task in TASKS:
+        for name, windows in CONTESTS.items():
+            if (task, "test") not in results:
+                continue
+            found = contest(results[task, "validation"], results[task, "test"], windows)
+            if found is not None:
+                rows.append((task, name, found))
+                mean, error = found["difference"]
+                errors.append(2 * normal_tail(abs(mean) / max(error, 1e-12)))
+    head = [
+        "task",
+        "where",
+        "outcome TraceLock",
+        "best of the others there",
+        "difference [95 %]",
+        "p",
+    ]
+    lines: list[Sequence[str]] = [head]
+    for (task, name, found), p in zip(rows, holm(errors), strict=True):
+        _, forwards, accuracy, error = found["ours"]
+        fast, slow, share, rate = found["theirs"]
+        mean, wide = found["difference"][0], 1.96 * found["difference"][1]
+        by = shown(slow) if share > 0.995 or fast == slow else f"{shown(fast)}, {shown(slow)}"
+        lines.append(
+            [
+                task,
+                name,
+                f"{100 * accuracy:.1f} ± {100 * error:.1f} @ {forwards:.1f}",
+                f"{100 * rate:.1f} ({by})",
+                f"{100 * mean:+.1f} [{100 * (mean - wide):+.1f}, {100 * (mean + wide):+.1f}]",
+                f"{p:.2g}",
+            ]
+        )
+    best: list[Sequence[str]] = [["task", "policy", *CONTESTS]]
+    for task in TASKS:
+        if (task, "test") in results:
+            validation, test = results[task, "validation"], results[task, "test"]
+            for policy in sorted({cell[0] for cell in test.correct}):
+                found_cells = [
+                    max(
+                        (c for c in test.correct if c[0] == policy and c[1] in windows),
+                        key=lambda cell: validation.point(cell)[1],
+                        default=None,
+                    )
+                    for windows in CONTESTS.values()
+                ]
+                points = [None if c is None else test.point(c) for c in found_cells]
+                best.append(
+                    [
+                        task,
+                        policy,
+                        *("" if p is None else f"{100 * p[1]:.1f} @ {p[0]:.1f}" for p in points),
+                    ]
+                )
+    return table(lines) + "\n" + table(best)
+
+
+def normal_tail(z: float) -> float:
+    """Chance that a standard normal exceeds ``z``."""
+    return float(torch.special.ndtr(torch.tensor(-z, dtype=torch.float64)))
+
+
+def shown(cell: Cell) -> str:
+    """A cell as tables name it."""
+    policy, window, setting = cell
+    return f"{policy} {setting}" if window == "whole" else f"{policy} {setting}, {window}"
+
+
+COLOURS = {"outcome": "#d55e00", "tracelock": "#8a2be2", "eb": "#0072b2", "threshold": "#009e73"}
+"""Of policies whose fronts are drawn in colour; all others are grey."""
+
+
+def draw(results: dict[tuple[str, str], Decodes], path: Path) -> None:
+    """Fronts on the test lists: whole responses above, blocks below, and the oracle."""
+    names = [task for task in TASKS if (task, "test") in results]
+    figure = Figure(figsize=(3.1 * len(names) + 0.6, 5.6), layout="constrained")
+    axes = figure.subplots(2, len(names), squeeze=False)
+    for (row, windows), (column, task) in itertools.product(
+        enumerate(list(CONTESTS.values())[:2]), enumerate(names)
+    ):
+        axis, test = axes[row][column], results[task, "test"]
+        for policy in sorted({cell[0] for cell in test.correct}, key=lambda p: p in COLOURS):
+            points = sorted(
+                test.point(c) for c in test.correct if c[0] == policy and c[1] in windows
+            )
+            front = [p for n, p in enumerate(points) if all(p[1] > q[1] for q in points[:n])]
+            if front:
+                style = {"color": COLOURS.get(policy, "0.7"), "marker": "o", "markersize": 3}
+                label = policy if policy in COLOURS else None
+                x, y = zip(*front, strict=True)
+                axis.plot(x, [100 * value for value in y], label=label, **style)
+        x, y = oracle(test)
+        axis.plot(x, 100 * y, ":", color="0.4", label="oracle over all")
+        low = min(100 * test.point(c)[1] for c in test.correct if c[0] in COLOURS)
+        axis.set(ylim=(max(low - 3, 0), 100.5), xscale="log", title=task if row == 0 else "")
+    axes[0][0].set(ylabel="right, %: whole responses")
+    axes[1][0].set(ylabel="right, %: blocks")
+    axes[0][0].legend(fontsize="x-small")
+    for axis in axes[1]:
+        axis.set(xlabel="forwards")
+    tidy_axes(*axes.flat)
+    figure.savefig(path, dpi=130)
+
+
+def report(path: Path) -> None:
+    """Prints the tables and draws the figure of a results file."""
+    try:
+        results = read(path)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise SystemExit(
+            f"--results: {path}: expected results of this bench, got {error}"
+        ) from None
+    draw(results, path.with_suffix(".png"))
+    print(tables(results))
+
+
+if __name__ == "__main__":
+    main()
