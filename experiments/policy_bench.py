@@ -43,6 +43,8 @@ class Task:
     length: int  # response cells
     options: dict[str, Any] = field(default_factory=dict)  # of the task
     traces: int = 1600  # training problems that are traced
+    prompts: int = 4000  # training problems of outcomes
+    split: str = "train"  # of traces, training and validation
     model: str | None = None  # option with the folder of a model that does not ship
 
 
@@ -50,10 +52,10 @@ TASKS = {
     "words": Task("tiny", "WordProblems", 32),
     "functions": Task("tiny", "PythonFunctions", 32, {"allow_code_execution": True}, traces=700),
     "sudoku": Task("planning", "Sudoku", 20, traces=5000),
-    "pictures": Task("pictures", "PictureQuestions", 17, {"kind": "sum"}),
+    "pictures": Task("pictures", "PictureQuestions", 17, {"kind": "sum"}, split="validation"),
     "addition": Task("addition", "Addition", 10, model="addition"),
     "countdown": Task(
-        "countdown", "Countdown", 56, {"style": "worked", "counts": [3]}, model="countdown"
+        "planning", "Countdown", 56, {"style": "worked", "counts": [3]}, model="countdown"
     ),
 }
 
@@ -214,7 +216,7 @@ def train(options: argparse.Namespace, name: str, seed: int) -> None:
     """Traces, the distilled policy, and the policies trained on outcomes from it."""
     task, folder = TASKS[name], options.out / name / f"seed-{seed}"
     common = [*model_flags(options, name), "--run_dir", folder]
-    traces = problem_list(name, "train", task.traces, seed)
+    traces = problem_list(name, task.split, task.traces, seed)
     seeds = ["--seed_everything", seed, "--model.seed", seed]
     call(
         folder / "traced",
@@ -235,9 +237,11 @@ def train(options: argparse.Namespace, name: str, seed: int) -> None:
         resume = ["--ckpt_path", "last"] if (folder / kind / "outcome").exists() else []
         call(
             folder / kind / "done",
-            *("fit", "--config", EXP / f"tracelock_outcome_{name}.yaml", *seed_flags(seed)),
+            *("fit", "--config", EXP / f"tracelock_outcome_{task.suffix}.yaml", *seed_flags(seed)),
             *(*model_flags(options, name), "--run_dir", folder / kind),
             *("--model.policy", folder / "policy", *more, *resume),
+            *("--data.tasks", problem_list(name, task.split, task.prompts, 1000 + seed)),
+            *("--data.val_tasks", problem_list(name, task.split, 300, 100)),
         )
 
 
@@ -246,7 +250,7 @@ def decode(
 ) -> None:
     """Decodes one of the lists with some decoders, as one run of the command line."""
     task, folder = TASKS[name], list_folder(options, name, which, seed)
-    split, count, list_seed = ("train", 300, 101)
+    split, count, list_seed = (task.split, 300, 101)
     if which == "test":
         split, count, list_seed = ("test", options.num_examples, options.list_seed)
     config = {

@@ -246,6 +246,7 @@ class TraceLockRLModule(TraceRLModule):
             num_padding=0,
             **common,
         )
+        backbone.requires_grad_(False)
         facts = backbone_facts(backbone.spec, backbone)
         if policy is not None:
             self.scorer = AcceptanceScorer.load(policy)

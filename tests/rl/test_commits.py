@@ -1,32 +1,50 @@
 """Training of the acceptance network on outcomes, against loops over records, steps and cells."""
 
+import re
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lit_dlm.decoding import BlockWindow, Decoder, DecodeSettings, NoQuota, Sampler, prompt_canvas
+from lit_dlm.decoding import (
+    BlockWindow,
+    Decoder,
+    DecodeSettings,
+    FixedQuota,
+    NoQuota,
+    Sampler,
+    prompt_canvas,
+)
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
+from lit_dlm.grading import Verdict
 from lit_dlm.heads.acceptance import AcceptanceConfig, PositionState
 from lit_dlm.heads.projection import Projector, ProjectorConfig
 from lit_dlm.heads.scorer import AcceptanceScorer
 from lit_dlm.ops.sampling import confidence, entropy, margin
+from lit_dlm.rewards import Rollout
+from lit_dlm.rewards.speed import ForwardPrice, RightAndFast
 from lit_dlm.rl.advantages import GroupMean
 from lit_dlm.rl.commits import TraceLockRLModule
-from lit_dlm.rl.rollout import gathered, Ranks
+from lit_dlm.rl.rollout import Ranks, gathered
+from lit_dlm.rl.settings import PolicyObjective
 from lit_dlm.rl.step import fill_advantages, fill_old_scores, shard_items
+from lit_dlm.tasks import PromptExample
 from lit_dlm.trajectories.record import Trajectory
-from tests.rollouts import MASK, VOCAB, G, policy
+from tests.finetuning import two_processes
+from tests.processes import in_two_processes
+from tests.rollouts import MASK, VOCAB, DigitReward, G, fit, policy, rollout_data
 
 HEAD = AcceptanceConfig(width=16, num_layers=2, num_heads=2, ffn_width=16, dropout=0.5)
-PROJECTOR = ProjectorConfig(hidden_size=16, hidden_rank=6, delta_rank=3)
 
 
-def actor(window: BlockWindow | None = None, **options: object) -> TraceLockRLModule:
+def actor(window: BlockWindow | None = None, **options: Any) -> TraceLockRLModule:
     torch.manual_seed(3)
-    backbone = policy(lora=False)
+    backbone = policy(lora=False, **options.pop("family", {}))
     drawn = TraceLockPolicy("none", threshold=0.6, temperature=0.7, max_accept_per_step=None)
     decoder = Decoder(
         policy=drawn,
@@ -35,16 +53,9 @@ def actor(window: BlockWindow | None = None, **options: object) -> TraceLockRLMo
         sampler=Sampler(),
         settings=DecodeSettings(eos_rule="fill", eos_gate=True),
     )
-    return TraceLockRLModule(
-        backbone,
-        tokenizer="tiny",
-        decoders={"drawn": decoder},
-        projector=Projector.random_orthogonal(
-            ProjectorConfig(hidden_size=backbone.hidden_size, hidden_rank=6, delta_rank=3)
-        ),
-        head=HEAD,
-        **options,  # type: ignore[arg-type]
-    )
+    sizes = ProjectorConfig(hidden_size=backbone.hidden_size, hidden_rank=6, delta_rank=3)
+    options = {"projector": Projector.random_orthogonal(sizes), "head": HEAD, **options}
+    return TraceLockRLModule(backbone, tokenizer="tiny", decoders={"drawn": decoder}, **options)
 
 
 def decoded(module: TraceLockRLModule, numbers: range = range(8)) -> list[Trajectory]:
@@ -100,7 +111,7 @@ def reference(module: TraceLockRLModule, record: Trajectory) -> list[Tensor]:
         output = scorer.head(features[None].masked_fill(~visible[..., None], 0.0), state, visible)
         odds = drawn.policy.log_odds(output.decision_logits[0])
         written = set(record.committed_at(step).tolist())
-        best = max(cells, key=lambda c: (float(odds[c]), -c))
+        best = max(cells, key=lambda c: (odds[c].item(), -c))
         committed = [c for c in cells if c in written and record.tokens[c] == proposal[c]]
         if committed == [best]:
             cells = [c for c in cells if c != best]
@@ -126,7 +137,10 @@ def test_scores_losses_and_gradients_equal_a_loop_over_steps(window: BlockWindow
     loss.backward()
     expected = [reference(module, record) for record in records]
     torch.testing.assert_close(
-        module.score(batch).log_prob, torch.stack(sum(expected, [])), atol=2e-5, rtol=2e-5
+        module.score(batch).log_prob,
+        torch.stack([*chain.from_iterable(expected)]),
+        atol=2e-5,
+        rtol=2e-5,
     )
     found = {name: value.grad for name, value in module.scorer.head.named_parameters()}
     module.scorer.head.zero_grad()
@@ -165,3 +179,80 @@ def test_a_policy_folder_decodes_as_the_module_did(tmp_path: Path) -> None:
     again = actor(policy=str(tmp_path / "policy"))
     for one, other in zip(decoded(module), decoded(again), strict=True):
         np.testing.assert_array_equal(one.commit_step, other.commit_step)
+
+
+WORDS = {"vocab_size": 462, "forbidden_ids": (0, 3, 4)}
+
+
+def learning(folder: Path, *, steps: int, resume: Path | None = None, **options: Any) -> Any:
+    module = actor(family=WORDS, objective=PolicyObjective(kl_to="initial", beta=0.1))
+    sizes = {"batch_size": 6, "rows_per_update": 12, "passes": 2}
+    rewards = [DigitReward(), ForwardPrice(0.01)]
+    data = rollout_data(rewards=rewards, advantage=GroupMean(0.1, 3.0), **sizes)
+    saver = ModelCheckpoint(folder, filename="last", enable_version_counter=False)
+    before = module.scorer.digest()
+    fit(module, data, folder, steps=steps, resume=resume, callbacks=[saver], **options)
+    assert module.scorer.digest() != before
+    state = torch.load(folder / "last.ckpt", weights_only=True)["state_dict"]
+    assert all(name.startswith("scorer.") or "initial" in name for name in state)
+    return {name: value.detach().numpy().copy() for name, value in module.scorer.named_parameters()}
+
+
+def on_two_processes(rank: int, folder: Path) -> Any:
+    torch.set_num_threads(1)
+    return learning(folder, steps=2, devices=2, strategy=two_processes("ddp"))
+
+
+@pytest.mark.slow
+@pytest.mark.ddp
+def test_resumed_and_divided_training_end_in_the_same_policy(tmp_path: Path) -> None:
+    whole = learning(tmp_path / "whole", steps=2)
+    learning(tmp_path / "part", steps=1)
+    resumed = learning(tmp_path / "part", steps=2, resume=tmp_path / "part" / "last.ckpt")
+    both = in_two_processes(on_two_processes, tmp_path / "both")
+    for name, value in whole.items():
+        np.testing.assert_array_equal(value, resumed[name])
+        np.testing.assert_allclose(value, both[0][name], atol=2e-5)
+        np.testing.assert_array_equal(both[0][name], both[1][name])
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("policy.temperature", {"policy": TraceLockPolicy("none", max_accept_per_step=None)}),
+        ("quota", {"quota": FixedQuota(1)}),
+        ("settings.max_commits_per_step", {"settings": DecodeSettings(max_commits_per_step=2)}),
+    ],
+)
+def test_rollouts_are_draws_alone(name: str, change: dict[str, Any]) -> None:
+    drawn = TraceLockPolicy("none", temperature=1.0, max_accept_per_step=None)
+    plugs = {"policy": drawn, "quota": NoQuota(), **change}
+    with pytest.raises(ValueError, match=rf"decoders\.drawn\.{re.escape(name)}: expected"):
+        TraceLockRLModule(
+            policy(lora=False),
+            tokenizer="tiny",
+            decoders={"drawn": Decoder(**plugs)},
+            projector=Projector(ProjectorConfig(hidden_size=16, hidden_rank=6, delta_rank=3)),
+            head=HEAD,
+        )
+
+
+def test_a_price_is_paid_for_every_forward_and_the_product_only_for_right_answers() -> None:
+    rollouts = decoded(actor(), range(2))
+    group = [
+        Rollout(
+            trajectory=record,
+            example=PromptExample(uid="t/0", task="t", text="", reference=""),
+            text="",
+            is_overlong=False,
+            num_tokens=1,
+            decode=lambda ids: "",
+            verdict=Verdict(status=status),
+        )
+        for record, status in zip(rollouts, ("right", "wrong"), strict=True)
+    ]
+    steps = [record.num_steps for record in rollouts]
+    assert [s.total for s in ForwardPrice(0.5).score(group)] == [-0.5 * n for n in steps]
+    assert [s.total for s in RightAndFast().score(group)] == [1 - steps[0] / G, 0.0]
+    with pytest.raises(ValueError, match="price"):
+        ForwardPrice(-0.1)
