@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from lit_dlm.reports.results import ResultFolder
@@ -96,3 +97,51 @@ def test_arms_of_decode_states_are_compared_by_problem_and_at_equal_forwards(
         {"mean": 0.0, "stderr_problems": 1 / 12**0.5, "stderr_seeds": 0.0}
     )
     assert report["threshold_06"]["forwards"] == {"decode": 6, "random": 4}
+
+
+def test_the_policy_bench_compares_at_equal_forwards_and_keeps_every_decode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = imported("experiments/policy_bench.py", monkeypatch)
+    verdicts = {  # policy, setting -> forwards, and what is right in each seed, on both lists
+        ("threshold", "0.6"): (4, ["0110"]),
+        ("threshold", "0.9"): (8, ["1111"]),
+        ("eb", "0.1"): (8, ["1010"]),
+        ("outcome", "0.5"): (5, ["1111", "1110"]),
+        ("outcome", "0.8"): (6, ["1101", "1100"]),
+    }
+    rows = [
+        ("words", which, policy, "whole", setting, seed - (policy != "outcome"))
+        + (f"u{uid}", digit == "1", forwards, 0.5, 0.125, "d")  # noqa: RUF005 - two lines
+        for which in ("validation", "test")
+        for (policy, setting), (forwards, right) in verdicts.items()
+        for seed, digits in enumerate(right)
+        for uid, digit in enumerate(digits)
+    ]
+    columns = dict(zip(bench["SCHEMA"].names, map(list, zip(*rows, strict=True)), strict=True))
+    path = tmp_path / "bench.parquet"
+    bench["write_table"](path, pa.table(columns, schema=bench["SCHEMA"]))
+    results = bench["read"](path)
+    test = results["words", "test"]
+    found = bench["contest"](results["words", "validation"], test, ("whole",))
+    own, forwards, accuracy, _ = found["ours"]
+    assert (own[2], forwards, accuracy) == ("0.5", 5.0, 0.875)
+    # A quarter of the problems by the slower threshold: 0.5 + 0.25 * 0.5.
+    fast, slow, share, rate = found["theirs"]
+    assert (fast[2], slow[2], share, rate) == ("0.6", "0.9", 0.25, 0.625)
+    assert found["difference"][0] == pytest.approx(0.25)
+    assert test.shares[own] == pytest.approx(0.25)
+    # Problems vary by 1/16 * (1 + 1/3), seeds by 1/32; the product of both effects is small.
+    wide = np.array([[1.0, 0.0, 1.0, 0.0] * 50, [1.0, 0.0, 1.0, 1.0] * 50])
+    seeds, problems = wide.mean(1).var(ddof=1) / 2, wide.mean(0).var(ddof=1) / 200
+    error = bench["standard_error"](wide)
+    assert error**2 == pytest.approx(seeds + problems, rel=0.1)
+    assert bench["holm"]([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    # Right decodes cost 5, 4, 4, 8 forwards at best, wrong ones 4: 16 forwards buy two answers.
+    forwards, rates = bench["oracle"](test)
+    assert rates.tolist() == [0.25, 0.5, 0.75, 1.0]
+    assert forwards.tolist() == [4.0, 4.0, 4.25, 4.5]
+    assert "words" in bench["tables"](results)
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(SystemExit, match=r"bench\.parquet"):
+        bench["report"](path)
