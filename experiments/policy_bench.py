@@ -39,6 +39,7 @@ class Task:
     """A list of problems and who solves it."""
 
     suffix: str  # of the experiments generate_*, tracelock_* and tracelock_outcome_*
+    backbone: str  # its file in configs/backbone
     name: str  # class of the task
     length: int  # response cells
     options: dict[str, Any] = field(default_factory=dict)  # of the task
@@ -49,13 +50,22 @@ class Task:
 
 
 TASKS = {
-    "words": Task("tiny", "WordProblems", 32),
-    "functions": Task("tiny", "PythonFunctions", 32, {"allow_code_execution": True}, traces=700),
-    "sudoku": Task("planning", "Sudoku", 20, traces=5000),
-    "pictures": Task("pictures", "PictureQuestions", 17, {"kind": "sum"}, split="validation"),
-    "addition": Task("addition", "Addition", 10, model="addition"),
+    "words": Task("tiny", "tiny", "WordProblems", 32),
+    "functions": Task(
+        "tiny", "tiny", "PythonFunctions", 32, {"allow_code_execution": True}, traces=700
+    ),
+    "sudoku": Task("planning", "tiny_planning", "Sudoku", 20, traces=5000),
+    "pictures": Task(
+        "pictures", "tiny_pictures", "PictureQuestions", 17, {"kind": "sum"}, split="validation"
+    ),
+    "addition": Task("addition", "tiny", "Addition", 10, model="addition"),
     "countdown": Task(
-        "planning", "Countdown", 56, {"style": "worked", "counts": [3]}, model="countdown"
+        "planning",
+        "tiny_planning",
+        "Countdown",
+        56,
+        {"style": "worked", "counts": [3]},
+        model="countdown",
     ),
 }
 
@@ -204,29 +214,26 @@ def problem_list(name: str, split: str, count: int, seed: int) -> str:
 
 
 def model_flags(options: argparse.Namespace, name: str) -> list[Any]:
-    """Flags of the model that does not ship, and of its response."""
-    task = TASKS[name]
-    flags: list[Any] = ["--data.response_length", task.length]
-    if task.model:
-        flags += ["--model.backbone.init_args.path", getattr(options, task.model)]
-    return flags
+    """Flags of a model that does not ship."""
+    model = TASKS[name].model
+    return ["--model.backbone.init_args.path", getattr(options, model)] if model else []
 
 
 def train(options: argparse.Namespace, name: str, seed: int) -> None:
     """Traces, the distilled policy, and the policies trained on outcomes from it."""
     task, folder = TASKS[name], options.out / name / f"seed-{seed}"
-    common = [*model_flags(options, name), "--run_dir", folder]
+    model, length = model_flags(options, name), ("--data.response_length", task.length)
     traces = problem_list(name, task.split, task.traces, seed)
     seeds = ["--seed_everything", seed, "--model.seed", seed]
     call(
         folder / "traced",
-        *("predict", "--config", EXP / f"generate_{task.suffix}.yaml", *common, *seeds),
-        *("--data.tasks", traces),
+        *("predict", "--config", EXP / f"generate_{task.suffix}.yaml", *model, *seeds, *length),
+        *("--data.tasks", traces, "--run_dir", folder),
     )
     call(
         folder / "distilled",
-        *("fit", "--config", EXP / f"tracelock_{task.suffix}.yaml", *seed_flags(seed)),
-        *("--run_dir", folder),
+        *("fit", "--config", EXP / f"tracelock_{task.suffix}.yaml", *model, *seed_flags(seed)),
+        *("--run_dir", folder, "--ckpt_path", "last"),
     )
     for kind in ("whole", "blocks"):
         more: list[Any] = []
@@ -234,12 +241,11 @@ def train(options: argparse.Namespace, name: str, seed: int) -> None:
             for decoder in ("rollout", "evaluation"):
                 window = json.dumps(block(TRAINED_BLOCK)["window"])
                 more += [f"--model.decoders.{decoder}.init_args.window", window]
-        resume = ["--ckpt_path", "last"] if (folder / kind / "outcome").exists() else []
         call(
             folder / kind / "done",
             *("fit", "--config", EXP / f"tracelock_outcome_{task.suffix}.yaml", *seed_flags(seed)),
-            *(*model_flags(options, name), "--run_dir", folder / kind),
-            *("--model.policy", folder / "policy", *more, *resume),
+            *(*model, *length, "--run_dir", folder / kind, "--ckpt_path", "last"),
+            *("--model.policy", folder / "policy", *more),
             *("--data.tasks", problem_list(name, task.split, task.prompts, 1000 + seed)),
             *("--data.val_tasks", problem_list(name, task.split, 300, 100)),
         )
@@ -254,8 +260,15 @@ def decode(
     if which == "test":
         split, count, list_seed = ("test", options.num_examples, options.list_seed)
     config = {
-        "defaults": str(EXP / f"benchmark_{task.suffix}.yaml"),
-        "model": {"init_args": {"decoders": decoders, "sweep": None, "level": None}},
+        "defaults": str(EXP.parent / "method" / "benchmark.yaml"),
+        "model": {
+            "init_args": {
+                "backbone": str(EXP.parent / "backbone" / f"{task.backbone}.yaml"),
+                "tokenizer": task.backbone.replace("_", "-"),
+                "decoders": decoders,
+            }
+        },
+        "data": {"init_args": {"batch_size": 100}},
     }
     path = folder / "decoders.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -263,6 +276,7 @@ def decode(
     call(
         folder / f"done-{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}",
         *("predict", "--config", path, *model_flags(options, name), "--run_dir", folder),
+        *("--data.response_length", task.length),
         *("--data.tasks", problem_list(name, split, count, list_seed)),
     )
 

@@ -111,10 +111,10 @@ def test_the_policy_bench_compares_at_equal_forwards_and_keeps_every_decode(
         ("outcome", "0.8"): (6, ["1101", "1100"]),
     }
     rows = [
-        ("words", which, policy, "whole", setting, seed - (policy != "outcome"))
-        + (f"u{uid}", digit == "1", forwards, 0.5, 0.125, "d")  # noqa: RUF005 - two lines
+        (*key, seed - (key[2] != "outcome"), f"u{uid}", digit == "1", forwards, 0.5, 0.125, "d")
         for which in ("validation", "test")
         for (policy, setting), (forwards, right) in verdicts.items()
+        for key in [("words", which, policy, "whole", setting)]
         for seed, digits in enumerate(right)
         for uid, digit in enumerate(digits)
     ]

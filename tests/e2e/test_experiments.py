@@ -230,7 +230,9 @@ class Workplace:
                 flags += ["--trainer.val_check_interval=1"]
         if kind == "PretrainModule":
             flags += ["--model.compile=false"]  # a minute for a step
-        if kind in ("TraceModule", "AutoencoderModule") and re.search("_dream|_sdar|_smollm2", path.stem):
+        if kind in ("TraceModule", "AutoencoderModule") and re.search(
+            "_dream|_sdar|_smollm2", path.stem
+        ):
             flags += [f"--model.{name}={size}" for name, size in PROJECTOR.items()]
         model = config["model"]["init_args"]
         if "SteppedBlockWindow" in text:  # its blocks and steps divide the response
