@@ -325,17 +325,21 @@ LOG_ODDS_LIMIT = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureSettings:
-    """Which scalars of the proposal follow the projected hidden snapshots."""
+    """What a policy is shown of a position: projected hidden snapshots, then scalars."""
 
     entropy: bool = True
     """Append the entropy of the proposal distribution, in nats."""
     margin: bool = True
     """Append the log-odds of the proposal's margin over the second-best token."""
+    hidden: bool = True
+    """Begin with the projected snapshots; without them a policy sees scalars alone, as that of
+    arXiv 2512.09106."""
 
 
 def feature_groups(projector: ProjectorConfig, settings: FeatureSettings) -> tuple[int, ...]:
     """``H`` times ``k_h``, ``H - 1`` times ``k_d``, 1 per scalar: one scale each under int8."""
-    return projector.groups + (1,) * (1 + settings.entropy + settings.margin)
+    hidden = projector.groups if settings.hidden else ()
+    return hidden + (1,) * (1 + settings.entropy + settings.margin)
 
 
 def num_features(projector: ProjectorConfig, settings: FeatureSettings) -> int:
@@ -378,4 +382,4 @@ def acceptance_features(
         assert margin is not None
         scalars.append(log_odds(margin))
     stacked = torch.nan_to_num(torch.stack(scalars, dim=-1), nan=0.0, posinf=0.0, neginf=0.0)
-    return torch.cat([projector(hidden), stacked], dim=-1)
+    return torch.cat([projector(hidden), stacked], dim=-1) if settings.hidden else stacked

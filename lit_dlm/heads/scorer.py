@@ -106,6 +106,8 @@ class AcceptanceScorer(nn.Module):
     def digest(self) -> str:
         """SHA-256 over the settings and the bytes of all weights (hexadecimal)."""
         settings = {"head": asdict(self.head.config), "settings": asdict(self.settings)}
+        if self.settings.features.hidden:
+            del settings["settings"]["features"]["hidden"]  # as from before there was a choice
         sha = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
         sha.update(self.projector.digest().encode())
         for name, tensor in sorted(self.head.state_dict().items()):

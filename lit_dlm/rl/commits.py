@@ -11,9 +11,9 @@ Policies of this kind, on confidences alone and with other rewards: arXiv 2512.0
 from __future__ import annotations
 
 import copy
-import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,8 @@ from lit_dlm.rl.step import ItemScores
 from lit_dlm.trajectories.capture import FeatureCapture, StepBuffer, TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
 
-logger = logging.getLogger(__name__)
+HELD_BYTES = 2**30
+"""Features of an RL step that stay in memory; more lie in a file without a name."""
 
 
 class CommitCapture(TrajectoryCapture):
@@ -64,6 +65,8 @@ class CommitCapture(TrajectoryCapture):
         )
         super().__init__(vocab_size=vocab_size, level="features", features=features)
         self.policy = policy
+        self._held = 0  # bytes of features in memory
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - as long as its records are read
 
     def on_start(self, state: DecodeState) -> None:
         super().on_start(state)
@@ -77,6 +80,27 @@ class CommitCapture(TrajectoryCapture):
         log_odds = self.policy.log_odds(record.scores)
         self._signals["step_log_odds"].append(record.state.rows, log_odds)
         super().on_step(record)
+
+    def trajectories(
+        self, uids: Sequence[str], metas: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[Trajectory]:
+        return [self._placed(record) for record in super().trajectories(uids, metas)]
+
+    def _placed(self, record: Trajectory) -> Trajectory:
+        """The record with its features in memory, or in a file where there are many."""
+        stored = record.features
+        if stored is None or self._held + stored.features.nbytes <= HELD_BYTES:
+            self._held += 0 if stored is None else stored.features.nbytes
+            return record
+        offset = self._file.seek(0, 2)
+        self._file.write(stored.features.tobytes())
+        self._file.flush()
+        shape = stored.features.shape
+        mapped = np.memmap(self._file, stored.features.dtype, "r", offset, shape)
+        return replace(record, features=replace(stored, features=mapped))
+
+    def _due(self) -> list[int]:
+        return list(self._open)  # every step is kept: no plan has to be asked
 
     def _required(self, settings: FeatureCapture) -> frozenset[str]:
         # Only cells in the window are candidates, so nobody needs the scores of the others.

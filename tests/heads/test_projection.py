@@ -4,7 +4,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from lit_dlm.heads.projection import PCAFitter, Projector, ProjectorConfig
+from lit_dlm.heads.projection import (
+    FeatureSettings,
+    PCAFitter,
+    Projector,
+    ProjectorConfig,
+    acceptance_features,
+    num_features,
+)
 
 SMALL = ProjectorConfig(hidden_size=12, hidden_rank=4, delta_rank=2)
 RANDOM = replace(SMALL, kind="random_orthogonal")
@@ -127,3 +134,20 @@ def test_other_content_of_a_released_file_is_refused(tmp_path: Path) -> None:
     torch.save({"model": torch.nn.Linear(2, 2)}, path)
     with pytest.raises(ValueError, match="not a checkpoint of tensors"):
         Projector.load(path)
+
+
+def test_without_hidden_states_the_scalars_are_all_that_is_shown() -> None:
+    torch.manual_seed(0)
+    projector = Projector.random_orthogonal(
+        ProjectorConfig(hidden_size=8, hidden_rank=3, delta_rank=2)
+    )
+    scores = {"entropy": torch.rand(5), "margin": torch.rand(5)}
+    hidden, prob = torch.randn(5, 3, 8), torch.rand(5)
+    both, alone = (
+        acceptance_features(
+            projector, hidden, prob, settings=FeatureSettings(hidden=shown), **scores
+        )
+        for shown in (True, False)
+    )
+    assert alone.shape[-1] == num_features(projector.config, FeatureSettings(hidden=False)) == 3
+    torch.testing.assert_close(both[:, -3:], alone)

@@ -28,6 +28,7 @@ from lit_dlm.heads.scorer import AcceptanceScorer
 from lit_dlm.ops.sampling import confidence, entropy, margin
 from lit_dlm.rewards import Rollout
 from lit_dlm.rewards.speed import ForwardPrice, RightAndFast
+from lit_dlm.rl import commits
 from lit_dlm.rl.advantages import GroupMean
 from lit_dlm.rl.commits import TraceLockRLModule
 from lit_dlm.rl.rollout import Ranks, gathered
@@ -153,7 +154,9 @@ def test_scores_losses_and_gradients_equal_a_loop_over_steps(window: BlockWindow
     assert estimates.members.any()
 
 
-def test_draws_do_not_depend_on_the_batch_and_features_travel_with_records() -> None:
+def test_draws_do_not_depend_on_the_batch_and_features_travel_with_records(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     module = actor()
     records = decoded(module)
     alone = [decoded(module, range(n, n + 1))[0] for n in range(8)]
@@ -165,7 +168,10 @@ def test_draws_do_not_depend_on_the_batch_and_features_travel_with_records() -> 
         def gather(self, data: bytes) -> list[bytes]:
             return [data, b""]
 
-    for one, other in zip(gathered(records, Two(0, 2)), records, strict=True):
+    monkeypatch.setattr(commits, "HELD_BYTES", records[0].features.nbytes)
+    spilled = decoded(module)
+    assert isinstance(spilled[-1].features.features, np.memmap)
+    for one, other in zip(gathered(spilled, Two(0, 2)), records, strict=True):
         assert one.features is not None
         assert other.features is not None
         np.testing.assert_array_equal(one.features.features, other.features.features)
