@@ -335,6 +335,11 @@ class FeatureSettings:
     """Begin with the projected snapshots; without them a policy sees scalars alone, as that of
     arXiv 2512.09106."""
 
+    @property
+    def scores(self) -> frozenset[str]:
+        """Names of the scalars besides the probability."""
+        return frozenset(name for name in ("entropy", "margin") if getattr(self, name))
+
 
 def feature_groups(projector: ProjectorConfig, settings: FeatureSettings) -> tuple[int, ...]:
     """``H`` times ``k_h``, ``H - 1`` times ``k_d``, 1 per scalar: one scale each under int8."""

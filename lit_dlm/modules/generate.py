@@ -98,7 +98,7 @@ class TraceModule(DecodeModule):
             step_ratio=self.step_ratio,
             scheme=self.scheme,
             layout=self.settings.layout,
-            scores=frozenset(name for name, is_on in vars(self.settings.features).items() if is_on),
+            scores=self.settings.features.scores,
         )
 
     def _fit_projector(self) -> Projector:

@@ -51,8 +51,6 @@ class CommitCapture(TrajectoryCapture):
 
     def __init__(self, policy: TraceLockPolicy, *, vocab_size: int) -> None:
         scorer = policy.scorer
-        scalars = {"entropy": scorer.settings.features.entropy}
-        scalars["margin"] = scorer.settings.features.margin
         features = FeatureCapture(
             function=scorer.features,
             hidden_layers=scorer.settings.hidden_layers,
@@ -61,7 +59,7 @@ class CommitCapture(TrajectoryCapture):
             step_ratio=1.0,
             scheme="fp16",
             layout="masked",
-            scores=frozenset(name for name, is_used in scalars.items() if is_used),
+            scores=scorer.settings.features.scores,
         )
         super().__init__(vocab_size=vocab_size, level="features", features=features)
         self.policy = policy
