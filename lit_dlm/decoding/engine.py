@@ -69,6 +69,11 @@ class Plugs:
     cache: CacheScheme  # what steps take from earlier forwards
     settings: DecodeSettings
 
+    @property
+    def counts_blocks(self) -> bool:
+        """Whether somebody reads the steps and masks of a row's block."""
+        return self.quota.counts_blocks or self.policy.counts_blocks
+
 
 class NotANumberError(ValueError):
     """Probabilities of a decode are not numbers; ``rows`` says where in the batch."""
@@ -208,7 +213,7 @@ def decide(
     """
     settings = plugs.settings
     view = plugs.window.view(state)
-    state = enter_block(state, view, counts=plugs.quota.counts_blocks)
+    state = enter_block(state, view, counts=plugs.counts_blocks)
     # The head runs at the window's columns alone, unless somebody reads the whole response.
     columns = view.columns
     if "region" in requires:
@@ -230,6 +235,7 @@ def decide(
             **({"response_start": state.start} if asks else {}),
         )
     plugs.sampler.restrict(denoised, backbone.spec)
+    state, denoised = plugs.policy.remember(state, view.candidates, denoised)
     proposal = plugs.sampler.propose(state, denoised, requires)
     # The gate comes before the policy, which then spends its quota on what may be committed.
     candidates = view.candidates
@@ -433,9 +439,7 @@ class _Batch:
             ids=record.new_ids,
             masked=masked,
             step=state.step + 1,
-            block_step=state.block_step + 1
-            if self._plugs.quota.counts_blocks
-            else state.block_step,
+            block_step=state.block_step + self._plugs.counts_blocks,
             # An end-of-text fill writes cells that no policy committed.
             written=record.commit if decision.ended is None else record.new_ids != state.ids,
         )

@@ -83,6 +83,9 @@ class DecodeState:
     # (b, L) bool: cells that the step before this one wrote; None counts as none
     written: Tensor | None = None
     regions: RegionMap | None = None  # the regions of the decoder's layout; None without one
+    # (b, ...) floating point: what the policy keeps of a row's former steps, zeros in a new row;
+    # None before the first step, and where it keeps nothing
+    memory: Tensor | None = None
 
     def take(self, index: Tensor) -> DecodeState:
         """The state of the rows ``index``, ``(n,)`` int64."""
@@ -96,7 +99,7 @@ class DecodeState:
             new = getattr(entering, name)
             if isinstance(old, RegionMap):
                 changes[name] = old.with_ids(old.ids.index_copy(0, index, new.ids))
-            elif new is None:  # nothing written yet
+            elif new is None:  # nothing written or kept yet
                 changes[name] = old.index_fill(0, index, False)
             else:
                 changes[name] = old.index_copy(0, index, new)

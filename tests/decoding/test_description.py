@@ -36,6 +36,9 @@ DECODERS: list[dict[str, Any]] = [
             max_steps=9, stall_rule="idle", eos_rule="fill", eos_gate=True, max_commits_per_step=2
         ),
     },
+    {"policy": d.KLASSPolicy(0.6, max_kl=0.015, history=3), "quota": NoQuota()},
+    {"policy": d.CreditPolicy(alpha=0.5), "quota": NoQuota()},
+    {"policy": d.PCSamplerPolicy("tiny", decay=0.5)},
     {"policy": SURE, "window": d.BlockWindow(8), "cache": d.PrefixCache(horizon=16)},
     {"policy": SURE, "window": d.BlockWindow(8), "cache": d.DualCache()},
     {

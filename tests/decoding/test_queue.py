@@ -42,6 +42,17 @@ CASES = {
         {"policy": d.MarginPolicy(), "quota": d.ScheduleQuota(5), "window": d.SlidingWindow(4)},
     ),
     "stopped": ({}, {**FULL, "settings": d.DecodeSettings(eos_rule="stop", max_steps=4)}),
+    "klass": ({}, {**FULL, "policy": d.KLASSPolicy(0.05, max_kl=0.5), "window": BlockWindow(6)}),
+    "klass, cached": (
+        {"shift": 1},
+        {
+            "policy": d.KLASSPolicy(0.05, max_kl=0.5, history=1),
+            "quota": d.NoQuota(),
+            "window": BlockWindow(5),
+            "cache": d.DualCache(),
+        },
+    ),
+    "credit": ({}, {**FULL, "policy": d.CreditPolicy(0.2, alpha=2.0), "window": BlockWindow(5)}),
     "prefix": ({}, {**FULL, "window": BlockWindow(5), "cache": d.PrefixCache()}),
     "dual": ({"shift": 1}, {**FULL, "window": BlockWindow(5), "cache": d.DualCache()}),
     **{

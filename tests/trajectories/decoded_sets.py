@@ -28,6 +28,13 @@ DECODERS = {
         quota=decoding.ScheduleQuota(7),
         settings=DecodeSettings(stall_rule="idle", max_steps=7),
     ),
+    # Memory of former steps.
+    "klass": Decoder(
+        policy=decoding.KLASSPolicy(0.6, max_kl=0.1),
+        quota=NoQuota(),
+        window=decoding.BlockWindow(6),
+    ),
+    "credit": Decoder(policy=decoding.CreditPolicy(0.6), quota=NoQuota()),
     # Noise, the end-of-text gate and fill, a cap, and a window that slides.
     "drawn": Decoder(
         policy=decoding.ThresholdPolicy(0.6),

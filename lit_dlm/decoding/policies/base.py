@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lit_dlm.backbones.base import Denoised
 from lit_dlm.decoding.state import DecodeState, Proposal, Selection
 from lit_dlm.ops.options import at_least, within
 from lit_dlm.ops.sampling import rank_descending, top_quota, uniform_noise
@@ -27,6 +28,8 @@ class CommitPolicy(Plug):
     A policy that asks for ``hidden`` also has an attribute ``hidden_layers: tuple[int, ...]``."""
     needs_quota: bool = False
     needs_layout: bool = False
+    counts_blocks: bool = False
+    """Whether it reads the steps that a row has spent in its block (``block_step``)."""
     forwards_per_step: int = 0
     """Forwards of a learned head in one step: 0 for heuristics."""
 
@@ -34,6 +37,22 @@ class CommitPolicy(Plug):
     def trained_on(self) -> Sequence[str]:
         """Names of the tasks that a learned policy saw; empty for heuristics, and where unknown."""
         return ()
+
+    def remember(
+        self, state: DecodeState, candidates: Tensor, denoised: Denoised
+    ) -> tuple[DecodeState, Denoised]:
+        """Reads a forward before tokens are proposed.
+
+        A policy with a memory of former steps returns the state with another ``memory``, which the
+        next step is given. A policy itself keeps none, since it decodes several batches.
+
+        Args:
+            candidates: ``(b, L)`` bool, the window's.
+
+        Returns:
+            The state, and the logits that tokens are proposed from.
+        """
+        return state, denoised
 
     @abstractmethod
     def select(
@@ -90,13 +109,35 @@ class DynamicPolicy(ThresholdPolicy):
         return Selection(commit | top_quota(proposal.prob, candidates, quota), proposal.prob)
 
 
+class FactorPolicy(CommitPolicy):
+    """Commits as many of the surest candidates as a factor allows (Fast-dLLM, arXiv 2505.22618).
+
+    They are the ``n`` most probable ones for the largest ``n`` with ``(n + 1) (1 - c_n) < factor``,
+    ``c_n`` the n-th largest probability; at least ``quota`` where there is one. The release keeps
+    equality as well, and commits the last candidate of a block even where only it fails.
+    """
+
+    def __init__(self, factor: float = 1.0) -> None:
+        within("(0, inf)", factor=factor)
+        self.factor = factor
+
+    def select(
+        self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
+    ) -> Selection:
+        ranks = rank_descending(proposal.prob, candidates)
+        # The product grows with the rank, so those that meet the rule are the first ones.
+        commit = candidates & ((ranks + 2) * (1.0 - proposal.prob) < self.factor)
+        if quota is not None:
+            commit = commit | (candidates & (ranks < quota[:, None]))
+        return Selection(commit, proposal.prob)
+
+
 class EntropyBoundedPolicy(CommitPolicy):
     """Commits the surest candidates while the sum of their entropies stays under a bound.
 
     Tokens that are committed together are drawn as if they were independent; the error of that is
-    bounded by their joint entropy (EB-Sampler, arXiv 2505.24857). This is the rule
-    ``entropy_bounded`` of dLLM-RL's engine: the plain sum, at least one commit. The paper leaves
-    the largest entropy of the set out of its sum.
+    bounded by their joint entropy. This is the rule ``entropy_bounded`` of dLLM-RL's engine: the
+    plain sum under the bound, at least one commit. The paper's own is :class:`EBSamplerPolicy`.
     """
 
     requires = frozenset({"entropy"})
@@ -116,8 +157,26 @@ class EntropyBoundedPolicy(CommitPolicy):
         ordered = torch.zeros_like(entropy).scatter_(1, ranks, entropy)
         total = ordered.cumsum(1).gather(1, ranks)
         least = 1 if quota is None else quota.clamp_min(1)[:, None]
-        commit = candidates & ((total < self.bound) | (ranks < least))
+        commit = candidates & (self.allows(total, entropy) | (ranks < least))
         return Selection(commit, -proposal.entropy)
+
+    def allows(self, total: Tensor, largest: Tensor) -> Tensor:
+        """``(b, L)`` bool whether a set may be committed, of its sum and its largest entropy."""
+        return total < self.bound
+
+
+class EBSamplerPolicy(EntropyBoundedPolicy):
+    """EB-Sampler (arXiv 2505.24857), candidates in the order of their entropies.
+
+    The sum leaves the largest entropy of the set out, as the bound on the error of the joint draw
+    does, and may reach the bound (gamma in the paper).
+    """
+
+    def __init__(self, bound: float = 0.1) -> None:
+        super().__init__(bound)
+
+    def allows(self, total: Tensor, largest: Tensor) -> Tensor:
+        return total - largest <= self.bound
 
 
 class TopQuotaPolicy(CommitPolicy):

@@ -50,6 +50,16 @@ def _commits(policy, prob, *, quota=1, masks=((1, 1, 1, 1),)) -> list[int]:
         (EntropyBoundedPolicy(1.6), [0.5] * 4, None, [3, 4]),
         (EntropyBoundedPolicy(3.6), [0.5] * 4, None, [2, 3, 4]),
         (EntropyBoundedPolicy(1.0), [0.5] * 4, 3, [2, 3, 4]),
+        # Without their largest ones the sums are 0, 0.5, 1.5 and 3.5; they may reach the bound.
+        (d.EBSamplerPolicy(0.4), [0.5] * 4, None, [3]),
+        (d.EBSamplerPolicy(0.5), [0.5] * 4, None, [3, 4]),
+        (d.EBSamplerPolicy(3.5), [0.5] * 4, None, [2, 3, 4, 5]),
+        (d.EBSamplerPolicy(0.4), [0.5] * 4, 2, [3, 4]),
+        # 2 x 0.05, 3 x 0.1, 4 x 0.25 (which is not under 1) and 5 x 0.6.
+        (d.FactorPolicy(1.0), [0.9, 0.75, 0.95, 0.4], None, [2, 4]),
+        (d.FactorPolicy(1.5), [0.9, 0.75, 0.95, 0.4], None, [2, 3, 4]),
+        (d.FactorPolicy(0.05), [0.9, 0.75, 0.95, 0.4], None, []),
+        (d.FactorPolicy(0.2), [0.9, 0.75, 0.95, 0.4], 3, [2, 3, 4]),
     ],
 )
 def test_each_policy_commits_its_own_favourites(policy, prob, quota, cells):
@@ -63,6 +73,38 @@ def test_only_masked_cells_count():
     assert _commits(d.SequentialPolicy(), prob, quota=1, masks=((0, 0, 1, 1),)) == [4]
     with pytest.raises(ValueError, match="bound"):
         EntropyBoundedPolicy(0.0)
+
+
+def slow_factor(prob: list[float], factor: float) -> int:
+    """Candidates that Fast-dLLM commits, of descending probabilities: the largest ``n``."""
+    return max((n for n, c in enumerate(prob, 1) if (n + 1) * (1 - c) < factor), default=0)
+
+
+def slow_eb_sampler(entropy: list[float], gamma: float) -> int:
+    """Candidates that EB-Sampler commits, of ascending entropies."""
+    sizes = range(1, len(entropy) + 1)
+    return max([1, *(n for n in sizes if sum(entropy[:n]) - max(entropy[:n]) <= gamma)])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_factor_and_entropies_commit_as_many_as_the_papers_rules(seed: int):
+    """64 rows whose scores are sixteenths, so that the sums are exact and many are equal."""
+    generator = torch.Generator().manual_seed(seed)
+    state = state_with_masks(torch.randint(0, 2, (64, 9), generator=generator).tolist())
+    level = torch.randint(1, 17, state.ids.shape, generator=generator) / 16
+    proposal = Proposal(ids=state.ids, prob=level, entropy=1.0 - level)
+    for policy, slow in (
+        (d.FactorPolicy(0.5), lambda best: slow_factor(best, 0.5)),
+        (d.FactorPolicy(2.0), lambda best: slow_factor(best, 2.0)),
+        (d.EBSamplerPolicy(0.25), lambda best: slow_eb_sampler([1 - c for c in best], 0.25)),
+        (d.EBSamplerPolicy(1.0), lambda best: slow_eb_sampler([1 - c for c in best], 1.0)),
+    ):
+        commit = policy.select(state, state.masked, proposal, None).commit
+        for row in range(64):
+            cells = state.masked[row].nonzero()[:, 0].tolist()
+            order = sorted(cells, key=lambda cell: -level[row, cell])
+            number = slow([float(level[row, cell]) for cell in order]) if order else 0
+            assert commit[row].nonzero()[:, 0].tolist() == sorted(order[:number])
 
 
 def test_random_order_is_a_fixed_function_of_the_sample():

@@ -1,0 +1,111 @@
+"""Policies that remember former steps: stable distributions, credit for former proposals.
+
+What they keep is in ``state.memory``, so that rows take it along and verification, which goes
+through the steps of a record in their order, decides with the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lit_dlm.backbones.base import Denoised
+from lit_dlm.decoding.policies.base import CommitPolicy, ThresholdPolicy
+from lit_dlm.decoding.state import DecodeState, Proposal, Selection
+from lit_dlm.ops.options import at_least, within
+from lit_dlm.ops.sampling import top_quota
+
+
+class KLASSPolicy(CommitPolicy):
+    """Commits confident candidates whose distributions have settled (KLASS, arXiv 2511.05664).
+
+    A candidate is ready if its probability is over the threshold and the KL divergences of its
+    distribution from that of the step before stayed under ``max_kl`` in the last ``history`` steps,
+    the first of which has none. As in the release, distributions of later blocks count, and no cell
+    is ready before step ``history - 1`` of its block. A row where none is ready is left to the
+    stall rule; with a quota, ready candidates come first and the most probable others fill up.
+    """
+
+    requires = frozenset({"region"})
+    counts_blocks = True
+
+    def __init__(self, threshold: float = 0.9, *, max_kl: float = 0.01, history: int = 2) -> None:
+        """Sets the rule; ``max_kl`` is in nats."""
+        within("[0, 1]", threshold=threshold)
+        within("(0, inf)", max_kl=max_kl)
+        at_least(1, history=history)
+        self.threshold = threshold
+        self.max_kl = max_kl
+        self.history = history
+
+    def remember(
+        self, state: DecodeState, candidates: Tensor, denoised: Denoised
+    ) -> tuple[DecodeState, Denoised]:
+        """Keeps distributions and last divergences: ``(b, G, V + history)`` float32."""
+        probs = denoised.logits.float().softmax(-1)  # (b, G, V): see requires
+        memory = state.memory
+        if memory is None:
+            memory = probs.new_zeros(*probs.shape[:2], probs.shape[2] + self.history)
+        before, kls = memory.split([probs.shape[2], self.history], -1)
+        # Against the zeros of a new row it is some 20 nats, so that the row has to wait.
+        kl = (probs * ((probs + 1e-12).log() - (before + 1e-12).log())).sum(-1, keepdim=True)
+        memory = torch.cat([probs, kls[..., 1:], kl], -1)
+        return replace(state, memory=memory), denoised
+
+    def select(
+        self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
+    ) -> Selection:
+        assert state.memory is not None
+        worst = state.memory[..., -self.history :].amax(-1)  # (b, G)
+        spare = self.max_kl - torch.nn.functional.pad(worst, (state.start, 0))
+        has_settled = (spare > 0.0) & (state.block_step >= self.history - 1)[:, None]
+        prob = proposal.prob
+        ready = candidates & has_settled & (prob > self.threshold)
+        commit = ready
+        if quota is not None:
+            commit = ready | top_quota(prob.double() + 2.0 * ready, candidates, quota)
+        # Over the threshold where ready, by as much as the nearer of the two rules leaves.
+        scores = torch.minimum(prob, self.threshold + spare)
+        return Selection(commit, torch.where(ready.any(1, keepdim=True), scores, prob))
+
+
+class CreditPolicy(ThresholdPolicy):
+    """A threshold on logits to which credit was added (CreditDecoding, arXiv 2510.06133).
+
+    In every step all credit of a candidate fades by ``beta``, then its most probable token gains
+    that probability to the power of ``gamma``. Tokens are proposed and scored by the logits plus
+    ``alpha log(1 + credit)``, so a token that was proposed again and again can be committed sooner,
+    even where another one is now more probable. Credit begins where the window does, so every block
+    has its own. Rule and values are those of its authors' dInfer (arXiv 2510.08666).
+    """
+
+    def __init__(
+        self, threshold: float = 0.9, *, alpha: float = 0.7, beta: float = 0.8, gamma: float = 0.2
+    ) -> None:
+        """Sets the threshold, and how much credit weighs, lasts, and follows probability."""
+        super().__init__(threshold)
+        at_least(0, alpha=alpha, gamma=gamma)
+        within("[0, 1]", beta=beta)
+        self.alpha = alpha
+        self.beta = beta
+        self.gamma = gamma
+
+    def remember(
+        self, state: DecodeState, candidates: Tensor, denoised: Denoised
+    ) -> tuple[DecodeState, Denoised]:
+        """Keeps the credit of every token: ``(b, 1 + G, V)`` float32, first for any prompt cell."""
+        logits, columns = denoised.logits.float(), denoised.columns
+        memory = state.memory
+        if memory is None:
+            cells = 1 + state.ids.shape[1] - state.start
+            memory = logits.new_zeros(len(logits), cells, logits.shape[2])
+        row = torch.arange(len(columns), device=columns.device)[:, None]
+        cell = (columns - state.start + 1).clamp_min(0)
+        prob, token = logits.softmax(-1).max(-1, keepdim=True)
+        credit = (self.beta * memory[row, cell]).scatter_add_(2, token, prob**self.gamma)
+        credit = credit.masked_fill(~candidates.gather(1, columns)[..., None], 0.0)
+        memory = memory.index_put((row, cell), credit)
+        fused = replace(denoised, logits=logits + self.alpha * credit.log1p())
+        return replace(state, memory=memory), fused
