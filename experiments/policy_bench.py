@@ -12,9 +12,11 @@ made again, so a run that was stopped goes on, and several processes may take di
 from __future__ import annotations
 
 import argparse
+import copy
 import hashlib
 import itertools
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +34,7 @@ from numpy.typing import NDArray
 from lit_dlm.ops.files import write_atomically
 from lit_dlm.reports.plots import tidy_axes
 from lit_dlm.reports.results import ResultFolder
+from lit_dlm.trajectories.store import TrajectoryShardReader
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,18 @@ POLICIES: dict[str, dict[str, dict[str, Any]]] = {
     "entropy": top("EntropyPolicy", 1, 2, 3, 4),
     "margin": top("MarginPolicy", 1, 2, 3, 4),
     "threshold": swept("ThresholdPolicy", "threshold", 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99),
-    "eb": swept("EntropyBoundedPolicy", "bound", 0.02, 0.05, 0.1, 0.2, 0.35, 0.5),
+    "factor": swept("FactorPolicy", "factor", 0.1, 0.2, 0.35, 0.5, 0.75, 1.0),
+    "entropy-bounded": swept("EntropyBoundedPolicy", "bound", 0.02, 0.05, 0.1, 0.2, 0.35, 0.5),
+    "eb-sampler": swept("EBSamplerPolicy", "bound", 0.002, 0.005, 0.01, 0.03, 0.1),
+    "klass": swept("KLASSPolicy", "threshold", 0.6, 0.8, 0.9, 0.95),
+    "credit": swept("CreditPolicy", "threshold", 0.8, 0.9, 0.95, 0.99),
+    "pc-sampler": {
+        f"{decay:g}": {
+            "policy": {"class_path": "PCSamplerPolicy", "init_args": {"decay": decay}},
+            "quota": "FixedQuota",
+        }
+        for decay in (0.0, 0.25, 0.5)
+    },
 }
 """Rules without training, by the settings that validation chooses among."""
 
@@ -169,9 +183,12 @@ def make(options: argparse.Namespace, name: str) -> None:
     """Trains the policies of one task and decodes its two lists."""
     for seed in options.seeds:
         train(options, name, seed)
+    policies = copy.deepcopy(POLICIES)
+    for plugs in policies["pc-sampler"].values():
+        plugs["policy"]["init_args"]["background"] = token_counts(options.out / name / "seed-0")
     rules = {
         f"{policy}_{setting}_{window}": {**plugs, **WINDOWS[window]}
-        for policy, settings in POLICIES.items()
+        for policy, settings in policies.items()
         for (setting, plugs), window in itertools.product(settings.items(), WINDOWS)
     }
     decode(options, name, "validation", -1, rules)
@@ -249,6 +266,17 @@ def train(options: argparse.Namespace, name: str, seed: int) -> None:
             *("--data.tasks", problem_list(name, task.split, task.prompts, 1000 + seed)),
             *("--data.val_tasks", problem_list(name, task.split, 300, 100)),
         )
+
+
+def token_counts(folder: Path) -> str:
+    """File of how often each token stands in the recorded answers of a run: PC-Sampler's corpus."""
+    path = folder / "token_counts.json"
+    if not path.exists():
+        records = TrajectoryShardReader(folder / "traces", features=False)
+        counts = Counter(token for record in records for token in record.tokens.tolist())
+        table = {"num_token": counts.total(), "p_baseline_dict": counts}
+        write_atomically(path, json.dumps(table))
+    return str(path)
 
 
 def decode(
@@ -539,7 +567,12 @@ def shown(cell: Cell) -> str:
     return f"{policy} {setting}" if window == "whole" else f"{policy} {setting}, {window}"
 
 
-COLOURS = {"outcome": "#d55e00", "tracelock": "#8a2be2", "eb": "#0072b2", "threshold": "#009e73"}
+COLOURS = {
+    "outcome": "#d55e00",
+    "tracelock": "#8a2be2",
+    "entropy-bounded": "#0072b2",
+    "threshold": "#009e73",
+}
 """Of policies whose fronts are drawn in colour; all others are grey."""
 
 

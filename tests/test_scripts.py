@@ -106,7 +106,7 @@ def test_the_policy_bench_compares_at_equal_forwards_and_keeps_every_decode(
     verdicts = {  # policy, setting -> forwards, and what is right in each seed, on both lists
         ("threshold", "0.6"): (4, ["0110"]),
         ("threshold", "0.9"): (8, ["1111"]),
-        ("eb", "0.1"): (8, ["1010"]),
+        ("klass", "0.9"): (8, ["1010"]),
         ("outcome", "0.5"): (5, ["1111", "1110"]),
         ("outcome", "0.8"): (6, ["1101", "1100"]),
     }
