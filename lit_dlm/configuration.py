@@ -214,4 +214,5 @@ class RunConfigCallback(SaveConfigCallback):
         """Writes a file that re-runs as is (the base class calls this on rank 0 only)."""
         assert trainer.state.fn is not None
         path = Path(trainer.default_root_dir) / f"{trainer.state.fn.value}.yaml"
-        write_atomically(path, self.parser.dump(self.config, skip_none=False))
+        text = self.parser.dump(self.config, skip_none=False, skip_validation=True)  # it was parsed
+        write_atomically(path, text)

@@ -148,8 +148,9 @@ class CLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
+        called = sys.argv[1]  # the options of the others would take longer than those of this one
         left_out = "weights_only"  # the option lets a checkpoint run code
-        return {name: {*known, left_out} for name, known in LightningCLI.subcommands().items()}
+        return {called: {*LightningCLI.subcommands()[called], left_out}}
 
     def _parse_ckpt_path(self) -> None:
         """Keeps the settings of the command line where Lightning takes those of a checkpoint."""
@@ -243,7 +244,7 @@ def main(arguments: Sequence[str], cli: type[CLI] = CLI) -> int:
             parser_class=Parser,
             save_config_callback=RunConfigCallback,
             save_config_kwargs={"overwrite": True, "save_to_log_dir": False},
-            parser_kwargs={"parser_mode": "omegaconf+", **dict.fromkeys(CLI.subcommands(), base)},
+            parser_kwargs={"parser_mode": "omegaconf+", arguments[0]: base},
         )
     except (
         ValueError, OSError, OmegaConfBaseException, RuntimeError, TypeError, LookupError,
