@@ -21,6 +21,7 @@ from lit_dlm.callbacks.record_shards import RecordShards, describe_run
 from lit_dlm.callbacks.trace_pictures import file_name
 from lit_dlm.grading import Verdict
 from lit_dlm.modules.decode import DecodedBatch, DecodeModule
+from lit_dlm.ops.files import write_atomically
 from lit_dlm.ops.options import at_least, of_kind, within
 from lit_dlm.reports.command import write_report
 from lit_dlm.reports.results import ResultFolder, ResultRow
@@ -261,8 +262,7 @@ class DecodeWriter(BasePredictionWriter):
         for row in rows:
             if picture := picture_from_text(row.completion):
                 path = run_dir / "pictures" / file_name(row.method) / file_name(row.uid)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.with_name(path.name + ".png").write_bytes(picture.read())
+                write_atomically(path.with_name(path.name + ".png"), picture.read())
         results.append(rows, rank=self._rank)
 
     # -- the end ---------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def locked(folder: Path, name: str) -> Iterator[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".{name}.lock"
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         is_free = lock(file)
         owner = _owner(os.read(file, 4096))
         if is_free is False or (is_free is None and _lives(owner)):

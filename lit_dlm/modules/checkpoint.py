@@ -224,6 +224,7 @@ class CheckpointFiles(TorchCheckpointIO):
                 raise ValueError(f"{path}: not written, since {key} is not finite")
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = draft_of(path)
+        draft.unlink(missing_ok=True)  # it may be a link to elsewhere
         try:
             with draft.open("wb") as file:
                 torch.save(checkpoint, file)
