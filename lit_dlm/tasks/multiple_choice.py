@@ -19,6 +19,8 @@ from lit_dlm.tasks.base import DatasetTask, PromptExample
 from lit_dlm.tasks.sources import Row
 from lit_dlm.vision.pictures import IMAGE_MARK
 
+_LONGEST_OPTIONS = 100_000
+"""Characters of a text that is read as a list, which takes hundreds of bytes for each."""
 _WRONG = ("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 
 
@@ -144,8 +146,8 @@ class MMMU(MultipleChoice):
     def _example(self, row: Row) -> PromptExample:
         told = row.text("options")
         try:
-            options = ast.literal_eval(told)
-        except (SyntaxError, ValueError):
+            options = ast.literal_eval(told) if len(told) <= _LONGEST_OPTIONS else None
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
             options = None
         row.expect(isinstance(options, list), "a list in field 'options'", told)
         texts = [row.text("question"), *map(str, options)]
