@@ -41,6 +41,7 @@ import lit_dlm.toy
 from lit_dlm.config_files import FOLDER
 from lit_dlm.configuration import Parser, RunConfigCallback, explain
 from lit_dlm.modules.checkpoint import LAST, CheckpointFiles, last_checkpoint, local
+from lit_dlm.ops.terminal import printable
 from lit_dlm.plan import check_run
 from lit_dlm.trajectories.store.writer import lives, lock
 
@@ -254,7 +255,7 @@ def main(arguments: Sequence[str], cli: type[CLI] = CLI) -> int:
         told = (cause and _told(cause)) or _told(error)
         if told is None or os.environ.get("LIT_DLM_TRACEBACK"):
             raise
-        sys.stderr.write(f"lit-dlm: error: {told}\n")
+        sys.stderr.write(f"lit-dlm: error: {printable(told)}\n")
         return 1
     finally:
         _held.close()
