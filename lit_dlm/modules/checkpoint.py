@@ -330,11 +330,9 @@ def sound(path: Path) -> Path:
         raise FileNotFoundError(f"{path}: no such checkpoint")
     problem = _damage(path)
     found = _before(path, problem) if problem else path
-    if found is None:
-        raise ValueError(
-            f"{path}: the checkpoint is damaged ({problem}); expected another ckpt_path"
-        )
-    return found
+    if found is not None:
+        return found
+    raise ValueError(f"{path}: the checkpoint is damaged ({problem}); expected another ckpt_path")
 
 
 def _before(path: Path, problem: str) -> Path | None:

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from http.client import HTTPException, HTTPResponse
 from typing import Any
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
 from lit_dlm.ops.options import at_least, one_of
@@ -68,7 +69,7 @@ class ChatEndpoint:
         if token:
             self.headers["Authorization"] = f"Bearer {token}"
         self._silent_since: float | None = None
-        self._opener = urllib.request.build_opener(_Bounded, _NoRedirect)
+        self._opener = urllib.request.build_opener(_Bounded)
 
     def ask(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> str:
         """The reply to messages, with sampling settings of the protocol; for any thread."""
@@ -88,8 +89,7 @@ class ChatEndpoint:
                 reply = self._read(request)
             except (OSError, HTTPException) as error:
                 told = f"judge: {self.url} did not answer: {error}"
-                # Asking again does not help with a redirect or a client error, other than too many
-                # requests.
+                # Asking again helps with too many requests, not with other errors of the client.
                 status = getattr(error, "code", 0)
                 if 300 <= status < 500 and status not in (408, 429):
                     raise ValueError(told) from error
@@ -112,6 +112,8 @@ class ChatEndpoint:
                     # All at once would take as much memory as the headers say that there is.
                     reply.set_result(response.read(_LARGEST))
             except BaseException as error:
+                if isinstance(error, HTTPError):
+                    error.close()
                 reply.set_exception(error)
 
         # Looking up a name knows no timeout, so it may have to be left alone.
@@ -134,6 +136,10 @@ class _BoundedStream(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
     def readinto(self, buffer: Any) -> int | None:
         size = self._stream.readinto(buffer)
         self._left -= size or 0
@@ -151,16 +157,12 @@ class _BoundedResponse(HTTPResponse):
         self.fp = io.BufferedReader(_BoundedStream(stream.detach(), sock.gettimeout()))
 
 
-class _Bounded(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+class _Bounded(
+    urllib.request.HTTPHandler, urllib.request.HTTPSHandler, urllib.request.HTTPRedirectHandler
+):
     def do_open(self, http_class: Any, *rest: Any, **options: Any) -> HTTPResponse:
-        def connection(*args: Any, **kwargs: Any) -> Any:
-            made = http_class(*args, **kwargs)
-            made.response_class = _BoundedResponse
-            return made
+        kind: Any = type(http_class.__name__, (http_class,), {"response_class": _BoundedResponse})
+        return super().do_open(kind, *rest, **options)
 
-        return super().do_open(connection, *rest, **options)
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: Any) -> None:
         """No request: the token is for the one host that was named."""

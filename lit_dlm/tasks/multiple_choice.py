@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import random
 import re
+from contextlib import suppress
 from dataclasses import replace
 from string import ascii_uppercase
 from typing import Any
@@ -145,10 +146,9 @@ class MMMU(MultipleChoice):
 
     def _example(self, row: Row) -> PromptExample:
         told = row.text("options")
-        try:
+        options: Any = None
+        with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
             options = ast.literal_eval(told) if len(told) <= _LONGEST_OPTIONS else None
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            options = None
         row.expect(isinstance(options, list), "a list in field 'options'", told)
         texts = [row.text("question"), *map(str, options)]
         named = [int(number) for text in texts for number in re.findall(r"<image (\d)>", text)]

@@ -439,10 +439,7 @@ def _ids(row: Mapping[str, Any], name: str, role: str, *, template: bool = False
 
 
 class Allowance:
-    """What rows of a data file of others may take in memory: a few bytes may stand for gigabytes.
-
-    Counted are the bytes of their values as they are read, and a little for every row.
-    """
+    """What rows of a data file may take in memory: bytes of their values, and some for each row."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -452,10 +449,8 @@ class Allowance:
     def take(self, size: int, rows: int) -> None:
         self._taken += size + rows * _BYTES_OF_ROW
         if self._taken > self.most:
-            raise ValueError(
-                f"{self.path}: expected rows of at most {self.most >> 20} MiB in a file of this "
-                "size, got more"
-            )
+            most = f"{self.most >> 20} MiB in a file of this size"
+            raise ValueError(f"{self.path}: expected rows of at most {most}, got more")
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:

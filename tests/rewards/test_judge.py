@@ -85,7 +85,7 @@ def test_a_deadline_that_passes_ends_the_run_or_leaves_the_outcome(
 ):
     """The deadline is the endpoint's: once it has passed, further questions are asked once."""
     server.num_failures, server.status = 10_000, 503
-    strict = judge_of(server, deadline_s=0.2, pause_s=0.05)
+    strict = judge_of(server, deadline_s=0.4, pause_s=0.1)
     with pytest.raises(ValueError, match=r"^s#0: judge: http://.* did not answer: .*503"):
         strict.grade(QUESTION, 0)
     asked = len(server.requests)
