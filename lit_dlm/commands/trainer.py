@@ -41,6 +41,7 @@ import lit_dlm.toy
 from lit_dlm.config_files import FOLDER
 from lit_dlm.configuration import Parser, RunConfigCallback, explain
 from lit_dlm.modules.checkpoint import LAST, CheckpointFiles, last_checkpoint, local
+from lit_dlm.ops.terminal import printable
 from lit_dlm.plan import check_run
 from lit_dlm.trajectories.store.writer import lives, lock
 
@@ -54,7 +55,7 @@ def locked(folder: Path, name: str) -> Iterator[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".{name}.lock"
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         is_free = lock(file)
         owner = _owner(os.read(file, 4096))
         if is_free is False or (is_free is None and _lives(owner)):
@@ -255,7 +256,7 @@ def main(arguments: Sequence[str], cli: type[CLI] = CLI) -> int:
         told = (cause and _told(cause)) or _told(error)
         if told is None or os.environ.get("LIT_DLM_TRACEBACK"):
             raise
-        sys.stderr.write(f"lit-dlm: error: {told}\n")
+        sys.stderr.write(f"lit-dlm: error: {printable(told)}\n")
         return 1
     finally:
         _held.close()
