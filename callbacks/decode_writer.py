@@ -14,14 +14,15 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
-from rich.console import Console
 
 from lit_dlm.callbacks.interruption import Interrupted
 from lit_dlm.callbacks.record_shards import RecordShards, describe_run
 from lit_dlm.callbacks.trace_pictures import file_name
 from lit_dlm.grading import Verdict
 from lit_dlm.modules.decode import DecodedBatch, DecodeModule
+from lit_dlm.ops.files import write_atomically
 from lit_dlm.ops.options import at_least, of_kind, within
+from lit_dlm.ops.terminal import PlainConsole
 from lit_dlm.reports.command import write_report
 from lit_dlm.reports.results import ResultFolder, ResultRow
 from lit_dlm.reports.summary import MethodSummary, summarise_folder
@@ -261,8 +262,7 @@ class DecodeWriter(BasePredictionWriter):
         for row in rows:
             if picture := picture_from_text(row.completion):
                 path = run_dir / "pictures" / file_name(row.method) / file_name(row.uid)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.with_name(path.name + ".png").write_bytes(picture.read())
+                write_atomically(path.with_name(path.name + ".png"), picture.read())
         results.append(rows, rank=self._rank)
 
     # -- the end ---------------------------------------------------------------------------------
@@ -320,7 +320,7 @@ def _report(trainer: Trainer, results: ResultFolder, run: RunRecord, order: Sequ
     run_dir = results.folder.parent
     summaries: Sequence[MethodSummary] = summarise_folder(results.folder, order)
     results.write_facts(_facts(run))
-    write_report(summaries, run_dir, Console())
+    write_report(summaries, run_dir, PlainConsole())
     if trainer.loggers and summaries:
         # Here: most runs have none, and it imports their packages.
         from lit_dlm.reports.profile import log_profile

@@ -8,6 +8,8 @@ import signal
 import sys
 from importlib import import_module
 
+from lit_dlm.ops.terminal import PlainFormatter, printable
+
 # Read by torch: no checkpoint is unpickled, parts of sharded ones included.
 os.environ.setdefault("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -94,7 +96,9 @@ def _run(name: str, rest: list[str]) -> int:
     module = COMMANDS[name][0]
     if module == TRAINER:
         rest = [name, *("--help" if option == "--help_all" else option for option in rest)]
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(PlainFormatter())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     # Classes of the user's own, in files of the working folder, may be named in configurations.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -112,6 +116,7 @@ def _run(name: str, rest: list[str]) -> int:
             raise
         hint = "; extras bring more: pip install 'lit-dlm[code,eval,log]'"
         hint = hint if isinstance(error, ModuleNotFoundError) else ""
-        sys.stderr.write(f"lit-dlm: error: {' '.join(str(error).split())}{hint}\n")
+        told = printable(" ".join(str(error).split()))
+        sys.stderr.write(f"lit-dlm: error: {told}{hint}\n")
         return 1
     return int(status or 0)

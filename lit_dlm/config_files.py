@@ -32,6 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 FOLDER = (Path(__file__).parent / "configs").resolve()
 """The configurations of this package; in a checkout a link to the folder at its top."""
 _MOST_LISTED = 20
+_DEEPEST = 50
 _UNREADABLE = (
     yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError, RecursionError
 )  # fmt: skip
@@ -81,12 +82,23 @@ def _read(path: Path, within: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path in within:
         raise ValueError(f"{path}: names itself, by way of {within[-1]}")
     try:
+        _require_shallow(str(path), path.read_text(encoding="utf-8"))
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except _UNREADABLE as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a mapping, got {type(content).__name__}")
     return _included(content, path.parent, (*within, path))
+
+
+def _require_shallow(where: str, text: str) -> None:
+    """Refuses YAML in which parsers, which are recursive, would end the process."""
+    depth = 0
+    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST:
+            raise ValueError(f"{where}: expected at most {_DEEPEST} levels, got more")
 
 
 def _included(value: Any, folder: Path, within: tuple[Path, ...] = ()) -> Any:
@@ -183,7 +195,8 @@ def with_files(arguments: Sequence[str]) -> list[str]:
             value = given.pop(0)
         if option in ("--config", "-c"):
             place = len(rest) if place is None else place
-            is_inline = value.lstrip().startswith("{")
+            if is_inline := value.lstrip().startswith("{"):
+                _require_shallow(option, value)
             merged = merge(merged, yaml.safe_load(value) if is_inline else load(value))
         elif not _set(merged, option.removeprefix("--").split("."), value):
             value = _with_contents(value)

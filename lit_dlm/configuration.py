@@ -18,6 +18,7 @@ from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 
 from lit_dlm.config_files import nearest, own_modules, with_files
 from lit_dlm.ops.files import write_atomically
+from lit_dlm.ops.terminal import printable
 from lit_dlm.plugs import Plug, difference
 
 _PLUG = re.compile(
@@ -203,7 +204,7 @@ class Parser(LightningArgumentParser):
         """Prints one short error and exits with status 2; one inside a class goes to its parent."""
         if not self.exit_on_error:  # parses a class; who asked knows its name and place
             super().error(message, ex)
-        sys.stderr.write(f"lit-dlm: error: {explain(message, self)}\n")
+        sys.stderr.write(f"lit-dlm: error: {printable(explain(message, self))}\n")
         raise SystemExit(2)
 
 
@@ -214,4 +215,5 @@ class RunConfigCallback(SaveConfigCallback):
         """Writes a file that re-runs as is (the base class calls this on rank 0 only)."""
         assert trainer.state.fn is not None
         path = Path(trainer.default_root_dir) / f"{trainer.state.fn.value}.yaml"
-        write_atomically(path, self.parser.dump(self.config, skip_none=False))
+        text = self.parser.dump(self.config, skip_none=False, skip_validation=True)  # it was parsed
+        write_atomically(path, text)

@@ -1,7 +1,12 @@
 """Hooks of the whole suite."""
 
 import gc
+import logging
 import os
+from copy import copy
+from functools import cache
+from io import BytesIO
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -44,5 +49,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Keeps what collection made out of garbage collection, which every test would walk again."""
+    _read_signatures_once()
     gc.collect()
     gc.freeze()
+
+
+def _read_signatures_once() -> None:
+    """Of protocols and of what is compared with them: every command line parses their modules."""
+    from jsonargparse import _typehints
+
+    read = _typehints.get_protocol_method_signature
+
+    @cache
+    def known(kind: type, name: str) -> Any:
+        return read(kind, name, logging.getLogger("jsonargparse"))
+
+    def get(kind: type, name: str, _logger: Any) -> Any:
+        parameters, returned = known(kind, name)
+        return [copy(one) for one in parameters], returned
+
+    _typehints.get_protocol_method_signature = get
+
+
+@pytest.fixture
+def unpainted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plots are made up to their pixels, which take seconds; tests of reports look at those."""
+    from PIL import Image
+
+    one_pixel = BytesIO()
+    Image.new("L", (1, 1)).save(one_pixel, "PNG")
+    monkeypatch.setattr("lit_dlm.reports.plots.figure_bytes", lambda *_, **__: one_pixel.getvalue())

@@ -99,6 +99,16 @@ def test_a_second_file_adds_a_decoder_and_flags_reach_both_and_named_regions(fol
     assert rest == []
 
 
+@pytest.mark.parametrize("text", ["a: " + "[" * 100_000 + "]" * 100_000, "- " * 50_000 + "a"])
+def test_nesting_that_would_end_the_process_is_one_line(text: str, tmp_path: Path):
+    path = tmp_path / "deep.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"deep\.yaml: expected at most 50 levels"):
+        load(str(path))
+    with pytest.raises(ValueError, match="--config: expected at most 50 levels"):
+        with_files(["--config", f"{{a: {'[' * 1000}"])
+
+
 def test_values_of_flags_may_name_packaged_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flag, value = with_files(["--model.backbone", "backbone/tiny.yaml"])

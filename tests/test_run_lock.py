@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 from lit_dlm.commands.trainer import locked
+from lit_dlm.modules.checkpoint import CheckpointFiles
+from lit_dlm.ops.files import write_atomically
+from lit_dlm.reports.results import ResultFolder
 from tests.e2e.runs import fails
+from tests.reports.rows import row
 
 HOLD = """
 import sys, time
@@ -60,6 +64,24 @@ def test_without_locks_of_the_file_system_the_owner_is_asked_for(tmp_path: Path,
         path.write_text(owner)
         with pytest.raises(ValueError, match=told), locked(tmp_path, "fit"):
             pass
+
+
+def test_what_is_written_into_a_folder_that_others_prepared_stays_there(tmp_path: Path):
+    """Links in place of the lock, of results, of a checkpoint's draft, and of one beside a file."""
+    mine, folder = tmp_path / "mine", tmp_path / "run"
+    part = folder / "results/t/m/part-r00000.jsonl"
+    part.parent.mkdir(parents=True)
+    mine.write_text("kept\n")
+    names = (".fit.lock", ".last.ckpt-partial", f"fit.yaml.tmp-{os.getpid()}", "fit.yaml")
+    for path in (part, *(folder / name for name in names)):
+        path.symlink_to(mine)
+    with pytest.raises(OSError, match=r"symbolic links: .*\.fit\.lock"), locked(folder, "fit"):
+        pass
+    with pytest.raises(OSError, match=r"symbolic link: .*part-r00000\.jsonl"):
+        ResultFolder(folder / "results").append([row()])
+    write_atomically(folder / "fit.yaml", "new")
+    CheckpointFiles().save_checkpoint({"loops": {}}, folder / "last.ckpt")
+    assert (mine.read_text(), (folder / "fit.yaml").read_text()) == ("kept\n", "new")
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from lit_dlm.configuration import Parser
 from lit_dlm.decoding import Decoder
 from lit_dlm.decoding.caches import NoCache
 from lit_dlm.generation import generate
+from lit_dlm.ops.terminal import PlainConsole
 
 HELP = """\
 /policy NAME    decode as configs/decode/NAME says (or another file), such as threshold_09
@@ -104,7 +105,7 @@ class Chat:
             return
         seconds = time.perf_counter() - begun
         self.messages.append({"role": "assistant", "content": done.texts[0]})
-        self.console.print(done.texts[0], markup=False, highlight=False, soft_wrap=True)
+        self.console.print(done.texts[0], highlight=False, soft_wrap=True)
         steps, tokens = done.num_steps[0], len(done.ids[0])
         self._say(
             f"{tokens} tokens in {steps} steps ({tokens / steps:.1f} a step), "
@@ -112,7 +113,7 @@ class Chat:
         )
 
     def _say(self, text: str, style: str = "dim") -> None:
-        self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(text, style=style, highlight=False, soft_wrap=True)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -125,7 +126,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--response_length", type=PositiveInt, default=128, help="Cells to fill.")
     add_decoding_arguments(parser)
     config = parser.parse_args(list(arguments))
-    console = Console()
+    console = PlainConsole()
     chat = Chat(*built(parser, config), config.response_length, config.seed, console)
     for line in _lines(console):
         if line and not chat.turn(line):
@@ -138,7 +139,7 @@ def _lines(console: Console) -> Iterator[str]:
     if not (console.is_terminal and sys.stdin.isatty()):
         yield from map(str.strip, sys.stdin)
         return
-    console.print(HELP, style="dim", markup=False, highlight=False)
+    console.print(HELP, style="dim", highlight=False)
     while True:
         try:
             yield console.input("[bold]> [/bold]").strip()

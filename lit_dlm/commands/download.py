@@ -15,9 +15,9 @@ from typing import Any
 
 import yaml
 from huggingface_hub import constants
-from rich.console import Console
 
 from lit_dlm.backbones.resolution import hub_files, in_hub_cache, is_local, locate
+from lit_dlm.ops.terminal import PlainConsole
 from lit_dlm.tasks.sources import on_hub
 
 _WANTED = {
@@ -139,7 +139,7 @@ def _fetch(named: Sequence[Source], *, is_wanted: bool) -> int:
     """Says what is here, what is missing and what goes where, then fetches what is wanted."""
     if constants.HF_HUB_OFFLINE:
         os.environ["HF_DATASETS_OFFLINE"] = "1"  # read when ``datasets`` is imported
-    console = Console(soft_wrap=True, markup=False, highlight=False)
+    console = PlainConsole(soft_wrap=True, highlight=False)
     left: dict[Source, int] = {}
     absent = False
     for source in named:

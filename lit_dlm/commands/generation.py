@@ -23,6 +23,7 @@ from lit_dlm.backbones import HFBackbone, load_backbone, load_tokenizer
 from lit_dlm.configuration import Parser
 from lit_dlm.decoding import Decoder, DecodeResult, DecodeState, StepRecord
 from lit_dlm.generation import generate
+from lit_dlm.ops.terminal import PlainConsole, printable
 from lit_dlm.reports.pieces import TokenPieces
 
 
@@ -57,7 +58,9 @@ class LiveCanvas:
                 if token == state.mask_id:
                     line.append("░", "dim")
                 elif not self._pieces.is_special(token):
-                    line.append(self._pieces.text(token), "bold green" if was != token else "")
+                    line.append(
+                        printable(self._pieces.text(token)), "bold green" if was != token else ""
+                    )
             self._shown[row] = line
         self._live.update(Text("\n").join(self._shown.values()), refresh=True)
 
@@ -89,7 +92,7 @@ def main(arguments: Sequence[str]) -> int:
     if not prompts:
         raise ValueError("prompts: expected some as arguments, or lines on standard input")
     backbone, tokenizer, decoder = built(parser, config)
-    console = Console()
+    console = PlainConsole()
     with live_canvas(console, tokenizer) as observers:
         done = generate(
             backbone,
@@ -107,10 +110,8 @@ def main(arguments: Sequence[str]) -> int:
         if number:
             console.print()
         if console.is_terminal:
-            console.print(
-                f"{prompt}  ({steps} forwards)", style="dim", markup=False, highlight=False
-            )
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+            console.print(f"{prompt}  ({steps} forwards)", style="dim", highlight=False)
+        console.print(text, highlight=False, soft_wrap=True)
     return 0
 
 

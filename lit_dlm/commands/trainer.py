@@ -41,6 +41,7 @@ import lit_dlm.toy
 from lit_dlm.config_files import FOLDER
 from lit_dlm.configuration import Parser, RunConfigCallback, explain
 from lit_dlm.modules.checkpoint import LAST, CheckpointFiles, last_checkpoint, local
+from lit_dlm.ops.terminal import printable
 from lit_dlm.plan import check_run
 from lit_dlm.trajectories.store.writer import lives, lock
 
@@ -54,7 +55,7 @@ def locked(folder: Path, name: str) -> Iterator[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".{name}.lock"
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         is_free = lock(file)
         owner = _owner(os.read(file, 4096))
         if is_free is False or (is_free is None and _lives(owner)):
@@ -148,8 +149,9 @@ class CLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
+        called = sys.argv[1]  # the options of the others would take longer than those of this one
         left_out = "weights_only"  # the option lets a checkpoint run code
-        return {name: {*known, left_out} for name, known in LightningCLI.subcommands().items()}
+        return {called: {*LightningCLI.subcommands()[called], left_out}}
 
     def _parse_ckpt_path(self) -> None:
         """Keeps the settings of the command line where Lightning takes those of a checkpoint."""
@@ -243,7 +245,7 @@ def main(arguments: Sequence[str], cli: type[CLI] = CLI) -> int:
             parser_class=Parser,
             save_config_callback=RunConfigCallback,
             save_config_kwargs={"overwrite": True, "save_to_log_dir": False},
-            parser_kwargs={"parser_mode": "omegaconf+", **dict.fromkeys(CLI.subcommands(), base)},
+            parser_kwargs={"parser_mode": "omegaconf+", arguments[0]: base},
         )
     except (
         ValueError, OSError, OmegaConfBaseException, RuntimeError, TypeError, LookupError,
@@ -254,7 +256,7 @@ def main(arguments: Sequence[str], cli: type[CLI] = CLI) -> int:
         told = (cause and _told(cause)) or _told(error)
         if told is None or os.environ.get("LIT_DLM_TRACEBACK"):
             raise
-        sys.stderr.write(f"lit-dlm: error: {told}\n")
+        sys.stderr.write(f"lit-dlm: error: {printable(told)}\n")
         return 1
     finally:
         _held.close()

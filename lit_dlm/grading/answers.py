@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 from lit_dlm.grading.bounded import shared_processes
 from lit_dlm.grading.verdict import Verdict
 
-_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|[-+]?\.\d+")
+_NUMBER = re.compile(
+    r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE](?P<power>[-+]?\d+))?"
+)
 _FRACTION = re.compile(r"([-+]?)\s*\\[dt]?frac\s*\{\s*(-?\d{1,400})\s*\}\s*\{\s*(-?\d{1,400})\s*\}")
 _SLASH = re.compile(r"([-+]?\d{1,400})\s*/\s*(\d{1,400})")
 _EXPONENT = re.compile(r"\^\s*(?:\{[^{}]*\}|\w)")
@@ -81,7 +83,7 @@ def _find_numbers(text: str) -> Iterator[str]:
     # A minus directly after a digit or a letter is a subtraction or a hyphen, not a sign.
     for match in _NUMBER.finditer(text):
         digits = match.group().replace(",", "")
-        if len(digits) > _MAX_DIGITS:
+        if len(digits) > _MAX_DIGITS or abs(int(match["power"] or 0)) > _MAX_DIGITS:
             continue
         before = text[match.start() - 1] if match.start() else " "
         if digits[0] in "+-" and (before.isalnum() or before in ")]}"):

@@ -224,6 +224,7 @@ class CheckpointFiles(TorchCheckpointIO):
                 raise ValueError(f"{path}: not written, since {key} is not finite")
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = draft_of(path)
+        draft.unlink(missing_ok=True)  # it may be a link to elsewhere
         try:
             with draft.open("wb") as file:
                 torch.save(checkpoint, file)
@@ -254,9 +255,11 @@ class CheckpointFiles(TorchCheckpointIO):
         try:
             found = torch.load(path, map_location=map_location, weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-            raise ValueError(
-                f"{path}: expected a checkpoint of tensors and plain values ({_reason(error)})"
-            ) from error
+            told = f"expected a checkpoint of tensors and plain values ({_reason(error)})"
+            former = _before(path, told)  # the archive's directory has no checksum
+            if former is None:
+                raise ValueError(f"{path}: {told}") from error
+            return self.load_checkpoint(former, map_location)
         require_training(path, found)
         for key, value in found["state_dict"].items():
             if isinstance(value, torch.Tensor) and not is_finite(value):
@@ -326,15 +329,21 @@ def sound(path: Path) -> Path:
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such checkpoint")
     problem = _damage(path)
-    if not problem:
-        return path
-    former = _former(path)
-    if path.stem == LAST and former.exists() and not _damage(former):
-        rank_zero_only(logger.warning)(
-            "%s is damaged (%s); going on from %s, which was saved before it", path, problem, former
-        )
-        return former
+    found = _before(path, problem) if problem else path
+    if found is not None:
+        return found
     raise ValueError(f"{path}: the checkpoint is damaged ({problem}); expected another ckpt_path")
+
+
+def _before(path: Path, problem: str) -> Path | None:
+    """The checkpoint before a damaged ``last``, if there is one that is whole."""
+    former = _former(path)
+    if path.stem != LAST or not former.exists() or _damage(former):
+        return None
+    rank_zero_only(logger.warning)(
+        "%s is damaged (%s); going on from %s, which was saved before it", path, problem, former
+    )
+    return former
 
 
 def remove(path: Path) -> None:
@@ -362,6 +371,10 @@ def _damage(path: Path) -> str:
         if path.is_dir():
             return _folder_damage(path)
         with zipfile.ZipFile(path) as archive:
+            # No checksum covers the directory, and torch takes noise for what is called a folder.
+            strange = [x for x in archive.infolist() if x.compress_type or x.external_attr]
+            if strange:
+                return f"directory entry of {strange[0].filename}"
             record = archive.testzip()
         return f"checksum of {record}" if record else ""
     except _OF_DAMAGE as error:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and reports need none
 def replacing(path: Path) -> Iterator[Path]:
     """Gives another file to fill, which takes the place of ``path`` when that has succeeded."""
     partial = path.with_name(f"{path.name}.tmp-{os.getpid()}")  # processes share folders
+    partial.unlink(missing_ok=True)  # a link to elsewhere, where others prepared the folder
     try:
         yield partial
         partial.replace(path)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from rich.console import Console
 from rich.table import Table
 
 from lit_dlm.ops.files import write_atomically
+from lit_dlm.ops.terminal import PlainConsole, printable
 from lit_dlm.reports.pieces import fill, render
 from lit_dlm.reports.results import ResultFolder, ResultRow, write_json
 from lit_dlm.reports.samples import SampleSet, load_samples
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, help="where the report goes (default: the first run)")
     options = parser.parse_args(arguments)
     runs = labelled([(run, summarise_run(run)) for run in options.run])
-    folder, console, merged = options.out or options.run[0], Console(), merge_runs(runs)
+    folder, console, merged = options.out or options.run[0], PlainConsole(), merge_runs(runs)
     write_report(merged, folder, console)
     title = f"Report of {', '.join(run.name for run in runs)}"
     pages = write_pages(runs, merged, folder, title=title)
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def write_report(summaries: Sequence[MethodSummary], folder: Path, console: Console) -> None:
+def write_report(summaries: Sequence[MethodSummary], folder: Path, console: PlainConsole) -> None:
     """Writes ``summary.json``, ``summary.md`` and ``front.png``, and prints the tables.
 
     ``front_dark.png`` is the plot for dark pages; without grades there is none.
@@ -108,7 +108,7 @@ def write_report(summaries: Sequence[MethodSummary], folder: Path, console: Cons
     from lit_dlm.reports.plots import plot_front
 
     write_json(folder / "summary.json", [asdict(summary) for summary in summaries])
-    write_atomically(folder / "summary.md", markdown_tables(summaries))
+    write_atomically(folder / "summary.md", printable(markdown_tables(summaries)))
     plot_front(summaries, folder / "front.png")
     plot_front(summaries, folder / "front_dark.png", theme="dark")
     for task, group in by_task(summaries):
@@ -212,7 +212,7 @@ def write_pages(
     write_atomically(folder / "report.html", page)
     tables = markdown_tables(merged).rstrip("\n")
     text = fill("report/page.md", tables=tables, front=bool(fronts), **content)
-    write_atomically(folder / "report.md", text)
+    write_atomically(folder / "report.md", printable(text))
     if not traced:
         return ["report.html", "report.md"]
     # Here: transformers takes seconds to import.

@@ -10,10 +10,10 @@ from itertools import groupby
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from lit_dlm.ops.files import write_atomically
+from lit_dlm.ops.terminal import PlainConsole
 from lit_dlm.reports.results import ResultFolder, setting_differences
 from lit_dlm.reports.significance import PairedComparison, compare_rows, holm
 from lit_dlm.reports.summary import markdown_table
@@ -56,9 +56,11 @@ def main(arguments: Sequence[str]) -> int:
     found = [compare_rows(first.rows(task, a), second.rows(task, b)) for task, a, b in pairs]
     adjusted = holm([one.p_value for one in found])  # for all of them
     found = [replace(one, p_adjusted=p) for one, p in zip(found, adjusted, strict=True)]
-    console = Console()
+    console = PlainConsole()
     if options.json:
-        console.print_json(json.dumps([asdict(comparison) for comparison in found]))
+        console.print_json(
+            json.dumps([asdict(comparison) for comparison in found]), ensure_ascii=True
+        )
         return 0
     for title, rows in tables(found):
         table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
@@ -70,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
     console.print(f"A: {options.first}   B: {options.second}", style="bold", highlight=False)
     console.print(NOTE, highlight=False)
     for line in _setting_lines(first, second, pairs):
-        console.print(line, highlight=False, markup=False)
+        console.print(line, highlight=False)
     if options.out is not None:
         write_atomically(options.out, markdown(found, options.first, options.second))
         console.print(f"Table: {options.out}")

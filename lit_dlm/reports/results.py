@@ -227,7 +227,12 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def drop_torn_line(path: Path) -> None:
-    """Removes a last line without its end, as a killed process leaves it; absent files may be."""
+    """Removes a last line without its end, as a killed process leaves it; absent files may be.
+
+    What is appended behind it must not go to another file.
+    """
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "expected a file, got a symbolic link", str(path))
     if not path.exists():
         return
     with path.open("rb") as file:

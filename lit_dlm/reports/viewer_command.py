@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dlm.ops.options import at_least
+from lit_dlm.ops.terminal import printable
 from lit_dlm.reports.pieces import TokenPieces
 from lit_dlm.reports.samples import load_samples
 from lit_dlm.reports.viewer import ViewedSet, write_viewer
@@ -104,7 +105,7 @@ def _write_pictures(viewed: ViewedSet, files: dict[str, Path], options: argparse
     write_pictures(decodes, viewed.pieces, files, method=method, theme=options.theme)
     for kind, path in files.items():
         names = decodes if kind == "gif" else decodes[:1]
-        print(f"{path}: {', '.join(sample.record.uid for sample in names)}")  # noqa: T201
+        print(printable(f"{path}: {', '.join(one.record.uid for one in names)}"))  # noqa: T201
 
 
 def pieces_of(shards: Sequence[Path], tokenizer: str | None) -> TokenPieces:

@@ -5,14 +5,18 @@ vLLM, SGLang and llama.cpp servers do.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
+import threading
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
-from http.client import HTTPException
+from concurrent.futures import Future
+from http.client import HTTPException, HTTPResponse
 from typing import Any
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
 from lit_dlm.ops.options import at_least, one_of
@@ -20,6 +24,8 @@ from lit_dlm.ops.options import at_least, one_of
 logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 30.0
+_LARGEST = 16 << 20
+"""Bytes that an endpoint may send for one reply, headers included."""
 
 
 class UnavailableError(ValueError):
@@ -63,6 +69,7 @@ class ChatEndpoint:
         if token:
             self.headers["Authorization"] = f"Bearer {token}"
         self._silent_since: float | None = None
+        self._opener = urllib.request.build_opener(_Bounded)
 
     def ask(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> str:
         """The reply to messages, with sampling settings of the protocol; for any thread."""
@@ -82,9 +89,9 @@ class ChatEndpoint:
                 reply = self._read(request)
             except (OSError, HTTPException) as error:
                 told = f"judge: {self.url} did not answer: {error}"
-                # Asking again does not help with a client error, other than too many requests.
+                # Asking again helps with too many requests, not with other errors of the client.
                 status = getattr(error, "code", 0)
-                if 400 <= status < 500 and status not in (408, 429):
+                if 300 <= status < 500 and status not in (408, 429):
                     raise ValueError(told) from error
                 since = self._silent_since = self._silent_since or begin
                 if time.monotonic() + pause > since + self.deadline_s:
@@ -97,11 +104,65 @@ class ChatEndpoint:
                 return reply
 
     def _read(self, request: urllib.request.Request) -> bytes:
-        reply, end = b"", time.monotonic() + self.timeout_s
-        with urllib.request.urlopen(request, timeout=self.timeout_s) as response:
-            # The timeout of a socket counts for each of its reads, and a reply may drip.
-            while part := response.read1(1 << 16):
-                reply += part
-                if time.monotonic() > end:
-                    raise TimeoutError(f"no whole reply in {self.timeout_s:g} s")
-        return reply
+        reply = Future[bytes]()
+
+        def fetch() -> None:
+            try:
+                with self._opener.open(request, timeout=self.timeout_s) as response:
+                    # All at once would take as much memory as the headers say that there is.
+                    reply.set_result(response.read(_LARGEST))
+            except BaseException as error:
+                if isinstance(error, HTTPError):
+                    error.close()
+                reply.set_exception(error)
+
+        # Looking up a name knows no timeout, so it may have to be left alone.
+        threading.Thread(target=fetch, daemon=True).start()
+        try:
+            return reply.result(self.timeout_s)
+        except TimeoutError:
+            raise TimeoutError(f"no whole reply in {self.timeout_s:g} s") from None
+
+
+class _BoundedStream(io.RawIOBase):
+    """What an endpoint sends, of whatever kind, for some seconds and up to a size.
+
+    The timeout of a socket counts for each of its reads, and a reply may drip.
+    """
+
+    def __init__(self, stream: io.RawIOBase, seconds: float) -> None:
+        self._stream, self._end, self._left = stream, time.monotonic() + seconds, _LARGEST
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
+    def readinto(self, buffer: Any) -> int | None:
+        size = self._stream.readinto(buffer)
+        self._left -= size or 0
+        if self._left < 0:
+            raise ValueError(f"judge: a reply has more than {_LARGEST >> 20} MiB")
+        if time.monotonic() > self._end:
+            raise TimeoutError
+        return size
+
+
+class _BoundedResponse(HTTPResponse):
+    def __init__(self, sock: Any, *rest: Any, **options: Any) -> None:
+        super().__init__(sock, *rest, **options)
+        stream: Any = self.fp
+        self.fp = io.BufferedReader(_BoundedStream(stream.detach(), sock.gettimeout()))
+
+
+class _Bounded(
+    urllib.request.HTTPHandler, urllib.request.HTTPSHandler, urllib.request.HTTPRedirectHandler
+):
+    def do_open(self, http_class: Any, *rest: Any, **options: Any) -> HTTPResponse:
+        kind: Any = type(http_class.__name__, (http_class,), {"response_class": _BoundedResponse})
+        return super().do_open(kind, *rest, **options)
+
+    def redirect_request(self, *_: Any) -> None:
+        """No request: the token is for the one host that was named."""

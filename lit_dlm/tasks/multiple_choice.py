@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import random
 import re
+from contextlib import suppress
 from dataclasses import replace
 from string import ascii_uppercase
 from typing import Any
@@ -19,6 +20,8 @@ from lit_dlm.tasks.base import DatasetTask, PromptExample
 from lit_dlm.tasks.sources import Row
 from lit_dlm.vision.pictures import IMAGE_MARK
 
+_LONGEST_OPTIONS = 100_000
+"""Characters of a text that is read as a list, which takes hundreds of bytes for each."""
 _WRONG = ("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 
 
@@ -143,10 +146,9 @@ class MMMU(MultipleChoice):
 
     def _example(self, row: Row) -> PromptExample:
         told = row.text("options")
-        try:
-            options = ast.literal_eval(told)
-        except (SyntaxError, ValueError):
-            options = None
+        options: Any = None
+        with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+            options = ast.literal_eval(told) if len(told) <= _LONGEST_OPTIONS else None
         row.expect(isinstance(options, list), "a list in field 'options'", told)
         texts = [row.text("question"), *map(str, options)]
         named = [int(number) for text in texts for number in re.findall(r"<image (\d)>", text)]

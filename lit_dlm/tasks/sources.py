@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dlm.grading.child.extraction import CANDIDATE_FILE
-from lit_dlm.trajectories.exchange import json_object, numbered_lines, parsed_json
+from lit_dlm.trajectories.exchange import Allowance, json_object, numbered_lines, parsed_json
 from lit_dlm.vision.pictures import Picture
 
 logger = logging.getLogger(__name__)
@@ -163,13 +163,28 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
 
+    index, allowance = 0, Allowance(path)
     try:
-        table = pyarrow.parquet.read_table(path)
+        file = pyarrow.parquet.ParquetFile(path)
+        groups = map(file.metadata.row_group, range(file.num_row_groups))
+        chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
+        # Equal values are stored once, and nulls not at all: first what the file says of itself.
+        stored = [chunk.total_uncompressed_size for chunk in chunks]
+        Allowance(path).take(sum(stored), max((chunk.num_values for chunk in chunks), default=0))
+        # Each cell may hold all that its column stores.
+        at_once = min(max(allowance.most // (max(stored, default=0) + 1), 1), 1024)
+        for batch in file.iter_batches(at_once):
+            plain = [
+                column.dictionary_decode() if pyarrow.types.is_dictionary(column.type) else column
+                for column in batch.columns
+            ]
+            allowance.take(sum(column.nbytes for column in plain), batch.num_rows)
+            for fields in batch.to_pylist():
+                yield Row(index=index, origin=f"{path}, row {index + 1}", fields=fields)
+                index += 1
     except (pyarrow.ArrowInvalid, OSError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{path}: not a readable parquet file ({reason})") from None
-    for index, fields in enumerate(table.to_pylist()):
-        yield Row(index=index, origin=f"{path}, row {index + 1}", fields=fields)
 
 
 _READERS: dict[str, Callable[[Path], Iterator[Row]]] = {

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
 from lit_dlm.ops.options import at_least
+from lit_dlm.ops.terminal import PlainConsole, printable
 from lit_dlm.trajectories.record import Trajectory, TrajectoryFormatError
 from lit_dlm.trajectories.store.files import shard_paths, side_files
 from lit_dlm.trajectories.store.provenance import RunRecord, run_of_shard
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str]) -> int:
     except (ValueError, OSError, RuntimeError) as error:
         if os.environ.get("LIT_DLM_TRACEBACK"):
             raise
-        sys.stderr.write(f"lit-dlm traj {options.command}: error: {error}\n")
+        sys.stderr.write(f"lit-dlm traj {options.command}: error: {printable(str(error))}\n")
         return 2
 
 
@@ -142,10 +142,10 @@ def _inspect(options: argparse.Namespace) -> None:
         block, records = reader.outline(*place)
         columns.update({name: block.batch[name].nbytes for name in block.batch.schema.names})
         rows += map(_counts, records)
-    console = Console()
+    console = PlainConsole()
     for digest, run in {digest: run for run, digest in map(run_of_shard, shards)}.items():
         console.print(f"Run {digest}", style="bold")
-        console.print_json(run.text(), indent=1)
+        console.print_json(run.text(), indent=1, ensure_ascii=True)
     entries = [entry for shard in shards for entry in reader.side_file(shard).blocks]
     size, count = sum(shard.stat().st_size for shard in shards), max(len(rows), 1)
     facts = [
@@ -206,10 +206,10 @@ def _replay(options: argparse.Namespace) -> None:
     shards = shard_paths(options.shards)
     record = _find_record(shards, options.uid)
     tokenizer = None if options.tokenizer == "none" else tokenizer_of(shards, options.tokenizer)
-    console = Console()
+    console = PlainConsole()
     prompt = record.prompt_ids.tolist()
     console.print(f"{record.uid}: {record.num_steps} steps, {record.status}", style="bold")
-    console.print(Text(str(tokenizer.decode(prompt) if tokenizer else prompt), style="dim"))
+    console.print(str(tokenizer.decode(prompt) if tokenizer else prompt), style="dim")
     width = len(str(record.num_steps - 1))
     for number, state in enumerate(record.all_states()[1:]):
         line = Text(f"{number:>{width}}  ", style="dim")
@@ -232,7 +232,7 @@ def _piece(token: int, mask_id: int, tokenizer: Any) -> str:
         return "·" if tokenizer else "· "
     if tokenizer is None:
         return f"{token} "
-    return str(tokenizer.decode([token])).replace("\n", "⏎")
+    return printable(str(tokenizer.decode([token])).replace("\n", "⏎"))
 
 
 def _find_record(shards: Sequence[Path], uid: str | None) -> Trajectory:
@@ -307,7 +307,7 @@ def _execution(shards: Sequence[Path], options: argparse.Namespace) -> Execution
 
 
 def _print_verification(result: Verification) -> None:
-    console = Console()
+    console = PlainConsole()
     for title, lines in (("Problems", result.problems), ("Not as in the run", result.differences)):
         for number, line in enumerate(lines[:_SHOWN]):
             console.print(f"{title}: {line}" if number == 0 else f"  {line}", soft_wrap=True)
@@ -335,7 +335,7 @@ def _agreement_rows(result: Verification) -> list[tuple[str, str]]:
     ]
 
 
-def _print_failures(console: Console, verdicts: list[RecordVerdict]) -> None:
+def _print_failures(console: PlainConsole, verdicts: list[RecordVerdict]) -> None:
     ordered = sorted(verdicts, key=lambda v: v.outcome != "failed")
     rows = [
         (v.uid, v.outcome, f"{v.num_agreeing}/{v.num_checked}", f"{v.margin:.4f}", v.reason)
@@ -351,7 +351,7 @@ def _print_failures(console: Console, verdicts: list[RecordVerdict]) -> None:
 
 
 def _recover(options: argparse.Namespace) -> None:
-    console = Console()
+    console = PlainConsole()
     if not options.folder.is_dir():
         raise ValueError(f"{options.folder}: there is no such folder")
     rows = [
@@ -393,7 +393,7 @@ def _export(options: argparse.Namespace) -> None:
         make_row = exchange.tabom_row if kind == ".jsonl" else exchange.step_map_row
         rows = (make_row(record, tokenizer) for record in records)
         count = exchange.write_json_rows(rows, options.out, as_list=kind == ".json")
-    Console().print(f"{options.out}: {count:,} records", soft_wrap=True)
+    PlainConsole().print(f"{options.out}: {count:,} records", soft_wrap=True)
 
 
 def _import(options: argparse.Namespace) -> None:
@@ -430,7 +430,7 @@ def _import(options: argparse.Namespace) -> None:
             count += 1
     if count:
         merge_manifest(options.out)
-    Console().print(f"{options.out}: {count:,} records", soft_wrap=True)
+    PlainConsole().print(f"{options.out}: {count:,} records", soft_wrap=True)
 
 
 def _format(paths: Sequence[Path], option: str) -> str:
@@ -448,7 +448,7 @@ def _format(paths: Sequence[Path], option: str) -> str:
 
 def _tracked(items: Iterable[Any], total: int | None, name: str = "Records") -> Iterable[Any]:
     """Shows on a terminal how many have been taken; ``None`` where nobody knows their number."""
-    console = Console(stderr=True)
+    console = PlainConsole(stderr=True)
     hidden = not console.is_terminal
     return track(items, name, total, console=console, transient=True, disable=hidden)
 

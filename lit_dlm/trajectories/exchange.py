@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +34,11 @@ from lit_dlm.trajectories.record import MAX_LENGTH, Trajectory
 from lit_dlm.trajectories.store.files import STRANGE
 
 _ROWS_PER_GROUP = 1024
+_LONGEST_LINE = 32 << 20
+_ALWAYS_ALLOWED = 64 << 20
+_MOST_UNPACKED = 100
+"""As many bytes of memory for each one of a file; texts are packed to a tenth, pictures not."""
+_BYTES_OF_ROW = 128
 _RELEASE_METHODS = {"confidence": "default"}
 """What TABOM's release calls our decoders, where it differs; its filters know no other names."""
 
@@ -432,13 +438,34 @@ def _ids(row: Mapping[str, Any], name: str, role: str, *, template: bool = False
     return np.array(ids, dtype=np.int64)
 
 
+class Allowance:
+    """What rows of a data file may take in memory: bytes of their values, and some for each row."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.most = _ALWAYS_ALLOWED + _MOST_UNPACKED * path.stat().st_size
+        self._taken = 0
+
+    def take(self, size: int, rows: int) -> None:
+        self._taken += size + rows * _BYTES_OF_ROW
+        if self._taken > self.most:
+            most = f"{self.most >> 20} MiB in a file of this size"
+            raise ValueError(f"{self.path}: expected rows of at most {most}, got more")
+
+
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Lines that are not blank, with their numbers from 1; ``.gz`` is unpacked."""
-    number = 0
+    number, allowance = 0, Allowance(path)
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
+            lines = iter(partial(file.readline, _LONGEST_LINE + 1), b"")
+            for number, line in enumerate(lines, start=1):
+                if len(line) > _LONGEST_LINE:
+                    most = f"{_LONGEST_LINE >> 20} MiB"
+                    raise ValueError(f"{path}, line {number}: expected at most {most}, got more")
+                has_row = bool(line.strip())
+                allowance.take(len(line), has_row)
+                if has_row:
                     yield number, line
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path}: damaged or cut off after line {number} ({error})") from None

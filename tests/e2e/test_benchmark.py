@@ -12,7 +12,7 @@ from lit_dlm.trajectories.store import TrajectoryShardReader
 from tests.e2e.runs import ARCHITECTURE, QUIET, compact, fails, killed, problems, results, run
 from tests.processes import in_processes
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unpainted")]
 
 METHODS = ("random", "threshold_09", "drawn")
 DRAWN = {"policy": "EntropyPolicy", "sampler": {"temperature": 1.0}}

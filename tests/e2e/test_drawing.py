@@ -11,7 +11,7 @@ from PIL import Image, ImageSequence
 
 from tests.e2e.runs import ON_ONE_CPU, killed, results, run, traces
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unpainted")]
 
 
 @pytest.fixture(scope="module")

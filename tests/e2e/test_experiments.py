@@ -26,7 +26,7 @@ from tests.e2e.witness import SEEN
 from tests.rewards.judge_server import JudgeServer
 from tests.twins import RELEASES, write_magvit_twin, write_twin
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unpainted")]
 EXPERIMENTS = ROOT / "configs" / "exp"
 
 STAGES = ("pretrain", "generate", "distill", "projector", "tracelock")

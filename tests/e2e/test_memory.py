@@ -12,7 +12,7 @@ from torch.optim import adam
 from lit_dlm.backbones import HFBackbone
 from tests.e2e.runs import QUIET, RECORD, fails, problems, run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unpainted")]
 
 SFT = ["fit", "--config=exp/sft_gt_tiny", "--trainer.max_steps=6"]
 SFT += ["--data.batch_size=2", "--data.rows_per_update=6"]

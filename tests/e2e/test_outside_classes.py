@@ -9,7 +9,7 @@ import pytest
 
 import cli
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unpainted")]
 QUIET = ("--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false")
 
 OWN = """

@@ -10,7 +10,7 @@ from lit_dlm.trajectories.store import TrajectoryShardReader
 from tests.e2e.runs import ON_ONE_CPU, ROOT, fails, run, write_jsonl
 from tests.twins import write_twin
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unpainted")]
 RELEASE = "GSAI-ML/LLaDA-V"
 ROWS = [
     {"id": 0, "prompt": "What is it?", "answer": "x", "images": ["0.png"]},

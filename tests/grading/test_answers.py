@@ -55,9 +55,13 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
         ("parse_number", "5.", 5),
         ("parse_number", "none", None),
         ("parse_number", "9" * 500, None),
+        ("parse_number", "-1.5e3", -1500),
+        ("parse_number", "2E-1 m", Fraction(1, 5)),
+        ("parse_number", "1e500", None),
         # The marker goes before the box, and the box before the last number.
         ("extract_number", "16 - 3 = 13\n#### 13", "13"),
         ("extract_number", "#### $1,000.00 in total of 3 years", "1000"),
+        ("extract_number", "#### 1e5", "100000"),
         ("extract_number", "#### 5\nThen I doubt: 7", "5"),
         ("extract_number", "#### unknown\n\\boxed{8}", "8"),
         ("extract_number", "\\boxed{18} dollars for 2 days", "18"),

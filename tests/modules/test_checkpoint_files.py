@@ -3,6 +3,7 @@
 import os
 import pickle
 import random
+import re
 import resource
 import tempfile
 from pathlib import Path
@@ -95,6 +96,23 @@ def test_a_flipped_bit_is_refused_or_makes_no_difference(tmp_path: Path) -> None
         path.write_bytes(whole[:length])
         with pytest.raises(ValueError, match="the checkpoint is damaged"):
             FILES.load_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("entry", "place", "bit"),
+    [(0, 10, 3), (4, 38, 4), (0, 9, 5), (4, 43, 1)],
+    ids=["compressed", "folder", "encrypted", "elsewhere"],
+)
+def test_a_last_whose_directory_is_damaged_gives_way_too(
+    tmp_path: Path, entry: int, place: int, bit: int
+) -> None:
+    """Entry 0 is the pickle, 4 the weight; their places are those of the zip format."""
+    path = tmp_path / "last.ckpt"
+    for step in (1, 2):
+        FILES.save_checkpoint(checkpoint(step), path)
+    entries = [found.start() for found in re.finditer(rb"PK\x01\x02", path.read_bytes())]
+    flip(path, entries[entry] + place, bit)
+    assert load(path) == 1
 
 
 def test_a_damaged_last_gives_way_to_the_one_before_it(

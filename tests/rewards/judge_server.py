@@ -16,7 +16,8 @@ class _Http(ThreadingHTTPServer):
 class JudgeServer:
     """Grades the text it is shown; refuses the first ``num_failures`` requests.
 
-    Each byte of a reply takes ``pause_s``. What ``is_bad`` gets -1 and not 1.
+    Each byte of a reply takes ``pause_s``. Refusals lead to ``location``. What ``is_bad`` gets -1
+    and not 1.
     """
 
     def __init__(self, is_bad: Callable[[str], bool] = lambda shown: "13" in shown.split()) -> None:
@@ -24,16 +25,23 @@ class JudgeServer:
         self.tokens: list[str | None] = []
         self.num_failures, self.status = 0, 500
         self.body: bytes | None = None
+        self.location = ""
         self.pause_s = 0.0
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                outer.tokens.append(self.headers["Authorization"])
+                self.send_error(404)
+
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 outer.requests.append(body)
                 outer.tokens.append(self.headers["Authorization"])
                 if len(outer.requests) <= outer.num_failures:
-                    self.send_error(outer.status)
+                    self.send_response(outer.status)
+                    self.send_header("Location", outer.location)
+                    self.end_headers()
                     return
                 content = body["messages"][1]["content"]
                 text = content if isinstance(content, str) else content[-1]["text"]
@@ -43,8 +51,9 @@ class JudgeServer:
                 self.send_response(200)
                 with suppress(OSError):
                     self.end_headers()
-                    for sign in outer.body or json.dumps(reply).encode():
-                        self.wfile.write(bytes([sign]))
+                    data = outer.body or json.dumps(reply).encode()
+                    for part in map(bytes, zip(data)) if outer.pause_s else [data]:
+                        self.wfile.write(part)
                         time.sleep(outer.pause_s)
 
             def log_message(self, *arguments: Any) -> None: ...

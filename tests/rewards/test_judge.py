@@ -1,8 +1,11 @@
 """The judge over HTTP against a local server whose replies follow from the request alone."""
 
 import io
+import socket
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -82,7 +85,7 @@ def test_a_deadline_that_passes_ends_the_run_or_leaves_the_outcome(
 ):
     """The deadline is the endpoint's: once it has passed, further questions are asked once."""
     server.num_failures, server.status = 10_000, 503
-    strict = judge_of(server, deadline_s=0.2, pause_s=0.05)
+    strict = judge_of(server, deadline_s=0.4, pause_s=0.1)
     with pytest.raises(ValueError, match=r"^s#0: judge: http://.* did not answer: .*503"):
         strict.grade(QUESTION, 0)
     asked = len(server.requests)
@@ -104,6 +107,49 @@ def test_a_reply_that_does_not_end_is_not_waited_for(server: JudgeServer):
     with pytest.raises(ValueError, match=r"did not answer: no whole reply in 0\.2 s"):
         judge_of(server, timeout_s=0.2, deadline_s=0.1).grade(QUESTION, 0)
     assert time.monotonic() - began < 5.0
+
+
+def test_looking_up_a_name_counts_as_waiting(monkeypatch: pytest.MonkeyPatch):
+    given_up = threading.Event()
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_: given_up.wait(10) and [])
+    judge = HttpStepJudge(url="http://judge.test/", model="judge", timeout_s=0.2, deadline_s=0)
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=r"did not answer: no whole reply in 0\.2 s"):
+        judge.grade(QUESTION, 0)
+    given_up.set()
+    assert time.monotonic() - began < 5.0
+
+
+@pytest.mark.parametrize(
+    ("head", "part"), [(b"HTTP/1.1 200 OK\r\n\r\n", b" "), (b"", b"HTTP/1.1 100 Continue\r\n\r\n")]
+)
+def test_what_comes_without_an_end_is_read_up_to_a_size(head: bytes, part: bytes):
+    """A body, and interim replies in front of the headers."""
+
+    def send() -> None:
+        connection, _ = listener.accept()
+        with connection, suppress(OSError):
+            connection.sendall(head)
+            while True:
+                connection.sendall(part * 10_000)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=send, daemon=True).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        with pytest.raises(ValueError, match="more than 16 MiB"):
+            HttpStepJudge(url=url, model="judge").grade(QUESTION, 0)
+
+
+def test_the_token_goes_to_the_named_host_alone(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("JUDGE_KEY", "sesame")
+    other = JudgeServer()
+    server.num_failures, server.status, server.location = 1, 302, other.url
+    with pytest.raises(ValueError, match=r"did not answer: .*302"):
+        judge_of(server, deadline_s=30, api_key_env="JUDGE_KEY").grade(QUESTION, 0)
+    other.close()
+    assert (server.tokens, other.tokens) == (["Bearer sesame"], [])
 
 
 def test_a_refusal_is_final_and_names_the_sample(server: JudgeServer):

@@ -47,6 +47,8 @@ ROWS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("MMLUPro", PRO | {"answer_index": "no"}, {}, "'answer_index' or 'answer'"),
     ("MMMU", PRO | {"options": "[1"}, {}, "'options'"),
     ("MMMU", PRO | {"options": "f(1)"}, {}, "'options'"),
+    ("MMMU", PRO | {"options": "-" * 50_000 + "1"}, {}, "'options'"),
+    ("MMMU", PRO | {"options": f"{['a'] * 100_000}"}, {}, "'options'"),
     ("SEEDBench", SEEN | {"image": "no.png"}, {}, r"no\.png: .*no such file"),
     ("SEEDBench", SEEN | {"image": 7}, {}, "'images'"),
     ("CodeTests", FUNCTION | {"test_method": "pytest"}, {}, "test_method .*'pytest'"),

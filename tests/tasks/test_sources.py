@@ -3,6 +3,8 @@
 import gzip
 import json
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from lit_dlm.tasks.sources import read_rows
@@ -38,6 +40,33 @@ def test_every_format_gives_the_same_rows(tmp_path, name):
     assert [row.fields for row in rows] == ROWS
     assert [row.index for row in rows] == [0, 1, 2, 3, 4]
     assert all(str(tmp_path / name) in row.origin for row in rows)
+
+
+def _once(text, count):
+    return pa.DictionaryArray.from_arrays(pa.array([0] * count), [text])
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (pa.nulls(1_000_000), r": expected rows of at most 64 MiB"),
+        (pa.array([[None] * 1_000_000]), r": expected rows of at most 64 MiB"),
+        (_once("a" * 100_000, 2000), r": expected rows of at most 64 MiB"),
+        (b'{"id": "%s"}\n' % (b"a" * 1_000_000) * 90, r": expected rows of at most \d\d MiB"),
+        (b'{"id": "' + b" " * (33 << 20), r", line 1: expected at most 32 MiB, got more"),
+    ],
+    ids=["nulls", "list", "texts", "lines", "line"],
+)
+def test_a_small_file_does_not_fill_the_memory(tmp_path, content, told):
+    """Each has less than 100 kB."""
+    path = tmp_path / ("a.jsonl.gz" if isinstance(content, bytes) else "a.parquet")
+    if isinstance(content, bytes):
+        path.write_bytes(gzip.compress(content))
+    else:
+        pq.write_table(pa.table({"id": content}), path, compression="zstd")
+    assert path.stat().st_size < 100_000
+    with pytest.raises(ValueError, match=rf"{path.name}{told}"):
+        _read(path)
 
 
 def test_csv_values_stay_text_and_a_folder_is_searched_for_the_split(tmp_path):

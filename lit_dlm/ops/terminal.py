@@ -1,0 +1,39 @@
+"""Texts of models, data sets and files on a terminal or a page, which obey some characters."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+# Control characters but line breaks and tabs; what changes the direction of text or breaks lines;
+# halves of characters; characters that stand for nothing visible.
+_OBEYED = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
+    "\ud800-\udfff\U000e0000-\U000e007f]"
+)
+
+
+def printable(text: str) -> str:
+    r"""The text with characters that would be obeyed and not shown as ``\x1b`` or ``\u202e``."""
+    return _OBEYED.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+class PlainConsole(Console):
+    """A console that shows strings as they are: no markup, no escape sequences."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
+
+
+class PlainFormatter(logging.Formatter):
+    """Messages, in which uids and errors may stand."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
