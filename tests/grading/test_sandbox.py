@@ -10,6 +10,7 @@ import sysconfig
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from lit_dlm.grading import SandboxError, SandboxLimits, sandbox
 from lit_dlm.grading.code import grade_by_outputs
 from lit_dlm.grading.plus import PlusGrader
 from lit_dlm.grading.sandbox import run_python_check, run_python_program
-from tests.grading.hostile import CHECK_FUNCTION, PROBLEM
+from tests.grading.hostile import CHECK_FUNCTION, PROBLEM, programs
 from tests.processes import no_sandbox_left
 
 # Graded code runs in processes of its own.
@@ -293,3 +294,41 @@ def test_nothing_runs_on_when_the_run_is_killed(level, tmp_path):
         time.sleep(0.02)
     assert not left
     assert list(tmp_path.iterdir()) == []
+
+
+PATIENT = SandboxLimits(wall_seconds=60.0, cpu_seconds=60.0)
+
+
+def test_honest_programs_are_right(level):
+    """Written in all usual ways, they add up 1, 2 and 3; at Landlock no folder can be written to."""
+    honest = programs("../honest.txt")
+    run = partial(run_python_program, stdin="3\n1 2 3\n", limits=PATIENT, allow_code_execution=True)
+    with ThreadPoolExecutor(2) as pool:
+        verdicts = dict(zip(honest, pool.map(run, honest.values()), strict=True))
+    words = {"many words of output": [str(number) for number in range(100_000)]}
+    failed = {
+        name: verdict.detail
+        for name, verdict in verdicts.items()
+        if (verdict.status, str(verdict.answer).split()) != ("right", words.get(name, ["6"]))
+    }
+    assert [*failed] == (["a temporary file"] if level == "landlock" else []), failed
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "detail"),
+    [
+        ("print(1)\n1 / 0", "runtime_error", "ZeroDivisionError: division by zero"),
+        ("print(1", "syntax_error", "SyntaxError: '(' was never closed (line 1)"),
+        ("raise SystemExit('no solution')", "runtime_error", "no solution"),
+        ("import os; os._exit(3)", "runtime_error", "exit code 3"),
+        ("import ctypes; ctypes.string_at(0)", "runtime_error", "the process was ended by SIGSEGV"),
+        ("print('a' * (1 << 20))", "runtime_error", "1048577 bytes of output are over 1048576"),
+        ("print('a' * (1 << 25))", "runtime_error", "OSError: [Errno 27] File too large"),
+        ("import os; os.closerange(0, 99)\nwhile True: pass", "timeout", "no end within the time"),
+    ],
+)
+def test_other_programs_tell_what_went_wrong(code, status, detail):
+    limits = SandboxLimits(wall_seconds=1.0) if status == "timeout" else PATIENT
+    verdict = run_python_program(code, "", limits=limits, allow_code_execution=True)
+    assert verdict.status == status
+    assert verdict.detail.startswith(detail)
