@@ -75,7 +75,8 @@ class _KilledError(SandboxError):
 class SandboxLimits:
     """What one sample may use. Exceeding any limit is a wrong answer, never an error here.
 
-    A sample can start threads but no process, and can write no file.
+    A sample can start threads but no process. Where there are namespaces it has a temporary folder
+    of 8 MiB of its own; it can write no other file.
     """
 
     wall_seconds: float = 10.0
@@ -83,7 +84,8 @@ class SandboxLimits:
     cpu_seconds: float = 10.0
     """Processor time of the candidate, rounded up to whole seconds."""
     memory_bytes: int = 1 << 30
-    """Address space of the candidate, and of the process that runs the tests."""
+    """Address space of the candidate, and of the process that runs the tests. Where memory cgroups
+    can be made, also what both and the kernel on their behalf hold, with 64 MiB more."""
     value_bytes: int = 1 << 25
     """Largest argument or returned value."""
 

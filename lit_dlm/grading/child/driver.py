@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import _thread
 import ast
-import base64
+import binascii
 import builtins
 import contextlib
 import json
@@ -21,7 +21,6 @@ import select
 import signal
 import sys
 import time
-import traceback
 import zlib
 from typing import Any, NoReturn
 
@@ -215,10 +214,14 @@ def _run_check(job: dict[str, Any], names: list[str], remote: Remote) -> dict[st
 
 
 def _failing_line(error: AssertionError, source: str) -> str:
-    lines = source.splitlines()
-    numbers = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == _TESTS]
-    if numbers and numbers[-1] is not None and numbers[-1] <= len(lines):
-        return lines[numbers[-1] - 1].strip()
+    lines, number = source.splitlines(), 0
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == _TESTS:
+            number = trace.tb_lineno
+        trace = trace.tb_next
+    if 0 < number <= len(lines):
+        return lines[number - 1].strip()
     return "an assertion failed"
 
 
@@ -262,7 +265,7 @@ def _record_calls(job: dict[str, Any], remote: Remote) -> dict[str, Any]:
         if not reply.startswith(b'"value":'):
             _, error = compare.read_reply(reply)
             return {"status": "runtime_error", "detail": f"input {number}: {error}"}
-        truths.append(base64.b64encode(zlib.compress(reply, 1)).decode())
+        truths.append(binascii.b2a_base64(zlib.compress(reply, 1), newline=False).decode())
     return {"status": "right", "detail": "", "taken": taken, "truths": truths}
 
 
@@ -281,7 +284,7 @@ def _compare_calls(job: dict[str, Any], remote: Remote) -> dict[str, Any]:
         for number, (args, seconds, alternative, truth) in enumerate(calls):
             reply = remote.call_encoded(job["entry_point"], args, seconds=seconds)
             case = compare.Case(inputs=args, alternative=alternative, atol=job["atol"])
-            failure = compare.judge(rule, reply, zlib.decompress(base64.b64decode(truth)), case)
+            failure = compare.judge(rule, reply, zlib.decompress(binascii.a2b_base64(truth)), case)
             if failure is None:
                 passed += 1
             else:

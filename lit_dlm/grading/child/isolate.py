@@ -29,7 +29,7 @@ from . import seccomp
 SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime")
 TEMPORARY = "/tmp"
-FILE_BYTES = 1 << 24
+FILE_BYTES = 1 << 23
 """Of a file, of the temporary folder that namespaces have, and of what a program prints."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 

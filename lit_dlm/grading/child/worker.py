@@ -8,11 +8,13 @@ the candidate does to it, all that can change is which plain values go back.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import gc
 import os
-import site
 import sys
 import types
+from _sitebuiltins import Quitter
 from typing import Any, NoReturn
 
 from . import wire
@@ -118,7 +120,9 @@ def main(read_fd: int, write_fd: int, config: dict[str, Any]) -> NoReturn:
 
 def _run_as_main(program: types.CodeType) -> None:
     """Runs it as ``python main.py`` would; what it raises is for the interpreter to end with."""
-    site.setquit()
+    gc.freeze()  # no copies of the driver's pages while the interpreter ends
+    for name in ("exit", "quit"):  # which the module ``site`` would define
+        setattr(builtins, name, Quitter(name, "Ctrl-D (i.e. EOF)"))
     sys.argv[:] = ["main.py"]
     sys.modules["__main__"] = module = types.ModuleType("__main__")
     exec(program, module.__dict__)
