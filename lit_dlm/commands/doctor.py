@@ -18,7 +18,7 @@ from typing import Literal, get_args
 
 from packaging.requirements import Requirement
 
-from lit_dlm.grading import SandboxError
+from lit_dlm.grading import SandboxError, cgroups
 from lit_dlm.grading.sandbox import IsolationMethod, probe
 
 _GB = 10**9
@@ -106,6 +106,9 @@ def _sandbox() -> Iterator[Finding]:
         else:
             works.add(method)
             yield "ok", "sandbox", f"{method} works", ""
+    if works and cgroups.parent_folder() is None:
+        told = "limits of address space hold alone, see SECURITY.md"
+        yield "note", "sandbox", "no memory cgroup can be made", told
     if not works:
         refused = "tasks that run model-written code are refused, all others work"
         yield "note", "sandbox", "none", refused

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import cli
-from lit_dlm.grading import SandboxError
+from lit_dlm.grading import SandboxError, cgroups
 from lit_dlm.grading.sandbox import probe
 
 pytestmark = pytest.mark.slow  # tries the sandboxes
@@ -42,6 +42,8 @@ def test_every_part_is_reported_and_the_sandboxes_are_tried(report):
         except SandboxError as error:
             told = f"note sandbox {method} does not work ({error})"
         assert told in lines
+    told = "note sandbox no memory cgroup can be made"
+    assert any(line.startswith(told) for line in lines) is (cgroups.parent_folder() is None)
 
 
 def test_what_is_missing_comes_with_its_consequence(report, monkeypatch: pytest.MonkeyPatch):
