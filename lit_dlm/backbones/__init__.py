@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         FromAR as FromAR,
         Resolved as Resolved,
         load_tokenizer as load_tokenizer,
+        tokenizer_of as tokenizer_of,
         resolve as resolve,
     )
 
@@ -35,6 +36,7 @@ _ON_FIRST_USE = {
     "Resolved": "resolution",
     "load_backbone": "hf",
     "load_tokenizer": "resolution",
+    "tokenizer_of": "resolution",
     "resolve": "resolution",
 }
 

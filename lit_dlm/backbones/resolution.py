@@ -28,7 +28,7 @@ from lit_dlm.backbones.architecture import (
     family_of,
     original_key,
 )
-from lit_dlm.backbones.base import UNKNOWN_ID, BackboneSpec
+from lit_dlm.backbones.base import UNKNOWN_ID, Backbone, BackboneSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -131,6 +131,26 @@ def load_tokenizer(path_or_id: str) -> PreTrainedTokenizerBase:
     raise ValueError(
         f"{path_or_id}: expected tokenizer.json, or vocab.json with merges.txt, in {folder}"
     )
+
+
+def tokenizer_of(
+    backbone: Backbone, path_or_id: str, *, option: str = "tokenizer"
+) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer of a model; refuses one whose ids mean something else there."""
+    tokenizer, spec = load_tokenizer(path_or_id), backbone.spec
+    highest = max(tokenizer.get_vocab().values())
+    fault = ""
+    if highest >= backbone.vocab_size:
+        fault = f"ids below {backbone.vocab_size}, got {highest}"
+    for kind, ids in {"mask": (spec.mask_id,), "eos": spec.eos_ids}.items():
+        found = getattr(tokenizer, f"{kind}_token_id")
+        # LLaDA's tokenizer has its mask among the added tokens and does not say what it is.
+        known = tokenizer.added_tokens_decoder if found is None else {found}
+        if not fault and UNKNOWN_ID not in ids and not {*ids} & {*known}:
+            fault = f"{kind}_token {' or '.join(map(str, ids))}, got {found}"
+    if fault:
+        raise ValueError(f"{option}: {path_or_id} does not fit the model: expected {fault}")
+    return tokenizer
 
 
 logger = logging.getLogger(__name__)

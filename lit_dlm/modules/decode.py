@@ -20,7 +20,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
-from lit_dlm.backbones import Backbone, load_tokenizer
+from lit_dlm.backbones import Backbone, tokenizer_of
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import Decoder, DecodeResult, FillCurves, Observer, RegionFill
 from lit_dlm.decoding.decoder import Sweep, expanded
@@ -271,7 +271,7 @@ class DecodeModule(LightningModule):
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, loaded at first use."""
-        tokenizer = load_tokenizer(self.tokenizer_path)
+        tokenizer = tokenizer_of(self.backbone, self.tokenizer_path, option="model.tokenizer")
         if self.chat_template:
             tokenizer.chat_template = self.chat_template
         return tokenizer
