@@ -138,15 +138,18 @@ def tokenizer_of(
 ) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of a model; refuses one whose ids mean something else there."""
     tokenizer, spec = load_tokenizer(path_or_id), backbone.spec
-    highest = max(tokenizer.get_vocab().values())
+    used = set(tokenizer.get_vocab().values())
+    highest = max(used)
     fault = ""
     if highest >= backbone.vocab_size:
         fault = f"ids below {backbone.vocab_size}, got {highest}"
     for kind, ids in {"mask": (spec.mask_id,), "eos": spec.eos_ids}.items():
         found = getattr(tokenizer, f"{kind}_token_id")
-        # LLaDA's tokenizer has its mask among the added tokens and does not say what it is.
-        known = tokenizer.added_tokens_decoder if found is None else {found}
-        if not fault and UNKNOWN_ID not in ids and not {*ids} & {*known}:
+        # LLaDA's tokenizer does not say which of its added tokens is the mask, and that of an
+        # autoregressive model has none.
+        words = used.difference(tokenizer.added_tokens_decoder)
+        strange = words.issuperset(ids) if found is None else found not in ids
+        if strange and not fault and UNKNOWN_ID not in ids:
             fault = f"{kind}_token {' or '.join(map(str, ids))}, got {found}"
     if fault:
         raise ValueError(f"{option}: {path_or_id} does not fit the model: expected {fault}")
