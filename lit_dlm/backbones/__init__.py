@@ -23,8 +23,8 @@ if TYPE_CHECKING:
         FromAR as FromAR,
         Resolved as Resolved,
         load_tokenizer as load_tokenizer,
-        tokenizer_of as tokenizer_of,
         resolve as resolve,
+        tokenizer_of as tokenizer_of,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import socket
 import sys
 import traceback
@@ -51,10 +52,11 @@ def locked(folder: Path, name: str) -> Iterator[Path]:
 
     Yields the file that says so. Commands of other names may share the folder.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".{name}.lock"
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        with _writable(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         is_free = lock(file)
         owner = _owner(os.read(file, 4096))
         if is_free is False or (is_free is None and _lives(owner)):
@@ -75,13 +77,23 @@ def locked(folder: Path, name: str) -> Iterator[Path]:
         "since": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
-    os.ftruncate(file, 0)
-    os.pwrite(file, json.dumps(facts).encode(), 0)
     try:
+        with _writable(folder):
+            os.ftruncate(file, 0)
+            os.pwrite(file, json.dumps(facts).encode(), 0)
         yield path
     finally:
         path.unlink(missing_ok=True)
         os.close(file)
+
+
+@contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"run_dir: {folder} cannot be written to ({reason})") from error
 
 
 def _owner(text: bytes) -> dict[str, Any] | None:
@@ -247,7 +259,7 @@ def main(arguments: Sequence[str], cli: type[CLI] = CLI) -> int:
         )
     except (
         ValueError, OSError, OmegaConfBaseException, RuntimeError, TypeError, LookupError,
-        AttributeError, ImportError, MisconfigurationException,
+        AttributeError, ImportError, MisconfigurationException, *_errors_of_wandb(),
     ) as error:  # fmt: skip
         # What breaks while Lightning clears up after an error is not the cause.
         cause = error.__context__ if isinstance(error.__context__, RuntimeError) else None
@@ -261,12 +273,22 @@ def main(arguments: Sequence[str], cli: type[CLI] = CLI) -> int:
     return 0
 
 
+def _errors_of_wandb() -> tuple[type[Exception], ...]:
+    """Of a logger that has been used: of a missing key, a lost network."""
+    return (sys.modules["wandb.errors"].Error,) if "wandb.errors" in sys.modules else ()
+
+
 def _told(error: Exception) -> str | None:
     """One line about an error that is none of the program's own."""
+    if isinstance(error, _errors_of_wandb()):
+        reason = " ".join(str(error).split())
+        return f"trainer.logger: {reason}; WANDB_MODE=offline keeps the run in its folder"
     if isinstance(error, OmegaConfBaseException):
         if not error.full_key:
             return explain(str(error))
         key = str(error.full_key).partition(".")[2]  # behind the subcommand
+        if absent := re.search(r"Environment variable '(\w+)' not found", str(error)):
+            return f"{key}: expected the environment variable {absent[1]}, which is not set"
         return f"{key}: expected references like ${{run_dir}}, got {str(error).splitlines()[0]}"
     if isinstance(error, ValueError | OSError | ImportError | MisconfigurationException):
         return explain(str(error))

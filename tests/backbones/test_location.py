@@ -14,6 +14,7 @@ import lit_dlm
 from lit_dlm.backbones import HFBackbone, load_tokenizer, resolution, tokenizer_of
 from lit_dlm.backbones.resolution import locate
 from lit_dlm.modules import DecodeModule
+from lit_dlm.tasks import PromptExample
 from tests.shared_data import shared
 
 
@@ -102,9 +103,10 @@ def test_a_tokenizer_file_needs_no_class_of_its_own(tmp_path: Path):
 
 
 def test_a_tokenizer_with_other_ids_than_the_model_is_refused(tmp_path: Path):
-    """tiny: 462 tokens, an end of text 1 and a mask 2; in Dream's vocabulary they lie far behind."""
+    """tiny has 462 tokens, an end of text 1 and a mask 2; Dream's lie far behind."""
+    module = DecodeModule(HFBackbone("tiny"), tokenizer=str(shared("tokenizers", "dream")))
     with pytest.raises(ValueError, match=r"^model\.tokenizer: .*dream.*below 462, got 151666"):
-        DecodeModule(HFBackbone("tiny"), tokenizer=str(shared("tokenizers", "dream"))).tokenizer
+        module.encode(PromptExample(uid="t/0", task="t", text="hi"))
     words = {f"w{number}": number for number in range(5)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
     tokenizer.add_special_tokens(["w1", "w2", "w3"])
