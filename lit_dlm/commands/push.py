@@ -25,6 +25,8 @@ def main(arguments: Sequence[str]) -> int:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+    # Those of its HTTP library, too.
+    failures: tuple[type[Exception], ...] = (*HfHubHTTPError.__bases__, HFValidationError)
     names = {path.name for path in options.folder.glob("*")}
     if not names & {"config.json", "adapter_config.json"} or "README.md" not in names:
         raise ValueError(f"{options.folder}: expected a folder that 'lit-dlm export' wrote")
@@ -32,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         hub.create_repo(options.hub_id, private=not options.public, exist_ok=True)
         done = hub.upload_folder(repo_id=options.hub_id, folder_path=options.folder)
-    except (*HfHubHTTPError.__bases__, HFValidationError) as error:  # of its HTTP library, too
+    except failures as error:
         reason = str(error).strip().split("\n", maxsplit=1)[0]
         raise ValueError(f"{options.hub_id}: the hub does not take the folder ({reason})") from None
     logger.info("%s", done)

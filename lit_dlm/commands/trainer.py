@@ -128,6 +128,11 @@ _NEEDED = {
     "predict": {"model": "predict_step", "data": "predict_dataloader"},
 }
 """Methods that a command calls, and that Lightning's classes leave to be written."""
+_TOLD: tuple[type[Exception], ...] = (
+    ValueError, OSError, OmegaConfBaseException, RuntimeError, TypeError, LookupError,
+    AttributeError, ImportError, MisconfigurationException,
+)  # fmt: skip
+"""Errors that may be told in one line."""
 _held = ExitStack()
 """The lock of the run folder."""
 
@@ -257,10 +262,7 @@ def main(arguments: Sequence[str], cli: type[CLI] = CLI) -> int:
             save_config_kwargs={"overwrite": True, "save_to_log_dir": False},
             parser_kwargs={"parser_mode": "omegaconf+", **dict.fromkeys(CLI.subcommands(), base)},
         )
-    except (
-        ValueError, OSError, OmegaConfBaseException, RuntimeError, TypeError, LookupError,
-        AttributeError, ImportError, MisconfigurationException, *_errors_of_wandb(),
-    ) as error:  # fmt: skip
+    except _TOLD + _errors_of_wandb() as error:
         # What breaks while Lightning clears up after an error is not the cause.
         cause = error.__context__ if isinstance(error.__context__, RuntimeError) else None
         told = (cause and _told(cause)) or _told(error)

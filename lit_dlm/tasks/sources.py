@@ -20,6 +20,9 @@ from lit_dlm.vision.pictures import Picture
 
 logger = logging.getLogger(__name__)
 
+_UNREACHABLE: tuple[type[Exception], ...] = HfHubHTTPError.__bases__
+"""Errors of a connection to the hub: OSErrors, or those of its client's HTTP library."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -190,7 +193,7 @@ def _is_reachable(source: str) -> bool:
             HfApi().dataset_info(source, timeout=10.0)
     except (HfHubHTTPError, ValueError):
         pass  # it does, and loading says what is wrong
-    except HfHubHTTPError.__bases__:
+    except _UNREACHABLE:
         return False
     return True
 
@@ -201,8 +204,6 @@ def _read_hub(
     # Imported here: it takes seconds, and local files never need it.
     import datasets
 
-    # The hub client's connection errors are OSErrors, or those of the HTTP library it uses.
-    unreachable = HfHubHTTPError.__bases__
     logger.info("loading %s (%s) from the hub or its cache", source, split)
     try:
         if not _is_reachable(source):
@@ -212,7 +213,7 @@ def _read_hub(
             if isinstance(feature, datasets.Image):  # bytes, which are looked at before decoding
                 loaded = loaded.cast_column(name, datasets.Image(decode=False))
         found = list(islice(loaded, most))
-    except (*unreachable, ValueError, datasets.exceptions.DatasetsError) as e:
+    except (*_UNREACHABLE, ValueError, datasets.exceptions.DatasetsError) as e:
         reason = (str(e).strip().splitlines() or [""])[0]
         raise ValueError(
             f"{option}: {source!r} is no local file, and it could not be loaded from the hub "
