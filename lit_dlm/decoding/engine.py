@@ -170,19 +170,17 @@ def decode_queue(
         # Nothing from here to the frontier may read a value: that one transfer is what the host
         # waits for, and it comes after all launches of the step.
         looked = time.perf_counter()
-        is_over = False
-        for observer in observers:
-            is_over |= bool(observer.on_step(decision.record))
+        asked = [observer.on_step(decision.record) for observer in observers]
         clock += time.perf_counter() - looked  # nor are observers
         batch.write(decision)
         now = time.perf_counter()
         batch.add_seconds(now - clock, decision.policy_span)
         clock = now
-        if is_over:
+        if any(asked):
             batch.end_rows()
-            if not batch.ended:
-                return
             break
+    if not batch.ended:
+        return
     result = batch.result()
     for observer in observers:
         observer.on_end(result)
