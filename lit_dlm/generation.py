@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from lit_dlm.backbones import Backbone, load_backbone, load_tokenizer
+from lit_dlm.backbones import Backbone, load_backbone, tokenizer_of
 from lit_dlm.decoding import ConfidencePolicy, Decoder, Observer
 from lit_dlm.decoding.stream import (
     DecodePrompt,
@@ -73,10 +73,10 @@ def generate(
         raise ValueError("prompts: expected a list of prompts, none of them empty")
     if tokenizer is None and isinstance(backbone, str):
         tokenizer = backbone
-    if isinstance(tokenizer, str):
-        tokenizer = load_tokenizer(tokenizer)
     if isinstance(backbone, str):
         backbone = load_backbone(backbone)
+    if isinstance(tokenizer, str):
+        tokenizer = tokenizer_of(backbone, tokenizer)
     decoder = (decode or Decoder(policy=ConfidencePolicy())).on(backbone.spec)
     names = list(map(str, range(len(prompts)))) if uids is None else uids
     encoded = [

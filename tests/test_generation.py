@@ -108,3 +108,7 @@ def test_the_package_imports_without_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="no attribute 'generat'"):
         lit_dlm.generat  # noqa: B018 - the access is the test
+
+
+def test_the_package_lists_its_names():
+    assert {"generate", "Generations", "__version__"} <= set(dir(lit_dlm))

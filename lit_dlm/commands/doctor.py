@@ -24,8 +24,14 @@ from lit_dlm.grading.sandbox import IsolationMethod, probe
 _GB = 10**9
 _EXTRAS = {
     "code": "MBPP+ cannot be graded",
+    "eval": "'lit-dlm eval' and the IFEval task of lm-eval do not run",
+    "pictures": "the embedded picture model cannot be trained again",
+    "quantized": "no weights of 4 bits and no AdamW of 8 bits",
     "log": "metrics go to CSV files alone, not to TensorBoard or Weights & Biases",
+    "docs": "the documentation site cannot be built",
+    "dev": "tests and checks do not run",
 }
+"""Extras, and what does not work without them."""
 
 Finding = tuple[Literal["ok", "note", "bad"], str, str, str]
 """A line of the report: mark, subject, state, and what follows from it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import socket
 import sys
 import traceback
@@ -52,10 +53,11 @@ def locked(folder: Path, name: str) -> Iterator[Path]:
 
     Yields the file that says so. Commands of other names may share the folder.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".{name}.lock"
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        with _writable(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         is_free = lock(file)
         owner = _owner(os.read(file, 4096))
         if is_free is False or (is_free is None and _lives(owner)):
@@ -76,13 +78,23 @@ def locked(folder: Path, name: str) -> Iterator[Path]:
         "since": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
-    os.ftruncate(file, 0)
-    os.pwrite(file, json.dumps(facts).encode(), 0)
     try:
+        with _writable(folder):
+            os.ftruncate(file, 0)
+            os.pwrite(file, json.dumps(facts).encode(), 0)
         yield path
     finally:
         path.unlink(missing_ok=True)
         os.close(file)
+
+
+@contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"run_dir: {folder} cannot be written to ({reason})") from error
 
 
 def _owner(text: bytes) -> dict[str, Any] | None:
@@ -117,6 +129,11 @@ _NEEDED = {
     "predict": {"model": "predict_step", "data": "predict_dataloader"},
 }
 """Methods that a command calls, and that Lightning's classes leave to be written."""
+_TOLD: tuple[type[Exception], ...] = (
+    ValueError, OSError, OmegaConfBaseException, RuntimeError, TypeError, LookupError,
+    AttributeError, ImportError, MisconfigurationException,
+)  # fmt: skip
+"""Errors that may be told in one line."""
 _held = ExitStack()
 """The lock of the run folder."""
 
@@ -247,10 +264,7 @@ def main(arguments: Sequence[str], cli: type[CLI] = CLI) -> int:
             save_config_kwargs={"overwrite": True, "save_to_log_dir": False},
             parser_kwargs={"parser_mode": "omegaconf+", arguments[0]: base},
         )
-    except (
-        ValueError, OSError, OmegaConfBaseException, RuntimeError, TypeError, LookupError,
-        AttributeError, ImportError, MisconfigurationException,
-    ) as error:  # fmt: skip
+    except _TOLD + _errors_of_wandb() as error:
         # What breaks while Lightning clears up after an error is not the cause.
         cause = error.__context__ if isinstance(error.__context__, RuntimeError) else None
         told = (cause and _told(cause)) or _told(error)
@@ -263,12 +277,22 @@ def main(arguments: Sequence[str], cli: type[CLI] = CLI) -> int:
     return 0
 
 
+def _errors_of_wandb() -> tuple[type[Exception], ...]:
+    """Of a logger that has been used: of a missing key, a lost network."""
+    return (sys.modules["wandb.errors"].Error,) if "wandb.errors" in sys.modules else ()
+
+
 def _told(error: Exception) -> str | None:
     """One line about an error that is none of the program's own."""
+    if isinstance(error, _errors_of_wandb()):
+        reason = " ".join(str(error).split())
+        return f"trainer.logger: {reason}; WANDB_MODE=offline keeps the run in its folder"
     if isinstance(error, OmegaConfBaseException):
         if not error.full_key:
             return explain(str(error))
         key = str(error.full_key).partition(".")[2]  # behind the subcommand
+        if absent := re.search(r"Environment variable '(\w+)' not found", str(error)):
+            return f"{key}: expected the environment variable {absent[1]}, which is not set"
         return f"{key}: expected references like ${{run_dir}}, got {str(error).splitlines()[0]}"
     if isinstance(error, ValueError | OSError | ImportError | MisconfigurationException):
         return explain(str(error))

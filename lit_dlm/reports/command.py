@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from rich.table import Table
 
 from lit_dlm.ops.files import write_atomically
 from lit_dlm.ops.terminal import PlainConsole, printable
@@ -25,6 +24,7 @@ from lit_dlm.reports.summary import (
     summarise_run,
     table_rows,
 )
+from lit_dlm.reports.tables import print_table
 
 logger = logging.getLogger(__name__)
 
@@ -113,12 +113,7 @@ def write_report(summaries: Sequence[MethodSummary], folder: Path, console: Plai
     plot_front(summaries, folder / "front_dark.png", theme="dark")
     for task, group in by_task(summaries):
         headers, *rows = table_rows(group)
-        table = Table(title=task, title_justify="left", title_style="bold")
-        for number, header in enumerate(headers):
-            table.add_column(header, justify="right" if number else "left")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+        print_table(console, task, headers, rows)
     console.print(f"Summary, table and plot: {folder}")
 
 

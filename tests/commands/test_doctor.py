@@ -34,6 +34,8 @@ def test_every_part_is_reported_and_the_sandboxes_are_tried(report):
     lines = report()
     subjects = {line.split()[1] for line in lines}
     assert subjects == {"versions", "extra", "GPU", "sandbox", "disk"}
+    extras = {line.split()[2] for line in lines if line.split()[1] == "extra"}
+    assert extras == set(metadata.metadata("lit-dlm").get_all("Provides-Extra"))
     assert lines[0].startswith("ok versions lit-dlm 0.1.0, Python 3.")
     for method in ("bubblewrap", "namespaces", "landlock"):
         told = f"ok sandbox {method} works"

@@ -8,6 +8,7 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 import yaml
+from huggingface_hub.errors import HfHubHTTPError
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -115,6 +116,10 @@ def test_push_uploads_what_export_wrote_and_nothing_else(
         call.create_repo("me/model", private=True, exist_ok=True),
         call.upload_folder(repo_id="me/model", folder_path=tmp_path / "out"),
     ]
+    # Offline: an error of the HTTP library that the hub's client uses.
+    api.create_repo.side_effect = HfHubHTTPError.__bases__[0]("Name or service not known")
+    told = fails(capsys, "push", str(tmp_path / "out"), "me/model")
+    assert "me/model: the hub does not take the folder (Name or service not known)" in told
 
 
 def write_results(run_dir: Path, task: HumanEvalPlus) -> dict[str, bool]:
@@ -166,3 +171,13 @@ def test_evalplus_agrees_on_what_is_exported(tmp_path: Path):
 
 def test_only_results_of_its_problems_are_samples(capsys: Any, tmp_path: Path):
     assert "expected results of humaneval" in fails(capsys, "evalplus", str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["README.md", "config.json"])
+def test_files_of_somebody_else_are_not_overwritten(capsys: Any, tmp_path: Path, name: str):
+    (tmp_path / name).write_text("# Mine")
+    assert "--force" in fails(capsys, "export", "tiny", str(tmp_path))
+    assert (tmp_path / name).read_text() == "# Mine"
+    run("export", "tiny", str(tmp_path), "--force")
+    assert "Written by lit-dlm" in (tmp_path / "README.md").read_text()
+    run("export", "tiny", str(tmp_path))  # is our own now

@@ -71,6 +71,11 @@ class TraceLockPolicy(CommitPolicy):
     def scorer(self) -> AcceptanceScorer:
         """The learned policy, read from its folder at first use."""
         assert self.path is not None
+        if not Path(self.path).is_dir():
+            raise ValueError(
+                f"policy.path: expected a folder with a trained policy, got none at {self.path}; "
+                "make it first with fit --config exp/tracelock_tiny, or that of your model"
+            )
         return AcceptanceScorer.load(self.path)
 
     @property
