@@ -34,3 +34,4 @@ def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch):
     assert printed[0].count("#### 36") == 3
     assert printed[1].splitlines()[0].count("·") == 32
     assert "41-5=36" in printed[1]
+    assert printed[2] == "before: '34+7=41\\n#### 41', after: '7+34=41'\n"
