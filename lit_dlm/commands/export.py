@@ -15,6 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from lit_dlm.backbones.decoder import DType
 from lit_dlm.backbones.hf import ExportLayout, HFBackbone, load_backbone
 from lit_dlm.backbones.resolution import is_local, locate, read_json_object
+from lit_dlm.heads.scorer import FORMAT, AcceptanceScorer
 from lit_dlm.modules.checkpoint import copy_tokenizer
 from lit_dlm.ops.files import write_atomically
 from lit_dlm.reports.results import ResultFolder, write_json
@@ -39,6 +40,30 @@ lit-dlm generate "..." {options} {name}
 ```
 
 {measured}"""
+
+_POLICY_CARD = """---
+{data}
+---
+
+# {name}
+
+A commit policy (TraceLock, [arXiv 2605.24697](https://arxiv.org/abs/2605.24697)): it says at each
+step of a masked diffusion language model which proposed tokens become final. It was trained for
+{backbone}. Written by lit-dlm {version}. With this as `policy.yaml`
+
+```yaml
+policy: {{class_path: TraceLockPolicy, init_args: {{path: {hub_id}, threshold: 0.99}}}}
+quota: NoQuota
+```
+
+generate with
+
+```
+lit-dlm generate "..." --backbone MODEL --config policy.yaml
+```
+
+Training: {training}.
+"""
 
 
 def main(arguments: Sequence[str], command: str = "export") -> int:
@@ -111,16 +136,24 @@ def push(arguments: Sequence[str]) -> int:
     """Runs ``lit-dlm push``: uploads an export; no other command writes to the hub."""
     parser = argparse.ArgumentParser(
         prog="lit-dlm push",
-        description="Uploads an exported folder to the Hugging Face hub, with the token of "
-        "'hf auth login' or HF_TOKEN.",
+        description="Uploads an exported model or adapter, or a commit policy, to the Hugging Face "
+        "hub, with the token of 'hf auth login' or HF_TOKEN.",
     )
-    parser.add_argument("folder", type=Path, help="what 'lit-dlm export' wrote")
+    parser.add_argument(
+        "folder", type=Path, help="what 'lit-dlm export' wrote, or a run's policy folder"
+    )
     parser.add_argument("hub_id", help="OWNER/NAME, created when absent")
     parser.add_argument("--public", action="store_true", help="a new repository is private without")
     options = parser.parse_args(arguments)
+    config = options.folder / "config.json"
+    if config.is_file() and read_json_object(config).get("format") == FORMAT:
+        scorer = AcceptanceScorer.load(options.folder)
+        write_atomically(options.folder / "README.md", _policy_card(scorer, options.hub_id))
     names = {path.name for path in options.folder.glob("*")}
     if not names & {"config.json", "adapter_config.json"} or "README.md" not in names:
-        raise ValueError(f"{options.folder}: expected a folder that 'lit-dlm export' wrote")
+        raise ValueError(
+            f"{options.folder}: expected a folder that 'lit-dlm export' wrote, or that of a policy"
+        )
     hub = HfApi()
     try:
         hub.create_repo(options.hub_id, private=not options.public, exist_ok=True)
@@ -130,6 +163,23 @@ def push(arguments: Sequence[str]) -> int:
         raise ValueError(f"{options.hub_id}: the hub does not take the folder ({reason})") from None
     logger.info("%s", done)
     return 0
+
+
+def _policy_card(scorer: AcceptanceScorer, hub_id: str) -> str:
+    family = scorer.backbone.get("family", "any")
+    data = ModelCardData(library_name="lit-dlm", tags=["masked-diffusion", "tracelock", family])
+    backbone, training = (
+        ", ".join(f"{key} {value}" for key, value in facts.items())
+        for facts in (scorer.backbone, scorer.training_facts)
+    )
+    return _POLICY_CARD.format(
+        data=data.to_yaml().strip(),
+        name=hub_id.partition("/")[2],
+        version=version("lit-dlm"),
+        backbone=f"a backbone of {backbone or 'any kind'}",
+        training=training or "not recorded",
+        hub_id=hub_id,
+    )
 
 
 def _measured(run: Path, backbone: HFBackbone) -> list[MethodSummary]:
