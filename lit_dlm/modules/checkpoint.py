@@ -197,6 +197,7 @@ _PLAN_NAMES = {
         "_MEM_FORMAT_ENCODING",
     },
     "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},  # as Python 3.13 names it
     "collections": {"OrderedDict"},
 }
 """All that such a file may name, besides torch's dtypes."""
