@@ -6,7 +6,7 @@ from lit_dlm.datamodules.rollouts import RolloutDataModule as RolloutDataModule
 from lit_dlm.datamodules.supervised import SupervisedDataModule as SupervisedDataModule
 from lit_dlm.datamodules.supervised_sources import (
     RecordedDecodes as RecordedDecodes,
-    Responses as Responses,
     ResponsesFile as ResponsesFile,
+    ResponsesList as ResponsesList,
 )
 from lit_dlm.datamodules.trajectories import TrajectoryDataModule as TrajectoryDataModule

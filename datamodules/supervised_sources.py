@@ -116,7 +116,7 @@ class TaskReferences(SupervisedSource):
 
 
 @dataclass(eq=False)
-class Responses(SupervisedSource):
+class ResponsesList(SupervisedSource):
     """Answered prompts that are given as they are, with what a row of a file may hold.
 
     Args:

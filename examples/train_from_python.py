@@ -5,7 +5,7 @@ from torch.optim import AdamW
 
 import lit_dlm
 from lit_dlm.backbones import LoRASettings, load_backbone
-from lit_dlm.datamodules import Responses, SupervisedDataModule
+from lit_dlm.datamodules import ResponsesList, SupervisedDataModule
 from lit_dlm.modules import SFTModule
 
 RUN, QUESTION = "runs/from_python", ["Tom has 34 pens, finds 7. How many pens?"]
@@ -20,7 +20,7 @@ backbone = load_backbone("tiny", lora=LoRASettings(rank=8, targets="all"))
 module = SFTModule(
     backbone, tokenizer="tiny", optimizer=lambda params: AdamW(params, lr=2e-3), warmup_steps=5
 )
-data = SupervisedDataModule([Responses(rows)], response_length=32, batch_size=32)
+data = SupervisedDataModule([ResponsesList(rows)], response_length=32, batch_size=32)
 L.Trainer(max_epochs=6, devices=1, default_root_dir=RUN).fit(module, data)
 print(lit_dlm.generate(backbone, QUESTION, tokenizer="tiny", response_length=32).texts[0])
 
