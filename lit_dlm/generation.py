@@ -15,6 +15,7 @@ from lit_dlm.decoding.stream import (
     decode_stream,
     length_buckets,
 )
+from lit_dlm.ops.precision import evaluating
 from lit_dlm.ops.sampling import sample_seed
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
@@ -87,16 +88,17 @@ def generate(
     captures = [TrajectoryCapture(vocab_size=backbone.vocab_size)] if trajectories else []
     order: list[int] = []
     for rows in length_buckets([len(prompt.ids) for prompt in encoded], batch_size=batch_size):
-        (batch,) = decode_stream(
-            backbone,
-            decoder,
-            WorkQueue(len(rows)),
-            [encoded[row] for row in rows].__getitem__,
-            response_length=response_length,
-            batch_size=len(rows),
-            detokenizer=Detokenizer(backbone, tokenizer),
-            observers=[*captures, *observers],
-        )
+        with evaluating(backbone):
+            (batch,) = decode_stream(
+                backbone,
+                decoder,
+                WorkQueue(len(rows)),
+                [encoded[row] for row in rows].__getitem__,
+                response_length=response_length,
+                batch_size=len(rows),
+                detokenizer=Detokenizer(backbone, tokenizer),
+                observers=[*captures, *observers],
+            )
         order += rows
         done.ids += batch.responses.ids
         done.num_steps += batch.result.num_steps.tolist()

@@ -816,10 +816,11 @@ def load_backbone(
     dtype: DType | torch.dtype = "float32",
     device: str | torch.device = "cpu",
     attn_implementation: AttentionRoute = "auto",
+    lora: LoRASettings | None = None,
     adapter: str | Path | None = None,
     vision: VisionSettings | None = None,
 ) -> HFBackbone:
-    """Loads a frozen backbone for decoding, in evaluation mode.
+    """Loads a frozen backbone for decoding, in evaluation mode; with ``lora`` one to train.
 
     Calling it with ``(input_ids, mask=None, position_ids=None)`` gives logits ``(B, L, V)`` whose
     row ``i`` predicts token ``i``, see :meth:`HFBackbone.forward`. Weights are read straight to
@@ -830,7 +831,9 @@ def load_backbone(
             str(path_or_id),
             dtype=dtype,  # type: ignore[arg-type]
             attn_implementation=attn_implementation,
+            lora=lora,
             adapter=None if adapter is None else str(adapter),
             vision=vision,
         )
-    return backbone.to(device).eval()
+    # A trainer leaves the mode as it is, and in evaluation mode there is no dropout.
+    return backbone.to(device).train(lora is not None)

@@ -59,9 +59,7 @@ def locate(path_or_id: str, *, weights: bool = True) -> Path:
     folder = Path(path_or_id).expanduser()
     if path_or_id.strip() and folder.is_dir():
         return folder
-    match = _HUB_ID.fullmatch(path_or_id)
-    # ``runs/model`` beside an existing ``runs`` is a mistyped folder, not a hub id.
-    if match is None or folder.parent.is_dir():
+    if not is_hub_id(path_or_id):
         raise ValueError(
             f"path: {path_or_id!r} is neither an existing folder nor an embedded model "
             f"({', '.join(embedded_names()) or 'none is installed'}) nor a hub id 'owner/name'"
@@ -79,6 +77,15 @@ def _snapshot(hub_id: str, **options: Any) -> Any:
         raise ValueError(
             f"{hub_id!r} is no existing folder, and the hub did not deliver it: {reason}"
         ) from error
+
+
+def is_hub_id(path_or_id: str) -> bool:
+    """Whether a name is ``owner/name``, optionally with ``@revision``, and no path of this machine.
+
+    ``runs/model`` beside an existing ``runs`` is a mistyped folder.
+    """
+    has_form = _HUB_ID.fullmatch(path_or_id) is not None
+    return has_form and not Path(path_or_id).expanduser().parent.is_dir()
 
 
 def is_local(path_or_id: str) -> bool:

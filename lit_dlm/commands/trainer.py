@@ -23,7 +23,6 @@ from jsonargparse._util import import_object
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.trainer.connectors import checkpoint_connector
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -41,7 +40,7 @@ import lit_dlm.tasks
 import lit_dlm.toy
 from lit_dlm.config_files import FOLDER
 from lit_dlm.configuration import Parser, RunConfigCallback, explain
-from lit_dlm.modules.checkpoint import LAST, CheckpointFiles, last_checkpoint, local
+from lit_dlm.modules.checkpoint import LAST, last_checkpoint, local, use_own_files
 from lit_dlm.ops.terminal import printable
 from lit_dlm.plan import check_run
 from lit_dlm.trajectories.store.writer import lives, lock
@@ -180,11 +179,9 @@ class CLI(LightningCLI):
         self.trainer_defaults["callbacks"] = own
         if given.enable_progress_bar is not False:
             self.trainer_defaults["callbacks"].append(lit_dlm.callbacks.ProgressBar())
-        plugins = given.plugins or []
-        plugins = list(plugins) if isinstance(plugins, list) else [plugins]
-        if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
-            plugins.append(CheckpointFiles())
-        return super().instantiate_trainer(**kwargs, plugins=plugins)
+        trainer = super().instantiate_trainer(**kwargs)
+        use_own_files(trainer)  # for modules from outside, too
+        return trainer
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         """Finds the checkpoint that is meant."""

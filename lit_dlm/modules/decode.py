@@ -33,7 +33,12 @@ from lit_dlm.decoding.stream import (
     WorkQueue,
     decode_stream,
 )
-from lit_dlm.modules.checkpoint import ADAPTERS_KEY, adapter_settings, require_own_checkpoint
+from lit_dlm.modules.checkpoint import (
+    ADAPTERS_KEY,
+    adapter_settings,
+    require_own_checkpoint,
+    use_own_files,
+)
 from lit_dlm.modules.sharding import drop_frozen_decoders, shard_trained, whole_weights
 from lit_dlm.modules.steps import drop_half_update, require_finite_gradients, seed_batch
 from lit_dlm.ops.sampling import sample_seed
@@ -289,6 +294,7 @@ class DecodeModule(LightningModule):
 
     def setup(self, stage: str) -> None:
         check_precision(self.trainer)
+        use_own_files(self.trainer)
 
     def configure_model(self) -> None:
         """Shards what is trained where the strategy is FSDP2 (``ModelParallelStrategy``)."""

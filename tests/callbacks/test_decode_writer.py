@@ -34,7 +34,7 @@ def predict(
     *writers: DecodeWriter, module=None, count: int = 6, data=PromptDataModule, **options
 ) -> None:
     settings = {"callbacks": list(writers), **options.pop("trainer", {})}
-    trainer = quiet(".", use_distributed_sampler=True, **settings)
+    trainer = quiet(".", **settings)
     options = {"batch_size": 3, **options}
     prompts = data([Letters(count)], response_length=LENGTH, **options)
     trainer.predict(module or trace_module(), datamodule=prompts, return_predictions=False)
