@@ -17,16 +17,21 @@ unexport PYTHONDONTWRITEBYTECODE
 help:  ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+# What runs need; development tools come on top of it.
+$(VENV)/.runs: pyproject.toml constraints.txt
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) (PyTorch first, a few minutes on a fresh machine)"
 	$(BIN)/pip install --quiet $$(grep '^torch==' constraints.txt)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.runs
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,code,log,docs]'
 	@touch $@
 
 install: $(VENV)/.installed  ## Make .venv and install the project with its development tools
 
-quickstart: install  ## The main job on the embedded models: traces, TraceLock, benchmark (under 10 minutes)
+quickstart: $(VENV)/.runs  ## The main job on the embedded models: traces, TraceLock, benchmark (under 10 minutes)
 	$(BIN)/lit-dlm predict --config configs/exp/generate_tiny.yaml --run_dir $(RUN_DIR)/tiny
 	$(BIN)/lit-dlm fit --config configs/exp/tracelock_tiny.yaml --run_dir $(RUN_DIR)/tiny --ckpt_path last
 	$(BIN)/lit-dlm predict --config configs/exp/benchmark_tiny.yaml --run_dir $(RUN_DIR)/tiny
@@ -35,7 +40,7 @@ quickstart: install  ## The main job on the embedded models: traces, TraceLock, 
 	$(BIN)/lit-dlm predict --config configs/exp/benchmark_planning.yaml --run_dir $(RUN_DIR)/planning
 	$(BIN)/lit-dlm report $(RUN_DIR)/tiny $(RUN_DIR)/planning --out $(RUN_DIR)
 
-vision: install  ## Pictures on the embedded model: questions, TraceLock, TraceRL, drawing (about 3 minutes)
+vision: $(VENV)/.runs  ## Pictures on the embedded model: questions, TraceLock, TraceRL, drawing (about 3 minutes)
 	$(BIN)/lit-dlm predict --config configs/exp/generate_pictures.yaml --run_dir $(VISION_DIR)/pictures
 	$(BIN)/lit-dlm fit --config configs/exp/tracelock_pictures.yaml --run_dir $(VISION_DIR)/pictures --ckpt_path last
 	$(BIN)/lit-dlm predict --config configs/exp/benchmark_pictures.yaml --run_dir $(VISION_DIR)/pictures
@@ -44,7 +49,7 @@ vision: install  ## Pictures on the embedded model: questions, TraceLock, TraceR
 	$(BIN)/lit-dlm report $(VISION_DIR)/pictures $(VISION_DIR)/drawing --out $(VISION_DIR)
 	$(BIN)/python experiments/picture_examples.py --questions $(VISION_DIR)/pictures --drawings $(VISION_DIR)/drawing --out $(VISION_DIR)/pictures.png
 
-tiny-model: install  ## Train the embedded models again (about two hours on two cores)
+tiny-model: $(VENV)/.runs  ## Train the embedded models again (about two hours on two cores)
 	$(BIN)/lit-dlm fit --config configs/exp/pretrain_tiny.yaml --ckpt_path last
 	$(BIN)/lit-dlm fit --config configs/exp/pretrain_planning.yaml --ckpt_path last
 	$(BIN)/pip install --quiet scikit-learn

@@ -15,6 +15,7 @@ from lit_dlm.modules.discrimination import DiscriminationObserver, score_curve
 from lit_dlm.modules.finetune import TrainableModule
 from lit_dlm.modules.sharding import whole_weights
 from lit_dlm.ops.options import at_least, of_kind
+from lit_dlm.ops.precision import evaluating
 from lit_dlm.ops.sampling import sample_seed
 from lit_dlm.reports.plots import plot_steps
 from lit_dlm.reports.results import write_json
@@ -80,9 +81,7 @@ class DiscriminationScore(Callback):
             trainer.global_rank :: trainer.world_size
         ]
         observer = DiscriminationObserver()
-        training = module.training
-        module.eval()
-        with whole_weights(module.backbone):
+        with evaluating(module), whole_weights(module.backbone):
             for first in range(0, len(examples), _BATCH_SIZE):
                 prompts = [
                     DecodePrompt(
@@ -106,7 +105,6 @@ class DiscriminationScore(Callback):
                     observers=[observer],
                 ):
                     pass
-        module.train(training)
         sums, counts = self._totals(trainer, module, observer, datamodule.response_length)
         score, curve = score_curve(sums, counts)
         self.scores[label], self.curves[label] = score, curve

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -35,13 +36,13 @@ class Interrupted(SystemExit):
 
 
 class Interruption(Callback):
-    """Finishes the batch at hand, saves what training needs to go on, and leaves.
+    """Finishes the step at hand, saves what training needs to go on, and leaves.
 
     Training saves ``last.ckpt`` after the optimiser step at hand, or after the next one where a
     validation or the end of an epoch comes between. An RL step is left for its last checkpoint
     where that is the step's own beginning, since it is repeated exactly from there. Decoding leaves
-    its shards and results complete. Several processes agree on the step, and a second signal ends
-    the run at once.
+    the responses that have ended, in complete shards and results; the others are made again.
+    Several processes agree on the step, and a second signal ends the run at once.
 
     Lightning's own handler leaves with status 0 and without a checkpoint, and waits inside of the
     handler for the other processes.
@@ -96,7 +97,7 @@ class Interruption(Callback):
         if launcher is not None:
             launcher.kill(signal.Signals(number))
         if self._trainer.is_global_zero:
-            logger.warning("%s: ending after the batch at hand", signal.Signals(number).name)
+            logger.warning("%s: ending after the step at hand", signal.Signals(number).name)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._restore()
@@ -196,6 +197,10 @@ class Interruption(Callback):
         if self._number and trainer.world_size == 1 and is_outside:
             raise self._interrupted(trainer)
 
+    def on_decode_step(self, trainer: Trainer, batch: Any, done: Callable[[], float]) -> bool:
+        """Ends a decode, whose responses that have ended come to the end of a batch."""
+        return bool(self._number)
+
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any
     ) -> None:
@@ -203,6 +208,8 @@ class Interruption(Callback):
             if trainer.is_global_zero:
                 logger.warning("ended; the same command decodes what is left")
             raise self._interrupted(trainer)
+
+    on_predict_end = on_predict_batch_end  # without a batch where no response has ended
 
     def _end_training(self, trainer: Trainer, *, is_repeated: bool) -> None:
         way_on = "go on with the same command and --ckpt_path last"

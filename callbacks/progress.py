@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -80,10 +81,16 @@ class TrainingLog(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
     ) -> None:
         self._num_done += 1
+        self.on_decode_step(trainer, batch, lambda: self._num_done)
+
+    def on_decode_step(self, trainer: Trainer, batch: Any, done: Callable[[], float]) -> None:
+        """Tells how far decoding is: ``done()`` of all batches."""
         if self._is_due(trainer):
-            total = sum(trainer.num_predict_batches)
-            left = _time_left(self._began, self._num_done / max(total, 1))
-            logger.info("%s, %d/%s%s", describe_stream(batch), self._num_done, total, left)
+            total = max(sum(trainer.num_predict_batches), 1)
+            share = done() / total
+            left = _time_left(self._began, share)
+            told = "%s, %.1f %% of %d batches%s"
+            logger.info(told, describe_stream(batch), 100.0 * share, total, left)
 
     def _is_due(self, trainer: Trainer) -> bool:
         """Whether a line is to be written now."""
@@ -130,7 +137,7 @@ class ProgressBar(RichProgressBar):
         self._values: dict[str, str] = {}
         self._values_at = 0.0
         self._began = (0.0, 0.0)  # when training did, and the share done then
-        self._num_done = 0
+        self._num_done, self._shown = 0, 0.0
         console = get_console()
         if not (console.is_terminal or console.is_jupyter):
             self.disable()
@@ -164,7 +171,7 @@ class ProgressBar(RichProgressBar):
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_predict_start(trainer, pl_module)
-        self._num_done = 0
+        self._num_done, self._shown = 0, 0.0
 
     def on_predict_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, *_: Any, **__: Any
@@ -177,9 +184,24 @@ class ProgressBar(RichProgressBar):
         self.progress.update(self.predict_progress_bar_id, description=describe_stream(batch))
         self.refresh()
 
+    def on_decode_step(self, trainer: Trainer, batch: Any, done: Callable[[], float]) -> None:
+        """Ticks while a batch is decoded."""
+        now = time.monotonic()
+        if not self.is_disabled and now - self._values_at > _SECONDS_BETWEEN_VALUES:
+            self._values_at = now
+            self._advance_to(done())
+
     def on_predict_batch_end(self, *_: Any, **__: Any) -> None:
         self._num_done += 1
-        self._update(self.predict_progress_bar_id, self._num_done)
+        self._advance_to(self._num_done)
+
+    def _advance_to(self, done: float) -> None:
+        """Moves the bar of ``predict`` forward; some of the next batches may be done already."""
+        bar = self.predict_progress_bar_id
+        if self.progress is not None and bar is not None:
+            self._shown = max(self._shown, done)
+            self.progress.update(bar, completed=self._shown)
+            self.refresh()
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_predict_end(trainer, pl_module)

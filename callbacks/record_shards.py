@@ -184,7 +184,7 @@ def _describe(trainer: Trainer, module: DecodeModule) -> RunRecord:
         hardware={
             **hardware_facts(),
             "world_size": trainer.world_size,
-            "batch_size": data.batch_size,
+            "batch_size": data.batch_size or data.rows,
         },
     )
 

@@ -4,4 +4,9 @@ from lit_dlm.datamodules.pretraining import PretrainDataModule as PretrainDataMo
 from lit_dlm.datamodules.prompts import PromptDataModule as PromptDataModule
 from lit_dlm.datamodules.rollouts import RolloutDataModule as RolloutDataModule
 from lit_dlm.datamodules.supervised import SupervisedDataModule as SupervisedDataModule
+from lit_dlm.datamodules.supervised_sources import (
+    RecordedDecodes as RecordedDecodes,
+    ResponsesFile as ResponsesFile,
+    ResponsesList as ResponsesList,
+)
 from lit_dlm.datamodules.trajectories import TrajectoryDataModule as TrajectoryDataModule

@@ -16,7 +16,13 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, IterableDataset
 
-from lit_dlm.modules.decode import DecodeModule, PromptBatch, PromptStream, decode_uid
+from lit_dlm.modules.decode import (
+    DecodeModule,
+    PromptBatch,
+    PromptStream,
+    decode_uid,
+    default_batch,
+)
 from lit_dlm.ops.options import at_least, of_kind, one_of, within
 from lit_dlm.tasks import PromptExample, Task, tasks_by_name
 from lit_dlm.tasks.base import check_uids
@@ -36,8 +42,8 @@ class PromptDataModule(LightningDataModule):
         tasks: where the prompts come from.
         response_length: cells to fill in each response; of several lengths each prompt gets one, by
             a hash of its uid.
-        batch_size: prompts decoded together; one that ends is replaced by the next. Results do not
-            depend on it.
+        batch_size: prompts decoded together; one that ends is replaced by the next. By default as
+            many as have 8,192 cells of response, 32 of 256 each. Results do not depend on it.
         max_prompt_length: most tokens of a prompt, chat template included; longer is an error.
         responses_per_prompt: responses to each prompt, each with a seed of its own; tables then
             give their mean accuracy (avg@k) and pass@k. A larger number goes on from a smaller one.
@@ -52,7 +58,7 @@ class PromptDataModule(LightningDataModule):
     tasks: list[Task]
     _: KW_ONLY
     response_length: int | list[int] = 256
-    batch_size: int = 32
+    batch_size: int | None = None
     max_prompt_length: int = 2048
     responses_per_prompt: int = 1
     methods: list[str] | None = None
@@ -65,6 +71,8 @@ class PromptDataModule(LightningDataModule):
         at_least(1, responses_per_prompt=self.responses_per_prompt)
         tasks_by_name(self.tasks)
         at_least(1, response_length=min(self._lengths, default=0))
+        self.rows = self.batch_size or default_batch(max(self._lengths))
+        """Prompts that are decoded together."""
         self.done: Collection[str] = ()
         """Keys ``{uid}@{method}`` of decodes that need not be made: a callback notes them."""
         self._decodes: list[tuple[str, PromptExample]] = []
@@ -148,7 +156,7 @@ class PromptDataModule(LightningDataModule):
                 self.encode,
                 method=method,
                 response_length=length,
-                batch_size=self.batch_size,
+                batch_size=self.rows,
             )
             for (_, method, length), examples in groups.items()
         ]
@@ -166,8 +174,8 @@ class PromptDataModule(LightningDataModule):
         for example in chosen:
             by_length.setdefault(self.length_of(example), []).append(example)
         for length, group in by_length.items():
-            for first in range(0, len(group), self.batch_size):
-                examples = group[first : first + self.batch_size]
+            for first in range(0, len(group), self.rows):
+                examples = group[first : first + self.rows]
                 yield PromptBatch(
                     examples=examples,
                     prompt_ids=[self.encode(example) for example in examples],

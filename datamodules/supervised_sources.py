@@ -25,7 +25,7 @@ from lit_dlm.plugs import Plug
 from lit_dlm.tasks import Task
 from lit_dlm.tasks.conversations import CHATS, conversation
 from lit_dlm.tasks.sources import Row, read_rows
-from lit_dlm.trajectories.exchange import ImportSettings, read_tabom
+from lit_dlm.trajectories.exchange import ImportSettings, json_object, read_tabom
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from lit_dlm.trajectories.store.files import MANIFEST_FILE, uid_order
@@ -116,6 +116,25 @@ class TaskReferences(SupervisedSource):
 
 
 @dataclass(eq=False)
+class ResponsesList(SupervisedSource):
+    """Answered prompts that are given as they are, with what a row of a file may hold.
+
+    Args:
+        rows: such as ``{"prompt": ..., "answer": ...}`` (:mod:`lit_dlm.tasks.conversations`).
+    """
+
+    rows: list[dict[str, Any]]
+
+    def examples(self, model: ModelFacts) -> Iterator[SupervisedExample]:
+        rows = [
+            Row(index=number, origin=origin, fields=json_object(origin, fields))
+            for number, fields in enumerate(self.rows)
+            if (origin := f"rows[{number}]")
+        ]
+        return _answered(rows, model, name="rows", folder=Path())
+
+
+@dataclass(eq=False)
 class ResponsesFile(SupervisedSource):
     """Answered prompts from a file, a folder or the hub.
 
@@ -140,38 +159,51 @@ class ResponsesFile(SupervisedSource):
 
     def examples(self, model: ModelFacts) -> Iterator[SupervisedExample]:
         rows = read_rows(self.path, split=self.split, required=())
-        folder = Path(self.path)
-        folder = folder if folder.is_dir() else folder.parent
-        for number, row in enumerate(rows):
-            turns, response = conversation(row)
-            assert response is not None
-            response_ids = _response_ids(model, response)
-            uid = f"{Path(self.path).name.partition('.')[0]}/{number:06d}"
-            yield SupervisedExample(
-                uid=uid,
-                **self._prompt(uid, row, turns, row.pictures(folder), model),
-                response_ids=response_ids,
-                steps=_step_map(row, response_ids, model.spec.eos_ids),
-            )
+        path = Path(self.path)
+        return _answered(
+            rows,
+            model,
+            name=path.name.partition(".")[0],
+            folder=path if path.is_dir() else path.parent,
+            templated=self.templated,
+        )
 
-    def _prompt(
-        self,
-        uid: str,
-        row: Row,
-        turns: list[dict[str, str]],
-        pictures: Sequence[Picture],
-        model: ModelFacts,
-    ) -> dict[str, Any]:
-        parts = [*(CHATS.keys() & row.fields.keys()), *(["pictures"] if pictures else [])]
-        raw = _raw_ids(model, turns[0]["content"].removeprefix(IMAGE_MARK))
-        if self.templated:
-            row.expect(not parts, "a prompt that is one text (templated)", parts)
-            return {"prompt_ids": raw}
-        added = list(model.tokenizer.get_added_vocab().values())
-        is_bare = not np.isin(raw[:1], added).any()
-        first = model.tokenizer.decode(raw[:1])
-        row.expect(is_bare, "a prompt without a chat template around it, or templated: true", first)
-        return model.prompt(uid, turns, pictures)
+
+def _answered(
+    rows: Iterable[Row], model: ModelFacts, *, name: str, folder: Path, templated: bool = False
+) -> Iterator[SupervisedExample]:
+    for number, row in enumerate(rows):
+        turns, response = conversation(row)
+        assert response is not None
+        response_ids = _response_ids(model, response)
+        uid = f"{name}/{number:06d}"
+        yield SupervisedExample(
+            uid=uid,
+            **_prompt(uid, row, turns, row.pictures(folder), model, templated=templated),
+            response_ids=response_ids,
+            steps=_step_map(row, response_ids, model.spec.eos_ids),
+        )
+
+
+def _prompt(
+    uid: str,
+    row: Row,
+    turns: list[dict[str, str]],
+    pictures: Sequence[Picture],
+    model: ModelFacts,
+    *,
+    templated: bool,
+) -> dict[str, Any]:
+    parts = [*(CHATS.keys() & row.fields.keys()), *(["pictures"] if pictures else [])]
+    raw = _raw_ids(model, turns[0]["content"].removeprefix(IMAGE_MARK))
+    if templated:
+        row.expect(not parts, "a prompt that is one text (templated)", parts)
+        return {"prompt_ids": raw}
+    added = list(model.tokenizer.get_added_vocab().values())
+    is_bare = not np.isin(raw[:1], added).any()
+    first = model.tokenizer.decode(raw[:1])
+    row.expect(is_bare, "a prompt without a chat template around it, or templated: true", first)
+    return model.prompt(uid, turns, pictures)
 
 
 class Decodes(SupervisedSource):

@@ -10,6 +10,10 @@ from lit_dlm.commands.recipes import described
 from lit_dlm.config_files import packaged
 
 ROOT = Path(__file__).resolve().parents[1]
+_PICTURE = re.compile(
+    r'<picture><source media="[^"]+" srcset="(?P<dark>[^"]+)"><img\s+src="(?P<light>[^"]+)"'
+    r'\s+alt="(?P<alt>[^"]+)"(?P<size> width="\d+")?></picture>'
+)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -18,8 +22,17 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         markdown = markdown.replace("@@RECIPES@@", recipes())
     if page.file.src_uri == "index.md":
         markdown = markdown.replace('--8<-- "README.md:intro"', intro())
+    markdown = _PICTURE.sub(_themed, markdown)
     return re.sub(r"(!?)\[([^\]]*)\]\((\.\./[^)]+)\)", r"\2 (`\3`)", markdown).replace(
         "(`../", "(`"
+    )
+
+
+def _themed(picture: re.Match[str]) -> str:
+    """Both versions of a picture, of which the theme's style sheet hides one."""
+    size = f"{{{picture['size']} }}" if picture["size"] else ""
+    return "".join(
+        f"![{picture['alt']}]({picture[kind]}#only-{kind}){size}" for kind in ("light", "dark")
     )
 
 

@@ -22,7 +22,7 @@ from chain import EXP, call, difference, points, problems, seed_flags, table
 from matplotlib.figure import Figure
 
 from lit_dlm.ops.files import write_atomically
-from lit_dlm.reports.plots import tidy_axes
+from lit_dlm.reports.plots import Theme, method_styles, save_themes, tidy_axes
 from lit_dlm.reports.results import ResultFolder, ResultRow
 
 ORDER = ("entropy_1", "entropy_2", "entropy_4")
@@ -296,28 +296,31 @@ def markdown(report: dict[str, Any]) -> str:
 
 def draw(report: dict[str, Any], path: Path) -> None:
     """Differences of all settings, with two standard errors."""
-    figure = Figure(figsize=(6.4, 2.8), layout="constrained")
-    axis = figure.subplots()
-    for height, (name, found) in enumerate(report.items()):
-        shown = {"judged": found["judged"]}
-        if SETTINGS[name].decoder is not None:
-            (method,) = SETTINGS[name].judged
-            shown["at equal forwards"] = found[method]["equal_forwards"]
-        for number, values in enumerate(shown.values()):
-            axis.errorbar(
-                100 * values["mean"],
-                height + 0.25 * number,
-                xerr=200 * max(values["stderr_problems"], values["stderr_seeds"]),
-                fmt="o" if number == 0 else "s",
-                color=f"C{number}",
-                capsize=3,
-            )
-    axis.axvline(0, color="0.6", linewidth=1)
-    axis.set_yticks(range(len(report)), list(report))
-    axis.invert_yaxis()
-    axis.set_xlabel("gain in points over random states (squares: at equal forwards)")
-    tidy_axes(axis)
-    figure.savefig(path, dpi=150)
+
+    def figure(theme: Theme) -> Figure:
+        drawn = Figure(figsize=(6.4, 2.8), layout="constrained")
+        axis = drawn.subplots()
+        for height, (name, found) in enumerate(report.items()):
+            shown = [found["judged"]]
+            if SETTINGS[name].decoder is not None:
+                (method,) = SETTINGS[name].judged
+                shown.append(found[method]["equal_forwards"])
+            for number, values in enumerate(shown):
+                axis.errorbar(
+                    100 * values["mean"],
+                    height + 0.25 * number,
+                    xerr=200 * max(values["stderr_problems"], values["stderr_seeds"]),
+                    capsize=3,
+                    **method_styles(["tracerl", "tracerl at equal forwards"], theme)[number],
+                )
+        axis.axvline(0, color=theme.muted, linewidth=1)
+        axis.set_yticks(range(len(report)), list(report))
+        axis.invert_yaxis()
+        axis.set_xlabel("gain in points over random states (hollow: at equal forwards)")
+        tidy_axes(axis)
+        return drawn
+
+    save_themes(path, figure)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from lit_dlm.backbones import HFBackbone, load_backbone
 from lit_dlm.likelihood import log_likelihood_bound, masked_draws
 from lit_dlm.ops.files import write_atomically
-from lit_dlm.reports.plots import read_curves, tidy_axes
+from lit_dlm.reports.plots import Theme, method_styles, read_curves, save_themes, tidy_axes
 
 Row = tuple[list[int], list[int]]
 """Tokens of a prompt and of its response."""
@@ -158,22 +158,28 @@ def draw(report: dict[str, Any], path: Path) -> None:
         report: see :func:`markdown`.
         path: of the PNG.
     """
-    figure = Figure(figsize=(9.6, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for number, (name, found) in enumerate(report["models"].items()):
-        left.plot(found["updates"], found["hidden"], color=f"C{number}", label=name)
-        if found["shares"]:
-            bins = np.minimum(np.array(found["shares"]) * 8, 7).astype(int)
-            losses = [np.array(found["by_share"])[bins == n].mean() for n in range(8)]
-            right.plot((np.arange(8) + 0.5) / 8, losses, "o-", markersize=3, color=f"C{number}")
-    value = mean(report["autoregressive"], report["tokens"]).partition(" ")[0]
-    right.axhline(float(value), color="0.4", linestyle="--")
-    right.annotate("autoregressive", (0.99, float(value)), ha="right", va="bottom")
-    left.set(xlabel="updates", ylabel="loss of hidden tokens, nats")
-    right.set(xlabel="share of the response that is hidden", xlim=(0, 1), ylim=(0, None))
-    left.legend()
-    tidy_axes(left, right)
-    figure.savefig(path, dpi=150)
+
+    def figure(theme: Theme) -> Figure:
+        drawn = Figure(figsize=(9.6, 3.6), layout="constrained")
+        left, right = drawn.subplots(1, 2)
+        styles = method_styles(list(report["models"]), theme)
+        for (name, found), style in zip(report["models"].items(), styles, strict=True):
+            colour = style["color"]
+            left.plot(found["updates"], found["hidden"], color=colour, label=name)
+            if found["shares"]:
+                bins = np.minimum(np.array(found["shares"]) * 8, 7).astype(int)
+                losses = [np.array(found["by_share"])[bins == n].mean() for n in range(8)]
+                right.plot((np.arange(8) + 0.5) / 8, losses, "o-", markersize=3, color=colour)
+        value = mean(report["autoregressive"], report["tokens"]).partition(" ")[0]
+        right.axhline(float(value), color=theme.muted, linestyle="--")
+        right.annotate("autoregressive", (0.99, float(value)), ha="right", va="bottom")
+        left.set(xlabel="updates", ylabel="loss of hidden tokens, nats")
+        right.set(xlabel="share of the response that is hidden", xlim=(0, 1), ylim=(0, None))
+        left.legend()
+        tidy_axes(left, right)
+        return drawn
+
+    save_themes(path, figure)
 
 
 if __name__ == "__main__":

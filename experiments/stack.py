@@ -35,7 +35,14 @@ import lit_dlm.toy
 from lit_dlm import cli
 from lit_dlm.backbones import load_backbone, load_tokenizer
 from lit_dlm.ops.files import write_atomically
-from lit_dlm.reports.plots import family, tidy_axes
+from lit_dlm.reports.plots import (
+    Theme,
+    common_legend,
+    family,
+    method_styles,
+    save_themes,
+    tidy_axes,
+)
 from lit_dlm.reports.results import ResultFolder
 
 CHAINS = ("base", "sft", "tabom", "rl", "sft-tabom", "sft-rl", "tabom-rl", "sft-tabom-rl")
@@ -45,8 +52,8 @@ FAMILIES = {"threshold": 8.0, "tracelock": 8.0, "threshold_dual": 12.0, "tracelo
 """Fronts that are compared, and at how many forwards: families of the methods of
 ``stack_tiny.yaml``. In blocks, which a cache needs, there are more of them."""
 
-SHOWN = ("base", "sft", "sft-tabom", "sft-tabom-rl")
-"""Chains that are drawn. CPU time is measured of the first and the last, with the first seed."""
+TIMED = ("base", "sft-tabom-rl")
+"""Chains whose CPU time is measured, with the first seed."""
 
 LENGTHS = {"WordProblems": 32, "Countdown": 56}
 """Response cells of each task."""
@@ -91,10 +98,9 @@ class Model:
 def main() -> None:
     """Makes what is missing, then reports on what is there."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--model", type=Path, required=True, help="folder of the model to start from"
-    )
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--draw", type=Path, help="a kept stack.json: draws it, and runs nothing")
+    parser.add_argument("--model", type=Path, help="folder of the model to start from")
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--task", choices=LENGTHS, default="WordProblems")
     parser.add_argument("--chains", nargs="+", choices=CHAINS, default=list(CHAINS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of training")
@@ -109,6 +115,11 @@ def main() -> None:
     parser.add_argument("--verify", type=int, default=200, help="records of a model decided again")
     parser.add_argument("--only-report", action="store_true", help="run nothing")
     options = parser.parse_args()
+    if options.draw:
+        draw(json.loads(options.draw.read_text()), options.draw.with_suffix(".png"))
+        return
+    if not (options.model and options.out):
+        parser.error("expected --model and --out, or --draw")
     torch.set_num_threads(1)
     if not options.only_report:
         for seed, chain in itertools.product(options.seeds, options.chains):
@@ -119,7 +130,7 @@ def main() -> None:
     report = condense(models)
     write_atomically(options.out / "stack.json", json.dumps(report, indent=2) + "\n")
     write_atomically(options.out / "stack.md", markdown(report))
-    draw(models, options.out / "stack.png")
+    draw(report, options.out / "stack.png")
     print(markdown(report))
 
 
@@ -153,7 +164,7 @@ def measure(options: argparse.Namespace, chain: str, seed: int) -> None:
         options,
         folder,
         str(path[1]),
-        is_timed=chain in (SHOWN[0], SHOWN[-1]) and seed == options.seeds[0],
+        is_timed=chain in TIMED and seed == options.seeds[0],
     )
 
 
@@ -387,36 +398,35 @@ def pairs(
     return found
 
 
-def draw(models: dict[str, Model], path: Path) -> None:
-    """Fronts against forwards, and with caches against CPU time: thresholds dashed."""
-    figure = Figure(figsize=(10.4, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    for number, chain in enumerate(name for name in SHOWN if name in models):
-        model = models[chain]
-        forwards = {method: cells.mean() for method, cells in model.forwards.items()}
-        left.plot([], [], "-", color=f"C{number}", label=chain)
-        for axis, cost in ((left, forwards), (right, model.times)):
-            for name in FAMILIES:
-                methods = [method for method in cost if family(method) == name]
-                if not methods or (axis is left and name.endswith("dual")):
-                    continue
-                points = sorted(
-                    (cost[method], 100 * model.correct[method].mean()) for method in methods
-                )
-                axis.plot(
-                    *zip(*points, strict=True),
-                    "-" if name.startswith("tracelock") else "--",
-                    marker="s" if name.endswith("dual") else "o",
-                    markersize=3,
-                    color=f"C{number}",
-                )
-    for style, label in (("-o", "TraceLock"), ("--o", "thresholds"), ("-s", "with a cache")):
-        left.plot([], [], style, color="0.4", markersize=3, label=label)
-    left.set(xlabel="forwards", ylabel="right answers, %")
-    left.legend(fontsize="small")
-    right.set(xlabel="CPU milliseconds a problem")
-    tidy_axes(left, right)
-    figure.savefig(path, dpi=150)
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Accuracies at equal forwards, without and with a cache, with two standard errors."""
+    panels = {"{} forwards": ("threshold", "tracelock")}
+    panels["with a cache, {} forwards"] = ("threshold_dual", "tracelock_dual")
+
+    def figure(theme: Theme) -> Figure:
+        drawn = Figure(figsize=(9.2, 3.4), layout="constrained")
+        axes = drawn.subplots(1, 2, sharey=True)
+        for axis, (title, names) in zip(axes, panels.items(), strict=True):
+            axis.set(title=title.format(f"{FAMILIES[names[0]]:g}"), xlabel="right answers, %")
+            for shift, name, style in zip(
+                (0.12, -0.12), names, method_styles(names, theme), strict=True
+            ):
+                points = [
+                    (place + shift, 100 * found[name][0], 200 * found[name][1])
+                    for place, found in enumerate(report["fronts"].values())
+                    if found[name]
+                ]
+                heights, rates, errors = zip(*points, strict=True)
+                label = name.removesuffix("_dual")
+                style |= {"linestyle": "none", "label": label, "capsize": 3, "markersize": 5}
+                axis.errorbar(rates, heights, xerr=errors, **style)
+            tidy_axes(axis)
+        axes[0].set_yticks(range(len(report["fronts"])), list(report["fronts"]))
+        axes[0].invert_yaxis()
+        common_legend(drawn, 2)
+        return drawn
+
+    save_themes(path, figure)
 
 
 def markdown(report: dict[str, Any]) -> str:

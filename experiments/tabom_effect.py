@@ -28,7 +28,7 @@ from chain import EXP, call, difference, points, problems, table
 from matplotlib.figure import Figure
 
 from lit_dlm.ops.files import write_atomically
-from lit_dlm.reports.plots import tidy_axes
+from lit_dlm.reports.plots import Theme, method_styles, save_themes, tidy_axes
 from lit_dlm.reports.results import ResultFolder
 
 METHODS = {
@@ -181,20 +181,26 @@ def draw(scores: dict[str, Scores], path: Path) -> None:
         scores: of all methods; curves are means over seeds, every seed has its own point.
         path: file to write.
     """
-    figure = Figure(figsize=(9.6, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for number, (name, found) in enumerate(scores.items()):
-        curve = [statistics.mean(step) for step in zip(*found.curves, strict=False)]
-        left.plot(curve, color=f"C{number}", label=name, linewidth=1.3)
-        shares = [100 * share for share in found.values["violated pairs"]]
-        right.bar(number, statistics.mean(shares), color=f"C{number}", alpha=0.6)
-        right.plot([number] * len(shares), shares, "k.", markersize=4)
-    left.set(xlabel="decode step", ylabel="variance of open entropies, nats²", ylim=(0, None))
-    left.legend(fontsize="small")
-    right.set(ylabel="pairs out of order, %", ylim=(0, None))
-    right.set_xticks(range(len(scores)), list(scores), rotation=20)
-    tidy_axes(left, right)
-    figure.savefig(path, dpi=150)
+
+    def figure(theme: Theme) -> Figure:
+        drawn = Figure(figsize=(9.6, 3.6), layout="constrained")
+        left, right = drawn.subplots(1, 2)
+        styles = method_styles(list(scores), theme)
+        for number, (name, found) in enumerate(scores.items()):
+            look = {key: styles[number][key] for key in ("color", "linestyle")}
+            curve = [statistics.mean(step) for step in zip(*found.curves, strict=False)]
+            left.plot(curve, label=name, linewidth=1.3, **look)
+            shares = [100 * share for share in found.values["violated pairs"]]
+            right.bar(number, statistics.mean(shares), color=look["color"], alpha=0.6)
+            right.plot([number] * len(shares), shares, ".", color=theme.text, markersize=4)
+        left.set(xlabel="decode step", ylabel="variance of open entropies, nats²", ylim=(0, None))
+        left.legend(fontsize="small")
+        right.set(ylabel="pairs out of order, %", ylim=(0, None))
+        right.set_xticks(range(len(scores)), list(scores), rotation=20)
+        tidy_axes(left, right)
+        return drawn
+
+    save_themes(path, figure)
 
 
 def condense(scores: dict[str, Scores], options: argparse.Namespace) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from chain import EXP, call, problems, seed_flags
 from matplotlib.figure import Figure
 
 from lit_dlm.ops.files import write_atomically
-from lit_dlm.reports.plots import COLOURS, read_points, save_figure, tidy_axes
+from lit_dlm.reports.plots import Theme, method_styles, read_points, save_themes, tidy_axes
 
 METHODS = {
     "trace": "TraceRL",
@@ -95,23 +95,30 @@ def run(method: str, seed: int, folder: Path, steps: int) -> None:
 
 def plot_runs(runs: dict[str, list[list[dict[str, Any]]]], path: Path) -> None:
     """Mean curves of methods over their seeds, with one standard error, a panel of each value."""
-    figure = Figure(figsize=(1.2 + 4.3 * len(PANELS), 3.8), layout="constrained")
-    axes = figure.subplots(1, len(PANELS), squeeze=False)
-    for axis, (name, title) in zip(axes[0], PANELS.items(), strict=True):
-        for number, (label, curves) in enumerate(runs.items()):
-            colour = COLOURS[number % len(COLOURS)]
-            tables = [{p["step"]: p[name] for p in curve if name in p} for curve in curves]
-            steps = sorted(set.intersection(*(set(table) for table in tables)))
-            found = np.array([[table[step] for step in steps] for table in tables])
-            mean, shown = found.mean(0), f"{label} (n = {len(curves)})"
-            axis.plot(steps, mean, color=colour, label=shown, linewidth=1.5)
-            if len(curves) > 1:
-                error = found.std(0, ddof=1) / np.sqrt(len(curves))
-                axis.fill_between(steps, mean - error, mean + error, color=colour, alpha=0.18)
-        axis.set(xlabel="RL step", ylabel=title)
-        tidy_axes(axis)
-    axes[0, 0].legend(fontsize="small")
-    save_figure(figure, path)
+
+    def figure(theme: Theme) -> Figure:
+        drawn = Figure(figsize=(1.2 + 4.3 * len(PANELS), 3.8), layout="constrained")
+        axes = drawn.subplots(1, len(PANELS), squeeze=False)
+        for axis, (name, title) in zip(axes[0], PANELS.items(), strict=True):
+            for (label, curves), style in zip(
+                runs.items(), method_styles(list(runs), theme), strict=True
+            ):
+                tables = [{p["step"]: p[name] for p in curve if name in p} for curve in curves]
+                steps = sorted(set.intersection(*(set(table) for table in tables)))
+                found = np.array([[table[step] for step in steps] for table in tables])
+                mean, shown = found.mean(0), f"{label} (n = {len(curves)})"
+                look = {key: style[key] for key in ("color", "linestyle")}
+                axis.plot(steps, mean, label=shown, linewidth=1.5, **look)
+                if len(curves) > 1:
+                    error = found.std(0, ddof=1) / np.sqrt(len(curves))
+                    low, high = mean - error, mean + error
+                    axis.fill_between(steps, low, high, color=style["color"], alpha=0.18)
+            axis.set(xlabel="RL step", ylabel=title)
+            tidy_axes(axis)
+        axes[0, 0].legend(fontsize="small")
+        return drawn
+
+    save_themes(path, figure)
 
 
 def summary(curves: dict[str, list[list[dict[str, Any]]]]) -> dict[str, dict[str, float]]:

@@ -17,3 +17,7 @@ def __getattr__(name: str) -> Any:
     if name not in ("Generations", "generate"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.generation"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

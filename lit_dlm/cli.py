@@ -29,7 +29,7 @@ COMMANDS = {
     "evalplus": ("lit_dlm.commands.evalplus", "answers of a benchmark as samples of EvalPlus"),
     "export": ("lit_dlm.commands.export", _EXPORT),
     "merge": ("lit_dlm.commands.export:merge", _EXPORT),
-    "push": ("lit_dlm.commands.export:push", _EXPORT),
+    "push": ("lit_dlm.commands.push", _EXPORT),
     "new": ("lit_dlm.commands.scaffold", "begin a policy, task, reward or method of your own"),
     "recipes": ("lit_dlm.commands.recipes", "list the experiments that are shipped"),
     "plan": ("lit_dlm.commands.plan", "memory and disk that a configuration needs"),

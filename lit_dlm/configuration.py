@@ -13,8 +13,9 @@ from pydoc import locate
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser, Namespace
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer, callbacks, loggers
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
+from torch import optim
 
 from lit_dlm.config_files import nearest, own_modules, with_files
 from lit_dlm.ops.files import write_atomically
@@ -78,6 +79,7 @@ def _unknown_option(found: re.Match[str], at: str, classes: list[str], _: list[s
 
 def _unknown_class(found: re.Match[str], at: str, _: list[str], __: list[str]) -> str:
     names = [one.__name__ for one in _own_classes()]
+    names += [*callbacks.__all__, *loggers.__all__, *optim.__all__]
     if found[1] in names:
         return f"{at}expected a class of another kind, got {found[1]}"
     return f"{at}unknown class '{found[1]}'{nearest(found[1], names)}"

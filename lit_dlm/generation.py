@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from lit_dlm.backbones import Backbone, load_backbone, load_tokenizer
+from lit_dlm.backbones import Backbone, load_backbone, tokenizer_of
 from lit_dlm.decoding import ConfidencePolicy, Decoder, Observer
 from lit_dlm.decoding.stream import (
     DecodePrompt,
@@ -15,6 +15,7 @@ from lit_dlm.decoding.stream import (
     decode_stream,
     length_buckets,
 )
+from lit_dlm.ops.precision import evaluating
 from lit_dlm.ops.sampling import sample_seed
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
@@ -73,10 +74,10 @@ def generate(
         raise ValueError("prompts: expected a list of prompts, none of them empty")
     if tokenizer is None and isinstance(backbone, str):
         tokenizer = backbone
-    if isinstance(tokenizer, str):
-        tokenizer = load_tokenizer(tokenizer)
     if isinstance(backbone, str):
         backbone = load_backbone(backbone)
+    if isinstance(tokenizer, str):
+        tokenizer = tokenizer_of(backbone, tokenizer)
     decoder = (decode or Decoder(policy=ConfidencePolicy())).on(backbone.spec)
     names = list(map(str, range(len(prompts)))) if uids is None else uids
     encoded = [
@@ -87,16 +88,17 @@ def generate(
     captures = [TrajectoryCapture(vocab_size=backbone.vocab_size)] if trajectories else []
     order: list[int] = []
     for rows in length_buckets([len(prompt.ids) for prompt in encoded], batch_size=batch_size):
-        (batch,) = decode_stream(
-            backbone,
-            decoder,
-            WorkQueue(len(rows)),
-            [encoded[row] for row in rows].__getitem__,
-            response_length=response_length,
-            batch_size=len(rows),
-            detokenizer=Detokenizer(backbone, tokenizer),
-            observers=[*captures, *observers],
-        )
+        with evaluating(backbone):
+            (batch,) = decode_stream(
+                backbone,
+                decoder,
+                WorkQueue(len(rows)),
+                [encoded[row] for row in rows].__getitem__,
+                response_length=response_length,
+                batch_size=len(rows),
+                detokenizer=Detokenizer(backbone, tokenizer),
+                observers=[*captures, *observers],
+            )
         order += rows
         done.ids += batch.responses.ids
         done.num_steps += batch.result.num_steps.tolist()

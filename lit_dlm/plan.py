@@ -22,6 +22,7 @@ from lit_dlm.backbones.decoder import torch_dtype
 from lit_dlm.backbones.lora import LoRASettings, read_adapter_settings
 from lit_dlm.backbones.resolution import FromAR, locate, resolve
 from lit_dlm.decoding.caches import PROMPT_TOKENS
+from lit_dlm.modules.decode import default_batch
 from lit_dlm.modules.supervised_batch import row_tokens
 from lit_dlm.ops.fused_head import CHUNK_ELEMENTS
 from lit_dlm.vision.base import VisionSettings
@@ -214,7 +215,8 @@ class _Model:
         a, s, D = self.architecture, self.computed, self.architecture.hidden_size
         window, cache = _options(decoder.get("window")), _class(decoder.get("cache"))
         width = window.get("block_length") or window.get("width") or a.block_size or run["response"]
-        rows = run.get("rollout_batch_size") or run.get("batch_size", 1)
+        rows = run.get("rollout_batch_size") or run.get("batch_size")
+        rows = rows or default_batch(run["response"])
         cells = rows * min(width, run["response"])
         columns = tokens = rows * (run["prompt"] + run["response"])
         if cache.endswith("BlockCache"):  # prompts run apart, a step two blocks at most

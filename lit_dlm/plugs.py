@@ -25,10 +25,18 @@ class Plug(metaclass=ABCMeta):  # noqa: B024  (abstract methods are those of its
 
 def difference(kind: type, plug: type) -> str | None:
     """Says what a class lacks or has otherwise of a plug's abstract methods; ``None``: nothing."""
-    for name in sorted(getattr(plug, "__abstractmethods__", ())):
-        method = getattr(kind, name, None)
-        if not callable(method) or getattr(method, "__isabstractmethod__", False):
-            return f"{kind.__name__} has no method '{name}', which {plug.__name__} asks for"
+    names = sorted(getattr(plug, "__abstractmethods__", ()))
+    asked = {name: getattr(kind, name, None) for name in names}
+    lacks = [
+        f"'{name}'"
+        for name, method in asked.items()
+        if not callable(method) or getattr(method, "__isabstractmethod__", False)
+    ]
+    if lacks:
+        told = f"method{'s' * (len(lacks) > 1)} {', '.join(lacks)}"
+        return f"{kind.__name__} has no {told}, which {plug.__name__} asks for"
+    for name, method in asked.items():
+        assert callable(method)
         wanted = inspect.signature(getattr(plug, name)).parameters.values()
         by_name = {one.name: None for one in wanted if one.kind is one.KEYWORD_ONLY}
         is_method = inspect.isfunction(inspect.getattr_static(kind, name))

@@ -115,7 +115,7 @@ class Watch(Callback):
 def quiet(folder: Path, **options: Any) -> Trainer:
     """A trainer on one CPU process that says and saves nothing."""
     no = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
-    settings: dict[str, Any] = dict.fromkeys((*no, "use_distributed_sampler"), False)
+    settings: dict[str, Any] = dict.fromkeys(no, False)
     settings |= {"accelerator": "cpu", "devices": 1, "num_sanity_val_steps": 0}
     return Trainer(default_root_dir=folder, **{**settings, **options})
 

@@ -1,6 +1,7 @@
 """Files that name others, and what the command line makes of them."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,8 @@ def test_recipes_list_every_experiment_and_show_one(capsys: pytest.CaptureFixtur
     assert all("Needs: " in line for line in lines)
     # No GPU's memory was measured at real size.
     assert all("(estimated)" in line for line in lines if " GPU" in line.partition("Needs: ")[2])
+    on_cpu = [line for line in lines if "CPU core" in line]
+    assert not [line for line in on_cpu if not re.search("second|minute|hour", line)]
     assert recipes.main(["tracerl_tiny_value"]) == 0
     text = capsys.readouterr().out
     assert "run_dir: runs/tracerl_tiny_value" in text

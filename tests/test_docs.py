@@ -50,6 +50,21 @@ def test_linked_and_named_files_exist(page: Path):
     assert not [name for name in named if not (ROOT / name).exists()]
 
 
+def test_the_readme_links_to_every_page():
+    """The start page of the site is the README again."""
+    pages = {path.name for path in ROOT.glob("docs/*.md")} - {"index.md"}
+    assert pages == set(re.findall(r"\]\(docs/(\w+\.md)", (ROOT / "README.md").read_text()))
+
+
+def test_every_picture_has_a_dark_version_and_a_page():
+    text = "".join(page.read_text() for page in PAGES)
+    assert not re.findall(r"!\[[^\]]*\]\(.*", text)
+    pairs = re.findall(r'srcset="([^"]+)"><img\s+src="([^"]+)"', text)
+    assert not [(dark, light) for dark, light in pairs if not re.search(r"_dark\.\w+$", dark)]
+    kept = {path.name for path in ROOT.glob("docs/**/*") if path.suffix in (".png", ".gif")}
+    assert {Path(name).name for pair in pairs for name in pair} == kept
+
+
 def test_the_picture_is_the_order_that_the_linter_enforces():
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     layers = next(one["layers"] for one in contracts["contracts"] if one["type"] == "layers")

@@ -3,9 +3,12 @@
 import ast
 import csv
 import json
+import re
+import runpy
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +19,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, PreTrainedTokenizerFast
 
 import cli
+from lit_dlm.modules.checkpoint import CheckpointFiles
 from lit_dlm.tasks import Task
 from lit_dlm.vision.pictures import picture_to_text
 from tests.e2e.runs import write_jsonl
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "examples"
+PAGE = (ROOT / "docs" / "python.md").read_text()
 QUIET = ("--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false")
 
 
@@ -132,6 +137,24 @@ def test_the_scorer_judges_drawn_pictures(tmp_path: Path):
     cosine = float(torch.cosine_similarity(found.image_embeds, found.text_embeds))
     assert verdict.score == pytest.approx(min(2.5 * max(cosine, 0.0), 1.0), abs=1e-4)
     assert verdict.score > 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("train_from_python", "^7\\+34=41\n7\\+34=41\n"),  # the model itself adds from the left
+        ("tracelock_from_python", "#### 36\n[12]?\\d forwards"),  # of 32
+    ],
+)
+def test_a_script_trains(name: str, told: str, tmp_path: Path, monkeypatch: Any, capsys: Any):
+    """The two that the page on Python shows, as they stand there."""
+    assert f"```python\n{(FOLDER / name).with_suffix('.py').read_text()}```" in PAGE
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(FOLDER / f"{name}.py"))
+    assert re.search(told, capsys.readouterr().out, re.MULTILINE)
+    (checkpoint,) = tmp_path.rglob("*.ckpt")
+    assert CheckpointFiles().load_checkpoint(checkpoint)["state_dict"]
 
 
 def write_clip(folder: Path) -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import lit_dlm
-from lit_dlm.backbones import HFBackbone, load_backbone, load_tokenizer
+from lit_dlm.backbones import HFBackbone, LoRASettings, load_backbone, load_tokenizer
 from lit_dlm.decoding import (
     BlockCache,
     BlockWindow,
@@ -48,6 +48,18 @@ def test_texts_messages_and_ids_give_the_same_responses_in_any_batch(backbone, t
     assert plain.texts == []
     assert texts.trajectories == []
     assert texts.decoder["cache"]["name"] == "DualCache"
+
+
+def test_a_model_in_training_decodes_without_dropout_and_goes_on_with_it(tokenizer):
+    backbone = load_backbone("tiny", lora=LoRASettings(rank=2, dropout=0.9))
+    for name, parameter in backbone.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.constant_(parameter, 0.1)
+    settings = {"decode": Decoder(**FAST), "tokenizer": tokenizer, "response_length": 16}
+    found = lit_dlm.generate(backbone, PROMPTS, **settings)
+    assert all(part.training for part in backbone.modules())
+    assert found.ids == lit_dlm.generate(backbone.eval(), PROMPTS, **settings).ids
+    assert not backbone.training
 
 
 def test_trajectories_are_recorded_on_demand_in_the_order_of_the_prompts(backbone, tokenizer):
@@ -108,3 +120,7 @@ def test_the_package_imports_without_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="no attribute 'generat'"):
         lit_dlm.generat  # noqa: B018 - the access is the test
+
+
+def test_the_package_lists_its_names():
+    assert {"generate", "Generations", "__version__"} <= set(dir(lit_dlm))

@@ -3,6 +3,7 @@
 import shlex
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -60,6 +61,9 @@ MISTAKES = [
     ("fit --config loop", "{here}/loop.yaml: names itself, by way of {here}/ring.yaml"),
     ("fit --config list", "{here}/list.yaml: expected a mapping, got list"),
     (f"{PREDICT} --run_dir '${{oops'", "run_dir: expected references like ${run_dir}, got no viab"),
+    (f"{PREDICT} --model.seed '${{oc.env:NOT_SET}}'",
+     "model.init_args.seed: expected the environment variable NOT_SET, which is not set"),
+    (f"{PREDICT} --run_dir own.py", "run_dir: own.py cannot be written to (File exists)"),
     # keys
     (f"{PREDICT} --config top", "unknown key 'modle.seed'; did you mean 'model"),
     (f"{PREDICT} --config trainer", "unknown key 'trainer.max_stepz'; did you mean 'trainer.max_s"),
@@ -80,6 +84,11 @@ MISTAKES = [
     (f"{MINE} decode/nope.yaml", "model.decoders: Unexpected import path format: decode/nope.yaml"),
     (f"{PREDICT} --trainer.callbacks+=DecodeWriterr",
      "trainer.callbacks: unknown class 'DecodeWriterr'; did you mean 'DecodeWriter'?"),
+    (f"{PREDICT} --trainer.callbacks+=EarlyStoping",
+     "trainer.callbacks: unknown class 'EarlyStoping'; did you mean 'EarlyStopping'?"),
+    (f"{PREDICT} '--data.tasks=[{{class_path: own.Chooses}}]'",
+     "data.tasks: Chooses has no methods 'examples', 'extr"),
+    ("generate x --policy Threshold", "policy: unknown class 'Threshold'; did you mean 'Threshol"),
     (f"{PREDICT} --data.tasks gsm8k", "data.tasks: expected list, got gsm8k"),
     # values
     (f"{LOCK} --model.optimizer.lr fast", "model.optimizer.lr: expected float, got fast"),
@@ -164,3 +173,10 @@ def test_a_task_of_slurm_that_sees_one_gpu_of_several_is_told_the_flag(monkeypat
     told = refusal(f"{PREDICT} --config trainer/slurm")
     assert told.startswith("trainer.devices: expected 8 GPUs in sight of each task of SLURM, got 1")
     assert "--gpus-per-node" in told
+
+
+def test_a_logger_that_cannot_log_in_is_named(monkeypatch, refusal):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setattr("wandb.init", Mock(side_effect=wandb.errors.UsageError("No API key\nis")))
+    told = refusal(f"{PREDICT} --config trainer/wandb")
+    assert told.startswith("trainer.logger: No API key is; WANDB_MODE=offline")

@@ -1,9 +1,11 @@
+import errno
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -92,3 +94,16 @@ def test_the_command_line_refuses_a_run_folder_in_use_before_any_work(tmp_path: 
         told = fails(capsys, "fit", "--config", "exp/tracelock_tiny", "--run_dir", str(tmp_path))
     assert f"{tmp_path}: is in use by process {process.pid} on" in told
     assert {path.name for path in tmp_path.iterdir()} == {".fit.lock", "traces", "projector"}
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path, monkeypatch):
+    """A file, a read-only place, a full disk; of the last no lock is left behind."""
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", Path("/proc/nowhere")):
+        with pytest.raises(ValueError, match=f"^run_dir: {folder} cannot"), locked(folder, "fit"):
+            pass
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr("lit_dlm.commands.trainer.os.pwrite", full)
+    with pytest.raises(ValueError, match=r"^run_dir: .* \(No space"), locked(tmp_path / "d", "fit"):
+        pass
+    assert not list((tmp_path / "d").iterdir())

@@ -19,6 +19,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path, monkeypatch: pytest.M
     assert "make quickstart" in pages["quickstart"]  # a section of the README
     assert "benchmark_tiny" in pages["recipes"]
     assert 'id="lit_dlm.rl.step.rl_step"' in pages["reference"]
+    assert "stack_dark.png#only-dark" in pages["stack"]
     assert not [name for name, page in pages.items() if "--8<--" in page or "@@" in page]
 
 
@@ -34,3 +35,4 @@ def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch):
     assert printed[0].count("#### 36") == 3
     assert printed[1].splitlines()[0].count("·") == 32
     assert "41-5=36" in printed[1]
+    assert printed[2] == "before: '34+7=41\\n#### 41', after: '7+34=41'\n"

@@ -130,3 +130,13 @@ def test_the_installed_command_does_a_users_first_hour(folder: Path):
     assert {row["nfe"] for row in rows if row["method"] == "own"} == {8.0}  # 32 cells, 4 a step
     assert (folder / "runs/tiny/report.html").exists()
     assert (folder / "runs/tiny/traces.html").exists()
+
+
+def test_an_editable_install_is_a_path_that_type_checkers_follow(tmp_path: Path):
+    """They know nothing of import hooks, which setuptools installs unless it is told otherwise."""
+    code = f"from setuptools import build_meta; build_meta.build_editable({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as files:
+        (name,) = [name for name in files.namelist() if name.endswith(".pth")]
+        assert files.read(name).decode().strip() == str(ROOT)

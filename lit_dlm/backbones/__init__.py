@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         Resolved as Resolved,
         load_tokenizer as load_tokenizer,
         resolve as resolve,
+        tokenizer_of as tokenizer_of,
     )
 
 
@@ -35,6 +36,7 @@ _ON_FIRST_USE = {
     "Resolved": "resolution",
     "load_backbone": "hf",
     "load_tokenizer": "resolution",
+    "tokenizer_of": "resolution",
     "resolve": "resolution",
 }
 

@@ -339,7 +339,13 @@ class HFBackbone(nn.Module, Backbone):
     def load_adapter(self, path_or_id: str, *, trainable: bool = False) -> None:
         """Loads a low-rank adapter in PEFT layout from a folder or a hub id."""
         folder = locate(path_or_id)
-        self.add_adapter(read_adapter_settings(folder))
+        settings = read_adapter_settings(folder)
+        if trained_on := differing_base(folder, self._base_name):
+            raise ValueError(
+                f"adapter: {folder} was trained on {trained_on}, expected one of {self._base_name} "
+                "(base_model_name_or_path in its adapter_config.json)"
+            )
+        self.add_adapter(settings)
         layout = key_layout(self.spec.family)
         self._adapter_files = [adapters.load_adapter(self.model, folder, layout=layout)]
         if (path := folder / _VISION_FILE).is_file():
@@ -348,11 +354,6 @@ class HFBackbone(nn.Module, Backbone):
             load_weights([path], weights, rename=str, optional=frozenset(weights))
             self._adapter_files.append(path)
         self._digests.pop("adapter", None)
-        if trained_on := differing_base(folder, self._base_name):
-            logger.warning(
-                "%s: this adapter was trained on %s, but runs on %s",
-                folder, trained_on, self._base_name,
-            )  # fmt: skip
         for _, parameter in adapters.adapter_parameters(self.model):
             parameter.requires_grad_(trainable)
 
@@ -815,10 +816,11 @@ def load_backbone(
     dtype: DType | torch.dtype = "float32",
     device: str | torch.device = "cpu",
     attn_implementation: AttentionRoute = "auto",
+    lora: LoRASettings | None = None,
     adapter: str | Path | None = None,
     vision: VisionSettings | None = None,
 ) -> HFBackbone:
-    """Loads a frozen backbone for decoding, in evaluation mode.
+    """Loads a frozen backbone for decoding, in evaluation mode; with ``lora`` one to train.
 
     Calling it with ``(input_ids, mask=None, position_ids=None)`` gives logits ``(B, L, V)`` whose
     row ``i`` predicts token ``i``, see :meth:`HFBackbone.forward`. Weights are read straight to
@@ -829,7 +831,9 @@ def load_backbone(
             str(path_or_id),
             dtype=dtype,  # type: ignore[arg-type]
             attn_implementation=attn_implementation,
+            lora=lora,
             adapter=None if adapter is None else str(adapter),
             vision=vision,
         )
-    return backbone.to(device).eval()
+    # A trainer leaves the mode as it is, and in evaluation mode there is no dropout.
+    return backbone.to(device).train(lora is not None)

@@ -28,7 +28,7 @@ from lit_dlm.backbones.architecture import (
     family_of,
     original_key,
 )
-from lit_dlm.backbones.base import UNKNOWN_ID, BackboneSpec
+from lit_dlm.backbones.base import UNKNOWN_ID, Backbone, BackboneSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,9 +59,7 @@ def locate(path_or_id: str, *, weights: bool = True) -> Path:
     folder = Path(path_or_id).expanduser()
     if path_or_id.strip() and folder.is_dir():
         return folder
-    match = _HUB_ID.fullmatch(path_or_id)
-    # ``runs/model`` beside an existing ``runs`` is a mistyped folder, not a hub id.
-    if match is None or folder.parent.is_dir():
+    if not is_hub_id(path_or_id):
         raise ValueError(
             f"path: {path_or_id!r} is neither an existing folder nor an embedded model "
             f"({', '.join(embedded_names()) or 'none is installed'}) nor a hub id 'owner/name'"
@@ -79,6 +77,15 @@ def _snapshot(hub_id: str, **options: Any) -> Any:
         raise ValueError(
             f"{hub_id!r} is no existing folder, and the hub did not deliver it: {reason}"
         ) from error
+
+
+def is_hub_id(path_or_id: str) -> bool:
+    """Whether a name is ``owner/name``, optionally with ``@revision``, and no path of this machine.
+
+    ``runs/model`` beside an existing ``runs`` is a mistyped folder.
+    """
+    has_form = _HUB_ID.fullmatch(path_or_id) is not None
+    return has_form and not Path(path_or_id).expanduser().parent.is_dir()
 
 
 def is_local(path_or_id: str) -> bool:
@@ -131,6 +138,29 @@ def load_tokenizer(path_or_id: str) -> PreTrainedTokenizerBase:
     raise ValueError(
         f"{path_or_id}: expected tokenizer.json, or vocab.json with merges.txt, in {folder}"
     )
+
+
+def tokenizer_of(
+    backbone: Backbone, path_or_id: str, *, option: str = "tokenizer"
+) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer of a model; refuses one whose ids mean something else there."""
+    tokenizer, spec = load_tokenizer(path_or_id), backbone.spec
+    used = set(tokenizer.get_vocab().values())
+    highest = max(used)
+    fault = ""
+    if highest >= backbone.vocab_size:
+        fault = f"ids below {backbone.vocab_size}, got {highest}"
+    for kind, ids in {"mask": (spec.mask_id,), "eos": spec.eos_ids}.items():
+        found = getattr(tokenizer, f"{kind}_token_id")
+        # LLaDA's tokenizer does not say which of its added tokens is the mask, and that of an
+        # autoregressive model has none.
+        words = used.difference(tokenizer.added_tokens_decoder)
+        strange = words.issuperset(ids) if found is None else found not in ids
+        if strange and not fault and UNKNOWN_ID not in ids:
+            fault = f"{kind}_token {' or '.join(map(str, ids))}, got {found}"
+    if fault:
+        raise ValueError(f"{option}: {path_or_id} does not fit the model: expected {fault}")
+    return tokenizer
 
 
 logger = logging.getLogger(__name__)

@@ -73,7 +73,8 @@ class Chat:
         elif command in ("quit", "exit"):
             return False
         else:
-            self._say(HELP)
+            known = command in ("help", "policy", "cache", "length")
+            self._say(HELP if known else f"unknown command '/{command}'\n{HELP}")
             return True
         decoder = Decoder(**plugs)
         decoder.on(self.backbone.spec).check(self.backbone)

@@ -18,14 +18,20 @@ from typing import Literal, get_args
 
 from packaging.requirements import Requirement
 
-from lit_dlm.grading import SandboxError
+from lit_dlm.grading import SandboxError, cgroups
 from lit_dlm.grading.sandbox import IsolationMethod, probe
 
 _GB = 10**9
 _EXTRAS = {
     "code": "MBPP+ cannot be graded",
+    "eval": "'lit-dlm eval' and the IFEval task of lm-eval do not run",
+    "pictures": "the embedded picture model cannot be trained again",
+    "quantized": "no weights of 4 bits and no AdamW of 8 bits",
     "log": "metrics go to CSV files alone, not to TensorBoard or Weights & Biases",
+    "docs": "the documentation site cannot be built",
+    "dev": "tests and checks do not run",
 }
+"""Extras, and what does not work without them."""
 
 Finding = tuple[Literal["ok", "note", "bad"], str, str, str]
 """A line of the report: mark, subject, state, and what follows from it."""
@@ -106,6 +112,9 @@ def _sandbox() -> Iterator[Finding]:
         else:
             works.add(method)
             yield "ok", "sandbox", f"{method} works", ""
+    if works and cgroups.parent_folder() is None:
+        told = "limits of address space hold alone, see SECURITY.md"
+        yield "note", "sandbox", "no memory cgroup can be made", told
     if not works:
         refused = "tasks that run model-written code are refused, all others work"
         yield "note", "sandbox", "none", refused

@@ -16,23 +16,24 @@ from typing import Any
 import yaml
 from huggingface_hub import constants
 
-from lit_dlm.backbones.resolution import hub_files, in_hub_cache, is_local, locate
+from lit_dlm.backbones.resolution import hub_files, in_hub_cache, is_hub_id, is_local, locate
 from lit_dlm.ops.terminal import PlainConsole
 from lit_dlm.tasks.sources import on_hub
 
 _WANTED = {
     "model": "a folder with config.json, the tokenizer's files and *.safetensors",
     "tokenizer": "a folder with config.json and the tokenizer's files",
+    "policy": "a folder with config.json and model.safetensors",
     "data": "a .jsonl, .json, .csv or .parquet file",
 }
 
 
 @dataclass(frozen=True, order=True)
 class Source:
-    """Something that a configuration reads: a model, a tokenizer or the data of a task."""
+    """Something that a configuration reads: a model, a tokenizer, a policy or a task's data."""
 
     kind: str
-    """``model``, ``tokenizer`` or ``data``."""
+    """``model``, ``tokenizer``, ``policy`` or ``data``."""
     name: str
     option: str
     """Where the configuration names it first."""
@@ -48,7 +49,7 @@ class Source:
         if not self.is_on_hub:
             return self.kind != "data" or Path(self.name).expanduser().exists()
         if self.kind != "data":
-            return in_hub_cache(self.name, weights=self.kind == "model")
+            return in_hub_cache(self.name, weights=self.kind != "tokenizer")
         try:
             self.fetch()
         except ValueError:
@@ -58,7 +59,7 @@ class Source:
     def fetch(self) -> None:
         # Through the code that will read it.
         if self.kind != "data":
-            locate(self.name, weights=self.kind == "model")
+            locate(self.name, weights=self.kind != "tokenizer")
             return
         task: Any = locate_class(self.task)
         task(path=self.name, **({} if self.split is None else {"split": self.split}))
@@ -67,13 +68,15 @@ class Source:
 def sources(config: Any) -> list[Source]:
     """What a parsed configuration reads from the hub or from files of the user's, models first.
 
-    Each is there once, and a tokenizer only where its model is not among them.
+    Each is there once, a tokenizer only where its model is not among them, and what the run itself
+    makes not at all.
     """
     found: dict[tuple[str, str, str | None], Source] = {}
-    for source in _walk(config, ""):
+    own = f"{config.get('run_dir')}/"
+    for source in (one for one in _walk(config, "") if not one.name.startswith(own)):
         found.setdefault((source.kind, source.name, source.split), source)
     models = {source.name for source in found.values() if source.kind == "model"}
-    kinds = ["model", "tokenizer", "data"]
+    kinds = list(_WANTED)
     return sorted(
         (s for s in found.values() if not (s.kind == "tokenizer" and s.name in models)),
         key=lambda source: kinds.index(source.kind),
@@ -105,6 +108,8 @@ def _of_class(class_path: str, options: dict[str, Any], at: str) -> Iterator[Sou
         for key in ("path", "adapter"):
             if isinstance(options.get(key), str):
                 yield Source("model", options[key], f"{at}.init_args.{key}")
+    elif module.startswith("lit_dlm.decoding.policies.") and is_hub_id(str(options.get("path"))):
+        yield Source("policy", options["path"], f"{at}.init_args.path")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -175,7 +180,7 @@ def _sizes(source: Source) -> tuple[int, int]:
     """Bytes of a repository that are not here yet, and all of them."""
     files = hub_files(
         source.name,
-        weights=source.kind == "model",
+        weights=source.kind != "tokenizer",
         repo_type="dataset" if source.kind == "data" else "model",
     )
     left = sum(file.file_size or 0 for file in files if file.will_download)

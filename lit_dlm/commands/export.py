@@ -1,4 +1,4 @@
-"""``lit-dlm export``, ``merge`` and ``push``: folders that transformers, peft and the hub take."""
+"""``lit-dlm export`` and ``merge``: folders that transformers, peft and the hub take."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
-from huggingface_hub import EvalResult, HfApi, ModelCardData
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub import EvalResult, ModelCardData
 
 from lit_dlm.backbones.decoder import DType
 from lit_dlm.backbones.hf import ExportLayout, HFBackbone, load_backbone
@@ -23,22 +22,23 @@ from lit_dlm.vision.base import VisionSettings
 
 logger = logging.getLogger(__name__)
 
-_CARD = """---
-{data}
+_WRITTEN_BY = "Written by lit-dlm"
+_CARD = f"""---
+{{data}}
 ---
 
-# {name}
+# {{name}}
 
-{what}. Written by lit-dlm {version}.
+{{what}}. {_WRITTEN_BY} {{version}}.
 
-A masked diffusion language model: it fills a row of masks (id {mask_id}) in any order, several
+A masked diffusion language model: it fills a row of masks (id {{mask_id}}) in any order, several
 tokens a step. Generate with
 
 ```
-lit-dlm generate "..." {options} {name}
+lit-dlm generate "..." {{options}} {{name}}
 ```
 
-{measured}"""
+{{measured}}"""
 
 
 def main(arguments: Sequence[str], command: str = "export") -> int:
@@ -73,10 +73,15 @@ def main(arguments: Sequence[str], command: str = "export") -> int:
     parser.add_argument(
         "--results", type=Path, help="run folder of a benchmark of this model, for the card"
     )
+    parser.add_argument(
+        "--force", action="store_true", help="write into a folder that holds other files"
+    )
     parser.set_defaults(only_adapter=False)
     options = parser.parse_args(arguments)
     if options.only_adapter and not options.adapter:
         parser.error("--only_adapter: expected an --adapter to write")
+    if not options.force:
+        _require_own(options.folder)
     stored = read_json_object(locate(options.model, weights=False) / "config.json")
     dtype: Any = options.dtype or stored.get("dtype") or stored.get("torch_dtype") or "float32"
     sees = "siglip" in str(stored.get("mm_vision_tower"))
@@ -102,34 +107,20 @@ def main(arguments: Sequence[str], command: str = "export") -> int:
     return 0
 
 
+def _require_own(folder: Path) -> None:
+    """Refuses a folder with files of somebody else."""
+    card = folder / "README.md"
+    is_own = card.is_file() and _WRITTEN_BY in card.read_text(errors="replace")
+    if not is_own and folder.exists() and any(folder.iterdir()):
+        raise ValueError(
+            f"folder: expected a new one or one that 'lit-dlm export' wrote, got {folder} with "
+            "other files; --force writes among them"
+        )
+
+
 def merge(arguments: Sequence[str]) -> int:
     """Runs ``lit-dlm merge``: an export with the adapter added to the weights."""
     return main(arguments, "merge")
-
-
-def push(arguments: Sequence[str]) -> int:
-    """Runs ``lit-dlm push``: uploads an export; no other command writes to the hub."""
-    parser = argparse.ArgumentParser(
-        prog="lit-dlm push",
-        description="Uploads an exported folder to the Hugging Face hub, with the token of "
-        "'hf auth login' or HF_TOKEN.",
-    )
-    parser.add_argument("folder", type=Path, help="what 'lit-dlm export' wrote")
-    parser.add_argument("hub_id", help="OWNER/NAME, created when absent")
-    parser.add_argument("--public", action="store_true", help="a new repository is private without")
-    options = parser.parse_args(arguments)
-    names = {path.name for path in options.folder.glob("*")}
-    if not names & {"config.json", "adapter_config.json"} or "README.md" not in names:
-        raise ValueError(f"{options.folder}: expected a folder that 'lit-dlm export' wrote")
-    hub = HfApi()
-    try:
-        hub.create_repo(options.hub_id, private=not options.public, exist_ok=True)
-        done = hub.upload_folder(repo_id=options.hub_id, folder_path=options.folder)
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        reason = str(error).strip().split("\n", maxsplit=1)[0]
-        raise ValueError(f"{options.hub_id}: the hub does not take the folder ({reason})") from None
-    logger.info("%s", done)
-    return 0
 
 
 def _measured(run: Path, backbone: HFBackbone) -> list[MethodSummary]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 import lit_dlm.decoding.policies.tracelock  # noqa: F401  # for its short class name
-from lit_dlm.backbones import HFBackbone, load_backbone, load_tokenizer
+from lit_dlm.backbones import HFBackbone, load_backbone, tokenizer_of
 from lit_dlm.configuration import Parser
 from lit_dlm.decoding import Decoder, DecodeResult, DecodeState, StepRecord
 from lit_dlm.generation import generate
@@ -127,7 +127,7 @@ def built(parser: Parser, config: Namespace) -> tuple[HFBackbone, PreTrainedToke
         raise ValueError("adapter: expected backbone.init_args.adapter beside a backbone file")
     else:
         backbone, name = instances.backbone.to(device).eval(), name.init_args.path
-    tokenizer = load_tokenizer(config.tokenizer or name)
+    tokenizer = tokenizer_of(backbone, config.tokenizer or name)
     plugs = {plug: instances[plug] for plug in signature(Decoder).parameters}
     return backbone, tokenizer, Decoder(**plugs)
 

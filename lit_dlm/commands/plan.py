@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lit_dlm.commands import trainer
-from lit_dlm.plan import plan_of
-
 HELP = """usage: lit-dlm plan --config FILE [--config FILE ...] [options]
 
 Prints what a run takes at most: parameters, memory of each of 1 to 64 devices, a checkpoint.
@@ -15,20 +12,24 @@ those of fit and predict.
 """
 
 
-class PlanCLI(trainer.CLI):
-    """Reads a configuration and prints its plan."""
-
-    def before_instantiate_classes(self) -> None:
-        plan = plan_of(self.config[self.subcommand].as_dict())
-        if plan is None:
-            raise ValueError("model.backbone: expected an HFBackbone, of which a plan can be made")
-        print(plan.table())  # noqa: T201
-        raise SystemExit(0)
-
-
 def main(arguments: Sequence[str]) -> int:
     """Prints the plan of a run with these arguments of ``fit``."""
     if not arguments or arguments[0] in ("--help", "-h"):
         print(HELP, end="")  # noqa: T201
         return 0
+    # Here, behind --help: torch and Lightning take seconds to import.
+    from lit_dlm.commands import trainer
+    from lit_dlm.plan import plan_of
+
+    class PlanCLI(trainer.CLI):
+        """Reads a configuration and prints its plan."""
+
+        def before_instantiate_classes(self) -> None:
+            plan = plan_of(self.config[self.subcommand].as_dict())
+            if plan is None:
+                wanted = "an HFBackbone, of which a plan can be made"
+                raise ValueError(f"model.backbone: expected {wanted}")
+            print(plan.table())  # noqa: T201
+            raise SystemExit(0)
+
     return trainer.main(["fit", *arguments], PlanCLI)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import socket
 import sys
 import traceback
@@ -22,7 +23,6 @@ from jsonargparse._util import import_object
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.trainer.connectors import checkpoint_connector
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -40,7 +40,7 @@ import lit_dlm.tasks
 import lit_dlm.toy
 from lit_dlm.config_files import FOLDER
 from lit_dlm.configuration import Parser, RunConfigCallback, explain
-from lit_dlm.modules.checkpoint import LAST, CheckpointFiles, last_checkpoint, local
+from lit_dlm.modules.checkpoint import LAST, last_checkpoint, local, use_own_files
 from lit_dlm.ops.terminal import printable
 from lit_dlm.plan import check_run
 from lit_dlm.trajectories.store.writer import lives, lock
@@ -52,10 +52,11 @@ def locked(folder: Path, name: str) -> Iterator[Path]:
 
     Yields the file that says so. Commands of other names may share the folder.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".{name}.lock"
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        with _writable(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         is_free = lock(file)
         owner = _owner(os.read(file, 4096))
         if is_free is False or (is_free is None and _lives(owner)):
@@ -76,13 +77,23 @@ def locked(folder: Path, name: str) -> Iterator[Path]:
         "since": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
-    os.ftruncate(file, 0)
-    os.pwrite(file, json.dumps(facts).encode(), 0)
     try:
+        with _writable(folder):
+            os.ftruncate(file, 0)
+            os.pwrite(file, json.dumps(facts).encode(), 0)
         yield path
     finally:
         path.unlink(missing_ok=True)
         os.close(file)
+
+
+@contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"run_dir: {folder} cannot be written to ({reason})") from error
 
 
 def _owner(text: bytes) -> dict[str, Any] | None:
@@ -117,6 +128,11 @@ _NEEDED = {
     "predict": {"model": "predict_step", "data": "predict_dataloader"},
 }
 """Methods that a command calls, and that Lightning's classes leave to be written."""
+_TOLD: tuple[type[Exception], ...] = (
+    ValueError, OSError, OmegaConfBaseException, RuntimeError, TypeError, LookupError,
+    AttributeError, ImportError, MisconfigurationException,
+)  # fmt: skip
+"""Errors that may be told in one line."""
 _held = ExitStack()
 """The lock of the run folder."""
 
@@ -163,11 +179,9 @@ class CLI(LightningCLI):
         self.trainer_defaults["callbacks"] = own
         if given.enable_progress_bar is not False:
             self.trainer_defaults["callbacks"].append(lit_dlm.callbacks.ProgressBar())
-        plugins = given.plugins or []
-        plugins = list(plugins) if isinstance(plugins, list) else [plugins]
-        if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
-            plugins.append(CheckpointFiles())
-        return super().instantiate_trainer(**kwargs, plugins=plugins)
+        trainer = super().instantiate_trainer(**kwargs)
+        use_own_files(trainer)  # for modules from outside, too
+        return trainer
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         """Finds the checkpoint that is meant."""
@@ -247,10 +261,7 @@ def main(arguments: Sequence[str], cli: type[CLI] = CLI) -> int:
             save_config_kwargs={"overwrite": True, "save_to_log_dir": False},
             parser_kwargs={"parser_mode": "omegaconf+", arguments[0]: base},
         )
-    except (
-        ValueError, OSError, OmegaConfBaseException, RuntimeError, TypeError, LookupError,
-        AttributeError, ImportError, MisconfigurationException,
-    ) as error:  # fmt: skip
+    except _TOLD + _errors_of_wandb() as error:
         # What breaks while Lightning clears up after an error is not the cause.
         cause = error.__context__ if isinstance(error.__context__, RuntimeError) else None
         told = (cause and _told(cause)) or _told(error)
@@ -263,12 +274,22 @@ def main(arguments: Sequence[str], cli: type[CLI] = CLI) -> int:
     return 0
 
 
+def _errors_of_wandb() -> tuple[type[Exception], ...]:
+    """Of a logger that has been used: of a missing key, a lost network."""
+    return (sys.modules["wandb.errors"].Error,) if "wandb.errors" in sys.modules else ()
+
+
 def _told(error: Exception) -> str | None:
     """One line about an error that is none of the program's own."""
+    if isinstance(error, _errors_of_wandb()):
+        reason = " ".join(str(error).split())
+        return f"trainer.logger: {reason}; WANDB_MODE=offline keeps the run in its folder"
     if isinstance(error, OmegaConfBaseException):
         if not error.full_key:
             return explain(str(error))
         key = str(error.full_key).partition(".")[2]  # behind the subcommand
+        if absent := re.search(r"Environment variable '(\w+)' not found", str(error)):
+            return f"{key}: expected the environment variable {absent[1]}, which is not set"
         return f"{key}: expected references like ${{run_dir}}, got {str(error).splitlines()[0]}"
     if isinstance(error, ValueError | OSError | ImportError | MisconfigurationException):
         return explain(str(error))

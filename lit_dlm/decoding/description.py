@@ -55,8 +55,8 @@ def decoder_from_description(
     """Builds the decoder that a run record or result file describes.
 
     Args:
-        policy_folders: exported learned policies; the one whose weights have the recorded digest
-            is taken. Policies that ship with the package are found without this.
+        policy_folders: exported learned policies, folders or hub ids; the one whose weights have
+            the recorded digest is taken. Those that ship with the package are found without this.
         plug_modules: modules that plugs of other people may be imported from, such as
             ``my_package.policies``.
     """
@@ -140,7 +140,7 @@ def _find_scorer(digest: str, folders: Sequence[str | Path]) -> AcceptanceScorer
     ]
     seen = []
     for folder in [*map(Path, folders), *shipped]:
-        scorer = AcceptanceScorer.load(folder)
+        scorer = TraceLockPolicy(folder).scorer
         found = scorer.digest()
         if found == digest:
             return scorer

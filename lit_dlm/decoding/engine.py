@@ -128,6 +128,7 @@ def decode_queue(
 
     Yields:
         The rows that have ended since, whenever some are replaced; at the end all that are left.
+        Where an observer ends the decode, those that have ended.
     """
     _, hidden_layers = needs(plugs.policy, observers)
     canvas = source(num_slots)
@@ -174,13 +175,17 @@ def decode_queue(
         # Nothing from here to the frontier may read a value: that one transfer is what the host
         # waits for, and it comes after all launches of the step.
         looked = time.perf_counter()
-        for observer in observers:
-            observer.on_step(decision.record)
+        asked = [observer.on_step(decision.record) for observer in observers]
         clock += time.perf_counter() - looked  # nor are observers
         batch.write(decision)
         now = time.perf_counter()
         batch.add_seconds(now - clock, decision.policy_span)
         clock = now
+        if any(asked):
+            batch.end_rows()
+            break
+    if not batch.ended:
+        return
     result = batch.result()
     for observer in observers:
         observer.on_end(result)
@@ -409,7 +414,8 @@ class _Batch:
         self._written = torch.zeros_like(self.state.rows)  # (b,) steps that wrote something
         self._decided = torch.zeros_like(self.state.rows)  # (b,) of them by the policy
         self.rows = self._entered(self.state, range(len(canvas.ids)))
-        self._ended: list[_Row] = []
+        self.ended: list[_Row] = []
+        """Rows that no result has held yet."""
         self._left: list[tuple[Tensor, ...]] = []
 
     def _entered(self, state: DecodeState, slots: Iterable[int]) -> list[_Row]:
@@ -475,7 +481,7 @@ class _Batch:
             row.policy_seconds += self._policy_seconds
             row.status = _STATUS.get(self.frontier[number], "step_limit")
             row.num_refreshes = 0 if self.session is None else self.session.num_refreshes[number]
-            self._ended.append(row)
+            self.ended.append(row)
         return ended
 
     def refill(
@@ -483,7 +489,7 @@ class _Batch:
     ) -> tuple[DecodeResult, DecodeState]:
         """Puts new rows in the place of ended ones; the result of all that have ended."""
         result = self.result()
-        ended, self._ended, self._left = self._ended, [], []
+        ended, self.ended, self._left = self.ended, [], []
         slots = [self.rows[number].slot for number in replaced]
         for number, row in zip(replaced, self._entered(entering, slots), strict=True):
             self.rows[number] = row
@@ -523,8 +529,8 @@ class _Batch:
 
     def result(self) -> DecodeResult:
         """The result of the rows that have ended, in the order of their slots."""
-        order = sorted(range(len(self._ended)), key=lambda number: self._ended[number].slot)
-        rows = [self._ended[number] for number in order]
+        order = sorted(range(len(self.ended)), key=lambda number: self.ended[number].slot)
+        rows = [self.ended[number] for number in order]
         index, device = _index(order, self.state), self.state.ids.device
         ids, editable, seeds, written, decided = (
             torch.cat(parts)[index] for parts in zip(*self._left, strict=True)

@@ -219,8 +219,11 @@ class Observer(Protocol):
         """Called once, with the state before the first step."""
         ...
 
-    def on_step(self, record: StepRecord) -> None:
-        """Called after each step. Must not synchronise with the device."""
+    def on_step(self, record: StepRecord) -> bool | None:
+        """Called after each step. Must not synchronise with the device.
+
+        True ends the decode of a queue here: rows that have not ended are dropped.
+        """
         ...
 
     def on_end(self, result: DecodeResult) -> None:

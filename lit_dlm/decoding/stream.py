@@ -210,6 +210,7 @@ def decode_stream(
         batch_size: rows decoded together, and responses of a batch at least (but the last).
         detokenizer: makes the texts; without one there are ids alone.
         observers: see every step; those that cannot follow a refill need a queue of one batch.
+            Where one ends the decode, the responses that have ended are the last.
     """
     detokenizer = detokenizer or Detokenizer(backbone)
     limit, vision = getattr(backbone, "max_positions", None), getattr(backbone, "vision", None)
@@ -243,6 +244,12 @@ def decode_stream(
             device=getattr(backbone, "device", "cpu"),
         )
 
+    def gathered() -> DecodedRows:
+        joined = _joined(results, pad_id=backbone.spec.pad_id)
+        given = None if joined.given is None else joined.given[:, joined.start :]
+        responses = detokenizer(joined.ids[:, joined.start :], given)
+        return DecodedRows(numbers, joined, responses, is_last=not begun)
+
     decoded = decoder.queue(
         backbone,
         source,
@@ -262,12 +269,11 @@ def decode_stream(
             results.append(result)
             # Single rows end at any step: their results are gathered, so that what follows (texts,
             # records, grades) is done for many at once.
-            if len(numbers) >= batch_size or not begun:
-                joined = _joined(results, pad_id=backbone.spec.pad_id)
-                given = None if joined.given is None else joined.given[:, joined.start :]
-                responses = detokenizer(joined.ids[:, joined.start :], given)
-                yield DecodedRows(numbers, joined, responses, is_last=not begun)
+            if len(numbers) >= batch_size:
+                yield gathered()
                 numbers, results = [], []
+        if numbers:
+            yield gathered()
     except NotANumberError as error:
         uids = [begun[number_in[slot]].uid for slot in error.rows]
         raise ValueError(f"{', '.join(uids)}: {error}") from error

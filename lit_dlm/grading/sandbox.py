@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from lit_dlm.grading.cgroups import memory_cgroup
 from lit_dlm.grading.child import isolate
 from lit_dlm.grading.child.driver import READY
 from lit_dlm.grading.verdict import Verdict
@@ -54,6 +55,11 @@ BOOT = (
 _SETUP_SECONDS = 30.0
 _TIMEOUT = {"status": "timeout", "detail": "the tests did not end in time"}
 
+# What the memory cgroup of a sample may hold besides: the driver and the temporary folder.
+_BESIDE_BYTES = 1 << 26
+# bubblewrap starts processes at once, which must be in the cgroup; the driver waits itself.
+_HELD = ["/bin/sh", "-c", 'read -r _; exec "$@"', "sh"]
+
 _next_user = itertools.count(os.getpid() * 1000)
 
 
@@ -69,7 +75,8 @@ class _KilledError(SandboxError):
 class SandboxLimits:
     """What one sample may use. Exceeding any limit is a wrong answer, never an error here.
 
-    A sample can start threads but no process, and can write no file.
+    A sample can start threads but no process. Where there are namespaces it has a temporary folder
+    of 8 MiB of its own; it can write no other file.
     """
 
     wall_seconds: float = 10.0
@@ -77,7 +84,8 @@ class SandboxLimits:
     cpu_seconds: float = 10.0
     """Processor time of the candidate, rounded up to whole seconds."""
     memory_bytes: int = 1 << 30
-    """Address space of the candidate, and of the process that runs the tests."""
+    """Address space of the candidate, and of the process that runs the tests. Where memory cgroups
+    can be made, also what both and the kernel on their behalf hold, with 64 MiB more."""
     value_bytes: int = 1 << 25
     """Largest argument or returned value."""
 
@@ -169,41 +177,45 @@ def _run_driver(
     config = {
         **asdict(limits),
         "level": method,
+        "mode": job["mode"],
         "setup_seconds": _SETUP_SECONDS,
         "user": None if early else user,
-        "owns_user": method != "landlock" or user is not None,
+        "others_tasks": None if method != "landlock" or user is not None else _num_tasks(),
         "parent": os.getpid(),
         "folders": _shown_folders(),
         "library_paths": _library_paths(),
     }
-    command = _bubblewrap() if method == "bubblewrap" else []
+    command = [*_HELD, *_bubblewrap()] if method == "bubblewrap" else []
     command += [os.path.realpath(sys.executable), "-I", "-S", "-X", "utf8", "-c", BOOT]
     command += [CHILD_FOLDER, "driver", json.dumps(config)]
-    try:
-        driver = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=bare_environment(),
-            cwd="/",
-            start_new_session=True,
-            user=user if early else None,
-            group=user if early else None,
-            extra_groups=[] if early else None,
-        )
-    except OSError as error:
-        whom = f", for a user other than root: {command[0]}" if early else f": {command[0]}"
-        raise SandboxError(f"{error.strerror}{whom}") from error
-    with driver:
+    with memory_cgroup(limits.memory_bytes + _BESIDE_BYTES) as put_into_cgroup:
         try:
-            sent = json.dumps({**job, "nonce": nonce}).encode()
-            timeout = _SETUP_SECONDS + limits.wall_seconds + 5.0  # its own alarm comes first
-            output, errors = driver.communicate(sent, timeout=timeout)
-        except subprocess.TimeoutExpired:
-            return dict(_TIMEOUT)
-        finally:
-            driver.kill()
+            driver = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=bare_environment(),
+                cwd="/",
+                start_new_session=True,
+                user=user if early else None,
+                group=user if early else None,
+                extra_groups=[] if early else None,
+            )
+        except OSError as error:
+            whom = f", for a user other than root: {command[0]}" if early else f": {command[0]}"
+            raise SandboxError(f"{error.strerror}{whom}") from error
+        with driver:
+            try:
+                put_into_cgroup(driver.pid)
+                begin = b"\n\n" if method == "bubblewrap" else b"\n"
+                sent = begin + json.dumps({**job, "nonce": nonce}).encode()
+                timeout = _SETUP_SECONDS + limits.wall_seconds + 5.0  # its own alarm comes first
+                output, errors = driver.communicate(sent, timeout=timeout)
+            except subprocess.TimeoutExpired:
+                return dict(_TIMEOUT)
+            finally:
+                driver.kill()
     if driver.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL):
         raise _KilledError("was killed")
     return _read_result(output, nonce, driver.returncode, errors)
@@ -243,6 +255,11 @@ def _spare_user() -> int | None:
     return end - 1 - next(_next_user) % (end // 20) if end > 1000 else None
 
 
+def _num_tasks() -> int:
+    """Threads of the whole machine: as many as a user can have."""
+    return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[2])
+
+
 def _may_mount() -> bool:
     """Whether we have CAP_SYS_ADMIN, which containers often keep from root."""
     status = Path("/proc/self/status").read_text()
@@ -255,6 +272,7 @@ def _bubblewrap() -> list[str]:
     if program is None:
         raise SandboxError("not installed")
     words = ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    words += ["--size", str(isolate.FILE_BYTES), "--perms", "1777", "--tmpfs", isolate.TEMPORARY]
     words += [f"--unshare-{kind}" for kind in ("pid", "net", "ipc", "uts", "cgroup-try")]
     if os.geteuid() == 0 and _may_mount():  # the driver gives them up with its user id
         words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]

@@ -19,7 +19,12 @@ from torch.optim import Optimizer
 
 from lit_dlm.backbones.base import Backbone
 from lit_dlm.heads.projection import Autoencoder, Projector, ProjectorConfig
-from lit_dlm.modules.checkpoint import CheckpointFiles, best_checkpoints, drop_backbone
+from lit_dlm.modules.checkpoint import (
+    CheckpointFiles,
+    best_checkpoints,
+    drop_backbone,
+    use_own_files,
+)
 from lit_dlm.modules.decode import check_precision
 from lit_dlm.modules.state_batch import StateBatch, state_snapshots
 from lit_dlm.modules.steps import (
@@ -82,6 +87,7 @@ class AutoencoderModule(LightningModule):
 
     def setup(self, stage: str) -> None:
         check_precision(self.trainer)
+        use_own_files(self.trainer)
 
     def on_train_start(self) -> None:
         if isinstance(self.backbone, torch.nn.Module):

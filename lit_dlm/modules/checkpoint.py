@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_only
 from tokenizers import AddedToken, Tokenizer
@@ -197,6 +197,7 @@ _PLAN_NAMES = {
         "_MEM_FORMAT_ENCODING",
     },
     "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},  # as Python 3.13 names it
     "collections": {"OrderedDict"},
 }
 """All that such a file may name, besides torch's dtypes."""
@@ -265,6 +266,12 @@ class CheckpointFiles(TorchCheckpointIO):
             if isinstance(value, torch.Tensor) and not is_finite(value):
                 raise ValueError(f"{path}: {key} has numbers that are not finite")
         return dict(found)
+
+
+def use_own_files(trainer: Trainer) -> None:
+    """Has checkpoints written and read by :class:`CheckpointFiles`, if nobody chose other ones."""
+    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+        trainer.strategy.checkpoint_io = CheckpointFiles()
 
 
 def require_training(path: Path, found: Any) -> None:

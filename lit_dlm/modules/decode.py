@@ -20,10 +20,11 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
-from lit_dlm.backbones import Backbone, load_tokenizer
+from lit_dlm.backbones import Backbone, tokenizer_of
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import Decoder, DecodeResult, FillCurves, Observer, RegionFill
 from lit_dlm.decoding.decoder import Sweep, expanded
+from lit_dlm.decoding.state import DecodeState, QueueObserver, StepRecord
 from lit_dlm.decoding.stream import (
     DecodedRows,
     DecodePrompt,
@@ -32,7 +33,12 @@ from lit_dlm.decoding.stream import (
     WorkQueue,
     decode_stream,
 )
-from lit_dlm.modules.checkpoint import ADAPTERS_KEY, adapter_settings, require_own_checkpoint
+from lit_dlm.modules.checkpoint import (
+    ADAPTERS_KEY,
+    adapter_settings,
+    require_own_checkpoint,
+    use_own_files,
+)
 from lit_dlm.modules.sharding import drop_frozen_decoders, shard_trained, whole_weights
 from lit_dlm.modules.steps import drop_half_update, require_finite_gradients, seed_batch
 from lit_dlm.ops.sampling import sample_seed
@@ -54,6 +60,11 @@ class PromptBatch:
     prompt_ids: list[list[int]]  # token ids after the chat template, one list per example
     method: str  # name of the decoder to use
     response_length: int  # cells to fill
+
+
+def default_batch(response_length: int) -> int:
+    """Prompts that are decoded together where nobody says: as many as have 8,192 cells."""
+    return max(8192 // response_length, 1)
 
 
 class PromptStream:
@@ -119,6 +130,48 @@ class DecodedBatch:
     def uid(self, row: int) -> str:
         """Key of one decode: the example and the method."""
         return decode_uid(self.examples[row], self.method)
+
+
+class StepReports(QueueObserver):
+    """Observer that tells callbacks of every step of ``predict``; one of them may end the decode.
+
+    A callback takes it by a method ``on_decode_step(trainer, batch, done)``. ``done()`` says how
+    many of all ``trainer.num_predict_batches`` are filled, in fractions, and waits for the device.
+    """
+
+    requires: frozenset[str] = frozenset()
+
+    def __init__(self, trainer: Trainer, stream: PromptStream, number: int) -> None:
+        """``number``: of the stream among all of the run."""
+        self._trainer, self._stream, self._number = trainer, stream, number
+        self._num_rows = len(stream.examples) / stream.queue.num_processes
+        self._num_begun = 0
+        self._takers: list[Callable[[Trainer, PromptStream, Callable[[], float]], bool | None]] = [
+            taker
+            for callback in trainer.callbacks  # type: ignore[attr-defined]
+            if callable(taker := getattr(callback, "on_decode_step", None))
+        ]
+
+    def on_start(self, state: DecodeState) -> None:
+        self._num_begun = len(state.rows)
+
+    def on_step(self, record: StepRecord) -> bool:
+        def done() -> float:
+            cells = record.new_ids[:, record.state.start :]
+            filled = float((cells != record.state.mask_id).float().mean(1).sum())
+            rows = self._num_begun - len(cells) + filled
+            counts = self._trainer.num_predict_batches
+            share = min(rows / self._num_rows, 1.0)
+            return sum(counts[: self._number]) + share * counts[self._number]
+
+        asked = [take(self._trainer, self._stream, done) for take in self._takers]  # all hear of it
+        return any(asked)
+
+    def on_refill(self, result: DecodeResult, state: DecodeState) -> None:
+        self._num_begun += len(state.rows)
+
+    def on_end(self, result: DecodeResult) -> None:
+        """Nothing is left to do."""
 
 
 def encoded_turns(
@@ -223,7 +276,7 @@ class DecodeModule(LightningModule):
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, loaded at first use."""
-        tokenizer = load_tokenizer(self.tokenizer_path)
+        tokenizer = tokenizer_of(self.backbone, self.tokenizer_path, option="model.tokenizer")
         if self.chat_template:
             tokenizer.chat_template = self.chat_template
         return tokenizer
@@ -241,6 +294,7 @@ class DecodeModule(LightningModule):
 
     def setup(self, stage: str) -> None:
         check_precision(self.trainer)
+        use_own_files(self.trainer)
 
     def configure_model(self) -> None:
         """Shards what is trained where the strategy is FSDP2 (``ModelParallelStrategy``)."""
@@ -310,10 +364,13 @@ class DecodeModule(LightningModule):
     ) -> DecodedBatch:
         """Decodes until a batch of responses has ended; others stay begun until the next call."""
         if batch.decoded is None:
-            batch.decoded = self._decoded(batch)
+            reports = StepReports(self.trainer, batch, dataloader_idx)
+            batch.decoded = self._decoded(batch, reports)
+        # Of a decode that is ended before its first response, Lightning's loop takes the
+        # StopIteration for the end of the data.
         return next(batch.decoded)
 
-    def _decoded(self, stream: PromptStream) -> Iterator[DecodedBatch]:
+    def _decoded(self, stream: PromptStream, reports: StepReports) -> Iterator[DecodedBatch]:
         decoder = self.decoders[stream.method]
         capture, occupancy = self.capture(), Occupancy()
         fill = None if decoder.layout is None else RegionFill()
@@ -332,7 +389,7 @@ class DecodeModule(LightningModule):
             response_length=stream.response_length,
             batch_size=stream.batch_size,
             detokenizer=self.detokenizer,
-            observers=[one for one in (capture, fill, occupancy) if one is not None],
+            observers=[one for one in (capture, fill, occupancy, reports) if one is not None],
         ):
             num_ended += len(rows.numbers)
             num_tokens += sum(rows.responses.num_tokens)

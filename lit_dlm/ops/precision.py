@@ -1,10 +1,12 @@
-"""Where autocast is on, and how to be without it."""
+"""Where autocast is on and how to be without it, and evaluation mode."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+from torch import nn
 
 
 def is_autocast(device: torch.device) -> bool:
@@ -16,3 +18,17 @@ def is_autocast(device: torch.device) -> bool:
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """A context in which a device computes in the dtypes that it is given."""
     return torch.autocast(device.type, enabled=False) if is_autocast(device) else nullcontext()
+
+
+@contextmanager
+def evaluating(module: object) -> Iterator[None]:
+    """Evaluation mode of a module's parts, each of which gets its own mode back afterwards."""
+    parts = list(module.modules()) if isinstance(module, nn.Module) else []
+    was_training = [part.training for part in parts]
+    for part in parts:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part, flag in zip(parts, was_training, strict=True):
+            part.training = flag

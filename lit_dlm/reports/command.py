@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from rich.table import Table
-
 from lit_dlm.ops.files import write_atomically
 from lit_dlm.ops.terminal import PlainConsole, printable
 from lit_dlm.reports.pieces import fill, render
@@ -25,6 +23,7 @@ from lit_dlm.reports.summary import (
     summarise_run,
     table_rows,
 )
+from lit_dlm.reports.tables import print_table
 
 logger = logging.getLogger(__name__)
 
@@ -110,15 +109,9 @@ def write_report(summaries: Sequence[MethodSummary], folder: Path, console: Plai
     write_json(folder / "summary.json", [asdict(summary) for summary in summaries])
     write_atomically(folder / "summary.md", printable(markdown_tables(summaries)))
     plot_front(summaries, folder / "front.png")
-    plot_front(summaries, folder / "front_dark.png", theme="dark")
     for task, group in by_task(summaries):
         headers, *rows = table_rows(group)
-        table = Table(title=task, title_justify="left", title_style="bold")
-        for number, header in enumerate(headers):
-            table.add_column(header, justify="right" if number else "left")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+        print_table(console, task, headers, rows)
     console.print(f"Summary, table and plot: {folder}")
 
 
@@ -305,7 +298,7 @@ def _fronts(merged: Sequence[MethodSummary]) -> list[Picture]:
 
     pictures = []
     for task, group in by_task(merged):
-        drawn = [figure for theme in THEMES if (figure := front_figure(group, theme=theme))]
+        drawn = [figure for theme in THEMES.values() if (figure := front_figure(group, theme))]
         if drawn:
             title = f"{task}: accuracy against average steps; bars are 95 % intervals"
             pictures.append(Picture(title, *map(figure_bytes, drawn)))
@@ -317,6 +310,6 @@ def _curves(run: ReportedRun) -> list[Picture]:
 
     pictures = []
     for name, curve in list(read_curves(run.folder).items())[:MAX_CURVES]:
-        drawn = (figure_bytes(curve_figure(curve, theme=theme), dpi=110) for theme in THEMES)
+        drawn = (figure_bytes(curve_figure(curve, one), dpi=110) for one in THEMES.values())
         pictures.append(Picture(f"{name}, training of {run.name}", *drawn))
     return pictures

@@ -10,13 +10,13 @@ from itertools import groupby
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from lit_dlm.ops.files import write_atomically
 from lit_dlm.ops.terminal import PlainConsole
 from lit_dlm.reports.results import ResultFolder, setting_differences
 from lit_dlm.reports.significance import PairedComparison, compare_rows, holm
 from lit_dlm.reports.summary import markdown_table
+from lit_dlm.reports.tables import print_table
 
 HEADERS = ("method", "right, %", "only one", "B - A (95 %)", "p (Holm)", "steps")
 NOTE = (
@@ -63,12 +63,7 @@ def main(arguments: Sequence[str]) -> int:
         )
         return 0
     for title, rows in tables(found):
-        table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-        for number, header in enumerate(HEADERS):
-            table.add_column(header, justify="right" if number else "left", no_wrap=True)
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+        print_table(console, title, HEADERS, rows, box=SIMPLE_HEAD)
     console.print(f"A: {options.first}   B: {options.second}", style="bold", highlight=False)
     console.print(NOTE, highlight=False)
     for line in _setting_lines(first, second, pairs):

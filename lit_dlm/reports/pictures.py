@@ -9,7 +9,7 @@ from typing import Any
 from lit_dlm.reports.animation import write_gif
 from lit_dlm.reports.order import fill_order_figure, order_figure, statistics_figure
 from lit_dlm.reports.pieces import TokenPieces
-from lit_dlm.reports.plots import plot_style, save_figure
+from lit_dlm.reports.plots import THEMES, plot_style, save_figure
 from lit_dlm.reports.regions import regions_of
 from lit_dlm.reports.samples import Sample
 
@@ -42,5 +42,5 @@ def write_pictures(
         if kind == "gif":
             write_gif(path, samples, pieces, theme=theme)
             continue
-        with plot_style(theme) as colours:
-            save_figure(FIGURES[kind](record, regions, pieces, colours), path)
+        with plot_style(THEMES[theme]):
+            save_figure(FIGURES[kind](record, regions, pieces, THEMES[theme]), path)

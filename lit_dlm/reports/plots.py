@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +77,19 @@ THEMES: dict[str, Theme] = {
     ),
 }  # fmt: skip
 COLOURS = THEMES["light"].series
+METHODS = {
+    "tracelock": 1, "threshold": 0, "blocks": 7, "entropy": 2, "confidence": 5, "margin": 3,
+    "random": 6, "sequential": 4, "base": 6, "sft-gt": 2, "sft": 4, "tabom": 7, "window": 5,
+    "tracerl with value": 5, "tracerl": 2, "coupled": 3,
+}  # fmt: skip
+"""Which of a theme's series a method is drawn in, in every picture, by how its name begins. The
+second one is TraceLock's alone."""
+_DASHES = ("-", "--", ":", "-.")
 
 
 @contextmanager
-def plot_style(name: str) -> Iterator[Theme]:
-    """Colours of matplotlib figures that are built, and drawn once, inside; by a theme's name."""
-    theme = THEMES[name]
+def plot_style(theme: Theme) -> Iterator[None]:
+    """Colours of matplotlib figures that are built, and drawn once, inside."""
     style: Any = {
         **dict.fromkeys(
             ("figure.facecolor", "savefig.facecolor", "axes.facecolor"), theme.background
@@ -100,7 +108,7 @@ def plot_style(name: str) -> Iterator[Theme]:
         "font.size": 10,
     }  # fmt: skip
     with mpl.rc_context(style):
-        yield theme
+        yield
 
 
 def save_figure(figure: Figure, path: Path) -> None:
@@ -130,30 +138,53 @@ def family(method: str) -> str:
     return _NUMBER.sub("", method) or method
 
 
+def method_styles(names: Sequence[str], theme: Theme = THEMES["light"]) -> list[dict[str, Any]]:
+    """Colour, line and marker of each method; variants of one differ in line and marker."""
+    places = [
+        next((place for start, place in METHODS.items() if name.lower().startswith(start)), None)
+        for name in names
+    ]
+    free = cycle([n for n in range(len(theme.series)) if n not in {*places, METHODS["tracelock"]}])
+    chosen = [next(free, 0) if place is None else place for place in places]
+    styles = []
+    for number, place in enumerate(chosen):
+        variant = chosen[:number].count(place)
+        colour = theme.series[place]
+        styles.append(
+            {
+                "color": colour,
+                "linestyle": _DASHES[variant % len(_DASHES)],
+                "marker": "os^Dv"[number % 5],
+                "markerfacecolor": theme.background if variant else colour,
+            }
+        )
+    return styles
+
+
 def draw_methods(
     axis: Axes,
     group: Sequence[MethodSummary],
     families: Sequence[str],
     x: Callable[[MethodSummary], float],
     y: Callable[[MethodSummary], float] | None = None,
-    colours: Sequence[str] = COLOURS,
+    theme: Theme = THEMES["light"],
 ) -> None:
     """A line for each family of methods; without ``y`` accuracies with their 95 % intervals."""
-    for number, name in enumerate(families):
+    for name, style in zip(families, method_styles(families, theme), strict=True):
         line = [one for one in group if family(one.method) == name]
         line.sort(key=lambda one: one.nfe)
         if not line:
             continue
         shares = [(one.accuracy or 0.0, *(one.interval or (0.0, 0.0))) for one in line]
         accuracies, lows, highs = 100 * np.array(shares).T
+        if len(line) == 1:
+            style["linestyle"] = "none"
         axis.errorbar(
             [x(one) for one in line],
             [y(one) for one in line] if y else accuracies,
             yerr=None if y else (accuracies - lows, highs - accuracies),
             label=name,
-            color=colours[number % len(colours)],
-            marker="os^Dv"[number % 5],
-            linestyle="-" if len(line) > 1 else "none",
+            **style,
             capsize=2,
             markersize=5,
             linewidth=1.3,
@@ -170,14 +201,22 @@ def common_legend(figure: Figure, columns: int) -> None:
     )
 
 
-def plot_front(summaries: Sequence[MethodSummary], path: Path, *, theme: str = "light") -> None:
-    """Writes :func:`front_figure` to a file, if there is one."""
-    figure = front_figure(summaries, theme=theme)
-    if figure is not None:
-        save_figure(figure, path)
+def save_themes(path: Path, draw: Callable[[Theme], Figure | None]) -> None:
+    """Writes what a function draws of each theme, if anything; the dark one as ``..._dark``."""
+    for name, theme in THEMES.items():
+        with plot_style(theme):
+            figure = draw(theme)
+            if figure is not None:
+                stem = path.stem if name == "light" else f"{path.stem}_{name}"
+                save_figure(figure, path.with_stem(stem))
 
 
-def front_figure(summaries: Sequence[MethodSummary], *, theme: str = "light") -> Figure | None:
+def plot_front(summaries: Sequence[MethodSummary], path: Path) -> None:
+    """Writes :func:`front_figure` of each theme, if there is one."""
+    save_themes(path, lambda theme: front_figure(summaries, theme))
+
+
+def front_figure(summaries: Sequence[MethodSummary], theme: Theme) -> Figure | None:
     """Accuracy against average steps, one panel per task; ``None`` when nothing was graded.
 
     Steps have a logarithmic axis. Methods that differ only in a trailing number are points of one
@@ -188,11 +227,11 @@ def front_figure(summaries: Sequence[MethodSummary], *, theme: str = "light") ->
         return None
     tasks = list(by_task(graded))
     names = list(dict.fromkeys(family(summary.method) for summary in graded))
-    with plot_style(theme) as colours:
+    with plot_style(theme):
         figure = Figure(figsize=(4.6 * len(tasks), 3.8), layout="constrained")
         axes = figure.subplots(1, len(tasks), squeeze=False)[0]
         for axis, (task, group) in zip(axes, tasks, strict=True):
-            draw_methods(axis, group, names, lambda one: one.nfe, colours=colours.series)
+            draw_methods(axis, group, names, lambda one: one.nfe, theme=theme)
             axis.set(title=f"{task} (n = {group[0].n})", xlabel="average steps", xscale="log")
             axis.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
             axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -234,13 +273,13 @@ def plot_steps(curves: Mapping[str, Sequence[float]], path: Path, *, ylabel: str
     save_figure(figure, path)
 
 
-def curve_figure(curve: Curve, *, theme: str = "light") -> Figure:
+def curve_figure(curve: Curve, theme: Theme) -> Figure:
     """A small panel of one metric over the steps."""
-    with plot_style(theme) as colours:
+    with plot_style(theme):
         figure = Figure(figsize=(3.6, 2.3), layout="constrained")
         axis = figure.subplots()
         x, y = zip(*curve, strict=True)
-        draw_curves(axis, {"": (x, y)}, colours=colours.series)
+        draw_curves(axis, {"": (x, y)}, colours=theme.series)
         axis.set_xlabel("step")
         axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         figure.canvas.draw()
@@ -296,7 +335,7 @@ def plot_calibration(curve: Mapping[str, Any], path: Path) -> None:
     above.plot([0, 1], [0, 1], color="#999999", linewidth=1, linestyle="--")
     filled = [number for number, here in enumerate(count) if here]
     x, y = ([curve[name][number] for number in filled] for name in ("prob", "accuracy"))
-    above.plot(x, y, "o-", color=COLOURS[0], markersize=4, linewidth=1.3)
+    above.plot(x, y, "o-", color=COLOURS[METHODS["tracelock"]], markersize=4, linewidth=1.3)
     title = f"calibration error {curve['ece']:.4f}"
     above.set(ylabel="share that is final", ylim=(0, 1), title=title)
     below.bar(edges, count, width=1 / len(count), align="edge", color=COLOURS[4])

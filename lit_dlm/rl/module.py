@@ -33,6 +33,7 @@ from lit_dlm.modules.finetune import TrainableModule
 from lit_dlm.modules.sharding import decoding_weights, whole_weights
 from lit_dlm.modules.supervised_batch import TrainingRows
 from lit_dlm.ops.options import at_least, one_of
+from lit_dlm.ops.precision import evaluating
 from lit_dlm.rl.items import RolloutBatch, RowBuilder, training_rows
 from lit_dlm.rl.metrics import RolloutValidation, UpdateScores
 from lit_dlm.rl.policy_losses import PolicyLoss
@@ -279,14 +280,8 @@ class TraceRLModule(TrainableModule):
     @contextmanager
     def generating(self) -> Iterator[None]:
         """Evaluation mode and the trainer's precision."""
-        was_training = {part: part.training for part in self.modules()}
-        with self.trainer.precision_plugin.forward_context():
-            self.eval()
-            try:
-                yield
-            finally:
-                for part, flag in was_training.items():
-                    part.training = flag
+        with self.trainer.precision_plugin.forward_context(), evaluating(self):
+            yield
 
     def rollout_weights(self) -> AbstractContextManager[None]:
         """Whole weights with the adapter folded in, as decoding wants them."""

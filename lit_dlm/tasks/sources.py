@@ -5,18 +5,23 @@ from __future__ import annotations
 import ast
 import csv
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError
+
 from lit_dlm.grading.child.extraction import CANDIDATE_FILE
 from lit_dlm.trajectories.exchange import Allowance, json_object, numbered_lines, parsed_json
 from lit_dlm.vision.pictures import Picture
 
 logger = logging.getLogger(__name__)
+
+_UNREACHABLE: tuple[type[Exception], ...] = HfHubHTTPError.__bases__
+"""Errors of a connection to the hub: OSErrors, or those of its client's HTTP library."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,23 +201,34 @@ _READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
 }
 
 
+def _is_reachable(source: str) -> bool:
+    """Whether the hub answers; asked once, where loading tries for a minute before it fails."""
+    try:
+        if not constants.HF_HUB_OFFLINE:
+            HfApi().dataset_info(source, timeout=10.0)
+    except (HfHubHTTPError, ValueError):
+        pass  # it does, and loading says what is wrong
+    except _UNREACHABLE:
+        return False
+    return True
+
+
 def _read_hub(
     source: str, *, config: str | None, split: str, option: str, most: int | None
 ) -> list[Row]:
     # Imported here: it takes seconds, and local files never need it.
     import datasets
 
-    # The hub client's connection errors are OSErrors, or those of the HTTP library it uses.
-    failures: list[type[Exception]] = [OSError, ValueError, datasets.exceptions.DatasetsError]
-    failures += [sys.modules[n].HTTPError for n in ("httpx", "httpx2") if n in sys.modules]
     logger.info("loading %s (%s) from the hub or its cache", source, split)
     try:
+        if not _is_reachable(source):
+            constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
         loaded = datasets.load_dataset(source, config, split=split, streaming=most is not None)
         for name, feature in (loaded.features or {}).items():
             if isinstance(feature, datasets.Image):  # bytes, which are looked at before decoding
                 loaded = loaded.cast_column(name, datasets.Image(decode=False))
         found = list(islice(loaded, most))
-    except tuple(failures) as e:
+    except (*_UNREACHABLE, ValueError, datasets.exceptions.DatasetsError) as e:
         reason = (str(e).strip().splitlines() or [""])[0]
         raise ValueError(
             f"{option}: {source!r} is no local file, and it could not be loaded from the hub "

@@ -456,9 +456,12 @@ def _tracked(items: Iterable[Any], total: int | None, name: str = "Records") -> 
 def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """A table, without ``columns`` of names and values; a name with ``>`` stands to the right."""
     table = Table(title=title, title_justify="left", show_header=bool(columns))
-    for name in columns:
+    for number, name in enumerate(columns):
         justify: Any = "right" if name.startswith(">") else "left"
-        table.add_column(name.removeprefix(">"), justify=justify, overflow="fold")
+        # Values are folded before a name is.
+        table.add_column(
+            name.removeprefix(">"), justify=justify, overflow="fold", no_wrap=not number
+        )
     if not columns:
         table.add_column(style="bold")
         table.add_column(overflow="fold")

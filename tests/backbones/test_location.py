@@ -10,8 +10,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from lit_dlm.backbones import load_tokenizer, resolution
+import lit_dlm
+from lit_dlm.backbones import HFBackbone, load_tokenizer, resolution, tokenizer_of
 from lit_dlm.backbones.resolution import locate
+from lit_dlm.modules import DecodeModule
+from lit_dlm.tasks import PromptExample
 from tests.shared_data import shared
 
 
@@ -97,3 +100,29 @@ def test_a_tokenizer_file_needs_no_class_of_its_own(tmp_path: Path):
         ' "auto_map": {"AutoTokenizer": ["elsewhere.ElsewhereTokenizer", null]}}'
     )
     assert load_tokenizer(str(tmp_path))("b a c").input_ids == [2, 1, 0]
+
+
+def test_a_tokenizer_with_other_ids_than_the_model_is_refused(tmp_path: Path):
+    """tiny has 462 tokens, an end of text 1 and a mask 2; Dream's lie far behind."""
+    module = DecodeModule(HFBackbone("tiny"), tokenizer=str(shared("tokenizers", "dream")))
+    with pytest.raises(ValueError, match=r"^model\.tokenizer: .*dream.*below 462, got 151666"):
+        module.encode(PromptExample(uid="t/0", task="t", text="hi"))
+    words = {f"w{number}": number for number in range(5)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    tokenizer.add_special_tokens(["w1", "w2", "w3"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    for names, told in {
+        '"eos_token": "w1"': None,
+        '"eos_token": "w3"': "eos_token 1, got 3",
+        '"eos_token": "w1", "mask_token": "w3"': "mask_token 2, got 3",
+    }.items():
+        (tmp_path / "tokenizer_config.json").write_text(f"{{{names}}}")
+        if told is None:
+            assert tokenizer_of(HFBackbone("tiny"), str(tmp_path)).eos_token_id == 1
+        else:
+            with pytest.raises(ValueError, match=f"^tokenizer: .* does not fit .*{told}"):
+                lit_dlm.generate(HFBackbone("tiny"), ["w4"], tokenizer=str(tmp_path))
+    Tokenizer(WordLevel(words, unk_token="w0")).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="mask_token 2, got None"):
+        tokenizer_of(HFBackbone("tiny"), str(tmp_path))

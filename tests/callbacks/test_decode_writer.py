@@ -3,15 +3,21 @@
 import errno
 import json
 import os
+import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from lightning.pytorch import Callback
 
-from lit_dlm.callbacks import DecodeWriter
+from lit_dlm.callbacks import DecodeWriter, Interruption
 from lit_dlm.callbacks.decode_writer import GradingQueue
+from lit_dlm.callbacks.interruption import Interrupted
 from lit_dlm.datamodules import PromptDataModule
+from lit_dlm.decoding import Decoder, RandomPolicy
 from lit_dlm.grading import Verdict
 from lit_dlm.reports.results import ResultFolder, ResultRow
 from lit_dlm.tasks import PromptExample
@@ -28,8 +34,9 @@ def predict(
     *writers: DecodeWriter, module=None, count: int = 6, data=PromptDataModule, **options
 ) -> None:
     settings = {"callbacks": list(writers), **options.pop("trainer", {})}
-    trainer = quiet(".", use_distributed_sampler=True, **settings)
-    prompts = data([Letters(count)], response_length=LENGTH, batch_size=3, **options)
+    trainer = quiet(".", **settings)
+    options = {"batch_size": 3, **options}
+    prompts = data([Letters(count)], response_length=LENGTH, **options)
     trainer.predict(module or trace_module(), datamodule=prompts, return_predictions=False)
 
 
@@ -102,6 +109,56 @@ def test_what_only_one_of_both_folders_holds_is_made_again(tmp_path, caplog):
     part.write_text("".join(lines[:2]))
     predict(both(tmp_path))
     check(tmp_path, 12)
+
+
+class Uneven(RandomPolicy):
+    """Commits a cell a step, or where the seed is odd all of them at once."""
+
+    def select(self, state, candidates, proposal, quota):
+        chosen = super().select(state, candidates, proposal, quota)
+        odd = state.seeds[:, None] % 2 == 1
+        return replace(chosen, commit=torch.where(odd, candidates, chosen.commit))
+
+
+class SignalAt(Callback):
+    def __init__(self, step: int) -> None:
+        self.left = step
+
+    def on_decode_step(self, trainer, batch, done) -> None:
+        self.left -= 1
+        if not self.left:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 5, 7])
+def test_a_signal_within_a_batch_keeps_what_has_ended_and_the_rest_is_made_again(tmp_path, step):
+    """One batch of six: rows with an odd seed end at step 1, others at step 4; then the other
+    method, which goes on from its first step."""
+
+    def module():
+        made = trace_module()
+        made.decoders["random"] = Decoder(policy=Uneven())
+        return made
+
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    predict(both(whole), module=module(), batch_size=6)
+    expected = {f"{row.uid}@{row.method}": row.nfe for row in rows_of(whole)}
+    assert {1, 4} == set(expected.values())
+    callbacks = [both(cut), SignalAt(step), Interruption()]
+    with pytest.raises(Interrupted) as ended:
+        predict(*callbacks, module=module(), batch_size=6, methods=["random", "confidence"])
+    assert ended.value.code == 128 + signal.SIGTERM
+    within = {"random": step, "confidence": step - LENGTH}
+    kept = {uid for uid, steps in expected.items() if steps <= within[uid.rpartition("@")[2]]}
+    assert {f"{row.uid}@{row.method}" for row in rows_of(cut)} == kept
+    check(cut, len(kept))
+    predict(both(cut), module=module(), batch_size=6)
+    check(cut, 12)
+    digests = [
+        {(r.uid, r.digest()) for r in TrajectoryShardReader(d / "trajectories")}
+        for d in (cut, whole)
+    ]
+    assert digests[0] == digests[1]
 
 
 def test_settings_that_do_not_fit_are_refused_before_any_work(tmp_path):

@@ -9,12 +9,15 @@ from unittest.mock import Mock
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
 from torch.utils.data import DataLoader
 
 from lit_dlm.callbacks import ProgressBar, TrainingLog
+from lit_dlm.datamodules import PromptDataModule
+from tests.callbacks.letters import LENGTH, Letters, trace_module
+from tests.fakes import TableBackbone, logits_for
 from tests.finetuning import quiet
 
 NUM_BATCHES = 4
@@ -110,3 +113,47 @@ def test_training_tells_its_values_without_a_terminal(
     with (tmp_path / "metrics.csv").open() as file:
         assert [row["train/loss"] for row in csv.DictReader(file)] == ["0.25"]
     assert capsys.readouterr().out == ""
+
+
+class Cells(TableBackbone):
+    """Ten seconds pass with every forward."""
+
+    def __init__(self, clock: Mock) -> None:
+        super().__init__(logits_for([5, 6, 40, 41, 42, 43], [0.5] * 6, vocab_size=300))
+        self.clock = clock
+
+    def denoise(self, ids: torch.Tensor, **options: Any) -> Any:
+        self.clock.return_value += 10.0
+        return super().denoise(ids, **options)
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_decoding_tells_how_far_it_is_within_a_batch(
+    clock: Mock,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    is_terminal: bool,
+) -> None:
+    """Two methods, a batch of four rows each, four cells a row: a step is an eighth of the run."""
+    monkeypatch.setattr(Console, "is_terminal", is_terminal)
+    module = trace_module(capture=False)
+    module.backbone = Cells(clock)
+    bar, filled = ProgressBar(), []
+    steps = type("Steps", (Callback,), {})()
+    steps.on_decode_step = lambda *_: filled.append(
+        bar.progress and bar.progress.tasks[0].completed
+    )
+    trainer = quiet(tmp_path, callbacks=[TrainingLog(), bar, steps], enable_progress_bar=True)
+    with caplog.at_level(logging.INFO, logger="lit_dlm.callbacks.progress"):
+        data = PromptDataModule([Letters(4)], response_length=LENGTH)
+        trainer.predict(module, datamodule=data, return_predictions=False)
+    lines = [r.getMessage() for r in caplog.records if r.name == "lit_dlm.callbacks.progress"]
+    if is_terminal:
+        assert filled == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0]
+        assert not lines
+    else:
+        assert lines == [
+            "letters · confidence, 37.5 % of 2 batches, 0:00:50 left",
+            "letters · random, 75.0 % of 2 batches, 0:00:20 left",
+        ]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import cli
-from lit_dlm.grading import SandboxError
+from lit_dlm.grading import SandboxError, cgroups
 from lit_dlm.grading.sandbox import probe
 
 pytestmark = pytest.mark.slow  # tries the sandboxes
@@ -34,6 +34,8 @@ def test_every_part_is_reported_and_the_sandboxes_are_tried(report):
     lines = report()
     subjects = {line.split()[1] for line in lines}
     assert subjects == {"versions", "extra", "GPU", "sandbox", "disk"}
+    extras = {line.split()[2] for line in lines if line.split()[1] == "extra"}
+    assert extras == set(metadata.metadata("lit-dlm").get_all("Provides-Extra"))
     assert lines[0].startswith("ok versions lit-dlm 0.1.0, Python 3.")
     for method in ("bubblewrap", "namespaces", "landlock"):
         told = f"ok sandbox {method} works"
@@ -42,6 +44,8 @@ def test_every_part_is_reported_and_the_sandboxes_are_tried(report):
         except SandboxError as error:
             told = f"note sandbox {method} does not work ({error})"
         assert told in lines
+    told = "note sandbox no memory cgroup can be made"
+    assert any(line.startswith(told) for line in lines) is (cgroups.parent_folder() is None)
 
 
 def test_what_is_missing_comes_with_its_consequence(report, monkeypatch: pytest.MonkeyPatch):

@@ -10,6 +10,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 import cli
 from lit_dlm.backbones import resolution
+from lit_dlm.commands.download import sources
 
 GIGABYTE = 10**9
 DREAM = "Dream-org/Dream-v0-Instruct-7B"
@@ -90,6 +91,14 @@ def test_sizes_are_told_and_yes_fetches_models_whole_and_data_by_their_split(hub
     fetched = [("model", DREAM), ("dataset", "openai/gsm8k/main/test")]
     assert (status, hub) == (0, fetched)
     assert "fetched  model" in output
+
+
+def test_a_policy_of_the_hub_counts_and_what_the_run_makes_does_not():
+    kind = "lit_dlm.decoding.policies.tracelock.TraceLockPolicy"
+    paths = ["me/policy", "out/policy", "runs/other/policy"]
+    decoders = [{"class_path": kind, "init_args": {"path": path}} for path in paths]
+    found = sources({"run_dir": "out", "decoders": decoders})
+    assert [(one.kind, one.name) for one in found] == [("policy", "me/policy")]
 
 
 def test_a_full_disk_is_refused_before_anything_is_fetched(hub, run, monkeypatch):

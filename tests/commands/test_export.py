@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -11,10 +10,19 @@ import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import cli
 from lit_dlm.backbones import HFBackbone, LoRASettings, load_backbone, load_tokenizer
+from lit_dlm.backbones.base import backbone_facts
+from lit_dlm.decoding import Decoder, NoQuota
+from lit_dlm.decoding.description import decoder_from_description
+from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
+from lit_dlm.heads.acceptance import AcceptanceConfig
+from lit_dlm.heads.projection import Projector, ProjectorConfig
+from lit_dlm.heads.scorer import AcceptanceScorer
 from lit_dlm.reports.results import ResultFolder
 from lit_dlm.tasks import HumanEvalPlus
 from tests.e2e.runs import SHARED, fails, problems, run
+from tests.hub_server import HubServer
 from tests.reports.rows import row
 from tests.twins import write_twin
 
@@ -100,21 +108,68 @@ def test_the_card_has_the_numbers_of_this_model_only(capsys: Any, tmp_path: Path
     assert not (tmp_path / "x").exists()
 
 
-def test_push_uploads_what_export_wrote_and_nothing_else(
-    capsys: Any, monkeypatch: Any, tmp_path: Path
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A hub on this machine in place of the real one."""
+    server = HubServer()
+    monkeypatch.setenv("HF_TOKEN", "hf_any")
+    template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.url)
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    yield server
+    server.close()
+
+
+def test_push_takes_what_export_wrote_and_an_adapter_loads_from_the_hub(
+    twin: Any, hub: HubServer, capsys: Any, tmp_path: Path
 ):
-    api = Mock()
-    for name in ("create_repo", "upload_folder"):
-        monkeypatch.setattr(f"huggingface_hub.HfApi.{name}", getattr(api, name))
-    told = fails(capsys, "push", str(tmp_path), "me/model")
-    assert "expected a folder that 'lit-dlm export' wrote" in told
-    assert api.mock_calls == []
-    run("export", "tiny", str(tmp_path / "out"))
-    run("push", str(tmp_path / "out"), "me/model")
-    assert api.mock_calls == [
-        call.create_repo("me/model", private=True, exist_ok=True),
-        call.upload_folder(repo_id="me/model", folder_path=tmp_path / "out"),
-    ]
+    model, adapter = twin
+    folder = tmp_path / "a"
+    assert "'lit-dlm export'" in fails(capsys, "push", str(tmp_path), "me/adapter")
+    assert not hub.files
+    run("export", model, str(folder), "--adapter", adapter, "--only_adapter")
+    run("push", str(folder), "me/adapter")
+    assert hub.private == {"me/adapter": True}
+    assert hub.files["me/adapter"] == {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.MonkeyPatch.context() as patch:  # offline
+        patch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+        told = fails(capsys, "push", str(folder), "me/adapter")
+        assert "me/adapter: the hub does not take the folder" in told
+    with torch.no_grad():
+        found = load_backbone(model, adapter="me/adapter")(IDS)
+        assert torch.equal(found, load_backbone(model, adapter=adapter)(IDS))
+
+
+def test_a_policy_is_shared_with_a_card_that_says_how_to_use_it(
+    hub: HubServer, capsys: Any, tmp_path: Path
+):
+    backbone = load_backbone("tiny")
+    config = ProjectorConfig(hidden_size=96, num_snapshots=3, hidden_rank=4, delta_rank=2)
+    scorer = AcceptanceScorer(
+        Projector.random_orthogonal(config, seed=0),
+        head=AcceptanceConfig(width=8, num_layers=1, num_heads=1, ffn_width=8),
+        backbone=backbone_facts(backbone.spec, backbone),
+        training={"tasks": ["word_problems"], "global_step": 7},
+    )
+    scorer.save(tmp_path / "policy")
+    run("push", str(tmp_path / "policy"), "me/policy", "--public")
+    assert hub.private == {"me/policy": False}
+    card = hub.files["me/policy"]["README.md"].decode()
+    assert yaml.safe_load(card.split("---")[1])["library_name"] == "lit-dlm"
+    assert "hidden_size 96" in card
+    assert "tasks ['word_problems'], global_step 7" in card
+
+    (tmp_path / "policy.yaml").write_text(card.split("```yaml\n")[1].split("```")[0])
+    shown = ("--config", str(tmp_path / "policy.yaml"), "--response_length=8")
+    cli.main(["generate", "Hi", *shown])
+    told = capsys.readouterr().out
+    cli.main(["generate", "Hi", *shown, f"--policy.init_args.path={tmp_path / 'policy'}"])
+    assert capsys.readouterr().out == told
+    policy = TraceLockPolicy("me/policy")
+    assert policy.describe()["weights"] == scorer.digest()
+    decoder = Decoder(policy=policy, quota=NoQuota())
+    assert decoder_from_description(decoder.describe(), policy_folders=["me/policy"])
 
 
 def write_results(run_dir: Path, task: HumanEvalPlus) -> dict[str, bool]:
@@ -166,3 +221,13 @@ def test_evalplus_agrees_on_what_is_exported(tmp_path: Path):
 
 def test_only_results_of_its_problems_are_samples(capsys: Any, tmp_path: Path):
     assert "expected results of humaneval" in fails(capsys, "evalplus", str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["README.md", "config.json"])
+def test_files_of_somebody_else_are_not_overwritten(capsys: Any, tmp_path: Path, name: str):
+    (tmp_path / name).write_text("# Mine")
+    assert "--force" in fails(capsys, "export", "tiny", str(tmp_path))
+    assert (tmp_path / name).read_text() == "# Mine"
+    run("export", "tiny", str(tmp_path), "--force")
+    assert "Written by lit-dlm" in (tmp_path / "README.md").read_text()
+    run("export", "tiny", str(tmp_path))  # is our own now

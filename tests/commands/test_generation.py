@@ -117,6 +117,7 @@ def test_a_bad_switch_is_told_and_changes_nothing(said):
     typed = f"/policy nothing_such\n/cache dual\n/length 0\n/what\n/cache none\n{PENS}\n"
     out = said("chat", typed=f"/length 8\n{typed}")
     assert "ConfidencePolicy, DualCache, 8 cells" in out
+    assert out.count("unknown command '/what'") == out.count("unknown command") == 1
     assert out.count("/policy NAME") == 2  # the list of commands, for the last two bad ones
     assert answer([PENS], Decoder(policy=ConfidencePolicy()), 8)[0] in out
     assert "8 cells, 0 messages before" in out

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from lit_dlm.modules import DecodeModule
 from lit_dlm.tasks import PromptExample
 from tests.callbacks.letters import Letters, trace_module
 from tests.fakes import TableBackbone, logits_for
+from tests.finetuning import quiet
 
 SEVEN = [f"letters/test/{n}" for n in range(7)]
 
@@ -104,11 +106,21 @@ def test_a_loader_gives_as_many_batches_as_it_says(batch_size: int, sizes: list[
     work(prompts)
     module = prompts.trainer.lightning_module
     module.backbone = TableBackbone(logits_for([4, 4, 4], [0.9] * 3))
+    module.trainer = trainer = quiet(Path())
+    assert not trainer.callbacks
     (loader,) = prompts.predict_dataloader()
     found = [module.predict_step(stream) for stream in loader]
     assert [len(one.examples) for one in found] == sizes
     assert len(loader) == len(sizes)
     assert [e.uid for one in found for e in one.examples] == SEVEN
+
+
+@pytest.mark.parametrize(("length", "rows"), [(32, 256), (256, 32), ([64, 1024], 8), (10_000, 1)])
+def test_a_batch_has_8192_cells_unless_its_size_is_given(length: int | list[int], rows: int):
+    prompts = data(response_length=length, methods=["random"])
+    work(prompts)
+    assert {stream.batch_size for stream in prompts.streams()} == {rows}
+    assert data(response_length=length, batch_size=3).rows == 3
 
 
 @pytest.mark.parametrize(

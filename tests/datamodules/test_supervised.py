@@ -17,6 +17,7 @@ from lit_dlm.datamodules.supervised_sources import (
     ModelFacts,
     RecordedDecodes,
     ResponsesFile,
+    ResponsesList,
     TABOMFile,
     TaskReferences,
 )
@@ -83,6 +84,11 @@ def test_files_may_hold_messages_or_a_prompt_and_a_response(
         assert model.tokenizer.decode(found[0].response_ids[:-1]) == "5"
         for name in ("prompt_ids", "response_ids"):
             assert len({getattr(one, name).tobytes() for one in found}) == 1
+    given = list(ResponsesList(lines).examples(model))
+    assert [e.uid for e in given] == [f"rows/{n:06d}" for n in range(5)]
+    assert [e.response_ids.tolist() for e in given] == [e.response_ids.tolist() for e in found]
+    with pytest.raises(ValueError, match=r"rows\[1\]: .*messages"):
+        list(ResponsesList([CHAT, {"prompt": "2"}]).examples(model))
 
 
 def test_templated_prompts_are_taken_as_they_are_with_their_step_maps(

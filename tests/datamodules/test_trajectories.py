@@ -273,4 +273,4 @@ def test_shards_without_what_is_needed_are_refused(shards: Path, tmp_path: Path)
     module = tracelock(Projector.random_orthogonal(PROJECTOR, seed=6))
     data = TrajectoryDataModule(shards, val_fraction=0.3)
     with pytest.raises(ValueError, match="another projector digest"):
-        quiet(tmp_path, max_steps=1, use_distributed_sampler=True).fit(module, datamodule=data)
+        quiet(tmp_path, max_steps=1).fit(module, datamodule=data)

@@ -187,6 +187,31 @@ def test_a_place_is_filled_as_soon_as_its_row_ends():
         assert record.state.rows.tolist() == sorted(record.state.rows.tolist())
 
 
+class EndAt(Recorder):
+    """Ends the decode at a step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+
+    def on_step(self, record: d.StepRecord) -> bool:
+        super().on_step(record)
+        return len(self.records) == self.step
+
+
+@pytest.mark.parametrize(("case", "last"), [("plain", 6), ("dual", 20)])
+def test_a_decode_that_is_ended_gives_the_rows_that_have_ended(case, last):
+    """All prompts at once end at their own steps; in few slots some have been replaced by then."""
+    expected = alone(case)
+    for step in range(1, max(row[1] for row in expected.values())):
+        found = rows(*built(case), 64, EndAt(step))
+        assert found == {n: row for n, row in expected.items() if row[1] <= step}
+    assert not rows(*built(case), 3, EndAt(1)).keys() - {n for n in (0, 1, 2) if expected[n][1] < 2}
+    found = rows(*built(case), 3, EndAt(last))
+    assert 3 < len(found) < len(PROMPTS)
+    assert found.items() <= expected.items()
+
+
 def test_a_prompt_with_nothing_to_fill_ends_at_once():
     """Every third canvas comes full: it takes no step and its slot goes on to the next."""
     backbone, decoder = built("plain")

@@ -170,7 +170,8 @@ def test_a_learned_method_that_is_left_out_needs_no_policy(
     shipped = ("predict", "--config=exp/benchmark_tiny", f"--run_dir={tmp_path}")
     shipped += (f"--data.tasks={problems(2)}",)
     told = fails(capsys, *shipped, "--data.methods=[entropy,tracelock_095]")
-    assert f"acceptance policy folder {tmp_path / 'policy'}: config.json is missing" in told
+    assert f"policy.path: expected a folder with a trained policy, got none at {tmp_path}" in told
+    assert "fit --config" in told
     assert not (tmp_path / "results").exists()
     run(*shipped, "--data.methods=[entropy]")
     assert list(results(tmp_path)) == [("word_problems", "entropy")]

@@ -47,20 +47,21 @@ def check(candidate):
 """
 
 
-def _programs(name: str) -> dict[str, str]:
+def programs(name: str) -> dict[str, str]:
+    """Programs of a file, by the names above them."""
     text = Path(__file__).with_name("attacks").joinpath(name).read_text()
     names_and_codes = re.split(r"^=== (.*)\n", text, flags=re.MULTILINE)[1:]
     codes = (code.removesuffix("\n") for code in names_and_codes[1::2])
     return dict(zip(names_and_codes[::2], codes, strict=True))
 
 
-LOADED = _programs("loaded.txt")
+LOADED = programs("loaded.txt")
 """Whole modules."""
 
-WINS = _programs("wins.txt")
+WINS = programs("wins.txt")
 """What to do, as the body of a function: it wins by its end without an error, or returns it."""
 
-VALUES = _programs("values.txt")
+VALUES = programs("values.txt")
 """Returned to tests that compare them in several ways."""
 ENDS = ("StopIteration", "GeneratorExit", "IndexError", "SystemExit", "AssertionError")
 """Raised in the middle of tests that iterate."""
@@ -70,6 +71,16 @@ assert [y for y in zip(map(f, [2, 3]), [4, 9])] or True
 assert all(y == z for y, z in zip(map(f, [2, 3]), [4, 9]))
 """
 HEAVY_CHECK = "assert set(f(2)) == {4}\nassert sorted(f(3)) == [9]\nassert f(4) * 2 == 32"
+
+WITH_THREADS = """
+import threading
+def f(x):
+    values = []
+    threads = [threading.Thread(target=values.append, args=(x,)) for _ in range(8)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    return sum(values) * x // 8
+"""
 
 _FINALLY = "".join(f"{' ' * i}try:\n{' ' * i} pass\n{' ' * i}finally:\n" for i in range(19))
 TEXTS = {
@@ -109,7 +120,7 @@ PROBLEM = PlusProblem(
     base_inputs=[[[4, -4, 1]]],
     plus_inputs=[],
 )
-PROGRAMS = _programs("programs.txt")
+PROGRAMS = programs("programs.txt")
 """Programs that read 2 and should print 4."""
 
 
@@ -118,7 +129,8 @@ def grade_all(method: sandbox.IsolationMethod, *, walls_only: bool) -> dict[str,
 
     Returns:
         Per program status, score, detail and seconds over its limit; ``damage``, what any of them
-        changed, and ``grown_mb``, by how much the memory of this process grew at most.
+        changed, ``grown_mb``, by how much the memory of this process grew at most, and
+        ``beside``, the verdicts on right code while others take all threads there are.
     """
     sandbox.isolation_method = lambda: method
     with _targets([sys.executable, "-c", "import time; time.sleep(3600)"]) as targets:
@@ -130,11 +142,12 @@ def grade_all(method: sandbox.IsolationMethod, *, walls_only: bool) -> dict[str,
             found = pool.map(lambda job: _timed(*job), jobs.values())
             results = dict(zip(jobs, found, strict=True))
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak
+        beside = _beside()
         after = _state(targets) if targets.victim.poll() is None else None
         damage = [] if after == before else [f"{before} became {after}"]
     places = ("/tmp", "/dev/shm", "/var/tmp", ".")
     damage += [p for p in places if os.path.lexists(os.path.join(p, "lit_dlm_exploit"))]
-    return {"results": results, "damage": damage, "grown_mb": grown / 1024}
+    return {"results": results, "damage": damage, "grown_mb": grown / 1024, "beside": beside}
 
 
 ALLOWED: dict[str, Any] = {"allow_code_execution": True}
@@ -206,6 +219,18 @@ def _jobs(targets: _Targets, limits: SandboxLimits, walls_only: bool) -> dict[st
         for name, text in ANSWERS.items():
             add(f"{name} (formula)", start + MATH_SECONDS, grade_math, text, "16")
     return jobs
+
+
+def _beside() -> list[str]:
+    limits = SandboxLimits(wall_seconds=4.0)
+    run = functools.partial(
+        run_python_check, check=CHECK, entry_point="f", limits=limits, **ALLOWED
+    )
+    with ThreadPoolExecutor(6) as pool:
+        bombs = [pool.submit(run, LOADED["threads of 16 KiB"]) for _ in range(3)]
+        time.sleep(1.0)
+        verdicts = [*pool.map(run, [WITH_THREADS] * 4)]
+    return [v.status for v in verdicts] + [b.result().status for b in bombs if b.result().score]
 
 
 def _attack(body: str, targets: _Targets) -> str:

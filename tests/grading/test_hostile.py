@@ -28,6 +28,7 @@ def test_nothing_hostile_is_worth_anything_or_leaves_anything(setup: str) -> Non
     assert len(report["results"]) > (120 if walls_only else 170)
     assert not scored(report)
     assert report["damage"] == []
+    assert report["beside"] == ["right"] * 4
     assert report["grown_mb"] < 200
     # Held to 2 s; here machines are busy with other tests.
     assert not {n: r for n, r in report["results"].items() if r["seconds_over"] > 20}

@@ -7,7 +7,7 @@ import pytest
 
 from lit_dlm.reports import summary
 from lit_dlm.reports.command import labelled, merge_runs
-from lit_dlm.reports.plots import family, plot_front
+from lit_dlm.reports.plots import METHODS, THEMES, family, method_styles, plot_front
 from lit_dlm.reports.results import ResultFolder
 from lit_dlm.reports.summary import summarise, wilson_interval
 from tests.reports.rows import row
@@ -95,6 +95,16 @@ def test_ungraded_samples_have_no_accuracy(tmp_path: Path):
     assert "| m | - | 8.0 |" in summary.markdown_tables([found])
     plot_front([found], tmp_path / "front.png")
     assert not (tmp_path / "front.png").exists()
+
+
+def test_a_method_has_its_colour_in_every_picture_and_tracelock_one_of_its_own():
+    theme = THEMES["dark"]
+    first, plain, block = method_styles(["tracelock", "threshold", "tracelock_blocks"], theme)
+    assert first["color"] == block["color"] == theme.series[1]
+    assert (first["linestyle"], first["marker"]) != (block["linestyle"], block["marker"])
+    others = method_styles(["mine", *METHODS, *map(str, range(9)), "threshold_dual"], theme)
+    assert others[-1]["color"] == plain["color"]
+    assert [one["color"] for one in others].count(theme.series[1]) == 1
 
 
 def test_runs_that_share_a_method_are_told_apart_by_their_names():

@@ -2,10 +2,12 @@
 
 import gzip
 import json
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub.errors import HfHubHTTPError
 
 from lit_dlm.tasks.sources import read_rows
 
@@ -125,9 +127,23 @@ def test_hub_rows_have_an_origin_and_are_streamed_up_to_a_limit(monkeypatch):
         return Loaded(ROWS)
 
     monkeypatch.setattr("datasets.load_dataset", load)
+    monkeypatch.setattr("lit_dlm.tasks.sources.HfApi", Mock())
     rows = _read("some/set")
     assert (rows[1].fields, rows[1].origin) == (ROWS[1], "some/set/test, row 2")
     assert len(_read("some/set", most=2)) == 2
     assert asked == [("some/set", "test", False), ("some/set", "test", True)]
     with pytest.raises(ValueError, match=r"path: 'no/set' .*reach the Hub\). Give a local file"):
         _read("no/set")
+
+
+def test_a_hub_out_of_reach_is_asked_once(monkeypatch, caplog):
+    """Its client would retry for a minute, with a line for each time."""
+    for place in ("datasets.config", "huggingface_hub.constants"):
+        monkeypatch.setattr(f"{place}.HF_HUB_OFFLINE", False)
+    (unreachable, _) = HfHubHTTPError.__bases__
+    hub = Mock(**{"return_value.dataset_info.side_effect": unreachable("no route")})
+    monkeypatch.setattr("lit_dlm.tasks.sources.HfApi", hub)
+    with pytest.raises(ValueError, match=r"path: 'no/set' is no local file.*Give a local file"):
+        _read("no/set")
+    hub.return_value.dataset_info.assert_called_once()
+    assert not [record for record in caplog.records if "etry" in record.getMessage()]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone, backbone_facts, check_facts
+from lit_dlm.backbones.resolution import is_hub_id, locate
 from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.state import DecodeState, Proposal, Selection
 from lit_dlm.heads.acceptance import PositionState, accepted
@@ -50,7 +51,7 @@ class TraceLockPolicy(CommitPolicy):
         """Sets the rules; the weights are read at first use, so that nobody needs unused ones.
 
         Args:
-            path: folder exported by training.
+            path: folder exported by training, or a hub id.
             threshold: acceptance probability from which a proposal is committed.
             max_accept_per_step: most acceptances of a row in one step, the best ones; 4 in the
                 release (a hidden default there), ``null`` for no cap.
@@ -82,9 +83,16 @@ class TraceLockPolicy(CommitPolicy):
 
     @cached_property
     def scorer(self) -> AcceptanceScorer:
-        """The learned policy, read from its folder at first use."""
-        assert self.path is not None
-        return AcceptanceScorer.load(self.path)
+        """The learned policy, read from its folder or the hub at first use."""
+        path = str(self.path)
+        if is_hub_id(path):
+            return AcceptanceScorer.load(locate(path))
+        if not Path(path).is_dir():
+            raise ValueError(
+                f"policy.path: expected a folder with a trained policy, got none at {path}; "
+                "make it first with fit --config exp/tracelock_tiny, or that of your model"
+            )
+        return AcceptanceScorer.load(path)
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:

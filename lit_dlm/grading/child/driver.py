@@ -8,8 +8,9 @@ exists in the process that runs the candidate, whose code in turn never runs in 
 
 from __future__ import annotations
 
+import _thread
 import ast
-import base64
+import binascii
 import builtins
 import contextlib
 import json
@@ -20,7 +21,6 @@ import select
 import signal
 import sys
 import time
-import traceback
 import zlib
 from typing import Any, NoReturn
 
@@ -31,11 +31,14 @@ READY = b"ready\n"
 """Printed once the walls stand: what fails from then on is the sample's fault."""
 _TESTS = "<tests>"
 _MAX_DETAIL = 500
+_MOST_OUTPUT = 1 << 20  # bytes
+_stopped: set[int] = set()
 
 
 def main() -> NoReturn:
     """Reads settings from the command line and the job from standard input; prints the result."""
     config = json.loads(sys.argv[1])
+    os.read(0, 1)  # a line, when this process is in its cgroup; not a byte of the job yet
     isolate.put_up_walls(
         config["level"], folders=config["folders"], user=config["user"], parent=config["parent"]
     )
@@ -43,7 +46,12 @@ def main() -> NoReturn:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.setitimer(signal.ITIMER_REAL, config["setup_seconds"])
-    channel, worker_pid = _start_worker(config)
+    # A program's own standard input, output and errors; the program ends as a process does.
+    names = ("in", "out", "err") if config["mode"] == "program" else ()
+    files = [os.memfd_create(name) for name in names] or [os.open("/dev/null", os.O_RDWR)] * 3
+    channel, worker_pid = _start_worker(config, files)
+    if config["others_tasks"] is not None:
+        _thread.start_new_thread(_watch_threads, (worker_pid,))
     # From here on there is something to protect.
     job = json.loads(sys.stdin.buffer.read())
     remote = Remote(
@@ -62,7 +70,10 @@ def main() -> NoReturn:
     sys.stdout.buffer.write(READY)
     sys.stdout.buffer.flush()
     try:
-        result = _run(job, remote)
+        if job["mode"] == "program":
+            result = _run_program(job, remote, files, worker_pid, config["cpu_seconds"])
+        else:
+            result = _run(job, remote)
     except WorkerLostError as lost:
         result = {"status": lost.status, "detail": lost.detail}
     except Exception as error:  # the candidate's error while loading, any class
@@ -75,9 +86,6 @@ def main() -> NoReturn:
 
 
 def _run(job: dict[str, Any], remote: Remote) -> dict[str, Any]:
-    if job["mode"] == "program":
-        text = remote.run_program(job["code"], job["stdin"], most=worker.MOST_OUTPUT)
-        return {"status": "right", "detail": "", "stdout": text}
     names = remote.load(job["code"])
     if job["entry_point"] not in names:
         detail = f"no function {job['entry_point']!r} is defined"
@@ -87,29 +95,49 @@ def _run(job: dict[str, Any], remote: Remote) -> dict[str, Any]:
     return (_record_calls if job["mode"] == "record" else _compare_calls)(job, remote)
 
 
-def _start_worker(config: dict[str, Any]) -> tuple[wire.Channel, int]:
+def _run_program(
+    job: dict[str, Any], remote: Remote, files: list[int], worker_pid: int, cpu_seconds: float
+) -> dict[str, Any]:
+    """Runs the candidate to the end of its process; what it printed counts if it ended with 0."""
+    stdin, stdout, stderr = files
+    os.pwrite(stdin, job["stdin"].encode(), 0)  # the position is the worker's, too
+    remote.start_program(job["code"])
+    if not _has_ended(worker_pid, remote.seconds_left()):
+        raise WorkerLostError("timeout", "no end within the time limit")
+    end = os.waitid(os.P_PID, worker_pid, os.WEXITED | os.WNOWAIT)
+    size = os.fstat(stdout).st_size
+    if end is None or end.si_code != os.CLD_EXITED:
+        raise WorkerLostError(*_explain_end(worker_pid, cpu_seconds))
+    if end.si_status:
+        written = os.pread(stderr, 4096, max(0, os.fstat(stderr).st_size - 4096))
+        lines = [f"exit code {end.si_status}", *written.decode(errors="replace").splitlines()]
+        raise WorkerLostError("runtime_error", lines[-1])
+    if size > _MOST_OUTPUT:
+        raise WorkerLostError("runtime_error", f"{size} bytes of output are over {_MOST_OUTPUT}")
+    text = os.pread(stdout, size, 0).decode(errors="replace")
+    return {"status": "right", "detail": "", "stdout": text}
+
+
+def _start_worker(config: dict[str, Any], files: list[int]) -> tuple[wire.Channel, int]:
     request_read, request_write = os.pipe()
     reply_read, reply_write = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            # Only the worker's own ends of the pipes may be left to the candidate.
-            for other in (request_write, reply_read):
-                os.close(other)
             isolate.confine(
                 cpu_seconds=config["cpu_seconds"],
                 memory_bytes=int(config["memory_bytes"]),
-                owns_user=config["owns_user"],
+                others_tasks=config["others_tasks"],
             )
-            null = os.open("/dev/null", os.O_RDWR)
-            for standard in (0, 1, 2):
-                os.dup2(null, standard)
-            os.close(null)
-            worker.main(request_read, reply_write, config)
         except OSError as error:
             sys.stderr.write(f"{error}\n")
-        finally:
             os._exit(125)
+        for standard, file in enumerate(files):
+            os.dup2(file, standard)
+        # Only the worker's own ends of the pipes may be left to the candidate.
+        for other in {request_write, reply_read, *files}:
+            os.close(other)
+        worker.main(request_read, reply_write, config)
     for other in (request_read, reply_write):
         os.close(other)
     # A worker that reads nothing must not hold the driver beyond its deadline.
@@ -120,10 +148,12 @@ def _start_worker(config: dict[str, Any]) -> tuple[wire.Channel, int]:
 def _explain_end(worker_pid: int, cpu_seconds: float) -> tuple[str, str]:
     """Says why the worker is gone; ends as it did where somebody else killed it."""
     # It may have closed its pipes and live on.
-    if not select.select([os.pidfd_open(worker_pid)], [], [], 1.0)[0]:
+    if not _has_ended(worker_pid, 1.0):
         return "runtime_error", "the process closed its connection"
     _, status, usage = os.wait4(worker_pid, 0)
     code = os.waitstatus_to_exitcode(status)
+    if worker_pid in _stopped:
+        return "runtime_error", f"it had more than {isolate.MOST_THREADS} threads"
     if code == -signal.SIGKILL and usage.ru_utime + usage.ru_stime < cpu_seconds - 0.5:
         os._exit(128 + signal.SIGKILL)
     if -code in (signal.SIGXCPU, signal.SIGKILL):
@@ -131,6 +161,20 @@ def _explain_end(worker_pid: int, cpu_seconds: float) -> tuple[str, str]:
     if code < 0:
         return "runtime_error", f"the process was ended by {signal.Signals(-code).name}"
     return "runtime_error", f"the process ended early with exit code {code}"
+
+
+def _watch_threads(worker_pid: int) -> None:
+    """Ends a worker with too many threads, where the kernel's limit is one for all of a user."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        # A folder's links are two and its subfolders, here one a thread.
+        while os.stat(f"/proc/{worker_pid}/task").st_nlink - 2 <= isolate.MOST_THREADS + 1:
+            time.sleep(0.01)
+        _stopped.add(worker_pid)
+        os.kill(worker_pid, signal.SIGKILL)
+
+
+def _has_ended(worker_pid: int, seconds: float) -> bool:
+    return bool(select.select([os.pidfd_open(worker_pid)], [], [], seconds)[0])
 
 
 def _run_check(job: dict[str, Any], names: list[str], remote: Remote) -> dict[str, Any]:
@@ -170,10 +214,14 @@ def _run_check(job: dict[str, Any], names: list[str], remote: Remote) -> dict[st
 
 
 def _failing_line(error: AssertionError, source: str) -> str:
-    lines = source.splitlines()
-    numbers = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == _TESTS]
-    if numbers and numbers[-1] is not None and numbers[-1] <= len(lines):
-        return lines[numbers[-1] - 1].strip()
+    lines, number = source.splitlines(), 0
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == _TESTS:
+            number = trace.tb_lineno
+        trace = trace.tb_next
+    if 0 < number <= len(lines):
+        return lines[number - 1].strip()
     return "an assertion failed"
 
 
@@ -217,7 +265,7 @@ def _record_calls(job: dict[str, Any], remote: Remote) -> dict[str, Any]:
         if not reply.startswith(b'"value":'):
             _, error = compare.read_reply(reply)
             return {"status": "runtime_error", "detail": f"input {number}: {error}"}
-        truths.append(base64.b64encode(zlib.compress(reply, 1)).decode())
+        truths.append(binascii.b2a_base64(zlib.compress(reply, 1), newline=False).decode())
     return {"status": "right", "detail": "", "taken": taken, "truths": truths}
 
 
@@ -236,7 +284,7 @@ def _compare_calls(job: dict[str, Any], remote: Remote) -> dict[str, Any]:
         for number, (args, seconds, alternative, truth) in enumerate(calls):
             reply = remote.call_encoded(job["entry_point"], args, seconds=seconds)
             case = compare.Case(inputs=args, alternative=alternative, atol=job["atol"])
-            failure = compare.judge(rule, reply, zlib.decompress(base64.b64decode(truth)), case)
+            failure = compare.judge(rule, reply, zlib.decompress(binascii.a2b_base64(truth)), case)
             if failure is None:
                 passed += 1
             else:

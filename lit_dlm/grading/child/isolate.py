@@ -28,6 +28,9 @@ from . import seccomp
 
 SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime")
+TEMPORARY = "/tmp"
+FILE_BYTES = 1 << 23
+"""Of a file, of the temporary folder that namespaces have, and of what a program prints."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 _CLONE_NEWNS = 0x00020000
@@ -64,10 +67,10 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_SET_NO_NEW_PRIVS = 38
 
-# The driver, the worker and its threads; the kernel counts all of a user id alike.
-_TASKS = 18
-# The same where the user id is that of the run, with all else that its owner runs.
-_TASKS_OF_A_PERSON = 4096
+MOST_THREADS = 16
+# Where the user id is that of the run, the kernel counts all that its owner runs: there it stops
+# what grows faster than the driver looks.
+_TASKS_OF_A_PERSON = 1024
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -174,6 +177,9 @@ def _build_root(folders: Sequence[str]) -> None:
     root = "/proc"
     options = "mode=755,size=1m,nr_inodes=2k"
     _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
+    os.mkdir(root + TEMPORARY)
+    options = f"mode=1777,size={FILE_BYTES},nr_inodes=1k"
+    _mount("tmpfs", root + TEMPORARY, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
     for folder in (*SYSTEM_FOLDERS, *folders):
         target = root + folder
         if os.path.islink(folder):
@@ -230,13 +236,14 @@ def become(user: int | None) -> None:
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
-def confine(*, cpu_seconds: float, memory_bytes: int, owns_user: bool) -> None:
+def confine(*, cpu_seconds: float, memory_bytes: int, others_tasks: int | None) -> None:
     """Limits the calling process, the worker: it ends with the driver and can start no other.
 
     Args:
         cpu_seconds: Processor time, rounded up to whole seconds.
         memory_bytes: Address space.
-        owns_user: Whether nobody else runs under its user id as the kernel counts it.
+        others_tasks: Threads that its user may have already; ``None`` if nobody else runs under
+            its user id as the kernel counts it.
     """
     # A session of its own: what it sends to its group reaches nobody else.
     os.setsid()
@@ -244,10 +251,13 @@ def confine(*, cpu_seconds: float, memory_bytes: int, owns_user: bool) -> None:
     limits = {
         resource.RLIMIT_CPU: math.ceil(cpu_seconds),
         resource.RLIMIT_AS: memory_bytes,
-        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_FSIZE: FILE_BYTES,
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_NPROC: _TASKS if owns_user else _TASKS_OF_A_PERSON,
+        # The driver, the worker and its threads.
+        resource.RLIMIT_NPROC: MOST_THREADS + 2
+        if others_tasks is None
+        else others_tasks + _TASKS_OF_A_PERSON,
     }
     for kind, value in limits.items():
         set_limit(kind, value)

@@ -85,11 +85,12 @@ class Remote:
         _require(type(names) is list)
         return [name for name in names if type(name) is str]
 
-    def run_program(self, code: str, stdin: str, *, most: int) -> str:
-        """Runs the candidate as a program; returns what it printed, ``most`` characters."""
-        text = self._request({"op": "program", "code": code, "stdin": stdin})
-        _require(type(text) is str and len(text) <= most)
-        return str(text)
+    def start_program(self, code: str) -> None:
+        """Has the worker go on as the candidate's program, out of reach; returns once it parses."""
+        self._request({"op": "program", "code": code})
+
+    def seconds_left(self) -> float:
+        return max(0.0, self._deadline - time.monotonic())
 
     def ask(self, op: str, target: str | int, /, *args: Any, **kwargs: Any) -> Any:
         """Has the worker call an object, or read or set an attribute of it."""

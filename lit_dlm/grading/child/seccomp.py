@@ -1,10 +1,12 @@
-"""Refuses system calls that no solution of a programming problem needs.
+"""Lets through the system calls that CPython, numpy and their libraries need, and no others.
 
-A classic BPF program is loaded with ``prctl``; a refused call fails with ``EPERM`` (``clone3`` with
-``ENOSYS``: the C library then falls back to ``clone``, which can be judged by its flags). It closes
-what the other walls leave open: other processes (also the driver's, whose user the worker shares),
-new processes and namespaces, sockets, kernel objects that outlive a process, and attributes of
-files, which Landlock does not know.
+A classic BPF program is loaded with ``prctl``. A call that it does not list does not exist
+(``ENOSYS``: the C library falls back from ``clone3`` to ``clone``, which can be judged by its
+flags); a listed one with other arguments fails with ``EPERM``. So what the other walls leave open
+is closed: other processes (also the driver's, whose user the worker shares), new processes and
+namespaces, sockets, kernel objects that outlive a process, memory that no limit counts (pages kept
+in pipes, timers, locks), leases and watches on files of others, and attributes of files, which
+Landlock does not know.
 
 Numbers: the kernel's ``unistd`` tables for x86-64, and the generic table that arm64 uses.
 """
@@ -23,100 +25,92 @@ _FAIL = 0x00050000  # plus the error number
 
 _LOAD_WORD = 0x20
 _JUMP_EQUAL = 0x15
-_JUMP_AT_LEAST = 0x35
 _JUMP_ANY_BIT = 0x45
 _RETURN = 0x06
 
-_CLONE_THREAD = 0x00010000
-_ALL_BITS = 0xFFFFFFFF
-_ANY_BUT_STREAM = 6
-_SETS_OWNER = 8
-_IOCTL_OF_SOCKETS = 0x8000
-
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
-# Calls by what they would open: name and number on x86-64 and arm64, - where there is no such call.
-_REFUSED = {
-    "new processes and namespaces": (
-        "fork 57 -, vfork 58 -, execve 59 221, execveat 322 281, unshare 272 97, setns 308 268"
+# Name and number on x86-64 and arm64, - where there is no such call.
+_ALLOWED = {
+    "memory": (
+        "brk 12 214, mmap 9 222, munmap 11 215, mprotect 10 226, mremap 25 216, madvise 28 233"
     ),
-    "other processes": (
-        "kill 62 129, tkill 200 130, tgkill 234 131, rt_sigqueueinfo 129 138, "
-        "rt_tgsigqueueinfo 297 240, pidfd_open 434 434, pidfd_send_signal 424 424, "
-        "pidfd_getfd 438 438, ptrace 101 117, process_vm_readv 310 270, "
-        "process_vm_writev 311 271, process_madvise 440 440, kcmp 312 272, "
-        "setpriority 141 140, ioprio_set 251 30, sched_setaffinity 203 122, "
-        "sched_setattr 314 274, sched_setparam 142 118, sched_setscheduler 144 119, "
-        "migrate_pages 256 238, move_pages 279 239, perf_event_open 298 241"
+    "files, of which the other walls say what may be opened": (
+        "read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, open "
+        "2 -, openat 257 56, close 3 57, close_range 436 436, lseek 8 62, stat 4 -, fstat 5 80, "
+        "lstat 6 -, newfstatat 262 79, statx 332 291, access 21 -, faccessat 269 48, faccessat2 "
+        "439 439, readlink 89 -, readlinkat 267 78, getdents64 217 61, getcwd 79 17, chdir 80 "
+        "49, fchdir 81 50, fsync 74 82, fdatasync 75 83, ftruncate 77 46, mkdir 83 -, mkdirat "
+        "258 34, rmdir 84 -, unlink 87 -, unlinkat 263 35, rename 82 -, renameat 264 38, "
+        "renameat2 316 276, umask 95 166"
     ),
-    "the signal that ends the worker with its parent, among others": "prctl 157 167",
-    "the network, and what lives in the kernel": (
-        "socket 41 198, io_setup 206 0, inotify_init 253 -, inotify_init1 294 26, "
-        "fanotify_init 300 262, syslog 103 116, bpf 321 280, userfaultfd 323 282, "
-        "io_uring_setup 425 425, keyctl 250 219, add_key 248 217, request_key 249 218"
+    "descriptors, pipes and pairs": (
+        "dup 32 23, dup2 33 -, dup3 292 24, pipe 22 -, pipe2 293 59, poll 7 -, ppoll 271 73, "
+        "select 23 -, pselect6 270 72, epoll_create1 291 20, epoll_ctl 233 21, epoll_wait 232 "
+        "-, epoll_pwait 281 22, sendto 44 206, recvfrom 45 207, getsockname 51 204, getsockopt "
+        "55 209, shutdown 48 210"
     ),
-    "not only to make them: without namespaces there are those of others": (
-        "shmget 29 194, shmat 30 196, shmctl 31 195, semget 64 190, semop 65 193, "
-        "semctl 66 191, semtimedop 220 192, msgget 68 186, msgsnd 69 189, msgrcv 70 188, "
-        "msgctl 71 187, mq_open 240 180, mq_unlink 241 181"
+    "time, and what it is": (
+        "clock_gettime 228 113, clock_getres 229 114, clock_nanosleep 230 115, nanosleep 35 "
+        "101, gettimeofday 96 169, time 201 -, times 100 153, getrusage 98 165, sysinfo 99 179, "
+        "uname 63 160, getcpu 309 168, getrandom 318 278, getpid 39 172, getppid 110 173, "
+        "gettid 186 178, getuid 102 174, geteuid 107 175, getgid 104 176, getegid 108 177, "
+        "getgroups 115 158, getresuid 118 148, getresgid 120 150, getpgrp 111 -, getpgid 121 "
+        "155, getsid 124 156, getpriority 140 141, getrlimit 97 163, setrlimit 160 164, "
+        "sched_getaffinity 204 123, sched_yield 24 124"
     ),
-    "attributes of files, and what the first versions of Landlock leave open": (
-        "truncate 76 45, chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, "
-        "chown 92 -, fchown 93 55, lchown 94 -, fchownat 260 54, utime 132 -, utimes 235 -, "
-        "futimesat 261 -, utimensat 280 88, setxattr 188 5, lsetxattr 189 6, "
-        "fsetxattr 190 7, setxattrat 463 463, removexattr 197 14, lremovexattr 198 15, "
-        "fremovexattr 199 16, removexattrat 466 466, file_setattr 469 469"
+    "threads, signals and its end": (
+        "futex 202 98, set_robust_list 273 99, rseq 334 293, rt_sigaction 13 134, "
+        "rt_sigprocmask 14 135, rt_sigreturn 15 139, rt_sigpending 127 136, rt_sigsuspend 130 "
+        "133, rt_sigtimedwait 128 137, sigaltstack 131 132, restart_syscall 219 128, alarm 37 "
+        "-, pause 34 -, getitimer 36 102, setitimer 38 103, wait4 61 260, waitid 247 95, exit "
+        "60 93, exit_group 231 94"
     ),
 }
-_CLONE = (56, 220)
-_CLONE3 = (435, 435)
-_PRLIMIT64 = (302, 261)
-_SOCKETPAIR = (53, 199)
-_FCNTL = (72, 25)
-_IOCTL = (16, 29)
-# Calls from here on are newer than this table (Linux 6.18), or x32's, and said to be absent.
-_FIRST_UNKNOWN = 470
+# Numbers of a call, and which arguments are looked at, how, and what fits.
+_BY_ARGUMENT = [
+    # clone, with CLONE_THREAD
+    ((56, 220), [(0, _JUMP_ANY_BIT, [0x00010000])]),
+    # prlimit64, of the process itself
+    ((302, 261), [(0, _JUMP_EQUAL, [0])]),
+    # socketpair of AF_UNIX and SOCK_STREAM, with SOCK_NONBLOCK or SOCK_CLOEXEC: event loops need
+    # them; a datagram could be sent to sockets of others
+    ((53, 199), [(0, _JUMP_EQUAL, [1]), (1, _JUMP_EQUAL, [1, 0x801, 0x80001, 0x80801])]),
+    # fcntl, to duplicate and for flags; leases and watches stop or tell of others
+    ((72, 25), [(1, _JUMP_EQUAL, [0, 1, 2, 3, 4, 1030])]),
+    # ioctl: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
+    ((16, 29), [(1, _JUMP_EQUAL, [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451])]),
+]
 
 
 def build_program(machine: str) -> bytes:
-    """Assembles the filter, instructions of 8 bytes; calls it does not list are allowed."""
+    """Assembles the filter, instructions of 8 bytes."""
     if machine not in _ARCHITECTURES:
         raise OSError(f"no table of system calls for {machine}")
     column = [*_ARCHITECTURES].index(machine)
-    # (call, argument looked at, bits, whether any of the bits set is what makes it refused)
-    by_argument = [
-        (_CLONE, 0, _CLONE_THREAD, False),
-        (_PRLIMIT64, 0, _ALL_BITS, True),
-        # Event loops need pairs of stream sockets; a datagram could be sent to sockets of others.
-        (_SOCKETPAIR, 1, _ANY_BUT_STREAM, True),
-        # F_SETOWN, F_SETSIG and ioctl's FIOSETOWN: a pipe then sends a signal to anybody.
-        (_FCNTL, 1, _SETS_OWNER, True),
-        (_IOCTL, 1, _IOCTL_OF_SOCKETS, True),
-    ]
-
     # Jump targets are labels until the length is known. seccomp_data holds the call's number at
     # offset 0, the architecture at 4 and the arguments, 8 bytes each, from 16 on.
     code: list[tuple[int, str, str, int]] = [
         (_LOAD_WORD, "", "", 4),
         (_JUMP_EQUAL, "", "refuse", _ARCHITECTURES[machine]),
         (_LOAD_WORD, "", "", 0),
-        (_JUMP_AT_LEAST, "absent", "", _FIRST_UNKNOWN),
     ]
-    calls = [call.split()[1 + column] for call in ", ".join(_REFUSED.values()).split(", ")]
-    code += [(_JUMP_EQUAL, "refuse", "", int(number)) for number in calls if number != "-"]
-    code += [(_JUMP_EQUAL, "absent", "", _CLONE3[column])]
-    for call, argument, bits, refused_if_set in by_argument:
-        set_label, clear_label = ("refuse", "allow") if refused_if_set else ("allow", "refuse")
-        code += [
-            (_JUMP_EQUAL, "", "+2", call[column]),
-            (_LOAD_WORD, "", "", 16 + 8 * argument),
-            (_JUMP_ANY_BIT, set_label, clear_label, bits),
-        ]
-    targets = {"allow": len(code), "refuse": len(code) + 1, "absent": len(code) + 2}
+    calls = [call.split()[1 + column] for call in ", ".join(_ALLOWED.values()).split(", ")]
+    code += [(_JUMP_EQUAL, "allow", "", int(number)) for number in calls if number != "-"]
+    for numbers, checks in _BY_ARGUMENT:
+        body: list[tuple[int, str, str, int]] = []
+        for argument, operation, values in checks:
+            fits = "allow" if (argument, operation, values) == checks[-1] else ""
+            body.append((_LOAD_WORD, "", "", 16 + 8 * argument))
+            for left, value in zip(reversed(range(len(values))), values, strict=True):
+                body.append((operation, fits or f"+{left}", "" if left else "refuse", value))
+        code += [(_JUMP_EQUAL, "", f"+{len(body)}", numbers[column]), *body]
+    # Whatever is left is absent.
+    targets = {"allow": len(code) + 1, "refuse": len(code) + 2}
     code += [
+        (_RETURN, "", "", _FAIL | errno.ENOSYS),
         (_RETURN, "", "", _ALLOW),
         (_RETURN, "", "", _FAIL | errno.EPERM),
-        (_RETURN, "", "", _FAIL | errno.ENOSYS),
     ]
 
     def skip(label: str, position: int) -> int:

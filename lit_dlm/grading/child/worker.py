@@ -1,32 +1,25 @@
 """The untrusted side: loads the candidate's code and answers calls until it is killed.
 
+Of a candidate that is a program the process is made what that program runs in, and ends with it.
+
 Nothing here is secret: the process knows the code and the arguments of the present call. Whatever
 the candidate does to it, all that can change is which plain values go back.
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
-import io
+import gc
 import os
 import sys
 import types
+from _sitebuiltins import Quitter
 from typing import Any, NoReturn
 
 from . import wire
 
-MOST_OUTPUT = 1 << 20
-"""Characters that a program may print."""
 _MODULE = "candidate"
-
-
-class _CappedText(io.StringIO):
-    """Collects printed text and refuses what is too much."""
-
-    def write(self, text: str) -> int:
-        if self.tell() + len(text) > MOST_OUTPUT:
-            raise OSError("too much output")
-        return super().write(text)
 
 
 class _Worker:
@@ -35,9 +28,11 @@ class _Worker:
         self._value_bytes = int(config["value_bytes"])
         self._module = types.ModuleType(_MODULE)
         self._objects: list[Any] = []
+        self.program: types.CodeType | None = None
+        """Set by the request that ends all others."""
 
     def serve(self) -> None:
-        while True:
+        while self.program is None:
             request = wire.parse(self._channel.receive())
             try:
                 reply = {"id": request["id"], "value": self._answer(request)}
@@ -53,7 +48,8 @@ class _Worker:
         if request["op"] == "load":
             return self._load(request["code"])
         if request["op"] == "program":
-            return self._run_program(request["code"], request["stdin"])
+            self.program = _compile(request["code"])
+            return None
         subject = self._object(request["target"])
         args, kwargs = (
             wire.decode(request[name], from_handle=self._object) for name in ("args", "kwargs")
@@ -77,19 +73,6 @@ class _Worker:
         sys.modules[_MODULE] = self._module
         exec(_compile(code), self._module.__dict__)
         return [str(name) for name, value in self._module.__dict__.items() if callable(value)]
-
-    def _run_program(self, code: str, stdin: str) -> str:
-        captured = _CappedText()
-        sys.modules["__main__"] = module = types.ModuleType("__main__")
-        compiled = _compile(code)
-        sys.stdin = io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8")
-        with contextlib.redirect_stdout(captured):
-            try:
-                exec(compiled, module.__dict__)
-            except SystemExit as end:
-                if end.code not in (None, 0):
-                    raise
-        return captured.getvalue()
 
 
 def _compile(code: str) -> types.CodeType:
@@ -123,7 +106,23 @@ def main(read_fd: int, write_fd: int, config: dict[str, Any]) -> NoReturn:
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"
     channel = wire.Channel(read_fd, write_fd, max_bytes=int(config["value_bytes"]))
+    worker = _Worker(channel, config)
     with contextlib.suppress(wire.ChannelClosedError, wire.WireError):
         channel.send("ready")
-        _Worker(channel, config).serve()
-    os._exit(0)
+        worker.serve()
+    if worker.program is None:
+        os._exit(0)
+    os.close(read_fd)
+    os.close(write_fd)
+    _run_as_main(worker.program)
+    sys.exit()
+
+
+def _run_as_main(program: types.CodeType) -> None:
+    """Runs it as ``python main.py`` would; what it raises is for the interpreter to end with."""
+    gc.freeze()  # no copies of the driver's pages while the interpreter ends
+    for name in ("exit", "quit"):  # which the module ``site`` would define
+        setattr(builtins, name, Quitter(name, "Ctrl-D (i.e. EOF)"))
+    sys.argv[:] = ["main.py"]
+    sys.modules["__main__"] = module = types.ModuleType("__main__")
+    exec(program, module.__dict__)
