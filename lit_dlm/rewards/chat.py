@@ -111,7 +111,7 @@ class ChatEndpoint:
                 with self._opener.open(request, timeout=self.timeout_s) as response:
                     # All at once would take as much memory as the headers say that there is.
                     reply.set_result(response.read(_LARGEST))
-            except BaseException as error:
+            except (OSError, HTTPException, ValueError) as error:
                 if isinstance(error, HTTPError):
                     error.close()
                 reply.set_exception(error)
