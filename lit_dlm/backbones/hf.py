@@ -341,10 +341,13 @@ class HFBackbone(nn.Module, Backbone):
         folder = locate(path_or_id)
         settings = read_adapter_settings(folder)
         if trained_on := differing_base(folder, self._base_name):
-            raise ValueError(
+            told = (
                 f"adapter: {folder} was trained on {trained_on}, expected one of {self._base_name} "
                 "(base_model_name_or_path in its adapter_config.json)"
             )
+            if Path(trained_on).is_dir() or not Path(str(self._base_name)).is_dir():
+                raise ValueError(told)
+            logger.warning("%s; the folder may be a copy of it", told)
         self.add_adapter(settings)
         layout = key_layout(self.spec.family)
         self._adapter_files = [adapters.load_adapter(self.model, folder, layout=layout)]

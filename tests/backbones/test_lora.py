@@ -262,7 +262,9 @@ def test_contradicting_options_are_named(make_backbone: Maker):
         backbone.add_adapter(LoRASettings())
 
 
-def test_an_adapter_of_another_model_is_refused(tmp_path: Path):
+def test_an_adapter_of_another_model_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     """The embedded models have equal shapes. A folder of the same name is taken for the same."""
     backbone = HFBackbone("tiny", lora=LoRASettings(rank=2))
     backbone.save_adapter(tmp_path / "adapter")
@@ -271,6 +273,9 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path):
         HFBackbone(base, adapter=str(tmp_path / "adapter"))
     with pytest.raises(ValueError, match=r"^adapter: .*trained on tiny, expected one of tiny-plan"):
         HFBackbone("tiny-planning", adapter=str(tmp_path / "adapter"))
+    backbone.export(tmp_path / "renamed")  # which model lies in a folder nobody can know
+    HFBackbone(str(tmp_path / "renamed"), adapter=str(tmp_path / "adapter"))
+    assert "was trained on tiny, expected one of" in caplog.text
 
 
 def test_a_side_adapter_counts_only_where_it_is_asked_for(tmp_path: Path) -> None:
