@@ -36,10 +36,11 @@ def test_a_padded_row_equals_the_row_alone(
         ids[1], real[1] = ids[1].roll(2), real[1].roll(2)
     with torch.set_grad_enabled(trains):
         together = backbone.denoise(ids, pad_mask=real, hidden_layers=(0, 2, -1))
+    rounding = {"rtol": 1e-5, "atol": 1e-5}  # some processors add a padded row in another order
     for row in (0, 1):
         alone = backbone.denoise(ids[row, real[row]][None], hidden_layers=(0, 2, -1))
-        torch.testing.assert_close(together.logits[row][real[row]], alone.logits[0])
-        torch.testing.assert_close(together.hidden[row][real[row]], alone.hidden[0])
+        torch.testing.assert_close(together.logits[row][real[row]], alone.logits[0], **rounding)
+        torch.testing.assert_close(together.hidden[row][real[row]], alone.hidden[0], **rounding)
 
 
 @pytest.mark.parametrize("shift", [0, 1])

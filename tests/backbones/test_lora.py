@@ -262,9 +262,7 @@ def test_contradicting_options_are_named(make_backbone: Maker):
         backbone.add_adapter(LoRASettings())
 
 
-def test_an_adapter_of_another_model_is_refused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_an_adapter_of_another_model_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     """The embedded models have equal shapes. A folder of the same name is taken for the same."""
     backbone = HFBackbone("tiny", lora=LoRASettings(rank=2))
     backbone.save_adapter(tmp_path / "adapter")

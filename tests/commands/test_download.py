@@ -55,6 +55,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, str]
         return Loaded([{"question": "1+1?", "answer": "#### 2"}])
 
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "0")  # put back behind the test
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: None)  # it answers
     monkeypatch.setattr(resolution, "snapshot_download", snapshot)
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.chdir(tmp_path)

@@ -164,6 +164,7 @@ def test_rl_scores_the_states_of_the_rollout(folder: Path, kind: Any) -> None:
     own = model_of(folder, "none", trainable=True) if kind == "full" else None
     value = ValueObjective(backbone=kind, lora=LoRASettings(rank=2))
     rl = rollouts.module(backbone, value=value, value_backbone=own, num_padding=None).eval()
+    rl.tokenizer = load_tokenizer("tiny")  # of more tokens than the model has
     encoded = [
         (problem, given.prompt_ids.tolist())
         for problem, given in zip(problems(), examples(backbone), strict=True)

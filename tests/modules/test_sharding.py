@@ -144,7 +144,8 @@ def train_everything(rank: int, folder: Path, alone: dict[str, Scored]) -> dict[
             assert module.dtypes == {"whole": {torch.bfloat16}, **kept}
             module.backbone.export(folder / "model")
         elif name != "lora_bf16":
-            torch.testing.assert_close(found, weights(alone[name]), rtol=1e-4, atol=1e-5)
+            # Adam divides by the size of a gradient, so small ones show its rounding.
+            torch.testing.assert_close(found, weights(alone[name]), rtol=1e-4, atol=5e-5)
         if save:
             resumed = Scored(backbone(**VARIANTS[name]), visits=visits)
             start = weights(resumed)
