@@ -497,7 +497,9 @@ def run(case: Case, log: Path, name: str | None = None) -> tuple[int | None, boo
                 moment = float("inf")
             time.sleep(0.002)
     status = os.waitstatus_to_exitcode(found[1]) if found[0] else None
-    return status, b"Traceback (most recent call last)" in log.read_bytes()[begin:]
+    # At the begin of a line: torch logs one, with a mark in front, where a killed worker interrupts
+    # an import of its own.
+    return status, b"\nTraceback (most recent call last)" in b"\n" + log.read_bytes()[begin:]
 
 
 def in_job(case: Case, log: Path, url: str, fault: Fault) -> None:
