@@ -271,7 +271,7 @@ class TraceLockRLModule(TraceRLModule):
         backbone.requires_grad_(False)
         facts = backbone_facts(backbone.spec, backbone)
         if policy is not None:
-            self.scorer = AcceptanceScorer.load(policy)
+            self.scorer = TraceLockPolicy(policy).scorer  # of a folder or the hub
             check_facts("acceptance policy", self.scorer.backbone, facts)
         else:
             if projector is None:
