@@ -167,9 +167,14 @@ class CommitRows(RowBuilder):
         is_best = torch.zeros_like(commit).scatter_(1, best, value=True)
         is_alone = (commit == (is_best & candidates)).all(1, keepdim=True)
         units = candidates & ~(is_best & is_alone)
+        # States without a unit teach nothing, and an item is known by its units.
+        kept = units.any(1)
+        hidden, commit, log_odds, candidates, units = (
+            part[kept] for part in (hidden, commit, log_odds, candidates, units)
+        )
         state, cell = units.nonzero(as_tuple=True)
-        record = torch.arange(len(records)).repeat_interleave(counts)
-        taken, item = record.unique(return_inverse=True)  # records without a step have no item
+        record = torch.arange(len(records)).repeat_interleave(counts)[kept]
+        taken, item = record.unique(return_inverse=True)
         return CommitItems(
             records=records,
             spec=self.spec,
@@ -182,7 +187,7 @@ class CommitRows(RowBuilder):
             weight=torch.ones(len(cell)),
             kl_weight=torch.ones(len(cell)),
             size=torch.ones(len(taken), dtype=torch.float64),
-            step=torch.cat([torch.arange(count) for count in counts.tolist()]),
+            step=torch.cat([torch.arange(count) for count in counts.tolist()])[kept],
             visible=hidden & left_of_window_end(hidden, candidates),
             commit=commit,
             log_odds=log_odds[units],

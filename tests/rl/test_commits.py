@@ -1,6 +1,7 @@
 """Training of the acceptance network on outcomes, against loops over records, steps and cells."""
 
 import re
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -262,3 +263,21 @@ def test_a_price_is_paid_for_every_forward_and_the_product_only_for_right_answer
     assert [s.total for s in RightAndFast().score(group)] == [1 - steps[0] / G, 0.0]
     with pytest.raises(ValueError, match="price"):
         ForwardPrice(-0.1)
+
+
+def test_a_decode_that_leaves_no_choice_is_no_item_and_moves_no_other() -> None:
+    module = actor()
+    records = decoded(module)
+    alone = records[0]
+    # As if its best candidate alone had been committed in every step.
+    done, odds = (alone.signals[name].copy() for name in ("step_commit", "step_log_odds"))
+    steps = alone.masked_rows()[:, 0]
+    done[:] = -1
+    first = np.flatnonzero(np.diff(steps, prepend=-1))
+    done[first], odds[first] = 1, 0.0
+    forced = replace(alone, signals={"step_commit": done, "step_log_odds": odds})
+    items = module.rows.items([records[1], forced, records[2]])
+    assert items.item_record.tolist() == [0, 2]
+    expected = [*reference(module, records[1]), *reference(module, records[2])]
+    found = module.eval().score(items.batch(torch.arange(2))).log_prob
+    torch.testing.assert_close(found, torch.stack(expected), atol=2e-5, rtol=2e-5)
