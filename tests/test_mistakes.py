@@ -9,6 +9,8 @@ import pytest
 
 import cli
 
+pytestmark = pytest.mark.slow  # starts the command line
+
 ROOT = Path(__file__).resolve().parents[1]
 PREDICT = "predict --config exp/generate_tiny"
 LOCK = "fit --config exp/tracelock_tiny --data.shards=shards"

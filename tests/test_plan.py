@@ -221,6 +221,7 @@ HEADERS = [
 ]
 
 
+@pytest.mark.slow  # every recipe is planned
 def test_headers_name_gpus_that_hold_what_is_planned() -> None:
     assert len(HEADERS) >= 48
     too_large = {}

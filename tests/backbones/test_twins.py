@@ -18,6 +18,8 @@ from lit_dlm.vision.base import VisionSettings
 from tests.shared_data import shared
 from tests.twins import RELEASES, write_magvit_twin, write_twin
 
+pytestmark = pytest.mark.slow  # writes and loads a model of each release
+
 DREAM, LLADA, MMADA, SDAR, QWEN = (
     "Dream-org/Dream-v0-Instruct-7B",
     "GSAI-ML/LLaDA-8B-Instruct",

@@ -8,6 +8,8 @@ import torch
 
 from tests.processes import ROOT
 
+pytestmark = pytest.mark.slow  # models of seven billion parameters, counted
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _each_is_counted_once() -> Iterator[None]:

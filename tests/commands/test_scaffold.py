@@ -56,6 +56,7 @@ def test_the_test_that_comes_along_fails_until_the_class_is_filled_in(made: Any,
     test()
 
 
+@pytest.mark.slow  # starts the command line
 def test_the_configurations_name_the_class(made: Any, capsys: Any, tmp_path: Path):
     for kind in FILLED:
         made(kind, filled=False)

@@ -188,7 +188,8 @@ def test_a_dead_process_ends_the_others(begun: Path, rank: int, status: int):
     command = [*FIT, f"--run_dir={begun}", *TWO]
     told = killed(begun, *command, before=3, files="fit.yaml", rank=rank, status=status)
     ended = time.monotonic()
-    assert told.count("error: another process of this run has ended, so") == rank
+    # The first one, which starts the other, may fall before the other can tell.
+    assert rank <= told.count("error: another process of this run has ended, so") <= 1
     while [path for path in Path("/proc").glob("[0-9]*/cmdline") if _names(path, begun)]:
         assert time.monotonic() < ended + 10
         time.sleep(0.1)

@@ -174,6 +174,7 @@ def _collected(rank: int, world_size: int, slots: int) -> tuple[list[bytes], set
     return found, steps, kept
 
 
+@pytest.mark.slow
 def test_records_do_not_depend_on_slots_or_processes() -> None:
     """Every byte of the records of two RL steps, scores included."""
     expected = _, steps, kept = _collected(0, 1, 1)
