@@ -3,10 +3,11 @@
 Settings are chosen on a validation list and reported on a test list of distinct problems; what is
 trained is trained with several seeds. ``docs/policy_bench.md`` has the plan, which was written
 before the runs, and the results. All of it runs through the command line; what is on disk is not
-made again, so a run that was stopped goes on, and several processes may take different ``--tasks``.
+made again, so a run that was stopped goes on, and several processes may take other values of
+``--task``, each with its own ``--results``.
 
     python experiments/policy_bench.py --out runs/policy_bench  # makes what is missing
-    python experiments/policy_bench.py --results docs/policy_bench.parquet  # tables, figure
+    python experiments/policy_bench.py  # tables and figure of the published results
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 import yaml
@@ -151,29 +153,33 @@ SCHEMA = pa.schema(
     }
 )
 """One row for each decode."""
+NAME = "policy_bench.parquet"
 
 
 def main() -> None:
     """Makes what is missing, then the results of what is there."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="folder of the runs; none only reports")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4], help="of training")
-    parser.add_argument("--list-seed", type=int, default=17, help="of the test list")
-    parser.add_argument("--num-examples", type=int, default=1000, help="problems of the test list")
+    parser.add_argument("--task", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--seed", type=int, default=17, help="of the test list")
+    parser.add_argument("--num_examples", type=int, default=1000, help="problems of the test list")
+    parser.add_argument("--train_seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     for name in ("addition", "countdown"):
         parser.add_argument(f"--{name}", help=f"folder of the {name} model, see the page")
-    parser.add_argument("--results", type=Path, default=Path("docs/policy_bench.parquet"))
+    parser.add_argument(
+        "--results", type=Path, help="one row a decode [policy_bench.parquet in OUT, or in docs]"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
+    results = options.results or (options.out or Path("docs")) / NAME
     if options.out is not None:
-        for name in options.tasks:
+        for name in options.task:
             needed = TASKS[name].model
             if needed and getattr(options, needed) is None:
                 parser.error(f"--{needed}: needed for task {name}, see the page")
             make(options, name)
-        write_table(options.results, collected(options))
-    report(options.results)
+            write_table(results, collected(options))
+    report(results)
 
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -181,46 +187,53 @@ def main() -> None:
 
 def make(options: argparse.Namespace, name: str) -> None:
     """Trains the policies of one task and decodes its two lists."""
-    for seed in options.seeds:
+    for seed in options.train_seeds:
         train(options, name, seed)
     policies = copy.deepcopy(POLICIES)
     for plugs in policies["pc-sampler"].values():
-        plugs["policy"]["init_args"]["background"] = token_counts(options.out / name / "seed-0")
+        plugs["policy"]["init_args"]["background"] = token_counts(
+            options.out / name / f"seed-{options.train_seeds[0]}"
+        )
     rules = {
         f"{policy}_{setting}_{window}": {**plugs, **WINDOWS[window]}
         for policy, settings in policies.items()
         for (setting, plugs), window in itertools.product(settings.items(), WINDOWS)
     }
     decode(options, name, "validation", -1, rules)
-    chosen = chosen_cells(options, name, -1)
+    chosen = chosen_cells(options, name, [-1])
     decode(options, name, "test", -1, {cell: rules[cell] for cell in chosen})
-    for seed in options.seeds:
-        folder = options.out / name / f"seed-{seed}"
-        learnt = {
-            f"{policy}_{level:g}_{window}": {
-                "policy": {
-                    "class_path": "TraceLockPolicy",
-                    "init_args": {
-                        "path": str(folder / trained_for(policy, window)),
-                        "threshold": level,
-                        "max_accept_per_step": None,
-                    },
+    for seed in options.train_seeds:
+        decode(options, name, "validation", seed, learnt(options.out / name / f"seed-{seed}"))
+    chosen = chosen_cells(options, name, options.train_seeds)
+    for seed in options.train_seeds:
+        decoders = learnt(options.out / name / f"seed-{seed}")
+        decode(options, name, "test", seed, {cell: decoders[cell] for cell in chosen})
+
+
+def learnt(folder: Path) -> dict[str, dict[str, Any]]:
+    """Decoders with the policies of one training seed."""
+    return {
+        f"{policy}_{level:g}_{window}": {
+            "policy": {
+                "class_path": "TraceLockPolicy",
+                "init_args": {
+                    "path": str(folder / trained_for(policy, window)),
+                    "threshold": level,
+                    "max_accept_per_step": None,
                 },
-                "quota": "NoQuota",
-                **WINDOWS[window],
-            }
-            for policy, level, window in itertools.product(LEARNT, LEVELS, WINDOWS)
+            },
+            "quota": "NoQuota",
+            **WINDOWS[window],
         }
-        decode(options, name, "validation", seed, learnt)
-        chosen = chosen_cells(options, name, seed)
-        decode(options, name, "test", seed, {cell: learnt[cell] for cell in chosen})
+        for policy, level, window in itertools.product(LEARNT, LEVELS, WINDOWS)
+    }
 
 
 def trained_for(policy: str, window: str) -> str:
     """The folder of a learned policy, in the run of a seed, that decodes a window."""
     if policy == "tracelock":
-        return "policy"
-    return f"{'whole' if window == 'whole' else 'blocks'}/outcome/policy/best"
+        return LEARNT[policy]
+    return f"{'whole' if window == 'whole' else 'blocks'}/{LEARNT[policy]}"
 
 
 def problem_list(name: str, split: str, count: int, seed: int) -> str:
@@ -286,7 +299,7 @@ def decode(
     task, folder = TASKS[name], list_folder(options, name, which, seed)
     split, count, list_seed = (task.split, 300, 101)
     if which == "test":
-        split, count, list_seed = ("test", options.num_examples, options.list_seed)
+        split, count, list_seed = ("test", options.num_examples, options.seed)
     config = {
         "defaults": str(EXP.parent / "method" / "benchmark.yaml"),
         "model": {
@@ -312,21 +325,26 @@ def decode(
 def list_folder(options: argparse.Namespace, name: str, which: str, seed: int) -> Path:
     """Where the decodes of a list by rules, or by the policies of a seed, lie."""
     by: Path = options.out / name / ("rules" if seed < 0 else f"seed-{seed}")
-    return by / (which if which == "validation" else f"test-{options.list_seed}")
+    return by / (which if which == "validation" else f"test-{options.seed}-{options.num_examples}")
 
 
-def chosen_cells(options: argparse.Namespace, name: str, seed: int) -> list[str]:
+def chosen_cells(options: argparse.Namespace, name: str, seeds: Sequence[int]) -> list[str]:
     """Of every policy and window the settings on the front of the validation list.
 
-    A setting is on it if none is as accurate with fewer forwards, or as fast and more accurate.
+    A setting is on it if none is as accurate with fewer forwards, or as fast and more accurate, in
+    the mean over seeds.
     """
-    results = ResultFolder(list_folder(options, name, "validation", seed) / "results")
+    decodes: dict[str, list[tuple[float, float]]] = {}
+    for seed in seeds:
+        results = ResultFolder(list_folder(options, name, "validation", seed) / "results")
+        for task, cell in results.pairs():
+            decodes.setdefault(cell, []).extend(
+                (r.nfe, -r.correct) for r in results.rows(task, cell)
+            )
     points: dict[tuple[str, str], list[tuple[float, float, str]]] = {}
-    for task, cell in results.pairs():
-        rows = list(results.rows(task, cell))
-        forwards = float(np.mean([row.nfe for row in rows]))
-        wrong = -float(np.mean([row.correct for row in rows]))
+    for cell, pairs in decodes.items():
         policy, _, window = cell.split("_")
+        forwards, wrong = np.mean(pairs, axis=0).tolist()
         points.setdefault((policy, window), []).append((forwards, wrong, cell))
     chosen = []
     for cells in points.values():
@@ -345,7 +363,7 @@ def collected(options: argparse.Namespace) -> pa.Table:
     """The decodes of the lists that are there, one row each."""
     columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
     for name, which, seed in itertools.product(
-        options.tasks, ("validation", "test"), (-1, *options.seeds)
+        options.task, ("validation", "test"), (-1, *options.train_seeds)
     ):
         results = ResultFolder(list_folder(options, name, which, seed) / "results")
         for task, cell in results.pairs() if results.folder.exists() else ():
@@ -360,7 +378,11 @@ def collected(options: argparse.Namespace) -> pa.Table:
 
 
 def write_table(path: Path, rows: pa.Table) -> None:
-    """Writes the results as a whole; doubles would be a list that was decoded twice."""
+    """Writes results; those of other tasks that the file has stay in it."""
+    if path.exists():
+        former = pq.read_table(path)
+        redone = pc.is_in(former["task"].cast(pa.string()), rows["task"].cast(pa.string()).unique())
+        rows = pa.concat_tables([former.filter(pc.invert(redone)), rows]).unify_dictionaries()
     keys = rows.group_by(["task", "list", "policy", "window", "setting", "seed", "uid"])
     assert keys.aggregate([]).num_rows == rows.num_rows, "a decode appears twice"
     draft = path.with_suffix(".draft")
