@@ -37,12 +37,8 @@ def summaries(path: str) -> dict[tuple[str, str], MethodSummary]:
 
 @pytest.fixture(scope="module")
 def quickstart() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    (recipe,) = re.findall(r"^quickstart:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
-    for line in recipe.replace("$(RUN_DIR)", "runs/quickstart").splitlines():
-        words = shlex.split(line.strip())
-        assert words[0] == "$(BIN)/lit-dlm"
-        run([word.replace("configs/", f"{ROOT}/configs/") for word in words[1:]])
+    folder = FOLDER.resolve() / "runs" / "quickstart"
+    subprocess.run(["make", "-C", ROOT, "quickstart", f"RUN_DIR={folder}"], check=True)
 
 
 @pytest.mark.usefixtures("quickstart")
