@@ -200,14 +200,14 @@ def make(options: argparse.Namespace, name: str) -> None:
         for (setting, plugs), window in itertools.product(settings.items(), WINDOWS)
     }
     decode(options, name, "validation", -1, rules)
-    chosen = chosen_cells(options, name, [-1])
-    decode(options, name, "test", -1, {cell: rules[cell] for cell in chosen})
+    chosen = fronts(validated(options, name, [-1]))
+    decode(options, name, "test", -1, {cell: rules[cell] for cell in rules if cell in chosen})
     for seed in options.train_seeds:
         decode(options, name, "validation", seed, learnt(options.out / name / f"seed-{seed}"))
-    chosen = chosen_cells(options, name, options.train_seeds)
+    chosen = fronts(validated(options, name, options.train_seeds))
     for seed in options.train_seeds:
         decoders = learnt(options.out / name / f"seed-{seed}")
-        decode(options, name, "test", seed, {cell: decoders[cell] for cell in chosen})
+        decode(options, name, "test", seed, {c: decoders[c] for c in decoders if c in chosen})
 
 
 def learnt(folder: Path) -> dict[str, dict[str, Any]]:
@@ -328,32 +328,33 @@ def list_folder(options: argparse.Namespace, name: str, which: str, seed: int) -
     return by / (which if which == "validation" else f"test-{options.seed}-{options.num_examples}")
 
 
-def chosen_cells(options: argparse.Namespace, name: str, seeds: Sequence[int]) -> list[str]:
-    """Of every policy and window the settings on the front of the validation list.
+Points = dict[str, tuple[float, float]]  # of cells: mean forwards, accuracy
 
-    A setting is on it if none is as accurate with fewer forwards, or as fast and more accurate, in
-    the mean over seeds.
-    """
+
+def validated(options: argparse.Namespace, name: str, seeds: Sequence[int]) -> Points:
+    """What the cells reach on the validation list, in the mean over seeds."""
     decodes: dict[str, list[tuple[float, float]]] = {}
     for seed in seeds:
         results = ResultFolder(list_folder(options, name, "validation", seed) / "results")
         for task, cell in results.pairs():
-            decodes.setdefault(cell, []).extend(
-                (r.nfe, -r.correct) for r in results.rows(task, cell)
-            )
-    points: dict[tuple[str, str], list[tuple[float, float, str]]] = {}
-    for cell, pairs in decodes.items():
+            rows = results.rows(task, cell)
+            decodes.setdefault(cell, []).extend((row.nfe, row.correct) for row in rows)
+    return {cell: tuple(np.mean(pairs, axis=0).tolist()) for cell, pairs in decodes.items()}
+
+
+def fronts(points: Points) -> set[str]:
+    """Of every policy in every kind of windows the cells that no other one of them is better than.
+
+    Better is as accurate with fewer forwards, or as fast and more accurate.
+    """
+    found: dict[tuple[str, str], list[str]] = {}
+    for cell in sorted(points, key=lambda cell: (points[cell][0], -points[cell][1])):
         policy, _, window = cell.split("_")
-        forwards, wrong = np.mean(pairs, axis=0).tolist()
-        points.setdefault((policy, window), []).append((forwards, wrong, cell))
-    chosen = []
-    for cells in points.values():
-        best = 1.0
-        for _, wrong, cell in sorted(cells):
-            if wrong < best:
-                best = wrong
-                chosen.append(cell)
-    return chosen
+        kind = next(name for name, windows in CONTESTS.items() if window in windows)
+        front = found.setdefault((policy, kind), [])
+        if not front or points[cell][1] > points[front[-1]][1]:
+            front.append(cell)
+    return set(itertools.chain(*found.values()))
 
 
 # -- results ---------------------------------------------------------------------------------------

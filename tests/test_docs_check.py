@@ -37,7 +37,7 @@ def summaries(path: str) -> dict[tuple[str, str], MethodSummary]:
 
 @pytest.fixture(scope="module")
 def quickstart() -> None:
-    folder = FOLDER.resolve() / "runs" / "quickstart"
+    folder = FOLDER / "runs" / "quickstart"
     subprocess.run(["make", "-C", ROOT, "quickstart", f"RUN_DIR={folder}"], check=True)
 
 

@@ -120,8 +120,15 @@ def test_the_policy_bench_compares_at_equal_forwards_and_keeps_every_decode(
     ]
     columns = dict(zip(bench["SCHEMA"].names, map(list, zip(*rows, strict=True)), strict=True))
     path = tmp_path / "bench.parquet"
-    bench["write_table"](path, pa.table(columns, schema=bench["SCHEMA"]))
+    table = pa.table(columns, schema=bench["SCHEMA"])
+    for name in ("sudoku", "words", "words"):  # what a run has anew takes the place of the former
+        task = pa.array([name] * len(rows)).cast(bench["SCHEMA"].field("task").type)
+        bench["write_table"](path, table.set_column(0, "task", task))
     results = bench["read"](path)
+    assert {task: len(results[task, "test"].correct) for task, _ in results} == {
+        "sudoku": 5,
+        "words": 5,
+    }
     test = results["words", "test"]
     found = bench["contest"](results["words", "validation"], test, ("whole",))
     own, forwards, accuracy, _ = found["ours"]
@@ -137,6 +144,10 @@ def test_the_policy_bench_compares_at_equal_forwards_and_keeps_every_decode(
     error = bench["standard_error"](wide)
     assert error**2 == pytest.approx(seeds + problems, rel=0.1)
     assert bench["holm"]([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    points = {"a_1_whole": (9, 0.9), "a_2_whole": (5, 0.9), "a_3_whole": (3, 0.5)}
+    points |= {"b_1_whole": (4, 0.4), "a_1_blocks-8": (9, 0.8), "a_1_blocks-2": (8, 0.9)}
+    chosen = {"a_2_whole", "a_3_whole", "b_1_whole", "a_1_blocks-2"}
+    assert bench["fronts"](points) == chosen
     # Right decodes cost 5, 4, 4, 8 forwards at best, wrong ones 4: 16 forwards buy two answers.
     forwards, rates = bench["oracle"](test)
     assert rates.tolist() == [0.25, 0.5, 0.75, 1.0]
