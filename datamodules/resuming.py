@@ -134,16 +134,20 @@ class EpochPlan(Plan):
 
     def _shuffled(self, ends: NDArray[np.integer], rng: np.random.Generator) -> NDArray[np.int64]:
         """Positions in ``blocks`` in the order of one pass; readers change at ``ends``."""
+        # Of ten million examples each array takes tens of megabytes: none lives longer than it must.
         key = rng.random(len(self.blocks))
-        names, block = np.unique(self.blocks, return_inverse=True)
-        place = rng.permutation(len(names))[block]
+        names = np.unique(self.blocks)
+        places = rng.permutation(len(names)).astype(np.int32)
+        place = places[np.searchsorted(names, self.blocks)]
         by_block = np.lexsort((key, place))
-        reader = np.empty(len(by_block), dtype=np.int64)
-        reader[by_block] = np.searchsorted(ends, np.arange(len(by_block)), side="right")
+        reader = np.empty(len(by_block), dtype=np.int32)
+        reader[by_block] = np.repeat(np.arange(len(ends), dtype=np.int32), np.diff(ends, prepend=0))
         # A reader begins with a group of its own, though it may share its first block.
         starts = place[by_block[np.concatenate([[0], ends[:-1]]).clip(max=len(by_block) - 1)]]
-        group = (place - starts[reader]) // self.blocks_per_group + reader * len(names)
-        return np.lexsort((key, group))
+        del by_block
+        place -= starts[reader]
+        place //= self.blocks_per_group
+        return np.lexsort((key, place, reader))
 
     def _cut(
         self, order: NDArray[np.int64], count: int, rng: np.random.Generator

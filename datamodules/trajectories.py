@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
@@ -237,9 +238,7 @@ class TrajectoryDataModule(ResumableDataModule):
         sees_pictures = self.source == "tokens" or getattr(backbone, "vision", None) is not None
         uids = reader.uids
         tasks: list[str] = []
-        num_steps: list[int] = []
-        blocks: list[int] = []
-        chosen: list[NDArray[np.integer]] = []
+        num_steps, blocks, counts, chosen = array("i"), array("i"), array("i"), array("i")
         num_left_out = 0
         for block, (shard, number) in enumerate(reader.blocks):
             stored, records = reader.outline(shard, number)
@@ -255,8 +254,9 @@ class TrajectoryDataModule(ResumableDataModule):
                 if self.only_correct and not is_correct(record, self._name):
                     num_left_out += 1
                     steps = steps[:0]
-                chosen.append(steps)
-        starts = np.cumsum([0, *map(len, chosen)], dtype=np.int64)
+                counts.append(len(steps))
+                chosen.extend(steps.tolist())
+        starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         if not starts[-1]:
             hint = ""
             if self.source == "features":
@@ -271,7 +271,7 @@ class TrajectoryDataModule(ResumableDataModule):
             np.array(num_steps, dtype=np.int32),
             np.array(blocks, dtype=np.int32),
             starts,
-            np.concatenate(chosen, dtype=np.int32),
+            np.array(chosen, dtype=np.int32),
         )
 
     def _chosen_steps(self, record: Trajectory) -> NDArray[np.integer]:

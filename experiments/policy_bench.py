@@ -18,7 +18,7 @@ import hashlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
-import yaml
 from chain import EXP, call, seed_flags, table
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from lit_dlm.ops.files import write_atomically
 from lit_dlm.reports.plots import tidy_axes
-from lit_dlm.reports.results import ResultFolder
+from lit_dlm.reports.results import ResultFolder, ResultRow
 from lit_dlm.trajectories.store import TrajectoryShardReader
 
 
@@ -295,31 +294,36 @@ def token_counts(folder: Path) -> str:
 def decode(
     options: argparse.Namespace, name: str, which: str, seed: int, decoders: dict[str, Any]
 ) -> None:
-    """Decodes one of the lists with some decoders, as one run of the command line."""
-    task, folder = TASKS[name], list_folder(options, name, which, seed)
+    """Decodes one of the lists with some decoders, with one command a window."""
+    task = TASKS[name]
     split, count, list_seed = (task.split, 300, 101)
     if which == "test":
         split, count, list_seed = ("test", options.num_examples, options.seed)
-    config = {
-        "defaults": str(EXP.parent / "method" / "benchmark.yaml"),
-        "model": {
-            "init_args": {
-                "backbone": str(EXP.parent / "backbone" / f"{task.backbone}.yaml"),
-                "tokenizer": task.backbone.replace("_", "-"),
-                "decoders": decoders,
-            }
-        },
-        "data": {"init_args": {"batch_size": 100}},
-    }
-    path = folder / "decoders.yaml"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, yaml.safe_dump(config))
-    call(
-        folder / f"done-{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}",
-        *("predict", "--config", path, *model_flags(options, name), "--run_dir", folder),
-        *("--data.response_length", task.length),
-        *("--data.tasks", problem_list(name, split, count, list_seed)),
-    )
+    for window in WINDOWS:  # all at once are more than one configuration may hold
+        here = {cell: plugs for cell, plugs in decoders.items() if cell.endswith(f"_{window}")}
+        if not here:
+            continue
+        folder = list_folder(options, name, which, seed) / window
+        config = {
+            "defaults": str(EXP.parent / "method" / "benchmark.yaml"),
+            "model": {
+                "init_args": {
+                    "backbone": str(EXP.parent / "backbone" / f"{task.backbone}.yaml"),
+                    "tokenizer": task.backbone.replace("_", "-"),
+                    "decoders": here,
+                }
+            },
+            "data": {"init_args": {"batch_size": 100}},
+        }
+        path = folder / "decoders.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(config, indent=1))
+        call(
+            folder / f"done-{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}",
+            *("predict", "--config", path, *model_flags(options, name), "--run_dir", folder),
+            *("--data.response_length", task.length),
+            *("--data.tasks", problem_list(name, split, count, list_seed)),
+        )
 
 
 def list_folder(options: argparse.Namespace, name: str, which: str, seed: int) -> Path:
@@ -331,13 +335,22 @@ def list_folder(options: argparse.Namespace, name: str, which: str, seed: int) -
 Points = dict[str, tuple[float, float]]  # of cells: mean forwards, accuracy
 
 
+def results(
+    options: argparse.Namespace, name: str, which: str, seed: int
+) -> Iterator[tuple[str, list[ResultRow], dict[str, Any]]]:
+    """Cells of a list that is decoded, with their rows by uid and their settings."""
+    for window in WINDOWS:
+        found = ResultFolder(list_folder(options, name, which, seed) / window / "results")
+        for task, cell in found.pairs() if found.folder.exists() else ():
+            rows = sorted(found.rows(task, cell), key=lambda row: row.uid)
+            yield cell, rows, found.settings(task, cell)
+
+
 def validated(options: argparse.Namespace, name: str, seeds: Sequence[int]) -> Points:
     """What the cells reach on the validation list, in the mean over seeds."""
     decodes: dict[str, list[tuple[float, float]]] = {}
     for seed in seeds:
-        results = ResultFolder(list_folder(options, name, "validation", seed) / "results")
-        for task, cell in results.pairs():
-            rows = results.rows(task, cell)
+        for cell, rows, _ in results(options, name, "validation", seed):
             decodes.setdefault(cell, []).extend((row.nfe, row.correct) for row in rows)
     return {cell: tuple(np.mean(pairs, axis=0).tolist()) for cell, pairs in decodes.items()}
 
@@ -366,11 +379,10 @@ def collected(options: argparse.Namespace) -> pa.Table:
     for name, which, seed in itertools.product(
         options.task, ("validation", "test"), (-1, *options.train_seeds)
     ):
-        results = ResultFolder(list_folder(options, name, which, seed) / "results")
-        for task, cell in results.pairs() if results.folder.exists() else ():
+        for cell, rows, settings in results(options, name, which, seed):
             policy, setting, window = cell.split("_")
-            digest = hashlib.sha256(json.dumps(results.settings(task, cell)).encode()).hexdigest()
-            for row in sorted(results.rows(task, cell), key=lambda row: row.uid):
+            digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+            for row in rows:
                 values = (name, which, policy, window, setting, seed, row.uid, row.correct, row.nfe)
                 values += (row.seconds, row.policy_seconds, digest[:12])
                 for column, value in zip(columns.values(), values, strict=True):
