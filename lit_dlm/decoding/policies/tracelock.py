@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone, backbone_facts, check_facts
-from lit_dlm.backbones.resolution import is_hub_id, locate
+from lit_dlm.backbones.resolution import embedded_names, is_hub_id, locate
 from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.state import DecodeState, Proposal, Selection
 from lit_dlm.heads.acceptance import PositionState, accepted
@@ -51,7 +51,8 @@ class TraceLockPolicy(CommitPolicy):
         """Sets the rules; the weights are read at first use, so that nobody needs unused ones.
 
         Args:
-            path: folder exported by training, or a hub id.
+            path: folder exported by training, a hub id, or the name of an embedded model (``tiny``)
+                for the policy trained on outcomes that ships with it.
             threshold: acceptance probability from which a proposal is committed.
             max_accept_per_step: most acceptances of a row in one step, the best ones; 4 in the
                 release (a hidden default there), ``null`` for no cap.
@@ -85,8 +86,10 @@ class TraceLockPolicy(CommitPolicy):
     def scorer(self) -> AcceptanceScorer:
         """The learned policy, read from its folder or the hub at first use."""
         path = str(self.path)
-        if is_hub_id(path):
-            return AcceptanceScorer.load(locate(path))
+        if path in embedded_names():
+            path = str(locate(path) / "outcome_policy")
+        elif is_hub_id(path):
+            path = str(locate(path))
         if not Path(path).is_dir():
             raise ValueError(
                 f"policy.path: expected a folder with a trained policy, got none at {path}; "

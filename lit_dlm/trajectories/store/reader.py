@@ -56,7 +56,8 @@ class TrajectoryShardReader:
                 self._damage(error)
         if not self._sides:
             raise TrajectoryFormatError(
-                f"{shards}: there is no such folder of shards, or no trajectory shards are in it"
+                f"{shards}: there is no such folder of shards, or no trajectory shards are in it; "
+                "lit-dlm recipes tells what makes them for an experiment"
             )
         self._starts = {
             path: list(accumulate((entry.num_records for entry in side.blocks), initial=0))
