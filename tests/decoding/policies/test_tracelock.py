@@ -5,10 +5,13 @@ import pytest
 import torch
 from torch import Tensor
 
+import lit_dlm
 import lit_dlm.decoding as d
 from lit_dlm.decoding import Decoder, NoQuota, SlidingWindow
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy, left_of_window_end
 from lit_dlm.heads.projection import acceptance_features, feature_groups
+from lit_dlm.toy.sudoku import Sudoku
+from lit_dlm.toy.word_problems import WordProblems
 from lit_dlm.trajectories.capture import FeatureCapture, TrajectoryCapture
 from tests.decoding.models import scorer, table_backbone
 from tests.decoding.states import Recorder, as_rows_alone, decoded
@@ -279,3 +282,23 @@ def first_commit(logits, backbone: TableBackbone, options: dict, **plugs: object
     plugs = {"policy": policy, "quota": NoQuota(), **plugs}
     decoded(Decoder(**plugs), backbone, [[3]], len(backbone.table) - 1, recorder)
     return recorder.commits()[0]
+
+
+@pytest.mark.slow
+def test_policies_that_ship_decode_their_models_well() -> None:
+    """Forty problems each: nearly all right, in a third of the forwards of one by one."""
+    for name, kind, cells, most, least in (
+        ("tiny", WordProblems, 32, 11, 34),
+        ("tiny-planning", Sudoku, 20, 5, 38),
+    ):
+        task = kind(split="test", num_examples=40, seed=3)
+        decode = decoder(TraceLockPolicy(name, threshold=0.95, max_accept_per_step=None))
+        prompts = [example.text for example in task.examples()]
+        done = lit_dlm.generate(name, prompts, decode=decode, response_length=cells)
+        right = sum(
+            task.grade(*pair).is_correct for pair in zip(task.examples(), done.texts, strict=True)
+        )
+        assert right >= least
+        assert sum(done.num_steps) / len(done.num_steps) < most
+    with pytest.raises(ValueError, match=r"none at .*tiny-pictures/outcome_policy"):
+        _ = TraceLockPolicy("tiny-pictures").scorer
