@@ -7,6 +7,7 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 import cli
@@ -82,6 +83,31 @@ def test_command_parses(words: list[str], capsys, monkeypatch, tmp_path: Path):
         shown = re.search(r"lit-dlm: error: .*", README)
         assert shown is not None
         assert error.strip().splitlines()[-1] == shown[0]
+
+
+@pytest.mark.parametrize("card", ["tiny", "tiny-planning"])
+def test_policies_of_cards_have_the_figures_of_their_decodes(card: str):
+    decodes = pq.read_table(ROOT / "docs" / "outcome_policies.parquet").to_pandas()
+    tasks = {"tiny": ["word_problems", "python_functions"], "tiny-planning": ["sudoku"]}[card]
+    policy = (
+        (ROOT / "lit_dlm" / "assets" / card / "README.md").read_text().partition("## Policy")[2]
+    )
+    found = dict(re.findall(r"^\| (\w+) \| (\d.*) \|$", policy, re.MULTILINE))
+    assert len(found) == decodes.method.nunique()
+    page = (ROOT / "docs" / "policy_bench.md").read_text()
+    if card == "tiny":  # what the page repeats
+        told = re.findall(r"(\d\d\.\d) % in (\d+\.?\d*)", page.partition("## Results")[2])
+        shown = [re.match(r"0(\.\d+) .*?\((.+?)\)", figures) for figures in found.values()]
+        pairs = {(f"{100 * float(one[1]):.1f}", one[2].removesuffix(".0")) for one in shown if one}
+        assert set(told) <= pairs
+    for method, figures in found.items():
+        rows = [decodes[(decodes.task == task) & (decodes.method == method)] for task in tasks]
+        assert {len(one) for one in rows} == {1000}
+        rates = [one.correct.mean() for one in rows]
+        assert figures == " | ".join(
+            f"{rate:.3f} ± {(rate * (1 - rate) / 1000) ** 0.5:.3f} ({one.forwards.mean():.1f})"
+            for rate, one in zip(rates, rows, strict=True)
+        )
 
 
 def test_other_commands_exist():
