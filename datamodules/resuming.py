@@ -134,7 +134,7 @@ class EpochPlan(Plan):
 
     def _shuffled(self, ends: NDArray[np.integer], rng: np.random.Generator) -> NDArray[np.int64]:
         """Positions in ``blocks`` in the order of one pass; readers change at ``ends``."""
-        # Of ten million examples each array takes tens of megabytes: none lives longer than it must.
+        # Of ten million examples an array takes tens of megabytes: none lives longer than it must.
         key = rng.random(len(self.blocks))
         names = np.unique(self.blocks)
         places = rng.permutation(len(names)).astype(np.int32)
