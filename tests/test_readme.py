@@ -67,7 +67,18 @@ TRAINED = {
 }
 
 
-@pytest.mark.parametrize("words", TRAINED.values(), ids=range(len(TRAINED)))
+PLAIN = re.compile(r"\w+ --config exp/(\w+)")
+"""A command of an experiment as it is: tests/e2e/test_experiments.py runs all of these."""
+OTHERS = [words for told, words in TRAINED.items() if not PLAIN.fullmatch(told)]
+
+
+def test_experiments_of_pages_exist():
+    named = [found[1] for told in TRAINED if (found := PLAIN.fullmatch(told))]
+    assert len(named) > 20
+    assert not set(named) - {path.stem for path in (ROOT / "configs" / "exp").glob("*.yaml")}
+
+
+@pytest.mark.parametrize("words", OTHERS, ids=range(len(OTHERS)))
 def test_command_parses(words: list[str], capsys, monkeypatch, tmp_path: Path):
     """Of all pages; files that a reader makes are made here."""
     monkeypatch.chdir(tmp_path)
