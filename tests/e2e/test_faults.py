@@ -1,4 +1,4 @@
-"""The reduced form of ``make faults``: three cases of its table, of smaller jobs."""
+"""The reduced form of ``make faults``: two cases of its table, of smaller jobs."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.runs import ROOT
 from tests.processes import fork
 
-CASES = ("generate:grader killed", "fit:loader worker killed", "benchmark:file limit")
+CASES = ("generate:grader killed", "fit:loader worker killed")
 
 
 def _faults(out: Path) -> None:
