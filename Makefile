@@ -58,9 +58,8 @@ tiny-model: $(VENV)/.runs  ## Train the embedded models again (about two hours o
 	$(BIN)/pip install --quiet scikit-learn
 	$(BIN)/lit-dlm fit --config configs/exp/pretrain_pictures.yaml --ckpt_path last
 
-# Four processes keep two cores busy: many tests wait for processes that they kill or hold to a limit.
-test: install  ## Run all tests (ten minutes on two cores)
-	$(BIN)/python -m pytest -m "not gpu and not docs" -n 4 --dist loadscope --no-loadscope-reorder
+test: install  ## Run all tests (about ten minutes on two cores)
+	$(BIN)/python -m pytest -m "not gpu and not docs" -n 2 --dist loadscope --no-loadscope-reorder
 
 test-fast: install  ## Run the unit tests only (under a minute)
 	$(BIN)/python -m pytest -m "not gpu and not slow and not ddp" -n 2 --dist loadscope --no-loadscope-reorder
