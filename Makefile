@@ -37,7 +37,7 @@ main-job-%:
 	$(BIN)/lit-dlm fit --config configs/exp/tracelock_$*.yaml --run_dir $(RUN_DIR)/$* --ckpt_path last
 	$(BIN)/lit-dlm predict --config configs/exp/benchmark_$*.yaml --run_dir $(RUN_DIR)/$*
 
-quickstart: $(VENV)/.runs  ## The main job on two embedded models: traces, TraceLock, benchmark (about 5 minutes)
+quickstart: $(VENV)/.runs  ## The main job on two embedded models: traces, TraceLock, benchmark (about 6 minutes)
 	@mkdir -p $(RUN_DIR)
 	@echo "The second model runs beside the first; what it tells is in $(RUN_DIR)/planning.log, and follows"
 	@$(MAKE) main-job-planning > $(RUN_DIR)/planning.log 2>&1 & \
