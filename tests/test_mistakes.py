@@ -1,6 +1,7 @@
 """The usual mistakes of the command line: one line each that says where and what was meant."""
 
 import shlex
+import socket
 import sys
 from pathlib import Path
 from unittest.mock import Mock
@@ -175,6 +176,14 @@ def test_a_task_of_slurm_that_sees_one_gpu_of_several_is_told_the_flag(monkeypat
     told = refusal(f"{PREDICT} --config trainer/slurm")
     assert told.startswith("trainer.devices: expected 8 GPUs in sight of each task of SLURM, got 1")
     assert "--gpus-per-node" in told
+
+
+def test_a_port_that_another_program_has_is_refused(monkeypatch, refusal):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        told = refusal(f"{PREDICT} --trainer.devices 2 --trainer.strategy ddp")
+    assert f"MASTER_PORT: expected a free port, got {port} (Address already in use)" in told
 
 
 def test_a_logger_that_cannot_log_in_is_named(monkeypatch, refusal):

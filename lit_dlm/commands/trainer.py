@@ -23,6 +23,7 @@ from jsonargparse._util import import_object
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.trainer.connectors import checkpoint_connector
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -180,6 +181,7 @@ class CLI(LightningCLI):
         if given.enable_progress_bar is not False:
             self.trainer_defaults["callbacks"].append(lit_dlm.callbacks.ProgressBar())
         trainer = super().instantiate_trainer(**kwargs)
+        _check_port(trainer)
         use_own_files(trainer)  # for modules from outside, too
         return trainer
 
@@ -204,6 +206,22 @@ class CLI(LightningCLI):
     def before_predict(self) -> None:
         # Predictions go to disk batch by batch.
         self.config_init["predict"]["return_predictions"] = False
+
+
+@rank_zero_only
+def _check_port(trainer: Trainer) -> None:
+    """Refuses a port that another program listens on: the processes would wait there for ever."""
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    if environment is None or isinstance(environment, TorchElasticEnvironment):
+        return  # one process; torchrun listens on the port itself
+    port = environment.main_port
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        raise ValueError(
+            f"MASTER_PORT: expected a free port, got {port} ({os.strerror(error.errno or 0)}); "
+            "without the variable one is found"
+        ) from None
 
 
 def _check_fit(command: str, options: Namespace) -> None:
