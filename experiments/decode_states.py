@@ -278,20 +278,29 @@ def _between(
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The report as a table, in percent and points."""
-    arms = {"random": "random states", "decode": "the decode's states"}
-    head = ["setting", "method", "forwards", *arms.values(), "difference", "at equal forwards"]
-    lines = [head]
+    """The report as two tables in per cent and points: with fixed steps, and with thresholds.
+
+    A cell has the accuracy of training on the decode's states, with its forwards where they are not
+    fixed, and the difference to random states; in brackets that at equal forwards.
+    """
+    fixed = list(dict.fromkeys(m for found in report.values() for m in found if "entropy" in m))
+    tables = [[["setting", *fixed, "judged"]], [["setting", *FAST]]]
     for name, found in report.items():
-        for method, values in found.items():
-            if method == "judged":
-                lines.append([f"**{name}**", "judged", "", "", "", f"**{points(values)}**", ""])
-                continue
-            steps = "/".join(f"{values['forwards'][arm]:.1f}" for arm in arms)
-            rates = [f"{100 * statistics.mean(values['accuracy'][arm]):.1f}" for arm in arms]
-            equal = points(values["equal_forwards"]) if "equal_forwards" in values else ""
-            lines.append([name, method, steps, *rates, points(values["difference"]), equal])
-    return table(lines)
+        for lines, methods in zip(tables, (fixed, FAST), strict=True):
+            cells = [_shown(found[method]) if method in found else "" for method in methods]
+            if any(cells):
+                lines.append([name, *cells])
+        if tables[0][-1][0] == name:
+            tables[0][-1].append(f"**{points(found['judged'])}**")
+    return "\n".join(map(table, tables))
+
+
+def _shown(found: dict[str, Any]) -> str:
+    shown = f"{100 * statistics.mean(found['accuracy']['decode']):.1f}"
+    gain = points(found["difference"])
+    if "equal_forwards" not in found:
+        return f"{shown}, {gain}"
+    return f"{shown} @ {found['forwards']['decode']:.1f}, {gain} ({points(found['equal_forwards'])})"
 
 
 def draw(report: dict[str, Any], path: Path) -> None:

@@ -137,7 +137,7 @@ def test_the_table_is_that_of_the_kept_run():
     ("name", "program", "count"),
     [
         ("stack", "stack", 3),
-        ("decode_states", "decode_states", 1),
+        ("decode_states", "decode_states", 2),
         ("smollm2", "smollm2_losses", 1),
     ],
 )
