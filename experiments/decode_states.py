@@ -300,7 +300,9 @@ def _shown(found: dict[str, Any]) -> str:
     gain = points(found["difference"])
     if "equal_forwards" not in found:
         return f"{shown}, {gain}"
-    return f"{shown} @ {found['forwards']['decode']:.1f}, {gain} ({points(found['equal_forwards'])})"
+    return (
+        f"{shown} @ {found['forwards']['decode']:.1f}, {gain} ({points(found['equal_forwards'])})"
+    )
 
 
 def draw(report: dict[str, Any], path: Path) -> None:

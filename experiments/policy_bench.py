@@ -33,7 +33,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from lit_dlm.ops.files import write_atomically
-from lit_dlm.reports.plots import tidy_axes
+from lit_dlm.reports.plots import read_points, tidy_axes
 from lit_dlm.reports.results import ResultFolder, ResultRow
 from lit_dlm.trajectories.store import TrajectoryShardReader
 
@@ -153,6 +153,8 @@ SCHEMA = pa.schema(
 )
 """One row for each decode."""
 NAME = "policy_bench.parquet"
+ROLLOUTS = 320
+"""Decodes of an RL step of ``tracelock_outcome_*``."""
 
 
 def main() -> None:
@@ -178,6 +180,7 @@ def main() -> None:
                 parser.error(f"--{needed}: needed for task {name}, see the page")
             make(options, name)
             write_table(results, collected(options))
+            write_curves(results.with_suffix(".json"), options, name)
     report(results)
 
 
@@ -403,6 +406,25 @@ def write_table(path: Path, rows: pa.Table) -> None:
     draft.replace(path)
 
 
+def write_curves(path: Path, options: argparse.Namespace, name: str) -> None:
+    """Accuracy and forwards on the validation list after so many rollouts; other tasks' stay."""
+    curves = json.loads(path.read_text()) if path.exists() else {}
+    curves[name] = {
+        kind: [
+            [
+                (ROLLOUTS * point["step"], point["val/accuracy"], point["val/num_steps"])
+                for point in read_points(
+                    options.out / name / f"seed-{seed}" / kind / "outcome" / "reward_curve.jsonl"
+                )
+                if "val/accuracy" in point
+            ]
+            for seed in options.train_seeds
+        ]
+        for kind in ("whole", "blocks")
+    }
+    write_atomically(path, json.dumps(curves) + "\n")
+
+
 Cell = tuple[str, str, str]  # policy, window, setting
 
 
@@ -591,6 +613,18 @@ def tables(results: dict[tuple[str, str], Decodes]) -> str:
     return table(lines) + "\n" + table(best)
 
 
+def curve_table(curves: dict[str, Any]) -> str:
+    """Accuracy on the validation list by the number of rollouts, means over seeds."""
+    shown = (0, 3200, 6400, 12800, 19200, 25600, 32000)
+    lines: list[Sequence[str]] = [["task", "trained", *(f"{n:,}" for n in shown)]]
+    for task, kinds in curves.items():
+        for kind, seeds in kinds.items():
+            by_step = {n: np.mean([a[1:] for s in seeds for a in s if a[0] == n], 0) for n in shown}
+            cells = [f"{100 * rate:.1f} @ {steps:.1f}" for rate, steps in by_step.values()]
+            lines.append([task, kind, *cells])
+    return table(lines)
+
+
 def normal_tail(z: float) -> float:
     """Chance that a standard normal exceeds ``z``."""
     return float(torch.special.ndtr(torch.tensor(-z, dtype=torch.float64)))
@@ -653,6 +687,8 @@ def report(path: Path) -> None:
         ) from None
     draw(results, path.with_suffix(".png"))
     print(tables(results))
+    if (curves := path.with_suffix(".json")).exists():
+        print(curve_table(json.loads(curves.read_text())))
 
 
 if __name__ == "__main__":

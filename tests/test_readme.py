@@ -150,6 +150,13 @@ def test_tables_are_those_of_the_kept_run(name: str, program: str, count: int, m
     assert not [table for table in tables if table.strip() not in page]
 
 
+def test_tables_are_those_of_the_kept_decodes(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    script = runpy.run_path(str(ROOT / "experiments" / "kept_decodes.py"), run_name="imported")
+    kept = pq.read_table(ROOT / "docs" / "lockstep.parquet")
+    assert script["markdown"](kept).strip() in (ROOT / "docs" / "lockstep_results.md").read_text()
+
+
 @pytest.fixture(scope="module")
 def trajectories(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The trajectories of a small benchmark run, as the README's commands leave them."""

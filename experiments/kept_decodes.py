@@ -1,0 +1,83 @@
+"""Keeps every decode of benchmarks as one file, and makes a page's tables from it.
+
+python experiments/kept_decodes.py docs/lockstep.parquet runs/lockstep/results  # keeps
+python experiments/kept_decodes.py docs/lockstep.parquet  # prints the tables
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from chain import table
+
+from lit_dlm.reports.results import ResultFolder
+
+SCHEMA = pa.schema(
+    {
+        **dict.fromkeys(("task", "method"), pa.dictionary(pa.int16(), pa.string())),
+        "uid": pa.string(),
+        "correct": pa.bool_(),
+        "forwards": pa.int16(),
+        "lockstep": pa.float32(),  # of decoders with a layout
+    }
+)
+"""One row for each decode."""
+
+
+def main() -> None:
+    """Keeps result folders where some are given, then prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("path", type=Path, help="the kept file")
+    parser.add_argument("results", nargs="*", type=Path, help="folders of results to keep in it")
+    options = parser.parse_args()
+    if options.results:
+        pq.write_table(collected(options.results), options.path, compression="zstd")
+    print(markdown(pq.read_table(options.path)))
+
+
+def collected(folders: Sequence[Path]) -> pa.Table:
+    """The rows of result folders."""
+    columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
+    for results in map(ResultFolder, folders):
+        for task, method in results.pairs():
+            for row in results.rows(task, method):
+                values = (task, method, row.uid, row.correct, row.nfe, row.lockstep)
+                for column, value in zip(columns.values(), values, strict=True):
+                    column.append(value)
+    return pa.table(columns, schema=SCHEMA)
+
+
+def markdown(decodes: pa.Table) -> str:
+    """Accuracies in per cent, forwards in brackets: a line for each family of methods.
+
+    Families with the same values of their option share a table; methods without one have their
+    standard error, and the mean lockstep score.
+    """
+    points: dict[tuple[str, str], dict[str, str]] = {}
+    single = [["task", "method", "right", "forwards", "lockstep score"]]
+    for (task, method), rows in decodes.to_pandas().groupby(["task", "method"], observed=True):
+        rate, forwards = rows.correct.mean(), rows.forwards.mean()
+        name, _, value = method.rpartition("_")
+        if not value.isdigit():
+            error = (rate * (1 - rate) / len(rows)) ** 0.5
+            shown = f"{100 * rate:.1f} ± {100 * error:.1f}"
+            score = "" if rows.lockstep.isna().all() else f"{rows.lockstep.mean():.2f}"
+            single.append([task, method, shown, f"{forwards:.1f}", score])
+        else:
+            value = f"0.{value[1:]}" if value.startswith("0") else value
+            points.setdefault((task, name), {})[value] = f"{100 * rate:.1f} ({forwards:.1f})"
+    tables: dict[tuple[str, ...], list[Sequence[str]]] = {}
+    for (task, name), cells in points.items():
+        cells = dict(sorted(cells.items(), key=lambda cell: float(cell[0])))
+        lines = tables.setdefault(tuple(cells), [["task", "method", *cells]])
+        lines.append([task, name, *cells.values()])
+    return "\n".join(map(table, [*tables.values(), *([single] if len(single) > 1 else [])]))
+
+
+if __name__ == "__main__":
+    main()

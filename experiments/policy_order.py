@@ -1,0 +1,184 @@
+"""What a policy trained on outcomes does differently: when it commits what, and what it lets wait.
+
+Decodes word problems on whole responses with a confidence threshold and with the policies that
+``experiments/policy_bench.py`` has trained, from traces and from outcomes, and looks at every
+proposal by what stands in its cell in the end: a number of the problem, a sign, a result, the mark
+before the answer, the answer, the end of the text.
+
+    python experiments/policy_order.py --bench runs/policy_bench  # writes docs/policy_order.json
+    python experiments/policy_order.py  # the table of the kept file
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from chain import table
+from torch import Tensor
+
+from lit_dlm.backbones import load_backbone, load_tokenizer
+from lit_dlm.decoding import CommitPolicy, Decoder, NoQuota, ThresholdPolicy
+from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
+from lit_dlm.decoding.state import DecodeResult, DecodeState, StepRecord
+from lit_dlm.generation import generate
+from lit_dlm.ops.files import write_atomically
+from lit_dlm.toy import WordProblems
+
+KEPT = Path("docs/policy_order.json")
+KINDS = ("number", "sign", "result", "mark", "answer", "end")
+SURE = 0.95
+"""Probability from which on a proposal counts as sure; a threshold of it would commit at once."""
+
+
+@dataclass
+class Watch:
+    """Every proposal of decodes: its cell, its probability, whether it was committed."""
+
+    requires: frozenset[str] = frozenset({"raw_prob"})
+    batches: list[tuple[list[StepRecord], DecodeResult]] = field(default_factory=list)
+
+    def on_start(self, state: DecodeState) -> None:
+        self._steps: list[StepRecord] = []
+
+    def on_step(self, record: StepRecord) -> None:
+        self._steps.append(record)
+
+    def on_end(self, result: DecodeResult) -> None:
+        self.batches.append((self._steps, result))
+
+
+def main() -> None:
+    """Measures where runs of the bench are given, then prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--bench", type=Path, help="folder of the bench's runs")
+    parser.add_argument("--size", type=int, default=1000, help="problems of the test list")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.bench:
+        write_atomically(KEPT, json.dumps(measured(options.bench, options.size), indent=1) + "\n")
+    print(markdown(json.loads(KEPT.read_text())))
+
+
+def measured(bench: Path, size: int) -> dict[str, Any]:
+    """By policy a table of numbers for each seed, see :func:`habits`."""
+    seeds = sorted(bench.glob("words/seed-*"))
+    found: dict[str, Any] = {"threshold 0.9": [decoded(ThresholdPolicy(0.9), size)]}
+    for name, folder in (("traces", "policy"), ("outcomes", "whole/outcome/policy/best")):
+        policies = [
+            TraceLockPolicy(seed / folder, threshold=0.95, max_accept_per_step=None)
+            for seed in seeds
+        ]
+        found[f"TraceLock from {name}, 0.95"] = [decoded(policy, size) for policy in policies]
+    return found
+
+
+def decoded(policy: CommitPolicy, size: int) -> dict[str, Any]:
+    """What one policy does with the bench's test list."""
+    tokenizer, watch = load_tokenizer("tiny"), Watch()
+    task = WordProblems("test", size, 17)
+    done = generate(
+        load_backbone("tiny"),
+        [example.text for example in task.examples()],
+        decode=Decoder(policy=policy, quota=NoQuota()),
+        tokenizer=tokenizer,
+        response_length=32,
+        batch_size=100,
+        observers=[watch],
+    )
+    right = [
+        task.grade(example, text).is_correct
+        for example, text in zip(task.examples(), done.texts, strict=True)
+    ]
+    forwards = np.concatenate([result.num_steps.numpy() for _, result in watch.batches])
+    return {
+        "accuracy": float(np.mean(right)),
+        "forwards": float(forwards.mean()),
+        "kinds": habits(watch, tokenizer),
+    }
+
+
+def habits(watch: Watch, tokenizer: Any) -> dict[str, dict[str, float]]:
+    """By kind of cell: commits, when they come, and what becomes of sure proposals.
+
+    Returns:
+        ``cells``; ``place``, the mean share of a decode's steps after which they stand; ``unsure``,
+        the share that is committed below a probability of 0.9; ``sure``, proposals of
+        :data:`SURE` or more, over all steps; ``waits``, the share of these that is not committed;
+        ``changes``, the share of those that wait whose cell holds another token in the end.
+    """
+    counts: dict[str, Any] = defaultdict(lambda: defaultdict(float))
+    for steps, result in watch.batches:
+        final = result.ids[:, result.start :]
+        kinds = [kinds_of(row, tokenizer) for row in final]
+        for number, record in enumerate(steps, start=1):
+            start = record.state.start
+            for row, slot in enumerate(record.state.rows):
+                share = number / int(result.num_steps[slot])
+                for cell in record.candidates[row, start:].nonzero()[:, 0].tolist():
+                    count = counts[kinds[slot][cell]]
+                    assert record.proposal.raw_prob is not None
+                    probability = float(record.proposal.raw_prob[row, start + cell])
+                    is_committed = bool(record.commit[row, start + cell])
+                    if is_committed:
+                        count["cells"] += 1
+                        count["place"] += share
+                        count["unsure"] += probability < 0.9
+                    if probability >= SURE:
+                        count["sure"] += 1
+                        count["waits"] += not is_committed
+                        proposed = int(record.proposal.ids[row, start + cell])
+                        count["changes"] += proposed != int(final[slot, cell])
+    for count in counts.values():
+        count["changes"] /= max(count["waits"], 1)
+        count["waits"] /= max(count["sure"], 1)
+        count["place"] /= count["cells"]
+        count["unsure"] /= count["cells"]
+    return {kind: dict(counts[kind]) for kind in KINDS}
+
+
+def kinds_of(ids: Tensor, tokenizer: Any) -> list[str]:
+    """What stands in the cells of a final response."""
+    kinds, number = [], "number"
+    for token in tokenizer.convert_ids_to_tokens(ids.tolist()):
+        if token in (tokenizer.eos_token, tokenizer.pad_token):
+            kinds.append("end")
+        elif "#" in token:
+            kinds.append("mark")
+            number = "answer"
+        elif token.isdigit():
+            kinds.append(number)
+        else:
+            kinds.append("sign")
+            if number != "answer":
+                number = "result" if token == "=" else "number"
+    return kinds
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The kept file as a table: means over seeds."""
+
+    def mean(policy: str, kind: str, name: str) -> float:
+        return float(np.mean([seed["kinds"][kind][name] for seed in found[policy]]))
+
+    lines = [["cells", *(f"{policy}: stands after" for policy in found)]]
+    learnt = list(found)[1:]
+    lines[0] += [f"{policy}: sure ones that wait (change)" for policy in learnt]
+    for kind in KINDS:
+        cells = [f"{100 * mean(policy, kind, 'place'):.0f}" for policy in found]
+        cells += [
+            f"{100 * mean(policy, kind, 'waits'):.0f} ({100 * mean(policy, kind, 'changes'):.0f})"
+            for policy in learnt
+        ]
+        lines.append([kind, *cells])
+    return table(lines)
+
+
+if __name__ == "__main__":
+    main()
