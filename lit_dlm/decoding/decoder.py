@@ -77,6 +77,13 @@ class Decoder(Plugs):
             raise ValueError(
                 f"guidance: expected no cache beside it, got {type(self.cache).__name__}"
             )
+        if type(policy).denoise is not CommitPolicy.denoise:  # its forward is another one
+            for name, beside in (("cache", self.cache), ("guidance", guidance)):
+                if not isinstance(beside, NoCache | None):
+                    raise ValueError(
+                        f"{name}: expected none with {type(policy).__name__}, which runs columns "
+                        f"of its own, got {type(beside).__name__}"
+                    )
         missing = {"layout": layout is None, "quota": isinstance(self.quota, NoQuota)}
         for name, is_missing in missing.items():
             if is_missing and getattr(policy, f"needs_{name}", False):
@@ -130,6 +137,12 @@ class Decoder(Plugs):
     def check(self, backbone: Backbone) -> None:
         """Reads a learned policy from disk, and refuses what does not fit the backbone."""
         check_window(self.on(backbone.spec).window, backbone.spec)
+        if self.policy.takes_back and self.cache.commits_first and backbone.spec.shift:
+            raise ValueError(
+                f"cache: {type(self.cache).__name__} predicts the first cell of a block only where "
+                f"it is refreshed, so {type(self.policy).__name__} could not write that cell again "
+                f"in a model with a right shift; expected NoCache"
+            )
         check = getattr(self.policy, "check_backbone", None)
         if callable(check):
             check(backbone)
