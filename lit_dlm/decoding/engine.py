@@ -261,7 +261,8 @@ def decide(
     new_ids = torch.where(commit, proposal.ids, state.ids)
     if selection.rewritten is not None:
         new_ids = torch.where(state.standing, selection.rewritten, new_ids)
-        commit = (new_ids != state.ids) & (new_ids == proposal.ids)
+        is_token = new_ids != state.mask_id
+        commit = is_token & (new_ids != state.ids) & (new_ids == proposal.ids)
     held = None
     if selection.hold is not None:
         first = torch.zeros_like(commit).scatter_(1, view.columns[:, :1], True)

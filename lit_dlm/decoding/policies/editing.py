@@ -28,7 +28,7 @@ class TokenEditingPolicy(CommitPolicy):
     def __init__(
         self, threshold: float = 0.7, *, edit_threshold: float = 0.5, max_post_steps: int = 16
     ) -> None:
-        """Sets the rule; the thresholds are the report's quality mode, 0.5 and 0 its fast one."""
+        """Sets the rule; SGLang's defaults are 0.5 and 0, those of Diffusers' pipeline are ours."""
         within("[0, 1]", threshold=threshold, edit_threshold=edit_threshold)
         at_least(0, max_post_steps=max_post_steps)
         self.threshold = threshold
