@@ -523,6 +523,7 @@ class HFBackbone(nn.Module, Backbone):
                 "give its id as spec_overrides.mask_id"
             )
         starts, kept = None, None
+        visible: Tensor | None
         if pad_mask is not None and pad_mask.ndim == 4:
             visible = _given_visibility(pad_mask)
         else:

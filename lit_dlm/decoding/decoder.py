@@ -73,17 +73,11 @@ class Decoder(Plugs):
         self.settings = settings or DecodeSettings()
         self.layout = layout and checked_plug(layout, Layout, option="layout")
         self.guidance = guidance
+        self._check_forward()
         if guidance is not None and not isinstance(self.cache, NoCache):
             raise ValueError(
                 f"guidance: expected no cache beside it, got {type(self.cache).__name__}"
             )
-        if type(policy).denoise is not CommitPolicy.denoise:  # its forward is another one
-            for name, beside in (("cache", self.cache), ("guidance", guidance)):
-                if not isinstance(beside, NoCache | None):
-                    raise ValueError(
-                        f"{name}: expected none with {type(policy).__name__}, which runs columns "
-                        f"of its own, got {type(beside).__name__}"
-                    )
         missing = {"layout": layout is None, "quota": isinstance(self.quota, NoQuota)}
         for name, is_missing in missing.items():
             if is_missing and getattr(policy, f"needs_{name}", False):
@@ -93,6 +87,17 @@ class Decoder(Plugs):
                 f"settings.eos_rule: expected 'none' with {type(layout).__name__}, where an end of "
                 f"text ends a region and not the response, got {self.settings.eos_rule!r}"
             )
+
+    def _check_forward(self) -> None:
+        """Refuses what would run another forward than the policy's own."""
+        if type(self.policy).denoise is CommitPolicy.denoise:
+            return
+        for name, beside in (("cache", self.cache), ("guidance", self.guidance)):
+            if not isinstance(beside, NoCache | None):
+                raise ValueError(
+                    f"{name}: expected none with {type(self.policy).__name__}, which runs columns "
+                    f"of its own, got {type(beside).__name__}"
+                )
 
     @property
     def draws(self) -> bool:

@@ -26,6 +26,7 @@ from lit_dlm.decoding.state import (
     DecodeState,
     Observer,
     QueueObserver,
+    Selection,
     Status,
     StepRecord,
 )
@@ -261,12 +262,7 @@ def decide(
     new_ids = torch.where(commit, proposal.ids, state.ids)
     if selection.rewritten is not None:
         new_ids = torch.where(state.standing, selection.rewritten, new_ids)
-        is_token = new_ids != state.mask_id
-        commit = is_token & (new_ids != state.ids) & (new_ids == proposal.ids)
-    held = None
-    if selection.hold is not None:
-        first = torch.zeros_like(commit).scatter_(1, view.columns[:, :1], True)
-        held = first & selection.hold[:, None]
+        commit = (new_ids != state.ids) & (new_ids == proposal.ids) & (new_ids != state.mask_id)
     if selection.memory is not None:
         state = replace(state, memory=selection.memory)
     ended = None
@@ -284,7 +280,16 @@ def decide(
         denoised=denoised if "logits" in requires else None,
     )
     wrote = commit if is_plain else new_ids != state.ids
-    return Decision(record, decided, wrote, ended, held, policy_span)
+    return Decision(record, decided, wrote, ended, _held(state, selection), policy_span)
+
+
+def _held(state: DecodeState, selection: Selection) -> Tensor | None:
+    """``(b, L)`` bool: the first column of windows that are held."""
+    if selection.hold is None:
+        return None
+    assert state.window is not None
+    first = torch.zeros_like(state.masked).scatter_(1, state.window[:, :1], True)
+    return first & selection.hold[:, None]
 
 
 _COMPLETE, _ENDED, _BROKEN = -1, -2, -3
