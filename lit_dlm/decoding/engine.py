@@ -25,6 +25,7 @@ from lit_dlm.decoding.state import (
     DecodeResult,
     DecodeState,
     Observer,
+    Proposal,
     QueueObserver,
     Selection,
     Status,
@@ -246,23 +247,7 @@ def decide(
     counts = plugs.quota.counts(state, view.candidates)
     with Span(state.ids.device) as policy_span:
         selection = plugs.policy.select(state, candidates, proposal, counts)
-    # A policy may ask for more than it was offered; cap and stall rule see what is left of it.
-    commit = selection.commit & candidates
-    if settings.max_commits_per_step is not None:
-        commit = top_quota(selection.scores, commit, settings.max_commits_per_step)
-    if forced is not None:
-        commit = commit | forced
-    decided = commit.any(1)
-    if selection.rewritten is not None:
-        decided = torch.ones_like(decided)
-    # On the CPU the question costs less than the ranking that it mostly saves.
-    if settings.stall_rule == "top1" and (decided.device.type != "cpu" or not bool(decided.all())):
-        best = top_quota(selection.scores, candidates, 1)
-        commit = torch.where(decided[:, None], commit, best)
-    new_ids = torch.where(commit, proposal.ids, state.ids)
-    if selection.rewritten is not None:
-        new_ids = torch.where(state.standing, selection.rewritten, new_ids)
-        commit = (new_ids != state.ids) & (new_ids == proposal.ids) & (new_ids != state.mask_id)
+    new_ids, commit, decided = _written(state, candidates, proposal, selection, forced, settings)
     if selection.memory is not None:
         state = replace(state, memory=selection.memory)
     ended = None
@@ -281,6 +266,35 @@ def decide(
     )
     wrote = commit if is_plain else new_ids != state.ids
     return Decision(record, decided, wrote, ended, _held(state, selection), policy_span)
+
+
+def _written(
+    state: DecodeState,
+    candidates: Tensor,
+    proposal: Proposal,
+    selection: Selection,
+    forced: Tensor | None,
+    settings: DecodeSettings,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cap, forced cells, stall rule and rewriting: canvas, commits, and where the policy decided."""
+    # A policy may ask for more than it was offered; cap and stall rule see what is left of it.
+    commit = selection.commit & candidates
+    if settings.max_commits_per_step is not None:
+        commit = top_quota(selection.scores, commit, settings.max_commits_per_step)
+    if forced is not None:
+        commit = commit | forced
+    decided = commit.any(1)
+    if selection.rewritten is not None:
+        decided = torch.ones_like(decided)
+    # On the CPU the question costs less than the ranking that it mostly saves.
+    if settings.stall_rule == "top1" and (decided.device.type != "cpu" or not bool(decided.all())):
+        best = top_quota(selection.scores, candidates, 1)
+        commit = torch.where(decided[:, None], commit, best)
+    new_ids = torch.where(commit, proposal.ids, state.ids)
+    if selection.rewritten is not None:
+        new_ids = torch.where(state.standing, selection.rewritten, new_ids)
+        commit = (new_ids != state.ids) & (new_ids == proposal.ids) & (new_ids != state.mask_id)
+    return new_ids, commit, decided
 
 
 def _held(state: DecodeState, selection: Selection) -> Tensor | None:
