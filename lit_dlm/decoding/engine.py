@@ -276,7 +276,7 @@ def _written(
     forced: Tensor | None,
     settings: DecodeSettings,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cap, forced cells, stall rule and rewriting: canvas, commits, and where the policy decided."""
+    """Cap, forced cells, stall rule, rewriting: canvas, commits, and where the policy decided."""
     # A policy may ask for more than it was offered; cap and stall rule see what is left of it.
     commit = selection.commit & candidates
     if settings.max_commits_per_step is not None:
