@@ -8,6 +8,13 @@ made again, so a run that was stopped goes on, and several processes may take ot
 
     python experiments/policy_bench.py --out runs/policy_bench  # makes what is missing
     python experiments/policy_bench.py  # tables and figure of the published results
+
+``--extra`` decodes the validation lists with policies of a file, which no plan and no contest
+counts; ``experiments/taking_back.yaml`` is one, its results are in ``docs/decoding.md``:
+
+    python experiments/policy_bench.py --out runs/policy_bench --task words functions
+        --extra experiments/taking_back.yaml --results docs/taking_back.parquet
+    python experiments/policy_bench.py --listed --results docs/taking_back.parquet
 """
 
 from __future__ import annotations
@@ -18,7 +25,7 @@ import hashlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +35,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
+import yaml
 from chain import EXP, call, seed_flags, table
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
@@ -170,18 +178,39 @@ def main() -> None:
     parser.add_argument(
         "--results", type=Path, help="one row a decode [policy_bench.parquet in OUT, or in docs]"
     )
+    parser.add_argument(
+        "--extra",
+        type=Path,
+        help="YAML of other policies than those of the plan: by name and setting the parts of a "
+        "decoder; only they are decoded, on the validation lists, in a folder of their own",
+    )
+    parser.add_argument(
+        "--windows", nargs="+", choices=WINDOWS, default=["whole", "blocks-8"], help="of --extra"
+    )
+    parser.add_argument("--listed", action="store_true", help="prints every validated cell alone")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.extra is not None:
+        if options.out is None or options.results is None:
+            parser.error("--extra: needs --out and --results, which keep it from the contests")
+        options.out, options.listed = options.out / options.extra.stem, True
     results = options.results or (options.out or Path("docs")) / NAME
     if options.out is not None:
         for name in options.task:
             needed = TASKS[name].model
             if needed and getattr(options, needed) is None:
                 parser.error(f"--{needed}: needed for task {name}, see the page")
-            make(options, name)
+            if options.extra is not None:
+                extra = yaml.safe_load(options.extra.read_text(encoding="utf-8"))
+                decode(options, name, "validation", -1, cells(extra, options.windows))
+            else:
+                make(options, name)
+                write_curves(results.with_suffix(".json"), options, name)
             write_table(results, collected(options))
-            write_curves(results.with_suffix(".json"), options, name)
-    report(results)
+    if options.listed:
+        print(listing(results))
+    else:
+        report(results)
 
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -196,11 +225,7 @@ def make(options: argparse.Namespace, name: str) -> None:
         plugs["policy"]["init_args"]["background"] = token_counts(
             options.out / name / f"seed-{options.train_seeds[0]}"
         )
-    rules = {
-        f"{policy}_{setting}_{window}": {**plugs, **WINDOWS[window]}
-        for policy, settings in policies.items()
-        for (setting, plugs), window in itertools.product(settings.items(), WINDOWS)
-    }
+    rules = cells(policies, WINDOWS)
     decode(options, name, "validation", -1, rules)
     chosen = fronts(validated(options, name, [-1]))
     decode(options, name, "test", -1, {cell: rules[cell] for cell in rules if cell in chosen})
@@ -210,6 +235,17 @@ def make(options: argparse.Namespace, name: str) -> None:
     for seed in options.train_seeds:
         decoders = learnt(options.out / name / f"seed-{seed}")
         decode(options, name, "test", seed, {c: decoders[c] for c in decoders if c in chosen})
+
+
+def cells(
+    policies: dict[str, dict[str, dict[str, Any]]], windows: Iterable[str]
+) -> dict[str, dict[str, Any]]:
+    """Decoders of all settings of some policies in some windows."""
+    return {
+        f"{policy}_{setting}_{window}": {**plugs, **WINDOWS[window]}
+        for policy, settings in policies.items()
+        for (setting, plugs), window in itertools.product(settings.items(), windows)
+    }
 
 
 def learnt(folder: Path) -> dict[str, dict[str, Any]]:
@@ -622,6 +658,24 @@ def curve_table(curves: dict[str, Any]) -> str:
             by_step = {n: np.mean([a[1:] for s in seeds for a in s if a[0] == n], 0) for n in shown}
             cells = [f"{100 * rate:.1f} @ {steps:.1f}" for rate, steps in by_step.values()]
             lines.append([task, kind, *cells])
+    return table(lines)
+
+
+def listing(path: Path) -> str:
+    """Every cell of rules on the validation lists as Markdown: right ± error, @ forwards."""
+    results = read(path)
+    tasks = [task for task in TASKS if (task, "validation") in results]
+    named = {cell: None for task in tasks for cell in results[task, "validation"].correct}
+    lines: list[Sequence[str]] = [["policy", "setting", "window", *tasks]]
+    for cell in sorted(named, key=lambda cell: (cell[1], cell[0], cell[2])):
+        entries = []
+        for task in tasks:
+            found = results[task, "validation"]
+            right = found.correct[cell]
+            forwards, rate = found.point(cell)
+            error = (rate * (1.0 - rate) / right.size) ** 0.5
+            entries.append(f"{100 * rate:.1f} ± {100 * error:.1f} @ {forwards:.1f}")
+        lines.append([cell[0], cell[2], cell[1], *entries])
     return table(lines)
 
 

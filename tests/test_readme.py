@@ -157,6 +157,18 @@ def test_tables_are_those_of_the_kept_decodes(monkeypatch):
     assert script["markdown"](kept).strip() in (ROOT / "docs" / "lockstep_results.md").read_text()
 
 
+def test_the_table_of_decoding_is_that_of_the_kept_decodes(monkeypatch):
+    """And the lines of its files are counted."""
+    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    bench = runpy.run_path(str(ROOT / "experiments" / "policy_bench.py"), run_name="imported")
+    page = (ROOT / "docs" / "decoding.md").read_text()
+    assert bench["listing"](ROOT / "docs" / "taking_back.parquet").strip() in page
+    named = re.findall(r"`(lit_dlm/\S+\.py)` \| (\d+) \|", page)
+    assert len(named) == 3
+    for path, count in named:
+        assert len((ROOT / path).read_text().splitlines()) == int(count) <= 150
+
+
 @pytest.fixture(scope="module")
 def trajectories(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The trajectories of a small benchmark run, as the README's commands leave them."""

@@ -153,6 +153,12 @@ def test_the_policy_bench_compares_at_equal_forwards_and_keeps_every_decode(
     assert rates.tolist() == [0.25, 0.5, 0.75, 1.0]
     assert forwards.tolist() == [4.0, 4.0, 4.25, 4.5]
     assert "words" in bench["tables"](results)
+    listed = bench["listing"](path).splitlines()  # half of four are right: 0.5 ± 0.25
+    assert listed[0] == "| policy | setting | window | words | sudoku |"
+    assert "| threshold | 0.6 | whole | 50.0 ± 25.0 @ 4.0 | 50.0 ± 25.0 @ 4.0 |" in listed
+    extra = bench["cells"]({"mine": {"0.5": {"policy": "A"}}}, ["whole", "blocks-8"])
+    assert extra["mine_0.5_whole"] == {"policy": "A"}
+    assert extra["mine_0.5_blocks-8"]["window"]["init_args"] == {"block_length": 8}
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(SystemExit, match=r"bench\.parquet"):
         bench["report"](path)

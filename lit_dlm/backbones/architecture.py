@@ -81,6 +81,7 @@ class Architecture:
     forbidden_ids: tuple[int, ...] = ()
     text_vocab_size: int | None = None
     positions: Literal["cumsum", "arange"] = "cumsum"
+    edits_tokens: bool = False
 
     def __post_init__(self) -> None:
         is_divided = self.head_dim is not None or self.hidden_size % self.num_heads == 0
@@ -170,8 +171,11 @@ class Architecture:
     def spec_fields(self) -> dict[str, Any]:
         """The :class:`BackboneSpec` as plain JSON values."""
         fields = asdict(self.spec())
-        if self.text_vocab_size is None:  # a model without pictures keeps its digest
+        # A model without these keeps its digest.
+        if self.text_vocab_size is None:
             del fields["text_vocab_size"]
+        if not self.edits_tokens:
+            del fields["edits_tokens"]
         return fields
 
     def digest(self) -> str:

@@ -55,6 +55,8 @@ class BackboneSpec:
     """Ids from here on are tokens of pictures; ``None`` where there are none."""
     positions: Literal["cumsum", "arange"] = "cumsum"
     """Position ids under left padding: counted from the first real token, or column numbers."""
+    edits_tokens: bool = False
+    """Whether it was trained to correct tokens that stand, too (LLaDA2.1, arXiv:2602.08676)."""
 
     def __post_init__(self) -> None:
         if self.mask_id not in (*self.forbidden_ids, UNKNOWN_ID):

@@ -509,19 +509,25 @@ class HFBackbone(nn.Module, Backbone):
         hidden_layers: Sequence[int] = (),
         response_start: int | None = None,
         pictures: Sequence[str] | None = None,
+        position_ids: Tensor | None = None,
     ) -> Denoised:
         """See :meth:`Backbone.denoise <lit_dlm.backbones.base.Backbone.denoise>`; differentiable.
 
         ``pictures`` are the digests of a batch of training; decodes have theirs in place. A block
-        model gets its block-causal mask, any other one sees every real token.
+        model gets its block-causal mask, any other one sees every real token; a ``pad_mask`` of
+        four dimensions is who sees whom, as in :meth:`forward`, with its ``position_ids``.
         """
         if self.spec.mask_id == UNKNOWN_ID:
             raise ValueError(
                 f"spec.mask_id: the files of this {self.spec.family} model name no mask token; "
                 "give its id as spec_overrides.mask_id"
             )
-        visible, position_ids, starts = self._context(ids, pad_mask, response_start)
-        kept = None
+        starts, kept = None, None
+        visible: Tensor | None
+        if pad_mask is not None and pad_mask.ndim == 4:
+            visible = _given_visibility(pad_mask)
+        else:
+            visible, position_ids, starts = self._context(ids, pad_mask, response_start)
         if columns is not None:
             kept = raw_columns(columns, self.spec.shift, starts=starts)
         rows, hidden = self._encode(

@@ -40,8 +40,11 @@ from lit_dlm.decoding.policies import (
     NoisyConfidencePolicy as NoisyConfidencePolicy,
     PCSamplerPolicy as PCSamplerPolicy,
     RandomPolicy as RandomPolicy,
+    ReMDMPolicy as ReMDMPolicy,
     SequentialPolicy as SequentialPolicy,
     ThresholdPolicy as ThresholdPolicy,
+    TokenEditingPolicy as TokenEditingPolicy,
+    WINOPolicy as WINOPolicy,
 )
 from lit_dlm.decoding.region_fill import FillCurves as FillCurves, RegionFill as RegionFill
 from lit_dlm.decoding.regions import Block as Block, BlockLayout as BlockLayout, Region as Region

@@ -52,6 +52,10 @@ PROMPT_TOKENS = 16_384
 class CacheScheme(Plug):
     """Decides what a step computes and what it takes from earlier forwards."""
 
+    commits_first: bool = False
+    """Under a shift the predictor of a block's first cell lies left of what later steps run: then
+    the refresh commits this cell alone, whatever the policy says, as the releases do."""
+
     @abstractmethod
     def start(
         self,
@@ -75,8 +79,6 @@ class _PartCache(CacheScheme):
     """What the schemes share that keep something: they differ in the part that a forward runs."""
 
     attention = "full"  # of the models that it is for
-    # Under a shift the predictor of the block's first cell lies left of what later steps run, so
-    # the refresh commits this cell alone, whatever the policy says, as the releases do.
     commits_first = True
 
     @abstractmethod

@@ -73,6 +73,7 @@ class Decoder(Plugs):
         self.settings = settings or DecodeSettings()
         self.layout = layout and checked_plug(layout, Layout, option="layout")
         self.guidance = guidance
+        self._check_forward()
         if guidance is not None and not isinstance(self.cache, NoCache):
             raise ValueError(
                 f"guidance: expected no cache beside it, got {type(self.cache).__name__}"
@@ -86,6 +87,17 @@ class Decoder(Plugs):
                 f"settings.eos_rule: expected 'none' with {type(layout).__name__}, where an end of "
                 f"text ends a region and not the response, got {self.settings.eos_rule!r}"
             )
+
+    def _check_forward(self) -> None:
+        """Refuses what would run another forward than the policy's own."""
+        if type(self.policy).denoise is CommitPolicy.denoise:
+            return
+        for name, beside in (("cache", self.cache), ("guidance", self.guidance)):
+            if not isinstance(beside, NoCache | None):
+                raise ValueError(
+                    f"{name}: expected none with {type(self.policy).__name__}, which runs columns "
+                    f"of its own, got {type(beside).__name__}"
+                )
 
     @property
     def draws(self) -> bool:
@@ -130,6 +142,12 @@ class Decoder(Plugs):
     def check(self, backbone: Backbone) -> None:
         """Reads a learned policy from disk, and refuses what does not fit the backbone."""
         check_window(self.on(backbone.spec).window, backbone.spec)
+        if self.policy.takes_back and self.cache.commits_first and backbone.spec.shift:
+            raise ValueError(
+                f"cache: {type(self.cache).__name__} predicts the first cell of a block only where "
+                f"it is refreshed, so {type(self.policy).__name__} could not write that cell again "
+                f"in a model with a right shift; expected NoCache"
+            )
         check = getattr(self.policy, "check_backbone", None)
         if callable(check):
             check(backbone)

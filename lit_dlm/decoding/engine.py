@@ -18,7 +18,6 @@ from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone
 from lit_dlm.decoding.caches import CacheScheme, CacheSession
-from lit_dlm.decoding.guidance import GuidedBackbone
 from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.decoding.state import (
@@ -26,7 +25,9 @@ from lit_dlm.decoding.state import (
     DecodeResult,
     DecodeState,
     Observer,
+    Proposal,
     QueueObserver,
+    Selection,
     Status,
     StepRecord,
 )
@@ -41,7 +42,8 @@ class DecodeSettings:
     """Engine options: step budget, end-of-text handling, stall rule. Recorded with every result."""
 
     max_steps: int | None = None
-    """Most steps a row may take; ``None``: as many as it has masks."""
+    """Most steps a row may take; ``None``: as many as it has masks, or as the policy may need that
+    takes tokens back."""
     stall_rule: Literal["top1", "idle"] = "top1"
     """A row without a commit: ``top1`` commits its best-scored candidate, ``idle`` lets the step
     pass (some releases then stop at the budget with masks left)."""
@@ -197,10 +199,12 @@ class Decision:
     """What one step decides, before anything is written."""
 
     record: StepRecord  # the step as observers see it; its state has entered the window's block
-    decided: Tensor  # (b,) bool: the policy committed something; where not, the stall rule decided
+    decided: Tensor  # (b,) bool: the policy decided; where not, the stall rule did
+    wrote: Tensor  # (b, L) bool: cells that the step changes
     # (b,) bool: the end-of-text rule ends the row after this step; None without one
     ended: Tensor | None
-    policy_span: Span | None = None  # time that the policy took; None where no policy decided
+    held: Tensor | None  # (b, L) bool: see :class:`DecodeState`
+    policy_span: Span  # time that the policy took
 
 
 def decide(
@@ -224,21 +228,13 @@ def decide(
     if "region" in requires:
         region = torch.arange(state.start, state.ids.shape[1], device=columns.device)
         columns = region.expand(len(state.rows), -1)
-    elif columns.device.type == "cpu":
+    elif columns.device.type == "cpu" and "window" not in requires:
         columns = columns.gather(1, masks_first(state, columns))
     forced = None
     if session is not None:
         denoised, forced = session.denoise(state, columns)
     else:
-        # Only block models and guidance ask where the response begins.
-        asks = backbone.spec.attention == "block" or isinstance(backbone, GuidedBackbone)
-        denoised = backbone.denoise(
-            state.ids,
-            pad_mask=state.pad_mask,
-            columns=columns,
-            hidden_layers=hidden_layers,
-            **({"response_start": state.start} if asks else {}),
-        )
+        denoised = plugs.policy.denoise(backbone, state, columns, hidden_layers)
     plugs.sampler.restrict(denoised, backbone.spec)
     state, denoised = plugs.policy.remember(state, view.candidates, denoised)
     proposal = plugs.sampler.propose(state, denoised, requires)
@@ -251,21 +247,14 @@ def decide(
     counts = plugs.quota.counts(state, view.candidates)
     with Span(state.ids.device) as policy_span:
         selection = plugs.policy.select(state, candidates, proposal, counts)
-    # A policy may ask for more than it was offered; cap and stall rule see what is left of it.
-    commit = selection.commit & candidates
-    if settings.max_commits_per_step is not None:
-        commit = top_quota(selection.scores, commit, settings.max_commits_per_step)
-    if forced is not None:
-        commit = commit | forced
-    decided = commit.any(1)
-    # On the CPU the question costs less than the ranking that it mostly saves.
-    if settings.stall_rule == "top1" and (decided.device.type != "cpu" or not bool(decided.all())):
-        best = top_quota(selection.scores, candidates, 1)
-        commit = torch.where(decided[:, None], commit, best)
-    new_ids = torch.where(commit, proposal.ids, state.ids)
+    new_ids, commit, decided = _written(state, candidates, proposal, selection, forced, settings)
+    if selection.memory is not None:
+        state = replace(state, memory=selection.memory)
     ended = None
     if settings.eos_rule != "none":
-        new_ids, ended = _apply_eos_rule(state, new_ids, fill=settings.eos_rule == "fill")
+        fill = settings.eos_rule == "fill"
+        new_ids, ended = _apply_eos_rule(state, new_ids, fill=fill, hold=selection.hold)
+    is_plain = selection.rewritten is None and ended is None
     record = StepRecord(
         state=state,
         proposal=proposal,
@@ -275,7 +264,46 @@ def decide(
         new_ids=new_ids,
         denoised=denoised if "logits" in requires else None,
     )
-    return Decision(record, decided, ended, policy_span)
+    wrote = commit if is_plain else new_ids != state.ids
+    return Decision(record, decided, wrote, ended, _held(state, selection), policy_span)
+
+
+def _written(
+    state: DecodeState,
+    candidates: Tensor,
+    proposal: Proposal,
+    selection: Selection,
+    forced: Tensor | None,
+    settings: DecodeSettings,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cap, forced cells, stall rule, rewriting: canvas, commits, and where the policy decided."""
+    # A policy may ask for more than it was offered; cap and stall rule see what is left of it.
+    commit = selection.commit & candidates
+    if settings.max_commits_per_step is not None:
+        commit = top_quota(selection.scores, commit, settings.max_commits_per_step)
+    if forced is not None:
+        commit = commit | forced
+    decided = commit.any(1)
+    if selection.rewritten is not None:
+        decided = torch.ones_like(decided)
+    # On the CPU the question costs less than the ranking that it mostly saves.
+    if settings.stall_rule == "top1" and (decided.device.type != "cpu" or not bool(decided.all())):
+        best = top_quota(selection.scores, candidates, 1)
+        commit = torch.where(decided[:, None], commit, best)
+    new_ids = torch.where(commit, proposal.ids, state.ids)
+    if selection.rewritten is not None:
+        new_ids = torch.where(state.standing, selection.rewritten, new_ids)
+        commit = (new_ids != state.ids) & (new_ids == proposal.ids) & (new_ids != state.mask_id)
+    return new_ids, commit, decided
+
+
+def _held(state: DecodeState, selection: Selection) -> Tensor | None:
+    """``(b, L)`` bool: the first column of windows that are held."""
+    if selection.hold is None:
+        return None
+    assert state.window is not None
+    first = torch.zeros_like(state.masked).scatter_(1, state.window[:, :1], True)
+    return first & selection.hold[:, None]
 
 
 _COMPLETE, _ENDED, _BROKEN = -1, -2, -3
@@ -348,7 +376,7 @@ def initial_state(backbone: Backbone, canvas: Canvas) -> DecodeState:
 def enter_block(state: DecodeState, view: WindowView, *, counts: bool) -> DecodeState:
     """Starts the count of steps and masks in rows that came into a new block, if one is wanted."""
     if not counts:
-        return replace(state, block=view.block, num_blocks=view.num_blocks)
+        return replace(state, block=view.block, num_blocks=view.num_blocks, window=view.columns)
     entered = view.block != state.block
     return replace(
         state,
@@ -356,6 +384,7 @@ def enter_block(state: DecodeState, view: WindowView, *, counts: bool) -> Decode
         block_step=state.block_step.masked_fill(entered, 0),
         block_masks=torch.where(entered, view.candidates.sum(1), state.block_masks),
         num_blocks=view.num_blocks,
+        window=view.columns,
     )
 
 
@@ -370,13 +399,17 @@ def end_of_text_gate(state: DecodeState, candidates: Tensor, proposals: Tensor) 
     return torch.where(keep_all[:, None], candidates, other)
 
 
-def _apply_eos_rule(state: DecodeState, new_ids: Tensor, *, fill: bool) -> tuple[Tensor, Tensor]:
-    """Finds rows whose answer is ended: an end of text without a mask to its left."""
+def _apply_eos_rule(
+    state: DecodeState, new_ids: Tensor, *, fill: bool, hold: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Finds rows whose answer is ended: an end of text without a mask to its left, none held."""
     is_eos = state.editable & torch.isin(new_ids, state.eos_ids)
     masked = state.editable & (new_ids == state.mask_id)
     columns = torch.arange(new_ids.shape[1], device=new_ids.device)
     before = columns < first_column(is_eos)[:, None]
     ended = is_eos.any(1) & ~(masked & before).any(1)
+    if hold is not None:
+        ended = ended & ~hold
     if fill:
         new_ids = torch.where(masked & ended[:, None], state.eos_ids[0], new_ids)
     return new_ids, ended
@@ -425,7 +458,7 @@ class _Batch:
             _Row(
                 slot=slot,
                 prompt_length=prompt_length,
-                budget=self._plugs.settings.max_steps or num_masks,
+                budget=self._plugs.settings.max_steps or self._plugs.policy.budget(num_masks),
                 num_steps=-self._num_steps,
                 seconds=-self._seconds,
                 policy_seconds=-self._policy_seconds,
@@ -438,7 +471,7 @@ class _Batch:
         record, state = decision.record, decision.record.state
         masked = state.editable & (record.new_ids == state.mask_id)
         self._num_steps += 1
-        self._written += record.commit.any(1)
+        self._written += decision.wrote.any(1)
         self._decided += decision.decided
         self.state = replace(
             state,
@@ -446,10 +479,11 @@ class _Batch:
             masked=masked,
             step=state.step + 1,
             block_step=state.block_step + self._plugs.counts_blocks,
-            # An end-of-text fill writes cells that no policy committed.
-            written=record.commit if decision.ended is None else record.new_ids != state.ids,
+            # More than commits: an end-of-text fill, and what a policy takes back.
+            written=decision.wrote,
+            held=decision.held,
         )
-        self.frontier = _frontier(masked, decision.ended, record.proposal.prob)
+        self.frontier = _frontier(self.state.unfinished, decision.ended, record.proposal.prob)
         broken = [row for row, column in enumerate(self.frontier) if column == _BROKEN]
         if broken:
             raise NotANumberError(state.rows[broken].tolist(), step=int(state.step[broken[0]]))

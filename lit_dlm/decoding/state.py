@@ -86,6 +86,22 @@ class DecodeState:
     # (b, ...) floating point: what the policy keeps of a row's former steps, zeros in a new row;
     # None before the first step, and where it keeps nothing
     memory: Tensor | None = None
+    # (b, K) int64 columns of this step's window; None before the first step
+    window: Tensor | None = None
+    # (b, L) bool: a column of each window that is held though it may be full; None holds none
+    held: Tensor | None = None
+
+    @property
+    def standing(self) -> Tensor:
+        """``(b, L)`` bool: cells of the window that hold a token of this decode."""
+        assert self.window is not None
+        inside = torch.zeros_like(self.masked).scatter_(1, self.window, True)
+        return inside & self.editable & ~self.masked
+
+    @property
+    def unfinished(self) -> Tensor:
+        """``(b, L)`` bool: what windows go by: masked cells, and a column of a held window."""
+        return self.masked if self.held is None else self.masked | self.held
 
     def take(self, index: Tensor) -> DecodeState:
         """The state of the rows ``index``, ``(n,)`` int64."""
@@ -121,7 +137,7 @@ class DecodeState:
         fill = {"ids": pad_id, "positions": 0}
         columns: dict[str, Any] = {
             name: shifted(value, by, fill.get(name, 0))
-            for name in ("ids", "editable", "masked", "positions", "written")
+            for name in ("ids", "editable", "masked", "positions", "written", "held")
             if (value := getattr(self, name)) is not None
         }
         regions = self.regions
@@ -163,8 +179,15 @@ class Selection:
     """A policy's answer: which candidates become final, and how it ranks them."""
 
     commit: Tensor  # (b, L) bool, a subset of the candidates
-    # (b, L) floating point, higher is surer: decides a per-step cap and a stalled row
+    # (b, L) floating point, higher is surer: decides a per-step cap and a stalled row. Where a
+    # token stands that may be taken back, how much would have to change for it: below 0 it is
     scores: Tensor
+    # (b, L) int64: what cells of the window hold after the step that held a token before it, the
+    # mask id where it is taken back. None in a policy that keeps what it wrote; with it the policy
+    # itself sees to progress, and no stall rule does
+    rewritten: Tensor | None = None
+    hold: Tensor | None = None  # (b,) bool: rows that stay in their window even if it is full
+    memory: Tensor | None = None  # what the state remembers from now on; None changes nothing
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ class BlockWindow(Window):
         origin: int | Tensor = state.start
         if self.origin == "sequence":
             origin = L - 1 - state.positions[:, -1]  # the column of the first real token
-        begin = self._begin(first_column(state.masked), origin)[:, None]
+        begin = self._begin(first_column(state.unfinished), origin)[:, None]
         longest = L - state.start if self.origin == "response" else L
         return WindowView(
             # Left of a row's leftmost block there are no masks.
@@ -159,7 +159,7 @@ class SlidingWindow(Window):
     def view(self, state: DecodeState) -> WindowView:
         L = state.ids.shape[1]
         columns = torch.arange(L, device=state.ids.device)
-        begin = first_column(state.masked)[:, None]
+        begin = first_column(state.unfinished)[:, None]
         return WindowView(
             candidates=state.masked & (columns < begin + self.width),
             columns=(begin + columns[: min(self.width, L - state.start)]).clamp_max(L - 1),

@@ -457,7 +457,7 @@ def teacher_forced(
         for step in count():
             # A row ends where its record does, whatever this model would do.
             running = num_steps[state.rows] > step
-            full = running & ~state.masked.any(1)
+            full = running & ~state.unfinished.any(1)
             for row in state.rows[full].tolist():
                 reason = "the canvas was full before this recorded step"
                 verdicts[row].differ(step, torch.inf, reason)
@@ -468,7 +468,7 @@ def teacher_forced(
                 state = state.take(keep)
                 if session is not None:
                     session.take(keep.tolist(), keep)
-            state = replace(state, frontier=tuple(first_column(state.masked).tolist()))
+            state = replace(state, frontier=tuple(first_column(state.unfinished).tolist()))
             decision = decide(
                 backbone,
                 state,
@@ -480,7 +480,7 @@ def teacher_forced(
             after = _recorded_after(records, decision.record.state, step)
             _judge_step(verdicts, records, decision, after, decoder, step)
             # On with the recorded tokens: one difference must not cause others.
-            state = _advanced(decision.record.state, after)
+            state = _advanced(decision, after)
     _release(backbone, canvas)
     return [verdict.conclude(independent=True) for verdict in verdicts]
 
@@ -573,9 +573,8 @@ class _FirstDifference:
         state, step = record.state, self._step
         self._step += 1
         self.requires = self._captured(self._step) | {"logits"}
-        decided = torch.ones_like(state.rows, dtype=torch.bool)
         after = _recorded_after(self._records, state, step)
-        differs, margin = compare_step(Decision(record, decided, None), after, self._decoder)
+        differs, margin = compare_step(record, after, self._decoder)
         for i, row in enumerate(state.rows.tolist()):
             verdict = self.verdicts[row]
             verdict.num_checked += 1
@@ -590,8 +589,9 @@ class _FirstDifference:
         """Nothing to finish."""
 
 
-def _advanced(state: DecodeState, ids: Tensor) -> DecodeState:
+def _advanced(decision: Decision, ids: Tensor) -> DecodeState:
     """The state before the next step, with the recorded canvas."""
+    state = decision.record.state
     return replace(
         state,
         ids=ids,
@@ -599,6 +599,7 @@ def _advanced(state: DecodeState, ids: Tensor) -> DecodeState:
         step=state.step + 1,
         block_step=state.block_step + 1,
         written=ids != state.ids,
+        held=decision.held,
     )
 
 
@@ -632,8 +633,10 @@ def _judge_step(
     wrote = after != state.ids
     num_tokens = wrote.sum(1).tolist()
     num_equal = (wrote & (step.new_ids == after)).sum(1).tolist()
-    differs, margin = compare_step(decision, after, decoder)
+    differs, margin = compare_step(step, after, decoder)
     is_open = (state.editable & (step.new_ids == state.mask_id)).any(1)
+    if decision.held is not None:
+        is_open = is_open | decision.held.any(1)
     has_ended = torch.zeros_like(is_open) if decision.ended is None else decision.ended
     for i, row in enumerate(state.rows.tolist()):
         verdict = verdicts[row]
@@ -658,7 +661,7 @@ def _wrong_end(record: Trajectory, step: int, status: str, decoder: Decoder) -> 
     if status != record.status:
         return f"the record ends here ({record.status}), the loop says {status}"
     num_masks = int((record.initial() == record.mask_id).sum())
-    budget = decoder.settings.max_steps or num_masks
+    budget = decoder.settings.max_steps or decoder.policy.budget(num_masks)
     if status == "step_limit" and record.num_steps < budget:
         return f"the record stops at {record.num_steps} steps, the loop has {budget}"
     return ""
@@ -680,7 +683,7 @@ def _difference(after: Tensor, step: StepRecord, row: int) -> str:
     )
 
 
-def compare_step(decision: Decision, recorded: Tensor, decoder: Decoder) -> tuple[Tensor, Tensor]:
+def compare_step(step: StepRecord, recorded: Tensor, decoder: Decoder) -> tuple[Tensor, Tensor]:
     """Compares an executed step with the recorded canvas after it, ``(b, L)`` int64.
 
     Returns:
@@ -688,27 +691,35 @@ def compare_step(decision: Decision, recorded: Tensor, decoder: Decoder) -> tupl
         among the differing decisions of a row: 0 where nothing differs, infinite where no near tie
         can explain a difference. Tokens: difference of the softmax values that the arg-max chose
         from. Positions: difference of the policy's scores (probabilities, or nats for the entropy
-        policy) to the boundary of the selection.
+        policy) to the boundary of the selection, and where a token stood to that of taking it back.
     """
-    step, ids = decision.record, decision.record.state.ids
+    ids = step.state.ids
     differing = step.new_ids != recorded
     differs = differing.any(1)
     margin = torch.zeros(len(ids), dtype=torch.float64, device=ids.device)
     if not bool(differs.any()):
         return differs, margin
     wrote = recorded != ids
-    token_gap = _token_gaps(decision, recorded, decoder)
-    position_gap = _position_gaps(decision, decoder)
+    token_gap = _token_gaps(step, recorded, decoder)
+    position_gap = _position_gaps(step, decoder)
+    # Where a token stood it may be taken back or replaced; it may also have been the best one.
+    stood = ids != step.state.mask_id
+    rewrite_gap = step.scores.abs().double()
+    edited = stood & step.commit
+    rewrite_gap = torch.where(edited, torch.minimum(rewrite_gap, token_gap), rewrite_gap)
+    position_gap = torch.where(stood, rewrite_gap, position_gap)
     # Both questions can differ at once: which token, and whether it is written now.
-    other_token = differing & wrote & (step.proposal.ids != recorded)
-    other_set = differing & (wrote != step.commit)
+    is_token = recorded != step.state.mask_id
+    other_token = differing & wrote & is_token & (step.proposal.ids != recorded)
+    other_set = differing & (wrote != torch.where(stood, step.new_ids != ids, step.commit))
     token_gap = torch.where(other_token, token_gap, 0.0)
     set_gap = torch.where(other_set, position_gap, 0.0)
     # An ended answer is filled: what differs there follows from the commits of the same step.
     is_fill = torch.zeros_like(differing)
     if decoder.settings.eos_rule == "fill":
         fill = step.state.eos_ids[0]
-        is_fill = differing & ~step.commit & ((step.new_ids == fill) | (recorded == fill))
+        is_end = (step.new_ids == fill) | (recorded == fill)
+        is_fill = differing & ~step.commit & ~stood & is_end
     decided = differing & ~is_fill
     gaps = torch.maximum(token_gap, set_gap)
     margin = torch.where(decided, gaps, 0.0).amax(1)
@@ -718,9 +729,9 @@ def compare_step(decision: Decision, recorded: Tensor, decoder: Decoder) -> tupl
     return differs, torch.where(differs, margin, 0.0)
 
 
-def _token_gaps(decision: Decision, recorded: Tensor, decoder: Decoder) -> Tensor:
+def _token_gaps(step: StepRecord, recorded: Tensor, decoder: Decoder) -> Tensor:
     """``(b, L)`` how much more probable the proposed token was than the recorded one."""
-    state, denoised = decision.record.state, decision.record.denoised
+    state, denoised = step.state, step.denoised
     assert denoised is not None
     columns = denoised.columns
     gaps = torch.full(recorded.shape, torch.inf, dtype=torch.float64, device=recorded.device)
@@ -733,9 +744,8 @@ def _token_gaps(decision: Decision, recorded: Tensor, decoder: Decoder) -> Tenso
     return gaps.scatter(1, columns, looked_at)
 
 
-def _position_gaps(decision: Decision, decoder: Decoder) -> Tensor:
+def _position_gaps(step: StepRecord, decoder: Decoder) -> Tensor:
     """``(b, L)`` how far each candidate's score is from being decided the other way."""
-    step = decision.record
     scores = step.scores.double()
     threshold = getattr(decoder.policy, "threshold", None)
     if isinstance(decoder.policy, TraceLockPolicy):

@@ -167,11 +167,14 @@ def test_a_source_that_gives_nothing_names_itself_and_its_filters(
     ]
     path = rows(tmp_path / "t.jsonl", *(tabom_row(r, model.tokenizer) for r in records))
     shards = write_shards(tmp_path / "shards", records)
+    again = replace(record, superseded=np.array([[0, int(record.commit_step.argmax()), 9]]))
+    taken_back = write_shards(tmp_path / "back", [again])
     both = TABOMFile(path, methods=["entropy"], only_correct=True)
     for source, message in (
         (TABOMFile(path, methods=["other"]), r"t\.jsonl: .* none of 5: 5 by methods: \['other'\]"),
         (both, r"2 by methods: \['entropy'\], 3 by only_correct"),
         (RecordedDecodes(shards, tasks=["sums"]), r"shards: .* of 5: 5 by tasks: \['sums'\]"),
+        (RecordedDecodes(taken_back, only_correct=False), r"back: .* 1: 1 by rewritten tokens"),
         (TABOMFile(rows(tmp_path / "empty.jsonl")), r"empty\.jsonl: .* got an empty source"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -52,6 +52,23 @@ CASES = {
             "cache": d.DualCache(),
         },
     ),
+    "wino": ({}, {**FULL, "policy": d.WINOPolicy(0.2), "window": BlockWindow(6)}),
+    "remdm": (
+        {},
+        {
+            "policy": d.ReMDMPolicy(2, loop_steps=3),
+            "window": BlockWindow(5),
+            "cache": d.DualCache(),
+        },
+    ),
+    "edited": (
+        {**in_blocks("sequence"), "edits_tokens": True},
+        {
+            "policy": d.TokenEditingPolicy(0.02, edit_threshold=0.0, max_post_steps=3),
+            "quota": d.NoQuota(),
+            "cache": d.BlockCache(),
+        },
+    ),
     "credit": ({}, {**FULL, "policy": d.CreditPolicy(0.2, alpha=2.0), "window": BlockWindow(5)}),
     "prefix": ({}, {**FULL, "window": BlockWindow(5), "cache": d.PrefixCache()}),
     "dual": ({"shift": 1}, {**FULL, "window": BlockWindow(5), "cache": d.DualCache()}),
@@ -105,7 +122,8 @@ def test_any_number_of_places_gives_the_rows_that_one_place_gives(case):
     found = alone(case)
     assert sorted(found) == list(range(len(PROMPTS)))
     assert [ids[: len(PROMPTS[n])] for n, (ids, *_) in sorted(found.items())] == PROMPTS
-    assert len({row[1] for row in found.values()}) > 1 or case in ("random", "scheduled", "entropy")
+    is_even = case in ("random", "scheduled", "entropy", "remdm")
+    assert len({row[1] for row in found.values()}) > 1 or is_even
     assert rows(*built(case), 3) == found
     assert rows(*built(case), 64, Recorder("hidden", "region", "entropy")) == found
 

@@ -110,7 +110,7 @@ def test_a_killed_run_resumes_to_the_same_results_with_another_batch_size(
     assert_every_row_has_its_trajectory(tmp_path)
 
 
-FULL = ("sequential", "entropy_bounded", "klass", "credit", "pc_sampler",
+FULL = ("sequential", "entropy_bounded", "klass", "credit", "pc_sampler", "wino", "remdm",
         "confidence_prefix", "confidence_dual", "confidence_horizon_128", "threshold_09_prefix",
         "threshold_09_dual")  # fmt: skip
 BLOCK = ("block_static", "block_dynamic")

@@ -35,6 +35,9 @@ DECODERS = {
         window=decoding.BlockWindow(6),
     ),
     "credit": Decoder(policy=decoding.CreditPolicy(0.6), quota=NoQuota()),
+    # Tokens that are taken back.
+    "wino": Decoder(policy=decoding.WINOPolicy(0.3), quota=NoQuota()),
+    "remdm": Decoder(policy=decoding.ReMDMPolicy(2, loop_steps=3), window=decoding.BlockWindow(6)),
     # Noise, the end-of-text gate and fill, a cap, and a window that slides.
     "drawn": Decoder(
         policy=decoding.ThresholdPolicy(0.6),

@@ -28,7 +28,7 @@ from lit_dlm.trajectories.verify import (
     teacher_forced,
     verify,
 )
-from tests.fakes import EOS, MASK, TableBackbone, logits_for
+from tests.fakes import EOS, MASK, TableBackbone, fake_spec, logits_for
 from tests.plugs import AlternatePolicy
 from tests.trajectories.decoded_sets import DECODERS, LENGTH, NUM_TEXTS, decoded_set, write_set
 from tests.trajectories.samples import flip, read_all, small_record
@@ -206,6 +206,35 @@ def test_a_near_tie_of_tokens_is_explained():
     near, far = teacher_forced(TableBackbone(probs.log()), ONE, records)
     assert [near.outcome, far.outcome] == ["explained", "failed"]
     assert [near.margin, far.margin] == pytest.approx([0.004, 0.400 - 0.051], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("threshold", "edited", "outcome", "margin"),
+    [
+        (0.5, True, "exact", 0.0),
+        (0.5, False, "explained", 0.005),
+        (0.4, False, "failed", 0.105),
+        (0.51, True, "explained", 0.005),
+        (0.6, True, "failed", 0.095),
+    ],
+)
+def test_near_ties_of_edits_are_explained(threshold, edited, outcome, margin):
+    """Beside token 6 token 7 has 0.505 where 5 stands, in the step that the full block gets."""
+
+    def table(ids):
+        first = logits_for([3, 7, 6], [0.5, 0.505, 0.9])
+        plain = logits_for([3, 5, 6], [0.5, 0.9, 0.9])
+        return torch.where((ids[:, 2] == 6)[:, None, None], first, plain)
+
+    backbone = TableBackbone(table, 8)
+    backbone.spec = fake_spec(edits_tokens=True)
+    policy = decoding.TokenEditingPolicy(edit_threshold=threshold, max_post_steps=1)
+    record = replace(table_record([5, 6], [0, 0]), num_steps=2)
+    if edited:
+        record = replace(table_record([7, 6], [1, 0]), superseded=np.array([[0, 0, 5]]))
+    (verdict,) = teacher_forced(backbone, Decoder(policy=policy, quota=NoQuota()), [record])
+    assert (verdict.outcome, verdict.num_checked) == (outcome, 2)
+    assert verdict.margin == pytest.approx(margin, abs=1e-5)
 
 
 def test_given_cells_are_fed_and_never_decided():

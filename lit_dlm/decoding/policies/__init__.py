@@ -15,6 +15,7 @@ from lit_dlm.decoding.policies.base import (
     ThresholdPolicy as ThresholdPolicy,
 )
 from lit_dlm.decoding.policies.calibrated import PCSamplerPolicy as PCSamplerPolicy
+from lit_dlm.decoding.policies.editing import TokenEditingPolicy as TokenEditingPolicy
 from lit_dlm.decoding.policies.history import (
     CreditPolicy as CreditPolicy,
     KLASSPolicy as KLASSPolicy,
@@ -25,3 +26,5 @@ from lit_dlm.decoding.policies.lockstep import (
     JacobiPolicy as JacobiPolicy,
     LaggedPolicy as LaggedPolicy,
 )
+from lit_dlm.decoding.policies.remdm import ReMDMPolicy as ReMDMPolicy
+from lit_dlm.decoding.policies.wino import WINOPolicy as WINOPolicy

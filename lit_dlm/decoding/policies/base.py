@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lit_dlm.backbones.base import Denoised
+from lit_dlm.backbones.base import Backbone, Denoised
+from lit_dlm.decoding.guidance import GuidedBackbone
 from lit_dlm.decoding.state import DecodeState, Proposal, Selection
 from lit_dlm.ops.options import at_least, within
 from lit_dlm.ops.sampling import rank_descending, top_quota, uniform_noise
@@ -16,20 +17,22 @@ from lit_dlm.plugs import Plug
 
 
 class CommitPolicy(Plug):
-    """Says which candidates become final. It never writes the canvas and never runs the model.
+    """Says which candidates become final. It never writes the canvas.
 
     A class with the method ``select`` is one; see ``examples/commit_policy.py``.
     """
 
     requires: frozenset[str] = frozenset()
     """What it reads of a proposal beyond tokens and probabilities: ``hidden``, ``entropy``,
-    ``margin``, ``drawn``, ``raw_prob``, ``raw_entropy``, ``raw_margin``, or ``region`` (proposals
-    for the whole response, not only for the window).
+    ``margin``, ``drawn``, ``raw_prob``, ``raw_entropy``, ``raw_margin``, ``window`` (proposals for
+    all cells of the window, not only for masked ones), or ``region`` (for the whole response).
     A policy that asks for ``hidden`` also has an attribute ``hidden_layers: tuple[int, ...]``."""
     needs_quota: bool = False
     needs_layout: bool = False
     counts_blocks: bool = False
     """Whether it reads the steps that a row has spent in its block (``block_step``)."""
+    takes_back: bool = False
+    """Whether it may take tokens back or replace them (``Selection.rewritten``)."""
     forwards_per_step: int = 0
     """Forwards of a learned head in one step: 0 for heuristics."""
 
@@ -37,6 +40,28 @@ class CommitPolicy(Plug):
     def trained_on(self) -> Sequence[str]:
         """Names of the tasks that a learned policy saw; empty for heuristics, and where unknown."""
         return ()
+
+    def budget(self, num_masks: int) -> int:
+        """Most steps that a row with so many masks takes, where the settings name no number."""
+        return num_masks
+
+    def denoise(
+        self,
+        backbone: Backbone,
+        state: DecodeState,
+        columns: Tensor,
+        hidden_layers: tuple[int, ...],
+    ) -> Denoised:
+        """The forward of a step without a cache, for ``(b, K)`` int64 columns."""
+        # Only block models and guidance ask where the response begins.
+        asks = backbone.spec.attention == "block" or isinstance(backbone, GuidedBackbone)
+        return backbone.denoise(
+            state.ids,
+            pad_mask=state.pad_mask,
+            columns=columns,
+            hidden_layers=hidden_layers,
+            **({"response_start": state.start} if asks else {}),
+        )
 
     def remember(
         self, state: DecodeState, candidates: Tensor, denoised: Denoised

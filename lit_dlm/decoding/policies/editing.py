@@ -1,0 +1,73 @@
+"""Token editing: tokens that stand are replaced in place (LLaDA2.1, arXiv 2602.08676)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lit_dlm.backbones.base import Backbone
+from lit_dlm.decoding.policies.base import CommitPolicy
+from lit_dlm.decoding.state import DecodeState, Proposal, Selection
+from lit_dlm.ops.options import at_least, within
+from lit_dlm.ops.sampling import top_quota
+
+
+class TokenEditingPolicy(CommitPolicy):
+    """A threshold for masks (M2T), and one for tokens that stand (T2T), in every step.
+
+    A mask is written where its proposal is over ``threshold``, the most probable one where none
+    is; a token of the block is replaced where another one is the most probable and over
+    ``edit_threshold``. A full block gets further steps, of edits alone, until one edits nothing,
+    ``max_post_steps`` at most; so a block of ``n`` masks takes ``n + max_post_steps`` steps at
+    most.
+    """
+
+    takes_back = True
+    requires = frozenset({"window"})
+
+    def __init__(
+        self, threshold: float = 0.7, *, edit_threshold: float = 0.5, max_post_steps: int = 16
+    ) -> None:
+        """Sets the rule; SGLang's defaults are 0.5 and 0, those of Diffusers' pipeline are ours."""
+        within("[0, 1]", threshold=threshold, edit_threshold=edit_threshold)
+        at_least(0, max_post_steps=max_post_steps)
+        self.threshold = threshold
+        self.edit_threshold = edit_threshold
+        self.max_post_steps = max_post_steps
+
+    def budget(self, num_masks: int) -> int:
+        """Every mask may be a block of its own."""
+        return num_masks * (1 + self.max_post_steps)
+
+    def check_backbone(self, backbone: Backbone) -> None:
+        """Refuses models that never saw wrong tokens: what they say of a token only copies it."""
+        if not backbone.spec.edits_tokens:
+            raise ValueError(
+                "policy: TokenEditingPolicy replaces tokens that stand, which "
+                f"{backbone.spec.family} was not trained for; expected a model with "
+                "spec.edits_tokens, such as LLaDA2.1 (spec_overrides says it of your own)"
+            )
+
+    def select(
+        self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
+    ) -> Selection:
+        """Keeps ``(b, 1)``: the steps that found the block full."""
+        prob, standing = proposal.prob, state.standing
+        sure = candidates & (prob > self.threshold)
+        best = top_quota(prob, candidates, 1)
+        commit = torch.where(sure.any(1, keepdim=True), sure, best)
+        differs = standing & (proposal.ids != state.ids)
+        edit = differs & (prob > self.edit_threshold)
+        is_full = ~candidates.any(1)
+        before = prob.new_zeros(len(prob), 1) if state.memory is None else state.memory
+        steps = (before + 1.0) * is_full[:, None]
+        goes_on = (~is_full | edit.any(1)) & (steps[:, 0] < self.max_post_steps)
+        missing = self.edit_threshold - prob
+        missing = torch.where(differs, missing, missing.clamp_min(0.0))
+        return Selection(
+            commit,
+            torch.where(standing, missing, prob),
+            rewritten=torch.where(edit, proposal.ids, state.ids),
+            hold=goes_on,
+            memory=steps,
+        )

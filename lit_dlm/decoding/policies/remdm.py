@@ -1,0 +1,80 @@
+"""ReMDM: masks come back while a response is nearly full (arXiv 2503.00307)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lit_dlm.decoding.policies.base import CommitPolicy
+from lit_dlm.decoding.state import DecodeState, Proposal, Selection
+from lit_dlm.ops.options import at_least, within
+from lit_dlm.ops.sampling import top_quota
+
+
+class ReMDMPolicy(CommitPolicy):
+    """Confidence order with ReMDM's loop: the form that its authors gave LLaDA.
+
+    The most probable proposals are committed, the quota a step, until a share of the block stands
+    (``alpha(t_on)`` of ReMDM-loop); then, for some steps, as many tokens are taken back as the next
+    step writes, so that the share stays (``alpha_s = alpha_t``); then the rest is written. Taken
+    back are the tokens that were the least probable when they were written, as in ReMDM-conf,
+    whose chance for cell ``i`` is ``sigma_t exp(-psi_i) / sum exp(-psi)`` with the probability
+    ``psi`` of that moment; here, as in the release, there is no chance in it. What is taken back in
+    the step that would have written it is not written at all.
+    """
+
+    needs_quota = True
+    counts_blocks = True
+    takes_back = True
+
+    def __init__(
+        self, remasked: int = 1, *, loop_steps: int = 32, loop_from: float = 0.875
+    ) -> None:
+        """Sets the loop.
+
+        Args:
+            remasked: tokens that a step of the loop takes back; the release has 1 and 4.
+            loop_steps: steps of the loop in every block; in the release as many as without it.
+            loop_from: share of a block that stands in the loop.
+        """
+        at_least(1, remasked=remasked, loop_steps=loop_steps)
+        within("[0, 1]", loop_from=loop_from)
+        self.remasked = remasked
+        self.loop_steps = loop_steps
+        self.loop_from = loop_from
+
+    def budget(self, num_masks: int) -> int:
+        """Every mask may be a block of its own, with a loop."""
+        return num_masks * (1 + self.loop_steps)
+
+    def select(
+        self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
+    ) -> Selection:
+        """Keeps ``(b, G + 1)``: probabilities when written, and the steps of the loop so far."""
+        assert quota is not None
+        pad = (state.start, 0)
+        memory = state.memory
+        if memory is None:
+            cells = 1 + state.ids.shape[1] - state.start
+            memory = proposal.prob.new_zeros(len(quota), cells)
+        written, looped = torch.nn.functional.pad(memory[:, :-1], pad), memory[:, -1].long()
+        looped = looped.masked_fill(state.block_step == 0, 0)
+        was_in = (looped > 0) & (looped <= self.loop_steps)
+        counts = torch.where(was_in, self.remasked, quota)
+        commit = top_quota(proposal.prob, candidates, counts)
+        written = torch.where(state.masked, proposal.prob, written)
+        # The loop begins after the step that reaches its share.
+        kept = (self.loop_from * state.block_masks).long()
+        left = candidates.sum(1) - commit.sum(1)
+        begins = (looped == 0) & (left <= state.block_masks - kept)
+        looped = looped + ((looped > 0) | begins)
+        is_in = (looped > 0) & (looped <= self.loop_steps)
+        standing = state.standing
+        back = top_quota(-written, standing | commit, self.remasked * is_in)
+        boundary = written.masked_fill(~back, -torch.inf).amax(1, keepdim=True)
+        return Selection(
+            commit & ~back,
+            torch.where(standing, written - boundary.clamp_min(0.0), proposal.prob),
+            rewritten=state.ids.masked_fill(back & standing, state.mask_id),
+            memory=torch.cat([written[:, state.start :], looped[:, None].to(written)], 1),
+        )

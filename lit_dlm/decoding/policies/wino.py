@@ -1,0 +1,120 @@
+"""WINO: draft many tokens, verify those that stand in the same forward (arXiv 2507.18578)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lit_dlm.backbones.attention import position_ids_for
+from lit_dlm.backbones.base import Backbone, Denoised
+from lit_dlm.decoding.policies.base import CommitPolicy
+from lit_dlm.decoding.state import DecodeState, Proposal, Selection
+from lit_dlm.ops.options import within
+from lit_dlm.ops.sampling import top_quota
+
+_SHARE, _LEAST, _MOST = 0.7, 5, 20
+"""A step drafts this share of the masks of the window at most, within these bounds: the release's
+own rule, which the paper does not name."""
+
+
+class WINOPolicy(CommitPolicy):
+    """Wide in, narrow out: a low threshold drafts, a high one takes back what it no longer backs.
+
+    Behind the canvas stands a shadow of every cell of the window: a mask with the cell's position,
+    which sees the canvas without that cell, and all shadows; the canvas sees no shadow. So one
+    forward proposes tokens for masks and says how probable each standing token is where it is
+    hidden. A step takes back fewer tokens than the step before it wrote, the least probable ones,
+    and none if it writes one alone; so a window of ``n`` masks is full within ``n`` steps.
+    """
+
+    requires = frozenset({"window"})
+    takes_back = True
+
+    def __init__(self, threshold: float = 0.6, *, threshold_back: float = 0.9) -> None:
+        """Sets the probabilities over which tokens are drafted, and under which taken back.
+
+        The values are those of the release (tau 1 and tau 2 in the paper).
+        """
+        within("[0, 1]", threshold=threshold, threshold_back=threshold_back)
+        self.threshold = threshold
+        self.threshold_back = threshold_back
+
+    def check_backbone(self, backbone: Backbone) -> None:
+        """Refuses models for which the method has not been said."""
+        spec = backbone.spec
+        if spec.attention != "full" or spec.shift:
+            raise ValueError(
+                "policy: WINOPolicy is for models with full attention and without a right shift, "
+                f"got {spec.family} with {spec.attention} attention and shift {spec.shift}"
+            )
+
+    def denoise(
+        self,
+        backbone: Backbone,
+        state: DecodeState,
+        columns: Tensor,
+        hidden_layers: tuple[int, ...],
+    ) -> Denoised:
+        """The forward with shadows; entries of standing cells are those of their shadows."""
+        window, (b, L) = state.window, state.ids.shape
+        assert window is not None
+        K = window.shape[1]
+        cells = torch.arange(L, device=window.device)
+        real = torch.ones_like(state.masked) if state.pad_mask is None else state.pad_mask
+        visible = torch.zeros(b, L + K, L + K, dtype=torch.bool, device=window.device)
+        visible[:, :, :L] = real[:, None]
+        visible[:, L:, :L] &= window[:, :, None] != cells
+        # A window that is cut short repeats its last column: one shadow a cell.
+        visible[:, L:, L:] = window.diff(dim=1, prepend=window[:, :1] - 1)[:, None] != 0
+        places = position_ids_for(real, backbone.spec.positions)
+        found = backbone.denoise(
+            torch.cat([state.ids, torch.full_like(window, state.mask_id)], 1),
+            pad_mask=visible[:, None],
+            position_ids=torch.cat([places, places.gather(1, window)], 1),  # type: ignore[call-arg]
+            columns=self._rows(state, window, columns),
+            hidden_layers=hidden_layers,
+        )
+        hidden = None if found.hidden is None else found.hidden[:, :L]
+        return Denoised(logits=found.logits, columns=columns, hidden=hidden)
+
+    @staticmethod
+    def _rows(state: DecodeState, window: Tensor, columns: Tensor) -> Tensor:
+        """``(b, K)`` int64: for each column its own, or that of its shadow where a token stands."""
+        shadows = torch.zeros_like(state.ids)
+        numbers = torch.arange(window.shape[1], device=window.device).expand_as(window)
+        shadows = shadows.scatter_reduce(1, window, numbers, "amin", include_self=False)
+        own = torch.arange(state.ids.shape[1], device=window.device)
+        rows = torch.where(state.standing, shadows + state.ids.shape[1], own)
+        return rows.gather(1, columns)
+
+    def remember(
+        self, state: DecodeState, candidates: Tensor, denoised: Denoised
+    ) -> tuple[DecodeState, Denoised]:
+        """Keeps how probable the tokens are that stand: ``(b, G)`` float32."""
+        columns = denoised.columns
+        tokens = state.ids.gather(1, columns)[..., None]
+        prob = denoised.logits.float().softmax(-1).gather(-1, tokens)[..., 0]
+        memory = torch.zeros(state.ids.shape, device=columns.device).scatter(1, columns, prob)
+        return replace(state, memory=memory[:, state.start :]), denoised
+
+    def select(
+        self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
+    ) -> Selection:
+        assert state.memory is not None
+        prob, standing = proposal.prob, state.standing
+        most = (_SHARE * candidates.sum(1)).long().clamp(_LEAST, _MOST)
+        draft = top_quota(prob, candidates & (prob > self.threshold), most)
+        best = top_quota(prob, candidates, 1)
+        commit = torch.where(draft.any(1, keepdim=True), draft, best)
+        backing = torch.nn.functional.pad(state.memory, (state.start, 0))
+        doubted = standing & (backing < self.threshold_back)
+        before = standing if state.written is None else state.written & ~state.masked
+        fewer = (before.sum(1) - 1).clamp_min(0) * (commit.sum(1) > 1)
+        back = top_quota(-backing, doubted, fewer)
+        return Selection(
+            commit,
+            torch.where(standing, backing - self.threshold_back, prob),
+            rewritten=state.ids.masked_fill(back, state.mask_id),
+        )
