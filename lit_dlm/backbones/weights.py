@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lit_dlm.backbones.resolution import read_json_object
@@ -45,7 +45,7 @@ def weight_files(folder: Path) -> list[Path]:
 @torch.no_grad()
 def load_weights(
     files: Sequence[Path],
-    parameters: Mapping[str, Tensor],
+    parameters: Mapping[str, Tensor | Sequence[Tensor]],
     *,
     rename: Callable[[str], str | None],
     optional: frozenset[str] = frozenset(),
@@ -59,7 +59,7 @@ def load_weights(
 
     Args:
         files: safetensors files.
-        parameters: targets by our key.
+        parameters: targets by our key; several take the rows of one tensor, one after the other.
         rename: maps a key of the file to ours; ``None`` drops the tensor on purpose.
         optional: our keys that a file may hold or lack (the head of a tied model); a file's copy
             is ignored where ``parameters`` does not list the key.
@@ -78,16 +78,22 @@ def load_weights(
                 if ours is not None and ours not in optional:
                     unknown.append(key)
                 continue
-            target = parameters[ours]
-            if target.shape != tensor.shape:
+            found = parameters[ours]
+            targets = [found] if isinstance(found, Tensor) else found
+            expected = (sum(one.shape[0] for one in targets), *targets[0].shape[1:])
+            if expected != tensor.shape:
                 raise ValueError(
                     f"{path.name}: {key} has shape {tuple(tensor.shape)}, expected "
-                    f"{tuple(target.shape)} from config.json"
+                    f"{expected} from config.json"
                 )
-            if target.device == tensor.device and (as_stored or target.dtype == tensor.dtype):
+            target = targets[0]
+            is_same = target.device == tensor.device and (as_stored or target.dtype == tensor.dtype)
+            if is_same and isinstance(target, nn.Parameter) and len(targets) == 1:
                 target.data = mapped[ours] = tensor
             else:
-                target.copy_(tensor)
+                rows = tensor.split([len(one) for one in targets])
+                for one, part in zip(targets, rows, strict=True):
+                    one.copy_(part)
             missing.discard(ours)
     if unknown or missing:
         raise ValueError(
