@@ -140,11 +140,14 @@ class _Model:
 
     def adapted(self, lora: LoRASettings) -> list[tuple[int, ...]]:
         """Shapes of the matrices that an adapter adapts, of experts all of a layer in one."""
+        modules, adapts_experts = lora.modules(), False
+        if self.architecture.experts is not None:
+            modules, adapts_experts = lora.beside_experts()
         return [
             shape
             for key, shape in self.shapes.items()
-            if (len(shape) == 2 and key.split(".")[-2] in lora.modules())
-            or (len(shape) == 3 and lora.adapts_experts)
+            if (len(shape) == 2 and key.split(".")[-2] in modules)
+            or (len(shape) == 3 and adapts_experts)
             if lora.layers is None or int(key.split(".")[2]) in lora.layers
         ]
 
@@ -214,7 +217,9 @@ class _Model:
         # An adapter takes a copy in each place, as autocast does of a wider stream.
         fed = sum(one for one, _ in adapted) or E + (5 * D if r > s else 2 * D)
         # Inputs of norms; query, keys, values and output; the gate, its SiLU, what it is put on.
-        whole = 2 * r * D + s * (fed + 4 * Q + 3 * E + (Q + K) * (a.decoder not in ("qwen2", "llama")))
+        whole = 2 * r * D + s * (
+            fed + 4 * Q + 3 * E + (Q + K) * (a.decoder not in ("qwen2", "llama"))
+        )
         if a.experts is not None:  # each takes and gives rows of its own, sorted and in order
             whole += 5 * s * D * a.experts.per_token
         small = r * D

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MethodType
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from lit_dlm.backbones.architecture import HEAD_KEY, Architecture, original_key, whole_key
 from lit_dlm.backbones.attention import AttentionRoute
-from lit_dlm.backbones.experts import expert_biases
+from lit_dlm.backbones.experts import Piece, expert_biases
 from lit_dlm.backbones.resolution import Resolved
 from lit_dlm.backbones.weights import load_weights
 from lit_dlm.ops.batches import gather_rows
@@ -71,7 +71,7 @@ def load_decoder(
     head = original_key(HEAD_KEY, resolved.layout)
     mapped = load_weights(
         files,
-        {key: [part.of(ours[part.key]) for part in parts] for key, parts in stored.items()},
+        {key: _target(parts, ours) for key, parts in stored.items()},
         rename=whole_key,
         optional=frozenset([head] if architecture.tie_embeddings else []),
         as_stored=as_stored,
@@ -80,6 +80,13 @@ def load_decoder(
     if resolved.adds_mask:
         _add_mask_row(model, mask_id=architecture.mask_id, vocab_size=architecture.vocab_size)
     return model, mapped
+
+
+def _target(parts: Sequence[Piece], ours: Mapping[str, Tensor]) -> Tensor | list[Tensor]:
+    """Where a tensor of a file goes: a whole one of ours, or pieces of some."""
+    first = ours[parts[0].key]
+    is_whole = len(parts) == 1 and not parts[0].index
+    return first if is_whole else [part.of(ours[part.key]) for part in parts]
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ CONFIG_FILE = "adapter_config.json"
 
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _ALL = [*_ATTENTION, "gate_proj", "up_proj", "down_proj"]
-_EXPERTS = "experts"
+_FEED_FORWARD = {*_ALL} - {*_ATTENTION}
 _GROUPS = {"attn": _ATTENTION, "all": _ALL, "all-linear": _ALL}
 _EXPERT_WEIGHTS = ["down_proj", "gate_up_proj"]
 """Tensors that hold the matrices of all experts of a layer."""
@@ -59,9 +59,10 @@ class LoRASettings:
     dropout: float = 0.0
     """Dropout on the input of ``A``. Keep 0 where probabilities of two forwards are compared."""
     targets: str | list[str] = "attn"
-    """``attn`` (q, k, v, o), ``all`` (these, the feed-forward and experts), or module names such as
-    ``[q_proj, v_proj, experts]``. LLaDA's own names (``attn_out``, ``ff_proj``, ``ff_out``) mean
-    the same layers."""
+    """``attn`` (q, k, v, o), ``all`` (these and the feed-forward), or module names such as
+    ``[q_proj, v_proj]``. LLaDA's own names (``attn_out``, ``ff_proj``, ``ff_out``) mean the same
+    layers. In a model with experts their matrices are meant by the names of the feed-forward, all
+    three of them; its dense layers and shared experts are left as they are."""
     rslora: bool = False
     """Divides by the square root of the rank instead (arXiv:2312.03732)."""
     layers: list[int] | None = None
@@ -75,29 +76,34 @@ class LoRASettings:
         within("[0, 1)", of="lora.", dropout=self.dropout)
         self.modules()
 
-    @property
-    def names_experts(self) -> bool:
-        """Whether ``experts`` is among the targets; a model without them has none to adapt."""
-        return not isinstance(self.targets, str) and _EXPERTS in self.targets
-
-    @property
-    def adapts_experts(self) -> bool:
-        """Whether experts are adapted where there are some."""
-        return self.names_experts or self.targets in ("all", "all-linear")
-
     def modules(self) -> list[str]:
-        """Names of the adapted modules under transformers' names but for experts, sorted."""
+        """Names of the adapted modules under transformers' names, sorted."""
         targets = self.targets
         wanted = _GROUPS.get(targets, [targets]) if isinstance(targets, str) else targets
         # A target may name a path, such as ``blocks.0.ff_out``.
         names = {name.rpartition(".")[2] for name in wanted}
         found = {LLADA_MODULES.get(name, name) for name in names}
-        if not found or not found <= {*_ALL, _EXPERTS}:
-            known = {*_ALL, *LLADA_MODULES, _EXPERTS} - {"attn_norm", "ff_norm"}
+        if not found or not found <= set(_ALL):
+            known = {*_ALL, *LLADA_MODULES} - {"attn_norm", "ff_norm"}
             raise ValueError(
                 f"lora.targets: expected 'attn', 'all' or some of {sorted(known)}, got {targets!r}"
             )
-        return sorted(found - {_EXPERTS})
+        return sorted(found)
+
+    def beside_experts(self) -> tuple[list[str], bool]:
+        """In a model with experts: names of the adapted modules, and whether experts are, too."""
+        modules = set(self.modules())
+        if met := modules & _FEED_FORWARD:
+            if met != _FEED_FORWARD:
+                raise ValueError(
+                    f"lora.targets: expected {sorted(_FEED_FORWARD)} together in a model with "
+                    f"experts, got {sorted(met)}"
+                )
+            if self.dropout:
+                raise ValueError(
+                    f"lora.dropout: expected 0 for an adapter on experts, got {self.dropout}"
+                )
+        return sorted(modules - _FEED_FORWARD), bool(met)
 
 
 def read_adapter_settings(folder: Path) -> LoRASettings:
@@ -118,7 +124,7 @@ def read_adapter_settings(folder: Path) -> LoRASettings:
                 f"{path}: option target_parameters={config['target_parameters']!r} is not "
                 f"supported, expected {_EXPERT_WEIGHTS} of experts"
             )
-        targets = [*targets, _EXPERTS]
+        targets = [*targets, *_FEED_FORWARD]
     return LoRASettings(
         rank=config.get("r", 8),  # as peft where it is not said, like what follows
         alpha=config.get("lora_alpha", 8),
@@ -189,11 +195,7 @@ def inject(model: PreTrainedModel, settings: LoRASettings, *, name: str = POLICY
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
 
-    held = expert_targets(model, settings)
-    if held and settings.dropout:
-        raise ValueError(
-            f"lora.dropout: expected 0 for an adapter on experts, got {settings.dropout}"
-        )
+    facts = _places(model, settings)
     before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     count = len(model.model.layers)
     if settings.layers is not None and not set(settings.layers) <= set(range(count)):
@@ -203,8 +205,7 @@ def inject(model: PreTrainedModel, settings: LoRASettings, *, name: str = POLICY
     with warnings.catch_warnings():
         # That there is another adapter is the point of a name.
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")
-        config = peft_config(settings, target_parameters=held or None)
-        inject_adapter_in_model(config, model, adapter_name=name)
+        inject_adapter_in_model(peft_config(settings, **facts), model, adapter_name=name)
     for parameter, flag in before:
         parameter.requires_grad_(flag)
     for layer in model.modules():
@@ -215,20 +216,20 @@ def inject(model: PreTrainedModel, settings: LoRASettings, *, name: str = POLICY
             parameter.data = parameter.data.float()
 
 
-def expert_targets(model: nn.Module, settings: LoRASettings) -> list[str]:
-    """Paths of the tensors of experts that an adapter of these settings is put on."""
-    if not settings.adapts_experts:
-        return []
-    paths = {name.replace(".base_layer", "") for name, _ in model.named_parameters()}
-    found = [
-        path
-        for path in paths
-        if ".experts." in path and path.rpartition(".")[2] in _EXPERT_WEIGHTS
-        if settings.layers is None or int(path.split(".")[2]) in settings.layers
+def _places(model: nn.Module, settings: LoRASettings) -> dict[str, list[str]]:
+    """What peft is told of a model with experts, which it would look for under other names."""
+    names = {name.replace(".base_layer", "") for name, _ in model.named_parameters()}
+    found = {name for name in names if ".experts." in name and "lora_" not in name}
+    if not found:
+        return {}
+    modules, adapts_experts = settings.beside_experts()
+    held = [
+        name
+        for name in sorted(found)
+        if adapts_experts
+        if settings.layers is None or int(name.split(".")[2]) in settings.layers
     ]
-    if settings.names_experts and not found:
-        raise ValueError("lora.targets: expected a model with experts, or no target experts")
-    return sorted(found)
+    return {"target_modules": modules, "target_parameters": held}
 
 
 @contextmanager
@@ -321,14 +322,15 @@ def save_adapter(
         paths = {key.partition(".lora_")[0].partition("transformer.")[2] for key in tensors}
         targets = sorted(paths if "down_proj" in targets else {names[one] for one in targets})
     parts = {key.removeprefix(_PREFIX).partition(".lora_")[0] for key in tensors}
-    held = {part.removesuffix(".base_layer") for part in parts if ".experts" in part}
+    experts = {part.removesuffix(".base_layer") for part in parts if ".experts" in part}
+    if experts:
+        targets, _ = settings.beside_experts()
     folder.mkdir(parents=True, exist_ok=True)
     save_weights(tensors, folder / WEIGHTS_FILE)
     peft_config(
         settings,
         target_modules=targets,
-        target_parameters=sorted(f"{one}.{name}" for one in held for name in _EXPERT_WEIGHTS)
-        or None,
+        target_parameters=sorted(f"{one}.{name}" for one in experts for name in _EXPERT_WEIGHTS),
         task_type=task,
         base_model_name_or_path=base_name,
         inference_mode=True,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lit_dlm.backbones.resolution import read_json_object
@@ -59,7 +59,8 @@ def load_weights(
 
     Args:
         files: safetensors files.
-        parameters: targets by our key; several take the rows of one tensor, one after the other.
+        parameters: targets by our key; those in a list are written in place, and take the rows of
+            one tensor, one after the other.
         rename: maps a key of the file to ours; ``None`` drops the tensor on purpose.
         optional: our keys that a file may hold or lack (the head of a tied model); a file's copy
             is ignored where ``parameters`` does not list the key.
@@ -88,7 +89,7 @@ def load_weights(
                 )
             target = targets[0]
             is_same = target.device == tensor.device and (as_stored or target.dtype == tensor.dtype)
-            if is_same and isinstance(target, nn.Parameter) and len(targets) == 1:
+            if is_same and target is found:
                 target.data = mapped[ours] = tensor
             else:
                 rows = tensor.split([len(one) for one in targets])

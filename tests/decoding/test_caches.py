@@ -10,7 +10,7 @@ import lit_dlm.decoding as d
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import BlockWindow, ConfidencePolicy, Decoder, DualCache, PrefixCache
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
-from tests.decoding.models import in_blocks, scorer, tiny_backbone
+from tests.decoding.models import SPARSE, in_blocks, scorer, tiny_backbone
 from tests.decoding.slow_cache import slow_decode
 from tests.decoding.states import Recorder, as_rows_alone, decoded
 
@@ -71,13 +71,13 @@ def test_a_padded_batch_equals_the_slow_reference(scheme, shift, rule, window, b
 
 @pytest.mark.parametrize("origin", ["sequence", "response"])
 @pytest.mark.parametrize("rule", ["static", "dynamic", "tracelock"])
-@pytest.mark.parametrize("shift", [0, 1])
-def test_the_block_cache_is_exact_in_a_padded_batch(origin, rule, shift):
+@pytest.mark.parametrize("changes", [{"shift": 0}, {"shift": 1}, SPARSE])
+def test_the_block_cache_is_exact_in_a_padded_batch(origin, rule, changes):
     """Prompts of 5, 1 and 7 tokens: with blocks from the sequence's start all rows differ.
 
     What lies right of the block is computed only without a cache; no policy sees it.
     """
-    backbone = tiny_backbone(**in_blocks(origin), shift=shift)
+    backbone = tiny_backbone(**{**in_blocks(origin), **changes})
     plugs = {"window": BlockWindow(4, origin=origin), **rules(rule, backbone)}
     plain = decoded(Decoder(**plugs), backbone, PROMPTS, 10)
     cached = decoded(Decoder(cache=d.BlockCache(), **plugs), backbone, PROMPTS, 10)
@@ -100,10 +100,10 @@ def test_sixteen_rows_in_different_blocks_share_every_forward():
     assert batch.num_forwards == batch.num_steps.max()
 
 
-@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("changes", [{"shift": 0}, {"shift": 1}, SPARSE])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_tracelock_decodes_with_every_cache_and_rows_do_not_matter(scheme, shift):
-    backbone = tiny_backbone(shift=shift)
+def test_tracelock_decodes_with_every_cache_and_rows_do_not_matter(scheme, changes):
+    backbone = tiny_backbone(**changes)
     plugs = {"window": BlockWindow(4), "cache": SCHEMES[scheme]}
     as_rows_alone(Decoder(**plugs, **rules("tracelock", backbone)), backbone, PROMPTS, 10)
 
