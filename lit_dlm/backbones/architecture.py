@@ -1,10 +1,10 @@
 """Everything that defines a denoiser except its weights, and the model families as plain data.
 
 A family's own configuration is first translated into an :class:`Architecture`; only this file turns
-it into a transformers configuration. Dream and DiffuCoder are Qwen2 decoders, SDAR and TraDo Qwen3
-decoders, LLaDA-V's text part a Llama decoder, all under transformers' key names; LLaDA and MMaDA
-are Llama decoders (Qwen2 with ``include_qkv_bias``) under names of their own. Families with experts
-are described in :mod:`~lit_dlm.backbones.experts`.
+it into a transformers configuration. Dream, DiffuCoder and Fast-dLLM v2 are Qwen2 decoders, SDAR
+and TraDo Qwen3 decoders, LLaDA-V's text part a Llama decoder, all under transformers' key names;
+LLaDA and MMaDA are Llama decoders (Qwen2 with ``include_qkv_bias``) under names of their own.
+Families with experts are described in :mod:`~lit_dlm.backbones.experts`.
 """
 
 from __future__ import annotations
@@ -301,12 +301,22 @@ _LLADA2 = Family(
     options=LLADA2_OPTIONS,
     **_LING_TOKENS,
 )
+_FAST_DLLM = Family(
+    model_types=("Fast_dLLM_Qwen",),
+    decoder="qwen2",
+    mask_tokens=("|<MASK>|",),
+    eos_tokens=("<|endoftext|>", "<|im_end|>"),
+    shift=1,
+    attention="block",
+    block=("bd_size", 32),
+)
 FAMILIES: dict[str, Family] = {
     "dream": _DREAM,
     "diffucoder": _DREAM,
     "llada": _LLADA,
     "mmada": replace(_LLADA, model_types=("mmada", "llada"), text_vocab_size=126349),
     "llada_v": replace(_LLADA, model_types=("llava_llada", "llada"), layout="hf"),
+    "fast_dllm": _FAST_DLLM,
     "llada_moe": _LLADA_MOE,
     "llada2": _LLADA2,
     "sdar": _SDAR,

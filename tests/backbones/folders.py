@@ -76,6 +76,10 @@ SPARSE: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """The same of families with experts."""
+FAST_DLLM: dict[str, Any] = {
+    **{key: value for key, value in _SPARSE.items() if "experts" not in key},
+    "model_type": "Fast_dLLM_Qwen", "intermediate_size": 48, "rope_theta": 1000000.0, "bd_size": 4,
+}  # fmt: skip
 VARIANTS = {name: {**LLADA, **changes} for name, changes in _LLADA_CHANGES.items()} | {
     name: {**HF, **changes} for name, changes in _HF_CHANGES.items()
 }

@@ -1,9 +1,9 @@
 """Families with experts: their own code's logits, names in files, products, and adapters.
 
-``golden/experts.safetensors`` holds what the code that the releases are run with gives for weights
+``golden/families.safetensors`` holds what the code that the releases are run with gives for weights
 of :func:`weights_of`: modeling_lladamoe.py, modeling_llada2_moe.py and modeling_llada21_moe.py of
-ZHZisZZ/dllm, and modeling_sdar_moe.py of PKU-SEC-Lab/TEAM-MoE-dLLM; with it the CRC-32 of the names
-and shapes of their weights.
+ZHZisZZ/dllm, modeling_sdar_moe.py of PKU-SEC-Lab/TEAM-MoE-dLLM, and modeling.py of Fast_dLLM_v2_7B
+(which has no experts); with it the CRC-32 of the names and shapes of their weights.
 """
 
 import warnings
@@ -20,27 +20,29 @@ from transformers import AutoModelForCausalLM
 
 from lit_dlm.backbones import HFBackbone, LoRASettings, load_backbone, resolve
 from lit_dlm.backbones.decoder import random_decoder
-from tests.backbones.folders import SPARSE, weights_of, write
+from lit_dlm.ops.batches import aligned
+from tests.backbones.folders import FAST_DLLM, SPARSE, weights_of, write
 from tests.backbones.test_lora import randomise
 
-GOLDEN = load_file(Path(__file__).parents[1] / "golden" / "experts.safetensors")
+GOLDEN = load_file(Path(__file__).parents[1] / "golden" / "families.safetensors")
 IDS = GOLDEN["ids"]
 
 
 @pytest.mark.parametrize(
-    ("case", "name"), [*((name, name) for name in SPARSE), ("llada21", "llada2")]
+    ("case", "name"),
+    [*((name, name) for name in SPARSE), ("llada21", "llada2"), ("fast_dllm", "fast_dllm")],
 )
 def test_names_and_logits_are_those_of_the_families_own_code(
     tmp_path: Path, case: str, name: str
 ) -> None:
     """In their files and in ours, which transformers reads by itself."""
-    config = SPARSE[name]
+    config = {**SPARSE, "fast_dllm": FAST_DLLM}[name]
     tensors = weights_of(config)
     named = "\n".join(f"{key} {list(one.shape)}" for key, one in sorted(tensors.items()))
     assert zlib.crc32(named.encode()) == GOLDEN[f"{case}.names"]
     backbone = load_backbone(write(tmp_path / "released", config, tensors, shards=2))
     assert backbone.spec.family == name
-    expected = GOLDEN[case].clone()
+    expected = aligned(GOLDEN[case], backbone.spec.shift).clone()
     expected[..., backbone.spec.forbidden_ids] = -torch.inf
     logits = backbone.denoise(IDS).logits
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
@@ -53,6 +55,7 @@ def test_names_and_logits_are_those_of_the_families_own_code(
     assert same.architecture.digest() == backbone.architecture.digest()
     assert same.denoise(IDS).logits.equal(logits)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")(IDS).logits
+    theirs = aligned(theirs, backbone.spec.shift)
     torch.testing.assert_close(theirs, backbone(IDS), atol=1e-5, rtol=0)
 
 
