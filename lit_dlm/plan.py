@@ -237,7 +237,8 @@ class _Model:
         cells = rows * min(width, run["response"])
         columns = tokens = rows * (run["prompt"] + run["response"])
         if cache.endswith("BlockCache"):  # prompts run apart, a step two blocks at most
-            tokens = min(rows * run["prompt"], max(PROMPT_TOKENS, run["prompt"])) + 2 * cells
+            tokens = min(rows * run["prompt"], max(PROMPT_TOKENS, run["prompt"]))
+            tokens += 2 * rows * max(min(width, run["response"]), a.block_size or 0)
         if decoder.get("guidance"):  # rows of both prompts, and what their logits make together
             tokens, cells = 2 * tokens, 5 * cells
         logits = cells * a.vocab_size
