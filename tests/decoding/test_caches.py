@@ -192,8 +192,8 @@ def test_a_row_that_leaves_takes_its_cache_with_it(cache):
         ),
         (
             in_blocks("sequence"),
-            {"cache": d.SubBlockCache(), "window": BlockWindow(3, origin="sequence")},
-            "SubBlockCache is for block attention.*in parts of",
+            {"cache": d.SubBlockCache(), "window": BlockWindow(4, origin="sequence")},
+            "SubBlockCache is for block attention, in parts of",
         ),
         ({}, {"cache": DualCache(), "window": d.SlidingWindow(4)}, "SlidingWindow has no blocks"),
     ],
