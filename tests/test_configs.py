@@ -33,7 +33,7 @@ def test_backbones_that_no_experiment_names_are_valid(capsys):
         entry = load(name)
         assert entry["class_path"] == "HFBackbone"
         assert entry["init_args"].keys() == {"path", "dtype"}
-        assert entry["init_args"]["path"] in RELEASES
+        assert entry["init_args"]["path"] in {*RELEASES, "dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1"}
     assert "Qwen/Qwen2.5-0.5B" in _print_config(
         capsys, *BENCHMARK, "--model.init_args.backbone=backbone/from_ar.yaml"
     )

@@ -292,7 +292,7 @@ _LLADA_MOE = Family(
     **_LING_TOKENS,
 )
 _LLADA2 = Family(
-    model_types=("llada2_moe",),
+    model_types=("llada2_moe", "llada21_moe"),
     decoder="glm4_moe",
     layout="llada2",
     attention="block",
@@ -316,6 +316,7 @@ FAMILIES: dict[str, Family] = {
     "llada": _LLADA,
     "mmada": replace(_LLADA, model_types=("mmada", "llada"), text_vocab_size=126349),
     "llada_v": replace(_LLADA, model_types=("llava_llada", "llada"), layout="hf"),
+    "a2d": replace(_SDAR, model_types=("a2d-qwen3",), mask_tokens=("<|mask|>",), attention="full"),
     "fast_dllm": _FAST_DLLM,
     "llada_moe": _LLADA_MOE,
     "llada2": _LLADA2,

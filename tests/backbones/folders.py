@@ -76,10 +76,12 @@ SPARSE: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """The same of families with experts."""
-FAST_DLLM: dict[str, Any] = {
+_DENSE = {
     **{key: value for key, value in _SPARSE.items() if "experts" not in key},
-    "model_type": "Fast_dLLM_Qwen", "intermediate_size": 48, "rope_theta": 1000000.0, "bd_size": 4,
+    "intermediate_size": 48, "rope_theta": 1000000.0,
 }  # fmt: skip
+FAST_DLLM: dict[str, Any] = {**_DENSE, "model_type": "Fast_dLLM_Qwen", "bd_size": 4}
+A2D: dict[str, Any] = {**_DENSE, "model_type": "a2d-qwen3", "head_dim": 12}
 VARIANTS = {name: {**LLADA, **changes} for name, changes in _LLADA_CHANGES.items()} | {
     name: {**HF, **changes} for name, changes in _HF_CHANGES.items()
 }

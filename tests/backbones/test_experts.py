@@ -2,8 +2,9 @@
 
 ``golden/families.safetensors`` holds what the code that the releases are run with gives for weights
 of :func:`weights_of`: modeling_lladamoe.py, modeling_llada2_moe.py and modeling_llada21_moe.py of
-ZHZisZZ/dllm, modeling_sdar_moe.py of PKU-SEC-Lab/TEAM-MoE-dLLM, and modeling.py of Fast_dLLM_v2_7B
-(which has no experts); with it the CRC-32 of the names and shapes of their weights.
+ZHZisZZ/dllm, modeling_sdar_moe.py of PKU-SEC-Lab/TEAM-MoE-dLLM, and of families without experts
+modeling.py of Fast_dLLM_v2_7B and a2d/models/qwen3/modeling_qwen3.py of ZHZisZZ/dllm; with it the
+CRC-32 of the names and shapes of their weights.
 """
 
 import warnings
@@ -21,22 +22,23 @@ from transformers import AutoModelForCausalLM
 from lit_dlm.backbones import HFBackbone, LoRASettings, load_backbone, resolve
 from lit_dlm.backbones.decoder import random_decoder
 from lit_dlm.ops.batches import aligned
-from tests.backbones.folders import FAST_DLLM, SPARSE, weights_of, write
+from tests.backbones.folders import A2D, FAST_DLLM, SPARSE, weights_of, write
 from tests.backbones.test_lora import randomise
 
 GOLDEN = load_file(Path(__file__).parents[1] / "golden" / "families.safetensors")
 IDS = GOLDEN["ids"]
+RELEASED = {**SPARSE, "fast_dllm": FAST_DLLM, "a2d": A2D}
 
 
 @pytest.mark.parametrize(
     ("case", "name"),
-    [*((name, name) for name in SPARSE), ("llada21", "llada2"), ("fast_dllm", "fast_dllm")],
+    [*((name, name) for name in RELEASED), ("llada21", "llada2")],
 )
 def test_names_and_logits_are_those_of_the_families_own_code(
     tmp_path: Path, case: str, name: str
 ) -> None:
     """In their files and in ours, which transformers reads by itself."""
-    config = {**SPARSE, "fast_dllm": FAST_DLLM}[name]
+    config = RELEASED[name]
     tensors = weights_of(config)
     named = "\n".join(f"{key} {list(one.shape)}" for key, one in sorted(tensors.items()))
     assert zlib.crc32(named.encode()) == GOLDEN[f"{case}.names"]
