@@ -85,7 +85,7 @@ def load_decoder(
 def _target(parts: Sequence[Piece], ours: Mapping[str, Tensor]) -> Tensor | list[Tensor]:
     """Where a tensor of a file goes: a whole one of ours, or pieces of some."""
     first = ours[parts[0].key]
-    is_whole = len(parts) == 1 and not parts[0].index
+    is_whole = len(parts) == 1 and not parts[0].where
     return first if is_whole else [part.of(ours[part.key]) for part in parts]
 
 

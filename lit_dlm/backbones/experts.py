@@ -149,13 +149,13 @@ class Piece(NamedTuple):
     """What a tensor of a file holds of one of ours."""
 
     key: str
-    index: tuple[int | slice, ...]
+    where: tuple[int | slice, ...]
     """Of our tensor; empty for all of it."""
     shape: tuple[int, ...]
 
     def of(self, tensor: Tensor) -> Tensor:
         """The piece of our tensor, in its memory."""
-        return tensor.detach()[self.index] if self.index else tensor
+        return tensor.detach()[self.where] if self.where else tensor
 
 
 def pieces(
