@@ -187,10 +187,7 @@ class _Model:
             + 8 * min(scored * a.vocab_size, CHUNK_ELEMENTS[run["device"]])
             + 4 * a.vocab_size * D * self.trains_all,
         }
-        if held := [shape for one in self.adapters[:1] for shape in self.adapted(one)]:
-            # peft adds an adapter to all experts of a layer, and that sum is kept for the backward.
-            sums = s * sum(math.prod(shape) for shape in held if len(shape) == 3)
-            found["experts with their adapter"] = sums // (a.num_layers if self.recompute else 1)
+        found["experts with their adapter"] = self._adapted_experts()
         if self.is_sharded:  # embedding, head and two layers at a time
             sizes = {key: math.prod(shape) for key, shape in self.shapes.items()}
             last = f".layers.{a.num_layers - 1}."  # the first ones may lack experts
@@ -200,6 +197,12 @@ class _Model:
             # Gradients in the dtype of products until they are summed in float32, a layer behind.
             found["whole gradients"] = (s * (layer + ends) + 8 * layer) * self.trains_all
         return found | self.copies
+
+    def _adapted_experts(self) -> int:
+        """Bytes of sums that peft makes of experts and their adapter, kept for the backward."""
+        shapes = [shape for one in self.adapters[:1] for shape in self.adapted(one)]
+        sums = self.computed * sum(math.prod(shape) for shape in shapes if len(shape) == 3)
+        return sums // (self.architecture.num_layers if self.recompute else 1)
 
     def _layer(self) -> tuple[int, int, int]:
         """Bytes a token of a layer: kept whole, kept to compute it again, passing in its backward.

@@ -346,14 +346,14 @@ def family_of(config: Mapping[str, Any], *, source: str, wanted: str | None = No
     # LLaDA-V's own classes call their text part llada too, but with transformers' option names, and
     # so do LLaDA-MoE's.
     layout = "hf" if "hidden_size" in config and "d_model" not in config else "llada"
-    is_sparse = layout == "hf" and bool(config.get("num_experts"))
+    told_apart = (layout, layout == "hf" and bool(config.get("num_experts")))
     names = [
         name
         for name, family in FAMILIES.items()
         if model_type in family.model_types
         and (
             "llada" not in family.model_types
-            or (family.layout, family.decoder in WORDS) == (layout, is_sparse)
+            or (family.layout, family.decoder in WORDS) == told_apart
         )
     ]
     if not names or (wanted in FAMILIES and wanted not in names):

@@ -436,24 +436,7 @@ class HFBackbone(nn.Module, Backbone):
         folder, seeing = Path(folder), self._vision_weights()
         layout = layout or ("original" if seeing else "hf")
         stored = self.dtype if dtype is None else torch_dtype(dtype)
-        if layout == "hf":
-            config = self.architecture.config_fields()
-            config[EXPORT_KEY] = self.architecture.spec_fields()
-            if self._release_config is not None:
-                config[RELEASE_KEY] = dict(self._release_config)
-        elif self._release_config is None:
-            raise ValueError(
-                "layout: expected 'hf' for a model that came from no family's own files, got "
-                f"{layout!r}"
-            )
-        else:
-            config = dict(self._release_config)
-            if self.spec.mask_id != UNKNOWN_ID:
-                config["mask_token_id"] = self.spec.mask_id
-            if self.spec.attention == "block":
-                config[FAMILIES[self.spec.family].block[0]] = self.spec.block_size
-            if not seeing:
-                config.pop("mm_vision_tower", None)  # it is not in the files
+        config = self._exported_config(layout, has_tower=bool(seeing))
         # One spelling for new and old readers alike.
         config.pop("torch_dtype", None)
         config["dtype"] = str(stored).removeprefix("torch.")
@@ -496,6 +479,28 @@ class HFBackbone(nn.Module, Backbone):
             )
         if _is_first_process():
             write_json_object(folder / "config.json", config)
+
+    def _exported_config(self, layout: ExportLayout, *, has_tower: bool) -> dict[str, Any]:
+        """What :meth:`export` writes as ``config.json``, but for the dtype."""
+        if layout == "hf":
+            config = self.architecture.config_fields()
+            config[EXPORT_KEY] = self.architecture.spec_fields()
+            if self._release_config is not None:
+                config[RELEASE_KEY] = dict(self._release_config)
+            return config
+        if self._release_config is None:
+            raise ValueError(
+                "layout: expected 'hf' for a model that came from no family's own files, got "
+                f"{layout!r}"
+            )
+        config = dict(self._release_config)
+        if self.spec.mask_id != UNKNOWN_ID:
+            config["mask_token_id"] = self.spec.mask_id
+        if self.spec.attention == "block":
+            config[FAMILIES[self.spec.family].block[0]] = self.spec.block_size
+        if not has_tower:
+            config.pop("mm_vision_tower", None)  # it is not in the files
+        return config
 
     def describe(self) -> dict[str, Any]:
         """Provenance as plain JSON values.

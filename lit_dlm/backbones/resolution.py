@@ -376,6 +376,28 @@ def _hf_sizes(config: Mapping[str, Any], source: str, *, decoder: str) -> dict[s
     kinds = sorted({"full_attention", *(config.get("layer_types") or ())})
     _refuse({"layer_types": kinds}, {"layer_types": ["full_attention"]}, source)
     needed = _need(config, *_HF_SIZES.values(), source=source)
+    theta, scaling = _rotary(config, source, decoder=decoder)
+    return {
+        **dict(zip(_HF_SIZES, needed, strict=True)),
+        "num_kv_heads": config.get("num_key_value_heads"),
+        "head_dim": config.get("head_dim"),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "max_positions": config.get("max_position_embeddings", 4096),
+        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
+        "initializer_range": config.get("initializer_range", 0.02),
+        "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "attention_bias": bool(config.get("attention_bias")),
+        "mlp_bias": bool(config.get("mlp_bias")),
+        "attention_dropout": float(config.get("attention_dropout") or 0.0),
+        "experts": _experts(config, source, decoder=decoder),
+    }
+
+
+def _rotary(
+    config: Mapping[str, Any], source: str, *, decoder: str
+) -> tuple[float, dict[str, Any] | None]:
+    """Base of the rotary frequencies, and what else is said of them."""
     scaling = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
     theta = scaling.pop("rope_theta", None) or config.get("rope_theta")
     if theta is None:
@@ -389,21 +411,7 @@ def _hf_sizes(config: Mapping[str, Any], source: str, *, decoder: str) -> dict[s
         scaling = {}
     if decoder == "glm4_moe":
         scaling["partial_rotary_factor"] = part or 0.5  # the family's and transformers' default
-    return {
-        **dict(zip(_HF_SIZES, needed, strict=True)),
-        "num_kv_heads": config.get("num_key_value_heads"),
-        "head_dim": config.get("head_dim"),
-        "rope_theta": float(theta),
-        "rope_scaling": scaling or None,
-        "max_positions": config.get("max_position_embeddings", 4096),
-        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
-        "initializer_range": config.get("initializer_range", 0.02),
-        "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
-        "attention_bias": bool(config.get("attention_bias")),
-        "mlp_bias": bool(config.get("mlp_bias")),
-        "attention_dropout": float(config.get("attention_dropout") or 0.0),
-        "experts": _experts(config, source, decoder=decoder),
-    }
+    return float(theta), scaling or None
 
 
 def _experts(config: Mapping[str, Any], source: str, *, decoder: str) -> Experts | None:

@@ -79,22 +79,12 @@ def load_weights(
                 if ours is not None and ours not in optional:
                     unknown.append(key)
                 continue
-            found = parameters[ours]
-            targets = [found] if isinstance(found, Tensor) else found
-            expected = (sum(one.shape[0] for one in targets), *targets[0].shape[1:])
-            if expected != tensor.shape:
-                raise ValueError(
-                    f"{path.name}: {key} has shape {tuple(tensor.shape)}, expected "
-                    f"{expected} from config.json"
-                )
-            target = targets[0]
-            is_same = target.device == tensor.device and (as_stored or target.dtype == tensor.dtype)
-            if is_same and target is found:
-                target.data = mapped[ours] = tensor
-            else:
-                rows = tensor.split([len(one) for one in targets])
-                for one, part in zip(targets, rows, strict=True):
-                    one.copy_(part)
+            try:
+                is_mapped = _give(parameters[ours], tensor, as_stored=as_stored)
+            except ValueError as error:
+                raise ValueError(f"{path.name}: {key} {error} from config.json") from error
+            if is_mapped:
+                mapped[ours] = tensor
             missing.discard(ours)
     if unknown or missing:
         raise ValueError(
@@ -103,6 +93,22 @@ def load_weights(
             "another model"
         )
     return mapped
+
+
+def _give(found: Tensor | Sequence[Tensor], tensor: Tensor, *, as_stored: bool) -> bool:
+    """Gives one target or several the values of a tensor; whether it now is the target's memory."""
+    targets = [found] if isinstance(found, Tensor) else found
+    expected = (sum(one.shape[0] for one in targets), *targets[0].shape[1:])
+    if expected != tensor.shape:
+        raise ValueError(f"has shape {tuple(tensor.shape)}, expected {expected}")
+    target = targets[0]
+    is_same = target.device == tensor.device and (as_stored or target.dtype == tensor.dtype)
+    if is_same and target is found:
+        target.data = tensor
+        return True
+    for one, part in zip(targets, tensor.split([len(one) for one in targets]), strict=True):
+        one.copy_(part)
+    return False
 
 
 def read_weights(path: Path, *, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:

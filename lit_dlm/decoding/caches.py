@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -288,40 +288,16 @@ class CacheSession:
         With them the ``(b, L)`` bool cells that this step must commit, alone in their row; ``None``
         when there are none in any row.
         """
-        length = state.ids.shape[1]
-        spans: list[Span] = []
-        entered: list[int] = []  # rows that refresh
-        new_block: list[int] = []
         new = [row for row, begin in enumerate(self._begins) if begin is None]
-        for row, column in enumerate(state.frontier):
-            begin, end = self._bounds(self._window, row, column, state)
-            last, final = self._begins[row], None
-            if last is not None:
-                final, _ = self._bounds(self._blocks_of, row, last, state)
-            block, block_end = self._bounds(self._blocks_of, row, column, state)
-            # What a part attends to ends with its block.
-            seen = block_end if self._has_parts else length
-            is_open = self._has_parts and (column == begin or self._ahead[row])
-            # Where the block is the one of the step before, its surroundings are cached already.
-            if begin == last and not is_open:
-                spans.append(self._scheme.step_span(begin, end, seen))
-                continue
-            self._ahead[row] = block != final and column == block
-            if block != final:
-                new_block.append(row)
-            # Columns left of the block before this one hold what they will always hold.
-            if final is None:
-                final = self._firsts[row] if self._block_causal else 0
-            spans.append(self._scheme.refresh_span(block, block_end, final, length))
-            entered.append(row)
-            self._begins[row] = begin
-            self.num_refreshes[row] += 1
+        found = [self._span(row, column, state) for row, column in enumerate(state.frontier)]
+        spans, kinds = map(list, zip(*found, strict=True))
+        entered = [row for row, kind in enumerate(kinds) if kind != "step"]  # they refresh
         if self._block_causal and new:
             self._run_prompts(state, new, spans)
         # Rows that refresh and rows that step have spans of different widths: one forward would
         # pad all rows to the widest. Block-causal refreshes are two blocks wide at most.
         is_alike = self._block_causal or len(entered) in (0, len(spans))
-        forced = self._first_cells(state, new_block) if self._commits_first else None
+        forced = self._first_cells(state, kinds) if self._commits_first else None
         if is_alike or self._canvas.takes_sequences(spans):
             several_blocks = self._block_causal and bool(entered)
             self._canvas.forward(state.ids, spans, block_causal=several_blocks, columns=columns)
@@ -332,6 +308,31 @@ class CacheSession:
                     state.ids, [spans[row] for row in rows], rows=rows, columns=columns
                 )
         return self._canvas.read(columns), forced
+
+    def _span(
+        self, row: int, column: int, state: DecodeState
+    ) -> tuple[Span, Literal["step", "refresh", "block"]]:
+        """What a row computes whose leftmost mask is in a column, and what it refreshes."""
+        begin, end = self._bounds(self._window, row, column, state)
+        block, block_end = self._bounds(self._blocks_of, row, column, state)
+        last, length = self._begins[row], state.ids.shape[1]
+        is_open = self._has_parts and (column == begin or self._ahead[row])
+        # Where the block is the one of the step before, its surroundings are cached already.
+        if begin == last and not is_open:
+            # What a part attends to ends with its block.
+            seen = block_end if self._has_parts else length
+            return self._scheme.step_span(begin, end, seen), "step"
+        # Columns left of the block before this one hold what they will always hold.
+        final = self._firsts[row] if self._block_causal else 0
+        is_new = last is None
+        if last is not None:
+            final, _ = self._bounds(self._blocks_of, row, last, state)
+            is_new = block != final
+        self._ahead[row] = is_new and column == block
+        self._begins[row] = begin
+        self.num_refreshes[row] += 1
+        span = self._scheme.refresh_span(block, block_end, final, length)
+        return span, "block" if is_new else "refresh"
 
     def _run_prompts(self, state: DecodeState, new: list[int], spans: list[Span]) -> None:
         """Runs what lies before the first block of rows that are new, each prompt once.
@@ -381,8 +382,9 @@ class CacheSession:
             if (of := known[self._prompts[row]]) != row and begin > self._firsts[row]
         }
 
-    def _first_cells(self, state: DecodeState, rows: list[int]) -> Tensor | None:
+    def _first_cells(self, state: DecodeState, kinds: Sequence[str]) -> Tensor | None:
         """The first cell of each block that was entered, where it is masked."""
+        rows = [row for row, kind in enumerate(kinds) if kind == "block"]
         if not rows:
             return None
         at = torch.tensor([rows, [self._begins[row] for row in rows]])
