@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lit_dlm.backbones import HFBackbone, resolve
+from lit_dlm.backbones.lora import adapter_parameters
 from lit_dlm.ops.batches import aligned
 from tests.backbones.reference import HF, LLADA, raw_logits
 
@@ -114,6 +115,14 @@ def write(
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
+
+
+def randomise(backbone: HFBackbone, *names: str) -> None:
+    """Lets adapters do something: new ones are the identity."""
+    generator = torch.Generator().manual_seed(0)
+    for name in ("default", *names):
+        for _, parameter in adapter_parameters(backbone.model, name):
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
 
 
 def assert_logits(backbone: HFBackbone, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
