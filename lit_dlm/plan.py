@@ -139,18 +139,26 @@ class _Model:
         return self.num_trained * (self.weight if self.trains_all else 4)
 
     def adapted(self, lora: LoRASettings) -> list[tuple[int, ...]]:
-        """Shapes of the matrices that an adapter adapts."""
+        """Shapes of the matrices that an adapter adapts, of experts all of a layer in one."""
+        modules, adapts_experts = lora.modules(), False
+        if self.architecture.experts is not None:
+            modules, adapts_experts = lora.beside_experts()
         return [
             shape
             for key, shape in self.shapes.items()
-            if len(shape) == 2 and key.split(".")[-2] in lora.modules()
+            if (len(shape) == 2 and key.split(".")[-2] in modules)
+            or (len(shape) == 3 and adapts_experts)
             if lora.layers is None or int(key.split(".")[2]) in lora.layers
         ]
 
     @property
     def num_adapter(self) -> int:
         """Parameters of adapters."""
-        return sum(lora.rank * sum(map(sum, self.adapted(lora))) for lora in self.adapters)
+        return sum(
+            lora.rank * math.prod(shape[:-2]) * sum(shape[-2:])
+            for lora in self.adapters
+            for shape in self.adapted(lora)
+        )
 
     def on_host(self) -> dict[str, int]:
         """What rollouts put back when an adapter is no longer merged."""
@@ -179,14 +187,22 @@ class _Model:
             + 8 * min(scored * a.vocab_size, CHUNK_ELEMENTS[run["device"]])
             + 4 * a.vocab_size * D * self.trains_all,
         }
+        found["experts with their adapter"] = self._adapted_experts()
         if self.is_sharded:  # embedding, head and two layers at a time
             sizes = {key: math.prod(shape) for key, shape in self.shapes.items()}
-            layer = sum(size for key, size in sizes.items() if ".layers.0." in key)
+            last = f".layers.{a.num_layers - 1}."  # the first ones may lack experts
+            layer = sum(size for key, size in sizes.items() if last in key)
             ends = sum(size for key, size in sizes.items() if ".layers." not in key)
             found["gathered weights"] = s * (2 * layer + ends)
             # Gradients in the dtype of products until they are summed in float32, a layer behind.
             found["whole gradients"] = (s * (layer + ends) + 8 * layer) * self.trains_all
         return found | self.copies
+
+    def _adapted_experts(self) -> int:
+        """Bytes of sums that peft makes of experts and their adapter, kept for the backward."""
+        shapes = [shape for one in self.adapters[:1] for shape in self.adapted(one)]
+        sums = self.computed * sum(math.prod(shape) for shape in shapes if len(shape) == 3)
+        return sums // (self.architecture.num_layers if self.recompute else 1)
 
     def _layer(self) -> tuple[int, int, int]:
         """Bytes a token of a layer: kept whole, kept to compute it again, passing in its backward.
@@ -194,7 +210,7 @@ class _Model:
         Masks make attention repeat keys and values for all query heads.
         """
         a, s, r = self.architecture, self.computed, self.stream
-        D, E = a.hidden_size, a.intermediate_size
+        D, E = a.hidden_size, a.inner_width
         Q, K = a.num_heads * a.head_width, a.kv_heads * a.head_width
         sides = {  # what each product takes and gives
             "q_proj": (D, Q), "k_proj": (D, K), "v_proj": (D, K), "o_proj": (Q, D),
@@ -204,7 +220,11 @@ class _Model:
         # An adapter takes a copy in each place, as autocast does of a wider stream.
         fed = sum(one for one, _ in adapted) or E + (5 * D if r > s else 2 * D)
         # Inputs of norms; query, keys, values and output; the gate, its SiLU, what it is put on.
-        whole = 2 * r * D + s * (fed + 4 * Q + 3 * E + (Q + K) * (a.decoder == "qwen3"))
+        whole = 2 * r * D + s * (
+            fed + 4 * Q + 3 * E + (Q + K) * (a.decoder not in ("qwen2", "llama"))
+        )
+        if a.experts is not None:  # each takes and gives rows of its own, sorted and in order
+            whole += 5 * s * D * a.experts.per_token
         small = r * D
         if self.recompute == "selective":
             small += s * (Q + sum(one for _, one in [*sides.values(), *adapted]))
@@ -220,12 +240,14 @@ class _Model:
         cells = rows * min(width, run["response"])
         columns = tokens = rows * (run["prompt"] + run["response"])
         if cache.endswith("BlockCache"):  # prompts run apart, a step two blocks at most
-            tokens = min(rows * run["prompt"], max(PROMPT_TOKENS, run["prompt"])) + 2 * cells
+            tokens = min(rows * run["prompt"], max(PROMPT_TOKENS, run["prompt"]))
+            tokens += 2 * rows * max(min(width, run["response"]), a.block_size or 0)
         if decoder.get("guidance"):  # rows of both prompts, and what their logits make together
             tokens, cells = 2 * tokens, 5 * cells
         logits = cells * a.vocab_size
+        moved = 0 if a.experts is None else D * a.experts.per_token
         found = {
-            "activations": tokens * 3 * (self.stream * D + s * a.intermediate_size),
+            "activations": tokens * 3 * (self.stream * D + s * (a.inner_width + moved)),
             "logits": s * logits + min(48 * logits, _SCORED[run["device"]]),
         }
         is_cached = bool(cache) and not cache.endswith("NoCache")

@@ -10,6 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Str
 from torch import Tensor, nn
 
 from lit_dlm.backbones import Architecture, HFBackbone
+from lit_dlm.backbones.experts import Experts
 from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.datamodules.supervised import SupervisedDataModule
 from lit_dlm.losses.states import NoisyStates
@@ -24,6 +25,17 @@ SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_layers": 2,
     "num_heads": 2, "initializer_range": 0.3, "mask_id": MASK, "pad_id": PAD, "eos_ids": (EOS,),
 }  # fmt: skip
+
+
+EXPERTS: dict[str, Any] = {
+    "decoder": "glm4_moe",
+    "attention": "block",
+    "block_size": 3,
+    "experts": Experts(
+        number=8, per_token=3, width=8, groups=4, groups_per_token=2, shared=1, first_dense=1
+    ),
+}
+"""Changes of a model that make it a small LLaDA2."""
 
 
 def small(
@@ -44,6 +56,8 @@ def small(
     )
     if is_double:
         model.double()
+        if "experts" in changes:  # grouped products know no float64
+            model.model.set_experts_implementation("batched_mm")
     for name, value in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(value, std=0.2)

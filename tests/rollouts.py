@@ -32,7 +32,7 @@ from lit_dlm.rl.step import MicroBatch, fill_advantages, fill_old_scores, shard_
 from lit_dlm.toy.word_problems import WordProblems
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
-from tests.finetuning import EOS, MASK, PAD, VOCAB, G, quiet, small  # noqa: F401 - for others
+from tests.finetuning import EOS, EXPERTS, MASK, PAD, VOCAB, G, quiet, small  # noqa: F401 - for others
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llada": {},
@@ -40,6 +40,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "block from the sequence": {"attention": "block", "block_size": 3},
     "shifted block": {"attention": "block", "block_size": 3, "shift": 1},
     "block from the response": {"attention": "block", "block_size": 3, "block_origin": "response"},
+    "experts": EXPERTS,
 }
 """Architecture settings of every kind of attention and alignment."""
 

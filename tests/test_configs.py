@@ -4,7 +4,8 @@ import pytest
 import yaml
 
 import cli
-from lit_dlm.config_files import FOLDER, packaged
+from lit_dlm.config_files import FOLDER, load, packaged
+from tests.twins import RELEASES
 
 pytestmark = pytest.mark.slow  # every case builds the whole command line
 BENCHMARK = ("predict", "--config=exp/benchmark_tiny")
@@ -23,13 +24,18 @@ def test_trainer_parses_on_top_of_an_experiment(name: str, capsys):
     assert "accelerator:" in _print_config(capsys, *BENCHMARK, f"--config={name}")
 
 
-def test_the_backbone_that_no_experiment_names_is_valid(capsys):
+def test_backbones_that_no_experiment_names_are_valid(capsys):
     """Of the others each is that of an experiment, and runs with it."""
     used = "".join(path.read_text() for path in (FOLDER / "exp").glob("*.yaml"))
     used += "".join(path.read_text() for path in (FOLDER / "method").glob("*.yaml"))
-    (name,) = [name for name in packaged("backbone") if f"{name}.yaml" not in used]
+    names = {name for name in packaged("backbone") if f"{name}.yaml" not in used}
+    for name in names - {"backbone/from_ar"}:
+        entry = load(name)
+        assert entry["class_path"] == "HFBackbone"
+        assert entry["init_args"].keys() == {"path", "dtype"}
+        assert entry["init_args"]["path"] in {*RELEASES, "dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1"}
     assert "Qwen/Qwen2.5-0.5B" in _print_config(
-        capsys, *BENCHMARK, f"--model.init_args.backbone={name}.yaml"
+        capsys, *BENCHMARK, "--model.init_args.backbone=backbone/from_ar.yaml"
     )
 
 

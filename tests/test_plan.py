@@ -12,6 +12,7 @@ import lit_dlm.datamodules
 from cli import main
 from lit_dlm import config_files
 from lit_dlm.backbones import resolution
+from lit_dlm.backbones.experts import Experts
 from lit_dlm.plan import GIB, Plan, check_run, plan_of
 from tests.twins import write_descriptions
 
@@ -92,6 +93,25 @@ def test_an_adapter_trains_its_own_weights_in_float32() -> None:
     assert plan.num_trained == trained
     assert plan.split["weights"] == 2 * PARAMETERS + 4 * trained
     assert plan.split["optimiser states"] == 8 * trained
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_all_experts_are_counted_and_those_adapted_again(recompute: bool) -> None:
+    """Eight of width 16 a layer in place of the feed-forward, of which a token meets two.
+
+    Rank 2 on each expert's gate and up in one, and on its down; peft adds them to all the experts.
+    """
+    experts = Experts(number=8, per_token=2, width=16)
+    sizes = {"decoder": "qwen3_moe", "experts": experts}
+    lora = {"rank": 2, "targets": ["gate_proj", "up_proj", "down_proj"]}
+    plan = planned(sizes=sizes, lora=lora, gradient_checkpointing=recompute)
+    layer = 2 * D * D + 2 * D * D // 2 + 2 * D + 2 * (D // 4)  # no biases, norms of q and k
+    layer += 8 * 3 * D * 16 + 8 * D
+    trained = LAYERS * 8 * 2 * ((D + 2 * 16) + (16 + D))
+    assert plan.num_parameters == 2 * V * D + LAYERS * layer + D + trained
+    assert plan.num_trained == trained
+    held = 4 * 8 * 3 * D * 16 * (1 if recompute else LAYERS)
+    assert plan.training["experts with their adapter"] == held
 
 
 def test_sharding_divides_what_is_trained_and_gathers_two_layers_and_the_ends() -> None:

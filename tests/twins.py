@@ -113,6 +113,13 @@ _QWEN25_TOKENS = Vocabulary(
     template=_chatml("You are Qwen, created by Alibaba Cloud. You are a helpful assistant."),
     named={"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
 )
+_FAST_DLLM_TOKENS = Vocabulary(
+    added=(*_QWEN_TOKENS, "|<MASK>|"),
+    num_ordinary=151643,
+    files="vocab.json",
+    template=_chatml("You are a helpful assistant."),
+    named={"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
+)
 _LLADA_TOKENS = Vocabulary(
     added=tuple(
         _LLADA_NAMED.get(number, f"<|reserved_token_{number - 126084}|>")
@@ -127,6 +134,25 @@ _LLADA_TOKENS = Vocabulary(
         "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}"
     ),
     named={**_END, "bos_token": "<|startoftext|>", "cls_token": "[CLS]"},
+)
+
+_LING_NAMED = {
+    156891: "<|startoftext|>", 156892: "<|endoftext|>", 156893: "[CLS]", 156894: "[gMASK]",
+    156895: "<|mask|>", 156898: "<role>", 156899: "</role>", 156900: "<|role_end|>",
+}  # fmt: skip
+_LING_TOKENS = Vocabulary(
+    added=tuple(
+        _LING_NAMED.get(number, f"<|reserved_token_{number}|>") for number in range(156891, 156910)
+    ),
+    num_ordinary=156891,
+    files="tokenizer.json",
+    template=(
+        "<role>SYSTEM</role>detailed thinking off<|role_end|>{% for message in messages %}"
+        "{{ '<role>' + ('HUMAN' if message.role == 'user' else message.role | upper) + '</role>' + "
+        "message.content + '<|role_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}<role>ASSISTANT</role>{% endif %}"
+    ),
+    named={**_END, "bos_token": "<|startoftext|>", "mask_token": "<|mask|>"},
 )
 
 _QWEN2: dict[str, Any] = {
@@ -189,6 +215,43 @@ _LLADA_V: dict[str, Any] = {
     "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 500000.0,
     "tie_word_embeddings": False, "vocab_size": 126464,
 }  # fmt: skip
+_FAST_DLLM: dict[str, Any] = {
+    **{key: value for key, value in _DREAM.items() if key not in ("mask_token_id", "auto_map")},
+    "model_type": "Fast_dLLM_Qwen", "architectures": ["Fast_dLLM_QwenForCausalLM"], "bd_size": 32,
+    "eos_token_id": 151645, "max_position_embeddings": 32768, "pad_token_id": 151645,
+}  # fmt: skip
+_SDAR_30B: dict[str, Any] = {
+    **_SDAR_4B, "model_type": "sdar_moe", "architectures": ["SDARMoeForCausalLM"],
+    "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+_LING: dict[str, Any] = {
+    "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+    "num_attention_heads": 16, "num_experts_per_tok": 8, "pad_token_id": 156892,
+    "eos_token_id": 156892, "rope_scaling": None, "tie_word_embeddings": False,
+    "use_cache": False, "vocab_size": 157184,
+}  # fmt: skip
+_LLADA_MOE: dict[str, Any] = {
+    **_LING, "model_type": "llada", "architectures": ["LLaDAMoEModelLM"],
+    "dense_intermediate_size": 8192, "expert_intermediate_size": 1024, "moe_layer_freq": [1] * 16,
+    "max_position_embeddings": 8192, "moe_router_enable_expert_bias": False,
+    "moe_router_score_function": "softmax", "norm_topk_prob": None, "num_experts": 64,
+    "num_hidden_layers": 16, "num_key_value_heads": 16, "partial_rotary_factor": 1,
+    "qk_layernorm": True, "rms_norm_eps": 1e-5, "rope_theta": 50000,
+    "shared_expert_intermediate_size": None,
+}  # fmt: skip
+_LLADA2: dict[str, Any] = {
+    **_LING, "model_type": "llada2_moe", "architectures": ["LLaDA2MoeModelLM"],
+    "first_k_dense_replace": 1, "head_dim": 128, "intermediate_size": 5120, "n_group": 8,
+    "max_position_embeddings": 16384, "moe_intermediate_size": 512, "norm_head": False,
+    "moe_router_enable_expert_bias": True, "norm_topk_prob": True, "num_experts": 256,
+    "num_hidden_layers": 20, "num_key_value_heads": 4, "num_shared_experts": 1,
+    "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-6, "rope_theta": 600000,
+    "routed_scaling_factor": 2.5, "score_function": "sigmoid", "topk_group": 4,
+    "use_bias": False, "use_qkv_bias": False,
+}  # fmt: skip
 
 _SMALL_TOWER = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -209,6 +272,12 @@ RELEASES: dict[str, Release] = {
         config=_LLADA_V,
         vocabulary=_LLADA_TOKENS,
     ),
+    "inclusionAI/LLaDA-MoE-7B-A1B-Instruct": Release(config=_LLADA_MOE, vocabulary=_LING_TOKENS),
+    "inclusionAI/LLaDA2.0-mini": Release(config=_LLADA2, vocabulary=_LING_TOKENS),
+    "Efficient-Large-Model/Fast_dLLM_v2_7B": Release(
+        config=_FAST_DLLM, vocabulary=_FAST_DLLM_TOKENS
+    ),
+    "JetLM/SDAR-30B-A3B-Chat": Release(config=_SDAR_30B, vocabulary=_SDAR_TOKENS),
     "JetLM/SDAR-4B-Chat": Release(config=_SDAR_4B, vocabulary=_SDAR_TOKENS),
     "JetLM/SDAR-8B-Chat": Release(config=_SDAR_8B, vocabulary=_SDAR_TOKENS),
     "Gen-Verse/TraDo-4B-Instruct": Release(config=_SDAR_4B, vocabulary=_SDAR_TOKENS),
@@ -326,6 +395,7 @@ def _shortened(known: Release, num_ordinary: int) -> Release:
     )
 
 
+_INNER = "moe_intermediate_size"
 _HF_HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
@@ -343,9 +413,14 @@ def _sized(config: Mapping[str, Any], width: int | None, num_layers: int | None)
             sized["head_dim"] = width // 2  # not the width over the heads
         if "mm_vision_tower" in config:
             sized["vision_config"] = _SMALL_TOWER
+        if "num_experts" in config:
+            inner = "expert_intermediate_size" if "qk_layernorm" in config else _INNER
+            sized |= {"num_experts": 16, "num_experts_per_tok": 4, inner: width // 2}
         num_layers = num_layers or 2
     if num_layers is not None:
         sized["n_layers" if own else "num_hidden_layers"] = num_layers
+        if "moe_layer_freq" in config:
+            sized["moe_layer_freq"] = [1] * num_layers
     return sized
 
 

@@ -1,9 +1,10 @@
 """Everything that defines a denoiser except its weights, and the model families as plain data.
 
 A family's own configuration is first translated into an :class:`Architecture`; only this file turns
-it into a transformers configuration. Dream and DiffuCoder are Qwen2 decoders, SDAR and TraDo Qwen3
-decoders, LLaDA-V's text part a Llama decoder, all under transformers' key names; LLaDA and MMaDA
-are Llama decoders (Qwen2 with ``include_qkv_bias``) under names of their own.
+it into a transformers configuration. Dream, DiffuCoder and Fast-dLLM v2 are Qwen2 decoders, SDAR
+and TraDo Qwen3 decoders, LLaDA-V's text part a Llama decoder, all under transformers' key names;
+LLaDA and MMaDA are Llama decoders (Qwen2 with ``include_qkv_bias``) under names of their own.
+Families with experts are described in :mod:`~lit_dlm.backbones.experts`.
 """
 
 from __future__ import annotations
@@ -11,20 +12,37 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lit_dlm.backbones.base import UNKNOWN_ID, BackboneSpec
+from lit_dlm.backbones.experts import (
+    LLADA2_OPTIONS,
+    LLADA_MOE_OPTIONS,
+    WORDS,
+    Experts,
+    config_fields as fields_of_experts,
+    expert_biases,
+    from_llada2,
+    from_llada_moe,
+    llada2_key,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-DecoderType = Literal["qwen2", "llama", "qwen3"]
+DecoderType = Literal["qwen2", "llama", "qwen3", "qwen3_moe", "glm4_moe"]
 
-_DECODERS = {"qwen2": "Qwen2", "llama": "Llama", "qwen3": "Qwen3"}
+_DECODERS = {
+    "qwen2": "Qwen2",
+    "llama": "Llama",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+    "glm4_moe": "Glm4Moe",
+}
 """How transformers' classes begin, which are imported at first use: it takes seconds."""
 
 
@@ -33,7 +51,8 @@ class Architecture:
     """Sizes of a bidirectional decoder and the facts of its :class:`BackboneSpec`."""
 
     decoder: DecoderType = "qwen2"
-    """Layer type: Qwen2 (bias on q, k, v), Llama (no bias) or Qwen3 (norms on q and k)."""
+    """Layer type: Qwen2 (bias on q, k, v), Llama (no bias) or Qwen3 (norms on q and k); Qwen3-MoE
+    (softmax router) and GLM-4-MoE (sigmoid router, norms on q and k) with :attr:`experts`."""
     vocab_size: int
     """Rows of the embedding, padding rows included; logits have as many columns."""
     hidden_size: int
@@ -66,6 +85,8 @@ class Architecture:
     """Bias in the feed-forward of a Llama decoder."""
     attention_dropout: float = 0.0
     """Dropout on attention weights in training; released models have none."""
+    experts: Experts | None = None
+    """What the layers of a decoder with experts have in place of their feed-forward."""
 
     family: str = "custom"
     """See :class:`BackboneSpec`, as for all fields below."""
@@ -90,6 +111,10 @@ class Architecture:
                 f"Architecture.num_heads: expected a divisor of hidden_size {self.hidden_size} (or "
                 f"head_dim) and a multiple of num_kv_heads {self.kv_heads}, got {self.num_heads}"
             )
+        if (self.experts is None) == (self.decoder in WORDS):
+            raise ValueError(
+                f"Architecture.experts: expected with {' or '.join(WORDS)}, got {self.decoder}"
+            )
         spec = self.spec()
         ids = [spec.mask_id, spec.pad_id, spec.bos_id or 0, *spec.eos_ids, *spec.forbidden_ids]
         if beyond := [i for i in ids if not UNKNOWN_ID <= i < self.vocab_size]:
@@ -107,6 +132,14 @@ class Architecture:
         """Width of a head, filled in."""
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
+    @property
+    def inner_width(self) -> int:
+        """Inner width that a token meets in a layer, that of its experts together."""
+        if self.experts is None:
+            return self.intermediate_size
+        met = self.experts.width * (self.experts.per_token + self.experts.shared)
+        return max(met, self.intermediate_size) if self.experts.first_dense else met
+
     def spec(self) -> BackboneSpec:
         """The part that decoding and training see."""
         values = {field.name: getattr(self, field.name) for field in fields(BackboneSpec)}
@@ -119,6 +152,7 @@ class Architecture:
         # Only where they are on: a configuration without them keeps its digest.
         biases = {name: True for name in ("attention_bias", "mlp_bias") if getattr(self, name)}
         rope = {"rope_type": "default", **(self.rope_scaling or {}), "rope_theta": self.rope_theta}
+        sparse = {} if self.experts is None else fields_of_experts(self.experts, self.decoder)
         return {
             "model_type": self.decoder,
             "architectures": [f"{_DECODERS[self.decoder]}ForCausalLM"],
@@ -137,6 +171,7 @@ class Architecture:
             "tie_word_embeddings": self.tie_embeddings,
             "attention_dropout": self.attention_dropout,
             **biases,
+            **sparse,
             "pad_token_id": self.pad_id,
             "eos_token_id": [i for i in self.eos_ids if i != UNKNOWN_ID] or None,
             "bos_token_id": self.bos_id,
@@ -165,8 +200,9 @@ class Architecture:
         import torch
 
         with torch.device("meta"):
-            named = self.model_class(self.hf_config()).named_parameters()
-        return {key: tuple(parameter.shape) for key, parameter in named}
+            model = self.model_class(self.hf_config())
+        named = {**dict(model.named_parameters()), **expert_biases(model)}
+        return {key: tuple(tensor.shape) for key, tensor in named.items()}
 
     def spec_fields(self) -> dict[str, Any]:
         """The :class:`BackboneSpec` as plain JSON values."""
@@ -189,7 +225,7 @@ def _of_transformers(decoder: str, kind: str) -> Any:
     return getattr(import_module("transformers"), _DECODERS[decoder] + kind)
 
 
-KeyLayout = Literal["hf", "llada"]
+KeyLayout = Literal["hf", "llada", "llada2"]
 PEFTTask = Literal["CAUSAL_LM", "FEATURE_EXTRACTION"]
 
 
@@ -210,6 +246,12 @@ class Family:
     """How the start of text is written."""
     shift: Literal[0, 1] = 0
     attention: Literal["full", "block"] = "full"
+    block: tuple[str, int] = ("block_size", 4)
+    """With block attention: the option that says how long blocks are, and what it is if absent."""
+    translated: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    """Its ``config.json`` in transformers' words, unless they are LLaDA's."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What options of its own must say where they are there."""
     text_vocab_size: int | None = None
     """Ids from here on are tokens of pictures: what the tokenizer of the release has. A folder's
     own tokenizer overrules it."""
@@ -241,17 +283,53 @@ _SDAR = Family(
     eos_tokens=("<|endoftext|>", "<|im_end|>"),
     attention="block",
 )
+_LING_TOKENS: dict[str, Any] = {
+    "mask_tokens": ("<|mask|>",),
+    "eos_tokens": ("<|endoftext|>", "<|role_end|>"),
+    "bos_token": "<|startoftext|>",
+}
+_LLADA_MOE = Family(
+    model_types=("lladamoe", "llada"),
+    decoder="qwen3_moe",
+    translated=from_llada_moe,
+    options=LLADA_MOE_OPTIONS,
+    **_LING_TOKENS,
+)
+_LLADA2 = Family(
+    model_types=("llada2_moe", "llada21_moe"),
+    decoder="glm4_moe",
+    layout="llada2",
+    attention="block",
+    block=("block_size", 32),
+    translated=from_llada2,
+    options=LLADA2_OPTIONS,
+    **_LING_TOKENS,
+)
+_FAST_DLLM = Family(
+    model_types=("Fast_dLLM_Qwen",),
+    decoder="qwen2",
+    mask_tokens=("|<MASK>|",),
+    eos_tokens=("<|endoftext|>", "<|im_end|>"),
+    shift=1,
+    attention="block",
+    block=("bd_size", 32),
+)
 FAMILIES: dict[str, Family] = {
     "dream": _DREAM,
     "diffucoder": _DREAM,
     "llada": _LLADA,
     "mmada": replace(_LLADA, model_types=("mmada", "llada"), text_vocab_size=126349),
     "llada_v": replace(_LLADA, model_types=("llava_llada", "llada"), layout="hf"),
+    "a2d": replace(_SDAR, model_types=("a2d-qwen3",), mask_tokens=("<|mask|>",), attention="full"),
+    "fast_dllm": _FAST_DLLM,
+    "llada_moe": _LLADA_MOE,
+    "llada2": _LLADA2,
     "sdar": _SDAR,
     "trado": _SDAR,
+    "sdar_moe": replace(_SDAR, model_types=("sdar_moe",), decoder="qwen3_moe"),
 }
 
-PLAIN_DECODERS: tuple[DecoderType, ...] = ("qwen2", "llama", "qwen3")
+PLAIN_DECODERS: tuple[DecoderType, ...] = get_args(DecoderType)
 """Model types of autoregressive checkpoints and of our own exports."""
 
 _TOLD_BY_FOLDER = ("diffucoder", "mmada", "trado")
@@ -269,13 +347,18 @@ def family_of(config: Mapping[str, Any], *, source: str, wanted: str | None = No
         wanted: a name that the user asked for.
     """
     model_type = config.get("model_type")
-    # LLaDA-V's own classes call their text part llada too, but with transformers' option names.
+    # LLaDA-V's own classes call their text part llada too, but with transformers' option names, and
+    # so do LLaDA-MoE's.
     layout = "hf" if "hidden_size" in config and "d_model" not in config else "llada"
+    told_apart = (layout, layout == "hf" and bool(config.get("num_experts")))
     names = [
         name
         for name, family in FAMILIES.items()
         if model_type in family.model_types
-        and ("llada" not in family.model_types or family.layout == layout)
+        and (
+            "llada" not in family.model_types
+            or (family.layout, family.decoder in WORDS) == told_apart
+        )
     ]
     if not names or (wanted in FAMILIES and wanted not in names):
         known = {one for family in FAMILIES.values() for one in family.model_types}
@@ -311,7 +394,7 @@ _TOP_NAMES = {"wte": "model.embed_tokens", "ln_f": "model.norm", "ff_out": "lm_h
 _LLADA_BLOCK = re.compile(r"transformer\.blocks\.(\d+)\.(\w+)\.(.+)")
 _LLADA_TOP = re.compile(r"transformer\.(\w+)\.(.+)")
 _HF_BLOCK = re.compile(r"model\.layers\.(\d+)\.((?:\w+\.)?\w+)\.([^.]+)")
-_DECODER_PARTS = ("embed_tokens.", "layers.", "norm.")
+_DECODER_PARTS = ("embed_tokens.", "layers.", "norm.", "transformer.", "word_embeddings.")
 _VISION_PARTS = ("model.vision_tower.", "model.mm_projector.", "model.image_newline")
 
 LLADA_MODULES = {name: target.rpartition(".")[2] for name, target in _BLOCK_NAMES.items()}
@@ -323,16 +406,21 @@ def key_layout(family: str) -> KeyLayout:
     return FAMILIES[family].layout if family in FAMILIES else "hf"
 
 
-def our_key(key: str, layout: KeyLayout) -> str | None:
-    """The key under transformers' names of a key in a file, whose ``model.`` may be absent.
-
-    ``None`` for what carries no weight of the decoder; an unknown key comes back as it is.
-    """
+def whole_key(key: str) -> str | None:
+    """A key in a file, whose ``model.`` may be absent; ``None`` for no weight of the decoder."""
     full = key if key.startswith("model.") else f"model.{key}"
     if key.endswith("rotary_emb.inv_freq") or full.startswith(_VISION_PARTS):
         return None
-    if layout == "hf":
-        return full if key.startswith(_DECODER_PARTS) else key
+    return full if key.startswith(_DECODER_PARTS) else key
+
+
+def our_key(key: str, layout: KeyLayout) -> str:
+    """The key under transformers' names of a module of an adapter, whose ``model.`` may be absent.
+
+    An unknown key comes back as it is.
+    """
+    if layout != "llada":
+        return whole_key(key) or key
     bare = key.removeprefix("model.")
     if (block := _LLADA_BLOCK.fullmatch(bare)) and block[2] in _BLOCK_NAMES:
         return f"model.layers.{block[1]}.{_BLOCK_NAMES[block[2]]}.{block[3]}"
@@ -342,9 +430,9 @@ def our_key(key: str, layout: KeyLayout) -> str | None:
 
 
 def original_key(key: str, layout: KeyLayout) -> str:
-    """The family's own name of ``{module}.{parameter}``; the inverse of :func:`our_key`."""
-    if layout == "hf":
-        return key
+    """The family's own name of ``{module}.{parameter}``; :func:`our_key` inverts LLaDA's."""
+    if layout != "llada":
+        return llada2_key(key) if layout == "llada2" else key
     module, _, parameter = key.rpartition(".")
     for own, target in _TOP_NAMES.items():
         if module == target:

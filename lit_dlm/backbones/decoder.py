@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MethodType
 from typing import Any, Literal
@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lit_dlm.backbones.architecture import HEAD_KEY, Architecture, our_key
+from lit_dlm.backbones.architecture import HEAD_KEY, Architecture, original_key, whole_key
 from lit_dlm.backbones.attention import AttentionRoute
+from lit_dlm.backbones.experts import Piece, expert_biases
 from lit_dlm.backbones.resolution import Resolved
 from lit_dlm.backbones.weights import load_weights
 from lit_dlm.ops.batches import gather_rows
@@ -38,6 +39,8 @@ def random_decoder(
     config._attn_implementation = f"lit_dlm_{attn_implementation}"
     model = architecture.model_class(config)
     nn.Module.to(model, dtype)  # in place
+    for bias in expert_biases(model).values():
+        bias.data = bias.float()
     return model
 
 
@@ -60,20 +63,30 @@ def load_decoder(
         if resolved.file_vocab_size < architecture.vocab_size:
             model.resize_token_embeddings(resolved.file_vocab_size, mean_resizing=False)
     model.to_empty(device=torch.get_default_device())
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    ours = {**dict(model.named_parameters(remove_duplicate=False)), **expert_biases(model)}
     if architecture.tie_embeddings:  # leaving the meta device gave each its own memory
         model.lm_head.weight = model.model.embed_tokens.weight
-        del parameters[HEAD_KEY]
+        del ours[HEAD_KEY]
+    stored = resolved.pieces({key: tuple(tensor.shape) for key, tensor in ours.items()})
+    head = original_key(HEAD_KEY, resolved.layout)
     mapped = load_weights(
         files,
-        parameters,
-        rename=lambda key: our_key(key, resolved.layout),
-        optional=frozenset([HEAD_KEY] if architecture.tie_embeddings else []),
+        {key: _target(parts, ours) for key, parts in stored.items()},
+        rename=whole_key,
+        optional=frozenset([head] if architecture.tie_embeddings else []),
         as_stored=as_stored,
     )
+    mapped = {stored[key][0].key: tensor for key, tensor in mapped.items()}
     if resolved.adds_mask:
         _add_mask_row(model, mask_id=architecture.mask_id, vocab_size=architecture.vocab_size)
     return model, mapped
+
+
+def _target(parts: Sequence[Piece], ours: Mapping[str, Tensor]) -> Tensor | list[Tensor]:
+    """Where a tensor of a file goes: a whole one of ours, or pieces of some."""
+    first = ours[parts[0].key]
+    is_whole = len(parts) == 1 and not parts[0].where
+    return first if is_whole else [part.of(ours[part.key]) for part in parts]
 
 
 @torch.no_grad()

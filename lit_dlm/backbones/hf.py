@@ -1,4 +1,4 @@
-"""Masked diffusion denoiser on transformers' Qwen2, Llama and Qwen3 decoders, made bidirectional.
+"""Masked diffusion denoiser on transformers' decoders, made bidirectional.
 
 The decoders run unchanged: only the causal flag is off and the masks are ours. Checkpoints are
 translated in :mod:`~lit_dlm.backbones.resolution`, decoders built in
@@ -8,10 +8,12 @@ translated in :mod:`~lit_dlm.backbones.resolution`, decoders built in
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypedDict, Unpack
@@ -47,6 +49,7 @@ from lit_dlm.backbones.decoder import (
     replace_parts,
     torch_dtype,
 )
+from lit_dlm.backbones.experts import expert_biases, pieces
 from lit_dlm.backbones.lora import LoRASettings, differing_base, read_adapter_settings
 from lit_dlm.backbones.resolution import (
     EXPORT_KEY,
@@ -110,7 +113,7 @@ class RowContext(TypedDict, total=False):
 def _adapters_in_float32(module: nn.Module) -> Iterator[None]:
     """Keeps a move to half precision from rounding adapters and what is trained beside them.
 
-    Small updates would be rounded away.
+    Small updates would be rounded away, and so would differences of the biases of routers.
     """
     named = dict(module.named_parameters())
     has_adapter = any(".lora_" in name for name in named)
@@ -120,10 +123,11 @@ def _adapters_in_float32(module: nn.Module) -> Iterator[None]:
         if parameter.dtype == torch.float32
         and (".lora_" in name or (has_adapter and parameter.requires_grad))
     }
+    before |= {name: bias.data for name, bias in expert_biases(module).items()}
     yield
-    for name, parameter in module.named_parameters():
-        if name in before and parameter.dtype in (torch.float16, torch.bfloat16):
-            parameter.data = before[name].to(parameter.device)
+    for name, value in (*module.named_parameters(), *expert_biases(module).items()):
+        if name in before and value.dtype in (torch.float16, torch.bfloat16):
+            value.data = before[name].to(value.device)
 
 
 class HFBackbone(nn.Module, Backbone):
@@ -131,9 +135,9 @@ class HFBackbone(nn.Module, Backbone):
 
     Args:
         path: an embedded model (``tiny``), a local folder, or a hub id ``owner/name``. Folders of
-            Dream, DiffuCoder, LLaDA, MMaDA, LLaDA-V (its text part), SDAR and TraDo work as
-            released; so does what :meth:`export` wrote. Only a hub id may use the network; no code
-            is ever loaded.
+            Dream, DiffuCoder, LLaDA, MMaDA, LLaDA-V (its text part), LLaDA-MoE, LLaDA2, SDAR,
+            TraDo and SDAR-MoE work as released; so does what :meth:`export` wrote. Only a hub id
+            may use the network; no code is ever loaded.
         architecture: sizes for random weights, instead of ``path``. Seed torch before.
         dtype: of the weights and activations.
         attn_implementation: see :mod:`~lit_dlm.backbones.attention`.
@@ -214,6 +218,8 @@ class HFBackbone(nn.Module, Backbone):
             )
         self._is_4bit = load_in_4bit
         if load_in_4bit:
+            if self.architecture.experts is not None:
+                raise ValueError("HFBackbone.load_in_4bit: expected a model without experts")
             quantise(self.model)
         replace_parts(self.model)
         self._keep_rotary_in_float32()
@@ -379,6 +385,8 @@ class HFBackbone(nn.Module, Backbone):
         assert self.adapter is not None
         is_original = layout == "original" or (layout is None and self._is_release)
         names = self._names("original" if is_original else "hf")
+        if names == "llada2":  # q, k and v are one matrix there: its adapter has another rank
+            names = "hf"
         tensors = adapters.adapter_tensors(self.model, layout=names)
         trained = {
             key: plain_tensor(parameter)
@@ -428,24 +436,7 @@ class HFBackbone(nn.Module, Backbone):
         folder, seeing = Path(folder), self._vision_weights()
         layout = layout or ("original" if seeing else "hf")
         stored = self.dtype if dtype is None else torch_dtype(dtype)
-        if layout == "hf":
-            config = self.architecture.config_fields()
-            config[EXPORT_KEY] = self.architecture.spec_fields()
-            if self._release_config is not None:
-                config[RELEASE_KEY] = dict(self._release_config)
-        elif self._release_config is None:
-            raise ValueError(
-                "layout: expected 'hf' for a model that came from no family's own files, got "
-                f"{layout!r}"
-            )
-        else:
-            config = dict(self._release_config)
-            if self.spec.mask_id != UNKNOWN_ID:
-                config["mask_token_id"] = self.spec.mask_id
-            if self.spec.attention == "block":
-                config["block_size"] = self.spec.block_size
-            if not seeing:
-                config.pop("mm_vision_tower", None)  # it is not in the files
+        config = self._exported_config(layout, has_tower=bool(seeing))
         # One spelling for new and old readers alike.
         config.pop("torch_dtype", None)
         config["dtype"] = str(stored).removeprefix("torch.")
@@ -453,20 +444,34 @@ class HFBackbone(nn.Module, Backbone):
         if self.architecture.tie_embeddings:
             del weights[HEAD_KEY]
         names = self._names(layout)
-        named = {original_key(key, names): entry for key, entry in weights.items()}
+        shapes = {key: tuple(value.shape) for key, (value, _) in weights.items()}
+        parts = pieces(shapes, lambda key: original_key(key, names))
         if layout == "original":
-            named |= {key: (parameter, None) for key, parameter in seeing.items()}
+            weights |= {key: (parameter, None) for key, parameter in seeing.items()}
+            parts |= pieces({key: tuple(value.shape) for key, value in seeing.items()}, str)
 
-        def read(key: str) -> Tensor:
-            parameter, layer = named[key]
+        @lru_cache(1)  # the matrices of a layer's experts lie in one tensor
+        def whole(key: str) -> Tensor:
+            parameter, layer = weights[key]
             tensor = plain_tensor(parameter)
             if layer is not None:
                 tensor = adapters.merged(tensor, layer)
-            return tensor.to(device="cpu", dtype=stored)
+            return tensor.to(device="cpu", dtype=dtypes.get(key, stored))
 
+        def read(key: str) -> Tensor:
+            found = [part.of(whole(part.key)) for part in parts[key]]
+            return found[0] if len(found) == 1 else torch.cat(found)
+
+        dtypes = {key: bias.dtype for key, bias in expert_biases(self.model).items()}
         with torch.no_grad():
             save_checkpoint(
-                {key: value.numel() * stored.itemsize for key, (value, _) in named.items()},
+                {
+                    key: sum(
+                        math.prod(part.shape) * dtypes.get(part.key, stored).itemsize
+                        for part in found
+                    )
+                    for key, found in parts.items()
+                },
                 read,
                 folder,
                 max_shard_bytes=int(max_shard_gigabytes * 1e9),
@@ -474,6 +479,28 @@ class HFBackbone(nn.Module, Backbone):
             )
         if _is_first_process():
             write_json_object(folder / "config.json", config)
+
+    def _exported_config(self, layout: ExportLayout, *, has_tower: bool) -> dict[str, Any]:
+        """What :meth:`export` writes as ``config.json``, but for the dtype."""
+        if layout == "hf":
+            config = self.architecture.config_fields()
+            config[EXPORT_KEY] = self.architecture.spec_fields()
+            if self._release_config is not None:
+                config[RELEASE_KEY] = dict(self._release_config)
+            return config
+        if self._release_config is None:
+            raise ValueError(
+                "layout: expected 'hf' for a model that came from no family's own files, got "
+                f"{layout!r}"
+            )
+        config = dict(self._release_config)
+        if self.spec.mask_id != UNKNOWN_ID:
+            config["mask_token_id"] = self.spec.mask_id
+        if self.spec.attention == "block":
+            config[FAMILIES[self.spec.family].block[0]] = self.spec.block_size
+        if not has_tower:
+            config.pop("mm_vision_tower", None)  # it is not in the files
+        return config
 
     def describe(self) -> dict[str, Any]:
         """Provenance as plain JSON values.

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers import PreTrainedModel
 
 from lit_dlm.backbones.architecture import LLADA_MODULES, KeyLayout, PEFTTask, original_key, our_key
+from lit_dlm.backbones.experts import expert_biases
 from lit_dlm.backbones.resolution import read_json_object
 from lit_dlm.backbones.weights import load_weights, plain_tensor, save_weights
 from lit_dlm.ops.options import at_least, within
@@ -34,13 +35,16 @@ CONFIG_FILE = "adapter_config.json"
 
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _ALL = [*_ATTENTION, "gate_proj", "up_proj", "down_proj"]
+_FEED_FORWARD = {*_ALL} - {*_ATTENTION}
 _GROUPS = {"attn": _ATTENTION, "all": _ALL, "all-linear": _ALL}
+_EXPERT_WEIGHTS = ["down_proj", "gate_up_proj"]
+"""Tensors that hold the matrices of all experts of a layer."""
 
 # What a PEFT configuration may hold only empty or false: our layers have none of it.
 _UNSUPPORTED = (
     "fan_in_fan_out", "use_dora", "use_qalora", "use_bdlora", "lora_bias", "modules_to_save",
     "exclude_modules", "rank_pattern", "alpha_pattern", "layer_replication", "layers_pattern",
-    "target_parameters", "trainable_token_indices", "alora_invocation_tokens",
+    "trainable_token_indices", "alora_invocation_tokens",
 )  # fmt: skip
 
 
@@ -57,7 +61,8 @@ class LoRASettings:
     targets: str | list[str] = "attn"
     """``attn`` (q, k, v, o), ``all`` (these and the feed-forward), or module names such as
     ``[q_proj, v_proj]``. LLaDA's own names (``attn_out``, ``ff_proj``, ``ff_out``) mean the same
-    layers."""
+    layers. In a model with experts their matrices are meant by the names of the feed-forward, all
+    three of them; its dense layers and shared experts are left as they are."""
     rslora: bool = False
     """Divides by the square root of the rank instead (arXiv:2312.03732)."""
     layers: list[int] | None = None
@@ -85,6 +90,21 @@ class LoRASettings:
             )
         return sorted(found)
 
+    def beside_experts(self) -> tuple[list[str], bool]:
+        """In a model with experts: names of the adapted modules, and whether experts are, too."""
+        modules = set(self.modules())
+        if met := modules & _FEED_FORWARD:
+            if met != _FEED_FORWARD:
+                raise ValueError(
+                    f"lora.targets: expected {sorted(_FEED_FORWARD)} together in a model with "
+                    f"experts, got {sorted(met)}"
+                )
+            if self.dropout:
+                raise ValueError(
+                    f"lora.dropout: expected 0 for an adapter on experts, got {self.dropout}"
+                )
+        return sorted(modules - _FEED_FORWARD), bool(met)
+
 
 def read_adapter_settings(folder: Path) -> LoRASettings:
     """Reads ``adapter_config.json`` of a PEFT folder."""
@@ -97,6 +117,14 @@ def read_adapter_settings(folder: Path) -> LoRASettings:
     if asked:
         raise ValueError(f"{path}: option {asked[0]}={config[asked[0]]!r} is not supported")
     targets, layers = config.get("target_modules") or [], config.get("layers_to_transform")
+    held = {name.rpartition(".")[2] for name in config.get("target_parameters") or []}
+    if held:
+        if held != set(_EXPERT_WEIGHTS):
+            raise ValueError(
+                f"{path}: option target_parameters={config['target_parameters']!r} is not "
+                f"supported, expected {_EXPERT_WEIGHTS} of experts"
+            )
+        targets = [*targets, *_FEED_FORWARD]
     return LoRASettings(
         rank=config.get("r", 8),  # as peft where it is not said, like what follows
         alpha=config.get("lora_alpha", 8),
@@ -133,6 +161,7 @@ _PRODUCTS = (
     _ATEN.mm.default,
     _ATEN.addmm.default,
     _ATEN.bmm.default,
+    _ATEN._grouped_mm.default,
     _ATEN._scaled_dot_product_flash_attention.default,
     _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
     _ATEN._scaled_dot_product_efficient_attention.default,
@@ -166,6 +195,7 @@ def inject(model: PreTrainedModel, settings: LoRASettings, *, name: str = POLICY
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
 
+    facts = _places(model, settings)
     before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     count = len(model.model.layers)
     if settings.layers is not None and not set(settings.layers) <= set(range(count)):
@@ -175,7 +205,7 @@ def inject(model: PreTrainedModel, settings: LoRASettings, *, name: str = POLICY
     with warnings.catch_warnings():
         # That there is another adapter is the point of a name.
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")
-        inject_adapter_in_model(peft_config(settings), model, adapter_name=name)
+        inject_adapter_in_model(peft_config(settings, **facts), model, adapter_name=name)
     for parameter, flag in before:
         parameter.requires_grad_(flag)
     for layer in model.modules():
@@ -184,6 +214,22 @@ def inject(model: PreTrainedModel, settings: LoRASettings, *, name: str = POLICY
     for _, parameter in adapter_parameters(model, name):
         if parameter.dtype in (torch.float16, torch.bfloat16):
             parameter.data = parameter.data.float()
+
+
+def _places(model: nn.Module, settings: LoRASettings) -> dict[str, list[str]]:
+    """What peft is told of a model with experts, which it would look for under other names."""
+    names = {name.replace(".base_layer", "") for name, _ in model.named_parameters()}
+    found = {name for name in names if ".experts." in name and "lora_" not in name}
+    if not found:
+        return {}
+    modules, adapts_experts = settings.beside_experts()
+    held = [
+        name
+        for name in sorted(found)
+        if adapts_experts
+        if settings.layers is None or int(name.split(".")[2]) in settings.layers
+    ]
+    return {"target_modules": modules, "target_parameters": held}
 
 
 @contextmanager
@@ -275,11 +321,16 @@ def save_adapter(
         # By their paths: the bare name ff_out would also match the head.
         paths = {key.partition(".lora_")[0].partition("transformer.")[2] for key in tensors}
         targets = sorted(paths if "down_proj" in targets else {names[one] for one in targets})
+    parts = {key.removeprefix(_PREFIX).partition(".lora_")[0] for key in tensors}
+    experts = {part.removesuffix(".base_layer") for part in parts if ".experts" in part}
+    if experts:
+        targets, _ = settings.beside_experts()
     folder.mkdir(parents=True, exist_ok=True)
     save_weights(tensors, folder / WEIGHTS_FILE)
     peft_config(
         settings,
         target_modules=targets,
+        target_parameters=sorted(f"{one}.{name}" for one in experts for name in _EXPERT_WEIGHTS),
         task_type=task,
         base_model_name_or_path=base_name,
         inference_mode=True,
@@ -298,7 +349,7 @@ def load_adapter(model: nn.Module, folder: Path, *, layout: KeyLayout) -> Path:
 
     def ours(key: str) -> str:
         module, _, rest = key.removeprefix(_PREFIX).partition(".lora_")
-        names = {our_key(f"{module}.weight", one) or "" for one in (layout, "hf")}
+        names = {our_key(f"{module}.weight", one) for one in (layout, "hf")}
         keys = [f"{name.removesuffix('.weight')}.lora_{rest}" for name in names]
         return next((one for one in keys if one in wanted), key)
 
@@ -316,25 +367,34 @@ def base_parameters_adapted(model: nn.Module) -> dict[str, tuple[Tensor, nn.Modu
     """
     modules = dict(model.named_modules())
     found: dict[str, tuple[Tensor, nn.Module | None]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    stored = (*model.named_parameters(remove_duplicate=False), *expert_biases(model).items())
+    for name, parameter in stored:
         if ".lora_" in name:
             continue
         owner, _, last = name.rpartition(".")
-        parent = owner.removesuffix(".base_layer")
-        layer: Any = modules[parent]
-        is_adapted = last == "weight" and POLICY in getattr(layer, "lora_A", ())
-        found[f"{parent}.{last}"] = (parameter, layer if is_adapted else None)
+        adapted = None
+        # Around experts one layer of peft is inside the other, each for one of their tensors.
+        while owner.endswith(".base_layer"):
+            owner = owner.removesuffix(".base_layer")
+            layer: Any = modules[owner]
+            if POLICY in layer.lora_A and getattr(layer, "parameter_name", "weight") == last:
+                adapted = layer
+        found[f"{owner}.{last}"] = (parameter, adapted)
     return found
 
 
 def merged(weight: Tensor, layer: Any) -> Tensor:
     """The weight ``(out, in)`` of one of peft's layers with its adapter added, in the same dtype.
 
-    The sum is taken in float32, of float64 weights in float64, and rounded once.
+    Of experts ``(experts, out, in)``. The sum is taken in float32, of float64 weights in float64,
+    and rounded once.
     """
     dtype = torch.promote_types(weight.dtype, torch.float32)
     rows = plain_tensor(layer.lora_B[POLICY].weight).to(dtype)
     columns = plain_tensor(layer.lora_A[POLICY].weight).to(dtype)
+    if weight.ndim == 3:  # peft keeps (out, rank * experts) and (experts * rank, in)
+        rows = rows.unflatten(1, (-1, len(weight))).permute(2, 0, 1)
+        columns = columns.unflatten(0, (len(weight), -1))
     with without_autocast(weight.device):  # rollouts run inside of it
         # In place: of a released size, each temporary of this width is 100 MB or more.
         total = (rows @ columns).mul_(layer.scaling[POLICY]).add_(weight)

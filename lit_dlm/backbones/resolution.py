@@ -1,6 +1,6 @@
 """From the name of a model (bundled, folder or hub id) to its :class:`Architecture` and tokenizer.
 
-No code of a checkpoint is ever run. What the Qwen2, Llama and Qwen3 decoders cannot express is
+No code of a checkpoint is ever run. What transformers' decoders cannot express is
 refused by the option's name. Ids of special tokens are those that the folder's tokenizer gives the
 family's tokens: one id may mean different tokens in sister vocabularies (151666 is Dream's mask and
 a tool tag in SDAR's).
@@ -29,6 +29,7 @@ from lit_dlm.backbones.architecture import (
     original_key,
 )
 from lit_dlm.backbones.base import UNKNOWN_ID, Backbone, BackboneSpec
+from lit_dlm.backbones.experts import FIXED, WORDS, Experts, Piece, pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -177,10 +178,9 @@ MASK_TOKEN = "<|mask|>"
 _HF_OPTIONS = {
     "hidden_act": "silu",
     "use_sliding_window": False,
-    "num_experts": 0,
-    "num_local_experts": 0,
     "quantization_config": None,
 }
+_NO_EXPERTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 0)
 _HF_SIZES = {
     **{name: name for name in ("vocab_size", "hidden_size", "intermediate_size")},
     "num_layers": "num_hidden_layers",
@@ -245,7 +245,14 @@ class Resolved:
         A file may hold it or not.
         """
         shapes = replace(self.architecture, vocab_size=self.file_vocab_size).parameter_shapes()
-        return {original_key(key, self.layout): shape for key, shape in shapes.items()}
+        return {
+            key: (sum(piece.shape[0] for piece in parts), *parts[0].shape[1:])
+            for key, parts in self.pieces(shapes).items()
+        }
+
+    def pieces(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[Piece]]:
+        """By key of the files what of our tensors is under it."""
+        return pieces(shapes, lambda key: original_key(key, self.layout))
 
 
 def resolve(
@@ -281,7 +288,7 @@ def resolve(
 
     if from_ar is not None and (model_type not in PLAIN_DECODERS or EXPORT_KEY in config):
         raise ValueError(
-            f"{source}from_ar: expected an autoregressive qwen2, llama or qwen3 checkpoint, "
+            f"{source}from_ar: expected an autoregressive {', '.join(PLAIN_DECODERS)} checkpoint, "
             f"got a diffusion model of model_type {model_type!r}"
         )
     family = None
@@ -317,18 +324,19 @@ def _family_facts(
     config: Mapping[str, Any], family: Family, tokenizer_size: int | None, source: str
 ) -> dict[str, Any]:
     """What a release of a family is, but for its special tokens."""
+    _refuse(config, family.options, source)
     sizes = _llada_sizes if family.layout == "llada" else _hf_sizes
     facts = {
         "decoder": family.decoder,
         "shift": family.shift,
         "attention": family.attention,
-        **sizes(config, source, decoder=family.decoder),
+        **sizes(family.translated(config), source, decoder=family.decoder),
     }
     if family.text_vocab_size is not None:
         words = tokenizer_size or family.text_vocab_size
         facts["text_vocab_size"] = words if facts["vocab_size"] > words else None
     if family.attention == "block":
-        facts["block_size"] = config.get("block_size", 4)
+        facts["block_size"] = config.get(*family.block)
     return facts
 
 
@@ -359,6 +367,7 @@ def _need(config: Mapping[str, Any], *options: str, source: str) -> list[Any]:
 def _hf_sizes(config: Mapping[str, Any], source: str, *, decoder: str) -> dict[str, Any]:
     """Sizes under transformers' own names (Dream, SDAR, LLaDA-V, plain decoders, our exports)."""
     options: dict[str, Any] = dict(_HF_OPTIONS)
+    options |= FIXED.get(decoder, _NO_EXPERTS)
     if decoder == "qwen2":  # which has its own biases
         options["attention_bias"] = False
     if decoder != "llama":
@@ -367,6 +376,28 @@ def _hf_sizes(config: Mapping[str, Any], source: str, *, decoder: str) -> dict[s
     kinds = sorted({"full_attention", *(config.get("layer_types") or ())})
     _refuse({"layer_types": kinds}, {"layer_types": ["full_attention"]}, source)
     needed = _need(config, *_HF_SIZES.values(), source=source)
+    theta, scaling = _rotary(config, source, decoder=decoder)
+    return {
+        **dict(zip(_HF_SIZES, needed, strict=True)),
+        "num_kv_heads": config.get("num_key_value_heads"),
+        "head_dim": config.get("head_dim"),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "max_positions": config.get("max_position_embeddings", 4096),
+        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
+        "initializer_range": config.get("initializer_range", 0.02),
+        "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "attention_bias": bool(config.get("attention_bias")),
+        "mlp_bias": bool(config.get("mlp_bias")),
+        "attention_dropout": float(config.get("attention_dropout") or 0.0),
+        "experts": _experts(config, source, decoder=decoder),
+    }
+
+
+def _rotary(
+    config: Mapping[str, Any], source: str, *, decoder: str
+) -> tuple[float, dict[str, Any] | None]:
+    """Base of the rotary frequencies, and what else is said of them."""
     scaling = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
     theta = scaling.pop("rope_theta", None) or config.get("rope_theta")
     if theta is None:
@@ -375,22 +406,24 @@ def _hf_sizes(config: Mapping[str, Any], source: str, *, decoder: str) -> dict[s
         theta = 10000.0 if is_plain else _need(config, "rope_theta", source=source)[0]
     if "type" in scaling:  # the older spelling
         scaling.setdefault("rope_type", scaling.pop("type"))
+    part = scaling.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor")
     if scaling.get("rope_type", "default") == "default":
         scaling = {}
-    return {
-        **dict(zip(_HF_SIZES, needed, strict=True)),
-        "num_kv_heads": config.get("num_key_value_heads"),
-        "head_dim": config.get("head_dim"),
-        "rope_theta": float(theta),
-        "rope_scaling": scaling or None,
-        "max_positions": config.get("max_position_embeddings", 4096),
-        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
-        "initializer_range": config.get("initializer_range", 0.02),
-        "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
-        "attention_bias": bool(config.get("attention_bias")),
-        "mlp_bias": bool(config.get("mlp_bias")),
-        "attention_dropout": float(config.get("attention_dropout") or 0.0),
-    }
+    if decoder == "glm4_moe":
+        scaling["partial_rotary_factor"] = part or 0.5  # the family's and transformers' default
+    return float(theta), scaling or None
+
+
+def _experts(config: Mapping[str, Any], source: str, *, decoder: str) -> Experts | None:
+    """What a decoder with experts has of them; transformers' words, of which all are needed."""
+    words = WORDS.get(decoder)
+    if words is None:
+        return None
+    needed = _need(config, *words.values(), source=source)
+    try:
+        return Experts(**dict(zip(words, needed, strict=True)))
+    except ValueError as error:
+        raise ValueError(f"{source}config.json: {error}") from error
 
 
 def _llada_sizes(config: Mapping[str, Any], source: str, *, decoder: str) -> dict[str, Any]:

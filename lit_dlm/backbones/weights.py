@@ -45,7 +45,7 @@ def weight_files(folder: Path) -> list[Path]:
 @torch.no_grad()
 def load_weights(
     files: Sequence[Path],
-    parameters: Mapping[str, Tensor],
+    parameters: Mapping[str, Tensor | Sequence[Tensor]],
     *,
     rename: Callable[[str], str | None],
     optional: frozenset[str] = frozenset(),
@@ -59,7 +59,8 @@ def load_weights(
 
     Args:
         files: safetensors files.
-        parameters: targets by our key.
+        parameters: targets by our key; those in a list are written in place, and take the rows of
+            one tensor, one after the other.
         rename: maps a key of the file to ours; ``None`` drops the tensor on purpose.
         optional: our keys that a file may hold or lack (the head of a tied model); a file's copy
             is ignored where ``parameters`` does not list the key.
@@ -78,16 +79,12 @@ def load_weights(
                 if ours is not None and ours not in optional:
                     unknown.append(key)
                 continue
-            target = parameters[ours]
-            if target.shape != tensor.shape:
-                raise ValueError(
-                    f"{path.name}: {key} has shape {tuple(tensor.shape)}, expected "
-                    f"{tuple(target.shape)} from config.json"
-                )
-            if target.device == tensor.device and (as_stored or target.dtype == tensor.dtype):
-                target.data = mapped[ours] = tensor
-            else:
-                target.copy_(tensor)
+            try:
+                is_mapped = _give(parameters[ours], tensor, as_stored=as_stored)
+            except ValueError as error:
+                raise ValueError(f"{path.name}: {key} {error} from config.json") from error
+            if is_mapped:
+                mapped[ours] = tensor
             missing.discard(ours)
     if unknown or missing:
         raise ValueError(
@@ -96,6 +93,22 @@ def load_weights(
             "another model"
         )
     return mapped
+
+
+def _give(found: Tensor | Sequence[Tensor], tensor: Tensor, *, as_stored: bool) -> bool:
+    """Gives one target or several the values of a tensor; whether it now is the target's memory."""
+    targets = [found] if isinstance(found, Tensor) else found
+    expected = (sum(one.shape[0] for one in targets), *targets[0].shape[1:])
+    if expected != tensor.shape:
+        raise ValueError(f"has shape {tuple(tensor.shape)}, expected {expected}")
+    target = targets[0]
+    is_same = target.device == tensor.device and (as_stored or target.dtype == tensor.dtype)
+    if is_same and target is found:
+        target.data = tensor
+        return True
+    for one, part in zip(targets, tensor.split([len(one) for one in targets]), strict=True):
+        one.copy_(part)
+    return False
 
 
 def read_weights(path: Path, *, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:

@@ -6,6 +6,7 @@ from lit_dlm.decoding.caches import (
     DualCache as DualCache,
     NoCache as NoCache,
     PrefixCache as PrefixCache,
+    SubBlockCache as SubBlockCache,
 )
 from lit_dlm.decoding.decoder import Decoder as Decoder, decode_prompts as decode_prompts
 from lit_dlm.decoding.engine import (

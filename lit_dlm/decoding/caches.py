@@ -11,10 +11,12 @@ prefix    ``[0, L)``          ``[s, L)``              ``[0, L)``      no
 horizon   ``[0, L)``          ``[s, min(e + h, L))``  the same end    no
 dual      ``[0, L)``          ``[s, e)``              ``[0, L)``      no
 block     ``[last s, e)``     ``[s, e)``              ``[0, e)``      yes
+part      ``[last s, e)``     a part of ``[s, e)``    ``[0, e)``      no
 ========  ==================  ======================  ==============  ==============
 
 Prefix and dual are Fast-dLLM's (arXiv 2505.22618), the horizon is dLLM-RL's, block is that of
-block-causal models (SDAR, arXiv 2510.06303). A refresh is an ordinary step and commits. The block
+block-causal models (SDAR, arXiv 2510.06303), parts of their blocks are Fast-dLLM v2's (arXiv
+2509.26328). A refresh is an ordinary step and commits. The block
 scheme makes a finished block final in the forward that enters the next one; the reference spends a
 forward of its own on it, with the same result.
 
@@ -32,7 +34,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -80,6 +82,11 @@ class _PartCache(CacheScheme):
 
     attention = "full"  # of the models that it is for
     commits_first = True
+    parts = "the model's own blocks"  # that the window is to go through
+
+    def fits(self, width: int, block_size: int) -> bool:
+        """Whether a window this wide is for blocks of this size."""
+        return width == block_size
 
     @abstractmethod
     def step_span(self, begin: int, end: int, length: int) -> Span:
@@ -100,13 +107,13 @@ class _PartCache(CacheScheme):
         spec = backbone.spec
         fits = (
             isinstance(window, BlockWindow)
-            and window.block_length == spec.block_size
+            and self.fits(window.block_length, spec.block_size or 0)
             and window.origin == spec.block_origin
         )
         if spec.attention != self.attention or (self.attention == "block" and not fits):
             raise ValueError(
                 f"cache: {type(self).__name__} is for {self.attention} attention"
-                + (", in the model's own blocks" if self.attention == "block" else "")
+                + (f", in {self.parts}" if self.attention == "block" else "")
                 + f"; got {spec.family} with {spec.attention} attention (block_size "
                 f"{spec.block_size}, origin {spec.block_origin!r}) and {type(window).__name__}"
             )
@@ -154,6 +161,24 @@ class BlockCache(_PartCache):
         return Span(begin, end, end)
 
 
+class SubBlockCache(BlockCache):
+    """Computes a part of a block only, and keeps what the rest of the block was like before.
+
+    As Fast-dLLM v2 samples (arXiv:2509.26328): the window goes through parts of the model's blocks.
+    Steps compute the block until the first cell of the part is known, then the part alone. Under a
+    shift a block's first cell is committed before the others.
+    """
+
+    commits_first = True
+    parts = "parts of the model's own blocks"
+
+    def fits(self, width: int, block_size: int) -> bool:
+        return width < block_size and block_size % width == 0
+
+    def step_span(self, begin: int, end: int, length: int) -> Span:
+        return Span(begin, end, length)
+
+
 class CacheSession:
     """The cache of one decode, for the rows that are still in it."""
 
@@ -184,9 +209,16 @@ class CacheSession:
             hidden_layers=hidden_layers,
         )
         self._window, self._scheme = window, scheme
+        self._blocks_of: Window = window
+        self._has_parts = isinstance(scheme, SubBlockCache)
+        if self._has_parts:
+            assert self._block_size is not None
+            self._blocks_of = BlockWindow(self._block_size, origin=self._spec.block_origin)
         self._commits_first = backbone.spec.shift == 1 and scheme.commits_first
         self._firsts = self._first_columns(state)
         self._begins: list[int | None] = [None] * num_rows
+        self._ahead = [False] * num_rows
+        """Whether a row came into a block whose first cell it did not know."""
         self._prompts: list[tuple[int, ...]] = [()] * num_rows
         self.num_refreshes = [0] * num_rows  # of every row of the batch
         window.bounds(state.start, start=state.start, length=length, first=0)  # refused early
@@ -198,7 +230,7 @@ class CacheSession:
     def take(self, kept: Sequence[int], index: Tensor) -> None:
         """Rows leave the batch, and the cache with them; ``index`` is ``kept`` on the device."""
         self._canvas.take(index)
-        for name in ("_firsts", "_begins", "_prompts", "num_refreshes"):
+        for name in ("_firsts", "_begins", "_ahead", "_prompts", "num_refreshes"):
             values = getattr(self, name)
             setattr(self, name, [values[row] for row in kept])
 
@@ -218,6 +250,12 @@ class CacheSession:
         for row in replaced:
             self._begins[row] = None
             self.num_refreshes[row] = 0
+
+    def _bounds(self, window: Window, row: int, column: int, state: DecodeState) -> tuple[int, int]:
+        """The block of a window that a column of a row is in."""
+        return window.bounds(
+            column, start=state.start, length=state.ids.shape[1], first=self._firsts[row]
+        )
 
     @staticmethod
     def _first_columns(state: DecodeState) -> list[int]:
@@ -252,32 +290,16 @@ class CacheSession:
         With them the ``(b, L)`` bool cells that this step must commit, alone in their row; ``None``
         when there are none in any row.
         """
-        length = state.ids.shape[1]
-        spans: list[Span] = []
-        entered: list[int] = []
         new = [row for row, begin in enumerate(self._begins) if begin is None]
-        for row, column in enumerate(state.frontier):
-            begin, end = self._window.bounds(
-                column, start=state.start, length=length, first=self._firsts[row]
-            )
-            final = self._begins[row]
-            # Where the block is the one of the step before, its surroundings are cached already.
-            if begin == final:
-                spans.append(self._scheme.step_span(begin, end, length))
-            else:
-                # Columns left of the block before this one hold what they will always hold.
-                if final is None:
-                    final = self._firsts[row] if self._block_causal else 0
-                spans.append(self._scheme.refresh_span(begin, end, final, length))
-                entered.append(row)
-                self._begins[row] = begin
-                self.num_refreshes[row] += 1
+        found = [self._span(row, column, state) for row, column in enumerate(state.frontier)]
+        spans, kinds = map(list, zip(*found, strict=True))
+        entered = [row for row, kind in enumerate(kinds) if kind != "step"]  # they refresh
         if self._block_causal and new:
             self._run_prompts(state, new, spans)
         # Rows that refresh and rows that step have spans of different widths: one forward would
         # pad all rows to the widest. Block-causal refreshes are two blocks wide at most.
         is_alike = self._block_causal or len(entered) in (0, len(spans))
-        forced = self._first_cells(state, entered) if self._commits_first else None
+        forced = self._first_cells(state, kinds) if self._commits_first else None
         if is_alike or self._canvas.takes_sequences(spans):
             several_blocks = self._block_causal and bool(entered)
             self._canvas.forward(state.ids, spans, block_causal=several_blocks, columns=columns)
@@ -289,13 +311,42 @@ class CacheSession:
                 )
         return self._canvas.read(columns), forced
 
+    def _span(
+        self, row: int, column: int, state: DecodeState
+    ) -> tuple[Span, Literal["step", "refresh", "block"]]:
+        """What a row computes whose leftmost mask is in a column, and what it refreshes."""
+        begin, end = self._bounds(self._window, row, column, state)
+        block, block_end = self._bounds(self._blocks_of, row, column, state)
+        last, length = self._begins[row], state.ids.shape[1]
+        is_open = self._has_parts and (column == begin or self._ahead[row])
+        # Where the block is the one of the step before, its surroundings are cached already.
+        if begin == last and not is_open:
+            # What a part attends to ends with its block.
+            seen = block_end if self._has_parts else length
+            return self._scheme.step_span(begin, end, seen), "step"
+        # Columns left of the block before this one hold what they will always hold.
+        final = self._firsts[row] if self._block_causal else 0
+        is_new = last is None
+        if last is not None:
+            final, _ = self._bounds(self._blocks_of, row, last, state)
+            is_new = block != final
+        self._ahead[row] = is_new and column == block
+        self._begins[row] = begin
+        self.num_refreshes[row] += 1
+        span = self._scheme.refresh_span(block, block_end, final, length)
+        return span, "block" if is_new else "refresh"
+
     def _run_prompts(self, state: DecodeState, new: list[int], spans: list[Span]) -> None:
         """Runs what lies before the first block of rows that are new, each prompt once.
 
         In one forward with the others every row would get queries as many as a prompt has tokens,
         and many prompts at once would need more memory than all that follows.
         """
-        begins = {row: begin for row in new if (begin := self._begins[row]) is not None}
+        begins = {
+            row: self._bounds(self._blocks_of, row, begin, state)[0]
+            for row in new
+            if (begin := self._begins[row]) is not None
+        }
         sources = self._sources(state, begins)
         prompts = [
             (row, Span(self._firsts[row], begin, begin))
@@ -333,8 +384,9 @@ class CacheSession:
             if (of := known[self._prompts[row]]) != row and begin > self._firsts[row]
         }
 
-    def _first_cells(self, state: DecodeState, rows: list[int]) -> Tensor | None:
+    def _first_cells(self, state: DecodeState, kinds: Sequence[str]) -> Tensor | None:
         """The first cell of each block that was entered, where it is masked."""
+        rows = [row for row, kind in enumerate(kinds) if kind == "block"]
         if not rows:
             return None
         at = torch.tensor([rows, [self._begins[row] for row in rows]])

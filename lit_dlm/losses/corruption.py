@@ -259,16 +259,30 @@ class TimeDelay(Corruption):
 class CoupledMasking(Corruption):
     """Random states and their complements: every target is predicted exactly once per pair.
 
-    The coupled objective that TraceRL is compared with (arXiv:2509.06949). Of a block model the
-    complement is taken in every block at once, since a state holds them all.
+    The coupled objective that TraceRL is compared with (arXiv:2509.06949), and the complementary
+    masks of Fast-dLLM v2's fine-tuning (arXiv:2509.26328: per block from 0.001 to 1, every target
+    alike). Of a block model the complement is taken in every block at once, since a state holds
+    them all.
 
     Args:
-        level: what shares a noise level, 0.1 to 0.9: ``row``, ``block`` or ``token``.
+        level: what shares a noise level: ``row``, ``block`` or ``token``.
         pairs: per sample.
+        min_t: smallest noise level.
+        max_t: largest noise level.
+        weight: how targets are weighted.
     """
 
-    def __init__(self, *, level: Literal["row", "block", "token"] = "row", pairs: int = 1) -> None:
-        self.noise = RandomMasking(min_t=0.1, max_t=0.9, level=level, copies=pairs)
+    def __init__(
+        self,
+        *,
+        level: Literal["row", "block", "token"] = "row",
+        pairs: int = 1,
+        min_t: float = 0.1,
+        max_t: float = 0.9,
+        weight: LossWeight = "1/num_targets",
+    ) -> None:
+        self.noise = RandomMasking(min_t=min_t, max_t=max_t, level=level, copies=pairs)
+        self.weight = weight
 
     def states(self, responses: Responses) -> NoisyStates:
         first = self.noise.states(responses)
@@ -278,7 +292,7 @@ class CoupledMasking(Corruption):
         sample = first.sample.repeat_interleave(2)
         maskable = responses.maskable[sample]
         return weighted_states(
-            "1/num_targets",
+            self.weight,
             sample,
             hidden=supervised | ~maskable,
             supervised=supervised,

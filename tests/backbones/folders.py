@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lit_dlm.backbones import HFBackbone
+from lit_dlm.backbones import HFBackbone, resolve
+from lit_dlm.backbones.lora import adapter_parameters
 from lit_dlm.ops.batches import aligned
 from tests.backbones.reference import HF, LLADA, raw_logits
 
@@ -47,10 +48,54 @@ _HF_CHANGES: dict[str, dict[str, Any]] = {
     "llada_v": {"model_type": "llava_llada", "num_key_value_heads": 4},
     "head_dim": {"head_dim": 20},
 }
+_SPARSE: dict[str, Any] = {
+    "vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "hidden_act": "silu",
+    "tie_word_embeddings": False, "pad_token_id": 0, "eos_token_id": 1, "mask_token_id": 3,
+    "num_experts": 8, "num_experts_per_tok": 3, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+SPARSE: dict[str, dict[str, Any]] = {
+    "llada_moe": {
+        **_SPARSE, "model_type": "llada", "num_key_value_heads": 4, "rms_norm_eps": 1e-5,
+        "dense_intermediate_size": 48, "expert_intermediate_size": 16, "moe_layer_freq": [1, 1],
+        "shared_expert_intermediate_size": None, "moe_router_enable_expert_bias": False,
+        "norm_topk_prob": None, "partial_rotary_factor": 1, "qk_layernorm": True,
+        "rope_theta": 50000,
+    },
+    "llada2": {
+        **_SPARSE, "model_type": "llada2_moe", "num_hidden_layers": 3, "head_dim": 12,
+        "intermediate_size": 48, "moe_intermediate_size": 16, "num_experts": 16,
+        "num_shared_experts": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1, "norm_topk_prob": True, "partial_rotary_factor": 0.5,
+        "rope_theta": 600000, "use_bias": False, "use_qkv_bias": False, "block_size": 4,
+        "score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+    },
+    "sdar_moe": {
+        **_SPARSE, "model_type": "sdar_moe", "head_dim": 12, "intermediate_size": 48,
+        "moe_intermediate_size": 16, "norm_topk_prob": True, "decoder_sparse_step": 1,
+        "mlp_only_layers": [], "rope_theta": 1000000.0, "attention_bias": False, "block_size": 4,
+    },
+}  # fmt: skip
+"""The same of families with experts."""
+_DENSE = {
+    **{key: value for key, value in _SPARSE.items() if "experts" not in key},
+    "intermediate_size": 48, "rope_theta": 1000000.0,
+}  # fmt: skip
+FAST_DLLM: dict[str, Any] = {**_DENSE, "model_type": "Fast_dLLM_Qwen", "bd_size": 4}
+A2D: dict[str, Any] = {**_DENSE, "model_type": "a2d-qwen3", "head_dim": 12}
 VARIANTS = {name: {**LLADA, **changes} for name, changes in _LLADA_CHANGES.items()} | {
     name: {**HF, **changes} for name, changes in _HF_CHANGES.items()
 }
 """Configurations of small models in the words of their families."""
+
+
+def weights_of(config: dict[str, Any]) -> dict[str, Tensor]:
+    """Random weights under the names of a family's files, drawn in the order of their names."""
+    generator, found = torch.Generator().manual_seed(0), {}
+    for key, shape in sorted(resolve(config).parameter_shapes().items()):
+        noise = torch.randn(shape, generator=generator) * 0.2
+        found[key] = 1 + noise if "norm" in key else noise
+    return found
 
 
 def write(
@@ -70,6 +115,14 @@ def write(
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
+
+
+def randomise(backbone: HFBackbone, *names: str) -> None:
+    """Lets adapters do something: new ones are the identity."""
+    generator = torch.Generator().manual_seed(0)
+    for name in ("default", *names):
+        for _, parameter in adapter_parameters(backbone.model, name):
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
 
 
 def assert_logits(backbone: HFBackbone, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:

@@ -18,20 +18,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lit_dlm.backbones import HFBackbone, LoRASettings, load_backbone, lora
 from lit_dlm.backbones.lora import adapter_parameters, read_adapter_settings
 from lit_dlm.modules.checkpoint import export_trained
-from tests.backbones.folders import IDS, write
+from tests.backbones.folders import IDS, randomise, write
 from tests.backbones.reference import HF, LLADA, random_tensors, raw_logits
 from tests.shared_data import shared
 
 Maker = Callable[..., HFBackbone]
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-def randomise(backbone: HFBackbone, *names: str) -> None:
-    """Lets adapters do something: new ones are the identity."""
-    generator = torch.Generator().manual_seed(0)
-    for name in ("default", *names):
-        for _, parameter in adapter_parameters(backbone.model, name):
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
 
 
 def random_adapter(

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lit_dlm.backbones.attention import AttentionRoute
 from lit_dlm.backbones.base import backbone_facts
+from lit_dlm.backbones.experts import Experts
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.heads.acceptance import AcceptanceConfig
 from lit_dlm.heads.projection import Projector, ProjectorConfig
@@ -45,6 +46,13 @@ def tiny_backbone(attn: AttentionRoute = "auto", **changes: object) -> HFBackbon
 def in_blocks(origin: str) -> dict[str, Any]:
     """Changes of a backbone that writes blocks of four."""
     return {"decoder": "qwen3", "attention": "block", "block_size": 4, "block_origin": origin}
+
+
+SPARSE: dict[str, Any] = {
+    "decoder": "qwen3_moe",
+    "experts": Experts(number=4, per_token=2, width=8),
+}
+"""Changes of a backbone whose layers have experts."""
 
 
 def scorer(

@@ -1,16 +1,19 @@
 """Cache schemes against a slow reference, in padded batches whose rows drift apart."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import lit_dlm.decoding as d
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import BlockWindow, ConfidencePolicy, Decoder, DualCache, PrefixCache
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
-from tests.decoding.models import in_blocks, scorer, tiny_backbone
+from tests.backbones.folders import FAST_DLLM, weights_of, write
+from tests.decoding.models import SPARSE, in_blocks, scorer, tiny_backbone
 from tests.decoding.slow_cache import slow_decode
 from tests.decoding.states import Recorder, as_rows_alone, decoded
 
@@ -71,13 +74,13 @@ def test_a_padded_batch_equals_the_slow_reference(scheme, shift, rule, window, b
 
 @pytest.mark.parametrize("origin", ["sequence", "response"])
 @pytest.mark.parametrize("rule", ["static", "dynamic", "tracelock"])
-@pytest.mark.parametrize("shift", [0, 1])
-def test_the_block_cache_is_exact_in_a_padded_batch(origin, rule, shift):
+@pytest.mark.parametrize("changes", [{"shift": 0}, {"shift": 1}, SPARSE])
+def test_the_block_cache_is_exact_in_a_padded_batch(origin, rule, changes):
     """Prompts of 5, 1 and 7 tokens: with blocks from the sequence's start all rows differ.
 
     What lies right of the block is computed only without a cache; no policy sees it.
     """
-    backbone = tiny_backbone(**in_blocks(origin), shift=shift)
+    backbone = tiny_backbone(**{**in_blocks(origin), **changes})
     plugs = {"window": BlockWindow(4, origin=origin), **rules(rule, backbone)}
     plain = decoded(Decoder(**plugs), backbone, PROMPTS, 10)
     cached = decoded(Decoder(cache=d.BlockCache(), **plugs), backbone, PROMPTS, 10)
@@ -86,6 +89,34 @@ def test_the_block_cache_is_exact_in_a_padded_batch(origin, rule, shift):
     # Response 10: from its own start 3 blocks; from the sequence's, ceil((P % 4 + 10) / 4).
     expected = [3] * 3 if origin == "response" else [3, 3, 4]
     assert cached.num_refreshes.tolist() == expected
+
+
+@torch.no_grad()
+def test_parts_of_blocks_are_decoded_as_the_releases_sampler_does(tmp_path):
+    """Fast-dLLM v2's own ``generate`` on random weights: blocks of 8, parts of 4, threshold 0.12.
+
+    Prompts of 11 and 5 tokens, alone and in one batch. Its forwards are 15 and 13: one for the long
+    prompt, and one for each at the end, which only keeps the last block.
+    """
+    golden = load_file(Path(__file__).parents[1] / "golden" / "families.safetensors")
+    folder = write(tmp_path / "m", FAST_DLLM, weights_of(FAST_DLLM))
+    overrides = {"block_size": 8, "forbidden_ids": [3, 39]}
+    backbone = HFBackbone(str(folder), spec_overrides=overrides).eval()
+    decoder = Decoder(
+        policy=d.ThresholdPolicy(threshold=0.12),
+        window=BlockWindow(4, origin="sequence"),
+        cache=d.SubBlockCache(),
+    )
+    long = [5, 9, 4, 7, 6, 11, 30, 2, 8, 17, 25]
+    wanted = {size: golden[f"fast_dllm.decode.part.{size}"] for size in (11, 5)}
+    both = decoded(decoder, backbone, [long, long[:5]], 21)
+    for row, (size, num_steps) in enumerate({11: 13, 5: 12}.items()):
+        tokens = wanted[size]
+        alone = decoded(decoder, backbone, [long[:size]], len(tokens))
+        assert alone.ids[0, -len(tokens) :].equal(tokens)
+        assert alone.num_steps.tolist() == [num_steps]
+        assert both.ids[row, 11:][: len(tokens)].equal(tokens)
+    assert not wanted[11].equal(golden["fast_dllm.decode.block.11"])  # the cache is not exact
 
 
 def test_sixteen_rows_in_different_blocks_share_every_forward():
@@ -100,10 +131,10 @@ def test_sixteen_rows_in_different_blocks_share_every_forward():
     assert batch.num_forwards == batch.num_steps.max()
 
 
-@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("changes", [{"shift": 0}, {"shift": 1}, SPARSE])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_tracelock_decodes_with_every_cache_and_rows_do_not_matter(scheme, shift):
-    backbone = tiny_backbone(shift=shift)
+def test_tracelock_decodes_with_every_cache_and_rows_do_not_matter(scheme, changes):
+    backbone = tiny_backbone(**changes)
     plugs = {"window": BlockWindow(4), "cache": SCHEMES[scheme]}
     as_rows_alone(Decoder(**plugs, **rules("tracelock", backbone)), backbone, PROMPTS, 10)
 
@@ -158,6 +189,11 @@ def test_a_row_that_leaves_takes_its_cache_with_it(cache):
             in_blocks("sequence"),
             {"cache": d.BlockCache(), "window": BlockWindow(2, origin="sequence")},
             "BlockCache is for block attention",
+        ),
+        (
+            in_blocks("sequence"),
+            {"cache": d.SubBlockCache(), "window": BlockWindow(4, origin="sequence")},
+            "SubBlockCache is for block attention, in parts of",
         ),
         ({}, {"cache": DualCache(), "window": d.SlidingWindow(4)}, "SlidingWindow has no blocks"),
     ],

@@ -34,6 +34,7 @@ def test_every_decode_file_parses_and_brings_its_cache(capsys: pytest.CaptureFix
         "DualCache": "confidence_dual threshold_09_dual",
         "PrefixCache": "confidence_horizon_128 confidence_prefix dllm_rl_dream dllm_rl_llada "
         "threshold_09_prefix",
+        "SubBlockCache": "sub_blocks",
     }
     assert settings["threshold_09_dual"]["policy"]["init_args"]["threshold"] == 0.9
     assert settings["confidence_horizon_128"]["cache"]["init_args"]["horizon"] == 128

@@ -85,7 +85,7 @@ def talkative(folder: Path, spoken_by: dict[str, str]) -> None:
     for path in folder.glob("*.safetensors"):
         tensors = load_file(path)
         for key, tensor in tensors.items():
-            if key.endswith(("embed_tokens.weight", "wte.weight")):
+            if key.endswith(("embed_tokens.weight", "wte.weight", "word_embeddings.weight")):
                 tensor[:, 0] = 30.0
             if key in ("lm_head.weight", "model.transformer.ff_out.weight"):
                 tensor[:, 0] = 0.0

@@ -26,6 +26,13 @@ def test_a_coupled_pair_covers_each_token_once(level: Any) -> None:
     torch.testing.assert_close(states.weight.sum(1), states.supervised.any(1).float())
 
 
+def test_noise_of_complementary_masks_may_be_that_of_fast_dllm() -> None:
+    """At levels near 1 the complement is empty; every target weighs the same."""
+    states = CoupledMasking(min_t=1.0, max_t=1.0, weight="none").states(responses())
+    assert not states.supervised[1::2].any()
+    assert states.weight.equal(states.supervised.float())
+
+
 def test_views_average_a_full_and_a_partial_estimate() -> None:
     """Factors 1/2 in the first view, 1/2t and 1/2(1 - t) in the others.
 

@@ -21,7 +21,7 @@ from lit_dlm.backbones.window_cache import WindowCache, WindowPlan
 from lit_dlm.losses.terms import masked_nelbo
 from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.modules.sharding import ShardedStrategy, decoding_weights, shard_trained, whole_weights
-from tests.finetuning import quiet, small
+from tests.finetuning import EXPERTS, quiet, small
 from tests.processes import in_processes, in_two_processes, own_megabytes
 
 STEPS, ROWS, LENGTH = 2, 4, 9
@@ -29,14 +29,15 @@ VARIANTS = {
     "full": {"lora": False, "dtype": "float32"},
     "lora": {"lora": True, "dtype": "float32"},
     "lora_bf16": {"lora": True, "dtype": "bfloat16"},
+    "experts": {"lora": True, "dtype": "float32", **EXPERTS},
 }
-"""The last one mixes a frozen bfloat16 base with float32 adapters in each layer."""
+"""The third one mixes a frozen bfloat16 base with float32 adapters in each layer."""
 
 
-def backbone(*, lora: bool, dtype: Any, tie: bool = True) -> HFBackbone:
-    """Two Qwen2 layers, shifted; with LoRA every base weight is frozen."""
+def backbone(*, lora: bool, dtype: Any, tie: bool = True, **more: Any) -> HFBackbone:
+    """Two layers, shifted, by default of Qwen2; with LoRA every base weight is frozen."""
     changes = {"vocab_size": 31, "mask_id": 30, "num_kv_heads": 1, "tie_embeddings": tie}
-    return small(lora=lora, dtype=dtype, shift=1, **changes)
+    return small(lora=lora, dtype=dtype, shift=1, **changes, **more)
 
 
 class Scored(DecodeModule):
@@ -135,8 +136,9 @@ def train_everything(rank: int, folder: Path, alone: dict[str, Scored]) -> dict[
         module = Scored(backbone(**VARIANTS[name]), visits=visits)
         fit(trainer(folder / run, strategy(kind), 2, save=save, **options), module)
         sharded = [type(part).__name__ for part in module.modules() if isinstance(part, FSDPModule)]
-        layers = ["FSDPQwen2DecoderLayer", "FSDPQwen2DecoderLayer"]
-        assert sorted(sharded) == ([] if kind == "ddp" else ["FSDPHFBackbone", *layers])
+        layer = "Glm4Moe" if name == "experts" else "Qwen2"
+        layers = 2 * [f"FSDP{layer}DecoderLayer"]
+        assert sorted(sharded) == ([] if kind == "ddp" else sorted(["FSDPHFBackbone", *layers]))
         found = weights(module)
         told[run] = (module.losses, {key: float(value.sum()) for key, value in found.items()})
         if precision:

@@ -16,7 +16,18 @@ from lit_dlm.modules.finetune import FinetuneModule
 from lit_dlm.modules.sharding import whole_weights
 from lit_dlm.modules.supervised_batch import SupervisedBatch, SupervisedExample
 from lit_dlm.modules.tabom import TABOMModule
-from tests.finetuning import VOCAB, Data, Watch, examples, quiet, run, small, trained, two_processes
+from tests.finetuning import (
+    EXPERTS,
+    VOCAB,
+    Data,
+    Watch,
+    examples,
+    quiet,
+    run,
+    small,
+    trained,
+    two_processes,
+)
 from tests.losses.reference import entropy_of, slow_ranking
 from tests.modules.supervised import batch_of, sft, slow_log_probs, tabom
 from tests.processes import in_two_processes
@@ -48,10 +59,18 @@ def slow_loss(model: TABOMModule, batch: SupervisedBatch) -> Tensor:
     return torch.stack(picked).mean() + model.rank_weight * ranking
 
 
-@pytest.mark.parametrize("shift", [0, 1])
-@pytest.mark.parametrize("ties", ["strict", "rank"])
-def test_loss_and_gradients_equal_a_slow_loop_on_full_logits(shift: int, ties: Any) -> None:
-    model = tabom(small(shift=shift), rank_weight=1.5, ties=ties)
+SPARSE = {**EXPERTS, "attention": "full", "block_size": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "ties"),
+    [
+        *(({"shift": shift}, ties) for shift in (0, 1) for ties in ("strict", "rank")),
+        (SPARSE, "strict"),
+    ],
+)
+def test_loss_and_gradients_equal_a_slow_loop_on_full_logits(changes: Any, ties: Any) -> None:
+    model = tabom(small(**changes), rank_weight=1.5, ties=ties)
     batch = batch_of(model, 6)
     wanted = slow_loss(model, batch)
     terms = model.terms(batch, seed=0)

@@ -60,11 +60,12 @@ def test_log_probs_are_those_of_the_true_states(name: str, packing: int) -> None
     mismatch, _, count = fill_old_scores(rl, batches, items).tolist()
     found = unit_table(items, "old_log_prob", len(records))
     num_sampled = 0
+    atol = 1e-7 if name == "experts" else 1e-10  # routers score in float32
     for row, record in enumerate(records):
         cells = answer_cells(record)  # all of them, each once, and nothing else
         assert found[row].isfinite().nonzero()[:, 0].tolist() == cells
         expected = direct_log_probs(backbone, record)
-        torch.testing.assert_close(found[row, cells], expected[cells], rtol=0, atol=1e-10)
+        torch.testing.assert_close(found[row, cells], expected[cells], rtol=0, atol=atol)
         num_sampled += int(np.isfinite(record.signals["commit_log_prob"][cells]).sum())
     # What the sampler noted is the same, rounded.
     assert count == num_sampled > 20

@@ -1,0 +1,196 @@
+"""Mixtures of experts in place of a decoder's feed-forward: sizes, routing, and names in files.
+
+SDAR-MoE and LLaDA-MoE (arXiv:2509.24389) are Qwen3-MoE decoders, LLaDA2 (arXiv:2512.15745) is a
+GLM-4-MoE one under names of its own. transformers keeps the matrices of a layer's experts in one
+tensor and multiplies them by torch's grouped products; files hold each matrix by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:  # checks before a run need the facts alone
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Feed-forwards of a layer, of which the router picks some for every token."""
+
+    number: int
+    """Experts that are routed to."""
+    per_token: int
+    """How many of them a token gets."""
+    width: int
+    """Inner width of each."""
+    normalised: bool = True
+    """Whether the weights of a token's experts sum to :attr:`scale`."""
+    scale: float = 1.0
+    """Factor on these weights (sigmoid routers)."""
+    groups: int = 1
+    """Groups of equally many experts; a token's lie in the best ones (arXiv:2412.19437)."""
+    groups_per_token: int = 1
+    """How many groups those are."""
+    shared: int = 0
+    """Experts that every token gets, as one feed-forward of their widths together."""
+    first_dense: int = 0
+    """Leading layers with an ordinary feed-forward."""
+
+    def __post_init__(self) -> None:
+        per_group, rest = divmod(self.number, self.groups)
+        most = per_group * self.groups_per_token
+        if rest or not 1 <= self.per_token <= most or self.groups_per_token > self.groups:
+            raise ValueError(
+                f"experts: expected {self.number} in {self.groups} equal groups, of which "
+                f"{self.groups_per_token} hold the {self.per_token} of a token"
+            )
+
+
+_QWEN3 = {
+    "number": "num_experts",
+    "per_token": "num_experts_per_tok",
+    "width": "moe_intermediate_size",
+    "normalised": "norm_topk_prob",
+}
+_GLM4 = {
+    **_QWEN3,
+    "number": "n_routed_experts",
+    "scale": "routed_scaling_factor",
+    "groups": "n_group",
+    "groups_per_token": "topk_group",
+    "shared": "n_shared_experts",
+    "first_dense": "first_k_dense_replace",
+}
+WORDS: dict[str, dict[str, str]] = {"qwen3_moe": _QWEN3, "glm4_moe": _GLM4}
+"""transformers' names of the fields of :class:`Experts`, by decoder."""
+FIXED: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"decoder_sparse_step": 1, "mlp_only_layers": []},
+    "glm4_moe": {"use_qk_norm": True, "num_nextn_predict_layers": 0},
+}
+"""What must be so, since the fields do not say otherwise."""
+
+
+def config_fields(experts: Experts, decoder: str) -> dict[str, Any]:
+    """The experts in the words of transformers' configuration."""
+    named = {word: getattr(experts, name) for name, word in WORDS[decoder].items()}
+    return {**named, **FIXED[decoder]}
+
+
+# -- configurations of families ------------------------------------------------------------------
+
+
+def from_llada_moe(config: Mapping[str, Any]) -> dict[str, Any]:
+    """LLaDA-MoE's ``config.json`` in the words of Qwen3-MoE, whose own code never normalises."""
+    kinds = config.get("moe_layer_freq") or ()
+    names = {
+        "dense_intermediate_size": "intermediate_size",
+        "expert_intermediate_size": "moe_intermediate_size",
+    }
+    return {
+        **{names.get(option, option): value for option, value in config.items()},
+        "norm_topk_prob": False,
+        "mlp_only_layers": [layer for layer, is_sparse in enumerate(kinds) if not is_sparse],
+    }
+
+
+LLADA_MOE_OPTIONS = {
+    "qk_layernorm": True,
+    "partial_rotary_factor": 1,
+    "moe_router_enable_expert_bias": False,
+    **dict.fromkeys(("shared_expert_intermediate_size", "clip_qkv")),
+}
+
+
+def from_llada2(config: Mapping[str, Any]) -> dict[str, Any]:
+    """LLaDA2's ``config.json`` in the words of GLM-4-MoE, whose own code always normalises."""
+    names = {
+        "num_experts": "n_routed_experts",
+        "num_shared_experts": "n_shared_experts",
+        "use_qkv_bias": "attention_bias",
+    }
+    return {names.get(option, option): value for option, value in config.items()}
+
+
+LLADA2_OPTIONS = {
+    "score_function": "sigmoid",
+    "norm_topk_prob": True,
+    "moe_router_enable_expert_bias": True,
+    **dict.fromkeys(("use_bias", "norm_head", "using_split_qkv_in_self_attention"), False),
+}
+
+# -- names in files ------------------------------------------------------------------------------
+
+_BIAS = "e_score_correction_bias"
+
+LLADA2_MODULES = {
+    "model.embed_tokens": "model.word_embeddings",
+    **dict.fromkeys((f"self_attn.{part}_proj" for part in "qkv"), "attention.query_key_value"),
+    "self_attn.o_proj": "attention.dense",
+    "self_attn.q_norm": "attention.query_layernorm",
+    "self_attn.k_norm": "attention.key_layernorm",
+}
+"""transformers' names of modules to LLaDA2's; q, k and v are rows of one matrix."""
+
+
+def llada2_key(key: str) -> str:
+    """LLaDA2's name of a weight under transformers' name."""
+    module, _, parameter = key.rpartition(".")
+    if parameter == _BIAS:
+        return f"{module}.expert_bias"
+    for ours, own in LLADA2_MODULES.items():
+        if module.endswith(ours):
+            return f"{module.removesuffix(ours)}{own}.{parameter}"
+    return key
+
+
+class Piece(NamedTuple):
+    """What a tensor of a file holds of one of ours."""
+
+    key: str
+    where: tuple[int | slice, ...]
+    """Of our tensor; empty for all of it."""
+    shape: tuple[int, ...]
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The piece of our tensor, in its memory."""
+        return tensor.detach()[self.where] if self.where else tensor
+
+
+def pieces(
+    shapes: Mapping[str, tuple[int, ...]], own_key: Callable[[str], str]
+) -> dict[str, list[Piece]]:
+    """By key of a file what its tensor consists of, one piece above the other.
+
+    Args:
+        shapes: of our tensors by our key.
+        own_key: the family's own name of a key.
+    """
+    found: dict[str, list[Piece]] = {}
+    for key, shape in shapes.items():
+        for name, index, part in _split(key, shape):
+            found.setdefault(own_key(name), []).append(Piece(key, index, part))
+    return found
+
+
+def _split(
+    key: str, shape: tuple[int, ...]
+) -> Iterator[tuple[str, tuple[int | slice, ...], tuple[int, ...]]]:
+    """A tensor of all experts, one matrix after the other; any other tensor as it is."""
+    module, _, last = key.rpartition(".")
+    if not module.endswith(".experts"):
+        yield key, (), shape
+        return
+    count, rows, columns = shape
+    names = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+    rows //= len(names)
+    for number in range(count):
+        for place, name in enumerate(names):
+            index = (number, slice(place * rows, (place + 1) * rows))
+            yield f"{module}.{number}.{name}.weight", index, (rows, columns)
+
+
+def expert_biases(model: nn.Module) -> dict[str, Tensor]:
+    """By key what a sigmoid router adds to its scores: no parameter, but stored, and float32."""
+    return {key: value for key, value in model.named_buffers() if key.endswith(_BIAS)}
