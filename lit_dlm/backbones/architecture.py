@@ -252,6 +252,7 @@ class Family:
     """Its ``config.json`` in transformers' words, unless they are LLaDA's."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """What options of its own must say where they are there."""
+    edits_tokens: bool = False
     text_vocab_size: int | None = None
     """Ids from here on are tokens of pictures: what the tokenizer of the release has. A folder's
     own tokenizer overrules it."""
@@ -324,6 +325,7 @@ FAMILIES: dict[str, Family] = {
     "fast_dllm": _FAST_DLLM,
     "llada_moe": _LLADA_MOE,
     "llada2": _LLADA2,
+    "llada2.1": replace(_LLADA2, edits_tokens=True),
     "sdar": _SDAR,
     "trado": _SDAR,
     "sdar_moe": replace(_SDAR, model_types=("sdar_moe",), decoder="qwen3_moe"),
@@ -332,14 +334,15 @@ FAMILIES: dict[str, Family] = {
 PLAIN_DECODERS: tuple[DecoderType, ...] = get_args(DecoderType)
 """Model types of autoregressive checkpoints and of our own exports."""
 
-_TOLD_BY_FOLDER = ("diffucoder", "mmada", "trado")
+_TOLD_BY_FOLDER = ("diffucoder", "llada2.1", "mmada", "trado")
 
 
 def family_of(config: Mapping[str, Any], *, source: str, wanted: str | None = None) -> str:
     """Names the family of a checkpoint, a key of :data:`FAMILIES`.
 
-    DiffuCoder shares its ``model_type`` with Dream, TraDo with SDAR and some MMaDA copies with
-    LLaDA; the computation is the same, so the folder's name decides what the family is called.
+    DiffuCoder shares its ``model_type`` with Dream, TraDo with SDAR, LLaDA2.1 with LLaDA2.0 and
+    some MMaDA copies with LLaDA; the computation is the same, so the folder's name decides what the
+    family is called.
 
     Args:
         config: contents of ``config.json``.

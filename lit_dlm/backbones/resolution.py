@@ -330,6 +330,7 @@ def _family_facts(
         "decoder": family.decoder,
         "shift": family.shift,
         "attention": family.attention,
+        "edits_tokens": family.edits_tokens,
         **sizes(family.translated(config), source, decoder=family.decoder),
     }
     if family.text_vocab_size is not None:

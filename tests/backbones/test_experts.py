@@ -31,18 +31,19 @@ RELEASED = {**SPARSE, "fast_dllm": FAST_DLLM, "a2d": A2D}
 
 @pytest.mark.parametrize(
     ("case", "name"),
-    [*((name, name) for name in RELEASED), ("llada21", "llada2")],
+    [*((name, name) for name in RELEASED), ("llada21", "llada2.1")],
 )
 def test_names_and_logits_are_those_of_the_families_own_code(
     tmp_path: Path, case: str, name: str
 ) -> None:
     """In their files and in ours, which transformers reads by itself."""
-    config = RELEASED[name]
+    config = RELEASED[name.removesuffix(".1")]
     tensors = weights_of(config)
     named = "\n".join(f"{key} {list(one.shape)}" for key, one in sorted(tensors.items()))
     assert zlib.crc32(named.encode()) == GOLDEN[f"{case}.names"]
-    backbone = load_backbone(write(tmp_path / "released", config, tensors, shards=2))
+    backbone = load_backbone(write(tmp_path / f"{name}-mini", config, tensors, shards=2))
     assert backbone.spec.family == name
+    assert backbone.spec.edits_tokens is (name == "llada2.1")
     expected = aligned(GOLDEN[case], backbone.spec.shift).clone()
     expected[..., backbone.spec.forbidden_ids] = -torch.inf
     logits = backbone.denoise(IDS).logits
