@@ -155,8 +155,8 @@ def unpack(wheel: Path | None, parent: Path) -> None:
 
 def control(run: Run) -> None:
     """Next-token tuning of the parent on the same rows."""
-    adapt(run, "control", "adapt", "--model.corruption", "Autoregressive")
-    tested(run, "control", "decode_control", countdown=True)
+    adapt(run, "control", "adapt", "--model.corruption", "Autoregressive", "--model.num_padding", 0)
+    decode(run, "control", "decode_control", countdown=True)
 
 
 def conversion(run: Run) -> None:
@@ -196,17 +196,17 @@ def reinforcement(run: Run) -> None:
 
 def decoding(run: Run) -> None:
     """Every model on the test list."""
-    tested(run, "full", "decode_full", countdown=True)
+    decode(run, "full", "decode_full", countdown=True)
     few = ("--data.methods", json.dumps(["threshold_0.7", "threshold_0.9"]))
     tuned = [f"{kind}-s{seed}" for seed in run.options.seeds for kind in ("tabom", "sft")]
     for name in ("rl-trace", "rl-random", *tuned):
-        tested(run, name, "decode", *few)
+        decode(run, name, "decode", *few)
 
 
 def blocks(run: Run) -> None:
     """The other conversion: attention in blocks, whose cache is exact."""
     adapt(run, "block", "adapt")
-    tested(run, "block", "decode_block", countdown=True)
+    decode(run, "block", "decode_block", countdown=True)
 
 
 STAGES = (data, control, conversion, traces, tuning, reinforcement, decoding, blocks)
@@ -242,7 +242,7 @@ def adapt(run: Run, name: str, config: str, *more: object) -> None:
     run.keep(name, adapter, name)
 
 
-def tested(run: Run, name: str, config: str, *more: object, countdown: bool = False) -> None:
+def decode(run: Run, name: str, config: str, *more: object, countdown: bool = False) -> None:
     """Decodes the test lists: word problems, and Countdown where that is asked for."""
     model = run.merged(name)
     run.command(name, "predict", config, *model, *more, *stories("test", run.options.test, 17))
@@ -304,8 +304,9 @@ class Run:
 
     def kept(self, name: str) -> Path | None:
         """The folder of a kept adapter, whose digest is checked; none if there is none yet."""
-        folder: Path = (self.options.kept or self.out / "kept") / name
-        if not folder.exists():
+        places = [place / name for place in (self.options.kept, self.out / "kept") if place]
+        folder = next((place for place in places if place.exists()), None)
+        if folder is None:
             return None
         wanted, found = (folder / "sha256").read_text().strip(), digest(folder / WEIGHTS)
         if found != wanted:
@@ -317,7 +318,7 @@ class Run:
         """Puts an adapter among the kept ones, in bfloat16, as one for the model ``base``."""
         if self.kept(name) is not None:
             return
-        folder: Path = (self.options.kept or self.out / "kept") / name
+        folder = self.out / "kept" / name
         draft = folder.with_name(f"{name}.draft")
         draft.mkdir(parents=True, exist_ok=True)
         weights = {key: value.bfloat16() for key, value in load_file(adapter / WEIGHTS).items()}
@@ -330,10 +331,10 @@ class Run:
 
     def merged(self, name: str) -> tuple[object, ...]:
         """Flags of a model with its kept adapter added to the weights."""
-        folder = self.out / "models" / name
+        folder, adapter = self.out / "models" / name, self.kept(name)
         if not (folder / "README.md").exists():  # which is written last
             base = self.out / "bases" / name if name in START else self.out / "models" / "full"
-            words = ["merge", base, folder, "--adapter", self.kept(name), "--dtype", "bfloat16"]
+            words = ["merge", base, folder, "--adapter", adapter, "--dtype", "bfloat16"]
             cli.main([*map(str, words), "--force"])
         return model_flags(folder)
 
@@ -390,7 +391,7 @@ def collect(run: Run, path: Path) -> None:
         )
         for place, _, _, found in decodes(run.out / "adapt", "*/*")
     ]
-    kept = sorted((run.options.kept or run.out / "kept").glob("*/sha256"))
+    kept = sorted((run.out / "kept").glob("*/sha256"))
     digests = {one.parent.name: one.read_text().strip() for one in kept}
     facts = {"curves": sorted(curves), "costs": costs, "sha256": digests}
     write_atomically(path.with_suffix(".json"), json.dumps(facts, indent=1) + "\n")

@@ -1,11 +1,9 @@
 """All stages of ``experiments/real_model.py`` on a small Llama."""
 
-import json
 import runpy
 import sys
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
