@@ -19,8 +19,7 @@ import json
 import random
 import shutil
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
@@ -28,11 +27,9 @@ from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
-from chain import call, problems, seed_flags, table
-from matplotlib.figure import Figure
+from chain import call, problems, seed_flags
+from real_results import NAME, collect, report
 from safetensors.torch import load_file, save_file
 from smollm2 import convert
 from stories import Stories
@@ -43,9 +40,7 @@ from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.resolution import FromAR
 from lit_dlm.modules.checkpoint import export_trained
 from lit_dlm.ops.files import write_atomically
-from lit_dlm.reports.plots import tidy_axes
-from lit_dlm.reports.results import ResultFolder, ResultRow
-from lit_dlm.reports.summary import wilson_interval
+from lit_dlm.reports.results import ResultFolder
 from lit_dlm.toy import Countdown
 
 
@@ -58,6 +53,7 @@ class Sizes:
     full_updates: int = 1_200  # at most
     block_updates: int = 400
     chunk: int = 100  # updates between two validations
+    full_chunk: int = 50  # the same where one of them ends the training
     target: int = 60  # per cent of the validation list at which training the full model stops
     validation: int = 100
     traces: int = 1_600
@@ -85,7 +81,6 @@ TEMPLATE = (
 WEIGHTS = "adapter_model.safetensors"
 SMALL = 1_000
 """Rows of an embedding that is none of a backbone's, but of TraceLock's network."""
-NAME = "real_model.parquet"
 
 
 def main() -> None:
@@ -108,7 +103,7 @@ def main() -> None:
         run = Run(options)
         for stage in STAGES:
             stage(run)
-            collect(run, results)
+            collect(run.out, results)
     report(results)
 
 
@@ -216,7 +211,8 @@ def adapt(run: Run, name: str, config: str, *more: object) -> None:
     """Trains an adapter on the parent in chunks, each validated, and keeps the last one."""
     if run.kept(name) is not None:
         return
-    most, chunk = getattr(run.options, f"{name}_updates"), run.options.chunk
+    most = getattr(run.options, f"{name}_updates")
+    chunk = run.options.full_chunk if name == "full" else run.options.chunk
     rows = {"class_path": "ResponsesFile", "init_args": {"path": str(run.out / "train.jsonl")}}
     start = ("--model.backbone.init_args.from_ar", json.dumps(asdict(START[name])))
     parent = (*model_flags(run.out / "parent"), *start)
@@ -234,8 +230,8 @@ def adapt(run: Run, name: str, config: str, *more: object) -> None:
             *("--data.methods", json.dumps([rule])),
             *stories("train", run.options.validation, 101),
         )  # fmt: skip
-        rows_ = ResultFolder(run.out / place / str(updates) / "results").rows("stories", rule)
-        right = sum(row.correct for row in rows_) / len(rows_)
+        found = ResultFolder(run.out / place / str(updates) / "results").rows("stories", rule)
+        right = sum(row.correct for row in found) / len(found)
         print(f"{name}: {right:.0%} of the validation list after {updates} updates", flush=True)
         if name == "full" and right >= run.options.target / 100:
             break
@@ -342,101 +338,6 @@ class Run:
 def digest(path: Path) -> str:
     """SHA-256 of a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-# -- results ---------------------------------------------------------------------------------------
-
-SCHEMA = pa.schema(
-    {
-        **dict.fromkeys(("model", "task", "method"), pa.dictionary(pa.int16(), pa.string())),
-        "uid": pa.string(),
-        "correct": pa.bool_(),
-        "forwards": pa.int16(),
-        "seconds": pa.float32(),
-    }
-)
-"""One row for each decode of a test list."""
-
-
-def decodes(folder: Path, pattern: str) -> Iterator[tuple[Path, str, str, list[ResultRow]]]:
-    """Results below a folder, with task and method."""
-    for place in sorted(folder.glob(pattern)):
-        found = ResultFolder(place / "results")
-        for task, method in found.pairs():
-            yield place, task, method, found.rows(task, method)
-
-
-def collect(run: Run, path: Path) -> None:
-    """Writes all decodes of the test so far; beside them validations, costs and digests."""
-    rows = [
-        (place.name, task, method, row.uid, row.correct, row.nfe, row.seconds)
-        for place, task, method, found in decodes(run.out, "*")
-        for row in found
-    ]
-    columns = zip(*rows, strict=True) if rows else [()] * len(SCHEMA)
-    draft = path.with_suffix(".draft")
-    arrays = [pa.array(list(c), type=f.type) for c, f in zip(columns, SCHEMA, strict=True)]
-    pq.write_table(pa.table(arrays, schema=SCHEMA), draft, compression="zstd")
-    draft.replace(path)
-    costs: dict[str, Counter[str]] = {}
-    lines = run.out / "costs.jsonl"
-    for line in map(json.loads, lines.read_text().splitlines() if lines.exists() else ()):
-        costs.setdefault(line.pop("command"), Counter()).update(line)
-    curves = [
-        (
-            place.parent.name,
-            int(place.name),
-            sum(row.correct for row in found) / len(found),
-            sum(row.nfe for row in found) / len(found),
-        )
-        for place, _, _, found in decodes(run.out / "adapt", "*/*")
-    ]
-    kept = sorted((run.out / "kept").glob("*/sha256"))
-    digests = {one.parent.name: one.read_text().strip() for one in kept}
-    facts = {"curves": sorted(curves), "costs": costs, "sha256": digests}
-    write_atomically(path.with_suffix(".json"), json.dumps(facts, indent=1) + "\n")
-
-
-def report(path: Path) -> None:
-    """Prints the tables and draws the figure of a results file."""
-    try:
-        frame = pq.read_table(path).to_pandas()
-        facts = json.loads(path.with_suffix(".json").read_text())
-    except (pa.ArrowInvalid, OSError, ValueError) as error:
-        told = f"--results: {path}: expected results of this experiment, got {error}"
-        raise SystemExit(told) from None
-    print(tables(frame, facts))
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
-    axis = figure.subplots()
-    chosen = frame[frame.task == "stories"]
-    keys = [chosen.model.astype(str), chosen.method.astype(str).str.partition("_")[0]]
-    for (model, family), part in chosen.groupby(keys):
-        points = part.groupby("method", observed=True)[["forwards", "correct"]].mean()
-        points = points.sort_values("forwards")
-        style = {"marker": "o", "markersize": 3, "label": f"{model}, {family}"}
-        axis.plot(points.forwards, 100 * points.correct, **style)
-    axis.set(xlabel="forwards", ylabel="right, %")
-    axis.legend(fontsize="xx-small")
-    tidy_axes(axis)
-    figure.savefig(path.with_suffix(".png"), dpi=130)
-
-
-def tables(frame: Any, facts: Mapping[str, Any]) -> str:
-    """Accuracies with Wilson's 95 %, validations, and cells a second, as Markdown."""
-    lines: list[Sequence[str]] = [["model", "task", "method", "right, % [95 %]", "forwards", "n"]]
-    for key, part in frame.groupby(["model", "task", "method"], observed=True):
-        share, count = part.correct.mean(), len(part)
-        low, high = (100 * end for end in wilson_interval(share, count))
-        right = f"{100 * share:.1f} [{low:.1f}, {high:.1f}]"
-        lines.append([*key, right, f"{part.forwards.mean():.1f}", f"{count:,}"])
-    curves: list[Sequence[str]] = [["model", "updates", "right, %", "forwards"]]
-    curves += [[name, f"{n:,}", f"{100 * r:.0f}", f"{f:.1f}"] for name, n, r, f in facts["curves"]]
-    costs: list[Sequence[str]] = [["command", "thousand cells", "minutes", "cells a CPU second"]]
-    for name, cost in facts["costs"].items():
-        rate = cost["cells"] / max(cost["cpu_seconds"], 1e-9)
-        sizes = f"{cost['cells'] / 1000:,.0f}", f"{cost['seconds'] / 60:.1f}", f"{rate:,.0f}"
-        costs.append([name, *sizes])
-    return "\n".join(map(table, (lines, curves, costs)))
 
 
 if __name__ == "__main__":
