@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from chain import table
 from matplotlib.figure import Figure
 
 from lit_dlm.ops.files import write_atomically
-from lit_dlm.reports.plots import tidy_axes
+from lit_dlm.reports.plots import Theme, common_legend, method_styles, save_themes, tidy_axes
 from lit_dlm.reports.results import ResultFolder, ResultRow
 from lit_dlm.reports.summary import wilson_interval
 
@@ -76,22 +77,27 @@ def report(path: Path) -> None:
         frame = pq.read_table(path).to_pandas()
         facts = json.loads(path.with_suffix(".json").read_text())
     except (pa.ArrowInvalid, OSError, ValueError) as error:
-        told = f"--results: {path}: expected results of this experiment, got {error}"
+        told = f"--results: {path}: expected results of this experiment, got {error!r}"
         raise SystemExit(told) from None
     print(tables(frame, facts))
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    save_themes(path.with_suffix(".png"), partial(drawn, frame[frame.task == "stories"]))
+
+
+def drawn(frame: Any, theme: Theme) -> Figure:
+    """Accuracy against forwards, a line for each model and family of methods."""
+    figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     axis = figure.subplots()
-    chosen = frame[frame.task == "stories"]
-    keys = [chosen.model.astype(str), chosen.method.astype(str).str.partition("_")[0]]
-    for (model, family), part in chosen.groupby(keys):
+    keys = [frame.model.astype(str), frame.method.astype(str).str.partition("_")[0]]
+    groups = list(frame.groupby(keys))
+    names = [family if model == "full" else f"{family}, {model}" for (model, family), _ in groups]
+    for name, (_, part), style in zip(names, groups, method_styles(names, theme), strict=True):
         points = part.groupby("method", observed=True)[["forwards", "correct"]].mean()
         points = points.sort_values("forwards")
-        style = {"marker": "o", "markersize": 3, "label": f"{model}, {family}"}
-        axis.plot(points.forwards, 100 * points.correct, **style)
+        axis.plot(points.forwards, 100 * points.correct, label=name, markersize=5, **style)
     axis.set(xlabel="forwards", ylabel="right, %")
-    axis.legend(fontsize="xx-small")
     tidy_axes(axis)
-    figure.savefig(path.with_suffix(".png"), dpi=130)
+    common_legend(figure, 3)
+    return figure
 
 
 def tables(frame: Any, facts: Mapping[str, Any]) -> str:
