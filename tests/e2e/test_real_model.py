@@ -1,0 +1,114 @@
+"""All stages of ``experiments/real_model.py`` on a small Llama."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from lit_dlm import generate
+from lit_dlm.backbones import load_backbone
+from lit_dlm.decoding import BlockCache, BlockWindow, Decoder
+from lit_dlm.decoding.policies import SequentialPolicy
+from lit_dlm.grading import Verdict
+from lit_dlm.tasks import PromptExample
+from tests.e2e.runs import ROOT
+from tests.twins import write_twin
+
+pytestmark = pytest.mark.slow
+
+SIZES = {
+    "rows": 60, "control_updates": 2, "full_updates": 4, "block_updates": 2, "chunk": 2,
+    "full_chunk": 2, "target": 101, "validation": 2, "traces": 16, "head_updates": 5,
+    "tuning_updates": 2, "rl_steps": 1, "rl_prompts": 2, "test": 3, "countdowns": 2,
+}  # fmt: skip
+
+
+def write_parent(folder: Path) -> None:
+    twin = write_twin(folder.parent / "twin", "Qwen/Qwen2.5-0.5B-Instruct", num_ordinary=2000)
+    tokenizer = AutoTokenizer.from_pretrained(twin)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def by_luck(self: object, example: PromptExample, completion: str) -> Verdict:
+    is_right = len(example.text + completion) % 3 > 0  # random weights never are
+    return Verdict(status="right" if is_right else "wrong")
+
+
+def experiment(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["real_model.py", *map(str, arguments)])
+    runpy.run_path(str(ROOT / "experiments" / "real_model.py"), run_name="__main__")
+
+
+def test_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    monkeypatch.setattr("stories.Stories.grade", by_luck)
+    out = tmp_path / "run"
+    arguments = ["--out", out, "--seeds", 0]
+    for name, size in SIZES.items():
+        arguments += [f"--{name}", size]
+    with pytest.raises(SystemExit, match="--wheel: expected the file"):
+        experiment(monkeypatch, *arguments)
+    write_parent(out / "parent")
+    experiment(monkeypatch, *arguments)
+
+    decodes = pq.read_table(out / "real_model.parquet").to_pandas()
+    sizes = decodes.groupby(["model", "task", "method"], observed=True).size()
+    assert set(sizes["full"]["stories"]) == {3}
+    assert set(sizes["full"]["stories"].index) >= {"confidence", "eb-sampler_0.1", "tracelock_0.8"}
+    assert sizes["control", "countdown", "autoregressive"] == 2
+    assert set(decodes.model) == {
+        "control", "full", "block", "sft-s0", "tabom-s0", "rl-trace", "rl-random"
+    }  # fmt: skip
+    facts = json.loads((out / "real_model.json").read_text())
+    assert [line[:2] for line in facts["curves"]] == [
+        ["block", 2], ["control", 2], ["full", 2], ["full", 4]
+    ]  # fmt: skip
+    # Four updates of 16 rows: a prompt of up to 80 tokens and 64 cells.
+    cells = facts["costs"]["annealed adapt/full"]["cells"]
+    assert 4 * 16 * 64 < cells < 4 * 16 * (64 + 80)
+
+    before = (out / "costs.jsonl").read_bytes()
+    experiment(monkeypatch, *arguments)
+    assert (out / "costs.jsonl").read_bytes() == before  # nothing is made again
+
+    follow_next_tokens(out / "models" / "control")
+
+    weights = out / "kept" / "full" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    with pytest.raises(SystemExit, match=r"full/adapter_model\.safetensors: expected sha256"):
+        experiment(monkeypatch, *arguments)
+    (out / "real_model.parquet").write_bytes(b"PAR0")
+    with pytest.raises(SystemExit, match=r"--results: .*expected results of this experiment"):
+        experiment(monkeypatch, "--results", out / "real_model.parquet")
+
+
+def follow_next_tokens(folder: Path) -> None:
+    """The control's decoder says what transformers' greedy generation does."""
+    backbone, tokenizer = load_backbone(folder), AutoTokenizer.from_pretrained(folder)
+    prompt = "Ada has 3 pens."
+    window = BlockWindow(1, origin="sequence")
+    decoder = Decoder(policy=SequentialPolicy(), window=window, cache=BlockCache())
+    found = generate(backbone, [prompt], decode=decoder, tokenizer=tokenizer, response_length=12)
+    turns = [{"role": "user", "content": prompt}]
+    text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    plain = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, is_causal=True)
+    forbidden = list(backbone.spec.forbidden_ids)
+    wanted = plain.generate(ids, max_new_tokens=12, do_sample=False, suppress_tokens=forbidden)
+    ends = tokenizer.decode(wanted[0, ids.shape[1] :], skip_special_tokens=True)
+    assert found.texts[0] == ends
