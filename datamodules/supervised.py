@@ -24,6 +24,7 @@ from lit_dlm.datamodules.resuming import (
 from lit_dlm.datamodules.supervised_sources import ModelFacts, SupervisedSource
 from lit_dlm.datamodules.trajectories import is_validation
 from lit_dlm.losses.corruption import TimeDelay
+from lit_dlm.modules.dpo import DPOModule
 from lit_dlm.modules.finetune import FinetuneModule
 from lit_dlm.modules.supervised_batch import (
     SupervisedBatch,
@@ -110,9 +111,9 @@ class SupervisedDataModule(ResumableDataModule):
             backbone=module.backbone,
         )
         examples = list(self._read(facts))
-        for example in examples:
+        for row in chain.from_iterable(example.rows() for example in examples):
             check_learnable(
-                example, facts.spec, vocab_size=facts.vocab_size, num_padding=module.num_padding
+                row, facts.spec, vocab_size=facts.vocab_size, num_padding=module.num_padding
             )
         check_decodes(examples, module, response_length=self.response_length)
         self.set_examples(examples, facts.spec, num_padding=module.num_padding)
@@ -166,7 +167,7 @@ class SupervisedDataModule(ResumableDataModule):
             if len(example.prompt_ids) > self.max_prompt_length:
                 dropped["prompt"] += 1
                 continue
-            if len(example.response_ids) > self.response_length:
+            if max(len(row.response_ids) for row in example.rows()) > self.response_length:
                 if self.overlong == "drop":
                     dropped["response"] += 1
                     continue
@@ -201,7 +202,7 @@ class SupervisedDataModule(ResumableDataModule):
     def _num_tokens(self, number: int) -> int:
         """Tokens of an example's training row."""
         example, spec = self.examples[number], self._shape["spec"]
-        cells = needed_cells(example, **self._shape)
+        cells = max(needed_cells(row, **self._shape) for row in example.rows())
         return sum(row_tokens(len(example.prompt_ids), cells, spec))
 
     def val_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
@@ -236,7 +237,8 @@ def _cut(example: SupervisedExample, length: int) -> SupervisedExample:
         for name in ("response_ids", "steps", "decode_entropy", "non_ltr")
         if getattr(example, name) is not None
     }
-    return replace(example, **arrays)
+    rejected = None if example.rejected is None else _cut(example.rejected, length)
+    return replace(example, rejected=rejected, **arrays)
 
 
 def check_learnable(
@@ -277,12 +279,20 @@ _ROWS = 256
 def check_decodes(
     examples: Sequence[SupervisedExample], module: FinetuneModule, *, response_length: int
 ) -> None:
-    """Refuses examples that lack the decode that the module's states or ties are made from.
+    """Refuses examples that lack the decode or the pair that the module's loss is made from.
 
     A process that found it in the middle of an epoch would leave the others waiting. Warns of those
     in which its cuts leave nothing to learn. Responses have at most ``response_length`` tokens.
     """
     corruption = module.corruption
+    needs_pairs = isinstance(module, DPOModule)
+    other = next((one.uid for one in examples if (one.rejected is not None) != needs_pairs), None)
+    if other is not None:
+        raise ValueError(
+            f"{other}: {type(module).__name__} expects "
+            + ("a chosen and a rejected response, got one" if needs_pairs else "one response")
+            + (" response" if needs_pairs else ", got a pair; use DPOModule")
+        )
     needed = {}
     if isinstance(module, TABOMModule) and module.ties == "rank":
         needed["decode_entropy"] = "ties 'rank' needs trajectories of level 'signals'"
