@@ -1,9 +1,9 @@
 """Policy losses of the literature against TraceRL on the embedded model, and preference pairs.
 
 Every arm begins with the embedded model, decoded too fast for it (probability 0.6 at once), and
-trains an adapter on the same prompts with the same rollouts, learning rate, rewards and seeds: 12
-RL steps of ``exp/*_tiny``, which have about as many training rows. ``dpo`` has pairs of right and
-wrong decodes of the untrained model to the same prompts, and as many updates as rows allow. All are
+trains an adapter on the same prompts with the same learning rate, rewards and seeds: 12 RL steps of
+``exp/*_tiny``, which have about as many training rows. ``dpo`` has pairs of right and wrong decodes
+of the untrained model, as many responses as the others roll out, and about as many updates. All are
 decoded greedily with that threshold on one held-out list that had no part in anything before.
 
 Parts that are on disk are not made again, so a killed run goes on, and a call with
@@ -42,6 +42,10 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=12, help="RL steps")
+    parser.add_argument("--prompts", type=int, default=32, help="of an RL step")
+    parser.add_argument(
+        "--updates", type=int, default=150, help="of dpo, about as many as of others"
+    )
     parser.add_argument("--size", type=int, default=1000, help="problems of the held-out list")
     parser.add_argument("--list-seed", type=int, default=8, help="of the held-out list")
     parser.add_argument("--only-report", action="store_true", help="train nothing")
@@ -75,9 +79,11 @@ def train(options: argparse.Namespace, method: str, seed: int) -> None:
             *("predict", "--config", EXP / "distill_pairs_tiny.yaml", "--run_dir", folder),
             *("--seed_everything", seed, "--model.seed", seed, *tasks),
         )
+        flags += ["--trainer.max_steps", options.updates]
     else:
         flags += ["--trainer.max_epochs", options.steps, "--trainer.limit_val_batches", 0]
         flags += ["--trainer.num_sanity_val_steps", 0, *tasks]
+        flags += ["--data.prompts_per_step", options.prompts]
     call(done, "fit", "--config", EXP / f"{method}_tiny.yaml", *flags)
     write_atomically(folder / "cpu_seconds", str(time.process_time() - began))
 
