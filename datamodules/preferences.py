@@ -43,7 +43,7 @@ class PreferencesFile(SupervisedSource):
         folder = path if path.is_dir() else path.parent
         name = path.name.partition(".")[0]
         sides = [
-            answered((_side(row, side) for row in rows), model, name=name, folder=folder)
+            answered([_side(row, side) for row in rows], model, name=name, folder=folder)
             for side in SIDES
         ]
         for row, chosen, rejected in zip(rows, *sides, strict=True):
