@@ -115,6 +115,7 @@ class SupervisedDataModule(ResumableDataModule):
             check_learnable(
                 row, facts.spec, vocab_size=facts.vocab_size, num_padding=module.num_padding
             )
+        check_pairs(examples, module)
         check_decodes(examples, module, response_length=self.response_length)
         self.set_examples(examples, facts.spec, num_padding=module.num_padding)
 
@@ -272,6 +273,18 @@ def check_learnable(
         )
 
 
+def check_pairs(examples: Sequence[SupervisedExample], module: FinetuneModule) -> None:
+    """Refuses one response where a pair is trained on, and pairs elsewhere."""
+    wants_pairs = isinstance(module, DPOModule)
+    texts = ("one response", "a chosen and a rejected response")
+    for example in examples:
+        if (example.rejected is not None) != wants_pairs:
+            raise ValueError(
+                f"{example.uid}: expected {texts[wants_pairs]} for {type(module).__name__}, "
+                f"got {texts[not wants_pairs]}"
+            )
+
+
 _ROWS = 256
 """Examples looked at together."""
 
@@ -279,20 +292,12 @@ _ROWS = 256
 def check_decodes(
     examples: Sequence[SupervisedExample], module: FinetuneModule, *, response_length: int
 ) -> None:
-    """Refuses examples that lack the decode or the pair that the module's loss is made from.
+    """Refuses examples that lack the decode that the module's states or ties are made from.
 
     A process that found it in the middle of an epoch would leave the others waiting. Warns of those
     in which its cuts leave nothing to learn. Responses have at most ``response_length`` tokens.
     """
     corruption = module.corruption
-    needs_pairs = isinstance(module, DPOModule)
-    other = next((one.uid for one in examples if (one.rejected is not None) != needs_pairs), None)
-    if other is not None:
-        raise ValueError(
-            f"{other}: {type(module).__name__} expects "
-            + ("a chosen and a rejected response, got one" if needs_pairs else "one response")
-            + (" response" if needs_pairs else ", got a pair; use DPOModule")
-        )
     needed = {}
     if isinstance(module, TABOMModule) and module.ties == "rank":
         needed["decode_entropy"] = "ties 'rank' needs trajectories of level 'signals'"

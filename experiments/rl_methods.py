@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from chain import EXP, call, difference, points, problems, seed_flags, table
+from chain import EXP, call, difference, problems, seed_flags, table
 
 from lit_dlm.ops.files import write_atomically
 from lit_dlm.reports.results import ResultFolder
@@ -57,9 +57,9 @@ def main() -> None:
             train(options, method, seed)
             folder = options.out / f"{method}-{seed}"
             evaluate(options, folder, folder / "adapter")
-    report = condense(options)
-    write_atomically(options.out / "rl_methods.json", json.dumps(report, indent=1) + "\n")
-    print(markdown(report))
+    kept = gathered(options)
+    write_atomically(options.out / "rl_methods.json", json.dumps(kept, indent=1) + "\n")
+    print(markdown(kept))
 
 
 def train(options: argparse.Namespace, method: str, seed: int) -> None:
@@ -91,7 +91,7 @@ def train(options: argparse.Namespace, method: str, seed: int) -> None:
 def evaluate(options: argparse.Namespace, folder: Path, adapter: Path | None) -> None:
     """Decodes the held-out list, with the untrained model for every threshold of its line."""
     decoders = {
-        f"threshold_{level}".replace(".", ""): {
+        _name(level): {
             "policy": {"class_path": "ThresholdPolicy", "init_args": {"threshold": level}},
             "quota": "NoQuota",
             "settings": {"eos_rule": "fill"},
@@ -109,82 +109,78 @@ def evaluate(options: argparse.Namespace, folder: Path, adapter: Path | None) ->
     )
 
 
-def rows_of(folder: Path) -> dict[str, dict[str, Any]]:
-    """By method, the results by uid."""
-    results = ResultFolder(folder / "results")
-    return {
-        method: {row.uid: row for row in results.rows(task, method)}
-        for task, method in results.pairs()
-    }
+def gathered(options: argparse.Namespace) -> dict[str, Any]:
+    """What is kept: of every arm its verdicts, problem by problem, steps and processor time.
 
+    ``line``: by threshold, the untrained model. ``methods``: by method, a list over seeds.
+    """
 
-def condense(options: argparse.Namespace) -> dict[str, Any]:
-    """Accuracy, rise, steps and what lies above the untrained line, of every arm with a result."""
-    base = rows_of(options.out / "base")
-    name = f"threshold_{THRESHOLD}".replace(".", "")
-    line = sorted((_mean(rows, "nfe"), _mean(rows, "correct")) for rows in base.values())
-    steps, rates = zip(*line, strict=True)
-    correct = _verdicts(base[name])
-    report: dict[str, Any] = {
-        "problems": len(correct),
-        "line": [list(point) for point in line],
-        "before": {"accuracy": _mean(base[name], "correct"), "steps": _mean(base[name], "nfe")},
-        "methods": {},
-    }
-    traced: list[dict[str, float]] = []
+    def arms(folder: Path) -> dict[str, dict[str, Any]]:
+        results = ResultFolder(folder / "results")
+        found = {}
+        for task, name in results.pairs():
+            rows = sorted(results.rows(task, name), key=lambda row: row.uid)
+            verdicts = "".join(str(int(row.correct)) for row in rows)
+            found[name] = {"steps": statistics.mean(row.nfe for row in rows), "correct": verdicts}
+        return found
+
+    kept: dict[str, Any] = {"line": arms(options.out / "base"), "methods": {}}
     for method in METHODS:
-        folders = [options.out / f"{method}-{seed}" for seed in options.seeds]
-        folders = [folder for folder in folders if (folder / "evaluated").exists()]
-        if not folders:
-            continue
-        tables = [rows_of(folder)[name] for folder in folders]
-        verdicts = [_verdicts(rows) for rows in tables]
-        traced = traced or verdicts  # TraceRL is the first
-        seconds = [f / "cpu_seconds" for f in folders if (f / "cpu_seconds").exists()]
-        found = {
-            "seeds": [_mean(rows, "correct") for rows in tables],
-            "steps": [_mean(rows, "nfe") for rows in tables],
-            "rise": difference(verdicts, [correct]),
-            "cpu_minutes": statistics.mean(float(f.read_text()) for f in seconds) / 60,
-        }
-        if method != "tracerl" and len(verdicts) == len(traced):
-            found["over_tracerl"] = difference(verdicts, traced)
+        for seed in options.seeds:
+            folder = options.out / f"{method}-{seed}"
+            if (folder / "evaluated").exists():
+                seconds = float((folder / "cpu_seconds").read_text())
+                arm = {"seed": seed, "cpu_minutes": round(seconds / 60, 2)}
+                arm |= arms(folder)[_name(THRESHOLD)]
+                kept["methods"].setdefault(method, []).append(arm)
+    return kept
+
+
+def _name(threshold: float) -> str:
+    return f"threshold_{threshold}".replace(".", "")
+
+
+def _verdicts(arm: dict[str, Any]) -> dict[str, float]:
+    return {str(number): float(digit) for number, digit in enumerate(arm["correct"])}
+
+
+def _accuracy(arm: dict[str, Any]) -> float:
+    return statistics.mean(_verdicts(arm).values())
+
+
+def _cell(found: dict[str, float]) -> str:
+    values = [100 * found[name] for name in ("mean", "stderr_problems", "stderr_seeds")]
+    return "{:+.1f} ± {:.1f} ± {:.1f}".format(*values)
+
+
+def markdown(kept: dict[str, Any]) -> str:
+    """The table of docs/tracerl.md: differences in points, with errors over problems and seeds."""
+    line = sorted((arm["steps"], _accuracy(arm)) for arm in kept["line"].values())
+    steps, rates = zip(*line, strict=True)
+    before = kept["line"][_name(THRESHOLD)]
+    lines = [
+        ["", "right: mean, seeds", "rise", "over TraceRL", "steps", "above the line", "CPU minutes"]
+    ]
+    lines.append(["before", f"{_accuracy(before):.3f}", "", "", f"{before['steps']:.2f}", "", ""])
+    traced = [_verdicts(arm) for arm in kept["methods"]["tracerl"]]
+    for method, arms in kept["methods"].items():
+        verdicts, found = [_verdicts(arm) for arm in arms], [_accuracy(arm) for arm in arms]
+        gone = [arm["steps"] for arm in arms]
         above = [
             rate - float(np.interp(step, steps, rates))
-            for rate, step in zip(found["seeds"], found["steps"], strict=True)
+            for rate, step in zip(found, gone, strict=True)
         ]
-        found["above_line"] = statistics.mean(above)
-        report["methods"][method] = found
-    return report
-
-
-def _mean(rows: dict[str, Any], name: str) -> float:
-    return statistics.mean(float(getattr(row, name)) for row in rows.values())
-
-
-def _verdicts(rows: dict[str, Any]) -> dict[str, float]:
-    return {uid: float(row.correct) for uid, row in rows.items()}
-
-
-def markdown(report: dict[str, Any]) -> str:
-    """The table of docs/tracerl.md."""
-    head = ["method", "accuracy", "by seed", "rise, points", "over TraceRL", "steps"]
-    lines = [[*head, "above the line", "CPU minutes"]]
-    before = report["before"]
-    lines.append(
-        ["before", f"{before['accuracy']:.3f}", *[""] * 3, f"{before['steps']:.2f}", "", ""]
-    )
-    for method, found in report["methods"].items():
+        seeds = ", ".join(f"{rate:.3f}" for rate in found)
+        over = difference(verdicts, traced[: len(verdicts)])
         lines.append(
             [
                 METHODS[method],
-                f"{statistics.mean(found['seeds']):.3f}",
-                ", ".join(f"{value:.3f}" for value in found["seeds"]),
-                points(found["rise"]),
-                points(found["over_tracerl"]) if "over_tracerl" in found else "",
-                f"{statistics.mean(found['steps']):.2f}",
-                f"{100 * found['above_line']:+.1f}",
-                f"{found['cpu_minutes']:.1f}",
+                f"{statistics.mean(found):.3f}: {seeds}",
+                _cell(difference(verdicts, [_verdicts(before)])),
+                "" if method == "tracerl" else _cell(over),
+                f"{statistics.mean(gone):.2f}",
+                f"{100 * statistics.mean(above):+.1f}",
+                f"{statistics.mean(arm['cpu_minutes'] for arm in arms):.1f}",
             ]
         )
     return table(lines)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_dlm.datamodules.supervised import check_decodes
+from lit_dlm.datamodules.supervised import check_pairs
 from lit_dlm.losses.corruption import RandomMasking
 from lit_dlm.modules.dpo import DPOModule
 from lit_dlm.modules.supervised_batch import SupervisedBatch, SupervisedExample
@@ -83,7 +83,7 @@ def test_the_reference_is_where_training_starts_and_copies_count_for_nothing() -
 
 
 def refusal(given: Sequence[SupervisedExample], model: Any) -> Any:
-    return lambda: check_decodes(given, model, response_length=G)
+    return lambda: check_pairs(given, model)
 
 
 def test_what_preferences_cannot_have_is_refused_by_name() -> None:
@@ -93,8 +93,11 @@ def test_what_preferences_cannot_have_is_refused_by_name() -> None:
         (r"^backbone\.lora\.dropout", lambda: DPOModule(small(dropout=0.1), **LEARNING)),
         ("^beta", lambda: dpo(beta=0.0)),
         ("^num_states", lambda: dpo(num_states=0)),
-        ("^fake/train/00003: DPOModule expects a chosen and", refusal(mixed, dpo())),
-        ("^fake/train/00000: SFTModule .*pair", refusal(mixed, sft(RandomMasking()))),
+        ("^fake/train/00003: expected a chosen and .* DPOModule", refusal(mixed, dpo())),
+        (
+            "^fake/train/00000: expected one response for SFTModule",
+            refusal(mixed, sft(RandomMasking())),
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             call()
