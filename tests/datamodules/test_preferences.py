@@ -7,12 +7,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lit_dlm.backbones import BackboneSpec, load_tokenizer
 from lit_dlm.datamodules.preferences import PreferencesFile, RecordedPairs
 from lit_dlm.datamodules.supervised import SupervisedDataModule
 from lit_dlm.datamodules.supervised_sources import ModelFacts
-from tests.datamodules.test_supervised import model as model, rows
-from tests.finetuning import EOS
-from tests.traces import recorded, small_backbone, write_shards
+from tests.e2e.runs import write_jsonl
+from tests.finetuning import EOS, MASK, PAD
+from tests.traces import VOCAB, recorded, small_backbone, write_shards
+
+
+@pytest.fixture(scope="module")
+def model() -> ModelFacts:
+    spec = BackboneSpec(family="tiny", mask_id=MASK, pad_id=PAD, eos_ids=(EOS,))
+    return ModelFacts(tokenizer=load_tokenizer("tiny"), spec=spec, vocab_size=VOCAB)
 
 
 def turn(role: str, content: str) -> dict[str, str]:
@@ -30,7 +37,7 @@ def test_rows_hold_texts_or_turns_with_the_prompt_apart_or_inside(
         {"prompt": [ASKED], "chosen": [RIGHT], "rejected": [WRONG]},
         {"chosen": [ASKED, RIGHT], "rejected": [ASKED, WRONG]},
     ]
-    path = rows(tmp_path / "pairs.jsonl", *lines)
+    path = write_jsonl(tmp_path / "pairs.jsonl", lines)
     found = list(PreferencesFile(path).examples(model))
     assert [one.uid for one in found] == [f"pairs/{number:06d}" for number in range(3)]
     assert [one.rejected.uid for one in found] == [f"{one.uid}/rejected" for one in found]
@@ -62,7 +69,7 @@ def test_rows_hold_texts_or_turns_with_the_prompt_apart_or_inside(
 def test_bad_rows_are_named(
     line: dict[str, Any], message: str, tmp_path: Path, model: ModelFacts
 ) -> None:
-    path = rows(tmp_path / "pairs.jsonl", line)
+    path = write_jsonl(tmp_path / "pairs.jsonl", [line])
     with pytest.raises(ValueError, match=rf"pairs\.jsonl.*1.*{message}"):
         list(PreferencesFile(path).examples(model))
 
