@@ -24,6 +24,7 @@ from lit_dlm.datamodules.resuming import (
 from lit_dlm.datamodules.supervised_sources import ModelFacts, SupervisedSource
 from lit_dlm.datamodules.trajectories import is_validation
 from lit_dlm.losses.corruption import TimeDelay
+from lit_dlm.modules.dpo import DPOModule
 from lit_dlm.modules.finetune import FinetuneModule
 from lit_dlm.modules.supervised_batch import (
     SupervisedBatch,
@@ -110,10 +111,11 @@ class SupervisedDataModule(ResumableDataModule):
             backbone=module.backbone,
         )
         examples = list(self._read(facts))
-        for example in examples:
+        for row in chain.from_iterable(example.rows() for example in examples):
             check_learnable(
-                example, facts.spec, vocab_size=facts.vocab_size, num_padding=module.num_padding
+                row, facts.spec, vocab_size=facts.vocab_size, num_padding=module.num_padding
             )
+        check_pairs(examples, module)
         check_decodes(examples, module, response_length=self.response_length)
         self.set_examples(examples, facts.spec, num_padding=module.num_padding)
 
@@ -166,7 +168,7 @@ class SupervisedDataModule(ResumableDataModule):
             if len(example.prompt_ids) > self.max_prompt_length:
                 dropped["prompt"] += 1
                 continue
-            if len(example.response_ids) > self.response_length:
+            if max(len(row.response_ids) for row in example.rows()) > self.response_length:
                 if self.overlong == "drop":
                     dropped["response"] += 1
                     continue
@@ -201,7 +203,7 @@ class SupervisedDataModule(ResumableDataModule):
     def _num_tokens(self, number: int) -> int:
         """Tokens of an example's training row."""
         example, spec = self.examples[number], self._shape["spec"]
-        cells = needed_cells(example, **self._shape)
+        cells = max(needed_cells(row, **self._shape) for row in example.rows())
         return sum(row_tokens(len(example.prompt_ids), cells, spec))
 
     def val_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
@@ -236,7 +238,8 @@ def _cut(example: SupervisedExample, length: int) -> SupervisedExample:
         for name in ("response_ids", "steps", "decode_entropy", "non_ltr")
         if getattr(example, name) is not None
     }
-    return replace(example, **arrays)
+    rejected = None if example.rejected is None else _cut(example.rejected, length)
+    return replace(example, rejected=rejected, **arrays)
 
 
 def check_learnable(
@@ -268,6 +271,18 @@ def check_learnable(
             f"{example.uid}: token {ids[found[0]]} at response position {found[0]} is one that the "
             "model may not produce (forbidden_ids), so it cannot be learnt"
         )
+
+
+def check_pairs(examples: Sequence[SupervisedExample], module: FinetuneModule) -> None:
+    """Refuses one response where a pair is trained on, and pairs elsewhere."""
+    wants_pairs = isinstance(module, DPOModule)
+    texts = ("one response", "a chosen and a rejected response")
+    for example in examples:
+        if (example.rejected is not None) != wants_pairs:
+            raise ValueError(
+                f"{example.uid}: expected {texts[wants_pairs]} for {type(module).__name__}, "
+                f"got {texts[not wants_pairs]}"
+            )
 
 
 _ROWS = 256

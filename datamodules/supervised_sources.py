@@ -131,7 +131,7 @@ class ResponsesList(SupervisedSource):
             for number, fields in enumerate(self.rows)
             if (origin := f"rows[{number}]")
         ]
-        return _answered(rows, model, name="rows", folder=Path())
+        return answered(rows, model, name="rows", folder=Path())
 
 
 @dataclass(eq=False)
@@ -160,7 +160,7 @@ class ResponsesFile(SupervisedSource):
     def examples(self, model: ModelFacts) -> Iterator[SupervisedExample]:
         rows = read_rows(self.path, split=self.split, required=())
         path = Path(self.path)
-        return _answered(
+        return answered(
             rows,
             model,
             name=path.name.partition(".")[0],
@@ -169,9 +169,10 @@ class ResponsesFile(SupervisedSource):
         )
 
 
-def _answered(
+def answered(
     rows: Iterable[Row], model: ModelFacts, *, name: str, folder: Path, templated: bool = False
 ) -> Iterator[SupervisedExample]:
+    """Examples of rows with a prompt and an answer; ``folder`` is where paths of pictures begin."""
     for number, row in enumerate(rows):
         turns, response = conversation(row)
         assert response is not None

@@ -175,6 +175,9 @@ class _Model:
         rows = run.get("batch_size", 1)
         if "responses_per_prompt" not in run:  # so many states of every example
             rows *= _options(run.get("corruption")).get("copies", 1)
+        views = _options(run.get("corruption"))
+        rows *= views.get("num_states", 1) * (2 if views.get("coupled") else 1)
+        rows *= 2 * run["num_states"] if "num_states" in run else 1  # of both sides of a pair
         scored = rows * packed * run["response"]
         whole, small, passing = self._layer()
         every = 1 if self.recompute == "selective" else int(self.recompute)

@@ -114,6 +114,18 @@ def test_all_experts_are_counted_and_those_adapted_again(recompute: bool) -> Non
     assert plan.training["experts with their adapter"] == held
 
 
+def test_states_of_a_bound_are_rows_and_pairs_have_two_responses() -> None:
+    bound = {"class_path": "BoundViews", "init_args": {"num_states": 3, "coupled": True}}
+    for data, model in (
+        ({"responses_per_prompt": 8}, {"corruption": bound}),
+        ({}, {"num_states": 3}),
+    ):
+        plain, options = (config(data=data, trainable=True) for _ in range(2))
+        options["model"]["init_args"] |= model
+        wanted = 6 * of(plain).training["activations"]
+        assert of(options).training["activations"] == wanted
+
+
 def test_sharding_divides_what_is_trained_and_gathers_two_layers_and_the_ends() -> None:
     plan = planned(trainable=True, trainer=SHARDED)
     assert plan.least(1) == 16 * PARAMETERS

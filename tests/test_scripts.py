@@ -1,5 +1,6 @@
 """Benchmarks and experiments: scripts outside the packages, which a renamed import would break."""
 
+import json
 import runpy
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,26 @@ def test_the_stack_compares_fronts_at_equal_forwards(monkeypatch: pytest.MonkeyP
     pair = {"one": 0.15, "the other": 0.25, "both": 0.3, "beyond the sum": -0.1}
     assert report["pairs"]["sft + rl"] == {name: [gain, 0] for name, gain in pair.items()}
     assert report["pairs"]["sft + tracelock"]["both"] == [0.15, 0]  # families are equal here
+
+
+def test_the_page_has_the_table_of_the_kept_results_of_policy_losses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The smallest case by hand, then what is kept: two problems, of which one is won at 1.5 steps.
+
+    The untrained line gives 0.25 there, half way between none and half of them.
+    """
+    markdown = imported("experiments/rl_methods.py", monkeypatch)["markdown"]
+    line = {
+        "threshold_05": {"steps": 1.0, "correct": "00"},
+        "threshold_06": {"steps": 2.0, "correct": "10"},
+    }
+    arm = {"steps": 1.5, "correct": "11", "cpu_minutes": 2.0}
+    text = markdown({"line": line, "methods": {"tracerl": [arm, arm]}})
+    row = "| TraceRL | 1.000: 1.000, 1.000 | +50.0 ± 50.0 ± 0.0 | | 1.50 | +75.0 | 2.0 |"
+    assert row in text
+    kept = json.loads((ROOT / "docs" / "rl_methods.json").read_text())
+    assert markdown(kept) in (ROOT / "docs" / "tracerl.md").read_text()
 
 
 def test_arms_of_decode_states_are_compared_by_problem_and_at_equal_forwards(

@@ -69,6 +69,8 @@ class NoisyStates:
     cell are added up; ``None`` where every state is scored for itself."""
     coefficient: Tensor | None = None
     """``(R, G)`` float32 factor of each target's score in that sum; with ``view_of`` only."""
+    whole: bool = False
+    """Whether the scores of all cells of an estimate are added up, to one of the response."""
     prompt_rate: float = 0.0
     """Chance of every prompt token to be hidden, by noise of the state's seed."""
     seeds: Tensor | None = None

@@ -55,6 +55,14 @@ class SupervisedExample:
     """Pass over the data; random masks differ from pass to pass."""
     is_real: bool = True
     """``False`` on a copy that only fills a batch: nothing of it is supervised."""
+    rejected: SupervisedExample | None = None
+    """The worse response to the same prompt, in a pair of preference."""
+
+    def rows(self) -> list[SupervisedExample]:
+        """Itself, and behind it what it is preferred to."""
+        if self.rejected is None:
+            return [self]
+        return [self, replace(self.rejected, epoch=self.epoch, is_real=self.is_real)]
 
     def answer_length(self, spec: BackboneSpec) -> int:
         """Cells up to the first end of text, which counts; all where there is none; 0 on copies."""
@@ -136,11 +144,12 @@ def collate_supervised(
     """Left-pads prompts and fills responses, on the CPU.
 
     Args:
-        examples: at least one.
+        examples: at least one; of a pair, the rejected response has the row behind.
         response_length: cells of every response, at most; of a block model, blocks behind those of
             the last targets are cut off, which changes no prediction.
         num_padding: cells of fill behind an answer that may be targets; ``None`` for all.
     """
+    examples = [row for example in examples for row in example.rows()]
     longest = max(examples, key=lambda example: len(example.response_ids))
     if len(longest.response_ids) > response_length:
         raise ValueError(

@@ -7,9 +7,15 @@ from lit_dlm.rl.advantages import (
     RawReward as RawReward,
     StepGAE as StepGAE,
 )
+from lit_dlm.rl.espo import ESPO as ESPO
 from lit_dlm.rl.module import TraceRLModule as TraceRLModule
 from lit_dlm.rl.policy_losses import (
     ClippedPolicyLoss as ClippedPolicyLoss,
     PolicyLoss as PolicyLoss,
 )
+from lit_dlm.rl.spg import SPG as SPG
 from lit_dlm.rl.step import rl_step as rl_step
+from lit_dlm.rl.wd1 import (
+    SoftmaxWeights as SoftmaxWeights,
+    WeightedLikelihood as WeightedLikelihood,
+)

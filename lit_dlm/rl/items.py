@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lit_dlm.backbones import BackboneSpec
+from lit_dlm.losses.bounds import BoundViews
 from lit_dlm.losses.corruption import Autoregressive
 from lit_dlm.losses.states import NEVER, Corruption, NoisyStates, Responses, step_groups
 from lit_dlm.modules.supervised_batch import (
@@ -51,7 +52,8 @@ class Units:
     """States that are scored, and what is known of their tokens.
 
     ``K`` states of ``G`` cells; ``N`` scored cells, state by state; ``M`` units, each a token with
-    one log-probability: the scored cells themselves, or of views the tokens that they share.
+    one log-probability: the scored cells themselves, or of views the tokens or the response that
+    they share.
     """
 
     item: Tensor  # (K,) int64 item of each state, ascending from 0
@@ -69,6 +71,13 @@ class Units:
     old_log_prob: Tensor | None = None
     old_value: Tensor | None = None
     reference: Tensor | None = None  # of the initial policy
+
+    def per_unit(self, values: Tensor) -> Tensor:
+        """``(M,)`` sums of what the scored cells of each unit say, ``(N,)`` floating point."""
+        if self.unit is None or self.coefficient is None:
+            return values
+        weighted = values * self.coefficient.to(values.dtype)
+        return values.new_zeros(len(self.weight)).index_add(0, self.unit, weighted)
 
 
 _FILLED = ("advantage", "returns", "old_log_prob", "old_value", "reference")
@@ -244,6 +253,11 @@ class RowBuilder:
 
     def __post_init__(self) -> None:
         is_block = self.spec.attention == "block"
+        if isinstance(self.corruption, BoundViews) and self.normalise is not None:
+            raise ValueError(
+                "objective.normalise: expected null with BoundViews, whose score of a response is "
+                f"a mean over its tokens, got {self.normalise!r}"
+            )
         self.normalise = self.normalise or ("max_gen_length" if is_block else "group_mean")
         _check(self.corruption, self.spec, self.copies)
 
@@ -296,6 +310,9 @@ class RowBuilder:
         size.index_add_(0, item, share.double())
         if states.view_of is not None and states.coefficient is not None:
             G = supervised.shape[1]
+            if states.whole:  # the last cell stands for the response
+                last = torch.zeros_like(item).scatter_reduce(0, unit_item, cell, "amax")
+                cell = last[unit_item]
             shared, unit = (unit_item * G + cell).unique(return_inverse=True)
             unit_item, cell = shared // G, shared % G
             coefficient = states.coefficient[taken][supervised]
@@ -340,6 +357,8 @@ class RowBuilder:
         maskable = responses.maskable[states.sample]
         R, G = supervised.shape
         one = torch.ones(R, G, dtype=torch.float32)
+        if states.whole:  # in nats a token, and the divergence in nats
+            return one, maskable.sum(1, keepdim=True).float().expand(R, G)
         if states.share is not None:
             one = one * states.share[:, None]
         if self.normalise == "max_gen_length":
@@ -409,13 +428,6 @@ class RolloutBatch(Units, TensorBatch):
     # Rows that the weights stand for: in an update as many as it has slots, however they lie.
     num_rows: float
     is_empty: bool = False  # the RL step has nothing to learn from, so no update may follow
-
-    def per_unit(self, values: Tensor) -> Tensor:
-        """``(M,)`` sums of what the scored cells of each unit say, ``(N,)`` floating point."""
-        if self.unit is None or self.coefficient is None:
-            return values
-        weighted = values * self.coefficient.to(values.dtype)
-        return values.new_zeros(len(self.weight)).index_add(0, self.unit, weighted)
 
 
 def training_rows(batch: RolloutBatch, spec: BackboneSpec) -> TrainingRows:

@@ -26,6 +26,7 @@ from lit_dlm.backbones import BackboneSpec
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import Decoder
 from lit_dlm.heads.value import ValueHead
+from lit_dlm.losses.bounds import BoundViews
 from lit_dlm.losses.corruption import CoupledViews, TraceMasking
 from lit_dlm.losses.states import Corruption
 from lit_dlm.losses.terms import value_loss
@@ -100,12 +101,13 @@ class TraceRLModule(TrainableModule):
         decoders: decoding methods by name.
         corruption: the states trained on: ``TraceMasking`` (TraceRL; by default every step, exactly
             as it was decoded), ``RandomMasking``, ``CoupledMasking``, ``CoupledViews``
-            (coupled-GRPO) or ``MaskedPrompt`` (diffu-GRPO).
+            (coupled-GRPO), ``MaskedPrompt`` (diffu-GRPO) or ``BoundViews`` (bounds of responses).
         method: decoder of rollouts; the first one by default.
         val_method: decoder of validation, or several; that of rollouts by default. The first one
             gives ``val/reward``, others ``val/NAME/reward``.
         objective: the clipped policy loss, and which log-probabilities a policy loss gets.
-        policy_loss: takes the place of the clipped loss; by its import path.
+        policy_loss: takes the place of the clipped loss: ``ESPO``, ``SPG``,
+            ``WeightedLikelihood`` (wd1), or one of your own by its import path.
         value: value model; ``null`` for none, then every token has the advantage of its response.
         value_backbone: its own model, with ``value.backbone: full``.
         block_alignment: where blocks of training rows are counted from: ``absolute`` as in
@@ -156,7 +158,7 @@ class TraceRLModule(TrainableModule):
         for name in self.val_methods:
             one_of(*self.decoders, val_method=name)
         self.objective = objective or PolicyObjective()
-        self.policy_loss = self.objective.loss(policy_loss)
+        self.policy_loss = self.objective.loss(policy_loss, self.corruption)
         self.value = value
         self.row_spec = _row_spec(backbone.spec, block_size, block_alignment)
         self.check_objective()
@@ -197,8 +199,9 @@ class TraceRLModule(TrainableModule):
             )
         if is_frozen:
             raise ValueError("value_backbone: nothing is trainable; set trainable or lora")
-        if kind is not None and isinstance(self.corruption, CoupledViews):
-            raise ValueError("value: CoupledViews has no state of its own per token; use null")
+        if kind is not None and isinstance(self.corruption, CoupledViews | BoundViews):
+            name = type(self.corruption).__name__
+            raise ValueError(f"value: {name} has no state of its own per token; use null")
         if kind == "lora" and self.backbone.adapter is None:
             raise ValueError(
                 "value.backbone: 'lora' shares frozen weights with a policy that is an adapter "
@@ -321,7 +324,8 @@ class TraceRLModule(TrainableModule):
         else:
             stats = self.backbone.score_tokens(*scored, **options)
         values = self._values(rows, hidden) if with_value else None
-        return ItemScores(batch.per_unit(stats.log_prob), stats.entropy, values)
+        log_prob = self.policy_loss.estimate(stats.log_prob, batch)
+        return ItemScores(log_prob, stats.entropy, values)
 
     def values(self, batch: RolloutBatch) -> Tensor:
         """``(M,)`` values of the tokens of a batch on the module's device, without their scores."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,10 +17,20 @@ from torch import Tensor
 from lit_dlm.losses.terms import LossTerms
 from lit_dlm.ops.options import at_least, within
 from lit_dlm.plugs import Plug
+from lit_dlm.rl.items import Units
 
 
 class PolicyLoss(Plug):
     """Turns scored tokens into the loss of the policy."""
+
+    has_divergence: ClassVar[bool] = True
+    """Whether it holds the policy near another, which ``objective.kl_to`` names."""
+    needs_bounds: ClassVar[bool] = False
+    """Whether it is of whole responses, whose states ``BoundViews`` draws."""
+
+    def estimate(self, log_prob: Tensor, batch: Units) -> Tensor:
+        """``(M,)`` log-probabilities of units, from ``(N,)`` of the cells that were scored."""
+        return batch.per_unit(log_prob)
 
     @abstractmethod
     def compute(
@@ -97,6 +108,10 @@ class ClippedPolicyLoss(PolicyLoss):
         within("[0, 1]", clip=self.clip)
         at_least(0, beta=self.beta, max_fall=self.max_fall)
 
+    def divergence(self, log_prob: Tensor, reference: Tensor) -> Tensor:
+        """``(M,)`` of each unit, from log-probabilities under the policy and another one."""
+        return k3(log_prob, reference, max_fall=self.max_fall)
+
     def compute(
         self,
         log_prob: Tensor,
@@ -122,7 +137,7 @@ class ClippedPolicyLoss(PolicyLoss):
         policy = -(weight * torch.where(counted, gain, 0.0)).sum()
         anchor = old_log_prob if reference is None else reference
         anchor = torch.where(counted, anchor.detach(), 0.0)
-        divergence = k3(log_prob, anchor, max_fall=self.max_fall)
+        divergence = self.divergence(log_prob, anchor)
         divergence_term = ((weight if kl_weight is None else kl_weight) * divergence).sum()
         count = counted.sum().clamp_min(1)
         with torch.no_grad():

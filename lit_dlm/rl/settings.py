@@ -9,6 +9,7 @@ import torch
 
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.lora import LoRASettings
+from lit_dlm.losses.bounds import BoundViews
 from lit_dlm.losses.corruption import TraceMasking
 from lit_dlm.losses.states import Corruption
 from lit_dlm.ops.options import at_least, within
@@ -38,8 +39,8 @@ class PolicyObjective(ClippedPolicyLoss):
         if self.temperature != "rollout":
             within("(0, inf)", temperature=float(self.temperature))
 
-    def loss(self, given: PolicyLoss | None) -> PolicyLoss:
-        """The loss that is trained on: one of the user's own, or the clipped one."""
+    def loss(self, given: PolicyLoss | None, corruption: Corruption) -> PolicyLoss:
+        """The loss that is trained on: one of another kind, or the clipped one."""
         if given is None:
             return self
         checked_plug(given, PolicyLoss, option="policy_loss")
@@ -49,6 +50,16 @@ class PolicyObjective(ClippedPolicyLoss):
                     f"objective.{one.name}: belongs to the clipped loss, which policy_loss "
                     f"{type(given).__name__} replaces; set it there or leave it out"
                 )
+        if given.needs_bounds and not isinstance(corruption, BoundViews):
+            raise ValueError(
+                f"corruption: expected BoundViews with policy_loss {type(given).__name__}, which "
+                f"compares whole responses, got {type(corruption).__name__}"
+            )
+        if not given.has_divergence and self.kl_to != "old":
+            raise ValueError(
+                f"objective.kl_to: has no effect with policy_loss {type(given).__name__}, which "
+                f"has no divergence; expected it left out, got {self.kl_to!r}"
+            )
         return given
 
     def check(self, backbone: HFBackbone) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lit_dlm.losses.bounds import BoundViews
 from lit_dlm.losses.states import Corruption, Responses
 from lit_dlm.rl.advantages import Advantage, StepGAE, as_advantage, outcome_rewards
 from lit_dlm.rl.items import Items, RolloutBatch, RowBuilder, joined, order_of_writing
@@ -286,7 +287,13 @@ def fill_advantages(
             )
         compared[group] = found
     responses = policy.rows.responses(records)
-    if policy.value is None and not any("token_rewards" in one.meta for one in records):
+    graded = next((one.uid for one in records if "token_rewards" in one.meta), None)
+    if graded is not None and isinstance(policy.corruption, BoundViews):
+        raise ValueError(
+            f"{graded}: rewards per token need states of tokens; expected another corruption than "
+            "BoundViews, or rewards of responses"
+        )
+    if policy.value is None and graded is None:
         table = compared[:, None].expand_as(responses.maskable)
         estimates = Estimates(advantages=table.clone(), members=responses.maskable)
     else:

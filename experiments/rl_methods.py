@@ -1,0 +1,190 @@
+"""Policy losses of the literature against TraceRL on the embedded model, and preference pairs.
+
+Every arm begins with the embedded model, decoded too fast for it (probability 0.6 at once), and
+trains an adapter on the same prompts with the same learning rate, rewards and seeds: 12 RL steps of
+``exp/*_tiny``, which have about as many training rows. ``dpo`` has pairs of right and wrong decodes
+of the untrained model, as many responses as the others roll out, and about as many updates. All are
+decoded greedily with that threshold on one held-out list that had no part in anything before.
+
+Parts that are on disk are not made again, so a killed run goes on, and a call with
+``--only-report`` reports what there is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from chain import EXP, call, difference, problems, seed_flags, table
+
+from lit_dlm.ops.files import write_atomically
+from lit_dlm.reports.results import ResultFolder
+
+METHODS = {"tracerl": "TraceRL", "espo": "ESPO", "spg": "SPG", "wd1": "wd1", "dpo": "VRPO (DPO)"}
+"""Arms and their names in the table."""
+
+THRESHOLD = 0.6
+LINE = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75)
+"""Of the decoder that is trained for, and of the untrained model's front."""
+
+
+def main() -> None:
+    """Runs what is missing, then reports."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("runs/rl_methods"))
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=12, help="RL steps")
+    parser.add_argument("--prompts", type=int, default=32, help="of an RL step")
+    parser.add_argument(
+        "--updates", type=int, default=150, help="of dpo, about as many as of others"
+    )
+    parser.add_argument("--size", type=int, default=1000, help="problems of the held-out list")
+    parser.add_argument("--list-seed", type=int, default=8, help="of the held-out list")
+    parser.add_argument("--only-report", action="store_true", help="train nothing")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if not options.only_report:
+        evaluate(options, options.out / "base", None)
+        for seed, method in itertools.product(options.seeds, options.methods):
+            train(options, method, seed)
+            folder = options.out / f"{method}-{seed}"
+            evaluate(options, folder, folder / "adapter")
+    kept = gathered(options)
+    write_atomically(options.out / "rl_methods.json", json.dumps(kept, indent=1) + "\n")
+    print(markdown(kept))
+
+
+def train(options: argparse.Namespace, method: str, seed: int) -> None:
+    """Trains one arm; notes its processor time, since wall time depends on neighbours."""
+    folder = options.out / f"{method}-{seed}"
+    done = folder / "done"
+    if done.exists():
+        return
+    tasks = ["--data.tasks", problems("WordProblems", "train", 400, seed=seed)]
+    flags = [*seed_flags(seed), "--run_dir", folder, "--model.export_dir", folder / "adapter"]
+    flags += ["--trainer.callbacks", "[]", "--trainer.enable_checkpointing", "false"]
+    flags += ["--trainer.logger", "false"]
+    began = time.process_time()
+    if method == "dpo":
+        call(
+            folder / "decoded",
+            *("predict", "--config", EXP / "distill_pairs_tiny.yaml", "--run_dir", folder),
+            *("--seed_everything", seed, "--model.seed", seed, *tasks),
+        )
+        flags += ["--trainer.max_steps", options.updates]
+    else:
+        flags += ["--trainer.max_epochs", options.steps, "--trainer.limit_val_batches", 0]
+        flags += ["--trainer.num_sanity_val_steps", 0, *tasks]
+        flags += ["--data.prompts_per_step", options.prompts]
+    call(done, "fit", "--config", EXP / f"{method}_tiny.yaml", *flags)
+    write_atomically(folder / "cpu_seconds", str(time.process_time() - began))
+
+
+def evaluate(options: argparse.Namespace, folder: Path, adapter: Path | None) -> None:
+    """Decodes the held-out list, with the untrained model for every threshold of its line."""
+    decoders = {
+        _name(level): {
+            "policy": {"class_path": "ThresholdPolicy", "init_args": {"threshold": level}},
+            "quota": "NoQuota",
+            "settings": {"eos_rule": "fill"},
+        }
+        for level in (LINE if adapter is None else (THRESHOLD,))
+    }
+    call(
+        folder / "evaluated",
+        *("predict", "--config", EXP / "benchmark_tiny.yaml", "--run_dir", folder),
+        *("--model.init_args.sweep", "null", "--model.init_args.level", "tokens"),
+        *("--model.init_args.decoders", json.dumps(decoders)),
+        *([] if adapter is None else ["--model.backbone.init_args.adapter", adapter]),
+        "--data.tasks",
+        problems("WordProblems", "test", options.size, seed=options.list_seed),
+    )
+
+
+def gathered(options: argparse.Namespace) -> dict[str, Any]:
+    """What is kept: of every arm its verdicts, problem by problem, steps and processor time.
+
+    ``line``: by threshold, the untrained model. ``methods``: by method, a list over seeds.
+    """
+
+    def arms(folder: Path) -> dict[str, dict[str, Any]]:
+        results = ResultFolder(folder / "results")
+        found = {}
+        for task, name in results.pairs():
+            rows = sorted(results.rows(task, name), key=lambda row: row.uid)
+            verdicts = "".join(str(int(row.correct)) for row in rows)
+            found[name] = {"steps": statistics.mean(row.nfe for row in rows), "correct": verdicts}
+        return found
+
+    kept: dict[str, Any] = {"line": arms(options.out / "base"), "methods": {}}
+    for method in METHODS:
+        for seed in options.seeds:
+            folder = options.out / f"{method}-{seed}"
+            if (folder / "evaluated").exists():
+                seconds = float((folder / "cpu_seconds").read_text())
+                arm = {"seed": seed, "cpu_minutes": round(seconds / 60, 2)}
+                arm |= arms(folder)[_name(THRESHOLD)]
+                kept["methods"].setdefault(method, []).append(arm)
+    return kept
+
+
+def _name(threshold: float) -> str:
+    return f"threshold_{threshold}".replace(".", "")
+
+
+def _verdicts(arm: dict[str, Any]) -> dict[str, float]:
+    return {str(number): float(digit) for number, digit in enumerate(arm["correct"])}
+
+
+def _accuracy(arm: dict[str, Any]) -> float:
+    return statistics.mean(_verdicts(arm).values())
+
+
+def _cell(found: dict[str, float]) -> str:
+    values = [100 * found[name] for name in ("mean", "stderr_problems", "stderr_seeds")]
+    return "{:+.1f} ± {:.1f} ± {:.1f}".format(*values)
+
+
+def markdown(kept: dict[str, Any]) -> str:
+    """The table of docs/tracerl.md: differences in points, with errors over problems and seeds."""
+    line = sorted((arm["steps"], _accuracy(arm)) for arm in kept["line"].values())
+    steps, rates = zip(*line, strict=True)
+    before = kept["line"][_name(THRESHOLD)]
+    lines = [
+        ["", "right: mean, seeds", "rise", "over TraceRL", "steps", "above the line", "CPU minutes"]
+    ]
+    lines.append(["before", f"{_accuracy(before):.3f}", "", "", f"{before['steps']:.2f}", "", ""])
+    traced = [_verdicts(arm) for arm in kept["methods"]["tracerl"]]
+    for method, arms in kept["methods"].items():
+        verdicts, found = [_verdicts(arm) for arm in arms], [_accuracy(arm) for arm in arms]
+        gone = [arm["steps"] for arm in arms]
+        above = [
+            rate - float(np.interp(step, steps, rates))
+            for rate, step in zip(found, gone, strict=True)
+        ]
+        seeds = ", ".join(f"{rate:.3f}" for rate in found)
+        over = difference(verdicts, traced[: len(verdicts)])
+        lines.append(
+            [
+                METHODS[method],
+                f"{statistics.mean(found):.3f}: {seeds}",
+                _cell(difference(verdicts, [_verdicts(before)])),
+                "" if method == "tracerl" else _cell(over),
+                f"{statistics.mean(gone):.2f}",
+                f"{100 * statistics.mean(above):+.1f}",
+                f"{statistics.mean(arm['cpu_minutes'] for arm in arms):.1f}",
+            ]
+        )
+    return table(lines)
+
+
+if __name__ == "__main__":
+    main()

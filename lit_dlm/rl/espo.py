@@ -1,0 +1,30 @@
+"""ESPO: the whole response is one action, whose log-probability is its evidence lower bound."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import Tensor
+
+from lit_dlm.rl.policy_losses import ClippedPolicyLoss
+
+
+@dataclass(frozen=True, kw_only=True)
+class ESPO(ClippedPolicyLoss):
+    """Clipped ratio of responses with the divergence ``k2`` (ESPO, arXiv:2512.03759, section 4).
+
+    The ratio is ``exp((ELBO - ELBO_old) / L)`` of a response of ``L`` tokens, and the divergence
+    ``(ELBO - ELBO_reference)^2 / 2``, per token, which is ``L d^2 / 2`` of the difference ``d`` in
+    nats a token. ``L`` counts the answer up to its end; the release also scores the fill behind it.
+
+    Args:
+        clip: how far a ratio may rise or fall before its gradient is cut.
+        beta: weight of the divergence.
+    """
+
+    needs_bounds: ClassVar[bool] = True
+    max_fall: None = field(default=None, init=False)
+
+    def divergence(self, log_prob: Tensor, reference: Tensor) -> Tensor:
+        return (log_prob - reference) ** 2 / 2

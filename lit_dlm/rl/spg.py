@@ -1,0 +1,67 @@
+"""SPG: a policy gradient between two bounds on the log-likelihood of a response."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lit_dlm.ops.options import within
+from lit_dlm.rl.items import Units
+from lit_dlm.rl.wd1 import WeightedLikelihood
+
+
+class SPG(WeightedLikelihood):
+    """``-A L(x)``, ``L`` the evidence lower bound where ``A > 0``, else towards the upper one.
+
+    Sandwiched policy gradient (arXiv:2510.09541, section 3). The Renyi upper bound of a token is
+    ``log(mean_j 1[hidden] p_j^beta / t_j) / beta`` over the states ``j`` that hide it, each with
+    the share ``t_j`` of its cells that are hidden; that of a response is the mean over its tokens.
+    The states are those of ``BoundViews``, with ``block_size`` those of the release, which
+    masks prompts as well and weighs responses by their length.
+
+    Args:
+        beta: order of the upper bound (1 to 2 in the release).
+        mix: share of the upper bound where ``A <= 0``, the rest being the lower one; 1 for the
+            upper one alone.
+    """
+
+    needs_bounds: ClassVar[bool] = True
+
+    def __init__(self, beta: float = 1.5, mix: float = 0.5) -> None:
+        within("[1, inf)", beta=beta)
+        within("[0, 1]", mix=mix)
+        self.beta, self.mix = beta, mix
+
+    def estimate(self, log_prob: Tensor, batch: Units) -> Tensor:
+        """The bound in nats a token of each response; the lower one until advantages are known."""
+        lower = batch.per_unit(log_prob)
+        if batch.advantage is None:
+            return lower
+        upper = upper_bound(log_prob, batch, beta=self.beta)
+        mixed = self.mix * upper + (1.0 - self.mix) * lower
+        return torch.where(batch.advantage > 0, lower, mixed)
+
+
+def upper_bound(log_prob: Tensor, batch: Units, *, beta: float) -> Tensor:
+    """``(M,)`` Renyi bounds of responses in nats a token, from ``(N,)`` scores of hidden cells.
+
+    Tokens that no state hides are left out of the mean, as in the release.
+    """
+    assert batch.unit is not None
+    assert batch.coefficient is not None
+    _, cell = batch.supervised.nonzero(as_tuple=True)
+    # The responses are numbered by their items, so a token by response and cell.
+    token = batch.unit * batch.supervised.shape[1] + cell
+    tokens, token = token.unique(return_inverse=True)
+    response = tokens.div(batch.supervised.shape[1], rounding_mode="floor")
+    seen = response.bincount(minlength=len(batch.weight))
+    # A coefficient is that of a mean over the answer's tokens; times their number 1 / (n t).
+    share = batch.coefficient.to(log_prob.dtype).log() + seen.log()[batch.unit]
+    scaled = beta * log_prob + share
+    top = scaled.new_full((len(tokens),), -torch.inf)
+    top = top.scatter_reduce(0, token, scaled.detach(), "amax")
+    summed = scaled.new_zeros(len(tokens)).index_add(0, token, (scaled - top[token]).exp())
+    bounds = (summed.log() + top) / beta
+    return bounds.new_zeros(len(seen)).index_add(0, response, bounds) / seen.clamp_min(1)

@@ -1,0 +1,59 @@
+"""wd1: a weighted log-likelihood of the responses, without ratios."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lit_dlm.losses.terms import LossTerms
+from lit_dlm.ops.options import within
+from lit_dlm.rl.advantages import Advantage
+from lit_dlm.rl.policy_losses import PolicyLoss
+
+
+class SoftmaxWeights(Advantage):
+    """``w+ - w-``: softmaxes of the centred rewards and of their negatives over a group.
+
+    wd1 (arXiv:2507.08838, section 3; ``psi`` is 1 in its code): right responses are made more
+    probable, wrong ones less, and what is neither cancels. Times the number of responses, so that
+    a mean over responses is the source's sum over a group.
+
+    Args:
+        psi: inverse temperature of both softmaxes.
+    """
+
+    def __init__(self, psi: float = 1.0) -> None:
+        within("(0, inf)", psi=psi)
+        self.psi = psi
+
+    def compute(self, rewards: Tensor) -> Tensor:
+        centred = self.psi * (rewards - rewards.mean())
+        return len(rewards) * (centred.softmax(0) - (-centred).softmax(0))
+
+
+class WeightedLikelihood(PolicyLoss):
+    """``-A log p``, where ``A`` is the weight of wd1's loss with ``SoftmaxWeights``.
+
+    Neither an old nor a reference policy takes part, as in the code of the source.
+    """
+
+    has_divergence: ClassVar[bool] = False
+
+    def compute(
+        self,
+        log_prob: Tensor,
+        old_log_prob: Tensor,
+        advantage: Tensor,
+        weight: Tensor,
+        *,
+        reference: Tensor | None = None,
+        kl_weight: Tensor | None = None,
+    ) -> LossTerms:
+        # Units without weight may hold anything; they must not give 0 * inf.
+        log_prob = torch.where(weight > 0, log_prob, 0.0)
+        total = -(weight * torch.where(weight > 0, advantage, 0.0) * log_prob).sum()
+        count = (weight > 0).sum().clamp_min(1)
+        parts = {"policy": total.detach(), "log_prob": log_prob.detach().sum() / count}
+        return LossTerms(total, parts)
