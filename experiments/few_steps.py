@@ -139,6 +139,16 @@ def samples(out: Path, method: str, seed: int) -> None:
         )
 
 
+def ended(out: Path, part: str, methods: Sequence[str], seeds: Sequence[int]) -> list[int]:
+    """The seeds in which a part has ended for every method."""
+    tuned = [method for method in methods if method != "base"]
+    return [
+        seed
+        for seed in seeds
+        if all((out / part / f"{method}-s{seed}" / "done").exists() for method in tuned)
+    ]
+
+
 def read(out: Path, part: str, method: str, seeds: Sequence[int]) -> dict[str, list[Rows]]:
     """Rows by uid of every decoder, one table for each seed."""
     found: dict[str, list[Rows]] = {}
@@ -196,7 +206,9 @@ def condense(out: Path, seeds: Sequence[int]) -> dict[str, Any]:
     """Everything that the tables show: what ``few_steps.json`` holds."""
     report: dict[str, Any] = {"fronts": {}, "functions": {}, "pass": {}, "changes": {}}
     by_task = {
-        part: {method: read(out, part, method, seeds) for method in FRONTS}
+        part: {
+            method: read(out, part, method, ended(out, part, FRONTS, seeds)) for method in FRONTS
+        }
         for part in ("fronts", "functions")
     }
     for part, methods in by_task.items():
@@ -219,14 +231,16 @@ def condense(out: Path, seeds: Sequence[int]) -> dict[str, Any]:
                 if kept
                 else {}
             )
-    plain = {m: verdicts(read(out, "functions", m, seeds)["entropy"]) for m in ("base", *METHODS)}
+    done = ended(out, "functions", list(METHODS), seeds)
+    plain = {m: verdicts(read(out, "functions", m, done)["entropy"]) for m in ("base", *METHODS)}
     for method, found in plain.items():
         report["functions"][method] = spread(found)
         for other in ("base", "sft"):
             if method not in ("base", other):
                 report["changes"][f"{method} - {other}/functions"] = difference(found, plain[other])
+    done = ended(out, "samples", SAMPLED, seeds)
     rates = {
-        method: [pass_rates(rows) for rows in read(out, "samples", method, seeds)["sampled"]]
+        method: [pass_rates(rows) for rows in read(out, "samples", method, done)["sampled"]]
         for method in SAMPLED
     }
     for method, found in rates.items():

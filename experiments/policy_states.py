@@ -3,7 +3,7 @@
 In decodes of its own a policy decides what stands, which favours its score. Here left to right,
 random order and a threshold decode word problems, and TraceLock, confidence, entropy and margin
 score every proposal on the way. A proposal stands if its cell holds it in the end; counted are
-decodes that end right. ``docs/tracelock_results.md`` has the result.
+decodes that end right. ``docs/tracelock_elsewhere.md`` has the result.
 """
 
 from __future__ import annotations
@@ -173,14 +173,14 @@ def markdown(report: dict[str, Any]) -> str:
     """One row for each decoder."""
 
     def cell(found: dict[str, float], form: str) -> str:
-        return f"{found['mean']:{form}} ± {max(found['problems'], found['policies']):.3f}"
+        return f"{found['mean']:{form}} ± {max(found['problems'], found['policies']):{form[-3:]}}"
 
     judges = [*HEURISTICS, "tracelock"]
     lines = [["states of", "problems", "proposals", "stand", *judges, "tracelock less confidence"]]
     for name, found in report.items():
         counts = [str(found["problems"]), f"{found['proposals']:,}", f"{found['stand']:.3f}"]
         areas = [cell(found["auroc"][judge], ".3f") for judge in judges]
-        lines.append([name, *counts, *areas, cell(found["difference"]["confidence"], "+.3f")])
+        lines.append([name, *counts, *areas, cell(found["difference"]["confidence"], "+.4f")])
     return table(lines)
 
 
