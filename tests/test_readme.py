@@ -134,20 +134,23 @@ def test_the_table_is_that_of_the_kept_run():
 
 
 @pytest.mark.parametrize(
-    ("name", "program", "count"),
+    ("name", "program", "page", "count"),
     [
-        ("stack", "stack", 3),
-        ("decode_states", "decode_states", 2),
-        ("smollm2", "smollm2_losses", 1),
+        ("stack", "stack", "stack", 3),
+        ("decode_states", "decode_states", "decode_states", 2),
+        ("smollm2", "smollm2_losses", "smollm2", 1),
+        ("policy_states", "policy_states", "tracelock_elsewhere", 1),
     ],
 )
-def test_tables_are_those_of_the_kept_run(name: str, program: str, count: int, monkeypatch):
+def test_tables_are_those_of_the_kept_run(
+    name: str, program: str, page: str, count: int, monkeypatch
+):
     monkeypatch.syspath_prepend(str(ROOT / "experiments"))
     script = runpy.run_path(str(ROOT / "experiments" / f"{program}.py"), run_name="imported")
     tables = script["markdown"](json.loads((ROOT / f"docs/{name}.json").read_text())).split("\n\n")
-    page = (ROOT / "docs" / f"{name}.md").read_text()
+    text = (ROOT / "docs" / f"{page}.md").read_text()
     assert len(tables) == count
-    assert not [table for table in tables if table.strip() not in page]
+    assert not [table for table in tables if table.strip() not in text]
 
 
 def test_tables_are_those_of_the_kept_decodes(monkeypatch):

@@ -183,3 +183,23 @@ def test_the_policy_bench_compares_at_equal_forwards_and_keeps_every_decode(
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(SystemExit, match=r"bench\.parquet"):
         bench["report"](path)
+
+
+def test_few_steps_are_compared_between_two_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = imported("experiments/few_steps.py", monkeypatch)
+    points = {"whole_0.5": ("10", 4), "whole_0.9": ("11", 8), "blocks_0.5": ("00", 6)}
+    found = {
+        name: [{str(k): row(str(k), correct=c == "1", nfe=nfe) for k, c in enumerate(right)}]
+        for name, (right, nfe) in points.items()
+    }
+    # A quarter of the way from 4 to 8 forwards.
+    assert script["line"](found, "whole", 0, 5.0) == {"0": 1.0, "1": 0.25}
+    assert script["line"](found, "whole", 0, 9.0) is None
+
+
+def test_the_area_under_the_curve_counts_weights_and_ties(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = imported("experiments/policy_states.py", monkeypatch)
+    scores, stood = np.array([0.1, 0.4, 0.4, 0.8]), np.array([False, True, False, True])
+    # Pairs: 0.4 > 0.1, 0.4 = 0.4, 0.8 > 0.1, 0.8 > 0.4; then the first wrong one counts twice.
+    weights = np.array([[1.0, 1.0, 1.0, 1.0], [2.0, 1.0, 1.0, 1.0]])
+    assert script["weighted_auroc"](scores, stood, weights).tolist() == [3.5 / 4, 5.5 / 6]

@@ -24,7 +24,12 @@ from lit_dlm.losses.terms import LossTerms
 from lit_dlm.modules.checkpoint import export_trained
 from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.modules.steps import require_finite, require_finite_gradients
-from lit_dlm.modules.supervised_batch import SupervisedBatch, lay_out, responses_of
+from lit_dlm.modules.supervised_batch import (
+    SupervisedBatch,
+    TrainingRows,
+    lay_out,
+    responses_of,
+)
 from lit_dlm.ops.fused_head import TokenStats
 from lit_dlm.ops.options import at_least, within
 from lit_dlm.ops.schedules import warmup_cosine
@@ -225,9 +230,11 @@ class FinetuneModule(TrainableModule):
         states = self.corruption.states(responses)
         rows = lay_out(batch, states, spec)
         # Even where nothing is supervised: every process takes part in every backward.
-        return states, self.backbone.score_tokens(
-            rows.ids, rows.targets, rows.rows, **rows.context()
-        )
+        return states, self.score_rows(rows)
+
+    def score_rows(self, rows: TrainingRows) -> TokenStats:
+        """Scores of the targets of one forward, row by row."""
+        return self.backbone.score_tokens(rows.ids, rows.targets, rows.rows, **rows.context())
 
     def training_step(self, batch: SupervisedBatch, batch_idx: int = 0) -> Tensor:
         states, stats = self._scored(batch, seed=self.seed)

@@ -13,6 +13,7 @@ from lit_dlm.losses.corruption import (
     TraceMasking,
 )
 from lit_dlm.losses.states import NEVER, Responses, group_rows, step_groups, target_weights
+from lit_dlm.modules.dparallel import BlockComplements
 from tests.losses.reference import responses, rows
 
 
@@ -25,6 +26,7 @@ ALL = [
     RandomMasking(copies=3, weight="1/t"),
     RandomMasking(level="token"),
     SemiAutoregressive(block_size=2, rows_per_sample=2),
+    BlockComplements(block_size=2),
     TraceMasking(shrink=2),
     TraceMasking(rows_per_sample=2),
     Autoregressive(),

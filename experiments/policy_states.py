@@ -1,0 +1,188 @@
+"""Do commit policies tell what stands on states that another decoder drew?
+
+In decodes of its own a policy decides what stands, which favours its score. Here left to right,
+random order and a threshold decode word problems, and TraceLock, confidence, entropy and margin
+score every proposal on the way. A proposal stands if its cell holds it in the end; counted are
+decodes that end right. ``docs/tracelock_elsewhere.md`` has the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from chain import table
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lit_dlm.backbones import load_backbone, load_tokenizer
+from lit_dlm.decoding import Decoder, NoQuota, RandomPolicy, SequentialPolicy, ThresholdPolicy
+from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
+from lit_dlm.decoding.state import DecodeResult, DecodeState, StepRecord
+from lit_dlm.generation import generate
+from lit_dlm.ops.files import write_atomically
+from lit_dlm.ops.sampling import sample_seed
+from lit_dlm.toy import WordProblems
+
+HEURISTICS = ("confidence", "entropy", "margin")
+
+
+class Judges:
+    """Scores of all proposals by every judge, whoever decodes; watches several batches."""
+
+    def __init__(self, policies: Sequence[TraceLockPolicy]) -> None:
+        scored = {"raw_prob", "raw_entropy", "raw_margin"}
+        self.requires = frozenset(scored).union(*(policy.requires for policy in policies))
+        self.hidden_layers = policies[0].hidden_layers
+        self.policies = policies
+        # Of each step: seeds (M,), whether they stood in the end (M,), scores (M, judges)
+        self.rows: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def on_start(self, state: DecodeState) -> None:
+        """Forgets the steps of the batch before."""
+        self._steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+
+    def on_step(self, record: StepRecord) -> None:
+        """Scores a step; what stood is known at the end."""
+        state, proposal, looked = record.state, record.proposal, record.candidates
+        assert proposal.raw_prob is not None
+        assert proposal.raw_entropy is not None
+        assert proposal.raw_margin is not None
+        scores = [proposal.raw_prob, -proposal.raw_entropy, proposal.raw_margin]
+        scores += [policy.decision_logits(state, looked, proposal) for policy in self.policies]
+        self._steps.append((state.rows, proposal.ids, looked, torch.stack(scores, -1)))
+
+    def on_end(self, result: DecodeResult) -> None:
+        """Compares what was proposed with what came."""
+        for rows, ids, looked, scores in self._steps:
+            stood = ids == result.ids[rows]
+            seeds = result.seeds[rows][:, None].expand_as(stood)
+            self.rows.append((seeds[looked], stood[looked], scores[looked]))
+
+
+def weighted_auroc(
+    scores: NDArray[np.float64], stood: NDArray[np.bool_], weights: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Area under the curve for ``(S, N)`` sets of weights of ``(N,)`` proposals, ties by half."""
+    values, place = np.unique(scores, return_inverse=True)
+    found = []
+    for weight in weights:
+        right, wrong = (
+            np.bincount(place, weight * kind, minlength=len(values)) for kind in (stood, ~stood)
+        )
+        below = wrong.cumsum() - wrong / 2
+        found.append((right * below).sum() / (right.sum() * wrong.sum()))
+    return np.array(found)
+
+
+def judge(seeds: Tensor, stood: Tensor, scores: Tensor, samples: int = 200) -> dict[str, Any]:
+    """The AUROC of every judge, and what TraceLock's has over the others.
+
+    Args:
+        seeds: ``(N,)`` int64, one for each problem.
+        stood: ``(N,)`` bool.
+        scores: ``(N, 3 + policies)``: heuristics, then policies.
+        samples: of the bootstrap over problems.
+
+    Returns:
+        Means and standard errors: over problems (of the mean over policies) and over policies.
+    """
+    uids, problem = np.unique(seeds.numpy(), return_inverse=True)
+    draws = np.random.default_rng(0).multinomial(
+        len(uids), np.full(len(uids), 1 / len(uids)), samples
+    )
+    weights = np.concatenate([np.ones((1, len(uids))), draws])[:, problem]
+    areas = np.stack(
+        [weighted_auroc(one, stood.numpy(), weights) for one in scores.double().numpy().T]
+    )  # (judges, 1 + samples)
+    heuristics, policies = areas[: len(HEURISTICS)], areas[len(HEURISTICS) :]
+
+    def described(values: NDArray[np.float64]) -> dict[str, float]:
+        by_policy = values[:, 0]
+        spread = by_policy.std(ddof=1) / len(by_policy) ** 0.5 if len(by_policy) > 1 else 0.0
+        problems = values.mean(0)[1:].std(ddof=1)
+        return {"mean": by_policy.mean(), "problems": problems, "policies": float(spread)}
+
+    return {
+        "problems": len(uids),
+        "proposals": len(stood),
+        "stand": float(stood.float().mean()),
+        "auroc": {
+            **{
+                name: described(area[None])
+                for name, area in zip(HEURISTICS, heuristics, strict=True)
+            },
+            "tracelock": described(policies),
+        },
+        "difference": {
+            name: described(policies - area)
+            for name, area in zip(HEURISTICS, heuristics, strict=True)
+        },
+    }
+
+
+def main() -> None:
+    """Decodes, scores and reports."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--policies", nargs="+", type=Path, required=True, help="exported folders")
+    parser.add_argument("--count", type=int, default=500, help="of word problems")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    backbone, tokenizer = load_backbone("tiny"), load_tokenizer("tiny")
+    examples = WordProblems("test", options.count, seed=23).examples()
+    policies = [
+        TraceLockPolicy(path, threshold=0.9, max_accept_per_step=None) for path in options.policies
+    ]
+    decoders = {
+        "left to right": Decoder(policy=SequentialPolicy()),
+        "random order": Decoder(policy=RandomPolicy()),
+        "threshold 0.9": Decoder(policy=ThresholdPolicy(0.9), quota=NoQuota()),
+        "TraceLock 0.9 (its own)": Decoder(policy=policies[0], quota=NoQuota()),
+    }
+    report = {}
+    for name, decoder in decoders.items():
+        judges = Judges(policies)
+        done = generate(
+            *(backbone, [example.text for example in examples]),
+            decode=decoder,
+            tokenizer=tokenizer,
+            response_length=32,
+            batch_size=100,
+            observers=[judges],
+        )
+        task = WordProblems("test", options.count, seed=23)
+        right = [
+            sample_seed(0, str(number))
+            for number, (example, text) in enumerate(zip(examples, done.texts, strict=True))
+            if task.grade(example, text).is_correct
+        ]
+        seeds, stood, scores = map(torch.cat, zip(*judges.rows, strict=True))
+        kept = torch.isin(seeds, torch.tensor(right))
+        report[name] = judge(seeds[kept], stood[kept], scores[kept])
+        write_atomically(options.out, json.dumps(report, indent=1) + "\n")
+    print(markdown(report))
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """One row for each decoder."""
+
+    def cell(found: dict[str, float], form: str) -> str:
+        return f"{found['mean']:{form}} ± {max(found['problems'], found['policies']):{form[-3:]}}"
+
+    judges = [*HEURISTICS, "tracelock"]
+    lines = [["states of", "problems", "proposals", "stand", *judges, "tracelock less confidence"]]
+    for name, found in report.items():
+        counts = [str(found["problems"]), f"{found['proposals']:,}", f"{found['stand']:.3f}"]
+        areas = [cell(found["auroc"][judge], ".3f") for judge in judges]
+        lines.append([name, *counts, *areas, cell(found["difference"]["confidence"], "+.4f")])
+    return table(lines)
+
+
+if __name__ == "__main__":
+    main()

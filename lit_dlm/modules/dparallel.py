@@ -1,0 +1,142 @@
+"""dParallel: fine-tuning on a model's own answers so that it is certain of many cells at once.
+
+Certainty-forcing distillation (arXiv:2509.26488): cross-entropy on states of semi-autoregressive
+decoding, plus the entropy of those predictions that are right already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_dlm.backbones.hf import HFBackbone
+from lit_dlm.losses.states import NEVER, Corruption, NoisyStates, Responses, group_rows
+from lit_dlm.losses.terms import LossTerms
+from lit_dlm.modules.finetune import FinetuneModule
+from lit_dlm.modules.supervised_batch import SupervisedBatch, TrainingRows
+from lit_dlm.ops.fused_head import TokenStats, token_stats
+from lit_dlm.ops.options import at_least, within
+from lit_dlm.ops.sampling import uniform_noise
+
+_BLOCK, _HALF = 24, 25
+"""Streams of noise, apart from those of other corruptions."""
+
+_VIEWS = ("half", "complement")
+
+
+@dataclass(eq=False, kw_only=True)
+class BlockComplements(Corruption):
+    """A random block of each answer, a random half of its cells hidden, then the other half.
+
+    Earlier blocks are shown and later ones hidden. The two states of a sample follow each other.
+    The release also draws a block behind an answer of whole blocks, which has no cells.
+
+    Args:
+        block_size: cells of a block, 32 in the release for LLaDA; ``None`` takes the whole answer
+            as one, as its recipe for Dream does.
+    """
+
+    block_size: int | None = 32
+
+    def __post_init__(self) -> None:
+        at_least(1, block_size=self.block_size)
+
+    def states(self, responses: Responses) -> NoisyStates:
+        maskable = responses.maskable
+        size = self.block_size or maskable.shape[1]
+        blocks = torch.where(maskable, (maskable.cumsum(1) - 1) // size, NEVER)
+        sample, block, _ = group_rows(blocks, 1, responses.seeds, stream=_BLOCK)
+        blocks, block = blocks[sample], block[:, None]
+        cells = torch.arange(maskable.shape[1], device=maskable.device).expand(len(sample), -1)
+        half = uniform_noise(responses.seeds[sample], 0, cells, stream=_HALF) < 0.5
+        inside = blocks == block
+        supervised = torch.stack([inside & half, inside & ~half], 1).flatten(0, 1)
+        return NoisyStates(
+            sample=sample.repeat_interleave(2),
+            hidden=supervised | (blocks > block).repeat_interleave(2, 0),
+            supervised=supervised,
+            weight=supervised.float(),
+            per_row=False,
+        )
+
+
+class DParallelModule(FinetuneModule):
+    """Cross-entropy of both halves, plus ``entropy_weight`` times the entropy of right predictions.
+
+    Each of the four terms is a mean over its own cells: the targets of all first or all second
+    states, or those of them whose prediction is right, ``argmax = target``. Which ones are right
+    is no part of the gradient.
+
+    Args:
+        backbone: with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.
+        block_size: see :class:`BlockComplements`.
+        entropy_weight: beta; 2 in the release for LLaDA, 1 for Dream.
+        temperature: of the softmax whose entropy is made small.
+        num_padding: supervised cells behind the answer; ``null`` for all, as in the release.
+        common: options of :class:`~lit_dlm.modules.finetune.FinetuneModule`.
+    """
+
+    def __init__(
+        self,
+        backbone: HFBackbone,
+        *,
+        block_size: int | None = 32,
+        entropy_weight: float = 2.0,
+        temperature: float = 0.5,
+        num_padding: int | None = None,
+        **common: Any,
+    ) -> None:
+        corruption = BlockComplements(block_size=block_size)
+        super().__init__(backbone, corruption=corruption, num_padding=num_padding, **common)
+        if backbone.spec.attention != "full":
+            raise ValueError(
+                "DParallelModule: expected a model with full attention, which sees both halves of "
+                f"a block; got {backbone.spec.attention} attention"
+            )
+        at_least(0, entropy_weight=entropy_weight)
+        within("(0, inf)", temperature=temperature)
+        self.entropy_weight = entropy_weight
+        self.temperature = temperature
+
+    def score_rows(self, rows: TrainingRows) -> TokenStats:
+        """Scores with the entropy at ``temperature``; the rest is at temperature 1."""
+        spec, head = self.backbone.spec, self.backbone.model.lm_head
+        stats, hidden = self.backbone.score_with_rows(
+            rows.ids, rows.targets, rows.rows, **rows.context()
+        )
+        sharpened = token_stats(
+            hidden,
+            head.weight,
+            rows.targets[rows.rows],
+            logit_scale=spec.logit_scale / self.temperature,
+            forbidden_ids=spec.forbidden_ids,
+        )
+        return stats._replace(entropy=sharpened.entropy)
+
+    def loss_terms(
+        self, batch: SupervisedBatch, states: NoisyStates, stats: TokenStats
+    ) -> LossTerms:
+        sums = super().loss_terms(batch, states, stats).sums  # for the log: both halves together
+        row, _ = states.supervised.nonzero(as_tuple=True)
+        means: dict[str, Tensor] = {}
+        for number, view in enumerate(_VIEWS):
+            targets = row % 2 == number
+            right = targets & stats.is_top
+            for name, values, cells in (
+                ("ce", stats.ce, targets),
+                ("entropy", stats.entropy, right),
+            ):
+                summed = torch.where(cells, values, 0.0).sum()
+                means[f"{name}_{view}"] = summed / self.divisor(cells.sum())
+                sums[f"{name}_{view}"] = (summed.detach(), cells.sum())
+        return LossTerms(self.combined(means), sums=sums)
+
+    def combined(self, parts: Mapping[str, Tensor]) -> Tensor:
+        ce, entropy = (
+            sum(parts[f"{name}_{view}"] for view in _VIEWS) for name in ("ce", "entropy")
+        )
+        return ce + self.entropy_weight * entropy
