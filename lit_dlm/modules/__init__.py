@@ -2,8 +2,8 @@
 
 from lit_dlm.modules.autoencoder import AutoencoderModule as AutoencoderModule
 from lit_dlm.modules.decode import DecodeModule as DecodeModule
-from lit_dlm.modules.dpo import DPOModule as DPOModule
 from lit_dlm.modules.dparallel import DParallelModule as DParallelModule
+from lit_dlm.modules.dpo import DPOModule as DPOModule
 from lit_dlm.modules.finetune import SFTModule as SFTModule
 from lit_dlm.modules.generate import TraceModule as TraceModule
 from lit_dlm.modules.pretrain import PretrainModule as PretrainModule
