@@ -66,6 +66,13 @@ def test_the_policy_decodes(tmp_path: Path, capsys):
     assert never_sure == decoded("--policy=SequentialPolicy")
 
 
+def test_the_policy_takes_back(tmp_path: Path, capsys):
+    prompt = "Tom has 34 pens, finds 7, loses 5. How many pens?"
+    file = config(tmp_path, "taking_back")
+    cli.main(["generate", prompt, "--config", file, "--response_length=32"])
+    assert "#### 36" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_the_task_is_decoded_and_graded(tmp_path: Path):
     run_dir = tmp_path / "run"
@@ -86,20 +93,28 @@ def test_the_task_is_decoded_and_graded(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_the_training_method_trains(tmp_path: Path):
-    files = ("--config=exp/sft_gt_tiny", f"--config={config(tmp_path, 'training_method')}")
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("training_method", "training_method.SuffixMasking"),
+        ("finetuning_loss", "finetuning_loss.CertainModule"),
+    ],
+)
+def test_states_and_a_loss_train(name: str, told: str, tmp_path: Path):
+    files = ("--config=exp/sft_gt_tiny", f"--config={config(tmp_path, name)}")
     cli.main(["fit", *files, f"--run_dir={tmp_path}", "--trainer.max_steps=2", *QUIET])
-    assert "training_method.SuffixMasking" in (tmp_path / "fit.yaml").read_text()
+    assert told in (tmp_path / "fit.yaml").read_text()
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
 
 
 @pytest.mark.slow
-def test_the_reward_is_paid(tmp_path: Path):
+def test_the_reward_is_paid_and_the_policy_loss_trained_on(tmp_path: Path):
     """A right response earns something below 1, the others nothing."""
     rewards = json.dumps(yaml.safe_load(shown("reward"))["rewards"])
     cli.main(
         [
             *("fit", "--config=exp/tracerl_tiny", f"--data.init_args.rewards={rewards}"),
+            *(f"--config={config(tmp_path, 'policy_loss')}", "--model.init_args.objective=null"),
             *(f"--run_dir={tmp_path}", "--trainer.max_epochs=1", *QUIET),
             *("--trainer.num_sanity_val_steps=0", "--trainer.limit_val_batches=0"),
             *("--trainer.callbacks=[]", "--trainer.check_val_every_n_epoch=1"),
@@ -109,6 +124,7 @@ def test_the_reward_is_paid(tmp_path: Path):
     )
     with (tmp_path / "logs" / "version_0" / "metrics.csv").open(newline="") as file:
         step = next(csv.DictReader(file))
+    assert step["train/policy_loss"]
     assert 0 < float(step["rollout/reward/few_steps"]) < float(step["rollout/correct"])
     assert "reward.FewSteps" in (tmp_path / "fit.yaml").read_text()
 

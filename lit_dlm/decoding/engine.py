@@ -247,6 +247,9 @@ def decide(
     counts = plugs.quota.counts(state, view.candidates)
     with Span(state.ids.device) as policy_span:
         selection = plugs.policy.select(state, candidates, proposal, counts)
+    if selection.rewritten is not None and not plugs.policy.takes_back:
+        name = type(plugs.policy).__name__
+        raise ValueError(f"policy: {name} rewrites cells; expected takes_back = True in it")
     new_ids, commit, decided = _written(state, candidates, proposal, selection, forced, settings)
     if selection.memory is not None:
         state = replace(state, memory=selection.memory)
@@ -324,12 +327,32 @@ def _frontier(masked: Tensor, ended: Tensor | None = None, prob: Tensor | None =
     return column.tolist()
 
 
+KNOWN = frozenset(
+    [
+        "hidden",
+        "logits",
+        "window",
+        "region",
+        "drawn",
+        "prob",
+        "raw_prob",
+        "entropy",
+        "margin",
+        "raw_entropy",
+        "raw_margin",
+    ]
+)
+"""What policies and observers may ask for (see :class:`CommitPolicy`)."""
+
+
 def needs(
     policy: CommitPolicy, observers: Sequence[Observer] = ()
 ) -> tuple[frozenset[str], tuple[int, ...]]:
     """What a step must compute, by name (see :class:`CommitPolicy`), and which hidden layers."""
     plugs: list[Any] = [policy, *observers]
     requires: frozenset[str] = frozenset().union(*(plug.requires for plug in plugs))
+    if unknown := sorted(requires - KNOWN):
+        raise ValueError(f"requires: expected some of {sorted(KNOWN)}, got {unknown[0]!r}")
     if "hidden" not in requires:
         return requires, ()
     asked = {tuple(plug.hidden_layers) for plug in plugs if "hidden" in plug.requires}

@@ -388,7 +388,8 @@ class TraceRLModule(TrainableModule):
         if is_logged:
             parts = dict(actor.parts)
             self.update_scores.loss.update(total, batch.num_rows)
-            self.update_scores.policy_loss.update(parts.pop("policy"), batch.num_rows)
+            policy = parts.pop("policy", actor.total.detach())
+            self.update_scores.policy_loss.update(policy, batch.num_rows)
             cells = counted if batch.unit is None else counted[batch.unit]
             parts["entropy"] = (scores.entropy.detach() * cells).sum() / cells.sum().clamp_min(1)
             named: dict[str, Any] = {**parts, **dict(self.update_scores.named_children())}

@@ -1,0 +1,51 @@
+"""A fine-tuning loss of your own: answers with every token, and certainty where they are right.
+
+In the folder of this file::
+
+    model:
+      class_path: finetuning_loss.CertainModule
+      init_args: {certainty: 0.5}
+
+for ``lit-dlm fit --config exp/sft_gt_tiny --config FILE``. Which states are trained on is another
+question (``training_method.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from lit_dlm.backbones import HFBackbone
+from lit_dlm.losses.states import NoisyStates
+from lit_dlm.losses.terms import LossTerms
+from lit_dlm.modules import SFTModule
+from lit_dlm.modules.supervised_batch import SupervisedBatch
+from lit_dlm.ops.fused_head import TokenStats
+
+
+class CertainModule(SFTModule):
+    """Cross-entropy, and the entropy of predictions that are right already.
+
+    Args:
+        backbone: see :class:`~lit_dlm.modules.SFTModule`, as for ``common``.
+        certainty: weight of the entropy.
+    """
+
+    def __init__(self, backbone: HFBackbone, *, certainty: float = 0.5, **common: Any) -> None:
+        super().__init__(backbone, **common)
+        self.certainty = certainty
+
+    def loss_terms(
+        self, batch: SupervisedBatch, states: NoisyStates, stats: TokenStats
+    ) -> LossTerms:
+        base = super().loss_terms(batch, states, stats)
+        summed = stats.entropy[stats.is_top].sum()  # of the supervised cells, (M,)
+        count = stats.is_top.sum()
+        total = base.total + self.certainty * summed / self.divisor(count)
+        return LossTerms(total, sums={**base.sums, "certainty": (summed.detach(), count)})
+
+    def combined(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """The logged loss, from the means of all ``sums``."""
+        return super().combined(parts) + self.certainty * parts["certainty"]
