@@ -1,10 +1,10 @@
 """Policy losses of the literature against TraceRL on the embedded model, and preference pairs.
 
 Every arm begins with the embedded model, decoded too fast for it (probability 0.6 at once), and
-trains an adapter on the same prompts with the same learning rate, rewards and seeds: 12 RL steps of
-``exp/*_tiny``, which have about as many training rows. ``dpo`` has pairs of right and wrong decodes
-of the untrained model, as many responses as the others roll out, and about as many updates. All are
-decoded greedily with that threshold on one held-out list that had no part in anything before.
+trains an adapter on the same prompts with the same rewards and seeds: 12 RL steps of
+``exp/*_tiny``, which have about as many training rows and updates. ``dpo`` has pairs of right and
+wrong decodes of the untrained model, as many responses as the others roll out, and about as many
+updates. All are decoded greedily with that threshold on one held-out list.
 
 Parts that are on disk are not made again, so a killed run goes on, and a call with
 ``--only-report`` reports what there is.
@@ -162,7 +162,7 @@ def markdown(kept: dict[str, Any]) -> str:
         ["", "right: mean, seeds", "rise", "over TraceRL", "steps", "above the line", "CPU minutes"]
     ]
     lines.append(["before", f"{_accuracy(before):.3f}", "", "", f"{before['steps']:.2f}", "", ""])
-    traced = [_verdicts(arm) for arm in kept["methods"]["tracerl"]]
+    traced = {arm["seed"]: _verdicts(arm) for arm in kept["methods"]["tracerl"]}
     for method, arms in kept["methods"].items():
         verdicts, found = [_verdicts(arm) for arm in arms], [_accuracy(arm) for arm in arms]
         gone = [arm["steps"] for arm in arms]
@@ -171,7 +171,7 @@ def markdown(kept: dict[str, Any]) -> str:
             for rate, step in zip(found, gone, strict=True)
         ]
         seeds = ", ".join(f"{rate:.3f}" for rate in found)
-        over = difference(verdicts, traced[: len(verdicts)])
+        over = difference(verdicts, [traced[arm["seed"]] for arm in arms])
         lines.append(
             [
                 METHODS[method],

@@ -70,7 +70,8 @@ def test_the_page_has_the_table_of_the_kept_results_of_policy_losses(
         "threshold_06": {"steps": 2.0, "correct": "10"},
     }
     arm = {"steps": 1.5, "correct": "11", "cpu_minutes": 2.0}
-    text = markdown({"line": line, "methods": {"tracerl": [arm, arm]}})
+    arms = [{**arm, "seed": seed} for seed in range(2)]
+    text = markdown({"line": line, "methods": {"tracerl": arms}})
     row = "| TraceRL | 1.000: 1.000, 1.000 | +50.0 ± 50.0 ± 0.0 | | 1.50 | +75.0 | 2.0 |"
     assert row in text
     kept = json.loads((ROOT / "docs" / "rl_methods.json").read_text())
