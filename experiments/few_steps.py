@@ -33,7 +33,7 @@ FRONTS = ("base", "tabom", "dparallel")
 """Whose accuracy against forwards is measured."""
 SAMPLED = ("base", "sft", "tabom")
 """Whose pass@k is measured."""
-THRESHOLDS = (0.5, 0.7, 0.9)
+THRESHOLDS = (0.5, 0.7, 0.9, 0.98)
 BLOCKS = {"window": {"class_path": "BlockWindow", "init_args": {"block_length": 8}}}
 WORDS, FUNCTIONS = "word_problems", "python_functions"
 KS = (1, 2, 4, 8, 16, 32, 64)
@@ -220,17 +220,17 @@ def condense(out: Path, seeds: Sequence[int]) -> dict[str, Any]:
                     **spread(verdicts(found[name])),
                     "forwards": statistics.mean(map(forwards, found[name])),
                 }
-            rows, prefix = methods["dparallel"][name], name.split("_")[0]
-            mixed = [
-                line(methods["tabom"], prefix, number, forwards(table))
-                for number, table in enumerate(rows)
-            ]
-            kept = [number for number, other in enumerate(mixed) if other is not None]
-            cell["equal"] = {"seeds": len(kept)} | (
-                difference([verdicts(rows)[k] for k in kept], [mixed[k] for k in kept])  # type: ignore[misc]
-                if kept
-                else {}
-            )
+    for name in DECODERS:
+        rows = by_task["fronts"]["dparallel"][name]
+        mixed = [
+            line(by_task["fronts"]["tabom"], name.split("_")[0], number, forwards(table))
+            for number, table in enumerate(rows)
+        ]
+        pairs = [(one, two) for one, two in zip(verdicts(rows), mixed, strict=True) if two]
+        if pairs:
+            one, two = zip(*pairs, strict=True)
+            report["changes"][f"dparallel - tabom/{name}"] = difference(one, two)
+            report["fronts"][f"{WORDS}/{name}"]["seeds at equal forwards"] = len(pairs)
     done = ended(out, "functions", list(METHODS), seeds)
     plain = {m: verdicts(read(out, "functions", m, done)["entropy"]) for m in ("base", *METHODS)}
     for method, found in plain.items():
@@ -260,12 +260,13 @@ def rate(found: dict[str, Any]) -> str:
 
 def markdown(report: dict[str, Any]) -> str:
     """Three tables: fronts, functions at one token a step, pass@k."""
-    lines = [["task, decoder, threshold", *FRONTS, "dParallel - TABOM at equal forwards"]]
+    lines = [["task, decoder, threshold", *FRONTS, "dparallel less tabom at equal forwards"]]
     for name, cell in report["fronts"].items():
         task, _, decoding = name.partition("/")
         shown = [f"{rate(cell[one])} / {cell[one]['forwards']:.1f}" for one in FRONTS]
-        equal = cell["equal"]
-        gain = f"{points(equal)} ({equal['seeds']})" if equal["seeds"] else ""
+        count = cell.get("seeds at equal forwards")
+        equal = report["changes"].get(f"dparallel - tabom/{decoding}")
+        gain = f"{points(equal)} ({count} seeds)" if count else ""
         lines.append([f"{task} {decoding.replace('_', ' ')}", *shown, gain])
     methods = [["method", "Python functions", "less base", "less sft"]]
     for method, found in report["functions"].items():

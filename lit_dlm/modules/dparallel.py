@@ -137,6 +137,7 @@ class DParallelModule(FinetuneModule):
 
     def combined(self, parts: Mapping[str, Tensor]) -> Tensor:
         ce, entropy = (
-            sum(parts[f"{name}_{view}"] for view in _VIEWS) for name in ("ce", "entropy")
+            torch.stack([parts[f"{name}_{view}"] for view in _VIEWS]).sum()
+            for name in ("ce", "entropy")
         )
         return ce + self.entropy_weight * entropy
