@@ -33,7 +33,7 @@ FRONTS = ("base", "tabom", "dparallel")
 """Whose accuracy against forwards is measured."""
 SAMPLED = ("base", "sft", "tabom")
 """Whose pass@k is measured."""
-THRESHOLDS = (0.5, 0.7, 0.9, 0.98)
+THRESHOLDS = (0.5, 0.7, 0.8, 0.9, 0.98)
 BLOCKS = {"window": {"class_path": "BlockWindow", "init_args": {"block_length": 8}}}
 WORDS, FUNCTIONS = "word_problems", "python_functions"
 KS = (1, 2, 4, 8, 16, 32, 64)
