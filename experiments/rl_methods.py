@@ -154,7 +154,7 @@ def _cell(found: dict[str, float]) -> str:
 
 
 def markdown(kept: dict[str, Any]) -> str:
-    """The table of docs/tracerl_results.md: differences in points, with errors over problems and seeds."""
+    """The table of the page: differences in points, with errors over problems and over seeds."""
     line = sorted((arm["steps"], _accuracy(arm)) for arm in kept["line"].values())
     steps, rates = zip(*line, strict=True)
     before = kept["line"][_name(THRESHOLD)]
