@@ -83,7 +83,7 @@ check: install  ## Lint, types, layers and tests, as CI runs them
 	.ci/run
 
 docs-check: install  ## Run the long commands of the documents and compare their numbers (half an hour)
-	$(BIN)/python -m pytest -m docs tests/test_docs_check.py
+	$(BIN)/python -m pytest -m docs tests/test_docs_check.py tests/e2e/test_real_model.py
 
 faults: install  ## Let runs meet faults and compare what they leave (an hour; goes on where it was)
 	$(BIN)/python experiments/faults.py

@@ -154,11 +154,14 @@ def test_tables_are_those_of_the_kept_run(
     assert not [table for table in tables if table.strip() not in text]
 
 
-def test_tables_are_those_of_the_kept_decodes(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "page"), [("lockstep", "lockstep_results"), ("token_editing", "decoding")]
+)
+def test_tables_are_those_of_the_kept_decodes(name: str, page: str, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "experiments"))
     script = runpy.run_path(str(ROOT / "experiments" / "kept_decodes.py"), run_name="imported")
-    kept = pq.read_table(ROOT / "docs" / "lockstep.parquet")
-    assert script["markdown"](kept).strip() in (ROOT / "docs" / "lockstep_results.md").read_text()
+    kept = pq.read_table(ROOT / "docs" / f"{name}.parquet")
+    assert script["markdown"](kept).strip() in (ROOT / "docs" / f"{page}.md").read_text()
 
 
 def test_the_table_of_decoding_is_that_of_the_kept_decodes(monkeypatch):

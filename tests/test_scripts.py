@@ -75,7 +75,7 @@ def test_the_page_has_the_table_of_the_kept_results_of_policy_losses(
     row = "| TraceRL | 1.000: 1.000, 1.000 | +50.0 ± 50.0 ± 0.0 | | 1.50 | +75.0 | 2.0 |"
     assert row in text
     kept = json.loads((ROOT / "docs" / "rl_methods.json").read_text())
-    assert markdown(kept) in (ROOT / "docs" / "tracerl_results.md").read_text()
+    assert markdown(kept) in (ROOT / "docs" / "tracerl.md").read_text()
 
 
 def test_arms_of_decode_states_are_compared_by_problem_and_at_equal_forwards(

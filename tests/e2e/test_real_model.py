@@ -19,7 +19,7 @@ from lit_dlm.tasks import PromptExample
 from tests.e2e.runs import ROOT
 from tests.twins import write_twin
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.docs
 
 SIZES = {
     "rows": 60, "control_updates": 2, "full_updates": 4, "block_updates": 2, "chunk": 2,
