@@ -737,7 +737,7 @@ def report(path: Path) -> None:
         results = read(path)
     except (pa.ArrowInvalid, OSError) as error:
         raise SystemExit(
-            f"--results: {path}: expected results of this bench, got {error}"
+            f"--results: {path}: expected results of this bench, got {type(error).__name__}"
         ) from None
     draw(results, path.with_suffix(".png"))
     print(tables(results))

@@ -58,9 +58,11 @@ def main() -> None:
     """Measures where runs of the bench are given, then prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bench", type=Path, help="folder of the bench's runs")
-    parser.add_argument("--size", type=int, default=1000, help="problems of the test list")
+    parser.add_argument("--size", type=int, default=1000, help="number of problems")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.bench is None and not KEPT.exists():
+        parser.error(f"--bench: expected runs of the policy bench, since {KEPT} is not there")
     if options.bench:
         write_atomically(KEPT, json.dumps(measured(options.bench, options.size), indent=1) + "\n")
     print(markdown(json.loads(KEPT.read_text())))
@@ -69,20 +71,20 @@ def main() -> None:
 def measured(bench: Path, size: int) -> dict[str, Any]:
     """By policy a table of numbers for each seed, see :func:`habits`."""
     seeds = sorted(bench.glob("words/seed-*"))
-    found: dict[str, Any] = {"threshold 0.9": [decoded(ThresholdPolicy(0.9), size)]}
+    found: dict[str, Any] = {"threshold": [decoded(ThresholdPolicy(0.9), size)]}
     for name, folder in (("traces", "policy"), ("outcomes", "whole/outcome/policy/best")):
         policies = [
             TraceLockPolicy(seed / folder, threshold=0.95, max_accept_per_step=None)
             for seed in seeds
         ]
-        found[f"TraceLock from {name}, 0.95"] = [decoded(policy, size) for policy in policies]
+        found[name] = [decoded(policy, size) for policy in policies]
     return found
 
 
 def decoded(policy: CommitPolicy, size: int) -> dict[str, Any]:
-    """What one policy does with the bench's test list."""
+    """What one policy does with problems that no policy was trained, chosen or compared on."""
     tokenizer, watch = load_tokenizer("tiny"), Watch()
-    task = WordProblems("test", size, 17)
+    task = WordProblems("test", size, 29)
     done = generate(
         load_backbone("tiny"),
         [example.text for example in task.examples()],
@@ -167,9 +169,15 @@ def markdown(found: dict[str, Any]) -> str:
     def mean(policy: str, kind: str, name: str) -> float:
         return float(np.mean([seed["kinds"][kind][name] for seed in found[policy]]))
 
-    lines = [["cells", *(f"{policy}: stands after" for policy in found)]]
+    points = [["policy", "seeds", "right", "forwards"]]
+    for policy, seeds in found.items():
+        right, forwards = (
+            np.mean([seed[name] for seed in seeds]) for name in ("accuracy", "forwards")
+        )
+        points.append([policy, str(len(seeds)), f"{100 * right:.1f}", f"{forwards:.1f}"])
+    lines = [["cells", *(f"{policy}, stands at" for policy in found)]]
     learnt = list(found)[1:]
-    lines[0] += [f"{policy}: sure ones that wait (change)" for policy in learnt]
+    lines[0] += [f"{policy}, wait (change)" for policy in learnt]
     for kind in KINDS:
         cells = [f"{100 * mean(policy, kind, 'place'):.0f}" for policy in found]
         cells += [
@@ -177,7 +185,7 @@ def markdown(found: dict[str, Any]) -> str:
             for policy in learnt
         ]
         lines.append([kind, *cells])
-    return table(lines)
+    return table(points) + "\n" + table(lines)
 
 
 if __name__ == "__main__":

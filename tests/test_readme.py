@@ -140,6 +140,7 @@ def test_the_table_is_that_of_the_kept_run():
         ("decode_states", "decode_states", "decode_states", 2),
         ("smollm2", "smollm2_losses", "smollm2", 1),
         ("policy_states", "policy_states", "tracelock_elsewhere", 1),
+        ("policy_order", "policy_order", "policy_bench", 2),
         ("few_steps", "few_steps", "few_steps", 3),
     ],
 )
