@@ -19,6 +19,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, PreTrainedTokenizerFast
 
 import cli
+from lit_dlm import generate
+from lit_dlm.decoding import Decoder, NoQuota
 from lit_dlm.modules.checkpoint import CheckpointFiles
 from lit_dlm.tasks import Task
 from lit_dlm.vision.pictures import picture_to_text
@@ -71,6 +73,20 @@ def test_the_policy_takes_back(tmp_path: Path, capsys):
     file = config(tmp_path, "taking_back")
     cli.main(["generate", prompt, "--config", file, "--response_length=32"])
     assert "#### 36" in capsys.readouterr().out
+    policy = runpy.run_path(str(FOLDER / "taking_back.py"))["SecondThoughts"]
+    prompts = ["Sam has 14 toys, gives 2, eats 6. How many toys?", prompt]
+    (plain, again) = (
+        generate(
+            "tiny",
+            prompts,
+            decode=Decoder(policy=policy(every), quota=NoQuota()),
+            response_length=32,
+        )
+        for every in (100, 2)  # the first one never has a second thought
+    )
+    assert plain.num_steps == [32, 32]
+    assert set(again.status) == {"complete"}
+    assert max(again.num_steps) > 32
 
 
 @pytest.mark.slow
@@ -102,8 +118,14 @@ def test_the_task_is_decoded_and_graded(tmp_path: Path):
 )
 def test_states_and_a_loss_train(name: str, told: str, tmp_path: Path):
     files = ("--config=exp/sft_gt_tiny", f"--config={config(tmp_path, name)}")
-    cli.main(["fit", *files, f"--run_dir={tmp_path}", "--trainer.max_steps=2", *QUIET])
+    more = ("--trainer.max_steps=2", "--trainer.log_every_n_steps=1", *QUIET)
+    cli.main(["fit", *files, f"--run_dir={tmp_path}", *more])
     assert told in (tmp_path / "fit.yaml").read_text()
+    if name == "finetuning_loss":
+        with next(tmp_path.rglob("metrics.csv")).open(newline="") as file:
+            step = next(csv.DictReader(file))
+        parts = float(step["train/loss_ce"]) + 0.5 * float(step["train/certainty"])
+        assert float(step["train/loss"]) == pytest.approx(parts, rel=1e-5)
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
 
 

@@ -113,10 +113,11 @@ def test_a_killed_run_resumes_to_the_same_results_with_another_batch_size(
 FULL = ("sequential", "entropy_bounded", "klass", "credit", "pc_sampler", "wino", "remdm",
         "confidence_prefix", "confidence_dual", "confidence_horizon_128", "threshold_09_prefix",
         "threshold_09_dual")  # fmt: skip
-BLOCK = ("block_static", "block_dynamic")
+BLOCK = ("block_static", "block_dynamic", "token_editing")
+PARTS = ("sub_blocks",)
 
 
-@pytest.mark.parametrize("names", [FULL, BLOCK], ids=["full", "block"])
+@pytest.mark.parametrize("names", [FULL, BLOCK, PARTS], ids=["full", "block", "parts"])
 def test_shipped_decoders_with_caches_run_and_verify(tmp_path: Path, names: tuple[str, ...]):
     """A block-attention model decodes with its exact cache, a full one with the approximate ones.
 
@@ -124,9 +125,10 @@ def test_shipped_decoders_with_caches_run_and_verify(tmp_path: Path, names: tupl
     decoder that the set describes.
     """
     blocks = {"decoder": "qwen3", "family": "sdar", "attention": "block", "block_size": 4}
+    blocks |= {"edits_tokens": True} if names is BLOCK else {"block_size": 16, "shift": 1}
     options = {"path": None, "architecture": {**ARCHITECTURE, **blocks}}
     model = compact({"class_path": "HFBackbone", "init_args": options})
-    flags = [f"--model.backbone={model}"] if names is BLOCK else []
+    flags = [] if names is FULL else [f"--model.backbone={model}"]
     run(*command(tmp_path, *flags, count=2, methods=names))
     rows = results(tmp_path)
     assert {method for _, method in rows} == set(names)

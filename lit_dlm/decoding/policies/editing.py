@@ -40,7 +40,7 @@ class TokenEditingPolicy(CommitPolicy):
         return num_masks * (1 + self.max_post_steps)
 
     def check_backbone(self, backbone: Backbone) -> None:
-        """Refuses models that never saw wrong tokens: what they say of a token only copies it."""
+        """Refuses models that never saw wrong tokens: what they say of a token is worth nothing."""
         if not backbone.spec.edits_tokens:
             raise ValueError(
                 "policy: TokenEditingPolicy replaces tokens that stand, which "

@@ -295,3 +295,26 @@ def test_edits_under_a_block_cache_are_those_without_it():
 def test_what_a_method_cannot_have_is_refused_by_name(spec, plugs, told):
     with pytest.raises(ValueError, match=f"^{told}"):
         Decoder(**plugs).check(tiny_backbone(**spec))
+
+
+class Silent(d.CommitPolicy):
+    """Rewrites without saying so."""
+
+    def select(self, state, candidates, proposal, quota):
+        return d.Selection(candidates, proposal.prob, rewritten=state.ids)
+
+
+class Misspelt(d.SequentialPolicy):
+    requires = frozenset({"windows"})
+
+
+@pytest.mark.parametrize(
+    ("policy", "told"),
+    [
+        (Silent(), "policy: Silent .* expected takes_back = True"),
+        (Misspelt(), "requires: expected some of .* got 'windows'"),
+    ],
+)
+def test_what_a_policy_of_ones_own_says_wrongly_is_named(policy, told):
+    with pytest.raises(ValueError, match=f"^{told}"):
+        decoded(Decoder(policy=policy), tiny_backbone(), [[4, 4]], 4)
