@@ -6,7 +6,13 @@ import json
 import shlex
 import statistics
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from lit_dlm import cli
 from lit_dlm.ops.files import write_atomically
@@ -71,6 +77,45 @@ def points(found: dict[str, float]) -> str:
     """A :func:`difference` in percentage points, with the larger of its errors."""
     error = max(found["stderr_problems"], found["stderr_seeds"])
     return f"{100 * found['mean']:+.1f} ± {100 * error:.1f}"
+
+
+@lru_cache(maxsize=4)
+def resamples(seeds: int, problems: int, count: int = 2000) -> NDArray[Any]:
+    """Weights of means over ``(seeds, problems)`` values, resampling problems and seeds together.
+
+    Resampled seeds vary too little by ``(S - 1) / S``, which is put right.
+
+    Returns:
+        ``(1 + count, seeds * problems)``: of the plain mean, then of every resample.
+    """
+    generator = np.random.default_rng(0)
+    factor = (seeds / (seeds - 1)) ** 0.5 if seeds > 1 else 0.0
+    weights = np.full((1 + count, seeds, problems), 1 / (seeds * problems))
+    for drawn in weights[1:]:
+        by_problem = generator.integers(problems, size=problems)
+        by_seed = np.bincount(generator.integers(seeds, size=seeds), minlength=seeds) / seeds
+        by_seed = 1 / seeds + factor * (by_seed - 1 / seeds)
+        np.outer(by_seed, np.bincount(by_problem, minlength=problems) / problems, out=drawn)
+    return weights.reshape(1 + count, -1)
+
+
+def standard_error(values: NDArray[Any]) -> float:
+    """Of the mean of ``(seeds, problems)`` values, over :func:`resamples`."""
+    return float((resamples(*values.shape)[1:] @ values.ravel()).std(ddof=1))
+
+
+def holm(errors: Sequence[float]) -> list[float]:
+    """Adjusted p-values of a family of tests (Holm, 1979)."""
+    order = np.argsort(errors)
+    adjusted = np.maximum.accumulate(np.sort(errors) * np.arange(len(errors), 0, -1))
+    found = np.empty(len(errors))
+    found[order] = np.minimum(adjusted, 1.0)
+    return found.tolist()
+
+
+def normal_tail(z: float) -> float:
+    """Chance that a standard normal exceeds ``z``."""
+    return float(torch.special.ndtr(torch.tensor(-z, dtype=torch.float64)))
 
 
 def table(lines: Iterable[Sequence[str]]) -> str:

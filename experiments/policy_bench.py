@@ -36,7 +36,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 import yaml
-from chain import EXP, call, seed_flags, table
+from chain import EXP, call, holm, normal_tail, seed_flags, standard_error, table
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
@@ -503,19 +503,28 @@ CONTESTS = {
 """Where outcome TraceLock meets all others: by name, the windows of both sides."""
 
 
-def contest(validation: Decodes, test: Decodes, windows: Sequence[str]) -> dict[str, Any] | None:
+NEAR = 0.01
+"""How far below our most accurate cell the second contest may choose a faster one."""
+
+
+def contest(
+    validation: Decodes, test: Decodes, windows: Sequence[str], within: float = 0.0
+) -> dict[str, Any] | None:
     """Outcome TraceLock against the best of all others at as many forwards.
 
-    Settings of both sides are chosen on the validation list: ours by accuracy; theirs as the two
-    cells whose mixture (each problem decoded by one or the other, by chance) is the most accurate
-    at our forwards. The mixture's shares are those that give our forwards on the test list.
+    Settings of both sides are chosen on the validation list: ours as the fastest cell that is at
+    most ``within`` below our most accurate one; theirs as the two cells whose mixture (each problem
+    decoded by one or the other, by chance) is the most accurate at our forwards. The mixture's
+    shares are those that give our forwards on the test list.
     """
     cells = [cell for cell in test.correct if cell[1] in windows]
     ours = [cell for cell in cells if cell[0] == "outcome"]
     others = [cell for cell in cells if cell[0] != "outcome"]
     if not ours or not others:
         return None
-    own = max(ours, key=lambda cell: (validation.point(cell)[1], -validation.point(cell)[0]))
+    best = max(validation.point(cell)[1] for cell in ours)
+    near = [cell for cell in ours if validation.point(cell)[1] >= best - within]
+    own = min(near, key=lambda cell: (validation.point(cell)[0], -validation.point(cell)[1]))
     at = test.point(own)[0]
     fast, slow, share = mixture(validation, test, others, at)
     mixed = (1 - share) * test.correct[fast] + share * test.correct[slow]
@@ -548,31 +557,6 @@ def mixture(
     return best[1:]
 
 
-def standard_error(values: NDArray[Any], resamples: int = 2000) -> float:
-    """Of the mean of ``(seeds, problems)`` values, resampling problems and seeds together.
-
-    Resampled seeds vary too little by ``(S - 1) / S``, which is put right.
-    """
-    generator = np.random.default_rng(0)
-    S, P = values.shape
-    means = np.empty(resamples)
-    for number in range(resamples):
-        by_seed = values[:, generator.integers(P, size=P)].mean(1)
-        drawn = by_seed[generator.integers(S, size=S)].mean()
-        factor = (S / (S - 1)) ** 0.5 if S > 1 else 0.0
-        means[number] = by_seed.mean() + factor * (drawn - by_seed.mean())
-    return float(means.std(ddof=1))
-
-
-def holm(errors: Sequence[float]) -> list[float]:
-    """Adjusted p-values of a family of tests (Holm, 1979)."""
-    order = np.argsort(errors)
-    adjusted = np.maximum.accumulate(np.sort(errors) * np.arange(len(errors), 0, -1))
-    found = np.empty(len(errors))
-    found[order] = np.minimum(adjusted, 1.0)
-    return found.tolist()
-
-
 def oracle(test: Decodes) -> tuple[NDArray[Any], NDArray[Any]]:
     """Mean forwards and accuracies if each problem were decoded by whatever solves it fastest.
 
@@ -589,15 +573,13 @@ def oracle(test: Decodes) -> tuple[NDArray[Any], NDArray[Any]]:
     return forwards / len(order), np.cumsum(solved) / len(order)
 
 
-def tables(results: dict[tuple[str, str], Decodes]) -> str:
-    """Contests, fronts and costs as Markdown; accuracies in per cent."""
+def contests(results: dict[tuple[str, str], Decodes], within: float = 0.0) -> str:
+    """Every :func:`contest` as Markdown, with p-values of the family; accuracies in per cent."""
     rows, errors = [], []
-    for task in TASKS:
-        for name, windows in CONTESTS.items():
-            if (task, "test") not in results:
-                continue
-            found = contest(results[task, "validation"], results[task, "test"], windows)
-            if found is not None:
+    for task, (name, windows) in itertools.product(TASKS, CONTESTS.items()):
+        if (task, "test") in results:
+            lists = results[task, "validation"], results[task, "test"]
+            if found := contest(*lists, windows, within):
                 rows.append((task, name, found))
                 mean, error = found["difference"]
                 errors.append(2 * normal_tail(abs(mean) / max(error, 1e-12)))
@@ -625,6 +607,11 @@ def tables(results: dict[tuple[str, str], Decodes]) -> str:
                 f"{p:.2g}",
             ]
         )
+    return table(lines)
+
+
+def fronts_table(results: dict[tuple[str, str], Decodes]) -> str:
+    """What each policy reaches on the test lists where it was the most accurate in validation."""
     best: list[Sequence[str]] = [["task", "policy", *CONTESTS]]
     for task in TASKS:
         if (task, "test") in results:
@@ -646,7 +633,7 @@ def tables(results: dict[tuple[str, str], Decodes]) -> str:
                         *("" if p is None else f"{100 * p[1]:.1f} @ {p[0]:.1f}" for p in points),
                     ]
                 )
-    return table(lines) + "\n" + table(best)
+    return table(best)
 
 
 def curve_table(curves: dict[str, Any]) -> str:
@@ -677,11 +664,6 @@ def listing(path: Path) -> str:
             entries.append(f"{100 * rate:.1f} ± {100 * error:.1f} @ {forwards:.1f}")
         lines.append([cell[0], cell[2], cell[1], *entries])
     return table(lines)
-
-
-def normal_tail(z: float) -> float:
-    """Chance that a standard normal exceeds ``z``."""
-    return float(torch.special.ndtr(torch.tensor(-z, dtype=torch.float64)))
 
 
 def shown(cell: Cell) -> str:
@@ -740,7 +722,8 @@ def report(path: Path) -> None:
             f"--results: {path}: expected results of this bench, got {type(error).__name__}"
         ) from None
     draw(results, path.with_suffix(".png"))
-    print(tables(results))
+    for text in (contests(results), contests(results, NEAR), fronts_table(results)):
+        print(text)
     if (curves := path.with_suffix(".json")).exists():
         print(curve_table(json.loads(curves.read_text())))
 

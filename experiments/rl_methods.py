@@ -1,4 +1,4 @@
-"""Policy losses of the literature against TraceRL on the embedded model, and preference pairs.
+"""TraceRL on the embedded model, its value model at larger rates, other states and other losses.
 
 Every arm begins with the embedded model, decoded too fast for it (probability 0.6 at once), and
 trains an adapter on the same prompts with the same rewards and seeds: 12 RL steps of
@@ -17,18 +17,35 @@ import itertools
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from chain import EXP, call, difference, problems, seed_flags, table
+from chain import EXP, call, problems, seed_flags, standard_error, table
+from numpy.typing import NDArray
 
 from lit_dlm.ops.files import write_atomically
 from lit_dlm.reports.results import ResultFolder
 
-METHODS = {"tracerl": "TraceRL", "espo": "ESPO", "spg": "SPG", "wd1": "wd1", "dpo": "VRPO (DPO)"}
-"""Arms and their names in the table."""
+RATE = "--model.optimizer.init_args.lr"
+
+METHODS: dict[str, tuple[Any, ...]] = {
+    "tracerl": ("TraceRL", "tracerl_tiny"),
+    "tracerl-2": ("TraceRL, twice the rate", "tracerl_tiny", RATE, 1e-3),
+    "tracerl-4": ("TraceRL, four times the rate", "tracerl_tiny", RATE, 2e-3),
+    "value": ("with value model", "tracerl_tiny_value"),
+    "value-2": ("with value model, twice the rate", "tracerl_tiny_value", RATE, 1e-3),
+    "value-4": ("with value model, four times the rate", "tracerl_tiny_value", RATE, 2e-3),
+    "coupled": ("coupled states", "tracerl_tiny_coupled"),
+    "random": ("random states", "tracerl_tiny_random"),
+    "wd1": ("wd1", "wd1_tiny"),
+    "espo": ("ESPO", "espo_tiny"),
+    "spg": ("SPG", "spg_tiny"),
+    "dpo": ("VRPO (DPO)", "dpo_tiny"),
+}
+"""Arms: name in the table, experiment and its flags."""
 
 THRESHOLD = 0.6
 LINE = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75)
@@ -40,7 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/rl_methods"))
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--steps", type=int, default=12, help="RL steps")
     parser.add_argument("--prompts", type=int, default=32, help="of an RL step")
     parser.add_argument(
@@ -84,7 +101,8 @@ def train(options: argparse.Namespace, method: str, seed: int) -> None:
         flags += ["--trainer.max_epochs", options.steps, "--trainer.limit_val_batches", 0]
         flags += ["--trainer.num_sanity_val_steps", 0, *tasks]
         flags += ["--data.prompts_per_step", options.prompts]
-    call(done, "fit", "--config", EXP / f"{method}_tiny.yaml", *flags)
+    _, config, *own = METHODS[method]
+    call(done, "fit", "--config", EXP / f"{config}.yaml", *flags, *own)
     write_atomically(folder / "cpu_seconds", str(time.process_time() - began))
 
 
@@ -140,46 +158,47 @@ def _name(threshold: float) -> str:
     return f"threshold_{threshold}".replace(".", "")
 
 
-def _verdicts(arm: dict[str, Any]) -> dict[str, float]:
-    return {str(number): float(digit) for number, digit in enumerate(arm["correct"])}
+def _verdicts(arms: Sequence[dict[str, Any]]) -> NDArray[Any]:
+    return np.array([[float(digit) for digit in arm["correct"]] for arm in arms])
 
 
-def _accuracy(arm: dict[str, Any]) -> float:
-    return statistics.mean(_verdicts(arm).values())
-
-
-def _cell(found: dict[str, float]) -> str:
-    values = [100 * found[name] for name in ("mean", "stderr_problems", "stderr_seeds")]
-    return "{:+.1f} ± {:.1f} ± {:.1f}".format(*values)
+def _points(values: NDArray[Any]) -> str:
+    return f"{100 * values.mean():+.1f} ± {100 * standard_error(values):.1f}"
 
 
 def markdown(kept: dict[str, Any]) -> str:
-    """The table of the page: differences in points, with errors over problems and over seeds."""
-    line = sorted((arm["steps"], _accuracy(arm)) for arm in kept["line"].values())
-    steps, rates = zip(*line, strict=True)
+    """The table of the page: differences in points, with errors over problems and seeds.
+
+    ``over TraceRL`` is over the same learning rate for a value model. ``above the line`` is over
+    the untrained model at as many steps, between two of its thresholds.
+    """
+    line = sorted(kept["line"].values(), key=lambda arm: arm["steps"])
+    shares = np.eye(len(line))
     before = kept["line"][_name(THRESHOLD)]
     lines = [
         ["", "right: mean, seeds", "rise", "over TraceRL", "steps", "above the line", "CPU minutes"]
     ]
-    lines.append(["before", f"{_accuracy(before):.3f}", "", "", f"{before['steps']:.2f}", "", ""])
-    traced = {arm["seed"]: _verdicts(arm) for arm in kept["methods"]["tracerl"]}
+    rate = _verdicts([before]).mean()
+    lines.append(["before", f"{rate:.3f}", "", "", f"{before['steps']:.2f}", "", ""])
     for method, arms in kept["methods"].items():
-        verdicts, found = [_verdicts(arm) for arm in arms], [_accuracy(arm) for arm in arms]
-        gone = [arm["steps"] for arm in arms]
-        above = [
-            rate - float(np.interp(step, steps, rates))
-            for rate, step in zip(found, gone, strict=True)
+        right = _verdicts(arms)
+        other = method.replace("value", "tracerl") if method.startswith("value") else "tracerl"
+        plain = {arm["seed"]: arm for arm in kept["methods"][other]}
+        steps = [arm["steps"] for arm in arms]
+        at_steps = [
+            [np.interp(step, [one["steps"] for one in line], share) for share in shares]
+            for step in steps
         ]
-        seeds = ", ".join(f"{rate:.3f}" for rate in found)
-        over = difference(verdicts, [traced[arm["seed"]] for arm in arms])
         lines.append(
             [
-                METHODS[method],
-                f"{statistics.mean(found):.3f}: {seeds}",
-                _cell(difference(verdicts, [_verdicts(before)])),
-                "" if method == "tracerl" else _cell(over),
-                f"{statistics.mean(gone):.2f}",
-                f"{100 * statistics.mean(above):+.1f}",
+                METHODS[method][0],
+                f"{right.mean():.3f}: {', '.join(f'{rate:.3f}' for rate in right.mean(1))}",
+                _points(right - _verdicts([before])),
+                ""
+                if method == other
+                else _points(right - _verdicts([plain[arm["seed"]] for arm in arms])),
+                f"{statistics.mean(steps):.2f}",
+                _points(right - np.array(at_steps) @ _verdicts(line)),
                 f"{statistics.mean(arm['cpu_minutes'] for arm in arms):.1f}",
             ]
         )

@@ -1,6 +1,7 @@
 """Benchmarks and experiments: scripts outside the packages, which a renamed import would break."""
 
 import json
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -71,11 +72,18 @@ def test_the_page_has_the_table_of_the_kept_results_of_policy_losses(
     }
     arm = {"steps": 1.5, "correct": "11", "cpu_minutes": 2.0}
     arms = [{**arm, "seed": seed} for seed in range(2)]
-    text = markdown({"line": line, "methods": {"tracerl": arms}})
-    row = "| TraceRL | 1.000: 1.000, 1.000 | +50.0 ± 50.0 ± 0.0 | | 1.50 | +75.0 | 2.0 |"
-    assert row in text
+    text = markdown({"line": line, "methods": {"tracerl": arms, "value": arms[1:]}})
+    # Gains of 1 and 0 and of 1 and 0.5: errors over two resampled problems, about 0.35 and 0.18.
+    for name, rates in {
+        "TraceRL": "1.000: 1.000, 1.000",
+        "with value model": "1.000: 1.000",
+    }.items():
+        row = re.escape(f"| {name} | {rates} | +50.0 ± ") + r"3\d\.\d \| (\S+ ± \S+)? ?\| 1\.50 \|"
+        found = re.search(row + r" \+75\.0 ± 1\d\.\d \| 2\.0 \|", text)
+        assert found
+        assert found[1] == (None if name == "TraceRL" else "+0.0 ± 0.0")
     kept = json.loads((ROOT / "docs" / "rl_methods.json").read_text())
-    assert markdown(kept) in (ROOT / "docs" / "tracerl.md").read_text()
+    assert markdown(kept) in (ROOT / "docs" / "tracerl_results.md").read_text()
 
 
 def test_arms_of_decode_states_are_compared_by_problem_and_at_equal_forwards(
@@ -174,10 +182,17 @@ def test_the_policy_bench_compares_at_equal_forwards_and_keeps_every_decode(
     forwards, rates = bench["oracle"](test)
     assert rates.tolist() == [0.25, 0.5, 0.75, 1.0]
     assert forwards.tolist() == [4.0, 4.0, 4.25, 4.5]
-    assert "words" in bench["tables"](results)
+    assert "| words | whole responses | 87.5 ± " in bench["contests"](results)
+    assert "| words | outcome | 87.5 @ 5.0 |" in bench["fronts_table"](results)
     listed = bench["listing"](path).splitlines()  # half of four are right: 0.5 ± 0.25
     assert listed[0] == "| policy | setting | window | words | sudoku |"
     assert "| threshold | 0.6 | whole | 50.0 ± 25.0 @ 4.0 | 50.0 ± 25.0 @ 4.0 |" in listed
+    # A faster cell a quarter below the best is taken where the contest allows for it.
+    for one in results.values():
+        one.forwards["outcome", "whole", "0.8"] = np.full((2, 4), 4.0)
+    for within, setting in ((0.2, "0.5"), (0.25, "0.8")):
+        near = bench["contest"](results["words", "validation"], test, ("whole",), within)
+        assert near["ours"][0][2] == setting
     extra = bench["cells"]({"mine": {"0.5": {"policy": "A"}}}, ["whole", "blocks-8"])
     assert extra["mine_0.5_whole"] == {"policy": "A"}
     assert extra["mine_0.5_blocks-8"]["window"]["init_args"] == {"block_length": 8}

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 HELP = """usage: lit-dlm plan --config FILE [--config FILE ...] [options]
 
 Prints what a run takes at most: parameters, memory of each of 1 to 64 devices, a checkpoint.
-Nothing is loaded, and releases that are not on this machine are known by their sizes. Options are
-those of fit and predict.
+No weights are loaded: of a hub model that is not on this machine only its description is fetched.
+Options are those of fit and predict.
 """
 
 
