@@ -41,7 +41,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from lit_dlm.ops.files import write_atomically
-from lit_dlm.reports.plots import read_points, tidy_axes
+from lit_dlm.reports.plots import Theme, common_legend, read_points, save_themes, tidy_axes
 from lit_dlm.reports.results import ResultFolder, ResultRow
 from lit_dlm.trajectories.store import TrajectoryShardReader
 
@@ -154,8 +154,10 @@ SCHEMA = pa.schema(
         "uid": pa.string(),
         "correct": pa.bool_(),
         "forwards": pa.int16(),
-        "seconds": pa.float32(),  # of decoding, on one thread
-        "policy_seconds": pa.float32(),  # the part that the policy took
+        # Of decoding on one thread, and the part that the policy took: means of the cell, since the
+        # rows of a batch share its time.
+        "seconds": pa.float32(),
+        "policy_seconds": pa.float32(),
         "digest": pa.dictionary(pa.int16(), pa.string()),  # of all settings of the cell
     }
 )
@@ -421,9 +423,10 @@ def collected(options: argparse.Namespace) -> pa.Table:
         for cell, rows, settings in results(options, name, which, seed):
             policy, setting, window = cell.split("_")
             digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+            times = np.mean([(row.seconds, row.policy_seconds) for row in rows], 0)
             for row in rows:
                 values = (name, which, policy, window, setting, seed, row.uid, row.correct, row.nfe)
-                values += (row.seconds, row.policy_seconds, digest[:12])
+                values += (*times, digest[:12])
                 for column, value in zip(columns.values(), values, strict=True):
                     column.append(value)
     return pa.table(columns, schema=SCHEMA)
@@ -604,7 +607,7 @@ def contests(results: dict[tuple[str, str], Decodes], within: float = 0.0) -> st
                 f"{100 * accuracy:.1f} ± {100 * error:.1f} @ {forwards:.1f}",
                 f"{100 * rate:.1f} ({by})",
                 f"{100 * mean:+.1f} [{100 * (mean - wide):+.1f}, {100 * (mean + wide):+.1f}]",
-                f"{p:.2g}",
+                f"{p:.2g}" if p > 1e-10 else "< 1e-10",
             ]
         )
     return table(lines)
@@ -672,45 +675,58 @@ def shown(cell: Cell) -> str:
     return f"{policy} {setting}" if window == "whole" else f"{policy} {setting}, {window}"
 
 
-COLOURS = {
-    "outcome": "#d55e00",
-    "tracelock": "#8a2be2",
-    "entropy-bounded": "#0072b2",
-    "threshold": "#009e73",
-}
-"""Of policies whose fronts are drawn in colour; all others are grey."""
+SERIES = {"outcome": 1, "tracelock": 3, "entropy-bounded": 0, "left-to-right": 2, "threshold": 5}
+"""Of policies whose fronts are drawn in a theme's colours; all others are grey."""
 
 
 def draw(results: dict[tuple[str, str], Decodes], path: Path) -> None:
-    """Fronts on the test lists: whole responses above, blocks below, and the oracle."""
+    """Fronts on the test lists: a row for each task, a column for each kind of windows."""
     names = [task for task in TASKS if (task, "test") in results]
-    figure = Figure(figsize=(3.1 * len(names) + 0.6, 5.6), layout="constrained")
-    axes = figure.subplots(2, len(names), squeeze=False)
-    for (row, windows), (column, task) in itertools.product(
-        enumerate(list(CONTESTS.values())[:2]), enumerate(names)
-    ):
-        axis, test = axes[row][column], results[task, "test"]
-        for policy in sorted({cell[0] for cell in test.correct}, key=lambda p: p in COLOURS):
-            points = sorted(
-                test.point(c) for c in test.correct if c[0] == policy and c[1] in windows
+
+    def figure(theme: Theme) -> Figure:
+        drawn = Figure(figsize=(9.6, 2.5 * len(names) + 1.2), layout="constrained")
+        axes = drawn.subplots(len(names), len(CONTESTS), squeeze=False)
+        for (row, task), (column, (kind, windows)) in itertools.product(
+            enumerate(names), enumerate(CONTESTS.items())
+        ):
+            axis, test = axes[row][column], results[task, "test"]
+            best = 100 * max(rates.mean() for rates in test.correct.values())
+            for policy in sorted({cell[0] for cell in test.correct}, key=lambda p: p in SERIES):
+                points = sorted(
+                    test.point(c) for c in test.correct if c[0] == policy and c[1] in windows
+                )
+                front = [p for n, p in enumerate(points) if all(p[1] > q[1] for q in points[:n])]
+                if front:
+                    is_named = policy in SERIES
+                    x, y = zip(*front, strict=True)
+                    axis.plot(
+                        x,
+                        [100 * value for value in y],
+                        color=theme.series[SERIES[policy]] if is_named else theme.muted,
+                        alpha=1.0 if is_named else 0.5,
+                        label=policy if is_named else "all others",
+                        marker="o",
+                        markersize=3,
+                    )
+            x, y = oracle(test)
+            axis.plot(x, 100 * y, ":", color=theme.text, label="the fastest for each problem")
+            axis.set(ylim=(best - 40, 101), xscale="log")
+            axis.set_xticks(
+                ticks := (1, 2, 4, 8, 16, 32), [f"{tick}" for tick in ticks], minor=False
             )
-            front = [p for n, p in enumerate(points) if all(p[1] > q[1] for q in points[:n])]
-            if front:
-                style = {"color": COLOURS.get(policy, "0.7"), "marker": "o", "markersize": 3}
-                label = policy if policy in COLOURS else None
-                x, y = zip(*front, strict=True)
-                axis.plot(x, [100 * value for value in y], label=label, **style)
-        x, y = oracle(test)
-        axis.plot(x, 100 * y, ":", color="0.4", label="oracle over all")
-        low = min(100 * test.point(c)[1] for c in test.correct if c[0] in COLOURS)
-        axis.set(ylim=(max(low - 3, 0), 100.5), xscale="log", title=task if row == 0 else "")
-    axes[0][0].set(ylabel="right, %: whole responses")
-    axes[1][0].set(ylabel="right, %: blocks")
-    axes[0][0].legend(fontsize="x-small")
-    for axis in axes[1]:
-        axis.set(xlabel="forwards")
-    tidy_axes(*axes.flat)
-    figure.savefig(path, dpi=130)
+            axis.set_xticks([], minor=True)
+            axis.set_xlim(0.8 * x[0], None)
+            if row == 0:
+                axis.set_title(kind)
+            if column == 0:
+                axis.set_ylabel(f"{task}: right, %")
+            tidy_axes(axis)
+        for axis in axes[-1]:
+            axis.set_xlabel("forwards")
+        common_legend(drawn, 4)
+        return drawn
+
+    save_themes(path, figure)
 
 
 def report(path: Path) -> None:
