@@ -2,9 +2,9 @@
 
 Settings are chosen on a validation list and reported on a test list of distinct problems; what is
 trained is trained with several seeds. ``docs/policy_bench.md`` has the plan, which was written
-before the runs, and the results. All of it runs through the command line; what is on disk is not
-made again, so a run that was stopped goes on, and several processes may take other values of
-``--task``, each with its own ``--results``.
+before the runs, ``docs/policy_bench_results.md`` the results. All of it runs through the command
+line; what is on disk is not made again, so a run that was stopped goes on, and several processes
+may take other values of ``--task``, each with its own ``--results``.
 
     python experiments/policy_bench.py --out runs/policy_bench  # makes what is missing
     python experiments/policy_bench.py  # tables and figure of the published results
@@ -615,28 +615,22 @@ def contests(results: dict[tuple[str, str], Decodes], within: float = 0.0) -> st
 
 def fronts_table(results: dict[tuple[str, str], Decodes]) -> str:
     """What each policy reaches on the test lists where it was the most accurate in validation."""
-    best: list[Sequence[str]] = [["task", "policy", *CONTESTS]]
-    for task in TASKS:
-        if (task, "test") in results:
+    tasks = [task for task in TASKS if (task, "test") in results]
+    policies = sorted({cell[0] for task in tasks for cell in results[task, "test"].correct})
+    lines: list[Sequence[str]] = [["where", "policy", *tasks]]
+    for (where, windows), policy in itertools.product(CONTESTS.items(), policies):
+        line = [where, policy]
+        for task in tasks:
             validation, test = results[task, "validation"], results[task, "test"]
-            for policy in sorted({cell[0] for cell in test.correct}):
-                found_cells = [
-                    max(
-                        (c for c in test.correct if c[0] == policy and c[1] in windows),
-                        key=lambda cell: validation.point(cell)[1],
-                        default=None,
-                    )
-                    for windows in CONTESTS.values()
-                ]
-                points = [None if c is None else test.point(c) for c in found_cells]
-                best.append(
-                    [
-                        task,
-                        policy,
-                        *("" if p is None else f"{100 * p[1]:.1f} @ {p[0]:.1f}" for p in points),
-                    ]
-                )
-    return table(best)
+            own = [cell for cell in test.correct if cell[0] == policy and cell[1] in windows]
+            best = max(own, key=lambda cell: validation.point(cell)[1], default=None)
+            if best is None:
+                line.append("")
+            else:
+                forwards, rate = test.point(best)
+                line.append(f"{100 * rate:.1f} @ {forwards:.1f}")
+        lines.append(line)
+    return table(lines)
 
 
 def curve_table(curves: dict[str, Any]) -> str:

@@ -183,7 +183,9 @@ def test_the_policy_bench_compares_at_equal_forwards_and_keeps_every_decode(
     assert rates.tolist() == [0.25, 0.5, 0.75, 1.0]
     assert forwards.tolist() == [4.0, 4.0, 4.25, 4.5]
     assert "| words | whole responses | 87.5 ± " in bench["contests"](results)
-    assert "| words | outcome | 87.5 @ 5.0 |" in bench["fronts_table"](results)
+    assert "| whole responses | outcome | 87.5 @ 5.0 | 87.5 @ 5.0 |" in bench["fronts_table"](
+        results
+    )
     listed = bench["listing"](path).splitlines()  # half of four are right: 0.5 ± 0.25
     assert listed[0] == "| policy | setting | window | words | sudoku |"
     assert "| threshold | 0.6 | whole | 50.0 ± 25.0 @ 4.0 | 50.0 ± 25.0 @ 4.0 |" in listed
