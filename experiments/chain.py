@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 
 from lit_dlm import cli
 from lit_dlm.ops.files import write_atomically
+from lit_dlm.reports.results import ResultFolder
 
 EXP = Path(cli.__file__).resolve().parent / "configs" / "exp"
 
@@ -43,6 +46,53 @@ def problems(task: str, split: str, count: int, **options: object) -> str:
     """The list of one task as a flag's value."""
     values = {"split": split, "num_examples": count, **options}
     return json.dumps([{"class_path": task, "init_args": values}])
+
+
+SCHEMA = pa.schema(
+    {
+        **dict.fromkeys(("arm", "task", "method"), pa.dictionary(pa.int16(), pa.string())),
+        "seed": pa.int8(),  # of training
+        "uid": pa.string(),
+        "correct": pa.bool_(),
+        "forwards": pa.int16(),
+    }
+)
+"""One row for each decode."""
+
+Decodes = dict[tuple[str, str, str], tuple[NDArray[Any], NDArray[Any]]]
+"""By arm, task and method: forwards and verdicts, both of shape (seeds, problems)."""
+
+
+def keep_decodes(path: Path, runs: Iterable[tuple[str, int, Path]]) -> Decodes:
+    """Writes every decode of some runs to one file.
+
+    Args:
+        path: of the file, Parquet.
+        runs: arm, seed and folder of results.
+    """
+    columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
+    for arm, seed, folder in runs:
+        results = ResultFolder(folder)
+        for task, method in results.pairs():
+            for row in results.rows(task, method):
+                values = (arm, task, method, seed, row.uid, row.correct, row.nfe)
+                for column, value in zip(columns.values(), values, strict=True):
+                    column.append(value)
+    kept = pa.table(columns, schema=SCHEMA)
+    pq.write_table(kept, path, compression="zstd", compression_level=19)
+    return read_decodes(path)
+
+
+def read_decodes(path: Path) -> Decodes:
+    """What :func:`keep_decodes` wrote, seeds and problems in order."""
+    frame = pq.read_table(path).to_pandas().sort_values(["seed", "uid"])
+    return {
+        cell: tuple(
+            rows[name].to_numpy(float).reshape(rows.seed.nunique(), -1)
+            for name in ("forwards", "correct")
+        )
+        for cell, rows in frame.groupby(["arm", "task", "method"], observed=True)
+    }
 
 
 def difference(
@@ -73,7 +123,7 @@ def difference(
     }
 
 
-def points(found: dict[str, float]) -> str:
+def gained(found: dict[str, float]) -> str:
     """A :func:`difference` in percentage points, with the larger of its errors."""
     error = max(found["stderr_problems"], found["stderr_seeds"])
     return f"{100 * found['mean']:+.1f} ± {100 * error:.1f}"
@@ -102,6 +152,11 @@ def resamples(seeds: int, problems: int, count: int = 2000) -> NDArray[Any]:
 def standard_error(values: NDArray[Any]) -> float:
     """Of the mean of ``(seeds, problems)`` values, over :func:`resamples`."""
     return float((resamples(*values.shape)[1:] @ values.ravel()).std(ddof=1))
+
+
+def points(values: NDArray[Any], sign: str = "+") -> str:
+    """Mean of ``(seeds, problems)`` values in per cent or points, with its error."""
+    return f"{100 * values.mean():{sign}.1f} ± {100 * standard_error(values):.1f}"
 
 
 def holm(errors: Sequence[float]) -> list[float]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from chain import EXP, call, difference, points, problems, seed_flags, table
+from chain import EXP, call, difference, gained, problems, seed_flags, table
 from matplotlib.figure import Figure
 
 from lit_dlm.ops.files import write_atomically
@@ -291,17 +291,17 @@ def markdown(report: dict[str, Any]) -> str:
             if any(cells):
                 lines.append([name, *cells])
         if tables[0][-1][0] == name:
-            tables[0][-1].append(f"**{points(found['judged'])}**")
+            tables[0][-1].append(f"**{gained(found['judged'])}**")
     return "\n".join(map(table, tables))
 
 
 def _shown(found: dict[str, Any]) -> str:
     shown = f"{100 * statistics.mean(found['accuracy']['decode']):.1f}"
-    gain = points(found["difference"])
+    gain = gained(found["difference"])
     if "equal_forwards" not in found:
         return f"{shown}, {gain}"
     return (
-        f"{shown} @ {found['forwards']['decode']:.1f}, {gain} ({points(found['equal_forwards'])})"
+        f"{shown} @ {found['forwards']['decode']:.1f}, {gain} ({gained(found['equal_forwards'])})"
     )
 
 

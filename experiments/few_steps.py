@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from chain import EXP, call, difference, points, problems, table
+from chain import EXP, call, difference, gained, problems, table
 
 from lit_dlm.ops.files import write_atomically
 from lit_dlm.reports.results import ResultFolder, ResultRow
@@ -266,17 +266,17 @@ def markdown(report: dict[str, Any]) -> str:
         shown = [f"{rate(cell[one])} / {cell[one]['forwards']:.1f}" for one in FRONTS]
         count = cell.get("seeds at equal forwards")
         equal = report["changes"].get(f"dparallel - tabom/{decoding}")
-        gain = f"{points(equal)} ({count} seeds)" if count else ""
+        gain = f"{gained(equal)} ({count} seeds)" if count else ""
         lines.append([f"{task} {decoding.replace('_', ' ')}", *shown, gain])
     methods = [["method", "Python functions", "less base", "less sft"]]
     for method, found in report["functions"].items():
         keys = [f"{method} - {other}/functions" for other in ("base", "sft")]
-        gains = [points(report["changes"][key]) if key in report["changes"] else "" for key in keys]
+        gains = [gained(report["changes"][key]) if key in report["changes"] else "" for key in keys]
         methods.append([method, rate(found), *gains])
     passes = [["k", *SAMPLED, "tabom less base", "tabom less sft"]]
     for k in KS:
         gains = [
-            points(report["changes"][f"tabom - {other}/pass@{k}"]) for other in ("base", "sft")
+            gained(report["changes"][f"tabom - {other}/pass@{k}"]) for other in ("base", "sft")
         ]
         passes.append([str(k), *(rate(report["pass"][m][str(k)]) for m in SAMPLED), *gains])
     return "\n".join(map(table, (lines, methods, passes)))

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from chain import EXP, call, problems, seed_flags, standard_error, table
+from chain import EXP, call, points, problems, seed_flags, table
 from numpy.typing import NDArray
 
 from lit_dlm.ops.files import write_atomically
@@ -162,10 +162,6 @@ def _verdicts(arms: Sequence[dict[str, Any]]) -> NDArray[Any]:
     return np.array([[float(digit) for digit in arm["correct"]] for arm in arms])
 
 
-def _points(values: NDArray[Any]) -> str:
-    return f"{100 * values.mean():+.1f} ± {100 * standard_error(values):.1f}"
-
-
 def markdown(kept: dict[str, Any]) -> str:
     """The table of the page: differences in points, with errors over problems and seeds.
 
@@ -193,12 +189,12 @@ def markdown(kept: dict[str, Any]) -> str:
             [
                 METHODS[method][0],
                 f"{right.mean():.3f}: {', '.join(f'{rate:.3f}' for rate in right.mean(1))}",
-                _points(right - _verdicts([before])),
+                points(right - _verdicts([before])),
                 ""
                 if method == other
-                else _points(right - _verdicts([plain[arm["seed"]] for arm in arms])),
+                else points(right - _verdicts([plain[arm["seed"]] for arm in arms])),
                 f"{statistics.mean(steps):.2f}",
-                _points(right - np.array(at_steps) @ _verdicts(line)),
+                points(right - np.array(at_steps) @ _verdicts(line)),
                 f"{statistics.mean(arm['cpu_minutes'] for arm in arms):.1f}",
             ]
         )

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from chain import EXP, call, difference, points, problems, table
+from chain import EXP, call, difference, gained, problems, table
 from matplotlib.figure import Figure
 
 from lit_dlm.ops.files import write_atomically
@@ -241,7 +241,7 @@ def markdown(report: dict[str, Any]) -> str:
     more = [["difference, points", *cells]]
     for name, found in report["differences"].items():
         if name.endswith(" - base") or name.startswith("tabom"):
-            more.append([name, *(points(found[cell]) for cell in cells)])
+            more.append([name, *(gained(found[cell]) for cell in cells)])
     return f"{table(lines)}\n{table(more)}"
 
 

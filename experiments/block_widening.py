@@ -1,0 +1,165 @@
+"""Widening the blocks of a block model from 4 to 8 with TraceRL, on the embedded model.
+
+The embedded model first becomes a block model: all weights are tuned on reference answers with
+attention in blocks of 4. Every arm then has twelve RL steps of ``exp/tracerl_tiny`` with an
+adapter, on the same prompts, and decodes one held-out list in blocks of 4 and of 8: ``four`` rolls
+out and trains in blocks of 4; ``eight`` in blocks of 8 from the start; ``widened`` as in the
+recipe of arXiv 2509.06949, whose training rows have blocks of 8 throughout and whose rollouts and
+attention change from 4 to 8 half way.
+
+    python experiments/block_widening.py --out runs/block_widening  # makes what is missing
+    python experiments/block_widening.py  # the table of the published results
+
+Parts that are on disk are not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from chain import (
+    EXP,
+    Decodes,
+    call,
+    keep_decodes,
+    points,
+    problems,
+    read_decodes,
+    seed_flags,
+    table,
+)
+
+SIZES = (4, 8)
+ARMS = ("base", "four", "eight", "widened")
+THRESHOLD = 0.8
+
+
+def main() -> None:
+    """Makes what is missing, then prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="folder of the runs; none only reports")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of training")
+    parser.add_argument("--updates", type=int, default=1500, help="that make a block model")
+    parser.add_argument("--steps", type=int, default=12, help="RL steps")
+    parser.add_argument("--size", type=int, default=1000, help="problems of the held-out list")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    kept = (options.out or Path("docs")) / "block_widening.parquet"
+    if options.out:
+        convert(options)
+        runs = []
+        for seed, arm in itertools.product(options.seeds, ARMS):
+            folder = options.out / f"{arm}-s{seed}"
+            if arm != "base":
+                reinforce(options, arm, seed, folder)
+            adapter = None if arm == "base" else folder / "policy" / "last"
+            for size in SIZES:
+                evaluate(options, folder / f"blocks-{size}", size, adapter)
+                runs.append((f"{arm}, blocks of {size}", seed, folder / f"blocks-{size}/results"))
+        keep_decodes(kept, runs)
+    print(markdown(read_decodes(kept)))
+
+
+def convert(options: argparse.Namespace) -> None:
+    """All weights on reference answers, with attention in blocks of 4."""
+    corruption = {"class_path": "SemiAutoregressive", "init_args": {"weight": "1/length"}}
+    tasks = json.loads(problems("WordProblems", "train", 20_000))
+    source = {"class_path": "TaskReferences", "init_args": {"tasks": tasks}}
+    blocks = {"attention": "block", "block_size": 4, "block_origin": "sequence"}
+    call(
+        options.out / "converted",
+        *("fit", "--config", EXP / "sft_gt_tiny.yaml", "--run_dir", options.out / "convert"),
+        *(
+            "--model.backbone.init_args.lora",
+            "null",
+            "--model.backbone.init_args.trainable",
+            "true",
+        ),
+        *("--model.backbone.init_args.spec_overrides", json.dumps(blocks)),
+        *("--model.corruption", json.dumps(corruption), "--model.num_padding", 4),
+        *("--model.export_dir", options.out / "model", "--data.sources", json.dumps([source])),
+        *("--data.batch_size", 64, "--trainer.max_steps", options.updates),
+        *("--trainer.callbacks", "[]", "--trainer.enable_checkpointing", "false"),
+        *("--trainer.logger", "false"),
+    )
+
+
+def model(options: argparse.Namespace, size: int) -> list[Any]:
+    """Flags of the block model with attention in blocks of a size."""
+    path = ["--model.backbone.init_args.path", options.out / "model"]
+    return [*path, "--model.backbone.init_args.spec_overrides", json.dumps({"block_size": size})]
+
+
+def decoder(size: int, **plugs: Any) -> dict[str, Any]:
+    """Commits at a threshold in blocks of a size, with an exact cache."""
+    return {
+        "policy": {"class_path": "ThresholdPolicy", "init_args": {"threshold": THRESHOLD}},
+        "quota": "NoQuota",
+        "window": {
+            "class_path": "BlockWindow",
+            "init_args": {"block_length": size, "origin": "sequence"},
+        },
+        "cache": {"class_path": "BlockCache"},
+        "settings": {"eos_rule": "fill"},
+        **plugs,
+    }
+
+
+def reinforce(options: argparse.Namespace, arm: str, seed: int, folder: Path) -> None:
+    """TraceRL with an adapter: in one go, or the first half with rollouts in blocks of 4."""
+    widths = {"four": (4,), "eight": (8,), "widened": SIZES}[arm]
+    checkpoint: list[Any] = []
+    for number, width in enumerate(widths):
+        run = folder if number == len(widths) - 1 else folder / "first"
+        steps = options.steps * (number + 1) // len(widths)
+        decoders = {
+            "rollout": decoder(width, sampler={"temperature": 1.0, "score_on": "raw"}),
+            "evaluation": decoder(width),
+        }
+        call(
+            run / "done",
+            *("fit", "--config", EXP / "tracerl_tiny.yaml", *model(options, width)),
+            *(*seed_flags(seed), "--run_dir", run, *checkpoint),
+            *("--model.decoders", json.dumps(decoders), "--model.block_size", widths[-1]),
+            *("--trainer.max_epochs", steps, "--trainer.check_val_every_n_epoch", steps),
+            *("--data.tasks", problems("WordProblems", "train", 400, seed=seed)),
+        )
+        checkpoint = ["--ckpt_path", run / "checkpoints" / "last.ckpt"]
+
+
+def evaluate(options: argparse.Namespace, folder: Path, size: int, adapter: Path | None) -> None:
+    """Decodes the held-out list in blocks of a size."""
+    call(
+        folder / "done",
+        *("predict", "--config", EXP / "evaluate_tiny.yaml", *model(options, size)),
+        *("--run_dir", folder, "--model.decoders", json.dumps({"threshold": decoder(size)})),
+        *("--data.methods", "[threshold]"),
+        *([] if adapter is None else ["--model.backbone.init_args.adapter", adapter]),
+        *("--data.tasks", problems("WordProblems", "test", options.size, seed=9)),
+    )
+
+
+def markdown(decodes: Decodes) -> str:
+    """Right in per cent and forwards by arm and blocks, and the gain over the block model."""
+    lines = [
+        ["trained", *itertools.chain(*((f"blocks of {n}", "forwards", "gain") for n in SIZES))]
+    ]
+    by_arm = {arm: point for (arm, *_), point in decodes.items()}
+    for arm in ARMS:
+        line = [arm]
+        for size in SIZES:
+            forwards, right = by_arm[f"{arm}, blocks of {size}"]
+            before = by_arm[f"base, blocks of {size}"][1]
+            gain = "" if arm == "base" else points(right - before)
+            line += [points(right, ""), f"{forwards.mean():.1f}", gain]
+        lines.append(line)
+    return table(lines)
+
+
+if __name__ == "__main__":
+    main()
