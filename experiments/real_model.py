@@ -179,6 +179,27 @@ def tuning(run: Run) -> None:
         run.keep(name, run.out / name / "adapter", "full")
 
 
+def further(run: Run) -> None:
+    """The conversion goes on, on states of its own decodes with the control's odds, or as before.
+
+    Twice the updates on the training rows take about as long as the decodes, a teacher's forward
+    and its updates.
+    """
+    updates, model = run.options.tuning_updates, run.merged("full")
+    source = {"shards": str(run.out / "full" / "traces"), "only_correct": False}
+    _, teacher, *_ = run.merged("control")
+    for name, config, count, flags in (
+        ("on-policy", "on_policy", updates, ["--model.teacher.init_args.path", teacher]),
+        ("further", "sft", 2 * updates, []),
+    ):
+        sources = [{"class_path": "RecordedDecodes", "init_args": source}]
+        if name == "further":
+            sources = [training_rows(run)]
+        limits = ("--trainer.max_steps", count, "--data.sources", json.dumps(sources))
+        run.command(name, "fit", config, *model, *flags, *limits, *seed_flags(0))
+        run.keep(name, run.out / name / "adapter", "full")
+
+
 def reinforcement(run: Run) -> None:
     """TraceRL on the states of its rollouts, and on random ones."""
     steps, prompts = run.options.rl_steps, run.options.rl_prompts
@@ -194,7 +215,7 @@ def decoding(run: Run) -> None:
     decode(run, "full", "decode_full", countdown=True)
     few = ("--data.methods", json.dumps(["threshold_0.7", "threshold_0.9"]))
     tuned = [f"{kind}-s{seed}" for seed in run.options.seeds for kind in ("tabom", "sft")]
-    for name in ("rl-trace", "rl-random", *tuned):
+    for name in ("rl-trace", "rl-random", *tuned, "on-policy", "further"):
         decode(run, name, "decode", *few)
 
 
@@ -204,7 +225,7 @@ def blocks(run: Run) -> None:
     decode(run, "block", "decode_block", countdown=True)
 
 
-STAGES = (data, control, conversion, traces, tuning, reinforcement, decoding, blocks)
+STAGES = (data, control, conversion, traces, tuning, reinforcement, further, decoding, blocks)
 
 
 def adapt(run: Run, name: str, config: str, *more: object) -> None:
@@ -213,7 +234,6 @@ def adapt(run: Run, name: str, config: str, *more: object) -> None:
         return
     most = getattr(run.options, f"{name}_updates")
     chunk = run.options.full_chunk if name == "full" else run.options.chunk
-    rows = {"class_path": "ResponsesFile", "init_args": {"path": str(run.out / "train.jsonl")}}
     start = ("--model.backbone.init_args.from_ar", json.dumps(asdict(START[name])))
     parent = (*model_flags(run.out / "parent"), *start)
     place, rule = f"adapt/{name}", "threshold_0.9" if name != "control" else "autoregressive"
@@ -222,7 +242,7 @@ def adapt(run: Run, name: str, config: str, *more: object) -> None:
         run.command(
             place, "fit", config, *parent, *more,
             *("--trainer.max_steps", updates, "--model.export_dir", adapter),
-            *("--data.sources", json.dumps([rows])),
+            *("--data.sources", json.dumps([training_rows(run)])),
         )  # fmt: skip
         run.command(
             f"{place}/{updates}", "predict", f"decode{'' if name == 'full' else f'_{name}'}",
@@ -236,6 +256,11 @@ def adapt(run: Run, name: str, config: str, *more: object) -> None:
         if name == "full" and right >= run.options.target / 100:
             break
     run.keep(name, adapter, name)
+
+
+def training_rows(run: Run) -> dict[str, Any]:
+    """The source of what the conversions are trained on."""
+    return {"class_path": "ResponsesFile", "init_args": {"path": str(run.out / "train.jsonl")}}
 
 
 def decode(run: Run, name: str, config: str, *more: object, countdown: bool = False) -> None:

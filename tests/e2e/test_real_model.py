@@ -72,7 +72,8 @@ def test_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(sizes["full"]["stories"].index) >= {"confidence", "eb-sampler_0.1", "tracelock_0.8"}
     assert sizes["control", "countdown", "autoregressive"] == 2
     assert set(decodes.model) == {
-        "control", "full", "block", "sft-s0", "tabom-s0", "rl-trace", "rl-random"
+        "control", "full", "block", "sft-s0", "tabom-s0", "rl-trace", "rl-random", "on-policy",
+        "further",
     }  # fmt: skip
     facts = json.loads((out / "real_model.json").read_text())
     assert [line[:2] for line in facts["curves"]] == [

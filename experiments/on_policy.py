@@ -1,0 +1,54 @@
+"""On-policy conversion: a diffusion model learns its autoregressive teacher's next-token odds.
+
+The idea of arXiv 2606.06712: states come from the student's own decodes, right or wrong, and the
+targets are what an autoregressive model says of each cell when it has read all that stands to the
+left of it in the finished decode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lit_dlm.backbones.hf import HFBackbone
+from lit_dlm.losses.corruption import TimeDelay
+from lit_dlm.losses.states import NoisyStates
+from lit_dlm.modules.finetune import FinetuneModule
+from lit_dlm.modules.supervised_batch import SupervisedBatch, lay_out, responses_of
+from lit_dlm.ops.fused_head import TokenStats
+
+
+class OnPolicyModule(FinetuneModule):
+    """Cross-entropy with an autoregressive model's probabilities, on states of recorded decodes.
+
+    A decode is cut at a random step; all that was written later is hidden and predicted.
+
+    Args:
+        backbone: the student, with a ``lora`` or trainable ``adapter``.
+        teacher: a model of the same vocabulary, whose attention is causal or has blocks of one
+            cell; frozen.
+        common: options of :class:`~lit_dlm.modules.finetune.FinetuneModule`.
+    """
+
+    def __init__(self, backbone: HFBackbone, *, teacher: HFBackbone, **common: Any) -> None:
+        super().__init__(backbone, corruption=TimeDelay(window=2**30), **common)
+        self.teacher = teacher.requires_grad_(False)
+
+    def _scored(self, batch: SupervisedBatch, *, seed: int) -> tuple[NoisyStates, TokenStats]:
+        spec = self.backbone.spec
+        responses = responses_of(batch, spec, seed=seed, num_padding=self.num_padding)
+        states = self.corruption.states(responses)
+        rows = lay_out(batch, states, spec)
+        stats, hidden = self.backbone.score_with_rows(
+            rows.ids, rows.targets, rows.rows, **rows.context()
+        )
+        read = lay_out(batch, replace(states, causal=True), self.teacher.spec)
+        with torch.no_grad():
+            known = self.teacher.encode_rows(read.ids, read.rows, **read.context())
+            wanted = self.teacher.head(known).float().softmax(-1)
+        log_prob = self.backbone.head(hidden).float().log_softmax(-1)
+        # Neither gives an id that may not be produced a chance, and 0 times minus infinity is none.
+        ce = -(wanted * log_prob.masked_fill(log_prob.isinf(), 0.0)).sum(-1)
+        return states, stats._replace(ce=ce)
