@@ -3,7 +3,7 @@
 In decodes of its own a policy decides what stands, which favours its score. Here left to right,
 random order and a threshold decode word problems, and TraceLock, confidence, entropy and margin
 score every proposal on the way. A proposal stands if its cell holds it in the end; counted are
-decodes that end right. ``docs/tracelock_elsewhere.md`` has the result.
+decodes that end right. ``docs/outcome_policies.md`` has the result.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from chain import table
+from chain import resamples, table
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -90,7 +90,7 @@ def judge(seeds: Tensor, stood: Tensor, scores: Tensor, samples: int = 200) -> d
         samples: of the bootstrap over problems.
 
     Returns:
-        Means and standard errors: over problems (of the mean over policies) and over policies.
+        Means, and their errors over problems and policies together.
     """
     uids, problem = np.unique(seeds.numpy(), return_inverse=True)
     draws = np.random.default_rng(0).multinomial(
@@ -102,11 +102,11 @@ def judge(seeds: Tensor, stood: Tensor, scores: Tensor, samples: int = 200) -> d
     )  # (judges, 1 + samples)
     heuristics, policies = areas[: len(HEURISTICS)], areas[len(HEURISTICS) :]
 
+    of_policies = resamples(len(policies), 1, samples)[1:]
+
     def described(values: NDArray[np.float64]) -> dict[str, float]:
-        by_policy = values[:, 0]
-        spread = by_policy.std(ddof=1) / len(by_policy) ** 0.5 if len(by_policy) > 1 else 0.0
-        problems = values.mean(0)[1:].std(ddof=1)
-        return {"mean": by_policy.mean(), "problems": problems, "policies": float(spread)}
+        resampled = (of_policies * values[:, 1:].T).sum(1)
+        return {"mean": values[:, 0].mean(), "error": resampled.std(ddof=1)}
 
     return {
         "problems": len(uids),
@@ -114,7 +114,7 @@ def judge(seeds: Tensor, stood: Tensor, scores: Tensor, samples: int = 200) -> d
         "stand": float(stood.float().mean()),
         "auroc": {
             **{
-                name: described(area[None])
+                name: {"mean": area[0], "error": area[1:].std(ddof=1)}
                 for name, area in zip(HEURISTICS, heuristics, strict=True)
             },
             "tracelock": described(policies),
@@ -173,7 +173,7 @@ def markdown(report: dict[str, Any]) -> str:
     """One row for each decoder."""
 
     def cell(found: dict[str, float], form: str) -> str:
-        return f"{found['mean']:{form}} ± {max(found['problems'], found['policies']):{form[-3:]}}"
+        return f"{found['mean']:{form}} ± {found['error']:{form[-3:]}}"
 
     judges = [*HEURISTICS, "tracelock"]
     lines = [["states of", "problems", "proposals", "stand", *judges, "tracelock less confidence"]]

@@ -133,8 +133,8 @@ def test_the_table_is_that_of_the_kept_run():
         ("stack", "stack", "stack", 3),
         ("decode_states", "decode_states", "decode_states", 2),
         ("smollm2", "smollm2_losses", "smollm2", 1),
-        ("policy_states", "policy_states", "tracelock_elsewhere", 1),
-        ("policy_order", "policy_order", "policy_bench_results", 2),
+        ("policy_states", "policy_states", "outcome_policies", 1),
+        ("policy_order", "policy_order", "outcome_policies", 2),
         ("few_steps", "few_steps", "few_steps", 3),
     ],
 )
