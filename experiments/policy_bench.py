@@ -225,18 +225,19 @@ def make(options: argparse.Namespace, name: str) -> None:
     policies = copy.deepcopy(POLICIES)
     for plugs in policies["pc-sampler"].values():
         plugs["policy"]["init_args"]["background"] = token_counts(
-            options.out / name / f"seed-{options.train_seeds[0]}"
+            run_of(options, name, options.train_seeds[0])
         )
-    rules = cells(policies, WINDOWS)
-    decode(options, name, "validation", -1, rules)
+    rules, folder = cells(policies, WINDOWS), run_of(options, name, -1)
+    decode(options, name, "validation", folder, rules)
     chosen = fronts(validated(options, name, [-1]))
-    decode(options, name, "test", -1, {cell: rules[cell] for cell in rules if cell in chosen})
-    for seed in options.train_seeds:
-        decode(options, name, "validation", seed, learnt(options.out / name / f"seed-{seed}"))
+    decode(options, name, "test", folder, {cell: rules[cell] for cell in rules if cell in chosen})
+    folders = [run_of(options, name, seed) for seed in options.train_seeds]
+    for folder in folders:
+        decode(options, name, "validation", folder, learnt(folder))
     chosen = fronts(validated(options, name, options.train_seeds))
-    for seed in options.train_seeds:
-        decoders = learnt(options.out / name / f"seed-{seed}")
-        decode(options, name, "test", seed, {c: decoders[c] for c in decoders if c in chosen})
+    for folder in folders:
+        decoders = learnt(folder)
+        decode(options, name, "test", folder, {c: decoders[c] for c in decoders if c in chosen})
 
 
 def cells(
@@ -291,34 +292,53 @@ def model_flags(options: argparse.Namespace, name: str) -> list[Any]:
 
 def train(options: argparse.Namespace, name: str, seed: int) -> None:
     """Traces, the distilled policy, and the policies trained on outcomes from it."""
-    task, folder = TASKS[name], options.out / name / f"seed-{seed}"
-    model, length = model_flags(options, name), ("--data.response_length", task.length)
-    traces = problem_list(name, task.split, task.traces, seed)
-    seeds = ["--seed_everything", seed, "--model.seed", seed]
+    folder = run_of(options, name, seed)
+    distil(options, name, seed, folder)
+    for kind in ("whole", "blocks"):
+        flags = [] if kind == "whole" else decoder_flags(block(TRAINED_BLOCK))
+        train_on_outcomes(
+            options, name, seed, folder / kind, "--model.policy", folder / "policy", *flags
+        )
+
+
+def distil(options: argparse.Namespace, name: str, seed: int, folder: Path) -> None:
+    """Traces, and the policy that learns from them."""
+    task, model = TASKS[name], model_flags(options, name)
     call(
         folder / "traced",
-        *("predict", "--config", EXP / f"generate_{task.suffix}.yaml", *model, *seeds, *length),
-        *("--data.tasks", traces, "--run_dir", folder),
+        *("predict", "--config", EXP / f"generate_{task.suffix}.yaml", *model),
+        *("--seed_everything", seed, "--model.seed", seed, "--data.response_length", task.length),
+        *("--data.tasks", problem_list(name, task.split, task.traces, seed), "--run_dir", folder),
     )
     call(
         folder / "distilled",
         *("fit", "--config", EXP / f"tracelock_{task.suffix}.yaml", *model, *seed_flags(seed)),
         *("--run_dir", folder, "--ckpt_path", "last"),
     )
-    for kind in ("whole", "blocks"):
-        more: list[Any] = []
-        if kind == "blocks":
-            for decoder in ("rollout", "evaluation"):
-                window = json.dumps(block(TRAINED_BLOCK)["window"])
-                more += [f"--model.decoders.{decoder}.init_args.window", window]
-        call(
-            folder / kind / "done",
-            *("fit", "--config", EXP / f"tracelock_outcome_{task.suffix}.yaml", *seed_flags(seed)),
-            *(*model, *length, "--run_dir", folder / kind, "--ckpt_path", "last"),
-            *("--model.policy", folder / "policy", *more),
-            *("--data.tasks", problem_list(name, task.split, task.prompts, 1000 + seed)),
-            *("--data.val_tasks", problem_list(name, task.split, 300, 100)),
-        )
+
+
+def decoder_flags(plugs: dict[str, Any]) -> list[str]:
+    """Flags that give parts of a decoder to rollouts and to validation."""
+    return [
+        word
+        for decoder, (part, value) in itertools.product(("rollout", "evaluation"), plugs.items())
+        for word in (f"--model.decoders.{decoder}.init_args.{part}", json.dumps(value))
+    ]
+
+
+def train_on_outcomes(
+    options: argparse.Namespace, name: str, seed: int, folder: Path, *flags: object
+) -> None:
+    """The policy that flags name, trained on the outcomes of its decodes of training problems."""
+    task = TASKS[name]
+    call(
+        folder / "done",
+        *("fit", "--config", EXP / f"tracelock_outcome_{task.suffix}.yaml", *seed_flags(seed)),
+        *(*model_flags(options, name), "--run_dir", folder, "--ckpt_path", "last"),
+        *("--data.response_length", task.length, *flags),
+        *("--data.tasks", problem_list(name, task.split, task.prompts, 1000 + seed)),
+        *("--data.val_tasks", problem_list(name, task.split, 300, 100)),
+    )
 
 
 def token_counts(folder: Path) -> str:
@@ -333,7 +353,12 @@ def token_counts(folder: Path) -> str:
 
 
 def decode(
-    options: argparse.Namespace, name: str, which: str, seed: int, decoders: dict[str, Any]
+    options: argparse.Namespace,
+    name: str,
+    which: str,
+    by: Path,
+    decoders: dict[str, Any],
+    *flags: object,
 ) -> None:
     """Decodes one of the lists with some decoders, with one command a window."""
     task = TASKS[name]
@@ -344,7 +369,7 @@ def decode(
         here = {cell: plugs for cell, plugs in decoders.items() if cell.endswith(f"_{window}")}
         if not here:
             continue
-        folder = list_folder(options, name, which, seed) / window
+        folder = list_folder(options, which, by) / window
         config = {
             "defaults": str(EXP.parent / "method" / "benchmark.yaml"),
             "model": {
@@ -361,15 +386,28 @@ def decode(
         write_atomically(path, json.dumps(config, indent=1))
         call(
             folder / f"done-{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}",
-            *("predict", "--config", path, *model_flags(options, name), "--run_dir", folder),
+            *(
+                "predict",
+                "--config",
+                path,
+                *model_flags(options, name),
+                "--run_dir",
+                folder,
+                *flags,
+            ),
             *("--data.response_length", task.length),
             *("--data.tasks", problem_list(name, split, count, list_seed)),
         )
 
 
-def list_folder(options: argparse.Namespace, name: str, which: str, seed: int) -> Path:
-    """Where the decodes of a list by rules, or by the policies of a seed, lie."""
-    by: Path = options.out / name / ("rules" if seed < 0 else f"seed-{seed}")
+def run_of(options: argparse.Namespace, name: str, seed: int) -> Path:
+    """Folder of the rules (-1) or of the policies of a seed."""
+    found: Path = options.out / name / ("rules" if seed < 0 else f"seed-{seed}")
+    return found
+
+
+def list_folder(options: argparse.Namespace, which: str, by: Path) -> Path:
+    """Where the decodes of a list by rules, or by the policies of a folder, lie."""
     return by / (which if which == "validation" else f"test-{options.seed}-{options.num_examples}")
 
 
@@ -381,7 +419,9 @@ def results(
 ) -> Iterator[tuple[str, list[ResultRow], dict[str, Any]]]:
     """Cells of a list that is decoded, with their rows by uid and their settings."""
     for window in WINDOWS:
-        found = ResultFolder(list_folder(options, name, which, seed) / window / "results")
+        found = ResultFolder(
+            list_folder(options, which, run_of(options, name, seed)) / window / "results"
+        )
         for task, cell in found.pairs() if found.folder.exists() else ():
             rows = sorted(found.rows(task, cell), key=lambda row: row.uid)
             yield cell, rows, found.settings(task, cell)
@@ -453,7 +493,7 @@ def write_curves(path: Path, options: argparse.Namespace, name: str) -> None:
             [
                 (ROLLOUTS * point["step"], point["val/accuracy"], point["val/num_steps"])
                 for point in read_points(
-                    options.out / name / f"seed-{seed}" / kind / "outcome" / "reward_curve.jsonl"
+                    run_of(options, name, seed) / kind / "outcome" / "reward_curve.jsonl"
                 )
                 if "val/accuracy" in point
             ]

@@ -1,0 +1,190 @@
+"""What training on outcomes owes to each of its parts, on the lists of the policy bench.
+
+Arms start from the bench's traces and distilled policies, have as many decodes, and differ in one
+thing each; settings are chosen on the bench's validation list and reported on its test list. On
+words, on whole responses: ``product`` has the reward of arXiv 2512.09106, ``held`` a divergence
+from its start (2510.05725), ``new`` starts from random weights, ``scalars`` so and without hidden
+states, ``scalars-product`` has both and is 2512.09106's. ``weights`` is TraceRL on the model, under
+thresholds. On functions, in blocks with a dual cache: ``cached`` rolls out with that cache.
+``carried`` are the other task's policies, ``shipped`` is the one that comes with the model and was
+trained on both tasks.
+
+    python experiments/outcome_ablations.py --out runs/policy_bench  # makes what is missing
+    python experiments/outcome_ablations.py  # the table of the published results
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from chain import EXP, Decodes, call, keep_decodes, points, read_decodes, seed_flags, table
+from policy_bench import (
+    LEVELS,
+    POLICIES,
+    WINDOWS,
+    block,
+    cells,
+    decode,
+    decoder_flags,
+    distil,
+    list_folder,
+    problem_list,
+    run_of,
+    swept,
+    train_on_outcomes,
+)
+
+ARMS = {
+    ("words", "whole"): (
+        "distilled",
+        "outcome",
+        "product",
+        "held",
+        "new",
+        "scalars",
+        "scalars-product",
+        "weights",
+        "carried",
+        "shipped",
+    ),
+    ("functions", "whole"): ("distilled", "outcome", "carried", "shipped"),
+    ("functions", "cache"): ("distilled", "outcome", "cached"),
+}
+"""By task and window; ``outcome`` is what the bench trains for that window."""
+
+PRODUCT = ("--data.rewards", '[{"class_path": "lit_dlm.rewards.speed.RightAndFast"}]')
+OTHER = {"words": "functions", "functions": "words"}
+
+
+def main() -> None:
+    """Makes what is missing, then prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="folder of the bench's runs; none only reports")
+    parser.add_argument("--train_seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--arms", nargs="+", help="only these")
+    options = parser.parse_args()
+    options.seed, options.num_examples = 17, 1000  # of the bench's test list
+    torch.set_num_threads(1)
+    kept = (options.out or Path("docs")) / "outcome_ablations.parquet"
+    if options.out:
+        runs = []
+        for seed in options.train_seeds:
+            for (task, window), arms in ARMS.items():
+                for arm in arms:
+                    is_drawn = arm != "shipped" or seed == options.train_seeds[0]
+                    if is_drawn and (not options.arms or arm in options.arms):
+                        folder = options.out / "ablations" / f"{task}-{window}-{arm}-s{seed}"
+                        made = measure(options, task, window, arm, seed, folder)
+                        runs += [(f"{task}, {window}, {arm}, {w}", seed, f) for w, f in made]
+        keep_decodes(kept, runs)
+    print(markdown(read_decodes(kept)))
+
+
+def measure(
+    options: argparse.Namespace, task: str, window: str, arm: str, seed: int, folder: Path
+) -> list[tuple[str, Path]]:
+    """Trains an arm with a seed and decodes both lists; names of lists and folders of results."""
+    more: list[Any] = []
+    if arm == "weights":
+        reinforce(options, task, seed, folder)
+        decoders = cells({arm: POLICIES["threshold"]}, [window])
+        more = ["--model.backbone.init_args.adapter", folder / "policy" / "last"]
+    else:
+        path = policy(options, task, window, arm, seed, folder)
+        swept_arm = swept("TraceLockPolicy", "threshold", *LEVELS, **taken(path))
+        decoders = cells({arm: swept_arm}, [window])
+    found = []
+    for which in ("validation", "test"):
+        decode(options, task, which, folder, decoders, *more)
+        found.append((which, list_folder(options, which, folder) / window / "results"))
+    return found
+
+
+def taken(path: str | Path) -> dict[str, Any]:
+    """Options of a policy that commits all that is above its threshold."""
+    return {"path": str(path), "max_accept_per_step": None}
+
+
+def policy(
+    options: argparse.Namespace, task: str, window: str, arm: str, seed: int, folder: Path
+) -> str | Path:
+    """The policy of an arm, trained if it is not there."""
+    if arm == "shipped":
+        return "tiny"
+    run = run_of(options, OTHER[task] if arm == "carried" else task, seed)
+    distil(options, run.parent.name, seed, run)
+    start: list[Any] = ["--model.policy", run / "policy"]
+    if arm == "distilled":
+        return run / "policy"
+    if arm in ("outcome", "carried"):  # as the bench makes it
+        folder = run / ("whole" if window == "whole" else "blocks")
+        arm_flags = [] if window == "whole" else decoder_flags(block(8))
+    elif arm == "cached":
+        arm_flags = decoder_flags(WINDOWS["cache"])
+    elif arm == "held":
+        arm_flags = ["--model.objective.kl_to", "initial", "--model.objective.beta", 0.1]
+    else:
+        arm_flags = list(PRODUCT) if arm.endswith("product") else []
+        if arm != "product":
+            head = json.loads((run / "policy" / "config.json").read_text())["head"]
+            start = ["--model.policy", "null", "--model.projector", run / "projector"]
+            start += ["--model.head", json.dumps(head)]
+        if arm.startswith("scalars"):
+            arm_flags += ["--model.settings", '{"features": {"hidden": false}}']
+    train_on_outcomes(options, run.parent.name, seed, folder, *start, *arm_flags)
+    return folder / "outcome" / "policy" / "best"
+
+
+def reinforce(options: argparse.Namespace, task: str, seed: int, folder: Path) -> None:
+    """TraceRL with an adapter on as many decodes of the same problems."""
+    callbacks = [
+        {
+            "class_path": "AdapterCheckpoint",
+            "init_args": {"folder": str(folder / "policy"), "every_n_epochs": 10},
+        },
+        {
+            "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+            "init_args": {
+                "dirpath": str(folder / "checkpoints"),
+                "filename": "last",
+                "enable_version_counter": False,
+            },
+        },
+    ]
+    call(
+        folder / "done",
+        *("fit", "--config", EXP / "tracerl_tiny.yaml", *seed_flags(seed), "--run_dir", folder),
+        *("--ckpt_path", "last", "--trainer.callbacks", json.dumps(callbacks)),
+        *("--trainer.max_epochs", 100, "--trainer.check_val_every_n_epoch", 10),
+        *("--data.prompts_per_step", 40, "--data.responses_per_prompt", 8),
+        *("--data.tasks", problem_list(task, "train", 4000, 1000 + seed)),
+        *("--data.val_tasks", problem_list(task, "train", 300, 100)),
+    )
+
+
+def markdown(decodes: Decodes) -> str:
+    """Every arm at its most accurate level of the validation list, against ``outcome``."""
+    best: dict[str, Any] = {}
+    for (arm, name, cell), (forwards, right) in decodes.items():
+        place, which = arm.rsplit(", ", 1)
+        if which == "validation":
+            value = (right.mean(), -forwards.mean(), cell)
+            if place not in best or value > best[place][0]:
+                best[place] = value, decodes[place + ", test", name, cell]
+    lines = [["task", "window", "arm", "right", "forwards", "right, less outcome", "forwards"]]
+    for place, (_, (forwards, right)) in sorted(best.items()):
+        task, window, arm = place.split(", ")
+        line = [task, window, arm, points(right, ""), f"{forwards.mean():.1f}"]
+        base = best[f"{task}, {window}, outcome"][1]
+        if arm != "outcome":
+            line += [points(right - base[1]), f"{(forwards - base[0]).mean():+.1f}"]
+        lines.append(line + [""] * (7 - len(line)))
+    return table(lines)
+
+
+if __name__ == "__main__":
+    main()
