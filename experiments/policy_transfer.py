@@ -1,0 +1,63 @@
+"""TraceLock's policy under other windows, budgets and lengths than it was trained in.
+
+The policies are the distilled ones of the policy bench, trained on word problems at 32 cells with
+all of them in view; nothing is trained again. They decode a fresh list with ``exp/transfer_tiny``
+at 32 and at 64 cells.
+
+    python experiments/policy_transfer.py --out runs/policy_bench  # makes what is missing
+    python experiments/policy_transfer.py  # the table of the published results
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from chain import EXP, Decodes, call, keep_decodes, points, problems, read_decodes, table
+from policy_bench import distil, run_of
+
+LENGTHS = (32, 64)
+
+
+def main() -> None:
+    """Makes what is missing, then prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="folder of the bench's runs; none only reports")
+    parser.add_argument("--train_seeds", nargs="+", type=int, default=[0, 1, 2])
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    kept = (options.out or Path("docs")) / "policy_transfer.parquet"
+    if options.out:
+        runs = []
+        for seed in options.train_seeds:
+            run = run_of(options, "words", seed)
+            distil(options, "words", seed, run)
+            for length in LENGTHS:
+                folder = run / f"transfer-{length}"
+                call(
+                    folder / "done",
+                    *("predict", "--config", EXP / "transfer_tiny.yaml", "--run_dir", run),
+                    *("--trainer.callbacks.init_args.run_dir", folder),
+                    *("--data.response_length", length),
+                    *("--data.tasks", problems("WordProblems", "test", 1000, seed=37)),
+                )
+                runs.append((f"{length} cells", seed, folder / "results"))
+        keep_decodes(kept, runs)
+    print(markdown(read_decodes(kept)))
+
+
+def markdown(decodes: Decodes) -> str:
+    """Right in per cent @ forwards by setting and length."""
+    settings: dict[tuple[str, int], list[str]] = {}
+    for (_, _, method), (forwards, right) in sorted(decodes.items()):
+        name, _, value = method.rpartition("_")
+        cell = f"{points(right, '')} @ {forwards.mean():.1f}"
+        settings.setdefault((name, int(value)), []).append(cell)
+    lines = [["", *(f"{length} cells" for length in LENGTHS)]]
+    lines += [[f"{name} {value}", *cells] for (name, value), cells in sorted(settings.items())]
+    return table(lines)
+
+
+if __name__ == "__main__":
+    main()
