@@ -64,6 +64,7 @@ def main() -> None:
     """Makes what is missing, then prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="folder of the bench's runs; none only reports")
+    parser.add_argument("--task", nargs="+", choices=OTHER, default=list(OTHER))
     parser.add_argument("--train_seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", help="only these")
     options = parser.parse_args()
@@ -75,8 +76,8 @@ def main() -> None:
         for seed in options.train_seeds:
             for (task, window), arms in ARMS.items():
                 for arm in arms:
-                    is_drawn = arm != "shipped" or seed == options.train_seeds[0]
-                    if is_drawn and (not options.arms or arm in options.arms):
+                    is_wanted = task in options.task and arm in (options.arms or arms)
+                    if is_wanted and (arm != "shipped" or seed == 0):
                         folder = options.out / "ablations" / f"{task}-{window}-{arm}-s{seed}"
                         made = measure(options, task, window, arm, seed, folder)
                         runs += [(f"{task}, {window}, {arm}, {w}", seed, f) for w, f in made]
