@@ -96,7 +96,7 @@ def measure(
         more = ["--model.backbone.init_args.adapter", folder / "policy" / "last"]
     else:
         path = policy(options, task, window, arm, seed, folder)
-        swept_arm = swept("TraceLockPolicy", "threshold", *LEVELS, **taken(path))
+        swept_arm = swept("TraceLockPolicy", "threshold", *LEVELS[::2], **taken(path))
         decoders = cells({arm: swept_arm}, [window])
     found = []
     for which in ("validation", "test"):
