@@ -85,7 +85,11 @@ def keep_decodes(path: Path, runs: Iterable[tuple[str, int, Path]]) -> Decodes:
 
 def read_decodes(path: Path) -> Decodes:
     """What :func:`keep_decodes` wrote, seeds and problems in order."""
-    frame = pq.read_table(path).to_pandas().sort_values(["seed", "uid"])
+    try:
+        frame = pq.read_table(path).to_pandas().sort_values(["seed", "uid"])
+    except (pa.ArrowInvalid, OSError) as error:
+        told = f"{path}: expected kept decodes, which a run with --out makes, got {error!r}"
+        raise SystemExit(told) from None
     return {
         cell: tuple(
             rows[name].to_numpy(float).reshape(rows.seed.nunique(), -1)
