@@ -25,6 +25,7 @@ from chain import EXP, Decodes, call, keep_decodes, points, read_decodes, seed_f
 from policy_bench import (
     LEVELS,
     POLICIES,
+    TRAINED_BLOCK,
     WINDOWS,
     block,
     cells,
@@ -123,7 +124,7 @@ def policy(
         return run / "policy"
     if arm in ("outcome", "carried"):  # as the bench makes it
         folder = run / ("whole" if window == "whole" else "blocks")
-        arm_flags = [] if window == "whole" else decoder_flags(block(8))
+        arm_flags = [] if window == "whole" else decoder_flags(block(TRAINED_BLOCK))
     elif arm == "cached":
         arm_flags = decoder_flags(WINDOWS["cache"])
     elif arm == "held":
