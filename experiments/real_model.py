@@ -105,7 +105,7 @@ def main() -> None:
         run = Run(options, results)
         for stage in STAGES:
             stage(run)
-        collect(run.out, results)
+        collect(run.out, results, run.sizes)
     report(results)
 
 
@@ -293,7 +293,7 @@ def decode(run: Run, name: str, config: str, *more: object, countdown: bool = Fa
         one = ("--data.methods", json.dumps([rule]))
         run.command(name, "predict", config, *model, *one, "--data.tasks", sums)
     (run.out / name / TESTED).touch()
-    collect(run.out, run.results)
+    collect(run.out, run.results, run.sizes)
 
 
 def stories(split: str, count: int, seed: int) -> tuple[str, str]:
@@ -315,7 +315,8 @@ class Run:
     def __init__(self, options: argparse.Namespace, results: Path) -> None:
         self.options, self.results = options, results
         self.out = options.out.resolve()
-        self.decoded = models(results)
+        self.sizes = {size.name: getattr(options, size.name) for size in fields(Sizes)}
+        self.decoded = models(results, self.sizes)
         """That the results have."""
         product = itertools.product(options.seeds, ("sft", "tabom"))
         self.tuned = {f"{kind}-s{seed}": (kind, seed) for seed, kind in product}

@@ -52,12 +52,19 @@ def read(path: Path) -> tuple[pa.Table, dict[str, Any]]:
         raise SystemExit(told) from None
 
 
-def models(path: Path) -> set[str]:
-    """Models that a results file has."""
-    return set(read(path)[0]["model"].unique().to_pylist()) if path.exists() else set()
+def models(path: Path, sizes: Mapping[str, int]) -> set[str]:
+    """Models that a results file has, which must be of a run of the same sizes."""
+    if not path.exists():
+        return set()
+    decoded, facts = read(path)
+    for name, value in sizes.items():
+        if facts["sizes"][name] != value:
+            wanted = facts["sizes"][name]
+            raise SystemExit(f"--{name}: expected {wanted}, as {path} has it, got {value}")
+    return set(decoded["model"].unique().to_pylist())
 
 
-def collect(out: Path, path: Path) -> None:
+def collect(out: Path, path: Path, sizes: Mapping[str, int]) -> None:
     """Writes the decodes of tested models; beside them validations, costs and digests.
 
     What the file has of others, of which this run knows nothing, stays.
@@ -86,7 +93,7 @@ def collect(out: Path, path: Path) -> None:
     ]
     kept = sorted((out / "kept").glob("*/sha256"))
     digests = {one.parent.name: one.read_text().strip() for one in kept}
-    facts: dict[str, Any] = {"curves": curves, "costs": costs, "sha256": digests}
+    facts: dict[str, Any] = {"curves": curves, "costs": costs, "sha256": digests, "sizes": sizes}
     if path.exists():
         others, known = read(path)
         old, new = (rows["model"].cast(pa.string()) for rows in (others, decoded))

@@ -95,6 +95,8 @@ def test_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("real_model.parquet", "real_model.json"):
         shutil.copy(out / name, tmp_path / name)
     known = ["--kept", tmp_path / "kept", "--results", tmp_path / "real_model.parquet"]
+    with pytest.raises(SystemExit, match=r"--test: expected 3, as .*, got 4"):
+        experiment(monkeypatch, *arguments, "--out", anew, *known, "--test", 4)
     experiment(monkeypatch, *arguments, "--out", anew, *known)
     assert not (anew / "costs.jsonl").exists()
     assert pq.read_table(tmp_path / "real_model.parquet").to_pandas().equals(decodes)
