@@ -616,29 +616,28 @@ def oracle(test: Decodes) -> tuple[NDArray[Any], NDArray[Any]]:
     return forwards / len(order), np.cumsum(solved) / len(order)
 
 
-def contests(results: dict[tuple[str, str], Decodes], within: float = 0.0) -> str:
-    """Every :func:`contest` as Markdown, with p-values of the family; accuracies in per cent."""
-    rows, errors = [], []
+def contests(
+    results: dict[tuple[str, str], Decodes], within: float = 0.0
+) -> list[tuple[str, str, dict[str, Any], float]]:
+    """Task, kind of windows, outcome and p-value (Holm's) of every :func:`contest`."""
+    found = []
     for task, (name, windows) in itertools.product(TASKS, CONTESTS.items()):
         if (task, "test") in results:
             lists = results[task, "validation"], results[task, "test"]
-            if found := contest(*lists, windows, within):
-                rows.append((task, name, found))
-                mean, error = found["difference"]
-                errors.append(2 * normal_tail(abs(mean) / max(error, 1e-12)))
-    head = [
-        "task",
-        "where",
-        "outcome TraceLock",
-        "best of the others there",
-        "difference [95 %]",
-        "p",
-    ]
-    lines: list[Sequence[str]] = [head]
-    for (task, name, found), p in zip(rows, holm(errors), strict=True):
+            if one := contest(*lists, windows, within):
+                found.append((task, name, one))
+    scores = [abs(one["difference"][0]) / max(one["difference"][1], 1e-12) for *_, one in found]
+    adjusted = holm([2 * normal_tail(score) for score in scores])
+    return [(*one, p) for one, p in zip(found, adjusted, strict=True)]
+
+
+def contests_table(results: dict[tuple[str, str], Decodes], within: float = 0.0) -> str:
+    """The contests as Markdown, accuracies in per cent."""
+    head = ["task", "where", "outcome TraceLock"]
+    lines = [[*head, "best of the others there", "difference [95 %]", "p"]]
+    for task, name, found, p in contests(results, within):
         _, forwards, accuracy, error = found["ours"]
         fast, slow, share, rate = found["theirs"]
-        mean, wide = found["difference"][0], 1.96 * found["difference"][1]
         by = shown(slow) if share > 0.995 or fast == slow else f"{shown(fast)}, {shown(slow)}"
         lines.append(
             [
@@ -646,11 +645,27 @@ def contests(results: dict[tuple[str, str], Decodes], within: float = 0.0) -> st
                 name,
                 f"{100 * accuracy:.1f} ± {100 * error:.1f} @ {forwards:.1f}",
                 f"{100 * rate:.1f} ({by})",
-                f"{100 * mean:+.1f} [{100 * (mean - wide):+.1f}, {100 * (mean + wide):+.1f}]",
+                interval(*found["difference"]),
                 f"{p:.2g}" if p > 1e-10 else "< 1e-10",
             ]
         )
     return table(lines)
+
+
+def summary_table(results: dict[tuple[str, str], Decodes]) -> str:
+    """The contests with one row a task: right @ forwards, and the difference."""
+    lines: dict[str, list[str]] = {}
+    for task, _, found, _ in contests(results):
+        _, forwards, accuracy, _ = found["ours"]
+        cell = f"{100 * accuracy:.1f} @ {forwards:.1f}, {interval(*found['difference'])}"
+        lines.setdefault(task, [task]).append(cell)
+    return table([["", *CONTESTS], *lines.values()])
+
+
+def interval(mean: float, error: float) -> str:
+    """A difference in points with its 95 % interval."""
+    low, high = mean - 1.96 * error, mean + 1.96 * error
+    return f"{100 * mean:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
 
 
 def fronts_table(results: dict[tuple[str, str], Decodes]) -> str:
@@ -718,7 +733,7 @@ def draw(results: dict[tuple[str, str], Decodes], path: Path) -> None:
     names = [task for task in TASKS if (task, "test") in results]
 
     def figure(theme: Theme) -> Figure:
-        drawn = Figure(figsize=(9.6, 2.5 * len(names) + 1.2), layout="constrained")
+        drawn = Figure(figsize=(9.6, 1.9 * len(names) + 1.2), layout="constrained")
         axes = drawn.subplots(len(names), len(CONTESTS), squeeze=False)
         for (row, task), (column, (kind, windows)) in itertools.product(
             enumerate(names), enumerate(CONTESTS.items())
@@ -772,7 +787,12 @@ def report(path: Path) -> None:
             f"--results: {path}: expected results of this bench, got {type(error).__name__}"
         ) from None
     draw(results, path.with_suffix(".png"))
-    for text in (contests(results), contests(results, NEAR), fronts_table(results)):
+    for text in (
+        summary_table(results),
+        contests_table(results),
+        contests_table(results, NEAR),
+        fronts_table(results),
+    ):
         print(text)
     if (curves := path.with_suffix(".json")).exists():
         print(curve_table(json.loads(curves.read_text())))

@@ -160,17 +160,17 @@ def test_tables_are_those_of_the_kept_decodes(name: str, page: str, monkeypatch)
 
 
 def test_tables_of_the_policy_bench_are_those_of_the_kept_decodes(monkeypatch):
-    """On its page, and in README the first of them."""
+    """On its page, and the summary in README."""
     monkeypatch.syspath_prepend(str(ROOT / "experiments"))
     bench = runpy.run_path(str(ROOT / "experiments" / "policy_bench.py"), run_name="imported")
     kept = ROOT / "docs" / "policy_bench.parquet"
     page = (ROOT / "docs" / "policy_bench_results.md").read_text()
     results = bench["read"](kept)
-    planned = bench["contests"](results)
-    tables = [planned, bench["contests"](results, bench["NEAR"]), bench["fronts_table"](results)]
+    tables = [bench["contests_table"](results, within) for within in (0.0, bench["NEAR"])]
+    tables.append(bench["fronts_table"](results))
     tables.append(bench["curve_table"](json.loads(kept.with_suffix(".json").read_text())))
     assert not [table for table in tables if table.strip() not in page]
-    assert planned.strip() in (ROOT / "README.md").read_text()
+    assert bench["summary_table"](results).strip() in (ROOT / "README.md").read_text()
 
 
 def test_the_table_of_decoding_is_that_of_the_kept_decodes(monkeypatch):

@@ -188,7 +188,7 @@ def test_the_policy_bench_compares_at_equal_forwards_and_keeps_every_decode(
     forwards, rates = bench["oracle"](test)
     assert rates.tolist() == [0.25, 0.5, 0.75, 1.0]
     assert forwards.tolist() == [4.0, 4.0, 4.25, 4.5]
-    assert "| words | whole responses | 87.5 ± " in bench["contests"](results)
+    assert "| words | whole responses | 87.5 ± " in bench["contests_table"](results)
     assert "| whole responses | outcome | 87.5 @ 5.0 | 87.5 @ 5.0 |" in bench["fronts_table"](
         results
     )
