@@ -1,6 +1,7 @@
 """What smaller features cost the policy: rollout-proxy F0.5 by storage tier, on the embedded model.
 
-    python experiments/feature_tiers.py [--json] [--problems 400] [--steps 400] [--seeds 3]
+    python experiments/feature_tiers.py --out runs/feature_tiers.json  # makes them anew
+    python experiments/feature_tiers.py  # the table of the published figures
 
 Training problems are decoded once, one token per step, and every step's features are kept in fp16
 for prompt and response. Each tier stores a part of them through the real writer (layout, scheme,
@@ -24,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from chain import table
 from lightning.pytorch import Trainer
 
 from lit_dlm.backbones import load_tokenizer
@@ -42,6 +44,7 @@ from lit_dlm.heads.projection import (
 from lit_dlm.heads.scorer import ScorerSettings
 from lit_dlm.modules.state_batch import state_snapshots, trace_states
 from lit_dlm.modules.tracelock import MONITOR, TraceLockModule
+from lit_dlm.ops.files import write_atomically
 from lit_dlm.toy import WordProblems
 from lit_dlm.trajectories.capture import FeatureCapture, KeptSteps, TrajectoryCapture
 from lit_dlm.trajectories.format import only_masked
@@ -85,8 +88,8 @@ def decoded(backbone: HFBackbone, problems: int) -> tuple[list[Trajectory], Proj
             )
             states = trace_states(capture.trajectories([e.uid for e in batch]))
             fitter = PCAFitter(config)
-            for batch in states:
-                fitter.update(state_snapshots(backbone, batch, with_prompt=True))
+            for group in states:
+                fitter.update(state_snapshots(backbone, group, with_prompt=True))
             projector = fitter.finish()
         settings = FeatureSettings()
         features = FeatureCapture(
@@ -173,19 +176,26 @@ def score(
 
 
 def main() -> None:
-    """Prints the figures."""
+    """Makes the figures if asked to, then prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--out", type=Path, help="file of figures to make; none only reports")
     parser.add_argument("--problems", type=int, default=400)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
+    if options.out is not None:
+        figures = measure(options.problems, options.steps, options.seeds)
+        write_atomically(options.out, json.dumps(figures, indent=1) + "\n")
+    print(markdown(json.loads((options.out or Path("docs/feature_tiers.json")).read_text())))
+
+
+def measure(problems: int, steps: int, seeds: int) -> dict[str, Any]:
+    """F0.5 of every seed and kilobytes of a trace by tier."""
     backbone = HFBackbone(path="tiny").eval()
-    traces, projector = decoded(backbone, options.problems)
+    traces, projector = decoded(backbone, problems)
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as root:
         common = {
@@ -201,23 +211,23 @@ def main() -> None:
             )
             size = sum(path.stat().st_size for path in folder.glob("*.tar"))
             scores = [
-                score(
-                    backbone, projector, (folder, common[layout]), layout,
-                    seed=seed, steps=options.steps,
-                )
-                for seed in range(options.seeds)
-            ]  # fmt: skip
-            figures[name] = {
-                "f0.5": round(statistics.mean(scores), 4),
-                "stdev": round(statistics.stdev(scores), 4) if len(scores) > 1 else None,
-                "kb_per_trace": round(size / len(traces) / 1e3, 1),
-            }
-            base = figures[next(iter(TIERS))]["f0.5"]
-            figures[name]["cost_points"] = round(100 * (base - figures[name]["f0.5"]), 2)
-            if not options.json:
-                print(name, figures[name], flush=True)
-    if options.json:
-        print(json.dumps(figures))
+                score(backbone, projector, (folder, common[layout]), layout, seed=seed, steps=steps)
+                for seed in range(seeds)
+            ]
+            figures[name] = {"kb_per_trace": round(size / len(traces) / 1e3, 1), "f0.5": scores}
+            print(name, figures[name], flush=True)
+    return figures
+
+
+def markdown(figures: dict[str, Any]) -> str:
+    """What each tier takes and costs, F0.5 as mean ± spread of the seeds."""
+    base = statistics.mean(next(iter(figures.values()))["f0.5"])
+    lines = [["rows, format and share of the steps", "KB/trace", "F0.5", "cost, points"]]
+    for name, found in figures.items():
+        mean, spread = statistics.mean(found["f0.5"]), statistics.stdev(found["f0.5"])
+        size = f"{found['kb_per_trace']:.1f}"
+        lines.append([name, size, f"{mean:.3f} ± {spread:.3f}", f"{100 * (base - mean):+.1f}"])
+    return table(lines)
 
 
 if __name__ == "__main__":
