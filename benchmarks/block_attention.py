@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import measurement
 import torch
@@ -43,7 +44,7 @@ def row_counts(copies: int, *, response: int = 512) -> dict[str, float]:
     for first in range(0, STATES, copies):
         rows = layout.packed(min(copies, STATES - first))
         N = len(rows.source)
-        mask = rows.in_whole_tiles().block_mask()
+        mask: Any = rows.in_whole_tiles().block_mask()
         tables = [part for part in mask.as_tuple() if isinstance(part, torch.Tensor)]
         tiles = int(mask.kv_num_blocks.sum()) + int(mask.full_kv_num_blocks.sum())
         told["row_tokens"] += N

@@ -108,6 +108,9 @@ class _Columns(Cache):
     def crop_to(self, length: int) -> None:
         """Forgets all columns from ``length`` on."""
         for layer in self.layers:
+            assert isinstance(layer, _Layer)
+            assert layer.keys is not None
+            assert layer.values is not None
             layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
 
 

@@ -29,6 +29,7 @@ import real_size
 import torch
 from decode import PEAKS
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import Strategy
 from real_size import median_seconds
 from torch.nn.functional import cross_entropy
 
@@ -219,8 +220,8 @@ class Checks:
         exact = hidden.double().requires_grad_()
         wanted = cross_entropy(exact @ weight.double().T, targets, reduction="none")
         found = token_stats(hidden.requires_grad_(), weight, targets).ce
-        error = (found - wanted).detach().abs().max()
-        self.tell("fused head, largest error in nats", float(error), most=2e-3)
+        most = (found - wanted).detach().abs().max()
+        self.tell("fused head, largest error in nats", float(most), most=2e-3)
         (found + wanted).sum().backward()
         assert hidden.grad is not None
         assert exact.grad is not None
@@ -373,14 +374,15 @@ class Checks:
     def reinforcement(self) -> None:
         """TraceRL on SDAR-4B with an adapter under autocast, alone and sharded by FSDP2."""
         small = self.smoke
-        for name, strategy in {
+        strategies: dict[str, str | Strategy] = {
             "one device": "auto",
             "FSDP2": ShardedStrategy(
                 data_parallel_size=1,
                 tensor_parallel_size=1,
                 process_group_backend="nccl" if self.device == "cuda" else "gloo",
             ),
-        }.items():
+        }
+        for name, strategy in strategies.items():
             settings = LoRASettings(rank=16, alpha=16.0, targets="all")
             backbone = self.model(
                 SDAR, _TINY_VOCABULARY, layers=2 if small else None, lora=settings
@@ -424,6 +426,7 @@ class Checks:
                     default_root_dir=folder,
                 )
                 trainer.fit(module, data)
+            assert module.current is not None
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
             steps = [record.num_steps for record in module.current.records]

@@ -160,7 +160,7 @@ class LaunchCounter(TorchFunctionMode):
             return self._found(args[0], **kwargs)
         if func is Tensor.__getitem__ and args[0].is_meta:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            places = []
+            places: list[Any] = []
             for one in index:
                 is_mask = isinstance(one, Tensor) and one.dtype == torch.bool
                 places += self._found(one, as_tuple=True) if is_mask else [one]
@@ -424,8 +424,9 @@ def decode_counts(case: DecodeCase, **options: Any) -> Counts:
     plain = CachedCanvas._ranges
 
     def watched(*arguments: Any) -> Any:
-        steps.counter.ranges = plain(*arguments)
-        return steps.counter.ranges
+        found = plain(*arguments)
+        steps.counter.ranges = found or {}
+        return found
 
     asked, seen = (engine, "_frontier", steps.frontier), (CachedCanvas, "_ranges", watched)
     with steps.counter, patch.object(*asked), patch.object(*seen):
@@ -465,7 +466,7 @@ def sampling_counts(
     )
     counter = LaunchCounter(lambda _: False)
     with counter:
-        state = initial_state(spec, canvas)  # type: ignore[arg-type]
+        state = initial_state(spec, canvas)
         counter.counts = Counts()
         sampler.propose(state, denoised, frozenset())
     return counter.counts

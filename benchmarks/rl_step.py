@@ -322,6 +322,7 @@ class _Step:
 
     def _naive_loss(self, batch: RolloutBatch) -> Tensor:
         assert batch.old_log_prob is not None
+        assert batch.advantage is not None
         terms = self.module.policy_loss.compute(
             self._log_prob(batch),
             batch.old_log_prob,

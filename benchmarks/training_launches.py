@@ -58,7 +58,7 @@ def _adapted() -> Any:
 
 
 def _fine_tuning(kind: type[FinetuneModule]) -> Callable[[], Tensor]:
-    module: Any = kind(_adapted(), tokenizer="tiny")  # type: ignore[call-arg]
+    module: Any = kind(_adapted(), tokenizer="tiny")
     batch = _responses()
     return lambda: module.training_step(batch)
 
@@ -99,7 +99,8 @@ def _tracelock() -> Callable[[], Tensor]:
     module._trainer = SimpleNamespace(  # type: ignore[assignment]
         accumulate_grad_batches=1, world_size=1, global_rank=0, global_step=0
     )
-    module.log = module.log_dict = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    for name in ("log", "log_dict"):
+        setattr(module, name, lambda *args, **kwargs: None)
     rows, length = 64, RESPONSE
     batch = StateBatch(
         ids=_empty(rows, PROMPT + length),

@@ -33,7 +33,6 @@ import argparse
 import json
 import logging
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -254,7 +253,7 @@ def capture(options: argparse.Namespace) -> tuple[list[Trajectory], Figures]:
     backbone, tokenizer = HFBackbone(path="tiny").eval(), load_tokenizer("tiny")
     decoder = Decoder(policy=EntropyPolicy())
     examples = WordProblems("test", num_examples=4 * options.batch).examples()
-    prompts = [
+    prompts: Any = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": example.text}],
             add_generation_prompt=True,
@@ -422,4 +421,4 @@ def table(figures: Figures) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,7 @@ def read_decodes(path: Path) -> Decodes:
 
 
 def difference(
-    one: Sequence[dict[str, float]], two: Sequence[dict[str, float]]
+    one: Sequence[Mapping[str, float]], two: Sequence[Mapping[str, float]]
 ) -> dict[str, float]:
     """Difference of two accuracies, paired by problem.
 
@@ -113,7 +113,7 @@ def difference(
         the mean over problems; 0 for one seed).
     """
     seeds = max(len(one), len(two))
-    first, second = (tables * seeds if len(tables) == 1 else tables for tables in (one, two))
+    first, second = (list(tables) * seeds if len(tables) == 1 else tables for tables in (one, two))
     by_seed = [
         [float(a[uid]) - float(b[uid]) for uid in sorted(a)]
         for a, b in zip(first, second, strict=True)

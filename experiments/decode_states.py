@@ -95,9 +95,9 @@ def main() -> None:
                     adapter = trained(options, name, path, arm, seed)
                     measure(options, setting, path, adapter, folder / f"{arm}-s{seed}")
                 results.append(folder / f"{arm}-s{seed}" / "stack" / "results")
-        for results in (*arms["random"], *arms["decode"]):
-            if not results.exists():
-                parser.error(f"there is no {results}: run without --only-report")
+        for made in (*arms["random"], *arms["decode"]):
+            if not made.exists():
+                parser.error(f"there is no {made}: run without --only-report")
         report[name] = compare(setting, arms["decode"], arms["random"])
         write_atomically(options.out / "decode_states.json", json.dumps(report, indent=2) + "\n")
         write_atomically(options.out / "decode_states.md", markdown(report))

@@ -240,8 +240,9 @@ class Poison(Callback):
                 with torch.no_grad():
                     weight.view(-1)[rng.randrange(weight.numel())] = torch.nan
             else:
-                step = pl_module.training_step
-                pl_module.training_step = lambda *args: step(*args) * torch.nan
+                module: Any = pl_module
+                step = module.training_step
+                module.training_step = lambda *args: step(*args) * torch.nan
         self.count += 1
         if self.what is None:
             self.marker.write_text(str(self.count))
@@ -391,12 +392,12 @@ class Fault:
     does either ``once``."""
 
 
-GRADED = {
+GRADED: dict[str, Any] = {
     "jobs": ("generate", "benchmark", "rl"),
     "elsewhere": "it grades nothing",
 }
-TRAINED = {"jobs": ("fit", "rl"), "elsewhere": "they have no loss"}
-JUDGED = {"jobs": ("benchmark", "rl"), "elsewhere": "they ask no judge"}
+TRAINED: dict[str, Any] = {"jobs": ("fit", "rl"), "elsewhere": "they have no loss"}
+JUDGED: dict[str, Any] = {"jobs": ("benchmark", "rl"), "elsewhere": "they ask no judge"}
 FAULTS = {
     "SIGKILL": Fault(outside=send(signal.SIGKILL)),
     "SIGTERM": Fault(outside=send(signal.SIGTERM)),
@@ -483,7 +484,7 @@ def run(case: Case, log: Path, name: str | None = None) -> tuple[int | None, boo
     fault = FAULTS[name] if name else Fault()
     begin = log.stat().st_size if log.exists() else 0
     with judge(case, fault.judge) as url:
-        moment = case.moment() if fault.outside else float("inf")
+        moment = case.moment()
         process = os.fork()
         if not process:
             in_job(case, log, url, fault)
@@ -493,7 +494,7 @@ def run(case: Case, log: Path, name: str | None = None) -> tuple[int | None, boo
                 os.kill(process, signal.SIGKILL)
                 os.waitpid(process, 0)
                 break
-            if time.monotonic() > moment and fault.outside(case, process):
+            if fault.outside and time.monotonic() > moment and fault.outside(case, process):
                 moment = float("inf")
             time.sleep(0.002)
     status = os.waitstatus_to_exitcode(found[1]) if found[0] else None

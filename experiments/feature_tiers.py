@@ -69,7 +69,7 @@ def decoded(backbone: HFBackbone, problems: int) -> tuple[list[Trajectory], Proj
     projector: Projector | None = None
     for first in range(0, problems, 100):
         batch = examples[first : first + 100]
-        prompts = [
+        prompts: Any = [
             tokenizer.apply_chat_template(
                 [{"role": "user", "content": example.text}],
                 add_generation_prompt=True,

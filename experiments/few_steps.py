@@ -228,23 +228,23 @@ def condense(out: Path, seeds: Sequence[int]) -> dict[str, Any]:
         ]
         pairs = [(one, two) for one, two in zip(verdicts(rows), mixed, strict=True) if two]
         if pairs:
-            one, two = zip(*pairs, strict=True)
-            report["changes"][f"dparallel - tabom/{name}"] = difference(one, two)
+            ours, theirs = zip(*pairs, strict=True)
+            report["changes"][f"dparallel - tabom/{name}"] = difference(ours, theirs)
             report["fronts"][f"{WORDS}/{name}"]["seeds at equal forwards"] = len(pairs)
     done = ended(out, "functions", list(METHODS), seeds)
     plain = {m: verdicts(read(out, "functions", m, done)["entropy"]) for m in ("base", *METHODS)}
-    for method, found in plain.items():
-        report["functions"][method] = spread(found)
+    for method, right in plain.items():
+        report["functions"][method] = spread(right)
         for other in ("base", "sft"):
             if method not in ("base", other):
-                report["changes"][f"{method} - {other}/functions"] = difference(found, plain[other])
+                report["changes"][f"{method} - {other}/functions"] = difference(right, plain[other])
     done = ended(out, "samples", SAMPLED, seeds)
     rates = {
         method: [pass_rates(rows) for rows in read(out, "samples", method, done)["sampled"]]
         for method in SAMPLED
     }
-    for method, found in rates.items():
-        report["pass"][method] = {str(k): spread([seed[k] for seed in found]) for k in KS}
+    for method, by_seed in rates.items():
+        report["pass"][method] = {str(k): spread([seed[k] for seed in by_seed]) for k in KS}
     for one, two in (("sft", "base"), ("tabom", "base"), ("tabom", "sft")):
         for k in KS:
             report["changes"][f"{one} - {two}/pass@{k}"] = difference(

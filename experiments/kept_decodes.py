@@ -59,7 +59,7 @@ def markdown(decodes: pa.Table) -> str:
     standard error, and the mean lockstep score.
     """
     points: dict[tuple[str, str], dict[str, str]] = {}
-    single = [["task", "method", "right", "forwards", "lockstep score"]]
+    single: list[Sequence[str]] = [["task", "method", "right", "forwards", "lockstep score"]]
     for (task, method), rows in decodes.to_pandas().groupby(["task", "method"], observed=True):
         rate, forwards = rows.correct.mean(), rows.forwards.mean()
         name, _, value = method.rpartition("_")

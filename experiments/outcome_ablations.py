@@ -124,7 +124,7 @@ def policy(
         return run / "policy"
     if arm in ("outcome", "carried"):  # as the bench makes it
         folder = run / ("whole" if window == "whole" else "blocks")
-        arm_flags = [] if window == "whole" else decoder_flags(block(TRAINED_BLOCK))
+        arm_flags: list[Any] = [] if window == "whole" else decoder_flags(block(TRAINED_BLOCK))
     elif arm == "cached":
         arm_flags = decoder_flags(WINDOWS["cache"])
     elif arm == "held":

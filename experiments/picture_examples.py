@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 from textwrap import fill
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -19,11 +19,11 @@ from matplotlib.figure import Figure
 
 from lit_dlm.backbones.vision import token_vision
 from lit_dlm.reports.results import ResultFolder
-from lit_dlm.toy.pictures import PictureQuestions
+from lit_dlm.toy.pictures import Kind, PictureQuestions
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from lit_dlm.vision.base import VisionSettings
 
-KINDS = ("digit", "sum", "colour", "count")
+KINDS = get_args(Kind)
 
 
 def main() -> None:
@@ -35,7 +35,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     figure = Figure(figsize=(10.4, 6.0), layout="constrained")
-    upper, lower = figure.subfigures(2, 1, height_ratios=[1.0, 1.6])
+    halves: Any = figure.subfigures(2, 1, height_ratios=[1.0, 1.6])
+    upper, lower = halves
     cells = upper.subplots(1, 8, width_ratios=[1, 1, 2.1, 2.1, 1, 1, 1, 1])
     for number, kind in enumerate(KINDS):
         show_answers(cells[2 * number : 2 * number + 2], kind, options.questions, options.method)
@@ -43,7 +44,7 @@ def main() -> None:
     figure.savefig(options.out, dpi=110)
 
 
-def show_answers(axes: Iterable[Axes], kind: str, run: Path, method: str) -> None:
+def show_answers(axes: Iterable[Axes], kind: Kind, run: Path, method: str) -> None:
     """The first questions of a kind with the model's answers.
 
     Args:

@@ -204,7 +204,8 @@ def main() -> None:
                 parser.error(f"--{needed}: needed for task {name}, see the page")
             if options.extra is not None:
                 extra = yaml.safe_load(options.extra.read_text(encoding="utf-8"))
-                decode(options, name, "validation", -1, cells(extra, options.windows))
+                folder = run_of(options, name, -1)
+                decode(options, name, "validation", folder, cells(extra, options.windows))
             else:
                 make(options, name)
                 write_curves(results.with_suffix(".json"), options, name)
@@ -465,8 +466,8 @@ def collected(options: argparse.Namespace) -> pa.Table:
             digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
             times = np.mean([(row.seconds, row.policy_seconds) for row in rows], 0)
             for row in rows:
-                values = (name, which, policy, window, setting, seed, row.uid, row.correct, row.nfe)
-                values += (*times, digest[:12])
+                labels = (name, which, policy, window, setting, seed)
+                values = (*labels, row.uid, row.correct, row.nfe, *times, digest[:12])
                 for column, value in zip(columns.values(), values, strict=True):
                     column.append(value)
     return pa.table(columns, schema=SCHEMA)
@@ -757,14 +758,16 @@ def draw(results: dict[tuple[str, str], Decodes], path: Path) -> None:
                         marker="o",
                         markersize=3,
                     )
-            x, y = oracle(test)
-            axis.plot(x, 100 * y, ":", color=theme.text, label="the fastest for each problem")
+            steps, rates = oracle(test)
+            axis.plot(
+                steps, 100 * rates, ":", color=theme.text, label="the fastest for each problem"
+            )
             axis.set(ylim=(best - 40, 101), xscale="log")
             axis.set_xticks(
                 ticks := (1, 2, 4, 8, 16, 32), [f"{tick}" for tick in ticks], minor=False
             )
             axis.set_xticks([], minor=True)
-            axis.set_xlim(0.8 * x[0], None)
+            axis.set_xlim(0.8 * steps[0], None)
             if row == 0:
                 axis.set_title(kind)
             if column == 0:

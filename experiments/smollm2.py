@@ -20,6 +20,7 @@ import json
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -87,7 +88,7 @@ def convert(wheel: Path, folder: Path) -> None:
     fields.pop("quantization_config")
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**fields))
-    model.to(torch.bfloat16).save_pretrained(folder / "random")
+    model.bfloat16().save_pretrained(folder / "random")
     model.load_state_dict(packed.state_dict())
     model.save_pretrained(folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(**source)
@@ -117,7 +118,9 @@ def loss(
     total, count = 0.0, 0
     for row in chosen:
         turns = [{"role": "user", "content": row["prompt"]}]
-        prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        prompt: Any = tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, tokenize=False
+        )
         start = len(tokenizer(prompt)["input_ids"])
         ids = tokenizer(prompt + row["response"] + tokenizer.eos_token, return_tensors="pt")
         logits = model(ids["input_ids"]).logits[0, start - 1 : -1].float()
