@@ -653,12 +653,13 @@ def contests_table(results: dict[tuple[str, str], Decodes], within: float = 0.0)
     return table(lines)
 
 
-def summary_table(results: dict[tuple[str, str], Decodes]) -> str:
-    """The contests with one row a task: right @ forwards, and the difference."""
+def summary_table(results: dict[tuple[str, str], Decodes], within: float = 0.0) -> str:
+    """One row a task: right @ forwards, and the difference, bold where p is below 0.05."""
     lines: dict[str, list[str]] = {}
-    for task, _, found, _ in contests(results):
+    for task, _, found, p in contests(results, within):
         _, forwards, accuracy, _ = found["ours"]
-        cell = f"{100 * accuracy:.1f} @ {forwards:.1f}, {interval(*found['difference'])}"
+        mark, difference = "**" if p < 0.05 else "", interval(*found["difference"])
+        cell = f"{100 * accuracy:.1f} @ {forwards:.1f}, {mark}{difference}{mark}"
         lines.setdefault(task, [task]).append(cell)
     return table([["", *CONTESTS], *lines.values()])
 
@@ -793,7 +794,7 @@ def report(path: Path) -> None:
     for text in (
         summary_table(results),
         contests_table(results),
-        contests_table(results, NEAR),
+        summary_table(results, NEAR),
         fronts_table(results),
     ):
         print(text)
