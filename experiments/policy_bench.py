@@ -726,8 +726,8 @@ def shown(cell: Cell) -> str:
     return f"{policy} {setting}" if window == "whole" else f"{policy} {setting}, {window}"
 
 
-SERIES = {"outcome": 1, "tracelock": 3, "entropy-bounded": 0, "left-to-right": 2, "threshold": 5}
-"""Of policies whose fronts are drawn in a theme's colours; all others are grey."""
+SERIES = {"threshold": 5, "left-to-right": 2, "entropy-bounded": 0, "tracelock": 3, "outcome": 1}
+"""Of policies whose fronts are drawn in a theme's colours, last on top; all others are grey."""
 
 
 def draw(results: dict[tuple[str, str], Decodes], path: Path) -> None:
@@ -742,7 +742,8 @@ def draw(results: dict[tuple[str, str], Decodes], path: Path) -> None:
         ):
             axis, test = axes[row][column], results[task, "test"]
             best = 100 * max(rates.mean() for rates in test.correct.values())
-            for policy in sorted({cell[0] for cell in test.correct}, key=lambda p: p in SERIES):
+            others = {cell[0] for cell in test.correct} - SERIES.keys()
+            for policy in (*sorted(others), *SERIES):
                 points = sorted(
                     test.point(c) for c in test.correct if c[0] == policy and c[1] in windows
                 )
