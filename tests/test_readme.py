@@ -136,6 +136,7 @@ def test_the_table_is_that_of_the_kept_run():
         ("policy_states", "policy_states", "outcome_policies", 1),
         ("policy_order", "policy_order", "outcome_policies", 2),
         ("few_steps", "few_steps", "few_steps", 3),
+        ("feature_tiers", "feature_tiers", "tracelock_elsewhere", 1),
     ],
 )
 def test_tables_are_those_of_the_kept_run(
@@ -159,6 +160,21 @@ def test_tables_are_those_of_the_kept_decodes(name: str, page: str, monkeypatch)
     assert script["markdown"](kept).strip() in (ROOT / "docs" / f"{page}.md").read_text()
 
 
+@pytest.mark.parametrize(
+    ("name", "page"),
+    [
+        ("block_widening", "tracerl_results"),
+        ("policy_transfer", "tracelock_elsewhere"),
+        ("outcome_ablations", "outcome_policies"),
+    ],
+)
+def test_tables_of_arms_are_those_of_the_kept_decodes(name: str, page: str, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    script = runpy.run_path(str(ROOT / "experiments" / f"{name}.py"), run_name="imported")
+    kept = script["read_decodes"](ROOT / "docs" / f"{name}.parquet")
+    assert script["markdown"](kept).strip() in (ROOT / "docs" / f"{page}.md").read_text()
+
+
 def test_tables_of_the_policy_bench_are_those_of_the_kept_decodes(monkeypatch):
     """On its page, and the summary in README."""
     monkeypatch.syspath_prepend(str(ROOT / "experiments"))
@@ -171,6 +187,8 @@ def test_tables_of_the_policy_bench_are_those_of_the_kept_decodes(monkeypatch):
     tables.append(bench["curve_table"](json.loads(kept.with_suffix(".json").read_text())))
     assert not [table for table in tables if table.strip() not in page]
     assert bench["summary_table"](results).strip() in (ROOT / "README.md").read_text()
+    early = bench["contests_table"](bench["read"](ROOT / "docs" / "addition_early.parquet"))
+    assert early.strip() in (ROOT / "docs" / "tracelock_elsewhere.md").read_text()
 
 
 def test_the_table_of_decoding_is_that_of_the_kept_decodes(monkeypatch):

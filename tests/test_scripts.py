@@ -86,12 +86,6 @@ def test_the_page_has_the_table_of_the_kept_results_of_policy_losses(
     assert markdown(kept) in (ROOT / "docs" / "tracerl_results.md").read_text()
 
 
-def test_blocks_are_widened_as_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = imported("experiments/block_widening.py", monkeypatch)
-    kept = script["read_decodes"](ROOT / "docs" / "block_widening.parquet")
-    assert script["markdown"](kept) in (ROOT / "docs" / "tracerl_results.md").read_text()
-
-
 def test_arms_of_decode_states_are_compared_by_problem_and_at_equal_forwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
