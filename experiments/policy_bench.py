@@ -792,13 +792,10 @@ def report(path: Path) -> None:
             f"--results: {path}: expected results of this bench, got {type(error).__name__}"
         ) from None
     draw(results, path.with_suffix(".png"))
-    for text in (
-        summary_table(results),
-        contests_table(results),
-        summary_table(results, NEAR),
-        fronts_table(results),
-    ):
-        print(text)
+    for within in (0.0, NEAR):
+        print(summary_table(results, within))
+        print(contests_table(results, within))
+    print(fronts_table(results))
     if (curves := path.with_suffix(".json")).exists():
         print(curve_table(json.loads(curves.read_text())))
 
