@@ -484,7 +484,7 @@ def run(case: Case, log: Path, name: str | None = None) -> tuple[int | None, boo
     fault = FAULTS[name] if name else Fault()
     begin = log.stat().st_size if log.exists() else 0
     with judge(case, fault.judge) as url:
-        moment = case.moment()
+        moment = case.moment() if fault.outside else float("inf")
         process = os.fork()
         if not process:
             in_job(case, log, url, fault)

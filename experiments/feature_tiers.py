@@ -59,6 +59,7 @@ TIERS: dict[str, tuple[str, str, float]] = {
     "masked int8 0.1": ("masked", "int8", 0.1),
 }
 """Layout, scheme and share of kept steps."""
+SEEDS = 3
 
 
 def decoded(backbone: HFBackbone, problems: int) -> tuple[list[Trajectory], Projector]:
@@ -181,18 +182,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file of figures to make; none only reports")
     parser.add_argument("--problems", type=int, default=400)
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     if options.out is not None:
-        figures = measure(options.problems, options.steps, options.seeds)
+        figures = measure(options.problems, options.steps)
         write_atomically(options.out, json.dumps(figures, indent=1) + "\n")
     print(markdown(json.loads((options.out or Path("docs/feature_tiers.json")).read_text())))
 
 
-def measure(problems: int, steps: int, seeds: int) -> dict[str, Any]:
+def measure(problems: int, steps: int) -> dict[str, Any]:
     """F0.5 of every seed and kilobytes of a trace by tier."""
     backbone = HFBackbone(path="tiny").eval()
     traces, projector = decoded(backbone, problems)
@@ -212,7 +212,7 @@ def measure(problems: int, steps: int, seeds: int) -> dict[str, Any]:
             size = sum(path.stat().st_size for path in folder.glob("*.tar"))
             scores = [
                 score(backbone, projector, (folder, common[layout]), layout, seed=seed, steps=steps)
-                for seed in range(seeds)
+                for seed in range(SEEDS)
             ]
             figures[name] = {"kb_per_trace": round(size / len(traces) / 1e3, 1), "f0.5": scores}
             print(name, figures[name], flush=True)
