@@ -8,7 +8,6 @@ A :class:`Sweep` is one decoder and a list of values, the points of an accuracy-
 from __future__ import annotations
 
 import copy
-import hashlib
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,14 +19,16 @@ from lit_dlm.decoding.caches import CacheScheme, NoCache
 from lit_dlm.decoding.engine import DecodeSettings, Plugs, decode, decode_queue
 from lit_dlm.decoding.guidance import Guidance, GuidedBackbone
 from lit_dlm.decoding.layout import Layout, MarkerLayout, TemplateLayout
-from lit_dlm.decoding.policies.base import CommitPolicy, RandomPolicy
+from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.decoding.state import Canvas, DecodeResult, Observer, QueueObserver, prompt_canvas
 from lit_dlm.decoding.windows import (
+    BlockWindow,
     FixedQuota,
     FullWindow,
     NoQuota,
     Quota,
+    ScheduleQuota,
     Window,
     check_window,
     default_window,
@@ -102,7 +103,7 @@ class Decoder(Plugs):
     @property
     def draws(self) -> bool:
         """Whether another seed can give another response."""
-        return self.sampler.temperature > 0.0 or isinstance(self.policy, RandomPolicy)
+        return self.sampler.temperature > 0.0 or self.policy.draws
 
     def __call__(
         self, backbone: Backbone, canvas: Canvas, observers: Sequence[Observer] = ()
@@ -141,7 +142,18 @@ class Decoder(Plugs):
 
     def check(self, backbone: Backbone) -> None:
         """Reads a learned policy from disk, and refuses what does not fit the backbone."""
-        check_window(self.on(backbone.spec).window, backbone.spec)
+        window, allowed = self.on(backbone.spec).window, self.sampler.allowed_ids
+        check_window(window, backbone.spec)
+        if allowed is not None and allowed[1] > backbone.vocab_size:
+            raise ValueError(
+                f"sampler.allowed_ids: expected ids of the model's {backbone.vocab_size}, "
+                f"got {allowed}"
+            )
+        is_scheduled = isinstance(self.quota, ScheduleQuota) and self.quota.steps is not None
+        if is_scheduled and isinstance(window, BlockWindow):  # the first blocks would use all up
+            raise ValueError(
+                "quota: ScheduleQuota with BlockWindow needs steps_per_block, got steps"
+            )
         if self.policy.takes_back and self.cache.commits_first and backbone.spec.shift:
             raise ValueError(
                 f"cache: {type(self.cache).__name__} predicts the first cell of a block only where "
@@ -186,11 +198,6 @@ class Decoder(Plugs):
             **({} if self.guidance is None else {"guidance": {**vars(self.guidance)}}),
             "settings": asdict(self.settings),
         }
-
-    def digest(self) -> str:
-        """First 16 hexadecimal digits of SHA-256 over :meth:`describe`."""
-        text = json.dumps(self.describe(), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def decode_prompts(
@@ -259,9 +266,13 @@ def expanded(decoders: Mapping[str, Decoder], sweep: Mapping[str, Sweep]) -> dic
             method_name(name, value): with_option(one.decoder, one.option, value)
             for value in one.values
         }
-        twice = sorted(found.keys() & points.keys())
-        if twice:
+        if twice := sorted(found.keys() & points.keys()):
             raise ValueError(f"sweep.{name}: there is a decoder named '{twice[0]}' already")
+        if len(points) < len(one.values):
+            raise ValueError(
+                f"sweep.{name}: expected values with names of their own, which have no dot, got "
+                f"{one.values} for {', '.join(points)}"
+            )
         found |= points
     return found
 

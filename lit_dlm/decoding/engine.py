@@ -327,20 +327,9 @@ def _frontier(masked: Tensor, ended: Tensor | None = None, prob: Tensor | None =
     return column.tolist()
 
 
+_SCORES = ("prob", "entropy", "margin")
 KNOWN = frozenset(
-    [
-        "hidden",
-        "logits",
-        "window",
-        "region",
-        "drawn",
-        "prob",
-        "raw_prob",
-        "entropy",
-        "margin",
-        "raw_entropy",
-        "raw_margin",
-    ]
+    ("hidden", "logits", "window", "region", "drawn", *_SCORES, *(f"raw_{s}" for s in _SCORES))
 )
 """What policies and observers may ask for (see :class:`CommitPolicy`)."""
 

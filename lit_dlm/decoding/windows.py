@@ -282,8 +282,8 @@ class ScheduleQuota(_StepsQuota):
 
     With times ``t_0 = 1 > ... > t_steps = eps``, step ``s`` commits
     ``int(masks * (1 - t_{s+1} / t_s))`` and the last step commits the rest; early steps can commit
-    nothing (the Dream 7B release, ``diffusion_generate``). With blocks each block runs through the
-    times on its own (Fast-dLLM's and dLLM-RL's Dream samplers).
+    nothing (the Dream 7B release, ``diffusion_generate``). With ``steps_per_block`` each block runs
+    through the times on its own (Fast-dLLM's and dLLM-RL's Dream samplers).
     """
 
     def __init__(
@@ -310,7 +310,8 @@ class BudgetQuota(Quota):
 
     A step commits at least ``ceil(masks / steps left)``. Policies that commit exactly their quota
     thus take even shares; those that may commit more, such as thresholds, need fewer later. With
-    blocks every one of them gets at least a step.
+    blocks every one of them gets at least a step; where the first one begins in a row's prompt, the
+    last one may take a step beyond the number.
     """
 
     counts_blocks = False

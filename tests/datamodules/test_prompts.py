@@ -10,7 +10,13 @@ import pytest
 
 from lit_dlm.datamodules import PromptDataModule
 from lit_dlm.datamodules.prompts import PromptMix, drawn_length, largest_remainder
-from lit_dlm.decoding import ConfidencePolicy, Decoder, RandomPolicy, Sampler
+from lit_dlm.decoding import (
+    ConfidencePolicy,
+    Decoder,
+    NoisyConfidencePolicy,
+    RandomPolicy,
+    Sampler,
+)
 from lit_dlm.modules import DecodeModule
 from lit_dlm.tasks import PromptExample
 from tests.callbacks.letters import Letters, trace_module
@@ -87,6 +93,8 @@ def test_a_method_that_draws_nothing_gives_one_response():
     assert len(found) == 7 + 14
     assert not Decoder(policy=ConfidencePolicy()).draws
     assert Decoder(policy=ConfidencePolicy(), sampler=Sampler(temperature=0.1)).draws
+    noisy = [NoisyConfidencePolicy(4, temperature) for temperature in (0.0, 1.0)]
+    assert [Decoder(policy=policy).draws for policy in noisy] == [False, True]
 
 
 def test_long_prompts_come_first():

@@ -206,6 +206,13 @@ def test_wrong_options_and_values_are_named(option: str, value: float, message: 
         expanded({"cut_05": BASE}, {"cut": sweep})
 
 
+def test_values_whose_names_are_one_are_refused() -> None:
+    base = Decoder(policy=d.FactorPolicy(1.0), quota=NoQuota())
+    twice = Sweep(decoder=base, option="policy.factor", values=[0.1, 1.0, 10])
+    with pytest.raises(ValueError, match=r"sweep\.f: .* got \[0\.1, 1\.0, 10\] for f_01, f_10$"):
+        expanded({}, {"f": twice})
+
+
 def test_the_points_of_an_unread_policy_read_the_same_folder(tmp_path: Path) -> None:
     base = Decoder(policy=TraceLockPolicy(tmp_path, max_accept_per_step=2), quota=NoQuota())
     points = expanded({}, {"learned": swept(base, 0.5, 0.9)})

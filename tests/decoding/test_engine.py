@@ -147,6 +147,12 @@ def test_what_cannot_be_decoded_is_refused():
     backbone, decoder = table_backbone([5], [0.9]), Decoder(**SURE)
     with pytest.raises(ValueError, match="row 0, column 1 holds the mask id"):
         decoded(decoder, backbone, [[4, MASK]], 1)
+    blocks = {"window": d.BlockWindow(2), "quota": d.ScheduleQuota(4)}
+    with pytest.raises(ValueError, match=r"quota: ScheduleQuota .* steps_per_block, got steps"):
+        decoded(Decoder(**SURE | blocks), backbone, PROMPT, 4)
+    far = Decoder(**SURE, sampler=d.Sampler(allowed_ids=(5, 99)))
+    with pytest.raises(ValueError, match=r"sampler\.allowed_ids: .* got \(5, 99\)"):
+        decoded(far, backbone, PROMPT, 1)
     one, two = Recorder("hidden"), Recorder("hidden", hidden_layers=(-2,))
     with pytest.raises(ValueError, match="hidden_layers"):
         decoded(decoder, backbone, PROMPT, 1, one, two)

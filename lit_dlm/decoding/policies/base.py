@@ -37,6 +37,11 @@ class CommitPolicy(Plug):
     """Forwards of a learned head in one step: 0 for heuristics."""
 
     @property
+    def draws(self) -> bool:
+        """Whether its choice depends on the seed."""
+        return False
+
+    @property
     def trained_on(self) -> Sequence[str]:
         """Names of the tasks that a learned policy saw; empty for heuristics, and where unknown."""
         return ()
@@ -224,6 +229,8 @@ class TopQuotaPolicy(CommitPolicy):
 class RandomPolicy(TopQuotaPolicy):
     """Uniformly random order, seeded per sample."""
 
+    draws = True
+
     def score(self, state: DecodeState, proposal: Proposal) -> Tensor:
         return uniform_noise(state.seeds, state.step, state.positions, stream=1)
 
@@ -242,6 +249,8 @@ class NoisyConfidencePolicy(TopQuotaPolicy):
     ``1 - (s + 1) / S``, so the noise is gone sooner than by MaskGIT's own ``1 - s / S``.
     """
 
+    counts_blocks = True
+
     def __init__(self, steps: int, temperature: float = 1.0) -> None:
         """Sets the steps of the decode and the factor of the noise before the first of them."""
         at_least(1, steps=steps)
@@ -250,6 +259,10 @@ class NoisyConfidencePolicy(TopQuotaPolicy):
         self.temperature = temperature
         shares = 1.0 - torch.arange(1, steps + 1, dtype=torch.float64) / steps
         self._left = temperature * shares.cumprod(0)
+
+    @property
+    def draws(self) -> bool:
+        return self.temperature > 0.0
 
     def score(self, state: DecodeState, proposal: Proposal) -> Tensor:
         uniform = uniform_noise(state.seeds, state.step, state.positions, stream=1)

@@ -60,7 +60,8 @@ class ReMDMPolicy(CommitPolicy):
         written, looped = torch.nn.functional.pad(memory[:, :-1], pad), memory[:, -1].long()
         looped = looped.masked_fill(state.block_step == 0, 0)
         was_in = (looped > 0) & (looped <= self.loop_steps)
-        counts = torch.where(was_in, self.remasked, quota)
+        # A schedule's steps are over when the loop is, and some of its blocks still have masks.
+        counts = torch.where(was_in, self.remasked, quota.clamp_min(1))
         commit = top_quota(proposal.prob, candidates, counts)
         written = torch.where(state.masked, proposal.prob, written)
         # The loop begins after the step that reaches its share.

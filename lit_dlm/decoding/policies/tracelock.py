@@ -82,6 +82,10 @@ class TraceLockPolicy(CommitPolicy):
         self.temperature = temperature
         self.release_compat = release_compat
 
+    @property
+    def draws(self) -> bool:
+        return self.temperature > 0.0
+
     @cached_property
     def scorer(self) -> AcceptanceScorer:
         """The learned policy, read from its folder or the hub at first use."""

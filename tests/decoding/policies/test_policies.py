@@ -3,7 +3,8 @@ import torch
 
 import lit_dlm.decoding as d
 from lit_dlm.decoding import DynamicPolicy, EntropyBoundedPolicy, Proposal, ThresholdPolicy
-from tests.decoding.states import state_with_masks
+from tests.decoding.models import tiny_backbone
+from tests.decoding.states import decoded, state_with_masks
 
 
 def _proposal(prob: list[float]) -> Proposal:
@@ -117,6 +118,22 @@ def test_random_order_is_a_fixed_function_of_the_sample():
     )
     assert torch.equal(one.commit[1:2], two.commit)
     assert len({tuple(row.tolist()) for row in one.commit}) > 1
+
+
+def test_noise_dies_down_whatever_the_quota():
+    """Three of six cells are written, one a step."""
+    backbone, stop = tiny_backbone(), d.DecodeSettings(max_steps=3)
+    one, two = (
+        decoded(
+            d.Decoder(policy=d.NoisyConfidencePolicy(6, 4.0), quota=quota, settings=stop),
+            backbone,
+            [[4, 5]] * 64,
+            6,
+        ).ids
+        for quota in (d.FixedQuota(), d.EvenQuota(6))
+    )
+    assert torch.equal(one, two)
+    assert len({tuple(row) for row in one.tolist()}) > 1
 
 
 @pytest.mark.parametrize("policy", [d.RandomPolicy(), d.ConfidencePolicy(), DynamicPolicy()])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import lit_dlm.decoding as d
 from lit_dlm.backbones.base import Denoised
-from lit_dlm.decoding import BlockWindow, Decoder, FixedQuota, NoQuota
+from lit_dlm.decoding import BlockWindow, Decoder, EvenQuota, FixedQuota, NoQuota
 from tests.decoding.models import tiny_backbone
 from tests.decoding.states import Recorder, as_rows_alone, decoded
 from tests.fakes import EOS, MASK, PAD, TableBackbone, fake_spec
@@ -295,6 +295,15 @@ def test_edits_under_a_block_cache_are_those_without_it():
 def test_what_a_method_cannot_have_is_refused_by_name(spec, plugs, told):
     with pytest.raises(ValueError, match=f"^{told}"):
         Decoder(**plugs).check(tiny_backbone(**spec))
+
+
+def test_a_loop_outlasts_the_steps_of_a_schedule():
+    """Four cells stand before the loop, whose steps are more than the schedule has."""
+    policy = d.ReMDMPolicy(loop_steps=6, loop_from=0.5)
+    for steps in (LENGTH, 2 * LENGTH):
+        result = decoded(Decoder(policy=policy, quota=EvenQuota(steps)), Summed(), [[4, 5]], LENGTH)
+        assert MASK not in result.ids
+        assert result.num_steps.tolist() == [LENGTH + 6]
 
 
 class Silent(d.CommitPolicy):
