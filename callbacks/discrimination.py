@@ -105,7 +105,7 @@ class DiscriminationScore(Callback):
                     observers=[observer],
                 ):
                     pass
-        sums, counts = self._totals(trainer, module, observer, datamodule.response_length)
+        sums, counts = self._totals(trainer, module, observer)
         score, curve = score_curve(sums, counts)
         self.scores[label], self.curves[label] = score, curve
         if trainer.is_global_zero:
@@ -121,14 +121,16 @@ class DiscriminationScore(Callback):
 
     @staticmethod
     def _totals(
-        trainer: Trainer, module: TrainableModule, observer: DiscriminationObserver, num_steps: int
+        trainer: Trainer, module: TrainableModule, observer: DiscriminationObserver
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sums and counts of all processes; a decode has at most one step for each cell."""
+        """Sums and counts of all processes, up to the last step that counts."""
         sums, counts = observer.totals()
-        both = torch.zeros(2, num_steps, dtype=torch.float64)
-        both[0, : len(sums)], both[1, : len(counts)] = sums, counts.double()
+        both = torch.stack([sums, counts.double()])
         if trainer.world_size > 1:
-            both = trainer.strategy.reduce(both.to(module.device), reduce_op="sum").cpu()
+            own = torch.tensor(len(sums), device=module.device)
+            most = int(trainer.strategy.reduce(own, reduce_op="max"))
+            both = torch.nn.functional.pad(both, (0, most - len(sums))).to(module.device)
+            both = trainer.strategy.reduce(both, reduce_op="sum").cpu()
         steps = int((both[1] > 0).nonzero().max()) + 1 if bool((both[1] > 0).any()) else 0
         return both[0, :steps], both[1, :steps].long()
 

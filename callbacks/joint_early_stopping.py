@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_dlm.ops.options import at_least
 
@@ -33,7 +34,7 @@ class JointEarlyStopping(Callback):
         self.waited = 0
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.sanity_checking or not trainer.training:
+        if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
             return
         improved = False
         for name in self.monitors:

@@ -109,8 +109,8 @@ class HttpJudge(Callback):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             for row in rows:
-                if row.uid not in verdicts and row.uid in examples:
-                    verdict = self.verdict(examples[row.uid], row.completion)
+                if row.uid not in verdicts and row.prompt_uid in examples:
+                    verdict = self.verdict(examples[row.prompt_uid], row.completion)
                     verdicts[row.uid] = verdict
                     file.write(json.dumps({"uid": row.uid, "correct": verdict}) + "\n")
                     file.flush()

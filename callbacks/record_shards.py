@@ -72,6 +72,11 @@ class RecordShards:
         if max_gigabytes is not None:
             size = sum(path.stat().st_size for path in self.folder.glob("*.tar"))
             budget = int((max_gigabytes * 1e9 - size) / trainer.world_size)
+            if budget <= 0:
+                raise ValueError(
+                    f"max_gigabytes: expected more than the {size / 1e9:.3g} GB that {self.folder} "
+                    f"holds, got {max_gigabytes:g}"
+                )
         # No process may start a shard while another still counts what the folder holds.
         trainer.strategy.barrier("shards_counted")
         self._pictures = PictureFolder(self.folder / PICTURES)

@@ -128,6 +128,12 @@ class TracePictures(Callback):
 
     # -- fit and validate ----------------------------------------------------------------------
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_validations": self._num_validations}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._num_validations = int(state_dict["num_validations"])
+
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         if trainer.sanity_checking or not self.prompts:
             return

@@ -1,6 +1,6 @@
 """Trajectories: the record of a decode, its storage format, its capture, and its verification.
 
-``record`` holds the record, ``format`` and ``features`` the blocks, ``store`` the shards,
+``record`` holds the record, ``format`` the blocks, ``store`` the shards,
 ``capture`` the observer of the decode loop; ``replay``, ``verify`` and ``exchange`` use records.
 """
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -82,18 +82,17 @@ def _non_ltr(order: NDArray[np.int32]) -> NDArray[np.bool_]:
 def step_map_row(record: Trajectory, tokenizer: Any) -> dict[str, Any]:
     """One entry of dLLM-RL's training data (arXiv 2509.06949, release), and our own fields.
 
-    Cells after the last written one are left out, as the release cuts an ended response; gaps
-    before it are refused. ``prompt`` has the chat template, ``step_map`` counts from 0, ``reward``
-    is there where the record was graded.
+    Masks after the last token are left out, as the release cuts an ended response; other cells that
+    no step wrote are refused. ``prompt`` has the chat template, ``step_map`` counts from 0,
+    ``reward`` is there where the record was graded.
     """
     _check_single_writes(record)
-    written = np.flatnonzero(record.commit_step >= 0)
-    length = int(written[-1]) + 1 if len(written) else 0
-    if len(written) < length:
-        gap = int(np.flatnonzero(record.commit_step[:length] < 0)[0])
+    filled = np.flatnonzero(record.tokens != record.mask_id)
+    length = int(filled[-1]) + 1 if len(filled) else 0
+    if len(gaps := np.flatnonzero(record.commit_step[:length] < 0)):
         raise ValueError(
             f"trajectory {record.uid!r}: a step_map needs a step for every position, but no step "
-            f"wrote position {gap}"
+            f"wrote position {gaps[0]}"
         )
     row = {
         "id": record.uid,
@@ -204,9 +203,6 @@ class ImportSettings:
     vocab_size: int | None = None  # bound of the token ids, for rows without vocab_size
     tokenizer: Any = None  # for rows without token ids
     pad_id: int | None = None  # id behind token ids that end before the steps of their row do
-    missing_order: Literal["none", "ltr"] = "none"
-    """``ltr`` takes the ids of a row from left to right where its ``decoding_order`` is missing or
-    shorter than they are; ``none`` refuses such a row."""
 
 
 _NUMBERS = {
@@ -259,7 +255,7 @@ def read_tabom(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
             row = _checked_row(json.loads(line), settings)
             prompt = _ids(row, "prompt_token_ids", "user", template=True)
             tokens = _ids(row, "response_token_ids", "assistant")
-            row, tokens, order = _ordered(row, tokens, settings)
+            tokens, order = _ordered(row, tokens)
             given = _cells(row, "given_positions", len(tokens))
             name = f"{Path(path.name.removesuffix('.gz')).stem}/{number}"
             record = _record(row, name, prompt, tokens, order, given)
@@ -271,25 +267,17 @@ def read_tabom(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
         yield record
 
 
-def _ordered(
-    row: dict[str, Any], tokens: Any, settings: ImportSettings
-) -> tuple[dict[str, Any], Any, Any]:
-    """The row, its tokens and their order, as many entries as tokens."""
+def _ordered(row: dict[str, Any], tokens: Any) -> tuple[Any, Any]:
+    """A row's tokens and their order, as many entries as tokens."""
     order = np.empty(0, np.int64) if row["decoding_order"] is None else row["decoding_order"]
     count = len(order)
     has_ids = row["response_token_ids"] is not None  # a text does not say where the answer ends
-    if has_ids and count < len(tokens) and settings.missing_order == "ltr":
-        # What the row says of its decode is not of this order.
-        return row | {"num_steps": None, "non_ltr_positions": None}, tokens, np.arange(len(tokens))
     if count < len(tokens) or (count > len(tokens) and not has_ids):
-        raise ValueError(
-            f"decoding_order has {count} entries for {len(tokens)} tokens; training takes a row "
-            "with fewer and response_token_ids with missing_order: ltr"
-        )
+        raise ValueError(f"decoding_order has {count} entries for {len(tokens)} tokens")
     if count > len(tokens):
         pads = np.full(count - len(tokens), _fact(row, "pad_id"))
         tokens = np.concatenate([tokens, pads])
-    return row, tokens, order
+    return tokens, order
 
 
 def read_step_map(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:

@@ -217,9 +217,9 @@ def verify(
 def _file_problems(shards: Sequence[Path], *, level: int, track: Track) -> list[str]:
     """Checks shards without running a model; one line per problem."""
     problems: list[str] = []
-    owners: dict[str, str] = {}
+    owners: dict[Path, dict[str, str]] = {}
     for shard in track(shards, "Files"):
-        problems += _shard_problems(shard, level, owners)
+        problems += _shard_problems(shard, level, owners.setdefault(shard.parent, {}))
     if level >= 2:
         for folder in sorted({shard.parent for shard in shards}):
             problems += _manifest_problems(folder, shards)

@@ -208,7 +208,9 @@ def test_a_second_run_does_only_what_is_missing(tmp_path):
 
 def test_the_size_limit_stops_the_run_and_keeps_what_is_written(tmp_path):
     """The first block is already larger than 100 bytes."""
-    with pytest.raises(RuntimeError, match="max_gigabytes"):
+    with pytest.raises(OSError, match=r"max_gigabytes.* limit of 100 bytes"):
+        predict(shards(tmp_path, max_gigabytes=1e-7))
+    with pytest.raises(ValueError, match=r"max_gigabytes: expected more than the .* got 1e-07"):
         predict(shards(tmp_path, max_gigabytes=1e-7))
     assert 0 < len(completed_uids(tmp_path)) < 12
     predict(shards(tmp_path, max_gigabytes=1.0))

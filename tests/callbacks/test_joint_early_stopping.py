@@ -1,11 +1,17 @@
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.trainer.states import TrainerFn
+
 from lit_dlm.callbacks.joint_early_stopping import JointEarlyStopping
+from tests.finetuning import quiet
 
 
 def run(callback: JointEarlyStopping, *scores: tuple[float, float]) -> list[bool]:
-    trainer: Any = SimpleNamespace(sanity_checking=False, training=True, should_stop=False)
+    state = SimpleNamespace(fn=TrainerFn.FITTING)
+    trainer: Any = SimpleNamespace(sanity_checking=False, state=state, should_stop=False)
     stops = []
     for a, b in scores:
         trainer.callback_metrics = {"a": a, "b": b}
@@ -24,3 +30,19 @@ def test_stops_after_patience_validations_in_which_no_score_improves() -> None:
     run(first, (1.0, 0.0), (1.0, 0.0), (1.0, 0.0))
     second.load_state_dict(first.state_dict())
     assert run(second, (1.0, 0.0)) == [True]
+
+
+class Constant(BoringModel):
+    """Logs the same score in every validation."""
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("score", 1.0)
+
+
+def test_a_fit_ends_when_nothing_improves(tmp_path: Path) -> None:
+    """Two validations behind the best one, which is the first."""
+    stopping = JointEarlyStopping(["score"], patience=2)
+    options: dict[str, Any] = {"limit_train_batches": 1, "limit_val_batches": 1, "max_epochs": 8}
+    trainer = quiet(tmp_path, callbacks=[stopping], **options)
+    trainer.fit(Constant())
+    assert (trainer.current_epoch, stopping.best) == (3, {"score": 1.0})

@@ -27,7 +27,14 @@ def test_verdicts_are_kept_counted_and_asked_once(tmp_path: Path) -> None:
     """Right, wrong and no verdict: one of two judged is correct."""
     results, own = ResultFolder(tmp_path / "results"), {"task": "sums", "method": "entropy"}
     results.claim("sums", "entropy", {})
-    results.append(row(f"sums/test/{n}", **own, completion=text) for n, text in enumerate("78?"))
+    results.append(
+        row(uid, **own, completion=text, response=response)  # two responses of the last problem
+        for uid, response, text in [
+            ("sums/test/0", 0, "7"),
+            ("sums/test/1", 0, "8"),
+            ("sums/test/1#1", 1, "?"),
+        ]
+    )
     judge = HttpJudge(str(tmp_path), url="http://x", model="judge-7b", tasks=["sums"])
     asked: list[str] = []
 

@@ -88,6 +88,12 @@ def test_prompts_are_drawn_and_logged_after_every_second_validation(
         (f"decode/random/prompt/0{number}/fill_order", step) for number in (0, 1) for step in (1, 3)
     ]
     assert (module.training, module.head.training) == (True, False)
+    resumed = TracePictures(str(tmp_path / "resumed"), **prompts)  # behind the third validation
+    resumed.load_state_dict(pictures.state_dict())
+    quiet(tmp_path, callbacks=[resumed], max_steps=1, val_check_interval=1).fit(
+        module, loader, loader
+    )
+    assert not resumed.folder.exists()
 
 
 def test_a_writer_of_tensorboard_gets_pixels(tmp_path: Path):

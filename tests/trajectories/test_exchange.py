@@ -99,6 +99,10 @@ def test_rows_of_the_releases_say_which_step_wrote_each_position():
     gap = replace(SMALL, tokens=[1, MASK, 3, 2, MASK], commit_step=[2, -1, 1, 1, -1])
     with pytest.raises(ValueError, match="no step wrote position 1"):
         step_map_row(gap, TOKENIZER)
+    kept = np.array([False] * 4 + [True])  # a template's last cell stood before the first step
+    ended = replace(SMALL, tokens=[1, 0, 3, 2, 3], given=kept)
+    with pytest.raises(ValueError, match="no step wrote position 4"):
+        step_map_row(ended, TOKENIZER)
 
 
 def test_what_the_other_formats_cannot_hold_leaves_no_file(tmp_path):
@@ -204,19 +208,11 @@ def test_the_files_own_non_ltr_positions_win_and_come_back_in_an_export(tmp_path
     assert [record.meta.get("non_ltr_positions") for record in again] == listed
 
 
-def test_rows_without_an_order_go_from_left_to_right_on_demand_only(tmp_path):
-    """A missing or short order; the row's own list and number of steps are not of that order."""
-    missing = row(decoding_order=..., non_ltr_positions=[2], num_steps=1)
-    found = read(tmp_path, missing, row(decoding_order=[1, 0]), row(), missing_order="ltr")
-    assert [r.commit_step.tolist() for r in found] == [[0, 1, 2, 3], [0, 1, 2, 3], [3, 0, 1, 2]]
-    assert "non_ltr_positions" not in found[0].meta
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"decoding_order": ...}, "0 entries for 4 tokens.*missing_order: ltr"),
-        ({"decoding_order": [0]}, "1 entries for 4 tokens.*missing_order: ltr"),
+        ({"decoding_order": ...}, "0 entries for 4 tokens"),
+        ({"decoding_order": [0]}, "1 entries for 4 tokens"),
         ({"decoding_order": "01"}, "decoding_order"),
         ({"decoding_order": [None] * 4}, "decoding_order"),
         ({"response_token_ids": ..., "response": "hij"}, "4 entries for 3 tokens"),

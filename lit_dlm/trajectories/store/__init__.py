@@ -21,6 +21,5 @@ from lit_dlm.trajectories.store.recovery import (
 )
 from lit_dlm.trajectories.store.writer import (
     BackgroundWriter as BackgroundWriter,
-    SizeLimitError as SizeLimitError,
     TrajectoryShardWriter as TrajectoryShardWriter,
 )

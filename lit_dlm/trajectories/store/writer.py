@@ -166,10 +166,6 @@ class ShardFile:
         self.size += len(data)
 
 
-class SizeLimitError(RuntimeError):
-    """A writer has written as much as it may."""
-
-
 class TrajectoryShardWriter:
     """Puts records into the shards of one rank."""
 
@@ -299,7 +295,7 @@ class TrajectoryShardWriter:
         ):
             self._finish()
         if self.max_total_bytes is not None and self.bytes_written > self.max_total_bytes:
-            raise SizeLimitError(
+            raise OSError(
                 f"max_gigabytes: the writer of {self.folder} has reached its limit of "
                 f"{self.max_total_bytes} bytes; what was written is kept, raise it to go on"
             )
