@@ -278,6 +278,14 @@ class TraceRLModule(TrainableModule):
                 "policy as it is now; checkpoints at the end of epochs resume exactly",
                 progress["step"],
             )
+            # As if the epoch had not begun: Lightning would pass over as many of the new batches.
+            loops = checkpoint["loops"]["fit_loop"]
+            batches, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]
+            for kind, count in batches["current"].items():
+                batches["total"][kind] -= count
+            batches["current"] = dict.fromkeys(batches["current"], 0)
+            for counts in (epochs["total"], epochs["current"]):
+                counts["started"] -= 1
         self.progress = RLProgress(**progress)
 
     @contextmanager

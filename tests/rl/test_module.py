@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor
 
@@ -239,6 +240,41 @@ def test_blocks_grow_in_training_before_they_do_in_rollouts(tmp_path: Path) -> N
     assert spaces[0].sum() < spaces[1].sum()
     later = grown(8, "eight", steps=2, resume=tmp_path / "last.ckpt")
     assert later.trainer.current_epoch == 2
+
+
+class Stopping(Callback):
+    """Notes what is trained, and ends the run behind the second batch of the second RL step."""
+
+    def __init__(self, folder: Path, *, is_stopping: bool) -> None:
+        self.path, self.is_stopping = folder / "within.ckpt", is_stopping
+        self.seen: list[tuple[int, int]] = []
+        self.begun: list[int] = []
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.begun.append(trainer.current_epoch)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.seen.append((trainer.current_epoch, batch_idx))
+        if self.is_stopping and self.seen[-1] == (1, 1):
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+
+
+def test_a_run_that_stopped_within_an_rl_step_trains_on_all_of_its_new_rollouts(
+    tmp_path: Path,
+) -> None:
+    sizes = {"prompts_per_step": 2, "batch_size": 2, "rows_per_update": 2}
+    first, second = (Stopping(tmp_path, is_stopping=stops) for stops in (True, False))
+    fit(learner(), rollout_data(**sizes), tmp_path, steps=3, callbacks=[first])
+    assert first.seen[-1] == (1, 1)
+    rl = learner()
+    fit(rl, rollout_data(**sizes), tmp_path, steps=3, callbacks=[second], resume=first.path)
+    of_epochs = [[n for epoch, n in second.seen if epoch == number] for number in (1, 2)]
+    assert all(numbers == list(range(len(numbers))) and len(numbers) > 2 for numbers in of_epochs)
+    assert second.begun == [1, 2]
+    assert rl.progress.step == rl.trainer.current_epoch == 3
 
 
 class Falling(Reward):
