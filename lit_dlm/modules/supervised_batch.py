@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from lit_dlm.backbones import BackboneSpec
 from lit_dlm.backbones.attention import position_ids_for
+from lit_dlm.decoding.stream import text_cells
 from lit_dlm.losses.corruption import hidden_prompt
 from lit_dlm.losses.states import NoisyStates, Responses
 from lit_dlm.ops.batches import TensorBatch, first_real_columns
@@ -65,11 +66,17 @@ class SupervisedExample:
         return [self, replace(self.rejected, epoch=self.epoch, is_real=self.is_real)]
 
     def answer_length(self, spec: BackboneSpec) -> int:
-        """Cells up to the first end of text, which counts; all where there is none; 0 on copies."""
+        """Cells up to the first end of text behind all given tokens, which counts.
+
+        All where there is none; 0 on copies.
+        """
         if not self.is_real:
             return 0
         # Not in the fill: an answer that was cut off before its end must not learn to end.
-        ends = np.flatnonzero(np.isin(self.response_ids, spec.eos_ids))
+        is_end = np.isin(self.response_ids, spec.eos_ids)
+        if self.given is not None and self.given.any():  # ends before a marker end their part alone
+            is_end[: np.flatnonzero(self.given)[-1] + 1] = False
+        ends = np.flatnonzero(is_end)
         return int(ends[0]) + 1 if len(ends) else len(self.response_ids)
 
 
@@ -234,6 +241,10 @@ def responses_of(
     maskable = maskable & (length > 0) & (tokens != spec.mask_id)
     if batch.given is not None:
         maskable &= ~batch.given
+        if num_padding is not None:  # nor the fill of a part that ends before a given token
+            text = text_cells(tokens, spec.eos_ids, batch.given)
+            is_last = batch.given.flip(1).cumsum(1).flip(1) == 0
+            maskable &= is_last | F.pad(text[:, :-1], (1, 0), value=True)
     blocks = None
     if spec.attention == "block":
         assert spec.block_size is not None

@@ -55,6 +55,23 @@ def test_an_answer_without_an_end_learns_none_from_the_fill() -> None:
         assert [row.nonzero().flatten().tolist() for row in cells] == wanted
 
 
+def test_an_end_before_a_marker_ends_its_part_alone() -> None:
+    """Markers at 0 and 4; the part between them ends at 2, the last one at 6."""
+    response = np.array([9, 5, EOS, EOS, 8, 7, EOS, EOS])
+    given = np.isin(np.arange(8), [0, 4])
+    (one,) = examples(1)
+    one = replace(one, response_ids=response, given=given, steps=None, decode_entropy=None)
+    batch = batch_of(small(), [one])
+    assert batch.answer_length.tolist() == [7]
+    for num_padding, wanted in {
+        0: [1, 2, 5, 6],
+        1: [1, 2, 5, 6, 7],
+        None: [1, 2, 3, 5, 6, 7],
+    }.items():
+        (cells,) = responses_of(batch, small().spec, seed=0, num_padding=num_padding).maskable
+        assert cells.nonzero().flatten().tolist() == wanted
+
+
 @pytest.mark.parametrize(
     ("changes", "num_padding", "cells"),
     [
