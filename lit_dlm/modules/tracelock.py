@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.nn import functional as F
@@ -241,7 +243,8 @@ class TraceLockModule(DecodeModule):
     def _cropped(self, seen: ObservedStates, shares: Tensor) -> Tensor:
         """``(B, R)`` bool visible positions behind a prefix crop."""
         ratio = self.min_crop_ratio + (1.0 - self.min_crop_ratio) * shares
-        return prefix_crop(ratio, seen.in_response, seen.decidable, seen.label) & seen.present
+        decidable = seen.decidable & ~seen.is_tail
+        return prefix_crop(ratio, seen.in_response, decidable, seen.label) & seen.present
 
     def _mean_weight(self, weight: Tensor) -> Tensor | None:
         """Sum of weights of all processes by their number, so that they train like one."""
@@ -256,12 +259,9 @@ class TraceLockModule(DecodeModule):
         if self.lr_scheduler is None:
             return optimizer
         scheduler = self.lr_scheduler(optimizer)
-        config: dict[str, Any] = {"scheduler": scheduler, "interval": "step", "frequency": 1}
-        if isinstance(scheduler, ReduceLROnPlateau):
-            every = self.trainer.val_check_interval
-            config["monitor"] = "val/loss"
-            config["frequency"] = every if isinstance(every, int) else 1
-            config["interval"] = "step" if isinstance(every, int) else "epoch"
+        config: dict[str, Any] = {"scheduler": scheduler, "interval": "step"}
+        if isinstance(scheduler, ReduceLROnPlateau):  # Lightning never steps it: we do
+            config |= {"monitor": "val/loss", "interval": "epoch", "frequency": sys.maxsize}
         return {"optimizer": optimizer, "lr_scheduler": config}  # type: ignore[return-value]
 
     # -- validation ------------------------------------------------------------------------------
@@ -313,6 +313,10 @@ class TraceLockModule(DecodeModule):
         # Already equal on all ranks; Lightning warns about epoch values that are not reduced.
         self.log_dict(scores, sync_dist=True)
         self.scores.reset()
+        if self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
+            for config in self.trainer.lr_scheduler_configs:
+                if isinstance(config.scheduler, ReduceLROnPlateau):
+                    config.scheduler.step(self.trainer.callback_metrics["val/loss"])
 
     # -- files -----------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -294,14 +294,17 @@ def test_a_resumed_run_of_tokens_equals_an_uninterrupted_one(shards: Path, tmp_p
     torch.testing.assert_close(*heads, rtol=0, atol=0)
 
 
-def test_a_plateau_schedule_watches_the_loss_of_every_validation() -> None:
+def test_a_plateau_schedule_is_stepped_at_every_validation(shards: Path, tmp_path: Path) -> None:
+    """Three validations, farther apart than passes end, of which the first is the best by far."""
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
-    for every, wanted in ((2, (2, "step")), (0.5, (1, "epoch"))):
-        model = module(lr_scheduler=plateau)
-        model.trainer = SimpleNamespace(val_check_interval=every)
-        found = model.configure_optimizers()["lr_scheduler"]
-        assert (found["frequency"], found["interval"]) == wanted
-        assert found["monitor"] == "val/loss"
+    options = {"factor": 0.1, "patience": 0, "threshold": 100.0, "threshold_mode": "abs"}
+    optimizer = partial(torch.optim.AdamW, lr=1e-3)
+    model = module(lr_scheduler=partial(plateau, **options), optimizer=optimizer)
+    trained = trainer(tmp_path, val_check_interval=4, check_val_every_n_epoch=None)
+    trained.fit(model, datamodule=data(shards, source="tokens", step_ratio=0.05))
+    assert trained.num_training_batches < 4
+    (group,) = trained.optimizers[0].param_groups
+    assert group["lr"] == pytest.approx(1e-5)
 
 
 def test_bad_options_are_named() -> None:
