@@ -15,7 +15,7 @@ from lit_dlm.datamodules.resuming import (
     set_accumulation,
 )
 from lit_dlm.ops.options import of_kind
-from lit_dlm.rewards import RewardModel
+from lit_dlm.rewards import LockstepReward, RewardModel
 from lit_dlm.rl.items import RolloutBatch
 from lit_dlm.rl.metrics import RolloutValidation, validation_of
 from lit_dlm.rl.module import TraceRLModule
@@ -46,6 +46,8 @@ class RolloutDataModule(RolloutSettings, ResumableDataModule):
         for reward in self.rewards:
             if isinstance(reward, RewardModel) and reward.device is None:
                 reward.device = str(trainer.strategy.root_device)
+            if isinstance(reward, LockstepReward):
+                reward.layout = reward.layout.encoded(module.marker_ids)
         if self.shards is not None:
             logger.warning(
                 "source 'shards' takes prompts, rewards and kept groups as they are stored in %s: "

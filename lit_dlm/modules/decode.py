@@ -265,7 +265,7 @@ class DecodeModule(LightningModule):
         self.backbone = backbone
         self.tokenizer_path = tokenizer
         self.decoders = {
-            name: decoder.on(backbone.spec).encoded(self._marker_ids)
+            name: decoder.on(backbone.spec).encoded(self.marker_ids)
             for name, decoder in expanded(decoders or {}, sweep or {}).items()
         }
         self.seed = seed
@@ -281,7 +281,8 @@ class DecodeModule(LightningModule):
             tokenizer.chat_template = self.chat_template
         return tokenizer
 
-    def _marker_ids(self, text: str) -> list[int]:
+    def marker_ids(self, text: str) -> list[int]:
+        """Token ids of a layout's marker."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

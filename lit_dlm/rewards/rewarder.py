@@ -101,7 +101,8 @@ class Rewarder:
         futures: dict[tuple[int, str], Future[Verdict]] = {}
 
         def verdict(rollout: Rollout) -> Future[Verdict]:
-            if self.overlong_is_wrong and rollout.is_overlong:
+            is_graded = self.tasks[rollout.example.task].is_graded
+            if self.overlong_is_wrong and rollout.is_overlong and is_graded:
                 return unread
             key = (id(rollout.example), rollout.text)
             if key not in futures:

@@ -33,6 +33,7 @@ from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
 from lit_dlm.modules.checkpoint import drop_backbone
 from lit_dlm.rl.items import Items, RolloutBatch, RowBuilder
 from lit_dlm.rl.module import TraceRLModule
+from lit_dlm.rl.rollout import RolloutSource, StoredRollouts
 from lit_dlm.rl.settings import PolicyObjective
 from lit_dlm.rl.step import ItemScores
 from lit_dlm.trajectories.capture import FeatureCapture, StepBuffer, TrajectoryCapture
@@ -82,20 +83,27 @@ class CommitCapture(TrajectoryCapture):
     def trajectories(
         self, uids: Sequence[str], metas: Sequence[Mapping[str, Any]] | None = None
     ) -> list[Trajectory]:
-        return [self._placed(record) for record in super().trajectories(uids, metas)]
-
-    def _placed(self, record: Trajectory) -> Trajectory:
-        """The record with its features in memory, or in a file where there are many."""
-        stored = record.features
-        if stored is None or self._held + stored.features.nbytes <= HELD_BYTES:
-            self._held += 0 if stored is None else stored.features.nbytes
-            return record
-        offset = self._file.seek(0, 2)
-        self._file.write(stored.features.tobytes())
+        """The records with their features in memory, or in a file where there are many."""
+        records = super().trajectories(uids, metas)
+        begin, placed = self._file.seek(0, 2), {}
+        for number, record in enumerate(records):
+            size = 0 if record.features is None else record.features.features.nbytes
+            if self._held + size <= HELD_BYTES:
+                self._held += size
+            elif record.features is not None:
+                placed[number] = self._file.tell() - begin
+                self._file.write(record.features.features.tobytes())
+        if not placed:
+            return records
         self._file.flush()
-        shape = stored.features.shape
-        mapped = np.memmap(self._file, stored.features.dtype, "r", offset, shape)
-        return replace(record, features=replace(stored, features=mapped))
+        mapped = np.memmap(self._file, np.uint8, "r", begin)  # one for all: each holds a file open
+        for number, offset in placed.items():
+            stored = records[number].features
+            assert stored is not None
+            part = mapped[offset : offset + stored.features.nbytes]
+            part = part.view(stored.features.dtype).reshape(stored.features.shape)
+            records[number] = replace(records[number], features=replace(stored, features=part))
+        return records
 
     def _due(self) -> list[int]:
         return list(self._open)  # every step is kept: no plan has to be asked
@@ -299,7 +307,7 @@ class TraceLockRLModule(TraceRLModule):
         )
         for decoder in self.decoders.values():
             if isinstance(decoder.policy, TraceLockPolicy):
-                decoder.policy.scorer = self.scorer
+                decoder.policy.scorer, decoder.policy.is_in_training = self.scorer, True
         self._check_rollouts(self.decoders[self.method])
 
     def _check_rollouts(self, decoder: Decoder) -> None:
@@ -317,6 +325,16 @@ class TraceLockRLModule(TraceRLModule):
 
     def check_objective(self) -> None:
         """Nothing of the backbone is trained, so the objective has no claims on it."""
+        for name, default in (("normalise", None), ("temperature", "rollout")):
+            if (value := getattr(self.objective, name)) != default:
+                raise ValueError(
+                    f"objective.{name}: expected {default} where commits are trained, got {value}"
+                )
+
+    def roll_out_from(self, source: RolloutSource, *others: Any) -> None:
+        if isinstance(source, StoredRollouts):
+            raise ValueError("source: expected online where commits are trained, got shards")
+        super().roll_out_from(source, *others)
 
     def train(self, mode: bool = True) -> TraceLockRLModule:
         super().train(mode)

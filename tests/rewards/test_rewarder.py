@@ -92,6 +92,8 @@ def test_an_overlong_response_is_wrong_unread_unless_told_otherwise():
     task, group = Sums(), answers("7", is_overlong=True)
     assert (scored(group, task=task)[0][0].total, task.graded) == (0, [])
     assert scored(group, overlong_is_wrong=False)[0][0].is_correct
+    ((score,),) = scored(group, rewards=[TokenShare()], task=Sums(is_graded=False))
+    assert not score.is_graded
 
 
 def test_rewards_after_the_filters_see_only_groups_that_pass():

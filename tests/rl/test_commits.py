@@ -1,5 +1,6 @@
 """Training of the acceptance network on outcomes, against loops over records, steps and cells."""
 
+import os
 import re
 from dataclasses import replace
 from itertools import chain
@@ -12,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
+from lit_dlm.callbacks import RolloutWriter
 from lit_dlm.decoding import (
     BlockWindow,
     Decoder,
@@ -37,6 +39,7 @@ from lit_dlm.rl.settings import PolicyObjective
 from lit_dlm.rl.step import fill_advantages, fill_old_scores, shard_items
 from lit_dlm.tasks import PromptExample
 from lit_dlm.trajectories.record import Trajectory
+from lit_dlm.trajectories.store import TrajectoryShardReader
 from tests.finetuning import two_processes
 from tests.processes import in_two_processes
 from tests.rollouts import MASK, VOCAB, DigitReward, G, fit, policy, rollout_data
@@ -170,7 +173,9 @@ def test_draws_do_not_depend_on_the_batch_and_features_travel_with_records(
             return [data, b""]
 
     monkeypatch.setattr(commits, "HELD_BYTES", records[0].features.nbytes)
+    open_files = len(os.listdir("/proc/self/fd"))
     spilled = decoded(module)
+    assert len(os.listdir("/proc/self/fd")) <= open_files + 2  # the file, and its map
     assert isinstance(spilled[-1].features.features, np.memmap)
     for one, other in zip(gathered(spilled, Two(0, 2)), records, strict=True):
         assert one.features is not None
@@ -242,6 +247,24 @@ def test_rollouts_are_draws_alone(name: str, change: dict[str, Any]) -> None:
             projector=Projector(ProjectorConfig(hidden_size=16, hidden_rank=6, delta_rank=3)),
             head=HEAD,
         )
+
+
+def test_what_training_of_commits_cannot_have_is_refused(tmp_path: Path) -> None:
+    for name, value in (("normalise", "response_length"), ("temperature", 3.0)):
+        with pytest.raises(ValueError, match=rf"objective\.{name}: expected .* got {value}"):
+            actor(objective=PolicyObjective(**{name: value}))
+    folder = tmp_path / "rollouts"
+    module, data = actor(family=WORDS), rollout_data(prompts_per_step=1)
+    saver = ModelCheckpoint(tmp_path, filename="last", enable_version_counter=False)
+    fit(module, data, tmp_path, steps=1, callbacks=[RolloutWriter(str(folder)), saver])
+    stored = rollout_data(source="shards", shards=str(folder))
+    with pytest.raises(ValueError, match=r"source: expected online .* got shards"):
+        fit(actor(family=WORDS), stored, tmp_path, steps=1)
+    # The folder is that of the run that goes on, whose policy is another one by now.
+    again, data = actor(family=WORDS), rollout_data(prompts_per_step=1)
+    resume = {"callbacks": [RolloutWriter(str(folder))], "resume": tmp_path / "last.ckpt"}
+    fit(again, data, tmp_path, steps=2, **resume)
+    assert {record.meta["rl_step"] for record in TrajectoryShardReader(folder)} == {0, 1}
 
 
 def test_a_price_is_paid_for_every_forward_and_the_product_only_for_right_answers() -> None:

@@ -37,6 +37,8 @@ class TraceLockPolicy(CommitPolicy):
     """
 
     forwards_per_step = 1
+    is_in_training = False
+    """Whether weights change, so that records of a run cannot name them."""
 
     def __init__(
         self,
@@ -182,7 +184,7 @@ class TraceLockPolicy(CommitPolicy):
             # Listed only where they are on, as in older records.
             **({"temperature": self.temperature} if self.temperature else {}),
             **({"release_compat": True} if self.release_compat else {}),
-            "weights": self.scorer.digest(),
+            **({} if self.is_in_training else {"weights": self.scorer.digest()}),
         }
 
     @property
