@@ -27,7 +27,7 @@ from lit_dlm.ops.options import within
 from lit_dlm.trajectories.format import FeatureFacts
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader
-from lit_dlm.trajectories.store.files import shards_in
+from lit_dlm.trajectories.store.files import prompt_uid, shards_in
 from lit_dlm.vision.base import add_picture_folders, find_pictures
 
 Source = Literal["features", "tokens"]
@@ -341,11 +341,9 @@ def is_validation(uid: str, *, seed: int, fraction: float) -> bool:
     """Whether a record belongs to the validation side, of which there is a ``fraction``.
 
     The first eight bytes (big endian) of ``sha256("{seed}:{prompt uid}")``, read as a fraction of
-    their range, decide: the split of the TraceLock release. The decoding method behind ``@`` is no
-    part of the prompt's uid.
+    their range, decide: the split of the TraceLock release.
     """
-    prompt_uid = uid.rpartition("@")[0] or uid
-    return _hash(f"{seed}:{prompt_uid}") / 2**64 < fraction
+    return _hash(f"{seed}:{prompt_uid(uid)}") / 2**64 < fraction
 
 
 def _hash(text: str) -> int:

@@ -179,7 +179,9 @@ def write_pages(
 ) -> list[str]:
     """Writes ``report.html``, ``report.md`` and, where trajectories were kept, ``traces.html``."""
     best, others, splits = _groups(runs)
-    shown = {row.uid for one in (*best, *others, *splits) for rows in one.samples for row in rows}
+    shown = {
+        row.prompt_uid for one in (*best, *others, *splits) for rows in one.samples for row in rows
+    }
     found = [(run, _traces(run, shown)) for run in runs]
     traced = [(run, samples) for run, samples in found if samples is not None]
     fronts = _fronts(merged)
@@ -276,7 +278,8 @@ def _links(traced: Sequence[tuple[ReportedRun, SampleSet]]) -> dict[tuple[str, s
         for sample in samples.samples:
             label = run.labels.get((sample.task, sample.method), sample.method)
             address = f"{TRACES_PAGE}#uid={quote(sample.record.uid, safe='')}"
-            links[sample.task, label, sample.example] = address + f"&set={number}" * (number > 0)
+            uid = sample.record.uid.removesuffix(f"@{sample.method}")
+            links[sample.task, label, uid] = address + f"&set={number}" * (number > 0)
     return links
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from lit_dlm.config_files import nearest
 from lit_dlm.reports.results import ResultFolder, ResultRow
 from lit_dlm.trajectories.record import Trajectory
-from lit_dlm.trajectories.store.files import shard_paths, shards_in
+from lit_dlm.trajectories.store.files import prompt_uid, shard_paths, shards_in
 from lit_dlm.trajectories.store.provenance import run_of_shard
 from lit_dlm.trajectories.store.reader import TrajectoryShardReader
 
@@ -67,7 +67,7 @@ def load_samples(
     rows, shards = _open(path)
     reader = TrajectoryShardReader(shards, features=False)
     known = [uid for uid in reader.uids if rows is None or uid in rows]
-    there = {*known, *map(_example, known)}
+    there = {*known, *map(prompt_uid, known)}
     of_method = set(map(_method, known))
     for kind, wanted, held in (("sample", names, there), ("method", methods, of_method)):
         if missing := [name for name in wanted if name not in held]:
@@ -76,8 +76,8 @@ def load_samples(
         uid
         for uid in known
         if not methods or _method(uid) in methods
-        if not names or uid in names or _example(uid) in names
-        if examples is None or _example(uid) in examples
+        if not names or uid in names or prompt_uid(uid) in names
+        if examples is None or prompt_uid(uid) in examples
     ]
     if not fitting:
         raise ValueError(
@@ -124,10 +124,6 @@ def _of_results(run: Path) -> tuple[dict[str, ResultRow], list[Path]]:
     return rows, shard_paths([run / name for name in sets])
 
 
-def _example(uid: str) -> str:
-    return uid.rpartition("@")[0] or uid
-
-
 def _method(uid: str) -> str:
     # A rollout's uid goes on behind the method: its step, prompt and number.
     return uid.rpartition("@")[2].partition("/")[0] if "@" in uid else ""
@@ -137,7 +133,7 @@ def _chosen(uids: Sequence[str], limit: int | None) -> list[str]:
     """Prompts in turn from all tasks, each with all its decodes, until the limit is reached."""
     groups: dict[str, dict[str, list[str]]] = {}
     for uid in uids:
-        example = _example(uid)
+        example = prompt_uid(uid)
         groups.setdefault(example.partition("/")[0], {}).setdefault(example, []).append(uid)
     # A task in turn gives a prompt, so that few samples show something of each task.
     turns = zip_longest(*(task.values() for task in groups.values()), fillvalue=[])
@@ -153,7 +149,7 @@ def _sample(record: Trajectory, row: ResultRow | None) -> Sample:
         correct = record.meta.get("correct")
         return Sample(
             record=record,
-            example=_example(record.uid),
+            example=prompt_uid(record.uid),
             task=str(record.meta.get("task", "")),
             method=str(record.meta.get("method", _method(record.uid))),
             correct=correct if isinstance(correct, bool) else None,
@@ -163,7 +159,7 @@ def _sample(record: Trajectory, row: ResultRow | None) -> Sample:
         raise ValueError(f"{record.uid}: the results name another decode than the shards hold")
     return Sample(
         record=record,
-        example=row.uid,
+        example=row.prompt_uid,
         task=row.task,
         method=row.method,
         correct=None if row.verdict == "ungraded" else row.correct,

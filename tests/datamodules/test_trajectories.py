@@ -58,7 +58,8 @@ def tracelock(projector: Projector) -> TraceLockModule:
 def test_split_is_the_hash_of_the_prompt_uid() -> None:
     digest = hashlib.sha256(b"7:gsm8k/train/00012").digest()
     fraction = int.from_bytes(digest[:8], "big") / 2**64
-    for uid in ("gsm8k/train/00012", "gsm8k/train/00012@entropy", "gsm8k/train/00012@random"):
+    for end in ("", "@entropy", "@random", "#3", "#12@random", "@plain/000001.0002.003"):
+        uid = f"gsm8k/train/00012{end}"
         assert is_validation(uid, seed=7, fraction=fraction + 1e-6)
         assert not is_validation(uid, seed=7, fraction=fraction - 1e-6)
 

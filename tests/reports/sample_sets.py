@@ -109,6 +109,7 @@ def write_run(folder: Path, records: Sequence[Trajectory]) -> Path:
         task = example.partition("/")[0]
         results.claim(task, method, {"decoder": method})
         facts: dict[str, Any] = {"task": task, "method": method, "nfe": one.num_steps}
+        facts["response"] = int(example.partition("#")[2] or 0)
         digest = one.digest().hex()
         facts["trajectory"] = {"set": "trajectories", "uid": one.uid, "digest": digest}
         if number % 2:

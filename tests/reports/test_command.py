@@ -47,7 +47,8 @@ def test_failures_come_first_and_ungraded_samples_are_no_failures():
 def test_report_of_two_runs_links_every_failure_to_its_trace(tmp_path: Path):
     """Both runs have method m, so their names tell the methods apart; links name the set."""
     for name in ("base", "tuned"):
-        records = [record([10, 11], [0, 1], uid=f"t/test/{number}@m") for number in range(4)]
+        uids = ("t/test/0@m", "t/test/0#1@m", "t/test/1@m", "t/test/1#1@m")
+        records = [record([10, 11], [0, 1], uid=uid) for uid in uids]
         write_run(tmp_path / name, records)
     logs = tmp_path / "tuned" / "logs" / "version_0"
     logs.mkdir(parents=True)
@@ -62,13 +63,13 @@ def test_report_of_two_runs_links_every_failure_to_its_trace(tmp_path: Path):
     links = [unescape(link) for link in re.findall(r'<a href="(.*?)"', page)]
     assert len(links) == 8
     anchors = [parse_qs(urlsplit(link).fragment) for link in links]
-    assert {anchor["uid"][0] for anchor in anchors} == {f"t/test/{n}@m" for n in range(4)}
+    assert {anchor["uid"][0] for anchor in anchors} == set(uids)
     assert sum(anchor.get("set") == ["1"] for anchor in anchors) == 4
     assert "2 of 4 wrong" in page
     assert "train/loss, training of tuned" in page
     text = (out / "report.md").read_text()
     assert "### t, base: 2 of 4" in text
-    assert "[t/test/1](traces.html#uid=t%2Ftest%2F1%40m&set=1) |  | wrong | a1 | expected 4" in text
+    assert "[t/test/0#1](traces.html#uid=t%2Ftest%2F0%231%40m&set=1) |  | wrong | a1 |" in text
     assert "![Accuracy against average steps](front.png)" in text
 
 

@@ -51,6 +51,16 @@ def test_filters_by_sample_and_method(tmp_path: Path):
         load_samples(folder, examples={"t/test/9"})
 
 
+def test_responses_to_a_prompt_belong_together(tmp_path: Path):
+    """Two prompts with two responses each; of a run and of its shards alone."""
+    names = ["t/test/0@a", "t/test/0#1@a", "t/test/1@a", "t/test/1#1@a"]
+    run = write_run(tmp_path / "run", [record([10, 11], [0, 1], uid=name) for name in names])
+    for path in (run, run / "trajectories"):
+        found = load_samples(path, names=["t/test/1"]).samples
+        assert [one.record.uid for one in found] == names[2:]
+        assert [one.example for one in found] == ["t/test/1", "t/test/1"]
+
+
 def test_a_run_gives_the_graders_facts(tmp_path: Path):
     run = write_run(tmp_path / "run", decodes(2, methods="a"))
     for path in (run, run / "results"):

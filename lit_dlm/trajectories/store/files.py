@@ -234,6 +234,11 @@ def claim_uids(folder: Path, side: SideFile, owners: dict[str, str]) -> None:
     owners.update(dict.fromkeys(side.uids, side.shard))
 
 
+def prompt_uid(uid: str) -> str:
+    """Uid of a decode's prompt: without ``#`` and the response's number, ``@`` and the method."""
+    return re.sub(r"(#\d+)?(@[^@]*)?\Z", "", uid)
+
+
 def uid_order(uids: Sequence[str]) -> list[int]:
     """Numbers of records in an order that does not depend on which process wrote them when.
 
