@@ -93,14 +93,14 @@ class RecordedPairs(Decodes):
 
     def examples(self, model: ModelFacts) -> Iterator[SupervisedExample]:
         shards = Path(self.shards)
-        records = list(TrajectoryShardReader(shards, features=False))
-        right = {one.uid for one in records if is_correct(one, str(shards))}
-        taken = list(self.taken(records, shards, model))
-        groups: dict[bytes, tuple[list[SupervisedExample], list[SupervisedExample]]] = {}
+        records = {one.uid: one for one in TrajectoryShardReader(shards, features=False)}
+        taken = list(self.taken(records.values(), shards, model))
+        groups: dict[object, tuple[list[SupervisedExample], list[SupervisedExample]]] = {}
         for number in uid_order([one.uid for one in taken]):
             one = taken[number]
-            sides = groups.setdefault(one.prompt_ids.tobytes(), ([], []))
-            sides[one.uid not in right].append(one)
+            # Ids of pictures are but numbers.
+            sides = groups.setdefault((one.prompt_ids.tobytes(), one.pictures), ([], []))
+            sides[not is_correct(records[one.uid], str(shards))].append(one)
         pairs = [pair for sides in groups.values() for pair in zip(*sides, strict=False)]
         if not pairs:
             raise ValueError(

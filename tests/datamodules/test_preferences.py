@@ -95,6 +95,23 @@ def test_right_decodes_are_paired_with_wrong_ones_to_the_same_prompt(
     ]
     for one, (_, rejected) in zip(found, expected, strict=True):
         assert np.array_equal(one.rejected.response_ids, records[uids.index(rejected)].tokens)
-    shards = write_shards(tmp_path / "alone", records[6:])
+    pictures = [
+        replace(one, meta={**one.meta, "images": [digest]})
+        for one, digest in zip(records[:2], ("a", "b"), strict=True)
+    ]
+    shards = write_shards(tmp_path / "alone", [records[6], *pictures])
     with pytest.raises(ValueError, match="alone: expected a prompt with a right and a wrong"):
+        list(RecordedPairs(shards).examples(model))
+
+
+def test_records_that_are_left_out_need_no_grade(tmp_path: Path, model: ModelFacts) -> None:
+    right, wrong, other = recorded(small_backbone(), 3)
+    wrong = replace(wrong, prompt_ids=right.prompt_ids)
+    graded = [
+        one.with_meta(task="t", correct=is_right)
+        for one, is_right in ((right, True), (wrong, False))
+    ]
+    shards = write_shards(tmp_path / "traces", [*graded, replace(other, meta={"task": "u"})])
+    assert len(list(RecordedPairs(shards, tasks=["t"]).examples(model))) == 1
+    with pytest.raises(ValueError, match="not graded"):
         list(RecordedPairs(shards).examples(model))
