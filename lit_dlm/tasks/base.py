@@ -145,9 +145,10 @@ class DatasetTask(Task):
 
     def _rows(self, source: str, split: str, *, option: str) -> list[Row]:
         required = self.required_fields
-        return self._usable(
-            read_rows(source, config=self.hub_config, split=split, required=required, option=option)
+        rows = read_rows(
+            source, config=self.hub_config, split=split, required=required, option=option
         )
+        return self._usable(rows, split)
 
     def _shots(self, count: int, source: str, *, has_same: bool) -> str:
         """Worked examples as one text; ``has_same`` where the prompts have the same source."""
@@ -159,7 +160,7 @@ class DatasetTask(Task):
         texts = (f"{one.text}\n\n{self.reference_completion(one)}\n\n" for one in shots)
         return "".join(texts)
 
-    def _usable(self, rows: list[Row]) -> list[Row]:
+    def _usable(self, rows: list[Row], split: str) -> list[Row]:
         return rows
 
     @abstractmethod

@@ -30,7 +30,7 @@ class MATH(DatasetTask):
         "Reason step by step, and write your final answer, and nothing else, inside \\boxed{}."
     )
 
-    def _usable(self, rows: list[Row]) -> list[Row]:
+    def _usable(self, rows: list[Row], split: str) -> list[Row]:
         for row in rows:
             has_problem = "problem" in row.fields or "question" in row.fields
             row.expect(has_problem, "a field 'problem'", list(row.fields))

@@ -52,10 +52,10 @@ class MBPP(CodeTask):
         one_of(*_SPLITS, split=split)
         super().__init__(path, split=split, **options)
 
-    def _usable(self, rows: list[Row]) -> list[Row]:
-        numbers = _SPLITS[self.split]
+    def _usable(self, rows: list[Row], split: str) -> list[Row]:
+        numbers = _SPLITS[split]
         usable = [row for row in rows if _number(row) in numbers]
-        wanted = f"a problem of the split {self.split!r} ({numbers})"
+        wanted = f"a problem of the split {split!r} ({numbers})"
         rows[0].expect(bool(usable), wanted, [_number(row) for row in rows])
         return usable
 

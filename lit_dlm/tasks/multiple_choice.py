@@ -141,7 +141,7 @@ class MMMU(MultipleChoice):
     split = "validation"
     own_template = SEEDBench.own_template
 
-    def _usable(self, rows: list[Row]) -> list[Row]:
+    def _usable(self, rows: list[Row], split: str) -> list[Row]:
         return [row for row in rows if row.fields.get("question_type") != "open"]
 
     def _example(self, row: Row) -> PromptExample:

@@ -40,7 +40,7 @@ class PromptsFile(DatasetTask):
         self.is_soft = grading == "vqa"
         super().__init__(path, **options)
 
-    def _usable(self, rows: list[Row]) -> list[Row]:
+    def _usable(self, rows: list[Row], split: str) -> list[Row]:
         seen: dict[str, str] = {}
         for row in rows:
             key = self._key(row)

@@ -17,6 +17,7 @@ from tests.tasks.rows import (
     DATA,
     PRO,
     SAYS,
+    SENTENCE,
     SYSTEM,
     USER,
     needs_data,
@@ -260,6 +261,13 @@ def test_worked_examples_stand_in_front_and_are_recorded(tmp_path: Path):
         tasks.MMLUPro(str(tmp_path), num_shots=3)
     with pytest.raises(ValueError, match="shots_path: expected other"):
         tasks.MMLUPro(str(tmp_path / "test.jsonl"), num_shots=1)
+
+
+def test_worked_examples_of_mbpp_are_of_its_own_split(tmp_path: Path):
+    write_jsonl(tmp_path / "test.jsonl", [SENTENCE])
+    write_jsonl(tmp_path / "train.jsonl", [SENTENCE | {"task_id": 601, "text": "Shown first."}])
+    task = tasks.MBPP(str(tmp_path), num_shots=1, allow_code_execution=True)
+    assert task.examples()[0].text.startswith("Shown first.")
 
 
 def test_questions_of_seed_bench(tmp_path: Path):
