@@ -349,8 +349,9 @@ def _require_all(trainer: Trainer, done: Collection[str], folder: Path) -> None:
 
 
 def grade_facts(verdict: Verdict) -> dict[str, Any]:
-    """What a record says about its grade."""
-    facts: dict[str, Any] = {"correct": verdict.is_correct}
+    """What a record says about its grade; ``correct`` is ``None`` where there is no grader."""
+    is_graded = verdict.status != "ungraded"
+    facts: dict[str, Any] = {"correct": verdict.is_correct if is_graded else None}
     return facts if verdict.score is None else {**facts, "score": verdict.score}
 
 

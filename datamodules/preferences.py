@@ -100,7 +100,9 @@ class RecordedPairs(Decodes):
             one = taken[number]
             # Ids of pictures are but numbers.
             sides = groups.setdefault((one.prompt_ids.tobytes(), one.pictures), ([], []))
-            sides[not is_correct(records[one.uid], str(shards))].append(one)
+            grade = is_correct(records[one.uid], str(shards))
+            if grade is not None:
+                sides[not grade].append(one)
         pairs = [pair for sides in groups.values() for pair in zip(*sides, strict=False)]
         if not pairs:
             raise ValueError(

@@ -266,7 +266,8 @@ class RecordedDecodes(Decodes):
 
     Args:
         shards: folder of trajectory shards, as ``predict`` with a ``DecodeWriter`` writes them.
-        only_correct: leave out records whose ``meta["correct"]`` is false (the verifier's filter).
+        only_correct: leave out records whose ``meta["correct"]`` is false or null (the verifier's
+            filter).
         methods: decoding methods to take; all by default.
         tasks: tasks to take; all by default.
     """

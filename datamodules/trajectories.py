@@ -155,7 +155,7 @@ class TrajectoryDataModule(ResumableDataModule):
             from the records.
         batch_size: states per batch and process.
         step_ratio: share of each record's steps that become examples; with ``tokens`` only.
-        only_correct: leave out records whose ``meta["correct"]`` is false.
+        only_correct: leave out records whose ``meta["correct"]`` is false or null (ungraded).
         val_fraction: share of prompts kept for validation.
         max_val_examples: size of the fixed validation subset, spread evenly over tasks and over
             the course of the decodes.
@@ -327,14 +327,15 @@ class TrajectoryDataModule(ResumableDataModule):
         )
 
 
-def is_correct(record: Trajectory, origin: str) -> bool:
-    """The grade of a record, which ``only_correct`` asks for."""
+def is_correct(record: Trajectory, origin: str) -> bool | None:
+    """The grade of a record, which ``only_correct`` asks for; ``None`` where no grader knew."""
     if "correct" not in record.meta:
         raise ValueError(
             f"only_correct: record {record.uid!r} in {origin} was not graded when it was made (its "
             "meta has no 'correct')"
         )
-    return bool(record.meta["correct"])
+    correct = record.meta["correct"]
+    return None if correct is None else bool(correct)
 
 
 def is_validation(uid: str, *, seed: int, fraction: float) -> bool:

@@ -23,8 +23,8 @@ class MethodSummary:
     n: int
     """Samples: prompts times responses to each."""
     accuracy: float | None = None
-    """Fraction of right samples, or their mean score where the task has one; avg@k with k responses
-    to a prompt; ``None`` where nothing was graded."""
+    """Fraction of right samples of those that were graded, or their mean score where the task has
+    one; avg@k with k responses to a prompt; ``None`` where nothing was graded."""
     stderr: float | None = None
     """Standard error of the accuracy: ``sqrt(p (1 - p) / n)``, or with several responses to a
     prompt the one that takes prompts as drawn at random and their responses as dependent."""
@@ -86,12 +86,12 @@ def summarise(rows: Sequence[ResultRow]) -> MethodSummary:
     n, forwards = len(rows), sum(row.nfe for row in rows)
     seconds = sum(row.seconds for row in rows)
     lockstep = [row.lockstep for row in rows if row.lockstep is not None]
-    is_graded = any(row.verdict != "ungraded" for row in rows)
+    graded = [row for row in rows if row.verdict != "ungraded"]
     return MethodSummary(
         task=rows[0].task,
         method=rows[0].method,
         n=n,
-        **(_accuracy(rows) if is_graded else {}),
+        **(_accuracy(graded) if graded else {}),
         nfe=forwards / n,
         tokens_per_step=sum(row.response_length for row in rows) / max(forwards, 1),
         useful_tokens_per_step=sum(row.num_tokens for row in rows) / max(forwards, 1),

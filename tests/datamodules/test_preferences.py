@@ -105,13 +105,17 @@ def test_right_decodes_are_paired_with_wrong_ones_to_the_same_prompt(
 
 
 def test_records_that_are_left_out_need_no_grade(tmp_path: Path, model: ModelFacts) -> None:
-    right, wrong, other = recorded(small_backbone(), 3)
-    wrong = replace(wrong, prompt_ids=right.prompt_ids)
-    graded = [
-        one.with_meta(task="t", correct=is_right)
-        for one, is_right in ((right, True), (wrong, False))
+    """Four decodes of one prompt: right, ungraded, wrong, and one of a task that is left out."""
+    records = recorded(small_backbone(), 4)
+    metas = [{"task": "t", "correct": grade} for grade in (True, None, False)] + [{"task": "u"}]
+    asked = records[0].prompt_ids
+    records = [
+        replace(one, prompt_ids=asked, meta=meta) for one, meta in zip(records, metas, strict=True)
     ]
-    shards = write_shards(tmp_path / "traces", [*graded, replace(other, meta={"task": "u"})])
-    assert len(list(RecordedPairs(shards, tasks=["t"]).examples(model))) == 1
+    shards = write_shards(tmp_path / "traces", records)
+    (pair,) = RecordedPairs(shards, tasks=["t"]).examples(model)
+    assert pair.uid == records[0].uid
+    assert np.array_equal(pair.rejected.response_ids, records[2].tokens)
+    assert not np.array_equal(records[1].tokens, records[2].tokens)
     with pytest.raises(ValueError, match="not graded"):
         list(RecordedPairs(shards).examples(model))

@@ -90,6 +90,10 @@ def test_methods_of_one_family_share_a_curve():
 
 
 def test_ungraded_samples_have_no_accuracy(tmp_path: Path):
+    """Beside graded ones, 1 of 2 right, they do not count."""
+    rows = [row("a"), row("b", correct=False, verdict="wrong")]
+    found = summarise([*rows, row("c", correct=False, verdict="ungraded")])
+    assert (found.n, found.accuracy, found.interval) == (3, 0.5, wilson_interval(0.5, 2))
     found = summarise([row(correct=False, verdict="ungraded")])
     assert (found.accuracy, found.stderr) == (None, None)
     assert "| m | - | 8.0 |" in summary.markdown_tables([found])
