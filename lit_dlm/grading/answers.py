@@ -12,10 +12,10 @@ from lit_dlm.grading.bounded import shared_processes
 from lit_dlm.grading.verdict import Verdict
 
 _NUMBER = re.compile(
+    r"(?<![\d.,/])[-+]?\d{1,400}\s*/\s*0*[1-9]\d{0,399}(?![.,]?\d|\s*/)|"  # no part of a date
     r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE](?P<power>[-+]?\d+))?"
 )
-_FRACTION = re.compile(r"([-+]?)\s*\\[dt]?frac\s*\{\s*(-?\d{1,400})\s*\}\s*\{\s*(-?\d{1,400})\s*\}")
-_SLASH = re.compile(r"([-+]?\d{1,400})\s*/\s*(\d{1,400})")
+_FRACTION = re.compile(r"([-+]?)\s?\\[dt]?frac\s*\{\s*(-?\d{1,400})\s*\}\s*\{\s*(-?\d{1,400})\s*\}")
 _EXPONENT = re.compile(r"\^\s*(?:\{[^{}]*\}|\w)")
 _BOX = re.compile(r"\\(?P<name>f?box(?:ed)?)(?![a-zA-Z])\s*")
 _CHOICE = re.compile(r"[Aa]nswer(?: is|:)[\s:*]*(\(?[A-Z]\)?(?![a-zA-Z]))")
@@ -68,8 +68,6 @@ def parse_number(text: str) -> Fraction | None:
     if fraction := _FRACTION.fullmatch(plain.strip()):
         sign, top, bottom = fraction.groups()
         return Fraction(int(f"{sign}1") * int(top), int(bottom)) if int(bottom) else None
-    if (ratio := _SLASH.fullmatch(plain.strip().rstrip("."))) and int(ratio[2]):
-        return Fraction(int(ratio[1]), int(ratio[2]))
     return _last_number(_EXPONENT.sub("", plain))
 
 
@@ -81,8 +79,9 @@ def _without_currency(text: str) -> str:
 def _find_numbers(text: str) -> Iterator[str]:
     # As texts: a completion may hold a million, and a fraction of each would take 10 s.
     # A minus directly after a digit or a letter is a subtraction or a hyphen, not a sign.
+    text = _FRACTION.sub(r" \1\2/\3", text)
     for match in _NUMBER.finditer(text):
-        digits = match.group().replace(",", "")
+        digits = re.sub(r"[,\s]", "", match.group())
         if len(digits) > _MAX_DIGITS or abs(int(match["power"] or 0)) > _MAX_DIGITS:
             continue
         before = text[match.start() - 1] if match.start() else " "
