@@ -23,11 +23,11 @@ from lit_dlm.datamodules.resuming import ExampleRef, ResumableDataModule, refuse
 from lit_dlm.heads.projection import feature_groups
 from lit_dlm.modules.state_batch import StateBatch, collate_states, states_at
 from lit_dlm.modules.tracelock import TraceLockModule
-from lit_dlm.ops.options import within
+from lit_dlm.ops.options import at_least, within
 from lit_dlm.trajectories.format import FeatureFacts
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader
-from lit_dlm.trajectories.store.files import prompt_uid, shards_in
+from lit_dlm.trajectories.store.files import prompt_uid, shard_paths
 from lit_dlm.vision.base import add_picture_folders, find_pictures
 
 Source = Literal["features", "tokens"]
@@ -177,6 +177,7 @@ class TrajectoryDataModule(ResumableDataModule):
 
     def __post_init__(self) -> None:
         super().__init__()
+        at_least(1, batch_size=self.batch_size)
         within("(0, 1)", val_fraction=self.val_fraction)
         within("[0, 1]", step_ratio=self.step_ratio)
         folders = [self.shards, *([self.more_shards] if self.more_shards is not None else [])]
@@ -227,10 +228,7 @@ class TrajectoryDataModule(ResumableDataModule):
         """What the reader takes: one folder, or the shards of several."""
         if len(self._folders) == 1:
             return self._folders[0]
-        for folder in self._folders:
-            if not folder.is_dir():
-                raise ValueError(f"shards: there is no folder {folder}")
-        return [shard for folder in self._folders for shard in shards_in(folder)]
+        return shard_paths(self._folders)
 
     def _build_index(self, reader: TrajectoryShardReader) -> StateIndex:
         backbone = getattr(getattr(self.trainer, "lightning_module", None), "backbone", None)

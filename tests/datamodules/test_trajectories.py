@@ -255,6 +255,7 @@ def test_states_of_a_batch_equal_those_of_one_record_at_a_time(shards: Path) -> 
         ("", {}, "no traj"),
         ("", {"val_fraction": 0.0}, "val_fraction"),
         ("", {"step_ratio": 2.0}, "step_ratio"),
+        ("", {"batch_size": 0}, "batch_size: expected at least 1"),
     ],
 )
 def test_a_folder_without_shards_and_bad_options_are_named(
@@ -272,6 +273,9 @@ def test_shards_without_what_is_needed_are_refused(shards: Path, tmp_path: Path)
         ready(tmp_path)
     with pytest.raises(ValueError, match="was not graded"):
         ready(tmp_path, source="tokens", only_correct=True)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="empty: there is no such shard or folder with shards"):
+        ready(shards, more_shards=tmp_path / "empty")
     module = tracelock(Projector.random_orthogonal(PROJECTOR, seed=6))
     data = TrajectoryDataModule(shards, val_fraction=0.3)
     with pytest.raises(ValueError, match="another projector digest"):
