@@ -41,13 +41,11 @@ class ReportedRun:
     """One run of a report."""
 
     folder: Path
+    name: str
+    """The end of its path that no other run has."""
     summaries: Sequence[MethodSummary]
     labels: Mapping[tuple[str, str], str]
     """Names of its methods in the tables, by task and own name."""
-
-    @property
-    def name(self) -> str:
-        return self.folder.resolve().name
 
     @property
     def results(self) -> ResultFolder:
@@ -122,15 +120,18 @@ def labelled(runs: Sequence[tuple[Path, list[MethodSummary]]]) -> list[ReportedR
     name of its run.
     """
     uses = Counter((one.task, one.method) for _, found in runs for one in found)
+    paths = [folder.resolve().parts for folder, _ in runs]
     reported = []
-    for folder, found in runs:
-        run, is_alone = folder.resolve().name, len({one.method for one in found}) == 1
+    for (folder, found), parts in zip(runs, paths, strict=True):
+        ends = [parts[-n:] for n in range(1, len(parts) + 1)]
+        own = (end for end in ends if [path[-len(end) :] for path in paths].count(end) == 1)
+        run, is_alone = "/".join(next(own, ends[0])), len({one.method for one in found}) == 1
         labels = {}
         for one in found:
             is_shared = uses[one.task, one.method] > 1
             label = run if is_alone else f"{run}/{one.method}"
             labels[one.task, one.method] = label if is_shared else one.method
-        reported.append(ReportedRun(folder=folder, summaries=found, labels=labels))
+        reported.append(ReportedRun(folder=folder, name=run, summaries=found, labels=labels))
     return reported
 
 
@@ -226,7 +227,7 @@ def _notes(found: Sequence[tuple[ReportedRun, SampleSet | None]]) -> list[str]:
         for one in run.summaries
         if one.isolation is not None
     ]
-    if without := [run.folder.name for run, samples in found if samples is None]:
+    if without := [run.name for run, samples in found if samples is None]:
         notes.append(f"There are no trajectories of {', '.join(without)}, so no traces to open.")
     return list(dict.fromkeys(notes))
 
@@ -268,7 +269,9 @@ def _traces(run: ReportedRun, shown: set[str]) -> SampleSet | None:
     folders = {run.folder / row.trajectory["set"] for row in rows if row.trajectory is not None}
     if missing := sorted(str(folder) for folder in folders if not folder.is_dir()):
         logger.warning("%s: not here, so there are no traces to open", ", ".join(missing))
-    return load_samples(run.folder, examples=shown) if folders and not missing else None
+    if missing or not folders:
+        return None
+    return replace(load_samples(run.folder, examples=shown), label=run.name)
 
 
 def _links(traced: Sequence[tuple[ReportedRun, SampleSet]]) -> dict[tuple[str, str, str], str]:

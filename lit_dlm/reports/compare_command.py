@@ -57,6 +57,8 @@ def main(arguments: Sequence[str]) -> int:
     adjusted = holm([one.p_value for one in found])  # for all of them
     found = [replace(one, p_adjusted=p) for one, p in zip(found, adjusted, strict=True)]
     console = PlainConsole()
+    if options.out is not None:
+        write_atomically(options.out, markdown(found, options.first, options.second))
     if options.json:
         console.print_json(
             json.dumps([asdict(comparison) for comparison in found]), ensure_ascii=True
@@ -69,7 +71,6 @@ def main(arguments: Sequence[str]) -> int:
     for line in _setting_lines(first, second, pairs):
         console.print(line, highlight=False)
     if options.out is not None:
-        write_atomically(options.out, markdown(found, options.first, options.second))
         console.print(f"Table: {options.out}")
     return 0
 

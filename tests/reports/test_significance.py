@@ -87,7 +87,8 @@ def test_methods_of_equal_name_are_paired_on_common_samples(tmp_path: Path, caps
     y: no disagreement. Holm for two: 0.25 and 1."""
     a = run(tmp_path / "a", x="rwwwwww", y="rr", only="r")
     b = run(tmp_path / "b", x="wrrrrrrr", y="rr")
-    x, y = compared(capsys, a, b)
+    x, y = compared(capsys, a, b, "--out", tmp_path / "beside.md")
+    assert (tmp_path / "beside.md").exists()
     assert (x["n"], x["left_out_b"], x["only_a"], x["only_b"]) == (7, 1, 1, 6)
     assert (x["p_value"], x["p_adjusted"], y["p_adjusted"]) == (0.125, 0.25, 1.0)
     out = tmp_path / "table.md"

@@ -116,6 +116,8 @@ def test_runs_that_share_a_method_are_told_apart_by_their_names():
         [summarise([row(task=task, method="entropy")]) for task in ("a", "b")] for _ in range(2)
     )
     other = summarise([row(task="a", method="random")])
-    merged = merge_runs(labelled([(Path("base"), base), (Path("tuned"), [*tuned, other])]))
-    names = ["a: base", "a: tuned/entropy", "a: random", "b: base", "b: tuned/entropy"]
-    assert [f"{one.task}: {one.method}" for one in merged] == names
+    for one, two in (("base", "tuned"), ("s0/bench", "s1/bench"), ("bench", "s1/again")):
+        merged = merge_runs(labelled([(Path(one), base), (Path(two), [*tuned, other])]))
+        end = Path(two).name if Path(two).name == "again" else two
+        names = [f"a: {one}", f"a: {end}/entropy", "a: random", f"b: {one}", f"b: {end}/entropy"]
+        assert [f"{found.task}: {found.method}" for found in merged] == names
