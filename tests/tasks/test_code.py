@@ -188,6 +188,15 @@ def test_programs_and_classes_of_contests_are_run_on_all_tests(tmp_path: Path):
     assert (wrong.is_correct, wrong.score) == (False, 0.0)
 
 
+def test_a_tuple_is_as_good_as_a_list_in_contests(tmp_path: Path):
+    tests = [contest_test("[1]\n2", "[1, 2]"), contest_test("[]\n1", "[1]")]
+    row = CLASS | {"public_test_cases": json.dumps(tests), "private_test_cases": "[]"}
+    task, example = only(tasks.LiveCodeBench, tmp_path, row, **RUNS)
+    for returned, is_right in (("(*nums, k)", True), ("[*nums, k]", True), ("{*nums, k}", False)):
+        code = TOTAL.replace("sum(nums, start=k)", returned)
+        assert task.grade(example, fenced(code)).is_correct == is_right
+
+
 @needs_data
 def test_prompts_of_humaneval_show_the_stub_and_no_test_and_canonical_solutions_are_right():
     """All in a fenced block; some as bare text, which the stub's imports stand before."""
