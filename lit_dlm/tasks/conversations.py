@@ -48,7 +48,7 @@ def conversation(
     if prompt == "instruction" and fields.get("input"):
         text = f"{text}\n\n{row.text('input')}"
     turns = [{"role": "user", "content": text}]
-    if answer is None:
+    if answer is None or (fields[answer] is None and not needs_answer):
         return turns, None
     return turns, str(row.get(answer, (str, int, float), "a text or a number"))
 

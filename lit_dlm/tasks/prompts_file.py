@@ -75,6 +75,11 @@ class PromptsFile(DatasetTask):
         return replace(example, history=turns[:-1])
 
     def reference_completion(self, example: PromptExample) -> str:
+        if not self.is_graded:
+            raise ValueError(
+                f"{example.uid}: expected a task with grading, whose answers are its references, "
+                "got grading: none; ResponsesFile takes answers without it"
+            )
         answer = example.reference["answer"]
         if self.grading == "vqa":
             return str(max(answer, key=answer.count))

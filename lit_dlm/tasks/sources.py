@@ -125,7 +125,7 @@ def on_hub(source: str) -> bool:
 
 
 def _read_local(path: Path, split: str, option: str) -> Iterator[Row]:
-    files = [path.parent / f"{path.name}/{split}{suffix}" for suffix in _READERS]
+    files = [path / f"{split}{suffix}" for suffix in _READERS]
     path = next((file for file in files if file.is_file()), path)
     read = next((read for suffix, read in _READERS.items() if path.name.endswith(suffix)), None)
     if read is None or not path.is_file():

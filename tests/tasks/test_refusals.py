@@ -35,6 +35,7 @@ ROWS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("PromptsFile", {"id": "a", "prmpt": "p"}, {}, "'messages'.*'prmpt'"),
     ("PromptsFile", {"id": "a", "prompt": "p"}, {"grading": "exact"}, "one of response"),
     ("PromptsFile", {"prompt": "p", "answer": [2]}, {"grading": "exact"}, "'answer'"),
+    ("PromptsFile", {"prompt": "p", "answer": None}, {"grading": "exact"}, "'answer', got None"),
     ("PromptsFile", ASKED, {"grading": "numeric"}, "a number, got 'x'"),
     ("PromptsFile", ASKED, {"grading": "vqa"}, "'answers'"),
     ("PromptsFile", ASKED | {"answers": ["x", 2]}, {"grading": "vqa"}, "'answers'"),

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from pathlib import Path
 from unittest.mock import Mock
 
 import pyarrow as pa
@@ -71,11 +72,12 @@ def test_a_small_file_does_not_fill_the_memory(tmp_path, content, told):
         _read(path)
 
 
-def test_csv_values_stay_text_and_a_folder_is_searched_for_the_split(tmp_path):
+def test_csv_values_stay_text_and_a_folder_is_searched_for_the_split(tmp_path, monkeypatch):
     """Sudoku puzzles may begin with 0."""
     assert _read(_write(tmp_path, "a.csv"))[3].fields == {"id": "03", "text": "row 3"}
     _write(tmp_path, "test.jsonl.gz")
-    assert len(_read(tmp_path)) == 5
+    monkeypatch.chdir(tmp_path)
+    assert len(_read(tmp_path)) == len(_read(Path())) == 5
     with pytest.raises(ValueError, match=r"path: expected .* named train"):
         read_rows(str(tmp_path), split="train", required=())
 

@@ -122,13 +122,15 @@ def test_files_are_told_apart_by_name(tmp_path: Path):
 
 
 def test_prompts_pass_unchanged_and_need_no_answers(tmp_path: Path):
-    row = {"id": "a", "prompt": "Say 2.\n"}
+    row = {"id": "a", "prompt": "Say 2.\n", "answer": None}
     task, example = only(tasks.PromptsFile, tmp_path, row, name="mine")
     assert (example.uid, example.text, example.reference) == ("mine/test/a", "Say 2.\n", {})
     assert not task.is_graded
     assert task.extract(example, " yes ") == "yes"
     with pytest.raises(ValueError, match="the task 'mine' has no grader"):
         task.grade(example, "2")
+    with pytest.raises(ValueError, match=r"mine/test/a: expected .*got grading: none"):
+        task.reference_completion(example)
     # A chat that ends with the user is a prompt; turns before the last are its history.
     _, example = only(tasks.PromptsFile, tmp_path, {"messages": [SYSTEM, USER]})
     assert (example.text, example.history) == ("2+3", [SYSTEM])

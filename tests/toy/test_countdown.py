@@ -35,6 +35,8 @@ EXAMPLE = PromptExample(uid="u", task="countdown", text="15,44,79,50", reference
         ("First 44 \N{MINUS SIGN} 15 = 29.\nThen 79 - 29 = 50.", "right"),
         ("44-15=29, wait\n<answer>(79 + 15) - 44</answer>", "right"),
         ("44-15=29,79-29=50\nThe answer is 50", "right"),
+        ("1) 44-15=29\n 2) 79-29=50", "right"),
+        ("1. 44-15=29\n2. 79-29=50", "right"),
         ("79-44=35,35+15=51", "wrong"),  # 35 + 15 is 50
         ("44-15=29,79-29=51", "wrong"),
         ("44-15=29,79-30=49", "wrong"),  # 30 is not there
