@@ -106,7 +106,6 @@ class SEEDBench(MultipleChoice):
     """
 
     name = "seed_bench"
-    hub_id = "lmms-lab/SEED-Bench"
     own_template = (
         "{{ question }}\n{{ options | join('\n') }}\n"
         "Put the letter of the right option in \\boxed{}."

@@ -144,9 +144,7 @@ def write_data(folder: Path) -> None:
         "MbppPlus.jsonl": [{"task_id": f"Mbpp/{n}", **plus, **solved} for n in range(4, 12)],
         "HumanEvalPlus.jsonl": [{"task_id": "HumanEval/0", **plus, **solved}],
         "LiveCodeBench.json": programs[:2],
-        "lmms-lab/SEED-Bench/test.json": [
-            {**seen, "image": f"../../pictures/{n}.png"} for n in (4, 5)
-        ],
+        "SEEDBench_IMG_32.json": [{**seen, "image": f"pictures/{n}.png"} for n in (4, 5)],
         "sft.jsonl": answered,
         "sft_pictures.jsonl": [{**row, "image": "pictures/4.png"} for row in answered],
     }
