@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from lit_dlm.grading import Verdict
-from lit_dlm.ops.options import within
+from lit_dlm.ops.options import one_of, within
 from lit_dlm.tasks.base import PromptExample
 from lit_dlm.tasks.sources import Row
 from lit_dlm.toy.countdown_arithmetic import (
@@ -141,25 +141,9 @@ class Countdown(PuzzleTask):
         return problem.text, write(problem.reference["numbers"], steps)
 
     def draw_drill(self, rng: random.Random) -> str:
-        if self.style == "worked":
-            pairs = [(rng.randint(1, 99), rng.randint(1, 99)) for _ in range(3)]
-            return ",".join(write_sum_and_difference(*pair) for pair in pairs)
-        steps: list[Step] = []
-        while len(steps) < 4:
-            sign = rng.choices("+-*/", weights=(7, 9, 2, 2))[0]
-            a, b = rng.randint(1, 99), rng.randint(1, 99)
-            if sign == "-":
-                a += rng.choice((0, 0, 0, 99))
-                a, b = max(a, b), min(a, b)
-            elif sign == "*":
-                b = rng.randint(1, 9)
-            elif sign == "/":
-                b = rng.randint(1, 12)
-                a *= b
-            result = whole_result(a, sign, b)
-            assert result is not None
-            steps.append(_swapped((a, sign, b, result), rng))
-        return write_steps(steps)
+        one_of("worked", of="drills.", style=self.style)
+        pairs = [(rng.randint(1, 99), rng.randint(1, 99)) for _ in range(3)]
+        return ",".join(write_sum_and_difference(*pair) for pair in pairs)
 
     def reference_completion(self, example: PromptExample) -> str:
         reference = example.reference
