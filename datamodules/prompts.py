@@ -12,7 +12,6 @@ from dataclasses import KW_ONLY, dataclass
 from itertools import chain, islice, zip_longest
 from typing import Literal
 
-import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -160,11 +159,6 @@ class PromptDataModule(LightningDataModule):
             )
             for (_, method, length), examples in groups.items()
         ]
-
-    def transfer_batch_to_device(
-        self, batch: PromptStream, device: torch.device, dataloader_idx: int
-    ) -> PromptStream:
-        return batch  # the module builds the canvas on its device
 
     def first_batches(self, count: int, method: str) -> Iterator[PromptBatch]:
         """Batches of the first ``count`` examples, of every task in turn, whatever is done."""
