@@ -7,7 +7,6 @@ import csv
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +89,6 @@ def read_rows(
     required: Sequence[str],
     config: str | None = None,
     option: str = "path",
-    most: int | None = None,
 ) -> list[Row]:
     """Reads all rows of a local file, of one split in a local folder, or of a hub data set.
 
@@ -102,13 +100,12 @@ def read_rows(
         required: Fields every row must have.
         config: Configuration on the hub.
         option: Name of the setting that holds ``source``, for error messages.
-        most: Rows to read; a data set on the hub is then streamed, and only their part fetched.
     """
     path = Path(source).expanduser()
     if on_hub(source):
-        rows = _read_hub(source, config=config, split=split, option=option, most=most)
+        rows = _read_hub(source, config=config, split=split, option=option)
     else:
-        rows = list(islice(_read_local(path, split, option), most))
+        rows = list(_read_local(path, split, option))
     if not rows:
         raise ValueError(f"{option}: expected at least one row, {source} is empty")
     for row in rows:
@@ -213,9 +210,7 @@ def _is_reachable(source: str) -> bool:
     return True
 
 
-def _read_hub(
-    source: str, *, config: str | None, split: str, option: str, most: int | None
-) -> list[Row]:
+def _read_hub(source: str, *, config: str | None, split: str, option: str) -> list[Row]:
     # Imported here: it takes seconds, and local files never need it.
     import datasets
 
@@ -223,11 +218,11 @@ def _read_hub(
     try:
         if not _is_reachable(source):
             constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
-        loaded = datasets.load_dataset(source, config, split=split, streaming=most is not None)
-        for name, feature in (loaded.features or {}).items():
+        loaded = datasets.load_dataset(source, config, split=split)
+        for name, feature in loaded.features.items():
             if isinstance(feature, datasets.Image):  # bytes, which are looked at before decoding
                 loaded = loaded.cast_column(name, datasets.Image(decode=False))
-        found = list(islice(loaded, most))
+        found = list(loaded)
     except (*_UNREACHABLE, ValueError, datasets.exceptions.DatasetsError) as e:
         reason = (str(e).strip().splitlines() or [""])[0]
         raise ValueError(

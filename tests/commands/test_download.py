@@ -45,14 +45,11 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, str]
         fetched.append((repo_type, repo))
         return str(tmp_path)
 
-    class Loaded(list[dict[str, str]]):
-        features = None
-
-    def load(source: str, config: str, *, split: str, streaming: bool) -> list[dict[str, str]]:
+    def load(source: str, config: str, *, split: str) -> datasets.Dataset:
         if os.environ.get("HF_DATASETS_OFFLINE") == "1":
             raise ConnectionError("offline")
         fetched.append(("dataset", f"{source}/{config}/{split}"))
-        return Loaded([{"question": "1+1?", "answer": "#### 2"}])
+        return datasets.Dataset.from_list([{"question": "1+1?", "answer": "#### 2"}])
 
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "0")  # put back behind the test
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: None)  # it answers
