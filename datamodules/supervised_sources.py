@@ -238,7 +238,7 @@ class Decodes(SupervisedSource):
                 pictures=prompt_pictures(record.meta, record.vocab_size),
                 given=record.given,
                 steps=record.commit_step,
-                decode_entropy=_commit_entropy(record),
+                decode_entropy=record.commit_entropy(fill=0.0),
                 non_ltr=_listed_non_ltr(record),
             )
         reasons = ", ".join(f"{number} by {reason}" for reason, number in left_out.items())
@@ -324,17 +324,6 @@ def _listed_non_ltr(record: Trajectory) -> NDArray[np.bool_] | None:
     """``(G,)`` bool of the list that came with an imported decode, where it did."""
     listed = record.meta.get("non_ltr_positions")
     return None if listed is None else np.isin(np.arange(record.num_generated), listed)
-
-
-def _commit_entropy(record: Trajectory) -> NDArray[np.float32] | None:
-    """``(G,)`` entropy of each position at the step that wrote it, where it was recorded."""
-    if "step_entropy" not in record.signals:
-        return None
-    step, position = record.masked_rows().T
-    written = record.commit_step[position] == step
-    entropy = np.zeros(record.num_generated, dtype=np.float32)
-    entropy[position[written]] = record.signals["step_entropy"][written]
-    return entropy
 
 
 def _raw_ids(model: ModelFacts, text: str) -> NDArray[np.int32]:

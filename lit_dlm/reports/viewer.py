@@ -247,11 +247,8 @@ def position_signals(record: Trajectory) -> dict[str, NDArray[np.float32]]:
         for name, source in COMMIT_SIGNALS.items()
         if source in record.signals
     }
-    if "step_entropy" in record.signals:  # per (step, masked position), of the step that wrote it
-        step, position = record.masked_rows().T
-        last = record.commit_step[position] == step
-        found["entropy"] = np.full(record.num_generated, np.nan, dtype=np.float32)
-        found["entropy"][position[last]] = record.signals["step_entropy"][last]
+    if (entropy := record.commit_entropy(fill=math.nan)) is not None:
+        found["entropy"] = entropy
     for name in META_SIGNALS:
         if name in record.meta:
             values = record.meta[name]

@@ -175,6 +175,19 @@ class Trajectory:
         """``(R, 2)`` int64: every (step, position masked before it), the order of ``step_*``."""
         return np.argwhere(self.all_states()[:-1] == self.mask_id)
 
+    def commit_entropy(self, *, fill: float) -> NDArray[np.float32] | None:
+        """``(G,)`` entropy (nats) of each position at the step that wrote it, else ``fill``.
+
+        ``None`` where it was not recorded.
+        """
+        if "step_entropy" not in self.signals:
+            return None
+        step, position = self.masked_rows().T
+        written = self.commit_step[position] == step
+        entropy = np.full(self.num_generated, fill, dtype=np.float32)
+        entropy[position[written]] = self.signals["step_entropy"][written]
+        return entropy
+
     def digest(self) -> bytes:
         """Content digest (16 bytes): equal for equal prompts, writes and lengths.
 
