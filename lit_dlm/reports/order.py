@@ -18,9 +18,6 @@ from lit_dlm.reports.plots import Theme
 from lit_dlm.reports.regions import Region
 from lit_dlm.trajectories.record import Trajectory
 
-"""Entry of a record's ``meta`` that names regions: ``[[name, first, end], ...]`` in response
-positions, ``end`` excluded."""
-
 
 def left_to_rightness(
     record: Trajectory, *, positions: NDArray[np.bool_] | None = None

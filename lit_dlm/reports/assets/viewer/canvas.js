@@ -22,9 +22,8 @@ function columnsOf(text) {
 }
 
 class Canvas {
-  constructor(sample, onRead) {
+  constructor(sample) {
     this.sample = sample;
-    this.onRead = onRead;
     this.step = -1;
     this.root = make("article", "panel");
     this.root.setAttribute("aria-label", `Decode ${sample.uid}`);

@@ -13,7 +13,6 @@ class SampleList {
     this.cards = document.getElementById("cards");
     this.count = document.getElementById("count");
     this.alive = new Map();
-    this.scale = null;
     this.fillFilters();
     this.host.addEventListener("scroll", () => this.later(), { passive: true });
     new ResizeObserver(() => this.later()).observe(this.host);
