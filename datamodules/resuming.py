@@ -59,8 +59,8 @@ class EpochPlan(Plan):
     batch_size: int
     """Examples per batch and rank."""
     seed: int
-    numbers: NDArray[np.integer] | None = None
-    """``(N,)`` number of every example in its dataset; counted from 0 by default."""
+    numbers: NDArray[np.integer]
+    """``(N,)`` number of every example in its dataset."""
     rank: int = 0
     world_size: int = 1
     accumulate: int = 1
@@ -94,9 +94,7 @@ class EpochPlan(Plan):
     def batch(self, number: int) -> list[ExampleRef]:
         """This rank's batch ``number``, counted from the beginning of training."""
         epoch, offset = divmod(number, len(self))
-        chosen: NDArray[np.integer] = self.batches(epoch)[offset * self.world_size + self.rank]
-        if self.numbers is not None:
-            chosen = self.numbers[chosen]
+        chosen = self.numbers[self.batches(epoch)[offset * self.world_size + self.rank]]
         return [ExampleRef(number, epoch) for number in chosen.tolist()]
 
     def batches(self, epoch: int) -> list[NDArray[np.int64]]:

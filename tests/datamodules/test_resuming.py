@@ -106,7 +106,7 @@ def test_half_an_update_is_done_again(ready: int) -> None:
 
 
 def plan(num: int = 40, **changes: object) -> EpochPlan:
-    values: dict[str, object] = {"batch_size": 4, "seed": 0}
+    values: dict[str, object] = {"batch_size": 4, "seed": 0, "numbers": np.arange(num)}
     return EpochPlan(np.arange(num) // 5, **{**values, **changes})  # type: ignore[arg-type]
 
 

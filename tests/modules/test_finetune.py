@@ -182,7 +182,8 @@ def poisonable() -> SFTModule:
 
 def number_in(batch: int, *, rank: int = 0, world_size: int = 1) -> int:
     """An example that a process sees in its ``batch``-th batch of two."""
-    plan = EpochPlan(np.zeros(COUNT), batch_size=2, seed=0, rank=rank, world_size=world_size)
+    options = {"batch_size": 2, "seed": 0, "rank": rank, "world_size": world_size}
+    plan = EpochPlan(np.zeros(COUNT), numbers=np.arange(COUNT), **options)
     return plan.batch(batch)[1].number
 
 

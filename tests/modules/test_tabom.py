@@ -164,7 +164,8 @@ def test_a_resumed_run_repeats_batches_cuts_and_weights(
 def plans() -> list[EpochPlan]:
     """The batches of two processes."""
     return [
-        EpochPlan(np.zeros(8), batch_size=2, seed=0, rank=rank, world_size=2) for rank in (0, 1)
+        EpochPlan(np.zeros(8), numbers=np.arange(8), batch_size=2, seed=0, rank=rank, world_size=2)
+        for rank in (0, 1)
     ]
 
 
