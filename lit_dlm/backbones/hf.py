@@ -113,7 +113,8 @@ class RowContext(TypedDict, total=False):
 def _adapters_in_float32(module: nn.Module) -> Iterator[None]:
     """Keeps a move to half precision from rounding adapters and what is trained beside them.
 
-    Small updates would be rounded away, and so would differences of the biases of routers.
+    Small updates would be rounded away, and so would differences of the biases of routers. Picture
+    tokenizers stay in float32 as in the releases, whose tokens the models know.
     """
     named = dict(module.named_parameters())
     has_adapter = any(".lora_" in name for name in named)
@@ -121,7 +122,11 @@ def _adapters_in_float32(module: nn.Module) -> Iterator[None]:
         name: parameter.data
         for name, parameter in named.items()
         if parameter.dtype == torch.float32
-        and (".lora_" in name or (has_adapter and parameter.requires_grad))
+        and (
+            ".lora_" in name
+            or name.startswith("vision.tokenizer.")
+            or (has_adapter and parameter.requires_grad)
+        )
     }
     before |= {name: bias.data for name, bias in expert_biases(module).items()}
     yield
@@ -274,8 +279,7 @@ class HFBackbone(nn.Module, Backbone):
             )
         else:
             config = self._release_config or {"model_type": self.spec.family}
-            self.vision = tower_vision(settings, config, self._weight_files)
-        self.vision.to(self.dtype)
+            self.vision = tower_vision(settings, config, self._weight_files).to(self.dtype)
         for parameter in self.vision.parameters():
             if parameter.requires_grad and not is_whole:  # in float32, as adapters are
                 parameter.data = parameter.data.float()

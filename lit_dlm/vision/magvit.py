@@ -25,6 +25,8 @@ from transformers.models.janus.modeling_janus import (
     JanusVQVAEResnetBlock,
 )
 
+from lit_dlm.ops.precision import without_autocast
+
 _BLOCK = JanusVQVAEConfig()  # what a block reads of it: that there is no dropout
 
 
@@ -129,7 +131,7 @@ class _Decoder(_Coder):
 
 
 class Magvit(nn.Module):
-    """The picture tokenizer; its weights are never trained here.
+    """The picture tokenizer; its weights are never trained here, and float32 as in the release.
 
     Args:
         folder: with the weights; random ones without.
@@ -166,8 +168,10 @@ class Magvit(nn.Module):
         ``pixels`` ``(B, 3, height, width)`` are floats in [-1, 1], sides multiples of
         :attr:`scale`. The first of the 13 numbers is the highest binary digit.
         """
-        positive = self.encoder(pixels.to(self.encoder.conv_in.weight)) > 0
-        return (positive.permute(0, 2, 3, 1).long() * self._powers(pixels.device)).sum(-1)
+        weight = self.encoder.conv_in.weight
+        with without_autocast(weight.device):
+            positive = self.encoder(pixels.to(weight)) > 0
+        return (positive.permute(0, 2, 3, 1).long() * self._powers(positive.device)).sum(-1)
 
     @torch.no_grad()
     def decode(self, codes: Tensor) -> Tensor:
@@ -175,7 +179,8 @@ class Magvit(nn.Module):
         weight = self.decoder.conv_in.weight
         codes = codes.to(weight.device)
         bits = (codes[..., None] & self._powers(codes.device) > 0).to(weight.dtype) * 2 - 1
-        return self.decoder(bits.permute(0, 3, 1, 2).contiguous()).float()
+        with without_autocast(weight.device):
+            return self.decoder(bits.permute(0, 3, 1, 2).contiguous()).float()
 
     def _powers(self, device: torch.device) -> Tensor:
         return 2 ** torch.arange(self.num_bits - 1, -1, -1, device=device)

@@ -17,6 +17,7 @@ from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.vision.base import VisionSettings
 from tests.shared_data import shared
 from tests.twins import RELEASES, write_magvit_twin, write_twin
+from tests.vision.models import picture
 
 pytestmark = pytest.mark.slow  # writes and loads a model of each release
 
@@ -52,13 +53,18 @@ def test_a_twin_is_a_model_of_its_family(release: str, tmp_path: Path):
 def test_tokens_of_pictures_begin_behind_the_tokenizer(tmp_path: Path):
     """MMaDA's matrix has 115 rows more than its tokenizer and the codes of pictures need."""
     folder = write_twin(tmp_path / MMADA, MMADA, hidden_size=8)
-    codes = VisionSettings(path=str(write_magvit_twin(tmp_path / "magvit")), resolution=8)
+    codes = VisionSettings(path=str(write_magvit_twin(tmp_path / "magvit")), resolution=32)
     words = len(load_tokenizer(str(folder)))
     assert (words, RELEASES[MMADA].config["vocab_size"]) == (126349, 126349 + 115 + 8192)
     vision = token_vision(str(folder), codes)
     assert vision.first_id == Sampler().id_range(resolve(folder).spec)[1] == words
     drawn = config_files.load("decode/draw_mmada")["sampler"]["allowed_ids"]
     assert drawn == [words, words + 8192]
+    # The release's picture tokenizer stays in float32, whatever the model is.
+    seeing: Any = HFBackbone(str(folder), dtype="bfloat16", vision=codes).to(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        ids = seeing.vision.picture_ids(picture(32, 24))
+    assert ids == vision.picture_ids(picture(32, 24))
 
     files = json.loads((folder / "tokenizer.json").read_text())
     files["added_tokens"].append({**files["added_tokens"][-1], "id": words, "content": "<new>"})

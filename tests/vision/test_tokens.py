@@ -40,6 +40,8 @@ def test_released_sizes() -> None:
         released = Magvit()
     assert released.num_codes == 8192
     assert released.scale == 16
+    # Pictures come from the host, wherever the weights are.
+    assert released.encode(torch.zeros(1, 3, 32, 48)).shape == (1, 2, 3)
     # encoder and decoder of the release's classes
     assert sum(p.numel() for p in released.parameters()) == 55_439_171 + 39_947_833
 
