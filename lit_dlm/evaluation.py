@@ -175,9 +175,14 @@ class DiffusionLM(TemplateLM):
         self,
         requests: list[tuple[tuple[str, str], list[int], list[int]]],
         disable_tqdm: bool = False,
+        *,
+        are_windows: bool = False,
         **_: Any,
     ) -> list[tuple[float, bool]]:
-        """The bound for every pair of context and target, and whether the target is decoded."""
+        """The bound for every pair of context and target, and whether the target is decoded.
+
+        The latter is not asked of windows.
+        """
         keys = [json.dumps([context, target]) for _, context, target in requests]
 
         def score(rows: Sequence[int]) -> list[dict[str, Any]]:
@@ -194,10 +199,12 @@ class DiffusionLM(TemplateLM):
                 seed=seed,
                 batch_size=self.batch_size,
             )
-            return [{"bound": bound, "greedy": self.check_greedy and self._writes(context, target)}]
+            is_asked = self.check_greedy and not are_windows
+            return [{"bound": bound, "greedy": is_asked and self._writes(context, target)}]
 
         batches = [[row] for row in range(len(keys))]
-        found = self._answered(keys, batches, score, "scoring", is_quiet=disable_tqdm)
+        verb = "scoring windows" if are_windows else "scoring"
+        found = self._answered(keys, batches, score, verb, is_quiet=disable_tqdm)
         return [(answer["bound"], answer["greedy"]) for answer in found]
 
     def _writes(self, context: list[int], target: list[int]) -> bool:
@@ -223,13 +230,13 @@ class DiffusionLM(TemplateLM):
                 for window in get_rolling_token_windows(
                     token_list=self.tok_encode(request.args[0]),
                     prefix_token=self.prefix_token_id,
-                    max_seq_len=self.backbone.max_positions,
+                    max_seq_len=self.backbone.max_positions - 1,  # besides the context
                     context_len=1,
                 )
             ]
             pairs += [(("", ""), context, target) for context, target in windows]
             counts.append(len(windows))
-        bounds = iter(self._loglikelihood_tokens(pairs, disable_tqdm=disable_tqdm))
+        bounds = iter(self._loglikelihood_tokens(pairs, disable_tqdm, are_windows=True))
         return [sum(next(bounds)[0] for _ in range(count)) for count in counts]
 
     def _answered(

@@ -10,6 +10,7 @@ from lit_dlm.backbones import load_backbone, load_tokenizer
 from lit_dlm.decoding import Decoder, FixedQuota, NoQuota, RandomPolicy, Sampler, ThresholdPolicy
 from lit_dlm.generation import generate
 from lit_dlm.likelihood import log_likelihood_bound
+from lit_dlm.ops.sampling import sample_seed
 from lit_dlm.toy import WordProblems
 from tests.e2e.runs import fails, results, run, write_config, write_jsonl
 from tests.twins import write_twin
@@ -166,8 +167,6 @@ def test_choices_are_scored_by_the_bound(lm_eval: Any, tiny: Any, tmp_path: Path
         bounds = [float(resp[0][0]) for resp in sample["resps"]]
         assert sample["acc"] == float(bounds.index(max(bounds)) == 1)
         whole = tokenizer(context + target, add_special_tokens=False)["input_ids"]
-        from lit_dlm.ops.sampling import sample_seed
-
         seed = sample_seed(0, json.dumps(ids))
         assert bounds[1] == log_likelihood_bound(
             backbone, ids, whole[len(ids) :], num_draws=16, seed=seed, batch_size=16
@@ -193,6 +192,16 @@ def test_greedy_is_what_the_decoder_writes_and_texts_are_scored_in_windows(lm_ev
     )
     assert whole == [scored[0][0]]
     assert whole[0] < 0.0
+    # 515 tokens: a window of the 512 positions has 511 behind the prefix, the next one the other 4.
+    assert backbone.max_positions == 512
+    ids = model.tok_encode("7" * 515)
+    (whole,) = model.loglikelihood_rolling(requests_of("loglikelihood_rolling", ("7" * 515,)))
+    windows = [([model.prefix_token_id], ids[:511]), (ids[3:511], ids[511:])]
+    seeds = [sample_seed(0, json.dumps(context)) for context, _ in windows]
+    assert whole == sum(
+        log_likelihood_bound(backbone, *window, num_draws=2, seed=seed, batch_size=16)
+        for window, seed in zip(windows, seeds, strict=True)
+    )
 
 
 def test_bad_requests_are_one_line(lm_eval: Any, capsys: Any, tmp_path: Path, monkeypatch: Any):
