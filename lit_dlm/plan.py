@@ -281,10 +281,11 @@ def _described(options: Mapping[str, Any]) -> tuple[Architecture, int]:
     return found.architecture, sum(part.numel() for part in tower.parameters())
 
 
-def plan_of(config: Mapping[str, Any]) -> Plan | None:
+def plan_of(config: Mapping[str, Any], *, trains: bool = True) -> Plan | None:
     """Reads a plan from a resolved configuration, as the parser gives it.
 
-    ``None`` where the module has no :class:`~lit_dlm.backbones.hf.HFBackbone`.
+    ``None`` where the module has no :class:`~lit_dlm.backbones.hf.HFBackbone`; ``trains`` is false
+    of commands that make no update.
     """
     settings, data, trainer = _options(config["model"]), _options(config["data"]), config["trainer"]
     if not _class(settings.get("backbone")).endswith("HFBackbone"):
@@ -294,7 +295,7 @@ def plan_of(config: Mapping[str, Any]) -> Plan | None:
     run = {**settings, **data, **_sizes(data, trainer)}
     only_decodes = _class(config["data"]).endswith("PromptDataModule")
     is_rl = "responses_per_prompt" in data and not only_decodes
-    trained = [] if only_decodes else models
+    trained = models if trains and not only_decodes else []
     gradients = sum(model.gradients for model in trained)
     training = _training(policy, values, run) if gradients and run["response"] else {}
     if training and str(trainer.get("strategy")).startswith("ddp"):
@@ -359,14 +360,14 @@ def _decoding(policy: _Model, run: Mapping[str, Any]) -> dict[str, int]:
     return max(found, key=lambda parts: sum(parts.values()))
 
 
-def check_run(config: Mapping[str, Any]) -> str | None:
+def check_run(config: Mapping[str, Any], *, trains: bool = True) -> str | None:
     """Plans a run of a large model before anything is loaded, and refuses what cannot fit.
 
     The plan in one line; ``None`` for models of less than :data:`LARGE` parameters, and where the
     backbone cannot be described: building it says so, with its place.
     """
     try:
-        plan = plan_of(config)
+        plan = plan_of(config, trains=trains)
     except (ValueError, TypeError, OSError, LookupError):
         return None
     if plan is None or plan.num_parameters < LARGE:

@@ -278,16 +278,18 @@ def test_what_cannot_fit_is_refused_with_its_parts(monkeypatch: pytest.MonkeyPat
     assert "at most at a time" in (check_run(options) or "")
 
 
+@pytest.mark.parametrize(("command", "trains"), [("fit", True), ("validate", False)])
 def test_a_run_that_cannot_fit_ends_before_anything_is_built(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, trains: bool
 ) -> None:
-    """A trillion parameters: building them would take hours."""
+    """A trillion parameters: building them would take hours. Validation takes their bytes alone."""
     sizes = {"hidden_size": 33024, "intermediate_size": 131072, "num_layers": 64}
     options = [f"--model.backbone.architecture.{name}={value}" for name, value in sizes.items()]
     with pytest.raises(SystemExit):
-        main(["fit", "--config", "exp/pretrain_tiny", f"--run_dir={tmp_path}", *options])
+        main([command, "--config", "exp/pretrain_tiny", f"--run_dir={tmp_path}", *options])
     told = capsys.readouterr().err
     assert "GiB are needed on each of 1 device(s)" in told
+    assert ("gradients" in told) == ("optimiser states" in told) == trains
     assert not list(tmp_path.iterdir())
 
 

@@ -155,7 +155,7 @@ class CLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         options = self.config[self.subcommand]
         _check_fit(str(self.subcommand), options)
-        planned = check_run(options.as_dict())
+        planned = check_run(options.as_dict(), trains=self.subcommand == "fit")
         if planned is not None:
             rank_zero_only(logger.info)(planned)
         if self.subcommand in ("fit", "predict"):
