@@ -104,11 +104,16 @@ def hub_files(
 
 def in_hub_cache(hub_id: str, *, weights: bool = True) -> bool:
     """Whether a model of the hub is in the cache, with its weights if wanted; asks no network."""
+    from lit_dlm.backbones.weights import weight_files  # torch takes seconds to import
+
     try:
-        folder = _snapshot(hub_id, local_files_only=True)
+        folder = Path(_snapshot(hub_id, local_files_only=True))
     except ValueError:
         return False
-    return not weights or any(Path(folder).glob("*.safetensors"))
+    files = list(folder.glob("*.safetensors"))  # an adapter's has another name
+    if any(folder.glob("*.safetensors.index.json")):
+        files = weight_files(folder)
+    return not weights or (bool(files) and all(file.is_file() for file in files))
 
 
 def _patterns(weights: bool) -> list[str]:

@@ -1,5 +1,6 @@
 """``lit-dlm download``: what a configuration names, sizes, the fetch. No test asks a hub."""
 
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +37,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, str]
     fetched: list[tuple[str, str]] = []
 
     def snapshot(repo: str, *, dry_run=False, local_files_only=False, repo_type="model", **options):
+        if local_files_only and (tmp_path / "cache").is_dir():
+            return str(tmp_path / "cache")
         if local_files_only:
             raise LocalEntryNotFoundError("not in the cache")
         if dry_run:
@@ -120,6 +123,12 @@ def test_offline_says_what_to_put_where_and_is_content_with_local_files(
     assert "*.safetensors" in lines[0]
     assert lines[0].endswith("model.init_args.backbone.init_args.path")
     assert hub == []
+    (tmp_path / "cache").mkdir()
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (tmp_path / "cache" / "model.safetensors.index.json").write_text(json.dumps(index))
+    for number, mark in ((1, "missing"), (2, "here")):  # with one of its files a model is not here
+        (tmp_path / "cache" / f"model-{number}.safetensors").touch()
+        assert run()[1].startswith(f"{mark:8} model ")
     (tmp_path / "mine.jsonl").write_text("{}\n")
     status, output, _ = run(
         "--model.init_args.backbone.init_args.path=tiny", "--model.init_args.tokenizer=tiny",
