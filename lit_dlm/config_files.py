@@ -78,6 +78,12 @@ def load(name: str) -> dict[str, Any]:
     return _read(find(name))
 
 
+def decoder_options(content: dict[str, Any]) -> dict[str, Any]:
+    """What a decode file sets, also one that names its class; all of any other file."""
+    is_in_full = str(content.get("class_path")).endswith("Decoder")
+    return content.get("init_args", content) if is_in_full else content
+
+
 def _read(path: Path, within: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path in within:
         raise ValueError(f"{path}: names itself, by way of {within[-1]}")
@@ -197,7 +203,8 @@ def with_files(arguments: Sequence[str]) -> list[str]:
             place = len(rest) if place is None else place
             if is_inline := value.lstrip().startswith("{"):
                 _require_shallow(option, value)
-            merged = merge(merged, yaml.safe_load(value) if is_inline else load(value))
+            content = yaml.safe_load(value) if is_inline else load(value)
+            merged = merge(merged, decoder_options(content))
         elif not _set(merged, option.removeprefix("--").split("."), value):
             value = _with_contents(value)
             rest += [f"{option}={value}"] if equals else [option, value] if value else [option]

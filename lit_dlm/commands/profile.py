@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from lit_dlm.config_files import find, load
+from lit_dlm.config_files import decoder_options, find, load
 from lit_dlm.ops.files import write_atomically
 
 DEFAULT_STEPS: tuple[int | str, ...] = (5, 10, 20, 50)
@@ -71,8 +71,7 @@ def policy_files(given: Sequence[str]) -> dict[str, Path]:
 
 def decode_arguments(path: Path) -> dict[str, Any]:
     """What a decode file sets, with the contents of files that it names."""
-    content = load(str(path))
-    content = content.get("init_args", content)
+    content = decoder_options(load(str(path)))
     if "policy" not in content:
         raise ValueError(f"{path}: expected a decode file with a policy, got {content!r:.60}")
     return dict(content)

@@ -12,6 +12,7 @@ import pytest
 import cli
 from lit_dlm import decoding
 from lit_dlm.decoding import ConfidencePolicy, Decoder, NoQuota, ThresholdPolicy
+from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.generation import generate
 from tests.e2e.runs import ROOT
 
@@ -45,6 +46,17 @@ def test_prompts_come_line_by_line_and_the_decoder_from_its_file(said):
     from_lines = said("generate", *config, typed=f"{PENS}\n\n  {NUTS}\n")
     assert from_lines == said("generate", PENS, NUTS, *config, "--batch_size", "1")
     assert "#### 36" in from_lines
+    config = [
+        "--config",
+        "decode/tracelock",
+        "--policy.path",
+        "tiny",
+    ]  # a file that names its class
+    policy = TraceLockPolicy(path="tiny", threshold=0.99, max_accept_per_step=None)
+    decoder = Decoder(policy=policy, quota=NoQuota())
+    (expected,) = generate("tiny", [PENS], decode=decoder, response_length=32).texts
+    assert said("generate", PENS, *config) == f"{expected}\n"
+    assert expected
 
 
 @pytest.mark.parametrize(
@@ -54,6 +66,7 @@ def test_prompts_come_line_by_line_and_the_decoder_from_its_file(said):
         (["Hi", "--backbone", "nowhere"], "'nowhere' is neither an existing folder nor"),
         (["Hi", "--response_length", "0"], "response_length: "),
         (["Hi", "--policy", "JacobiPolicy"], "layout: JacobiPolicy"),
+        (["Hi", "--config", "decode/tracelock"], "policy.path: expected a folder with a trained"),
     ],
 )
 def test_bad_input_is_one_line(capsys, monkeypatch, arguments: list[str], told: str):
