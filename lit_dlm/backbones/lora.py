@@ -47,6 +47,9 @@ _UNSUPPORTED = (
     "trainable_token_indices", "alora_invocation_tokens",
 )  # fmt: skip
 
+_KEEPS_BASE = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
+"""Ways to initialise an adapter; others also change the base, to which its weights belong."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoRASettings:
@@ -114,6 +117,8 @@ def read_adapter_settings(folder: Path) -> LoRASettings:
     config = read_json_object(path)
     asked = [option for option in _UNSUPPORTED if config.get(option)]
     asked += [o for o, v in (("peft_type", "LORA"), ("bias", "none")) if config.get(o, v) != v]
+    if config.get("init_lora_weights") not in _KEEPS_BASE:
+        asked.append("init_lora_weights")
     if asked:
         raise ValueError(f"{path}: option {asked[0]}={config[asked[0]]!r} is not supported")
     targets, layers = config.get("target_modules") or [], config.get("layers_to_transform")

@@ -212,6 +212,7 @@ def test_published_tabom_adapters_load_from_their_folder(tmp_path: Path, name: s
         ({"peft_type": "LOHA"}, "peft_type"),
         ({"use_dora": True}, "use_dora"),
         ({"bias": "all"}, "bias"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
         ({"target_modules": ["c_attn"]}, r"lora\.targets.*c_attn"),
