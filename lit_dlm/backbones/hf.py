@@ -212,9 +212,9 @@ class HFBackbone(nn.Module, Backbone):
         self.mapped: dict[str, Tensor] = {}
         """Weights in a file's own memory, as they were read."""
         self._late: torch.dtype | None = None
+        is_whole = trainable and not (lora or adapter)
         if architecture is None:
             resolved = resolve(str(path), spec_overrides=spec_overrides, from_ar=from_ar)
-            is_whole = trainable and not (lora or adapter)
             self._load(resolved, torch_dtype(dtype), trains_all=is_whole)
         else:
             self.architecture = replace(architecture, **(spec_overrides or {}))
@@ -239,7 +239,7 @@ class HFBackbone(nn.Module, Backbone):
         self.register_buffer("_forbidden", forbidden, persistent=False)
         self.vision: Vision | None = None
         if vision is not None:
-            self._load_vision(vision, is_whole=trainable and not lora)
+            self._load_vision(vision, is_whole=is_whole)
         if lora is not None:
             self.add_adapter(lora)
         if adapter is not None:

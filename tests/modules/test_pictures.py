@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from lit_dlm.backbones.hf import HFBackbone
@@ -270,6 +271,16 @@ def test_what_was_trained_is_exported_in_the_familys_layout(folder: Path, tmp_pa
     changed.load_adapter(str(tmp_path / "adapter"))
     torch.testing.assert_close(loss(changed), expected)
     torch.testing.assert_close(loss(model_of(tmp_path / "whole", "none")), expected)
+    # Gone on from, it stays in float32 beside a decoder in half precision.
+    options: Any = {"dtype": "bfloat16", "vision": VisionSettings(train="projector")}
+    again = HFBackbone(
+        str(folder), adapter=str(tmp_path / "adapter"), trainable=True, **options
+    ).vision
+    assert again is not None
+    trained = load_file(tmp_path / "adapter" / "vision.safetensors")
+    assert len(trained) == 5  # two layers and the end of a line
+    for key, weight in trained.items():
+        assert torch.equal(again.stored_weights()[key], weight), key
     with pytest.raises(ValueError, match=r"vision.safetensors: expected HFBackbone.vision"):
         HFBackbone(str(folder), adapter=str(tmp_path / "adapter"))
 
