@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
@@ -57,6 +58,7 @@ from lit_dlm.backbones.resolution import (
     RELEASE_KEY,
     FromAR,
     Resolved,
+    is_local,
     locate,
     resolve,
 )
@@ -253,9 +255,8 @@ class HFBackbone(nn.Module, Backbone):
         self.architecture = resolved.architecture
         if self.architecture.family in FAMILIES:
             self._is_release = EXPORT_KEY not in resolved.config
-            self._release_config = resolved.config.get(
-                RELEASE_KEY, resolved.config if self._is_release else None
-            )
+            config = resolved.config.get(RELEASE_KEY, resolved.config if self._is_release else None)
+            self._release_config = config and _with_code(config, str(self._base_name))
         self._weight_files = weight_files(locate(str(self._base_name)))
         # One process of several may keep a part only; it converts what it keeps.
         is_one_of_several = int(os.environ.get("WORLD_SIZE", 1)) > 1
@@ -424,7 +425,8 @@ class HFBackbone(nn.Module, Backbone):
     ) -> None:
         """Writes ``config.json`` and the weights, the adapter merged into them.
 
-        Equal weights give equal bytes. Tokenizer files are not known here: copy them beside.
+        Equal weights give equal bytes. A family's own code goes along from a local folder, and is
+        named where it lies on the hub. Tokenizer files are not known here: copy them beside.
 
         Args:
             folder: created when absent; files of the same name are replaced. With sharded weights
@@ -483,6 +485,10 @@ class HFBackbone(nn.Module, Backbone):
             )
         if _is_first_process():
             write_json_object(folder / "config.json", config)
+            if self._release_config is not None and is_local(str(self._base_name)):
+                source = locate(str(self._base_name))
+                for path in source.glob("*.py") if source.resolve() != folder.resolve() else ():
+                    shutil.copyfile(path, folder / path.name)
 
     def _exported_config(self, layout: ExportLayout, *, has_tower: bool) -> dict[str, Any]:
         """What :meth:`export` writes as ``config.json``, but for the dtype."""
@@ -844,6 +850,17 @@ def _given_visibility(mask: Tensor) -> Tensor:
             f"got {mask.dtype} {tuple(mask.shape)}"
         )
     return with_own_key(mask)
+
+
+def _with_code(config: Mapping[str, Any], base_name: str) -> Mapping[str, Any]:
+    """A family's configuration; one from the hub names its code there, which is not fetched."""
+    if is_local(base_name):
+        return config
+    places = {
+        name: place if "--" in place else f"{base_name.partition('@')[0]}--{place}"
+        for name, place in config.get("auto_map", {}).items()
+    }
+    return {**config, "auto_map": places} if places else config
 
 
 def _is_first_process() -> bool:

@@ -100,8 +100,6 @@ def main(arguments: Sequence[str], command: str = "export") -> int:
         backbone.export(folder, layout=layout)
         copy_tokenizer(options.model, folder)
         write_json(folder / "generation_config.json", _generation_config(backbone))
-        if not is_local(options.model):
-            _name_code(folder / "config.json", options.model)
     write_atomically(folder / "README.md", _card(options, backbone, summaries))
     logger.info("%s: %s", folder, ", ".join(sorted(path.name for path in folder.iterdir())))
     return 0
@@ -139,15 +137,6 @@ def _generation_config(backbone: HFBackbone) -> dict[str, Any]:
     ids = {"bos_token_id": spec.bos_id, "pad_token_id": spec.pad_id, "mask_token_id": spec.mask_id}
     eos = list(spec.eos_ids) if len(spec.eos_ids) > 1 else spec.eos_ids[0]
     return {"eos_token_id": eos, **{key: value for key, value in ids.items() if value is not None}}
-
-
-def _name_code(config: Path, hub_id: str) -> None:
-    """Makes a configuration name the family's own code where it lies, as it was not copied."""
-    content = read_json_object(config)
-    for name, place in content.get("auto_map", {}).items():
-        if "--" not in place:
-            content["auto_map"][name] = f"{hub_id.partition('@')[0]}--{place}"
-    write_json(config, content)
 
 
 def _card(

@@ -26,6 +26,7 @@ from tests.hub_server import HubServer
 from tests.reports.rows import row
 from tests.twins import write_twin
 
+DREAM = "Dream-org/Dream-v0-Instruct-7B"
 IDS = torch.tensor([[40, 41, 42, 43, 44, 45]])
 MINI = SHARED / "humaneval" / "HumanEvalPlus-Mini.jsonl.gz"
 pytestmark = pytest.mark.slow
@@ -36,7 +37,7 @@ PLAIN = ("--dtype=float32", "--layout=hf")
 def twin(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """A twin of Dream and an adapter for it whose every factor is random."""
     folder = tmp_path_factory.mktemp("models")
-    model = write_twin(folder / "dream", "Dream-org/Dream-v0-Instruct-7B")
+    model = write_twin(folder / "dream", DREAM)
     backbone = HFBackbone(str(model), dtype="bfloat16", lora=LoRASettings(rank=2))
     torch.manual_seed(0)
     for name, parameter in backbone.named_parameters():
@@ -119,6 +120,25 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     yield server
     server.close()
+
+
+@pytest.mark.parametrize("place", ["", "me/dream--"])
+def test_exports_name_the_familys_own_code_where_it_lies(
+    hub: HubServer, place: str, tmp_path: Path
+):
+    """That of a folder goes along, that of the hub stays there; also by way of another layout."""
+    model, code = write_twin(tmp_path / "dream", DREAM), b"class DreamConfig: ..."
+    (model / "configuration_dream.py").write_bytes(code)
+    hub.files["me/dream"] = {path.name: path.read_bytes() for path in model.iterdir()}
+    run("export", "me/dream" if place else str(model), str(tmp_path / "hf"), "--layout=hf")
+    run("export", str(tmp_path / "hf"), str(tmp_path / "again"))
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert config["auto_map"] == {
+        "AutoConfig": f"{place}configuration_dream.DreamConfig",
+        "AutoModel": f"{place}modeling_dream.DreamModel",
+    }
+    found = [path.read_bytes() for path in (tmp_path / "again").glob("*.py")]
+    assert found == ([] if place else [code])
 
 
 def test_push_takes_what_export_wrote_and_an_adapter_loads_from_the_hub(
