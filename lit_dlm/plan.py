@@ -110,6 +110,8 @@ class _Model:
         self.architecture, num_seeing = _described(options)
         self.shapes = self.architecture.parameter_shapes()
         self.num_base = num_seeing + sum(map(math.prod, self.shapes.values()))
+        matrices = (math.prod(s) for key, s in self.shapes.items() if ".layers." in key and s[1:])
+        self.num_packed = sum(matrices) if options.get("load_in_4bit") else 0
         self.recompute = options.get("gradient_checkpointing", False)
         self.adapters = [_built(LoRASettings, options["lora"])] if options.get("lora") else []
         is_trainable = bool(options.get("trainable"))
@@ -121,6 +123,8 @@ class _Model:
         self.is_sharded = "ShardedStrategy" in strategy or "ModelParallelStrategy" in strategy
         self.weight = torch_dtype(options.get("dtype", "float32")).itemsize
         """Bytes of a base weight; adapters are float32."""
+        self.stored = self.weight * (self.num_base - self.num_packed) + self.num_packed // 2
+        """Bytes of all base weights."""
         self.computed = 2 if trainer.get("precision") == "bf16-mixed" else self.weight
         """Bytes of what products give, of gathered weights and of caches."""
         # Sharded decoders get their inputs, too, in the dtype that they compute in.
@@ -162,7 +166,7 @@ class _Model:
 
     def on_host(self) -> dict[str, int]:
         """What rollouts put back when an adapter is no longer merged."""
-        if self.is_sharded or not self.adapters:
+        if self.is_sharded or not self.adapters or self.num_packed:
             return {}
         merged = self.weight * sum(map(math.prod, self.adapted(self.adapters[0])))
         return {"on the host, weights under a merged adapter": merged}
@@ -304,7 +308,7 @@ def plan_of(config: Mapping[str, Any], *, trains: bool = True) -> Plan | None:
     elsewhere = {"on disk, a checkpoint": gradients + states} if gradients else {}
     if is_rl:
         elsewhere |= policy.on_host()
-    weights = sum(model.weight * model.num_base + 4 * model.num_adapter for model in models)
+    weights = sum(model.stored + 4 * model.num_adapter for model in models)
     return Plan(
         model=str(_options(settings["backbone"]).get("path") or "random weights"),
         num_parameters=sum(model.num_base + model.num_adapter for model in models),

@@ -93,6 +93,10 @@ def test_an_adapter_trains_its_own_weights_in_float32() -> None:
     assert plan.num_trained == trained
     assert plan.split["weights"] == 2 * PARAMETERS + 4 * trained
     assert plan.split["optimiser states"] == 8 * trained
+    packed = LAYERS * (2 * D * D + 2 * D * D // 2 + 3 * D * INNER)  # half a byte instead of two
+    plan = planned(dtype="bfloat16", lora={"targets": "attn"}, load_in_4bit=True)
+    weights = 2 * (PARAMETERS - packed) + packed // 2
+    assert plan.split["weights"] == weights + 4 * plan.num_trained
 
 
 @pytest.mark.parametrize("recompute", [False, True])

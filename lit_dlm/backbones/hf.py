@@ -223,7 +223,8 @@ class HFBackbone(nn.Module, Backbone):
             self.model = random_decoder(
                 self.architecture, attn_implementation=attn_implementation, dtype=torch_dtype(dtype)
             )
-        self._is_4bit = load_in_4bit
+        self.is_4bit = load_in_4bit
+        """Whether matrices are packed, so that nothing can be added to them."""
         if load_in_4bit:
             if self.architecture.experts is not None:
                 raise ValueError("HFBackbone.load_in_4bit: expected a model without experts")
@@ -437,7 +438,7 @@ class HFBackbone(nn.Module, Backbone):
             dtype: of the stored weights; ``None`` keeps the current one.
             max_shard_gigabytes: larger models become shards with an index.
         """
-        if self._is_4bit:
+        if self.is_4bit:
             raise ValueError("export: expected a model without load_in_4bit, which loses digits")
         folder, seeing = Path(folder), self._vision_weights()
         layout = layout or ("original" if seeing else "hf")
@@ -531,7 +532,7 @@ class HFBackbone(nn.Module, Backbone):
             "config_sha256": self.architecture.digest(),
             "weights_sha256": self._digests.get("weights"),
             "adapter_sha256": self._digests.get("adapter"),
-            **({"load_in_4bit": True} if self._is_4bit else {}),
+            **({"load_in_4bit": True} if self.is_4bit else {}),
             **({"vision": asdict(self.vision.settings)} if self.vision is not None else {}),
         }
 

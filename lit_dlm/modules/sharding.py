@@ -247,9 +247,10 @@ def decoding_weights(backbone: HFBackbone) -> Iterator[None]:
 
     Merged weights are rounded to the dtype of the base, which the training forward's are not:
     log-probabilities of the two differ by that much. Afterwards the weights are what they were, bit
-    by bit. Every process must enter; do not run the backbone with another adapter inside.
+    by bit. Matrices in 4 bits are left alone: beside them the adapter runs as in training. Every
+    process must enter; do not run the backbone with another adapter inside.
     """
-    if backbone.adapter is None:
+    if backbone.adapter is None or backbone.is_4bit:
         with whole_weights(backbone):
             yield
         return

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lit_dlm.backbones import HFBackbone, LoRASettings
+from lit_dlm.modules.sharding import decoding_weights
 from tests.twins import write_twin
 
 IDS = torch.tensor([[40, 41, 42, 43, 44, 45]])
@@ -43,6 +44,13 @@ def test_logits_are_those_of_the_rounded_weights_and_adapters_train(tmp_path: Pa
     assert trained
     assert all("lora_" in name for name in trained)
     assert any(float(p.grad.abs().max()) > 0.0 for p in trained.values() if p.grad is not None)
+    plain = packed(IDS)
+    for parameter in trained.values():
+        torch.nn.init.constant_(parameter, 0.1)
+    adapted = packed(IDS)
+    assert not torch.equal(adapted, plain)
+    with decoding_weights(packed):  # nothing is merged
+        assert torch.equal(packed(IDS), adapted)
     packed.save_adapter(tmp_path / "a")
     again = HFBackbone(model, dtype="bfloat16", load_in_4bit=True, adapter=str(tmp_path / "a"))
     assert torch.equal(again(IDS), packed(IDS))
