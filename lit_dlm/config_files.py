@@ -205,7 +205,7 @@ def with_files(arguments: Sequence[str]) -> list[str]:
                 _require_shallow(option, value)
             content = yaml.safe_load(value) if is_inline else load(value)
             merged = merge(merged, decoder_options(content))
-        elif not _set(merged, option.removeprefix("--").split("."), value):
+        elif not (equals or value) or not _set(merged, option.removeprefix("--").split("."), value):
             value = _with_contents(value)
             rest += [f"{option}={value}"] if equals else [option, value] if value else [option]
     if place is not None:
@@ -238,6 +238,8 @@ def _set(document: dict[str, Any], keys: list[str], text: str) -> bool:
         place[name] = {"class_path": value, "init_args": _shared_settings(kind, old)}
     elif not (isinstance(value, dict | list) or {"decoders", "sweep"} & set(keys)):
         return False
+    elif value is None and isinstance(old, dict):
+        del place[name]
     else:
         is_class = isinstance(value, dict) and "class_path" in value
         place[name] = merge(old, value) if is_class else value

@@ -93,6 +93,11 @@ def test_a_second_file_adds_a_decoder_and_flags_reach_both_and_named_regions(fol
     decoders = {"x": {"policy": HALF, "quota": "NoQuota"}, "z": {"policy": "MarginPolicy"}}
     assert document["model"]["init_args"]["decoders"] == decoders
     assert rest == ["--seed", "3"]
+    # As in files null takes a decoder away; a flag without a value is left to the parser.
+    flags = ["--model.init_args.decoders.x", "null", "--model.init_args.decoders.y.quota"]
+    document, rest = arguments("--config", str(folder / "exp" / "two.yaml"), *flags, "--seed=3")
+    assert document["model"]["init_args"]["decoders"] == {"y": {"policy": HALF, "quota": "NoQuota"}}
+    assert rest == [flags[-1], "--seed=3"]
     region = "--model.init_args.decoders.jacobi-border-8.init_args.layout.init_args.regions.R"
     document, rest = arguments("--config", "exp/lockstep_tiny", f"{region}.tau=0.25")
     layout = document["model"]["init_args"]["decoders"]["jacobi-border-8"]["layout"]
