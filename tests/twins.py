@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from torch import Tensor
 
 from lit_dlm.backbones.architecture import PLAIN_DECODERS
-from lit_dlm.backbones.resolution import locate, resolve
+from lit_dlm.backbones.resolution import Resolved, locate, resolve
 from lit_dlm.backbones.weights import save_checkpoint
 from lit_dlm.vision.base import VisionSettings
 from lit_dlm.vision.magvit import Magvit, MagvitSizes
@@ -339,7 +339,7 @@ def write_twin(
     spread = 0.02 * math.sqrt(released / width)
     # An autoregressive checkpoint has no mask token; its shapes do not depend on one.
     plain = {"mask_id": 0} if config["model_type"] in PLAIN_DECODERS else None
-    shapes = resolve(config, spec_overrides=plain, source=f"{release}: ").parameter_shapes()
+    shapes = file_shapes(resolve(config, spec_overrides=plain, source=f"{release}: "))
     if "mm_vision_tower" in config:
         shapes |= tower_shapes(config)
     generator = torch.Generator().manual_seed(0)
@@ -354,6 +354,15 @@ def write_twin(
     sizes = {key: 2 * math.prod(shape) for key, shape in shapes.items()}
     save_checkpoint(sizes, read, folder, max_shard_bytes=min(sum(sizes.values()) // 2, 10**9))
     return folder
+
+
+def file_shapes(resolved: Resolved) -> dict[str, tuple[int, ...]]:
+    """Shapes that weight files should hold, by their own names; a tied head is not listed."""
+    ours = replace(resolved.architecture, vocab_size=resolved.file_vocab_size).parameter_shapes()
+    return {
+        key: (sum(piece.shape[0] for piece in parts), *parts[0].shape[1:])
+        for key, parts in resolved.pieces(ours).items()
+    }
 
 
 def write_descriptions(folder: Path) -> Callable[..., Path]:

@@ -12,7 +12,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -243,17 +243,6 @@ class Resolved:
     def spec(self) -> BackboneSpec:
         """What decoding and training need to know."""
         return self.architecture.spec()
-
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes that the weight files should hold, by their own names; a tied head is not listed.
-
-        A file may hold it or not.
-        """
-        shapes = replace(self.architecture, vocab_size=self.file_vocab_size).parameter_shapes()
-        return {
-            key: (sum(piece.shape[0] for piece in parts), *parts[0].shape[1:])
-            for key, parts in self.pieces(shapes).items()
-        }
 
     def pieces(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[Piece]]:
         """By key of the files what of our tensors is under it."""

@@ -12,6 +12,7 @@ from lit_dlm.backbones import HFBackbone, resolve
 from lit_dlm.backbones.lora import adapter_parameters
 from lit_dlm.ops.batches import aligned
 from tests.backbones.reference import HF, LLADA, raw_logits
+from tests.twins import file_shapes
 
 IDS = torch.tensor([[5, 9, 3, 7, 3, 11, 30], [4, 3, 8, 3, 6, 2, 39]])
 
@@ -92,7 +93,7 @@ VARIANTS = {name: {**LLADA, **changes} for name, changes in _LLADA_CHANGES.items
 def weights_of(config: dict[str, Any]) -> dict[str, Tensor]:
     """Random weights under the names of a family's files, drawn in the order of their names."""
     generator, found = torch.Generator().manual_seed(0), {}
-    for key, shape in sorted(resolve(config).parameter_shapes().items()):
+    for key, shape in sorted(file_shapes(resolve(config)).items()):
         noise = torch.randn(shape, generator=generator) * 0.2
         found[key] = 1 + noise if "norm" in key else noise
     return found

@@ -16,7 +16,7 @@ from lit_dlm.backbones.vision import token_vision
 from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.vision.base import VisionSettings
 from tests.shared_data import shared
-from tests.twins import RELEASES, write_magvit_twin, write_twin
+from tests.twins import RELEASES, file_shapes, write_magvit_twin, write_twin
 from tests.vision.models import picture
 
 pytestmark = pytest.mark.slow  # writes and loads a model of each release
@@ -79,7 +79,7 @@ def test_the_sizes_are_those_of_the_releases():
     """
 
     def count(release: str, **options: Any) -> int:
-        shapes = resolve(RELEASES[release].config, **options).parameter_shapes()
+        shapes = file_shapes(resolve(RELEASES[release].config, **options))
         return sum(map(math.prod, shapes.values()))
 
     assert count(DREAM) == 7_615_616_512
@@ -98,10 +98,10 @@ def test_sdar_is_as_published(tmp_path: Path):
     written = json.loads((folder / "model.safetensors.index.json").read_text())
     assert written["weight_map"].keys() == index["weight_map"].keys()
     resolved = resolve(config)
-    spec, shapes = resolved.spec, resolved.parameter_shapes()
+    spec, shapes = resolved.spec, file_shapes(resolved)
     assert (resolved.architecture.decoder, spec.family) == ("qwen3", "sdar")
     assert (spec.attention, spec.block_size, spec.mask_id, spec.shift) == ("block", 4, 151669, 0)
-    assert resolve(ours).parameter_shapes() == shapes
+    assert file_shapes(resolve(ours)) == shapes
     assert shapes.keys() == index["weight_map"].keys()
     # bfloat16: two bytes a number.
     assert 2 * sum(map(math.prod, shapes.values())) == index["metadata"]["total_size"]

@@ -15,6 +15,7 @@ from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.verify import free_running, teacher_forced
 from tests.backbones.folders import write
 from tests.decoding.states import decoded
+from tests.twins import file_shapes
 from tests.vision.models import waves
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "mmada.safetensors"
@@ -48,7 +49,7 @@ END = 52
 def backbone(tmp_path_factory: pytest.TempPathFactory) -> HFBackbone:
     weights = {
         name: waves(name, shape) * (3.0 if len(shape) > 1 else 1.0)
-        for name, shape in resolve(CONFIG).parameter_shapes().items()
+        for name, shape in file_shapes(resolve(CONFIG)).items()
     }
     folder = write(tmp_path_factory.mktemp("mmada") / "model", CONFIG, weights)
     return HFBackbone(str(folder), spec_overrides={"text_vocab_size": WORDS}).eval()

@@ -14,7 +14,7 @@ from torch import Tensor
 from lit_dlm.backbones.resolution import resolve
 from lit_dlm.vision.pictures import Picture
 from tests.backbones.folders import write
-from tests.twins import tower_shapes
+from tests.twins import file_shapes, tower_shapes
 
 VOCAB, MASK = 120, 119
 CONFIG: dict[str, Any] = {
@@ -76,5 +76,5 @@ def picture(width: int, height: int) -> Picture:
 def write_seeing(folder: Path, **changes: Any) -> Path:
     """Writes a model whose weights are waves, with changes of its configuration."""
     config = {**CONFIG, **changes}
-    shapes = resolve(config).parameter_shapes() | tower_shapes(config)
+    shapes = file_shapes(resolve(config)) | tower_shapes(config)
     return write(folder, config, {name: waves(name, shape) for name, shape in shapes.items()})
