@@ -152,7 +152,6 @@ class _Model:
             for key, shape in self.shapes.items()
             if (len(shape) == 2 and key.split(".")[-2] in modules)
             or (len(shape) == 3 and adapts_experts)
-            if lora.layers is None or int(key.split(".")[2]) in lora.layers
         ]
 
     @property

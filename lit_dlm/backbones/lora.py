@@ -44,7 +44,7 @@ _EXPERT_WEIGHTS = ["down_proj", "gate_up_proj"]
 _UNSUPPORTED = (
     "fan_in_fan_out", "use_dora", "use_qalora", "use_bdlora", "lora_bias", "modules_to_save",
     "exclude_modules", "rank_pattern", "alpha_pattern", "layer_replication", "layers_pattern",
-    "trainable_token_indices", "alora_invocation_tokens",
+    "layers_to_transform", "trainable_token_indices", "alora_invocation_tokens",
 )  # fmt: skip
 
 _KEEPS_BASE = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
@@ -68,13 +68,9 @@ class LoRASettings:
     three of them; its dense layers and shared experts are left as they are."""
     rslora: bool = False
     """Divides by the square root of the rank instead (arXiv:2312.03732)."""
-    layers: list[int] | None = None
-    """Decoder layers to adapt, at least one; all by default."""
 
     def __post_init__(self) -> None:
-        number = None if self.layers is None else len(self.layers)
         at_least(1, of="lora.", rank=self.rank)
-        at_least(1, of="number of lora.", layers=number)  # peft takes none for all
         within("(0, inf)", of="lora.", alpha=self.alpha)  # with 0 the gradients are 0 as well
         within("[0, 1)", of="lora.", dropout=self.dropout)
         self.modules()
@@ -121,7 +117,7 @@ def read_adapter_settings(folder: Path) -> LoRASettings:
         asked.append("init_lora_weights")
     if asked:
         raise ValueError(f"{path}: option {asked[0]}={config[asked[0]]!r} is not supported")
-    targets, layers = config.get("target_modules") or [], config.get("layers_to_transform")
+    targets = config.get("target_modules") or []
     held = {name.rpartition(".")[2] for name in config.get("target_parameters") or []}
     if held:
         if held != set(_EXPERT_WEIGHTS):
@@ -136,7 +132,6 @@ def read_adapter_settings(folder: Path) -> LoRASettings:
         dropout=config.get("lora_dropout", 0.0),
         targets=targets if isinstance(targets, str) else sorted(targets),
         rslora=bool(config.get("use_rslora", False)),
-        layers=[layers] if isinstance(layers, int) else layers or None,
     )
 
 
@@ -185,7 +180,6 @@ def peft_config(settings: LoRASettings, **facts: Any) -> LoraConfig:
         "lora_dropout": settings.dropout,
         "target_modules": settings.modules(),
         "use_rslora": settings.rslora,
-        "layers_to_transform": settings.layers,
     }
     return LoraConfig(**(values | facts))
 
@@ -202,11 +196,6 @@ def inject(model: PreTrainedModel, settings: LoRASettings, *, name: str = POLICY
 
     facts = _places(model, settings)
     before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    count = len(model.model.layers)
-    if settings.layers is not None and not set(settings.layers) <= set(range(count)):
-        raise ValueError(
-            f"lora.layers: expected indices from 0 to {count - 1}, got {settings.layers}"
-        )
     with warnings.catch_warnings():
         # That there is another adapter is the point of a name.
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")
@@ -228,13 +217,10 @@ def _places(model: nn.Module, settings: LoRASettings) -> dict[str, list[str]]:
     if not found:
         return {}
     modules, adapts_experts = settings.beside_experts()
-    held = [
-        name
-        for name in sorted(found)
-        if adapts_experts
-        if settings.layers is None or int(name.split(".")[2]) in settings.layers
-    ]
-    return {"target_modules": modules, "target_parameters": held}
+    return {
+        "target_modules": modules,
+        "target_parameters": sorted(found) if adapts_experts else [],
+    }
 
 
 @contextmanager

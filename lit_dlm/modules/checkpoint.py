@@ -61,15 +61,11 @@ def adapter_settings(module: nn.Module, *, trained_only: bool = False) -> dict[s
             weights = adapter_parameters(part, name)
             if trained_only and not any(value.requires_grad for _, value in weights):
                 continue
-            layers = config.layers_to_transform
-            if layers is None:
-                layers = range(part.config.num_hidden_layers)
             found[f"{path}.{name}"] = {
                 "rank": config.r,
                 "alpha": float(config.lora_alpha),
                 "rslora": bool(config.use_rslora),
                 "targets": sorted(config.target_modules),
-                "layers": sorted(layers),
             }
     return found
 
@@ -91,7 +87,7 @@ def require_own_checkpoint(module: nn.Module, checkpoint: Mapping[str, Any]) -> 
         _require_none("has no use here for", found - places)
     ours = adapter_settings(module)
     for path, theirs in checkpoint.get(ADAPTERS_KEY, {}).items():
-        if theirs != ours.get(path):
+        if path not in ours or theirs | ours[path] != theirs:  # older ones say more
             raise ValueError(
                 f"ckpt_path: the checkpoint's adapter {path} has {theirs}, "
                 f"this model's {ours.get(path, 'none')}; {_WAY_OUT}"

@@ -97,7 +97,7 @@ def test_adapters_on_experts_load_in_peft_and_merge(
     """peft puts them on transformers' own class with the same logits."""
     config = SPARSE[name]
     folder = str(write(tmp_path / "base", config, weights_of(config)))
-    settings = LoRASettings(rank=2, alpha=6, targets=targets, layers=[1])
+    settings = LoRASettings(rank=2, alpha=6, targets=targets)
     backbone = HFBackbone(folder, lora=settings).eval()
     randomise(backbone)
     logits = backbone(IDS)
