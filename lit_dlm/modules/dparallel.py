@@ -19,13 +19,16 @@ from lit_dlm.losses.terms import LossTerms
 from lit_dlm.modules.finetune import FinetuneModule
 from lit_dlm.modules.supervised_batch import SupervisedBatch, TrainingRows
 from lit_dlm.ops.fused_head import TokenStats, token_stats
-from lit_dlm.ops.options import at_least, within
+from lit_dlm.ops.options import at_least
 from lit_dlm.ops.sampling import uniform_noise
 
 _BLOCK, _HALF = 24, 25
 """Streams of noise, apart from those of other corruptions."""
 
 _VIEWS = ("half", "complement")
+
+TEMPERATURE = 0.5
+"""Of the softmax whose entropy is made small, as in the release."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -75,7 +78,6 @@ class DParallelModule(FinetuneModule):
         backbone: with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.
         block_size: see :class:`BlockComplements`.
         entropy_weight: beta; 2 in the release for LLaDA, 1 for Dream.
-        temperature: of the softmax whose entropy is made small.
         num_padding: supervised cells behind the answer; ``null`` for all, as in the release.
         common: options of :class:`~lit_dlm.modules.finetune.FinetuneModule`.
     """
@@ -86,7 +88,6 @@ class DParallelModule(FinetuneModule):
         *,
         block_size: int | None = 32,
         entropy_weight: float = 2.0,
-        temperature: float = 0.5,
         num_padding: int | None = None,
         **common: Any,
     ) -> None:
@@ -98,12 +99,10 @@ class DParallelModule(FinetuneModule):
                 f"a block; got {backbone.spec.attention} attention"
             )
         at_least(0, entropy_weight=entropy_weight)
-        within("(0, inf)", temperature=temperature)
         self.entropy_weight = entropy_weight
-        self.temperature = temperature
 
     def score_rows(self, rows: TrainingRows) -> TokenStats:
-        """Scores with the entropy at ``temperature``; the rest is at temperature 1."""
+        """Scores with the entropy of sharpened predictions; the rest is at temperature 1."""
         spec, head = self.backbone.spec, self.backbone.model.lm_head
         stats, hidden = self.backbone.score_with_rows(
             rows.ids, rows.targets, rows.rows, **rows.context()
@@ -112,7 +111,7 @@ class DParallelModule(FinetuneModule):
             hidden,
             head.weight,
             rows.targets[rows.rows],
-            logit_scale=spec.logit_scale / self.temperature,
+            logit_scale=spec.logit_scale / TEMPERATURE,
             forbidden_ids=spec.forbidden_ids,
         )
         return stats._replace(entropy=sharpened.entropy)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_dlm.modules.dparallel import BlockComplements, DParallelModule
+from lit_dlm.modules.dparallel import TEMPERATURE, BlockComplements, DParallelModule
 from lit_dlm.modules.supervised_batch import SupervisedBatch
 from tests.finetuning import VOCAB, small
 from tests.losses.reference import responses
@@ -29,7 +29,7 @@ def slow_loss(model: DParallelModule, batch: SupervisedBatch) -> Tensor:
             values = log_probs[row, cell, kept].double()
             ce.append(-log_probs[row, cell, target].double())
             if kept[values.argmax()] == target:
-                sharp = (values / model.temperature).log_softmax(-1)
+                sharp = (values / TEMPERATURE).log_softmax(-1)
                 entropies.append(-(sharp.exp() * sharp).sum())
         assert 2 <= len(entropies) < len(ce)
         total = total + torch.stack(ce).mean()
@@ -41,7 +41,7 @@ def slow_loss(model: DParallelModule, batch: SupervisedBatch) -> Tensor:
 def test_loss_and_gradients_equal_a_slow_loop_on_full_logits(
     shift: int, block_size: int | None
 ) -> None:
-    model = dparallel(shift=shift, block_size=block_size, entropy_weight=1.5, temperature=0.4)
+    model = dparallel(shift=shift, block_size=block_size, entropy_weight=1.5)
     batch = batch_of(model, 24)
     # Every second cell holds what the model predicts most, so that some predictions are right.
     batch.ids[:, batch.start :: 2] = slow_log_probs(model, batch)[1].argmax(-1).flatten().mode()[0]
