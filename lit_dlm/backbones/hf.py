@@ -61,6 +61,7 @@ from lit_dlm.backbones.resolution import (
     is_local,
     locate,
     resolve,
+    weight_files,
 )
 from lit_dlm.backbones.weights import (
     files_digest,
@@ -68,7 +69,6 @@ from lit_dlm.backbones.weights import (
     plain_tensor,
     save_checkpoint,
     save_weights,
-    weight_files,
     write_json_object,
 )
 from lit_dlm.backbones.window_cache import WindowCache

@@ -39,6 +39,7 @@ ASSETS = Path(__file__).resolve().parents[1] / "assets"
 """Folder of the embedded models."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+INDEX_FILE = "model.safetensors.index.json"
 _DESCRIPTION_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 
 
@@ -104,14 +105,12 @@ def hub_files(
 
 def in_hub_cache(hub_id: str, *, weights: bool = True) -> bool:
     """Whether a model of the hub is in the cache, with its weights if wanted; asks no network."""
-    from lit_dlm.backbones.weights import weight_files  # torch takes seconds to import
-
     try:
         folder = Path(_snapshot(hub_id, local_files_only=True))
     except ValueError:
         return False
     files = list(folder.glob("*.safetensors"))  # an adapter's has another name
-    if any(folder.glob("*.safetensors.index.json")):
+    if (folder / INDEX_FILE).is_file():
         files = weight_files(folder)
     return not weights or (bool(files) and all(file.is_file() for file in files))
 
@@ -126,6 +125,20 @@ def read_json_object(path: Path) -> dict[str, Any]:
         return {**json.loads(path.read_text(encoding="utf-8"))}
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: expected a JSON object ({error})") from error
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder: those that an index names, else the single one."""
+    index = folder / INDEX_FILE
+    if index.is_file():
+        names = set(read_json_object(index)["weight_map"].values())
+        return [folder / name for name in sorted(names)]
+    single = folder / "model.safetensors"
+    if not single.is_file():
+        raise ValueError(
+            f"{folder}: expected {single.name} or {INDEX_FILE} (pickled weights are not read)"
+        )
+    return [single]
 
 
 def load_tokenizer(path_or_id: str) -> PreTrainedTokenizerBase:

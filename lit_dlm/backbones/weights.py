@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lit_dlm.backbones.resolution import read_json_object
+from lit_dlm.backbones.resolution import INDEX_FILE
 from lit_dlm.ops.files import (
     TensorDigest,
     is_finite,
@@ -24,22 +24,7 @@ from lit_dlm.ops.files import (
 )
 
 _SHOWN = 5
-_INDEX_FILE = "model.safetensors.index.json"
 _DIGEST = "sha256"
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder: those that an index names, else the single one."""
-    index = folder / _INDEX_FILE
-    if index.is_file():
-        names = set(read_json_object(index)["weight_map"].values())
-        return [folder / name for name in sorted(names)]
-    single = folder / "model.safetensors"
-    if not single.is_file():
-        raise ValueError(
-            f"{folder}: expected {single.name} or {_INDEX_FILE} (pickled weights are not read)"
-        )
-    return [single]
 
 
 @torch.no_grad()
@@ -194,9 +179,9 @@ def save_checkpoint(
         return
     if split.is_sharded:
         document = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        write_json_object(folder / _INDEX_FILE, document)
+        write_json_object(folder / INDEX_FILE, document)
     else:
-        (folder / _INDEX_FILE).unlink(missing_ok=True)
+        (folder / INDEX_FILE).unlink(missing_ok=True)
     for path in folder.glob("model*.safetensors"):
         if path.name not in shards:
             path.unlink()

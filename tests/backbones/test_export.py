@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lit_dlm.backbones import HFBackbone, load_backbone, resolve
-from lit_dlm.backbones.weights import weight_files
+from lit_dlm.backbones.resolution import weight_files
 from lit_dlm.ops.batches import aligned
 from tests.backbones.conftest import tiny_architecture
 from tests.backbones.folders import IDS, VARIANTS, assert_logits, write
