@@ -151,7 +151,13 @@ def test_tables_are_those_of_the_kept_run(
 
 
 @pytest.mark.parametrize(
-    ("name", "page"), [("lockstep", "lockstep_results"), ("token_editing", "decoding")]
+    ("name", "page"),
+    [
+        ("lockstep", "lockstep_results"),
+        ("token_editing", "decoding"),
+        ("countdown_worked", "countdown"),
+        ("countdown_direct", "countdown"),
+    ],
 )
 def test_tables_are_those_of_the_kept_decodes(name: str, page: str, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "experiments"))
