@@ -99,9 +99,9 @@ def test_a_flag_inside_a_class_may_be_null_or_hold_it(tmp_path: Path) -> None:
     """jsonargparse hands values of nested classes on as the text of Python objects."""
     assert backbone_of(tmp_path, "--model.backbone.init_args.lora", "null").lora is None
     assert backbone_of(tmp_path, "--model.backbone.adapter=null").adapter is None
-    flag = "--model.backbone.init_args.lora={rank: 2, layers: null}"
-    lora = backbone_of(tmp_path, flag).lora
-    assert (lora.rank, lora.layers) == (2, None)
+    flag = "--model.backbone.init_args.from_ar={shift: 1, block_size: null}"
+    from_ar = backbone_of(tmp_path, flag).from_ar
+    assert (from_ar.shift, from_ar.block_size) == (1, None)
 
 
 @pytest.mark.parametrize("tasks", [None, ["it's", 'a "b" ü', "None"]])

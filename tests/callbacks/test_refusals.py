@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_dlm.callbacks import (
     AdapterCheckpoint,
@@ -63,6 +64,7 @@ OTHER = LightningModule()
 def test_runs_of_another_kind_are_refused(callback: Any, hook: str, module: Any, name: str) -> None:
     name_of_hook, *stage = hook.split()
     given = {"callbacks": [callback], "datamodule": SimpleNamespace(tasks=[Letters()])}
-    given |= {"sanity_checking": False, "training": True, "callback_metrics": {"a": 1.0}}
+    state = SimpleNamespace(fn=TrainerFn.FITTING)
+    given |= {"sanity_checking": False, "state": state, "callback_metrics": {"a": 1.0}}
     with pytest.raises(ValueError, match=name):
         getattr(callback, name_of_hook)(SimpleNamespace(**given), module, *stage)

@@ -301,7 +301,8 @@ def test_a_plateau_schedule_is_stepped_at_every_validation(shards: Path, tmp_pat
     optimizer = partial(torch.optim.AdamW, lr=1e-3)
     model = module(lr_scheduler=partial(plateau, **options), optimizer=optimizer)
     trained = trainer(tmp_path, val_check_interval=4, check_val_every_n_epoch=None)
-    trained.fit(model, datamodule=data(shards, source="tokens", step_ratio=0.05))
+    source = data(shards, source="tokens", step_ratio=0.4, batch_size=64)
+    trained.fit(model, datamodule=source)
     assert trained.num_training_batches < 4
     (group,) = trained.optimizers[0].param_groups
     assert group["lr"] == pytest.approx(1e-5)
