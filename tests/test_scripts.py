@@ -10,6 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from lit_dlm.reports.results import ResultFolder
+from tests.reports.rows import row
+
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = [
     path
@@ -30,37 +33,29 @@ def test_every_script_finds_what_it_imports(script: Path, monkeypatch: pytest.Mo
     assert callable(imported(script, monkeypatch)["main"])
 
 
-def constant(right: float, forwards: float) -> tuple[np.ndarray, np.ndarray]:
-    """Forwards and verdicts of two seeds and five problems that are all alike."""
-    return np.full((2, 5), float(forwards)), np.full((2, 5), right)
-
-
 def test_the_stack_compares_fronts_at_equal_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
     stack = imported("experiments/stack.py", monkeypatch)
-    ends = {"base": (0.2, 0.4), "sft": (0.3, 0.6), "rl": (0.5, 0.6), "sft-rl": (0.6, 0.6)}
-    decodes = {
-        (chain, "words", cell): constant(*values)
-        for chain, (low, high) in ends.items()
-        for cell, values in {
-            "left-to-right_1_whole": (0.9, 32),
-            "entropy_1_whole": (0.7, 32),
-            "entropy_2_whole": (0.1, 16),
-            **{
-                f"threshold_{at}_{w}": v
-                for w in stack["AT"]
-                for at, v in {"0.5": (low, 6), "0.9": (high, 10)}.items()
-            },
-        }.items()
-    }
-    decodes["base", "words", "tracelock_0.9_whole"] = constant(0.45, 9)
-    text = stack["markdown"](decodes)
-    # Half way between 6 and 10 forwards; a front that ends before 12 is taken at its end, and one
-    # that begins behind 8 is not there.
-    fixed = "90.0 ± 0.0 | 70.0 ± 0.0 | 10.0 ± 0.0"
-    assert f"| base | {fixed} | 30.0 ± 0.0 | | | 40.0 ± 0.0 | | |" in text
-    pair = "+15.0 ± 0.0 | +25.0 ± 0.0 | +30.0 ± 0.0 | -10.0 ± 0.0"
-    assert f"| sft + rl | {pair} |" in text
-    assert "tracelock + cache" not in text
+
+    def model(low: float, high: float) -> object:
+        points = {
+            f"{name}_{at}": point
+            for name in stack["FAMILIES"]
+            for at, point in {"05": (low, 6.0), "09": (high, 10.0)}.items()
+        }
+        correct, forwards = (
+            {name: np.full((2, 5), point[value]) for name, point in points.items()}
+            for value in (0, 1)
+        )
+        return stack["Model"](correct, forwards, {}, [{"probability_auroc": 0.9}], [])
+
+    correct = {"base": (0.2, 0.4), "sft": (0.3, 0.6), "rl": (0.5, 0.6), "sft-rl": (0.6, 0.6)}
+    report = stack["condense"]({name: model(*ends) for name, ends in correct.items()}, 10)
+    # Half way between 6 and 10 forwards; nothing reaches 12.
+    assert report["fronts"]["base"]["threshold"] == [0.3, 0]
+    assert report["fronts"]["base"]["threshold_dual"] is None
+    pair = {"one": 0.15, "the other": 0.25, "both": 0.3, "beyond the sum": -0.1}
+    assert report["pairs"]["sft + rl"] == {name: [gain, 0] for name, gain in pair.items()}
+    assert report["pairs"]["sft + tracelock"]["both"] == [0.15, 0]  # families are equal here
 
 
 def test_the_page_has_the_table_of_the_kept_results_of_policy_losses(
@@ -92,9 +87,10 @@ def test_the_page_has_the_table_of_the_kept_results_of_policy_losses(
 
 
 def test_arms_of_decode_states_are_compared_by_problem_and_at_equal_forwards(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = imported("experiments/decode_states.py", monkeypatch)
+    setting = script["Setting"]("tiny", "WordProblems", 8, ("entropy_1", "entropy_2"), 1)
     verdicts = {  # arm, method -> forwards, and what is right in each seed
         ("decode", "entropy_1"): (8, ["1110", "1100"]),
         ("random", "entropy_1"): (8, ["1000", "1100"]),
@@ -102,23 +98,35 @@ def test_arms_of_decode_states_are_compared_by_problem_and_at_equal_forwards(
         ("random", "threshold_06"): (4, ["0000", "0000"]),
         ("random", "threshold_09"): (8, ["1111", "1111"]),
     }
-    decodes = {}
-    for arm in script["ARMS"]:
-        for method in (*script["ORDER"], *script["FAST"]):
-            others = 4 if method.endswith("_06") else 8, ["1010", "1010"]
-            forwards, right = verdicts.get((arm, method), others)
-            shown = np.array([[float(digit) for digit in seed] for seed in right])
-            decodes[f"words, {arm}", "t", method] = np.full(shown.shape, float(forwards)), shown
-    found = script["arms"](decodes, "words")
-    # By problem 0, 0.5, 0.5, 0; by seed 0.5 and 0; entropy_2 and entropy_4 are equal in both.
-    assert script["gain"](found, "entropy_1").mean(0).tolist() == [0.0, 0.5, 0.5, 0.0]
-    assert script["gain"](found, *script["ORDER"]).mean() == pytest.approx(0.25 / 3)
+    arms: dict[str, list[Path]] = {"decode": [], "random": []}
+    for arm, folders in arms.items():
+        for seed in (0, 1):
+            folder = ResultFolder(tmp_path / f"{arm}-{seed}")
+            folders.append(folder.folder)
+            for method in setting.methods:
+                others = 4 if method.endswith("_06") else 8, ["1010", "1010"]
+                forwards, right = verdicts.get((arm, method), others)
+                folder.claim("t", method, {})
+                folder.append(
+                    row(str(uid), method=method, correct=digit == "1", nfe=forwards)
+                    for uid, digit in enumerate(right[seed])
+                )
+
+    report = script["compare"](setting, arms["decode"], arms["random"])
+
+    first = report["entropy_1"]
+    assert first["accuracy"] == {"decode": [0.75, 0.5], "random": [0.25, 0.5]}
+    # By problem 0, 0.5, 0.5, 0; by seed 0.5 and 0.
+    assert first["difference"] == pytest.approx(
+        {"mean": 0.25, "stderr_problems": 1 / 48**0.5, "stderr_seeds": 0.25}
+    )
+    assert report["judged"]["mean"] == pytest.approx(0.125)  # entropy_2 is equal in both
+    assert report["threshold_06"]["difference"]["mean"] == pytest.approx(0.5)
     # Six forwards lie half way between none right at four and all right at eight.
-    equal = script["gain_at_equal_forwards"](found, "threshold_06")
-    assert equal.tolist() == [[0.5, 0.5, -0.5, -0.5]] * 2
-    text = script["markdown"](decodes)
-    assert "| words | 62.5, +25.0 ± " in text
-    assert "| words | 50.0 @ 6.0, +50.0 ± " in text
+    assert report["threshold_06"]["equal_forwards"] == pytest.approx(
+        {"mean": 0.0, "stderr_problems": 1 / 12**0.5, "stderr_seeds": 0.0}
+    )
+    assert report["threshold_06"]["forwards"] == {"decode": 6, "random": 4}
 
 
 def test_the_policy_bench_compares_at_equal_forwards_and_keeps_every_decode(
@@ -195,20 +203,16 @@ def test_the_policy_bench_compares_at_equal_forwards_and_keeps_every_decode(
         bench["report"](path)
 
 
-def test_tuning_counts_samples_and_compares_between_two_thresholds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    script = imported("experiments/tuning.py", monkeypatch)
-    most = max(script["KS"])
-    # One seed, two problems: a single right sample of all, and none.
-    right = np.zeros((1, 2 * most))
-    right[0, 3] = 1.0
-    assert script["rates"](right, 1).tolist() == [[1 / most, 0.0]]
-    assert script["rates"](right, most).tolist() == [[1.0, 0.0]]
-    front = [constant(0.5, 4), constant(1.0, 8)]
+def test_few_steps_are_compared_between_two_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = imported("experiments/few_steps.py", monkeypatch)
+    points = {"whole_0.5": ("10", 4), "whole_0.9": ("11", 8), "blocks_0.5": ("00", 6)}
+    found = {
+        name: [{str(k): row(str(k), correct=c == "1", nfe=nfe) for k, c in enumerate(right)}]
+        for name, (right, nfe) in points.items()
+    }
     # A quarter of the way from 4 to 8 forwards.
-    assert script["between"](front, 5.0).mean() == 0.625
-    assert script["between"](front, 9.0) is None
+    assert script["line"](found, "whole", 0, 5.0) == {"0": 1.0, "1": 0.25}
+    assert script["line"](found, "whole", 0, 9.0) is None
 
 
 def test_the_area_under_the_curve_counts_weights_and_ties(monkeypatch: pytest.MonkeyPatch) -> None:
