@@ -55,7 +55,6 @@ class Sizes:
     full_updates: int = 1_200  # at most
     block_updates: int = 400
     chunk: int = 100  # updates between two validations
-    full_chunk: int = 50  # the same where one of them ends the training
     target: int = 60  # per cent of the validation list at which training the full model stops
     validation: int = 100
     traces: int = 1_600
@@ -121,7 +120,7 @@ def data(run: Run) -> None:
         folder = run.out / "bases" / name
         if not folder.exists():
             draft = folder.with_name(f"{name}.draft")
-            backbone = HFBackbone(str(parent), dtype="bfloat16", from_ar=start)
+            backbone = HFBackbone(str(parent), dtype="float32", from_ar=start)
             export_trained(backbone, str(parent), draft, write=True)
             draft.rename(folder)
     if not rows.exists():
@@ -251,7 +250,7 @@ def adapt(run: Run, name: str, config: str, *more: object) -> None:
     if run.kept(name) is not None:
         return
     most = getattr(run.options, f"{name}_updates")
-    chunk = run.options.full_chunk if name == "full" else run.options.chunk
+    chunk = run.options.chunk
     start = ("--model.backbone.init_args.from_ar", json.dumps(asdict(START[name])))
     parent = (*model_flags(run.out / "parent"), *start)
     place, rule = f"adapt/{name}", "threshold_0.9" if name != "control" else "autoregressive"
@@ -382,7 +381,7 @@ class Run:
         folder, adapter = self.out / "models" / name, self.kept(name)
         if not (folder / "README.md").exists():  # which is written last
             base = self.out / "bases" / name if name in START else self.out / "models" / "full"
-            words = ["merge", base, folder, "--adapter", adapter, "--dtype", "bfloat16"]
+            words = ["merge", base, folder, "--adapter", adapter, "--dtype", "float32"]
             cli.main([*map(str, words), "--force"])
         return model_flags(folder)
 

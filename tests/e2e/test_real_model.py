@@ -24,7 +24,7 @@ pytestmark = pytest.mark.docs
 
 SIZES = {
     "rows": 60, "control_updates": 2, "full_updates": 4, "block_updates": 2, "chunk": 2,
-    "full_chunk": 2, "target": 101, "validation": 2, "traces": 16, "head_updates": 5,
+    "target": 101, "validation": 2, "traces": 16, "head_updates": 5,
     "tuning_updates": 2, "rl_steps": 1, "rl_prompts": 2, "test": 3, "countdowns": 2,
 }  # fmt: skip
 
