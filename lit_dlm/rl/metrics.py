@@ -207,8 +207,8 @@ def rollout_facts(records: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _known_means(tables: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """Mean of each name over the tables that have it; no entry where none has."""
-    found = {name: [table[name] for table in tables if name in table] for name in names}
+    """Mean of each name over the tables that know it; no entry where none does."""
+    found = {name: [t[name] for t in tables if t.get(name) is not None] for name in names}
     return {name: np.mean(values) for name, values in found.items() if values}
 
 

@@ -302,14 +302,13 @@ def score_facts(
     """
     facts: dict[str, Any] = {
         "reward": float(score.total),
+        "correct": bool(score.is_correct) if score.is_graded else None,
         "overlong": rollout.is_overlong,
         "garbled": "\ufffd" in rollout.text,
         "kept": kept,
         "policy_version": version,
         "parts": {name: float(value) for name, value in score.parts.items()},
     }
-    if score.is_graded:
-        facts["correct"] = bool(score.is_correct)
     if score.token_rewards is not None:
         facts["token_rewards"] = [float(value) for value in score.token_rewards]
     return facts

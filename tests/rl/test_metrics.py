@@ -103,3 +103,6 @@ def test_facts_by_hand() -> None:
     facts = rollout_facts(records)
     names = ("reward/digits", "overlong", "kept_groups")
     assert [facts[f"rollout/{name}"] for name in names] == [2.5, 0.5, 1.0]
+    for number, record in enumerate(records):
+        record.meta["correct"] = [True, False, None][number % 3]  # None: no grader knew
+    assert rollout_facts(records)["rollout/correct"] == 0.5

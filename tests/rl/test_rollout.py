@@ -117,7 +117,7 @@ def test_scores_go_into_the_record_and_records_into_order() -> None:
     assert {**meta, **told, "token_rewards": [1.0] * G} == meta
     unknown = RewardScore(total=0.5, verdict=Verdict(status="ungraded"))
     for ungraded in (RewardScore(total=0.5), unknown):
-        assert "correct" not in score_facts(rollouts[0], ungraded, kept=True, version=7)
+        assert score_facts(rollouts[0], ungraded, kept=True, version=7)["correct"] is None
     shuffled = [records[at] for at in (3, 0, 5, 1, 4, 2)]
     assert [record.uid for record in in_order(shuffled)] == [record.uid for record in records]
     assert groups_of(records) == [[0, 1, 2], [3, 4, 5]]
