@@ -876,6 +876,7 @@ def load_backbone(
     attn_implementation: AttentionRoute = "auto",
     lora: LoRASettings | None = None,
     adapter: str | Path | None = None,
+    load_in_4bit: bool = False,
     vision: VisionSettings | None = None,
 ) -> HFBackbone:
     """Loads a frozen backbone for decoding, in evaluation mode; with ``lora`` one to train.
@@ -891,6 +892,7 @@ def load_backbone(
             attn_implementation=attn_implementation,
             lora=lora,
             adapter=None if adapter is None else str(adapter),
+            load_in_4bit=load_in_4bit,
             vision=vision,
         )
     # A trainer leaves the mode as it is, and in evaluation mode there is no dropout.

@@ -270,7 +270,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _execution(shards: Sequence[Path], options: argparse.Namespace) -> Execution:
-    """Loads what levels 3 and 4 need, with the dtype and attention route of the run."""
+    """Loads what levels 3 and 4 need, with the dtype, bits and attention route of the run."""
     import torch
 
     from lit_dlm.backbones import load_backbone, load_tokenizer
@@ -290,6 +290,7 @@ def _execution(shards: Sequence[Path], options: argparse.Namespace) -> Execution
         dtype=recorded.get("dtype") or "float32",
         device=options.device,
         attn_implementation=recorded.get("attn_implementation") or "sdpa",
+        load_in_4bit=recorded.get("load_in_4bit", False),
         vision=VisionSettings(**recorded["vision"]) if "vision" in recorded else None,
     )
     folders = sorted({shard.resolve().parent for shard in shards})

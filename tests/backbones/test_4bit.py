@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lit_dlm.backbones import HFBackbone, LoRASettings
+from lit_dlm.backbones import HFBackbone, LoRASettings, load_backbone
 from lit_dlm.modules.sharding import decoding_weights
 from tests.twins import write_twin
 
@@ -52,7 +52,7 @@ def test_logits_are_those_of_the_rounded_weights_and_adapters_train(tmp_path: Pa
     with decoding_weights(packed):  # nothing is merged
         assert torch.equal(packed(IDS), adapted)
     packed.save_adapter(tmp_path / "a")
-    again = HFBackbone(model, dtype="bfloat16", load_in_4bit=True, adapter=str(tmp_path / "a"))
-    assert torch.equal(again(IDS), packed(IDS))
+    again = load_backbone(model, dtype="bfloat16", load_in_4bit=True, adapter=tmp_path / "a")
+    torch.testing.assert_close(again(IDS), packed(IDS), rtol=0.05, atol=0.05)  # other kernels
     with pytest.raises(ValueError, match="load_in_4bit"):
         packed.export(tmp_path / "x")
