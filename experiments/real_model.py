@@ -59,6 +59,7 @@ class Sizes:
     validation: int = 100
     traces: int = 1_600
     head_updates: int = 500  # of TraceLock's policy
+    outcome_steps: int = 12  # of RL for the same
     tuning_updates: int = 200
     rl_steps: int = 8
     rl_prompts: int = 32  # of a step
@@ -167,7 +168,7 @@ def conversion(run: Run) -> None:
 
 
 def traces(run: Run) -> None:
-    """Decodes that TraceLock, SFT and TABOM learn from, and TraceLock's policy."""
+    """Decodes that TraceLock, SFT and TABOM learn from, and TraceLock's policies."""
     learners = (*run.tuned, "on-policy")
     if "full" in run.decoded and all(run.kept(name) for name in learners):
         return
@@ -176,6 +177,13 @@ def traces(run: Run) -> None:
     updates = run.options.head_updates
     limits = ("--trainer.max_steps", updates, "--trainer.val_check_interval", updates // 5)
     run.command("full", "fit", "tracelock", *model, *limits)
+    steps, prompts = run.options.outcome_steps, run.options.rl_prompts
+    held = problems("stories.Stories", "train", run.options.validation, seed=101)
+    run.command(
+        "full", "fit", "outcome", *model, *stories("train", 2 * steps * prompts, 3),
+        *("--data.val_tasks", held, "--data.prompts_per_step", prompts),
+        *("--trainer.max_epochs", steps, "--trainer.check_val_every_n_epoch", -(-steps // 4)),
+    )  # fmt: skip
 
 
 def tuning(run: Run) -> None:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.docs
 
 SIZES = {
     "rows": 60, "control_updates": 2, "full_updates": 4, "block_updates": 2, "chunk": 2,
-    "target": 101, "validation": 2, "traces": 16, "head_updates": 5,
+    "target": 101, "validation": 2, "traces": 16, "head_updates": 5, "outcome_steps": 2,
     "tuning_updates": 2, "rl_steps": 1, "rl_prompts": 2, "test": 3, "countdowns": 2,
 }  # fmt: skip
 
@@ -70,7 +70,7 @@ def test_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decodes = pq.read_table(out / "real_model.parquet").to_pandas()
     sizes = decodes.groupby(["model", "task", "method"], observed=True).size()
     assert set(sizes["full"]["stories"]) == {3}
-    assert set(sizes["full"]["stories"].index) >= {"confidence", "eb-sampler_0.1", "tracelock_0.8"}
+    assert set(sizes["full"]["stories"].index) >= {"confidence", "tracelock_0.8", "outcome_0.95"}
     assert sizes["control", "countdown", "autoregressive"] == 2
     assert set(decodes.model) == {
         "control", "full", "block", "sft-s0", "tabom-s0", "rl-trace", "rl-random", "on-policy",
