@@ -58,8 +58,7 @@ def models(path: Path, sizes: Mapping[str, int]) -> set[str]:
         return set()
     decoded, facts = read(path)
     for name, value in sizes.items():
-        if facts["sizes"][name] != value:
-            wanted = facts["sizes"][name]
+        if (wanted := facts["sizes"].get(name)) != value:
             raise SystemExit(f"--{name}: expected {wanted}, as {path} has it, got {value}")
     return set(decoded["model"].unique().to_pylist())
 
