@@ -735,7 +735,7 @@ def draw(results: dict[tuple[str, str], Decodes], path: Path) -> None:
     names = [task for task in TASKS if (task, "test") in results]
 
     def figure(theme: Theme) -> Figure:
-        drawn = Figure(figsize=(9.6, 1.9 * len(names) + 1.2), layout="constrained")
+        drawn = Figure(figsize=(9.6, 1.5 * len(names) + 1.2), layout="constrained")
         axes = drawn.subplots(len(names), len(CONTESTS), squeeze=False)
         for (row, task), (column, (kind, windows)) in itertools.product(
             enumerate(names), enumerate(CONTESTS.items())
@@ -773,7 +773,7 @@ def draw(results: dict[tuple[str, str], Decodes], path: Path) -> None:
             if row == 0:
                 axis.set_title(kind)
             if column == 0:
-                axis.set_ylabel(f"{task}: right, %")
+                axis.set_ylabel(f"{task}, %")
             tidy_axes(axis)
         for axis in axes[-1]:
             axis.set_xlabel("forwards")
