@@ -266,11 +266,17 @@ def drop_frozen_decoders(
     """A state-dict hook: frozen weights of decoders come from their own files, not checkpoints."""
     # No ``on_save_checkpoint``: under FSDP2 the keys of a module's state are also what is looked
     # for in a distributed checkpoint.
-    for path, part in module.named_modules():
-        if isinstance(part, PreTrainedModel | Vision):
-            for name, value in part.named_parameters(remove_duplicate=False):
-                if not value.requires_grad:
-                    state.pop(f"{prefix}{path}.{name}", None)
+    frozen = {
+        f"{prefix}{path}.{name}"
+        for path, part in module.named_modules()
+        if isinstance(part, PreTrainedModel | Vision)
+        for name, value in part.named_parameters(remove_duplicate=False)
+        if not value.requires_grad
+    }
+    for key in list(state):
+        # bitsandbytes adds the constants of a matrix in 4 bits, such as ``weight.absmax``.
+        if key in frozen or f"{key.partition('.weight.')[0]}.weight" in frozen:
+            del state[key]
 
 
 def _local(value: Tensor) -> Tensor:

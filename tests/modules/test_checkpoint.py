@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from torch import nn
 
 from lit_dlm.backbones import HFBackbone
 from lit_dlm.backbones.lora import LoRASettings
@@ -83,6 +84,21 @@ def test_whole_weights_load_into_a_frozen_model_without_an_adapter() -> None:
     decode(bare()).on_load_checkpoint(checkpoint)
     with pytest.raises(ValueError, match=r"lacks 28 weights, such as backbone"):
         decode(adapted()).on_load_checkpoint(checkpoint)
+
+
+def test_constants_of_frozen_matrices_in_4_bits_stay_out_of_a_checkpoint() -> None:
+    """As bitsandbytes adds them; a run goes on from its own checkpoint."""
+    module = sft()
+
+    def add_constants(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+        state[f"{prefix}weight.quant_state.bitsandbytes__nf4"] = torch.ones(1)
+
+    for name, part in module.named_modules():
+        if name.endswith(".base_layer"):
+            part.register_state_dict_post_hook(add_constants)
+    checkpoint = stored(module)
+    assert checkpoint["state_dict"].keys() == trained(module).keys()
+    module.on_load_checkpoint(checkpoint)
 
 
 def test_a_value_adapter_belongs_to_the_checkpoint() -> None:
