@@ -40,7 +40,8 @@ from lit_dlm.trajectories.capture import FeatureCapture, StepBuffer, TrajectoryC
 from lit_dlm.trajectories.record import Trajectory
 
 HELD_BYTES = 2**30
-"""Features of an RL step that stay in memory; more lie in a file without a name."""
+"""Features of an RL step that stay in memory; more lie in a file without a name. Several processes
+have those of all in memory."""
 
 
 class CommitCapture(TrajectoryCapture):

@@ -45,6 +45,8 @@ from lit_dlm.trajectories.store import TrajectoryShardReader
 from lit_dlm.vision.base import add_picture_folders, add_pictures, find_pictures
 
 _CPU = torch.device("cpu")
+# Records that travel together: features of all steps may be 100 MB each, a block's 1 GiB.
+_PER_BLOCK = 8
 
 
 @dataclass(frozen=True)
@@ -476,22 +478,26 @@ class OnlineRollouts:
 
 
 def gathered(records: Sequence[Trajectory], ranks: Ranks) -> list[Trajectory]:
-    """The records of all processes, one after the other; every process must call it.
+    """The records of all processes, in no order; every process must call it.
 
     They travel in the format of shards: compact, checked, and without pickles.
     """
     if ranks.world_size == 1:
         return list(records)
-    has_features = any(record.features is not None for record in records)
-    blocks = ranks.gather(encode_block(records, level=1) if records else b"")
-    features = ranks.gather(encode_features(records) if has_features else b"")
     found: list[Trajectory] = []
-    for block, member in zip(blocks, features, strict=True):
-        if block:
-            read = read_block(block)
-            own = records_of(read, strict=False)
-            found += attach_features(read, own, member) if member else own
-    return found
+    rest = list(records)
+    while True:
+        own, rest = rest[:_PER_BLOCK], rest[_PER_BLOCK:]
+        blocks = ranks.gather(encode_block(own, level=1) if own else b"")
+        if not any(blocks):
+            return found
+        has_features = any(record.features is not None for record in own)
+        features = ranks.gather(encode_features(own) if has_features else b"")
+        for block, member in zip(blocks, features, strict=True):
+            if block:
+                read = read_block(block)
+                of_block = records_of(read, strict=False)
+                found += attach_features(read, of_block, member) if member else of_block
 
 
 class StoredRollouts:

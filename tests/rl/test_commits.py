@@ -38,6 +38,7 @@ from lit_dlm.rl.rollout import Ranks, gathered
 from lit_dlm.rl.settings import PolicyObjective
 from lit_dlm.rl.step import fill_advantages, fill_old_scores, shard_items
 from lit_dlm.tasks import PromptExample
+from lit_dlm.trajectories import format as blocks
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from tests.finetuning import two_processes
@@ -177,7 +178,10 @@ def test_draws_do_not_depend_on_the_batch_and_features_travel_with_records(
     spilled = decoded(module)
     assert len(os.listdir("/proc/self/fd")) <= open_files + 2  # the file, and its map
     assert isinstance(spilled[-1].features.features, np.memmap)
-    for one, other in zip(gathered(spilled, Two(0, 2)), records, strict=True):
+    # Sixteen records would not fit into one block.
+    limit = 12 * blocks.unpack(blocks.encode_features(records)).nbytes // 8
+    monkeypatch.setattr(blocks, "MAX_RAW_BYTES", limit)
+    for one, other in zip(gathered(spilled * 2, Two(0, 2)), records * 2, strict=True):
         assert one.features is not None
         assert other.features is not None
         np.testing.assert_array_equal(one.features.features, other.features.features)
