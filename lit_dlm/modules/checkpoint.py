@@ -277,7 +277,8 @@ def require_training(path: Path, found: Any) -> None:
     # A saver deletes the files that its state calls worse than the next one.
     for saver in found.get("callbacks", {}).values():
         for name in saver.get("best_k_models", ()) if isinstance(saver, Mapping) else ():
-            if "://" in name or ".." in Path(name).parts:
+            is_beside = Path(name).resolve().parent == path.resolve().parent
+            if "://" in name or (".." in Path(name).parts and not is_beside):
                 raise ValueError(f"{path}: best_k_models leads out of its folder, to {name}")
 
 

@@ -35,6 +35,10 @@ def checkpoint(step: int, size: int = 3000) -> dict[str, Any]:
     }
 
 
+def with_best(name: str) -> dict[str, Any]:
+    return {**checkpoint(1), "callbacks": {"Saver{}": {"best_k_models": {name: 1.0}}}}
+
+
 def load(path: Path) -> int:
     """The step of a checkpoint, whose content is what was saved of that step."""
     found = FILES.load_checkpoint(path)
@@ -173,10 +177,8 @@ class Runs:
     [
         ([1], "expected a checkpoint of Lightning"),
         ({"weight": torch.zeros(2)}, "expected a checkpoint of Lightning"),
-        (
-            {**checkpoint(1), "callbacks": {"Saver{}": {"best_k_models": {"/a/../b": 1}}}},
-            "best_k_models leads out of its folder",
-        ),
+        (with_best("/a/../b"), "best_k_models leads out of its folder, to /a/../b"),
+        (with_best("a/.."), "best_k_models leads out of its folder, to a/.."),
         ({"hook": Runs()}, "expected a checkpoint of tensors and plain values"),
     ],
 )
@@ -189,6 +191,15 @@ def test_other_content_is_named_and_nothing_in_a_file_runs(
         with pytest.raises(ValueError, match=rf"foreign\.pt: {named}"):
             FILES.load_checkpoint("foreign.pt", weights_only=weights_only)
     assert [path.name for path in tmp_path.iterdir()] == ["foreign.pt"]
+
+
+def test_a_run_in_a_relative_folder_above_reads_its_own_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    FILES.save_checkpoint(with_best("../runs/step=1.ckpt"), "../runs/last.ckpt")
+    assert FILES.load_checkpoint("../runs/last.ckpt")["global_step"] == 1
 
 
 def test_folders_and_addresses_are_no_checkpoint_files(tmp_path: Path) -> None:
