@@ -12,7 +12,7 @@ from lit_dlm.ops.options import at_least
 from lit_dlm.ops.sampling import uniform_noise
 
 _LEVEL, _CELL, _BLOCK = 22, 23, 24
-"""Streams of noise, apart from those of other states."""
+"""Streams of noise; dParallel, which no run has beside them, uses 24 as well."""
 
 
 @dataclass(eq=False, kw_only=True)

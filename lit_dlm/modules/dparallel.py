@@ -23,7 +23,7 @@ from lit_dlm.ops.options import at_least
 from lit_dlm.ops.sampling import uniform_noise
 
 _BLOCK, _HALF = 24, 25
-"""Streams of noise, apart from those of other corruptions."""
+"""Streams of noise; ``BoundViews``, which no run has beside them, uses 24 as well."""
 
 _VIEWS = ("half", "complement")
 
