@@ -25,8 +25,8 @@ class RewardModel(Reward):
     """Pays what a reward model of transformers says of a conversation.
 
     The model is any ``AutoModelForSequenceClassification`` without code of its own, in safetensors,
-    with a tokenizer that has a chat template. Its first logit is the reward. It is loaded at the
-    first rollout.
+    with a tokenizer that has a chat template and a padding token. Its first logit is the reward. It
+    is loaded at the first rollout.
 
     Args:
         path: folder or hub id.
@@ -55,6 +55,8 @@ class RewardModel(Reward):
         tokenizer = load_tokenizer(self.path)
         if tokenizer.chat_template is None:
             raise ValueError(f"{self.path}: expected a tokenizer with a chat template")
+        if tokenizer.pad_token is None:
+            raise ValueError(f"{self.path}: expected a tokenizer with a padding token")
         tokenizer.padding_side = "right"
         return tokenizer
 

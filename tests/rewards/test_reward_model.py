@@ -1,5 +1,6 @@
 """A learned reward against plain forwards of the same classifier."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -35,8 +36,12 @@ def test_rewards_are_the_logits_of_unpadded_conversations_at_every_batch_size(
         assert found == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_tokenizer_without_a_template_is_named(tmp_path: Path):
+def test_what_a_tokenizer_lacks_is_named(tmp_path: Path):
     folder = save_classifier(tmp_path)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token": None}))
+    with pytest.raises(ValueError, match=f"{folder}: expected a tokenizer with a padding token"):
+        RewardModel(str(folder), dtype="float32").score([rollout("7")])
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(ValueError, match="expected a tokenizer with a chat template"):
         RewardModel(str(folder), dtype="float32").score([rollout("7")])
