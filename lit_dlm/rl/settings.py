@@ -96,9 +96,6 @@ class ValueObjective:
     """Discount per step."""
     lam: float = 1.0
     """Weight of longer advantage estimates."""
-    shrink: int | None = None
-    """Consecutive steps that count as one in returns and advantages; as many as in the states that
-    are trained on by default, 1 where these are not of traces."""
     clip: float = 0.2
     """How far a value may move in one RL step before its gradient is cut."""
     lr: float = 5e-6
@@ -108,14 +105,14 @@ class ValueObjective:
         within("[0, 1]", of="value.", gamma=self.gamma, lam=self.lam)
         within("(0, inf)", of="value.", clip=self.clip)
         within("[0, 0]", of="value.lora.", dropout=self.lora.dropout)  # two forwards are compared
-        at_least(1, of="value.", shrink=self.shrink)
         at_least(0, of="value.", lr=self.lr)
 
     def trace(self, corruption: Corruption) -> TraceMasking:
-        """The states whose values make returns and advantages, by those that are trained on."""
-        shrink = self.shrink
-        if shrink is None:
-            shrink = corruption.shrink if isinstance(corruption, TraceMasking) else 1
+        """The states whose values make returns and advantages.
+
+        As many steps count as one as in the traces that are trained on; 1 where those are none.
+        """
+        shrink = corruption.shrink if isinstance(corruption, TraceMasking) else 1
         return TraceMasking(shrink=shrink, padding="replayed")
 
     def needs_whole_trace(self, corruption: Corruption) -> bool:
@@ -129,7 +126,6 @@ class ValueObjective:
             and isinstance(corruption, TraceMasking)
             and corruption.rows_per_sample is not None
             and corruption.padding == "replayed"
-            and corruption.shrink == self.trace(corruption).shrink
         )
 
 
