@@ -11,7 +11,6 @@ import torch
 
 import lit_dlm
 from lit_dlm.decoding import Decoder, NoQuota
-from lit_dlm.rl.advantages import as_advantage
 
 ROOT = Path(__file__).resolve().parents[1]
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
@@ -81,7 +80,7 @@ def test_the_classes_shown_in_the_architecture_work():
     decoder = Decoder(policy=found["EveryOther"](), quota=NoQuota())
     done = lit_dlm.generate("tiny", ["Hi"], decode=decoder, response_length=32)
     assert done.num_steps == [6]  # 32, 16, 8, 4, 2, 1 masks
-    advantages = as_advantage(found["BestOnly"]()).compute(torch.tensor([1.0, 0.0, 1.0]))
+    advantages = found["BestOnly"]().compute(torch.tensor([1.0, 0.0, 1.0]))
     assert advantages.tolist() == [1.0, 0.0, 1.0]
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from lit_dlm.losses.states import step_groups
-from lit_dlm.ops.options import one_of, within
-from lit_dlm.plugs import Plug, checked_plug
+from lit_dlm.ops.options import within
+from lit_dlm.plugs import Plug
 
 
 class Advantage(Plug):
@@ -75,21 +75,6 @@ class RawReward(Advantage):
 
     def compute(self, rewards: Tensor) -> Tensor:
         return rewards
-
-
-_BY_NAME: dict[str, type[Advantage]] = {
-    "group_zscore": GroupZScore,
-    "leave_one_out": LeaveOneOut,
-    "none": RawReward,
-}
-
-
-def as_advantage(advantage: Advantage | str) -> Advantage:
-    """The advantage that a setting names, or the object that it is."""
-    if isinstance(advantage, str):
-        one_of(*_BY_NAME, advantage=advantage)
-        advantage = _BY_NAME[advantage]()
-    return checked_plug(advantage, Advantage, option="advantage")
 
 
 def outcome_rewards(totals: Tensor, steps: Tensor, members: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from lit_dlm.losses.states import Corruption
 from lit_dlm.ops.options import at_least, within
 from lit_dlm.plugs import checked_plug
 from lit_dlm.rewards import GroupFilter, Reward
-from lit_dlm.rl.advantages import Advantage, as_advantage
+from lit_dlm.rl.advantages import Advantage, GroupZScore
 from lit_dlm.rl.items import Normalise
 from lit_dlm.rl.policy_losses import ClippedPolicyLoss, PolicyLoss
 from lit_dlm.tasks import Task
@@ -153,8 +153,7 @@ class RolloutSettings:
         filters: groups that one of them drops are not trained on.
         overlong_is_wrong: scores truncated training responses as incorrect without grading.
         overlong_margin: so many cells short of the budget count as truncated, too (5 in dLLM-RL).
-        advantage: of a prompt's responses: ``group_zscore``, ``leave_one_out``, ``none``, or a
-            class of one's own by its import path.
+        advantage: of a prompt's responses; ``GroupZScore`` by default.
         passes: over the items of an RL step, each in updates of its own; random states differ.
         val_responses: responses to each held-out prompt.
         val_response_length: cells of those; as many as in training by default.
@@ -180,7 +179,7 @@ class RolloutSettings:
     filters: list[GroupFilter] | None = None
     overlong_is_wrong: bool = True
     overlong_margin: int = 0
-    advantage: Advantage | str = "group_zscore"
+    advantage: Advantage | None = None
     passes: int = 1
     val_responses: int = 1
     val_response_length: int | None = None
@@ -193,7 +192,9 @@ class RolloutSettings:
         self.val_tasks, self.filters = self.val_tasks or [], self.filters or []
         for one in self.filters:
             checked_plug(one, GroupFilter, option="filters")
-        self.advantage = as_advantage(self.advantage)
+        self.advantage = checked_plug(
+            self.advantage or GroupZScore(), Advantage, option="advantage"
+        )
         at_least(1, **{name: getattr(self, name) for name in _POSITIVE})
         within(f"[0, {self.response_length})", overlong_margin=self.overlong_margin)
         alone = self.source == "online" and self.responses_per_prompt == 1

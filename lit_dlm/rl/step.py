@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lit_dlm.losses.bounds import BoundViews
 from lit_dlm.losses.states import Corruption, Responses
-from lit_dlm.rl.advantages import Advantage, StepGAE, as_advantage, outcome_rewards
+from lit_dlm.rl.advantages import Advantage, StepGAE, outcome_rewards
 from lit_dlm.rl.items import Items, RolloutBatch, RowBuilder, joined, order_of_writing
 from lit_dlm.rl.metrics import rollout_facts
 from lit_dlm.rl.rollout import (
@@ -160,10 +160,11 @@ def rl_step(
 
     # Returns and advantages: rewards are compared within a group and, with a value model or rewards
     # per token, followed back along the steps of the decode.
+    assert settings.advantage is not None
     estimates = fill_advantages(
         policy,
         items,
-        advantage=as_advantage(settings.advantage),
+        advantage=settings.advantage,
         batch_size=settings.batch_size,
         ranks=ranks,
     )

@@ -8,22 +8,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_dlm.rl.advantages import StepGAE, as_advantage, outcome_rewards
+from lit_dlm.rl.advantages import (
+    Advantage,
+    GroupZScore,
+    LeaveOneOut,
+    RawReward,
+    StepGAE,
+    outcome_rewards,
+)
 
 
 @pytest.mark.parametrize(
-    ("name", "rewards", "expected"),
+    ("advantage", "rewards", "expected"),
     [
         # Mean 1/2, population deviation sqrt(4 * 1/4 / 4) = 1/2; equal rewards have none.
-        ("group_zscore", [[1.0, 0.0, 0.0, 1.0], [0.3] * 4], [[1.0, -1.0, -1.0, 1.0], [0.0] * 4]),
+        (GroupZScore(), [[1.0, 0.0, 0.0, 1.0], [0.3] * 4], [[1.0, -1.0, -1.0, 1.0], [0.0] * 4]),
         # 3 - 0, then 0 - 3/2 twice. One alone has nobody to compare with.
-        ("leave_one_out", [3.0, 0.0, 0.0], [3.0, -1.5, -1.5]),
-        ("leave_one_out", [5.0], [0.0]),
-        ("none", [3.0, 0.0], [3.0, 0.0]),
+        (LeaveOneOut(), [3.0, 0.0, 0.0], [3.0, -1.5, -1.5]),
+        (LeaveOneOut(), [5.0], [0.0]),
+        (RawReward(), [3.0, 0.0], [3.0, 0.0]),
     ],
 )
-def test_advantages_by_hand(name: str, rewards: Any, expected: Any) -> None:
-    found = as_advantage(name).compute(torch.tensor(rewards))
+def test_advantages_by_hand(advantage: Advantage, rewards: Any, expected: Any) -> None:
+    found = advantage.compute(torch.tensor(rewards))
     torch.testing.assert_close(found, torch.tensor(expected))
 
 
@@ -31,7 +38,7 @@ def test_the_example_is_a_plain_class_that_ranks_responses(monkeypatch: pytest.M
     """Thrice those above less those below, of the three others."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
     ranks = import_module("advantage").RankAdvantage(scale=3.0)
-    assert as_advantage(ranks) is ranks
+    assert isinstance(ranks, Advantage)
     assert ranks.compute(torch.tensor([3.0, 0.0, 3.0, 1.0])).tolist() == [2.0, -3.0, 2.0, -1.0]
 
 

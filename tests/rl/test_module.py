@@ -26,7 +26,7 @@ from lit_dlm.decoding import (
 from lit_dlm.losses.corruption import Autoregressive, CoupledViews, RandomMasking, TraceMasking
 from lit_dlm.losses.terms import LossTerms
 from lit_dlm.rewards import Reward, RewardScore, Rollout
-from lit_dlm.rl.advantages import RawReward
+from lit_dlm.rl.advantages import LeaveOneOut, RawReward
 from lit_dlm.rl.items import RolloutBatch, training_rows
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.settings import PolicyObjective, ValueObjective
@@ -184,7 +184,7 @@ REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
     ("^advantage", rollout_data, {"advantage": "mean"}),
     ("^advantage: object has no method 'compute', which", rollout_data, {"advantage": object()}),
     ("^responses_per_prompt: .* GroupZScore", rollout_data, {"responses_per_prompt": 1}),
-    ("LeaveOneOut", rollout_data, {"responses_per_prompt": 1, "advantage": "leave_one_out"}),
+    ("LeaveOneOut", rollout_data, {"responses_per_prompt": 1, "advantage": LeaveOneOut()}),
     ("^overlong_margin", rollout_data, {"overlong_margin": G}),
     ("^filters", rollout_data, {"filters": [object()]}),
 ]

@@ -332,7 +332,7 @@ def test_what_is_logged_does_not_depend_on_how_rows_are_dealt(tmp_path: Path) ->
     for batch_size, accumulate in ((96, 1), (8, 64), (1, 1000), (8, 1)):
         rl = learner(value=ValueObjective(backbone="head", lr=0.0), optimizer=standing)
         torch.nn.init.normal_(rl.value_head.weight, std=0.1)
-        data = rollout_data(batch_size=batch_size, advantage="none", **options)
+        data = rollout_data(batch_size=batch_size, advantage=RawReward(), **options)
         trainer = fit(rl, data, tmp_path, steps=1, accumulate_grad_batches=accumulate)
         found.append({name: float(value) for name, value in trainer.callback_metrics.items()})
     names = ("loss", "policy_loss", "value_loss", "value_error", "value_explained", "entropy")
