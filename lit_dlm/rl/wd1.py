@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from lit_dlm.losses.terms import LossTerms
-from lit_dlm.ops.options import within
 from lit_dlm.rl.advantages import Advantage
 from lit_dlm.rl.policy_losses import PolicyLoss
 
@@ -16,20 +15,13 @@ from lit_dlm.rl.policy_losses import PolicyLoss
 class SoftmaxWeights(Advantage):
     """``w+ - w-``: softmaxes of the centred rewards and of their negatives over a group.
 
-    wd1 (arXiv:2507.08838, section 3; ``psi`` is 1 in its code): right responses are made more
+    wd1 (arXiv:2507.08838, section 3; ``psi`` is 1, as in its code): right responses are made more
     probable, wrong ones less, and what is neither cancels. Times the number of responses, so that
     a mean over responses is the source's sum over a group.
-
-    Args:
-        psi: inverse temperature of both softmaxes.
     """
 
-    def __init__(self, psi: float = 1.0) -> None:
-        within("(0, inf)", psi=psi)
-        self.psi = psi
-
     def compute(self, rewards: Tensor) -> Tensor:
-        centred = self.psi * (rewards - rewards.mean())
+        centred = rewards - rewards.mean()
         return len(rewards) * (centred.softmax(0) - (-centred).softmax(0))
 
 

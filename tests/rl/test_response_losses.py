@@ -129,7 +129,7 @@ def test_wd1_weighs_responses_by_two_softmaxes_of_their_group() -> None:
     expected = torch.tensor([plus[0] - minus[0], *[plus[1] - minus[1]] * 3]) * 4
     weights = SoftmaxWeights().compute(torch.tensor([1.0, 0.0, 0.0, 0.0]))
     torch.testing.assert_close(weights, expected)
-    assert not SoftmaxWeights(psi=3.0).compute(torch.ones(4)).any()
+    assert not SoftmaxWeights().compute(torch.ones(4)).any()
     log_prob = torch.tensor([-1.0, -2.0, -math.inf], requires_grad=True)
     weight = torch.tensor([0.5, 1.0, 0.0])
     loss = WeightedLikelihood()
@@ -158,8 +158,7 @@ def test_options_that_a_method_cannot_have_are_refused_by_name() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             module(policy(), corruption=COUPLED, **options)
-    for wrong, name in ((lambda: SPG(beta=0.5), "beta"), (lambda: SPG(mix=2.0), "mix"),
-                        (lambda: SoftmaxWeights(psi=0.0), "psi")):  # fmt: skip
+    for wrong, name in ((lambda: SPG(beta=0.5), "beta"), (lambda: SPG(mix=2.0), "mix")):
         with pytest.raises(ValueError, match=f"^{name}"):
             wrong()
     rl = module(policy(), corruption=COUPLED)
