@@ -95,10 +95,6 @@ Report = Callable[[str, int, int], None]
 Problem = tuple[PromptExample, list[int]]
 
 
-def no_report(phase: str, done: int, total: int) -> None:
-    """Takes a report and does nothing with it."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RolloutPrompt:
     """One response that is asked for."""
@@ -416,7 +412,13 @@ class OnlineRollouts:
         self.rewarder.close()
 
     def collect(
-        self, step: int, cursor: int, *, version: int, ranks: Ranks, report: Report = no_report
+        self,
+        step: int,
+        cursor: int,
+        *,
+        version: int,
+        ranks: Ranks,
+        report: Report = lambda *_: None,
     ) -> Rollouts:
         """The rollouts of one RL step, of all processes, which must all call it.
 

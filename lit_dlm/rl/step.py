@@ -30,7 +30,6 @@ from lit_dlm.rl.rollout import (
     RolloutSource,
     groups_of,
     in_order,
-    no_report,
 )
 from lit_dlm.rl.settings import PolicyObjective, RolloutSettings, ValueObjective
 from lit_dlm.trajectories.record import SIGNAL_DTYPES, Trajectory
@@ -119,7 +118,7 @@ def rl_step(
     accumulate: int = 1,
     version: int = 0,
     ranks: Ranks = ALONE,
-    report: Report = no_report,
+    report: Report = lambda *_: None,
 ) -> RLStep:
     """Does everything of an RL step that comes before its updates; every process must call it.
 
@@ -422,7 +421,7 @@ def fill_old_scores(
     batches: Sequence[MicroBatch],
     items: Items,
     *,
-    report: Report = no_report,
+    report: Report = lambda *_: None,
 ) -> Tensor:
     """Scores the batches of this process before the first update.
 

@@ -16,7 +16,7 @@ import torch
 from lit_dlm.losses.corruption import RandomMasking, TraceMasking
 from lit_dlm.rewards import Reward, RewardScore, Rollout
 from lit_dlm.rl.advantages import GroupZScore, RawReward
-from lit_dlm.rl.rollout import Rollouts, no_report
+from lit_dlm.rl.rollout import Rollouts
 from lit_dlm.rl.settings import PolicyObjective, ValueObjective
 from lit_dlm.rl.step import (
     MicroBatch,
@@ -231,7 +231,7 @@ def test_the_initial_policy_is_the_one_without_the_adapter() -> None:
 
 def step_on(records: list[Trajectory], before: RLProgress, **options: Any) -> RLStep:
     """Of rollouts that are there already."""
-    rl, report = module(policy()).eval(), options.pop("report", no_report)
+    rl, report = module(policy()).eval(), options.pop("report", Mock())
     settings = rollout_data(batch_size=4, **options)
     source = Mock(**{"collect.return_value": Rollouts(records, 3, {"rollout": 1.0})})
     return rl_step(rl, source, settings, before, report=report)
