@@ -88,7 +88,7 @@ class TracePictures(Callback):
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         module = of_kind(pl_module, DecodeModule, option="model")
         if stage == "predict":
-            if module.capture() is None:
+            if module.level is None:
                 raise ValueError(
                     "TracePictures: the module captures no trajectories; set model.level"
                 )

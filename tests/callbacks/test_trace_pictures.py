@@ -15,6 +15,7 @@ from lit_dlm.callbacks import TracePictures, trace_pictures
 from lit_dlm.callbacks.trace_pictures import log_images
 from lit_dlm.datamodules import PromptDataModule
 from lit_dlm.modules import DecodeModule
+from lit_dlm.modules.generate import TraceModule
 from tests.callbacks.letters import LENGTH, ByteTokenizer, Letters, Table, both_decoders
 from tests.finetuning import quiet
 from tests.reports.sample_sets import WordTokenizer
@@ -54,6 +55,12 @@ def test_predict_draws_the_first_samples_of_every_method(tmp_path: Path):
     drawn = {f"{method}/letters_test_{number}{suffix}" for method, number, suffix in parts}
     assert files == {"traces.html", *drawn}
     assert (tmp_path / "traces.html").read_text().count('"uid":"letters/test/') == 4
+
+
+def test_a_run_that_has_yet_to_fit_its_projector_is_drawn(tmp_path: Path):
+    features = {"level": "features", "projector_dir": str(tmp_path)}
+    module = TraceModule(Table(), tokenizer="none", decoders=both_decoders(), **features)
+    TracePictures(str(tmp_path)).setup(Mock(), module, "predict")
 
 
 class ImageLogger(CSVLogger):
