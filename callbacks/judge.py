@@ -8,6 +8,7 @@ llama.cpp servers do; nothing is sent anywhere unless the callback is in the con
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from pathlib import Path
@@ -34,9 +35,9 @@ class HttpJudge(Callback):
     """Asks a judge about every result of some tasks, once the run's results are complete.
 
     Verdicts are appended to ``{run_dir}/judge/{task}/{method}.jsonl`` and not asked for again by a
-    resumed run; ``{run_dir}/judge/summary.json`` holds the share that is judged correct. A reply
-    that is no verdict counts as a failure and leaves the denominator, as in the TraceLock release.
-    Put the callback behind ``DecodeWriter``.
+    run with the same completions; ``{run_dir}/judge/summary.json`` holds the share that is judged
+    correct. A reply that is no verdict counts as a failure and leaves the denominator, as in the
+    TraceLock release. Put the callback behind ``DecodeWriter``.
 
     Args:
         run_dir: folder of the run, which holds ``results``.
@@ -101,19 +102,25 @@ class HttpJudge(Callback):
         self, path: Path, rows: list[ResultRow], examples: dict[str, PromptExample]
     ) -> dict[str, bool | None]:
         """Verdict of every row by uid, from the file or from the judge."""
-        verdicts: dict[str, bool | None] = {}
+        held: dict[str, dict[str, Any]] = {}
         drop_torn_line(path)
         if path.exists():
             lines = path.read_text(encoding="utf-8").splitlines()
-            verdicts = {r["uid"]: r["correct"] for r in map(json.loads, lines)}
+            held = {stored["uid"]: stored for stored in map(json.loads, lines)}
         path.parent.mkdir(parents=True, exist_ok=True)
+        verdicts: dict[str, bool | None] = {}
         with path.open("a", encoding="utf-8") as file:
             for row in rows:
-                if row.uid not in verdicts and row.prompt_uid in examples:
+                if row.prompt_uid not in examples:
+                    continue
+                digest = hashlib.sha256(json.dumps(row.completion).encode()).hexdigest()
+                found = held.get(row.uid, {})
+                if found.get("completion_sha256") != digest:
                     verdict = self.verdict(examples[row.prompt_uid], row.completion)
-                    verdicts[row.uid] = verdict
-                    file.write(json.dumps({"uid": row.uid, "correct": verdict}) + "\n")
+                    found = {"uid": row.uid, "correct": verdict, "completion_sha256": digest}
+                    file.write(json.dumps(found) + "\n")
                     file.flush()
+                verdicts[row.uid] = found["correct"]
         return verdicts
 
     def verdict(self, example: PromptExample, completion: str) -> bool | None:

@@ -1,6 +1,7 @@
 """The judge callback with an endpoint that answers as told."""
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +53,13 @@ def test_verdicts_are_kept_counted_and_asked_once(tmp_path: Path) -> None:
     (record,) = json.loads((tmp_path / "judge" / "summary.json").read_text())
     assert (record["judged"], record["failures"], record["accuracy"]) == (2, 1, 0.5)
     assert "Reference solution:\n7" in asked[0]
+    shutil.rmtree(results.folder)  # as users are told to; the first answer comes again
+    results = ResultFolder(results.folder)
+    results.claim("sums", "entropy", {"seed": 1})
+    results.append(row(f"sums/test/{number}", **own, completion="7") for number in range(2))
+    run(judge)
+    (record,) = json.loads((tmp_path / "judge" / "summary.json").read_text())
+    assert (len(asked), record["judged"], record["accuracy"]) == (4, 2, 1.0)
 
 
 def test_only_strict_replies_are_verdicts() -> None:
