@@ -167,7 +167,7 @@ class AdapterCheckpoint(Callback):
             return False
         value = float(found)
         sign = 1.0 if self.mode == "min" else -1.0
-        former = [sign * score for score in self.scores.values()]
+        former = [sign * score for score in self.scores.values() if math.isfinite(score)]
         self.scores[f"epoch-{number:02d}"] = value
         is_best = math.isfinite(value) and sign * value < min(former, default=math.inf)
         if is_best and trainer.is_global_zero:

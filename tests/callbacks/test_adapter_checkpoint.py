@@ -1,6 +1,7 @@
 """Folders of a fine-tuning run: per epoch, last and best, also across a restart."""
 
 import json
+import math
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -56,12 +57,13 @@ def test_every_epoch_the_last_and_the_best_have_a_folder(tmp_path: Path) -> None
     assert same(folder / "last", tmp_path / "now")
 
 
-def test_the_best_score_survives_a_restart(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("former", "best"), [(-1.0, []), (math.nan, ["best"])])
+def test_the_best_score_survives_a_restart(tmp_path: Path, former: float, best: list[str]) -> None:
     """What an earlier run reached stays the best until something is better."""
     callback = AdapterCheckpoint(str(tmp_path / "a"), monitor="val/loss", mode="min")
-    callback.load_state_dict({"scores": {"epoch-00": -1.0}, "epochs_ended": None})
+    callback.load_state_dict({"scores": {"epoch-00": former}, "epochs_ended": None})
     fitted(tmp_path, callback)
-    assert names(tmp_path / "a") == ["epoch-00", "last", "scores.json"]
+    assert names(tmp_path / "a") == [*best, "epoch-00", "last", "scores.json"]
 
 
 def test_between_its_epochs_nothing_is_written_but_the_end_is(tmp_path: Path) -> None:
