@@ -189,7 +189,7 @@ def _describe(trainer: Trainer, module: DecodeModule) -> RunRecord:
         hardware={
             **hardware_facts(),
             "world_size": trainer.world_size,
-            "batch_size": data.batch_size or data.rows,
+            "batch_size": getattr(data, "rollout_batch_size", data.batch_size) or data.rows,
         },
     )
 

@@ -1,5 +1,6 @@
 """RL steps as epochs: replay, resuming, empty steps, refill, and that policies learn."""
 
+import json
 import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -85,6 +86,7 @@ def test_stored_rollouts_replay_the_same_updates_and_are_not_written_again(
     assert all(again.first[name].equal(weight) for name, weight in online.first.items())
     assert {record.meta["rl_step"] for record in rl.current.records} == {0}
     assert {path: path.read_bytes() for path in folder.iterdir()} == files
+    assert json.loads(files[folder / "run.json"])["hardware"]["batch_size"] == 6  # of a decode
     assert caplog.text.count("writes nothing, the rollouts are those of") == 1
     assert caplog.text.count("filters, overlong_is_wrong and overlong_margin are not read") == 1
     stored = StoredRollouts(folder, mask_id=2)
