@@ -77,9 +77,8 @@ class DiscriminationScore(Callback):
     def _measure(self, trainer: Trainer, module: LightningModule, label: str) -> float:
         assert isinstance(module, TrainableModule)
         datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
-        examples = datamodule.probe_prompts(self.num_prompts)[
-            trainer.global_rank :: trainer.world_size
-        ]
+        examples = list(enumerate(datamodule.probe_prompts(self.num_prompts)))
+        examples = examples[trainer.global_rank :: trainer.world_size]
         observer = DiscriminationObserver()
         with evaluating(module), whole_weights(module.backbone):
             for first in range(0, len(examples), _BATCH_SIZE):
@@ -93,7 +92,7 @@ class DiscriminationScore(Callback):
                         ),
                         sample_seed(module.seed, f"probe:{number}"),
                     )
-                    for number, one in enumerate(examples[first : first + _BATCH_SIZE], first)
+                    for number, one in examples[first : first + _BATCH_SIZE]
                 ]
                 for _ in decode_stream(
                     module.backbone,

@@ -65,7 +65,8 @@ def test_the_score_reads_the_model_whatever_the_sampler_scores() -> None:
 
 
 def tuned(kind: Any, **options: Any) -> Any:
-    decoders = {"entropy": Decoder(policy=EntropyPolicy())}
+    sampler = Sampler(temperature=1.0)
+    decoders = {"entropy": Decoder(policy=EntropyPolicy(), sampler=sampler)}
     return kind(small(), tokenizer="tiny", decoders=decoders, **options)
 
 
@@ -108,7 +109,7 @@ def test_the_best_adapter_is_picked_by_the_score_of_its_own_epoch(
     assert list(best.scores.values()) == pytest.approx(measured, rel=1e-6)
 
 
-def _measure(rank: int, folder: Path) -> tuple[float, float, list[str]]:
+def _measure(rank: int, folder: Path) -> tuple[float, dict[str, float], list[str]]:
     """What is logged, what was measured, and what Lightning says about it."""
     callback = DiscriminationScore(str(folder / "tds"), num_prompts=4)
     with warnings.catch_warnings(record=True) as seen:
@@ -117,14 +118,18 @@ def _measure(rank: int, folder: Path) -> tuple[float, float, list[str]]:
         module, data = tuned(SFTModule, corruption=RandomMasking()), Data(examples(), batch_size=2)
         trainer = run(module, data, folder, steps=2, total=2, **options)
     advice = [str(one.message) for one in seen if "sync_dist" in str(one.message)]
-    return float(trainer.callback_metrics["val/tds"]), callback.scores["epoch 0"], advice
+    return float(trainer.callback_metrics["val/tds"]), callback.scores, advice
 
 
 @pytest.mark.slow
 @pytest.mark.ddp
-def test_two_processes_log_one_score(tmp_path: Path) -> None:
+def test_two_processes_log_the_score_of_one(tmp_path: Path) -> None:
     first, second = in_two_processes(_measure, tmp_path)
     assert first == second
     logged, measured, advice = first
-    assert logged == pytest.approx(measured, rel=1e-6)
+    assert logged == pytest.approx(measured["epoch 0"], rel=1e-6)
     assert advice == []
+    alone = DiscriminationScore(str(tmp_path / "alone"), num_prompts=4)
+    module, data = tuned(SFTModule, corruption=RandomMasking()), Data(examples(), batch_size=2)
+    run(module, data, tmp_path, steps=1, total=1, callbacks=(alone,))
+    assert measured["start"] == pytest.approx(alone.scores["start"], rel=1e-6)
