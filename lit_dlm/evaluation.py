@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +140,10 @@ class DiffusionLM(TemplateLM):
             asked.append({"prompt": self.tok_encode(context), "length": length})
         if drawn:
             logger.warning("%s: asks for a temperature, which is the sampler's here", drawn)
+        self._check_lengths(
+            (len(one["prompt"]) + one["length"], f"{request.task_name}, document {request.doc_id}")
+            for one, request in zip(asked, requests, strict=True)
+        )
         keys = _numbered([json.dumps(one) for one in asked])  # of equal ones each has its own seed
 
         def decode(rows: Sequence[int]) -> list[dict[str, Any]]:
@@ -183,6 +187,10 @@ class DiffusionLM(TemplateLM):
 
         The latter is not asked of windows.
         """
+        self._check_lengths(
+            (len(context) + len(target), f"log-likelihood of ...{''.join(texts)[-40:]!r}")
+            for texts, context, target in requests
+        )
         keys = [json.dumps([context, target]) for _, context, target in requests]
 
         def score(rows: Sequence[int]) -> list[dict[str, Any]]:
@@ -238,6 +246,15 @@ class DiffusionLM(TemplateLM):
             counts.append(len(windows))
         bounds = iter(self._loglikelihood_tokens(pairs, disable_tqdm, are_windows=True))
         return [sum(next(bounds)[0] for _ in range(count)) for count in counts]
+
+    def _check_lengths(self, asked: Iterable[tuple[int, str]]) -> None:
+        """Refuses the longest of requests, of tokens and names, where the model has less places."""
+        length, name = max(asked, default=(0, ""))
+        if length > (limit := self.backbone.max_positions):
+            raise ValueError(
+                f"{name}: expected at most the {limit} positions of the model, got {length} tokens "
+                "of prompt and response"
+            )
 
     def _answered(
         self,

@@ -215,6 +215,24 @@ def test_bad_requests_are_one_line(lm_eval: Any, capsys: Any, tmp_path: Path, mo
     assert "answers.jsonl, line 1: expected a name" in fails(capsys, *asked)
 
 
+def test_longer_requests_are_refused_before_any_is_answered(
+    lm_eval: Any, tiny: Any, tmp_path: Path
+):
+    """500 tokens and 13 more, of 512 positions."""
+    from lit_dlm.evaluation import DiffusionLM
+
+    model, texts = DiffusionLM(*tiny, answers=tmp_path / "answers.jsonl"), ("7", "7" * 500)
+    asked = requests_of("generate_until", *((text, {"max_gen_toks": 13}) for text in texts))
+    asked[1].task_name, asked[1].doc_id = "words", 3
+    wanted = "expected at most the 512 positions of the model, got 513 tokens"
+    with pytest.raises(ValueError, match=f"^words, document 3: {wanted}"):
+        model.generate_until(asked)
+    scored = requests_of("loglikelihood", *((text, "8" * 13) for text in texts))
+    with pytest.raises(ValueError, match=rf"^log-likelihood of \.\.\.'7{{27}}8{{13}}': {wanted}"):
+        model.loglikelihood(scored)
+    assert not (tmp_path / "answers.jsonl").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["dream", "llada"])
 def test_recipes_of_tabom_run_on_twins(lm_eval: Any, tmp_path: Path, monkeypatch: Any, family: str):
