@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from lit_dlm.ops.files import replacing
 from lit_dlm.trajectories.format import COLUMNS, block_of, record_batch, records_of
-from lit_dlm.trajectories.record import MAX_LENGTH, Trajectory
+from lit_dlm.trajectories.record import MAX_LENGTH, STATUSES, Trajectory
 from lit_dlm.trajectories.store.files import STRANGE
 
 _ROWS_PER_GROUP = 1024
@@ -215,10 +215,9 @@ _ID_LISTS = ("prompt_token_ids", "response_token_ids", "prompt_ids", "response_i
 _STEP_LISTS = ("decoding_order", "step_map", "non_ltr_positions", "given_positions")
 _ROW = {
     **dict.fromkeys((*_ID_LISTS, *_STEP_LISTS), _IDS),
-    **dict.fromkeys((*_TEXT_KEYS["user"], *_TEXT_KEYS["assistant"], "status"), pa.string()),
     **_NUMBERS,
 }
-"""Fields of rows that are read, and their types; others are for other tools."""
+"""Fields that are checked, and their types; texts are where a row has no token ids."""
 
 
 def _checked_row(row: Any, settings: ImportSettings) -> dict[str, Any]:
@@ -343,9 +342,9 @@ def _record(
     order = np.where(given, -1, order)
     tokens = np.where((order < 0) & ~given, mask_id, tokens)
     is_full = bool((tokens != mask_id).all())
-    steps = row["num_steps"]
+    uid, steps, status = row.get("id"), row["num_steps"], row.get("status")
     record = Trajectory(
-        uid=str(row.get("id", name)),
+        uid=name if uid is None else str(uid),
         prompt_ids=prompt,
         tokens=tokens,
         commit_step=order,
@@ -353,7 +352,7 @@ def _record(
         mask_id=mask_id,
         vocab_size=_fact(row, "vocab_size"),
         seed=row["seed"] or 0,
-        status=row["status"] or ("complete" if is_full else "step_limit"),
+        status=status if status in STATUSES else "complete" if is_full else "step_limit",
         given=given,
         meta=_meta(row),
     )
@@ -411,7 +410,7 @@ def _ids(row: Mapping[str, Any], name: str, role: str, *, template: bool = False
     """Ids of a row, or of its first text of a role; a ``template`` is put around the text."""
     if row[name] is not None:
         return row[name]
-    texts = [row[key] for key in _TEXT_KEYS[role] if row[key] is not None]
+    texts = [row[key] for key in _TEXT_KEYS[role] if row.get(key) is not None]
     turns = row.get("messages") or []
     texts += [turn.get("content") for turn in turns if turn.get("role") == role]
     if not texts or not isinstance(texts[0], str):

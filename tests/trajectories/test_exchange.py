@@ -189,6 +189,15 @@ def test_rows_are_tokenised_only_when_they_have_no_ids(tmp_path):
     assert [one.tokens.tolist() for one in found] == [[7, 8, 1, 10]] * 3
 
 
+def test_what_other_tools_say_beside_token_ids_is_not_read(tmp_path):
+    chat = [{"role": "user", "content": "ab"}]
+    other = {"prompt": chat, "prompt_token_ids": [1], "answer": 18, "status": "ok"}
+    found = read(tmp_path, row(**other, id=None), row(**other, id=0))
+    assert [(one.uid, one.status) for one in found] == [("rows/1", "complete"), ("0", "complete")]
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: expected one of the texts response"):
+        read(tmp_path, row(**other, response_token_ids=...))
+
+
 def test_every_field_of_a_release_row_reaches_the_record(tmp_path):
     fields = {"method": "entropy", "data_source": "math", "reward": 0.5, "correct": False}
     one, two = read(tmp_path, row(**fields), row(**fields, meta={"task": "ours"}))
