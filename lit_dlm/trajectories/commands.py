@@ -403,7 +403,8 @@ def _export(options: argparse.Namespace) -> None:
 def _import(options: argparse.Namespace) -> None:
     from lit_dlm.trajectories import exchange
 
-    kind = _format(options.files, "FILE")
+    unpacked = [p.with_suffix("") if p.name.endswith(".jsonl.gz") else p for p in options.files]
+    kind = _format(unpacked, "FILE")
     sources = [
         {"file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
         for path in options.files
