@@ -427,12 +427,22 @@ def _import(options: argparse.Namespace) -> None:
         read = exchange.read_tabom if kind == ".jsonl" else exchange.read_step_map
         records = chain.from_iterable(read(path, settings) for path in options.files)
     count = 0
-    with TrajectoryShardWriter(
-        options.out, name="imported", split="train", rank=0, run=run
-    ) as writer:
-        for record in _tracked(records, None):
-            writer.put(record)
-            count += 1
+
+    def held() -> set[Path]:
+        return {*options.out.glob("imported-*"), *options.out.glob("run*.json")}
+
+    former = held()
+    try:
+        with TrajectoryShardWriter(
+            options.out, name="imported", split="train", rank=0, run=run
+        ) as writer:
+            for record in _tracked(records, None):
+                writer.put(record)
+                count += 1
+    except BaseException:
+        for path in held() - former:  # so that the call can be repeated
+            path.unlink()
+        raise
     if count:
         merge_manifest(options.out)
     PlainConsole().print(f"{options.out}: {count:,} records", soft_wrap=True)

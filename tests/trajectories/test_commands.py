@@ -1,5 +1,6 @@
 """``lit-dlm traj``: what the commands print, write and return."""
 
+import gzip
 import json
 import shutil
 
@@ -11,7 +12,14 @@ from lit_dlm.backbones.resolution import ASSETS
 from lit_dlm.trajectories.commands import main
 from lit_dlm.trajectories.store.files import shards_in
 from tests.trajectories.decoded_sets import DECODERS, LENGTH, NUM_TEXTS, decoded_set
-from tests.trajectories.samples import flip, random_record, read_all, write_shards
+from tests.trajectories.samples import (
+    flip,
+    random_record,
+    read_all,
+    records_of,
+    run_record,
+    write_shards,
+)
 
 pytestmark = pytest.mark.slow  # whole commands on real shards
 
@@ -165,3 +173,28 @@ def test_what_imported_rows_do_not_say_is_given(tmp_path):
     assert record.tokens.tolist() == [7, 8, 0]
     assert (record.mask_id, record.vocab_size) == (2, 30)
     assert record.commit_step.tolist() == [1, 0, 2]
+
+
+def test_an_import_that_failed_leaves_nothing_and_can_be_repeated(tmp_path, capsys):
+    path, out = tmp_path / "rows.jsonl.gz", tmp_path / "set"
+    files = ("import", path, "--out", out, "--mask_id", 2, "--vocab_size", 30)
+    ids = {"prompt_token_ids": [5], "response_token_ids": [7, 8]}
+
+    def imported(*orders: list[int]) -> int:
+        rows = [json.dumps({**ids, "decoding_order": order}) for order in orders]
+        path.write_bytes(gzip.compress("\n".join(rows).encode()))
+        return run(*files)
+
+    assert imported([0, 1], [1, 0], [0]) == 2
+    assert "rows.jsonl.gz:3: decoding_order has 1 entries" in capsys.readouterr().err
+    assert list(out.iterdir()) == []
+    assert imported([0, 1], [1, 0], [0, 0]) == 0
+    assert [record.uid for record in read_all(out)] == ["rows/1", "rows/2", "rows/3"]
+
+
+def test_an_export_of_several_runs_says_that_it_has_no_run_record(tmp_path, capsys):
+    for number in range(2):
+        run_of_set = run_record(randomness={"seed": number})
+        write_shards(tmp_path / str(number), records_of(1, start=number), run=run_of_set)
+    assert run("export", tmp_path / "0", tmp_path / "1", "--out", tmp_path / "x.parquet") == 0
+    assert "has no run record, since the shards are of 2 runs" in capsys.readouterr().err
