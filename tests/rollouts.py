@@ -123,7 +123,7 @@ def direct_log_probs(
     """
     found = torch.full((record.num_generated,), torch.nan, dtype=torch.float64)
     for step in range(record.num_steps):
-        ids = torch.from_numpy(record.canvas(step).astype(np.int64))[None]
+        ids = torch.tensor([*record.prompt_ids.tolist(), *record.state_at(step).tolist()])[None]
         with torch.no_grad():
             logits = backbone.denoise(ids, response_start=record.num_prompt).logits[0]
         if (words := backbone.spec.text_vocab_size) is not None:  # pictures are never proposed

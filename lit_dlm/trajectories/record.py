@@ -147,11 +147,6 @@ class Trajectory:
                 states[step + 1 : end + 1, position] = token
         return states
 
-    def canvas(self, step: int | None = None) -> Int32:
-        """``(P + G,)`` int32: the prompt and the response before ``step`` (default: final)."""
-        response = self.tokens if step is None else self.state_at(step)
-        return np.concatenate([self.prompt_ids, response])
-
     def committed_at(self, step: int) -> NDArray[np.int64]:
         """Positions ``(K,)`` int64, ascending, that step ``step`` wrote."""
         self._check_step(step, self.num_steps - 1)

@@ -90,7 +90,7 @@ def reference(module: TraceLockRLModule, record: Trajectory) -> list[Tensor]:
     drawn = module.decoders["drawn"]
     assert isinstance(drawn.policy, TraceLockPolicy)
     for step in range(record.num_steps):
-        ids = torch.from_numpy(record.canvas(step).astype(np.int64))[None]
+        ids = torch.tensor([*record.prompt_ids.tolist(), *record.state_at(step).tolist()])[None]
         masked = ids[0, P:] == MASK
         with torch.no_grad():
             layers = scorer.settings.hidden_layers

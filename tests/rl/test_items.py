@@ -191,7 +191,7 @@ def test_views_become_one_item_whose_scores_are_added_up() -> None:
         expected = torch.zeros(G, dtype=torch.float64)
         coefficient = items.coefficient[items.unit_item[items.unit] == number]
         for view in (items.item == number).nonzero()[:, 0]:
-            canvas = torch.from_numpy(record.canvas().astype(np.int64))
+            canvas = torch.tensor([*record.prompt_ids.tolist(), *record.tokens.tolist()])
             canvas[record.num_prompt :][items.hidden[view]] = MASK
             with torch.no_grad():
                 logits = backbone.denoise(canvas[None]).logits[0, record.num_prompt :]

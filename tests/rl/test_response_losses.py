@@ -28,7 +28,7 @@ def scores(rl: TraceRLModule, items: Items, number: int) -> list[dict[int, Tenso
     tokens = torch.from_numpy(record.tokens.astype(np.int64))
     found = []
     for state in (items.item == number).nonzero()[:, 0].tolist():
-        ids = torch.from_numpy(record.canvas().astype(np.int64))
+        ids = torch.tensor([*record.prompt_ids.tolist(), *record.tokens.tolist()])
         ids[record.num_prompt :][items.hidden[state]] = MASK
         logits = rl.backbone.denoise(ids[None], response_start=record.num_prompt).logits[0]
         log_probs = logits[record.num_prompt :].log_softmax(-1)

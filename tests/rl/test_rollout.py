@@ -94,7 +94,7 @@ def test_the_samplers_probabilities_are_those_of_its_draws(score_on: str) -> Non
         assert rollout.num_tokens == min(record.meta["num_tokens"] + 1, G)
         assert rollout.decode(record.tokens[: rollout.num_tokens].tolist()) == rollout.text
         for step in range(record.num_steps):
-            ids = torch.from_numpy(record.canvas(step).astype(np.int64))[None]
+            ids = torch.tensor([*record.prompt_ids.tolist(), *record.state_at(step).tolist()])[None]
             with torch.no_grad():
                 logits = using.module.backbone.denoise(ids).logits[0, record.num_prompt :] / 0.5
             least = logits.topk(5, -1).values[:, -1:]

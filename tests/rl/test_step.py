@@ -169,7 +169,8 @@ def test_values_are_read_at_the_states_of_the_decode(name: str, kind: Any) -> No
     ):
         record = records[row]
         assert returns == record.meta["reward"]
-        ids = torch.from_numpy(record.canvas(int(record.commit_step[cell])).astype("int64"))[None]
+        before = record.state_at(int(record.commit_step[cell])).tolist()
+        ids = torch.tensor([*record.prompt_ids.tolist(), *before])[None]
         start = record.num_prompt
         with torch.no_grad(), backbone.using_adapter("value" if kind == "lora" else "default"):
             hidden = reader.denoise(ids, hidden_layers=(-1,), response_start=start).hidden

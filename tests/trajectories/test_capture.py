@@ -188,7 +188,8 @@ def test_features_are_kept_at_the_planned_steps(layout):
         features = record.features
         assert features.kept_steps.tolist() == plan.steps(row, record.num_steps)
         for k, step in enumerate(features.kept_steps):
-            ids = record.canvas(step) if layout == "all" else record.state_at(step)
+            prompt = record.prompt_ids if layout == "all" else []
+            ids = np.array([*prompt, *record.state_at(step)])
             values = features.dequantized()[k]
             np.testing.assert_array_equal(values[:, :4], np.repeat(8.0 * ids[:, None], 4, 1))
             np.testing.assert_array_equal(values[:, 4:8], np.repeat(9.0 * ids[:, None], 4, 1))

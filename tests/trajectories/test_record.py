@@ -22,8 +22,6 @@ def test_states_follow_the_step_convention():
     expected = [[9, 9, 9], [9, 5, 9], [4, 5, 9], [4, 5, 6]]
     assert record.all_states().tolist() == expected
     assert [record.state_at(t).tolist() for t in range(4)] == expected
-    assert record.canvas(1).tolist() == [3, 9, 5, 9]
-    assert record.canvas().tolist() == [3, 4, 5, 6]
     assert record.events().tolist() == [[0, 1, 5], [1, 0, 4], [2, 2, 6]]
     with pytest.raises(ValueError, match=r"step must be in 0\.\.3"):
         record.state_at(4)
