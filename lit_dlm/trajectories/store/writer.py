@@ -403,12 +403,6 @@ class BackgroundWriter:
         self._thread = threading.Thread(target=self._run, name="trajectory-writer")
         self._thread.start()
 
-    def __enter__(self) -> BackgroundWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def put(self, record: Trajectory) -> None:
         """Queues one record, which the thread checks; it must not be changed any more.
 

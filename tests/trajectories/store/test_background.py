@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -59,7 +60,7 @@ def test_records_can_be_read_after_a_flush_and_after_close(tmp_path):
         threads.append(threading.current_thread().name)
         return records[2:4]
 
-    with background(tmp_path, records_per_block=64) as shards:
+    with closing(background(tmp_path, records_per_block=64)) as shards:
         put_all(shards, records[:2])
         shards.flush()
         assert_all_same(records[:2], read_all(tmp_path))
@@ -91,7 +92,7 @@ def test_a_full_queue_makes_the_caller_wait_and_counts_it(tmp_path, monkeypatch,
 
     put = [0]
     threading.Thread(target=open_late, daemon=True).start()
-    with background(tmp_path, records_per_block=1) as shards:
+    with closing(background(tmp_path, records_per_block=1)) as shards:
         shards.max_queue_bytes = limit
         for record in records:
             shards.put(record)
@@ -181,7 +182,7 @@ def test_ranks_write_unequal_shares_of_one_set(tmp_path):
     """Rank r writes 7 + 9 r records at the same time as the others; a reader sees each once."""
 
     def share(rank: int) -> None:
-        with background(tmp_path, rank=rank, max_shard_records=8) as shards:
+        with closing(background(tmp_path, rank=rank, max_shard_records=8)) as shards:
             put_all(shards, records_of(7 + 9 * rank, start=[0, 7, 23][rank]))
 
     children = [forked(partial(share, rank)) for rank in range(3)]

@@ -1,6 +1,7 @@
 import os
 import signal
 import time
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,7 @@ def _resume(folder: Path, records, *, pause: float = 0.0, **options) -> None:
     """What a predict loop does: recover, then write what is missing, in a thread."""
     recover(folder)
     done = completed_uids(folder)
-    with BackgroundWriter(shard_writer(folder, **options)) as shards:
+    with closing(BackgroundWriter(shard_writer(folder, **options))) as shards:
         for record in records:
             if record.uid not in done:
                 shards.put(record)
