@@ -439,7 +439,7 @@ def _import(options: argparse.Namespace) -> None:
             for record in _tracked(records, None):
                 writer.put(record)
                 count += 1
-    except BaseException:
+    except (ValueError, OSError, KeyboardInterrupt):
         for path in held() - former:  # so that the call can be repeated
             path.unlink()
         raise
