@@ -120,8 +120,8 @@ class AcceptanceHead(nn.Module):
         for layer in self.layers:
             x = layer(x, attend)
         x = self.final_norm(x)
-        logits = self.logit_head(x[:, 1:]).squeeze(-1)
-        return AcceptanceOutput(logits=logits, tau=self.tau_head(x[:, 0]).squeeze(-1))
+        logits = self.logit_head(x[:, 1:]).squeeze(-1).float()  # less under autocast
+        return AcceptanceOutput(logits=logits, tau=self.tau_head(x[:, 0]).squeeze(-1).float())
 
     def _packed(self, features: Tensor, state: Tensor, visible: Tensor) -> AcceptanceOutput:
         """:meth:`forward` on ``(N, F)`` features of the visible positions."""
@@ -134,8 +134,9 @@ class AcceptanceHead(nn.Module):
         for layer in self.layers:
             x = layer(x, packing.attend, packing)
         x = self.final_norm(x)
-        logits.view(-1)[index] = self.logit_head(x[len(visible) :]).squeeze(-1)
-        return AcceptanceOutput(logits=logits, tau=self.tau_head(x[: len(visible)]).squeeze(-1))
+        logits.view(-1)[index] = self.logit_head(x[len(visible) :]).squeeze(-1).float()
+        tau = self.tau_head(x[: len(visible)]).squeeze(-1).float()
+        return AcceptanceOutput(logits=logits, tau=tau)
 
     def _positions(self, state: Tensor, visible: Tensor) -> Tensor:
         """``(B, R)`` int64 table indices or distances, as the configuration has it."""

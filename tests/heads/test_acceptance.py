@@ -93,6 +93,11 @@ def test_packed_features_score_alike(positions: str) -> None:
     torch.testing.assert_close(packed.logits[visible], whole.logits[visible])
     torch.testing.assert_close(packed.tau, whole.tau)
     assert not packed.logits[~visible].any()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded = [head(rows, state, visible) for rows in (features, features[visible])]
+    assert {one.dtype for out in rounded for one in (out.logits, out.tau)} == {torch.float32}
+    for out in rounded:
+        torch.testing.assert_close(out.logits[visible], whole.logits[visible], atol=0.1, rtol=0)
 
 
 def test_sinusoids_at_zero_and_quarter_period() -> None:
