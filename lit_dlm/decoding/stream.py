@@ -144,9 +144,8 @@ class Detokenizer:
         """Reads ``(B, G)`` int64 responses; ``given`` cells stood there before the first step."""
         response = response.cpu()
         is_text = text_cells(response, self._spec.eos_ids, None if given is None else given.cpu())
-        kept = response != self._spec.mask_id
-        if self._cut_at_eos:
-            kept &= is_text
+        is_written = response != self._spec.mask_id
+        kept = is_written & is_text if self._cut_at_eos else is_written
         ids = [row[cells].tolist() for row, cells in zip(response, kept, strict=True)]
         texts = []
         if self._tokenizer is not None:
@@ -156,7 +155,7 @@ class Detokenizer:
                     # The mark of the end is no part of the picture.
                     (image,) = self._vision.draw(response[row : row + 1, :-1])
                     texts[row] = picture_to_text(image)
-        return Responses(ids, texts, is_text.sum(1).tolist())
+        return Responses(ids, texts, (is_written & is_text).sum(1).tolist())
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,7 @@ class Responses:
     # the first end of text (with a layout, that of every part)
     ids: list[list[int]]
     texts: list[str]  # the text; a response of picture tokens becomes the picture
-    num_tokens: list[int]  # tokens before the first end of text
+    num_tokens: list[int]  # tokens, not masks, before the first end of text
 
 
 class DecodePrompt(NamedTuple):

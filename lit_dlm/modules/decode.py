@@ -32,6 +32,7 @@ from lit_dlm.decoding.stream import (
     Occupancy,
     WorkQueue,
     decode_stream,
+    text_cells,
 )
 from lit_dlm.modules.checkpoint import (
     ADAPTERS_KEY,
@@ -440,11 +441,12 @@ class DecodeModule(LightningModule):
         return self.placed(example, self.prompt_ids(example))
 
     def texts(self, records: Sequence[Trajectory]) -> tuple[list[str], list[int]]:
-        """Texts of decodes that were recorded, with equally long responses, and their tokens."""
+        """Texts of recorded decodes with equally long responses, and cells before they end."""
         tokens = torch.from_numpy(np.stack([record.tokens for record in records])).long()
         given = [np.zeros_like(r.tokens) if r.given is None else r.given for r in records]
-        found = self.detokenizer(tokens, torch.from_numpy(np.stack(given)).bool())
-        return found.texts, found.num_tokens
+        is_given = torch.from_numpy(np.stack(given)).bool()
+        cells = text_cells(tokens, self.backbone.spec.eos_ids, is_given).sum(1)
+        return self.detokenizer(tokens, is_given).texts, cells.tolist()
 
 
 def check_precision(trainer: Trainer) -> None:

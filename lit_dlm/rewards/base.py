@@ -28,7 +28,7 @@ class Rollout:
     example: PromptExample
     text: str  # as graders take it: cut at the first end of text
     is_overlong: bool  # the response filled its budget without coming to an end
-    num_tokens: int  # up to and including the first end of text
+    num_tokens: int  # cells up to and including the first end of text
     decode: Callable[[Sequence[int]], str]  # makes text of token ids, as ``text`` was made
     verdict: Verdict | None = None  # the task's, filled in before any reward sees the rollout
 

@@ -43,13 +43,15 @@ def test_a_chat_template_replaces_the_one_of_the_tokenizer(backbone: HFBackbone)
 def test_completions_end_at_an_end_of_text_unless_that_is_switched_off(
     backbone: HFBackbone,
 ) -> None:
-    """`2`, end of text, `3`, end of text: special tokens are no text in either case."""
+    """`2`, end of text, `3`, end of text: special tokens are no text in either case; nor are masks
+    around `2`, where a decode ended before they were written."""
     for cut, text in ((True, "2"), (False, "23")):
         module = DecodeModule(backbone, tokenizer="tiny", cut_at_eos=cut)
         two, three = module.tokenizer.encode("23", add_special_tokens=False)
         end = backbone.spec.eos_ids[0]
-        found = module.detokenizer(torch.tensor([[two, end, three, end]]))
-        assert (found.texts, found.num_tokens) == ([text], [1])
+        mask = backbone.spec.mask_id
+        found = module.detokenizer(torch.tensor([[two, end, three, end], [mask, two, mask, end]]))
+        assert (found.texts, found.num_tokens) == ([text, "2"], [1, 1])
 
 
 def test_methods_without_a_window_are_described_with_that_of_the_model() -> None:

@@ -82,6 +82,15 @@ def test_a_response_belongs_to_its_name_and_not_to_its_batch() -> None:
     assert [rollout.is_overlong for rollout in second] == [length >= 5 for length in lengths]
 
 
+def test_masks_of_an_unfinished_response_are_no_tokens_but_fill_its_budget() -> None:
+    """One step writes three cells of eight."""
+    using = engine()
+    using.module.decoders["warm"].settings = DecodeSettings(max_steps=1)
+    for rollout in responses(using):
+        lengths = rollout.trajectory.meta["num_tokens"], rollout.num_tokens
+        assert (*lengths, rollout.is_overlong) == (3, G, True)
+
+
 @pytest.mark.parametrize("score_on", ["filtered", "raw"])
 def test_the_samplers_probabilities_are_those_of_its_draws(score_on: str) -> None:
     """Temperature 0.5 and top-k 5, recomputed from the state of every step, whatever is scored."""
