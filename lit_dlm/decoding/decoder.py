@@ -24,11 +24,14 @@ from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.decoding.state import Canvas, DecodeResult, Observer, QueueObserver, prompt_canvas
 from lit_dlm.decoding.windows import (
     BlockWindow,
+    CosineQuota,
+    EvenQuota,
     FixedQuota,
     FullWindow,
     NoQuota,
     Quota,
     ScheduleQuota,
+    SlidingWindow,
     Window,
     check_window,
     default_window,
@@ -153,6 +156,13 @@ class Decoder(Plugs):
         if is_scheduled and isinstance(window, BlockWindow):  # the first blocks would use all up
             raise ValueError(
                 "quota: ScheduleQuota with BlockWindow needs steps_per_block, got steps"
+            )
+        is_even = isinstance(self.quota, EvenQuota) and isinstance(window, SlidingWindow)
+        is_cosine = isinstance(self.quota, CosineQuota) and not isinstance(window, FullWindow)
+        if is_even or is_cosine:
+            raise ValueError(
+                f"window: expected one that keeps the steps of {type(self.quota).__name__}, such "
+                f"as FullWindow, got {type(window).__name__}"
             )
         if self.policy.takes_back and self.cache.commits_first and backbone.spec.shift:
             raise ValueError(

@@ -150,6 +150,16 @@ def test_what_cannot_be_decoded_is_refused():
     blocks = {"window": d.BlockWindow(2), "quota": d.ScheduleQuota(4)}
     with pytest.raises(ValueError, match=r"quota: ScheduleQuota .* steps_per_block, got steps"):
         decoded(Decoder(**SURE | blocks), backbone, PROMPT, 4)
+    for quota, window in (
+        (d.EvenQuota(4), d.SlidingWindow(2)),
+        (d.CosineQuota(4), d.SlidingWindow(2)),
+        (d.CosineQuota(4), d.BlockWindow(2)),
+    ):
+        unkept = Decoder(**SURE | {"window": window, "quota": quota})
+        with pytest.raises(
+            ValueError, match=f"window: .* steps of {type(quota).__name__}, such as"
+        ):
+            decoded(unkept, backbone, PROMPT, 4)
     far = Decoder(**SURE, sampler=d.Sampler(allowed_ids=(5, 99)))
     with pytest.raises(ValueError, match=r"sampler\.allowed_ids: .* got \(5, 99\)"):
         decoded(far, backbone, PROMPT, 1)
