@@ -306,12 +306,13 @@ class ScheduleQuota(_StepsQuota):
 
 
 class BudgetQuota(Quota):
-    """A number of steps that the decode never exceeds: what is left is shared by the steps left.
+    """A number of steps for the decode: what is left is shared by the steps left.
 
     A step commits at least ``ceil(masks / steps left)``. Policies that commit exactly their quota
     thus take even shares; those that may commit more, such as thresholds, need fewer later. With
-    blocks every one of them gets at least a step; where the first one begins in a row's prompt, the
-    last one may take a step beyond the number.
+    blocks every one of them gets at least a step. The number is exceeded by a step where the first
+    block begins in a row's prompt, by up to one a block where a prefix or dual cache of a model
+    with a right shift lets its first step commit one cell alone, and by what a cap holds back.
     """
 
     counts_blocks = False
