@@ -33,7 +33,7 @@ class Region:
     max_fill_frac: float = 0.4
     """Most of the region's masks that one pass commits; a pass may always commit one."""
     weight: float = 1.0
-    """Weight of the region's tokens where a loss uses it; 0 leaves them out."""
+    """Weight of the region's tokens in ``BlockLayout.weights()``, for losses of your own."""
 
     def __post_init__(self) -> None:
         where = f"layout: region {self.name!r}: "
