@@ -168,7 +168,8 @@ class Proposal:
     drawn: Tensor | None = None
     # (b, L), like raw_entropy and raw_margin: the score under the model's own distribution,
     # at temperature 1 and unfiltered whatever prob, entropy and margin are read from, when
-    # somebody asked for it. What learned heads are shown
+    # somebody asked for it. What learned heads are shown. A policy's ``remember`` (CreditPolicy)
+    # may have changed the logits
     raw_prob: Tensor | None = None
     raw_entropy: Tensor | None = None
     raw_margin: Tensor | None = None

@@ -47,8 +47,9 @@ class FeatureCapture:
 
     function: Callable[..., Tensor]
     """Called as ``function(hidden, prob, entropy=..., margin=...)`` with ``(b, R, H, D)`` hidden
-    snapshots and ``(b, R)`` scores of the model's own distribution, whatever the sampler scores;
-    returns ``(b, R, F)``. Must treat rows independently."""
+    snapshots and ``(b, R)`` scores of the model's own distribution, whatever the sampler scores,
+    but with the credit of ``CreditPolicy``; returns ``(b, R, F)``. Must treat rows independently.
+    """
     hidden_layers: tuple[int, ...]  # snapshots to ask of the backbone
     groups: tuple[int, ...]  # sizes of the feature groups, which sum to F
     projector_digest: str  # digest of the function, stored beside the features
