@@ -208,7 +208,8 @@ def left_of_window_end(masked: Tensor, candidates: Tensor) -> Tensor:
     """``(b, L)`` bool: columns that the network may see, all up to the end of the window.
 
     The window is known by its candidates: it ends before the first masked column right of the
-    last candidate, and nowhere when there is none.
+    last candidate, and nowhere when there is none. Where the end-of-text gate took candidates, it
+    thus ends at the first masked column behind the last one that is left.
     """
     still_inside = candidates.flip(1).cumsum(1).flip(1) > 0
     beyond = masked & ~still_inside
