@@ -298,6 +298,7 @@ def with_option(decoder: Decoder, option: str, value: Any) -> Decoder:
             f"sweep.option: {option!r} is unknown; expected {'|'.join(_PLUGS)}|settings and of "
             f"{part} one of: {', '.join(arguments) or 'none'}"
         )
-    changed = copy.copy(decoder)
-    setattr(changed, part, type(plug)(**{**arguments, name: value}))
-    return changed
+    parts = {**vars(decoder), part: type(plug)(**{**arguments, name: value})}
+    if not parts.pop("_has_window"):
+        del parts["window"]
+    return Decoder(**parts)

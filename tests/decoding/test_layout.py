@@ -6,6 +6,7 @@ import torch
 
 import lit_dlm.decoding as d
 from lit_dlm.decoding import ConfidencePolicy, Decoder, FixedLayout, FractionLayout, Region
+from lit_dlm.decoding.decoder import with_option
 from lit_dlm.decoding.stream import text_cells
 from tests.decoding.models import table_backbone
 from tests.decoding.states import decoded
@@ -202,5 +203,9 @@ def test_the_answer_behind_a_marker_is_kept_when_the_reasoning_ends_early():
 
 
 def test_an_end_of_text_may_not_fill_the_regions_behind_a_marker():
-    with pytest.raises(ValueError, match="eos_rule: expected 'none' with TemplateLayout, where an"):
+    message = "eos_rule: expected 'none' with TemplateLayout, where an"
+    with pytest.raises(ValueError, match=message):
         Decoder(policy=ConfidencePolicy(), layout=SPLIT, settings=d.DecodeSettings(eos_rule="fill"))
+    split = Decoder(policy=ConfidencePolicy(), layout=SPLIT)
+    with pytest.raises(ValueError, match=message):
+        with_option(split, "settings.eos_rule", "fill")
