@@ -51,11 +51,10 @@ def token_stats(
     weight: Tensor,
     targets: Tensor,
     *,
-    bias: Tensor | None = None,
     logit_scale: float = 1.0,
     forbidden_ids: Sequence[int] = (),
 ) -> TokenStats:
-    """Scores one target per hidden row under ``softmax(logit_scale * (rows weight^T + bias))``.
+    """Scores one target per hidden row under ``softmax(logit_scale * rows weight^T)``.
 
     Logits, sums and gradients are float32 whatever the inputs' dtype (float64 stays float64), also
     under autocast. On GPUs, the logits of rows and a weight in the same half precision come from
@@ -70,7 +69,7 @@ def token_stats(
         forbidden_ids: have no probability; a target among them has infinite cross-entropy.
     """
     forbidden = _Forbidden.of(forbidden_ids, rows.device)
-    arguments = (rows, weight, bias, targets, float(logit_scale), forbidden)
+    arguments = (rows, weight, targets, float(logit_scale), forbidden)
     with without_autocast(rows.device):  # which would round the products to half precision
         return TokenStats(*_FusedHead.apply(*arguments))
 
@@ -100,7 +99,6 @@ class _FusedHead(torch.autograd.Function):
         ctx: Any,
         rows: Tensor,
         weight: Tensor,
-        bias: Tensor | None,
         targets: Tensor,
         scale: float,
         forbidden: _Forbidden,
@@ -111,7 +109,7 @@ class _FusedHead(torch.autograd.Function):
         top, target = (rows.new_full((N,), lowest, dtype=dtype) for _ in range(2))
         # Sums over the slices so far of e = exp(z - top) and of e (z - top).
         total, moment = (rows.new_zeros(N, dtype=dtype) for _ in range(2))
-        for chunk, part, logits, probs in _logit_slices(rows, weight, bias, scale, forbidden):
+        for chunk, part, logits, probs in _logit_slices(rows, weight, scale, forbidden):
             # Gathered from every slice, used from the one that holds it: to ask which would wait.
             wanted = targets[chunk, None] - part.start
             is_here = (wanted >= 0) & (wanted < part.stop - part.start)
@@ -135,7 +133,7 @@ class _FusedHead(torch.autograd.Function):
         # Rounding can leave a certain prediction a hair below zero.
         entropy = (log_total - moment / total).clamp_min_(0.0)
         is_top = target == top
-        ctx.save_for_backward(rows, weight, bias, targets, top, log_total, entropy)
+        ctx.save_for_backward(rows, weight, targets, top, log_total, entropy)
         ctx.scale, ctx.forbidden = scale, forbidden
         ctx.mark_non_differentiable(is_top)
         # An output that no loss used has no gradient, which saves its term in the backward.
@@ -147,16 +145,13 @@ class _FusedHead(torch.autograd.Function):
     def backward(
         ctx: Any, grad_ce: Tensor | None, grad_entropy: Tensor | None, _is_top: None
     ) -> tuple[Tensor | None, ...]:
-        rows, weight, bias, targets, top, log_total, entropy = ctx.saved_tensors
-        wants_rows, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        rows, weight, targets, top, log_total, entropy = ctx.saved_tensors
+        wants_rows, wants_weight = ctx.needs_input_grad[:2]
         dtype = _compute_dtype(rows)
         grad_rows = torch.zeros_like(rows, dtype=dtype) if wants_rows else None
         grad_weight = torch.zeros_like(weight, dtype=dtype) if wants_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=dtype) if wants_bias else None
         with without_autocast(rows.device):
-            for chunk, part, logits, probs in _logit_slices(
-                rows, weight, bias, ctx.scale, ctx.forbidden
-            ):
+            for chunk, part, logits, probs in _logit_slices(rows, weight, ctx.scale, ctx.forbidden):
                 # One after the other: their sum would be rounded.
                 log_probs = logits.sub_(top[chunk, None]).sub_(log_total[chunk, None])
                 torch.exp(log_probs, out=probs)
@@ -176,12 +171,9 @@ class _FusedHead(torch.autograd.Function):
                     _add_product(grad_rows[chunk], grad, weight[part], ctx.scale)
                 if grad_weight is not None:
                     _add_product(grad_weight[part], grad.T, rows[chunk], ctx.scale)
-                if grad_bias is not None:
-                    grad_bias[part] += ctx.scale * grad.sum(0)
         return (
             None if grad_rows is None else grad_rows.to(rows.dtype),
             None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
             *[None] * 3,
         )
 
@@ -245,7 +237,6 @@ def _compute_dtype(rows: Tensor) -> torch.dtype:
 def _logit_slices(
     rows: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
     scale: float,
     forbidden: _Forbidden,
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
@@ -266,8 +257,6 @@ def _logit_slices(
             # Narrower views of one buffer, contiguous whatever their size.
             logits = logits_buffer[: size[0] * size[1]].view(size)
             _products(picked, weight[part], out=logits)
-            if bias is not None:
-                logits += bias[part].to(dtype)
             if scale != 1.0:
                 logits *= scale
             inside = forbidden.within(part)

@@ -21,12 +21,11 @@ def naive(
     weight: Tensor,
     targets: Tensor,
     *,
-    bias: Tensor,
     logit_scale: float = 1.0,
     forbidden_ids: tuple[int, ...] = (),
 ) -> tuple[Tensor, Tensor]:
     """All logits at once, ordinary autograd; forbidden columns are left out."""
-    logits = logit_scale * F.linear(rows, weight, bias)
+    logits = logit_scale * F.linear(rows, weight)
     keep = [v for v in range(len(weight)) if v not in forbidden_ids]
     log_probs = logits[:, keep].log_softmax(-1)
     columns = torch.tensor([keep.index(int(target)) for target in targets])
@@ -36,23 +35,23 @@ def naive(
 
 def inputs(
     N: int, D: int, V: int, *, dtype: torch.dtype = torch.float32, seed: int = 0
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows, head weight, targets and bias; targets avoid ids 0 and 2."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, head weight and targets; targets avoid ids 0 and 2."""
     generator = torch.Generator().manual_seed(seed)
-    rows, weight, bias = (
+    rows, weight = (
         torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-        for shape in ((N, D), (V, D), (V,))
+        for shape in ((N, D), (V, D))
     )
-    return rows, weight, torch.randint(3, V, (N,), generator=generator), bias
+    return rows, weight, torch.randint(3, V, (N,), generator=generator)
 
 
 def gradients(
     function: Callable[..., tuple[Tensor, Tensor]], *tensors: Tensor, **options: object
 ) -> list[Tensor]:
     """Gradients of a weighted sum of cross-entropies and entropies for the first tensors."""
-    rows, weight, targets, bias = tensors
-    leaves = [value.clone().requires_grad_() for value in (rows, weight, bias)]
-    ce, entropy = function(leaves[0], leaves[1], targets, bias=leaves[2], **options)[:2]
+    rows, weight, targets = tensors
+    leaves = [value.clone().requires_grad_() for value in (rows, weight)]
+    ce, entropy = function(*leaves, targets, **options)[:2]
     share = torch.linspace(0.5, 2.0, len(targets), dtype=ce.dtype)
     total = (ce * share).sum() - 0.7 * (entropy * share.flip(0)).sum()
     return list(torch.autograd.grad(total, leaves))
@@ -92,8 +91,8 @@ def test_equals_the_naive_head(
     monkeypatch.setattr(fused_head, "CHUNK_ROWS", chunk_rows)
     tensors = inputs(7, 5, 11, dtype=torch.float64)
     options = {"logit_scale": 0.7, "forbidden_ids": forbidden_ids}
-    found = token_stats(*tensors[:3], bias=tensors[3], **options)
-    expected = naive(*tensors[:3], bias=tensors[3], **options)
+    found = token_stats(*tensors, **options)
+    expected = naive(*tensors, **options)
     torch.testing.assert_close(found[:2], expected, rtol=1e-12, atol=1e-12)
     found, expected = (gradients(f, *tensors, **options) for f in (token_stats, naive))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -101,22 +100,21 @@ def test_equals_the_naive_head(
 
 def test_float32_gradients_are_within_1e_6_of_exact_ones() -> None:
     """Relative to the norm, against float64; a vocabulary that no slice divides."""
-    tensors = inputs(37, 48, 1009)
+    tensors = inputs(37, 48, 1009, seed=1)
     exact = gradients(naive, *(t.double() if t.is_floating_point() else t for t in tensors))
     for ours, theirs in zip(gradients(token_stats, *tensors), exact, strict=True):
         assert float((ours.double() - theirs).norm() / theirs.norm()) < 1e-6
 
 
-@pytest.mark.parametrize("trainable", [(0,), (1,), (2,), (0, 1, 2)])
+@pytest.mark.parametrize("trainable", [(0,), (1,), (0, 1)])
 @pytest.mark.parametrize("which", ["ce", "entropy", "both"])
 def test_gradcheck(trainable: tuple[int, ...], which: str) -> None:
-    rows, weight, targets, bias = inputs(4, 3, 6, dtype=torch.float64)
-    leaves = [rows, weight, bias]
+    *leaves, targets = inputs(4, 3, 6, dtype=torch.float64)
     for index in trainable:
         leaves[index].requires_grad_()
 
-    def scores(rows: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
-        stats = token_stats(rows, weight, targets, bias=bias, logit_scale=1.3, forbidden_ids=[0, 2])
+    def scores(rows: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        stats = token_stats(rows, weight, targets, logit_scale=1.3, forbidden_ids=[0, 2])
         return stats[:2] if which == "both" else (getattr(stats, which),)
 
     assert torch.autograd.gradcheck(scores, tuple(leaves))
@@ -131,7 +129,7 @@ def test_gradcheck(trainable: tuple[int, ...], which: str) -> None:
 )
 def test_ranges(N: int, V: int, seed: int, spread: float) -> None:
     """Entropy in [0, ln V], cross-entropy at least 0, and other rows change no value."""
-    rows, weight, targets, _ = inputs(N, 4, V, seed=seed)
+    rows, weight, targets = inputs(N, 4, V, seed=seed)
     stats = token_stats(rows * spread, weight, targets)
     assert (stats.ce >= 0).all()
     assert (stats.entropy >= 0).all()
@@ -148,9 +146,9 @@ def test_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
     """Equal to float32 arithmetic on the rounded inputs."""
     tensors = inputs(5, 8, 300, dtype=dtype)
     wide = [t.float() if t.is_floating_point() else t for t in tensors]
-    found = token_stats(*tensors[:3], bias=tensors[3])
+    found = token_stats(*tensors)
     assert found.ce.dtype == torch.float32
-    expected = token_stats(*wide[:3], bias=wide[3])
+    expected = token_stats(*wide)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     # Rounded once, at the end.
     rounded = [exact.to(dtype) for exact in gradients(token_stats, *wide)]
@@ -192,12 +190,12 @@ def test_tensor_cores_multiply_half_precision_as_it_is(
     """
     monkeypatch.setattr(fused_head, "_has_tensor_cores", lambda tensor: True)
     tensors = inputs(6, 8, 300, dtype=dtype)
-    tensors = (tensors[0], tensors[1] / 4, *tensors[2:])
+    tensors = (tensors[0], tensors[1] / 4, tensors[2])
     exact = [t.double() if t.is_floating_point() else t for t in tensors]
     with TensorCores() as cores:
-        found = token_stats(*tensors[:3], bias=tensors[3], forbidden_ids=(0, 2))
+        found = token_stats(*tensors, forbidden_ids=(0, 2))
         ours = gradients(token_stats, *tensors, forbidden_ids=(0, 2))
-    expected = naive(*exact[:3], bias=exact[3], forbidden_ids=(0, 2))
+    expected = naive(*exact, forbidden_ids=(0, 2))
     torch.testing.assert_close(found[:2], expected, check_dtype=False, rtol=1e-5, atol=1e-5)
     wanted = gradients(naive, *exact, forbidden_ids=(0, 2))
     for one, other in zip(ours, wanted, strict=True):
@@ -208,7 +206,7 @@ def test_tensor_cores_multiply_half_precision_as_it_is(
 
 
 def test_autocast_changes_nothing() -> None:
-    given = inputs(5, 8, 50)[:3]
+    given = inputs(5, 8, 50)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = token_stats(*given)
     torch.testing.assert_close(found, token_stats(*given), rtol=0, atol=0)
@@ -237,7 +235,7 @@ def test_no_rows_give_no_scores_and_zero_gradients() -> None:
 
 
 def test_a_forbidden_target_is_impossible_and_others_are_not_disturbed() -> None:
-    rows, weight, _, _ = inputs(2, 3, 5)
+    rows, weight, _ = inputs(2, 3, 5)
     rows.requires_grad_()
     stats = token_stats(rows, weight, torch.tensor([2, 4]), forbidden_ids=(2,))
     assert stats.ce[0] == math.inf
@@ -248,12 +246,12 @@ def test_a_forbidden_target_is_impossible_and_others_are_not_disturbed() -> None
 
 
 def test_only_a_few_numbers_per_row_are_saved() -> None:
-    rows, weight, targets, _ = inputs(60, 4, 50)
+    rows, weight, targets = inputs(60, 4, 50)
     ce = token_stats(rows.requires_grad_(), weight, targets).ce
     saved = sum(
         value.numel()
         for value in ce.grad_fn.saved_tensors
-        if value is not None and value.data_ptr() not in (rows.data_ptr(), weight.data_ptr())
+        if value.data_ptr() not in (rows.data_ptr(), weight.data_ptr())
     )
     assert saved <= 4 * 60  # the targets among them
 
