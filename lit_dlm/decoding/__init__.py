@@ -23,30 +23,34 @@ from lit_dlm.decoding.layout import (
     PictureLayout as PictureLayout,
     TemplateLayout as TemplateLayout,
 )
-from lit_dlm.decoding.policies import (
-    BonusPolicy as BonusPolicy,
+from lit_dlm.decoding.policies.base import (
     CommitPolicy as CommitPolicy,
     ConfidencePolicy as ConfidencePolicy,
-    CreditPolicy as CreditPolicy,
     DynamicPolicy as DynamicPolicy,
     EBSamplerPolicy as EBSamplerPolicy,
     EntropyBoundedPolicy as EntropyBoundedPolicy,
     EntropyPolicy as EntropyPolicy,
     FactorPolicy as FactorPolicy,
-    GaussSeidelPolicy as GaussSeidelPolicy,
-    JacobiPolicy as JacobiPolicy,
-    KLASSPolicy as KLASSPolicy,
-    LaggedPolicy as LaggedPolicy,
     MarginPolicy as MarginPolicy,
     NoisyConfidencePolicy as NoisyConfidencePolicy,
-    PCSamplerPolicy as PCSamplerPolicy,
     RandomPolicy as RandomPolicy,
-    ReMDMPolicy as ReMDMPolicy,
     SequentialPolicy as SequentialPolicy,
     ThresholdPolicy as ThresholdPolicy,
-    TokenEditingPolicy as TokenEditingPolicy,
-    WINOPolicy as WINOPolicy,
 )
+from lit_dlm.decoding.policies.calibrated import PCSamplerPolicy as PCSamplerPolicy
+from lit_dlm.decoding.policies.editing import TokenEditingPolicy as TokenEditingPolicy
+from lit_dlm.decoding.policies.history import (
+    CreditPolicy as CreditPolicy,
+    KLASSPolicy as KLASSPolicy,
+)
+from lit_dlm.decoding.policies.lockstep import (
+    BonusPolicy as BonusPolicy,
+    GaussSeidelPolicy as GaussSeidelPolicy,
+    JacobiPolicy as JacobiPolicy,
+    LaggedPolicy as LaggedPolicy,
+)
+from lit_dlm.decoding.policies.remdm import ReMDMPolicy as ReMDMPolicy
+from lit_dlm.decoding.policies.wino import WINOPolicy as WINOPolicy
 from lit_dlm.decoding.region_fill import FillCurves as FillCurves, RegionFill as RegionFill
 from lit_dlm.decoding.regions import Block as Block, BlockLayout as BlockLayout, Region as Region
 from lit_dlm.decoding.sampler import Sampler as Sampler

@@ -15,8 +15,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from lit_dlm import decoding
 from lit_dlm.backbones.resolution import ASSETS
-from lit_dlm.decoding import caches, layout, policies, sampler, windows
+from lit_dlm.decoding import caches, layout, sampler, windows
 from lit_dlm.decoding.decoder import Decoder
 from lit_dlm.decoding.engine import DecodeSettings
 from lit_dlm.decoding.guidance import Guidance
@@ -27,7 +28,7 @@ from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.heads.scorer import AcceptanceScorer
 
 _PLUGS: dict[str, tuple[type, *tuple[ModuleType, ...]]] = {
-    "policy": (CommitPolicy, policies, tracelock),
+    "policy": (CommitPolicy, decoding, tracelock),
     "window": (windows.Window, windows),
     "quota": (windows.Quota, windows),
     "sampler": (Sampler, sampler),

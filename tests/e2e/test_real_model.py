@@ -13,8 +13,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from lit_dlm import generate
 from lit_dlm.backbones import load_backbone
-from lit_dlm.decoding import BlockCache, BlockWindow, Decoder
-from lit_dlm.decoding.policies import SequentialPolicy
+from lit_dlm.decoding import BlockCache, BlockWindow, Decoder, SequentialPolicy
 from lit_dlm.grading import Verdict
 from lit_dlm.tasks import PromptExample
 from tests.e2e.runs import ROOT
