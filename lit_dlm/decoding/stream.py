@@ -9,28 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone
 from lit_dlm.decoding.decoder import Decoder
 from lit_dlm.decoding.engine import NotANumberError
-from lit_dlm.decoding.state import Canvas, DecodeResult, Observer, QueueObserver, prompt_canvas
+from lit_dlm.decoding.state import (
+    Canvas,
+    DecodeResult,
+    DecodeState,
+    Observer,
+    QueueObserver,
+    StepRecord,
+    prompt_canvas,
+)
 from lit_dlm.ops.batches import shifted
 from lit_dlm.vision.pictures import picture_to_text
 from lit_dlm.vision.tokens import TokenVision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-from itertools import count
-
-import torch.distributed as dist
-
-from lit_dlm.decoding.state import DecodeState, StepRecord
 
 _names = count()
 
