@@ -20,7 +20,7 @@ from torch import Tensor
 from lit_dlm.backbones.attention import Packing, Sequences
 from lit_dlm.backbones.base import BackboneSpec, Denoised, Span
 from lit_dlm.backbones.window_cache import WindowCache, WindowPlan
-from lit_dlm.ops.batches import aligned, first_real_columns, gather_rows, raw_columns, shifted
+from lit_dlm.ops.batches import aligned, first_column, gather_rows, raw_columns, shifted
 
 _LAST, _HIDDEN = "last hidden rows", "snapshots"
 """Raw rows ``(B, L, D)`` after the final norm and ``(B, L, H, D)`` beside the keys and values."""
@@ -92,7 +92,7 @@ class CachedCanvas:
         self._positions = positions
         self._blocks = blocks
         self._block_size = block_size
-        self._starts = None if pad_mask is None else first_real_columns(pad_mask)
+        self._starts = None if pad_mask is None else first_column(pad_mask)
         self._cache = WindowCache(length=length, num_rows=num_rows)
 
     def take(self, index: Tensor) -> None:
@@ -127,7 +127,7 @@ class CachedCanvas:
             blocks: ``(B, L)`` int64 of all rows of a block-causal model.
         """
         self._pad_mask, self._blocks = pad_mask, blocks
-        self._starts = None if pad_mask is None else first_real_columns(pad_mask)
+        self._starts = None if pad_mask is None else first_column(pad_mask)
         self._positions = self._positions.index_copy(0, index, positions[index])
         for name in (_LAST, _HIDDEN):
             for buffer in self._cache.buffers.get(name, ()):

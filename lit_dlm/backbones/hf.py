@@ -72,7 +72,7 @@ from lit_dlm.backbones.weights import (
     write_json_object,
 )
 from lit_dlm.backbones.window_cache import WindowCache
-from lit_dlm.ops.batches import aligned, first_real_columns, gather_rows, raw_columns
+from lit_dlm.ops.batches import aligned, first_column, gather_rows, raw_columns
 from lit_dlm.ops.fused_head import TokenStats, token_stats
 from lit_dlm.ops.masking import with_own_key
 from lit_dlm.ops.options import one_of
@@ -761,7 +761,7 @@ class HFBackbone(nn.Module, Backbone):
         return visible, position_ids, self._starts(pad_mask)
 
     def _starts(self, pad_mask: Tensor | None) -> Tensor | None:
-        return None if pad_mask is None or not self.spec.shift else first_real_columns(pad_mask)
+        return None if pad_mask is None or not self.spec.shift else first_column(pad_mask)
 
     def _encode(
         self,

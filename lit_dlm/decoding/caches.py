@@ -43,7 +43,7 @@ from torch import Tensor
 from lit_dlm.backbones.base import Backbone, Denoised, Span
 from lit_dlm.decoding.state import DecodeState
 from lit_dlm.decoding.windows import BlockWindow, Window
-from lit_dlm.ops.batches import token_batches
+from lit_dlm.ops.batches import row_index, token_batches
 from lit_dlm.ops.options import at_least
 from lit_dlm.plugs import Plug
 
@@ -236,7 +236,7 @@ class CacheSession:
 
     def put(self, replaced: Sequence[int], state: DecodeState, *, by: int) -> None:
         """Other rows enter in slots; the canvas has grown by some columns on the left."""
-        index = _index(replaced, state.ids.device)
+        index = row_index(replaced, state.ids.device)
         self._canvas.shift(by)
         self._canvas.put(
             index,
@@ -368,7 +368,7 @@ class CacheSession:
 
     def _sources(self, state: DecodeState, begins: Mapping[int, int]) -> dict[int, int]:
         """Rows whose prompt another row has too, with the first of these."""
-        ids = state.ids[_index(list(begins), state.ids.device)].tolist()
+        ids = state.ids[row_index(list(begins), state.ids.device)].tolist()
         for (row, begin), tokens in zip(begins.items(), ids, strict=True):
             first = self._firsts[row]
             self._prompts[row] = (state.start - first, *tokens[first:begin])
@@ -394,7 +394,3 @@ class CacheSession:
         forced = torch.zeros_like(state.masked)
         forced[row, column] = state.masked[row, column]
         return forced
-
-
-def _index(rows: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(rows).to(device, non_blocking=True)

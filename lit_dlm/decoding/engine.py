@@ -31,7 +31,8 @@ from lit_dlm.decoding.state import (
     Status,
     StepRecord,
 )
-from lit_dlm.decoding.windows import Quota, Window, WindowView, first_column, masks_first
+from lit_dlm.decoding.windows import Quota, Window, WindowView, masks_first
+from lit_dlm.ops.batches import first_column, row_index
 from lit_dlm.ops.options import at_least
 from lit_dlm.ops.precision import without_autocast
 from lit_dlm.ops.sampling import top_quota
@@ -516,7 +517,7 @@ class _Batch:
         if not ended:
             return ended
         # Kept before any row moves: slots and columns change under them.
-        index = _index(ended, self.state)
+        index = row_index(ended, self.state.ids.device)
         state = self.state
         parts = (state.ids, state.editable, state.seeds, self._written, self._decided)
         self._left.append(tuple(part[index] for part in parts))
@@ -545,7 +546,7 @@ class _Batch:
         # at least would be padding in every row. Every column known on the host moves with it.
         by = max(row.prompt_length for row in self.rows if row not in ended) - self.state.start
         by = by if by > 0 or -8 * by >= self.state.ids.shape[1] else 0
-        index = _index(replaced, self.state)
+        index = row_index(replaced, self.state.ids.device)
         state = self.state.shifted(by, pad_id=self._pad_id)
         entering = entering.shifted(state.start - entering.start, pad_id=self._pad_id)
         entering = replace(entering, rows=state.rows[index])
@@ -565,7 +566,7 @@ class _Batch:
     def drop(self, ended: list[int]) -> None:
         """Ended rows leave the batch."""
         kept = [number for number in range(len(self.rows)) if number not in set(ended)]
-        index = _index(kept, self.state)
+        index = row_index(kept, self.state.ids.device)
         self.state = self.state.take(index)
         self._written, self._decided = self._written[index], self._decided[index]
         if self.session is not None:
@@ -577,7 +578,8 @@ class _Batch:
         """The result of the rows that have ended, in the order of their slots."""
         order = sorted(range(len(self.ended)), key=lambda number: self.ended[number].slot)
         rows = [self.ended[number] for number in order]
-        index, device = _index(order, self.state), self.state.ids.device
+        device = self.state.ids.device
+        index = row_index(order, device)
         ids, editable, seeds, written, decided = (
             torch.cat(parts)[index] for parts in zip(*self._left, strict=True)
         )
@@ -604,10 +606,6 @@ class _Batch:
 
 
 _STATUS: dict[int, Status] = {_COMPLETE: "complete", _ENDED: "eos"}
-
-
-def _index(rows: Sequence[int], state: DecodeState) -> Tensor:
-    return torch.tensor(rows).to(state.ids.device, non_blocking=True)
 
 
 class Span:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lit_dlm.backbones.base import BackboneSpec, BlockOrigin
 from lit_dlm.decoding.state import DecodeState
+from lit_dlm.ops.batches import first_column
 from lit_dlm.ops.options import at_least
 from lit_dlm.plugs import Plug
 
@@ -43,11 +44,6 @@ class Window(Plug):
             f"cache: {type(self).__name__} has no blocks at whose start a cache could be "
             "refreshed; expected BlockWindow or FullWindow"
         )
-
-
-def first_column(is_in: Tensor) -> Tensor:
-    """``(b,)`` int64: first ``True`` column of each row of ``(b, L)`` bool, which must have one."""
-    return is_in.view(torch.uint8).argmax(1)
 
 
 def masks_first(state: DecodeState, columns: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from lit_dlm.backbones.attention import position_ids_for
 from lit_dlm.decoding.stream import text_cells
 from lit_dlm.losses.corruption import hidden_prompt
 from lit_dlm.losses.states import NoisyStates, Responses
-from lit_dlm.ops.batches import TensorBatch, first_real_columns
+from lit_dlm.ops.batches import TensorBatch, first_column
 from lit_dlm.ops.cuts import non_ltr_positions
 from lit_dlm.ops.masking import (
     TwoCopyLayout,
@@ -410,6 +410,6 @@ def _with_hidden_prompt(
     """Adds the prompt tokens that a state hides to ``(R, L)`` hidden cells."""
     columns = torch.arange(start, device=hidden.device).expand(len(hidden), -1)
     if pad_mask is not None:
-        columns = columns - first_real_columns(pad_mask)[:, None]
+        columns = columns - first_column(pad_mask)[:, None]
     prompt = hidden_prompt(states, columns)
     return hidden if prompt is None else torch.cat([prompt, hidden[:, start:]], dim=1)

@@ -7,7 +7,7 @@ outside the backbones sees aligned rows only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Self
 
@@ -67,9 +67,14 @@ def token_batches(sizes: NDArray[np.integer], max_tokens: int) -> list[NDArray[n
     return batches
 
 
-def first_real_columns(pad_mask: Tensor) -> Tensor:
-    """``(B,)`` int64: column of each row's first real token in a ``(B, L)`` mask, 0 without one."""
-    return pad_mask.bool().long().argmax(dim=1)
+def first_column(is_in: Tensor) -> Tensor:
+    """``(B,)`` int64: first ``True`` column of each row of a ``(B, L)`` mask, 0 without one."""
+    return is_in.bool().view(torch.uint8).argmax(1)
+
+
+def row_index(rows: Sequence[int], device: torch.device) -> Tensor:
+    """``(n,)`` int64: numbers of rows on their device, for which the host does not wait."""
+    return torch.tensor(rows).to(device, non_blocking=True)
 
 
 def aligned(rows: Tensor, shift: int, *, starts: Tensor | None = None) -> Tensor:

@@ -42,7 +42,7 @@ from lit_dlm.decoding.engine import Decision, decide, initial_state, needs
 from lit_dlm.decoding.policies.lockstep import LockstepPolicy
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.decoding.state import Canvas, DecodeResult, DecodeState, StepRecord, prompt_canvas
-from lit_dlm.decoding.windows import first_column
+from lit_dlm.ops.batches import first_column
 from lit_dlm.ops.options import at_least, within
 from lit_dlm.ops.sampling import sample_seed
 from lit_dlm.trajectories.capture import KeptSteps

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lit_dlm.backbones import load_backbone
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.ops.batches import aligned, first_real_columns
+from lit_dlm.ops.batches import aligned, first_column
 from lit_dlm.ops.masking import TwoCopyLayout
 
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -76,7 +76,7 @@ def test_padded_logits_equal_the_reference(parity: Path, family: str, case: str,
     shift = backbone.spec.shift
     compared = real.clone()
     if shift:
-        compared[torch.arange(len(real)), first_real_columns(real)] = False
+        compared[torch.arange(len(real)), first_column(real)] = False
     expected = aligned(cases[case], shift)[compared]
     places = torch.arange(ids.shape[1]).expand_as(ids)
     places = cases["in.pos"] if positions == "cumsum" else places

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lit_dlm.ops.batches import aligned, first_real_columns, gather_rows, raw_columns
+from lit_dlm.ops.batches import aligned, first_column, gather_rows, raw_columns
 
 
 def test_with_shift_row_i_is_the_raw_row_before_it_but_that_of_the_first_real_token():
@@ -14,13 +14,13 @@ def test_with_shift_row_i_is_the_raw_row_before_it_but_that_of_the_first_real_to
     rows = torch.tensor([[10.0, 11.0, 12.0, 13.0]])
     assert torch.equal(aligned(rows, 0), rows)
     assert aligned(rows, 1).tolist() == [[10.0, 10.0, 11.0, 12.0]]
-    starts = first_real_columns(torch.tensor([[False, False, True, True]]))
+    starts = first_column(torch.tensor([[False, False, True, True]]))
     assert aligned(rows, 1, starts=starts)[0, 2:].tolist() == [12.0, 12.0]
 
 
 def test_first_real_column_of_right_padding_and_of_an_empty_row_is_zero():
     pad_mask = torch.tensor([[1, 1, 0], [0, 0, 0], [0, 1, 1]])
-    assert first_real_columns(pad_mask).tolist() == [0, 0, 1]
+    assert first_column(pad_mask).tolist() == [0, 0, 1]
 
 
 @pytest.mark.parametrize("shift", [0, 1])
