@@ -105,9 +105,10 @@ def _of_class(class_path: str, options: dict[str, Any], at: str) -> Iterator[Sou
             option = f"{at}.init_args.path"
             yield Source("data", str(source), option, class_path, options.get("split"))
     elif module.startswith(("lit_dlm.backbones.", "lit_dlm.rewards.")):
-        for key in ("path", "adapter"):
-            if isinstance(options.get(key), str):
-                yield Source("model", options[key], f"{at}.init_args.{key}")
+        named = {**options, "vision.path": (options.get("vision") or {}).get("path")}
+        for key in ("path", "adapter", "vision.path"):
+            if isinstance(named.get(key), str):
+                yield Source("model", named[key], f"{at}.init_args.{key}")
     elif module.startswith("lit_dlm.decoding.policies.") and is_hub_id(str(options.get("path"))):
         yield Source("policy", options["path"], f"{at}.init_args.path")
 

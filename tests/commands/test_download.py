@@ -102,6 +102,17 @@ def test_a_policy_of_the_hub_counts_and_what_the_run_makes_does_not():
     assert [(one.kind, one.name) for one in found] == [("policy", "me/policy")]
 
 
+def test_what_reads_pictures_is_fetched_with_the_model():
+    options = {"path": "me/model", "vision": {"train": "none", "path": "me/pictures"}}
+    found = sources(
+        {"backbone": {"class_path": "lit_dlm.backbones.HFBackbone", "init_args": options}}
+    )
+    assert [(one.kind, one.name, one.option) for one in found] == [
+        ("model", "me/model", "backbone.init_args.path"),
+        ("model", "me/pictures", "backbone.init_args.vision.path"),
+    ]
+
+
 def test_a_full_disk_is_refused_before_anything_is_fetched(hub, run, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=GIGABYTE))
     status, _, error = run("--yes")
