@@ -61,6 +61,7 @@ from lit_dlm.backbones.resolution import (
     is_local,
     locate,
     resolve,
+    unpinned,
     weight_files,
 )
 from lit_dlm.backbones.weights import (
@@ -858,7 +859,7 @@ def _with_code(config: Mapping[str, Any], base_name: str) -> Mapping[str, Any]:
     if is_local(base_name):
         return config
     places = {
-        name: place if "--" in place else f"{base_name.partition('@')[0]}--{place}"
+        name: place if "--" in place else f"{unpinned(base_name)}--{place}"
         for name, place in config.get("auto_map", {}).items()
     }
     return {**config, "auto_map": places} if places else config

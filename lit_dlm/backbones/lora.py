@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from lit_dlm.backbones.architecture import LLADA_MODULES, KeyLayout, PEFTTask, original_key, our_key
 from lit_dlm.backbones.experts import expert_biases
-from lit_dlm.backbones.resolution import read_json_object
+from lit_dlm.backbones.resolution import read_json_object, unpinned
 from lit_dlm.backbones.weights import load_weights, plain_tensor, save_weights
 from lit_dlm.ops.options import at_least, within
 from lit_dlm.ops.precision import without_autocast
@@ -144,7 +144,7 @@ def differing_base(folder: Path, base: str | None) -> str | None:
     trained_on = read_json_object(folder / CONFIG_FILE).get("base_model_name_or_path")
     if not trained_on or base is None:
         return None
-    one, other = Path(trained_on), Path(base)
+    one, other = Path(unpinned(trained_on)), Path(unpinned(base))
     are_here = one.is_dir() and other.is_dir()
     is_same = one.resolve() == other.resolve() if are_here else one.name == other.name
     return None if is_same else str(trained_on)
@@ -323,7 +323,7 @@ def save_adapter(
         target_modules=targets,
         target_parameters=sorted(f"{one}.{name}" for one in experts for name in _EXPERT_WEIGHTS),
         task_type=task,
-        base_model_name_or_path=base_name,
+        base_model_name_or_path=base_name and unpinned(base_name),
         inference_mode=True,
     ).save_pretrained(str(folder))
 

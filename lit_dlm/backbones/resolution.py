@@ -90,6 +90,11 @@ def is_hub_id(path_or_id: str) -> bool:
     return has_form and not Path(path_or_id).expanduser().parent.is_dir()
 
 
+def unpinned(path_or_id: str) -> str:
+    """The name without the ``@revision`` of a hub id."""
+    return path_or_id.partition("@")[0] if is_hub_id(path_or_id) else path_or_id
+
+
 def is_local(path_or_id: str) -> bool:
     """Whether :func:`locate` finds a model without the hub."""
     return path_or_id in embedded_names() or Path(path_or_id).expanduser().exists()

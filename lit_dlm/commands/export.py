@@ -13,7 +13,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from lit_dlm.backbones.decoder import DType
 from lit_dlm.backbones.hf import ExportLayout, HFBackbone, load_backbone
-from lit_dlm.backbones.resolution import is_local, locate, read_json_object
+from lit_dlm.backbones.resolution import is_local, locate, read_json_object, unpinned
 from lit_dlm.modules.checkpoint import copy_tokenizer
 from lit_dlm.ops.files import write_atomically
 from lit_dlm.reports.results import ResultFolder, write_json
@@ -161,7 +161,7 @@ def _card(
         if one.accuracy is not None
     ]
     data = ModelCardData(
-        **({} if is_local(options.model) else {"base_model": options.model}),
+        base_model=None if is_local(options.model) else unpinned(options.model),
         library_name="peft" if options.only_adapter else "transformers",
         pipeline_tag="text-generation",
         tags=["masked-diffusion", "lit-dlm", backbone.spec.family],

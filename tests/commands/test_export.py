@@ -161,6 +161,18 @@ def test_push_takes_what_export_wrote_and_an_adapter_loads_from_the_hub(
         assert torch.equal(found, load_backbone(model, adapter=adapter)(IDS))
 
 
+def test_an_adapter_on_a_pinned_model_names_it_without_the_revision(
+    twin: Any, hub: HubServer, tmp_path: Path
+):
+    model, adapter = twin  # one of a folder whose name is the model's
+    hub.files["me/dream"] = {path.name: path.read_bytes() for path in Path(model).iterdir()}
+    folder = tmp_path / "a"
+    run("export", "me/dream@v1", str(folder), "--adapter", adapter, "--only_adapter")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    card = yaml.safe_load((folder / "README.md").read_text().split("---")[1])
+    assert config["base_model_name_or_path"] == card["base_model"] == "me/dream"
+
+
 def test_a_policy_is_shared_with_a_card_that_says_how_to_use_it(
     hub: HubServer, capsys: Any, tmp_path: Path
 ):
