@@ -117,7 +117,7 @@ def labelled(runs: Sequence[tuple[Path, list[MethodSummary]]]) -> list[ReportedR
     """Runs with the names of their methods in common tables.
 
     A method that several runs share, such as one decoder on differently trained models, gets the
-    name of its run.
+    name of its run in front.
     """
     uses = Counter((one.task, one.method) for _, found in runs for one in found)
     paths = [folder.resolve().parts for folder, _ in runs]
@@ -125,12 +125,10 @@ def labelled(runs: Sequence[tuple[Path, list[MethodSummary]]]) -> list[ReportedR
     for (folder, found), parts in zip(runs, paths, strict=True):
         ends = [parts[-n:] for n in range(1, len(parts) + 1)]
         own = (end for end in ends if [path[-len(end) :] for path in paths].count(end) == 1)
-        run, is_alone = "/".join(next(own, ends[0])), len({one.method for one in found}) == 1
-        labels = {}
+        run, labels = "/".join(next(own, ends[0])), {}
         for one in found:
             is_shared = uses[one.task, one.method] > 1
-            label = run if is_alone else f"{run}/{one.method}"
-            labels[one.task, one.method] = label if is_shared else one.method
+            labels[one.task, one.method] = f"{run}/{one.method}" if is_shared else one.method
         reported.append(ReportedRun(folder=folder, name=run, summaries=found, labels=labels))
     return reported
 

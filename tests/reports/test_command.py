@@ -68,7 +68,7 @@ def test_report_of_two_runs_links_every_failure_to_its_trace(tmp_path: Path):
     assert "2 of 4 wrong" in page
     assert "train/loss, training of tuned" in page
     text = (out / "report.md").read_text()
-    assert "### t, base: 2 of 4" in text
+    assert "### t, base/m: 2 of 4" in text
     assert "[t/test/0#1](traces.html#uid=t%2Ftest%2F0%231%40m&set=1) |  | wrong | a1 |" in text
     assert "![Accuracy against average steps](front.png)" in text
 

@@ -116,8 +116,10 @@ def test_runs_that_share_a_method_are_told_apart_by_their_names():
         [summarise([row(task=task, method="entropy")]) for task in ("a", "b")] for _ in range(2)
     )
     other = summarise([row(task="a", method="random")])
-    for one, two in (("base", "tuned"), ("s0/bench", "s1/bench"), ("bench", "s1/again")):
+    for one, two in (("sft_1", "sft_2"), ("s0/bench", "s1/bench"), ("bench", "s1/again")):
         merged = merge_runs(labelled([(Path(one), base), (Path(two), [*tuned, other])]))
         end = Path(two).name if Path(two).name == "again" else two
-        names = [f"a: {one}", f"a: {end}/entropy", "a: random", f"b: {one}", f"b: {end}/entropy"]
+        first, second = f"{one}/entropy", f"{end}/entropy"
+        names = [f"a: {first}", f"a: {second}", "a: random", f"b: {first}", f"b: {second}"]
         assert [f"{found.task}: {found.method}" for found in merged] == names
+        assert (family(first), family(second)) == (first, second)  # each has its own curve
