@@ -33,8 +33,8 @@ def main(arguments: Sequence[str]) -> int:
     command = argparse.ArgumentParser(
         prog="lit-dlm compare",
         description="Compares two benchmark runs on the samples that both have: accuracy with an "
-        "exact McNemar test, accuracy and steps with paired bootstrap intervals. Methods of equal "
-        "name are paired; with --a and --b, these two.",
+        "exact McNemar test and paired bootstrap intervals, those of steps with --json. Methods of "
+        "equal name are paired; with --a and --b, these two.",
     )
     command.add_argument("first", type=Path, metavar="A", help="run folder with results/")
     command.add_argument("second", type=Path, metavar="B", help="run folder, may be the same one")
@@ -118,8 +118,16 @@ def tables(found: Sequence[PairedComparison]) -> Iterator[tuple[str, list[tuple[
     """Title and rows of the table of each task; a row is a line of A and one of B."""
     for task, compared in groupby(found, key=lambda one: one.task):
         group = list(compared)
-        counts = sorted({comparison.n for comparison in group})
-        title = f"{task}, n = {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))}"
+        counts = {
+            f"{task}, n =": [one.n for one in group],
+            ", only in A:": [one.left_out_a for one in group],
+            ", only in B:": [one.left_out_b for one in group],
+        }
+        title = "".join(
+            f"{label} {' to '.join(map(str, sorted({min(n), max(n)})))}"
+            for label, n in counts.items()
+            if any(n)
+        )
         yield title, [_row(one) for one in group]
 
 

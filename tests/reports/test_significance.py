@@ -95,6 +95,7 @@ def test_methods_of_equal_name_are_paired_on_common_samples(tmp_path: Path, caps
     assert main([str(a), str(b / "results"), "--out", str(out)]) == 0
     shown = capsys.readouterr().out
     assert "0.125" in shown
+    assert "t, n = 2 to 7, only in B: 0 to 1" in shown
     assert "The recorded settings are equal." in shown
     assert "| A x<br>B x | 14.3<br>85.7 | 1<br>6 | +71.4<br>(" in out.read_text()
 
