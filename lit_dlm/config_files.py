@@ -188,18 +188,24 @@ def with_files(arguments: Sequence[str]) -> list[str]:
     """Command-line arguments with the contents of the files that they name.
 
     All ``--config`` files become one document, which stands where the first of them stood: flags
-    behind it win over all files.
+    behind it win over all files, later ones too.
     """
-    merged: Any = {}
-    place: int | None = None
-    rest: list[str] = []
+    parts: list[tuple[bool, str, str, str]] = []
     given = list(arguments)
     while given:
         argument = given.pop(0)
         option, equals, value = argument.partition("=")
         if option.startswith("-") and not equals and given and not given[0].startswith("-"):
             value = given.pop(0)
-        if option in ("--config", "-c"):
+        parts.append((option in ("--config", "-c"), option, equals, value))
+    merged: Any = {}
+    place: int | None = None
+    rest: list[str] = []
+    first = next((number for number, part in enumerate(parts) if part[0]), len(parts))
+    # Stable: files, then the flags behind the first of them.
+    parts[first:] = sorted(parts[first:], key=lambda part: not part[0])
+    for is_file, option, equals, value in parts:
+        if is_file:
             place = len(rest) if place is None else place
             if is_inline := value.lstrip().startswith("{"):
                 _require_shallow(option, value)

@@ -93,6 +93,16 @@ def test_a_second_file_adds_a_decoder_and_flags_reach_both_and_named_regions(fol
     decoders = {"x": {"policy": HALF, "quota": "NoQuota"}, "z": {"policy": "MarginPolicy"}}
     assert document["model"]["init_args"]["decoders"] == decoders
     assert rest == ["--seed", "3"]
+    # A flag between files wins over both, whatever it sets: a list, null, a part of a decoder.
+    flags = ("layers", "[5]"), ("decoders.z", "null"), ("decoders.x.quota", "LinearQuota")
+    words = [f"--model.init_args.{key}={value}" for key, value in flags]
+    more.write_text("model: {init_args: {layers: [6], decoders: {x: {quota: NoQuota}, z: {}}}}\n")
+    document, rest = arguments(
+        *("--config", str(folder / "exp" / "one.yaml"), *words, "--seed=3"), f"--config={more}"
+    )
+    x = {"policy": "ThresholdPolicy", "quota": "LinearQuota"}
+    assert document["model"]["init_args"] == {"lr": 1, "layers": [5], "decoders": {"x": x}}
+    assert rest == ["--seed=3"]
     # As in files null takes a decoder away; a flag without a value is left to the parser.
     flags = ["--model.init_args.decoders.x", "null", "--model.init_args.decoders.y.quota"]
     document, rest = arguments("--config", str(folder / "exp" / "two.yaml"), *flags, "--seed=3")
