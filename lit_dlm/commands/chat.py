@@ -40,6 +40,7 @@ class Chat:
     seed: int
     console: Console
     messages: list[dict[str, str]] = field(default_factory=list)
+    num_turns: int = 0
 
     def turn(self, line: str) -> bool:
         """Obeys a command or answers a message; returns whether it goes on."""
@@ -87,6 +88,7 @@ class Chat:
 
     def _answer(self, text: str) -> None:
         self.messages.append({"role": "user", "content": text})
+        self.num_turns += 1
         begun = time.perf_counter()
         try:
             with live_canvas(self.console, self.tokenizer) as observers:
@@ -97,7 +99,7 @@ class Chat:
                     tokenizer=self.tokenizer,
                     response_length=self.response_length,
                     seed=self.seed,
-                    uids=[str(len(self.messages))],
+                    uids=[str(self.num_turns)],
                     observers=observers,
                 )
         except (ValueError, KeyboardInterrupt) as error:

@@ -126,6 +126,17 @@ def test_policy_and_cache_change_on_the_way(said):
     assert "ConfidencePolicy, DualCache, 16 cells, 2 messages before" in out
 
 
+def test_the_same_is_answered_by_another_draw(said):
+    decoder = Decoder(policy=ConfidencePolicy(), sampler=decoding.Sampler(temperature=2.0))
+    asked = [[{"role": "user", "content": PENS}]]
+    one, two = (
+        generate("tiny", asked, decode=decoder, response_length=32, uids=[turn]).texts[0]
+        for turn in "12"
+    )
+    out = said("chat", "--sampler.temperature=2", typed=f"{PENS}\n/new\n{PENS}\n")
+    assert out.index(one) < out.index("0 messages before") < out.index(two)
+
+
 def test_a_bad_switch_is_told_and_changes_nothing(said):
     typed = f"/policy nothing_such\n/cache dual\n/length 0\n/what\n/cache none\n{PENS}\n"
     out = said("chat", typed=f"/length 8\n{typed}")
