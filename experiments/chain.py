@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import statistics
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -23,17 +24,23 @@ from lit_dlm.reports.results import ResultFolder
 EXP = Path(cli.__file__).resolve().parent / "configs" / "exp"
 
 
-def call(done: Path, *arguments: object) -> None:
+def call(done: Path, *arguments: object, costs: Path | None = None) -> None:
     """One command, unless the file that marks its end is there.
 
     Args:
         done: that file.
         arguments: of the command line.
+        costs: a file that gets a line with the processor time of what came to its end, in seconds;
+            wall time depends on neighbours.
     """
     if done.exists():
         return
     words = list(map(str, arguments))
+    began = time.process_time()
     cli.main([*words, "--trainer.enable_progress_bar", "false"])
+    if costs is not None:
+        with costs.open("a") as file:
+            file.write(f"{time.process_time() - began}\n")
     write_atomically(done, shlex.join(words) + "\n")
 
 

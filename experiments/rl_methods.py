@@ -16,7 +16,6 @@ import argparse
 import itertools
 import json
 import statistics
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -80,21 +79,19 @@ def main() -> None:
 
 
 def train(options: argparse.Namespace, method: str, seed: int) -> None:
-    """Trains one arm; notes its processor time, since wall time depends on neighbours."""
+    """Trains one arm."""
     folder = options.out / f"{method}-{seed}"
-    done = folder / "done"
-    if done.exists():
-        return
+    costs = folder / "cpu_seconds"
     tasks = ["--data.tasks", problems("WordProblems", "train", 400, seed=seed)]
     flags = [*seed_flags(seed), "--run_dir", folder, "--model.export_dir", folder / "adapter"]
     flags += ["--trainer.callbacks", "[]", "--trainer.enable_checkpointing", "false"]
     flags += ["--trainer.logger", "false"]
-    began = time.process_time()
     if method == "dpo":
         call(
             folder / "decoded",
             *("predict", "--config", EXP / "distill_pairs_tiny.yaml", "--run_dir", folder),
             *("--seed_everything", seed, "--model.seed", seed, *tasks),
+            costs=costs,
         )
         flags += ["--trainer.max_steps", options.updates]
     else:
@@ -102,8 +99,7 @@ def train(options: argparse.Namespace, method: str, seed: int) -> None:
         flags += ["--trainer.num_sanity_val_steps", 0, *tasks]
         flags += ["--data.prompts_per_step", options.prompts]
     _, config, *own = METHODS[method]
-    call(done, "fit", "--config", EXP / f"{config}.yaml", *flags, *own)
-    write_atomically(folder / "cpu_seconds", str(time.process_time() - began))
+    call(folder / "done", "fit", "--config", EXP / f"{config}.yaml", *flags, *own, costs=costs)
 
 
 def evaluate(options: argparse.Namespace, folder: Path, adapter: Path | None) -> None:
@@ -147,7 +143,7 @@ def gathered(options: argparse.Namespace) -> dict[str, Any]:
         for seed in options.seeds:
             folder = options.out / f"{method}-{seed}"
             if (folder / "evaluated").exists():
-                seconds = float((folder / "cpu_seconds").read_text())
+                seconds = sum(map(float, (folder / "cpu_seconds").read_text().split()))
                 arm = {"seed": seed, "cpu_minutes": round(seconds / 60, 2)}
                 arm |= arms(folder)[_name(THRESHOLD)]
                 kept["methods"].setdefault(method, []).append(arm)

@@ -1,5 +1,6 @@
 """Benchmarks and experiments: scripts outside the packages, which a renamed import would break."""
 
+import argparse
 import json
 import re
 import runpy
@@ -84,6 +85,33 @@ def test_the_page_has_the_table_of_the_kept_results_of_policy_losses(
         assert found[1] == (None if name == "TraceRL" else "+0.0 ± 0.0")
     kept = json.loads((ROOT / "docs" / "rl_methods.json").read_text())
     assert markdown(kept) in (ROOT / "docs" / "tracerl_results.md").read_text()
+
+
+def test_processor_time_of_an_arm_is_that_of_both_commands_though_it_was_killed_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """36 s of decoding, then a fit that is killed after 60, then one of 24: one minute."""
+    script = imported("experiments/rl_methods.py", monkeypatch)
+    options = argparse.Namespace(out=tmp_path, seeds=[0], steps=1, prompts=1, updates=1)
+    clock, lasts = [0.0], iter([36.0, 60.0, 24.0])
+
+    def command(words: list[str]) -> None:
+        clock[0] += (seconds := next(lasts))
+        (tmp_path / "dpo-0").mkdir(exist_ok=True)
+        if seconds == 60.0:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("lit_dlm.cli.main", command)
+    monkeypatch.setattr("time.process_time", lambda: clock[0])
+    with pytest.raises(KeyboardInterrupt):
+        script["train"](options, "dpo", 0)
+    script["train"](options, "dpo", 0)
+    results = ResultFolder(tmp_path / "dpo-0" / "results")
+    results.claim("t", "threshold_06", {})
+    results.append([row(method="threshold_06")])
+    (tmp_path / "dpo-0" / "evaluated").touch()
+    (arm,) = script["gathered"](options)["methods"]["dpo"]
+    assert arm["cpu_minutes"] == 1.0
 
 
 def test_arms_of_decode_states_are_compared_by_problem_and_at_equal_forwards(
