@@ -170,15 +170,6 @@ def points(values: NDArray[Any], sign: str = "+") -> str:
     return f"{100 * values.mean():{sign}.1f} ± {100 * standard_error(values):.1f}"
 
 
-def holm(errors: Sequence[float]) -> list[float]:
-    """Adjusted p-values of a family of tests (Holm, 1979)."""
-    order = np.argsort(errors)
-    adjusted = np.maximum.accumulate(np.sort(errors) * np.arange(len(errors), 0, -1))
-    found = np.empty(len(errors))
-    found[order] = np.minimum(adjusted, 1.0)
-    return found.tolist()
-
-
 def normal_tail(z: float) -> float:
     """Chance that a standard normal exceeds ``z``."""
     return float(torch.special.ndtr(torch.tensor(-z, dtype=torch.float64)))

@@ -36,13 +36,14 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 import yaml
-from chain import EXP, call, holm, normal_tail, seed_flags, standard_error, table
+from chain import EXP, call, normal_tail, seed_flags, standard_error, table
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from lit_dlm.ops.files import write_atomically
 from lit_dlm.reports.plots import Theme, common_legend, read_points, save_themes, tidy_axes
 from lit_dlm.reports.results import ResultFolder, ResultRow
+from lit_dlm.reports.significance import holm
 from lit_dlm.trajectories.store import TrajectoryShardReader
 
 
