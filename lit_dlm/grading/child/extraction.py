@@ -60,21 +60,23 @@ def extract_code(
     """Finds the code of an answer: the last fenced block that will do, else the whole text.
 
     Without an entry point that is a program: a block that compiles. Otherwise it must define the
-    entry point; without such a block every block, last first, and then the whole text is tried,
-    both as a module and as the continuation of ``stub``; text after the code is cut off. The stub
-    is the beginning of the module that the prompt showed and may end within a definition; its
-    imports and helpers are put in front in any case.
+    entry point; every block, last first, and then the whole text is tried as a module, then all
+    of them, indented ones first, as the continuation of ``stub``; text after the code is cut off.
+    The stub is the beginning of the module that the prompt showed and may end within a definition;
+    its imports and helpers are put in front in any case.
     """
-    pieces = _pieces(completion)
+    texts = (*reversed(fenced_blocks(completion)), completion)
+    pieces = [text for text in texts if text.strip()]
     if not pieces:
         return ExtractedCode(code=None, problem="the completion holds no code")
     whole = whole_part(stub).rstrip()
     head = f"{whole}\n\n\n" if whole else ""
     found: Iterator[str] = iter(pieces)
     if entry_point is not None:
+        by_indent = sorted(pieces, key=lambda piece: piece.strip("\n")[0] not in " \t")
         found = itertools.chain(
             (head + text for piece in pieces for text in _as_module(piece, entry_point)),
-            (code for piece in pieces for code in _as_continuation(stub, piece, entry_point)),
+            (code for piece in by_indent for code in _as_continuation(stub, piece, entry_point)),
         )
     if (code := next(filter(_parses, found), None)) is not None:
         return ExtractedCode(code=code)
@@ -84,11 +86,6 @@ def extract_code(
     return ExtractedCode(
         code=head + pieces[0], problem="the code does not parse", is_syntax_error=True
     )
-
-
-def _pieces(completion: str) -> list[str]:
-    pieces = [block for block in reversed(fenced_blocks(completion)) if block.strip()]
-    return pieces or ([completion] if completion.strip() else [])
 
 
 def _as_module(piece: str, entry_point: str) -> Iterator[str]:
