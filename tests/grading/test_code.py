@@ -43,6 +43,7 @@ SQUARE = "def f(x):\n    return x * x"
         "  ```python\n  def f(x):\n      return int(math.pow(x, 2))\n  ```",
         "f = lambda x: x * x",
         "    return x * x\nEnjoy! It's done.\nBye.",
+        f"```python\nfrom __future__ import annotations\n{SQUARE}\n```",
         f"{SQUARE}\n\nExample:\n```\n>>> f(3)\n9\n```",
         "    return x * x\n```\nThis squares x.",
         "    return x * x\n\nExample:\n```python\nprint(f(2))\n```",

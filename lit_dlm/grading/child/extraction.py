@@ -17,6 +17,7 @@ CANDIDATE_FILE = "<candidate>"
 """File name under which model-written code is compiled."""
 
 _FENCE = re.compile(r"^[ \t]*(?P<fence>`{3,}|~{3,})[ \t]*(?P<tag>[\w+.-]*)[^\n]*$", re.MULTILINE)
+_FUTURE = re.compile(r"^from __future__ import [^\n]*\n?", re.MULTILINE)
 _PYTHON_TAGS = {"", "python", "py", "python3", "python2", "py3"}
 _NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError)
 # How many places to cut trailing text off are tried; each costs one parse.
@@ -75,7 +76,7 @@ def extract_code(
     if entry_point is not None:
         by_indent = sorted(pieces, key=lambda piece: piece.strip("\n")[0] not in " \t")
         found = itertools.chain(
-            (head + text for piece in pieces for text in _as_module(piece, entry_point)),
+            (_behind(head, text) for piece in pieces for text in _as_module(piece, entry_point)),
             (code for piece in by_indent for code in _as_continuation(stub, piece, entry_point)),
         )
     if (code := next(filter(_parses, found), None)) is not None:
@@ -86,6 +87,11 @@ def extract_code(
     return ExtractedCode(
         code=head + pieces[0], problem="the code does not parse", is_syntax_error=True
     )
+
+
+def _behind(head: str, text: str) -> str:
+    """Both, with the text's ``from __future__`` lines in front, where Python wants them."""
+    return "".join(_FUTURE.findall(text)) + head + _FUTURE.sub("", text)
 
 
 def _as_module(piece: str, entry_point: str) -> Iterator[str]:
