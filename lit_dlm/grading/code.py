@@ -73,6 +73,7 @@ def grade_by_outputs(
     inputs: Sequence[str],
     outputs: Sequence[str],
     *,
+    stub: str = "",
     limits: SandboxLimits | None = None,
     allow_code_execution: bool,
 ) -> Verdict:
@@ -81,8 +82,9 @@ def grade_by_outputs(
     The expected outputs never leave this process. Outputs are compared word by word: the amount of
     white space does not matter. The verdict's ``score`` is the share of tests that passed, its
     ``status`` and ``detail`` tell of the first that did not; ``limits`` hold for each run.
+    ``stub`` is put in front of the program.
     """
-    found = extract_code(completion)
+    found = extract_code(completion, stub=stub)
     if (verdict := ungradable(found)) is not None:
         return verdict
     assert found.code is not None

@@ -19,6 +19,7 @@ import functools
 import itertools
 import json
 import logging
+import math
 import os
 import secrets
 import shutil
@@ -81,6 +82,8 @@ class SandboxLimits:
 
     wall_seconds: float = 10.0
     """Wall time for loading the code and all tests together."""
+    call_seconds: float = math.inf
+    """Wall time for loading the code, and for each call of it by assertions."""
     cpu_seconds: float = 10.0
     """Processor time of the candidate, rounded up to whole seconds."""
     memory_bytes: int = 1 << 30
@@ -92,6 +95,7 @@ class SandboxLimits:
     def __post_init__(self) -> None:
         of = "SandboxLimits."
         at_least(0.01, of=of, wall_seconds=self.wall_seconds, cpu_seconds=self.cpu_seconds)
+        at_least(0.01, of=of, call_seconds=self.call_seconds)
         at_least(1 << 26, of=of, memory_bytes=self.memory_bytes)
         at_least(1 << 10, of=of, value_bytes=self.value_bytes)
 

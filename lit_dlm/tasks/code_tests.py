@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from lit_dlm.grading import SandboxLimits, Verdict
-from lit_dlm.grading.code import extract_code, grade_by_outputs
+from lit_dlm.grading.code import grade_by_outputs
 from lit_dlm.tasks.base import CodeTask, PromptExample
 from lit_dlm.tasks.sources import Row
 
@@ -33,14 +33,16 @@ class CodeTests(CodeTask):
     """Code problems, each with its own tests and time limit.
 
     A row has ``question``, ``test_method`` and ``test_time_limit`` (seconds; 8 without one), and
-    for ``function`` a ``test_list`` of assertions and a ``prefix`` (code put in front of the
-    answer, may be missing), for ``stdio`` the lists ``test_input`` and ``test_output``. A field
-    ``solution`` may hold code that passes.
+    for ``function`` a ``test_list`` of assertions, for ``stdio`` the lists ``test_input`` and
+    ``test_output``. A field ``prefix`` may hold code that is put in front of the answer,
+    ``solution`` code that passes.
     """
 
     name = "code_tests"
     required_fields: tuple[str, ...] = ("question", "test_method")
     own_template = _TEMPLATE
+    own_prefix = ""
+    """Code put in front of answers to rows without a ``prefix``."""
 
     def _example(self, row: Row) -> PromptExample:
         method = row.text("test_method")
@@ -48,13 +50,14 @@ class CodeTests(CodeTask):
         reference: dict[str, Any] = {
             "test_method": method,
             "seconds": _seconds(row),
+            "entry_point": None,
+            "stub": row.fields.get("prefix") or row.fields.get("Prefix") or self.own_prefix,
             "solution": row.fields.get("solution") or "",
         }
         if method == "function":
             tests = reference["test_list"] = row.texts("test_list")
             reference["check"] = "\n".join(tests)
             reference["entry_point"] = _entry_point(tests, row)
-            reference["stub"] = row.fields.get("prefix") or row.fields.get("Prefix") or ""
         else:
             reference["test_input"] = row.texts("test_input")
             reference["test_output"] = row.texts("test_output")
@@ -62,11 +65,6 @@ class CodeTests(CodeTask):
             row.expect(counts[0] == counts[1], "as many test_output as test_input", counts)
         question = row.text("question").strip()
         return self._prompt(row, f"{row.index:05d}", question, reference, **reference)
-
-    def extract(self, example: PromptExample, completion: str) -> str | None:
-        if example.reference["test_method"] == "stdio":
-            return extract_code(example.answer_start + completion).code
-        return super().extract(example, completion)
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
         reference = example.reference
@@ -76,6 +74,7 @@ class CodeTests(CodeTask):
             example.answer_start + completion,
             reference["test_input"],
             reference["test_output"],
+            stub=reference["stub"],
             limits=self._limits_of(example),
             allow_code_execution=self.allow_code_execution,
         )

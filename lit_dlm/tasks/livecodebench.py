@@ -8,18 +8,21 @@ import json
 import pickletools
 import re
 import zlib
+from dataclasses import replace
 from typing import Any
 
+from lit_dlm.grading import SandboxLimits
 from lit_dlm.tasks.base import PromptExample
 from lit_dlm.tasks.code_tests import CodeTests
 from lit_dlm.tasks.sources import Row
 
-# What answers to problems with starter code may take for granted.
-_IMPORTS = (
-    "from typing import *\nfrom collections import *\nfrom itertools import *\n"
-    "from functools import *\nfrom heapq import *\nfrom bisect import *\n"
-    "import math, re, string, sys\n"
+# What the release puts in front of answers, in its order, and the time that it gives each test.
+_MODULES = (
+    "string, re, datetime, collections, heapq, bisect, copy, math, random, statistics, itertools, "
+    "functools, operator, io, sys, json"
 )
+_STARS = "\n".join(f"from {name} import *" for name in f"{_MODULES}, builtins, typing".split(", "))
+_SECONDS = 6.0
 
 
 class LiveCodeBench(CodeTests):
@@ -27,11 +30,13 @@ class LiveCodeBench(CodeTests):
 
     A problem without starter code is answered by a program, one with it by a class ``Solution``.
     Public and private tests count. Templates are also given ``starter_code``. A file is, for
-    example, ``test6.jsonl`` of the release.
+    example, ``test6.jsonl`` of the release. Imports, recursion limit and seconds for each test are
+    the release's; numbers in outputs are compared as text, where it takes 1.0 for 1.
     """
 
     name = "livecodebench"
     required_fields = ("question_content", "public_test_cases", "private_test_cases")
+    own_prefix = f"{_STARS}\nimport {_MODULES}\nsys.setrecursionlimit(50000)\n"
     own_template = (
         "{{ question }}\n\n{% if starter_code %}Complete this code:\n\n```python\n"
         "{{ starter_code }}\n```\n\nAnswer with the whole class in one fenced python block."
@@ -44,12 +49,13 @@ class LiveCodeBench(CodeTests):
         fields: dict[str, Any] = {
             "question": row.text("question_content"),
             "starter_code": row.fields.get("starter_code") or "",
+            "test_time_limit": _SECONDS,
+            "prefix": "",
         }
         if fields["starter_code"]:
             method = re.findall(r"def (\w+)\(self", fields["starter_code"])
             row.expect(bool(method), "a method in field 'starter_code'", fields["starter_code"])
             fields["test_method"] = "function"
-            fields["prefix"] = _IMPORTS
             # As in the release, a tuple is as good as a list.
             fields["test_list"] = [
                 "assert (lambda found: [*found] if isinstance(found, tuple) else found)("
@@ -63,6 +69,11 @@ class LiveCodeBench(CodeTests):
             fields["test_output"] = [test["output"] for test in tests]
         made = Row(index=row.index, origin=row.origin, fields=fields)
         return super()._example(made)
+
+    def _limits_of(self, example: PromptExample) -> SandboxLimits:
+        seconds = example.reference["seconds"]
+        whole = seconds * (1 + len(example.reference.get("test_list", ())))
+        return replace(self.limits, wall_seconds=whole, cpu_seconds=whole, call_seconds=seconds)
 
 
 def _values(text: str) -> list[Any]:

@@ -106,7 +106,9 @@ def test_whatever_a_worker_replies_is_a_value_or_its_failure(
 ) -> None:
     """An ``Exception`` is the candidate's, and then the remote knows of it."""
     liar: Any = _Liar(reply, as_asked=as_asked)
-    remote = Remote(liar, wall_seconds=1, value_bytes=1 << 16, explain_end=lambda: ("", ""))
+    remote = Remote(
+        liar, wall_seconds=1, call_seconds=1, value_bytes=1 << 16, explain_end=lambda: ("", "")
+    )
     remote.wait_until_ready()
     try:
         is_right = REQUESTS[request](remote)

@@ -181,7 +181,9 @@ def test_the_time_to_put_the_walls_up_is_not_the_candidates(monkeypatch):
 
     monkeypatch.setattr(remote.time, "monotonic", lambda: clock[0])
     explain = lambda: ("", "")  # noqa: E731
-    worker = remote.Remote(Channel(), wall_seconds=0.5, value_bytes=1 << 10, explain_end=explain)
+    worker = remote.Remote(
+        Channel(), wall_seconds=0.5, call_seconds=9, value_bytes=1 << 10, explain_end=explain
+    )
     worker.wait_until_ready()
     assert worker.load("def f(): pass") == ["f"]
     assert deadlines == [None, 108.5, 108.5]

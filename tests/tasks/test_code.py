@@ -166,7 +166,7 @@ CLASS = {
     "question_content": "Add the numbers of a list to k.",
     "starter_code": "class Solution:\n    def total(self, nums: List[int], k: int):\n        ",
     "public_test_cases": json.dumps([contest_test("[1, 2]\n4", "7", "functional")]),
-    "private_test_cases": json.dumps([contest_test("[]\n1", "1", "functional")]),
+    "private_test_cases": json.dumps([contest_test("[]\n30000", "30000", "functional")]),
 }
 ADDS = "a, b = map(int, input().split())\nprint(a + b)"
 TOTAL = (
@@ -182,10 +182,26 @@ def test_programs_and_classes_of_contests_are_run_on_all_tests(tmp_path: Path):
     assert made.grade(program, fenced(ADDS)).is_correct
     almost = made.grade(program, fenced(ADDS.replace("a + b", "a + b or 1")))
     assert (almost.status, almost.score) == ("wrong", 2 / 3)
+    assert made.grade(program, "print(reduce(add, map(int, stdin.read().split())))").is_correct
     assert "Complete this code" in method.text
     assert made.grade(method, fenced(TOTAL)).is_correct
     wrong = made.grade(method, fenced(TOTAL.replace("start=k", "start=3")))
     assert (wrong.is_correct, wrong.score) == (False, 0.0)
+    deep = "self.total(nums, k - 1) + 1 if k else sum(nums)"
+    deeper = made.grade(method, fenced(TOTAL.replace("sum(nums, start=k)", deep)))
+    assert deeper.is_correct
+
+
+def test_each_test_of_a_contest_has_its_time(tmp_path: Path):
+    """Seven tests of 0.6 s, with 1.5 s for each; the eighth would take a minute."""
+    tests = [contest_test(f"[{n}]\n0", "0", "functional") for n in [0.6] * 7 + [60]]
+    row = CLASS | {"public_test_cases": json.dumps(tests), "private_test_cases": "[]"}
+    task, example = only(tasks.LiveCodeBench, tmp_path, row, **RUNS)
+    assert example.reference["seconds"] == 6
+    example.reference["seconds"] = 1.5
+    code = TOTAL.replace("return sum(nums, start=k)", "return __import__('time').sleep(*nums) or k")
+    verdict = task.grade(example, fenced(code))
+    assert (verdict.status, verdict.score) == ("timeout", 7 / 8)
 
 
 def test_a_tuple_is_as_good_as_a_list_in_contests(tmp_path: Path):

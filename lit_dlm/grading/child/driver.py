@@ -57,6 +57,7 @@ def main() -> NoReturn:
     remote = Remote(
         channel,
         wall_seconds=config["wall_seconds"],
+        call_seconds=config["call_seconds"],
         value_bytes=int(config["value_bytes"]),
         explain_end=lambda: _explain_end(worker_pid, config["cpu_seconds"]),
     )

@@ -72,7 +72,7 @@ def extract_code(
         return ExtractedCode(code=None, problem="the completion holds no code")
     whole = whole_part(stub).rstrip()
     head = f"{whole}\n\n\n" if whole else ""
-    found: Iterator[str] = iter(pieces)
+    found: Iterator[str] = (_behind(head, piece) for piece in pieces)
     if entry_point is not None:
         by_indent = sorted(pieces, key=lambda piece: piece.strip("\n")[0] not in " \t")
         found = itertools.chain(

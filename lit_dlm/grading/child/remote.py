@@ -60,6 +60,7 @@ class Remote:
         channel: wire.Channel,
         *,
         wall_seconds: float,
+        call_seconds: float,
         value_bytes: int,
         explain_end: Callable[[], tuple[str, str]],
     ) -> None:
@@ -68,6 +69,7 @@ class Remote:
         self._explain_end = explain_end
         self._channel = channel
         self._wall_seconds = wall_seconds
+        self._call_seconds = call_seconds
         self._deadline = 0.0
         self._value_bytes = value_bytes
         self._next_id = 0
@@ -116,7 +118,8 @@ class Remote:
         return wire.encode(value, max_bytes=self._value_bytes, to_handle=_target_of)
 
     def _request(self, request: dict[str, Any]) -> Any:
-        message = self._exchange(request, self._deadline)
+        deadline = min(self._deadline, time.monotonic() + self._call_seconds)
+        message = self._exchange(request, deadline)
         with _malformed_is_lost():
             reply = wire.parse(message)
         _require(type(reply) is dict and reply.get("id") == self._next_id)
