@@ -90,6 +90,8 @@ class Picture:
         image = self._opened()
         with self._naming_errors():
             image = ImageOps.exif_transpose(image)
+            if image.mode == "I;16":  # converting would cut at 255
+                image = image.convert("I").point(lambda value: value / 257 + 0.5)
             if image.has_transparency_data:
                 image = image.convert("RGBA")
                 image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)

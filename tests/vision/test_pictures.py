@@ -22,7 +22,8 @@ def test_turned_and_flattened():
     exif[0x0112] = 6  # the camera lay on its side
     turned = Picture(png(_noise(30, 20), "JPEG", exif=exif))
     assert turned.size == turned.decoded().size == (20, 30)
-    for mode, colour, seen in (("RGBA", (255, 0, 0, 0), 255), ("L", 7, 7)):
+    colours = (("RGBA", (255, 0, 0, 0), 255), ("L", 7, 7), ("I;16", 25_650, 100))  # 99.8 x 257
+    for mode, colour, seen in colours:
         flat = Picture(png(Image.new(mode, (8, 8), colour))).decoded()
         assert flat.getpixel((3, 3)) == (seen, seen, seen)
 
