@@ -220,8 +220,9 @@ def _read_hub(source: str, *, config: str | None, split: str, option: str) -> li
             constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
         loaded = datasets.load_dataset(source, config, split=split)
         for name, feature in loaded.features.items():
-            if isinstance(feature, datasets.Image):  # bytes, which are looked at before decoding
-                loaded = loaded.cast_column(name, datasets.Image(decode=False))
+            one, raw = getattr(feature, "feature", feature), datasets.Image(decode=False)
+            if isinstance(one, datasets.Image):  # bytes, which are looked at before decoding
+                loaded = loaded.cast_column(name, raw if one is feature else type(feature)(raw))
         found = list(loaded)
     except (*_UNREACHABLE, ValueError, datasets.exceptions.DatasetsError) as e:
         reason = (str(e).strip().splitlines() or [""])[0]

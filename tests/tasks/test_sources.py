@@ -9,8 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from huggingface_hub.errors import HfHubHTTPError
+from PIL import Image
 
 from lit_dlm.tasks.sources import read_rows
+from tests.vision.models import png
 
 ROWS = [{"id": i, "text": f"row {i}"} for i in range(5)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
@@ -123,15 +125,22 @@ def test_missing_local_files_never_reach_the_hub(source):
 def test_hub_rows_have_an_origin(monkeypatch):
     import datasets
 
+    file = png(Image.new("RGB", (9, 8)))
+    names = {"id": datasets.Value("int64"), "text": datasets.Value("string")}
+    names |= {"image": datasets.Image(), "images": datasets.List(datasets.Image())}
+    held = [row | {"image": file, "images": [file] * row["id"]} for row in ROWS]
+
     def load(name, config, *, split):
         if name == "no/set":
             raise ConnectionError("Couldn't reach the Hub\nmore")
-        return datasets.Dataset.from_list(ROWS)
+        return datasets.Dataset.from_list(held, features=datasets.Features(names))
 
     monkeypatch.setattr("datasets.load_dataset", load)
     monkeypatch.setattr("lit_dlm.tasks.sources.HfApi", Mock())
     rows = _read("some/set")
-    assert (rows[1].fields, rows[1].origin) == (ROWS[1], "some/set/test, row 2")
+    assert (rows[1].fields["text"], rows[1].origin) == ("row 1", "some/set/test, row 2")
+    seen = [[picture.size for picture in row.pictures(Path())] for row in rows[:3]]
+    assert seen == [[(9, 8)], [(9, 8)], [(9, 8), (9, 8)]]
     with pytest.raises(ValueError, match=r"path: 'no/set' .*reach the Hub\). Give a local file"):
         _read("no/set")
 
