@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -15,7 +16,8 @@ class PromptsFile(DatasetTask):
     """Prompts passed to the model as they are unless a template is given.
 
     What a row may hold says :mod:`lit_dlm.tasks.conversations`; ``ResponsesFile`` takes the same.
-    An ``id``, where a row has one, is unique and part of the uid; else the row's number is.
+    An ``id``, where a row has one, is unique and part of the uid; else the row's number is. It has
+    no ``@``, and no ``#1`` or other number so at its end.
 
     Args:
         path: a file, a folder with a file for each split, or a data set on the hub
@@ -54,6 +56,9 @@ class PromptsFile(DatasetTask):
             return f"{row.index:06d}"
         key = str(row.get("id", (str, int), "a text or an integer"))
         row.expect(bool(key.strip()), "a text or an integer in field 'id'", key)
+        # Uids end so: numbers of responses and names of decoders.
+        is_free = "@" not in key and not re.search(r"#\d+$", key)
+        row.expect(is_free, "no @ and no #number at the end of field 'id'", key)
         return key
 
     def _example(self, row: Row) -> PromptExample:

@@ -32,6 +32,8 @@ ROWS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("PromptsFile", {"id": "a", "prompt": " "}, {}, "'prompt'"),
     ("PromptsFile", {"id": "a", "prompt": 3}, {}, "'prompt'"),
     ("PromptsFile", {"id": [], "prompt": "p"}, {}, "'id'"),
+    ("PromptsFile", {"id": "a#1", "prompt": "p"}, {}, "#number at the end .*'a#1'"),
+    ("PromptsFile", {"id": "a@b", "prompt": "p"}, {}, "no @ .*'a@b'"),
     ("PromptsFile", {"id": "a", "prmpt": "p"}, {}, "'messages'.*'prmpt'"),
     ("PromptsFile", {"id": "a", "prompt": "p"}, {"grading": "exact"}, "one of response"),
     ("PromptsFile", {"prompt": "p", "answer": [2]}, {"grading": "exact"}, "'answer'"),
