@@ -80,7 +80,7 @@ class PromptsFile(DatasetTask):
         return replace(example, history=turns[:-1])
 
     def reference_completion(self, example: PromptExample) -> str:
-        if not self.is_graded:
+        if self.grading == "none":
             raise ValueError(
                 f"{example.uid}: expected a task with grading, whose answers are its references, "
                 "got grading: none; ResponsesFile takes answers without it"

@@ -295,8 +295,8 @@ class DigitDrawings(GeneratedTask):
         text = _drawing(label).text if rng.random() < 0.9 else "Draw a digit."
         return text, as_tokens(pixels)
 
-    def write_answer(self, reference: dict[str, Any], rng: random.Random) -> str:
-        return ""
+    def reference_completion(self, example: PromptExample) -> str:
+        raise ValueError(f"{example.uid}: expected a task whose answers are texts, got pictures")
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
         picture = picture_from_text(completion)

@@ -187,6 +187,8 @@ def test_a_scorer_judges_what_is_drawn(tmp_path: Path):
         verdict = task.grade(example, picture_to_text(Image.new("RGB", (4, 4), (red, 0, 0))))
         assert (verdict.status, verdict.score) == (status, score)
     assert task.grade(example, "a red square").status == "no_answer"
+    with pytest.raises(ValueError, match=r"drawings/test/000000: expected .*got grading: none"):
+        task.reference_completion(example)
 
 
 def test_only_pictures_are_pictures():

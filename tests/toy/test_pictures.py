@@ -109,6 +109,8 @@ def test_the_classifier_knows_held_out_digits_also_as_tokens():
         drawn = picture_to_text(Picture(png(one)).decoded())
         assert task.grade(prompts[label], drawn).is_correct
     assert task.grade(prompts[3], "a three").status == "no_answer"
+    with pytest.raises(ValueError, match=r"digit_drawings/test/3: expected .*got pictures"):
+        task.reference_completion(prompts[3])
     assert as_tokens(one).count("<|p") == 16
 
 
