@@ -157,6 +157,8 @@ class DatasetTask(Task):
         rows = self._rows(source, "train", option="shots_path")
         within(f"[0, {len(rows)}]", num_shots=count)
         shots = [self._example(row) for row in rows[:count]]
+        if any(one.images for one in shots):
+            raise ValueError(f"num_shots: expected 0 where problems have pictures, got {count}")
         texts = (f"{one.text}\n\n{self.reference_completion(one)}\n\n" for one in shots)
         return "".join(texts)
 

@@ -281,6 +281,9 @@ def test_questions_of_seed_bench(tmp_path: Path):
     task, example = only(tasks.SEEDBench, tmp_path, row)
     assert [one.size for one in example.images] == [(20, 20)]
     assert "\n(C) c towels\n" in example.text
+    shown = write_jsonl(tmp_path / "train.jsonl", [row])
+    with pytest.raises(ValueError, match=r"num_shots: expected 0 .* pictures, got 1"):
+        task_of(tasks.SEEDBench, tmp_path, row, num_shots=1, shots_path=shown)
     assert task.grade(example, "\\boxed{C}").is_correct
     row = {"question": "Which? A.One B.Two", "ground_truth_answer": "B", "image": "a.png"}
     task, example = only(tasks.SEEDBench, tmp_path, row, template="dllm-rl-math")
