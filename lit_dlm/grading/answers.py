@@ -178,9 +178,9 @@ def normalised_vqa(answer: str) -> str:
     contractions put back. Punctuation goes away where a space is beside it or a comma groups
     digits, and becomes a space elsewhere.
     """
-    text = " ".join(answer.split())
+    text = given = " ".join(answer.split())
     for mark in _VQA_MARKS:
-        drops = f"{mark} " in text or f" {mark}" in text or re.search(r"\d,\d", answer)
+        drops = f"{mark} " in given or f" {mark}" in given or re.search(r"\d,\d", given)
         text = text.replace(mark, "" if drops else " ")
     text = re.sub(r"\.(?!\d)", "", text).lower()
     words = (_VQA_NUMBERS.get(word, word) for word in text.split())

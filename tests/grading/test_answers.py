@@ -94,6 +94,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
             "black white",
         ),  # no space beside: it becomes one
         ("normalised_vqa", "yes, sir", "yes sir"),
+        ("normalised_vqa", "b;-c-d", "b c d"),
         (
             "normalised_vqa",
             "1,000 a-b",
