@@ -38,8 +38,10 @@ class pytest:
             return True
 
     class approx:
-        def __init__(self, expected, rel=1e-6, abs=1e-12):
-            self.expected, self.rel, self.abs = expected, rel, abs
+        def __init__(self, expected, rel=None, abs=None):
+            if rel is None:
+                rel = 1e-6 if abs is None else 0.0
+            self.expected, self.rel, self.abs = expected, rel, 1e-12 if abs is None else abs
 
         def __eq__(self, got):
             return self._close(got, self.expected)

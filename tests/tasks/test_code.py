@@ -103,6 +103,12 @@ if __name__ == "__main__":
 """
 HALF = "def half(x):\n    if x < 0:\n        raise ValueError('negative')\n    return x / 2"
 KOD = {"question": "Halve it.", "solution": HALF, "test_code": TESTS, "test_info": None}
+# A millionth of a million is 1, but does not count where ``abs`` alone is given.
+APPROX = (
+    "import pytest\nfrom solution import half\n\ndef test_it():\n    got = half(2e6)\n"
+    "    assert got == pytest.approx(1e6, rel=None)\n"
+    "    assert got != pytest.approx(1e6, abs=0.4)"
+)
 WHOLE = "import solution as s\n\ndef test_it():\n    assert s.half(4) == 2"
 
 
@@ -115,6 +121,7 @@ WHOLE = "import solution as s\n\ndef test_it():\n    assert s.half(4) == 2"
         (TESTS, "def third(x):\n    return x", "no_answer", None),
         (TESTS, "import sys\nsys.exit(0)\ndef half(x): pass", "runtime_error", None),
         (WHOLE, HALF, "right", 1.0),
+        (APPROX, "def half(x):\n    return x / 2 + 0.5", "right", 1.0),
     ],
 )
 def test_tests_of_pytest_grade_in_the_sandbox(tmp_path: Path, tests, code, status, score):
