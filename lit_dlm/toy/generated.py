@@ -167,11 +167,19 @@ class PuzzleTask(GeneratedTask):
 
     Args:
         split: ``train`` or ``test``.
-        path: a file of problems, to test on; ``None`` generates them.
+        path: a file of problems, to test on, in its order; ``None`` generates them.
+        num_examples: the most; by default all of a file, or 500 that are generated.
     """
 
-    def __init__(self, split: str = "test", path: str | None = None, **options: Any) -> None:
-        super().__init__(split, **options)
+    def __init__(
+        self,
+        split: str = "test",
+        path: str | None = None,
+        num_examples: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(split, 500 if num_examples is None else num_examples, **options)
+        self._most = num_examples
         if path is not None and split == "train":
             raise ValueError(f"{self.name}.path: expected null for training: files are for tests")
         self.path = path
@@ -188,5 +196,5 @@ class PuzzleTask(GeneratedTask):
         if self.path is None:
             return super().examples()
         stem = Path(self.path).stem
-        rows = read_rows(self.path, split=self.split, required=())
+        rows = read_rows(self.path, split=self.split, required=())[: self._most]
         return [self._example(self.read(row), f"{stem}-{row.index:05d}") for row in rows]

@@ -141,8 +141,10 @@ def test_drills_are_right_and_sums_come_in_either_operand_order() -> None:
 def test_files_of_both_formats_are_read(tmp_path: Path) -> None:
     of_dream = {"input": "15,44,79,50", "output": "44-15=29,79-29=50"}
     rows = [of_dream, {"input": "15,44,79", "output": "50"}]  # and of d1
-    task = Countdown("test", write_jsonl(tmp_path / "rows.jsonl", rows))
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    task = Countdown("test", path)
     dream, d1 = task.examples()
+    assert Countdown("test", path, num_examples=1).examples() == [dream]
     assert (dream.uid, dream.text) == ("countdown/test/rows-00000", "15,44,79,50")
     assert (d1.text, dream.reference) == (dream.text, REFERENCE)
     assert d1.reference == {**REFERENCE, "solution": None}
