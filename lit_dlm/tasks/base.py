@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -310,7 +311,7 @@ def template_text(given: str, *, kind: Literal["prompt", "chat"], option: str = 
     if "{{" in given or "{%" in given:
         return given
     path = Path(given).expanduser()
-    if path.is_file():
+    if os.path.isfile(path):  # no error where the name is too long
         return path.read_text(encoding="utf-8")
     raise ValueError(
         f"{option}: expected a file, a text with fields such as {{{{ question }}}}, or one of "

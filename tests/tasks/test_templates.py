@@ -123,6 +123,7 @@ def test_references_are_refused_behind_a_given_start(tmp_path: Path):
     ("template", "message"),
     [
         ("tabom-gsm8", "template: expected a file, .* tabom-gsm8k, "),
+        ("Answer. " * 40, "template: expected a file, "),  # too long a name for one
         ("{{ question", "template: unexpected end"),
         ("{{ questoin }}", "'questoin' is undefined.*there are: question"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
