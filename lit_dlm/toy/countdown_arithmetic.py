@@ -1,4 +1,4 @@
-"""Arithmetic of Countdown: steps and expressions, written, searched, parsed and checked exactly."""
+"""Arithmetic of Countdown: steps and expressions, written, parsed and checked exactly."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -114,30 +114,6 @@ def write_sum_and_difference(a: int, b: int) -> str:
 def write_steps(steps: Sequence[Step]) -> str:
     """Writes steps as ``a<op>b=c``, joined by commas."""
     return ",".join(f"{a}{sign}{b}={result}" for a, sign, b, result in steps)
-
-
-def solve(numbers: Sequence[int], target: int) -> list[Step] | None:
-    """Finds one solution that uses every number (up to five), by exhaustive search.
-
-    Its results are whole and not negative; ``None`` when there is none.
-    """
-    return next(_solutions(list(numbers), target), None)
-
-
-def _solutions(items: list[int], target: int) -> Iterator[list[Step]]:
-    if len(items) == 1:
-        if items[0] == target:
-            yield []
-        return
-    for i in range(len(items)):
-        for j in range(i):
-            a, b = max(items[i], items[j]), min(items[i], items[j])
-            rest = [item for k, item in enumerate(items) if k not in (i, j)]
-            for sign in "+-*/":
-                result = whole_result(a, sign, b)
-                if result is not None:
-                    for tail in _solutions([*rest, result], target):
-                        yield [(a, sign, b, result), *tail]
 
 
 def parse_steps(answer: str) -> list[Step]:

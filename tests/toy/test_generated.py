@@ -128,14 +128,14 @@ def _key(puzzle: str = "", numbers: Sequence[int] = (), target: int = 0, **_solu
 def test_every_public_problem_is_covered_and_graded_and_never_drawn(
     task: type, pattern: str, files: int, rows: int
 ) -> None:
-    """Eight rows of Countdown repeat another one in a different order; some have no solution."""
+    """Eight rows of Countdown repeat another one in a different order; d1 gives no solution."""
     read = [task("test", str(path)) for path in (DATA / "planning").glob(pattern)]
     assert len(read) == files
     keys = [_key(**example.reference) for one in read for example in one.examples()]
     assert len(keys) == rows
     assert {short_digest(key) for key in keys} == shipped_digests(task.name)
     for one in read:
-        for example in one.examples()[:40]:
+        for example in filter(lambda each: each.reference["solution"], one.examples()[:40]):
             assert one.grade(example, one.reference_completion(example)).is_correct
     texts = {example.text for one in read for example in one.examples()}
     source, rng = task("train"), random.Random(0)
