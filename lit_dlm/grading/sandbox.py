@@ -7,10 +7,6 @@ worker runs the candidate and answers calls; the tests run in the driver against
 the candidate's process holds no test, no expected value and no nonce, and the driver rebuilds
 results as exact builtin types. Nothing that a candidate wrote is compiled, taken apart or compared
 in the process of the run. ``SECURITY.md`` says what it is worth where.
-
-One driver process per job, started with an empty environment in its own session; see
-:mod:`.child.driver` for what it does. A result counts only if it carries the nonce of this run.
-Everything of a job ends with its first process, and that one ends with the run.
 """
 
 from __future__ import annotations
