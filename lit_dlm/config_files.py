@@ -190,34 +190,40 @@ def with_files(arguments: Sequence[str]) -> list[str]:
     All ``--config`` files become one document, which stands where the first of them stood: flags
     behind it win over all files, later ones too.
     """
-    parts: list[tuple[bool, str, str, str]] = []
+    before: list[str] = []
+    files: list[tuple[str, str]] = []
+    flags: list[tuple[str, str, str]] = []  # behind the first file
     given = list(arguments)
     while given:
         argument = given.pop(0)
         option, equals, value = argument.partition("=")
         if option.startswith("-") and not equals and given and not given[0].startswith("-"):
             value = given.pop(0)
-        parts.append((option in ("--config", "-c"), option, equals, value))
+        if option in ("--config", "-c"):
+            files.append((option, value))
+        elif files:
+            flags.append((option, equals, value))
+        else:
+            before += _words(option, equals, value)
+    if not files:
+        return before
     merged: Any = {}
-    place: int | None = None
-    rest: list[str] = []
-    first = next((number for number, part in enumerate(parts) if part[0]), len(parts))
-    # Stable: files, then the flags behind the first of them.
-    parts[first:] = sorted(parts[first:], key=lambda part: not part[0])
-    for is_file, option, equals, value in parts:
-        if is_file:
-            place = len(rest) if place is None else place
-            if is_inline := value.lstrip().startswith("{"):
-                _require_shallow(option, value)
-            content = yaml.safe_load(value) if is_inline else load(value)
-            merged = merge(merged, decoder_options(content))
-        elif not (equals or value) or not _set(merged, option.removeprefix("--").split("."), value):
-            value = _with_contents(value)
-            rest += [f"{option}={value}"] if equals else [option, value] if value else [option]
-    if place is not None:
-        # One document, as jsonargparse would merge lists and classes of two by rules of its own.
-        rest.insert(place, f"--config={json.dumps(merged)}")
-    return rest
+    for option, value in files:
+        if is_inline := value.lstrip().startswith("{"):
+            _require_shallow(option, value)
+        merged = merge(merged, decoder_options(yaml.safe_load(value) if is_inline else load(value)))
+    behind: list[str] = []
+    for option, equals, value in flags:
+        if not (equals or value) or not _set(merged, option.removeprefix("--").split("."), value):
+            behind += _words(option, equals, value)
+    # One document, as jsonargparse would merge lists and classes of two by rules of its own.
+    return [*before, f"--config={json.dumps(merged)}", *behind]
+
+
+def _words(option: str, equals: str, value: str) -> list[str]:
+    """A flag as it was given, with the contents of a file that it includes."""
+    value = _with_contents(value)
+    return [f"{option}={value}"] if equals else [option, value] if value else [option]
 
 
 def _set(document: dict[str, Any], keys: list[str], text: str) -> bool:
