@@ -61,7 +61,7 @@ def test_a_tabom_adapter_decodes_through_predict_with_one_flag(run_dir: Path) ->
     assert json.loads((method / "settings.json").read_text())["backbone"]["adapter_sha256"]
     report([str(run_dir / "plain"), str(run_dir / "tuned"), "--out", str(run_dir / "table")])
     table = (run_dir / "table" / "summary.md").read_text()
-    assert all(f"| {name} |" in table for name in ("plain", "tuned"))
+    assert all(f"| {name}/entropy |" in table for name in ("plain", "tuned"))
 
 
 def test_a_recipe_goes_on_from_its_last_checkpoint(
