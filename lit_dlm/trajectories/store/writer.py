@@ -211,6 +211,7 @@ class TrajectoryShardWriter:
         self._pending: list[Trajectory] = []
         self._pending_bytes = 0
         self._pending_since = 0.0
+        self._pending_kind: tuple[object, ...] = ()
         self._shard: ShardFile | None = None
         self._closed = False
 
@@ -236,10 +237,11 @@ class TrajectoryShardWriter:
         meta_text(record)
         if record.uid in self._uids:
             raise ValueError(f"trajectory {record.uid!r}: this uid is already in {self.folder}")
-        if self._pending and not _fits(record, self._pending):
-            self._write_pending()
+        if self._pending and _kind(record) != self._pending_kind:
+            self._write_pending()  # a block holds one vocabulary, set of signals, feature layout
         if not self._pending:
             self._pending_since = time.monotonic()
+            self._pending_kind = _kind(record)
         self._uids.add(record.uid)
         self._pending.append(record)
         self._pending_bytes += record_bytes(record)
@@ -354,12 +356,10 @@ def lock(fd: int) -> bool | None:
     return True
 
 
-def _fits(record: Trajectory, block: Sequence[Trajectory]) -> bool:
-    """Whether a record shares a block's vocabulary and set of signals, and its kind of features."""
-    first = block[0]
-    same = (record.mask_id, record.vocab_size) == (first.mask_id, first.vocab_size)
-    kinds = {one.features.kind for one in (*block, record) if one.features is not None}
-    return same and record.signals.keys() == first.signals.keys() and len(kinds) < 2
+def _kind(record: Trajectory) -> tuple[object, ...]:
+    """What all records of one block must share."""
+    kind = None if record.features is None else record.features.kind
+    return record.mask_id, record.vocab_size, tuple(sorted(record.signals)), kind
 
 
 def record_bytes(record: Trajectory) -> int:
