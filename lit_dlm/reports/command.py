@@ -196,7 +196,6 @@ def write_pages(
     page = render(
         "report",
         scripts=["sort.js"],
-        images=True,
         tables=[(task, table_rows(group)) for task, group in by_task(merged)],
         max_text=MAX_TEXT,
         fronts=fronts,

@@ -7,49 +7,33 @@ self-contained: no request, script and style by digest only.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+from markupsafe import Markup
 
 from lit_dlm.trajectories.record import Trajectory
 
 if TYPE_CHECKING:
     from PIL import Image
 
-
-import base64
-import hashlib
-from pathlib import Path
-
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
-from markupsafe import Markup
-
 ASSETS = Path(__file__).resolve().parent / "assets"
 
 
-def render(name: str, *, scripts: Sequence[str], images: bool = False, **context: Any) -> str:
-    """Fills ``assets/{name}/page.html`` with ``style.css`` and the scripts beside it.
-
-    With ``images`` the page may show pictures that it holds itself.
-    """
+def render(name: str, *, scripts: Sequence[str], **context: Any) -> str:
+    """Fills ``assets/{name}/page.html`` with ``style.css`` and the scripts beside it."""
     folder = ASSETS / name
     script = "\n".join((folder / part).read_text(encoding="utf-8") for part in scripts)
-    script = f'(() => {{\n"use strict";\n{script}\n}})();'
-    style = (folder / "style.css").read_text(encoding="utf-8")
-    policy = [
-        "default-src 'none'",
-        f"script-src '{_digest(script)}'",
-        f"style-src '{_digest(style)}'",
-        *(["img-src data:"] if images else []),
-        "base-uri 'none'",
-        "form-action 'none'",
-    ]
     return fill(
         f"{name}/page.html",
-        policy=Markup("; ".join(policy)),
-        style=Markup(style),
-        script=Markup(script),
+        style=Markup((folder / "style.css").read_text(encoding="utf-8")),
+        script=Markup(f'(() => {{\n"use strict";\n{script}\n}})();'),
         **context,
     )
 
@@ -64,7 +48,8 @@ def fill(path: str, **context: Any) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"data_uri": _data_uri, "cell": _cell}
+    environment.filters |= {"digest": _digest, "data_uri": _data_uri, "cell": _cell}
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     return environment.get_template(path).render(**context)
 
 

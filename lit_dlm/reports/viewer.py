@@ -24,7 +24,6 @@ key          type         content
 from __future__ import annotations
 
 import base64
-import json
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from markupsafe import Markup
 from numpy.typing import NDArray
 
 from lit_dlm.ops.files import write_atomically
@@ -75,8 +73,7 @@ class ViewedSet:
 
 def viewer_page(sets: Sequence[ViewedSet], *, title: str) -> str:
     """The page: HTML in UTF-8, the same for the same input."""
-    data = Markup(json_for_script(page_data(sets, title=title)))
-    return render("viewer", scripts=SCRIPTS, title=title, data=data)
+    return render("viewer", scripts=SCRIPTS, title=title, data=page_data(sets, title=title))
 
 
 def write_viewer(path: Path, sets: Sequence[ViewedSet], *, title: str) -> None:
@@ -135,14 +132,6 @@ def method_line(method: Any) -> str:
         values += [str(region["name"]) for region in settings.get("regions") or []]
         parts.append(settings["name"] + (f"({', '.join(values)})" if values else ""))
     return ", ".join(parts)
-
-
-def json_for_script(content: Any) -> str:
-    """JSON that cannot end the script that holds it: ASCII without ``<``, ``>`` and ``&``."""
-    text = json.dumps(content, ensure_ascii=True, separators=(",", ":"))
-    for character in "<>&":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
 
 
 class TokenTable:
