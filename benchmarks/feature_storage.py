@@ -69,7 +69,7 @@ def synthetic_features(
 ) -> tuple[np.ndarray, list[int]]:
     """``(S, P + G, F)`` features at 30 % of the steps, and these steps."""
     generator = torch.Generator().manual_seed(record.seed)
-    steps = KeptSteps([record.seed], ratio=0.3).steps(0, record.num_steps)
+    steps = KeptSteps(record.seed, ratio=0.3).steps(record.num_steps)
     rows = PROMPT + record.num_generated
     kept = []
     for _ in steps:
@@ -95,7 +95,7 @@ def stored(
 ) -> Trajectory:  # fmt: skip
     """The record with the features of one tier."""
     layout, scheme, ratio = tier
-    chosen = KeptSteps([record.seed], ratio=ratio).steps(0, record.num_steps)
+    chosen = KeptSteps(record.seed, ratio=ratio).steps(record.num_steps)
     # Of the stored steps the nearest ones: which steps are kept does not change their size.
     places = sorted({int(np.abs(np.array(steps) - step).argmin()) for step in chosen})
     first = 0 if layout == "all" else PROMPT

@@ -53,7 +53,7 @@ def write(folder: Path, *, length: int, groups: tuple[int, ...], traces: int, la
     ratio = 0.5 if length < 64 else 0.1
     with TrajectoryShardWriter(folder, name="synthetic", split="train", rank=0, run=run) as writer:
         for number in range(traces):
-            steps = KeptSteps([number], ratio=ratio).steps(0, length)
+            steps = KeptSteps(number, ratio=ratio).steps(length)
             record = Trajectory(
                 uid=f"synthetic/train/{number:05d}@entropy",
                 prompt_ids=rng.integers(3, 90, 20).astype(np.int32),

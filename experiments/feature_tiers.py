@@ -115,7 +115,7 @@ def stored(trace: Trajectory, layout: str, scheme: str, ratio: float) -> Traject
     """The trace with the part of its features that a tier keeps."""
     whole = trace.features
     assert whole is not None
-    steps = KeptSteps([trace.seed], ratio=ratio).steps(0, trace.num_steps)
+    steps = KeptSteps(trace.seed, ratio=ratio).steps(trace.num_steps)
     first = 0 if layout == "all" else trace.num_prompt
     part = StepFeatures.quantize(
         whole.dequantized()[steps, first:],

@@ -124,7 +124,7 @@ class TrajectoryCapture:
             self._open[place] = CapturedRow(start, number, place, self._step)
         if self.features is not None:
             for seed, place in zip(state.seeds.tolist(), places, strict=True):
-                self._plans[place] = KeptSteps([seed], ratio=self.features.step_ratio)
+                self._plans[place] = KeptSteps(seed, ratio=self.features.step_ratio)
             self.requires = self._required(self.features)
 
     def on_step(self, record: StepRecord) -> None:
@@ -228,7 +228,7 @@ class TrajectoryCapture:
         return [
             place
             for place, row in self._open.items()
-            if self._plans[place].rows(self._step - row.first_step)
+            if self._step - row.first_step in self._plans[place]
         ]
 
     def _required(self, settings: FeatureCapture) -> frozenset[str]:
@@ -424,23 +424,22 @@ class KeptSteps:
     nothing but the sample's seed: neither on its batch nor on how long it decodes.
     """
 
-    def __init__(self, seeds: Sequence[int], *, ratio: float) -> None:
-        """Starts a plan for rows by their seeds, int64; the ratio is in (0, 1]."""
+    def __init__(self, seed: int, *, ratio: float) -> None:
+        """Starts the plan of a row by its seed, int64; the ratio is in (0, 1]."""
         within("(0, 1]", step_ratio=ratio)
         self.ratio = ratio
-        self._seeds = torch.tensor(list(seeds), dtype=torch.int64)
+        self._seed = torch.tensor([seed], dtype=torch.int64)
         self._planned = 0
-        self._rows: dict[int, list[int]] = {}
+        self._steps: set[int] = set()
 
-    def rows(self, step: int) -> list[int]:
-        """The rows that keep ``step``, ascending."""
+    def __contains__(self, step: int) -> bool:
         while step >= self._start(self._planned):
             self._plan()
-        return self._rows.get(step, [])
+        return step in self._steps
 
-    def steps(self, row: int, num_steps: int) -> list[int]:
-        """The steps below ``num_steps`` that ``row`` keeps, ascending."""
-        return [step for step in range(num_steps) if row in self.rows(step)]
+    def steps(self, num_steps: int) -> list[int]:
+        """The kept steps below ``num_steps``, ascending."""
+        return [step for step in range(num_steps) if step in self]
 
     def _start(self, stratum: int) -> int:
         return math.ceil(stratum / self.ratio)
@@ -448,11 +447,8 @@ class KeptSteps:
     def _plan(self) -> None:
         strata = torch.arange(self._planned, self._planned + _STRATA)
         starts = torch.tensor([self._start(self._planned + j) for j in range(_STRATA + 1)])
-        draws = uniform_noise(self._seeds, 0, strata.expand(len(self._seeds), -1), stream=_STREAM)
-        chosen = starts[:-1] + (draws * starts.diff()).long()
-        for row, steps in enumerate(chosen.tolist()):
-            for step in steps:
-                self._rows.setdefault(step, []).append(row)
+        (draws,) = uniform_noise(self._seed, 0, strata[None], stream=_STREAM)
+        self._steps.update((starts[:-1] + (draws * starts.diff()).long()).tolist())
         self._planned += _STRATA
 
 
@@ -602,6 +598,4 @@ class StepBuffer:
             else:
                 target.index_copy_(1, rows, stacked.to(self.dtype))
             self._at += len(values)
-        self._room = min(_STEPS_AT_ONCE, self._chunk_steps - self._at) or min(
-            _STEPS_AT_ONCE, self._chunk_steps
-        )
+        self._room = min(_STEPS_AT_ONCE, self._chunk_steps - self._at or self._chunk_steps)

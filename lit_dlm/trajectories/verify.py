@@ -416,8 +416,8 @@ def _captured(batch: _Batch) -> Callable[[int], frozenset[str]]:
     nothing, region = frozenset[str](), frozenset({"region"})
     if facts.get("level") == "features":
         seeds = [signed_seed(record.seed) for record in batch.records]
-        plan = KeptSteps(seeds, ratio=facts["step_ratio"])
-        return lambda step: region if plan.rows(step) else nothing
+        plans = [KeptSteps(seed, ratio=facts["step_ratio"]) for seed in seeds]
+        return lambda step: region if any(step in plan for plan in plans) else nothing
     return lambda _step: region if facts.get("level") == "signals" else nothing
 
 

@@ -182,11 +182,10 @@ def test_features_are_kept_at_the_planned_steps(layout):
     """The fake backbone's hidden state at layer l is id * (l + 10), so at layers -2 and -1 the
     features are 8 and 9 times the canvas id, which replay knows."""
     records = captured("threshold", "features", layout=layout, scheme="fp16")
-    plan = KeptSteps(SEEDS, ratio=0.5)
-    for row, record in enumerate(records):
+    for seed, record in zip(SEEDS, records, strict=True):
         record.validate()
         features = record.features
-        assert features.kept_steps.tolist() == plan.steps(row, record.num_steps)
+        assert features.kept_steps.tolist() == KeptSteps(seed, ratio=0.5).steps(record.num_steps)
         for k, step in enumerate(features.kept_steps):
             prompt = record.prompt_ids if layout == "all" else []
             ids = np.array([*prompt, *record.state_at(step)])
@@ -262,7 +261,7 @@ def test_only_steps_that_are_kept_look_at_the_whole_response():
     capture = observer("features", step_ratio=0.3)
     canvas = prompt_canvas([[3]], response_length=G, spec=fake_spec(), seeds=[11])
     decoder(Counting(logits, VOCAB), canvas, [capture])
-    kept = KeptSteps([11], ratio=0.3).steps(0, G)
+    kept = KeptSteps(11, ratio=0.3).steps(G)
     assert 0 < len(kept) < G
     assert asked == [G if step in kept else 2 - step % 2 for step in range(G)]
     (record,) = capture.trajectories(["a"])
@@ -365,24 +364,21 @@ def test_steps_come_back_from_the_device_without_waiting_for_it():
 def test_each_stratum_keeps_one_step(ratio):
     """Stratum j is ceil(j / ratio) to ceil((j + 1) / ratio) - 1."""
     for seed in (1, 2, 3):
-        kept = KeptSteps([seed], ratio=ratio).steps(0, 1000)
+        kept = KeptSteps(seed, ratio=ratio).steps(1000)
         for j in range(int(1000 * ratio) - 1):
             low, high = math.ceil(j / ratio), math.ceil((j + 1) / ratio)
             assert sum(low <= step < high for step in kept) == 1
 
 
 def test_the_choice_depends_on_the_seed_alone():
-    alone = KeptSteps([7], ratio=0.2).steps(0, 300)
-    assert KeptSteps([3, 7, 9], ratio=0.2).steps(1, 300) == alone
-    assert KeptSteps([3], ratio=0.2).steps(0, 300) != alone
-    late = KeptSteps([7], ratio=0.2)
-    assert [step for step in range(300) if 0 in late.rows(step)] == alone
-    assert KeptSteps([7], ratio=0.2).steps(0, 120) == [step for step in alone if step < 120]
+    alone = KeptSteps(7, ratio=0.2).steps(300)
+    assert KeptSteps(3, ratio=0.2).steps(300) != alone
+    assert KeptSteps(7, ratio=0.2).steps(120) == [step for step in alone if step < 120]
 
 
 def test_every_step_is_kept_equally_often():
     """With ratio 0.25 each of 40 steps is kept by a quarter of 2,000 rows: 500 +- 97 (5 sigma)."""
-    plan = KeptSteps(range(2000), ratio=0.25)
-    counts = np.array([len(plan.rows(step)) for step in range(40)])
+    kept = [KeptSteps(seed, ratio=0.25).steps(40) for seed in range(2000)]
+    counts = np.bincount(np.concatenate(kept), minlength=40)
     assert counts.sum() == 2000 * 10
     assert np.abs(counts - 500).max() < 97
