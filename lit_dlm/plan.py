@@ -49,8 +49,7 @@ class Plan:
     """What sharded training splits among processes: weights, gradients, optimiser states."""
     training: dict[str, int] = field(default_factory=dict)
     """What forward and backward take besides; empty where nothing is trained."""
-    update: int = 0
-    """What the optimiser's step takes instead of that; split as well."""
+    update: int = 0  # what the optimiser's step takes instead of that; split as well
     decoding: dict[str, int] = field(default_factory=dict)
     """What decoding takes besides; empty where nothing is decoded."""
     elsewhere: dict[str, int] = field(default_factory=dict)

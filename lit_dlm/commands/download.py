@@ -32,11 +32,9 @@ _WANTED = {
 class Source:
     """Something that a configuration reads: a model, a tokenizer, a policy or a task's data."""
 
-    kind: str
-    """``model``, ``tokenizer``, ``policy`` or ``data``."""
+    kind: str  # model, tokenizer, policy or data
     name: str
-    option: str
-    """Where the configuration names it first."""
+    option: str  # where the configuration names it first
     task: str = ""
     split: str | None = None
 

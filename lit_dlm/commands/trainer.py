@@ -141,8 +141,7 @@ _held = ExitStack()
 class CLI(LightningCLI):
     """LightningCLI with a run folder and the project's base configuration."""
 
-    lock: Path | None = None
-    """File that exists while the first process of a run does."""
+    lock: Path | None = None  # file that exists while the first process of a run does
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument(

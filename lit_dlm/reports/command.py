@@ -41,8 +41,7 @@ class ReportedRun:
     """One run of a report."""
 
     folder: Path
-    name: str
-    """The end of its path that no other run has."""
+    name: str  # the end of its path that no other run has
     summaries: Sequence[MethodSummary]
     labels: Mapping[tuple[str, str], str]
     """Names of its methods in the tables, by task and own name."""
@@ -59,10 +58,8 @@ class SampleGroup:
     task: str
     methods: tuple[str, ...]
     told: str
-    num_wrong: int
-    """All of them, for one method; the page shows :data:`NUM_SAMPLES` at most."""
-    samples: Sequence[tuple[ResultRow, ...]]
-    """A row of each method."""
+    num_wrong: int  # all of them, for one method; the page shows NUM_SAMPLES at most
+    samples: Sequence[tuple[ResultRow, ...]]  # a row of each method
 
     @property
     def failures(self) -> list[ResultRow]:

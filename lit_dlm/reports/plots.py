@@ -39,13 +39,10 @@ class Theme:
     text: str
     muted: str
     line: str
-    mask: str
-    """A cell that is not written yet."""
-    accent: str
-    """What was written last."""
+    mask: str  # a cell that is not written yet
+    accent: str  # what was written last
     accent_text: str
-    series: tuple[str, ...]
-    """Curves and regions, told apart by colour-blind readers too."""
+    series: tuple[str, ...]  # curves and regions, told apart by colour-blind readers too
 
 
 THEMES: dict[str, Theme] = {

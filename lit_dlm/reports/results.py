@@ -36,26 +36,19 @@ class ResultRow:
     task: str
     method: str
     correct: bool
-    verdict: str
-    """The grader's status: ``right``, ``wrong``, ``no_answer``, ``timeout``, ..."""
+    verdict: str  # the grader's status: right, wrong, no_answer, timeout, ...
     detail: str
-    answer: str | None
-    """What was extracted from the completion."""
-    completion: str
-    """The text that was decoded, cut at its first end of text."""
+    answer: str | None  # what was extracted from the completion
+    completion: str  # the text that was decoded, cut at its first end of text
     nfe: int
     policy_forwards: int
-    idle_steps: int
-    """Forwards that committed nothing."""
-    stalled_steps: int
-    """Steps in which the stall rule committed for the policy."""
-    num_tokens: int
-    """Response tokens before the first end of text."""
+    idle_steps: int  # forwards that committed nothing
+    stalled_steps: int  # steps in which the stall rule committed for the policy
+    num_tokens: int  # response tokens before the first end of text
     response_length: int
     seconds: float
     """Wall time of decoding, shared equally by the rows of a batch; grading is not in it."""
-    status: str
-    """``complete``, ``eos`` or ``step_limit``."""
+    status: str  # complete, eos or step_limit
     seed: int
     policy_seconds: float = 0.0
     """The part of ``seconds`` that the commit policy took, a learned head included."""
@@ -64,8 +57,7 @@ class ResultRow:
     folder), ``uid`` and content ``digest``."""
     fill: dict[str, list[float]] | None = None
     """Filled share of every region of the decoder's layout before each step and at the end."""
-    lockstep: float | None = None
-    """0 to 1; ``None`` for a decoder without a layout."""
+    lockstep: float | None = None  # 0 to 1; None for a decoder without a layout
     prompt: str = ""
     response: int = 0
     """Number of the response, of several to one prompt; above 0 the uid ends in ``#`` and it."""

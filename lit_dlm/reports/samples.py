@@ -21,12 +21,10 @@ class Sample:
     """One decode: its record and what is known about its answer."""
 
     record: Trajectory
-    example: str
-    """Uid of the prompt, shared by all decodes of it."""
+    example: str  # uid of the prompt, shared by all decodes of it
     task: str
     method: str
-    correct: bool | None
-    """``None`` where nothing was graded."""
+    correct: bool | None  # None where nothing was graded
     verdict: str = ""
     detail: str = ""
     answer: str | None = None
@@ -40,8 +38,7 @@ class SampleSet:
     source: Path
     shards: list[Path]
     samples: list[Sample]
-    num_available: int
-    """Samples that fitted the filters, before the limit."""
+    num_available: int  # samples that fitted the filters, before the limit
     methods: Mapping[str, Mapping[str, Any]]
     """Descriptions of the decoders by method, where the run recorded them."""
 

@@ -25,22 +25,16 @@ class PairedComparison:
     method_a: str
     method_b: str
     n: int
-    left_out_a: int
-    """Samples that only A has."""
+    left_out_a: int  # samples that only A has
     left_out_b: int
     accuracy_a: float
     accuracy_b: float
-    accuracy_interval: tuple[float, float]
-    """95 % interval of the difference, paired bootstrap."""
-    only_a: int
-    """Samples that only A got right."""
+    accuracy_interval: tuple[float, float]  # 95 % interval of the difference, paired bootstrap
+    only_a: int  # samples that only A got right
     only_b: int
-    p_value: float
-    """Exact McNemar test of equal accuracy, two-sided."""
-    p_adjusted: float
-    """The same, adjusted for all comparisons made at once (Holm)."""
-    nfe_a: float
-    """Mean forwards of the backbone per sample."""
+    p_value: float  # exact McNemar test of equal accuracy, two-sided
+    p_adjusted: float  # the same, adjusted for all comparisons made at once (Holm)
+    nfe_a: float  # mean forwards of the backbone per sample
     nfe_b: float
     nfe_interval: tuple[float, float]
 

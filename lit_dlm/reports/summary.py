@@ -20,8 +20,7 @@ class MethodSummary:
 
     task: str
     method: str
-    n: int
-    """Samples: prompts times responses to each."""
+    n: int  # samples: prompts times responses to each
     accuracy: float | None = None
     """Fraction of right samples of those that were graded, or their mean score where the task has
     one; avg@k with k responses to a prompt; ``None`` where nothing was graded."""
@@ -31,21 +30,15 @@ class MethodSummary:
     interval: tuple[float, float] | None = None
     """95 % interval of the accuracy, see :func:`wilson_interval`; with several responses to a
     prompt, of as many independent samples as give its standard error."""
-    nfe: float
-    """Mean forwards of the backbone per sample (average steps)."""
-    tokens_per_step: float
-    """Response cells filled per forward, over all samples."""
-    useful_tokens_per_step: float
-    """The same, counting only tokens before the first end of text."""
-    seconds: float
-    """Mean decode time per sample, grading excluded."""
+    nfe: float  # mean forwards of the backbone per sample (average steps)
+    tokens_per_step: float  # response cells filled per forward, over all samples
+    useful_tokens_per_step: float  # the same, counting only tokens before the first end of text
+    seconds: float  # mean decode time per sample, grading excluded
     policy_forwards: float
     policy_share: float
     """Share of the decode time that the commit policy took, a learned head included."""
-    idle_steps: float
-    """Forwards that committed nothing."""
-    unfinished: float
-    """Fraction that hit the step limit with masks left."""
+    idle_steps: float  # forwards that committed nothing
+    unfinished: float  # fraction that hit the step limit with masks left
     timeouts: float
     lockstep: float | None = None
     isolation: str | None = None

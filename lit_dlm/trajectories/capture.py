@@ -54,10 +54,8 @@ class FeatureCapture:
     groups: tuple[int, ...]  # sizes of the feature groups, which sum to F
     projector_digest: str  # digest of the function, stored beside the features
     step_ratio: float = 0.1  # fraction of steps that keep features
-    scheme: FeatureScheme = "int8"
-    """How features are stored."""
-    layout: FeatureLayout = "generation"
-    """Response rows only, or prompt rows too."""
+    scheme: FeatureScheme = "int8"  # how features are stored
+    layout: FeatureLayout = "generation"  # response rows only, or prompt rows too
     scores: frozenset[str] = frozenset({"entropy", "margin"})
     """Scores besides the probability that the function needs."""
 
