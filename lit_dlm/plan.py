@@ -155,7 +155,6 @@ class _Model:
 
     @property
     def num_adapter(self) -> int:
-        """Parameters of adapters."""
         return sum(
             lora.rank * math.prod(shape[:-2]) * sum(shape[-2:])
             for lora in self.adapters

@@ -70,13 +70,6 @@ class TrajectoryCapture:
         level: Level = "tokens",
         features: FeatureCapture | None = None,
     ) -> None:
-        """Sets what is captured.
-
-        Args:
-            vocab_size: bound of the token ids, stored with every record.
-            level: how much to keep.
-            features: needed at level ``features``, and only there.
-        """
         assert (level == "features") == (features is not None), "features belong to that level"
         self.vocab_size = vocab_size
         self.level = level
@@ -88,7 +81,6 @@ class TrajectoryCapture:
         self._captured: CapturedDecode | None = None
 
     def on_start(self, state: DecodeState) -> None:
-        """Prepares the buffers."""
         device = state.ids.device
         B, G = len(state.rows), state.ids.shape[1] - state.start
         self._copies = HostCopies(device)
@@ -145,7 +137,6 @@ class TrajectoryCapture:
         self._enter(state, state.rows.tolist())
 
     def on_end(self, result: DecodeResult) -> None:
-        """Ends the last rows."""
         self._end(result)
 
     def _end(self, result: DecodeResult) -> None:
@@ -343,12 +334,7 @@ class CapturedDecode:
     def trajectories(
         self, uids: Sequence[str], metas: Sequence[Mapping[str, Any]] | None = None
     ) -> list[Trajectory]:
-        """Derives the records; may be called from any thread.
-
-        Args:
-            uids: one name per row, in their order.
-            metas: small JSON values per row.
-        """
+        """Derives the records of all rows, in their order; may be called from any thread."""
         self.copies.wait()
         return [
             self._trajectory(row, uid, {} if metas is None else dict(metas[number]))

@@ -169,7 +169,6 @@ def _inspect(options: argparse.Namespace) -> None:
 
 
 def _counts(record: Trajectory) -> dict[str, Any]:
-    """What is counted of a record."""
     correct = record.meta.get("correct")
     return {
         "method": str(record.meta.get("method", "-")),
@@ -236,7 +235,6 @@ def _piece(token: int, mask_id: int, tokenizer: Any) -> str:
 
 
 def _find_record(shards: Sequence[Path], uid: str | None) -> Trajectory:
-    """One record by its uid, or the first one."""
     reader = TrajectoryShardReader(list(shards))
     found = next(iter(reader) if uid is None else reader.find({uid}), None)
     if found is None:

@@ -444,7 +444,6 @@ def _read_metas(batch: pa.RecordBatch) -> list[dict[str, Any]]:
 
 
 def _read_signals(batch: pa.RecordBatch, flat: Columns) -> list[dict[str, NDArray[Any]]]:
-    """The signals of every record."""
     signals: list[dict[str, NDArray[Any]]] = [{} for _ in flat.uids]
     names = [name for name in SIGNAL_DTYPES if name in batch.schema.names]
     rows = flat.masked_row_counts() if names else flat.num_steps

@@ -342,7 +342,6 @@ class StepFeatures:
 
     @property
     def scheme(self) -> FeatureScheme:
-        """How the features are stored."""
         return "fp16" if self.scales is None else "int8"
 
     @property
@@ -352,7 +351,6 @@ class StepFeatures:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays in memory."""
         scales = 0 if self.scales is None else self.scales.nbytes
         return self.features.nbytes + scales + self.proposals.nbytes + self.kept_steps.nbytes
 
@@ -381,14 +379,7 @@ class StepFeatures:
         rounded up to the next float16 so that no value is clipped. Gaussian groups of 256 have a
         relative RMSE of 0.7 %.
 
-        Args:
-            features: ``(S, R, F)`` floating point, finite.
-            kept_steps: ``(S,)`` integer, ascending.
-            proposals: ``(S, R)`` integer.
-            groups: sizes of the feature groups.
-            scheme: how they are stored.
-            layout: which rows the second axis holds.
-            projector_digest: digest of the function that made the features.
+        Arguments are the fields; ``features`` are ``(S, R, F)`` floating point, finite.
         """
         values = np.asarray(features, dtype=np.float32)
         sizes = tuple(int(size) for size in groups)

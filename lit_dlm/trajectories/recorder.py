@@ -88,9 +88,7 @@ class TraceRecorder:
     ) -> list[Trajectory]:
         """Ends the decode; gives one record per row.
 
-        Args:
-            uids: one name per row.
-            metas: small JSON values per row, such as ``{"method": "llada", "task": "gsm8k"}``.
+        ``metas`` are small JSON values, such as ``{"method": "llada", "task": "gsm8k"}``.
         """
         assert self._canvases, "no decode has begun; call begin first"
         states = torch.stack(self._canvases).cpu().numpy()  # (T + 1, B, L)

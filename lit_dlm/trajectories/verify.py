@@ -96,7 +96,6 @@ class RecordVerdict:
 
     @property
     def token_agreement(self) -> float:
-        """Share of equal tokens."""
         return self.num_equal / self.num_tokens if self.num_tokens else 1.0
 
     def differ(self, step: int, margin: float, reason: str) -> None:
@@ -146,7 +145,6 @@ class Verification:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Executed records by outcome."""
         found = Counter(verdict.outcome for verdict in self.verdicts)
         return {name: found[name] for name in ("exact", "explained", "failed")}
 
@@ -565,7 +563,6 @@ class _FirstDifference:
         self._records, self._decoder, self._captured = records, decoder, captured
 
     def on_start(self, state: DecodeState) -> None:
-        """Counts steps from 0."""
         self._step = 0
 
     def on_step(self, record: StepRecord) -> None:
@@ -586,7 +583,7 @@ class _FirstDifference:
                 verdict.differing_steps.append(step)
 
     def on_end(self, result: DecodeResult) -> None:
-        """Nothing to finish."""
+        pass
 
 
 def _advanced(decision: Decision, ids: Tensor) -> DecodeState:

@@ -153,7 +153,6 @@ class SideFile:
     uids: tuple[str, ...]
 
     def write(self, folder: Path) -> None:
-        """Writes ``{shard}.json`` atomically."""
         content = {"format": SIDE_FORMAT, "version": VERSION, **asdict(self)}
         text = json.dumps(content, separators=(",", ":"))
         write_atomically(folder / f"{self.shard}.json", text)

@@ -65,13 +65,11 @@ class RunRecord:
         self.text()  # refuses what JSON cannot hold, early and by name
 
     def as_dict(self) -> dict[str, Any]:
-        """All groups as one JSON object."""
         groups = (*ESSENTIAL, "software", "hardware")
         facts = {name: dict(getattr(self, name)) for name in groups}
         return {"format": "lit-dlm/run", "version": 1, **facts}
 
     def text(self) -> str:
-        """Canonical JSON."""
         return canonical_json(self.as_dict())
 
     def digest(self) -> bytes:

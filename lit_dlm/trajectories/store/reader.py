@@ -66,12 +66,10 @@ class TrajectoryShardReader:
 
     @property
     def shards(self) -> list[Path]:
-        """All shards of the set, in order."""
         return list(self._sides)
 
     @property
     def uids(self) -> list[str]:
-        """Uids of all records of the set, in order."""
         return [uid for side in self._sides.values() for uid in side.uids]
 
     @property
@@ -85,11 +83,9 @@ class TrajectoryShardReader:
         return [(path, i) for path, side in self._sides.items() for i in range(len(side.blocks))]
 
     def side_file(self, shard: str | Path) -> SideFile:
-        """The side file of a shard of this set."""
         return self._sides[Path(shard)]
 
     def __iter__(self) -> Iterator[Trajectory]:
-        """All records, shard by shard."""
         for path, index in self.blocks:
             if index == 0 and (problem := self._sides[path].size_problem(path)):
                 self._damage(TrajectoryFormatError(problem))
@@ -101,7 +97,6 @@ class TrajectoryShardReader:
             yield from records
 
     def read_block(self, shard: str | Path, index: int) -> list[Trajectory]:
-        """The records of one block of a shard of this set."""
         return self._read(Path(shard), index, features=self.features)[1]
 
     def outline(self, shard: str | Path, index: int) -> tuple[Block, list[Trajectory]]:

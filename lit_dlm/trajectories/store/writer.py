@@ -185,12 +185,10 @@ class TrajectoryShardWriter:
 
         Args:
             folder: folder of the set, created if need be.
-            name: name of the set, of a-z, 0-9, ``_`` and ``-``.
-            split: split of the set, of a-z, 0-9 and ``_``.
-            rank: rank of this process.
+            name: name of the set; it, ``split`` and ``rank`` are those of :class:`ShardName`.
             run: what makes these records; stored as ``run.json`` and in every shard.
             records_per_block: a block is closed at so many.
-            max_shard_records: close a shard at this many records.
+            max_shard_records: a shard is closed at so many.
             max_total_bytes: refuse to go on once this writer has written more.
         """
         within("[1, 65535]", records_per_block=records_per_block)
@@ -411,11 +409,9 @@ class BackgroundWriter:
         self.put_batch(lambda: [record], nbytes=record_bytes(record))
 
     def put_batch(self, make: Make, *, nbytes: int) -> None:
-        """Queues records that the thread itself makes, such as those of a captured batch.
+        """Queues records that ``make`` gives in the thread, such as those of a captured batch.
 
-        Args:
-            make: called once, in the thread.
-            nbytes: memory that waits with it.
+        ``nbytes`` of memory wait with it.
         """
         begin = time.monotonic()
         with self._changed:
