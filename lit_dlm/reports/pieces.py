@@ -27,12 +27,11 @@ ASSETS = Path(__file__).resolve().parent / "assets"
 
 
 def render(name: str, *, scripts: Sequence[str], **context: Any) -> str:
-    """Fills ``assets/{name}/page.html`` with ``style.css`` and the scripts beside it."""
-    folder = ASSETS / name
-    script = "\n".join((folder / part).read_text(encoding="utf-8") for part in scripts)
+    """Fills ``assets/{name}/page.html`` with the styles and with scripts beside it."""
+    script = _text(*(f"{name}/{part}" for part in scripts))
     return fill(
         f"{name}/page.html",
-        style=Markup((folder / "style.css").read_text(encoding="utf-8")),
+        style=Markup(_text("base.css", f"{name}/style.css")),
         script=Markup(f'(() => {{\n"use strict";\n{script}\n}})();'),
         **context,
     )
@@ -51,6 +50,10 @@ def fill(path: str, **context: Any) -> str:
     environment.filters |= {"digest": _digest, "data_uri": _data_uri, "cell": _cell}
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     return environment.get_template(path).render(**context)
+
+
+def _text(*assets: str) -> str:
+    return "\n".join((ASSETS / path).read_text(encoding="utf-8") for path in assets)
 
 
 def _digest(text: str) -> str:

@@ -39,7 +39,6 @@ function inkOn(rgb) {
 class Scale {
   constructor(key, samples) {
     this.kind = COLOURINGS.find((colouring) => colouring.key === key) || COLOURINGS[0];
-    this.samples = samples;
     let low = Infinity;
     let high = -Infinity;
     for (const sample of samples) {

@@ -4,7 +4,6 @@ const DATA = JSON.parse(document.getElementById("data").textContent);
 const SETS = DATA.sets.map((raw) => new TokenSet(raw));
 const SAMPLES = DATA.samples.map((raw, number) => new Sample(raw, SETS, number));
 const byId = (name) => document.getElementById(name);
-const stillness = matchMedia("(prefers-reduced-motion: reduce)");
 
 const now = { open: null, beside: null, step: 0, timer: null, canvases: [], reading: null, colour: "step", hash: "" };
 const list = new SampleList(SAMPLES, (sample) => open(sample), (sample) => compareWith(sample));
@@ -255,11 +254,6 @@ function nextColour() {
 }
 
 byId("slider").addEventListener("input", () => { pause(); goTo(Number(byId("slider").value)); });
-byId("first").addEventListener("click", () => { pause(); goTo(0); });
-byId("back").addEventListener("click", () => { pause(); goTo(now.step - 1); });
-byId("forward").addEventListener("click", () => { pause(); goTo(now.step + 1); });
-byId("last").addEventListener("click", () => { pause(); goTo(lastStep()); });
-byId("play").addEventListener("click", toggle);
 byId("colour").addEventListener("change", () => { now.colour = byId("colour").value; rebuild(); remember(); });
 for (const name of ["special", "stable", "borders", "ghosts", "differ"]) {
   byId(name).addEventListener("change", () => {
@@ -272,8 +266,6 @@ byId("other").addEventListener("change", () => {
   const value = byId("other").value;
   open(now.open, { beside: value === "" ? null : SAMPLES[Number(value)], step: now.step });
 });
-byId("theme").addEventListener("click", () => { setTheme(isDark() ? "light" : "dark"); remember(); });
-byId("overview").addEventListener("click", () => overview(!document.body.classList.contains("grid")));
 byId("help-open").addEventListener("click", () => byId("help").showModal());
 
 const KEYS = {
@@ -293,6 +285,8 @@ const KEYS = {
     byId("search").focus();
   },
 };
+const BUTTONS = { first: "Home", back: "ArrowLeft", play: " ", forward: "ArrowRight", last: "End", overview: "g", theme: "d" };
+for (const [name, key] of Object.entries(BUTTONS)) byId(name).addEventListener("click", KEYS[key]);
 
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || byId("help").open) return;
@@ -359,7 +353,6 @@ function follow() {
   const token = Number(parts.get("token") ?? NaN);
   if (now.canvases[0].cells[token]) read(now.canvases[0], token);
   requestAnimationFrame(() => list.reveal(now.open));
-  if (parts.get("view") === "grid") overview(true);
 }
 
 addEventListener("hashchange", follow);
