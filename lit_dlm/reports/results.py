@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dlm.ops.files import write_atomically
+from lit_dlm.trajectories.exchange import json_object, parsed_json
 
 FACTS_FILE = "run.json"
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
@@ -201,13 +202,7 @@ def _line(row: Mapping[str, Any]) -> str:
 
 def _parsed(text: bytes, place: str) -> dict[str, Any]:
     """A JSON object, whose digest is checked and taken out; errors name its ``place``."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        start = text[:40].decode(errors="replace")
-        raise ValueError(f"{place}: expected a JSON object, got {start!r}")
+    value = json_object(place, parsed_json(place, text))
     if value.pop("digest", None) != _digest(value):
         raise ValueError(f"{place}: damaged, or written by an older version: it has another digest")
     return value

@@ -42,7 +42,7 @@ def test_a_torn_last_line_counts_as_missing_and_is_replaced(
 
 def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(folder: ResultFolder, path: Path):
     whole = path.read_text()
-    for line, told in (("{broken", "expected a JSON object"), ('{"uid": "c"}', "another digest")):
+    for line, told in (("{broken", "not valid JSON"), ('{"uid": "c"}', "another digest")):
         path.write_text(f"{line}\n{whole}")
         with pytest.raises(ValueError, match=rf"part-r00000\.jsonl, line 1: .*{told}"):
             folder.completed("t", "m")
