@@ -99,11 +99,11 @@ def write_report(summaries: Sequence[MethodSummary], folder: Path, console: Plai
     ``front_dark.png`` is the plot for dark pages; without grades there is none.
     """
     # Here: matplotlib takes a second to import.
-    from lit_dlm.reports.plots import plot_front
+    from lit_dlm.reports.plots import front_figure, save_themes
 
     write_json(folder / "summary.json", [asdict(summary) for summary in summaries])
     write_atomically(folder / "summary.md", printable(markdown_tables(summaries)))
-    plot_front(summaries, folder / "front.png")
+    save_themes(folder / "front.png", lambda theme: front_figure(summaries, theme))
     for task, group in by_task(summaries):
         headers, *rows = table_rows(group)
         print_table(console, task, headers, rows)

@@ -208,11 +208,6 @@ def save_themes(path: Path, draw: Callable[[Theme], Figure | None]) -> None:
                 save_figure(figure, path.with_stem(stem))
 
 
-def plot_front(summaries: Sequence[MethodSummary], path: Path) -> None:
-    """Writes :func:`front_figure` of each theme, if there is one."""
-    save_themes(path, lambda theme: front_figure(summaries, theme))
-
-
 def front_figure(summaries: Sequence[MethodSummary], theme: Theme) -> Figure | None:
     """Accuracy against average steps, one panel per task; ``None`` when nothing was graded.
 
