@@ -205,17 +205,16 @@ class ImportSettings:
     pad_id: int | None = None  # id behind token ids that end before the steps of their row do
 
 
-_NUMBERS = {
+_IDS = pa.list_(pa.int32())
+_LISTS = (
+    *("prompt_token_ids", "response_token_ids", "prompt_ids", "response_ids"),
+    *("decoding_order", "step_map", "non_ltr_positions", "given_positions"),
+)
+_ROW = {
+    **dict.fromkeys(_LISTS, _IDS),
+    **dict.fromkeys(("mask_id", "vocab_size", "pad_id", "response_length"), pa.int32()),
     "num_steps": pa.uint16(),
     "seed": pa.uint64(),
-    **dict.fromkeys(("mask_id", "vocab_size", "pad_id", "response_length"), pa.int32()),
-}
-_IDS = pa.list_(pa.int32())
-_ID_LISTS = ("prompt_token_ids", "response_token_ids", "prompt_ids", "response_ids")
-_STEP_LISTS = ("decoding_order", "step_map", "non_ltr_positions", "given_positions")
-_ROW = {
-    **dict.fromkeys((*_ID_LISTS, *_STEP_LISTS), _IDS),
-    **_NUMBERS,
 }
 """Fields that are checked, and their types; texts are where a row has no token ids."""
 
