@@ -148,16 +148,12 @@ def merge(old: Any, new: Any) -> Any:
 
 
 def _starts_anew(old: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Whether another class takes the place of one, unless it is a subclass."""
     before, now = old.get("class_path"), new.get("class_path")
-    return before is not None and now is not None and not is_kind_of(now, before)
-
-
-def is_kind_of(name: str, other: str | None) -> bool:
-    """Whether one class is another or a subclass of it, both by import path or short name."""
-    if name == other or other is None:
-        return name == other
-    one, two = _class(name), _class(other)
-    return one is not None and two is not None and issubclass(one, two)
+    if before is None or now is None or before == now:
+        return False
+    one, two = _class(now), _class(before)
+    return one is None or two is None or not issubclass(one, two)
 
 
 def _class(name: str) -> type | None:
@@ -177,11 +173,6 @@ def _class(name: str) -> type | None:
                 return found
         import_module("lit_dlm.commands.trainer")  # loads all of them
     return None
-
-
-def own_modules() -> list[Any]:
-    """The modules of this project that are loaded."""
-    return [one for name, one in list(sys.modules.items()) if name.split(".")[0] == "lit_dlm"]
 
 
 def with_files(arguments: Sequence[str]) -> list[str]:

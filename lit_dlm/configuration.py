@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule, Trainer, callbacks, loggers
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from torch import optim
 
-from lit_dlm.config_files import nearest, own_modules, with_files
+from lit_dlm.config_files import nearest, with_files
 from lit_dlm.ops.files import write_atomically
 from lit_dlm.ops.terminal import printable
 from lit_dlm.plugs import Plug, difference
@@ -163,7 +163,8 @@ def _lacks(path: str, plug: str | None) -> str | None:
 def _own_classes() -> list[type]:
     """Public classes of this project that are loaded and can be configured."""
     found: dict[str, type] = {}
-    for module in own_modules():
+    modules = [one for name, one in sys.modules.items() if name.split(".")[0] == "lit_dlm"]
+    for module in modules:
         own = {k: v for k, v in vars(module).items() if isinstance(v, type) and k[0] != "_"}
         own = {k: v for k, v in own.items() if not issubclass(v, BaseException | dict)}
         found.update((k, v) for k, v in own.items() if v.__module__ == module.__name__)
