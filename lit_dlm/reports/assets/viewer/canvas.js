@@ -7,6 +7,21 @@ function make(tag, classes, text) {
   return node;
 }
 
+// A row of colours, one a pixel; none where there is null.
+function strip(colours) {
+  const row = make("canvas");
+  row.width = Math.max(colours.length, 1);
+  row.height = 1;
+  row.setAttribute("aria-hidden", "true");
+  const context = row.getContext("2d");
+  colours.forEach((colour, place) => {
+    if (colour === null) return;
+    context.fillStyle = css(colour);
+    context.fillRect(place, 0, 1, 1);
+  });
+  return row;
+}
+
 const SIGNS = { "\n": "\u23CE", "\t": "\u21E5", "\r": "\u240D" };
 
 // Line breaks and control characters would tear the canvas apart; they get a sign.

@@ -115,15 +115,7 @@ function showLegend(scale) {
     host.append("no values");
     return;
   }
-  const bar = document.createElement("canvas");
-  bar.width = 64;
-  bar.height = 1;
-  bar.setAttribute("aria-hidden", "true");
-  const context = bar.getContext("2d");
-  for (let i = 0; i < 64; i++) {
-    context.fillStyle = css(mixed(scale.stops(), i / 63));
-    context.fillRect(i, 0, 1, 1);
-  }
+  const bar = strip(Array.from({ length: 64 }, (_, i) => mixed(scale.stops(), i / 63)));
   const [low, high] = scale.kind.key === "step" ? [`step ${scale.low}`, `${scale.high}`] : [spoken(scale.low), spoken(scale.high)];
   host.append(low, bar, `${high}${scale.kind.unit ? ` ${scale.kind.unit}` : ""}`);
   host.title = scale.kind.about || "";

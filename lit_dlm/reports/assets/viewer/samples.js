@@ -125,24 +125,12 @@ class SampleList {
     head.append(grade, pick, beside);
     const set = SETS.length > 1 ? `${sample.set.label} \u00b7 ` : "";
     const facts = make("div", "facts", `${set}${sample.method ? `${sample.method} \u00b7 ` : ""}${sample.steps} steps \u00b7 ${(sample.length / Math.max(sample.steps, 1)).toFixed(1)} a step`);
-    const strip = document.createElement("canvas");
-    card.append(head, facts, make("div", "preview", sample.text.trim()), strip);
-    this.paint(strip, sample);
+    // The order in which the response was filled, one column a position.
+    const order = Array.from(sample.commit, (step) =>
+      step < 0 ? null : mixed(SEQUENTIAL, sample.steps > 1 ? step / (sample.steps - 1) : 1));
+    card.append(head, facts, make("div", "preview", sample.text.trim()), strip(order));
     this.mark(card, sample);
     return card;
-  }
-
-  // The order in which the response was filled, one column a position.
-  paint(strip, sample) {
-    strip.width = Math.max(sample.length, 1);
-    strip.height = 1;
-    strip.setAttribute("aria-hidden", "true");
-    const context = strip.getContext("2d");
-    sample.commit.forEach((step, position) => {
-      if (step < 0) return;
-      context.fillStyle = css(mixed(SEQUENTIAL, sample.steps > 1 ? step / (sample.steps - 1) : 1));
-      context.fillRect(position, 0, 1, 1);
-    });
   }
 
   mark(card, sample) {
