@@ -83,16 +83,8 @@ class PretrainDataModule(ResumableDataModule):
         """The endless stream, from the trainer's step; ``trainer.max_steps`` ends it."""
         return DataLoader(_Batches(self), batch_size=None)
 
-    def batches(self) -> Iterator[PretrainBatch]:
-        """This process's batches from where training stands."""
-        trainer = self.trainer
-        assert trainer is not None
-        first = trainer.global_step * self._batches_per_step + trainer.global_rank
-        for number in count(first, trainer.world_size):
-            yield self.batch(number)
-
     @property
-    def _batches_per_step(self) -> int:
+    def batches_per_step(self) -> int:
         """Batches of all processes in an optimiser step; one without a trainer."""
         trainer = self.trainer
         return 1 if trainer is None else trainer.accumulate_grad_batches * trainer.world_size
@@ -114,7 +106,7 @@ class PretrainDataModule(ResumableDataModule):
             len(rows), self.response_length, suffix_share=SUFFIX_SHARE, generator=generator
         )
         # Processes that share weights must run equally many forwards.
-        step = number // self._batches_per_step
+        step = number // self.batches_per_step
         has_drill = (step < self.dense_drill_steps and step % 2 == 0) or (step % DRILL_EVERY == 0)
         drill = self._draw_drills(number, generator) if self.drills and has_drill else None
         return PretrainBatch(ids=ids, pad_mask=pad_mask, start=start, hidden=hidden, drill=drill)
@@ -185,10 +177,13 @@ class PretrainDataModule(ResumableDataModule):
 
 
 class _Batches(IterableDataset[PretrainBatch]):
-    """The batches as a data set of torch's, which Lightning leaves to the processes as it is."""
+    """This process's batches from where training stands, which Lightning leaves as they are."""
 
     def __init__(self, data: PretrainDataModule) -> None:
         self.data = data
 
     def __iter__(self) -> Iterator[PretrainBatch]:
-        return self.data.batches()
+        trainer = self.data.trainer
+        assert trainer is not None
+        first = trainer.global_step * self.data.batches_per_step + trainer.global_rank
+        return map(self.data.batch, count(first, trainer.world_size))

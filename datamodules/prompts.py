@@ -13,7 +13,7 @@ from itertools import chain, islice, zip_longest
 from typing import Literal
 
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lit_dlm.modules.decode import (
     DecodeModule,
@@ -140,7 +140,7 @@ class PromptDataModule(LightningDataModule):
 
     def predict_dataloader(self) -> list[DataLoader[PromptStream]]:
         """One loader per task, method and length that has work left; none when all is done."""
-        return [DataLoader(_Stream(stream), batch_size=None) for stream in self.streams()]
+        return [DataLoader(stream, batch_size=None) for stream in self.streams()]
 
     def streams(self) -> list[PromptStream]:
         """The work that is left, which the processes share."""
@@ -194,19 +194,6 @@ class PromptDataModule(LightningDataModule):
                 f"max_prompt_length = {self.max_prompt_length}"
             )
         return ids
-
-
-class _Stream(IterableDataset[PromptStream]):
-    """A stream as a data set: itself, once for each batch that it will give."""
-
-    def __init__(self, stream: PromptStream) -> None:
-        self.stream = stream
-
-    def __iter__(self) -> Iterator[PromptStream]:
-        return iter(self.stream)
-
-    def __len__(self) -> int:
-        return len(self.stream)
 
 
 @dataclass(frozen=True, kw_only=True)

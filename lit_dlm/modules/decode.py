@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
+from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from lit_dlm.backbones import Backbone, tokenizer_of
@@ -68,8 +69,11 @@ def default_batch(response_length: int) -> int:
     return max(8192 // response_length, 1)
 
 
-class PromptStream:
-    """Prompts of one task for one decoding method, which all processes decode as they have room."""
+class PromptStream(IterableDataset["PromptStream"]):
+    """Prompts of one task for one decoding method, which all processes decode as they have room.
+
+    As a data set it is itself, once for each batch that it will give.
+    """
 
     def __init__(
         self,
@@ -91,7 +95,6 @@ class PromptStream:
         self.is_done = False  # whether this process has given out its last batch
 
     def __iter__(self) -> Iterator[PromptStream]:
-        """Itself, as long as this process has a batch to give."""
         if self.queue.reserve(self.queue.slots(self.batch_size)):
             while not self.is_done:
                 yield self
