@@ -145,22 +145,17 @@ class StepGAE:
 
         step_reward, step_value = mean(rewards), mean(values)
         num_of_row = torch.where(members, number, -1).amax(1) + 1
-        zero = values.new_zeros(B)
         # Entry t: return, value and advantage of the step behind step t; nothing lies behind the
         # last one and behind the cells left out, which come after it.
-        behind = [(zero, zero, zero), (zero, zero, zero)]
+        behind = values.new_zeros(num_steps + 1, 3, B)
         for t in range(num_steps - 1, 0, -1):  # a recursion in time
-            next_return, next_value, next_advantage = behind[0]
+            next_return, next_value, next_advantage = behind[t]
             bootstrap = self.gamma * next_value + self.gamma * self.lam * next_advantage
-            own = (
-                step_reward[:, t] + self.gamma * next_return,
-                step_value[:, t],
-                step_reward[:, t] - step_value[:, t] + bootstrap,
-            )
-            has_step = t < num_of_row
-            behind.insert(0, tuple(torch.where(has_step, one, 0.0) for one in own))  # type: ignore[arg-type]
+            surplus = step_reward[:, t] - step_value[:, t] + bootstrap
+            own = step_reward[:, t] + self.gamma * next_return, step_value[:, t], surplus
+            behind[t - 1] = torch.where(t < num_of_row, torch.stack(own), 0.0)
         next_return, next_value, next_advantage = (
-            torch.stack(parts, 1).gather(1, number) for parts in zip(*behind, strict=True)
+            table.gather(1, number) for table in behind.permute(1, 2, 0)
         )
         returns = rewards + self.gamma * next_return
         advantages = (
