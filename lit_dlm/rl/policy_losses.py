@@ -80,14 +80,6 @@ def k3(log_prob: Tensor, reference: Tensor, *, max_fall: float | None = 2.5) -> 
     return torch.expm1(-near) + near + math.expm1(max_fall) * (near - difference)
 
 
-def clipped_objective(ratio: Tensor, advantage: Tensor, *, clip: float) -> Tensor:
-    """``(N,)`` ``min(r A, clip(r, 1 - e, 1 + e) A)``, to be maximised (PPO, 1707.06347, eq. 7).
-
-    The ratio is the probability under the policy over that under the old one, ``e`` the ``clip``.
-    """
-    return torch.minimum(ratio * advantage, ratio.clamp(1.0 - clip, 1.0 + clip) * advantage)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ClippedPolicyLoss(PolicyLoss):
     """The clipped policy objective with the divergence :func:`k3` (TraceRL, arXiv:2509.06949).
@@ -133,7 +125,8 @@ class ClippedPolicyLoss(PolicyLoss):
         log_prob = torch.where(counted, log_prob, 0.0)
         difference = torch.where(counted, log_prob - old_log_prob.detach(), 0.0)
         ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-        gain = clipped_objective(ratio, advantage, clip=self.clip)
+        bounded = ratio.clamp(1.0 - self.clip, 1.0 + self.clip)
+        gain = torch.minimum(ratio * advantage, bounded * advantage)  # PPO, 1707.06347, eq. 7
         policy = -(weight * torch.where(counted, gain, 0.0)).sum()
         anchor = old_log_prob if reference is None else reference
         anchor = torch.where(counted, anchor.detach(), 0.0)

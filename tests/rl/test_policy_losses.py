@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lit_dlm.rl.policy_losses import ClippedPolicyLoss, clipped_objective, k3
+from lit_dlm.rl.policy_losses import ClippedPolicyLoss, k3
 
 
 def test_clipping_by_hand() -> None:
@@ -16,7 +16,6 @@ def test_clipping_by_hand() -> None:
     ratio = torch.tensor([1.5, 0.5, 1.5, 0.5])
     advantage = torch.tensor([1.0, 1.0, -1.0, -1.0])
     expected = torch.tensor([1.2, 0.5, -1.5, -0.8])
-    torch.testing.assert_close(clipped_objective(ratio, advantage, clip=0.2), expected)
     log_prob = ratio.log().requires_grad_()
     loss = ClippedPolicyLoss(beta=0.0)
     terms = loss.compute(log_prob, torch.zeros(4), advantage, torch.ones(4))
