@@ -251,7 +251,7 @@ class TraceRLModule(TrainableModule):
         if self.current is not None and self.current.number == self.progress.step:
             return self.current  # Lightning asks twice when it resumes
         self.current = None  # no two RL steps in memory
-        with self.generating():
+        with self.trainer.precision_plugin.forward_context(), evaluating(self):
             self.current = rl_step(
                 self,
                 self._source,
@@ -287,12 +287,6 @@ class TraceRLModule(TrainableModule):
             for counts in (epochs["total"], epochs["current"]):
                 counts["started"] -= 1
         self.progress = RLProgress(**progress)
-
-    @contextmanager
-    def generating(self) -> Iterator[None]:
-        """Evaluation mode and the trainer's precision."""
-        with self.trainer.precision_plugin.forward_context(), evaluating(self):
-            yield
 
     def rollout_weights(self) -> AbstractContextManager[None]:
         """Whole weights with the adapter folded in, as decoding wants them."""

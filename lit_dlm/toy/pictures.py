@@ -13,7 +13,6 @@ import random
 import re
 from collections.abc import Sequence
 from functools import cache, cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -65,7 +64,10 @@ def split_of(data: bytes) -> str:
 def digits(split: str) -> list[tuple[Pixels, int]]:
     """The handwritten digits of a split: ``(8, 8)`` uint8, white on black, and what they are."""
     if split != "train":
-        return stored_digits(FOLDER / f"digits-{split}.png")
+        with Image.open(FOLDER / f"digits-{split}.png") as image:
+            # A row of them for 0, one for 1 and so on, black where there is none.
+            tiles = np.array(image).reshape(10, SIDE, -1, SIDE).transpose(0, 2, 1, 3)
+        return [(tile, label) for label, row in enumerate(tiles) for tile in row if tile.any()]
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -80,14 +82,6 @@ def digits(split: str) -> list[tuple[Pixels, int]]:
         for one, label in zip(grey, found.target, strict=True)
         if split_of(one.tobytes()) == split
     ]
-
-
-def stored_digits(path: Path) -> list[tuple[Pixels, int]]:
-    """Digits of a sheet: a row of them for 0, one for 1 and so on, black where there is none."""
-    with Image.open(path) as image:
-        sheet = np.array(image)
-    tiles = sheet.reshape(10, SIDE, -1, SIDE).transpose(0, 2, 1, 3)
-    return [(tile, label) for label, row in enumerate(tiles) for tile in row if tile.any()]
 
 
 def _perhaps_augmented(digit: Pixels, rng: random.Random) -> Pixels:
