@@ -34,7 +34,6 @@ from lit_dlm.modules.checkpoint import drop_backbone
 from lit_dlm.rl.items import Items, RolloutBatch, RowBuilder
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.rollout import RolloutSource, StoredRollouts
-from lit_dlm.rl.settings import PolicyObjective
 from lit_dlm.rl.step import ItemScores
 from lit_dlm.trajectories.capture import FeatureCapture, StepBuffer, TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
@@ -231,47 +230,31 @@ class TraceLockRLModule(TraceRLModule):
 
     Args:
         backbone: the frozen denoiser.
-        decoders: decoding methods by name.
         policy: folder of the policy to start from; ``null`` starts from random weights.
         projector: folder of the projector of such a new policy.
         head: architecture of such a new policy.
         settings: what such a new policy is shown.
-        method: decoder of rollouts; the first one by default.
-        val_method: decoder of validation, or several; that of rollouts by default.
-        objective: the clipped policy loss.
         optimizer: constructor of the optimiser.
-        warmup_steps: optimiser steps of a linear warm-up.
-        common: options of :class:`~lit_dlm.modules.decode.DecodeModule`.
+        common: options of :class:`~lit_dlm.rl.module.TraceRLModule`, but for what it asks of the
+            states and of a value model.
     """
 
     def __init__(
         self,
         backbone: HFBackbone,
         *,
-        decoders: dict[str, Decoder],
         policy: str | None = None,
         projector: str | Projector | None = None,
         head: AcceptanceConfig | None = None,
         settings: ScorerSettings | None = None,
-        method: str | None = None,
-        val_method: str | list[str] | None = None,
-        objective: PolicyObjective | None = None,
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(
             params, lr=5e-4, weight_decay=0.0
         ),
-        warmup_steps: int = 0,
-        export_dir: str | None = None,
         **common: Any,
     ) -> None:
         super().__init__(
             backbone,
-            decoders=decoders,
-            method=method,
-            val_method=val_method,
-            objective=objective,
             optimizer=optimizer,
-            warmup_steps=warmup_steps,
-            export_dir=export_dir,
             corruption=None,
             policy_loss=None,
             value=None,
