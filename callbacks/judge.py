@@ -41,31 +41,15 @@ class HttpJudge(Callback):
 
     Args:
         run_dir: folder of the run, which holds ``results``.
-        url: the endpoint, such as ``http://localhost:8000/v1/chat/completions``.
-        model: name of the model to ask.
         tasks: names of the tasks to judge; their references need a ``solution`` or ``answer``.
-        timeout_s: seconds to wait for one reply.
-        deadline_s: seconds for which an endpoint that does not answer is asked again.
-        api_key_env: environment variable whose value is sent as the bearer token.
+        endpoint: options of :class:`~lit_dlm.rewards.chat.ChatEndpoint`.
     """
 
-    def __init__(
-        self,
-        run_dir: str,
-        *,
-        url: str,
-        model: str,
-        tasks: list[str],
-        timeout_s: float = 60.0,
-        deadline_s: float = 600.0,
-        api_key_env: str | None = None,
-    ) -> None:
+    def __init__(self, run_dir: str, *, tasks: list[str], **endpoint: Any) -> None:
         super().__init__()
         at_least(1, tasks=len(tasks))
         self.run_dir = Path(run_dir)
-        self.endpoint = ChatEndpoint(
-            url, model=model, timeout_s=timeout_s, deadline_s=deadline_s, api_key_env=api_key_env
-        )
+        self.endpoint = ChatEndpoint(**endpoint)
         self.tasks = tasks
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -53,7 +53,7 @@ class ChatEndpoint:
         *,
         model: str,
         timeout_s: float = 60.0,
-        deadline_s: float = 0.0,
+        deadline_s: float = 600.0,
         api_key_env: str | None = None,
     ) -> None:
         at_least(0, deadline_s=deadline_s)

@@ -58,29 +58,23 @@ class HttpStepJudge(Judge):
     """A reasoning model behind an HTTP endpoint as the judge (dLLM-RL, section "process reward").
 
     Args:
-        url: such as ``http://localhost:8000/v1/chat/completions``.
-        model: its name there.
         timeout_s: seconds to wait for one reply.
         deadline_s: seconds for which an endpoint that does not answer is asked again; less than
             the timeout of the group of processes (30 minutes by default), which wait.
         on_silence: what a deadline that has passed does: ``error`` ends the run, ``outcome`` gives
             no opinion, so that the outcome counts instead, and says so in the log.
-        api_key_env: environment variable whose value is sent as the bearer token.
+        endpoint: further options of :class:`~lit_dlm.rewards.chat.ChatEndpoint`.
     """
 
     def __init__(
         self,
         *,
-        url: str,
-        model: str,
         timeout_s: float = 600.0,
         deadline_s: float = 900.0,
         on_silence: Literal["error", "outcome"] = "error",
-        api_key_env: str | None = None,
+        **endpoint: Any,
     ) -> None:
-        self.endpoint = ChatEndpoint(
-            url, model=model, timeout_s=timeout_s, deadline_s=deadline_s, api_key_env=api_key_env
-        )
+        self.endpoint = ChatEndpoint(timeout_s=timeout_s, deadline_s=deadline_s, **endpoint)
         self.on_silence = on_silence
 
     def grade(self, question: StepQuestion, sample: int) -> Grade | None:
