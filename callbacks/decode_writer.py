@@ -57,7 +57,6 @@ class GradingQueue:
         self._pending: deque[tuple[DecodedBatch, list[Future[Verdict]], Future[Any]]] = deque()
 
     def submit(self, decoded: DecodedBatch) -> None:
-        """Starts to grade a batch."""
         futures = [
             self._grade(example, completion)
             for example, completion in zip(decoded.examples, decoded.completions, strict=True)

@@ -83,11 +83,9 @@ class PromptDataModule(LightningDataModule):
         return [lengths] if isinstance(lengths, int) else lengths
 
     def task(self, name: str) -> Task:
-        """The task of a given name."""
         return next(task for task in self.tasks if task.name == name)
 
     def setup(self, stage: str) -> None:
-        """Lists the work of the run."""
         assert self.trainer is not None
         module = of_kind(self.trainer.lightning_module, DecodeModule, option="model")
         self._module = module
@@ -178,14 +176,12 @@ class PromptDataModule(LightningDataModule):
                 )
 
     def length_of(self, example: PromptExample) -> int:
-        """Cells of a prompt's response."""
         if len(self._lengths) == 1:
             return self._lengths[0]
         assert self._module is not None
         return drawn_length(self._lengths, example.prompt_uid, seed=self._module.seed)
 
     def encode(self, example: PromptExample) -> list[int]:
-        """Token ids of one prompt through the chat template."""
         assert self._module is not None
         ids = self._module.encode(example)
         if len(ids) > self.max_prompt_length:

@@ -101,7 +101,6 @@ class RolloutDataModule(RolloutSettings, ResumableDataModule):
         return {"processes": processes, "rows_per_update": rows}
 
     def teardown(self, stage: str) -> None:
-        """Ends the grading threads."""
         for part in (self._source, self._validation):
             if part is not None:
                 part.close()

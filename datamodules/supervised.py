@@ -96,7 +96,6 @@ class SupervisedDataModule(ResumableDataModule):
         """What is trained and validated on; read by ``setup``."""
 
     def setup(self, stage: str | None = None) -> None:
-        """Reads and tokenises all examples."""
         refuse_overfit_batches(self.trainer, instead="data.limit")
         if stage == "fit" and self.trainer is not None:
             set_accumulation(self.trainer, self.rows_per_update, batch_size=self.batch_size)
@@ -153,7 +152,6 @@ class SupervisedDataModule(ResumableDataModule):
         }
 
     def batch(self, refs: Sequence[ExampleRef]) -> SupervisedBatch:
-        """The collated examples of a batch."""
         examples = [
             replace(self.examples[ref.number], epoch=ref.epoch, is_real=ref.is_real) for ref in refs
         ]

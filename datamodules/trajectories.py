@@ -100,7 +100,6 @@ class StateReader:
         ]
 
     def batch(self, refs: Sequence[ExampleRef]) -> StateBatch:
-        """The collated states of a batch."""
         found = self.states(np.array([ref.number for ref in refs]))
         records, steps, kept = (list(part) for part in zip(*found, strict=True))
         features = None
@@ -319,7 +318,6 @@ class TrajectoryDataModule(ResumableDataModule):
         )
 
     def val_dataloader(self) -> DataLoader[StateBatch]:
-        """The fixed validation subset."""
         return self.planned_validation(
             self.states.batch, self.val_indices, batch_size=self.batch_size
         )

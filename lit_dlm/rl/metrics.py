@@ -55,7 +55,6 @@ class RolloutValidation:
         self.begin()
 
     def begin(self) -> None:
-        """Starts over."""
         # By decoder and prompt, over its responses: sums of the facts and how many there are. The
         # responses to one prompt may lie on different processes.
         shape = (len(self.engines), self.num_prompts, len(_FACTS) + 1)
@@ -88,7 +87,6 @@ class RolloutValidation:
         return self.last
 
     def close(self) -> None:
-        """Ends the grading threads."""
         self.rewarder.close()
 
 

@@ -59,7 +59,6 @@ class RolloutProgress:
         self._began = self._told = time.monotonic()
 
     def __call__(self, phase: str, done: int, total: int) -> None:
-        """Takes a report: the phase, how much of it is done and how much there is."""
         now = time.monotonic()
         if phase != self._phase:
             # The first report comes after the first batch, when the rate is known already.
@@ -231,7 +230,6 @@ class TraceRLModule(TrainableModule):
 
     @property
     def ranks(self) -> Ranks:
-        """The processes of the run."""
         trainer = self.trainer
         return Ranks(trainer.global_rank, trainer.world_size, trainer.strategy.root_device)
 
@@ -355,7 +353,6 @@ class TraceRLModule(TrainableModule):
     # -- training --------------------------------------------------------------------------------
 
     def training_step(self, batch: RolloutBatch, batch_idx: int = 0) -> Tensor:
-        """Policy and value loss of a batch of items."""
         scores = self.score(batch)
         assert batch.advantage is not None
         assert batch.old_log_prob is not None
@@ -405,7 +402,6 @@ class TraceRLModule(TrainableModule):
         return loss
 
     def on_train_epoch_start(self) -> None:
-        """Logs the facts of the RL step and starts its clock."""
         assert self.current is not None
         self._began = time.perf_counter()
         self.log_dict(self.current.facts, on_step=False, on_epoch=True, sync_dist=True)
@@ -442,7 +438,6 @@ class TraceRLModule(TrainableModule):
         self.validation.add(batch)
 
     def on_validation_epoch_end(self) -> None:
-        """Logs means over all processes."""
         if self.validation is not None:
             scores = self.validation.result(self.ranks)
             # Equal on all processes; synchronised all the same, or Lightning warns.

@@ -408,7 +408,6 @@ class OnlineRollouts:
         )
 
     def close(self) -> None:
-        """Ends the grading threads."""
         self.rewarder.close()
 
     def collect(
