@@ -11,7 +11,7 @@ import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -127,14 +127,7 @@ def _features_at(trace: Trajectory, kept: int) -> tuple[NDArray[np.floating], ND
     """Features and proposals of a trace's kept step number ``kept``."""
     features = trace.features
     assert features is not None, f"{trace.uid} is in the index but has no features"
-    one = replace(
-        features,
-        kept_steps=features.kept_steps[kept : kept + 1],
-        features=features.features[kept : kept + 1],
-        scales=None if features.scales is None else features.scales[kept : kept + 1],
-        proposals=features.proposals[kept : kept + 1],
-    )
-    return one.dequantized()[0], features.proposals[kept]
+    return features.dequantized(kept), features.proposals[kept]
 
 
 @dataclass(eq=False)

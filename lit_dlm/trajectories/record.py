@@ -354,11 +354,11 @@ class StepFeatures:
         scales = 0 if self.scales is None else self.scales.nbytes
         return self.features.nbytes + scales + self.proposals.nbytes + self.kept_steps.nbytes
 
-    def dequantized(self) -> NDArray[np.float32]:
-        """``(S, R, F)`` float32."""
-        values = self.features.astype(np.float32)
+    def dequantized(self, kept: int | slice = slice(None)) -> NDArray[np.float32]:
+        """``(S, R, F)`` float32, or ``(R, F)`` of the kept step of a number."""
+        values = self.features[kept].astype(np.float32)
         if self.scales is not None:
-            values *= np.repeat(self.scales.astype(np.float32), self.groups, axis=2)
+            values *= np.repeat(self.scales[kept].astype(np.float32), self.groups, axis=-1)
         return values
 
     @classmethod
