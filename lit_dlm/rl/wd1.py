@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,14 +34,7 @@ class WeightedLikelihood(PolicyLoss):
     has_divergence: ClassVar[bool] = False
 
     def compute(
-        self,
-        log_prob: Tensor,
-        old_log_prob: Tensor,
-        advantage: Tensor,
-        weight: Tensor,
-        *,
-        reference: Tensor | None = None,
-        kl_weight: Tensor | None = None,
+        self, log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, weight: Tensor, **_: Any
     ) -> LossTerms:
         # Units without weight may hold anything; they must not give 0 * inf.
         log_prob = torch.where(weight > 0, log_prob, 0.0)
