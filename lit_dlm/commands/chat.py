@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
-from typing import Any
 
 from jsonargparse.typing import PositiveInt
 from rich.console import Console
@@ -57,12 +56,12 @@ class Chat:
         return True
 
     def _obey(self, command: str, value: str) -> bool:
-        plugs = _plugs(self.decoder)
+        plugs = self.decoder.plugs()
         if command == "policy" and value:
-            found = _plugs(_decoder("--config", _file(value, "decode")))
-            if isinstance(found["cache"], NoCache):
-                found.pop("cache")  # that of before stays
-            plugs |= found
+            cache = plugs["cache"]
+            plugs = _decoder("--config", _file(value, "decode")).plugs()
+            if isinstance(plugs["cache"], NoCache):
+                plugs["cache"] = cache  # that of before stays
         elif command == "cache" and value == "none":
             plugs["cache"] = None
         elif command == "cache" and value:
@@ -148,10 +147,6 @@ def _lines(console: Console) -> Iterator[str]:
             yield console.input("[bold]> [/bold]").strip()
         except (EOFError, KeyboardInterrupt):
             return
-
-
-def _plugs(decoder: Decoder) -> dict[str, Any]:
-    return {name: getattr(decoder, name) for name in signature(Decoder).parameters}
 
 
 def _file(name: str, folder: str) -> str:

@@ -174,6 +174,13 @@ class Decoder(Plugs):
         if callable(check):
             check(backbone)
 
+    def plugs(self) -> dict[str, Any]:
+        """What it was made of, by option; no window where it names none."""
+        parts = dict(vars(self))
+        if not parts.pop("_has_window"):
+            del parts["window"]
+        return parts
+
     def on(self, spec: BackboneSpec) -> Decoder:
         """This decoder with the window that it has on a model, where it names none."""
         if self._has_window:
@@ -298,7 +305,4 @@ def with_option(decoder: Decoder, option: str, value: Any) -> Decoder:
             f"sweep.option: {option!r} is unknown; expected {'|'.join(_PLUGS)}|settings and of "
             f"{part} one of: {', '.join(arguments) or 'none'}"
         )
-    parts = {**vars(decoder), part: type(plug)(**{**arguments, name: value})}
-    if not parts.pop("_has_window"):
-        del parts["window"]
-    return Decoder(**parts)
+    return Decoder(**{**decoder.plugs(), part: type(plug)(**{**arguments, name: value})})

@@ -126,6 +126,16 @@ def test_policy_and_cache_change_on_the_way(said):
     assert "ConfidencePolicy, DualCache, 16 cells, 2 messages before" in out
 
 
+def test_a_block_model_keeps_its_blocks_when_another_plug_changes(said, tmp_path):
+    backbone = tmp_path / "blocks.yaml"
+    spec = "{attention: block, block_size: 8}"
+    text = f"class_path: HFBackbone\ninit_args: {{path: tiny, spec_overrides: {spec}}}\n"
+    backbone.write_text(text)
+    out = said("chat", f"--backbone={backbone}", typed="/cache block\n/policy threshold_09\n")
+    assert "ConfidencePolicy, BlockCache, 32 cells" in out
+    assert "ThresholdPolicy, BlockCache, 32 cells" in out
+
+
 def test_the_same_is_answered_by_another_draw(said):
     decoder = Decoder(policy=ConfidencePolicy(), sampler=decoding.Sampler(temperature=2.0))
     asked = [[{"role": "user", "content": PENS}]]
