@@ -65,10 +65,3 @@ def test_masked_prompt_hides_all_of_the_response_and_some_of_the_prompt() -> Non
     moved = hidden_prompt(states, torch.arange(4).expand(400, -1))
     assert moved.equal(hidden[:, 1:])
     assert hidden_prompt(CoupledViews().states(responses()), positions) is None
-
-
-def test_noise_belongs_to_the_sample() -> None:
-    whole, part = responses(), responses(B=1, seeds=torch.tensor([103]))
-    for corruption, copies in ((CoupledMasking(), 2), (CoupledViews(), 3), (MaskedPrompt(), 1)):
-        one = corruption.states(part).hidden
-        assert corruption.states(whole).hidden[3 * copies : 4 * copies].equal(one)
