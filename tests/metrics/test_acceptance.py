@@ -6,10 +6,7 @@ import pytest
 import torch
 
 from lit_dlm.metrics.acceptance import CalibrationCurve, ReplayScore, RolloutProxy
-
-
-def rows(*values: str) -> torch.Tensor:
-    return torch.tensor([[char == "1" for char in row] for row in values])
+from tests.losses.reference import rows
 
 
 def test_all_scores_of_the_proxy_match_hand_values() -> None:

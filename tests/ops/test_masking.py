@@ -50,11 +50,6 @@ def test_block_causal_is_own_and_earlier_blocks(padding: str, block_size: int, o
         assert torch.equal(without.expand(2, -1, -1, -1), expected)
 
 
-def test_blocks_before_the_origin_count_backwards():
-    """Blocks of 4 from column 3: columns 0 to 2 are block -1, 3 to 6 block 0, 7 block 1."""
-    assert block_numbers(8, 4, origin=3).tolist() == [[-1, -1, -1, 0, 0, 0, 0, 1]]
-
-
 @pytest.mark.parametrize("padding", PADDING)
 @pytest.mark.parametrize(("start", "size"), [(4, 3), (5, 4), (7, 4), (6, 5), (0, 4), (4, 1)])
 def test_the_trace_layout_follows_its_rule(padding: str, start: int, size: int):

@@ -28,20 +28,6 @@ def test_reference_cut_ranges(case: dict[str, Any]) -> None:
         assert last == (-1 if wanted is None else wanted[1])
 
 
-def test_rows_have_cuts_of_their_own_and_without_one_teach_nothing() -> None:
-    generator = torch.Generator().manual_seed(0)
-    steps = torch.randint(-1, 8, (5, 12), generator=generator)
-    maskable = torch.rand(5, 12, generator=generator) < 0.8
-    cuts = torch.tensor([0, 3, 7, -1, 5])
-    batch = time_delay_mask(steps, maskable, cuts, window=3)
-    for row in range(5):
-        single = time_delay_mask(steps[row][None], maskable[row][None], cuts[row][None], window=3)
-        assert torch.equal(batch.hidden[row], single.hidden[0])
-        assert torch.equal(batch.supervised[row], single.supervised[0])
-    assert batch.hidden[3].all()
-    assert not batch.supervised[3].any()
-
-
 def test_uniform_cuts_reach_every_step_of_the_range_and_no_other() -> None:
     """Noise at the middles of five equal parts gives one cut each; -1 stays -1."""
     noise = (torch.arange(5, dtype=torch.float64) + 0.5) / 5
