@@ -3,9 +3,12 @@
 import gc
 import logging
 import os
+import runpy
+from collections.abc import Callable
 from copy import copy
 from functools import cache
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,3 +82,15 @@ def unpainted(monkeypatch: pytest.MonkeyPatch) -> None:
     one_pixel = BytesIO()
     Image.new("L", (1, 1)).save(one_pixel, "PNG")
     monkeypatch.setattr("lit_dlm.reports.plots.figure_bytes", lambda *_, **__: one_pixel.getvalue())
+
+
+@pytest.fixture
+def imported(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | Path], dict[str, Any]]:
+    """Gives what a script defines that lies outside of the packages, by its path from the root."""
+
+    def names(script: str | Path) -> dict[str, Any]:
+        path = Path(__file__).parents[1] / script
+        monkeypatch.syspath_prepend(str(path.parent))
+        return runpy.run_path(str(path), run_name="imported")
+
+    return names

@@ -2,7 +2,6 @@
 
 import json
 import re
-import runpy
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -128,63 +127,42 @@ def test_the_table_is_that_of_the_kept_run():
 
 
 @pytest.mark.parametrize(
-    ("name", "program", "page", "count"),
+    ("kept", "program", "page", "count"),
     [
-        ("stack", "stack", "stack", 3),
-        ("decode_states", "decode_states", "decode_states", 2),
-        ("smollm2", "smollm2_losses", "smollm2", 1),
-        ("policy_states", "policy_states", "outcome_policies", 1),
-        ("policy_order", "policy_order", "outcome_policies", 2),
-        ("few_steps", "few_steps", "few_steps", 3),
-        ("feature_tiers", "feature_tiers", "tracelock_elsewhere", 1),
+        ("stack.json", "stack", "stack", 3),
+        ("decode_states.json", "decode_states", "decode_states", 2),
+        ("smollm2.json", "smollm2_losses", "smollm2", 1),
+        ("policy_states.json", "policy_states", "outcome_policies", 1),
+        ("policy_order.json", "policy_order", "outcome_policies", 2),
+        ("few_steps.json", "few_steps", "few_steps", 3),
+        ("feature_tiers.json", "feature_tiers", "tracelock_elsewhere", 1),
+        ("rl_methods.json", "rl_methods", "tracerl_results", 1),
+        ("lockstep.parquet", "kept_decodes", "lockstep_results", 3),
+        ("token_editing.parquet", "kept_decodes", "decoding", 1),
+        ("countdown_worked.parquet", "kept_decodes", "countdown", 2),
+        ("countdown_direct.parquet", "kept_decodes", "countdown", 2),
+        ("block_widening.parquet", "block_widening", "tracerl_results", 1),
+        ("policy_transfer.parquet", "policy_transfer", "tracelock_elsewhere", 1),
+        ("outcome_ablations.parquet", "outcome_ablations", "outcome_policies", 1),
     ],
 )
-def test_tables_are_those_of_the_kept_run(
-    name: str, program: str, page: str, count: int, monkeypatch
+def test_tables_are_those_of_the_kept_results(
+    kept: str, program: str, page: str, count: int, imported
 ):
-    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
-    script = runpy.run_path(str(ROOT / "experiments" / f"{program}.py"), run_name="imported")
-    tables = script["markdown"](json.loads((ROOT / f"docs/{name}.json").read_text())).split("\n\n")
+    script, path = imported(f"experiments/{program}.py"), ROOT / "docs" / kept
+    if path.suffix == ".json":
+        results = json.loads(path.read_text())
+    else:
+        results = script.get("read_decodes", pq.read_table)(path)
+    tables = script["markdown"](results).split("\n\n")
     text = (ROOT / "docs" / f"{page}.md").read_text()
     assert len(tables) == count
     assert not [table for table in tables if table.strip() not in text]
 
 
-@pytest.mark.parametrize(
-    ("name", "page"),
-    [
-        ("lockstep", "lockstep_results"),
-        ("token_editing", "decoding"),
-        ("countdown_worked", "countdown"),
-        ("countdown_direct", "countdown"),
-    ],
-)
-def test_tables_are_those_of_the_kept_decodes(name: str, page: str, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
-    script = runpy.run_path(str(ROOT / "experiments" / "kept_decodes.py"), run_name="imported")
-    kept = pq.read_table(ROOT / "docs" / f"{name}.parquet")
-    assert script["markdown"](kept).strip() in (ROOT / "docs" / f"{page}.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("name", "page"),
-    [
-        ("block_widening", "tracerl_results"),
-        ("policy_transfer", "tracelock_elsewhere"),
-        ("outcome_ablations", "outcome_policies"),
-    ],
-)
-def test_tables_of_arms_are_those_of_the_kept_decodes(name: str, page: str, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
-    script = runpy.run_path(str(ROOT / "experiments" / f"{name}.py"), run_name="imported")
-    kept = script["read_decodes"](ROOT / "docs" / f"{name}.parquet")
-    assert script["markdown"](kept).strip() in (ROOT / "docs" / f"{page}.md").read_text()
-
-
-def test_tables_of_the_policy_bench_are_those_of_the_kept_decodes(monkeypatch):
+def test_tables_of_the_policy_bench_are_those_of_the_kept_decodes(imported):
     """On its page, on that of what policies learn, and the summary in README."""
-    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
-    bench = runpy.run_path(str(ROOT / "experiments" / "policy_bench.py"), run_name="imported")
+    bench = imported("experiments/policy_bench.py")
     kept = ROOT / "docs" / "policy_bench.parquet"
     page = (ROOT / "docs" / "policy_bench_results.md").read_text()
     results = bench["read"](kept)
@@ -198,10 +176,9 @@ def test_tables_of_the_policy_bench_are_those_of_the_kept_decodes(monkeypatch):
     assert early.strip() in (ROOT / "docs" / "tracelock_elsewhere.md").read_text()
 
 
-def test_the_table_of_decoding_is_that_of_the_kept_decodes(monkeypatch):
+def test_the_table_of_decoding_is_that_of_the_kept_decodes(imported):
     """And the lines of its files are counted."""
-    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
-    bench = runpy.run_path(str(ROOT / "experiments" / "policy_bench.py"), run_name="imported")
+    bench = imported("experiments/policy_bench.py")
     page = (ROOT / "docs" / "decoding.md").read_text()
     assert bench["listing"](ROOT / "docs" / "taking_back.parquet").strip() in page
     named = re.findall(r"`(lit_dlm/\S+\.py)` \| (\d+) \|", page)

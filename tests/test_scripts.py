@@ -1,9 +1,8 @@
 """Benchmarks and experiments: scripts outside the packages, which a renamed import would break."""
 
 import argparse
-import json
 import re
-import runpy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 from lit_dlm.reports.results import ResultFolder
 from tests.reports.rows import row
 
+Script = Callable[[str | Path], dict[str, Any]]
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = [
     path
@@ -23,19 +23,13 @@ SCRIPTS = [
 ]
 
 
-def imported(script: str | Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    path = ROOT / script
-    monkeypatch.syspath_prepend(str(path.parent))
-    return runpy.run_path(str(path), run_name="imported")
-
-
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_every_script_finds_what_it_imports(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert callable(imported(script, monkeypatch)["main"])
+def test_every_script_finds_what_it_imports(script: Path, imported: Script) -> None:
+    assert callable(imported(script)["main"])
 
 
-def test_the_stack_compares_fronts_at_equal_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    stack = imported("experiments/stack.py", monkeypatch)
+def test_the_stack_compares_fronts_at_equal_forwards(imported: Script) -> None:
+    stack = imported("experiments/stack.py")
 
     def model(low: float, high: float) -> object:
         points = {
@@ -59,14 +53,14 @@ def test_the_stack_compares_fronts_at_equal_forwards(monkeypatch: pytest.MonkeyP
     assert report["pairs"]["sft + tracelock"]["both"] == [0.15, 0]  # families are equal here
 
 
-def test_the_page_has_the_table_of_the_kept_results_of_policy_losses(
-    monkeypatch: pytest.MonkeyPatch,
+def test_policy_losses_are_compared_with_the_untrained_model_at_equal_steps(
+    imported: Script,
 ) -> None:
-    """The smallest case by hand, then what is kept: two problems, of which one is won at 1.5 steps.
+    """The smallest case by hand: two problems, of which one is won at 1.5 steps.
 
     The untrained line gives 0.25 there, half way between none and half of them.
     """
-    markdown = imported("experiments/rl_methods.py", monkeypatch)["markdown"]
+    markdown = imported("experiments/rl_methods.py")["markdown"]
     line = {
         "threshold_05": {"steps": 1.0, "correct": "00"},
         "threshold_06": {"steps": 2.0, "correct": "10"},
@@ -83,15 +77,13 @@ def test_the_page_has_the_table_of_the_kept_results_of_policy_losses(
         found = re.search(row + r" \+75\.0 ± 1\d\.\d \| 2\.0 \|", text)
         assert found
         assert found[1] == (None if name == "TraceRL" else "+0.0 ± 0.0")
-    kept = json.loads((ROOT / "docs" / "rl_methods.json").read_text())
-    assert markdown(kept) in (ROOT / "docs" / "tracerl_results.md").read_text()
 
 
 def test_processor_time_of_an_arm_is_that_of_both_commands_though_it_was_killed_between(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, imported: Script
 ) -> None:
     """36 s of decoding, then a fit that is killed after 60, then one of 24: one minute."""
-    script = imported("experiments/rl_methods.py", monkeypatch)
+    script = imported("experiments/rl_methods.py")
     options = argparse.Namespace(out=tmp_path, seeds=[0], steps=1, prompts=1, updates=1)
     clock, lasts = [0.0], iter([36.0, 60.0, 24.0])
 
@@ -115,9 +107,9 @@ def test_processor_time_of_an_arm_is_that_of_both_commands_though_it_was_killed_
 
 
 def test_arms_of_decode_states_are_compared_by_problem_and_at_equal_forwards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, imported: Script
 ) -> None:
-    script = imported("experiments/decode_states.py", monkeypatch)
+    script = imported("experiments/decode_states.py")
     setting = script["Setting"]("tiny", "WordProblems", 8, ("entropy_1", "entropy_2"), 1)
     verdicts = {  # arm, method -> forwards, and what is right in each seed
         ("decode", "entropy_1"): (8, ["1110", "1100"]),
@@ -158,9 +150,9 @@ def test_arms_of_decode_states_are_compared_by_problem_and_at_equal_forwards(
 
 
 def test_the_policy_bench_compares_at_equal_forwards_and_keeps_every_decode(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, imported: Script
 ) -> None:
-    bench = imported("experiments/policy_bench.py", monkeypatch)
+    bench = imported("experiments/policy_bench.py")
     verdicts = {  # policy, setting -> forwards, and what is right in each seed, on both lists
         ("threshold", "0.6"): (4, ["0110"]),
         ("threshold", "0.9"): (8, ["1111"]),
@@ -230,8 +222,8 @@ def test_the_policy_bench_compares_at_equal_forwards_and_keeps_every_decode(
         bench["report"](path)
 
 
-def test_few_steps_are_compared_between_two_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = imported("experiments/few_steps.py", monkeypatch)
+def test_few_steps_are_compared_between_two_thresholds(imported: Script) -> None:
+    script = imported("experiments/few_steps.py")
     points = {"whole_0.5": ("10", 4), "whole_0.9": ("11", 8), "blocks_0.5": ("00", 6)}
     found = {
         name: [{str(k): row(str(k), correct=c == "1", nfe=nfe) for k, c in enumerate(right)}]
@@ -242,8 +234,8 @@ def test_few_steps_are_compared_between_two_thresholds(monkeypatch: pytest.Monke
     assert script["line"](found, "whole", 0, 9.0) is None
 
 
-def test_the_area_under_the_curve_counts_weights_and_ties(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = imported("experiments/policy_states.py", monkeypatch)
+def test_the_area_under_the_curve_counts_weights_and_ties(imported: Script) -> None:
+    script = imported("experiments/policy_states.py")
     scores, stood = np.array([0.1, 0.4, 0.4, 0.8]), np.array([False, True, False, True])
     # Pairs: 0.4 > 0.1, 0.4 = 0.4, 0.8 > 0.1, 0.8 > 0.4; then the first wrong one counts twice.
     weights = np.array([[1.0, 1.0, 1.0, 1.0], [2.0, 1.0, 1.0, 1.0]])
