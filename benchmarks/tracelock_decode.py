@@ -81,36 +81,35 @@ def projection(*, prompt: int, cells: int) -> dict[str, float]:
     }
 
 
-def batches(
-    backbone: HFBackbone, options: argparse.Namespace
-) -> list[tuple[Sequence[PromptExample], Canvas]]:
-    """Problems and canvases."""
+def canvases(
+    backbone: HFBackbone, examples: Sequence[PromptExample], *, batch: int, length: int
+) -> list[Canvas]:
+    """Prompts of the embedded model in its chat template, so many a batch, before responses."""
     tokenizer = load_tokenizer("tiny")
-    examples = WordProblems("test", num_examples=options.problems, seed=options.seed).examples()
-    found = []
-    for first in range(0, len(examples), options.batch):
-        part = examples[first : first + options.batch]
-        prompts = [
-            torch.tensor(
-                tokenizer.apply_chat_template(
-                    [{"role": "user", "content": example.text}],
-                    add_generation_prompt=True,
-                    return_dict=False,
-                )
-            )
-            for example in part
-        ]
-        canvas = prompt_canvas(
-            prompts, response_length=32, spec=backbone.spec, seeds=range(len(part))
+    prompts: Any = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": example.text}],
+            add_generation_prompt=True,
+            return_dict=False,
         )
-        found.append((part, canvas))
-    return found
+        for example in examples
+    ]
+    return [
+        prompt_canvas(
+            prompts[first : first + batch],
+            response_length=length,
+            spec=backbone.spec,
+            seeds=range(first, min(first + batch, len(prompts))),
+        )
+        for first in range(0, len(prompts), batch)
+    ]
 
 
 def measure(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Figures of every method."""
     backbone = HFBackbone(path="tiny").eval()
-    work = batches(backbone, options)
+    task = WordProblems("test", num_examples=options.problems, seed=options.seed)
+    work = canvases(backbone, task.examples(), batch=options.batch, length=32)
     decoders = {"entropy": Decoder(policy=EntropyPolicy())}
     for value in options.threshold:
         policy = ThresholdPolicy(value)
@@ -126,12 +125,12 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     for repetition in range(options.repetitions + 1):
         for name, decoder in decoders.items():
             cpu, wall = time.process_time(), time.perf_counter()
-            results[name] = [decoder(backbone, canvas) for _, canvas in work]
+            results[name] = [decoder(backbone, canvas) for canvas in work]
             cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
             inside = sum(_policy_seconds(result) for result in results[name])
             if repetition:  # the first one warms up
                 times[name].append((cpu, wall, inside / wall))
-    return {name: _figures(work, results[name], times[name], options.problems) for name in decoders}
+    return {name: _figures(task, results[name], times[name]) for name in decoders}
 
 
 def _policy_seconds(result: DecodeResult) -> float:
@@ -140,17 +139,17 @@ def _policy_seconds(result: DecodeResult) -> float:
 
 
 def _figures(
-    work: Sequence[tuple[Sequence[PromptExample], Canvas]],
+    task: WordProblems,
     results: Sequence[DecodeResult],
     times: Sequence[tuple[float, float, float]],
-    problems: int,
 ) -> dict[str, Any]:
-    task, tokenizer = WordProblems("test", num_examples=1), load_tokenizer("tiny")
-    right = 0
-    for (examples, canvas), result in zip(work, results, strict=True):
-        for example, ids in zip(examples, result.ids[:, canvas.start :].tolist(), strict=True):
-            text = str(tokenizer.decode(ids)).partition(tokenizer.eos_token)[0]
-            right += task.grade(example, text).status == "right"
+    tokenizer, examples = load_tokenizer("tiny"), task.examples()
+    problems = len(examples)
+    responses = [ids for result in results for ids in result.ids[:, result.start :].tolist()]
+    texts = [str(tokenizer.decode(ids)).partition(tokenizer.eos_token)[0] for ids in responses]
+    right = sum(
+        task.grade(example, text).is_correct for example, text in zip(examples, texts, strict=True)
+    )
     cpu, wall, share = (statistics.median(column) for column in zip(*times, strict=True))
     return {
         "accuracy": right / problems,

@@ -30,7 +30,6 @@ What the ratios mean (each is baseline (a) over ours, per record):
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import statistics
 import tempfile
@@ -40,13 +39,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import measurement
 import numpy as np
 import per_step_store
-import torch
+from tracelock_decode import canvases
 
 from lit_dlm.backbones import HFBackbone
-from lit_dlm.backbones.resolution import load_tokenizer
-from lit_dlm.decoding import Decoder, EntropyPolicy, prompt_canvas
+from lit_dlm.decoding import Decoder, EntropyPolicy
 from lit_dlm.toy.word_problems import WordProblems
 from lit_dlm.trajectories import Trajectory
 from lit_dlm.trajectories.capture import TrajectoryCapture
@@ -59,11 +58,18 @@ Figures = dict[str, float]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs everything and prints a table, or one JSON object."""
-    options = _parser().parse_args(arguments)
+    """Runs everything and prints the figures."""
+    options = measurement.options(
+        __doc__,
+        arguments,
+        repeats=(5, "repetitions of every measurement"),
+        records=(4096, "records to write and read"),
+        length=(64, "response cells when capturing"),
+        batch=(16, "rows of a decode when capturing"),
+        folder=("", "where temporary files go"),
+    )
     logging.disable(logging.WARNING)
-    torch.set_num_threads(options.threads)
-    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+    with tempfile.TemporaryDirectory(dir=options.folder or None) as name:
         folder = Path(name)
         blocks = {
             size: decode_block((FIXTURES / f"gsm8k_{size}.records.arrow.zst").read_bytes())
@@ -73,39 +79,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for size, records in blocks.items():
             figures |= sizes(size, records)
             figures |= speeds(size, records, folder / size, options.repeats)
-        for key in ("size_ratio", "replay_ratio"):
+        for key in ("size_ratio", "replay_ratio", "replay_ratio_lone", "replay_ratio_picked"):
             figures[key] = figures[f"{key}_256_256"]
-        figures["replay_ratio_lone"] = figures["replay_ratio_lone_256_256"]
-        figures["replay_ratio_picked"] = figures["replay_ratio_picked_256_256"]
         captured, overhead = capture(options)
         figures |= overhead | sizes("embedded", captured)
         many = copies(blocks["256_256"], options.records)
         figures |= writing(many, folder / "shards", options.repeats)
         figures |= reading(folder / "shards" / "0", options.repeats)
     figures["threads"] = options.threads
-    if options.json:
-        print(json.dumps({key: _rounded(value) for key, value in figures.items()}))
-    else:
-        print(table(figures))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Size and speed of stored trajectories.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
-    parser.add_argument("--repeats", type=int, default=5, help="repetitions of every measurement")
-    parser.add_argument("--records", type=int, default=4096, help="records to write and read")
-    parser.add_argument("--length", type=int, default=64, help="response cells when capturing")
-    parser.add_argument("--batch", type=int, default=16, help="rows of a decode when capturing")
-    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
-    parser.add_argument("--folder", default=None, help="where temporary files go")
-    return parser
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+    measurement.tell(figures, as_json=options.json)
 
 
 # -- bytes ---------------------------------------------------------------------------------------
@@ -164,24 +146,23 @@ def speeds(size: str, records: list[Trajectory], folder: Path, repeats: int) -> 
         return list(np.where(commit_step >= last, records[0].mask_id, tokens))
 
     data = block.read_bytes()
-    seconds = interleaved(
-        {
-            "encode": lambda: encode_block(records),
-            "encode_level_3": lambda: encode_block(records, level=3),
-            "encode_lone": lambda: encode_block(records[:1]),
-            "decode": lambda: decode_block(data),
-            "decode_unchecked_digests": lambda: decode_block(data, strict=False),
-            "replay": lambda: ours_final(block),
-            "replay_lone": lambda: ours_final(lone),
-            "all_states": lambda: [r.all_states() for r in decode_block(block.read_bytes())],
-            "encode_per_step_store": lambda: [per_step_store.encode(r) for r in records[:8]],
-            "replay_per_step_store": lambda: per_step_final(files),
-            "replay_lone_per_step_store": lambda: per_step_final(files[:1]),
-            "all_states_per_step_store": per_step_all,
-            "replay_numpy": numpy_final,
-        },
-        repeats,
-    )
+    actions: dict[str, Callable[[], object]] = {
+        "encode": lambda: encode_block(records),
+        "encode_level_3": lambda: encode_block(records, level=3),
+        "encode_lone": lambda: encode_block(records[:1]),
+        "decode": lambda: decode_block(data),
+        "decode_unchecked_digests": lambda: decode_block(data, strict=False),
+        "replay": lambda: ours_final(block),
+        "replay_lone": lambda: ours_final(lone),
+        "all_states": lambda: [r.all_states() for r in decode_block(block.read_bytes())],
+        "encode_per_step_store": lambda: [per_step_store.encode(r) for r in records[:8]],
+        "replay_per_step_store": lambda: per_step_final(files),
+        "replay_lone_per_step_store": lambda: per_step_final(files[:1]),
+        "all_states_per_step_store": per_step_all,
+        "replay_numpy": numpy_final,
+    }
+    measurement.in_turns(actions, 1)  # warms up
+    seconds = measurement.in_turns(actions, repeats, time.thread_time)
     counts = {"encode_lone": 1, "replay_lone": 1, "encode_per_step_store": 8}
     counts["replay_lone_per_step_store"] = 1
     figures = {
@@ -207,19 +188,6 @@ def _stacked(records: Sequence[Trajectory]) -> dict[str, Any]:
         "tokens": np.stack([r.tokens for r in records]),
         "commit_step": np.stack([r.commit_step for r in records]),
     }
-
-
-def interleaved(actions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median CPU seconds of each action; round after round, so that slow moments hit all alike."""
-    times: dict[str, list[float]] = {name: [] for name in actions}
-    for action in actions.values():
-        action()
-    for _ in range(repeats):
-        for name, action in actions.items():
-            begin = time.thread_time()
-            action()
-            times[name].append(time.thread_time() - begin)
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 # -- capture -------------------------------------------------------------------------------------
@@ -250,33 +218,15 @@ class TimedCapture(TrajectoryCapture):
 
 def capture(options: argparse.Namespace) -> tuple[list[Trajectory], Figures]:
     """Decodes of the embedded model, and what capturing them costs."""
-    backbone, tokenizer = HFBackbone(path="tiny").eval(), load_tokenizer("tiny")
-    decoder = Decoder(policy=EntropyPolicy())
+    backbone, decoder = HFBackbone(path="tiny").eval(), Decoder(policy=EntropyPolicy())
     examples = WordProblems("test", num_examples=4 * options.batch).examples()
-    prompts: Any = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": example.text}],
-            add_generation_prompt=True,
-            return_dict=False,
-        )
-        for example in examples
-    ]
-    vocab_size = backbone.vocab_size
-    batches = [
-        prompt_canvas(
-            prompts[first : first + options.batch],
-            response_length=options.length,
-            spec=backbone.spec,
-            seeds=range(first, first + options.batch),
-        )
-        for first in range(0, len(prompts), options.batch)
-    ]
+    batches = canvases(backbone, examples, batch=options.batch, length=options.length)
     records: list[Trajectory] = []
     plain, inside, making, pairs = [], [], [], []
     decoder(backbone, batches[0])
     for round_number in range(max(options.repeats, 2)):
         canvas = batches[round_number % len(batches)]
-        observer = TimedCapture(vocab_size=vocab_size)
+        observer = TimedCapture(vocab_size=backbone.vocab_size)
         seconds = {}
         # Whichever comes first meets a colder cache: take turns.
         for on in (False, True) if round_number % 2 else (True, False):
@@ -370,54 +320,6 @@ def reading(folder: Path, repeats: int) -> Figures:
         "read_records_per_cpu_second": statistics.median(cpu_rates),
         "setup_seconds": setup,
     }
-
-
-# -- table ---------------------------------------------------------------------------------------
-
-
-def table(figures: Figures) -> str:
-    """The figures for people."""
-    f = figures
-    lines = [f"{'bytes per record':<28}{'ours':>10}{'per step':>10}{'numpy':>9}{'ratio':>8}"]
-    names = {"256_256": "G 256, T 256", "128_64": "G 128, T 64", "embedded": "embedded model"}
-    for key, name in names.items():
-        ours, per_step = f[f"bytes_{key}"], f[f"bytes_per_step_store_{key}"]
-        lines.append(
-            f"  {name:<26}{ours:>10.0f}{per_step:>10.0f}{f[f'bytes_numpy_{key}']:>9.0f}"
-            f"{f[f'size_ratio_{key}']:>7.1f}x"
-        )
-    for size in ("256_256", "128_64"):
-        lines.append(
-            f"\n{'us per record, ' + names[size]:<28}{'ours':>10}{'per step':>10}{'ratio':>8}"
-        )
-        rows = {
-            "encode, block of 64": ("encode", "encode_per_step_store"),
-            "encode, one record": ("encode_lone", "encode_per_step_store"),
-            "load + final, block": ("replay", "replay_per_step_store"),
-            "load + final, one record": ("replay_lone", "replay_lone_per_step_store"),
-            "load + all states": ("all_states", "all_states_per_step_store"),
-        }
-        for name, (ours_key, baseline_key) in rows.items():
-            ours, per_step = f[f"{ours_key}_us_{size}"], f[f"{baseline_key}_us_{size}"]
-            lines.append(f"  {name:<26}{ours:>10.1f}{per_step:>10.1f}{per_step / ours:>7.1f}x")
-        lines.append(
-            f"  one record out of a block{'':>21}{f[f'replay_ratio_picked_{size}']:>7.1f}x"
-        )
-        lines.append(f"  load + final, plain numpy{f[f'replay_numpy_us_{size}']:>12.1f}")
-    lines += [
-        "\ncapture, embedded model",
-        f"  decode                    {f['decode_us_per_step']:>10.0f} us per step",
-        f"  inside the observer       {f['capture_us_per_step']:>10.1f} us per step "
-        f"({f['capture_overhead_percent']:.2f} %)",
-        f"  decode on against off     {f['capture_on_off_percent']:>10.2f} %",
-        f"  records of the buffer     {f['records_us']:>10.1f} us per record",
-        "\nrecords per second",
-        f"  writer, zstd 9            {f['write_records_per_second']:>10.0f}   "
-        f"(put: {f['put_us']:.0f} us)",
-        f"  data module               {f['read_records_per_second']:>10.0f}   "
-        f"({f['read_records_per_cpu_second']:.0f} per CPU second)",
-    ]
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":
