@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 import tempfile
-import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import chain, count
 from pathlib import Path
 
 import measurement
@@ -72,12 +74,7 @@ def write(folder: Path, *, length: int, groups: tuple[int, ...], traces: int, la
             )
             if layout == "masked":
                 features = only_masked(record, features)
-            writer.put(
-                Trajectory(**{**{k: getattr(record, k) for k in (
-                    "uid", "prompt_ids", "tokens", "commit_step", "num_steps", "mask_id",
-                    "vocab_size", "seed",
-                )}, "features": features})
-            )  # fmt: skip
+            writer.put(replace(record, features=features))
 
 
 class PolicyStep:
@@ -87,12 +84,10 @@ class PolicyStep:
         assert batch.features is not None
         self.features = batch.features.to(device)
         self.masked = batch.masked[:, batch.start :].to(device)
-        states = torch.where(self.masked, int(PositionState.GEN), int(PositionState.LOCKED))
-        self.state = states
+        self.state = torch.where(self.masked, int(PositionState.GEN), int(PositionState.LOCKED))
         self.label = torch.rand(self.masked.shape, device=device) > 0.3
         self.head = AcceptanceHead(self.features.shape[-1], config).to(device)
         self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=1e-4)
-        self.device = device
 
     def __call__(self) -> None:
         """Forward, loss, backward, clip and update."""
@@ -105,32 +100,22 @@ class PolicyStep:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
         self.optimizer.step()
-        if self.device == "cuda":
-            torch.cuda.synchronize()
 
 
 def measure(shape: str, options: argparse.Namespace) -> dict[str, float]:
-    """Medians of both, one after the other in every repetition."""
+    """Medians of reading a batch and of a step, in turns."""
     length, groups, config = SHAPES[shape]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write(folder, length=length, groups=groups, traces=options.traces, layout=options.layout)
         data = TrajectoryDataModule(folder, batch_size=BATCH, val_fraction=0.1)
         data.setup("fit")
-        batches = iter(data.train_dataloader())
+        batches = chain.from_iterable(data.train_dataloader() for _ in count())
         step = PolicyStep(next(batches), config, options.device)
         step()
-        reading, stepping = [], []
-        for _ in range(options.repeats):
-            begin = time.perf_counter()
-            if next(batches, None) is None:
-                batches = iter(data.train_dataloader())
-                next(batches)
-            middle = time.perf_counter()
-            step()
-            reading.append(middle - begin)
-            stepping.append(time.perf_counter() - middle)
-    read, policy = statistics.median(reading), statistics.median(stepping)
+        runs: dict[str, Callable[[], object]] = {"read": partial(next, batches), "step": step}
+        seconds = measurement.in_turns(runs, options.repeats)
+    read, policy = seconds["read"], seconds["step"]
     return {
         "read_ms_per_batch": round(1e3 * read, 3),
         "read_states_per_second": round(BATCH / read, 1),
