@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,7 +100,6 @@ def _even(args: argparse.Namespace) -> EvenQuota:
 class Meter:
     """Wraps the backbone's forwards with a clock and counts their work."""
 
-    clock: Callable[[], float]
     seconds: float = 0.0
     forwards: int = 0
     columns: int = 0
@@ -124,11 +122,11 @@ class Meter:
             if self.depth:  # the head inside a full forward
                 return method(tensor, **kwargs)
             self.depth += 1
-            begin = self.clock()
+            begin = measurement.clock()
             try:
                 return method(tensor, **kwargs)
             finally:
-                self.seconds += self.clock() - begin
+                self.seconds += measurement.clock() - begin
                 self.depth -= 1
 
         return call
@@ -150,7 +148,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def measure(backbone: HFBackbone, args: argparse.Namespace, *, batch: int) -> list[dict[str, Any]]:
     """Times every scheme and policy at one batch size."""
     cuda = backbone.device.type == "cuda"
-    clock = _cuda_clock if cuda else time.process_time
     generator = torch.Generator().manual_seed(args.seed)
     prompts = torch.randint(10, backbone.vocab_size, (batch, args.prompt), generator=generator)
     shorter = torch.randint(0, args.ragged + 1, (batch,), generator=generator).tolist()
@@ -181,29 +178,29 @@ def measure(backbone: HFBackbone, args: argparse.Namespace, *, batch: int) -> li
                 cache=SCHEMES[scheme](args),  # type: ignore[arg-type]
                 **POLICIES[policy](args),  # type: ignore[arg-type]
             )
-            meter = Meter(clock)
+            meter = Meter()
             meter.wrap(backbone)
             if cuda:
                 torch.cuda.reset_peak_memory_stats()
-            begin = clock()
+            begin = measurement.clock()
             result = decoder(backbone, canvas)
-            total = clock() - begin
+            total = measurement.clock() - begin
             for name in ("denoise", "encode_window", "head"):
                 delattr(backbone, name)
             if repetition >= args.warmup:
                 times[scheme, policy].append((total, meter.seconds))
             elif args.ragged:
-                begin = clock()
+                begin = measurement.clock()
                 rows = [
                     decoder(backbone, canvas_of(range(row, row + 1))).ids for row in range(batch)
                 ]
-                seconds = clock() - begin
+                seconds = measurement.clock() - begin
                 same = (
                     torch.cat([ids[:, -args.gen :] for ids in rows]) == result.ids[:, -args.gen :]
                 )
                 alone[scheme, policy] = seconds, 100.0 * float(same.double().mean())
             if peer is not None:
-                begin = clock()
+                begin = measurement.clock()
                 ids = fast_dllm.generate(
                     peer,
                     canvas.ids,
@@ -214,7 +211,7 @@ def measure(backbone: HFBackbone, args: argparse.Namespace, *, batch: int) -> li
                     scheme=scheme,
                 )
                 if repetition >= args.warmup:
-                    peers[scheme, policy].append(clock() - begin)
+                    peers[scheme, policy].append(measurement.clock() - begin)
                 same = (ids == result.ids)[:, -args.gen :]
                 equal[scheme, policy] = 100.0 * float(same.double().mean())
             peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
@@ -323,11 +320,6 @@ def _backbone(args: argparse.Namespace) -> HFBackbone:
     with torch.device(args.device):
         backbone = HFBackbone(architecture=architecture, dtype=args.dtype)
     return backbone.to(args.device).eval()
-
-
-def _cuda_clock() -> float:
-    torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -130,14 +130,7 @@ def extra_peak(run: Callable[[], float], device: torch.device) -> float:
         run()
         return measurement.peak() - before
 
-    if device.type != "cuda":
-        return measurement.in_child(extra) / GIB
-    measurement.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    measurement.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / GIB
+    return (extra() if device.type == "cuda" else measurement.in_child(extra)) / GIB
 
 
 def measure(

@@ -30,7 +30,7 @@ import torch
 from decode import PEAKS
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
-from real_size import median_seconds
+from measurement import median_seconds
 from torch.nn.functional import cross_entropy
 
 from lit_dlm.backbones.architecture import Architecture

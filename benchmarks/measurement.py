@@ -79,6 +79,20 @@ def in_turns(
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
+def median_seconds(work: Callable[[], object], repeats: int) -> float:
+    """Median time by :func:`clock` after one run to warm up."""
+    work()
+    return in_turns({"work": work}, repeats, clock)["work"]
+
+
+def clock() -> float:
+    """Seconds of this process, which other work disturbs less; of the wall with a GPU."""
+    if not torch.cuda.is_initialized():
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def synchronize() -> None:
     """Waits for a GPU, where one is used."""
     if torch.cuda.is_initialized():
@@ -86,7 +100,14 @@ def synchronize() -> None:
 
 
 def reset_peak() -> int:
-    """Sets the peak to what is resident now, which it returns, in bytes (Linux)."""
+    """Sets the peak to what is in use now, which it returns, in bytes.
+
+    On a GPU that is what the allocator gave out, else what is resident (Linux).
+    """
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
     _CLEAR.write_text("5")
     return _bytes("VmRSS")
 
@@ -97,7 +118,10 @@ def trim() -> None:
 
 
 def peak() -> int:
-    """Most bytes that were resident since :func:`reset_peak`."""
+    """Most bytes that were in use since :func:`reset_peak`."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
     return _bytes("VmHWM")
 
 

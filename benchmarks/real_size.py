@@ -21,12 +21,11 @@ import json
 import os
 import shlex
 import shutil
-import statistics
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -341,21 +340,9 @@ def bare_seconds(backbone: HFBackbone, rows: int, width: int) -> float:
     ids = torch.randint(1000, (rows, width), device=backbone.device)
     config = backbone.model.config
     ours, config._attn_implementation = config._attn_implementation, "sdpa"
-    seconds = median_seconds(lambda: backbone.model(input_ids=ids, use_cache=False), 3)
+    seconds = measurement.median_seconds(lambda: backbone.model(input_ids=ids, use_cache=False), 3)
     config._attn_implementation = ours
     return seconds
-
-
-def median_seconds(work: Callable[[], object], repeats: int) -> float:
-    """Median time after one run to warm up: of the process on a CPU, else of the wall clock."""
-    times = []
-    for _ in range(repeats + 1):
-        began = _now()
-        work()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append(_own(*(now - last for now, last in zip(_now(), began, strict=True))))
-    return statistics.median(times[1:])
 
 
 def _now() -> tuple[float, float]:
@@ -363,7 +350,7 @@ def _now() -> tuple[float, float]:
 
 
 def _own(seconds: float, own_seconds: float) -> float:
-    return seconds if torch.cuda.is_available() else own_seconds
+    return seconds if torch.cuda.is_initialized() else own_seconds
 
 
 @torch.no_grad()

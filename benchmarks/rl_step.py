@@ -100,7 +100,7 @@ def measure(options: argparse.Namespace) -> dict[str, float | int | str]:
     on_cuda = torch.device(options.device).type == "cuda"
     megabytes = {} if on_cuda else measurement.in_child(partial(_memory, options))
     step = _Step(options)
-    meter = _Meter(torch.device(options.device))
+    meter = _Meter()
     step.warm()
     gradients: dict[str, Tensor] = {}
     for number in range(options.repeats):
@@ -223,7 +223,7 @@ class _Step:
 
     def warm(self) -> None:
         """Runs one forward of each form: what is taken once is no memory of a phase."""
-        meter = _Meter(self.device)
+        meter = _Meter()
         records = self.collect(self.options.repeats, meter)
         for form in _FORMS:
             self.train(form, records, meter, num_batches=1)
@@ -262,17 +262,18 @@ class _Step:
         items = builder.items(records)
         fill_advantages(module, items, advantage=GroupZScore(), batch_size=1)
         batches = list(self._batches(items, one_row=form == "rowwise"))[:num_batches]
+        # One slot, so that the loss of every form is the same sum over states.
         with meter.phase(f"{form}_old_log_prob"):
             if form in ("ours", "unpacked"):
                 shares = [MicroBatch(batch, 1.0) for batch in batches]
                 fill_old_scores(module, shares, items)
             else:
-                self._old_scores_of_logits(items, batches, records)
+                self._old_scores_of_logits(items, batches)
         module.train()
         with meter.phase(f"{form}_train"):
             self.optimizer.zero_grad()
             for batch in batches:
-                moved = self._collated(items, batch, records).to(self.device)
+                moved = items.batch(batch, num_slots=1).to(self.device)
                 if form in ("ours", "unpacked"):
                     loss = module.training_step(moved)
                 else:
@@ -292,12 +293,6 @@ class _Step:
         for chosen in items.item_record.unique().split(self.options.batch):
             yield torch.isin(items.item_record, chosen).nonzero()[:, 0]
 
-    def _collated(
-        self, items: Items, numbers: Tensor, records: Sequence[Trajectory]
-    ) -> RolloutBatch:
-        # One slot, so that the loss of every form is the same sum over states.
-        return items.batch(numbers, num_slots=1)
-
     # -- the naive form --------------------------------------------------------------------------
 
     def _log_prob(self, batch: RolloutBatch) -> Tensor:
@@ -311,12 +306,10 @@ class _Step:
         return scored[rows.rows]
 
     @torch.no_grad()
-    def _old_scores_of_logits(
-        self, items: Items, batches: Sequence[Tensor], records: Sequence[Trajectory]
-    ) -> None:
+    def _old_scores_of_logits(self, items: Items, batches: Sequence[Tensor]) -> None:
         old = torch.zeros_like(items.weight)
         for batch in batches:
-            found = self._log_prob(self._collated(items, batch, records).to(self.device)).cpu()
+            found = self._log_prob(items.batch(batch, num_slots=1).to(self.device)).cpu()
             old[items.units(batch)] = found
         items.old_log_prob = old
 
@@ -336,8 +329,7 @@ class _Step:
 class _Meter:
     """Seconds and peak memory of named phases."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {}
         self.cpu_seconds: dict[str, list[float]] = {}
         self.megabytes: dict[str, list[float]] = {}
@@ -345,26 +337,13 @@ class _Meter:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measures what runs inside."""
-        before = self._reset()
+        before = measurement.reset_peak()
         begin, cpu_begin = time.perf_counter(), time.process_time()
         yield
         measurement.synchronize()
         self.seconds.setdefault(name, []).append(time.perf_counter() - begin)
         self.cpu_seconds.setdefault(name, []).append(time.process_time() - cpu_begin)
-        self.megabytes.setdefault(name, []).append(self._peak() - before)
-
-    def _reset(self) -> float:
-        """Sets the peak to what is in use now, which it returns in megabytes."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-            return torch.cuda.memory_allocated(self.device) / 2**20
-        return measurement.reset_peak() / 2**20
-
-    def _peak(self) -> float:
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device) / 2**20
-        return measurement.peak() / 2**20
+        self.megabytes.setdefault(name, []).append((measurement.peak() - before) / 2**20)
 
 
 def _medians(values: Mapping[str, list[float]]) -> dict[str, float]:
@@ -378,7 +357,7 @@ def _memory(options: argparse.Namespace) -> dict[str, float]:
     ctypes.CDLL(None).mallopt(mmap_threshold, 1 << 16)
     step = _Step(options)
     step.warm()
-    gauge = _Meter(step.device)
+    gauge = _Meter()
     records = step.collect(0, gauge)
     for form in _FORMS:
         step.train(form, records, gauge)
