@@ -74,12 +74,8 @@ def convert(options: argparse.Namespace) -> None:
     call(
         options.out / "converted",
         *("fit", "--config", EXP / "sft_gt_tiny.yaml", "--run_dir", options.out / "convert"),
-        *(
-            "--model.backbone.init_args.lora",
-            "null",
-            "--model.backbone.init_args.trainable",
-            "true",
-        ),
+        *("--model.backbone.init_args.lora", "null"),
+        *("--model.backbone.init_args.trainable", "true"),
         *("--model.backbone.init_args.spec_overrides", json.dumps(blocks)),
         *("--model.corruption", json.dumps(corruption), "--model.num_padding", 4),
         *("--model.export_dir", options.out / "model", "--data.sources", json.dumps([source])),

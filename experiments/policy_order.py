@@ -23,7 +23,7 @@ import torch
 from chain import table
 from torch import Tensor
 
-from lit_dlm.backbones import load_backbone, load_tokenizer
+from lit_dlm.backbones import load_tokenizer
 from lit_dlm.decoding import CommitPolicy, Decoder, NoQuota, ThresholdPolicy
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.decoding.state import DecodeResult, DecodeState, StepRecord
@@ -83,13 +83,11 @@ def measured(bench: Path, size: int) -> dict[str, Any]:
 
 def decoded(policy: CommitPolicy, size: int) -> dict[str, Any]:
     """What one policy does with problems that no policy was trained, chosen or compared on."""
-    tokenizer, watch = load_tokenizer("tiny"), Watch()
-    task = WordProblems("test", size, 29)
+    watch, task = Watch(), WordProblems("test", size, 29)
     done = generate(
-        load_backbone("tiny"),
+        "tiny",
         [example.text for example in task.examples()],
         decode=Decoder(policy=policy, quota=NoQuota()),
-        tokenizer=tokenizer,
         response_length=32,
         batch_size=100,
         observers=[watch],
@@ -102,7 +100,7 @@ def decoded(policy: CommitPolicy, size: int) -> dict[str, Any]:
     return {
         "accuracy": float(np.mean(right)),
         "forwards": float(forwards.mean()),
-        "kinds": habits(watch, tokenizer),
+        "kinds": habits(watch, load_tokenizer("tiny")),
     }
 
 

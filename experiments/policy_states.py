@@ -20,7 +20,6 @@ from chain import resamples, table
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lit_dlm.backbones import load_backbone, load_tokenizer
 from lit_dlm.decoding import Decoder, NoQuota, RandomPolicy, SequentialPolicy, ThresholdPolicy
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.decoding.state import DecodeResult, DecodeState, StepRecord
@@ -134,8 +133,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    backbone, tokenizer = load_backbone("tiny"), load_tokenizer("tiny")
-    examples = WordProblems("test", options.count, seed=23).examples()
+    task = WordProblems("test", options.count, seed=23)
+    examples = task.examples()
     policies = [
         TraceLockPolicy(path, threshold=0.9, max_accept_per_step=None) for path in options.policies
     ]
@@ -149,14 +148,13 @@ def main() -> None:
     for name, decoder in decoders.items():
         judges = Judges(policies)
         done = generate(
-            *(backbone, [example.text for example in examples]),
+            "tiny",
+            [example.text for example in examples],
             decode=decoder,
-            tokenizer=tokenizer,
             response_length=32,
             batch_size=100,
             observers=[judges],
         )
-        task = WordProblems("test", options.count, seed=23)
         right = [
             sample_seed(0, str(number))
             for number, (example, text) in enumerate(zip(examples, done.texts, strict=True))
