@@ -561,14 +561,8 @@ class HFBackbone(nn.Module, Backbone):
                 f"spec.mask_id: the files of this {self.spec.family} model name no mask token; "
                 "give its id as spec_overrides.mask_id"
             )
-        starts, kept = None, None
-        visible: Tensor | None
-        if pad_mask is not None and pad_mask.ndim == 4:
-            visible = _given_visibility(pad_mask)
-        else:
-            visible, position_ids, starts = self._context(ids, pad_mask, response_start)
-        if columns is not None:
-            kept = raw_columns(columns, self.spec.shift, starts=starts)
+        visible, position_ids, starts = self._context(ids, pad_mask, position_ids, response_start)
+        kept = None if columns is None else raw_columns(columns, self.spec.shift, starts=starts)
         rows, hidden = self._encode(
             ids, visible, position_ids, hidden_layers=hidden_layers, kept=kept, pictures=pictures
         )
@@ -737,29 +731,28 @@ class HFBackbone(nn.Module, Backbone):
         pictures: Sequence[str] = (),
     ) -> Tensor:
         """Aligned hidden rows ``(N, D)`` of chosen cells."""
-        starts: Tensor | None = None
-        visible: Tensor | BlockMask | None
-        if isinstance(mask, BlockMask):
-            visible = mask
-        elif mask is None or mask.ndim == 2:
-            visible, places, starts = self._context(ids, mask, response_start)
-            position_ids = places if position_ids is None else position_ids
-        else:
-            visible = _given_visibility(mask)
+        visible, position_ids, starts = self._context(ids, mask, position_ids, response_start)
         last, _ = self._encode(ids, visible, position_ids, pictures=pictures)
         if predictors is not None:
             return last[cells[0], predictors.expand(len(ids), -1)[cells]]
         return aligned(last, self.spec.shift, starts=starts)[cells]
 
     def _context(
-        self, ids: Tensor, pad_mask: Tensor | None, response_start: int | None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        self,
+        ids: Tensor,
+        mask: Tensor | BlockMask | None,
+        position_ids: Tensor | None,
+        response_start: int | None,
+    ) -> tuple[Tensor | BlockMask | None, Tensor | None, Tensor | None]:
         """Who sees whom, position ids, and where rows start if that matters."""
-        visible = attention_visibility(
-            self.spec, ids, pad_mask=pad_mask, response_start=response_start
-        )
-        position_ids = None if pad_mask is None else position_ids_for(pad_mask, self.spec.positions)
-        return visible, position_ids, self._starts(pad_mask)
+        if isinstance(mask, BlockMask):
+            return mask, position_ids, None
+        if mask is not None and mask.ndim != 2:
+            return _given_visibility(mask), position_ids, None
+        visible = attention_visibility(self.spec, ids, pad_mask=mask, response_start=response_start)
+        if mask is not None and position_ids is None:
+            position_ids = position_ids_for(mask, self.spec.positions)
+        return visible, position_ids, self._starts(mask)
 
     def _starts(self, pad_mask: Tensor | None) -> Tensor | None:
         return None if pad_mask is None or not self.spec.shift else first_column(pad_mask)
