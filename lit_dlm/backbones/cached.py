@@ -11,51 +11,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lit_dlm.backbones.attention import Packing, Sequences
-from lit_dlm.backbones.base import BackboneSpec, Denoised, Span
+from lit_dlm.backbones.base import Denoised, Span
 from lit_dlm.backbones.window_cache import WindowCache, WindowPlan
 from lit_dlm.ops.batches import aligned, first_column, gather_rows, raw_columns, shifted
+
+if TYPE_CHECKING:
+    from lit_dlm.backbones.hf import HFBackbone
 
 _LAST, _HIDDEN = "last hidden rows", "snapshots"
 """Raw rows ``(B, L, D)`` after the final norm and ``(B, L, H, D)`` beside the keys and values."""
 _FEW_BLOCKS = 4
 """Blocks of a window up to which attention takes them one by one. Of more, as in a prompt, each
 would fill a small part of a kernel's tile; under one mask all of them do."""
-
-
-@runtime_checkable
-class WindowBackbone(Protocol):
-    """A backbone that can run a window of the canvas against cached keys and values."""
-
-    spec: BackboneSpec
-
-    def encode_window(
-        self,
-        ids: Tensor,
-        *,
-        cache: WindowCache,
-        visible: Tensor | None,
-        position_ids: Tensor,
-        hidden_layers: Sequence[int] = (),
-        kept: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Raw hidden rows ``(B, W or K, D)`` and snapshots ``(B, W, H, D)`` of some columns."""
-        ...
-
-    @property
-    def sequences_from(self) -> int | None:
-        """Keys of a row from which on the attention needs no mask for rows of any lengths."""
-        ...
-
-    def head(self, rows: Tensor) -> Tensor:
-        """Logits ``(..., V)`` of aligned hidden rows, ``-inf`` at forbidden ids."""
-        ...
 
 
 class CachedCanvas:
@@ -74,7 +48,7 @@ class CachedCanvas:
 
     def __init__(
         self,
-        backbone: WindowBackbone,
+        backbone: HFBackbone,
         *,
         num_rows: int,
         length: int,

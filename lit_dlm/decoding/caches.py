@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -46,6 +46,9 @@ from lit_dlm.decoding.windows import BlockWindow, Window
 from lit_dlm.ops.batches import row_index, token_batches
 from lit_dlm.ops.options import at_least
 from lit_dlm.plugs import Plug
+
+if TYPE_CHECKING:
+    from lit_dlm.backbones.hf import HFBackbone
 
 PROMPT_TOKENS = 16_384
 """Tokens of prompts that run in one forward, unless one prompt has more."""
@@ -192,14 +195,14 @@ class CacheSession:
         hidden_layers: tuple[int, ...],
     ) -> None:
         # Here and not above: transformers takes seconds to import.
-        from lit_dlm.backbones.cached import CachedCanvas, WindowBackbone
+        from lit_dlm.backbones.cached import CachedCanvas
 
         self._spec = backbone.spec
         self._block_causal = self._spec.attention == "block"
         self._block_size = self._spec.block_size if self._block_causal else None
         num_rows, length = state.ids.shape
         self._canvas = CachedCanvas(
-            cast(WindowBackbone, backbone),
+            cast("HFBackbone", backbone),
             num_rows=num_rows,
             length=length,
             pad_mask=state.pad_mask,
