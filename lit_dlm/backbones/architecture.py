@@ -47,8 +47,8 @@ _DECODERS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """Sizes of a bidirectional decoder and the facts of its :class:`BackboneSpec`."""
+class Architecture(BackboneSpec):
+    """A :class:`BackboneSpec` and the sizes of its bidirectional decoder."""
 
     decoder: DecoderType = "qwen2"
     """Layer type: Qwen2 (bias on q, k, v), Llama (no bias) or Qwen3 (norms on q and k); Qwen3-MoE
@@ -89,20 +89,6 @@ class Architecture:
     """What the layers of a decoder with experts have in place of their feed-forward."""
 
     family: str = "custom"
-    """See :class:`BackboneSpec`, as for all fields below."""
-    mask_id: int
-    pad_id: int
-    eos_ids: tuple[int, ...]
-    bos_id: int | None = None
-    shift: Literal[0, 1] = 0
-    attention: Literal["full", "block"] = "full"
-    block_size: int | None = None
-    block_origin: Literal["sequence", "response"] = "sequence"
-    logit_scale: float = 1.0
-    forbidden_ids: tuple[int, ...] = ()
-    text_vocab_size: int | None = None
-    positions: Literal["cumsum", "arange"] = "cumsum"
-    edits_tokens: bool = False
 
     def __post_init__(self) -> None:
         is_divided = self.head_dim is not None or self.hidden_size % self.num_heads == 0
