@@ -19,16 +19,6 @@ from lit_dlm.ops.fused_head import TokenStats
 from lit_dlm.ops.options import within
 
 
-def preference_margins(log_ratio: Tensor, *, beta: float) -> Tensor:
-    """``(n,)`` ``beta`` times the log-ratio of each chosen response less that of the rejected one.
-
-    Args:
-        log_ratio: ``(2 n,)`` policy over reference in nats, a chosen and a rejected one in turn.
-    """
-    chosen, rejected = log_ratio.unflatten(0, (-1, 2)).unbind(1)
-    return beta * (chosen - rejected)
-
-
 class DPOModule(FinetuneModule):
     """``-log sigmoid`` of the margin between a chosen and a rejected response.
 
@@ -74,7 +64,9 @@ class DPOModule(FinetuneModule):
         # A bound is a mean over the tokens of a response: times their number, it is a sum.
         seen = responses_of(batch, self.backbone.spec, seed=0, num_padding=self.num_padding)
         length = seen.maskable.sum(1)
-        margins = preference_margins(length * means, beta=self.beta)
+        # Log-ratios in nats, of a chosen and a rejected response in turn.
+        chosen, rejected = (length * means).unflatten(0, (-1, 2)).unbind(1)
+        margins = self.beta * (chosen - rejected)
         real = length[::2] > 0  # copies that fill a batch have no tokens
         summed, pairs = -F.logsigmoid(margins)[real].sum(), real.sum()
         sums = {
