@@ -38,5 +38,4 @@ class SuffixMasking:
             hidden=hidden,
             supervised=hidden,
             weight=hidden.float(),
-            per_row=False,
         )

@@ -77,7 +77,6 @@ class BoundViews(Corruption):
             hidden=supervised | ~maskable,
             supervised=supervised,
             weight=supervised.float(),
-            per_row=False,
             view_of=sample,
             coefficient=torch.where(supervised, coefficient, 0.0).float(),
             whole=True,

@@ -251,7 +251,6 @@ class TimeDelay(Corruption):
             hidden=mask.hidden,
             supervised=mask.supervised,
             weight=mask.supervised.float(),
-            per_row=False,
             cut=cut,
         )
 
@@ -330,7 +329,6 @@ class CoupledViews(Corruption):
             hidden=supervised | ~maskable[sample],
             supervised=supervised,
             weight=supervised.float(),
-            per_row=False,
             view_of=sample,
             coefficient=coefficient,
         )
@@ -352,7 +350,6 @@ class MaskedPrompt(Corruption):
             hidden=torch.ones_like(maskable),
             supervised=maskable,
             weight=maskable.float(),
-            per_row=False,
             prompt_rate=self.rate,
             seeds=responses.seeds,
         )

@@ -53,7 +53,7 @@ class NoisyStates:
     """``(R, G)`` bool: cells to predict."""
     weight: Tensor
     """``(R, G)`` float32 weight of each target; its sum is divided by the number of units."""
-    per_row: bool
+    per_row: bool = False
     """Whether a unit is a state; else a target."""
     counted: Tensor | None = None
     """``(R,)`` bool: states that are units, with ``per_row``; ``None`` for those with targets."""

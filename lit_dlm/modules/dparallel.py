@@ -63,7 +63,6 @@ class BlockComplements(Corruption):
             hidden=supervised | (blocks > block).repeat_interleave(2, 0),
             supervised=supervised,
             weight=supervised.float(),
-            per_row=False,
         )
 
 

@@ -438,7 +438,6 @@ def training_rows(batch: RolloutBatch, spec: BackboneSpec) -> TrainingRows:
         hidden=batch.hidden,
         supervised=batch.supervised,
         weight=batch.supervised.float(),
-        per_row=False,
         prompt_rate=batch.prompt_rate,
         seeds=batch.seeds,
     )
