@@ -252,7 +252,7 @@ class Observer(Protocol):
 
     def on_end(self, result: DecodeResult) -> None:
         """Called once, with the result of the rows that have not been replaced."""
-        ...
+        return  # nothing to do in most of them
 
 
 @runtime_checkable
@@ -266,4 +266,4 @@ class QueueObserver(Observer, Protocol):
             state: the rows that take over the slots ``state.rows``, before their first step. The
                 slots of ``result`` that are not among them stay empty.
         """
-        ...
+        return  # nothing to do in most of them

@@ -97,12 +97,6 @@ class Occupancy(QueueObserver):
         self.slot_steps += self._num_slots
         self.row_steps += len(record.state.rows)
 
-    def on_refill(self, result: DecodeResult, state: DecodeState) -> None:
-        """Nothing changes."""
-
-    def on_end(self, result: DecodeResult) -> None:
-        """Nothing is left to do."""
-
     @property
     def share(self) -> float:
         """Part of the slots that were at work, in (0, 1]; 0 before the first step."""

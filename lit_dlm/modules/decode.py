@@ -174,9 +174,6 @@ class StepReports(QueueObserver):
     def on_refill(self, result: DecodeResult, state: DecodeState) -> None:
         self._num_begun += len(state.rows)
 
-    def on_end(self, result: DecodeResult) -> None:
-        """Nothing is left to do."""
-
 
 def encoded_turns(
     tokenizer: PreTrainedTokenizerBase,
