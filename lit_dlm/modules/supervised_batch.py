@@ -324,7 +324,11 @@ def lay_out(
         pictures=batch_pictures(batch.pictures),
     )
     if not states.causal and spec.attention == "full":
-        hidden = _with_hidden_prompt(hidden, states, pad_mask, batch.start)
+        places = torch.arange(batch.start, device=hidden.device).expand(len(hidden), -1)
+        if pad_mask is not None:
+            places = places - first_column(pad_mask)[:, None]
+        if (prompt := hidden_prompt(states, places)) is not None:
+            hidden = torch.cat([prompt, hidden[:, batch.start :]], dim=1)
         shown = clean.masked_fill(hidden, spec.mask_id)
         return replace(canvas, ids=shown, response_start=batch.start)
     if states.prompt_rate:
@@ -402,14 +406,3 @@ def _two_copies(
         predictors=layout.predictors() if spec.shift else None,
         pictures=canvas.pictures,
     )
-
-
-def _with_hidden_prompt(
-    hidden: Tensor, states: NoisyStates, pad_mask: Tensor | None, start: int
-) -> Tensor:
-    """Adds the prompt tokens that a state hides to ``(R, L)`` hidden cells."""
-    columns = torch.arange(start, device=hidden.device).expand(len(hidden), -1)
-    if pad_mask is not None:
-        columns = columns - first_column(pad_mask)[:, None]
-    prompt = hidden_prompt(states, columns)
-    return hidden if prompt is None else torch.cat([prompt, hidden[:, start:]], dim=1)
