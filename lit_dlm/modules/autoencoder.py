@@ -11,28 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lit_dlm.backbones.base import Backbone
 from lit_dlm.heads.projection import Autoencoder, Projector, ProjectorConfig
-from lit_dlm.modules.checkpoint import (
-    CheckpointFiles,
-    best_checkpoints,
-    drop_backbone,
-    use_own_files,
-)
-from lit_dlm.modules.decode import check_precision
+from lit_dlm.modules.checkpoint import CheckpointFiles, best_checkpoints, drop_backbone
+from lit_dlm.modules.decode import CheckedModule
 from lit_dlm.modules.state_batch import StateBatch, state_snapshots
-from lit_dlm.modules.steps import (
-    drop_half_update,
-    place_in_update,
-    require_finite_gradients,
-    seed_batch,
-)
+from lit_dlm.modules.steps import place_in_update
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +29,8 @@ _POSITIONS_PER_STATE = 16
 """Random positions of each state that are trained on."""
 
 
-class AutoencoderModule(LightningModule):
+class AutoencoderModule(CheckedModule):
     """Encoders and decoders of hidden snapshots; exports the encoders with the best error."""
-
-    strict_loading = False
 
     def __init__(
         self,
@@ -85,10 +71,6 @@ class AutoencoderModule(LightningModule):
         self.seed = seed
         self.export_dir = None if export_dir is None else Path(export_dir)
 
-    def setup(self, stage: str) -> None:
-        check_precision(self.trainer)
-        use_own_files(self.trainer)
-
     def on_train_start(self) -> None:
         if isinstance(self.backbone, torch.nn.Module):
             self.backbone.eval()
@@ -99,9 +81,6 @@ class AutoencoderModule(LightningModule):
 
     def validation_step(self, batch: StateBatch, batch_idx: int) -> None:
         self._loss(batch, "val", batch_idx, self.global_rank)  # at positions that never change
-
-    def on_train_batch_start(self, batch: StateBatch, batch_idx: int) -> None:
-        seed_batch(self, self.seed, batch_idx)
 
     def _loss(self, batch: StateBatch, stage: str, number: int, place: int) -> Tensor:
         rows = state_snapshots(self.backbone, batch)
@@ -120,18 +99,12 @@ class AutoencoderModule(LightningModule):
         )
         return loss
 
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        require_finite_gradients(self)
-
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = self.optimizer(self.autoencoder.parameters())
         if self.lr_scheduler is None:
             return optimizer
         schedule: dict[str, Any] = {"scheduler": self.lr_scheduler(optimizer), "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": schedule}  # type: ignore[return-value]
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        drop_half_update(self, checkpoint)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         drop_backbone(checkpoint)

@@ -227,7 +227,28 @@ def decode_uid(example: PromptExample, method: str) -> str:
     return f"{example.uid}@{method}"
 
 
-class DecodeModule(LightningModule):
+class CheckedModule(LightningModule):
+    """Repeatable steps, finite gradients and checkpoints of the weights that were trained."""
+
+    strict_loading = False
+    seed: int
+    """Base seed."""
+
+    def setup(self, stage: str) -> None:
+        check_precision(self.trainer)
+        use_own_files(self.trainer)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        seed_batch(self, self.seed, batch_idx)  # of dropout, so that a resumed run repeats it
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        require_finite_gradients(self)  # in all processes, before any weight changes
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        drop_half_update(self, checkpoint)
+
+
+class DecodeModule(CheckedModule):
     """A frozen backbone and named decoders, run by ``predict``.
 
     Args:
@@ -243,8 +264,6 @@ class DecodeModule(LightningModule):
         cut_at_eos: ends a completion at its first end of text. The TraceLock release (arXiv
             2605.24697) grades all cells instead, special tokens left out.
     """
-
-    strict_loading = False
 
     def __init__(
         self,
@@ -292,11 +311,7 @@ class DecodeModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         require_own_checkpoint(self, checkpoint)
-        drop_half_update(self, checkpoint)
-
-    def setup(self, stage: str) -> None:
-        check_precision(self.trainer)
-        use_own_files(self.trainer)
+        super().on_load_checkpoint(checkpoint)
 
     def configure_model(self) -> None:
         """Shards what is trained where the strategy is FSDP2 (``ModelParallelStrategy``)."""
@@ -311,12 +326,6 @@ class DecodeModule(LightningModule):
         for part in self.modules():
             if isinstance(part, HFBackbone):
                 part.convert()
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        seed_batch(self, self.seed, batch_idx)  # of dropout, so that a resumed run repeats it
-
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        require_finite_gradients(self)  # in all processes, before any weight changes
 
     def on_predict_start(self) -> None:
         # Sharded weights are gathered: processes decode different numbers of steps.
