@@ -501,11 +501,10 @@ class _Batch:
         if broken:
             raise NotANumberError(state.rows[broken].tolist(), step=int(state.step[broken[0]]))
 
-    def add_seconds(self, seconds: float, policy_span: Span | None) -> None:
+    def add_seconds(self, seconds: float, policy_span: Span) -> None:
         """Shares the time of a step, for whose end the host has waited."""
         self._seconds += seconds / len(self.rows)
-        if policy_span is not None:
-            self._policy_seconds += policy_span.seconds() / len(self.rows)
+        self._policy_seconds += policy_span.seconds() / len(self.rows)
 
     def end_rows(self) -> list[int]:
         """Keeps what rows leave that are done or have had all their steps; their numbers."""
