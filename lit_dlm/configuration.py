@@ -163,7 +163,8 @@ def _lacks(path: str, plug: str | None) -> str | None:
 def _own_classes() -> list[type]:
     """Public classes of this project that are loaded and can be configured."""
     found: dict[str, type] = {}
-    modules = [one for name, one in sys.modules.items() if name.split(".")[0] == "lit_dlm"]
+    loaded = list(sys.modules.items())  # which other threads may add to
+    modules = [one for name, one in loaded if name.split(".")[0] == "lit_dlm"]
     for module in modules:
         own = {k: v for k, v in vars(module).items() if isinstance(v, type) and k[0] != "_"}
         own = {k: v for k, v in own.items() if not issubclass(v, BaseException | dict)}
