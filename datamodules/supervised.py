@@ -258,9 +258,8 @@ def check_learnable(
                 "another tokenizer?"
             )
     ids = example.response_ids
-    ends = np.flatnonzero(np.isin(ids, spec.eos_ids))
-    if len(ends) and num_padding is not None:
-        ids = ids[: ends[0] + 1 + num_padding]
+    if num_padding is not None:
+        ids = ids[: example.answer_length(spec) + num_padding]
     # A mask in a response is a cell that nothing was written to, and never a target.
     impossible = [token for token in spec.forbidden_ids if token != spec.mask_id]
     found = np.flatnonzero(np.isin(ids, impossible))

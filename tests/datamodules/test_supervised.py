@@ -334,6 +334,14 @@ def test_ids_that_cannot_be_learnt_are_named_before_training(
         check_learnable(wrong, **given)
 
 
+def test_an_end_of_text_before_a_marker_ends_no_answer() -> None:
+    spec = small(forbidden_ids=(PAD,)).spec
+    ids, given = np.array([5, EOS, 6, PAD, EOS], dtype=np.int32), np.array([0, 0, 1, 0, 0], bool)
+    example = replace(examples(1)[0], response_ids=ids, given=given)
+    with pytest.raises(ValueError, match="token 0 at response position 3"):
+        check_learnable(example, spec=spec, vocab_size=24, num_padding=0)
+
+
 def test_nothing_to_validate_is_an_error_of_validate_only(tmp_path: Path) -> None:
     data = ready(8)
     assert data.val_dataloader() == []

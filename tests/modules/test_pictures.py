@@ -1,5 +1,6 @@
 """Training on prompts with pictures: the same as with embeddings put together by hand."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.backbones.resolution import load_tokenizer
+from lit_dlm.datamodules.preferences import RecordedPairs
 from lit_dlm.datamodules.supervised_sources import ModelFacts, RecordedDecodes
 from lit_dlm.decoding import ConfidencePolicy, Decoder, FixedQuota, decode_prompts
 from lit_dlm.heads.projection import Projector, ProjectorConfig
@@ -248,6 +250,22 @@ def test_a_trace_shows_what_its_decode_saw_or_the_picture_is_named(
     file.unlink()
     with pytest.raises(ValueError, match=rf"t/train/0@m: {file}: expected a picture, found no"):
         read(VisionSettings())
+
+
+def test_pairs_of_decodes_find_their_pictures(folder: Path, tmp_path: Path) -> None:
+    first, *_ = recorded(model_of(folder, "none"))
+    graded = [
+        replace(first, uid=f"t/train/0#{number}@m", meta={**first.meta, "correct": number == 0})
+        for number in range(2)
+    ]
+    shards = write_shards(tmp_path / "traces", graded)
+    PictureFolder(shards / "pictures").put(PICTURES[0])
+    backbone = HFBackbone(str(folder), vision=VisionSettings())
+    tokenizer, spec = load_tokenizer("tiny"), backbone.spec
+    facts = ModelFacts(tokenizer=tokenizer, spec=spec, vocab_size=VOCAB, backbone=backbone)
+    (pair,) = RecordedPairs(shards).examples(facts)
+    (shown,) = batch_of(backbone, [pair]).pictures[0]
+    assert shown == PICTURES[0].digest
 
 
 def test_what_was_trained_is_exported_in_the_familys_layout(folder: Path, tmp_path: Path) -> None:
