@@ -1,33 +1,33 @@
 """Cache schemes: which part of the canvas each step computes, and what it reuses.
 
-Every row has a block ``[s, e)``, the one that its window is in. The step in which a row comes into
-a block refreshes its cache; the steps after it compute a part only:
+Every row has a block ``[s, e)``, the one that its window is in. The step in which a row enters a
+block refreshes the row's cache; the steps after it compute only a part of the canvas:
 
 ========  ==================  ======================  ==============  ==============
-scheme    refresh             step                    it attends to   exact
+scheme    refresh             step                    attends to      exact
 ========  ==================  ======================  ==============  ==============
 none      -                   ``[0, L)``              ``[0, L)``      yes
 prefix    ``[0, L)``          ``[s, L)``              ``[0, L)``      no
-horizon   ``[0, L)``          ``[s, min(e + h, L))``  the same end    no
+horizon   ``[0, L)``          ``[s, min(e + h, L))``  [0, same end)   no
 dual      ``[0, L)``          ``[s, e)``              ``[0, L)``      no
 block     ``[last s, e)``     ``[s, e)``              ``[0, e)``      yes
 part      ``[last s, e)``     a part of ``[s, e)``    ``[0, e)``      no
 ========  ==================  ======================  ==============  ==============
 
-Prefix and dual are Fast-dLLM's (arXiv 2505.22618), the horizon is dLLM-RL's, block is that of
-block-causal models (SDAR, arXiv 2510.06303), parts of their blocks are Fast-dLLM v2's (arXiv
-2509.26328). A refresh is an ordinary step and commits. The block
-scheme makes a finished block final in the forward that enters the next one; the reference spends a
-forward of its own on it, with the same result.
+``last s`` is where the row's previous block begins. Prefix and dual are Fast-dLLM's (arXiv
+2505.22618), the horizon is dLLM-RL's, block is for block-causal models (SDAR, arXiv 2510.06303),
+and part, for parts of their blocks, is Fast-dLLM v2's (arXiv 2509.26328). A refresh is an ordinary
+step and commits. The block scheme makes a finished block final in the forward that enters the next
+block; the reference spends a separate forward on it, with the same result.
 
 Rows of a batch may be in different blocks, and one may refresh while another does not. Under the
 block scheme both share one forward, whose queries are as wide as a refresh: two blocks at most,
 once the prompt has run. A refresh of the other schemes is as wide as the canvas; a step then runs
-two forwards, each over its own rows, unless the attention takes rows of any lengths. What a row
-gets does not depend on the others.
+two forwards, each over its own rows, unless the attention takes rows of any lengths. A row's
+results do not depend on the other rows.
 
-Under the block scheme responses to one prompt share its forward: what it leaves depends on nothing
-behind it, so it is copied from any row that has it, also from one that is long under way.
+Under the block scheme, responses to the same prompt share its forward: a prompt's cache depends on
+nothing after it, so it is copied from any row that has it, however far that row has got.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ if TYPE_CHECKING:
     from lit_dlm.backbones.hf import HFBackbone
 
 PROMPT_TOKENS = 16_384
-"""Tokens of prompts that run in one forward, unless one prompt has more."""
+"""Most prompt tokens that run in one forward; a longer prompt runs alone."""
 
 
 class CacheScheme(Plug):
     """Decides what a step computes and what it takes from earlier forwards."""
 
     commits_first: bool = False
-    """Under a shift the predictor of a block's first cell lies left of what later steps run: then
-    the refresh commits this cell alone, whatever the policy says, as the releases do."""
+    """Whether, under a right shift, a refresh commits only the block's first cell, whatever the
+    policy selects, as the releases do: later steps do not run the column that predicts it."""
 
     @abstractmethod
     def start(
@@ -70,33 +70,33 @@ class CacheScheme(Plug):
         window: Window,
         hidden_layers: tuple[int, ...] = (),
     ) -> CacheSession | None:
-        """The cache of a decode that begins; ``None`` for forwards over the whole canvas."""
+        """Starts the cache of a decode; returns ``None`` if every step runs the whole canvas."""
 
 
 class NoCache(CacheScheme):
     """Every step runs the whole canvas."""
 
     def start(self, *_args: Any, **_options: Any) -> None:
-        """Nothing to keep."""
+        """Returns ``None``: nothing is kept."""
 
 
 class _PartCache(CacheScheme):
-    """What the schemes share that keep something: they differ in the part that a forward runs."""
+    """Base of the schemes that keep something; they differ in the part that a forward runs."""
 
-    attention = "full"  # of the models that it is for
+    attention = "full"  # that a model must have
     commits_first = True
-    parts = "the model's own blocks"  # that the window is to go through
+    parts = "the model's own blocks"  # that the window must go through
 
     def fits(self, width: int, block_size: int) -> bool:
-        """Whether a window this wide is for blocks of this size."""
+        """Whether a window of this width suits blocks of this size."""
         return width == block_size
 
     @abstractmethod
     def step_span(self, begin: int, end: int, length: int) -> Span:
-        """What a step computes inside the block ``[begin, end)`` of a canvas."""
+        """Returns what a step computes while its row is in the block ``[begin, end)``."""
 
     def refresh_span(self, begin: int, end: int, final: int, length: int) -> Span:
-        """What a step computes that comes into the block; ``final`` columns never change."""
+        """Returns the span of the step that enters a block; nothing left of ``final`` changes."""
         return Span(0, length, length)
 
     def start(
@@ -124,16 +124,16 @@ class _PartCache(CacheScheme):
 
 
 class PrefixCache(_PartCache):
-    """Keeps what lies left of the block; the block and all that follows is computed.
+    """Keeps the columns before the block; computes the block and everything after it.
 
-    With a horizon, cells more than ``horizon`` behind the block are neither computed nor seen.
+    With a horizon, cells more than ``horizon`` after the block are neither computed nor seen.
     """
 
     def __init__(self, *, horizon: int | None = None) -> None:
         """Sets the scheme.
 
         Args:
-            horizon: cells behind the block that steps still see (``further_horizon`` in dLLM-RL);
+            horizon: cells after the block that steps still see (``further_horizon`` in dLLM-RL);
                 ``None``: all.
         """
         at_least(0, horizon=horizon)
@@ -145,7 +145,7 @@ class PrefixCache(_PartCache):
 
 
 class DualCache(_PartCache):
-    """Keeps what lies left and right of the block; only the block is computed."""
+    """Keeps the columns before and after the block; computes only the block."""
 
     def step_span(self, begin: int, end: int, length: int) -> Span:
         return Span(begin, end, length)
@@ -165,11 +165,11 @@ class BlockCache(_PartCache):
 
 
 class SubBlockCache(BlockCache):
-    """Computes a part of a block only, and keeps what the rest of the block was like before.
+    """Computes only a part of a block, and keeps earlier results for the rest of the block.
 
-    As Fast-dLLM v2 samples (arXiv:2509.26328): the window goes through parts of the model's blocks.
-    Steps compute the block until the first cell of the part is known, then the part alone. Under a
-    shift a block's first cell is committed before the others.
+    This is how Fast-dLLM v2 samples (arXiv:2509.26328): the window goes through parts of the
+    model's blocks. Steps compute the whole block until the part's first cell is known, then only
+    the part. Under a right shift, a block's first cell is committed before the others.
     """
 
     commits_first = True
@@ -221,24 +221,24 @@ class CacheSession:
         self._firsts = self._first_columns(state)
         self._begins: list[int | None] = [None] * num_rows
         self._ahead = [False] * num_rows
-        """Whether a row came into a block whose first cell it did not know."""
+        """Whether a row has just entered a block whose first cell was still masked."""
         self._prompts: list[tuple[int, ...]] = [()] * num_rows
         self.num_refreshes = [0] * num_rows  # of every row of the batch
-        window.bounds(state.start, start=state.start, length=length, first=0)  # refused early
+        window.bounds(state.start, start=state.start, length=length, first=0)  # raises early
 
     @property
     def num_forwards(self) -> int:
         return self._canvas.num_forwards
 
     def take(self, kept: Sequence[int], index: Tensor) -> None:
-        """Rows leave the batch, and the cache with them; ``index`` is ``kept`` on the device."""
+        """Keeps the rows ``kept`` and drops all others; ``index`` is ``kept`` on the device."""
         self._canvas.take(index)
         for name in ("_firsts", "_begins", "_ahead", "_prompts", "num_refreshes"):
             values = getattr(self, name)
             setattr(self, name, [values[row] for row in kept])
 
     def put(self, replaced: Sequence[int], state: DecodeState, *, by: int) -> None:
-        """Other rows enter in slots; the canvas has grown by some columns on the left."""
+        """Puts new rows in slots; the canvas has grown by ``by`` columns on the left."""
         index = row_index(replaced, state.ids.device)
         self._canvas.shift(by)
         self._canvas.put(
@@ -249,13 +249,13 @@ class CacheSession:
         )
         self._firsts = self._first_columns(state)
         self._begins = [None if begin is None else begin + by for begin in self._begins]
-        # Without a begin the next step counts as an entry into a block, which refreshes the row.
+        # Without a begin, the row's next step counts as entering a block, which refreshes it.
         for row in replaced:
             self._begins[row] = None
             self.num_refreshes[row] = 0
 
     def _bounds(self, window: Window, row: int, column: int, state: DecodeState) -> tuple[int, int]:
-        """The block of a window that a column of a row is in."""
+        """Returns the block of a window that contains a column of a row."""
         return window.bounds(
             column, start=state.start, length=state.ids.shape[1], first=self._firsts[row]
         )
@@ -275,7 +275,7 @@ class CacheSession:
         return position_ids_for(state.pad_mask, self._spec.positions)
 
     def _blocks(self, state: DecodeState) -> Tensor | None:
-        """``(b, L)`` int64 block of every column of a block-causal model."""
+        """``(b, L)`` int64 block of every column; ``None`` if the model is not block-causal."""
         from lit_dlm.ops.masking import block_numbers
 
         if self._block_size is None:
@@ -288,10 +288,10 @@ class CacheSession:
         ).expand_as(state.ids)
 
     def denoise(self, state: DecodeState, columns: Tensor) -> tuple[Denoised, Tensor | None]:
-        """The forwards of one step, for ``(b, K)`` int64 columns.
+        """Runs the forwards of one step, for ``(b, K)`` int64 columns.
 
-        With them the ``(b, L)`` bool cells that this step must commit, alone in their row; ``None``
-        when there are none in any row.
+        Also returns the ``(b, L)`` bool cells that this step must commit, as the only commit of
+        their row; ``None`` if no row has one.
         """
         new = [row for row, begin in enumerate(self._begins) if begin is None]
         found = [self._span(row, column, state) for row, column in enumerate(state.frontier)]
@@ -317,17 +317,17 @@ class CacheSession:
     def _span(
         self, row: int, column: int, state: DecodeState
     ) -> tuple[Span, Literal["step", "refresh", "block"]]:
-        """What a row computes whose leftmost mask is in a column, and what it refreshes."""
+        """Returns what a row computes, by its leftmost mask's column, and what that refreshes."""
         begin, end = self._bounds(self._window, row, column, state)
         block, block_end = self._bounds(self._blocks_of, row, column, state)
         last, length = self._begins[row], state.ids.shape[1]
         is_open = self._has_parts and (column == begin or self._ahead[row])
-        # Where the block is the one of the step before, its surroundings are cached already.
+        # If the row is still in the block of its last step, the surroundings are in the cache.
         if begin == last and not is_open:
-            # What a part attends to ends with its block.
+            # A part attends to nothing after its block.
             seen = block_end if self._has_parts else length
             return self._scheme.step_span(begin, end, seen), "step"
-        # Columns left of the block before this one hold what they will always hold.
+        # Columns left of the row's previous block are final in the cache.
         final = self._firsts[row] if self._block_causal else 0
         is_new = last is None
         if last is not None:
@@ -340,10 +340,10 @@ class CacheSession:
         return span, "block" if is_new else "refresh"
 
     def _run_prompts(self, state: DecodeState, new: list[int], spans: list[Span]) -> None:
-        """Runs what lies before the first block of rows that are new, each prompt once.
+        """Runs what comes before the first block of new rows, each distinct prompt once.
 
-        In one forward with the others every row would get queries as many as a prompt has tokens,
-        and many prompts at once would need more memory than all that follows.
+        In one forward with the others, every row would get as many queries as a prompt has tokens,
+        and many prompts at once would need more memory than the rest of the decode.
         """
         begins = {
             row: self._bounds(self._blocks_of, row, begin, state)[0]
@@ -363,19 +363,19 @@ class CacheSession:
         for numbers in token_batches(sizes, PROMPT_TOKENS) if prompts else ():
             rows, windows = zip(*(prompts[number] for number in sorted(numbers)), strict=True)
             self._canvas.forward(state.ids, windows, rows=rows, block_causal=True)
-        # Copied after all prompts have run: a source may be a row that is new itself.
+        # Copied after all prompts have run: a source may itself be a new row.
         for end in set(begins.values()):
             self._canvas.copy({to: of for to, of in sources.items() if begins[to] == end}, end)
         for row, begin in begins.items():
             spans[row] = Span(begin, spans[row].end, spans[row].kv_end)
 
     def _sources(self, state: DecodeState, begins: Mapping[int, int]) -> dict[int, int]:
-        """Rows whose prompt another row has too, with the first of these."""
+        """Maps each new row whose prompt another row also has to the row to copy it from."""
         ids = state.ids[row_index(list(begins), state.ids.device)].tolist()
         for (row, begin), tokens in zip(begins.items(), ids, strict=True):
             first = self._firsts[row]
             self._prompts[row] = (state.start - first, *tokens[first:begin])
-        if self._spec.positions != "cumsum":  # those of other rows may have been counted otherwise
+        if self._spec.positions != "cumsum":  # other rows may count theirs otherwise
             return {}
         known: dict[tuple[int, ...], int] = {}
         for row in sorted(range(len(self._prompts)), key=lambda row: row in begins):
@@ -388,7 +388,7 @@ class CacheSession:
         }
 
     def _first_cells(self, state: DecodeState, kinds: Sequence[str]) -> Tensor | None:
-        """The first cell of each block that was entered, where it is masked."""
+        """Returns the first cell of each block that a row has just entered, where it is masked."""
         rows = [row for row, kind in enumerate(kinds) if kind == "block"]
         if not rows:
             return None

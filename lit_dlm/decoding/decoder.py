@@ -59,14 +59,14 @@ class Decoder(Plugs):
         Args:
             policy: which proposals become final.
             window: where a step may commit; by default the whole response, or the model's own
-                blocks where its attention has some.
-            quota: how many it commits; one per step by default.
+                blocks if it has block attention.
+            quota: how many cells it commits; one per step by default.
             sampler: which tokens are proposed; the most probable ones by default.
             cache: what steps take from earlier forwards; nothing by default.
             settings: rules of the loop.
             layout: named regions of the response and the template that it starts from; lockstep
                 policies need one, any other policy may have one.
-            guidance: away from what the model would write without the prompt; not with a cache.
+            guidance: away from what the model would write without the prompt; excludes a cache.
         """
         self.policy = checked_plug(policy, CommitPolicy, option="policy")
         self._has_window = window is not None
@@ -93,7 +93,7 @@ class Decoder(Plugs):
             )
 
     def _check_forward(self) -> None:
-        """Refuses what would run another forward than the policy's own."""
+        """Refuses a cache or guidance beside a policy that runs its own forward."""
         if type(self.policy).denoise is CommitPolicy.denoise:
             return
         for name, beside in (("cache", self.cache), ("guidance", self.guidance)):
@@ -140,7 +140,7 @@ class Decoder(Plugs):
         )
 
     def guided(self, backbone: Backbone) -> Backbone:
-        """The backbone that decides: with guidance where there is some."""
+        """Returns the backbone, with the decoder's guidance if it has any."""
         return backbone if self.guidance is None else GuidedBackbone(backbone, self.guidance)
 
     def check(self, backbone: Backbone) -> None:
@@ -153,7 +153,7 @@ class Decoder(Plugs):
                 f"got {allowed}"
             )
         is_scheduled = isinstance(self.quota, ScheduleQuota) and self.quota.steps is not None
-        if is_scheduled and isinstance(window, BlockWindow):  # the first blocks would use all up
+        if is_scheduled and isinstance(window, BlockWindow):  # the first blocks would take them all
             raise ValueError(
                 "quota: ScheduleQuota with BlockWindow needs steps_per_block, got steps"
             )
@@ -175,14 +175,14 @@ class Decoder(Plugs):
             check(backbone)
 
     def plugs(self) -> dict[str, Any]:
-        """What it was made of, by option; no window where it names none."""
+        """Returns the arguments of the constructor by name, without a window if none was given."""
         parts = dict(vars(self))
         if not parts.pop("_has_window"):
             del parts["window"]
         return parts
 
     def on(self, spec: BackboneSpec) -> Decoder:
-        """This decoder with the window that it has on a model, where it names none."""
+        """Returns the decoder, with the model's default window if it was given none."""
         if self._has_window:
             return self
         named = copy.copy(self)
@@ -190,7 +190,7 @@ class Decoder(Plugs):
         return named
 
     def encoded(self, encode: Callable[[str], list[int]]) -> Decoder:
-        """This decoder with the token ids of markers that its layout has as text."""
+        """Returns the decoder with the text markers of its layout encoded as token ids."""
         if self.layout is None:
             return self
         made = copy.copy(self)
@@ -198,13 +198,13 @@ class Decoder(Plugs):
         return made
 
     def prepared(self, canvas: Canvas, backbone: Backbone) -> Canvas:
-        """The canvas with the layout's template and regions; doing it twice changes nothing."""
+        """Returns the canvas with the layout's template and regions; idempotent."""
         if self.layout is None:
             return canvas
         return self.layout.on(canvas, mask_id=backbone.spec.mask_id)
 
     def describe(self) -> dict[str, Any]:
-        """All settings as JSON types: of each plug what its ``describe`` says, or its attributes.
+        """Returns all settings as JSON types: of each plug its ``describe()`` or its attributes.
 
         Cache, layout and guidance are listed only where there is one.
         """
@@ -238,7 +238,7 @@ def decode_prompts(
 
 
 def _describe(plug: object) -> dict[str, Any]:
-    """A plug's class and settings; our classes go by their bare name, others by import path."""
+    """Returns a plug's class and settings: our classes by bare name, others by import path."""
     public = {key: value for key, value in vars(plug).items() if not key.startswith("_")}
     settings = getattr(plug, "describe", lambda: public)()
     cls = type(plug)
@@ -271,12 +271,12 @@ class Sweep:
 
 
 def method_name(name: str, value: int | float | str | None) -> str:
-    """Name of a point of a sweep: ``threshold_095`` for 0.95, as flags do not reach dots."""
+    """Returns the name of a sweep's point: ``threshold_095`` for 0.95; flags cannot take dots."""
     return f"{name}_{'none' if value is None else value}".replace(".", "")
 
 
 def expanded(decoders: Mapping[str, Decoder], sweep: Mapping[str, Sweep]) -> dict[str, Decoder]:
-    """All decoders by name, the points of the sweeps behind the given ones."""
+    """Returns all decoders by name: the given ones, then the points of the sweeps."""
     found = dict(decoders)
     for name, one in sweep.items():
         points = {
@@ -295,7 +295,7 @@ def expanded(decoders: Mapping[str, Decoder], sweep: Mapping[str, Sweep]) -> dic
 
 
 def with_option(decoder: Decoder, option: str, value: Any) -> Decoder:
-    """A copy with another value of ``{plug}.{option}``; plugs that do not change are shared."""
+    """Returns a copy with another value of ``{plug}.{option}``; unchanged plugs are shared."""
     part, _, name = option.partition(".")
     plug: Any = getattr(decoder, part) if part in (*_PLUGS, "settings") else None
     parameters = [] if plug is None else inspect.signature(type(plug)).parameters

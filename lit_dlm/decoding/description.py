@@ -1,8 +1,8 @@
 """Rebuilds a decoder from its description: the inverse of ``Decoder.describe``.
 
-A description comes out of a file that somebody else may have written, so a class is looked up by
-name among the plugs listed here. A plug from outside of the package is described by its import path
-and is imported only from modules that the caller names.
+A description comes from a file that somebody else may have written, so a class is looked up by name
+among the plugs listed here. A plug from outside the package is described by its import path and is
+imported only from modules that the caller names.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _PLUGS: dict[str, tuple[type, *tuple[ModuleType, ...]]] = {
     "cache": (caches.CacheScheme, caches),
     "layout": (layout.Layout, layout),
 }
-"""By plug its base class, and the modules of those that a description may name."""
+"""For each plug, its base class and the modules whose classes a description may name."""
 _OPTIONAL = {"cache", "layout", "guidance"}
 
 
 def plugs(part: str) -> dict[str, type]:
-    """The classes that a description may name, by their names."""
+    """Returns the classes that a description may name, by name."""
     base, *modules = _PLUGS[part]
     members = [value for module in modules for value in vars(module).values()]
     classes = [one for one in members if isinstance(one, type) and base in one.__mro__]
@@ -57,8 +57,8 @@ def decoder_from_description(
 
     Args:
         policy_folders: exported learned policies, folders or hub ids; the one whose weights have
-            the recorded digest is taken. Those that ship with the package are found without this.
-        plug_modules: modules that plugs of other people may be imported from, such as
+            the recorded digest is used. Those that ship with the package need not be listed.
+        plug_modules: modules that plugs from outside the package may be imported from, such as
             ``my_package.policies``.
     """
     parts = {*_PLUGS, "guidance", "settings"}
@@ -83,7 +83,7 @@ def decoder_from_description(
 
 
 def layout_from_description(description: Mapping[str, Any]) -> layout.Layout | None:
-    """The layout of a decoder alone, which needs no policy's weights."""
+    """Builds only the layout of a described decoder, if any; no policy weights are needed."""
     if "layout" not in description:
         return None
     found: layout.Layout = _plug("layout", description["layout"], (), ())
@@ -106,7 +106,7 @@ def _plug(
 
 
 def _imported(part: str, path: str, plug_modules: Sequence[str]) -> type:
-    """A class from outside of the package; the caller must have named its module, which runs."""
+    """Imports a class from outside the package; its module runs, so the caller must name it."""
     module, _, name = path.rpartition(".")
     if module not in plug_modules:
         known = ", ".join(sorted(plugs(part)))
@@ -117,7 +117,7 @@ def _imported(part: str, path: str, plug_modules: Sequence[str]) -> type:
     found = None
     with suppress(ImportError):
         found = vars(importlib.import_module(module)).get(name)
-    if not isinstance(found, type):  # a function that the module imported would run as well
+    if not isinstance(found, type):  # else a function that the module imported would be called
         raise ValueError(f"decoder description: {part} {path!r}: expected a class, got {found!r}")
     return found
 
@@ -133,7 +133,7 @@ def _check_names(
 
 
 def _find_scorer(digest: str, folders: Sequence[str | Path]) -> AcceptanceScorer:
-    """Loads the policy whose weights have a digest."""
+    """Loads the policy whose weights have this digest."""
     shipped = [
         path.parent
         for path in sorted(ASSETS.glob("**/config.json"))

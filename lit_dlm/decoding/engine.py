@@ -1,7 +1,7 @@
 """The one decode loop: the only place where a mask turns into a token.
 
 Trace generation, benchmarks, rollouts and validation samples all go through :func:`decode_queue`,
-one batch of them through :func:`decode`. What differs between methods is in the plugs (window,
+a single batch through :func:`decode`. What differs between methods is in the plugs (window,
 quota, sampler, policy) and in the observers.
 """
 
@@ -43,18 +43,18 @@ class DecodeSettings:
     """Engine options: step budget, end-of-text handling, stall rule. Recorded with every result."""
 
     max_steps: int | None = None
-    """Most steps a row may take; ``None``: as many as it has masks, or as the policy may need that
-    takes tokens back."""
+    """Most steps that a row may take; ``None``: one per mask, or as many as a policy that takes
+    tokens back may need."""
     stall_rule: Literal["top1", "idle"] = "top1"
-    """A row without a commit: ``top1`` commits its best-scored candidate, ``idle`` lets the step
-    pass (some releases then stop at the budget with masks left)."""
+    """For a row without a commit: ``top1`` commits its best-scored candidate, ``idle`` commits
+    nothing in this step (some releases then stop at the budget with masks left)."""
     eos_rule: Literal["none", "stop", "fill"] = "none"
-    """Once an end of text is committed and no mask is left of it: ``stop`` ends the row with masks
-    behind it, ``fill`` ends it and writes end of text there, ``none`` decodes on."""
+    """Once an end of text is committed and no mask precedes it: ``stop`` ends the row and keeps the
+    masks after it, ``fill`` ends the row and fills them with end of text, ``none`` continues."""
     eos_gate: bool = False
     """Until a row holds an end of text, commit one only when all its candidates propose one."""
     max_commits_per_step: int | None = None
-    """Cap on the commits of a row in one step; the policy's best-scored ones stay."""
+    """Cap on the commits of a row in one step; those that the policy scores best are kept."""
 
     def __post_init__(self) -> None:
         at_least(1, max_steps=self.max_steps, max_commits_per_step=self.max_commits_per_step)
@@ -63,7 +63,7 @@ class DecodeSettings:
 
 
 class Plugs:
-    """What the loop reads of a decoder."""
+    """The parts of a decoder that the loop uses."""
 
     window: Window  # where a step may commit
     quota: Quota  # how many cells it commits
@@ -74,12 +74,12 @@ class Plugs:
 
     @property
     def counts_blocks(self) -> bool:
-        """Whether somebody reads the steps and masks of a row's block."""
+        """Whether the quota or the policy reads the step and mask counts of a row's block."""
         return self.quota.counts_blocks or self.policy.counts_blocks
 
 
 class NotANumberError(ValueError):
-    """Probabilities of a decode are not numbers; ``rows`` says where in the batch."""
+    """Probabilities of a decode are not numbers; ``rows`` are the slots concerned."""
 
     def __init__(self, rows: list[int], *, step: int) -> None:
         super().__init__(
@@ -96,7 +96,7 @@ def decode(
     *,
     observers: Sequence[Observer] = (),
 ) -> DecodeResult:
-    """Fills the masks of a canvas: :func:`decode_queue` of one batch."""
+    """Fills the masks of a canvas: :func:`decode_queue` for one batch."""
     waiting = [canvas]
     (result,) = decode_queue(
         backbone,
@@ -119,19 +119,19 @@ def decode_queue(
 ) -> Iterator[DecodeResult]:
     """Fills canvases row by row as slots become free (continuous batching).
 
-    One step: window, forward, proposal, selection, then the gate, the cap and the stall rule, then
-    the write. A row that has ended is replaced by the next one of the source, if there is one, else
-    it leaves the batch. The loop synchronises with the device once a step, for the leftmost mask of
-    every row. What a row gets depends neither on its slot nor on the rows beside it.
+    One step: window, forward, proposal, end-of-text gate, selection, cap, stall rule, end-of-text
+    rule, write. A row that has ended is replaced by the next one of the source or, if there is
+    none, leaves the batch. The loop synchronises with the device once a step, for the leftmost mask
+    of every row. A row's results depend neither on its slot nor on the other rows of the batch.
 
     Args:
-        source: gives as many rows as it is asked for, or fewer, down to ``None``, where it has no
-            more. Its rows succeed to ended ones in the order of slots; all have equally long
-            responses.
+        source: returns a canvas of as many rows as requested, or of fewer if no more are left, or
+            ``None``. Its rows replace ended ones in the order of their slots; all responses have
+            the same length.
 
     Yields:
-        The rows that have ended since, whenever some are replaced; at the end all that are left.
-        Where an observer ends the decode, those that have ended.
+        Whenever rows are replaced, the rows that have ended since the last result; at the end, all
+        others. If an observer ends the decode, only those that have ended by then.
     """
     _, hidden_layers = needs(plugs.policy, observers)
     canvas = source(num_slots)
@@ -141,7 +141,7 @@ def decode_queue(
     batch = _Batch(backbone, canvas, plugs, hidden_layers)
     for observer in observers:
         observer.on_start(batch.state)
-    # Such weights compute in their own dtype: a trainer's autocast has nothing for them but casts.
+    # Half-precision weights compute in their own dtype: a trainer's autocast would only add casts.
     is_half = getattr(backbone, "dtype", torch.float32).itemsize == 2
     clock = time.perf_counter()
     while True:
@@ -157,14 +157,14 @@ def decode_queue(
                 yield result
             elif len(ended) == len(batch.rows):
                 break
-            # Once the source is empty the batch shrinks: a row without work would cost a row of
-            # every forward that follows.
+            # Once the source is empty the batch shrinks: a row without work would still cost a row
+            # in every later forward.
             if not has_more:
                 batch.drop(ended[len(replaced) :])
             if canvas is not None:
-                clock = time.perf_counter()  # filling a slot is no part of a method's time
+                clock = time.perf_counter()  # filling a slot is not part of a method's time
                 continue  # rows that have entered may have nothing to fill
-        # Observers may ask for something else at every step.
+        # Observers may require something else at every step.
         requires, _ = needs(plugs.policy, observers)
         with without_autocast(batch.state.ids.device) if is_half else nullcontext():
             decision = decide(
@@ -175,11 +175,11 @@ def decode_queue(
                 hidden_layers=hidden_layers,
                 session=batch.session,
             )
-        # Nothing from here to the frontier may read a value: that one transfer is what the host
-        # waits for, and it comes after all launches of the step.
+        # Nothing from here to the frontier may read a value from the device: the frontier is the
+        # one transfer that the host waits for, and it comes after all launches of the step.
         looked = time.perf_counter()
         asked = [observer.on_step(decision.record) for observer in observers]
-        clock += time.perf_counter() - looked  # nor are observers
+        clock += time.perf_counter() - looked  # nor are observers part of it
         batch.write(decision)
         now = time.perf_counter()
         batch.add_seconds(now - clock, decision.policy_span)
@@ -200,7 +200,7 @@ class Decision:
     """What one step decides, before anything is written."""
 
     record: StepRecord  # the step as observers see it; its state has entered the window's block
-    decided: Tensor  # (b,) bool: the policy decided; where not, the stall rule did
+    decided: Tensor  # (b,) bool: the policy decided; elsewhere the stall rule did
     wrote: Tensor  # (b, L) bool: cells that the step changes
     # (b,) bool: the end-of-text rule ends the row after this step; None without one
     ended: Tensor | None
@@ -217,14 +217,14 @@ def decide(
     hidden_layers: tuple[int, ...] = (),
     session: CacheSession | None = None,
 ) -> Decision:
-    """One step of the loop: window, forward, proposal, selection, gate, cap, stall and end rules.
+    """Decides one step: window, forward, proposal, gate, selection, cap, stall and end rules.
 
-    Verification by re-execution decides here too, so it repeats the loop and not a copy of it.
+    Verification by re-execution calls this too, so it repeats the loop itself and not a copy.
     """
     settings = plugs.settings
     view = plugs.window.view(state)
     state = enter_block(state, view, counts=plugs.counts_blocks)
-    # The head runs at the window's columns alone, unless somebody reads the whole response.
+    # The head runs only at the window's columns, unless the whole response is required.
     columns = view.columns
     if "region" in requires:
         region = torch.arange(state.start, state.ids.shape[1], device=columns.device)
@@ -280,8 +280,8 @@ def _written(
     forced: Tensor | None,
     settings: DecodeSettings,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cap, forced cells, stall rule, rewriting: canvas, commits, and where the policy decided."""
-    # A policy may ask for more than it was offered; cap and stall rule see what is left of it.
+    """Applies cap, forced cells, stall rule, rewriting; returns canvas, commits and ``decided``."""
+    # A policy may select more than the candidates; cap and stall rule see only candidates.
     commit = selection.commit & candidates
     if settings.max_commits_per_step is not None:
         commit = top_quota(selection.scores, commit, settings.max_commits_per_step)
@@ -290,7 +290,7 @@ def _written(
     decided = commit.any(1)
     if selection.rewritten is not None:
         decided = torch.ones_like(decided)
-    # On the CPU the question costs less than the ranking that it mostly saves.
+    # On the CPU, asking first costs less than the ranking, which is mostly not needed.
     if settings.stall_rule == "top1" and (decided.device.type != "cpu" or not bool(decided.all())):
         best = top_quota(selection.scores, candidates, 1)
         commit = torch.where(decided[:, None], commit, best)
@@ -302,7 +302,7 @@ def _written(
 
 
 def _held(state: DecodeState, selection: Selection) -> Tensor | None:
-    """``(b, L)`` bool: the first column of windows that are held."""
+    """``(b, L)`` bool: the first column of each window that is held."""
     if selection.hold is None:
         return None
     assert state.window is not None
@@ -314,10 +314,10 @@ _COMPLETE, _ENDED, _BROKEN = -1, -2, -3
 
 
 def _frontier(masked: Tensor, ended: Tensor | None = None, prob: Tensor | None = None) -> list[int]:
-    """The leftmost mask of every row, negative where it is done: the loop waits here.
+    """Returns the leftmost mask of every row, negative if the row is done; waits for the device.
 
-    One transfer tells how many rows are left, which ones, how the others ended, in which block
-    each of them is, and which have a probability that is not a number.
+    This one transfer tells the host which rows are left and in which block each of them is, how the
+    others ended, and which have a probability that is not a number.
     """
     has_masks, column = masked.view(torch.uint8).max(1)
     if ended is not None:
@@ -332,13 +332,13 @@ _SCORES = ("prob", "entropy", "margin")
 KNOWN = frozenset(
     ("hidden", "logits", "window", "region", "drawn", *_SCORES, *(f"raw_{s}" for s in _SCORES))
 )
-"""What policies and observers may ask for (see :class:`CommitPolicy`)."""
+"""What policies and observers may require (see :class:`CommitPolicy`)."""
 
 
 def needs(
     policy: CommitPolicy, observers: Sequence[Observer] = ()
 ) -> tuple[frozenset[str], tuple[int, ...]]:
-    """What a step must compute, by name (see :class:`CommitPolicy`), and which hidden layers."""
+    """Returns the names of what a step must compute (see :class:`CommitPolicy`), and the layers."""
     plugs: list[Any] = [policy, *observers]
     requires: frozenset[str] = frozenset().union(*(plug.requires for plug in plugs))
     if unknown := sorted(requires - KNOWN):
@@ -352,7 +352,7 @@ def needs(
 
 
 def initial_state(backbone: Backbone, canvas: Canvas) -> DecodeState:
-    """The state before step 0."""
+    """Returns the state before step 0."""
     spec = backbone.spec
     ids, device = canvas.ids, canvas.ids.device
     stray = (ids == spec.mask_id) & ~canvas.editable
@@ -387,7 +387,7 @@ def initial_state(backbone: Backbone, canvas: Canvas) -> DecodeState:
 
 
 def enter_block(state: DecodeState, view: WindowView, *, counts: bool) -> DecodeState:
-    """Starts the count of steps and masks in rows that came into a new block, if one is wanted."""
+    """Enters the blocks of a window; ``counts`` restarts step and mask counts in new blocks."""
     if not counts:
         return replace(state, block=view.block, num_blocks=view.num_blocks, window=view.columns)
     entered = view.block != state.block
@@ -402,9 +402,9 @@ def enter_block(state: DecodeState, view: WindowView, *, counts: bool) -> Decode
 
 
 def end_of_text_gate(state: DecodeState, candidates: Tensor, proposals: Tensor) -> Tensor:
-    """``(b, L)`` bool candidates without ends of text, in rows that hold no end of text yet.
+    """``(b, L)`` bool candidates: a row without an end of text loses those that propose one.
 
-    A row all of whose candidates propose an end of text keeps them.
+    A row whose candidates all propose an end of text keeps them.
     """
     has_eos = (state.editable & torch.isin(state.ids, state.eos_ids)).any(1)
     other = candidates & ~torch.isin(proposals, state.eos_ids)
@@ -415,7 +415,7 @@ def end_of_text_gate(state: DecodeState, candidates: Tensor, proposals: Tensor) 
 def _apply_eos_rule(
     state: DecodeState, new_ids: Tensor, *, fill: bool, hold: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Finds rows whose answer is ended: an end of text without a mask to its left, none held."""
+    """Ends rows that have an end of text with no mask before it, unless they are held."""
     is_eos = state.editable & torch.isin(new_ids, state.eos_ids)
     masked = state.editable & (new_ids == state.mask_id)
     columns = torch.arange(new_ids.shape[1], device=new_ids.device)
@@ -430,7 +430,7 @@ def _apply_eos_rule(
 
 @dataclass(kw_only=True, eq=False)
 class _Row:
-    """What the host knows of a row. While it is at work, counts are less those of the batch."""
+    """What the host knows of a row; until it ends, counts are minus the batch's at its entry."""
 
     slot: int
     prompt_length: int
@@ -443,7 +443,7 @@ class _Row:
 
 
 class _Batch:
-    """The rows at work, and what those that have ended leave behind."""
+    """The rows that are decoding, and the results of those that have ended."""
 
     def __init__(
         self, backbone: Backbone, canvas: Canvas, plugs: Plugs, hidden_layers: tuple[int, ...]
@@ -456,12 +456,12 @@ class _Batch:
         """Leftmost mask of every row; negative where the row has ended."""
         self._plugs, self._pad_id = plugs, backbone.spec.pad_id
         self._num_steps = 0
-        self._seconds = self._policy_seconds = 0.0  # of a row that were there all the time
+        self._seconds = self._policy_seconds = 0.0  # of a row that was there from the start
         self._written = torch.zeros_like(self.state.rows)  # (b,) steps that wrote something
-        self._decided = torch.zeros_like(self.state.rows)  # (b,) of them by the policy
+        self._decided = torch.zeros_like(self.state.rows)  # (b,) steps that the policy decided
         self.rows = self._entered(self.state, range(len(canvas.ids)))
         self.ended: list[_Row] = []
-        """Rows that no result has held yet."""
+        """Ended rows that no result contains yet."""
         self._left: list[tuple[Tensor, ...]] = []
 
     def _entered(self, state: DecodeState, slots: Iterable[int]) -> list[_Row]:
@@ -480,7 +480,7 @@ class _Batch:
         ]
 
     def write(self, decision: Decision) -> None:
-        """Writes a step's commits and counts them; waits for the device."""
+        """Writes what a step decided and updates the counts; waits for the device."""
         record, state = decision.record, decision.record.state
         masked = state.editable & (record.new_ids == state.mask_id)
         self._num_steps += 1
@@ -492,7 +492,7 @@ class _Batch:
             masked=masked,
             step=state.step + 1,
             block_step=state.block_step + self._plugs.counts_blocks,
-            # More than commits: an end-of-text fill, and what a policy takes back.
+            # Not only commits: also an end-of-text fill and what a policy takes back.
             written=decision.wrote,
             held=decision.held,
         )
@@ -502,12 +502,12 @@ class _Batch:
             raise NotANumberError(state.rows[broken].tolist(), step=int(state.step[broken[0]]))
 
     def add_seconds(self, seconds: float, policy_span: Span) -> None:
-        """Shares the time of a step, for whose end the host has waited."""
+        """Divides the time of a finished step equally among its rows."""
         self._seconds += seconds / len(self.rows)
         self._policy_seconds += policy_span.seconds() / len(self.rows)
 
     def end_rows(self) -> list[int]:
-        """Keeps what rows leave that are done or have had all their steps; their numbers."""
+        """Stores the results of rows that are done or out of steps; returns the rows' numbers."""
         ended = [
             number
             for number, (row, column) in enumerate(zip(self.rows, self.frontier, strict=True))
@@ -515,7 +515,7 @@ class _Batch:
         ]
         if not ended:
             return ended
-        # Kept before any row moves: slots and columns change under them.
+        # Stored before any row moves, which changes slots and columns.
         index = row_index(ended, self.state.ids.device)
         state = self.state
         parts = (state.ids, state.editable, state.seeds, self._written, self._decided)
@@ -533,7 +533,7 @@ class _Batch:
     def refill(
         self, replaced: list[int], entering: DecodeState
     ) -> tuple[DecodeResult, DecodeState]:
-        """Puts new rows in the place of ended ones; the result of all that have ended."""
+        """Replaces ended rows; returns the result of all that have ended, and the new rows."""
         result = self.result()
         ended, self.ended, self._left = self.ended, [], []
         slots = [self.rows[number].slot for number in replaced]
@@ -541,8 +541,8 @@ class _Batch:
             self.rows[number] = row
         self._written[replaced] = 0
         self._decided[replaced] = 0
-        # Prompts of other lengths: the canvas grows on the left, or shrinks where an eighth of it
-        # at least would be padding in every row. Every column known on the host moves with it.
+        # For prompts of other lengths the canvas grows on the left, or shrinks if at least an
+        # eighth of it would be padding in every row. All columns known on the host move with it.
         by = max(row.prompt_length for row in self.rows if row not in ended) - self.state.start
         by = by if by > 0 or -8 * by >= self.state.ids.shape[1] else 0
         index = row_index(replaced, self.state.ids.device)
@@ -563,7 +563,7 @@ class _Batch:
         return result, entering
 
     def drop(self, ended: list[int]) -> None:
-        """Ended rows leave the batch."""
+        """Removes ended rows from the batch."""
         kept = [number for number in range(len(self.rows)) if number not in set(ended)]
         index = row_index(kept, self.state.ids.device)
         self.state = self.state.take(index)
@@ -574,7 +574,7 @@ class _Batch:
         self.frontier = [self.frontier[number] for number in kept]
 
     def result(self) -> DecodeResult:
-        """The result of the rows that have ended, in the order of their slots."""
+        """Returns the result of the rows that have ended, in the order of their slots."""
         order = sorted(range(len(self.ended)), key=lambda number: self.ended[number].slot)
         rows = [self.ended[number] for number in order]
         device = self.state.ids.device
@@ -608,10 +608,10 @@ _STATUS: dict[int, Status] = {_COMPLETE: "complete", _ENDED: "eos"}
 
 
 class Span:
-    """Seconds between entering and leaving a ``with`` block.
+    """Measures the seconds between entering and leaving a ``with`` block.
 
-    On a CPU a clock; on CUDA two events in the stream, so that what is timed is the work and not
-    its launch, and nothing waits before :meth:`seconds` is asked.
+    On a CPU this is a clock; on CUDA, two events in the stream, so that the work is timed and not
+    its launch, and nothing waits until :meth:`seconds` is called.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -631,7 +631,7 @@ class Span:
             self._events[1].record()
 
     def seconds(self) -> float:
-        """The time; on CUDA this waits for the end of the block."""
+        """Returns the time; on CUDA this waits for the end of the block."""
         if not self._events:
             return self._clock
         start, end = self._events

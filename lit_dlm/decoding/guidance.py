@@ -13,21 +13,21 @@ from lit_dlm.ops.options import at_least
 
 
 class Guidance:
-    """How far logits are moved away from those of an empty prompt, with one forward of two rows.
+    """How far logits move away from those of an empty prompt; a forward takes each row twice.
 
     ``(1 + scale) * logits - scale * logits_without`` (arXiv:2207.12598, eq. 6, as in the release of
     MMaDA, arXiv:2505.15809).
     """
 
     def __init__(self, scale: float, prompt_ids: Sequence[int]) -> None:
-        """Sets the scale, 0 or more, and the prompt without what is asked for."""
+        """Sets the scale, 0 or more, and the token ids of the prompt without its request."""
         at_least(0, of="guidance.", scale=scale)
         self.scale = scale
         self.prompt_ids = list(prompt_ids)
 
 
 class GuidedBackbone(Backbone):
-    """A backbone with full attention whose logits are guided; everything else is its own."""
+    """A backbone with full attention whose logits are guided; all else is the backbone's own."""
 
     def __init__(self, backbone: Backbone, guidance: Guidance) -> None:
         if backbone.spec.attention != "full":
@@ -51,10 +51,10 @@ class GuidedBackbone(Backbone):
         hidden_layers: Sequence[int] = (),
         response_start: int | None = None,
     ) -> Denoised:
-        # One forward over the rows and, behind them, the same rows with the other prompt.
+        # One forward over the rows, followed by the same rows with the other prompt.
         assert response_start is not None, "guidance asks where the response begins"
         prompt = ids.new_tensor(self.guidance.prompt_ids)
-        by = max(len(prompt) - response_start, 0)  # columns that the other prompt needs more
+        by = max(len(prompt) - response_start, 0)  # extra columns for the other prompt
         real = torch.ones_like(ids, dtype=torch.bool) if pad_mask is None else pad_mask
         wide = torch.cat([ids.new_full((len(ids), by), self.spec.pad_id), ids], dim=1)
         seen = torch.cat([real.new_zeros(len(ids), by), real], dim=1)

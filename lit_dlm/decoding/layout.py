@@ -1,9 +1,9 @@
-"""Layouts: where the named regions of a response lie, and which marker tokens stand in it.
+"""Layouts: where the named regions of a response are, and which marker tokens it contains.
 
 A layout is a plug of a decoder like any other. It works on the canvas before the first step: it
 writes its template, if it has one, and numbers the regions. So every policy can decode the same
 template, and reports can draw the borders whatever the policy was. Markers are token ids; text is
-encoded once and never again, as encoding a decoded text need not give the same ids.
+encoded only once, since encoding a decoded text need not return the same ids.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from lit_dlm.plugs import Plug
 
 
 class Layout(Plug):
-    """Decides where regions lie."""
+    """Decides where regions are."""
 
-    regions: list[Region]  # in the order of their places
+    regions: list[Region]  # from left to right
     rest: Region  # the rules of cells outside all regions
 
     @abstractmethod
     def encoded(self, encode: Callable[[str], list[int]]) -> Self:
-        """The layout with token ids of markers that were given as text."""
+        """Returns the layout with its text markers encoded as token ids."""
 
     @abstractmethod
     def blocks(self, response: Tensor) -> BlockLayout:
-        """The blocks of a response, ``(G,)`` int64 cells before the first step."""
+        """Returns the blocks of a response, its ``(G,)`` int64 cells as before the first step."""
 
     @abstractmethod
     def on(self, canvas: Canvas, *, mask_id: int) -> Canvas:
-        """The canvas with its template written and its regions numbered."""
+        """Returns the canvas with the template written and the regions numbered."""
 
 
 class _RegionLayout(Layout):
-    """What all layouts share: the regions, and numbering the columns of a canvas."""
+    """Base of all layouts: has the regions and numbers the columns of a canvas."""
 
-    needs: tuple[str, ...] = ()  # what every region must have (where a length: but the last one)
-    takes: tuple[str, ...] = ()  # what a region may have: other places would have no effect
+    needs: tuple[str, ...] = ()  # what every region must have; the last one needs no length
+    takes: tuple[str, ...] = ()  # what a region may have; anything else would have no effect
 
     def __init__(self, regions: Regions, *, rest: Region | None = None) -> None:
         """Sets the regions.
 
         Args:
-            regions: by name, in the order of their places.
+            regions: by name, from left to right.
             rest: rules of the cells outside all regions.
         """
         self.regions = as_regions(regions)
@@ -88,7 +88,7 @@ class _RegionLayout(Layout):
         return made
 
     def _canvas(self, canvas: Canvas, ids: Tensor) -> Canvas:
-        """The canvas with region numbers for its response columns, ``(B, G)`` or ``(G,)``."""
+        """Returns the canvas with the region numbers ``(B, G)`` or ``(G,)`` of its response."""
         regions = torch.full_like(canvas.ids, len(self.regions))
         regions[:, canvas.start :] = ids.to(regions.device)
         return replace(canvas, regions=RegionMap(regions, (*self.regions, self.rest)))
@@ -102,11 +102,11 @@ class _RegionLayout(Layout):
 
 
 class _PlacedLayout(_RegionLayout):
-    """A layout whose places follow from the length of the response alone."""
+    """A layout whose regions depend only on the length of the response."""
 
     @abstractmethod
     def place(self, length: int) -> BlockLayout:
-        """The blocks of a response of ``length`` cells."""
+        """Returns the blocks of a response of ``length`` cells."""
 
     def blocks(self, response: Tensor) -> BlockLayout:
         return self.place(len(response))
@@ -116,7 +116,7 @@ class _PlacedLayout(_RegionLayout):
 
 
 class FixedLayout(_PlacedLayout):
-    """Regions of given lengths, one behind the other; the last one may take what is left."""
+    """Regions of given lengths, one after the other; the last one may take what is left."""
 
     needs = ("length",)
 
@@ -124,7 +124,7 @@ class FixedLayout(_PlacedLayout):
         return self._blocks([(begin, end) for _, begin, end in self._places(length)], length)
 
     def _places(self, length: int) -> list[tuple[int, int, int]]:
-        """Of each region where its marker begins, where it begins itself, and where it ends."""
+        """Returns where each region's marker begins, where the region begins, and where it ends."""
         places = []
         at = 0
         for region in self.regions:
@@ -136,7 +136,7 @@ class FixedLayout(_PlacedLayout):
 
 
 class FractionLayout(_PlacedLayout):
-    """Regions that take a share of the response each; what they leave is the rest."""
+    """Regions that each take a share of the response; what is left is the rest."""
 
     needs = ("fraction",)
 
@@ -147,9 +147,9 @@ class FractionLayout(_PlacedLayout):
 
 
 class TemplateLayout(FixedLayout):
-    """Regions with markers that are written on the canvas before them and never change.
+    """Regions whose markers are written on the canvas in front of them and never change.
 
-    The model reads them like a prompt, which is what gives the regions their meaning.
+    The model reads the markers like a prompt, which gives the regions their meaning.
     """
 
     takes = ("marker",)
@@ -173,13 +173,13 @@ class TemplateLayout(FixedLayout):
 
 
 class PictureLayout(_PlacedLayout):
-    """The tokens of a picture, with the mark of its end behind them.
+    """The tokens of a picture, followed by the token that marks its end.
 
-    Other tokens than those of pictures are never proposed there.
+    The sampler's ``allowed_ids`` restrict the proposals to picture tokens.
     """
 
     def __init__(self, end_id: int) -> None:
-        """Sets the mark in the last cell (MMaDA: 126085, ``<|eoi|>``)."""
+        """Sets the token id of the last cell (MMaDA: 126085, ``<|eoi|>``)."""
         super().__init__([Region(name="picture")])
         self.end_id = end_id
 
@@ -197,11 +197,11 @@ class PictureLayout(_PlacedLayout):
 
 
 class MarkerLayout(_RegionLayout):
-    """Regions that begin behind markers which stand on the canvas already, row by row.
+    """Regions that begin after markers already on the canvas, wherever each row has them.
 
-    Only the response is searched, and only what stands there before the first step: a marker in
-    the prompt, where nothing is decoded, begins no region. A region ends where the next marker
-    begins; cells before the first marker are the rest.
+    Only the response is searched, as it is before the first step: a marker in the prompt, where
+    nothing is decoded, does not begin a region. A region ends where the next marker begins; cells
+    before the first marker are the rest.
     """
 
     needs = ("marker",)
@@ -227,7 +227,7 @@ class MarkerLayout(_RegionLayout):
     def on(self, canvas: Canvas, *, mask_id: int) -> Canvas:
         response = canvas.ids[:, canvas.start :].cpu()
         rows = []
-        for row, cells in enumerate(response):  # once per decode: the rows have their own places
+        for row, cells in enumerate(response):  # once per decode: regions differ by row
             try:
                 rows.append(self.blocks(cells).region_ids())
             except ValueError as error:

@@ -14,14 +14,14 @@ from lit_dlm.decoding.state import DecodeResult, DecodeState, StepRecord
 class FillCurves:
     """The fill of one response over the steps of its decode."""
 
-    # Regions that had cells to fill, in their order; the rest only where it had some
+    # Regions that had cells to fill, in their order; the rest only if it had some
     names: tuple[str, ...]
     # (T + 1, R) float64: filled share of each region's cells before step 0, 1, ... and at the
     # end. Given cells, such as a template's markers, do not count
     share: Tensor
 
     def by_name(self, digits: int = 3) -> dict[str, list[float]]:
-        """The curves as rounded numbers, for results."""
+        """Returns the curves as rounded numbers, for results."""
         columns = self.share.T.tolist()
         return {
             name: [round(value, digits) for value in column]
@@ -31,9 +31,9 @@ class FillCurves:
     def lockstep_score(self) -> float:
         """One minus the gap between the fullest and the emptiest region, averaged over the steps.
 
-        For two regions the value after a step is ``1 - |R - A|``, the score of the Dream-7B
-        Lockstep R/A release, taken there once; it is 1 with fewer than two regions or without a
-        step.
+        For two regions the value after a step is ``1 - |R - A|``, the score that the Dream-7B
+        Lockstep R/A release takes once. With fewer than two regions or without a step, the score
+        is 1.
         """
         after = self.share[1:]
         if self.share.shape[1] < 2 or not len(after):
@@ -42,21 +42,21 @@ class FillCurves:
 
 
 def fill_curves(masked: Tensor, regions: Tensor, names: tuple[str, ...]) -> FillCurves:
-    """Curves from ``(T + 1, G)`` masks, and ``(G,)`` regions as ``BlockLayout`` numbers them."""
+    """Returns curves from ``(T + 1, G)`` masks and the ``(G,)`` numbers of ``BlockLayout``."""
     zeros = torch.zeros(len(masked), len(names), dtype=torch.long)
     left = zeros.scatter_add_(1, regions.expand(len(masked), -1), masked.long())
     return _curves(left, names)
 
 
 def _curves(left: Tensor, names: tuple[str, ...]) -> FillCurves:
-    """Curves from ``(T + 1, R)`` int64 masks that are left in each region."""
+    """Returns curves from the ``(T + 1, R)`` int64 numbers of masks left in each region."""
     kept = [number for number, total in enumerate(left[0].tolist()) if total]
     share = 1.0 - left[:, kept].double() / left[0, kept]
     return FillCurves(tuple(names[number] for number in kept), share)
 
 
 class RegionFill:
-    """Observer that follows the fill of a layout's regions; nothing waits before the end."""
+    """Observer that follows the fill of a layout's regions; no step waits for the device."""
 
     requires: frozenset[str] = frozenset()
 
@@ -88,7 +88,7 @@ class RegionFill:
             self._ended.append((first, slot, begin, num_steps))
 
     def curves(self) -> list[FillCurves]:
-        """The curves of the rows that have ended since the last call."""
+        """Returns the curves of the rows that have ended since the last call."""
         ended, self._ended = self._ended, []
         left = torch.stack(self._left or [self._last]).cpu()  # (T, B, R)
         firsts = torch.stack([first for first, _, _, _ in ended]).cpu()

@@ -1,4 +1,4 @@
-"""Named regions of a response: the rules of each, where it lies, and the same as tensors.
+"""Named regions of a response: their rules, their places, and both as tensors.
 
 Coordinates are those of the response: 0 is its first cell, whatever the length of the prompt.
 """
@@ -17,21 +17,21 @@ from lit_dlm.ops.options import at_least, within
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """What a layout says about one region: its rules, and how long it is where that is known."""
+    """The rules of one region of a layout, and what defines its place."""
 
     name: str = ""
-    """Unique in a layout; the key, where regions are a mapping."""
+    """Unique in a layout; in a mapping of regions, the key."""
     length: int | None = None
-    """Cells; ``None`` for a fraction, a marker, or the rest of the response."""
+    """In cells; ``None`` with a fraction or a marker, or to take the rest of the response."""
     fraction: float | None = None
     """Share of the response, above 0."""
     marker: list[int] | str | None = None
-    """Token ids that stand before the region and do not belong to it; text is encoded once, by the
+    """Token ids in front of the region, which are not part of it; text is encoded once, with the
     tokenizer of the module that decodes."""
     tau: float = 0.9
-    """Probability from which a proposal is committed."""
+    """Smallest probability with which a proposal is committed."""
     max_fill_frac: float = 0.4
-    """Most of the region's masks that one pass commits; a pass may always commit one."""
+    """Largest share of the region's masks that one pass commits; it may always commit one."""
     weight: float = 1.0
     """Weight of the region's tokens in ``BlockLayout.weights()``, for losses of your own."""
 
@@ -44,7 +44,7 @@ class Region:
         at_least(1, of=where, length=self.length, marker=size)
 
     def marker_ids(self) -> list[int]:
-        """The token ids of the marker; none where there is no marker."""
+        """Returns the token ids of the marker, none without a marker."""
         if isinstance(self.marker, str):
             raise ValueError(
                 f"layout: region {self.name!r}: marker: expected token ids, got the text "
@@ -53,20 +53,20 @@ class Region:
         return self.marker or []
 
     def describe(self) -> dict[str, Any]:
-        """The settings as JSON types; the places only where they are given."""
+        """Returns the settings as JSON types; length, fraction and marker only where given."""
         rules = {name: getattr(self, name) for name in ("name", "tau", "max_fill_frac", "weight")}
         places = {name: getattr(self, name) for name in ("length", "fraction", "marker")}
         return rules | {name: value for name, value in places.items() if value is not None}
 
 
 Regions = dict[str, Region] | list[Region]
-"""Regions by name, or with their names, in the order of their places."""
+"""Regions by name, or a list of named ones, from left to right."""
 
 
 def as_regions(
     regions: Mapping[str, Region | Mapping[str, Any]] | Sequence[Region | Mapping[str, Any]],
 ) -> list[Region]:
-    """Regions from a configuration or a description: by name or with names."""
+    """Returns regions from a configuration or description: a mapping by name or a named list."""
     if isinstance(regions, Mapping):
         regions = [
             {**(one if isinstance(one, Mapping) else asdict(one)), "name": name}
@@ -96,7 +96,7 @@ class Block:
 class BlockLayout:
     """The blocks of one response: ordered, disjoint, covering all of it or a part."""
 
-    blocks: tuple[Block, ...]  # in the order of their places
+    blocks: tuple[Block, ...]  # from left to right
     length: int  # cells of the response
 
     def __post_init__(self) -> None:
@@ -145,13 +145,13 @@ class RegionMap:
         return self.with_ids(self.ids[rows])
 
     def with_ids(self, ids: Tensor) -> RegionMap:
-        """Other rows ``(n, L)`` under the same rules."""
+        """Returns a map of other rows ``(n, L)`` with the same rules."""
         # The rules' tensors are shared: making them again would wait for the device.
         made = object.__new__(RegionMap)
         made.__dict__.update(self.__dict__, ids=ids)
         return made
 
     def counts(self, cells: Tensor) -> Tensor:
-        """``(B, R)`` int64: how many of ``(B, L)`` bool cells lie in each region."""
+        """``(B, R)`` int64: how many of the ``(B, L)`` bool cells are in each region."""
         zeros = torch.zeros(len(cells), len(self), dtype=torch.long, device=cells.device)
         return zeros.scatter_add_(1, self.ids, cells.long())

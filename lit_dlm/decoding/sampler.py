@@ -25,8 +25,8 @@ from lit_dlm.ops.sampling import (
 )
 
 CHUNK_ELEMENTS = 1_000_000
-"""Logits scored at a time: few enough to stay in a CPU's cache, and beside those of a large
-vocabulary's window no memory worth counting."""
+"""Logits scored at a time: few enough to stay in a CPU's cache, and negligible beside the logits
+of a window with a large vocabulary."""
 
 _GPU_CHUNK_ELEMENTS = 40_000_000
 """256 cells of the largest vocabularies at once: float32 logits and a softmax take 320 MB."""
@@ -64,8 +64,8 @@ class Sampler:
             top_p: keep the nucleus of this probability.
             score_on: distribution that confidence, entropy and margin are read from.
             score_dtype: precision of these; LLaDA's release uses float64.
-            allowed_ids: first id that may be proposed, and the first one behind them, such as those
-                of picture tokens; by default the words of the model.
+            allowed_ids: first id that may be proposed and the first one after the last, such as
+                those of picture tokens; by default the model's words.
         """
         at_least(0, temperature=temperature)
         at_least(1, top_k=top_k)
@@ -80,7 +80,7 @@ class Sampler:
             raise ValueError(f"allowed_ids: expected two rising ids, got {allowed_ids}")
 
     def describe(self) -> dict[str, Any]:
-        """The settings as JSON types; the ids only where some are given."""
+        """Returns the settings as JSON types; ``allowed_ids`` only where given."""
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in vars(self).items()
@@ -88,11 +88,11 @@ class Sampler:
         }
 
     def id_range(self, spec: BackboneSpec) -> tuple[int, int | None]:
-        """First id that may be proposed, and the first one behind them; ``None``: no end."""
+        """Returns the first id that may be proposed and the end of the range, or ``None``."""
         return self.allowed_ids or (0, spec.text_vocab_size)
 
     def restrict(self, denoised: Denoised, spec: BackboneSpec) -> None:
-        """Takes all probability from ids that may not be proposed, in place."""
+        """Sets the logits of ids that may not be proposed to ``-inf``, in place."""
         first, end = self.id_range(spec)
         if first > 0:
             denoised.logits[..., :first] = -torch.inf
@@ -113,9 +113,9 @@ class Sampler:
         return torch.cat(parts).view(denoised.logits.shape)
 
     def propose(self, state: DecodeState, denoised: Denoised, requires: frozenset[str]) -> Proposal:
-        """Proposes a token for the columns that were denoised; 0 elsewhere on the canvas.
+        """Proposes a token for each denoised column; 0 elsewhere on the canvas.
 
-        The cells are scored some at a time, so that this takes little memory beside the logits.
+        Cells are scored in chunks, so that this takes little memory beside the logits.
         ``requires`` names what is scored: ``entropy``, ``margin``, ``drawn``, ``raw_prob``, ...
         """
         columns = denoised.columns
@@ -157,14 +157,14 @@ class Sampler:
             yield flat[part].to(dtype), (steps[part], seeds[part], positions[part, None])
 
     def _filtered(self, raw: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The logits that proposals are drawn from, and their ids; see :func:`survivors`."""
+        """Returns the logits to draw proposals from, and their ids; see :func:`survivors`."""
         logits = raw if self.temperature in (0.0, 1.0) else raw / self.temperature
         return survivors(logits, top_k=self.top_k, top_p=self.top_p)
 
     def _perturbed(
         self, values: Tensor, names: Tensor | None, steps: Tensor, seeds: Tensor, positions: Tensor
     ) -> Tensor:
-        """Adds the noise of the ids that are left, in float64; greedy samplers add none."""
+        """Adds noise to the logits of the remaining ids, in float64; greedy samplers add none."""
         if self.temperature == 0.0:
             return values
         if self._draws_by_runs(values):
@@ -187,7 +187,7 @@ class Sampler:
         positions: Tensor,
         requires: frozenset[str],
     ) -> dict[str, Tensor]:
-        """Proposed ids and the scores that are asked for, ``(n,)`` each, of logits ``(n, V)``."""
+        """Returns proposed ids and the required scores, ``(n,)`` each, from logits ``(n, V)``."""
         values, names = raw, None
         if self.score_on == "filtered" or self.temperature > 0.0 or "drawn" in requires:
             values, names = self._filtered(raw)

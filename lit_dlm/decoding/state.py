@@ -58,15 +58,15 @@ def prompt_canvas(
 
 @dataclass(frozen=True)
 class DecodeState:
-    """What the plugs see before a step, of the ``b`` rows that still decode."""
+    """What the plugs see before a step: the ``b`` rows that are still decoding."""
 
     ids: Tensor  # (b, L) int64 canvas, the input of this step's forward
     editable: Tensor  # (b, L) bool
     masked: Tensor  # (b, L) bool: editable cells that hold the mask id
     # (b, L) int64 position within the sample, 0 at its first real token (and on padding)
     positions: Tensor
-    # (b,) int64 ascending: the slot of each row in the batch that the decode started with, to
-    # which a row that takes over from an ended one succeeds
+    # (b,) int64 ascending: the slot of each row, its place in the batch that the decode started
+    # with; a row that replaces an ended one takes over its slot
     rows: Tensor
     seeds: Tensor  # (b,) int64 sample seeds
     step: Tensor  # (b,) int64 number of this step in the row's own decode, from 0
@@ -78,17 +78,17 @@ class DecodeState:
     block_step: Tensor  # (b,) int64 steps that the row has already spent in this block
     block_masks: Tensor  # (b,) int64 candidates in the block when the row entered it
     num_blocks: int = 1  # blocks of the response under the current window
-    # Leftmost masked column of every row, on the host; what a cache plans its forwards by
+    # Leftmost masked column of every row, on the host, from which a cache plans its forwards
     frontier: tuple[int, ...] = ()
-    # (b, L) bool: cells that the step before this one wrote; None counts as none
+    # (b, L) bool: cells that the previous step wrote; None means none
     written: Tensor | None = None
     regions: RegionMap | None = None  # the regions of the decoder's layout; None without one
-    # (b, ...) floating point: what the policy keeps of a row's former steps, zeros in a new row;
-    # None before the first step, and where it keeps nothing
+    # (b, ...) floating point: what the policy remembers of a row's earlier steps, zeros in a new
+    # row; None before the first step, and if it remembers nothing
     memory: Tensor | None = None
     # (b, K) int64 columns of this step's window; None before the first step
     window: Tensor | None = None
-    # (b, L) bool: a column of each window that is held though it may be full; None holds none
+    # (b, L) bool: one column of each window that is held even if it is full; None holds none
     held: Tensor | None = None
 
     @property
@@ -100,16 +100,16 @@ class DecodeState:
 
     @property
     def unfinished(self) -> Tensor:
-        """``(b, L)`` bool: what windows go by: masked cells, and a column of a held window."""
+        """``(b, L)`` bool: cells that place windows: masked ones, and one of each held window."""
         return self.masked if self.held is None else self.masked | self.held
 
     def take(self, index: Tensor) -> DecodeState:
-        """The state of the rows ``index``, ``(n,)`` int64."""
+        """Returns the state of the rows ``index``, ``(n,)`` int64."""
         parts: dict[str, Any] = {name: value[index] for name, value in self._by_row().items()}
         return replace(self, **parts)
 
     def put(self, index: Tensor, entering: DecodeState) -> DecodeState:
-        """The state after others, with as many columns, have taken the rows ``(n,)`` int64."""
+        """Returns the state with the rows ``(n,)`` int64 replaced by others of the same length."""
         changes: dict[str, Tensor | RegionMap] = {}
         for name, old in self._by_row().items():
             new = getattr(entering, name)
@@ -122,7 +122,7 @@ class DecodeState:
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def _by_row(self) -> dict[str, Tensor | RegionMap]:
-        """What has an entry for every row."""
+        """Returns the fields that have an entry for every row."""
         return {
             name: value
             for name, value in vars(self).items()
@@ -130,7 +130,7 @@ class DecodeState:
         }
 
     def shifted(self, by: int, *, pad_id: int) -> DecodeState:
-        """The same rows with ``by`` more columns of padding, or less where negative."""
+        """Returns the same rows with ``by`` more columns of left padding, or fewer if negative."""
         if by == 0:
             return self
         pad_mask = torch.ones_like(self.masked) if self.pad_mask is None else self.pad_mask
@@ -154,22 +154,21 @@ class DecodeState:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What the model would write, for the columns that were looked at (0 elsewhere)."""
+    """What the model would write, for the columns that were denoised (0 elsewhere)."""
 
     ids: Tensor  # (b, L) int64 proposed tokens
     prob: Tensor  # (b, L) floating point: probability of the proposed token (confidence)
-    entropy: Tensor | None = None  # (b, L) nats, when somebody asked for it
-    # (b, L) gap of the two largest probabilities, when somebody asked for it
+    entropy: Tensor | None = None  # (b, L) nats, if required
+    # (b, L) gap between the two largest probabilities, if required
     margin: Tensor | None = None
-    # (b, L, H, D) aligned hidden snapshots, when somebody asked for them
+    # (b, L, H, D) aligned hidden snapshots, if required
     hidden: Tensor | None = None
-    # (b, L) probability under which the token was drawn, after temperature and filters
-    # whatever prob is read from, when somebody asked for it
+    # (b, L) probability with which the token was drawn: after temperature and filters, whatever
+    # prob is read from; if required
     drawn: Tensor | None = None
-    # (b, L), like raw_entropy and raw_margin: the score under the model's own distribution,
-    # at temperature 1 and unfiltered whatever prob, entropy and margin are read from, when
-    # somebody asked for it. What learned heads are shown. A policy's ``remember`` (CreditPolicy)
-    # may have changed the logits
+    # (b, L), like raw_entropy and raw_margin: the score under the model's own distribution, at
+    # temperature 1 and unfiltered, whatever prob, entropy and margin are read from; if required.
+    # Learned heads see these. A policy's ``remember`` (CreditPolicy) may have changed the logits
     raw_prob: Tensor | None = None
     raw_entropy: Tensor | None = None
     raw_margin: Tensor | None = None
@@ -180,15 +179,15 @@ class Selection:
     """A policy's answer: which candidates become final, and how it ranks them."""
 
     commit: Tensor  # (b, L) bool, a subset of the candidates
-    # (b, L) floating point, higher is surer: decides a per-step cap and a stalled row. Where a
-    # token stands that may be taken back, how much would have to change for it: below 0 it is
+    # (b, L) floating point, higher is surer: for the cap and the stall rule. For a written token
+    # that may be taken back, the signed distance to the boundary, positive where it is kept
     scores: Tensor
-    # (b, L) int64: what cells of the window hold after the step that held a token before it, the
-    # mask id where it is taken back. None in a policy that keeps what it wrote; with it the policy
-    # itself sees to progress, and no stall rule does
+    # (b, L) int64: what the written cells of the window hold after the step, the mask id where a
+    # token is taken back. None in a policy that keeps what it wrote; otherwise the policy itself
+    # must ensure progress, as the stall rule does not apply
     rewritten: Tensor | None = None
     hold: Tensor | None = None  # (b,) bool: rows that stay in their window even if it is full
-    memory: Tensor | None = None  # what the state remembers from now on; None changes nothing
+    memory: Tensor | None = None  # new memory of the state; None changes nothing
 
 
 @dataclass(frozen=True)
@@ -201,12 +200,12 @@ class StepRecord:
     commit: Tensor  # (b, L) bool: cells written with the proposal in this step
     scores: Tensor  # (b, L) the policy's scores
     new_ids: Tensor  # (b, L) int64 canvas after the step (an end-of-text fill included)
-    denoised: Denoised | None = None  # the forward of the step, when somebody asked for logits
+    denoised: Denoised | None = None  # the forward of the step, if logits are required
 
 
 @dataclass(frozen=True)
 class DecodeResult:
-    """The outcome for every row of the starting canvas."""
+    """The outcome of rows that have ended."""
 
     ids: Tensor  # (B, L) int64 final canvas; cells never written hold the mask id
     rows: list[int]  # the slot of each row in the batch
@@ -216,17 +215,18 @@ class DecodeResult:
     idle_steps: Tensor  # (B,) int64 of these steps that wrote nothing
     stalled_steps: Tensor  # (B,) int64 steps in which the stall rule had to commit for the policy
     policy_forwards: Tensor  # (B,) int64 forwards of a learned policy head
-    # (B,) float64 on the CPU, wall time: each step's time shared equally by the rows in it
+    # (B,) float64 on the CPU, wall time: each step's time is shared equally by its rows
     seconds: Tensor
     status: list[Status]  # complete: no mask left; eos: stopped at an end of text; step_limit
-    # Calls of the backbone for the batch. A step is one, or two where some rows of a batch
-    # refresh a prefix or dual cache and others do not; no row takes part in both
+    # Calls of the backbone for the batch. A step is one, or two if some rows of a batch refresh a
+    # prefix or dual cache and others do not; no row takes part in both. Prompts may add some under
+    # a block cache
     num_forwards: int = 0
     # (B,) int64 steps that refreshed the row's cache; None without a cache
     num_refreshes: Tensor | None = None
-    # (B,) float64 on the CPU: the part of seconds that the policy took, with a learned head
+    # (B,) float64 on the CPU: the part of seconds that the policy took to select
     policy_seconds: Tensor | None = None
-    # (B, L) bool: cells that could not be written, where the response has some
+    # (B, L) bool: cells that could not be written; None if the response has none
     given: Tensor | None = None
 
 
@@ -236,8 +236,8 @@ class Observer(Protocol):
 
     requires: frozenset[str]
     """What the loop must provide, see :class:`~lit_dlm.decoding.policies.base.CommitPolicy`. Read
-    before every step, so it may say what the next one needs; ``hidden`` has to be there from the
-    beginning. ``logits`` keeps the forward of a step in its record."""
+    before every step, so it may change from step to step; only ``hidden`` must be in it from the
+    start. ``logits`` keeps the forward of a step in its record."""
 
     def on_start(self, state: DecodeState) -> None:
         """Called once, with the state before the first step."""
@@ -246,7 +246,7 @@ class Observer(Protocol):
     def on_step(self, record: StepRecord) -> bool | None:
         """Called after each step. Must not synchronise with the device.
 
-        True ends the decode of a queue here: rows that have not ended are dropped.
+        Returning True ends the decode: rows that have not ended are dropped.
         """
         ...
 
@@ -260,7 +260,7 @@ class QueueObserver(Observer, Protocol):
     """Observer that can follow a decode whose rows are replaced as they end."""
 
     def on_refill(self, result: DecodeResult, state: DecodeState) -> None:
-        """Called where rows that have ended are replaced by others, before the next step.
+        """Called when rows that have ended are replaced by others, before the next step.
 
         Args:
             state: the rows that take over the slots ``state.rows``, before their first step. The

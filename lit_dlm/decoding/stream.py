@@ -1,8 +1,8 @@
 """From encoded prompts to decoded texts: the one way that prompts are decoded.
 
-Prompts wait for a free slot in a batch, of one process or of several: each asks for the next ones
-when rows of its batch end, so that none is idle while another has work left. Which process decodes
-a prompt changes neither its noise nor its result.
+Prompts wait for a free slot in the batch of one process or of several. A process takes the next
+prompts when rows of its batch end, so that none is idle while prompts are waiting. Which process
+decodes a prompt changes neither its noise nor its result.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _names = count()
 
 
 class WorkQueue:
-    """The numbers from 0 on, each handed out once; to one process alone or to all of a run.
+    """Hands out the numbers from 0 on, each once, to one process or to all processes of a run.
 
-    Shared, it is a counter in the store of the process group, which answers while the processes
-    compute. All of them must make their shared queues in the same order.
+    A shared queue is a counter in the store of the process group, which answers while the processes
+    compute. All processes must create their shared queues in the same order.
     """
 
     def __init__(self, size: int, *, shared: bool = False) -> None:
@@ -57,7 +57,7 @@ class WorkQueue:
             self._name = f"lit_dlm/queue/{next(_names)}"
 
     def take(self, number: int) -> list[int]:
-        """The next numbers: as many as asked for, fewer or none at the end."""
+        """Returns the next numbers: as many as requested, fewer or none at the end."""
         if self._reserved:
             found, self._reserved = self._reserved, []
             return found
@@ -69,12 +69,12 @@ class WorkQueue:
         return list(range(min(end - number, self.size), min(end, self.size)))
 
     def reserve(self, number: int) -> bool:
-        """Takes what the next call of :meth:`take` will give."""
+        """Takes what the next call of :meth:`take` will return; returns whether there is any."""
         self._reserved = self.take(number)
         return bool(self._reserved)
 
     def slots(self, most: int) -> int:
-        """Rows that a process should decode together, so that each has its share of the first."""
+        """Returns how many rows each process decodes together, so that every one gets some."""
         return max(min(most, -(-self.size // self.num_processes)), 1)
 
 
@@ -85,9 +85,9 @@ class Occupancy(QueueObserver):
 
     def __init__(self) -> None:
         self.slot_steps = 0
-        """Steps of the batches watched, times their slots."""
+        """Steps of the observed batches, times their slots."""
         self.row_steps = 0
-        """Steps of their rows."""
+        """Steps of the rows of these batches, added up."""
         self._num_slots = 0
 
     def on_start(self, state: DecodeState) -> None:
@@ -99,19 +99,19 @@ class Occupancy(QueueObserver):
 
     @property
     def share(self) -> float:
-        """Part of the slots that were at work, in (0, 1]; 0 before the first step."""
+        """Share of the slots that were at work, in (0, 1]; 0 before the first step."""
         return self.row_steps / max(self.slot_steps, 1)
 
 
 def text_cells(response: Tensor, eos_ids: Sequence[int], given: Tensor | None = None) -> Tensor:
-    """``(B, G)`` bool: the cells before the first end of text; given cells always are among them.
+    """``(B, G)`` bool: the cells before the first end of text, and all given cells.
 
-    Where tokens were given, such as the markers of a template, an end of text ends the part before
-    them and not the response: the parts behind go on.
+    Where tokens were given, such as the markers of a template, an end of text ends only its part
+    and not the response: the text continues at the next given cell.
 
     Args:
         response: ``(B, G)`` int64.
-        given: ``(B, G)`` bool: cells that stood there before the first step.
+        given: ``(B, G)`` bool: cells whose tokens were set before the first step.
     """
     is_end = torch.isin(response, torch.tensor(list(eos_ids), device=response.device))
     if given is None:
@@ -122,7 +122,7 @@ def text_cells(response: Tensor, eos_ids: Sequence[int], given: Tensor | None = 
 
 
 class Detokenizer:
-    """Makes text of responses as graders take it."""
+    """Turns responses into the texts that graders receive."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Detokenizer:
         self._cut_at_eos = cut_at_eos
 
     def __call__(self, response: Tensor, given: Tensor | None = None) -> Responses:
-        """Reads ``(B, G)`` int64 responses; ``given`` cells stood there before the first step."""
+        """Reads ``(B, G)`` int64 responses; ``given`` cells were set before the first step."""
         response = response.cpu()
         is_text = text_cells(response, self._spec.eos_ids, None if given is None else given.cpu())
         is_written = response != self._spec.mask_id
@@ -149,7 +149,7 @@ class Detokenizer:
             texts = [str(self._tokenizer.decode(row, skip_special_tokens=True)) for row in ids]
             if isinstance(self._vision, TokenVision):
                 for row in (response >= self._vision.first_id).any(1).nonzero()[:, 0].tolist():
-                    # The mark of the end is no part of the picture.
+                    # The token that marks its end is not part of the picture.
                     (image,) = self._vision.draw(response[row : row + 1, :-1])
                     texts[row] = picture_to_text(image)
         return Responses(ids, texts, (is_written & is_text).sum(1).tolist())
@@ -157,17 +157,17 @@ class Detokenizer:
 
 @dataclass(frozen=True)
 class Responses:
-    """Text of responses, one entry each."""
+    """Texts and tokens of responses, one entry each."""
 
-    # Tokens of the text: masks are left out and, unless cut_at_eos is off, what stands behind
-    # the first end of text (with a layout, that of every part)
+    # Tokens of the text: without masks and, unless cut_at_eos is off, without the first end of
+    # text and what follows it (with a layout, in every part)
     ids: list[list[int]]
     texts: list[str]  # the text; a response of picture tokens becomes the picture
     num_tokens: list[int]  # tokens, not masks, before the first end of text
 
 
 class DecodePrompt(NamedTuple):
-    """A prompt as the model is given it."""
+    """A prompt as the model receives it."""
 
     uid: str
     ids: Sequence[int]
@@ -181,7 +181,7 @@ class DecodedRows:
     numbers: list[int]  # numbers of their prompts
     result: DecodeResult
     responses: Responses
-    is_last: bool  # whether this process has none left
+    is_last: bool  # whether this process has no other left
 
 
 def decode_stream(
@@ -195,18 +195,18 @@ def decode_stream(
     detokenizer: Detokenizer | None = None,
     observers: Sequence[Observer] = (),
 ) -> Iterator[DecodedRows]:
-    """Decodes what this process takes from a queue, a batch at a time.
+    """Decodes what this process takes from a queue, and yields responses in batches.
 
-    A response that ends makes room for the next prompt, so others stay begun between two batches.
-    Which process decodes a prompt, and beside which others, changes no response. Prompts should
+    A response that ends makes room for the next prompt, so others are unfinished between batches.
+    No response depends on which process decodes it, or together with which others. Prompts should
     come in descending order of length: the canvas then shrinks with them.
 
     Args:
-        prompt: the prompt of a number; called when there is room for it.
-        batch_size: rows decoded together, and responses of a batch at least (but the last).
-        detokenizer: makes the texts; without one there are ids alone.
+        prompt: returns the prompt with a number; called when there is room for it.
+        batch_size: rows decoded together, and the fewest responses of a batch but the last.
+        detokenizer: makes the texts; without one there are only ids.
         observers: see every step; those that cannot follow a refill need a queue of one batch.
-            Where one ends the decode, the responses that have ended are the last.
+            If one ends the decode, the responses that have ended by then are the last.
     """
     detokenizer = detokenizer or Detokenizer(backbone)
     limit, vision = getattr(backbone, "max_positions", None), getattr(backbone, "vision", None)
@@ -276,7 +276,7 @@ def decode_stream(
 
 
 def _joined(results: Sequence[DecodeResult], *, pad_id: int) -> DecodeResult:
-    """Results one behind the other, left-padded to the longest prompts among them."""
+    """Joins results one after the other, left-padded to the longest prompts among them."""
     last, start = results[-1], max(result.start for result in results)
 
     def columns(values: Callable[[DecodeResult], Tensor], fill: int) -> Tensor:
@@ -308,7 +308,7 @@ def length_buckets(lengths: Sequence[int], *, batch_size: int) -> list[list[int]
 
     Returns:
         Indices into ``lengths``, each exactly once; buckets from short to long, equal lengths in
-        their order. Results of a decode do not depend on the buckets, only its speed does.
+        their original order. Only the speed of a decode depends on the buckets, not its results.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     return [order[first : first + batch_size] for first in range(0, len(order), batch_size)]

@@ -32,10 +32,10 @@ class Window(Plug):
 
     @abstractmethod
     def view(self, state: DecodeState) -> WindowView:
-        """The window of every row for this step."""
+        """Returns the window of every row for this step."""
 
     def bounds(self, column: int, *, start: int, length: int, first: int) -> tuple[int, int]:
-        """First column and end of the block around a row's leftmost mask, as a cache asks.
+        """Returns first column and end of the block around a row's leftmost mask, for caches.
 
         Args:
             first: column of the row's first real token.
@@ -47,9 +47,9 @@ class Window(Plug):
 
 
 def masks_first(state: DecodeState, columns: Tensor) -> Tensor:
-    """``(b, k)`` indices into ``(b, K)`` columns: a row's masked ones first, as many as any has.
+    """``(b, k)`` indices into ``(b, K)`` columns, masked ones first; ``k`` is the most in any row.
 
-    Only masked ones matter, half of a block on average. Their number is asked of the device, so
+    Only masked columns matter, half of a block on average. Their number is read from the device, so
     this is for the CPU.
     """
     masked = state.masked.gather(1, columns)
@@ -82,7 +82,7 @@ class BlockWindow(Window):
         Args:
             block_length: in tokens.
             origin: where blocks are counted from; with ``sequence``, block models decode in the
-                blocks of their own generators and a row's first block may begin in its prompt.
+                blocks of their own generators, and a row's first block may begin in its prompt.
         """
         at_least(1, block_length=block_length)
         self.block_length = block_length
@@ -120,7 +120,7 @@ class BlockWindow(Window):
 
 
 def default_window(spec: BackboneSpec) -> Window:
-    """The model's own blocks with block attention (SDAR, 2510.06303), else the whole response."""
+    """Returns the blocks of a block model (SDAR, 2510.06303), otherwise the whole response."""
     if spec.attention == "full":
         return FullWindow()
     assert spec.block_size is not None
@@ -128,8 +128,8 @@ def default_window(spec: BackboneSpec) -> Window:
 
 
 def check_window(window: Window, spec: BackboneSpec) -> None:
-    """Refuses a window in which a block model would write a block before the one left of it."""
-    # No block sees a later one: what is written ahead would be decided without what comes before.
+    """Refuses a window in which a block model could write a block before an earlier one."""
+    # No block sees a later one: a block written ahead would be decided without the text before it.
     if spec.attention == "full":
         return
     size, origin = spec.block_size, spec.block_origin
@@ -165,12 +165,12 @@ class SlidingWindow(Window):
 
 
 class SteppedBlockWindow(Window):
-    """Blocks of equal length and equally many of the ``steps``, whatever is still masked.
+    """Blocks of equal length with an equal share of the ``steps`` each, whatever is still masked.
 
     Step ``t`` belongs to block ``t // (steps / blocks)``; a step may commit masks left of its
-    block's end. Where a block is full before its steps are used up, the rest of them commit nothing
-    and count all the same: the TraceLock release (arXiv 2605.24697) decodes its baselines so, with
-    128 steps for each block of 128. :class:`BlockWindow` moves on.
+    block's end. If a block is full before its steps are used up, the rest of them commit nothing
+    but still count. The TraceLock release (arXiv 2605.24697) decodes its baselines in this way,
+    with 128 steps for each block of 128. :class:`BlockWindow` moves on instead.
     """
 
     def __init__(self, block_length: int = 128, *, steps: int = 256) -> None:
@@ -189,7 +189,7 @@ class SteppedBlockWindow(Window):
             )
         number = (state.step // (self.steps // num_blocks)).clamp_max(num_blocks - 1)
         ends = state.start + (number + 1) * self.block_length
-        end = int(ends.max())  # of the row that is furthest; a GPU is waited for
+        end = int(ends.max())  # of the row furthest ahead; waits for a GPU
         columns = torch.arange(L, device=state.ids.device)
         return WindowView(
             candidates=state.masked & (columns < ends[:, None]),
@@ -233,7 +233,7 @@ class FixedQuota(Quota):
 
 
 class _StepsQuota(Quota):
-    """What the quotas share that take steps of the response or of every block."""
+    """Base of the quotas that take the steps of the response or of every block."""
 
     def __init__(self, steps: int | None = None, *, steps_per_block: int | None = None) -> None:
         """Sets exactly one: the steps of the response, or those of each block."""
@@ -256,7 +256,7 @@ class EvenQuota(_StepsQuota):
 
     A block with ``m`` masks and ``S`` steps commits ``m // S`` per step and one more in the first
     ``m % S`` steps (LLaDA, arXiv 2502.09992, reference sampler; the static remasking of dLLM-RL's
-    block sampler, whose ``S`` is given per block). Steps of the response are a multiple of its
+    block sampler, whose ``S`` is given per block). ``steps`` must be a multiple of the number of
     blocks.
     """
 
@@ -302,13 +302,13 @@ class ScheduleQuota(_StepsQuota):
 
 
 class BudgetQuota(Quota):
-    """A number of steps for the decode: what is left is shared by the steps left.
+    """A number of steps for the decode: the masks left are shared by the steps left.
 
     A step commits at least ``ceil(masks / steps left)``. Policies that commit exactly their quota
-    thus take even shares; those that may commit more, such as thresholds, need fewer later. With
-    blocks every one of them gets at least a step. The number is exceeded by a step where the first
-    block begins in a row's prompt, by up to one a block where a prefix or dual cache of a model
-    with a right shift lets its first step commit one cell alone, and by what a cap holds back.
+    thus take even shares; those that may commit more, such as thresholds, need fewer later. Every
+    block gets at least one step. The number is exceeded by one step if a row's first block begins
+    in its prompt, by up to one per block if a prefix or dual cache of a model with a right shift
+    lets the block's first step commit only one cell, and by what a cap holds back.
     """
 
     counts_blocks = False
