@@ -1,4 +1,4 @@
-"""The base of policies, and those that train nothing: best scores, thresholds, joint entropy."""
+"""The base class of policies, and untrained ones: best scores, thresholds, joint entropy."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from lit_dlm.plugs import Plug
 
 
 class CommitPolicy(Plug):
-    """Says which candidates become final. It never writes the canvas.
+    """Chooses which candidates become final. It never writes the canvas.
 
-    A class with the method ``select`` is one; see ``examples/commit_policy.py``.
+    Any class with a method ``select`` is one; see ``examples/commit_policy.py``.
     """
 
     requires: frozenset[str] = frozenset()
-    """What it reads of a proposal beyond tokens and probabilities: ``hidden``, ``entropy``,
+    """What it needs besides proposed tokens and their probabilities: ``hidden``, ``entropy``,
     ``margin``, ``drawn``, ``raw_prob``, ``raw_entropy``, ``raw_margin``, ``window`` (proposals for
     all cells of the window, not only for masked ones), or ``region`` (for the whole response).
-    A policy that asks for ``hidden`` also has an attribute ``hidden_layers: tuple[int, ...]``."""
+    A policy that requires ``hidden`` also has an attribute ``hidden_layers: tuple[int, ...]``."""
     needs_quota: bool = False
     needs_layout: bool = False
     counts_blocks: bool = False
@@ -43,11 +43,11 @@ class CommitPolicy(Plug):
 
     @property
     def trained_on(self) -> Sequence[str]:
-        """Names of the tasks that a learned policy saw; empty for heuristics, and where unknown."""
+        """Names of tasks that a learned policy was trained on, if known; empty for heuristics."""
         return ()
 
     def budget(self, num_masks: int) -> int:
-        """Most steps that a row with so many masks takes, where the settings name no number."""
+        """Returns the most steps of a row with so many masks, if ``max_steps`` is not set."""
         return num_masks
 
     def denoise(
@@ -57,8 +57,8 @@ class CommitPolicy(Plug):
         columns: Tensor,
         hidden_layers: tuple[int, ...],
     ) -> Denoised:
-        """The forward of a step without a cache, for ``(b, K)`` int64 columns."""
-        # Only block models and guidance ask where the response begins.
+        """Runs the forward of a step without a cache, for ``(b, K)`` int64 columns."""
+        # Only block models and guidance need to know where the response begins.
         asks = backbone.spec.attention == "block" or isinstance(backbone, GuidedBackbone)
         return backbone.denoise(
             state.ids,
@@ -73,11 +73,11 @@ class CommitPolicy(Plug):
     ) -> tuple[DecodeState, Denoised]:
         """Reads a forward before tokens are proposed.
 
-        A policy with a memory of former steps returns the state with another ``memory``, which the
-        next step is given. A policy itself keeps none, since it decodes several batches.
+        A policy that remembers earlier steps returns the state with a new ``memory``, which the
+        next step receives. The policy itself stores nothing, since it decodes several batches.
 
         Args:
-            candidates: ``(b, L)`` bool, the window's.
+            candidates: ``(b, L)`` bool, those of the window.
 
         Returns:
             The state, and the logits that tokens are proposed from.
@@ -104,8 +104,8 @@ class ThresholdPolicy(CommitPolicy):
     """Commits every candidate whose probability reaches a threshold (Fast-dLLM, arXiv 2505.22618).
 
     A row in which none does is left to the stall rule, which commits its best one. With a quota,
-    a row in which fewer qualify commits its best ``quota`` instead (the dynamic remasking of
-    dLLM-RL's block sampler), so it is never slower than the quota alone.
+    a row in which fewer do commits its best ``quota`` instead (the dynamic remasking of dLLM-RL's
+    block sampler), so it is never slower than the quota alone.
     """
 
     def __init__(self, threshold: float = 0.9) -> None:
@@ -124,8 +124,8 @@ class ThresholdPolicy(CommitPolicy):
 class DynamicPolicy(ThresholdPolicy):
     """Dynamic remasking of dLLM-RL's block sampler (``low_confidence_dynamic``, arXiv 2509.06949).
 
-    Commits every candidate whose probability is *over* the threshold; where fewer than the quota
-    are, the best ``quota`` ones. So it is never slower than static remasking, which is
+    Commits every candidate whose probability is *above* the threshold; if these are fewer than the
+    quota, the best ``quota`` ones. So it is never slower than static remasking, which is
     ``ConfidencePolicy`` with the same quota.
     """
 
@@ -143,8 +143,8 @@ class FactorPolicy(CommitPolicy):
     """Commits as many of the surest candidates as a factor allows (Fast-dLLM, arXiv 2505.22618).
 
     They are the ``n`` most probable ones for the largest ``n`` with ``(n + 1) (1 - c_n) < factor``,
-    ``c_n`` the n-th largest probability; at least ``quota`` where there is one. The release keeps
-    equality as well, and commits the last candidate of a block even where only it fails.
+    where ``c_n`` is the n-th largest probability; at least ``quota`` if there is one. The release
+    allows equality, too, and commits the last candidate of a block even if only that one fails.
     """
 
     def __init__(self, factor: float = 1.0) -> None:
@@ -165,9 +165,9 @@ class FactorPolicy(CommitPolicy):
 class EntropyBoundedPolicy(CommitPolicy):
     """Commits the surest candidates while the sum of their entropies stays under a bound.
 
-    Tokens that are committed together are drawn as if they were independent; the error of that is
+    Tokens that are committed together are drawn as if they were independent; the resulting error is
     bounded by their joint entropy. This is the rule ``entropy_bounded`` of dLLM-RL's engine: the
-    plain sum under the bound, at least one commit. The paper's own is :class:`EBSamplerPolicy`.
+    plain sum is under the bound, with at least one commit. The paper's is :class:`EBSamplerPolicy`.
     """
 
     requires = frozenset({"entropy"})
@@ -191,15 +191,15 @@ class EntropyBoundedPolicy(CommitPolicy):
         return Selection(commit, -proposal.entropy)
 
     def allows(self, total: Tensor, largest: Tensor) -> Tensor:
-        """``(b, L)`` bool whether a set may be committed, of its sum and its largest entropy."""
+        """``(b, L)`` bool: whether a set may be committed, by its sum and its largest entropy."""
         return total < self.bound
 
 
 class EBSamplerPolicy(EntropyBoundedPolicy):
-    """EB-Sampler (arXiv 2505.24857), candidates in the order of their entropies.
+    """EB-Sampler (arXiv 2505.24857), with candidates in the order of their entropies.
 
-    The sum leaves the largest entropy of the set out, as the bound on the error of the joint draw
-    does, and may reach the bound (gamma in the paper).
+    The sum leaves out the largest entropy of the set, as the bound on the error of the joint draw
+    does, and may equal ``bound`` (gamma in the paper).
     """
 
     def __init__(self, bound: float = 0.1) -> None:
@@ -245,14 +245,14 @@ class ConfidencePolicy(TopQuotaPolicy):
 class NoisyConfidencePolicy(TopQuotaPolicy):
     """Highest log-probability first, with Gumbel noise that dies down (MaskGIT, arXiv 2202.04200).
 
-    As in the release of MMaDA, each step multiplies the temperature that is left by
-    ``1 - (s + 1) / S``, so the noise is gone sooner than by MaskGIT's own ``1 - s / S``.
+    As in the release of MMaDA, each step multiplies the remaining temperature by
+    ``1 - (s + 1) / S``, so the noise is gone sooner than with MaskGIT's own ``1 - s / S``.
     """
 
     counts_blocks = True
 
     def __init__(self, steps: int, temperature: float = 1.0) -> None:
-        """Sets the steps of the decode and the factor of the noise before the first of them."""
+        """Sets the steps of the decode and the factor of the noise before the first step."""
         at_least(1, steps=steps)
         at_least(0, temperature=temperature)
         self.steps = steps

@@ -1,4 +1,4 @@
-"""Confidence weighed by position and by how rare a token is elsewhere."""
+"""Confidence weighted by position and by how rare a token is in a background corpus."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class PCSamplerPolicy(TopQuotaPolicy):
     """Informative tokens first, from the left (PC-Sampler, arXiv 2508.13021).
 
     The score of cell ``i`` is ``exp(-decay i) min(-p log f, clip)`` with the probability ``p`` of
-    its token and the token's frequency ``f`` in a background corpus; here its logarithm, which
-    does not underflow. The release adds 1e-9 to ``f``, and counts ``i`` from the begin of a block,
-    which changes no order inside of it.
+    its token and the token's frequency ``f`` in a background corpus; here it is the logarithm of
+    that, which does not underflow. The release adds 1e-9 to ``f``, and counts ``i`` from the start
+    of a block, which does not change the order inside the block.
     """
 
     def __init__(
@@ -37,12 +37,12 @@ class PCSamplerPolicy(TopQuotaPolicy):
         """Sets the corpus and the rules; the counts are read at first use.
 
         Args:
-            background: JSON file of counts as the release has it: ``num_token`` and, by token id,
-                ``p_baseline_dict``; an id that is not there counts once. Or ``tiny``, for the
+            background: JSON file of counts in the release's format: ``num_token`` and, by token id,
+                ``p_baseline_dict``; an id that is missing has the count 1. Or ``tiny``, for the
                 answers that the embedded model was trained on.
             decay: lambda in the paper: 0 for Sudoku, 0.5 for Countdown, 0.25 for other tasks.
             clip: alpha in the paper, nats.
-            sha256: the file's, where it has to be a certain one.
+            sha256: what the digest of the file must be; ``None`` accepts any.
         """
         at_least(0, decay=decay)
         within("(0, inf)", clip=clip)
@@ -53,7 +53,7 @@ class PCSamplerPolicy(TopQuotaPolicy):
 
     @cached_property
     def _counts(self) -> tuple[Tensor, str]:
-        """``(n + 1,)`` float64 ``-log f`` of ids, the last for all from ``n`` on; the digest."""
+        """``(n + 1,)`` float64 ``-log f`` by id, the last for ``n`` and above; and the digest."""
         path = Path(self.background)
         if self.background == "tiny":
             path = Path(str(files("lit_dlm"))) / "assets" / "tiny" / "token_counts.json"

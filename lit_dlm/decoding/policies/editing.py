@@ -1,4 +1,4 @@
-"""Token editing: tokens that stand are replaced in place (LLaDA2.1, arXiv 2602.08676)."""
+"""Token editing: written tokens are replaced in place (LLaDA2.1, arXiv 2602.08676)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lit_dlm.ops.sampling import top_quota
 
 
 class TokenEditingPolicy(CommitPolicy):
-    """A threshold for masks (M2T), and one for tokens that stand (T2T), in every step.
+    """Applies one threshold to masks (M2T) and one to written tokens (T2T), in every step.
 
-    A mask is written where its proposal is over ``threshold``, the most probable one where none
-    is; a token of the block is replaced where another one is the most probable and over
-    ``edit_threshold``. A full block gets further steps, of edits alone, until one edits nothing,
-    ``max_post_steps`` at most; so a block of ``n`` masks takes ``n + max_post_steps`` steps at
-    most.
+    A mask is written if its proposal is above ``threshold``, or the most probable one if none is; a
+    token of the block is replaced if another token is the most probable and above
+    ``edit_threshold``. A full block gets further steps, which only edit, until one edits nothing,
+    at most ``max_post_steps``; so a block of ``n`` masks takes at most ``n + max_post_steps``
+    steps.
     """
 
     takes_back = True
@@ -28,7 +28,7 @@ class TokenEditingPolicy(CommitPolicy):
     def __init__(
         self, threshold: float = 0.7, *, edit_threshold: float = 0.5, max_post_steps: int = 16
     ) -> None:
-        """Sets the rule; SGLang's defaults are 0.5 and 0, those of Diffusers' pipeline are ours."""
+        """Sets the rule; the defaults are those of Diffusers' pipeline, SGLang has 0.5 and 0."""
         within("[0, 1]", threshold=threshold, edit_threshold=edit_threshold)
         at_least(0, max_post_steps=max_post_steps)
         self.threshold = threshold
@@ -36,11 +36,11 @@ class TokenEditingPolicy(CommitPolicy):
         self.max_post_steps = max_post_steps
 
     def budget(self, num_masks: int) -> int:
-        """Every mask may be a block of its own."""
+        """Returns the most steps: every mask may be a block of its own."""
         return num_masks * (1 + self.max_post_steps)
 
     def check_backbone(self, backbone: Backbone) -> None:
-        """Refuses models that never saw wrong tokens: what they say of a token is worth nothing."""
+        """Refuses models not trained on wrong tokens: their view of a token is worth nothing."""
         if not backbone.spec.edits_tokens:
             raise ValueError(
                 "policy: TokenEditingPolicy replaces tokens that stand, which "
@@ -51,7 +51,7 @@ class TokenEditingPolicy(CommitPolicy):
     def select(
         self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
     ) -> Selection:
-        """Keeps ``(b, 1)``: the steps that found the block full."""
+        """Selects; the memory ``(b, 1)`` holds how many steps found the block full."""
         prob, standing = proposal.prob, state.standing
         sure = candidates & (prob > self.threshold)
         best = top_quota(prob, candidates, 1)

@@ -1,7 +1,7 @@
-"""Policies that remember former steps: stable distributions, credit for former proposals.
+"""Policies that remember earlier steps: stable distributions, credit for earlier proposals.
 
-What they keep is in ``state.memory``, so that rows take it along and verification, which goes
-through the steps of a record in their order, decides with the same.
+Their memory is in ``state.memory``, so that it moves with its rows, and verification, which goes
+through the steps of a record in order, decides with the same memory.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from lit_dlm.ops.sampling import top_quota
 class KLASSPolicy(CommitPolicy):
     """Commits confident candidates whose distributions have settled (KLASS, arXiv 2511.05664).
 
-    A candidate is ready if its probability is over the threshold and the KL divergences of its
-    distribution from that of the step before stayed under ``max_kl`` in the last ``history`` steps,
-    the first of which has none. As in the release, distributions of later blocks count, and no cell
-    is ready before step ``history - 1`` of its block. A row where none is ready is left to the
-    stall rule; with a quota, ready candidates come first and the most probable others fill up.
+    A candidate is ready if its probability is above the threshold and the KL divergence of its
+    distribution from that of the previous step was under ``max_kl`` in each of the last ``history``
+    steps; step 0 has none. As in the release, steps before a cell's own block count, but no cell is
+    ready before step ``history - 1`` of its block. A row in which none is ready is left to the
+    stall rule; with a quota, ready candidates come first, the most probable others fill it up.
     """
 
     requires = frozenset({"region"})
@@ -43,13 +43,13 @@ class KLASSPolicy(CommitPolicy):
     def remember(
         self, state: DecodeState, candidates: Tensor, denoised: Denoised
     ) -> tuple[DecodeState, Denoised]:
-        """Keeps distributions and last divergences: ``(b, G, V + history)`` float32."""
+        """Stores distributions and the last divergences: ``(b, G, V + history)`` float32."""
         probs = denoised.logits.float().softmax(-1)  # (b, G, V): see requires
         memory = state.memory
         if memory is None:
             memory = probs.new_zeros(*probs.shape[:2], probs.shape[2] + self.history)
         before, kls = memory.split([probs.shape[2], self.history], -1)
-        # Against the zeros of a new row it is some 20 nats, so that the row has to wait.
+        # From the zeros of a new row it is some 20 nats, so that the row has to wait.
         kl = (probs * ((probs + 1e-12).log() - (before + 1e-12).log())).sum(-1, keepdim=True)
         memory = torch.cat([probs, kls[..., 1:], kl], -1)
         return replace(state, memory=memory), denoised
@@ -66,7 +66,7 @@ class KLASSPolicy(CommitPolicy):
         commit = ready
         if quota is not None:
             commit = ready | top_quota(prob.double() + 2.0 * ready, candidates, quota)
-        # Over the threshold where ready, by as much as the nearer of the two rules leaves.
+        # Above the threshold where ready, by the smaller margin of the two rules.
         scores = torch.minimum(prob, self.threshold + spare)
         return Selection(commit, torch.where(ready.any(1, keepdim=True), scores, prob))
 
@@ -74,17 +74,17 @@ class KLASSPolicy(CommitPolicy):
 class CreditPolicy(ThresholdPolicy):
     """A threshold on logits to which credit was added (CreditDecoding, arXiv 2510.06133).
 
-    In every step all credit of a candidate fades by ``beta``, then its most probable token gains
-    that probability to the power of ``gamma``. Tokens are proposed and scored by the logits plus
-    ``alpha log(1 + credit)``, so a token that was proposed again and again can be committed sooner,
-    even where another one is now more probable. Credit begins where the window does, so every block
-    has its own. Rule and values are those of its authors' dInfer (arXiv 2510.08666).
+    In every step, all credit of a candidate is multiplied by ``beta``, then its most probable token
+    gains its probability to the power of ``gamma``. Tokens are proposed and scored by the logits
+    plus ``alpha log(1 + credit)``, so a token that was proposed repeatedly can be committed sooner,
+    even if another one is now more probable. Cells outside the window have no credit, so every
+    block starts anew. Rule and values are those of the authors' dInfer (arXiv 2510.08666).
     """
 
     def __init__(
         self, threshold: float = 0.9, *, alpha: float = 0.7, beta: float = 0.8, gamma: float = 0.2
     ) -> None:
-        """Sets the threshold, and how much credit weighs, lasts, and follows probability."""
+        """Sets the threshold, and how much credit weighs, lasts and follows probability."""
         super().__init__(threshold)
         at_least(0, alpha=alpha, gamma=gamma)
         within("[0, 1]", beta=beta)
@@ -95,7 +95,7 @@ class CreditPolicy(ThresholdPolicy):
     def remember(
         self, state: DecodeState, candidates: Tensor, denoised: Denoised
     ) -> tuple[DecodeState, Denoised]:
-        """Keeps the credit of every token: ``(b, 1 + G, V)`` float32, first for any prompt cell."""
+        """Stores the credit of every token: ``(b, 1 + G, V)`` float32, entry 0 for prompt cells."""
         logits, columns = denoised.logits.float(), denoised.columns
         memory = state.memory
         if memory is None:

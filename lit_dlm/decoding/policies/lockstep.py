@@ -1,9 +1,9 @@
 """Lockstep decoding: the regions of a response are filled together, each by its own rules.
 
-The idea is that of the Dream-7B Lockstep R/A release, defined anew: every row counts for itself, a
-row without a commit is left to the stall rule, and a region that goes second has read what the
-first one wrote. In a row, a region with ``m`` masks commits those of its candidates that reach its
-threshold ``tau``, at most ``max(1, floor(max_fill_frac * m))``, the most probable ones first.
+The idea is that of the Dream-7B Lockstep R/A release, defined anew: every row is treated on its
+own, a row without a commit is left to the stall rule, and a region that comes second has read what
+the first one wrote. In a row, a region with ``m`` masks commits those of its candidates that reach
+its threshold ``tau``, at most ``max(1, floor(max_fill_frac * m))``, the most probable ones first.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from lit_dlm.ops.sampling import rank_descending, top_quota
 
 @dataclass(frozen=True)
 class RegionPass:
-    """What a pass over all regions with the same forward would commit."""
+    """What a pass over all regions would commit from one forward."""
 
     regions: RegionMap
     candidates: Tensor  # (b, L) bool
     prob: Tensor  # (b, L) floating point
     tau: Tensor  # (b, L) in the dtype of prob: threshold of each column's region
-    in_cap: Tensor  # (b, L) bool: candidates that the cap of their region leaves
+    in_cap: Tensor  # (b, L) bool: candidates within their region's cap
 
     def commit(self, bonus: Tensor | float = 0.0) -> Tensor:
-        """``(b, L)`` bool: the pass, with a bonus on every probability."""
+        """``(b, L)`` bool: what the pass commits, with a bonus on every probability."""
         return self.in_cap & (self.prob + bonus >= self.tau)
 
 
 class LockstepPolicy(CommitPolicy):
-    """What lockstep policies share; subclasses say which regions a forward commits."""
+    """Base of the lockstep policies; subclasses say which regions a forward commits."""
 
     needs_layout = True
 
     def __init__(self, *, tau: float | None = None) -> None:
-        """Takes ``tau`` as threshold of all regions instead of the layout's, to sweep over."""
+        """Sets one threshold ``tau`` for all regions instead of the layout's, for sweeps."""
         within("[0, 1]", tau=tau)
         self.tau = tau
 
@@ -53,7 +53,7 @@ class LockstepPolicy(CommitPolicy):
     def select(
         self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
     ) -> Selection:
-        """Commits by region; with a quota (a budget of steps), at least so many."""
+        """Commits by region; with a quota (a budget of steps), at least as many."""
         assert state.regions is not None
         regions, prob = state.regions, proposal.prob
         # float64, so that the product is the one that Python computes.
@@ -97,13 +97,13 @@ class GaussSeidelPolicy(LockstepPolicy):
 
     With a reasoning and an answer region this is the two-forward step: R is committed, the model
     runs again, A is committed. A step of the loop is one forward, so a sweep over the regions takes
-    as many steps as regions commit, and forwards count as what they are. A region that commits
-    nothing takes none: the canvas has not changed, so the next region in the sweep reads the same
-    forward. Where a whole sweep would commit nothing, the stall rule commits the row's most
-    probable candidate, and the sweep goes on behind its region.
+    one step for each region that commits, and every forward is counted. A region that commits
+    nothing takes no step: the canvas has not changed, so the next region in the sweep reads the
+    same forward. If a whole sweep would commit nothing, the stall rule commits the row's most
+    probable candidate, and the sweep continues after that candidate's region.
 
-    A policy keeps no memory, so a row's place in the sweep is read from the state: it follows the
-    region that the last step wrote, the last one where a budget made it write several.
+    The policy keeps no memory, so a row's place in the sweep is read from the state: it is after
+    the region that the last step wrote, or the last of these if a budget made it write several.
     """
 
     def choose(self, state: DecodeState, one_pass: RegionPass) -> Tensor:
@@ -119,9 +119,9 @@ class GaussSeidelPolicy(LockstepPolicy):
 class LaggedPolicy(LockstepPolicy):
     """The regions take turns, one forward each, whether the region's pass commits or not.
 
-    The turn goes by the step number among the regions of the row that still have masks. A region
-    thus reads what the other wrote one forward ago. Where the pass commits nothing, the stall rule
-    commits the row's most probable candidate.
+    The step number decides whose turn it is among the row's regions that still have candidates. A
+    region thus reads what the other wrote one forward ago. If the pass commits nothing, the stall
+    rule commits the row's most probable candidate.
     """
 
     def choose(self, state: DecodeState, one_pass: RegionPass) -> Tensor:
@@ -139,12 +139,12 @@ _COUPLING = 0.1
 class BonusPolicy(LockstepPolicy):
     """All regions from one forward; the commits of a region lower the thresholds of later ones.
 
-    The release's "Gauss-Seidel": every probability of a later region gains ``0.1 * f``, with
-    ``f`` the share of cells that the earlier regions commit in this step.
+    The release's "Gauss-Seidel": every probability of a later region gains ``0.1 * f``, where
+    ``f`` is the share of cells that the earlier regions commit in this step.
     """
 
     def __init__(self, *, batch_wide: bool = False, tau: float | None = None) -> None:
-        """Sets the rules that are not the layout's.
+        """Sets the rules that the layout does not set.
 
         Args:
             batch_wide: take the share over all cells of the batch, prompts and padding included,
@@ -171,7 +171,7 @@ class BonusPolicy(LockstepPolicy):
 def _rank_in_region(scores: Tensor, candidates: Tensor, regions: RegionMap) -> Tensor:
     """``(b, L)`` int64 rank of each candidate in its region, best first, the leftmost of equals.
 
-    Columns that are no candidates come behind those of their region.
+    Columns that are not candidates come after the candidates of their region.
     """
     ranks = rank_descending(scores, candidates)
     # Regions in the order of the ranks, and how often each has come up so far.
@@ -181,7 +181,7 @@ def _rank_in_region(scores: Tensor, candidates: Tensor, regions: RegionMap) -> T
 
 
 def _first_from(begin: Tensor, open_regions: Tensor) -> Tensor:
-    """``(b,)`` int64: the first open region from ``begin`` on in a cycle, any where none is."""
+    """``(b,)`` int64: the first open region from ``begin`` on, cyclically; any if none is open."""
     count = open_regions.shape[1]
     away = (torch.arange(count, device=begin.device) - begin[:, None]).remainder(count)
     return away.masked_fill(~open_regions, count).argmin(1)

@@ -12,15 +12,15 @@ from lit_dlm.ops.sampling import top_quota
 
 
 class ReMDMPolicy(CommitPolicy):
-    """Confidence order with ReMDM's loop: the form that its authors gave LLaDA.
+    """Confidence order with ReMDM's loop, in the form that its authors gave LLaDA.
 
-    The most probable proposals are committed, the quota a step, until a share of the block stands
+    Each step commits the most probable proposals of its quota until a share of the block is written
     (``alpha(t_on)`` of ReMDM-loop); then, for some steps, as many tokens are taken back as the next
-    step writes, so that the share stays (``alpha_s = alpha_t``); then the rest is written. Taken
-    back are the tokens that were the least probable when they were written, as in ReMDM-conf,
-    whose chance for cell ``i`` is ``sigma_t exp(-psi_i) / sum exp(-psi)`` with the probability
-    ``psi`` of that moment; here, as in the release, there is no chance in it. What is taken back in
-    the step that would have written it is not written at all.
+    step writes, so that the share is constant (``alpha_s = alpha_t``); then the rest is written.
+    The tokens taken back are those least probable when they were written. ReMDM-conf draws cell
+    ``i`` with probability ``sigma_t exp(-psi_i) / sum exp(-psi)``, where ``psi`` is that earlier
+    probability; here, as in the release, nothing is drawn. A token that is taken back in the step
+    that would have written it is not written at all.
     """
 
     needs_quota = True
@@ -33,9 +33,9 @@ class ReMDMPolicy(CommitPolicy):
         """Sets the loop.
 
         Args:
-            remasked: tokens that a step of the loop takes back; the release has 1 and 4.
-            loop_steps: steps of the loop in every block; in the release as many as without it.
-            loop_from: share of a block that stands in the loop.
+            remasked: tokens that a step of the loop takes back; the release uses 1 and 4.
+            loop_steps: steps of the loop in every block; in the release as many as without a loop.
+            loop_from: share of a block that is written during the loop.
         """
         at_least(1, remasked=remasked, loop_steps=loop_steps)
         within("[0, 1]", loop_from=loop_from)
@@ -44,13 +44,13 @@ class ReMDMPolicy(CommitPolicy):
         self.loop_from = loop_from
 
     def budget(self, num_masks: int) -> int:
-        """Every mask may be a block of its own, with a loop."""
+        """Returns the most steps: every mask may be a block of its own, with a loop."""
         return num_masks * (1 + self.loop_steps)
 
     def select(
         self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
     ) -> Selection:
-        """Keeps ``(b, G + 1)``: probabilities when written, and the steps of the loop so far."""
+        """Selects; memory ``(b, G + 1)`` has probabilities when written, then the loop's steps."""
         assert quota is not None
         pad = (state.start, 0)
         memory = state.memory
@@ -60,7 +60,7 @@ class ReMDMPolicy(CommitPolicy):
         written, looped = torch.nn.functional.pad(memory[:, :-1], pad), memory[:, -1].long()
         looped = looped.masked_fill(state.block_step == 0, 0)
         was_in = (looped > 0) & (looped <= self.loop_steps)
-        # A schedule's steps are over when the loop is, and some of its blocks still have masks.
+        # After the loop a schedule's steps are over, while some blocks still have masks.
         counts = torch.where(was_in, self.remasked, quota.clamp_min(1))
         commit = top_quota(proposal.prob, candidates, counts)
         written = torch.where(state.masked, proposal.prob, written)

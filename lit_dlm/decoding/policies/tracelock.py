@@ -2,7 +2,7 @@
 
 The release decodes in a window that starts at the leftmost mask ("soft crop"), with an end-of-text
 gate; here the window, the gate and the fill of an ended answer belong to the decode loop, so that
-every method can be compared with the same ones.
+all methods can be compared with the same ones.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from lit_dlm.heads.scorer import AcceptanceScorer
 from lit_dlm.ops.options import at_least, within
 from lit_dlm.ops.sampling import top_quota, uniform_noise
 
-_STREAM = 23  # apart from the draws of samplers and captures
+_STREAM = 23  # separate from the draws of samplers and captures
 
 
 class TraceLockPolicy(CommitPolicy):
     """Commits every candidate whose acceptance probability reaches a threshold.
 
     A row in which none does is left to the stall rule, which commits its best-scored candidate
-    (the release's fallback). Its features are of the model's own distribution, as in training,
-    whatever the sampler scores.
+    (the release's fallback). The network's features describe the model's own distribution, as in
+    training, whatever the sampler scores.
     """
 
     forwards_per_step = 1
     is_in_training = False
-    """Whether weights change, so that records of a run cannot name them."""
+    """Whether the weights change, so that the records of a run cannot name them."""
 
     def __init__(
         self,
@@ -50,21 +50,21 @@ class TraceLockPolicy(CommitPolicy):
         release_compat: bool = False,
         scorer: AcceptanceScorer | None = None,
     ) -> None:
-        """Sets the rules; the weights are read at first use, so that nobody needs unused ones.
+        """Sets the rules; the weights are read at first use, so an unused policy needs none.
 
         Args:
             path: folder exported by training, a hub id, or the name of an embedded model (``tiny``)
                 for the policy trained on outcomes that ships with it.
-            threshold: acceptance probability from which a proposal is committed.
-            max_accept_per_step: most acceptances of a row in one step, the best ones; 4 in the
-                release (a hidden default there), ``null`` for no cap.
-            temperature: above 0 every candidate is committed by chance, with even odds at the
-                threshold: what training on outcomes explores with.
-            release_compat: decides as the release does: the end-of-text gate knows the end of text
-                that also pads (the first of the backbone's ``eos_ids``) and no end of turn; it
-                works behind the cap and not on the fallback, so a row whose proposals all end the
+            threshold: smallest acceptance probability with which a proposal is committed.
+            max_accept_per_step: most acceptances of a row in one step, which keeps the best ones; 4
+                in the release (a hidden default there), ``null`` for no cap.
+            temperature: above 0, every candidate is committed at random, with even odds at the
+                threshold; training on outcomes explores in this way.
+            release_compat: decides as the release does: the end-of-text gate knows only the end of
+                text that also pads (the first of the backbone's ``eos_ids``), not the end of turn;
+                it acts after the cap and not on the fallback, so a row whose proposals all end the
                 text commits one and opens the gate; a quota takes the most probable proposals.
-            scorer: the loaded policy; ``path`` is not read then.
+            scorer: the loaded policy; ``path`` is then not read.
         """
         if path is None and scorer is None:
             raise ValueError("TraceLockPolicy: expected path or scorer, got neither")
@@ -113,8 +113,8 @@ class TraceLockPolicy(CommitPolicy):
         settings = self.scorer.settings
         requires = {"hidden", "raw_prob"}
         if settings.layout != "masked":
-            # Written positions are rows of the network too, so they need a proposal. Masked ones
-            # that it sees are the window's, which has one anyway.
+            # Written positions are rows of the network too, so they need a proposal. The masked
+            # ones that it sees are in the window, which has proposals anyway.
             requires.add("region")
         if settings.features.entropy:
             requires.add("raw_entropy")
@@ -142,7 +142,7 @@ class TraceLockPolicy(CommitPolicy):
         return Selection(commit, logits)
 
     def log_odds(self, logits: Tensor) -> Tensor:
-        """Log-odds of the draws by their decision logits, of any shape."""
+        """Returns the log-odds of the draws from decision logits of any shape."""
         return (logits - math.log(self.threshold / (1.0 - self.threshold))) / self.temperature
 
     def decision_logits(self, state: DecodeState, candidates: Tensor, proposal: Proposal) -> Tensor:
@@ -158,7 +158,7 @@ class TraceLockPolicy(CommitPolicy):
         if visible.device.type == "cpu":
             seen = scorer.seen(states, visible).flatten().nonzero().squeeze(1)
             features = self._features(proposal, lambda values: values.flatten(0, 1)[seen])
-        else:  # a GPU would have to be waited for
+        else:  # on a GPU, the host would have to wait
             first = 0 if scorer.settings.layout == "all" else state.start
             states, visible = states[:, first:], visible[:, first:]
             features = self._features(proposal, lambda values: values[:, first:])
@@ -167,7 +167,7 @@ class TraceLockPolicy(CommitPolicy):
         return torch.nn.functional.pad(logits, (state.ids.shape[1] - logits.shape[1], 0))
 
     def _features(self, proposal: Proposal, rows: Callable[[Tensor], Tensor]) -> Tensor:
-        """Features of the rows that a function takes from ``(b, L, ...)`` tensors."""
+        """Returns features of the rows that ``rows`` selects from ``(b, L, ...)`` tensors."""
         assert proposal.hidden is not None
         assert proposal.raw_prob is not None
         return self.scorer.features(
@@ -181,7 +181,7 @@ class TraceLockPolicy(CommitPolicy):
         return {
             "threshold": self.threshold,
             "max_accept_per_step": self.max_accept_per_step,
-            # Listed only where they are on, as in older records.
+            # Listed only if they are on, as in older records.
             **({"temperature": self.temperature} if self.temperature else {}),
             **({"release_compat": True} if self.release_compat else {}),
             **({} if self.is_in_training else {"weights": self.scorer.digest()}),
@@ -207,9 +207,9 @@ def position_states(state: DecodeState) -> Tensor:
 def left_of_window_end(masked: Tensor, candidates: Tensor) -> Tensor:
     """``(b, L)`` bool: columns that the network may see, all up to the end of the window.
 
-    The window is known by its candidates: it ends before the first masked column right of the
-    last candidate, and nowhere when there is none. Where the end-of-text gate took candidates, it
-    thus ends at the first masked column behind the last one that is left.
+    The window follows from its candidates: it ends before the first masked column right of the last
+    candidate, or with the canvas if there is none. If the end-of-text gate has removed candidates,
+    it thus ends before the first masked column after the last one that is left.
     """
     still_inside = candidates.flip(1).cumsum(1).flip(1) > 0
     beyond = masked & ~still_inside

@@ -1,4 +1,4 @@
-"""WINO: draft many tokens, verify those that stand in the same forward (arXiv 2507.18578)."""
+"""WINO: drafts many tokens and verifies written ones in the same forward (arXiv 2507.18578)."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from lit_dlm.ops.options import within
 from lit_dlm.ops.sampling import top_quota
 
 _SHARE, _LEAST, _MOST = 0.7, 5, 20
-"""A step drafts this share of the masks of the window at most, within these bounds: the release's
-own rule, which the paper does not name."""
+"""A step drafts at most this share of the masks of the window, within these bounds: a rule of the
+release that the paper does not mention."""
 
 
 class WINOPolicy(CommitPolicy):
-    """Wide in, narrow out: a low threshold drafts, a high one takes back what it no longer backs.
+    """Wide in, narrow out: a low threshold drafts tokens, a high one takes doubtful ones back.
 
-    Behind the canvas stands a shadow of every cell of the window: a mask with the cell's position,
-    which sees the canvas without that cell, and all shadows; the canvas sees no shadow. So one
-    forward proposes tokens for masks and says how probable each standing token is where it is
-    hidden. A step takes back fewer tokens than the step before it wrote, the least probable ones,
-    and none if it writes one alone; so a window of ``n`` masks is full within ``n`` steps.
+    The canvas is followed by a shadow of every cell of the window: a mask at the cell's position
+    that sees the canvas without that cell, and all shadows; the canvas sees no shadow. So one
+    forward proposes tokens for masks and says how probable each written token is when it is hidden.
+    A step takes back fewer tokens than the previous step wrote, the least probable ones, and none
+    if it writes only one; so a window of ``n`` masks is full within ``n`` steps.
     """
 
     requires = frozenset({"window"})
     takes_back = True
 
     def __init__(self, threshold: float = 0.6, *, threshold_back: float = 0.9) -> None:
-        """Sets the probabilities over which tokens are drafted, and under which taken back.
+        """Sets the probabilities above which tokens are drafted, and below which taken back.
 
-        The values are those of the release (tau 1 and tau 2 in the paper).
+        The defaults are those of the release (tau 1 and tau 2 in the paper).
         """
         within("[0, 1]", threshold=threshold, threshold_back=threshold_back)
         self.threshold = threshold
         self.threshold_back = threshold_back
 
     def check_backbone(self, backbone: Backbone) -> None:
-        """Refuses models for which the method has not been said."""
+        """Refuses models for which the method is not defined."""
         spec = backbone.spec
         if spec.attention != "full" or spec.shift:
             raise ValueError(
@@ -57,7 +57,7 @@ class WINOPolicy(CommitPolicy):
         columns: Tensor,
         hidden_layers: tuple[int, ...],
     ) -> Denoised:
-        """The forward with shadows; entries of standing cells are those of their shadows."""
+        """Runs the forward with shadows; entries of written cells are those of their shadows."""
         window, (b, L) = state.window, state.ids.shape
         assert window is not None
         K = window.shape[1]
@@ -66,7 +66,7 @@ class WINOPolicy(CommitPolicy):
         visible = torch.zeros(b, L + K, L + K, dtype=torch.bool, device=window.device)
         visible[:, :, :L] = real[:, None]
         visible[:, L:, :L] &= window[:, :, None] != cells
-        # A window that is cut short repeats its last column: one shadow a cell.
+        # A window that is cut short repeats its last column: only one shadow per cell is seen.
         visible[:, L:, L:] = window.diff(dim=1, prepend=window[:, :1] - 1)[:, None] != 0
         places = position_ids_for(real, backbone.spec.positions)
         found = backbone.denoise(
@@ -81,7 +81,7 @@ class WINOPolicy(CommitPolicy):
 
     @staticmethod
     def _rows(state: DecodeState, window: Tensor, columns: Tensor) -> Tensor:
-        """``(b, K)`` int64: for each column its own, or that of its shadow where a token stands."""
+        """``(b, K)`` int64: for each column its own, or that of its shadow if it is written."""
         shadows = torch.zeros_like(state.ids)
         numbers = torch.arange(window.shape[1], device=window.device).expand_as(window)
         shadows = shadows.scatter_reduce(1, window, numbers, "amin", include_self=False)
@@ -92,7 +92,7 @@ class WINOPolicy(CommitPolicy):
     def remember(
         self, state: DecodeState, candidates: Tensor, denoised: Denoised
     ) -> tuple[DecodeState, Denoised]:
-        """Keeps how probable the tokens are that stand: ``(b, G)`` float32."""
+        """Stores how probable the written tokens are: ``(b, G)`` float32."""
         columns = denoised.columns
         tokens = state.ids.gather(1, columns)[..., None]
         prob = denoised.logits.float().softmax(-1).gather(-1, tokens)[..., 0]
