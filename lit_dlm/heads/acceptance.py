@@ -61,7 +61,7 @@ class AcceptanceConfig:
 
 @dataclass(frozen=True)
 class AcceptanceOutput:
-    """What the network says of a state."""
+    """What the network says about each state of a batch."""
 
     logits: Tensor  # (B, R) float32 acceptance logits
     tau: Tensor  # (B,) float32 learned threshold
@@ -79,7 +79,7 @@ class AcceptanceHead(nn.Module):
     """
 
     def __init__(self, num_features: int, config: AcceptanceConfig | None = None) -> None:
-        """Takes ``num_features`` (``F``) a position; torch's default initialisation."""
+        """Takes ``num_features`` (``F``) per position; ``tau`` is 0 until it is trained."""
         super().__init__()
         config = config or AcceptanceConfig()
         self.num_features = num_features
@@ -103,16 +103,16 @@ class AcceptanceHead(nn.Module):
 
         Args:
             features: ``(B, R, F)`` of any floating type; computed in float32. In evaluation they
-                may be packed: ``(N, F)``, one row per ``True`` of ``visible``, state by state,
-                which is all that is computed then. It saves most of the work where few are
-                visible, and needs their number on the host, so it is for the CPU.
+                may be packed: ``(N, F)``, one row per ``True`` of ``visible``, state by state; only
+                these are computed then. It saves most of the work if few positions are visible,
+                but needs their number on the host, so it is for the CPU.
             state: ``(B, R)`` int64 :class:`PositionState` of each position.
-            visible: ``(B, R)`` bool; the others (padding, right of the window) are not attended
-                to and their outputs mean nothing (0 where the features are packed).
+            visible: ``(B, R)`` bool; other positions (padding, right of the window) are not
+                attended to, and their outputs mean nothing (0 if the features are packed).
         """
         if features.ndim == 2:
             return self._packed(features.float(), state, visible)
-        # What is not visible may be anything, even not finite: it must not reach a product.
+        # Features that are not visible may be anything, even NaN: they must not reach a product.
         features = features.float().masked_fill(~visible[..., None], 0.0)
         x = self._embed(features, state, self._positions(state, visible))
         x = torch.cat([self.threshold_token.expand(len(x), 1, -1), x], dim=1)
@@ -120,7 +120,7 @@ class AcceptanceHead(nn.Module):
         for layer in self.layers:
             x = layer(x, attend)
         x = self.final_norm(x)
-        logits = self.logit_head(x[:, 1:]).squeeze(-1).float()  # less under autocast
+        logits = self.logit_head(x[:, 1:]).squeeze(-1).float()  # lower precision under autocast
         return AcceptanceOutput(logits=logits, tau=self.tau_head(x[:, 0]).squeeze(-1).float())
 
     def _packed(self, features: Tensor, state: Tensor, visible: Tensor) -> AcceptanceOutput:
@@ -139,7 +139,7 @@ class AcceptanceHead(nn.Module):
         return AcceptanceOutput(logits=logits, tau=tau)
 
     def _positions(self, state: Tensor, visible: Tensor) -> Tensor:
-        """``(B, R)`` int64 table indices or distances, as the configuration has it."""
+        """``(B, R)`` int64 table indices or distances, by the configuration's ``positions``."""
         if self.config.positions == "learned":
             return response_offsets(state)
         return frontier_distance((state == PositionState.GEN) & visible)
@@ -163,8 +163,8 @@ def accepted(
 
     Args:
         logits: ``(B, R)`` floating point decision logits.
-        threshold: probability from which a candidate is accepted.
-        max_accept: most acceptances of a row, the best ones; ``None`` for all.
+        threshold: smallest probability with which a candidate is accepted.
+        max_accept: most acceptances of a row, which keeps the best ones; ``None`` for no cap.
     """
     # Compared as logits: a sigmoid in float32 cannot tell 17 from 18.
     limit = torch.logit(torch.tensor(threshold, dtype=torch.float64)).item()
@@ -173,7 +173,7 @@ def accepted(
 
 
 def response_offsets(state: Tensor) -> Tensor:
-    """``(B, R)`` int64 rows of the learned table: 0 in the prompt, ``1 + offset`` behind it."""
+    """``(B, R)`` int64 rows of the learned table: 0 in the prompt, ``1 + offset`` after it."""
     in_response = state != PositionState.PROMPT
     return (in_response.long().cumsum(1) * in_response).clamp_max(_MAX_LENGTH)
 
@@ -181,7 +181,7 @@ def response_offsets(state: Tensor) -> Tensor:
 def frontier_distance(is_gen: Tensor) -> Tensor:
     """``(B, R)`` int64 signed distance to the leftmost of the ``(B, R)`` bool masked positions.
 
-    0 at the frontier, negative left of it. In a row without a mask the first position is it.
+    0 at the frontier, negative left of it. Without masks, the frontier is the first position.
     """
     frontier = is_gen.to(torch.uint8).argmax(1)
     return torch.arange(is_gen.shape[1], device=is_gen.device) - frontier[:, None]
@@ -202,19 +202,19 @@ def sinusoids(distance: Tensor, width: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Packing:
-    """Where packed rows stand when attention needs them state by state.
+    """Maps packed rows to the padded ones that attention needs, and back.
 
     Packed rows are the ``B`` threshold tokens, then all visible positions. Padded, a state's ``K``
     rows are its threshold token, then its visible positions, then fillers.
     """
 
-    padded: Tensor  # (B, K) int64 packed row of each padded one; some row or other for a filler
-    packed: Tensor  # (B + N,) int64 padded row, counted through, of each packed one
-    attend: Tensor  # (B, 1, 1, K) bool: no filler
+    padded: Tensor  # (B, K) int64 packed row of each padded one; any row for a filler
+    packed: Tensor  # (B + N,) int64 padded row of each packed one, as an index into (B * K,)
+    attend: Tensor  # (B, 1, 1, K) bool: False on fillers
 
     @classmethod
     def of(cls, visible: Tensor) -> Packing:
-        """The packing of ``(B, R)`` bool visible positions; it waits for their number."""
+        """Returns the packing of ``(B, R)`` bool visible positions; waits for their number."""
         B = len(visible)
         counts = visible.sum(1)
         last = counts.cumsum(0)
@@ -233,8 +233,8 @@ class Packing:
 class EncoderLayer(nn.Module):
     """Pre-norm self-attention and feed-forward with GELU.
 
-    Written out because the fused inference path of ``nn.TransformerEncoderLayer`` gives other
-    numbers in evaluation than in training mode and compacts padded batches.
+    Written out because the fused inference path of ``nn.TransformerEncoderLayer`` returns other
+    numbers in evaluation mode than in training mode, and compacts padded batches.
     """
 
     def __init__(self, width: int, num_heads: int, ffn_width: int, dropout: float) -> None:

@@ -1,9 +1,9 @@
 """Projection of hidden snapshots: the first, frozen stage of the TraceLock features.
 
 One encoder, shared by all snapshots of a step, shortens each of them; a second one shortens the
-differences of neighbouring depths. An encoder is a layer normalisation without parameters followed
-by an affine map, or by two of them with GELU between. Ours is fitted by principal components; the
-release's (arXiv 2605.24697) is an autoencoder trained by unpublished code, and loads as well.
+differences of neighbouring depths. An encoder is a layer normalisation without parameters, followed
+by one affine map or by two with a GELU in between. Ours is fitted by principal components; that of
+the release (arXiv 2605.24697), an autoencoder trained with unpublished code, can be loaded as well.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Projector(nn.Module):
 
     @classmethod
     def random_orthogonal(cls, config: ProjectorConfig, *, seed: int = 0) -> Projector:
-        """A projector onto random orthonormal directions, equal on every machine for a seed."""
+        """Returns a projector onto random orthonormal directions, the same on every machine."""
         generator = torch.Generator().manual_seed(seed)
         projector = cls(config)
         for name in ("hidden_weight", "delta_weight"):
@@ -113,7 +113,7 @@ class Projector(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Projects ``(..., H, D)`` floating point snapshots, depths in ascending order.
 
-        Gives ``(..., H * k_h + (H - 1) * k_d)`` float32: snapshots, then differences of neighbours.
+        Returns ``(..., H * k_h + (H - 1) * k_d)`` float32: snapshots, then their differences.
         """
         snapshots, deltas = _normalised_snapshots(hidden, eps=self.config.norm_eps)
         if self.config.inner_width:
@@ -130,7 +130,7 @@ class Projector(nn.Module):
         config = asdict(self.config)
         for option, default in (("inner_width", 0), ("norm_eps", 1e-6)):
             if config[option] == default:
-                del config[option]  # as in the digests from before there was one
+                del config[option]  # as in digests from before the option
         sha = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
         for name, tensor in sorted(self.named_buffers()):
             sha.update(name.encode())
@@ -162,10 +162,10 @@ class Projector(nn.Module):
 
 
 def read_released(path: Path) -> Projector:
-    """The projection autoencoder that the TraceLock release publishes, as a projector in float32.
+    """Reads the projection autoencoder of the TraceLock release as a projector in float32.
 
-    The modules behind its weights are unpublished; this takes normalisations with a weight and a
-    bias for layer normalisations, and an encoder of two maps for one with GELU between.
+    The code for its weights is unpublished; this assumes that a normalisation with a weight and a
+    bias is a layer normalisation, and that an encoder of two maps has a GELU in between.
     """
     try:
         stored = torch.load(path, map_location="cpu", weights_only=True)
@@ -199,7 +199,7 @@ def read_released(path: Path) -> Projector:
 
 
 def _folded(norm: dict[str, Tensor], encoder: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """The affine maps of one encoder, its normalisation's weight and bias folded into the first."""
+    """Returns an encoder's affine maps, with the weight and bias of its norm in the first."""
     names = [key.removesuffix("weight") for key in encoder if key.endswith("weight")]
     layers = [
         (encoder[f"{name}weight"].double(), encoder[f"{name}bias"].double()) for name in names
@@ -213,8 +213,8 @@ def _folded(norm: dict[str, Tensor], encoder: dict[str, Tensor]) -> list[tuple[T
 class Autoencoder(nn.Module):
     """Trainable encoders and mirrored decoders of snapshots and deltas.
 
-    Our reconstruction: the loss is the mean squared error on the normalised snapshots plus that on
-    the normalised deltas.
+    This is our reconstruction: the loss is the mean squared error on the normalised snapshots plus
+    that on the normalised deltas.
     """
 
     def __init__(self, config: ProjectorConfig, *, dropout: float = 0.1) -> None:
@@ -237,7 +237,7 @@ class Autoencoder(nn.Module):
 
     def _error(self, values: Tensor, encoder: nn.Module, decoder: nn.Module) -> Tensor:
         rebuilt: Tensor = decoder(self.dropout(encoder(values)))
-        # One snapshot has no deltas: their sum over nothing is 0.
+        # A single snapshot has no deltas; their sum is 0.
         return (rebuilt - values).square().sum() / max(values.numel(), 1)
 
     @torch.no_grad()
@@ -274,7 +274,7 @@ class PCAFitter:
         self.config.check_positions(self._hidden.count // self.config.num_snapshots)
         projector = Projector(self.config)
         self._hidden.solve(projector.hidden_weight, projector.hidden_bias)
-        if self._delta.count:  # one snapshot has no neighbours
+        if self._delta.count:  # a single snapshot has no neighbours
             self._delta.solve(projector.delta_weight, projector.delta_bias)
         return projector
 
@@ -282,7 +282,7 @@ class PCAFitter:
 class _Moments:
     """Count, sum and second moment of rows, in float64 on the CPU."""
 
-    # Float64, so that the result does not depend on how rows are cut into updates.
+    # Float64, so that the result does not depend on how rows are split into updates.
 
     def __init__(self, width: int) -> None:
         self.count = 0
@@ -296,7 +296,7 @@ class _Moments:
         self.second += rows.T @ rows
 
     def solve(self, weight: Tensor, bias: Tensor) -> None:
-        """Fills in ``(rank, D)`` scaled directions by falling variance, and their offset."""
+        """Fills in ``(rank, D)`` scaled directions by descending variance, and their offset."""
         rank = len(weight)
         mean = self.total / self.count
         covariance = self.second / self.count - torch.outer(mean, mean)
@@ -325,14 +325,14 @@ LOG_ODDS_LIMIT = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureSettings:
-    """What a policy is shown of a position: projected hidden snapshots, then scalars."""
+    """What a policy sees of a position: projected hidden snapshots, then scalars."""
 
     entropy: bool = True
     """Append the entropy of the proposal distribution, in nats."""
     margin: bool = True
     """Append the log-odds of the proposal's margin over the second-best token."""
     hidden: bool = True
-    """Begin with the projected snapshots; without them a policy sees scalars alone, as that of
+    """Begin with the projected snapshots; without them a policy sees only scalars, as in
     arXiv 2512.09106."""
 
     @property
@@ -342,7 +342,7 @@ class FeatureSettings:
 
 
 def feature_groups(projector: ProjectorConfig, settings: FeatureSettings) -> tuple[int, ...]:
-    """``H`` times ``k_h``, ``H - 1`` times ``k_d``, 1 per scalar: one scale each under int8."""
+    """Sizes of groups with one int8 scale: ``k_h`` a snapshot, ``k_d`` a delta, 1 a scalar."""
     hidden = projector.groups if settings.hidden else ()
     return hidden + (1,) * (1 + settings.entropy + settings.margin)
 
@@ -367,7 +367,7 @@ def acceptance_features(
     entropy: Tensor | None = None,
     margin: Tensor | None = None,
 ) -> Tensor:
-    """Features of each position of a state before anything is committed to it.
+    """Returns the features of each position of a state, before anything is committed in it.
 
     Args:
         hidden: ``(..., H, D)`` aligned snapshots: entry ``i`` belongs to token ``i``.

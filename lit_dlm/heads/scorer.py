@@ -44,17 +44,17 @@ class ScorerSettings:
     """What the network is shown, beyond its architecture."""
 
     layout: Layout = "masked"
-    """Rows that the network sees: the response's masked positions alone (``masked``), a third to a
-    half of the rows in storage and in time and no less accurate where it was measured; the whole
-    response (``generation``); or prompt and response (``all``)."""
+    """Rows that the network sees: only the masked positions of the response (``masked``), a third
+    to a half of the rows to store and compute, and no less accurate where it was measured; the
+    whole response (``generation``); or prompt and response (``all``)."""
     hidden_layers: tuple[int, ...] = (-3, -2, -1)
     """Snapshots, as indices into the backbone's tuple of hidden states."""
     features: FeatureSettings = field(default_factory=FeatureSettings)
-    """Scalars next to the projected snapshots."""
+    """What the network sees of each position."""
 
 
 class AcceptanceScorer(nn.Module):
-    """Projector and acceptance network behind one call on raw hidden snapshots."""
+    """Projector and acceptance network in one module: from hidden snapshots to decision logits."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class AcceptanceScorer(nn.Module):
         Args:
             projector: frozen; its number of snapshots must match the hidden layers.
             backbone: facts about the backbone it was trained for (JSON types).
-            training: provenance (JSON types), for the reader only.
+            training: provenance (JSON types); decoding uses only its ``tasks``.
         """
         super().__init__()
         self.settings = settings or ScorerSettings()
@@ -91,7 +91,7 @@ class AcceptanceScorer(nn.Module):
         )
 
     def forward(self, features: Tensor, state: Tensor, visible: Tensor) -> AcceptanceOutput:
-        """Scores states; packed features are of what :meth:`seen` leaves."""
+        """Scores states; packed features have a row for each position in :meth:`seen`."""
         output: AcceptanceOutput = self.head(features, state, self.seen(state, visible))
         return output
 
@@ -107,7 +107,7 @@ class AcceptanceScorer(nn.Module):
         """SHA-256 over the settings and the bytes of all weights (hexadecimal)."""
         settings = {"head": asdict(self.head.config), "settings": asdict(self.settings)}
         if self.settings.features.hidden:
-            del settings["settings"]["features"]["hidden"]  # as from before there was a choice
+            del settings["settings"]["features"]["hidden"]  # as in digests from before the option
         sha = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
         sha.update(self.projector.digest().encode())
         for name, tensor in sorted(self.head.state_dict().items()):

@@ -12,7 +12,7 @@ class ValueHead(nn.Module):
     """A linear map without bias from hidden rows to values, zero at the start.
 
     So the first advantages are the returns themselves (TraceRL, arXiv:2509.06949). Weights are
-    float32 whatever the backbone's dtype: small updates would be rounded away.
+    float32 whatever the backbone's dtype, since small updates would be rounded away otherwise.
     """
 
     def __init__(self, hidden_size: int) -> None:
