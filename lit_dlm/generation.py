@@ -31,8 +31,8 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 class Generations:
     """Responses in the order of the prompts."""
 
-    # Response tokens, cut before the first end of text (with a template, that of every part
-    # of it); masks that were left are dropped
+    # Response tokens, cut before the first end of text (with a template, in every part of it);
+    # masks that were left are dropped
     ids: list[list[int]]
     num_steps: list[int]  # forwards of the backbone that the row took part in
     status: list[str]  # complete, eos or step_limit
@@ -54,19 +54,19 @@ def generate(
     trajectories: bool = False,
     observers: Sequence[Observer] = (),
 ) -> Generations:
-    """Decodes prompts, in batches of similar length, which change no response.
+    """Decodes prompts, in batches of similar length; no response depends on the batches.
 
     Args:
         backbone: the denoiser, or a name, folder or hub id to load one from.
         prompts: texts and messages go through the tokenizer's chat template, token ids do not.
-        decode: one token per step by confidence by default. Without a window it writes the whole
-            response, or block after block on a block model.
-        tokenizer: the tokenizer, or a name, folder or hub id; that of ``backbone`` when this is a
-            string. Not needed for token ids.
+        decode: the decoder; one token per step by confidence by default. Without a window, it works
+            on the whole response, or block after block with a block model.
+        tokenizer: the tokenizer, or a name, folder or hub id; by default that of ``backbone``, if
+            this is a string. Not needed for token ids.
         response_length: cells to fill.
-        batch_size: most prompts of a batch.
+        batch_size: most prompts in a batch.
         seed: base seed; a sample's own seed follows from it and its uid.
-        uids: names of the prompts and of their records; their numbers by default.
+        uids: names of the prompts and of their records; by default their numbers.
         trajectories: whether to record every decode.
         observers: read-only callbacks, started anew for every batch.
     """

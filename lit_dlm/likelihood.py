@@ -12,7 +12,7 @@ from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.ops.sampling import uniform_noise
 
 _COUNT, _ORDER = 0, 1
-"""Steps of the noise: where the counts of masks begin, and which cells they take."""
+"""Steps of the noise: for the offset of the numbers of masks, and for the order of the cells."""
 
 
 @torch.no_grad()
@@ -26,23 +26,23 @@ def log_likelihood_bound(
     seed: int = 0,
     batch_size: int = 32,
 ) -> float:
-    r"""Estimates a lower bound of the log-likelihood of a target behind a prompt.
+    r"""Estimates a lower bound of the log-likelihood of a target after a prompt.
 
     For a target of ``n`` tokens it is that of LLaDA (arXiv 2502.09992, eq. 6) and its evaluation::
 
         log p(x | prompt) >= E_k E_S [ n / k * sum_{i in S} log p(x_i | prompt, x without S) ]
 
-    with ``k`` uniform on ``1..n`` and ``S`` uniform among the sets of ``k`` cells. As there the
-    counts of the draws are spread evenly, so that every ``k`` comes about equally often. With
-    ``antithetic`` draws come in pairs: the second one hides the *other* end of the same random
-    order, ``n + 1 - k`` cells of it, so that a cell which one draw predicts from little context
-    the other mostly sees. Both keep the estimate unbiased.
+    with ``k`` uniform on ``1..n`` and ``S`` uniform among the sets of ``k`` cells. As in LLaDA, the
+    counts are spread evenly over the draws, so that every ``k`` occurs about equally often. With
+    ``antithetic``, draws come in pairs: the second one hides ``n + 1 - k`` cells from the *other*
+    end of the same random order, so that it mostly sees a cell that the first one predicts from
+    little context. Both keep the estimate unbiased.
 
     A block model (``spec.attention`` is ``block``) never sees what comes after a block, and earlier
-    blocks are clean while it writes one: its bound is the sum of those of the blocks, each behind
-    all that stands before it (arXiv 2503.09573), with ``num_draws`` draws each.
+    blocks are clean while it writes one: its bound is the sum of the bounds of the blocks, each
+    given all that precedes it (arXiv 2503.09573), with ``num_draws`` draws each.
 
-    Equal seeds give equal draws for targets of one length. In nats, at most 0.
+    Equal seeds yield equal draws for targets of equal length. The bound is in nats, at most 0.
     """
     if not prompt_ids or not target_ids or num_draws < 1 or (antithetic and num_draws % 2):
         raise ValueError(
@@ -74,7 +74,7 @@ def masked_draws(length: int, *, num_draws: int, antithetic: bool, seed: int) ->
     number = torch.arange(num_orders)
     seeds = torch.tensor([seed])
     offset = uniform_noise(seeds, _COUNT, torch.zeros(1, 1, dtype=torch.long))[0, 0]
-    # (number + offset) / num_orders is uniform on a stratum each; counts are 1..n.
+    # (number + offset) / num_orders is uniform on a stratum of its own; counts are 1..n.
     count = ((number + offset) / num_orders * length).long().clamp(max=length - 1) + 1
     cells = number[:, None] * length + torch.arange(length)
     rank = uniform_noise(seeds.expand(num_orders), _ORDER, cells).argsort(1).argsort(1)  # (N, n)
@@ -85,7 +85,7 @@ def masked_draws(length: int, *, num_draws: int, antithetic: bool, seed: int) ->
 
 
 def _spans(backbone: HFBackbone, begin: int, end: int) -> list[tuple[int, int]]:
-    """Columns that are scored together: the whole target, or its part of each block."""
+    """Returns the spans that are scored together: the whole target, or its part in each block."""
     spec = backbone.spec
     if spec.attention != "block":
         return [(begin, end)]

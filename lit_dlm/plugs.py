@@ -1,4 +1,4 @@
-"""Objects from outside of the package: what they may leave out, and what they lack."""
+"""Objects from outside the package: what they may leave out, and what they lack."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ T = TypeVar("T")
 
 
 class Plug(metaclass=ABCMeta):  # noqa: B024  (abstract methods are those of its members)
-    """Base of everything that a class from outside of the package may stand for.
+    """Base of all classes that a class from outside the package may take the place of.
 
     A class counts as a policy, task, reward, ... if it has the abstract methods of that base and
-    they can be called with as many arguments; it need not derive from it, nor be annotated. Type
-    checkers know only what derives. :func:`checked_plug` adds what else such a class leaves out.
+    they take as many arguments; it need not derive from the base or have annotations. Type checkers
+    accept only derived classes. :func:`checked_plug` adds whatever else such a class leaves out.
     """
 
     @classmethod
     def __subclasshook__(cls, other: type) -> Any:
-        """Whether a class has the methods; members such as ``FullWindow`` ask for derivation."""
+        """Whether a class has the methods; for subclasses such as ``FullWindow`` it must derive."""
         return (Plug in cls.__bases__ and difference(other, cls) is None) or NotImplemented
 
 
 def difference(kind: type, plug: type) -> str | None:
-    """Says what a class lacks or has otherwise of a plug's abstract methods; ``None``: nothing."""
+    """Says how a class fails to implement a plug's abstract methods; ``None`` if it has them."""
     names = sorted(getattr(plug, "__abstractmethods__", ()))
     asked = {name: getattr(kind, name, None) for name in names}
     lacks = [
@@ -53,10 +53,10 @@ def difference(kind: type, plug: type) -> str | None:
 
 
 def checked_plug(given: T, plug: type, *, option: str) -> T:
-    """Gives an object the base's own defaults for members that its class leaves out.
+    """Adds the base's defaults for members that the class of an object leaves out.
 
     Args:
-        given: of any class; that class gets the members.
+        given: of any class, to which the members are added.
         plug: its abstract methods are required, and so are attributes without a value.
         option: what to call the object in errors.
 
@@ -67,7 +67,7 @@ def checked_plug(given: T, plug: type, *, option: str) -> T:
         raise ValueError(f"{option}: {told}")
     members = {**dict.fromkeys(inspect.get_annotations(plug)), **vars(plug)}
     for name in members:
-        # A property is not asked for its value, which may be read from disk.
+        # Properties are not evaluated, since their values may be read from disk.
         if name.startswith("_") or inspect.getattr_static(given, name, members) is not members:
             continue
         if name not in vars(plug):

@@ -1,4 +1,4 @@
-"""Pure tensor functions: no model, no file, no framework but torch.
+"""Tensor functions, and helpers for files, options and terminals; no model, no framework but torch.
 
 Shape legend, used in every docstring of the project:
 
@@ -7,7 +7,7 @@ B     rows of a batch (samples)
 L     canvas length, prompt and response together
 P     prompt length (of a padded batch: its common prompt columns)
 G     response length, ``L = P + G``
-K     columns asked of a forward, or events of a trajectory
+K     columns requested from a forward, or events of a trajectory
 T     decode steps
 V     vocabulary size
 D     width of a hidden state

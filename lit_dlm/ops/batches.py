@@ -1,4 +1,4 @@
-"""Batches that move as one, and the right shift undone: row ``i`` predicts token ``i``.
+"""Batches that move as one, and undoing the right shift: row ``i`` predicts token ``i``.
 
 Dream-like models inherit next-token prediction from an autoregressive parent: their raw row
 ``i - 1`` predicts token ``i`` (Dream, arXiv:2508.15487, section on the shift operation). Everything
@@ -18,15 +18,15 @@ from torch import Tensor
 
 
 class TensorBatch:
-    """A dataclass whose tensors, those of batches within it too, move together."""
+    """A dataclass whose tensors, including those of batches in it, move together."""
 
     def to(self, device: torch.device | str) -> Self:
-        """A copy on a device; the host does not wait where the memory is pinned."""
+        """Returns a copy on a device; the host does not wait if the memory is pinned."""
         is_cuda = torch.device(device).type == "cuda"
         return self._each(lambda value: value.to(device, non_blocking=is_cuda))
 
     def pin_memory(self) -> Self:
-        """A copy in page-locked memory, for loaders."""
+        """Returns a copy in page-locked memory, for loaders."""
         return self._each(lambda value: value.pin_memory())
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
@@ -41,15 +41,15 @@ class TensorBatch:
 
 
 def token_batches(sizes: NDArray[np.integer], max_tokens: int) -> list[NDArray[np.int64]]:
-    """Numbers of the rows of each batch: rows of similar length together, as many as fit.
+    """Returns the row numbers of each batch: rows of similar length, as many as fit.
 
     ``sizes`` ``(N, 2)`` are tokens of prompt and response. A batch pads each part to its longest
-    one, so ``n`` rows take ``n`` times the sum of these; a longer row is a batch of its own.
+    one, so ``n`` rows take ``n`` times the sum of these; a row above ``max_tokens`` is alone.
     """
     totals = sizes.sum(1)
     most = max(1, max_tokens // max(1, int(totals.min(initial=max_tokens))))
-    # Rows must be alike in both parts: bands of the part that differs most, as many as batches in
-    # each of them, and in a band by the other part, up and down in turn.
+    # Rows must be alike in both parts: they form bands by the part that varies most, as many bands
+    # as each has batches, and are sorted in a band by the other part, up or down in turn.
     major = int(sizes.std(axis=0).argmax())
     by_major = np.argsort(sizes[:, major], kind="stable")
     num_bands = max(1, round((totals.sum() / max_tokens) ** 0.5))
@@ -73,7 +73,7 @@ def first_column(is_in: Tensor) -> Tensor:
 
 
 def row_index(rows: Sequence[int], device: torch.device) -> Tensor:
-    """``(n,)`` int64: numbers of rows on their device, for which the host does not wait."""
+    """``(n,)`` int64: row numbers moved to a device, without the host waiting."""
     return torch.tensor(rows).to(device, non_blocking=True)
 
 
@@ -84,7 +84,7 @@ def aligned(rows: Tensor, shift: int, *, starts: Tensor | None = None) -> Tensor
     not change that: otherwise it would receive the row of a padding token.
 
     Args:
-        shift: 0 leaves them; 1 gives row ``i`` the raw row ``i - 1``.
+        shift: 0 changes nothing; 1 moves raw row ``i - 1`` to row ``i``.
         starts: ``(B,)`` int64 column of each row's first real token; ``None`` means 0.
     """
     if shift == 0:
@@ -99,7 +99,7 @@ def aligned(rows: Tensor, shift: int, *, starts: Tensor | None = None) -> Tensor
 def raw_columns(columns: Tensor, shift: int, *, starts: Tensor | None = None) -> Tensor:
     """The ``(B, K)`` columns whose raw rows predict ``(B, K)`` int64 canvas columns.
 
-    ``aligned(rows, shift, starts=starts)`` at ``columns`` is ``rows`` there.
+    ``aligned(rows, shift, starts=starts)`` at ``columns`` equals ``rows`` at the result.
     """
     if shift == 0:
         return columns
@@ -115,7 +115,7 @@ def gather_rows(rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def shifted(values: Tensor, by: int, fill: int = 0) -> Tensor:
-    """``(B, L + by, ...)``: columns of ``fill`` added on the left, or taken away where negative."""
+    """``(B, L + by, ...)``: columns of ``fill`` added on the left, or removed if ``by`` < 0."""
     if by < 0:
         return values[:, -by:].contiguous()
     new = values.new_full((values.shape[0], by, *values.shape[2:]), fill)

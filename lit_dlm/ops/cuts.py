@@ -1,7 +1,7 @@
 """Where a recorded decode is cut into what is shown and what is to be learnt (TABOM, 2605.11854).
 
-A cut is a step: before it, tokens are shown; :func:`lit_dlm.ops.masking.time_delay_mask` does the
-rest. A cut of -1 says that a row has none: everything is hidden and nothing is learnt from it.
+A cut is a step: tokens written before it are shown; :func:`lit_dlm.ops.masking.time_delay_mask`
+does the rest. A cut of -1 means that a row has none: all of it is hidden, and nothing is learnt.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ def last_cuts(
     """``(...)`` int64: the largest cut that may be drawn for each row; -1 for a row without any.
 
     ``full`` lets the cut reach the last step, where windows end early, so that every step is
-    supervised and no row is lost. ``reference`` is the release's: at most the last step less the
-    window, so the last step is never supervised and a row of ``window`` steps or fewer has no cut.
+    supervised and no row is lost. ``reference`` is the release's range: at most the last step minus
+    the window, so the last step is never supervised and a row of ``window`` steps or fewer has no
+    cut.
     """
     last_step = torch.where(maskable, steps.long(), -1).amax(dim=-1)
     if cut_range == "full":
@@ -30,8 +31,8 @@ def last_cuts(
 
 
 def uniform_cuts(last: Tensor, noise: Tensor) -> Tensor:
-    """``(B,)`` int64: uniform cuts of ``0..last`` by ``(B,)`` noise; -1 where ``last`` is."""
-    # Rounding must not lead behind the end.
+    """``(B,)`` int64: cuts uniform in ``0..last``, from ``(B,)`` noise; -1 where ``last`` is."""
+    # Rounding must not exceed the last one.
     drawn = (noise * (last + 1)).long().minimum(last)
     return torch.where(last >= 0, drawn, -1)
 
@@ -39,9 +40,8 @@ def uniform_cuts(last: Tensor, noise: Tensor) -> Tensor:
 def non_ltr_cuts(last: Tensor, steps: Tensor, is_non_ltr: Tensor, noise: Tensor) -> Tensor:
     """Draws a cut among the steps at which something was decoded out of order.
 
-    The code recipe of TABOM's release for Dream. Each distinct step is equally likely; a row
-    without such a step gets a uniform cut. ``noise`` is ``(B,)``
-    float64 uniform in (0, 1).
+    This is the recipe for code in TABOM's release for Dream. Each distinct step is equally likely;
+    a row without such a step gets a uniform cut. ``noise`` is ``(B,)`` float64, uniform in (0, 1).
     """
     wanted = is_non_ltr & (steps >= 0) & (steps <= last[:, None])
     ordered = torch.where(wanted, steps.long(), -1).sort(dim=1).values
@@ -56,9 +56,9 @@ def non_ltr_cuts(last: Tensor, steps: Tensor, is_non_ltr: Tensor, noise: Tensor)
 
 
 def non_ltr_positions(steps: Tensor) -> Tensor:
-    """``(..., L)`` bool: positions written, at ``(..., L)`` steps, before one to their left.
+    """``(..., L)`` bool: positions written before one to their left, by ``(..., L)`` steps.
 
-    The release's data carry a list made by a script that was not published; this is our reading of
-    its name.
+    The release's data contain a list made by an unpublished script; this is our reading of its
+    name.
     """
     return (steps >= 0) & (steps.cummax(dim=-1).values > steps)

@@ -1,7 +1,7 @@
-"""Files that readers see as a whole or not at all; files of tensors carry their digest.
+"""Files that readers see whole or not at all; files of tensors carry their digest.
 
 Exported networks are folders: a JSON file of settings beside a file of weights, whose header holds
-a digest of both, so a folder that was damaged, or whose files belong to two exports, is refused.
+a digest of both, so a folder that is damaged, or whose files are from two exports, is refused.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-if TYPE_CHECKING:  # torch takes seconds to import, and reports need none
+if TYPE_CHECKING:  # torch takes seconds to import, and reports do not need it
     from torch import Tensor
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Gives another file to fill, which takes the place of ``path`` when that has succeeded."""
+    """Yields a temporary path to write, which replaces ``path`` if the block succeeds."""
     partial = path.with_name(f"{path.name}.tmp-{os.getpid()}")  # processes share folders
-    partial.unlink(missing_ok=True)  # a link to elsewhere, where others prepared the folder
+    partial.unlink(missing_ok=True)  # a link to elsewhere, if others prepared the folder
     try:
         yield partial
         partial.replace(path)
@@ -35,9 +35,9 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Writes a file so that readers see all of it or nothing, and a crash of the machine keeps it.
+    """Writes a file so that readers see all of it or nothing, and it survives a machine crash.
 
-    Texts are UTF-8; the folder is made.
+    Texts are UTF-8; missing folders are created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as partial, partial.open("wb") as file:
@@ -60,7 +60,7 @@ class TensorDigest:
     """SHA-256 over the names, dtypes, shapes and bytes of tensors, which are added one by one.
 
     Args:
-        text: what goes before them.
+        text: is hashed before them.
     """
 
     def __init__(self, text: str = "") -> None:
@@ -75,12 +75,12 @@ class TensorDigest:
         self._sha.update(plain.reshape(-1).view(torch.uint8).numpy().data)
 
     def text(self) -> str:
-        """The digest, hexadecimal."""
+        """Returns the digest, hexadecimal."""
         return self._sha.hexdigest()
 
 
 def tensors_digest(tensors: Mapping[str, Tensor], text: str = "") -> str:
-    """Digest of tensors in the order of their names."""
+    """Returns the digest of tensors in the order of their names."""
     digest = TensorDigest(text)
     for name in sorted(tensors):
         digest.add(name, tensors[name])
@@ -88,7 +88,7 @@ def tensors_digest(tensors: Mapping[str, Tensor], text: str = "") -> str:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Writes a safetensors file as a whole; equal tensors give equal bytes."""
+    """Writes a safetensors file, whole or not at all; equal tensors yield equal bytes."""
     from safetensors.torch import save_file
 
     plain = {key: tensors[key].detach().cpu().contiguous() for key in sorted(tensors)}
@@ -102,7 +102,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[s
 
 
 def _sort_metadata(path: Path) -> None:
-    """Orders the facts in a header, which safetensors writes in an order that changes."""
+    """Sorts the metadata in a header, which safetensors writes in varying order."""
     with path.open("r+b") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
@@ -114,7 +114,7 @@ def _sort_metadata(path: Path) -> None:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor holds neither infinities nor not-a-number; one pass without a copy."""
+    """Whether a tensor holds neither infinities nor NaN; takes one pass and no copy."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     return all(bool(end.isfinite()) for end in tensor.aminmax())
@@ -131,7 +131,7 @@ def write_folder(
     config: str,
     weights: str,
 ) -> None:
-    """Writes both files, each as a whole."""
+    """Writes settings and tensors, each file whole or not at all."""
     _require_finite(folder / weights, tensors)
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(record, indent=2) + "\n"
@@ -142,7 +142,7 @@ def write_folder(
 def read_folder(
     folder: Path, *, config: str, weights: str, what: str
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Reads both files and checks them."""
+    """Reads settings and tensors and checks them."""
     for name in (config, weights):
         if not (folder / name).is_file():
             raise ValueError(f"{what} folder {folder}: {name} is missing")
@@ -151,7 +151,7 @@ def read_folder(
         record = json.loads(text)
         with safe_open(folder / weights, framework="pt") as file:
             digest = (file.metadata() or {}).get(_DIGEST)
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no dict
     except (ValueError, RecursionError, SafetensorError) as error:
         raise ValueError(f"{what} folder {folder}: not an export ({error})") from None
     if tensors_digest(tensors, text) != digest:
@@ -165,7 +165,7 @@ def read_folder(
 
 @contextmanager
 def fitting(place: Path) -> Iterator[None]:
-    """Names the file where what was read does not fit the classes it is for."""
+    """Names the file in the error if what was read does not fit the classes that take it."""
     try:
         yield
     except (KeyError, TypeError, ValueError, RuntimeError) as error:

@@ -1,15 +1,15 @@
 """Per-token cross-entropy and entropy from hidden rows and the head weight, without all logits.
 
-The vocabulary is walked in slices: the logits of some rows and one slice live only while they are
-worked on, and the sums behind softmax and entropy are carried from slice to slice (as
-FlashAttention, arXiv 2205.14135, carries its softmax along keys). The backward pass keeps a few
-numbers per row, computes the logits again and forms the gradient analytically. With
+The vocabulary is processed in slices: the logits of some rows and one slice exist only while they
+are in use, and the sums of softmax and entropy are carried from slice to slice (as FlashAttention,
+arXiv 2205.14135, carries its softmax along keys). For the backward pass, a few numbers per row are
+kept; it computes the logits again and forms the gradient analytically. With
 ``z = h W^T``, ``p = softmax(z)`` and target ``y``, ``CE = lse(z) - z_y`` and
 ``H = lse(z) - sum p z``::
 
     dCE/dz = p - onehot(y)            dH/dz = -p (log p + H)
 
-Rows that need no loss should never get here: pick them before the head, which saves the most.
+Rows that need no loss should never get here: leaving them out before the head saves the most.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from lit_dlm.ops.precision import without_autocast
 
 CHUNK_ROWS = 4096
-"""Rows worked on together: each set of them reads the whole weight once per pass."""
+"""Rows processed together: each such chunk reads the whole weight once per pass."""
 
 CHUNK_ELEMENTS = {"cpu": 1_000_000, "cuda": 32_000_000}
 """Logits held at a time, by type of device: on a CPU few enough to stay in its cache."""
@@ -34,7 +34,7 @@ _SMALLEST_SLICE = 256
 
 
 class TokenStats(NamedTuple):
-    """What losses need of each scored token."""
+    """What losses need to know about each scored token."""
 
     ce: Tensor  # (N,) float32 (float64 from float64 inputs): cross-entropy of the target, in nats
     entropy: Tensor  # (N,) of the same dtype: entropy of the prediction, in nats
@@ -57,16 +57,16 @@ def token_stats(
     """Scores one target per hidden row under ``softmax(logit_scale * rows weight^T)``.
 
     Logits, sums and gradients are float32 whatever the inputs' dtype (float64 stays float64), also
-    under autocast. On GPUs, the logits of rows and a weight in the same half precision come from
-    tensor cores, which multiply them exactly and add in float32, and gradients from bfloat16 inputs
-    from the logits' gradient in bfloat16. Everything else is widened slice by slice; there a run's
-    ``tf32: true`` lets the products use tensor cores. The host never waits for the device.
+    under autocast. On GPUs, tensor cores compute the logits of rows and a weight in the same half
+    precision: they multiply exactly and add in float32. For bfloat16 inputs, they also compute the
+    gradients, from the logits' gradient in bfloat16. Everything else is widened slice by slice;
+    there ``tf32: true`` in a run allows tensor cores. The host never waits for the device.
 
     Args:
         rows: ``(N, D)`` aligned hidden rows after the final norm; ``N`` may be 0.
-        weight: ``(V, D)``, the head; may be frozen, then it costs no gradient.
+        weight: ``(V, D)``, the head; if it is frozen, it costs no gradient.
         targets: ``(N,)`` int64 ids below ``V``.
-        forbidden_ids: have no probability; a target among them has infinite cross-entropy.
+        forbidden_ids: ids without probability; as a target, one has infinite cross-entropy.
     """
     forbidden = _Forbidden.of(forbidden_ids, rows.device)
     arguments = (rows, weight, targets, float(logit_scale), forbidden)
@@ -86,13 +86,13 @@ class _Forbidden(NamedTuple):
         return cls(known, torch.tensor(known, dtype=torch.long).to(device, non_blocking=True))
 
     def within(self, part: slice) -> Tensor | None:
-        """Those of a slice of the vocabulary, counted from its first; ``None`` without any."""
+        """Returns those in a slice of the vocabulary, relative to its start; ``None`` if none."""
         first, last = (bisect_left(self.ids, bound) for bound in (part.start, part.stop))
         return None if first == last else self.there[first:last] - part.start
 
 
 class _FusedHead(torch.autograd.Function):
-    """Keeps ``lse`` (as largest logit and remainder, for accuracy) and ``H`` of every row."""
+    """Saves ``lse`` (as largest logit and remainder, for accuracy) and ``H`` of every row."""
 
     @staticmethod
     def forward(
@@ -110,7 +110,7 @@ class _FusedHead(torch.autograd.Function):
         # Sums over the slices so far of e = exp(z - top) and of e (z - top).
         total, moment = (rows.new_zeros(N, dtype=dtype) for _ in range(2))
         for chunk, part, logits, probs in _logit_slices(rows, weight, scale, forbidden):
-            # Gathered from every slice, used from the one that holds it: to ask which would wait.
+            # Gathered from every slice, used from the one that holds it: asking which would wait.
             wanted = targets[chunk, None] - part.start
             is_here = (wanted >= 0) & (wanted < part.stop - part.start)
             found = logits.gather(1, wanted.clamp(0, part.stop - part.start - 1))
@@ -123,7 +123,7 @@ class _FusedHead(torch.autograd.Function):
             inside = forbidden.within(part)
             if inside is not None:
                 logits.index_fill_(1, inside, 0.0)  # exp(-inf) is 0, but 0 * -inf is not
-            # What came before was counted from a lower top; exp(-1e4) is 0 in every dtype.
+            # Earlier sums are relative to a lower top; exp(-1e4) is 0 in every dtype.
             fall = (before - highest).clamp_min_(-1e4)
             kept = fall.exp()
             moment[chunk] = kept * (moment[chunk] + fall * total[chunk]) + logits.mul_(probs).sum(1)
@@ -136,7 +136,7 @@ class _FusedHead(torch.autograd.Function):
         ctx.save_for_backward(rows, weight, targets, top, log_total, entropy)
         ctx.scale, ctx.forbidden = scale, forbidden
         ctx.mark_non_differentiable(is_top)
-        # An output that no loss used has no gradient, which saves its term in the backward.
+        # An output that no loss uses has no gradient, which saves its term in the backward pass.
         ctx.set_materialize_grads(False)
         return ce, entropy, is_top
 
@@ -152,7 +152,7 @@ class _FusedHead(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=dtype) if wants_weight else None
         with without_autocast(rows.device):
             for chunk, part, logits, probs in _logit_slices(rows, weight, ctx.scale, ctx.forbidden):
-                # One after the other: their sum would be rounded.
+                # Subtracted one after the other: their sum would be rounded.
                 log_probs = logits.sub_(top[chunk, None]).sub_(log_total[chunk, None])
                 torch.exp(log_probs, out=probs)
                 grad = _logit_gradient(
@@ -189,7 +189,7 @@ def _logit_gradient(
 ) -> Tensor:
     """``dL/dz`` of one slice ``(n, S)``, in the memory of an argument; other tensors ``(n, 1)``.
 
-    Targets count from the slice's first id; those outside of it have their share elsewhere.
+    Targets are relative to the slice's first id; those outside it contribute in other slices.
     """
     if grad_entropy is None:
         grad = probs.zero_() if grad_ce is None else probs.mul_(grad_ce)
@@ -212,7 +212,7 @@ def _has_tensor_cores(tensor: Tensor) -> bool:
 
 
 def _products(rows: Tensor, weight: Tensor, *, out: Tensor) -> None:
-    """``out = rows weight^T``, ``(n, S)`` of the dtype computed in."""
+    """``out = rows weight^T``, ``(n, S)``, computed in the dtype of ``out``."""
     if _has_tensor_cores(rows) and rows.dtype == weight.dtype != out.dtype:
         torch.mm(rows, weight.T, out_dtype=out.dtype, out=out)
     else:
@@ -222,7 +222,7 @@ def _products(rows: Tensor, weight: Tensor, *, out: Tensor) -> None:
 def _add_product(total: Tensor, grad: Tensor, other: Tensor, scale: float) -> None:
     """``total += scale * grad other``, where ``grad`` is the logits' gradient or its transpose.
 
-    In float16 that gradient would lose its smallest numbers, in bfloat16 it keeps their range.
+    In float16 that gradient would lose its smallest numbers; bfloat16 keeps their range.
     """
     if _has_tensor_cores(grad) and other.dtype == torch.bfloat16:
         torch.addmm(total, grad.bfloat16(), other, out_dtype=total.dtype, alpha=scale, out=total)
@@ -240,7 +240,7 @@ def _logit_slices(
     scale: float,
     forbidden: _Forbidden,
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-    """Yields rows, ids, their logits, and a spare buffer as large; the next slice reuses both."""
+    """Yields rows, ids, their logits and an equally large buffer; the next slice reuses both."""
     dtype = _compute_dtype(rows)
     height = min(CHUNK_ROWS, len(rows))
     if not height:

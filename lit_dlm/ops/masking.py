@@ -18,7 +18,7 @@ def block_numbers(
     origin: int | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """``(1, L)`` or ``(B, L)`` int64 numbers of a canvas's blocks, negative on left padding.
+    """``(1, L)`` or ``(B, L)`` int64: the block number of every column, negative before block 0.
 
     Takes ``L``, or a ``(B, L)`` bool mask of real tokens. Block 0 starts at column ``origin`` of
     every row, or at each row's first real token.
@@ -38,22 +38,22 @@ def block_numbers(
 def block_causal_visibility(blocks: Tensor, real: Tensor | None = None) -> Tensor:
     """``(B, 1, L, L)`` bool: queries (third axis) see their own and earlier blocks (SDAR).
 
-    Blocks are ``(B, L)`` or ``(1, L)`` int64; padding, not ``real``, is seen by itself alone.
+    Blocks are ``(B, L)`` or ``(1, L)`` int64; padding, not ``real``, is seen only by itself.
     """
     return _hide_padding(blocks[:, None, :, None] >= blocks[:, None, None, :], real)
 
 
 def _hide_padding(visible: Tensor, real: Tensor | None) -> Tensor:
-    """Removes padded keys; a query that is left with none sees itself."""
+    """Hides padded keys; a query that is left with none sees itself."""
     if real is None:
         return visible
     return with_own_key(visible & real.bool()[:, None, None, :])
 
 
 def with_own_key(visible: Tensor) -> Tensor:
-    """Lets a query that sees nothing see itself: the diagonal of ``(B, 1, L, L)``.
+    """Lets a query of ``(B, 1, L, L)`` that sees nothing see itself.
 
-    Some kernels give NaN for a query without keys, and NaN spreads to other rows in the next layer.
+    Some kernels return NaN for a query without keys, which spreads to other rows in the next layer.
     """
     diagonal = torch.eye(visible.shape[-1], dtype=torch.bool, device=visible.device)
     return visible | (diagonal & ~visible.any(dim=-1, keepdim=True))
@@ -61,15 +61,15 @@ def with_own_key(visible: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TwoCopyLayout:
-    """A training row that holds a canvas clean and a part of it noisy, under one mask.
+    """A training row with a clean copy of a canvas and a noisy copy of a part, under one mask.
 
     All blocks are trained in one forward: a noisy block sees itself and the *clean* blocks before
     it, which is exactly what it sees while it is decoded. Clean tokens are block causal among
     themselves and never see a noisy one. Build one with :meth:`trace`, gather tokens with
-    ``ids[:, source]``, put masks into the noisy ones. Several noisy copies may share the clean one
-    (:meth:`packed`): for ``K`` states of one response ``1 + K`` segments instead of ``2 K``.
+    ``ids[:, source]``, put masks into the noisy copy. Several noisy copies may share the clean one
+    (:meth:`packed`): ``K`` states of one response take ``1 + K`` segments instead of ``2 K``.
 
-    ``N`` is the length of the training row, ``S`` its shape's batch (1 where rows agree).
+    ``N`` is the length of the training row, ``S`` the batch size of its tensors (1 if rows agree).
     """
 
     source: Tensor  # (N,) int64 canvas column that each slot of the row holds
@@ -90,10 +90,10 @@ class TwoCopyLayout:
     ) -> TwoCopyLayout:
         """``[prompt | clean response | noisy response]`` (TraceRL, arXiv:2509.06949).
 
-        With blocks counted from the response the noisy copy is the response, as in the reference.
-        Counted from the sequence, the tail of the prompt may share the first response block; the
+        If blocks count from the response, the noisy copy is the response, as in the reference. If
+        they count from the sequence, the tail of the prompt may share the first response block; the
         noisy copy then starts ``block_size - 1`` columns early, and of these only the cells of that
-        shared block take part. They hold prompt tokens and are no targets. Without that copy the
+        shared block take part. They hold prompt tokens and are not targets. Without this copy, the
         tail would have to be read from the clean half, where it has seen the answer.
         """
         canvas: int | Tensor = length if pad_mask is None else pad_mask
@@ -113,7 +113,7 @@ class TwoCopyLayout:
         )
         if early == 0:
             return layout
-        # The early columns of earlier blocks are no part of the noisy copy.
+        # The early columns of earlier blocks are not part of the noisy copy.
         first_block = blocks[:, response_start : response_start + 1]
         taken = ~layout.is_noisy | (layout.blocks >= first_block)
         real = taken if layout.real is None else taken & layout.real
@@ -125,7 +125,7 @@ class TwoCopyLayout:
         return self.copy >= 0
 
     def packed(self, copies: int) -> TwoCopyLayout:
-        """The layout with the noisy half several times; every copy sees what it saw alone."""
+        """Returns the layout with several noisy copies, each of which sees what one alone would."""
         noisy, clean = self.is_noisy.nonzero()[:, 0], (~self.is_noisy).nonzero()[:, 0]
         slots = torch.cat([clean, noisy.repeat(copies)])
         number = torch.arange(copies, device=slots.device).repeat_interleave(len(noisy))
@@ -137,14 +137,14 @@ class TwoCopyLayout:
         )
 
     def in_whole_tiles(self) -> TwoCopyLayout:
-        """With slots behind its end that take no part, up to a multiple of :data:`TILE`."""
+        """Returns the layout with unused slots at its end, up to a multiple of :data:`TILE`."""
         extra = (0, -len(self.copy) % TILE)
         real = torch.ones_like(self.blocks, dtype=torch.bool) if self.real is None else self.real
         source, blocks, real = (F.pad(part, extra) for part in (self.source, self.blocks, real))
         return TwoCopyLayout(source, F.pad(self.copy, extra, value=-1), blocks, real)
 
     def _used(self, num_copies: Tensor | None) -> Tensor | None:
-        """Slots that take part where rows use some of the copies."""
+        """Returns the slots that take part if rows use only some of the copies."""
         if num_copies is None:
             return self.real
         used = self.copy < num_copies[:, None]  # (B, N)
@@ -153,8 +153,8 @@ class TwoCopyLayout:
     def visibility(self, num_copies: Tensor | None = None) -> Tensor:
         """``(S or B, 1, N, N)`` bool, ``True`` where the query (third axis) may see the key.
 
-        A slot that takes no part is seen by nobody but itself. Rows use the first ``num_copies``
-        ``(B,)`` of the copies, or all.
+        A slot that takes no part is seen by no other slot. Each row uses its first ``num_copies``
+        ``(B,)`` copies, or all.
         """
         query, key = self.blocks[:, None, :, None], self.blocks[:, None, None, :]
         noisy_query, noisy_key = self.is_noisy[:, None], self.is_noisy[None, :]
@@ -164,15 +164,15 @@ class TwoCopyLayout:
         return _hide_padding(visible, self._used(num_copies))
 
     def block_mask(self, num_copies: Tensor | None = None) -> BlockMask:
-        """The same for FlexAttention (arXiv:2412.05496), without an ``(N, N)`` matrix.
+        """Returns the same for FlexAttention (arXiv:2412.05496), without an ``(N, N)`` matrix.
 
-        It differs on slots that take no part, which nobody sees: they see themselves at least.
+        It differs only for slots that take no part, which always see themselves here.
         """
         copy, length, device = self.copy, len(self.copy), self.copy.device
         real = self._used(num_copies)
         real = torch.ones(1, length, dtype=torch.bool, device=device) if real is None else real
         blocks = self.blocks.expand(len(real), -1)
-        own = copy * 2**32 + blocks  # noisy slots of one number see each other
+        own = copy * 2**32 + blocks  # noisy slots with equal numbers see each other
 
         def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             del head
@@ -181,7 +181,7 @@ class TwoCopyLayout:
             same = own[at, query] == own[at, key]
             return (later & (copy[key] < 0) | same) & real[at, key] | (query == key)
 
-        # Tiles follow from the least and the largest number in each; some may turn out empty.
+        # The smallest and largest number in each tile decide which to visit; some may be empty.
         last = torch.arange(-(-length // TILE) * TILE, device=device).clamp_max(length - 1)
         clean, noisy = real & (copy < 0), real & (copy >= 0)
 
@@ -208,31 +208,31 @@ class TwoCopyLayout:
         )
 
     def predictors(self) -> Tensor:
-        """``(S, N)`` int64 slots that predict each slot in a model with shift 1.
+        """``(S, N)`` int64: the slot that predicts each slot in a model with shift 1.
 
-        Those before them; for the first cell of a noisy block the clean token before the block, as
-        in a decode, where earlier blocks are final.
+        It is the slot before; for the first cell of a noisy block, it is the clean token before the
+        block, as in a decode, where earlier blocks are final.
         """
         before = (torch.arange(len(self.copy), device=self.copy.device) - 1).clamp_min(0)
         same = (self.copy[before] == self.copy) & (self.blocks[:, before] == self.blocks)
-        # Slots of the clean copy are columns.
+        # Slots of the clean copy are numbered like columns.
         return torch.where(same | ~self.is_noisy, before, (self.source - 1).clamp_min(0))
 
     def positions(self, canvas_positions: Tensor) -> Tensor:
-        """``(B, N)`` position ids from ``(B, length)``; a noisy slot has those of its twin."""
+        """``(B, N)`` position ids from ``(B, length)``; a noisy slot has that of its clean twin."""
         return canvas_positions[:, self.source]
 
 
 TILE = 128
-"""Queries and keys of a tile of FlexAttention."""
+"""Number of queries and of keys in a tile of FlexAttention."""
 _FAR = 2**62
 FLEX_LENGTH = 512
-"""Slots of a training row from which on GPUs take its attention by blocks, without a matrix. The
-tiles of shorter rows save little, see ``benchmarks/block_attention.py --count``."""
+"""Slots from which a training row on a GPU uses FlexAttention instead of a mask matrix. Tiles save
+little in shorter rows, see ``benchmarks/block_attention.py --count``."""
 
 
 def wants_block_mask(length: int, device: torch.device) -> bool:
-    """Whether rows of clean and noisy copies take :meth:`TwoCopyLayout.block_mask`."""
+    """Whether rows of clean and noisy copies use :meth:`TwoCopyLayout.block_mask`."""
     return device.type == "cuda" and length >= FLEX_LENGTH
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Odd quintic of the iteration (K. Jordan, Muon, 2024): all singular values go near one."""
+"""Odd quintic of the iteration (K. Jordan, Muon, 2024), which moves singular values near one."""
 
 
 _MOMENTUM = 0.95  # of the gradients of matrices
@@ -63,7 +63,7 @@ class MuonAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates every parameter that has a gradient; returns what the closure does."""
+        """Updates every parameter that has a gradient; returns what the closure returns."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -78,7 +78,7 @@ class MuonAdamW(Optimizer):
         return loss
 
     def _update_matrices(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """Averages, looks one step ahead (Nesterov), orthogonalises all of a shape at once."""
+        """Applies Nesterov momentum, then orthogonalises all matrices of a shape at once."""
         by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
         for parameter in parameters:
             by_shape[parameter.shape].append(parameter)

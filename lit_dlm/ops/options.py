@@ -1,4 +1,4 @@
-"""Checks of options, in one wording: what was expected of which, and what came."""
+"""Checks of options with uniform errors: which option, what was expected, and what it got."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def at_least(least: float, *, of: str = "", **options: float | None) -> None:
 
 
 def within(bounds: str, *, of: str = "", **options: float | None) -> None:
-    """Refuses options outside of an interval; ``None`` passes.
+    """Refuses options outside an interval; ``None`` passes.
 
     Args:
-        bounds: such as ``[0, 1)``, without its upper end.
+        bounds: such as ``[0, 1)``, which excludes its upper end.
     """
     low, high = map(float, bounds[1:-1].split(","))
     ends = [end for end, bracket in ((low, bounds[0]), (high, bounds[-1])) if bracket in "()"]
@@ -29,7 +29,7 @@ def within(bounds: str, *, of: str = "", **options: float | None) -> None:
 
 
 def one_of(*choices: object, of: str = "", **options: object) -> None:
-    """Refuses options that are none of some values."""
+    """Refuses options that are not among the choices."""
     names = [*map(repr, choices)] or ["nothing"]
     wanted = " or ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
     for name, value in options.items():
@@ -38,7 +38,7 @@ def one_of(*choices: object, of: str = "", **options: object) -> None:
 
 
 def of_kind(value: object, kind: type[T], *, option: str) -> T:
-    """The value, refused where it is of another class."""
+    """Returns the value; refuses one of another class."""
     if not isinstance(value, kind):
         raise ValueError(f"{option}: expected {kind.__name__}, got {type(value).__name__}")
     return value

@@ -1,4 +1,4 @@
-"""Where autocast is on and how to be without it, and evaluation mode."""
+"""Finding and switching off autocast, and evaluation mode."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def is_autocast(device: torch.device) -> bool:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which a device computes in the dtypes that it is given."""
+    """Returns a context without autocast: the device computes in the dtypes of its inputs."""
     return torch.autocast(device.type, enabled=False) if is_autocast(device) else nullcontext()
 
 
 @contextmanager
 def evaluating(module: object) -> Iterator[None]:
-    """Evaluation mode of a module's parts, each of which gets its own mode back afterwards."""
+    """Puts the parts of a module in evaluation mode; each gets its own mode back afterwards."""
     parts = list(module.modules()) if isinstance(module, nn.Module) else []
     was_training = [part.training for part in parts]
     for part in parts:

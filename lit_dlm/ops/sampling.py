@@ -2,8 +2,8 @@
 
 Noise is stateless: a hash of (sample seed, step, position, token) instead of a generator's state.
 A counter-based draw depends on nothing but its key. So a sample's noise is the same in any batch,
-on any number of processes and at any step that is looked at alone, and eight bytes per sample
-record all of it. The mixing function is the finaliser of SplitMix64 (Steele, Lea and Flood,
+on any number of processes and at any step that is computed alone, and eight bytes per sample record
+all of it. The mixing function is the finaliser of SplitMix64 (Steele, Lea and Flood,
 "Fast splittable pseudorandom number generators", OOPSLA 2014), in wrapping 64-bit arithmetic.
 """
 
@@ -37,7 +37,7 @@ def _counter(n: int) -> int:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Mixes in place: of a vocabulary's keys every copy would cost as much as the arithmetic."""
+    """Mixes in place: a copy of a vocabulary's keys would cost as much as the arithmetic."""
     x.bitwise_xor_(_shift_right(x, 30)).mul_(_MIX_1)
     x.bitwise_xor_(_shift_right(x, 27)).mul_(_MIX_2)
     return x.bitwise_xor_(_shift_right(x, 31))
@@ -59,7 +59,7 @@ def uniform_noise(
         positions: ``(B, K)`` int64 positions *within the sample* (not canvas columns, which
             depend on the padding of the batch).
         stream: separates uses of the same key (0 proposals, 1 commit order, ...).
-        tokens: ``(T,)`` or ``(B, K, T)`` int64 ids, one draw for each, whatever the others are.
+        tokens: ``(T,)`` or ``(B, K, T)`` int64 ids; the draw of each does not depend on the others.
     """
     key = _mix(seeds + _counter(stream + 1))
     key = _mix(key + (_counter(step + 1) if isinstance(step, int) else _GOLDEN * (step + 1)))
@@ -74,7 +74,7 @@ def _uniform(key: Tensor) -> Tensor:
 
 
 def gumbel_noise(seeds: Tensor, step: int | Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """``(B, K, T)`` float64 standard Gumbel draws of ids; arguments of :func:`uniform_noise`.
+    """``(B, K, T)`` float64 standard Gumbel draws for ids; arguments as in :func:`uniform_noise`.
 
     Adding them to logits and taking the arg-max draws from their softmax.
     """
@@ -82,11 +82,11 @@ def gumbel_noise(seeds: Tensor, step: int | Tensor, positions: Tensor, tokens: T
 
 
 def cell_gumbel_noise(seeds: Tensor, steps: Tensor, positions: Tensor, size: int) -> Tensor:
-    """``(n, size)`` float64 standard Gumbel draws of cells, by one round of mixing instead of four.
+    """``(n, size)`` float64 standard Gumbel draws for cells, with one round of mixing, not four.
 
-    A GPU waits for the launches of small rounds. No two sums that a sample mixes are equal, for
+    A GPU waits for the launches of small rounds. No two keys that a sample mixes are equal, for
     steps and positions below 2**20 and draws below 2**11. Seeds, steps and positions are ``(n,)``
-    int64; the draws are other ones than those of :func:`gumbel_noise`.
+    int64; the draws differ from those of :func:`gumbel_noise`.
     """
     key = torch.add(seeds, steps, alpha=_MIX_1).add_(positions, alpha=_MIX_2)
     numbers = torch.arange(1, size + 1, device=seeds.device)
@@ -96,7 +96,7 @@ def cell_gumbel_noise(seeds: Tensor, steps: Tensor, positions: Tensor, size: int
 
 _FIRST_LOOK = 1024
 RUN = 1024
-"""Ids that are drawn from at once: of more, first a run of so many is drawn, then an id of it."""
+"""Ids in a run: from a larger vocabulary, first a run of so many ids is drawn, then an id of it."""
 
 
 def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
@@ -113,8 +113,7 @@ def keep_top_p(logits: Tensor, top_p: float, *, log_total: Tensor | None = None)
     The token that crosses the bound is kept, so at least one always remains, and of equal entries
     the first ones (Holtzman et al., arXiv 1904.09751).
 
-    ``log_total`` ``(..., 1)`` is the log of the sum of all exponentials, where these logits are not
-    all.
+    ``log_total`` ``(..., 1)`` is the log of the sum of all exponentials, if ``logits`` lack some.
     """
     if top_p >= 1.0:
         return logits
@@ -129,12 +128,12 @@ def keep_top_p(logits: Tensor, top_p: float, *, log_total: Tensor | None = None)
 def survivors(
     logits: Tensor, *, top_k: int | None, top_p: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """What is left of ``(n, V)`` logits after the two filters, without a full sort.
+    """Returns what is left of ``(n, V)`` logits after both filters, without a full sort.
 
-    A vocabulary is seldom worth sorting: the filters look at the largest logits alone, and at more
-    of them only if these do not settle the bound or what is equal to it. On a GPU that question
-    waits for the device. The ``(n, m)`` logits have dropped ones at ``-inf``; their ids ascend, and
-    are ``None`` where ``m`` is the whole vocabulary.
+    A vocabulary is seldom worth sorting: the filters look only at the largest logits, and at more
+    of them only if these do not settle the bound or its ties. On a GPU this check waits for the
+    device. Returns ``(n, m)`` logits, dropped ones at ``-inf``, and their ids, which ascend; these
+    are ``None`` if ``m`` is the whole vocabulary.
     """
     V = logits.shape[-1]
     if top_k is None and (top_p is None or top_p >= 1.0):
@@ -147,7 +146,7 @@ def survivors(
         smallest = values.amin(-1, keepdim=True)
         kept = values if top_k is None else keep_top_k(values, top_k)
         kept = kept if top_p is None else keep_top_p(kept, top_p, log_total=log_total)
-        # Equal to the smallest, an entry may have been taken for another one left outside.
+        # An entry equal to the smallest may have been kept instead of a tied one outside.
         if not bool(((kept == smallest) & (kept > -torch.inf)).any()):
             return kept, ids
         size *= 16
@@ -158,12 +157,12 @@ def survivors(
 def draw_by_runs(logits: Tensor, noise: Tensor) -> Tensor:
     """``(n,)`` int64 ids drawn from softmaxes, with noise for a part of the vocabulary.
 
-    The arg-max of logits plus Gumbel noise is a draw; here first among the runs of :data:`RUN` ids,
-    by their probabilities, then among the ids of one: 1,173 numbers for a vocabulary of 152,000.
+    The arg-max of logits plus Gumbel noise is a draw. Here it is first one of runs of :data:`RUN`
+    ids, by their probabilities, then of an id in that run: 1,173 numbers for 152,000 ids.
 
     Args:
         logits: ``(n, V)`` floating point.
-        noise: ``(n, RUN + number of runs)`` float64 Gumbel draws: of the ids of a run, of the runs.
+        noise: ``(n, RUN + number of runs)`` float64 Gumbel draws: for ids in a run, then for runs.
     """
     V = logits.shape[1]
     run = _run_logits(logits).add(noise[:, RUN:]).argmax(-1, keepdim=True)
@@ -173,7 +172,7 @@ def draw_by_runs(logits: Tensor, noise: Tensor) -> Tensor:
 
 
 def perturbed_by_runs(logits: Tensor, noise: Tensor) -> Tensor:
-    """``(n, V)`` float64 values whose arg-max :func:`draw_by_runs` draws, of the same arguments."""
+    """``(n, V)`` float64 values whose arg-max is the draw of :func:`draw_by_runs`."""
     V = logits.shape[1]
     values = F.pad(logits, (0, -V % RUN), value=-torch.inf).unflatten(1, (-1, RUN))
     values = values + noise[:, None, :RUN]
@@ -192,7 +191,7 @@ def _run_logits(logits: Tensor) -> Tensor:
 
 
 _LARGE = 4096
-"""Ids from which on a whole softmax, which is one kernel, costs half of a sum of exponentials."""
+"""Ids from which a whole softmax, a single kernel, costs half as much as a sum of exponentials."""
 
 
 def confidence(logits: Tensor, ids: Tensor) -> Tensor:
@@ -214,7 +213,7 @@ def entropy(logits: Tensor) -> Tensor:
 
 
 def margin(logits: Tensor) -> Tensor:
-    """``(...)`` gap of the two largest probabilities of ``(..., V)`` logits, float32 at least."""
+    """``(...)`` gap between the top two probabilities of ``(..., V)`` logits, float32 at least."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     top = (logits.topk(2, dim=-1).values - logits.logsumexp(-1, keepdim=True)).exp()
     return top[..., 0] - top[..., 1]
@@ -240,7 +239,7 @@ def top_quota(scores: Tensor, candidates: Tensor, quota: Tensor | int) -> Tensor
 
 
 def _among(scores: Tensor, candidates: Tensor) -> Tensor:
-    """Scores by which every candidate, be its own ``-inf``, comes before all other columns."""
+    """Returns scores that put every candidate, even one at ``-inf``, before all other columns."""
     least = torch.finfo(scores.dtype).min
     return scores.clamp_min(least).masked_fill_(~candidates, -torch.inf)
 
@@ -250,14 +249,14 @@ _BLOCK = 256
 
 def arg_max(logits: Tensor) -> Tensor:
     """``(...)`` int64: the most probable token of ``(..., V)`` logits, the lowest of equals."""
-    # There only the maximum itself is vectorised: torch's arg-max takes twice as long as a softmax.
+    # On a CPU only the maximum is vectorised; torch's arg-max takes twice as long as a softmax.
     if logits.device.type != "cpu":
         return logits.argmax(-1)
     return _first_arg_max(logits.reshape(-1, logits.shape[-1])).reshape(logits.shape[:-1])
 
 
 def _first_arg_max(rows: Tensor) -> Tensor:
-    """``(n,)`` int64 arg-max: first of the blocks' maxima, which reduce fast, then in one block."""
+    """``(n,)`` int64 arg-max: of the blocks' maxima, which reduce fast, then inside that block."""
     whole = rows.shape[1] // _BLOCK * _BLOCK
     if whole <= _BLOCK:
         return rows.argmax(-1)
@@ -274,9 +273,9 @@ def _first_arg_max(rows: Tensor) -> Tensor:
 def entropy_variance(entropy: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Population variance of the chosen entropies of each row (TABOM, arXiv:2605.11854).
 
-    A model that can tell certain from uncertain positions has a large one: the Trajectory
-    Discrimination Score is its mean over rows that have at least two chosen positions, as the
-    second result ``(B,)`` bool says. ``entropy`` ``(B, L)`` is in nats.
+    It is large if a model can tell certain from uncertain positions: the Trajectory Discrimination
+    Score is its mean over rows with at least two chosen positions, which the second result ``(B,)``
+    bool marks. ``entropy`` ``(B, L)`` is in nats.
     """
     count = chosen.sum(1)
     values = torch.where(chosen, entropy, 0.0)

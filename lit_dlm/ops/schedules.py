@@ -2,7 +2,7 @@
 
 The count is drawn, not the noise level: with ``n`` of ``G`` cells hidden, uniform ``n`` in
 ``1..G`` and weight ``G / n``, the estimate has the expectation of the continuous-time one (LLaDA,
-arXiv 2502.09992, appendix A, says the same of its exact-count form) with less variance.
+arXiv 2502.09992, appendix A, says the same of its exact-count form) with lower variance.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def stratified_counts(num_rows: int, length: int, *, generator: torch.Generator)
 
 
 def uniform_cells(counts: Tensor, length: int, *, generator: torch.Generator) -> Tensor:
-    """``(B, G)`` bool: exactly ``counts`` ``(B,)`` cells of each row, all subsets alike."""
+    """``(B, G)`` bool: exactly ``counts`` ``(B,)`` cells a row, all subsets equally likely."""
     order = torch.rand(len(counts), length, generator=generator, dtype=torch.float64).argsort(1)
     return order.argsort(1) < counts[:, None]
 
@@ -39,7 +39,7 @@ def suffix_cells(counts: Tensor, length: int) -> Tensor:
 def hidden_cells(
     num_rows: int, length: int, *, suffix_share: float, generator: torch.Generator
 ) -> Tensor:
-    """``(B, G)`` bool, at least one cell in every row: uniform cells, or by chance a suffix."""
+    """``(B, G)`` bool, at least one per row: uniform cells, or with ``suffix_share`` a suffix."""
     counts = stratified_counts(num_rows, length, generator=generator)
     uniform = uniform_cells(counts, length, generator=generator)
     is_suffix = torch.rand(num_rows, generator=generator, dtype=torch.float64) < suffix_share
@@ -49,7 +49,7 @@ def hidden_cells(
 def trapezoid(step: int, num_steps: int, *, warmup_steps: int, decay_share: float) -> float:
     """Factor on the learning rate: linear warm-up, constant, linear decay to zero.
 
-    Step ``k`` of the warm-up, from 0, has ``(k + 1) / warmup_steps``; the decay takes the last
+    Step ``k`` of the warm-up, from 0, has ``(k + 1) / warmup_steps``; the decay covers the last
     ``decay_share`` of the run.
     """
     rising = (step + 1) / warmup_steps if warmup_steps else 1.0

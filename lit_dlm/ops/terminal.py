@@ -1,4 +1,4 @@
-"""Texts of models, data sets and files on a terminal or a page, which obey some characters."""
+"""Texts of models, data sets and files made safe for terminals and pages, which obey some."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-# Control characters but line breaks and tabs; what changes the direction of text or breaks lines;
-# halves of characters; characters that stand for nothing visible.
+# Control characters except line breaks and tabs; what changes the direction of text or breaks
+# lines; halves of characters (surrogates); invisible characters.
 _OBEYED = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
     "\ud800-\udfff\U000e0000-\U000e007f]"
@@ -18,7 +18,7 @@ _OBEYED = re.compile(
 
 
 def printable(text: str) -> str:
-    r"""The text with characters that would be obeyed and not shown as ``\x1b`` or ``\u202e``."""
+    r"""Returns the text, with characters that would be obeyed written as ``\x1b`` or ``\u202e``."""
     return _OBEYED.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
@@ -33,7 +33,7 @@ class PlainConsole(Console):
 
 
 class PlainFormatter(logging.Formatter):
-    """Messages, in which uids and errors may stand."""
+    """Formats messages, which may contain uids and errors, as printable text."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
