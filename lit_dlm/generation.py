@@ -54,7 +54,7 @@ def generate(
     trajectories: bool = False,
     observers: Sequence[Observer] = (),
 ) -> Generations:
-    """Decodes prompts, in batches of similar length; no response depends on the batches.
+    """Decodes prompts in batches of similar length; no response depends on the batches.
 
     Args:
         backbone: the denoiser, or a name, folder or hub id to load one from.

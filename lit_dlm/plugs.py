@@ -19,7 +19,7 @@ class Plug(metaclass=ABCMeta):  # noqa: B024  (abstract methods are those of its
 
     @classmethod
     def __subclasshook__(cls, other: type) -> Any:
-        """Whether a class has the methods; for subclasses such as ``FullWindow`` it must derive."""
+        """Whether a class has the methods; ``FullWindow`` and the like require it to derive."""
         return (Plug in cls.__bases__ and difference(other, cls) is None) or NotImplemented
 
 

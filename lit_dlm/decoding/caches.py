@@ -317,7 +317,7 @@ class CacheSession:
     def _span(
         self, row: int, column: int, state: DecodeState
     ) -> tuple[Span, Literal["step", "refresh", "block"]]:
-        """Returns what a row computes, by its leftmost mask's column, and what that refreshes."""
+        """Returns the span that a row computes, by its leftmost mask, and what that refreshes."""
         begin, end = self._bounds(self._window, row, column, state)
         block, block_end = self._bounds(self._blocks_of, row, column, state)
         last, length = self._begins[row], state.ids.shape[1]
@@ -375,7 +375,7 @@ class CacheSession:
         for (row, begin), tokens in zip(begins.items(), ids, strict=True):
             first = self._firsts[row]
             self._prompts[row] = (state.start - first, *tokens[first:begin])
-        if self._spec.positions != "cumsum":  # other rows may count theirs otherwise
+        if self._spec.positions != "cumsum":  # rows may count positions otherwise
             return {}
         known: dict[tuple[int, ...], int] = {}
         for row in sorted(range(len(self._prompts)), key=lambda row: row in begins):

@@ -202,7 +202,7 @@ class Decision:
     record: StepRecord  # the step as observers see it; its state has entered the window's block
     decided: Tensor  # (b,) bool: the policy decided; elsewhere the stall rule did
     wrote: Tensor  # (b, L) bool: cells that the step changes
-    # (b,) bool: the end-of-text rule ends the row after this step; None without one
+    # (b,) bool: the end-of-text rule ends the row after this step; None without it
     ended: Tensor | None
     held: Tensor | None  # (b, L) bool: see :class:`DecodeState`
     policy_span: Span  # time that the policy took

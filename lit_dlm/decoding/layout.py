@@ -35,7 +35,7 @@ class Layout(Plug):
 
     @abstractmethod
     def blocks(self, response: Tensor) -> BlockLayout:
-        """Returns the blocks of a response, its ``(G,)`` int64 cells as before the first step."""
+        """Returns the blocks of a response, given its ``(G,)`` int64 cells before step 0."""
 
     @abstractmethod
     def on(self, canvas: Canvas, *, mask_id: int) -> Canvas:

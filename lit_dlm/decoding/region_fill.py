@@ -42,7 +42,7 @@ class FillCurves:
 
 
 def fill_curves(masked: Tensor, regions: Tensor, names: tuple[str, ...]) -> FillCurves:
-    """Returns curves from ``(T + 1, G)`` masks and the ``(G,)`` numbers of ``BlockLayout``."""
+    """Returns curves from ``(T + 1, G)`` masks and ``(G,)`` region numbers of ``BlockLayout``."""
     zeros = torch.zeros(len(masked), len(names), dtype=torch.long)
     left = zeros.scatter_add_(1, regions.expand(len(masked), -1), masked.long())
     return _curves(left, names)

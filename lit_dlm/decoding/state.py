@@ -100,7 +100,7 @@ class DecodeState:
 
     @property
     def unfinished(self) -> Tensor:
-        """``(b, L)`` bool: cells that place windows: masked ones, and one of each held window."""
+        """``(b, L)`` bool cells by which windows are placed: masked, or one of each held window."""
         return self.masked if self.held is None else self.masked | self.held
 
     def take(self, index: Tensor) -> DecodeState:
@@ -252,7 +252,7 @@ class Observer(Protocol):
 
     def on_end(self, result: DecodeResult) -> None:
         """Called once, with the result of the rows that have not been replaced."""
-        return  # nothing to do in most of them
+        return  # most observers have nothing to do here
 
 
 @runtime_checkable
@@ -266,4 +266,4 @@ class QueueObserver(Observer, Protocol):
             state: the rows that take over the slots ``state.rows``, before their first step. The
                 slots of ``result`` that are not among them stay empty.
         """
-        return  # nothing to do in most of them
+        return  # most observers have nothing to do here

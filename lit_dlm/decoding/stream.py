@@ -181,7 +181,7 @@ class DecodedRows:
     numbers: list[int]  # numbers of their prompts
     result: DecodeResult
     responses: Responses
-    is_last: bool  # whether this process has no other left
+    is_last: bool  # whether these are the last of this process
 
 
 def decode_stream(
@@ -198,12 +198,12 @@ def decode_stream(
     """Decodes what this process takes from a queue, and yields responses in batches.
 
     A response that ends makes room for the next prompt, so others are unfinished between batches.
-    No response depends on which process decodes it, or together with which others. Prompts should
+    No response depends on which process decodes it or on what is decoded beside it. Prompts should
     come in descending order of length: the canvas then shrinks with them.
 
     Args:
         prompt: returns the prompt with a number; called when there is room for it.
-        batch_size: rows decoded together, and the fewest responses of a batch but the last.
+        batch_size: rows decoded together; a batch but the last has at least as many responses.
         detokenizer: makes the texts; without one there are only ids.
         observers: see every step; those that cannot follow a refill need a queue of one batch.
             If one ends the decode, the responses that have ended by then are the last.

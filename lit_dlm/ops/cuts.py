@@ -32,7 +32,7 @@ def last_cuts(
 
 def uniform_cuts(last: Tensor, noise: Tensor) -> Tensor:
     """``(B,)`` int64: cuts uniform in ``0..last``, from ``(B,)`` noise; -1 where ``last`` is."""
-    # Rounding must not exceed the last one.
+    # Rounding must not exceed ``last``.
     drawn = (noise * (last + 1)).long().minimum(last)
     return torch.where(last >= 0, drawn, -1)
 
@@ -56,7 +56,7 @@ def non_ltr_cuts(last: Tensor, steps: Tensor, is_non_ltr: Tensor, noise: Tensor)
 
 
 def non_ltr_positions(steps: Tensor) -> Tensor:
-    """``(..., L)`` bool: positions written before one to their left, by ``(..., L)`` steps.
+    """``(..., L)`` bool: positions written before one to their left, from ``(..., L)`` steps.
 
     The release's data contain a list made by an unpublished script; this is our reading of its
     name.

@@ -227,8 +227,8 @@ TILE = 128
 """Number of queries and of keys in a tile of FlexAttention."""
 _FAR = 2**62
 FLEX_LENGTH = 512
-"""Slots from which a training row on a GPU uses FlexAttention instead of a mask matrix. Tiles save
-little in shorter rows, see ``benchmarks/block_attention.py --count``."""
+"""Fewest slots of a training row for which a GPU uses FlexAttention instead of a mask matrix. Tiles
+save little in shorter rows, see ``benchmarks/block_attention.py --count``."""
 
 
 def wants_block_mask(length: int, device: torch.device) -> bool:

@@ -1,4 +1,4 @@
-"""Finding and switching off autocast, and evaluation mode."""
+"""Checking for autocast and switching it off, and evaluation mode."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def cell_gumbel_noise(seeds: Tensor, steps: Tensor, positions: Tensor, size: int
 
 _FIRST_LOOK = 1024
 RUN = 1024
-"""Ids in a run: from a larger vocabulary, first a run of so many ids is drawn, then an id of it."""
+"""Ids in a run: from a larger vocabulary, a run is drawn first and then an id in it."""
 
 
 def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
@@ -157,8 +157,8 @@ def survivors(
 def draw_by_runs(logits: Tensor, noise: Tensor) -> Tensor:
     """``(n,)`` int64 ids drawn from softmaxes, with noise for a part of the vocabulary.
 
-    The arg-max of logits plus Gumbel noise is a draw. Here it is first one of runs of :data:`RUN`
-    ids, by their probabilities, then of an id in that run: 1,173 numbers for 152,000 ids.
+    The arg-max of logits plus Gumbel noise is a draw. Here a run of :data:`RUN` ids is drawn first,
+    by the runs' probabilities, then an id in it: 1,173 numbers for a vocabulary of 152,000.
 
     Args:
         logits: ``(n, V)`` floating point.
@@ -172,7 +172,7 @@ def draw_by_runs(logits: Tensor, noise: Tensor) -> Tensor:
 
 
 def perturbed_by_runs(logits: Tensor, noise: Tensor) -> Tensor:
-    """``(n, V)`` float64 values whose arg-max is the draw of :func:`draw_by_runs`."""
+    """``(n, V)`` float64 values whose arg-max :func:`draw_by_runs` draws from equal arguments."""
     V = logits.shape[1]
     values = F.pad(logits, (0, -V % RUN), value=-torch.inf).unflatten(1, (-1, RUN))
     values = values + noise[:, None, :RUN]
@@ -191,7 +191,7 @@ def _run_logits(logits: Tensor) -> Tensor:
 
 
 _LARGE = 4096
-"""Ids from which a whole softmax, a single kernel, costs half as much as a sum of exponentials."""
+"""Vocabulary from which a whole softmax, a single kernel, costs half of a sum of exponentials."""
 
 
 def confidence(logits: Tensor, ids: Tensor) -> Tensor:

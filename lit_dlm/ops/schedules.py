@@ -39,7 +39,7 @@ def suffix_cells(counts: Tensor, length: int) -> Tensor:
 def hidden_cells(
     num_rows: int, length: int, *, suffix_share: float, generator: torch.Generator
 ) -> Tensor:
-    """``(B, G)`` bool, at least one per row: uniform cells, or with ``suffix_share`` a suffix."""
+    """``(B, G)`` bool: uniform cells, or a suffix with probability ``suffix_share``; never none."""
     counts = stratified_counts(num_rows, length, generator=generator)
     uniform = uniform_cells(counts, length, generator=generator)
     is_suffix = torch.rand(num_rows, generator=generator, dtype=torch.float64) < suffix_share

@@ -1,4 +1,4 @@
-"""Texts of models, data sets and files made safe for terminals and pages, which obey some."""
+"""Safe display of texts from models, data sets and files: terminals obey some characters."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class FactorPolicy(CommitPolicy):
 
     They are the ``n`` most probable ones for the largest ``n`` with ``(n + 1) (1 - c_n) < factor``,
     where ``c_n`` is the n-th largest probability; at least ``quota`` if there is one. The release
-    allows equality, too, and commits the last candidate of a block even if only that one fails.
+    also allows equality, and commits the last candidate of a block even if only that one fails.
     """
 
     def __init__(self, factor: float = 1.0) -> None:

@@ -21,9 +21,9 @@ class PCSamplerPolicy(TopQuotaPolicy):
     """Informative tokens first, from the left (PC-Sampler, arXiv 2508.13021).
 
     The score of cell ``i`` is ``exp(-decay i) min(-p log f, clip)`` with the probability ``p`` of
-    its token and the token's frequency ``f`` in a background corpus; here it is the logarithm of
-    that, which does not underflow. The release adds 1e-9 to ``f``, and counts ``i`` from the start
-    of a block, which does not change the order inside the block.
+    its token and the token's frequency ``f`` in a background corpus; the code uses its logarithm,
+    which does not underflow. The release adds 1e-9 to ``f``, and counts ``i`` from the start of a
+    block, which does not change the order inside the block.
     """
 
     def __init__(

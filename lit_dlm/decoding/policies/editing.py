@@ -15,7 +15,7 @@ from lit_dlm.ops.sampling import top_quota
 class TokenEditingPolicy(CommitPolicy):
     """Applies one threshold to masks (M2T) and one to written tokens (T2T), in every step.
 
-    A mask is written if its proposal is above ``threshold``, or the most probable one if none is; a
+    Masks whose proposal is above ``threshold`` are written, or the most probable one if none is; a
     token of the block is replaced if another token is the most probable and above
     ``edit_threshold``. A full block gets further steps, which only edit, until one edits nothing,
     at most ``max_post_steps``; so a block of ``n`` masks takes at most ``n + max_post_steps``

@@ -53,7 +53,7 @@ class LockstepPolicy(CommitPolicy):
     def select(
         self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
     ) -> Selection:
-        """Commits by region; with a quota (a budget of steps), at least as many."""
+        """Commits by region; with a quota (a budget of steps), at least that many."""
         assert state.regions is not None
         regions, prob = state.regions, proposal.prob
         # float64, so that the product is the one that Python computes.

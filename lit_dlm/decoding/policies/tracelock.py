@@ -2,7 +2,7 @@
 
 The release decodes in a window that starts at the leftmost mask ("soft crop"), with an end-of-text
 gate; here the window, the gate and the fill of an ended answer belong to the decode loop, so that
-all methods can be compared with the same ones.
+all methods can be compared under the same rules.
 """
 
 from __future__ import annotations
