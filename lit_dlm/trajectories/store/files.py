@@ -1,8 +1,8 @@
-"""Names, tar members and side files: everything about files of shards but no policy.
+"""Names, tar members and side files of shards; when to write or merge them is decided elsewhere.
 
-A shard is an uncompressed USTAR file of blocks, as WebDataset reads it. Owner, mode and times of
-its members are fixed, so equal content gives equal bytes. Beside it lies a JSON file that says what
-the shard must hold; a shard counts as finished once that file exists.
+A shard is an uncompressed USTAR file of blocks that WebDataset can read. Owner, mode and times of
+its members are fixed, so equal content gives equal bytes. A JSON file beside it says what the shard
+must hold; a shard counts as finished once that file exists.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RECORDS, FEATURES = "records.arrow.zst", "features.arrow.zst"
 TAR_END = bytes(2 * tarfile.BLOCKSIZE)
 
 STRANGE = (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError)
-"""What JSON of others raises where it is of another shape than expected."""
+"""What reading JSON may raise if it does not have the expected shape."""
 
 _NAME = re.compile(r"[a-z0-9_]+(?:-[a-z0-9_]+)*")
 _SHARD = re.compile(
@@ -58,12 +58,12 @@ class ShardName:
         return f"{self.name}-{self.split}-r{self.rank:05d}-{self.index:06d}.tar"
 
     def key(self, block: int) -> str:
-        """Key of a block's members: no dots, since readers cut it at the first one."""
+        """Key of a block's members, without dots, since readers cut names at the first one."""
         return f"r{self.rank}s{self.index}b{block:05d}"
 
     @staticmethod
     def parse(path: Path) -> tuple[ShardName, bool] | None:
-        """The name, and whether the file is unfinished (``.tmp-{pid}``); ``None`` for others."""
+        """The name, and whether it is unfinished (``.tmp-{pid}``); ``None`` for other files."""
         match = _SHARD.fullmatch(path.name)
         if match is None:
             return None
@@ -71,7 +71,7 @@ class ShardName:
         return name, match["tail"] is not None
 
     def next_in(self, folder: Path) -> ShardName:
-        """The first one of its series that no shard uses, finished or not."""
+        """The name after the last one of this series in a folder, finished or not."""
         names = [entry[0] for entry in map(ShardName.parse, folder.iterdir()) if entry]
         used = [one.index for one in names if replace(one, index=self.index) == self]
         return replace(self, index=max(used, default=-1) + 1)
@@ -80,7 +80,7 @@ class ShardName:
 def tar_member(name: str, data: bytes) -> bytes:
     """Header, content and padding of one tar member.
 
-    Made here and not by WebDataset's TarWriter, whose stream cannot take back half of a block.
+    Not made by WebDataset's TarWriter, whose stream cannot take back half a block.
     """
     info = tarfile.TarInfo(name)
     info.size, info.mtime, info.mode = len(data), 0, 0o644
@@ -89,13 +89,13 @@ def tar_member(name: str, data: bytes) -> bytes:
 
 
 def archived_blocks(shard: Path) -> tuple[dict[str, dict[str, bytes]], bool]:
-    """What WebDataset finds in a shard that may end anywhere, or be damaged.
+    """Returns what WebDataset finds in a shard that may be cut off anywhere, or damaged.
 
     Returns:
         Members of the run and of each block by extension, up to the first damaged header or the
         point where the file is cut; and whether that is all that the file holds.
     """
-    from webdataset.tariterators import tar_file_iterator  # here: it imports torch
+    from webdataset.tariterators import tar_file_iterator  # imported here, as it imports torch
 
     blocks: dict[str, dict[str, bytes]] = {}
     size = len(TAR_END)
@@ -159,7 +159,7 @@ class SideFile:
 
     @staticmethod
     def read(path: Path) -> SideFile:
-        """Reads a side file, whoever wrote it."""
+        """Reads and checks a side file, whoever wrote it."""
         try:
             content = json.loads(path.read_bytes())
             found = content["format"], content["version"]
@@ -171,7 +171,7 @@ class SideFile:
             is_exact = row == {name: content[name] for name in row}
             blocks = tuple(BlockEntry(**entry) for entry in row.pop("blocks"))
             side = SideFile(blocks=blocks, uids=tuple(row.pop("uids")), **row)
-            # Places that nobody need trust: a reader takes as much memory as they say.
+            # Offsets and sizes are not trusted: a reader would allocate as much as they say.
             ends = [0, *(entry.offset + entry.size for entry in blocks)]
             ends += [(entry.feature_offset or 0) + (entry.feature_size or 0) for entry in blocks]
             counts = {sum(entry.num_records for entry in blocks), side.num_records}
@@ -186,7 +186,7 @@ class SideFile:
             raise TrajectoryFormatError(f"{path}: not a side file of a shard: {error}") from error
 
     def size_problem(self, shard: Path) -> str:
-        """What is wrong with the size of the shard, if something is."""
+        """What is wrong with the size of the shard; empty if nothing is."""
         size = shard.stat().st_size if shard.exists() else None
         return "" if size == self.bytes else f"{shard}: expected {self.bytes} bytes, got {size}"
 
@@ -202,7 +202,7 @@ def shards_in(folder: Path) -> list[Path]:
 
 
 def shard_paths(paths: Sequence[Path]) -> list[Path]:
-    """Shards that paths name; a folder stands for all of its shards."""
+    """Returns the shards that paths name; a folder names all of its shards."""
     found: list[Path] = []
     for path in paths:
         shards = [path] if path.is_file() else shards_in(path)
@@ -223,7 +223,7 @@ def completed_uids(folder: str | Path) -> set[str]:
 
 
 def claim_uids(folder: Path, side: SideFile, owners: dict[str, str]) -> None:
-    """Notes which shard of a folder holds which uid; two of them may not hold the same."""
+    """Notes in ``owners`` which shard holds which uid; the same uid in two shards is an error."""
     twice = next((uid for uid in side.uids if uid in owners), None)
     if twice is not None:
         raise TrajectoryFormatError(
@@ -234,15 +234,15 @@ def claim_uids(folder: Path, side: SideFile, owners: dict[str, str]) -> None:
 
 
 def prompt_uid(uid: str) -> str:
-    """Uid of a decode's prompt: without ``#`` and the response's number, ``@`` and the method."""
+    """Uid of a decode's prompt: without ``#{number}`` of the response and ``@{method}``."""
     return re.sub(r"(#\d+)?(@[^@]*)?\Z", "", uid)
 
 
 def uid_order(uids: Sequence[str]) -> list[int]:
-    """Numbers of records in an order that does not depend on which process wrote them when.
+    """Returns indices of records in an order that is independent of which process wrote them when.
 
-    Records are sorted by uid, ``{task}/{split}/{problem}@{method}``, within each set of problems
-    and method; these come in the order of their first records, which is that of the run.
+    Records are sorted by uid, ``{task}/{split}/{problem}@{method}``, within groups of one
+    ``{task}/{split}`` and method; groups are in the order of their first records, as in the run.
     """
     groups: dict[tuple[str, str], list[int]] = {}
     for number, uid in enumerate(uids):

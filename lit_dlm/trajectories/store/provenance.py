@@ -1,9 +1,9 @@
-"""What a run was: model, tokenizer, decoding, randomness, data, software, hardware.
+"""Describes a run: model, tokenizer, decoding, randomness, data, software, hardware.
 
 The canonical text of a :class:`RunRecord` is ``run.json``; the first 16 bytes of its SHA-256 are
-stored in every block. Records are only comparable, and a folder is only resumed, when the groups
-that decide the outcome are equal; software and hardware may differ between parts of one folder and
-are then kept as separate records.
+stored in every block. Records are only comparable, and a folder is only resumed, if the groups that
+decide the outcome are equal; software and hardware may differ between parts of one folder and are
+then kept as separate run records.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from lit_dlm.trajectories.store.files import RUN_MEMBER, STRANGE
 
 RUN_FILE = "run.json"
 SAMPLE_SEED_RULE = "63 bits of sha256('{seed}:{uid}')"
-"""How a run says that its sample seeds follow from the base seed and the example's uid."""
+"""By this text a run says that its sample seeds follow from the base seed and the example's uid."""
 ESSENTIAL = ("model", "tokenizer", "decode", "randomness", "data")
-"""Groups that decide what a decode gives; resuming with another value of any key is an error."""
+"""Groups that decide the outcome of a decode; resuming with another value of a key is an error."""
 _OPEN = ("decode.methods", "data.tasks")
 """Collections to which a later run of the same folder may add members, or leave some out."""
 _ABSENT = object()
@@ -59,7 +59,7 @@ class RunRecord:
     software: Mapping[str, Any] = field(default_factory=lambda: software_facts())
     """Versions and numeric flags; filled in by default."""
     hardware: Mapping[str, Any] = field(default_factory=lambda: hardware_facts())
-    """Devices; filled in by default. World size, batch size and padding are welcome here."""
+    """Devices; filled in by default. World size, batch size and padding may be added."""
 
     def __post_init__(self) -> None:
         self.text()  # refuses what JSON cannot hold, early and by name
@@ -73,15 +73,15 @@ class RunRecord:
         return canonical_json(self.as_dict())
 
     def digest(self) -> bytes:
-        """16 bytes that name the run."""
+        """16 bytes that identify the run."""
         return hashlib.sha256(self.text().encode()).digest()[:16]
 
     def save(self, folder: str | Path) -> Path:
         """Writes ``run.json``, or checks the one that is there; returns the file of this record.
 
-        A folder of a run that differs in what decides the outcome is refused; the keys are named.
-        The file is ``run-<digest>.json`` when the folder was begun with other software or hardware,
-        or with other methods or tasks beside those that both runs have.
+        A folder of a run that differs in what decides the outcome is refused; the error names the
+        keys. The file is ``run-<digest>.json`` if the folder was begun with other software or
+        hardware, or with methods or tasks that not both runs have.
         """
         folder = Path(folder)
         path = folder / RUN_FILE
@@ -113,14 +113,14 @@ class RunRecord:
 
 
 def canonical_json(value: Any) -> str:
-    """The one text of a JSON value: sorted keys, no white space, UTF-8."""
+    """The canonical text of a JSON value: sorted keys, no white space, UTF-8."""
     return json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     )
 
 
 def run_of_shard(shard: Path) -> tuple[RunRecord, str]:
-    """The run record inside a shard, its first member, and its digest (hexadecimal)."""
+    """Returns the run record in a shard (its first member), and its digest (hexadecimal)."""
     try:
         with tarfile.open(shard, "r:") as archive:
             first = archive.next()
@@ -133,7 +133,7 @@ def run_of_shard(shard: Path) -> tuple[RunRecord, str]:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """SHA-256 (hexadecimal) over vocabulary and chat template of a tokenizer of transformers."""
+    """SHA-256 (hexadecimal) over vocabulary and chat template of a transformers tokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     text = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
     template = getattr(tokenizer, "chat_template", None)
@@ -142,7 +142,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 def software_facts() -> dict[str, Any]:
     """Versions, numeric flags, and environment variables that change numbers."""
-    import torch  # here: it takes seconds, and whoever only reads records does without
+    import torch  # imported here: it takes seconds, and reading records does not need it
 
     facts: dict[str, Any] = {"python": platform.python_version(), **_own_version()}
     facts |= {package: _version(package) for package in _PACKAGES}
@@ -167,7 +167,7 @@ def hardware_facts() -> dict[str, Any]:
 
 
 def _own_version() -> dict[str, Any]:
-    """Our version, and the commit when the package is the work tree of its own repository."""
+    """Our version, and the commit if the package is in the work tree of its own repository."""
     package = Path(lit_dlm.__file__).resolve().parent
     facts: dict[str, Any] = {"lit_dlm": _version("lit-dlm"), "commit": None, "dirty": None}
     root = _git(package, "rev-parse", "--show-toplevel")
@@ -185,7 +185,7 @@ def _version(package: str) -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    # Without the lock that a status takes to refresh the index: killed, it would leave it behind.
+    # git status would lock the index to refresh it, and leave the lock behind if it were killed.
     command = ["git", "--no-optional-locks", *arguments]
     try:
         done = subprocess.run(
@@ -204,7 +204,7 @@ def _driver() -> str | None:
 
 
 def _differences(stored: Any, current: Any, key: str) -> Iterator[str]:
-    """One line for every key that differs; new members of open collections do not."""
+    """One line per key that differs; an open collection may have members on one side only."""
     if isinstance(stored, dict) and isinstance(current, dict):
         common = stored.keys() & current.keys()
         for name in sorted(common if key in _OPEN else stored.keys() | current.keys()):

@@ -1,7 +1,7 @@
-"""Reads shards block by block, at the places that their side files name.
+"""Reads shards block by block, at the offsets in their side files.
 
-A damaged tar header ends a tar stream without any error, and flipped payload bits pass through it.
-So the side file says where each block lies and what its bytes give (CRC32).
+A damaged tar header ends a tar stream without any error, and flipped payload bits go unnoticed. So
+the side file holds the place of each block and the CRC32 of its bytes.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class TrajectoryShardReader:
 
         Args:
             shards: folder of a set, or paths of shards.
-            on_error: at damage: ``raise``, or ``skip`` what is damaged, with a warning, and read
-                every other block.
+            on_error: ``raise`` on damage, or ``skip`` what is damaged, with a warning, and read all
+                other blocks.
             features: also read the features members.
-            strict: compute every content digest anew. Checksums, the rules of the format and the
-                uids of the side file are always checked.
+            strict: recompute every content digest. Checksums, the rules of the format and the uids
+                of the side file are always checked.
         """
         self.on_error = on_error
         self.features = features
@@ -100,11 +100,11 @@ class TrajectoryShardReader:
         return self._read(Path(shard), index, features=self.features)[1]
 
     def outline(self, shard: str | Path, index: int) -> tuple[Block, list[Trajectory]]:
-        """A block without its features, which can be 30 MB beside 20 kB of records."""
+        """Reads a block without its features, which can be 30 MB beside 20 kB of records."""
         return self._read(Path(shard), index, features=False)
 
     def find(self, uids: Collection[str]) -> Iterator[Trajectory]:
-        """The records of some names, in the order of the set; only blocks with one are read."""
+        """Yields the records with these uids, in the set's order; reads only blocks with one."""
         for path, index in self.blocks:
             first, end = self._starts[path][index : index + 2]
             if any(uid in uids for uid in self._sides[path].uids[first:end]):
@@ -140,7 +140,7 @@ def _named_shards(shards: str | Path | Sequence[str | Path]) -> list[Path]:
     if not isinstance(shards, (str, Path)):
         return [Path(path) for path in shards]
     folder = Path(shards)
-    # A shard that is gone has left its side file.
+    # A shard that is gone is known by its side file.
     return sorted({p.with_suffix("") for p in folder.glob("*.tar.json")}.union(shards_in(folder)))
 
 
@@ -155,7 +155,7 @@ def _side_of(shard: Path) -> SideFile:
 
 def _bytes(file: BinaryIO, offset: int | None, size: int | None, crc32: int | None) -> bytes:
     file.seek(offset or 0)
-    # Not what the side file says, which memory would be taken for.
+    # At most what the file holds: memory is allocated for the size that is asked for.
     left = os.fstat(file.fileno()).st_size - (offset or 0)
     data = file.read(max(min(size or 0, left), 0))
     if crc32 is None or zlib.crc32(data) != crc32:

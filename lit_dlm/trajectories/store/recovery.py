@@ -1,4 +1,4 @@
-"""What a folder of shards holds, and how to save what a killed process left in it."""
+"""Maintains a folder of shards, and saves what a killed process left in it."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ class Recovered:
     """What :func:`recover` did with one file."""
 
     path: Path  # The orphan; it is gone (or has .damaged appended)
-    shard: Path | None  # The shard that now holds its records; None when it had no new one
+    shard: Path | None  # The shard that now holds its records; None if it had no new ones
     num_records: int
     num_dropped_blocks: int  # Blocks that were cut, damaged, or lacked their features
 
 
 def recover(folder: str | Path) -> list[Recovered]:
-    """Saves the whole blocks of unfinished shards whose process is dead; one entry per file.
+    """Saves the intact blocks of unfinished shards of dead processes; returns an entry per file.
 
-    Each such file is read as far as it goes; blocks that pass every check go into a new shard of
+    Each such file is read as far as possible; blocks that pass every check go into a new shard of
     the same series, records that a finished shard already holds are left out, and the file is
-    deleted. A finished shard without side file (a crash between the two) is treated the same way,
-    but kept as ``.damaged`` if anything in it was lost. Of records that two finished shards hold,
-    as two processes in one folder left them, the second ones are taken out. Run it before a folder
-    is resumed, by one process, while no other starts to write there; running it again changes
-    nothing.
+    deleted. A finished shard without a side file (a crash between the two) is treated the same way,
+    but kept as ``.damaged`` if anything in it was lost. If two finished shards hold the same
+    records, written by two processes in one folder, the second ones are removed. Run it before a
+    folder is resumed, by one process, while no other starts to write there; running it again
+    changes nothing.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -73,7 +73,7 @@ def recover(folder: str | Path) -> list[Recovered]:
 
 
 def _without_doubles(folder: Path) -> list[Recovered]:
-    """Writes shards that repeat records of earlier ones anew, without these."""
+    """Rewrites shards that repeat records of earlier ones, without the repeated records."""
     seen: set[str] = set()
     reports = []
     for side in side_files(folder):
@@ -82,23 +82,23 @@ def _without_doubles(folder: Path) -> list[Recovered]:
         if seen.isdisjoint(side.uids):
             seen.update(side.uids)
         elif parsed is not None and path.exists():
-            # Should the process die now, the shard without side file is recovered in the same way.
+            # Should the process die now, the shard has no side file and is recovered in this way.
             _forget(folder, side)
             reports += _recover_file(path, parsed[0], seen, is_unfinished=False)
     return reports
 
 
 def _forget(folder: Path, side: SideFile) -> None:
-    """Takes a shard out of what the folder holds; the shard itself stays."""
+    """Deletes a shard's side file, and the manifest; the shard itself stays."""
     (folder / MANIFEST_FILE).unlink(missing_ok=True)
     side_path(folder / side.shard).unlink()
 
 
 def drop_shards(folder: str | Path, is_stale: Callable[[str], bool]) -> int:
-    """Deletes the finished shards of records that are to be written anew; returns their number.
+    """Deletes finished shards of records that are to be rewritten; returns the number of records.
 
-    One process does so, after :func:`recover` and while no other writes there. The manifest goes,
-    too, until the folder is merged again. A shard that holds such records and others is an error.
+    One process must do this, after :func:`recover` and while no other writes there. The manifest is
+    deleted too, until the folder is merged again. A shard with other records as well is an error.
     """
     folder = Path(folder)
     stale = [side for side in side_files(folder) if any(map(is_stale, side.uids))]
@@ -152,7 +152,7 @@ def _owner_lives(path: Path) -> bool:
 def _recover_file(
     path: Path, name: ShardName, done: set[str], *, is_unfinished: bool
 ) -> list[Recovered]:
-    """Moves what is whole and new into a shard of its own; nothing where the file is in use."""
+    """Moves intact new records into a shard of their own; does nothing if the file is in use."""
     try:
         file = path.open("r+b")  # a lock needs a file open for writing
     except FileNotFoundError:
@@ -160,7 +160,7 @@ def _recover_file(
     # Closing any handle of the file gives up the lock, so all reading comes after.
     with file:
         is_free = lock(file.fileno())
-    if is_free is None:  # no locks here: the id in the name tells
+    if is_free is None:  # no locks on this file system: the process id in the name decides
         is_free = not _owner_lives(path)
     if not is_free:
         return []
@@ -197,7 +197,7 @@ def _recover_file(
 
 
 def _whole_block(parts: dict[str, bytes]) -> tuple[list[Trajectory], bytes]:
-    """The records of a block by its members, every rule checked, and the digest of its run."""
+    """Returns the records in a block's members, after every check, and the digest of its run."""
     block = read_block(parts[RECORDS])
     records = records_of(block)
     if block.features is not None:

@@ -1,10 +1,10 @@
 """Writes records to shards so that a crash loses at most the open block.
 
-A block is encoded when it is full, when its first record waits too long, and on ``flush``; it is
-then written and synchronised with the disk. The shard grows under ``{shard}.tmp-{pid}`` and gets
+A block is encoded when it is full, when its first record has waited too long, and on ``flush``; it
+is then written and synchronised with the disk. The shard grows under ``{shard}.tmp-{pid}`` and gets
 its final name, then its side file, when it is closed. :class:`BackgroundWriter` does this in a
 thread, which takes records from a queue that is bounded in bytes: encoding and hashing release the
-interpreter, so a decode loop waits neither for zstd nor for the disk.
+GIL, so a decode loop waits neither for zstd nor for the disk.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ MAX_SHARD_BYTES = 256 * 2**20
 MAX_BLOCK_BYTES = 32 * 2**20
 """A block is closed early when its records take this much memory."""
 FLUSH_SECONDS = 30.0
-"""A record waits at most this long (looked at on ``put``)."""
+"""A record waits at most this long (checked on ``put``)."""
 _RECORD_OVERHEAD = 2048
 """Bytes of a record's Python objects, roughly."""
 OPEN_FILES: set[Path] = set()
-"""Unfinished shards of this very process; recovery must not take them for orphans."""
+"""Unfinished shards of this process; recovery must not take them for orphans."""
 
 
 class ShardFile:
@@ -85,11 +85,11 @@ class ShardFile:
         *,
         sync: bool = True,
     ) -> None:
-        """Writes one encoded block, and that of its features, and waits until they are on disk.
+        """Appends one encoded block, and its features, and waits until they are on disk.
 
         Without ``sync`` the bytes are only handed to the operating system: they survive the death
-        of this process, and :meth:`sync` makes them survive that of the machine. After an
-        ``OSError`` the file is as it was before the call.
+        of this process, but that of the machine only after :meth:`sync`. After an ``OSError`` the
+        file is as it was before the call.
         """
         key = self.name.key(len(self._blocks))
         first = tar_member(f"{key}.{RECORDS}", block)
@@ -111,7 +111,7 @@ class ShardFile:
         self.uids += [record.uid for record in records]
 
     def finish(self) -> Path:
-        """Gives the shard, which has a block, its final name and its side file."""
+        """Gives the shard, which must hold a block, its final name and its side file."""
         self._append(TAR_END)
         final = self.folder / str(self.name)
         self.abandon()
@@ -134,7 +134,7 @@ class ShardFile:
             try:
                 os.fsync(self._fd)
             except OSError as error:
-                # A later call may succeed although pages were lost: recovery must look at it.
+                # A later call may succeed although pages were lost: the file is left to recovery.
                 self.abandon()
                 raise OSError(error.errno, error.strerror, str(self.path)) from error
             self._is_synced = True
@@ -149,7 +149,7 @@ class ShardFile:
     def _append(self, data: bytes, *, sync: bool = True) -> None:
         view = memoryview(data)
         try:
-            if not os.fstat(self._fd).st_nlink:  # -1, given up after an error, is no descriptor
+            if not os.fstat(self._fd).st_nlink:  # fails on -1, an abandoned file
                 raise FileNotFoundError(errno.ENOENT, "was deleted during the run")
             while view:
                 view = view[os.write(self._fd, view) :]
@@ -157,7 +157,7 @@ class ShardFile:
                 os.fsync(self._fd)
             self._is_synced = sync
         except OSError as error:
-            # Take back the torn part, so that the shard stays sound and the call can be repeated.
+            # Remove the torn part, so that the shard stays sound and the call can be repeated.
             if self._fd >= 0:
                 os.ftruncate(self._fd, self.size)
                 os.lseek(self._fd, self.size, os.SEEK_SET)
@@ -167,7 +167,7 @@ class ShardFile:
 
 
 class TrajectoryShardWriter:
-    """Puts records into the shards of one rank."""
+    """Writes records to the shards of one rank."""
 
     def __init__(
         self,
@@ -186,10 +186,10 @@ class TrajectoryShardWriter:
         Args:
             folder: folder of the set, created if need be.
             name: name of the set; it, ``split`` and ``rank`` are those of :class:`ShardName`.
-            run: what makes these records; stored as ``run.json`` and in every shard.
-            records_per_block: a block is closed at so many.
-            max_shard_records: a shard is closed at so many.
-            max_total_bytes: refuse to go on once this writer has written more.
+            run: the run that makes these records; stored as ``run.json`` and in every shard.
+            records_per_block: number of records at which a block is closed.
+            max_shard_records: number of records at which a shard is closed.
+            max_total_bytes: raise an error once this writer has written more.
         """
         within("[1, 65535]", records_per_block=records_per_block)
         at_least(1, max_shard_records=max_shard_records)
@@ -201,7 +201,7 @@ class TrajectoryShardWriter:
         self.records_per_block = records_per_block
         self.max_shard_records = max_shard_records
         self.sync_blocks = True
-        """Wait for the disk after every block. ``False`` leaves that to calls of :meth:`sync`, so
+        """Whether to wait for the disk after every block. ``False`` leaves that to :meth:`sync`, so
         that one wait can serve several blocks."""
         self.max_total_bytes = max_total_bytes
         self.bytes_written = 0
@@ -228,7 +228,7 @@ class TrajectoryShardWriter:
     def put(self, record: Trajectory) -> None:
         """Adds one record, whose uid must be new; it is on disk after the next flush.
 
-        One that breaks a rule is an error and is not added.
+        A record that breaks a rule is an error and is not added.
         """
         assert not self._closed, "the writer is closed"
         record.validate()
@@ -273,7 +273,7 @@ class TrajectoryShardWriter:
             return
         try:
             members = encoded(self._pending, run_digest=self._run_digest)
-        except ValueError:  # must not meet every later call, too
+        except ValueError:  # every later call would fail too
             self._pending, self._pending_bytes = [], 0
             raise
         if self._shard is None:
@@ -299,16 +299,16 @@ class TrajectoryShardWriter:
             )
 
     def close(self) -> None:
-        """Flushes and finishes the open shard; what is left of a failure can be recovered."""
+        """Flushes and finishes the open shard; what a failure leaves behind can be recovered."""
         if self._closed:
             return
         self._closed = True
-        self.max_total_bytes = None  # what waits here was accepted
+        self.max_total_bytes = None  # the pending records were accepted
         try:
             try:
                 self._write_pending()
             finally:
-                if not self._pending:  # a broken record must not cost the shard its name
+                if not self._pending:  # a broken record must not keep the shard unfinished
                     self._finish()
         finally:
             if self._shard is not None:
@@ -321,7 +321,7 @@ class TrajectoryShardWriter:
 
 
 def lives(pid: int) -> bool:
-    """Whether this machine runs a process."""
+    """Whether this machine runs a process with this id."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -332,7 +332,7 @@ def lives(pid: int) -> bool:
 
 
 def encoded(records: Sequence[Trajectory], *, run_digest: bytes) -> tuple[bytes, bytes | None]:
-    """The block of some records, and that of their features, if any has some."""
+    """Encodes records, and their features or ``None`` if there are none."""
     features = None
     if any(record.features is not None for record in records):
         features = encode_features(records)
@@ -340,10 +340,10 @@ def encoded(records: Sequence[Trajectory], *, run_digest: bytes) -> tuple[bytes,
 
 
 def lock(fd: int) -> bool | None:
-    """Takes the lock that says "a living process writes this file".
+    """Takes the lock that says "a living process writes this file"; returns whether it did.
 
     Record locks end with their process and are not inherited by forked children, such as loader
-    workers that outlive a killed parent for some seconds. ``None`` on a file system without locks.
+    workers that outlive a killed parent by some seconds. ``None`` on a file system without locks.
     """
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -361,7 +361,7 @@ def _kind(record: Trajectory) -> tuple[object, ...]:
 
 
 def record_bytes(record: Trajectory) -> int:
-    """Memory that a record takes, to a good approximation."""
+    """Approximate memory that a record takes, in bytes."""
     arrays = [record.prompt_ids, record.tokens, record.commit_step, *record.signals.values()]
     optional = (record.given, record.superseded, record.features)
     return _RECORD_OVERHEAD + sum(one.nbytes for one in (*arrays, *optional) if one is not None)
@@ -370,48 +370,48 @@ def record_bytes(record: Trajectory) -> int:
 logger = logging.getLogger(__name__)
 
 _GROUP_BYTES = 8 * 2**20  # taken from the queue at a time: they share one wait for the disk
-_WAKE_SECONDS = 1.0  # how often an idle thread looks whether the program has ended
+_WAKE_SECONDS = 1.0  # how often an idle thread checks whether the program has ended
 
 Make = Callable[[], Iterable[Trajectory]]
 
 
 class BackgroundWriter:
-    """Puts records into shards from a thread of its own."""
+    """Writes records to shards in a thread of its own."""
 
     max_queue_bytes = 256 * 2**20
-    """Records waiting (being written included) may take this much memory; ``put`` waits beyond it.
-    One larger item is accepted when nothing else waits."""
+    """Memory that queued records, and those being written, may take; ``put`` waits beyond it. One
+    larger item is accepted when nothing else is queued."""
 
     def __init__(self, writer: TrajectoryShardWriter) -> None:
-        """Starts the thread, to which the writer of the shards belongs from now on."""
+        """Starts the thread, which alone may use ``writer`` from now on."""
         self.blocked_seconds = 0.0
         """How long ``put`` waited for room, in all."""
         self._writer = writer
         self._writer.sync_blocks = False
-        # Records to make with their bytes; an event to set when all before it is in finished
-        # shards; None at the end. Its bound is in bytes, which queues do not count.
+        # Functions that make records, with their bytes; an event to set when everything before it
+        # is in finished shards; None at the end. The bound is in bytes, which Queue cannot count.
         self._queue: queue.Queue[tuple[Make, int] | threading.Event | None] = queue.Queue()
         self._queue_bytes = 0
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._is_closed = False
-        pa.array([])  # imports what it needs, which no thread can once the program has ended
+        pa.array([])  # imports what Arrow needs, which no thread can once the program has ended
         atexit.register(self._tell_unclosed)
-        # No daemon: a program that forgets to close ends with its shards finished.
+        # Not a daemon: a program that forgets to close it still finishes its shards.
         self._thread = threading.Thread(target=self._run, name="trajectory-writer")
         self._thread.start()
 
     def put(self, record: Trajectory) -> None:
-        """Queues one record, which the thread checks; it must not be changed any more.
+        """Queues one record, which the thread checks; it must not be changed afterwards.
 
-        This and the other calls raise what broke the thread.
+        This and the other methods raise the error that stopped the thread.
         """
         self.put_batch(lambda: [record], nbytes=record_bytes(record))
 
     def put_batch(self, make: Make, *, nbytes: int) -> None:
-        """Queues records that ``make`` gives in the thread, such as those of a captured batch.
+        """Queues records that ``make`` returns in the thread, such as those of a captured batch.
 
-        ``nbytes`` of memory wait with it.
+        ``nbytes`` of memory are held until then.
         """
         begin = time.monotonic()
         with self._changed:
@@ -430,7 +430,7 @@ class BackgroundWriter:
             self._wait_until(done.is_set)
 
     def close(self) -> None:
-        """Writes what is queued, finishes the shard and joins the thread; a second call is free."""
+        """Writes what is queued, finishes the shard and joins the thread; may be called twice."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -447,12 +447,12 @@ class BackgroundWriter:
             raise self._error
 
     def _tell_unclosed(self) -> None:
-        """At the end of a program that forgot to close, where nobody will raise the error."""
+        """Logs the error when a program ends without closing, as nothing else will raise it."""
         lost = "" if self._error is None else f"; records are lost: {self._error}"
         logger.error("%s: the writer was never closed%s", self._writer.folder, lost)
 
     def _wait_until(self, is_done: Callable[[], bool]) -> None:
-        """Waits for the thread, and raises what broke it."""
+        """Waits for the thread, and raises the error that stopped it."""
         while self._error is None and self._thread.is_alive() and not is_done():
             self._changed.wait(_WAKE_SECONDS)
         if self._error is not None:
@@ -477,14 +477,14 @@ class BackgroundWriter:
                 self._changed.notify_all()
 
     def _write_group(self) -> bool:
-        """Waits for work and writes some; ``False`` when all is written and the writer closes."""
+        """Waits for work and writes some; returns ``False`` when nothing more will come."""
         group, size, mark = self._take()
         broken: ValueError | None = None
         for make in group:
             for record in make():
                 try:
                     self._writer.put(record)
-                except ValueError as error:  # costs nobody else
+                except ValueError as error:  # must not affect other records
                     broken = broken or error
         due = self._writer.seconds_left()
         if due is not None and due <= 0:
@@ -501,7 +501,7 @@ class BackgroundWriter:
         return mark is not None
 
     def _take(self) -> tuple[list[Make], int, threading.Event | bool | None]:
-        """What is written together, its bytes, and what follows: ``None`` at the end."""
+        """What to write together, its bytes, and what follows: an event, or ``None`` at the end."""
         group: list[Make] = []
         size = 0
         due = self._writer.seconds_left()
