@@ -2,14 +2,14 @@
 
 Every step's response canvas goes into a buffer on the device, without a host copy or a
 synchronisation. When rows have ended, one copy brings the buffer to the host. Commit steps and
-overwritten writes are derived there from the canvases of all steps (a change between two of them is
-a write), so every policy is covered without its help, re-masking and edits included. That takes
-longer than the copying during the decode, so it is left to whoever asks for the records, such as
-the writer's thread.
+overwritten writes are derived there from the canvases of all steps (a change between consecutive
+ones is a write), so every policy is covered without code of its own, re-masking and edits included.
+Deriving takes longer than copying, so it is not done during the decode but when the records are
+requested, for example by the writer's thread.
 
 Levels: ``tokens`` (the record alone), ``signals`` (also probability, entropy and proposal at every
-masked position of every step, and probability and selection margin of every write), ``features``
-(the record, and features and proposals at kept steps).
+masked position of every step, and probability, selection score and margin of every write),
+``features`` (the record, and features and proposals at kept steps).
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ class FeatureCapture:
 
     function: Callable[..., Tensor]
     """Called as ``function(hidden, prob, entropy=..., margin=...)`` with ``(b, R, H, D)`` hidden
-    snapshots and ``(b, R)`` scores of the model's own distribution, whatever the sampler scores,
-    but with the credit of ``CreditPolicy``; returns ``(b, R, F)``. Must treat rows independently.
+    snapshots and ``(b, R)`` scores of the model's own distribution (with the credit of
+    ``CreditPolicy``), whatever the sampler scores; returns ``(b, R, F)``. Rows must be independent.
     """
-    hidden_layers: tuple[int, ...]  # snapshots to ask of the backbone
+    hidden_layers: tuple[int, ...]  # snapshots to request from the backbone
     groups: tuple[int, ...]  # sizes of the feature groups, which sum to F
     projector_digest: str  # digest of the function, stored beside the features
     step_ratio: float = 0.1  # fraction of steps that keep features
     scheme: FeatureScheme = "int8"  # how features are stored
-    layout: FeatureLayout = "generation"  # response rows only, or prompt rows too
+    layout: FeatureLayout = "generation"  # see StepFeatures.layout
     scores: frozenset[str] = frozenset({"entropy", "margin"})
-    """Scores besides the probability that the function needs."""
+    """Scores that the function needs besides the probability."""
 
 
 class TrajectoryCapture:
-    """Observer of one decode at a time; use :meth:`trajectories` after it."""
+    """Observer of one decode at a time; call :meth:`trajectories` afterwards."""
 
     def __init__(
         self,
@@ -86,8 +86,8 @@ class TrajectoryCapture:
         self._copies = HostCopies(device)
         buffer = partial(StepBuffer, B, G, copies=self._copies)
         self._canvas = buffer(torch.int32)
-        self._signals: dict[str, StepBuffer] = {}  # of every step, by name
-        self._tables: dict[str, Tensor] = {}  # of every write, (B, G) float16
+        self._signals: dict[str, StepBuffer] = {}  # step_* by name
+        self._tables: dict[str, Tensor] = {}  # commit_* by name, (B, G) float16
         if self.level == "signals":
             self._signals["step_prob"] = buffer(torch.float16)
             self._signals["step_entropy"] = buffer(torch.float16)
@@ -103,7 +103,7 @@ class TrajectoryCapture:
         self._enter(state, range(B))
 
     def _enter(self, state: DecodeState, places: Sequence[int]) -> None:
-        """Notes what rows start from; the host gets it at once, where few rows are sent."""
+        """Notes what rows start from, and begins its copy to the host."""
         ids, P = state.ids, state.start
         seeds = state.seeds.to(ids.device).view(torch.int32)
         real = torch.ones_like(ids) if state.pad_mask is None else state.pad_mask
@@ -140,7 +140,7 @@ class TrajectoryCapture:
         self._end(result)
 
     def _end(self, result: DecodeResult) -> None:
-        if self._captured is not None:  # whoever asked for rows has them
+        if self._captured is not None:  # these rows were handed out
             self._ended, self._captured = [], None
         tables: dict[str, Tensor] = {}
         if self._tables:
@@ -157,9 +157,10 @@ class TrajectoryCapture:
             self._ended.append(ended)
 
     def captured(self) -> CapturedDecode:
-        """The rows that have ended since the last call that found some, in the order of results.
+        """Returns the rows that have ended and were not returned before, in the order of results.
 
-        Their records can be made at any time and in any thread.
+        Until other rows end, further calls return the same ones. Their records can be made at any
+        time and in any thread.
         """
         if self._captured is None:
             assert self._ended, "no decode has ended yet"
@@ -173,7 +174,7 @@ class TrajectoryCapture:
                 kept=self._kept,
                 features=self.features,
             )
-            # What no open row needs is left to these records.
+            # Only these records still need the steps before the first one of an open row.
             first_step = min((row.first_step for row in self._open.values()), default=self._step)
             for buffer in (self._canvas, *self._signals.values()):
                 buffer.forget(first_step)
@@ -206,14 +207,14 @@ class TrajectoryCapture:
             ("commit_score", record.scores),
         ):
             target = self._tables[name]
-            # A write that is no commit (an end-of-text fill) was not scored.
+            # A write that is not a commit (an end-of-text fill) was not scored.
             new = torch.where(commit, values[:, response], torch.nan).to(target.dtype)
             target.index_copy_(0, rows, torch.where(written, new, target[rows]))
 
     # -- features ------------------------------------------------------------------------------
 
     def _due(self) -> list[int]:
-        """Places whose rows keep the features of the step to come, if they are still there."""
+        """Places whose rows keep features at the coming step, if they are still in the batch."""
         return [
             place
             for place, row in self._open.items()
@@ -221,7 +222,7 @@ class TrajectoryCapture:
         ]
 
     def _required(self, settings: FeatureCapture) -> frozenset[str]:
-        """What a step must compute: the scores of the whole response only where they are kept."""
+        """What a step must compute: scores of the whole response only if features are kept."""
         if not self._due():
             return frozenset({"hidden"})
         scores = {f"raw_{name}" for name in settings.scores}
@@ -246,7 +247,7 @@ class TrajectoryCapture:
             for name in ("prob", *sorted(settings.scores))
         }
         features = settings.function(proposal.hidden[slots, columns], **scores)
-        # Columns that were not looked at (the prompt) propose what stands there.
+        # Columns without proposals (the prompt) propose their own tokens.
         looked_at = torch.arange(state.ids.shape[1], device=device) >= state.start
         proposals = torch.where(looked_at, proposal.ids, state.ids)[slots, columns]
         add = self._copies.add
@@ -268,16 +269,16 @@ class KeptStep:
 
 @dataclass(frozen=True, eq=False)
 class StartingRows:
-    """What rows that began together started from."""
+    """The initial canvases and seeds of rows that began together."""
 
     facts: Tensor
-    """One int32 row: the response ``(n, G)``, prompt columns ``(n, P)``, which of them are real
-    ``(n, P)``, and seeds as pairs ``(n, 2)``; one copy to the host."""
+    """One int32 vector, so that one copy suffices: the response ``(n, G)``, prompt columns
+    ``(n, P)``, which of them are real ``(n, P)``, and seeds as pairs ``(n, 2)``."""
     shape: tuple[int, int, int]  # n, P and G
 
     @cached_property
     def arrays(self) -> tuple[NDArray[Any], ...]:
-        """Response, prompt, real columns, and seeds as uint64; once the copies have arrived."""
+        """Response, prompt, real columns, and seeds as uint64; valid after the copies arrived."""
         n, P, G = self.shape
         sizes = np.cumsum([n * G, n * P, n * P])
         first, ids, real, seeds = np.split(self.facts.numpy(), sizes)
@@ -286,10 +287,10 @@ class StartingRows:
 
 
 def as_recorded(prompt: NDArray[np.int32], vocab_size: int) -> NDArray[np.int32]:
-    """A prompt as records hold it: rows of pictures, beyond the vocabulary, numbered in order.
+    """Returns a prompt as records store it, with picture rows renumbered in order.
 
-    Where a picture lies among the rows that a backbone has at hand is a matter of the moment, so
-    the ids from ``vocab_size`` on become ``vocab_size``, ``vocab_size + 1`` and so on.
+    Picture rows have ids from ``vocab_size`` on, which depend on the pictures that the backbone
+    holds at the moment; they become ``vocab_size``, ``vocab_size + 1`` and so on.
     """
     is_row = prompt >= vocab_size
     if not is_row.any():
@@ -299,10 +300,10 @@ def as_recorded(prompt: NDArray[np.int32], vocab_size: int) -> NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class CapturedRow:
-    """A row that has begun, and how it has ended."""
+    """A row of a decode, and how it ended if it has."""
 
     start: StartingRows
-    number: int  # its number among those that it began with
+    number: int  # its index among the rows that began with it
     place: int
     first_step: int  # step of the batch in which it began
     num_steps: int = 0
@@ -312,9 +313,9 @@ class CapturedRow:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CapturedDecode:
-    """Rows that have ended: buffers that are on the host or on their way there, and the records."""
+    """Rows that have ended: buffers on the host, or on their way, from which records are made."""
 
-    copies: HostCopies  # tells when the tensors below have arrived
+    copies: HostCopies  # waits for the tensors below
     rows: Sequence[CapturedRow]
     canvases: StepParts  # (T, B, G) int32, the response canvas after every step
     mask_id: int
@@ -325,7 +326,7 @@ class CapturedDecode:
 
     @property
     def nbytes(self) -> int:
-        """Memory that waits until the records are made, in bytes."""
+        """Memory that is held until the records are made, in bytes."""
         buffers = (self.canvases, *self.signals.values())
         tensors = [part for buffer in buffers for part in buffer.parts]
         tensors += [tensor for kept in self.kept for tensor in (kept.features, kept.proposals)]
@@ -354,7 +355,7 @@ class CapturedDecode:
             mask_id=self.mask_id,
             vocab_size=self.vocab_size,
             seed=int(seeds),
-            status=row.status,  # type: ignore[arg-type]  # the loop's are ours
+            status=row.status,  # type: ignore[arg-type]  # a RecordStatus
             given=first != self.mask_id,
             superseded=events,
             meta=meta,
@@ -376,7 +377,7 @@ class CapturedDecode:
         ]
         if not kept:
             return record
-        # Left padding goes; the response has the same columns in every row.
+        # Drops left padding; the response has the same columns in every row.
         length = record.num_generated + (record.num_prompt if form.layout == "all" else 0)
         stored = StepFeatures.quantize(
             torch.stack([one.features[at, -length:] for _, one, at in kept]).numpy(),
@@ -394,22 +395,22 @@ class CapturedDecode:
 
 # -- which steps keep features ---------------------------------------------------------------------
 
-_STREAM = 17  # apart from the draws of samplers and policies
+_STREAM = 17  # separate from the draws of samplers and policies
 _STRATA = 256  # planned at a time
 
 
 class KeptSteps:
     """Which steps of a decode keep their features: one at random in every stratum of steps.
 
-    The number of steps is not known beforehand (a threshold policy ends when it ends), so steps
+    The number of steps is not known beforehand (a threshold policy may end at any step), so steps
     cannot be drawn from the whole decode. Stratum ``j`` covers the steps from ``ceil(j / ratio)``
     up to the start of the next one, and a hash of (sample seed, ``j``) picks one of them. So every
-    step is kept with probability about ``ratio``, time is covered evenly, and the choice depends on
-    nothing but the sample's seed: neither on its batch nor on how long it decodes.
+    step is kept with probability about ``ratio``, time is covered evenly, and the choice depends
+    only on the sample's seed, neither on its batch nor on the length of its decode.
     """
 
     def __init__(self, seed: int, *, ratio: float) -> None:
-        """Starts the plan of a row by its seed, int64; the ratio is in (0, 1]."""
+        """Starts the plan of a row from its seed (int64); ``ratio`` is in (0, 1]."""
         within("(0, 1]", step_ratio=ratio)
         self.ratio = ratio
         self._seed = torch.tensor([seed], dtype=torch.int64)
@@ -452,9 +453,9 @@ class HostCopies:
         self._arrival: torch.cuda.Event | None = None
 
     def add(self, tensor: Tensor) -> Tensor:
-        """The values of a tensor on the host, valid after :meth:`wait`.
+        """Returns a copy of a device tensor on the host, valid after :meth:`wait`.
 
-        The tensor, on the device, must not be written any more.
+        The device tensor must not be written to afterwards.
         """
         if self.device.type != "cuda":
             return tensor.cpu()
@@ -463,7 +464,7 @@ class HostCopies:
         side.wait_event(now.record_event())
         with torch.cuda.stream(side):
             host.copy_(tensor, non_blocking=True)
-        # The allocator must not give this memory to the decode before the copy has read it.
+        # The allocator must not reuse this memory for the decode before the copy has read it.
         tensor.record_stream(side)
         self._arrival = side.record_event()
         return host
@@ -482,14 +483,14 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 @dataclass(frozen=True)
 class StepParts:
-    """Values of every step of a batch, from some step on."""
+    """Values of every step of a batch, from ``first_step`` on."""
 
     first_step: int
     parts: Sequence[Tensor]  # (t, B, G) each, on the host once the copies have arrived
     num_columns: int
 
     def of(self, place: int, steps: slice) -> NDArray[Any]:
-        """The values ``(t, G)`` of one place in some steps."""
+        """Returns the values ``(t, G)`` of one place at the given steps."""
         found, end = [], self.first_step
         for part in self.parts:
             begin, end = end, end + len(part)
@@ -504,23 +505,23 @@ class StepParts:
 class StepBuffer:
     """Values ``(T, B, G)`` of a decode whose number of steps is not known beforehand.
 
-    Rows that have left the batch hold no values: what stands there is arbitrary. A step costs its
-    caller one append to a list. The tensors of some steps are then copied into the buffer by one
-    operation: launching an operation right after a forward, with cold caches, takes far longer than
-    the copy itself. So a tensor that was handed in must not be written afterwards, which holds for
-    whatever the decode loop shows its observers.
+    The values of rows that have left the batch are arbitrary. Adding a step is one append to a
+    list. The tensors of several steps are then copied into the buffer by one operation, since
+    launching an operation right after a forward, with cold caches, takes far longer than the copy
+    itself. A tensor that was passed in must therefore not be written to afterwards, which holds for
+    everything that the decode loop shows its observers.
 
-    Nothing here waits for the device while a decode runs. On CUDA a full buffer travels to pinned
-    memory on a stream of its own, beside the decode; on the CPU the buffer itself is handed over.
+    Nothing here waits for the device while a decode runs. On CUDA a full buffer is copied to pinned
+    memory on a separate stream, beside the decode; on the CPU the buffer itself is handed over.
     """
 
     def __init__(
         self, num_rows: int, num_columns: int, dtype: torch.dtype, copies: HostCopies
     ) -> None:
-        """Sets up a buffer of B places and G columns; memory is taken at the first step.
+        """Sets up a buffer of B places and G columns; memory is allocated when steps arrive.
 
-        Most policies commit a token or more per step, so that there are at most as many steps as
-        columns; more steps take more parts, each of at most :data:`MAX_CHUNK_BYTES`.
+        Most policies commit at least one token per step, so there are at most as many steps as
+        columns; further steps go into further parts, each of at most :data:`MAX_CHUNK_BYTES`.
         """
         self.num_rows, self.num_columns, self.dtype = num_rows, num_columns, dtype
         self._copies = copies
@@ -537,23 +538,23 @@ class StepBuffer:
         """Stores one step.
 
         Args:
-            rows: ``(b,)`` int64, ascending: places that are still filled. Equal rows should be the
-                same tensor.
-            values: ``(b, at least G)``, of which the last columns are taken; must not be written
-                any more.
+            rows: ``(b,)`` int64, ascending: places of the rows in the batch. Steps with equal
+                rows should pass the same tensor.
+            values: ``(b, at least G)``, of which the last G columns are taken; must not be
+                written to afterwards.
         """
         self._waiting.append((rows, values[:, values.shape[1] - self.num_columns :]))
         if len(self._waiting) == self._room:
             self._settle()
 
     def parts(self) -> StepParts:
-        """All steps that are not forgotten; sends those to the host that are not there yet."""
+        """Returns all steps that are not forgotten, and sends the rest of them to the host."""
         self._settle()
         self._send()
         return StepParts(self._first_step, tuple(self._parts), self.num_columns)
 
     def forget(self, first_step: int) -> None:
-        """Drops the parts that end before the first step that will be asked for again."""
+        """Drops the parts that end before ``first_step``, the first step that is still needed."""
         while self._parts and self._first_step + len(self._parts[0]) <= first_step:
             self._first_step += len(self._parts.pop(0))
 
@@ -577,7 +578,7 @@ class StepBuffer:
             rows, values = same_rows[0][0], [value for _, value in same_rows]
             target = self._chunk[self._at : self._at + len(values)]
             stacked = torch.stack(values)
-            if stacked.shape[1] == self.num_rows:  # all are here, in order
+            if stacked.shape[1] == self.num_rows:  # all rows are present, in order
                 target.copy_(stacked)
             else:
                 target.index_copy_(1, rows, stacked.to(self.dtype))

@@ -1,7 +1,7 @@
 """``lit-dlm traj``: look at stored trajectories, verify them, convert them, and keep them.
 
 A command returns the exit status: 0, 1 for a failed verification, 2 for bad usage or unreadable
-input. What takes seconds to import (torch, transformers) is imported by the commands that need it.
+input. Slow imports (torch, transformers) are left to the commands that need them.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def _replay(options: argparse.Namespace) -> None:
 
 
 def _piece(token: int, mask_id: int, tokenizer: Any) -> str:
-    """Text of one cell; line breaks would tear the line apart."""
+    """Text of one cell, with a symbol for line breaks, so that a canvas stays on one line."""
     if token == mask_id:
         return "·" if tokenizer else "· "
     if tokenizer is None:
@@ -268,7 +268,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _execution(shards: Sequence[Path], options: argparse.Namespace) -> Execution:
-    """Loads what levels 3 and 4 need, with the dtype, bits and attention route of the run."""
+    """Loads what levels 3 and 4 need, with dtype, quantisation and attention as in the run."""
     import torch
 
     from lit_dlm.backbones import load_backbone, load_tokenizer
@@ -282,7 +282,7 @@ def _execution(shards: Sequence[Path], options: argparse.Namespace) -> Execution
         try:
             recorded = dict(run_of_shard(shard)[0].model)
         except TrajectoryFormatError:
-            continue  # level 0 names it
+            continue  # level 0 reports it
     backbone = load_backbone(
         options.backbone,
         dtype=recorded.get("dtype") or "float32",
@@ -293,7 +293,7 @@ def _execution(shards: Sequence[Path], options: argparse.Namespace) -> Execution
     )
     folders = sorted({shard.resolve().parent for shard in shards})
     add_picture_folders(backbone, *folders)
-    # Training leaves the policy of the same run beside its shards; it counts by its digest.
+    # Training exports a run's policy beside its shards; policies are matched by digest.
     beside = [folder.parent / "policy" for folder in folders]
     exported = [folder for folder in beside if (folder / "config.json").is_file()]
     return Execution(
@@ -412,7 +412,7 @@ def _import(options: argparse.Namespace) -> None:
     if kind == ".parquet":
         parts = [exchange.read_parquet(path) for path in options.files]
         texts = {text for _, text in parts}
-        if len(texts) == 1 and (text := texts.pop()):  # the run of all rows
+        if len(texts) == 1 and (text := texts.pop()):  # all rows are of one run
             run = RunRecord.parse(text)
         records = chain.from_iterable(found for found, _ in parts)
     else:
@@ -460,18 +460,18 @@ def _format(paths: Sequence[Path], option: str) -> str:
 
 
 def _tracked(items: Iterable[Any], total: int | None, name: str = "Records") -> Iterable[Any]:
-    """Shows on a terminal how many have been taken; ``None`` where nobody knows their number."""
+    """Shows on a terminal how many items have been taken; ``total`` is ``None`` if unknown."""
     console = PlainConsole(stderr=True)
     hidden = not console.is_terminal
     return track(items, name, total, console=console, transient=True, disable=hidden)
 
 
 def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A table, without ``columns`` of names and values; a name with ``>`` stands to the right."""
+    """Returns a table, of names and values without ``columns``; ``>`` right-aligns a column."""
     table = Table(title=title, title_justify="left", show_header=bool(columns))
     for number, name in enumerate(columns):
         justify: Any = "right" if name.startswith(">") else "left"
-        # Values are folded before a name is.
+        # The first column, of names, is not wrapped; values are folded instead.
         table.add_column(
             name.removeprefix(">"), justify=justify, overflow="fold", no_wrap=not number
         )
@@ -484,7 +484,7 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) ->
 
 
 def tokenizer_of(shards: Sequence[Path], name: str | None) -> Any:
-    """A tokenizer by name, or that of the run if it is on this machine: nothing is downloaded."""
+    """Loads a tokenizer by name, or the run's own, which must be on this machine."""
     from lit_dlm.backbones.resolution import embedded_names, load_tokenizer
 
     if name is not None:

@@ -1,13 +1,13 @@
-"""Records in the formats of other tools: TABOM's JSONL, dLLM-RL's JSON, and Parquet.
+"""Reads and writes records in other tools' formats: TABOM's JSONL, dLLM-RL's JSON, and Parquet.
 
-The first two hold one integer per response position, the step that wrote it, so they can hold
-neither overwritten writes nor, for the second, gaps. Records that do not fit are refused by name.
-Both get extra fields (exact token ids, lengths, ids), which the other tools ignore and an import
+The first two hold one integer per response position, the step that wrote it, so neither can hold
+overwritten writes, and the second cannot hold gaps. Records that do not fit are refused by name.
+Both get extra fields (exact token ids, lengths, uids), which the other tools ignore and an import
 reads back.
 
-Token ids in a row win over its texts. A row with texts only is tokenised, and refused when the
-number of tokens is not that of its steps: re-tokenised text is the known source of shifted step
-maps. Ids that end before the steps do are padded, as TABOM's release pads them.
+Token ids in a row take precedence over its texts. A row with only texts is tokenised, and refused
+if it has more or fewer tokens than steps: re-tokenised text is the known source of shifted step
+maps. Token ids that end before the steps do are padded, as in TABOM's release.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _ROWS_PER_GROUP = 1024
 _LONGEST_LINE = 32 << 20
 _ALWAYS_ALLOWED = 64 << 20
 _MOST_UNPACKED = 100
-"""As many bytes of memory for each one of a file; texts are packed to a tenth, pictures not."""
+"""Bytes of memory allowed per byte of a file; texts compress to a tenth, pictures do not."""
 _BYTES_OF_ROW = 128
 _RELEASE_METHODS = {"confidence": "default"}
-"""What TABOM's release calls our decoders, where it differs; its filters know no other names."""
+"""Names of our decoders in TABOM's release where they differ; its filters know no other names."""
 
 
 def tabom_row(record: Trajectory, tokenizer: Any) -> dict[str, Any]:
-    """One line of TABOM's data (arXiv 2605.11854, release), and our own fields.
+    """Returns one line of TABOM's data (arXiv 2605.11854, release), with our own fields added.
 
     ``prompt`` is without the chat template, ``decoding_order`` has the step of each position (-1:
     none), ``non_ltr_positions`` are those in ``meta``, else those of
@@ -72,7 +72,7 @@ def tabom_row(record: Trajectory, tokenizer: Any) -> dict[str, Any]:
 
 
 def _non_ltr(order: NDArray[np.int32]) -> NDArray[np.bool_]:
-    import torch  # here: most of the exchange does without
+    import torch  # imported here, as most of this module does not need it
 
     from lit_dlm.ops.cuts import non_ltr_positions
 
@@ -80,11 +80,11 @@ def _non_ltr(order: NDArray[np.int32]) -> NDArray[np.bool_]:
 
 
 def step_map_row(record: Trajectory, tokenizer: Any) -> dict[str, Any]:
-    """One entry of dLLM-RL's training data (arXiv 2509.06949, release), and our own fields.
+    """Returns one entry of dLLM-RL's data (arXiv 2509.06949, release), with our own fields added.
 
-    Masks after the last token are left out, as the release cuts an ended response; other cells that
-    no step wrote are refused. ``prompt`` has the chat template, ``step_map`` counts from 0,
-    ``reward`` is there where the record was graded.
+    Masks after the last token are left out, just as the release cuts an ended response; other
+    cells that no step wrote are refused. ``prompt`` has the chat template, ``step_map`` counts from
+    0, ``reward`` is present if the record was graded.
     """
     _check_single_writes(record)
     filled = np.flatnonzero(record.tokens != record.mask_id)
@@ -109,7 +109,7 @@ def step_map_row(record: Trajectory, tokenizer: Any) -> dict[str, Any]:
 
 
 def write_json_rows(rows: Iterable[dict[str, Any]], path: Path, *, as_list: bool) -> int:
-    """Writes one JSON object per line, or one JSON list with an entry a line; how many they are."""
+    """Writes JSON objects, one per line or in a list with one per line; returns their number."""
     count = 0
     begin, between, end = ("[\n", ",\n", "\n]\n") if as_list else ("", "\n", "\n")
     with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
@@ -121,10 +121,10 @@ def write_json_rows(rows: Iterable[dict[str, Any]], path: Path, *, as_list: bool
 
 
 def write_parquet(records: Iterable[Trajectory], path: Path, *, run_text: str | None = None) -> int:
-    """Writes records as rows of a Parquet file; nothing but features is lost.
+    """Writes records as rows of a Parquet file; only features are lost.
 
-    The columns are those of a block (:mod:`lit_dlm.trajectories.format`), and so are the metadata,
-    with the run record of all rows beside them. Returns the number of rows.
+    Columns and metadata are those of a block (:mod:`lit_dlm.trajectories.format`); the metadata
+    also hold the run record of all rows, if it is given. Returns the number of rows.
     """
     # One type for all groups; a column that a group lacks is null there.
     kinds = {name: types[-1] for name, types in COLUMNS.items() if name != "kept_steps"}
@@ -156,7 +156,7 @@ def write_parquet(records: Iterable[Trajectory], path: Path, *, run_text: str | 
 
 
 def _own_fields(record: Trajectory) -> dict[str, Any]:
-    """What the other formats lack and an import needs."""
+    """Fields that the other formats lack and an import needs."""
     names = ("num_steps", "mask_id", "vocab_size", "seed", "status", "meta")
     return {name: getattr(record, name) for name in names}
 
@@ -174,7 +174,7 @@ def _text(ids: Any, tokenizer: Any) -> str:
 
 
 def _user_text(record: Trajectory, tokenizer: Any) -> str:
-    """The prompt without the chat template around it, where it is one user turn."""
+    """The text of a prompt, without the chat template if it is a single user turn."""
     text = _text(record.prompt_ids, tokenizer)
     if getattr(tokenizer, "chat_template", None) is None:
         return text
@@ -197,12 +197,12 @@ _TEXT_KEYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ImportSettings:
-    """What rows of other tools do not say."""
+    """Facts that rows of other tools may lack."""
 
     mask_id: int | None = None  # id of the mask token, for rows without mask_id
     vocab_size: int | None = None  # bound of the token ids, for rows without vocab_size
     tokenizer: Any = None  # for rows without token ids
-    pad_id: int | None = None  # id behind token ids that end before the steps of their row do
+    pad_id: int | None = None  # pads token ids that end before the steps of their row do
 
 
 _IDS = pa.list_(pa.int32())
@@ -216,11 +216,11 @@ _ROW = {
     "num_steps": pa.uint16(),
     "seed": pa.uint64(),
 }
-"""Fields that are checked, and their types; texts are where a row has no token ids."""
+"""Fields that are checked, and their types; texts are checked if a row has no token ids."""
 
 
 def _checked_row(row: Any, settings: ImportSettings) -> dict[str, Any]:
-    """The row with arrays for lists of integers; what it does not say is that of the settings."""
+    """Returns the row with its lists as arrays, and missing fields from the settings."""
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, got {type(row).__name__}")
     checked = {**row, "tokenizer": settings.tokenizer}
@@ -246,7 +246,7 @@ def read_tabom(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
     """Reads TABOM's JSONL (``decoding_order``), also gzipped; errors name the file and line.
 
     Positions with order -1 were never decoded; they become masks, whatever id pads them there.
-    Where a row's ``non_ltr_positions`` are not what its order gives, ``meta`` keeps them.
+    If a row's ``non_ltr_positions`` differ from those computed from its order, ``meta`` keeps them.
     """
     for number, line in numbered_lines(path):
         with _located(f"{path}:{number}"):
@@ -266,7 +266,7 @@ def read_tabom(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
 
 
 def _ordered(row: dict[str, Any], tokens: Any) -> tuple[Any, Any]:
-    """A row's tokens and their order, as many entries as tokens."""
+    """Returns a row's tokens, padded if need be, and their order, of equal length."""
     order = np.empty(0, np.int64) if row["decoding_order"] is None else row["decoding_order"]
     count = len(order)
     has_ids = row["response_token_ids"] is not None  # a text does not say where the answer ends
@@ -286,7 +286,7 @@ def read_step_map(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
         with _located(f"{path}: entry {number}"):
             row = _checked_row(stored, settings)
             steps = _fact(row, "step_map")
-            if row["num_steps"] is None and (steps >= 0).all():  # block models count from 1 there
+            if row["num_steps"] is None and (steps >= 0).all():  # its block models count from 1
                 steps = steps - steps.min(initial=2**31)
             prompt = _ids(row, "prompt_ids", "user")
             tokens = _ids(row, "response_ids", "assistant")
@@ -305,7 +305,7 @@ def read_step_map(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
 
 
 def read_parquet(path: Path) -> tuple[Iterator[Trajectory], str | None]:
-    """The records that :func:`write_parquet` wrote, and their run's text where the file has one."""
+    """Returns the records that :func:`write_parquet` wrote, and their run's text or ``None``."""
     with _located(path):
         file = pq.ParquetFile(path)
         facts = file.schema_arrow.metadata or {}
@@ -325,7 +325,7 @@ def read_parquet(path: Path) -> tuple[Iterator[Trajectory], str | None]:
 
 @contextmanager
 def _located(where: object) -> Iterator[None]:
-    """Says where it is that others wrote something else than was expected."""
+    """Turns errors about malformed input into a ``ValueError`` that says where it is."""
     try:
         yield
     except (pa.ArrowException, OSError, *STRANGE) as error:
@@ -336,7 +336,7 @@ def _located(where: object) -> Iterator[None]:
 def _record(
     row: Mapping[str, Any], name: str, prompt: Any, tokens: Any, order: Any, given: Any
 ) -> Trajectory:
-    """A record from one row; steps of -1 become masks, except in given cells."""
+    """Builds a record from one row; cells with step -1 become masks unless they are given."""
     mask_id = _fact(row, "mask_id")
     order = np.where(given, -1, order)
     tokens = np.where((order < 0) & ~given, mask_id, tokens)
@@ -360,7 +360,7 @@ def _record(
 
 
 def _meta(row: Mapping[str, Any]) -> dict[str, Any]:
-    """``meta`` of an export of ours, else what the other tools' fields say."""
+    """Returns the ``meta`` of our own exports, else facts from the other tools' fields."""
     if row.get("meta") is not None:
         return dict(row["meta"])
     named = (("method", "method"), ("data_source", "task"), ("reward", "score"))
@@ -372,17 +372,17 @@ def _meta(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def json_object(where: str, value: Any) -> dict[str, Any]:
-    """A value of JSON that must be an object; ``where`` it stands is for the error."""
+    """Returns a JSON value that must be an object; the error says ``where`` it is."""
     if not isinstance(value, dict):
         raise ValueError(f"{where}: expected a JSON object, got {type(value).__name__}")
     return value
 
 
 def parsed_json(where: str, text: bytes) -> Any:
-    """What JSON of others says, in UTF-8."""
+    """Parses JSON, whoever wrote it; the error says ``where`` it is."""
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:  # also where the bytes are no text
+    except (ValueError, RecursionError) as error:  # also if the bytes are not text
         raise ValueError(f"{where}: not valid JSON ({error})") from None
 
 
@@ -398,7 +398,7 @@ def _cells(row: Mapping[str, Any], name: str, length: int) -> NDArray[np.bool_]:
 
 
 def _fact(row: Mapping[str, Any], name: str) -> Any:
-    """What a row or an option must say."""
+    """Returns a fact that the row or an option must supply."""
     if row[name] is None:
         hint = f"; give --{name}" if name in vars(ImportSettings()) else ""
         raise ValueError(f"the row has no {name}{hint}")
@@ -406,7 +406,7 @@ def _fact(row: Mapping[str, Any], name: str) -> Any:
 
 
 def _ids(row: Mapping[str, Any], name: str, role: str, *, template: bool = False) -> Any:
-    """Ids of a row, or of its first text of a role; a ``template`` is put around the text."""
+    """Token ids of a row, or of its first text of ``role``, in the chat template on request."""
     if row[name] is not None:
         return row[name]
     texts = [row[key] for key in _TEXT_KEYS[role] if row.get(key) is not None]
@@ -425,7 +425,7 @@ def _ids(row: Mapping[str, Any], name: str, role: str, *, template: bool = False
 
 
 class Allowance:
-    """What rows of a data file may take in memory: bytes of their values, and some for each row."""
+    """Limits the memory that rows of a file may take: bytes of their values, and some per row."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -440,7 +440,7 @@ class Allowance:
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not blank, with their numbers from 1; ``.gz`` is unpacked."""
+    """Yields the lines that are not blank, with numbers from 1; ``.gz`` files are unpacked."""
     number, allowance = 0, Allowance(path)
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:

@@ -2,9 +2,9 @@
 
 ``pyarrow.ipc.open_stream(zstandard.decompress(block)).read_all()`` opens it: one row for each
 record, columns as in :data:`COLUMNS`, and what all rows share in the metadata of the schema.
-``docs/trajectory_format.md`` has the rules. Features of kept steps lie in a member of their own,
-packed likewise: one row for each record of the block, in its order, with ``uid`` and ``digest``
-again; which steps were kept is a column here.
+``docs/trajectory_format.md`` has the rules. Features of kept steps are in a separate member,
+packed in the same way: one row for each record of the block, in the same order, with ``uid`` and
+``digest`` repeated. Which steps were kept is a column of the block.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAX_RAW_BYTES = 1 << 30
 _RAW_SLACK, _RAW_RATIO = 64 << 20, 256
 _OLD_MAGIC = b"\x89LDT"
 _CUT_BYTES = 1024
-"""Buffers from this size on are zstd blocks of their own."""
+"""Buffers of at least this size become separate zstd blocks."""
 _END_BLOCK = zstandard.COMPRESSOBJ_FLUSH_BLOCK
 _LOCAL = threading.local()
 
@@ -80,7 +80,7 @@ class FeatureFacts:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A record block that was read; :func:`records_of` gives its records."""
+    """A record block as read; :func:`records_of` returns its records."""
 
     batch: pa.RecordBatch
     mask_id: int
@@ -99,12 +99,12 @@ class Block:
 def encode_block(
     records: Sequence[Trajectory], *, run_digest: bytes = b"\0" * 16, level: int = 9
 ) -> bytes:
-    """Writes records as one block; their features are not part of it.
+    """Encodes records as one block, without their features.
 
     Args:
-        records: 1 to 65,535 records with one mask id, vocabulary size, set of signals and kind of
+        records: 1 to 65,535 records with the same mask id, vocabulary size, signals and kind of
             features.
-        run_digest: 16 bytes that name the run (see ``RunRecord.digest``).
+        run_digest: 16 bytes that identify the run (see ``RunRecord.digest``).
         level: zstd level.
     """
     return pack(record_batch(records, run_digest=run_digest), level=level)
@@ -127,7 +127,7 @@ def require(holds: object, rule: str) -> None:
 def record_batch(
     records: Sequence[Trajectory], *, run_digest: bytes = b"\0" * 16
 ) -> pa.RecordBatch:
-    """The columns of a block, after every rule of the format was checked."""
+    """Returns the columns of a block, after checking every rule of the format."""
     require(1 <= len(records) <= MAX_LENGTH, f"1 to {MAX_LENGTH} records, got {len(records)}")
     flat = checked(records)
     ((uid, count),) = Counter(flat.uids).most_common(1)
@@ -177,7 +177,7 @@ def _lists(values: pa.Array, lengths: Sequence[int] | NDArray[Any], mask: Any = 
 def list_column(
     parts: Sequence[NDArray[Any] | None], kind: pa.DataType | None = None
 ) -> pa.ListArray:
-    """A column of arrays, null where there is none; rows ``(K, fields)`` for a struct."""
+    """Returns a column of arrays, null for ``None``; a struct's arrays are ``(K, fields)``."""
     present = [part for part in parts if part is not None]
     joined = np.concatenate(present)
     if kind is None:
@@ -220,7 +220,7 @@ def meta_text(record: Trajectory) -> str | None:
         text = json.dumps(
             record.meta, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
         )
-        text.encode()  # a lone surrogate is no text
+        text.encode()  # refuses a lone surrogate
         return text
     except (TypeError, ValueError) as error:
         raise TrajectoryFormatError(
@@ -232,13 +232,13 @@ def meta_text(record: Trajectory) -> str | None:
 
 
 def read_block(data: bytes | memoryview) -> Block:
-    """Reads a block: its bytes, types and metadata are checked, its records are not yet."""
+    """Reads a block and checks its bytes, types and metadata, but not yet its records."""
     return block_of(unpack(data))
 
 
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Turns whatever the libraries say about strange bytes into our error, in one line."""
+    """Turns the libraries' errors about malformed bytes into a ``TrajectoryFormatError``."""
     try:
         yield
     except TrajectoryFormatError:
@@ -252,7 +252,7 @@ def refusing(what: str) -> Iterator[None]:
 
 
 def block_of(batch: pa.RecordBatch) -> Block:
-    """Checks types and metadata of columns that others may have written."""
+    """Checks the types and metadata of columns, whoever wrote them, and returns the block."""
     batch = known_columns(batch, COLUMNS, _REQUIRED)
     with refusing("its metadata do not fit"):
         facts = {key.decode(): value.decode() for key, value in batch.schema.metadata.items()}
@@ -272,7 +272,7 @@ def block_of(batch: pa.RecordBatch) -> Block:
 def known_columns(
     batch: pa.RecordBatch, columns: dict[str, tuple[pa.DataType, ...]], required: Collection[str]
 ) -> pa.RecordBatch:
-    """The known columns, with types, lengths and texts checked."""
+    """Returns the known columns, after checking their types, lengths and texts."""
     with refusing("its columns do not fit"):
         names = batch.schema.names
         missing = [name for name in required if name not in names]
@@ -288,12 +288,12 @@ def known_columns(
 
 
 def records_of(block: Block, *, strict: bool = True) -> list[Trajectory]:
-    """The records of a block, whose arrays are views of its columns.
+    """Returns the records of a block, whose arrays are views of one array per column.
 
     Args:
         block: the block.
-        strict: also compute each record's content digest anew and compare the uids. The rules of
-            the arrays are always checked.
+        strict: also recompute each record's content digest and check that uids are unique. The
+            rules for the arrays are always checked.
     """
     batch = block.batch
     flat = _read_flat(block)
@@ -327,7 +327,7 @@ def records_of(block: Block, *, strict: bool = True) -> list[Trajectory]:
         strict=True,
     )
     return [
-        trusted(  # written out: a dictionary of names would take a tenth of the time of a block
+        trusted(  # spelt out: a loop over the names would take a tenth of a block's time
             {
                 "uid": uid,
                 "prompt_ids": prompt,
@@ -350,14 +350,14 @@ def records_of(block: Block, *, strict: bool = True) -> list[Trajectory]:
 
 
 def _column(batch: pa.RecordBatch, name: str) -> pa.Array:
-    """A column without nulls."""
+    """Returns a column, which must not hold nulls."""
     column = batch.column(name)
     require(not column.null_count, f"column {name!r} holds nulls")
     return column
 
 
 def _flat(column: pa.Array) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Values of all lists back to back, ``(n,)`` lengths; a null is an empty list."""
+    """Concatenated values of all lists, and ``(n,)`` lengths; a null is an empty list."""
     values, lengths = _bare(column)
     parts = values.flatten() if pa.types.is_struct(values.type) else [values]
     has_nulls = values.null_count or any(part.null_count for part in parts)
@@ -367,7 +367,7 @@ def _flat(column: pa.Array) -> tuple[NDArray[Any], NDArray[np.int64]]:
 
 
 def _bare(column: pa.Array) -> tuple[pa.Array, NDArray[np.int64]]:
-    # Not by Arrow's functions: a call of one takes longer than a block of numbers.
+    # Without Arrow's functions: calling one takes longer than processing a block of numbers.
     offsets = column.offsets.to_numpy()
     lengths = np.diff(offsets).astype(np.int64)
     if column.null_count:
@@ -377,7 +377,7 @@ def _bare(column: pa.Array) -> tuple[pa.Array, NDArray[np.int64]]:
 
 
 def views(values: NDArray[Any], lengths: NDArray[np.int64]) -> list[NDArray[Any]]:
-    """Parts of an array, one behind the other."""
+    """Splits an array into consecutive parts of the given lengths, as views."""
     return [values[first:end] for first, end in pairwise(accumulate(lengths.tolist(), initial=0))]
 
 
@@ -427,7 +427,7 @@ def _read_flat(block: Block) -> Columns:
 
 
 def _check_strictly(flat: Columns, digests: bytes) -> None:
-    """What costs more to check than to read: uids and content digests."""
+    """Checks uids and content digests, which takes longer than reading them."""
     is_right = len(set(flat.uids)) == len(flat.uids) and all(flat.uids)
     require(is_right, "a uid is empty or appears twice")
     own = flat.content_digests()
@@ -460,7 +460,7 @@ def _read_signals(batch: pa.RecordBatch, flat: Columns) -> list[dict[str, NDArra
 
 
 class _Buffers:
-    """A file that keeps apart what Arrow writes: metadata, and each buffer of each column."""
+    """A file that keeps Arrow's writes separate: metadata, and each buffer of each column."""
 
     closed = False
 
@@ -487,7 +487,7 @@ def pack(batch: pa.RecordBatch, *, level: int) -> bytes:
     ).compressobj(size=size)
     packed = []
     for part in sink.parts:
-        # Tokens, steps and floats differ in their statistics, of which a zstd block has one set.
+        # Tokens, steps and floats have different statistics, and a zstd block has one set of them.
         is_large = len(part) >= _CUT_BYTES
         packed += [frame.flush(_END_BLOCK)] if is_large else []
         packed.append(frame.compress(part))
@@ -500,25 +500,25 @@ def pack(batch: pa.RecordBatch, *, level: int) -> bytes:
 
 
 def raw_limit(stored: int) -> int:
-    """Most bytes that a block of so many may unpack to: a small file cannot take much memory."""
+    """Bytes that ``stored`` ones may unpack to at most: a small file cannot take much memory."""
     return min(MAX_RAW_BYTES, _RAW_SLACK + _RAW_RATIO * stored)
 
 
 def unpack(data: bytes | memoryview) -> pa.RecordBatch:
-    """The columns of one packed batch.
+    """Returns the columns of one packed batch.
 
-    Any change of a bit is an error, but for a few bits of a frame that zstd itself does not read.
+    Any flipped bit is an error, except for a few bits of a frame that zstd itself does not read.
     """
     is_old = bytes(data[:4]) == _OLD_MAGIC
     require(not is_old, "of the older format 1, which this version does not read")
     with refusing("does not unpack"):
         frame = zstandard.get_frame_parameters(data)
         limit = raw_limit(len(data))
-        # An unknown size is the largest number; nothing is unpacked before this.
+        # An unknown size is reported as the largest number; nothing is unpacked before this check.
         fits = frame.has_checksum and frame.content_size <= limit
         found = f"at most {limit} bytes, got {frame.content_size}"
         require(fits, f"expected a frame with a checksum and {found}")
-        if not hasattr(_LOCAL, "decompressor"):  # making one takes a third of the time of a block
+        if not hasattr(_LOCAL, "decompressor"):  # creating one takes a third of a block's time
             _LOCAL.decompressor = zstandard.ZstdDecompressor()
         raw = _LOCAL.decompressor.decompress(data, allow_extra_data=False)
         messages = pa.ipc.MessageReader.open_stream(pa.py_buffer(raw))
@@ -534,10 +534,10 @@ def unpack(data: bytes | memoryview) -> pa.RecordBatch:
 
 
 def _has_packed_buffers(message: bytes) -> bool:
-    """Whether the buffers of a record batch are compressed once more.
+    """Whether the buffers of a record batch are themselves compressed.
 
-    Arrow would take memory for whatever size such a buffer claims, and has no option that refuses
-    them: field 3 of the flatbuffer ``RecordBatch``, which is field 2 of ``Message``, tells.
+    Arrow would allocate whatever size such a buffer claims, and has no option to refuse them.
+    Field 3 of the flatbuffer ``RecordBatch``, which is field 2 of ``Message``, says if they are.
     """
 
     def field(table: int, number: int) -> int:
@@ -561,11 +561,11 @@ _COLUMNS: dict[str, tuple[pa.DataType, ...]] = {
     "scales": (_HALF,),
 }
 _DENSE_SLACK = 256 << 20
-"""Values that a small block in layout ``masked`` may take when its zeros are put back."""
+"""Values to which a small block may always expand when the zeros of ``masked`` are restored."""
 
 
 def encode_features(records: Sequence[Trajectory]) -> bytes:
-    """Writes the features of a block of records, of which at least one has some."""
+    """Encodes the features of a block of records, at least one of which has features."""
     assert feature_facts(records) is not None, "encode_features: no record has features"
     columns: dict[str, pa.Array] = {
         "uid": pa.array([record.uid for record in records]),
@@ -577,16 +577,16 @@ def encode_features(records: Sequence[Trajectory]) -> bytes:
         if any(part is not None for part in parts):
             columns[name] = list_column(parts)
     batch = pa.record_batch(columns)
-    # They hardly shrink, so a high level would buy nothing.
+    # Features hardly compress, so a higher level would gain nothing.
     return pack(batch.replace_schema_metadata({"lit_dlm_trajectories": VERSION}), level=3)
 
 
 def attach_features(
     block: Block, records: Sequence[Trajectory], data: bytes | memoryview
 ) -> list[Trajectory]:
-    """The records of a block, those with kept steps with their features, views of the member."""
+    """Returns the records of a block, those with kept steps with their features."""
     batch = known_columns(unpack(data), _COLUMNS, tuple(_COLUMNS)[:4])
-    # Features belong to a record by its name and its content: a changed one must not have them.
+    # Features are matched by uid and content digest: a changed record must not get them.
     named = zip(batch.column("uid").to_pylist(), batch.column("digest").to_pylist(), strict=True)
     expected = [(record.uid, record.digest()) for record in records]
     facts = block.features
@@ -642,7 +642,7 @@ def _features(
             features=restored("features", sum(facts.groups)),
             scales=restored("scales", len(facts.groups)) if "scales" in stored else None,
             groups=facts.groups,
-            # Where a token stood already, it stands for the proposal.
+            # Where a token was already set, it is used as the proposal.
             proposals=proposals if mask is None else np.where(mask, proposals, states),
             layout=facts.layout,  # type: ignore[arg-type]  # validated below
             projector_digest=facts.projector,
@@ -652,13 +652,13 @@ def _features(
 
 
 def _before(record: Trajectory, steps: NDArray[np.int32]) -> tuple[Int32, NDArray[np.bool_]]:
-    """``(S, G)`` canvases before some steps, and where they hold masks."""
+    """``(S, G)`` canvases before the given steps, and where they hold masks."""
     states = np.stack([record.state_at(int(step)) for step in steps])
     return states, states == record.mask_id
 
 
 def only_masked(record: Trajectory, features: StepFeatures) -> StepFeatures:
-    """Features in layout ``masked``, from ones of layout ``generation``: zeros at other rows."""
+    """Converts features from layout ``generation`` to ``masked``, with zeros in all other rows."""
     assert features.layout == "generation"
     states, masked = _before(record, features.kept_steps)
     scales = features.scales
@@ -674,7 +674,7 @@ def only_masked(record: Trajectory, features: StepFeatures) -> StepFeatures:
 
 
 def _stored_rows(record: Trajectory) -> tuple[NDArray[Any] | None, ...] | None:
-    """Proposals, features, and scales of int8 as flat arrays."""
+    """Returns proposals, features and (for int8) scales as flat arrays."""
     if (features := record.features) is None:
         return None
     chosen: Any = ...

@@ -2,15 +2,15 @@
 
 Without re-masking, two integer rows describe every canvas of a decode: the state before step ``t``
 shows the tokens whose commit step is below ``t``. With re-masking or token edits the writes that
-were later overwritten are kept beside them. Nothing else is stored: masks, orders, labels and
-intermediate canvases are derived here.
+were later overwritten are kept as well. Masks, orders, labels and intermediate canvases are not
+stored but derived here.
 
 Replay (:meth:`Trajectory.state_at`, :meth:`Trajectory.all_states`) is a function of the record
 alone. It proves nothing about the model; re-execution is a different operation.
 
-Many records are processed as a few long arrays (:class:`Columns`): tokens of all records back to
-back, commit steps likewise. The rules of the format are written once, over these arrays; a single
-record is a set of one.
+Many records are processed as a few long arrays (:class:`Columns`): the tokens of all records
+concatenated, likewise their commit steps. The rules of the format are implemented once, on these
+arrays; a single record is checked as a set of one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 
 class TrajectoryFormatError(ValueError):
-    """Stored bytes are not a well-formed block, shard or side file; the message says which."""
+    """A record, block, shard or side file breaks a rule of the format; the message says which."""
 
 
 RecordStatus = Literal["complete", "eos", "step_limit", "aborted"]
@@ -65,7 +65,7 @@ class Trajectory:
 
     uid: str  # stable name of the sample, unique in a data set
     prompt_ids: Int32  # (P,) int32, without padding
-    tokens: Int32  # (G,) int32 after the last step; the mask id where nothing stands
+    tokens: Int32  # (G,) int32 after the last step; the mask id in unfilled cells
     commit_step: Int32
     """``(G,)`` int32, the step of the last write; -1 where no step wrote (empty or given)."""
     num_steps: int  # executed steps T
@@ -75,10 +75,10 @@ class Trajectory:
     status: RecordStatus = "complete"
     """How the decode ended."""
     given: NDArray[np.bool_] | None = None
-    """``(G,)`` bool, ``True`` where a token stood before step 0; ``None`` when there is none."""
+    """``(G,)`` bool, ``True`` where a token was set before step 0; ``None`` if none was."""
     superseded: Int32 | None = None
     """``(K, 3)`` int32 rows (step, position, token) of the writes that were later overwritten,
-    sorted by (step, position); ``None`` when there is none."""
+    sorted by (step, position); ``None`` if there are none."""
     signals: dict[str, NDArray[Any]] = field(default_factory=dict)
     """Optional columns by name, see :data:`SIGNAL_DTYPES`."""
     features: StepFeatures | None = None  # features of kept steps, where they were captured
@@ -110,7 +110,7 @@ class Trajectory:
 
     @property
     def num_committed(self) -> int:
-        """Response positions that a step wrote and that hold a token at the end."""
+        """Number of response positions that a step wrote and that hold a token at the end."""
         return int(((self.commit_step >= 0) & (self.tokens != self.mask_id)).sum())
 
     def initial(self) -> Int32:
@@ -135,8 +135,8 @@ class Trajectory:
     def all_states(self) -> Int32:
         """``(T + 1, G)`` int32: row ``t`` equals ``state_at(t)``."""
         steps = np.arange(self.num_steps + 1, dtype=np.int32)[:, None]
-        # The sign of (commit step - step) as a bit mask, in place: three times faster than a choice
-        # between two arrays.
+        # Uses the sign of (commit step - step) as a bit mask, in place: three times faster than
+        # selecting from two arrays.
         states = self.commit_step - steps
         states >>= 31
         states &= self.tokens ^ np.int32(self.mask_id)
@@ -148,7 +148,7 @@ class Trajectory:
         return states
 
     def committed_at(self, step: int) -> NDArray[np.int64]:
-        """Positions ``(K,)`` int64, ascending, that step ``step`` wrote."""
+        """``(K,)`` int64: the positions that step ``step`` wrote, ascending."""
         self._check_step(step, self.num_steps - 1)
         last = np.flatnonzero(self.commit_step == step)
         if self.superseded is None:
@@ -167,13 +167,13 @@ class Trajectory:
         return final[np.lexsort((final[:, 1], final[:, 0]))]
 
     def masked_rows(self) -> NDArray[np.int64]:
-        """``(R, 2)`` int64: every (step, position masked before it), the order of ``step_*``."""
+        """``(R, 2)`` int64: all pairs (step, position masked before it), ordered as ``step_*``."""
         return np.argwhere(self.all_states()[:-1] == self.mask_id)
 
     def commit_entropy(self, *, fill: float) -> NDArray[np.float32] | None:
         """``(G,)`` entropy (nats) of each position at the step that wrote it, else ``fill``.
 
-        ``None`` where it was not recorded.
+        ``None`` if it was not recorded.
         """
         if "step_entropy" not in self.signals:
             return None
@@ -208,7 +208,7 @@ class Trajectory:
             raise ValueError(f"trajectory {self.uid!r}: step must be in 0..{last}, got {step}")
 
     def _check_fields(self, masked_rows: int) -> None:
-        """Checks what :class:`Columns` lack: seed, status, uid and signals."""
+        """Checks what :class:`Columns` does not: seed, status, uid and signals."""
         wrong = ""
         if not 0 <= self.seed < 2**64:
             wrong = f"seed must be in 0..2**64-1, got {self.seed}"
@@ -229,7 +229,7 @@ class Trajectory:
 
 
 def derive(first: Int32, after: Int32) -> tuple[Int32, Int32, Int32 | None]:
-    """Tokens, commit steps and superseded writes of a decode.
+    """Returns the tokens, commit steps and superseded writes of a decode.
 
     Args:
         first: ``(G,)`` int32 response canvas before step 0.
@@ -248,7 +248,7 @@ def derive(first: Int32, after: Int32) -> tuple[Int32, Int32, Int32 | None]:
 
 
 def flatten(records: Sequence[Trajectory]) -> Columns:
-    """Lays records end to end. Shapes that do not fit together raise ``TrajectoryFormatError``."""
+    """Concatenates records into flat arrays; raises ``TrajectoryFormatError`` if shapes differ."""
     _check_shapes(records)
     nothing = np.empty((0, 3), dtype=np.int32)
     events = [nothing if r.superseded is None else r.superseded for r in records]
@@ -297,7 +297,7 @@ def _check_shapes(records: Sequence[Trajectory]) -> None:
 
 
 def checked(records: Sequence[Trajectory]) -> Columns:
-    """Lays records end to end and checks every rule of the format but those of features."""
+    """Concatenates records and checks every rule of the format except those for features."""
     flat = flatten(records)
     flat.check()
     for record, rows in zip(records, flat.masked_row_counts().tolist(), strict=True):
@@ -306,10 +306,10 @@ def checked(records: Sequence[Trajectory]) -> Columns:
 
 
 def trusted(values: dict[str, Any]) -> Trajectory:
-    """A record that takes over fields already checked and of the right dtypes.
+    """Builds a record, without checks, from fields already checked and of the right dtypes.
 
-    The block reader builds tens of thousands of records a second from checked columns; the checks
-    of the constructor would be most of that time.
+    The block reader builds tens of thousands of records a second from checked columns; the
+    constructor's checks would take most of that time.
     """
     record = object.__new__(Trajectory)
     object.__setattr__(record, "__dict__", values)
@@ -318,12 +318,12 @@ def trusted(values: dict[str, Any]) -> Trajectory:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepFeatures:
-    """Features of kept steps: what a commit policy saw, small enough to keep.
+    """Features of kept steps: what a commit policy saw, in a compact form.
 
     A response position at a kept step has ``F`` features (projected hidden snapshots and scores).
-    They are stored as float16, or as int8 with one float16 scale per row and feature group: groups
-    have different ranges, and outliers of one row do not cost the others precision. Labels, states
-    and masks are functions of the record and are never stored.
+    They are stored as float16, or as int8 with one float16 scale per row and feature group, since
+    groups have different ranges, and outliers in one row must not cost the others precision.
+    Labels, states and masks are functions of the record and are never stored.
     """
 
     kept_steps: NDArray[np.int32]  # (S,) int32, strictly ascending
@@ -331,12 +331,12 @@ class StepFeatures:
     scales: NDArray[np.float16] | None = None
     """``(S, R, number of groups)`` float16 for int8 features; ``None`` for float16."""
     groups: tuple[int, ...]  # sizes of the feature groups, in order; they sum to F
-    proposals: NDArray[np.int32]  # (S, R) int32: the token each row was proposed to become
+    proposals: NDArray[np.int32]  # (S, R) int32: the token proposed for each row
     layout: FeatureLayout = "generation"
     """``generation``: R = G response rows; ``all``: R = P + G, prompt rows first; ``masked``:
     R = G, of which only rows that are masked before the step are stored (half of them on average,
-    and the only ones that enter a loss); the others are zeros, and propose the token that stands
-    there."""
+    and the only ones that enter a loss); the others are zeros, and their proposals are the tokens
+    already there."""
     projector_digest: str = ""
     """Digest of the function that made the features; readers must use the same one."""
 
@@ -355,7 +355,7 @@ class StepFeatures:
         return self.features.nbytes + scales + self.proposals.nbytes + self.kept_steps.nbytes
 
     def dequantized(self, kept: int | slice = slice(None)) -> NDArray[np.float32]:
-        """``(S, R, F)`` float32, or ``(R, F)`` of the kept step of a number."""
+        """``(S, R, F)`` float32, or ``(R, F)`` for a single index into the kept steps."""
         values = self.features[kept].astype(np.float32)
         if self.scales is not None:
             values *= np.repeat(self.scales[kept].astype(np.float32), self.groups, axis=-1)
@@ -373,13 +373,13 @@ class StepFeatures:
         layout: FeatureLayout = "generation",
         projector_digest: str = "",
     ) -> StepFeatures:
-        """Stores float features compactly.
+        """Returns floating-point features in compact form.
 
-        int8 is symmetric with rounding to nearest, ``scale = absmax / 127`` per (step, row, group),
-        rounded up to the next float16 so that no value is clipped. Gaussian groups of 256 have a
-        relative RMSE of 0.7 %.
+        int8 is symmetric and rounds to nearest, with ``scale = absmax / 127`` per (step, row,
+        group), rounded up to the next float16 so that no value is clipped. For Gaussian groups of
+        256 the relative RMSE is 0.7 %.
 
-        Arguments are the fields; ``features`` are ``(S, R, F)`` floating point, finite.
+        The arguments are the fields; ``features`` are ``(S, R, F)``, floating point and finite.
         """
         values = np.asarray(features, dtype=np.float32)
         sizes = tuple(int(size) for size in groups)
@@ -494,10 +494,10 @@ class Columns:
         self._refuse(removed, "a position ends as a mask after a write without an earlier write")
 
     def _check_events(self) -> Int64:
-        """Events are strictly ordered, in range, before the last write, and change something.
+        """Checks events: strictly ordered, in range, before the last write, each a real change.
 
         Returns:
-            ``(K,)`` their flat response indices.
+            ``(K,)`` flat response indices of the events, ascending.
         """
         record = self.event_records()
         step, position, token = self.events.T.astype(np.int64)
@@ -537,11 +537,11 @@ class Columns:
         return ends
 
     def masked_row_counts(self) -> Int64:
-        """``(n,)`` pairs (step, position masked before that step) of each record.
+        """``(n,)`` number of pairs (step, position masked before that step) in each record.
 
-        A position written once, at step c, is masked before c + 1 steps; one never written before
-        all T. A visible stretch between superseded writes takes its length away, and a final
-        re-masking adds the rest.
+        A position written once, at step c, is masked before c + 1 steps, and one that ends as a
+        mask counts as masked before all T; the stretches in which superseded tokens were visible
+        are then subtracted.
         """
         T = np.repeat(self.num_steps, self.num_generated)
         is_mask = self.tokens == self.mask_id
@@ -582,7 +582,7 @@ class Columns:
         return digests
 
     def _words(self) -> Int32:
-        """The prompts with 0 for rows of pictures, which count up from the vocabulary's end."""
+        """The prompts with 0 for picture rows, which are numbered upwards from ``vocab_size``."""
         is_row = self.prompts >= self.vocab_size
         if not is_row.any():
             return self.prompts

@@ -1,10 +1,10 @@
-"""Records of decode loops that are not ours.
+"""Records the decodes of other code's loops.
 
-:class:`TraceRecorder` is the way in for any loop: it is shown the canvas before the first step and
-after every step. :func:`record_generate` does so for a plain ``generate`` of Dream or LLaDA by
-watching the inputs of the model's forwards, and :func:`foreign_run` describes such records, so that
-they can be stored, and executed again where :func:`llada_decoder` or :func:`dream_decoder` finds
-the plugs that decide as the loop does.
+:class:`TraceRecorder` works with any loop: it is shown the canvas before the first step and after
+every step. :func:`record_generate` does this for a plain ``generate`` of Dream or LLaDA by watching
+the inputs of the model's forwards. :func:`foreign_run` describes such records so that they can be
+stored, and re-executed if :func:`llada_decoder` or :func:`dream_decoder` finds plugs that decide
+as the loop does.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TraceRecorder:
     """Records one decode at a time: :meth:`begin`, :meth:`step` after every step, :meth:`end`.
 
     Whatever changes between two canvases is a write of the step between them, whether it commits,
-    edits or masks again. A row's steps end with the last one that found a mask in it or changed it.
+    edits or re-masks. A row ends with the last step that found a mask in it or changed it.
     """
 
     def __init__(self, *, mask_id: int, vocab_size: int) -> None:
@@ -52,14 +52,14 @@ class TraceRecorder:
         pad_mask: Tensor | None = None,
         seeds: Sequence[int] | None = None,
     ) -> None:
-        """Takes the canvas before the first step; a decode that was not ended is forgotten.
+        """Takes the canvas before the first step; a decode that was not ended is discarded.
 
         Args:
-            ids: ``(B, L)`` integer; prompts end, left-padded, before column ``start``. Other tokens
-                than masks behind it are given.
+            ids: ``(B, L)`` integer; left-padded prompts fill the columns before ``start``. From
+                there on, tokens other than masks are given.
             start: first response column.
             pad_mask: ``(B, L)`` or ``(B, start)``, nonzero on real tokens (an attention mask).
-            seeds: noise seed of each row, where the loop has one.
+            seeds: noise seed of each row, if the loop has one.
         """
         fits = ids.ndim == 2 and 0 < start < ids.shape[1]
         if not fits or bool((ids[:, :start] == self.mask_id).any()):
@@ -86,9 +86,9 @@ class TraceRecorder:
     def end(
         self, uids: Sequence[str], metas: Sequence[Mapping[str, Any]] | None = None
     ) -> list[Trajectory]:
-        """Ends the decode; gives one record per row.
+        """Ends the decode and returns one record per row.
 
-        ``metas`` are small JSON values, such as ``{"method": "llada", "task": "gsm8k"}``.
+        ``metas`` are small JSON objects, such as ``{"method": "llada", "task": "gsm8k"}``.
         """
         assert self._canvases, "no decode has begun; call begin first"
         states = torch.stack(self._canvases).cpu().numpy()  # (T + 1, B, L)
@@ -136,20 +136,20 @@ def record_generate(
 ) -> tuple[Any, list[Trajectory]]:
     """Records a plain generate loop by watching the inputs of the model's forwards.
 
-    Each forward's input shows what was committed since the last one, and what the loop returns
-    shows the last step: ``model.diffusion_generate(...)`` of Dream and the ``generate(model, ...)``
-    of LLaDA's repository both feed the whole canvas to every forward. With classifier-free guidance
+    Each forward's input shows what was committed since the previous one, and the loop's result
+    shows the last step: ``model.diffusion_generate(...)`` of Dream and ``generate(model, ...)`` of
+    LLaDA's repository both feed the whole canvas to every forward. With classifier-free guidance
     LLaDA's forwards hold every row twice; the first half is the canvas. A loop with a cache, whose
-    forwards do not show the whole canvas, is refused; it calls :class:`TraceRecorder` itself.
+    forwards do not show the whole canvas, is refused; it must call :class:`TraceRecorder` itself.
 
     Args:
         model: the model that the loop calls.
         generate: runs the loop; returns the final canvas, or an object with ``sequences``, or a
             tuple that begins with one of them.
-        prompt_ids: ``(B, P)`` left-padded prompts, which begin the canvas.
+        prompt_ids: ``(B, P)`` left-padded prompts, with which the canvas begins.
         uids: one name per row.
-        metas: small JSON values per row.
-        attention_mask: ``(B, P)`` nonzero on real tokens, where prompts are padded.
+        metas: a small JSON object per row.
+        attention_mask: ``(B, P)`` nonzero on real tokens, if prompts are padded.
         mask_id: id of the mask token; that of the model's configuration by default.
 
     Returns:
@@ -204,13 +204,13 @@ def record_generate(
 
 
 def foreign_run(method: str, decoder: Decoder | str, *, batch_size: int | None = None) -> RunRecord:
-    """The run record of records from a foreign loop.
+    """Returns the run record for records of a foreign loop.
 
     Args:
-        method: what ``meta["method"]`` of the records says.
+        method: the value of ``meta["method"]`` in the records.
         decoder: plugs that decide as the loop does, for verification by re-execution; or the reason
-            why there are none, which verification then gives.
-        batch_size: rows of a batch, so that verification can form the same ones.
+            why there are none, which verification then reports.
+        batch_size: rows of a batch, so that verification can form batches of the same size.
     """
     described = {"undescribed": decoder} if isinstance(decoder, str) else decoder.describe()
     return RunRecord(
@@ -232,9 +232,9 @@ def llada_decoder(
     cfg_scale: float = 0.0,
     remasking: str = "low_confidence",
 ) -> Decoder | str:
-    """The decoder that decides as the ``generate`` of LLaDA's repository (arXiv 2502.09992) does.
+    """Returns the decoder that decides as ``generate`` of LLaDA's repository (arXiv 2502.09992).
 
-    Arguments are those of that function. A reason stands for a loop that has no such decoder.
+    Arguments are those of that function. If there is no such decoder, the reason is returned.
     """
     if temperature > 0.0 or remasking == "random":
         return "it draws from torch's global generator, whose state no record holds"
@@ -261,10 +261,10 @@ def dream_decoder(
     top_k: int | None = None,
     eps: float = 1e-3,
 ) -> Decoder | str:
-    """The decoder that decides as Dream's ``diffusion_generate`` does, without hooks.
+    """Returns the decoder that decides as Dream's ``diffusion_generate`` does, without hooks.
 
-    Arguments are those of its generation configuration. A reason stands for a loop that has no such
-    decoder.
+    Arguments are those of its generation configuration. If there is no such decoder, the reason is
+    returned.
     """
     policies: dict[str, CommitPolicy] = {
         "maskgit_plus": ConfidencePolicy(),

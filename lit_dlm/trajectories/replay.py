@@ -1,7 +1,7 @@
-"""Records played back: the canvases of a batch, and how the regions of a response were filled.
+"""Replays records: the canvases of a batch, and how the regions of a response were filled.
 
-These are functions of the record; nothing is run and nothing is compared, so nothing here can say
-that a model would do the same. That is :mod:`lit_dlm.trajectories.verify`.
+These are functions of the record; no model is run and nothing is compared, so nothing here shows
+that a model would do the same. :mod:`lit_dlm.trajectories.verify` does that.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from lit_dlm.trajectories.record import Trajectory
 
 
 def states_at(records: Sequence[Trajectory], step: int) -> Tensor:
-    """``(B, G)`` int64 response canvases before a step; a record that has ended keeps its last."""
+    """``(B, G)`` int64 response canvases before a step; the final one if a record has ended."""
     states = [record.state_at(min(step, record.num_steps)) for record in records]
     return torch.from_numpy(np.stack(states)).long()
 
 
 def regions_of(record: Trajectory, decoder: Mapping[str, Any] | Layout) -> BlockLayout | None:
-    """The blocks of a record's response, or ``None`` for a decoder without a layout.
+    """Returns the blocks of a record's response, or ``None`` for a decoder without a layout.
 
-    Markers are searched in the response as it stood before step 0.
+    Markers are looked up in the response before step 0.
 
     Args:
         record: the record.
         decoder: what ``Decoder.describe`` returned: an entry of ``methods`` in a run record, or
-            ``decoder`` in the settings of a result folder. A layout does as well.
+            ``decoder`` in the settings of a result folder; or a layout.
     """
     layout = decoder if isinstance(decoder, Layout) else layout_from_description(decoder)
     if layout is None:
@@ -46,10 +46,10 @@ def regions_of(record: Trajectory, decoder: Mapping[str, Any] | Layout) -> Block
 
 
 def fill_curves_of(record: Trajectory, blocks: BlockLayout) -> FillCurves:
-    """How far each of a record's regions (:func:`regions_of`) was filled after every step.
+    """Returns how far each region (:func:`regions_of`) was filled before each step and at the end.
 
-    Cells outside of them are the region ``rest``. The ``lockstep_score`` of the curves tells how
-    evenly the regions were filled.
+    Cells outside the regions form the region ``rest``. The ``lockstep_score`` of the curves
+    measures how evenly the regions were filled.
     """
     masked = torch.from_numpy(record.all_states() == record.mask_id)
     names = (*(block.name for block in blocks.blocks), "rest")

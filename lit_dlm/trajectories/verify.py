@@ -2,21 +2,21 @@
 
 | level | needs | proves |
 |---|---|---|
-| 0 integrity | files | bytes unchanged by accident |
+| 0 integrity | files | no accidental change of bytes |
 | 1 structure | files | every intermediate canvas is well defined |
 | 2 authenticity | manifest | the records are the published ones |
 | 3 teacher-forced | weights | each recorded canvas leads to the recorded decision |
-| 4 free-running | weights, seed | decoding from the prompt gives the record |
+| 4 free-running | weights, seed | decoding from the prompt reproduces the record |
 
-A level includes those below it, except that 4 stands in for 3. Teacher-forced, every recorded
-canvas is fed to the model again, the step is decided by the very function that the decode loop
-calls, and the result is compared with the next recorded canvas: one difference does not lead to
-others. Free-running, the prompt is decoded again from its seed, and everything after the first
-difference follows from it.
+A level includes those below it, except that 4 replaces 3. Teacher-forced, every recorded canvas is
+fed to the model again, the step is decided by the same function that the decode loop calls, and the
+result is compared with the next recorded canvas: one difference does not lead to others.
+Free-running, the prompt is decoded again from its seed, and everything after the first difference
+follows from it.
 
-Floating point differs between machines, batch sizes and dtypes, so a step may decide differently
-where two options were almost equal. Such a difference is explained by its margin: the distance by
-which the executed step's own numbers would have to move to give the recorded decision.
+Floating-point results differ between machines, batch sizes and dtypes, so a step may decide
+differently where two options were almost equal. Such a difference is explained by its margin: how
+far the executed step's own numbers would have to move to yield the recorded decision.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ Outcome = Literal["exact", "explained", "failed"]
 TOLERANCE = 0.01
 """Margin below which a differing decision counts as a near tie."""
 MANY_TIES = 4
-"""From so many differing steps on, they must not be more than half of the checked ones, if a record
-is to count as explained: a model whose distributions are flat finds near ties everywhere."""
+"""With this many differing steps or more, a record counts as explained only if they are at most
+half of the checked ones: a model with flat distributions has near ties everywhere."""
 
 
 @dataclass(kw_only=True)
 class RecordVerdict:
-    """What re-execution says of one record."""
+    """The result of re-executing one record."""
 
     uid: str
     outcome: Outcome = "exact"
@@ -87,8 +87,8 @@ class RecordVerdict:
     num_agreeing: int = 0  # steps after which the canvas is the recorded one
     num_tokens: int = 0
     num_equal: int = 0
-    """Of the tokens that the checked steps wrote (teacher-forced), or of the final response
-    (free-running)."""
+    """Tokens that agree, of ``num_tokens``: those that the checked steps wrote (teacher-forced),
+    or those of the final response (free-running)."""
     differing_steps: list[int] = field(default_factory=list)
     margin: float = 0.0
     """Largest margin among the differing decisions; infinite when no near tie explains one."""
@@ -99,18 +99,18 @@ class RecordVerdict:
         return self.num_equal / self.num_tokens if self.num_tokens else 1.0
 
     def differ(self, step: int, margin: float, reason: str) -> None:
-        """A step decided otherwise, by a margin; infinite where no near tie can explain it."""
+        """Adds a step that decided otherwise; its margin is infinite if no near tie explains it."""
         is_worst = margin == float("inf") > self.margin
-        if is_worst or not self.differing_steps:  # the reason that fails it is the one to tell
+        if is_worst or not self.differing_steps:  # report why the record fails
             self.reason = f"step {step}: {reason}"
         self.differing_steps.append(step)
         self.margin = max(self.margin, margin)
 
     def conclude(self, *, independent: bool) -> RecordVerdict:
-        """Sets the outcome.
+        """Sets the outcome and returns the verdict.
 
-        Without ``independent`` all differing steps but the first may follow from it, and their
-        number says nothing.
+        Without ``independent``, all differing steps after the first may follow from it, so their
+        number means nothing.
         """
         num = len(self.differing_steps)
         too_many = independent and num >= MANY_TIES and 2 * num > self.num_checked
@@ -121,14 +121,14 @@ class RecordVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """What records are executed with again, at levels 3 and 4."""
+    """What levels 3 and 4 re-execute records with."""
 
     backbone: Backbone
     tokenizer: Any = None  # compared with that of the run; not compared when None
     policy_folders: Sequence[str | Path] = ()
-    """Where exported policies lie; they are found by the digest of their weights."""
+    """Folders of exported policies, which are matched by the digest of their weights."""
     plug_modules: Sequence[str] = ()
-    """Modules that plugs from outside of the package may be imported from."""
+    """Modules that plugs from outside the package may be imported from."""
     device: torch.device | str = "cpu"
 
 
@@ -140,7 +140,7 @@ class Verification:
     num_records: int
     problems: list[str] = field(default_factory=list)  # what levels 0 to 2 found wrong
     differences: list[str] = field(default_factory=list)
-    """What is not as in the run: weights, tokenizer, seed, decoder."""
+    """What differs from the run: model, tokenizer, seeds."""
     verdicts: list[RecordVerdict] = field(default_factory=list)
 
     @property
@@ -155,7 +155,7 @@ class Verification:
 
 
 Track = Callable[[Sequence[Any], str], Iterable[Any]]
-"""Shows how many items have been taken."""
+"""Passes on items under a title, and shows how many have been taken."""
 
 
 def verify(
@@ -168,22 +168,22 @@ def verify(
 ) -> Verification:
     """Verifies shards up to a level.
 
-    Problems of files do not stop the execution of what can be read, and neither does another
-    identity: the result then says how far the records agree all the same.
+    Neither file problems nor a model or tokenizer other than the run's stop the execution of what
+    can be read: the result still says how far the records agree.
 
     Args:
         shards: paths of shards, with their side files beside them.
         level: 0 to 4.
         execution: needed at levels 3 and 4.
         sample: execute only this many records, spread evenly over the set.
-        track: shows how far the work is.
+        track: shows progress.
     """
     within("[0, 4]", level=level)
     at_least(1, sample=sample)
     paths = [Path(shard) for shard in shards]
     problems = _file_problems(paths, level=level, track=track)
     try:
-        # What can be read; the rest is named among the problems.
+        # Takes what can be read; the rest is among the problems.
         reader = TrajectoryShardReader(paths, on_error="skip", features=False)
     except TrajectoryFormatError:
         return Verification(level=level, num_records=0, problems=problems)
@@ -240,7 +240,7 @@ def _shard_problems(shard: Path, level: int, owners: dict[str, str]) -> list[str
             check()
         except TrajectoryFormatError as error:
             problems.append(str(error))
-    # Reading by offset passes over the archive's own headers; reading as a stream does not.
+    # Reading by offset skips the archive's own headers; reading as a stream does not.
     archived, is_whole = archived_blocks(shard)
     missing = [entry.key for entry in side.blocks if RECORDS not in archived.get(entry.key, {})]
     if missing or not is_whole:
@@ -289,7 +289,7 @@ def _unequal(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]
     ]
 
 
-# -- identity: what the run names, and what is at hand -------------------------------------------
+# -- identity: what the run recorded, and what is used now ---------------------------------------
 
 
 @dataclass(frozen=True)
@@ -302,10 +302,9 @@ class _Batch:
 
 
 def _batches(reader: TrajectoryShardReader, sample: int | None) -> Iterator[_Batch]:
-    """Records in their stored order, of one run, method, task, length and writer per batch.
+    """Yields batches of records in stored order, each of one run, method, task, length and writer.
 
-    Their rows are not those that were beside each other in the run, where one that ended was
-    replaced by the next.
+    These are not the batches of the run, where each row that ended was replaced by the next.
     """
     groups: dict[tuple[Any, ...], _Batch] = {}
     total = reader.num_records
@@ -364,14 +363,14 @@ def _decoder_of(batch: _Batch, execution: Execution) -> Decoder:
 
 
 def _differences(batch: _Batch, execution: Execution) -> list[str]:
-    """What is not as in the run: weights, configuration, dtype, ids, tokenizer, seeds."""
+    """What differs from the run: weights, configuration, dtype, ids, tokenizer, seeds."""
     run, backbone, tokenizer = batch.run, execution.backbone, execution.tokenizer
     describe = getattr(backbone, "describe", None)
     model = dict(describe()) if callable(describe) else {"class": type(backbone).__name__}
     spec = backbone.spec
     facts = {"mask_id": spec.mask_id, "pad_id": spec.pad_id, "eos_ids": list(spec.eos_ids)}
     if tokenizer is not None:
-        # A template that the run was given is put in place of the tokenizer's own.
+        # A chat template that was set for the run replaces the tokenizer's own.
         tokenizer.chat_template = run.tokenizer.get("chat_template", tokenizer.chat_template)
         facts["digest"] = tokenizer_digest(tokenizer)
     lines = named_differences(run.model, model, "model")
@@ -392,14 +391,14 @@ def _differences(batch: _Batch, execution: Execution) -> list[str]:
 def named_differences(
     recorded: Mapping[str, Any], current: Mapping[str, Any], prefix: str
 ) -> list[str]:
-    """Lines such as ``model.dtype: "float32" recorded, "bfloat16" now`` of what both sides know."""
+    """Lines such as ``model.dtype: "float32" recorded, "bfloat16" now`` for keys of both sides."""
     lines = []
     for key in sorted(recorded.keys() & current.keys()):
         old, new = recorded[key], current[key]
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             lines += named_differences(old, new, f"{prefix}.{key}")
         elif (before := canonical_json(old)) != (after := canonical_json(new)):
-            # Digests are what people look for: "model.weights digest".
+            # Digests are named as such, since people look for them: "model.weights digest".
             spoken = f"{prefix}.{key}".removesuffix(".digest")
             if key == "digest" or key.endswith("_sha256"):
                 spoken = f"{spoken.removesuffix('_sha256')} digest"
@@ -408,7 +407,7 @@ def named_differences(
 
 
 def _captured(batch: _Batch) -> Callable[[int], frozenset[str]]:
-    """What the run's capture asked of each step of a batch, as far as it shaped the products."""
+    """What the run's capture required of each step, as far as it changes matrix products."""
     capture = batch.run.decode.get("capture")
     facts = capture if isinstance(capture, dict) else {}
     nothing, region = frozenset[str](), frozenset({"region"})
@@ -436,8 +435,8 @@ def teacher_forced(
         backbone: the denoiser.
         decoder: the plugs that the records were made with.
         records: records of one batch: one response length, one mask id.
-        captured: what the run's capture asked of each step, such as ``region``: more columns in
-            one product can change its last bits.
+        captured: what the run's capture required of each step, such as ``region``: more columns
+            in a matrix product can change its last bits.
         device: where to compute.
     """
     decoder.check(backbone)
@@ -477,7 +476,7 @@ def teacher_forced(
             )
             after = _recorded_after(records, decision.record.state, step)
             _judge_step(verdicts, records, decision, after, decoder, step)
-            # On with the recorded tokens: one difference must not cause others.
+            # Continue with the recorded tokens: one difference must not cause others.
             state = _advanced(decision, after)
     _release(backbone, canvas)
     return [verdict.conclude(independent=True) for verdict in verdicts]
@@ -544,13 +543,13 @@ def canvas_of(
 
 
 def _release(backbone: Backbone, canvas: Canvas) -> None:
-    """Lets go of the pictures that :func:`canvas_of` took up."""
+    """Releases the pictures that :func:`canvas_of` inserted."""
     if (vision := getattr(backbone, "vision", None)) is not None:
         vision.release(canvas.ids[:, : canvas.start].flatten().tolist())
 
 
 class _FirstDifference:
-    """Observer that compares a decode with records until each first differs."""
+    """Observer that compares a decode with records, and judges the first difference of each."""
 
     def __init__(
         self,
@@ -566,7 +565,7 @@ class _FirstDifference:
         self._step = 0
 
     def on_step(self, record: StepRecord) -> None:
-        """Compares the canvases; margins only for rows that never differed before."""
+        """Compares the canvases; only the first difference of a row gets a margin."""
         state, step = record.state, self._step
         self._step += 1
         self.requires = self._captured(self._step) | {"logits"}
@@ -601,7 +600,7 @@ def _advanced(decision: Decision, ids: Tensor) -> DecodeState:
 
 
 def _recorded_after(records: Sequence[Trajectory], state: DecodeState, step: int) -> Tensor:
-    """``(b, L)`` int64: the canvases that the records have after a step."""
+    """``(b, L)`` int64: the recorded canvases after a step."""
     after = state.ids.clone()
     here = [records[row] for row in state.rows.tolist()]
     after[:, state.start :] = states_at(here, step + 1).to(after.device)
@@ -650,7 +649,7 @@ def _judge_step(
 
 
 def _wrong_end(record: Trajectory, step: int, status: str, decoder: Decoder) -> str:
-    """Why a record may not go on, or end, after an agreeing step; empty when it may."""
+    """Why a record must not continue, or end, after an agreeing step; empty if it may."""
     if step < record.num_steps - 1:
         return "" if status == "step_limit" else f"the record goes on, the loop ends ({status})"
     if record.status == "aborted":
@@ -684,11 +683,11 @@ def compare_step(step: StepRecord, recorded: Tensor, decoder: Decoder) -> tuple[
     """Compares an executed step with the recorded canvas after it, ``(b, L)`` int64.
 
     Returns:
-        ``(b,)`` bool whether the canvas is another one, and ``(b,)`` float64 the largest margin
-        among the differing decisions of a row: 0 where nothing differs, infinite where no near tie
-        can explain a difference. Tokens: difference of the softmax values that the arg-max chose
-        from. Positions: difference of the policy's scores (probabilities, or nats for the entropy
-        policy) to the boundary of the selection, and where a token stood to that of taking it back.
+        ``(b,)`` bool, whether the canvases differ, and ``(b,)`` float64, the largest margin among
+        the differing decisions of a row: 0 where nothing differs, infinite where no near tie can
+        explain a difference. Tokens: difference of the softmax values that the arg-max chose from.
+        Positions: distance of the policy's score (a probability, or nats for the entropy policy)
+        from the boundary of the selection or, for a token already set, of taking it back.
     """
     ids = step.state.ids
     differing = step.new_ids != recorded
@@ -699,7 +698,7 @@ def compare_step(step: StepRecord, recorded: Tensor, decoder: Decoder) -> tuple[
     wrote = recorded != ids
     token_gap = _token_gaps(step, recorded, decoder)
     position_gap = _position_gaps(step, decoder)
-    # Where a token stood it may be taken back or replaced; it may also have been the best one.
+    # For a token already set: the gap to keeping or rewriting it, or to its being the best itself.
     stood = ids != step.state.mask_id
     rewrite_gap = step.scores.abs().double()
     edited = stood & step.commit
@@ -720,7 +719,7 @@ def compare_step(step: StepRecord, recorded: Tensor, decoder: Decoder) -> tuple[
     decided = differing & ~is_fill
     gaps = torch.maximum(token_gap, set_gap)
     margin = torch.where(decided, gaps, 0.0).amax(1)
-    # Only a fill differs: one of its cells was the end that began it, the nearest to a tie.
+    # If only a fill differs, one of its cells was the end that began it: the nearest to a tie.
     first_end = torch.where(is_fill, gaps, torch.inf).amin(1)
     margin = torch.where(decided.any(1), margin, first_end)
     return differs, torch.where(differs, margin, 0.0)
@@ -750,7 +749,7 @@ def _position_gaps(step: StepRecord, decoder: Decoder) -> Tensor:
     passed_over = step.candidates & ~step.commit
     weakest = scores.masked_fill(~step.commit, torch.inf).amin(1, keepdim=True)
     strongest = scores.masked_fill(~passed_over, -torch.inf).amax(1, keepdim=True)
-    # A committed cell gives way to the best one passed over, and the other way round.
+    # A committed cell would give way to the best one passed over, and vice versa.
     gaps = torch.where(step.commit, scores - strongest, weakest - scores).clamp_min(0.0)
     if isinstance(decoder.policy, LockstepPolicy):
         threshold = decoder.policy.thresholds(step.state)
