@@ -47,8 +47,8 @@ class FeatureCapture:
 
     function: Callable[..., Tensor]
     """Called as ``function(hidden, prob, entropy=..., margin=...)`` with ``(b, R, H, D)`` hidden
-    snapshots and ``(b, R)`` scores of the model's own distribution (with the credit of
-    ``CreditPolicy``), whatever the sampler scores; returns ``(b, R, F)``. Rows must be independent.
+    snapshots and ``(b, R)`` scores of the model's own distribution (with ``CreditPolicy``'s
+    credit), whatever the sampler scores; returns ``(b, R, F)``. Must treat rows independently.
     """
     hidden_layers: tuple[int, ...]  # snapshots to request from the backbone
     groups: tuple[int, ...]  # sizes of the feature groups, which sum to F
@@ -548,7 +548,7 @@ class StepBuffer:
             self._settle()
 
     def parts(self) -> StepParts:
-        """Returns all steps that are not forgotten, and sends the rest of them to the host."""
+        """Returns all steps not forgotten, after sending to the host those not there yet."""
         self._settle()
         self._send()
         return StepParts(self._first_step, tuple(self._parts), self.num_columns)

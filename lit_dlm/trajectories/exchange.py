@@ -286,7 +286,7 @@ def read_step_map(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
         with _located(f"{path}: entry {number}"):
             row = _checked_row(stored, settings)
             steps = _fact(row, "step_map")
-            if row["num_steps"] is None and (steps >= 0).all():  # its block models count from 1
+            if row["num_steps"] is None and (steps >= 0).all():  # from 1 in its block models
                 steps = steps - steps.min(initial=2**31)
             prompt = _ids(row, "prompt_ids", "user")
             tokens = _ids(row, "response_ids", "assistant")

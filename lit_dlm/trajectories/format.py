@@ -500,7 +500,7 @@ def pack(batch: pa.RecordBatch, *, level: int) -> bytes:
 
 
 def raw_limit(stored: int) -> int:
-    """Bytes that ``stored`` ones may unpack to at most: a small file cannot take much memory."""
+    """Most bytes that ``stored`` ones may unpack to, so that a small file cannot fill memory."""
     return min(MAX_RAW_BYTES, _RAW_SLACK + _RAW_RATIO * stored)
 
 

@@ -1,4 +1,4 @@
-"""Records the decodes of other code's loops.
+"""Records decodes of loops that are not part of this project.
 
 :class:`TraceRecorder` works with any loop: it is shown the canvas before the first step and after
 every step. :func:`record_generate` does this for a plain ``generate`` of Dream or LLaDA by watching
@@ -232,7 +232,7 @@ def llada_decoder(
     cfg_scale: float = 0.0,
     remasking: str = "low_confidence",
 ) -> Decoder | str:
-    """Returns the decoder that decides as ``generate`` of LLaDA's repository (arXiv 2502.09992).
+    """Returns the decoder that decides as LLaDA's own ``generate`` does (arXiv 2502.09992).
 
     Arguments are those of that function. If there is no such decoder, the reason is returned.
     """

@@ -1,7 +1,7 @@
 """Replays records: the canvases of a batch, and how the regions of a response were filled.
 
 These are functions of the record; no model is run and nothing is compared, so nothing here shows
-that a model would do the same. :mod:`lit_dlm.trajectories.verify` does that.
+that a model would do the same. :mod:`lit_dlm.trajectories.verify` checks that.
 """
 
 from __future__ import annotations

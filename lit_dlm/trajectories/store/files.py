@@ -29,7 +29,7 @@ RECORDS, FEATURES = "records.arrow.zst", "features.arrow.zst"
 TAR_END = bytes(2 * tarfile.BLOCKSIZE)
 
 STRANGE = (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError)
-"""What reading JSON may raise if it does not have the expected shape."""
+"""Exceptions that JSON of an unexpected shape may raise."""
 
 _NAME = re.compile(r"[a-z0-9_]+(?:-[a-z0-9_]+)*")
 _SHARD = re.compile(

@@ -104,7 +104,7 @@ class TrajectoryShardReader:
         return self._read(Path(shard), index, features=False)
 
     def find(self, uids: Collection[str]) -> Iterator[Trajectory]:
-        """Yields the records with these uids, in the set's order; reads only blocks with one."""
+        """Yields the records with these uids, in the order of the set; reads only their blocks."""
         for path, index in self.blocks:
             first, end = self._starts[path][index : index + 2]
             if any(uid in uids for uid in self._sides[path].uids[first:end]):
@@ -155,7 +155,7 @@ def _side_of(shard: Path) -> SideFile:
 
 def _bytes(file: BinaryIO, offset: int | None, size: int | None, crc32: int | None) -> bytes:
     file.seek(offset or 0)
-    # At most what the file holds: memory is allocated for the size that is asked for.
+    # At most what the file holds: read allocates as much memory as it is told to.
     left = os.fstat(file.fileno()).st_size - (offset or 0)
     data = file.read(max(min(size or 0, left), 0))
     if crc32 is None or zlib.crc32(data) != crc32:

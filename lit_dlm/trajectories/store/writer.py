@@ -149,7 +149,7 @@ class ShardFile:
     def _append(self, data: bytes, *, sync: bool = True) -> None:
         view = memoryview(data)
         try:
-            if not os.fstat(self._fd).st_nlink:  # fails on -1, an abandoned file
+            if not os.fstat(self._fd).st_nlink:  # raises on -1, after abandon
                 raise FileNotFoundError(errno.ENOENT, "was deleted during the run")
             while view:
                 view = view[os.write(self._fd, view) :]
@@ -185,7 +185,7 @@ class TrajectoryShardWriter:
 
         Args:
             folder: folder of the set, created if need be.
-            name: name of the set; it, ``split`` and ``rank`` are those of :class:`ShardName`.
+            name: name of the set; with ``split`` and ``rank`` it makes the :class:`ShardName`.
             run: the run that makes these records; stored as ``run.json`` and in every shard.
             records_per_block: number of records at which a block is closed.
             max_shard_records: number of records at which a shard is closed.
