@@ -18,7 +18,7 @@ from lit_dlm.reports.samples import Sample
 from lit_dlm.trajectories.record import Trajectory
 
 MAX_FRAMES = 120
-"""A longer decode shows its steps in strides."""
+"""A longer decode skips steps."""
 _PICTURE_LINES = 9
 """Lines of text that a drawn picture takes."""
 _PROMPT_LINES = 6
@@ -28,7 +28,7 @@ _LINE = round(_FONT_SIZE * 1.55)
 _MARGIN = _FONT_SIZE
 STEP_MILLISECONDS = 250
 HOLD_MILLISECONDS = 2500
-"""How long the last frame stands."""
+"""How long the last frame is shown."""
 
 
 class Cell(NamedTuple):
@@ -45,11 +45,11 @@ def write_gif(
 ) -> None:
     """Writes an animation of one decode, or of several one below the other.
 
-    Special tokens go empty, and picture tokens are shown as the picture. Several decodes run at the
-    same pace, so the one with fewer steps stands still sooner.
+    Special tokens are left empty, and picture tokens are shown as the picture. Several decodes run
+    at the same pace, so one with fewer steps stops sooner.
     """
     frames = animation_frames(samples, pieces, theme=theme)
-    # One palette, of the first, a middle and the last frame: colours of own palettes would flicker.
+    # One palette, from the first, a middle and the last frame: with several, colours would flicker.
     chosen = [frames[0], frames[len(frames) // 2], frames[-1]]
     width, height = frames[0].size
     sheet = Image.new("RGB", (width, height * len(chosen)))
@@ -76,8 +76,8 @@ def animation_frames(
 ) -> list[Image.Image]:
     """The frames of an animation: the start, the canvas after every step, and the end once more.
 
-    RGB pictures of one size, at most :data:`MAX_FRAMES`. What is new is marked; in the last picture
-    nothing is.
+    RGB pictures of one size, at most :data:`MAX_FRAMES`. New tokens are marked, except in the last
+    picture.
     """
     painter = _Painter(samples, pieces, THEMES[theme])
     steps, stride = max(sample.record.num_steps for sample in samples), _stride(samples)
@@ -86,7 +86,7 @@ def animation_frames(
 
 
 def _stride(samples: Sequence[Sample]) -> int:
-    """Steps from one frame to the next; two frames are kept for the end."""
+    """Steps from one frame to the next; two frames are reserved for the end."""
     steps = max(sample.record.num_steps for sample in samples)
     return max(1, -(-steps // (MAX_FRAMES - 2)))
 
@@ -94,8 +94,8 @@ def _stride(samples: Sequence[Sample]) -> int:
 def lay_out(record: Trajectory, pieces: TokenPieces, *, columns: int) -> list[Cell]:
     """Places the response so that nothing moves while it fills up, one cell per position.
 
-    Every position keeps the room of its final token. Special tokens and positions that stay empty
-    get one column and no text.
+    Every position reserves the width of its final token. Special tokens and positions that stay
+    empty get one column and no text.
     """
     tokens = record.tokens.tolist()
     cells, row, column = [], 0, 0
@@ -150,7 +150,7 @@ class _Painter:
         self.size = round(2 * _MARGIN + _COLUMNS * self.advance), self.top + sum(self.heights)
 
     def frame(self, step: int, *, since: int) -> Image.Image:
-        """All decodes after a step; what was written after ``since`` steps is marked."""
+        """Draws all decodes after a step; what was written after ``since`` steps is marked."""
         image = Image.new("RGB", self.size, self.theme.background)
         draw = ImageDraw.Draw(image)
         for number, text in enumerate(self.prompt):
@@ -170,7 +170,7 @@ class _Painter:
         return image
 
     def _head(self, draw: ImageDraw.ImageDraw, sample: Sample, done: int, top: float) -> None:
-        """Name and step of a decode over a rail that fills up."""
+        """Draws the name and step of a decode over a progress bar."""
         theme, total, right = self.theme, sample.record.num_steps, self.size[0] - _MARGIN
         title, count = sample.method or sample.record.uid, f"step {done}/{total}"
         draw.text((_MARGIN, top), title, font=self.small, fill=theme.accent)

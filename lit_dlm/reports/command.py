@@ -58,8 +58,8 @@ class SampleGroup:
     task: str
     methods: tuple[str, ...]
     told: str
-    num_wrong: int  # all of them, for one method; the page shows NUM_SAMPLES at most
-    samples: Sequence[tuple[ResultRow, ...]]  # a row of each method
+    num_wrong: int  # in all, for one method; the page shows NUM_SAMPLES at most
+    samples: Sequence[tuple[ResultRow, ...]]  # one row per method
 
     @property
     def failures(self) -> list[ResultRow]:
@@ -75,7 +75,7 @@ class Picture(NamedTuple):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command on what follows its name; returns the exit status."""
+    """Runs the command with the arguments after its name; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="lit-dlm report",
         description="Tables, a speed-quality plot, and a page with failures first that links to "
@@ -96,9 +96,9 @@ def main(arguments: Sequence[str]) -> int:
 def write_report(summaries: Sequence[MethodSummary], folder: Path, console: PlainConsole) -> None:
     """Writes ``summary.json``, ``summary.md`` and ``front.png``, and prints the tables.
 
-    ``front_dark.png`` is the plot for dark pages; without grades there is none.
+    ``front_dark.png`` is the plot for dark pages; without grades there is no plot.
     """
-    # Here: matplotlib takes a second to import.
+    # Imported here, as matplotlib takes a second to import.
     from lit_dlm.reports.plots import front_figure, save_themes
 
     write_json(folder / "summary.json", [asdict(summary) for summary in summaries])
@@ -111,10 +111,10 @@ def write_report(summaries: Sequence[MethodSummary], folder: Path, console: Plai
 
 
 def labelled(runs: Sequence[tuple[Path, list[MethodSummary]]]) -> list[ReportedRun]:
-    """Runs with the names of their methods in common tables.
+    """Returns runs with the names of their methods in common tables.
 
-    A method that several runs share, such as one decoder on differently trained models, gets the
-    name of its run in front.
+    A method that several runs share, such as one decoder on differently trained models, is prefixed
+    with the name of its run.
     """
     uses = Counter((one.task, one.method) for _, found in runs for one in found)
     paths = [folder.resolve().parts for folder, _ in runs]
@@ -131,7 +131,7 @@ def labelled(runs: Sequence[tuple[Path, list[MethodSummary]]]) -> list[ReportedR
 
 
 def merge_runs(runs: Sequence[ReportedRun]) -> list[MethodSummary]:
-    """The summaries of several runs under their names in common tables, task by task."""
+    """Returns the summaries of several runs, with their names in common tables, task by task."""
     found = [(run.labels[one.task, one.method], one) for run in runs for one in run.summaries]
     tasks = list(dict.fromkeys(one.task for _, one in found))
     merged = [replace(one, method=label) for label, one in found]
@@ -139,7 +139,7 @@ def merge_runs(runs: Sequence[ReportedRun]) -> list[MethodSummary]:
 
 
 def is_wrong(row: ResultRow) -> bool:
-    """Whether a grader found it wrong."""
+    """Whether a grader found the row's answer wrong."""
     return not row.correct and row.verdict != "ungraded"
 
 
@@ -158,7 +158,7 @@ def failures_first(task: str, method: str, rows: Sequence[ResultRow]) -> SampleG
 def disagreement(
     task: str, methods: tuple[str, str], one: Sequence[ResultRow], two: Sequence[ResultRow]
 ) -> SampleGroup:
-    """Samples that just one of two methods got right, those of the second first."""
+    """Samples that exactly one of two methods got right, those of the second first."""
     other = {row.uid: row for row in two}
     pairs = [(row, other[row.uid]) for row in one if row.uid in other]
     split = [pair for pair in pairs if pair[0].correct != pair[1].correct]
@@ -173,7 +173,7 @@ def disagreement(
 def write_pages(
     runs: Sequence[ReportedRun], merged: Sequence[MethodSummary], folder: Path, *, title: str
 ) -> list[str]:
-    """Writes ``report.html``, ``report.md`` and, where trajectories were kept, ``traces.html``."""
+    """Writes ``report.html``, ``report.md`` and, if trajectories were kept, ``traces.html``."""
     best, others, splits = _groups(runs)
     shown = {
         row.prompt_uid for one in (*best, *others, *splits) for rows in one.samples for row in rows
@@ -205,7 +205,7 @@ def write_pages(
     write_atomically(folder / "report.md", printable(text))
     if not traced:
         return ["report.html", "report.md"]
-    # Here: transformers takes seconds to import.
+    # Imported here, as transformers takes seconds to import.
     from lit_dlm.reports.viewer import ViewedSet, write_viewer
     from lit_dlm.reports.viewer_command import pieces_of
 
@@ -252,13 +252,13 @@ def _by_accuracy(group: Sequence[MethodSummary]) -> list[str]:
     from lit_dlm.reports.plots import family
 
     graded = [one for one in group if one.accuracy is not None]
-    # Of one kind, such as two thresholds, differences say less.
+    # Differences within one kind, such as between two thresholds, say less.
     names = [one.method for one in sorted(graded, key=lambda s: (-(s.accuracy or 0.0), s.nfe))]
     return names[:1] + sorted(names[1:], key=lambda name: family(name) == family(names[0]))
 
 
 def _traces(run: ReportedRun, shown: set[str]) -> SampleSet | None:
-    """The shown prompts with all their decodes, where the trajectories are here."""
+    """The shown prompts with all their decodes; ``None`` if the trajectories are not here."""
     rows = [row for pair in run.results.pairs() for row in run.results.rows(*pair)]
     folders = {run.folder / row.trajectory["set"] for row in rows if row.trajectory is not None}
     if missing := sorted(str(folder) for folder in folders if not folder.is_dir()):
@@ -293,7 +293,7 @@ def _told_facts(run: ReportedRun) -> dict[str, str]:
 
 
 def _fronts(merged: Sequence[MethodSummary]) -> list[Picture]:
-    """One picture a task: side by side, on a phone below each other."""
+    """One picture per task, shown side by side, or one below the other on a phone."""
     from lit_dlm.reports.plots import THEMES, figure_bytes, front_figure
 
     pictures = []

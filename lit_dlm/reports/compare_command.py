@@ -29,7 +29,7 @@ MAX_DIFFERENCES = 8
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command on what follows its name; returns the exit status."""
+    """Runs the command with the arguments after its name; returns the exit status."""
     command = argparse.ArgumentParser(
         prog="lit-dlm compare",
         description="Compares two benchmark runs on the samples that both have: accuracy with an "
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     pairs = method_pairs(first, second, a=options.a, b=options.b)
     found = [compare_rows(first.rows(task, a), second.rows(task, b)) for task, a, b in pairs]
-    adjusted = holm([one.p_value for one in found])  # for all of them
+    adjusted = holm([one.p_value for one in found])  # over all comparisons
     found = [replace(one, p_adjusted=p) for one, p in zip(found, adjusted, strict=True)]
     console = PlainConsole()
     if options.out is not None:
@@ -115,7 +115,7 @@ def _told(found: dict[str, list[str]]) -> str:
 
 
 def tables(found: Sequence[PairedComparison]) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
-    """Title and rows of the table of each task; a row is a line of A and one of B."""
+    """Yields title and rows of the table of each task; a row has a line for A and one for B."""
     for task, compared in groupby(found, key=lambda one: one.task):
         group = list(compared)
         counts = {
@@ -159,7 +159,7 @@ def markdown(found: Sequence[PairedComparison], a: Path, b: Path) -> str:
 def _setting_lines(
     first: ResultFolder, second: ResultFolder, pairs: Sequence[tuple[str, str, str]]
 ) -> list[str]:
-    """What was set differently, as far as the result folders say."""
+    """Settings that differ, as far as the result folders record them."""
     lines: dict[str, None] = {}
     for task, a, b in pairs:
         ours, theirs = first.settings(task, a), second.settings(task, b)

@@ -26,8 +26,8 @@ def left_to_rightness(
 
     1 is strictly left to right, -1 right to left, 0 no preference. Positions of one step are ties,
     which tau-b leaves out of the normaliser.
-    ``positions`` ``(G,)`` bool, if given, chooses among those that a step wrote. ``None`` with
-    fewer than two of them or a single step.
+    ``positions``, ``(G,)`` bool, selects among those that a step wrote. ``None`` if these have
+    fewer than two distinct steps.
     """
     chosen = record.commit_step >= 0
     if positions is not None:
@@ -44,15 +44,15 @@ def left_to_rightness(
 
 
 def text_positions(record: Trajectory, pieces: TokenPieces) -> NDArray[np.bool_]:
-    """``(G,)`` bool: positions whose final token is no special one, such as the fill at the end."""
+    """``(G,)`` bool: positions whose final token is neither a mask nor a special token."""
     tokens = record.tokens.tolist()
     return np.array([t != record.mask_id and not pieces.is_special(t) for t in tokens], dtype=bool)
 
 
 def last_writes(record: Trajectory) -> NDArray[np.int32]:
-    """``(T + 1, G)`` int32: which step wrote what stands on the canvas after ``t`` steps.
+    """``(T + 1, G)`` int32: the step that wrote each token on the canvas after ``t`` steps.
 
-    -1 for a mask, -2 for a token that stood there before the first step.
+    -1 for a mask, -2 for a token that was there before the first step.
     """
     states = record.all_states()
     writer = np.full(states.shape, -1, dtype=np.int32)
@@ -72,7 +72,7 @@ def writes_per_step(record: Trajectory, region: Region) -> NDArray[np.int64]:
 
 
 def fill_rate(record: Trajectory, region: Region) -> NDArray[np.float64]:
-    """``(T + 1,)`` float64: the share of a region that holds a token, from the start to the end."""
+    """``(T + 1,)`` float64: the share of a region that holds a token after ``t`` steps."""
     filled = last_writes(record)[:, region.start : region.end] != -1
     return filled.mean(1)
 
@@ -80,9 +80,9 @@ def fill_rate(record: Trajectory, region: Region) -> NDArray[np.float64]:
 def fill_order_figure(
     record: Trajectory, regions: Sequence[Region], pieces: TokenPieces, theme: Theme
 ) -> Figure:
-    """Heat map: what stands on the canvas after every step, coloured by the step that wrote it.
+    """Heat map: the canvas after every step, each token coloured by the step that wrote it.
 
-    Regions are bands over the map. The final tokens stand below the columns, if there is room.
+    Regions are bands above the map. The final tokens label the columns, if there is room.
     """
     writer = last_writes(record)
     writer = writer[1:] if record.num_steps else writer  # without a step, the start
@@ -132,7 +132,7 @@ def fill_order_figure(
 def order_figure(
     record: Trajectory, regions: Sequence[Region], pieces: TokenPieces, theme: Theme
 ) -> Figure:
-    """Scatter of commit step against position, with Kendall's tau; regions are coloured apart.
+    """Scatter of commit step against position, with Kendall's tau and a colour for each region.
 
     Special tokens are hollow, and left out of a second tau.
     """

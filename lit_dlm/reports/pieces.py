@@ -1,8 +1,8 @@
 """Token ids as pieces of text, one piece per position of a canvas.
 
 A byte-level vocabulary has tokens that hold only a part of a character. Such a token has no text of
-its own; its bytes are shown until the tokens that complete the character stand beside it. Pages are
-self-contained: no request, script and style by digest only.
+its own; its bytes are shown until its neighbours complete the character. Pages are self-contained:
+they make no requests, and allow only their own script and style, by digest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ASSETS = Path(__file__).resolve().parent / "assets"
 
 
 def render(name: str, *, scripts: Sequence[str], **context: Any) -> str:
-    """Fills ``assets/{name}/page.html`` with the styles and with scripts beside it."""
+    """Fills ``assets/{name}/page.html`` with the styles and the scripts beside it."""
     script = _text(*(f"{name}/{part}" for part in scripts))
     return fill(
         f"{name}/page.html",
@@ -38,7 +38,7 @@ def render(name: str, *, scripts: Sequence[str], **context: Any) -> str:
 
 
 def fill(path: str, **context: Any) -> str:
-    """Fills a template below ``assets``; in HTML texts are escaped, whatever a model wrote."""
+    """Fills a template in ``assets``; HTML templates escape all texts, whatever a model wrote."""
     environment = Environment(
         loader=FileSystemLoader(ASSETS),
         autoescape=select_autoescape(),
@@ -65,30 +65,30 @@ def _data_uri(png: bytes) -> str:
 
 
 def _cell(text: str) -> str:
-    """A text inside a table cell of Markdown."""
+    """Cuts a text to 160 characters and escapes it for a Markdown table cell."""
     line = " ".join(text.split())[:160]
     return re.sub(r"[\\`*_\[\]<>|]", r"\\\g<0>", line)
 
 
 _LOST = "\ufffd"
-"""What decoders write for bytes that are no character."""
+"""What decoders write for bytes that are not a character."""
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 _METASPACE = "\u2581"
 
 
 @cache
 def _byte_alphabet() -> dict[str, int]:
-    """The printable stand-ins of byte-level vocabularies, as character to byte."""
-    # Here: transformers takes seconds to import.
+    """Maps the printable stand-ins of byte-level vocabularies to their bytes."""
+    # Imported here, as transformers takes seconds to import.
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     return {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 class TokenPieces:
-    """Text of single tokens, decoded once each, and pictures of those that mean some.
+    """Texts of single tokens, decoded once each, and the pictures that responses draw.
 
-    Without a tokenizer token ids are shown instead of text. ``vision`` is the
+    Without a tokenizer, token ids are shown instead of text. ``vision`` is the
     :class:`~lit_dlm.vision.tokens.TokenVision` of a model that draws.
     """
 
@@ -115,12 +115,12 @@ class TokenPieces:
         return self._texts[token]
 
     def drawn(self, record: Trajectory) -> list[Image.Image]:
-        """The picture that a response draws, after no step and after each; none for a text."""
+        """The picture that a response draws, at the start and after each step; none for a text."""
         if self._vision is None or not (record.tokens >= self._vision.first_id).any():
             return []
-        import torch  # the page's other parts need none
+        import torch  # imported here, as the rest of the page does not need it
 
-        states = record.all_states()[:, :-1]  # the mark of the end is no part of it
+        states = record.all_states()[:, :-1]  # the end marker is not part of the picture
         return self._vision.draw(torch.from_numpy(states).long())
 
     def is_special(self, token: int) -> bool:
@@ -132,13 +132,13 @@ class TokenPieces:
         return token in self._partial
 
     def joined(self, ids: Sequence[int]) -> list[tuple[int, int, str]]:
-        """Characters that neighbouring tokens complete: (first position, positions, text)."""
+        """Characters that several tokens form: (first position, number of positions, text)."""
         groups, first = [], 0
         while first < len(ids):
             if not self.is_partial(ids[first]):
                 first += 1
                 continue
-            # UTF-8 needs at most four bytes, and a token beyond them starts anew.
+            # A UTF-8 character has at most four bytes, so a fifth token starts another one.
             for end in range(first + 2, min(first + 4, len(ids)) + 1):
                 if not self.is_partial(ids[end - 1]):
                     end = first
@@ -153,7 +153,7 @@ class TokenPieces:
         return groups
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """Text of each position; nothing for special tokens and parts of a joined character."""
+        """Text of each position: none for special tokens, a joined character at its first one."""
         texts = ["" if self.is_special(token) else self.text(token) for token in ids]
         for start, length, text in self.joined(ids):
             texts[start : start + length] = [text, *[""] * (length - 1)]
@@ -175,14 +175,14 @@ class TokenPieces:
         if data is not None and _LOST in data.decode(errors="replace"):
             self._partial.add(token)
             return f"⟨{data.hex(' ').upper()}⟩"
-        # A decoder drops the space before the first word of a text; inside one it stands.
+        # Decoding drops the space before the first word of a text; inside a text it is kept.
         if name.startswith(_METASPACE) and not text.startswith(" "):
             text = " " + text
         return text or name
 
 
 def _bytes_of(name: str) -> bytes | None:
-    """Bytes of a token of a byte-level vocabulary, or of one that falls back to bytes."""
+    """Bytes of a token of a byte-level or byte-fallback vocabulary; ``None`` for other tokens."""
     if fallback := _BYTE_FALLBACK.fullmatch(name):
         return bytes.fromhex(fallback[1])
     alphabet = _byte_alphabet()

@@ -79,14 +79,14 @@ METHODS = {
     "random": 6, "sequential": 4, "base": 6, "sft-gt": 2, "sft": 4, "tabom": 7, "window": 5,
     "tracerl with value": 5, "tracerl": 2, "coupled": 3,
 }  # fmt: skip
-"""Which of a theme's series a method is drawn in, in every picture, by how its name begins. The
-second one is TraceLock's alone."""
+"""Index of a method's colour among a theme's series, in every picture, by the beginning of its
+name. Number 1 is TraceLock's alone."""
 _DASHES = ("-", "--", ":", "-.")
 
 
 @contextmanager
 def plot_style(theme: Theme) -> Iterator[None]:
-    """Colours of matplotlib figures that are built, and drawn once, inside."""
+    """Sets the colours of matplotlib figures that are built, and drawn once, inside."""
     style: Any = {
         **dict.fromkeys(
             ("figure.facecolor", "savefig.facecolor", "axes.facecolor"), theme.background
@@ -109,19 +109,19 @@ def plot_style(theme: Theme) -> Iterator[None]:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Writes a figure to a file, whose suffix gives the format."""
+    """Writes a figure to a file, in the format of its suffix."""
     write_atomically(path, figure_bytes(figure, suffix=path.suffix))
 
 
 def figure_bytes(figure: Figure, *, suffix: str = ".png", dpi: int = 150) -> bytes:
-    """A figure as a file in memory."""
+    """Returns a figure as the bytes of an image file."""
     data = io.BytesIO()
     figure.savefig(data, format=suffix.removeprefix("."), dpi=dpi)
     return data.getvalue()
 
 
 def tidy_axes(*axes: Axes) -> None:
-    """Faint grid lines, and no frame above and on the right."""
+    """Sets faint grid lines, and removes the frame above and on the right."""
     for axis in axes:
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
@@ -166,7 +166,7 @@ def draw_methods(
     y: Callable[[MethodSummary], float] | None = None,
     theme: Theme = THEMES["light"],
 ) -> None:
-    """A line for each family of methods; without ``y`` accuracies with their 95 % intervals."""
+    """Draws a line per family of methods; without ``y``, accuracies with their 95 % intervals."""
     for name, style in zip(families, method_styles(families, theme), strict=True):
         line = [one for one in group if family(one.method) == name]
         line.sort(key=lambda one: one.nfe)
@@ -189,7 +189,7 @@ def draw_methods(
 
 
 def common_legend(figure: Figure, columns: int) -> None:
-    """One legend below all panels; a method may lack in some of them."""
+    """Draws one legend below all panels; a method may be missing in some of them."""
     handles: dict[str, Any] = {}
     for axis in figure.axes:
         handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
@@ -199,7 +199,7 @@ def common_legend(figure: Figure, columns: int) -> None:
 
 
 def save_themes(path: Path, draw: Callable[[Theme], Figure | None]) -> None:
-    """Writes what a function draws of each theme, if anything; the dark one as ``..._dark``."""
+    """Writes what a function draws for each theme, if anything; the dark one as ``..._dark``."""
     for name, theme in THEMES.items():
         with plot_style(theme):
             figure = draw(theme)
@@ -246,7 +246,7 @@ def draw_curves(
     faint: str = "",
     colours: Sequence[str] = COLOURS,
 ) -> None:
-    """Curves as ``(x, y)`` by label, "" for none; one without points keeps its colour."""
+    """Draws ``(x, y)`` curves by label ("" for none); one without points still takes a colour."""
     for number, (label, (x, y)) in enumerate(curves.items()):
         if len(x):
             colour, alpha = colours[number % len(colours)], 0.5 if label == faint else 1.0
@@ -257,7 +257,7 @@ def draw_curves(
 
 
 def plot_steps(curves: Mapping[str, Sequence[float]], path: Path, *, ylabel: str) -> None:
-    """Curves over decode steps in one panel, by label; ``ylabel`` names the values' unit."""
+    """Draws curves over decode steps in one panel, by label; ``ylabel`` names the unit."""
     figure = Figure(figsize=(5.4, 3.6), layout="constrained")
     axis = figure.subplots()
     draw_curves(axis, {label: (range(len(y)), y) for label, y in curves.items()})
@@ -310,7 +310,7 @@ def _rank(name: str) -> tuple[int, str]:
 def write_calibration(path: Path, curve: Mapping[str, Any], *, step: int) -> None:
     """Writes a curve as JSON; empty bins hold ``null``.
 
-    It has ``ece`` (a number), and ``prob``, ``accuracy`` and ``count`` (one value per bin).
+    ``curve`` has ``ece`` (a number), and ``prob``, ``accuracy`` and ``count`` (a value per bin).
     """
     record: dict[str, Any] = {"global_step": step, "ece": curve["ece"], "count": curve["count"]}
     for name in ("prob", "accuracy"):
@@ -319,7 +319,7 @@ def write_calibration(path: Path, curve: Mapping[str, Any], *, step: int) -> Non
 
 
 def plot_calibration(curve: Mapping[str, Any], path: Path) -> None:
-    """Share of right proposals against the mean acceptance probability, and how many there are."""
+    """Plots the share of right proposals against the mean acceptance probability, and counts."""
     count = curve["count"]
     edges = [number / len(count) for number in range(len(count))]
     figure = Figure(figsize=(4.2, 4.6), layout="constrained")
@@ -349,7 +349,7 @@ REWARDS = {
 
 
 def write_points(points: Sequence[Point], path: Path) -> None:
-    """Writes a curve, one JSON object a line, in place of the file."""
+    """Writes a curve as one JSON object per line, replacing the file."""
     lines = [json.dumps(dict(point), sort_keys=True) + "\n" for point in points]
     write_atomically(path, "".join(lines))
 
@@ -360,7 +360,7 @@ def read_points(path: Path) -> list[dict[str, Any]]:
 
 
 def plot_run(points: Sequence[Point], path: Path) -> None:
-    """Reward of rollouts and of held-out prompts, and the time of every phase."""
+    """Plots the reward of rollouts and of held-out prompts, and the time of every phase."""
     figure = Figure(figsize=(9.2, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     curves = {}

@@ -24,9 +24,9 @@ def tokens_per_second(one: MethodSummary) -> float:
 
 
 def profile_row(one: MethodSummary) -> dict[str, Any]:
-    """A line of ``profile.csv``; ``None`` where nothing was graded or has a layout.
+    """A line of ``profile.csv``; ``None`` where nothing was graded or there is no layout.
 
-    Useful tokens stand before the first end of text.
+    Useful tokens are those before the first end of text.
     """
     low, high = one.interval or (None, None)
     return {
@@ -92,7 +92,7 @@ def plot_profile(summaries: Sequence[MethodSummary], path: Path) -> None:
         speed = "tokens per second" if is_graded else "tokens per forward"
         right.set(xlabel=speed, ylabel=name, xlim=(0, None))
         tidy_axes(left, right)
-    # About a hundred characters fit below the panels, and a line's mark takes the width of eight.
+    # About a hundred characters fit below the panels, and a legend's symbol is eight wide.
     common_legend(figure, max(1, 100 // (max(map(len, curves)) + 8)))
     save_figure(figure, path)
 
@@ -121,5 +121,5 @@ def log_profile(logger: Logger, summaries: Sequence[MethodSummary], picture: Pat
             logger.log_image("profile_plot", [str(picture)])
     logger.finalize("success")
     if isinstance(logger, WandbLogger):
-        # Lightning leaves the run open for what comes after a fit; here nothing does.
+        # Lightning leaves the run open for what may follow a fit; here nothing follows.
         logger.experiment.finish()

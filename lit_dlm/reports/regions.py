@@ -23,14 +23,14 @@ class Region:
 
 
 def regions_of(record: Trajectory, method: Mapping[str, Any] | None = None) -> list[Region]:
-    """Regions that the record's ``meta`` names, else of the decoder's layout, else its blocks.
+    """Regions named in the record's ``meta``, else those of the decoder's layout, else its blocks.
 
-    ``method`` is what ``Decoder.describe`` said.
+    ``method`` is what ``Decoder.describe`` returned.
     """
     if REGIONS_KEY in record.meta:
         return _named(record)
     if method and "layout" in method:
-        # Here: torch takes seconds to import.
+        # Imported here, as torch takes seconds to import.
         from lit_dlm.trajectories import replay
 
         layout = replay.regions_of(record, method)

@@ -54,16 +54,16 @@ class ResultRow:
     policy_seconds: float = 0.0
     """The part of ``seconds`` that the commit policy took, a learned head included."""
     trajectory: dict[str, str] | None = None
-    """The record of this very decode, where one was kept: ``set`` (folder, seen from the run
-    folder), ``uid`` and content ``digest``."""
+    """The record of this decode, if one was kept: ``set`` (folder, relative to the run folder),
+    ``uid`` and content ``digest``."""
     fill: dict[str, list[float]] | None = None
     """Filled share of every region of the decoder's layout before each step and at the end."""
     lockstep: float | None = None  # 0 to 1; None for a decoder without a layout
     prompt: str = ""
     response: int = 0
-    """Number of the response, of several to one prompt; above 0 the uid ends in ``#`` and it."""
+    """Number of the response among several to one prompt; above 0 the uid ends in ``#{number}``."""
     score: float | None = None
-    """Share of a full point, 0 to 1, where the task's accuracy is the mean of these."""
+    """Share of a full point, 0 to 1, if the task's accuracy is the mean of such shares."""
 
     @property
     def prompt_uid(self) -> str:
@@ -86,7 +86,7 @@ class ResultFolder:
         return self.folder / task / method
 
     def claim(self, task: str, method: str, settings: Mapping[str, Any]) -> None:
-        """Records all settings that decide a method's results, or checks the recorded ones."""
+        """Records all settings that decide a method's results, or compares them to those there."""
         path = self.method_folder(task, method) / "settings.json"
         wanted = json.loads(json.dumps(settings, sort_keys=True))
         if not path.exists():
@@ -103,11 +103,11 @@ class ResultFolder:
         return _parsed(path.read_bytes(), str(path))
 
     def write_facts(self, facts: Mapping[str, Any]) -> None:
-        """Notes what a reader wants to know of a run and what does not decide its results."""
+        """Writes facts that a reader wants to know of a run, but that do not decide its results."""
         write_json(self.folder / FACTS_FILE, facts)
 
     def facts(self) -> dict[str, Any]:
-        """What was noted of the run, of its last part if it was resumed; empty if nothing was."""
+        """The facts about the run, or its last part if it was resumed; empty if there are none."""
         path = self.folder / FACTS_FILE
         return json.loads(path.read_bytes()) if path.exists() else {}
 
@@ -125,8 +125,8 @@ class ResultFolder:
     def repair(self, records: Collection[str] | None) -> int:
         """Removes rows that a crash left, and returns how many; no other process may write.
 
-        These are second rows of a sample, as two processes in one folder left them, and those whose
-        trajectory is not among ``records``: a run that was killed between the two writers has such.
+        These are second rows of a sample, left by two processes in one folder, and rows whose
+        trajectory is not among ``records``, left by a run that was killed between the two writes.
         """
         num_removed = 0
         seen: set[tuple[Path, str]] = set()
@@ -167,7 +167,7 @@ class ResultFolder:
         folder = self.method_folder(task, method)
         try:
             rows = [ResultRow(**line) for line in self._lines(folder)]
-        except TypeError as error:  # of another version
+        except TypeError as error:  # rows of another version
             raise ValueError(f"{folder}: {error}") from None
         rows.sort(key=lambda row: row.uid)
         for one, two in pairwise(rows):
@@ -201,7 +201,7 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def _parsed(text: bytes, place: str) -> dict[str, Any]:
-    """A JSON object, whose digest is checked and taken out; errors name its ``place``."""
+    """Parses a JSON object, and checks and removes its digest; errors name its ``place``."""
     value = json_object(place, parsed_json(place, text))
     if value.pop("digest", None) != _digest(value):
         raise ValueError(f"{place}: damaged, or written by an older version: it has another digest")
@@ -214,9 +214,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def drop_torn_line(path: Path) -> None:
-    """Removes a last line without its end, as a killed process leaves it; absent files may be.
+    """Removes a last line without its end, as a killed process leaves it; the file may be absent.
 
-    What is appended behind it must not go to another file.
+    A symbolic link is refused: what is appended afterwards must not go to another file.
     """
     if path.is_symlink():
         raise OSError(errno.ELOOP, "expected a file, got a symbolic link", str(path))
@@ -232,7 +232,7 @@ def drop_torn_line(path: Path) -> None:
 
 
 def setting_differences(found: Any, wanted: Any, key: str = "") -> Iterator[str]:
-    """Leaves of two settings that differ, in lines such as ``decoder.threshold: 0.9, now 0.8``."""
+    """Yields the values that differ, in lines such as ``decoder.threshold: 0.9, now 0.8``."""
     if isinstance(found, dict) and isinstance(wanted, dict):
         for name in sorted(found.keys() | wanted.keys()):
             inner = f"{key}.{name}" if key else name

@@ -21,7 +21,7 @@ class Sample:
     """One decode: its record and what is known about its answer."""
 
     record: Trajectory
-    example: str  # uid of the prompt, shared by all decodes of it
+    example: str  # uid of the prompt, shared by all its decodes
     task: str
     method: str
     correct: bool | None  # None where nothing was graded
@@ -51,14 +51,14 @@ def load_samples(
     methods: Collection[str] = (),
     examples: Collection[str] | None = None,
 ) -> SampleSet:
-    """Reads samples, prompts in order; of a large set only the blocks that are needed.
+    """Reads samples, prompts in order, from only those blocks that are needed.
 
     Args:
         path: a shard, a folder of shards, or a run folder with ``results/`` whose lines name their
             trajectories.
-        limit: most samples; prompts are taken in turn from all tasks, each with all its decodes.
-        names: only these: uids of decodes, or of prompts for all decodes of them.
-        methods: only these.
+        limit: samples at most; prompts are taken in turn from all tasks, each with all its decodes.
+        names: only these uids, of decodes, or of prompts for all their decodes.
+        methods: only these methods.
         examples: only these prompts.
     """
     rows, shards = _open(path)
@@ -122,7 +122,7 @@ def _of_results(run: Path) -> tuple[dict[str, ResultRow], list[Path]]:
 
 
 def _method(uid: str) -> str:
-    # A rollout's uid goes on behind the method: its step, prompt and number.
+    # A rollout's uid continues after the method with its step, prompt and number.
     return uid.rpartition("@")[2].partition("/")[0] if "@" in uid else ""
 
 
@@ -132,7 +132,7 @@ def _chosen(uids: Sequence[str], limit: int | None) -> list[str]:
     for uid in uids:
         example = prompt_uid(uid)
         groups.setdefault(example.partition("/")[0], {}).setdefault(example, []).append(uid)
-    # A task in turn gives a prompt, so that few samples show something of each task.
+    # Tasks contribute one prompt in turn, so that few samples show something of each task.
     turns = zip_longest(*(task.values() for task in groups.values()), fillvalue=[])
     in_turn = [uid for prompts in turns for decodes in prompts for uid in decodes]
     taken = set(in_turn[:limit])

@@ -57,7 +57,7 @@ def exact_mcnemar(only_a: int, only_b: int) -> float:
 
 
 def paired_bootstrap(differences: ArrayLike) -> tuple[float, float]:
-    """Percentile interval of 95 % of a mean difference, from :data:`NUM_RESAMPLES` resamples.
+    """95 % percentile interval of a mean difference, from :data:`NUM_RESAMPLES` resamples.
 
     Samples are drawn with replacement as pairs, which is the same as drawing their differences.
     For example the differences ``[1, 1, 1]`` give ``(1, 1)``: every resample has the mean 1.
@@ -66,7 +66,7 @@ def paired_bootstrap(differences: ArrayLike) -> tuple[float, float]:
         differences: ``(n,)`` B minus A for each sample, at least one.
     """
     values = np.asarray(differences, dtype=np.float64)
-    generator = np.random.default_rng(0)  # a report can be made again
+    generator = np.random.default_rng(0)  # reports are reproducible
     means = np.empty(NUM_RESAMPLES)
     chunk = max(1, 2_000_000 // len(values))  # 16 MB of indices at a time
     for first in range(0, NUM_RESAMPLES, chunk):
@@ -94,9 +94,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def compare_rows(rows_a: Sequence[ResultRow], rows_b: Sequence[ResultRow]) -> PairedComparison:
-    """Compares two methods on the uids that both have; not adjusted for other comparisons.
+    """Compares two methods on the uids that both have; p is not adjusted for other comparisons.
 
-    Of several responses to a prompt only the first counts: the tests take samples as independent.
+    Of several responses to a prompt only the first counts: the tests assume independent samples.
     """
     first, second = (
         {row.uid: row for row in rows if row.response == 0} for rows in (rows_a, rows_b)

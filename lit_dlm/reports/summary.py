@@ -22,14 +22,14 @@ class MethodSummary:
     method: str
     n: int  # samples: prompts times responses to each
     accuracy: float | None = None
-    """Fraction of right samples of those that were graded, or their mean score where the task has
-    one; avg@k with k responses to a prompt; ``None`` where nothing was graded."""
+    """Fraction of the graded samples that are right, or their mean score if the task has scores;
+    avg@k with k responses to a prompt; ``None`` if nothing was graded."""
     stderr: float | None = None
-    """Standard error of the accuracy: ``sqrt(p (1 - p) / n)``, or with several responses to a
-    prompt the one that takes prompts as drawn at random and their responses as dependent."""
+    """Standard error of the accuracy: ``sqrt(p (1 - p) / n)``; with several responses to a prompt,
+    that for prompts drawn at random, each with dependent responses."""
     interval: tuple[float, float] | None = None
     """95 % interval of the accuracy, see :func:`wilson_interval`; with several responses to a
-    prompt, of as many independent samples as give its standard error."""
+    prompt, for as many independent samples as would have its standard error."""
     nfe: float  # mean forwards of the backbone per sample (average steps)
     tokens_per_step: float  # response cells filled per forward, over all samples
     useful_tokens_per_step: float  # the same, counting only tokens before the first end of text
@@ -42,18 +42,18 @@ class MethodSummary:
     timeouts: float
     lockstep: float | None = None
     isolation: str | None = None
-    """What model-written code ran in to be graded (SECURITY.md); ``None`` where none ran."""
+    """Isolation in which model-written code ran for grading (SECURITY.md); ``None`` if none ran."""
     pass_at: dict[str, float] | None = None
-    """pass@k by ``k``, for the powers of two up to the responses to a prompt and their number;
-    ``None`` with one response, or where nothing was graded."""
+    """pass@k by ``k``, for the powers of two below the number of responses to a prompt and for that
+    number; ``None`` with one response, or if nothing was graded."""
 
 
 Columns = Mapping[str, Callable[[MethodSummary], str]]
-"""Text of a cell of each column of a table."""
+"""Columns of a table: what returns the text of a cell, by heading."""
 
 
 def pass_at_k(num_responses: int, num_right: int, k: int) -> float:
-    """Chance that at least one of ``k`` responses is right, estimated without bias from more.
+    """Unbiased estimate of the chance that at least one of ``k`` responses is right.
 
     Chen et al. 2021 (arXiv:2107.03374), equation 1: ``1 - C(n - c, k) / C(n, k)``. For example
     2 right of 4 and ``k = 2``: ``1 - C(2, 2) / C(4, 2) = 5 / 6``.
@@ -62,7 +62,7 @@ def pass_at_k(num_responses: int, num_right: int, k: int) -> float:
 
 
 def wilson_interval(share: float, n: float) -> tuple[float, float]:
-    """95 % score interval of a share (Wilson 1927): not empty where the share is 0 or 1.
+    """95 % score interval of a share (Wilson 1927), which has a width even if the share is 0 or 1.
 
     With ``z = 1.96`` its middle is ``(p + z²/2n) / (1 + z²/n)``, its half width
     ``z / (1 + z²/n) · sqrt(p (1 - p)/n + z²/4n²)``. For example 1.0 of 200 gives 0.981 to 1.
@@ -71,11 +71,11 @@ def wilson_interval(share: float, n: float) -> tuple[float, float]:
     middle = share + square / 2
     half = math.sqrt(square * (share * (1.0 - share) + square / 4))
     low, high = (middle - half) / (1 + square), (middle + half) / (1 + square)
-    return max(0.0, min(share, low)), min(1.0, max(share, high))  # rounding may pass the share
+    return max(0.0, min(share, low)), min(1.0, max(share, high))  # rounding may exclude the share
 
 
 def summarise(rows: Sequence[ResultRow]) -> MethodSummary:
-    """Means over the samples of one task and method, at least one."""
+    """Means over the samples (at least one) of one task and method."""
     n, forwards = len(rows), sum(row.nfe for row in rows)
     seconds = sum(row.seconds for row in rows)
     lockstep = [row.lockstep for row in rows if row.lockstep is not None]
@@ -108,7 +108,7 @@ def _accuracy(rows: Sequence[ResultRow]) -> dict[str, Any]:
         sums[row.prompt_uid] += point
     errors = (sums[uid] - len(group) * accuracy for uid, group in grades.items())
     stderr = math.sqrt(sum(error * error for error in errors)) / n
-    # The spread of one response alone would be this many independent ones.
+    # This many independent responses would have the same standard error.
     spread = accuracy * (1.0 - accuracy)
     effective = spread / stderr**2 if stderr else 0.0
     return {
@@ -132,7 +132,7 @@ def _pass_at(grades: Sequence[Sequence[bool]]) -> dict[str, float] | None:
 
 
 def summarise_folder(folder: Path, order: Sequence[str] = ()) -> list[MethodSummary]:
-    """Summaries of a ``results`` folder by task; methods as ordered, others behind them."""
+    """Summaries of a ``results`` folder by task; methods as in ``order``, then the others."""
     results = ResultFolder(folder)
     ordered = dict.fromkeys([*order, *(method for _, method in results.pairs())])
     place = {method: number for number, method in enumerate(ordered)}
@@ -154,7 +154,7 @@ def summarise_run(run: Path) -> list[MethodSummary]:
 
 
 def by_task(summaries: Sequence[MethodSummary]) -> Iterator[tuple[str, list[MethodSummary]]]:
-    """Groups of a task, in their order."""
+    """Yields each task with its summaries, which must be next to each other."""
     for task, group in groupby(summaries, key=lambda summary: summary.task):
         yield task, list(group)
 
@@ -183,7 +183,7 @@ def table_rows(
 ) -> list[tuple[str, ...]]:
     """The texts of the table of a task: names of columns, then one row per method.
 
-    Methods with several responses to a prompt add a column, the largest k of pass@k.
+    Methods with several responses to a prompt add a column: pass@k for their largest k.
     """
     if any(one.pass_at is not None for one in summaries):
         columns = {**columns, "pass@k": _pass_cell}
@@ -207,7 +207,7 @@ def markdown_tables(summaries: Sequence[MethodSummary], columns: Columns = COLUM
 def markdown_table(
     title: str, headers: Sequence[str], *rows: Sequence[str], heading: str = "###"
 ) -> str:
-    """A Markdown table under a heading; all columns but the first stand to the right."""
+    """A Markdown table under a heading; all columns but the first are right-aligned."""
     rule = "|---|" + "---:|" * (len(headers) - 1)
     lines = [f"| {' | '.join(row)} |" for row in (headers, *rows)]
     return "\n".join([f"{heading} {title}", "", lines[0], rule, *lines[1:]]) + "\n"

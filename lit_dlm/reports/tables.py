@@ -18,9 +18,9 @@ def print_table(
     *,
     box: Box = HEAVY_HEAD,
 ) -> None:
-    """Prints names with their values; for want of width the last values are left out, and said.
+    """Prints a table; if it is too wide, the last columns are left out, and named below it.
 
-    Nothing is ever shortened: a name alone may be wider than the console.
+    No cell is ever shortened: the first column alone may be wider than the console.
     """
     unbounded = console.options.update(width=10_000)
     for num_columns in range(len(headers), 0, -1):

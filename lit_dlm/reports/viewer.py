@@ -1,8 +1,8 @@
-"""The trajectory viewer: one HTML file that holds everything and asks for nothing.
+"""The trajectory viewer: one HTML file that holds everything and requests nothing.
 
-Texts of models are hostile: a token may well be ``</script>``. They travel as JSON with every ``<``
-escaped, the page shows them by ``textContent`` alone, and its content security policy allows its
-own script and style by digest and nothing else, not even a request.
+Texts of models are not trusted: a token may well be ``</script>``. They are embedded as JSON with
+every ``<`` escaped, the page shows them by ``textContent`` alone, and its content security policy
+allows its own script and style by digest and nothing else, not even a request.
 
 Long columns are base64 of little-endian arrays, decoded by the page when it first shows a sample:
 
@@ -15,7 +15,7 @@ key          type         content
 ``signals``  f16 each     values per response position, NaN where there is none
 ``seen``     token        proposal at every masked position of every step, by step
 ``sure``     u8           probability of that proposal in 1/254, 255 where unknown
-``frames``   u8 each      drawn picture, square RGB, after no step and after each
+``frames``   u8 each      drawn picture, square RGB, at the start and after each step
 ===========  ===========  =============================================================
 
 ``token`` is u16 or u32 and indexes the page's table of tokens, which holds only what occurs.
@@ -45,9 +45,9 @@ logger = logging.getLogger(__name__)
 SCRIPTS = ("columns.js", "colours.js", "canvas.js", "details.js", "samples.js", "page.js")
 """In the order in which they are put into the page."""
 MAX_PROPOSALS = 2_000_000
-"""Proposals of single steps that a page holds; 4 bytes each. Beyond this they are left out."""
+"""Most proposals of single steps in a page, 4 bytes each; if there are more, all are left out."""
 MAX_SIDE = 64
-"""Pixels on each side of a drawn picture in the page; larger ones are made smaller."""
+"""Pixels on each side of a drawn picture in the page; larger ones are scaled down."""
 NEVER = 0xFFFF
 """Commit step of a position that no step wrote."""
 COMMIT_SIGNALS = {
@@ -107,7 +107,7 @@ def page_data(sets: Sequence[ViewedSet], *, title: str) -> dict[str, Any]:
             }
         )
         for sample in shown.samples:
-            # They are most of a page; all sets have them or none, so that they can be compared.
+            # Proposals are most of a page; all sets have them or none, so that sets compare.
             columns = sample_columns(sample, table, shown.methods.get(sample.method))
             if proposals <= MAX_PROPOSALS:
                 columns |= proposal_columns(sample.record, table)
@@ -170,7 +170,7 @@ class TokenTable:
 def sample_columns(
     sample: Sample, table: TokenTable, method: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """A sample as a JSON object; keys whose value says nothing are left out."""
+    """A sample as a JSON object; keys with empty values are left out."""
     record = sample.record
     signals = position_signals(record).items()
     given = [] if record.given is None else np.flatnonzero(record.given).tolist()
@@ -203,7 +203,7 @@ def sample_columns(
 
 
 def proposal_columns(record: Trajectory, table: TokenTable) -> dict[str, Any]:
-    """What was proposed at every step, where that was recorded."""
+    """What was proposed at every step, if that was recorded."""
     if "step_proposal" not in record.signals:
         return {}
     content = {"seen": table.encode(record.signals["step_proposal"])}
@@ -215,7 +215,7 @@ def proposal_columns(record: Trajectory, table: TokenTable) -> dict[str, Any]:
 
 
 def _frames(pieces: TokenPieces, record: Trajectory) -> list[str]:
-    from PIL import Image  # the page's other parts need none
+    from PIL import Image  # imported here, as the rest of the page does not need it
 
     drawn = pieces.drawn(record)
     side = min(drawn[0].width, MAX_SIDE) if drawn else 0

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 KINDS = ("gif", "fill_order", "order", "statistics")
 MAX_TOGETHER = 3
-"""Decodes in one animation."""
+"""Maximum number of decodes in one animation."""
 
 
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -44,7 +44,7 @@ _PICTURES: dict[str, dict[str, Any]] = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command on what follows its name; returns the exit status."""
+    """Runs the command with the arguments after its name; returns the exit status."""
     command = argparse.ArgumentParser(
         prog="lit-dlm view",
         description="Writes one HTML file that shows decodes step by step. It holds everything and "
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _write_pictures(viewed: ViewedSet, files: dict[str, Path], options: argparse.Namespace) -> None:
-    # Here: matplotlib and torchmetrics take seconds to import.
+    # Imported here, as matplotlib and torchmetrics take seconds to import.
     from lit_dlm.reports.pictures import write_pictures
 
     shown = viewed.samples
@@ -109,7 +109,7 @@ def _write_pictures(viewed: ViewedSet, files: dict[str, Path], options: argparse
 
 
 def pieces_of(shards: Sequence[Path], tokenizer: str | None) -> TokenPieces:
-    """Texts of the tokens of a set; of ``tokenizer``, ``none`` shows ids, ``None`` is the run's."""
+    """Texts of a set's tokens; ``tokenizer`` is ``"none"`` for ids, ``None`` for the run's own."""
     if tokenizer == "none":
         return TokenPieces(None)
     loaded: Any = tokenizer_of(shards, tokenizer)
@@ -123,7 +123,7 @@ def pieces_of(shards: Sequence[Path], tokenizer: str | None) -> TokenPieces:
 
     path = tokenizer or run.tokenizer["path"]
     if resolve(path).spec.text_vocab_size is None:
-        return TokenPieces(loaded)  # it sees pictures and draws none
+        return TokenPieces(loaded)  # the model sees pictures and draws none
     try:
         return TokenPieces(loaded, token_vision(path, VisionSettings(**settings)))
     except ValueError as error:
