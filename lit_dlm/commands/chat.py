@@ -30,7 +30,7 @@ HELP = """\
 
 @dataclass
 class Chat:
-    """A conversation and how its answers are decoded; every turn draws anew."""
+    """A conversation and how its answers are decoded; every turn has its own noise."""
 
     backbone: HFBackbone
     tokenizer: PreTrainedTokenizerBase
@@ -42,7 +42,7 @@ class Chat:
     num_turns: int = 0
 
     def turn(self, line: str) -> bool:
-        """Obeys a command or answers a message; returns whether it goes on."""
+        """Executes a command or answers a message; returns whether the conversation continues."""
         if not line.startswith("/"):
             self._answer(line)
             return True
@@ -51,7 +51,7 @@ class Chat:
             return self._obey(command, value.strip())
         except ValueError as error:
             self._say(" ".join(str(error).split()), "red")
-        except SystemExit:  # the parser has said why
+        except SystemExit:  # the parser has printed why
             pass
         return True
 
@@ -61,7 +61,7 @@ class Chat:
             cache = plugs["cache"]
             plugs = _decoder("--config", _file(value, "decode")).plugs()
             if isinstance(plugs["cache"], NoCache):
-                plugs["cache"] = cache  # that of before stays
+                plugs["cache"] = cache  # keep the previous one
         elif command == "cache" and value == "none":
             plugs["cache"] = None
         elif command == "cache" and value:
@@ -102,7 +102,7 @@ class Chat:
                     observers=observers,
                 )
         except (ValueError, KeyboardInterrupt) as error:
-            self.messages.pop()  # so that the same can be asked again
+            self.messages.pop()  # so that the message can be sent again
             self._say(" ".join(str(error).split()) or "interrupted", "red")
             return
         seconds = time.perf_counter() - begun
@@ -119,7 +119,7 @@ class Chat:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command on what follows its name."""
+    """Runs the command with the arguments after its name."""
     parser = Parser(
         prog="lit-dlm chat",
         description="Talks with a model. Answers are shown while they are unmasked, then their "
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _lines(console: Console) -> Iterator[str]:
-    """What is typed, or the lines of a script."""
+    """Yields the lines that are typed, or those of a script on standard input."""
     if not (console.is_terminal and sys.stdin.isatty()):
         yield from map(str.strip, sys.stdin)
         return
@@ -154,7 +154,7 @@ def _file(name: str, folder: str) -> str:
 
 
 def _decoder(*options: str) -> Decoder:
-    """The decoder of some options, as on the command line."""
+    """Builds a decoder from options, as on the command line."""
     parser = Parser(prog="lit-dlm chat")
     parser.add_argument("--config", action="config")
     parser.add_class_arguments(Decoder, None, sub_configs=True)

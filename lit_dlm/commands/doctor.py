@@ -1,6 +1,6 @@
-"""``lit-dlm doctor``: what this machine gives, and what follows from it.
+"""``lit-dlm doctor``: what this machine offers, and what follows from it.
 
-Nothing is changed and nothing is fetched. The sandbox is tried, not guessed at.
+Nothing is changed and nothing is downloaded. The sandbox is actually tried.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``lit-dlm download``: what a configuration names on the Hugging Face hub, sizes told first."""
+"""``lit-dlm download``: fetches what a configuration names on the hub, after showing sizes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Source:
         return on_hub(self.name) if self.kind == "data" else not is_local(self.name)
 
     def is_here(self) -> bool:
-        """Whether it lies on this machine; reading a data set asks the hub unless it is offline."""
+        """Whether it is on this machine; reading a data set contacts the hub unless offline."""
         if not self.is_on_hub:
             return self.kind != "data" or Path(self.name).expanduser().exists()
         if self.kind != "data":
@@ -55,7 +55,7 @@ class Source:
         return True
 
     def fetch(self) -> None:
-        # Through the code that will read it.
+        # By the code that will read it later.
         if self.kind != "data":
             locate(self.name, weights=self.kind != "tokenizer")
             return
@@ -64,9 +64,9 @@ class Source:
 
 
 def sources(config: Any) -> list[Source]:
-    """What a parsed configuration reads from the hub or from files of the user's, models first.
+    """Returns what a parsed configuration reads from the hub or the user's files, models first.
 
-    Each is there once, a tokenizer only where its model is not among them, and what the run itself
+    Each source is listed once, a tokenizer only if its model is not listed, and what the run itself
     makes not at all.
     """
     found: dict[tuple[str, str, str | None], Source] = {}
@@ -112,7 +112,7 @@ def _of_class(class_path: str, options: dict[str, Any], at: str) -> Iterator[Sou
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command on what follows its name; other options are those of configurations.
+    """Runs the command with the arguments after its name; others are options of a configuration.
 
     The exit status is 1 if something is missing that was not fetched.
     """
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--config", action="append", required=True, help="may be repeated")
     parser.add_argument("--yes", action="store_true", help="fetch; else sizes are told only")
     options, rest = parser.parse_known_args(list(arguments))
-    # Here: Lightning takes seconds to import.
+    # Imported here, as Lightning takes seconds to import.
     from lit_dlm.commands.trainer import main as run_trainer
 
     # Parsed as a run would be, so that overlays and flags count.
@@ -135,12 +135,12 @@ def main(arguments: Sequence[str]) -> int:
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
         run_trainer(["predict", *configs, *rest, "--print_config"])
     if not text.getvalue():
-        return 2  # the parser has said why
+        return 2  # the parser has printed why
     return _fetch(sources(yaml.safe_load(text.getvalue())), is_wanted=options.yes)
 
 
 def _fetch(named: Sequence[Source], *, is_wanted: bool) -> int:
-    """Says what is here, what is missing and what goes where, then fetches what is wanted."""
+    """Prints what is here, what is missing and where it belongs, then fetches if ``is_wanted``."""
     if constants.HF_HUB_OFFLINE:
         os.environ["HF_DATASETS_OFFLINE"] = "1"  # read when ``datasets`` is imported
     console = PlainConsole(soft_wrap=True, highlight=False)
@@ -176,7 +176,7 @@ def _fetch(named: Sequence[Source], *, is_wanted: bool) -> int:
 
 
 def _sizes(source: Source) -> tuple[int, int]:
-    """Bytes of a repository that are not here yet, and all of them."""
+    """Bytes of a repository that are not here yet, and bytes in all."""
     files = hub_files(
         source.name,
         weights=source.kind != "tokenizer",

@@ -14,11 +14,11 @@ from lit_dlm.reports.results import ResultFolder, ResultRow
 logger = logging.getLogger(__name__)
 
 DATASETS = {"humaneval": "HumanEval", "humaneval+": "HumanEval", "mbpp": "Mbpp", "mbpp+": "Mbpp"}
-"""Tasks whose results can be samples, and how EvalPlus names their problems."""
+"""Tasks whose results can become samples, and how EvalPlus names their problems."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command on what follows its name."""
+    """Runs the command with the arguments after its name."""
     parser = argparse.ArgumentParser(
         prog="lit-dlm evalplus",
         description="Writes the answers of a benchmark to HumanEval(+) and MBPP(+) as samples that "
@@ -42,10 +42,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def samples(rows: Iterable[ResultRow]) -> str:
-    """Lines of a ``samples.jsonl``: the problem and the module that was graded.
+    """Returns lines of a ``samples.jsonl``: the problem and the module that was graded.
 
-    An answer without code is an empty module, which EvalPlus, which wants every problem, counts as
-    wrong.
+    EvalPlus requires every problem, so an answer without code becomes an empty module, which counts
+    as wrong.
     """
     lines = []
     for row in rows:

@@ -18,7 +18,7 @@ from lit_dlm.ops.files import write_atomically
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command on what follows its name."""
+    """Runs the command with the arguments after its name."""
     parser = Parser(
         prog="lit-dlm eval",
         description="Evaluates on tasks of lm-eval. The decoder is that of --config, a decode file "
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     add_decoding_arguments(parser)
     config = parser.parse_args(list(arguments))
-    # Read when ``datasets`` is imported: model-written code runs in our sandbox only.
+    # Read when ``datasets`` is imported; model-written code must run in our sandbox only.
     os.environ.pop("HF_ALLOW_CODE_EVAL", None)
     import lm_eval
     from lm_eval.utils import make_table
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str]) -> int:
 
 @cache
 def _known_tasks(folder: str | None, *, with_own: bool) -> Any:
-    """lm-eval's list of tasks: those of a folder, and its own thousands, which take seconds."""
+    """Tasks of a folder and, if ``with_own``, lm-eval's own thousands, which takes seconds."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_path=folder, include_defaults=with_own)

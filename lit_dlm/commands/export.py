@@ -1,4 +1,4 @@
-"""``lit-dlm export`` and ``merge``: folders that transformers, peft and the hub take."""
+"""``lit-dlm export`` and ``merge``: folders that transformers, peft and the hub accept."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ lit-dlm generate "..." {{options}} {{name}}
 
 
 def main(arguments: Sequence[str], command: str = "export") -> int:
-    """Runs ``lit-dlm export``."""
+    """Runs ``lit-dlm export``, or ``merge`` if that is the ``command``."""
     purposes = {
         "export": "Writes a model as a folder: configuration, weights, tokenizer, card.",
         "merge": "Adds a low-rank adapter to the weights and writes the model.",
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str], command: str = "export") -> int:
 
 
 def _require_own(folder: Path) -> None:
-    """Refuses a folder with files of somebody else."""
+    """Refuses a folder with files unless its card says that lit-dlm wrote it."""
     card = folder / "README.md"
     is_own = card.is_file() and _WRITTEN_BY in card.read_text(errors="replace")
     if not is_own and folder.exists() and any(folder.iterdir()):

@@ -30,7 +30,7 @@ from lit_dlm.reports.pieces import TokenPieces
 class LiveCanvas:
     """Shows the responses of a batch as they are written; an observer of the decode loop.
 
-    Unlike other observers it waits for the device in every step, as somebody looks on.
+    Unlike other observers it waits for the device in every step, as somebody is watching.
     """
 
     requires: frozenset[str] = frozenset()
@@ -67,7 +67,7 @@ class LiveCanvas:
 
 @contextmanager
 def live_canvas(console: Console, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[LiveCanvas]]:
-    """Observers that show the decodes inside on a terminal; none where there is no terminal."""
+    """Yields observers that show decodes on the terminal; none if there is no terminal."""
     if not console.is_terminal:
         yield []
         return
@@ -76,7 +76,7 @@ def live_canvas(console: Console, tokenizer: PreTrainedTokenizerBase) -> Iterato
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command on what follows its name."""
+    """Runs the command with the arguments after its name."""
     parser = Parser(
         prog="lit-dlm generate",
         description="Decodes prompts: arguments, or one per line of standard input. The decoder is "
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def built(parser: Parser, config: Namespace) -> tuple[HFBackbone, PreTrainedTokenizerBase, Decoder]:
-    """What :func:`add_decoding_arguments` asked for, the backbone on its device."""
+    """Builds what :func:`add_decoding_arguments` asks for; the backbone is on its device."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device: expected 'cpu', as no CUDA device was found, got 'cuda'")
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -134,16 +134,16 @@ def built(parser: Parser, config: Namespace) -> tuple[HFBackbone, PreTrainedToke
 
 @dataclass(kw_only=True)
 class DecodingOptions:
-    """What the commands that decode texts share, besides the decoder.
+    """Options of all commands that decode texts, besides the decoder.
 
     Args:
         backbone: Embedded name, folder or hub id, or a backbone file.
-        adapter: Low-rank adapter of a backbone given by its name.
+        adapter: Low-rank adapter, for a backbone given by its name.
         tokenizer: That of the backbone by default.
-        batch_size: Most prompts at once.
+        batch_size: Maximum number of prompts at once.
         seed: Base seed of samplers that draw.
         device: A GPU by default, if there is one.
-        dtype: Of a backbone given by its name.
+        dtype: Dtype of a backbone given by its name.
     """
 
     backbone: HFBackbone | str = "tiny"

@@ -1,4 +1,4 @@
-"""``lit-dlm plan``: parameters and memory on 1 to 64 devices of a configuration."""
+"""``lit-dlm plan``: parameters of a configuration, and its memory on 1 to 64 devices."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Options are those of fit and predict.
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints the plan of a run with these arguments of ``fit``."""
+    """Prints the plan of a ``fit`` run with these arguments."""
     if not arguments or arguments[0] in ("--help", "-h"):
         print(HELP, end="")  # noqa: T201
         return 0
-    # Here, behind --help: torch and Lightning take seconds to import.
+    # Imported after --help, as torch and Lightning take seconds to import.
     from lit_dlm.commands import trainer
     from lit_dlm.plan import plan_of
 

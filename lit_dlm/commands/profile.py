@@ -19,7 +19,7 @@ from lit_dlm.ops.files import write_atomically
 DEFAULT_STEPS: tuple[int | str, ...] = (5, 10, 20, 50)
 CACHES = {"none": None, "prefix": "PrefixCache", "dual": "DualCache", "block": "BlockCache"}
 ADAPTIVE = "adaptive"
-"""In place of a number of steps: the quota of the decode file, so that a threshold decides."""
+"""In place of a number of steps: keeps the decode file's quota, so that a threshold decides."""
 
 
 def grid(
@@ -29,7 +29,7 @@ def grid(
 
     Without ``caches`` each decode file keeps its own.
     """
-    # Here: torch takes seconds to import.
+    # Imported here, as torch takes seconds to import.
     from lit_dlm.decoding.decoder import method_name
 
     decoders: dict[str, Any] = {}
@@ -57,7 +57,7 @@ def grid(
 
 
 def policy_files(given: Sequence[str]) -> dict[str, Path]:
-    """Decode files by method name: that of the file without its suffix, or as in ``name=path``."""
+    """Decode files by method name: the file's name without suffix, or as in ``name=path``."""
     found: dict[str, Path] = {}
     for text in given:
         name, equals, path = text.partition("=")
@@ -78,7 +78,7 @@ def decode_arguments(path: Path) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; what it does not know goes to ``lit-dlm predict``."""
+    """Runs the command; options that it does not know go to ``lit-dlm predict``."""
     parser = argparse.ArgumentParser(
         prog="lit-dlm profile",
         description="Speed and quality of policies, budgets of steps and caches on one task. "
@@ -120,7 +120,7 @@ def main(arguments: Sequence[str]) -> int:
         files.append(str(path))
     elif options.caches or options.steps != list(DEFAULT_STEPS):
         parser.error("--steps and --caches apply to the files of --policies")
-    # Here, behind --help: matplotlib and Lightning take seconds to import.
+    # Imported after --help, as matplotlib and Lightning take seconds to import.
     from lightning.pytorch.utilities import rank_zero_only
 
     from lit_dlm.commands import trainer

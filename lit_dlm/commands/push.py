@@ -42,7 +42,7 @@ Training: {training}.
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command on what follows its name."""
+    """Runs the command with the arguments after its name."""
     parser = argparse.ArgumentParser(
         prog="lit-dlm push",
         description="Uploads an exported model or adapter, or a commit policy, to the Hugging Face "
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("hub_id", help="OWNER/NAME, created when absent")
     parser.add_argument("--public", action="store_true", help="a new repository is private without")
     options = parser.parse_args(arguments)
-    # Here, behind --help: they take seconds to import.
+    # Imported after --help, as they take seconds to import.
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     if config.is_file() and read_json_object(config).get("format") == FORMAT:
         scorer = AcceptanceScorer.load(options.folder)
         write_atomically(options.folder / "README.md", _policy_card(scorer, options.hub_id))
-    # Those of its HTTP library, too.
+    # Includes the errors of the hub's HTTP library.
     failures: tuple[type[Exception], ...] = (*HfHubHTTPError.__bases__, HFValidationError)
     names = {path.name for path in options.folder.glob("*")}
     if not names & {"config.json", "adapter_config.json"} or "README.md" not in names:

@@ -1,4 +1,4 @@
-"""``lit-dlm recipes``: the experiments, by the heads of the files in ``configs/exp``."""
+"""``lit-dlm recipes``: the experiments, as the head comments in ``configs/exp`` describe them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lit_dlm.config_files import find, load, packaged
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Lists the experiments, or prints one with all that it takes from other files."""
+    """Lists the experiments, or prints one with everything that it takes from other files."""
     parser = argparse.ArgumentParser(
         prog="lit-dlm recipes", description="Lists experiments, or shows one as a whole."
     )
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def described(name: str) -> list[str]:
-    """What the head of a packaged experiment says: name, summary, needs and expected result."""
+    """Name, summary, needs and expected result of a packaged experiment, from its head comment."""
     lines = find(name).read_text(encoding="utf-8").splitlines()
     head = [line.removeprefix("# ") for line in lines if line.startswith("# ")]
     fields = [line for line in head[1:] if line.startswith(("Needs:", "Expected:"))]

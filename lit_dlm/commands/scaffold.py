@@ -1,4 +1,4 @@
-"""``lit-dlm new``: the beginning of a policy, task, reward or training method of your own."""
+"""``lit-dlm new``: starts a policy, task, reward or training method of your own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = ("policy", "task", "reward", "method")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Writes ``NAME.py``, ``NAME.yaml`` and ``test_NAME.py``; replaces nothing."""
+    """Writes ``NAME.py``, ``NAME.yaml`` and ``test_NAME.py``; never overwrites a file."""
     parser = argparse.ArgumentParser(
         prog="lit-dlm new",
         description="Writes a class to fill in, a configuration that names it, and a test that "

@@ -49,9 +49,9 @@ from lit_dlm.trajectories.store.writer import lives, lock
 
 @contextmanager
 def locked(folder: Path, name: str) -> Iterator[Path]:
-    """Holds a folder for this process; the lock ends with the process, however that ends.
+    """Locks a folder for this process; the lock ends with the process, however that ends.
 
-    Yields the file that says so. Commands of other names may share the folder.
+    Yields the lock file. Commands of other names may share the folder.
     """
     path = folder / f".{name}.lock"
     while True:
@@ -98,7 +98,7 @@ def _writable(folder: Path) -> Iterator[None]:
 
 
 def _owner(text: bytes) -> dict[str, Any] | None:
-    """Who wrote a lock; nothing in it is known of a process that died while writing."""
+    """Who wrote a lock; ``None`` for an empty file, ``{}`` if its process died while writing it."""
     try:
         return dict(json.loads(text)) if text else None
     except (ValueError, TypeError):
@@ -112,7 +112,7 @@ def _spoken(owner: dict[str, Any] | None) -> str:
 
 
 def _lives(owner: dict[str, Any] | None) -> bool:
-    """Whether a process may still run, where the file system has no locks that would tell."""
+    """Whether the owner may still run, where the file system has no locks that would show it."""
     if not owner:
         return False
     return owner["host"] != socket.gethostname() or lives(owner["pid"])
@@ -128,12 +128,12 @@ _NEEDED = {
     "fit": {"model": "training_step", "data": "train_dataloader"},
     "predict": {"model": "predict_step", "data": "predict_dataloader"},
 }
-"""Methods that a command calls, and that Lightning's classes leave to be written."""
+"""Methods that a command calls, and that Lightning's base classes do not implement."""
 _TOLD: tuple[type[Exception], ...] = (
     ValueError, OSError, OmegaConfBaseException, RuntimeError, TypeError, LookupError,
     AttributeError, ImportError, MisconfigurationException,
 )  # fmt: skip
-"""Errors that may be told in one line."""
+"""Errors that may be reported in one line."""
 _held = ExitStack()
 """The lock of the run folder."""
 
@@ -165,27 +165,27 @@ class CLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        called = sys.argv[1]  # the options of the others would take longer than those of this one
+        called = sys.argv[1]  # the other subcommands' options would take longer to add
         left_out = "weights_only"  # the option lets a checkpoint run code
         return {called: {*LightningCLI.subcommands()[called], left_out}}
 
     def _parse_ckpt_path(self) -> None:
-        """Keeps the settings of the command line where Lightning takes those of a checkpoint."""
+        """Keeps the command line's settings, where Lightning would take those of a checkpoint."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         given = self.config_init[self.subcommand].trainer
-        # Defaults, not configuration: a file's list of callbacks stands beside them.
+        # Defaults, not configuration: a file's list of callbacks is added to them.
         own = [lit_dlm.callbacks.Interruption(self.lock), lit_dlm.callbacks.TrainingLog()]
         self.trainer_defaults["callbacks"] = own
         if given.enable_progress_bar is not False:
             self.trainer_defaults["callbacks"].append(lit_dlm.callbacks.ProgressBar())
         trainer = super().instantiate_trainer(**kwargs)
         _check_port(trainer)
-        use_own_files(trainer)  # for modules from outside, too
+        use_own_files(trainer)  # for modules from outside the package, too
         return trainer
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        """Finds the checkpoint that is meant."""
+        """Finds the checkpoint that ``ckpt_path`` names."""
         options = super()._prepare_subcommand_kwargs(subcommand)
         path = options["ckpt_path"]
         if path == LAST:
@@ -224,7 +224,7 @@ def _check_port(trainer: Trainer) -> None:
 
 
 def _check_fit(command: str, options: Namespace) -> None:
-    """Refuses what the command cannot run with, in a configuration or of the machine."""
+    """Refuses a configuration or a machine that the command cannot run with."""
     for key, needed in _NEEDED.get(command, {}).items():
         kind = import_object(options[key].class_path)
         if getattr(kind, needed) is getattr(_BASES[key], needed):
@@ -245,13 +245,13 @@ def _check_fit(command: str, options: Namespace) -> None:
 
 
 def main(arguments: Sequence[str], cli: type[CLI] = CLI) -> int:
-    """Runs a subcommand with its options; returns 1 where a class or a file refused its input."""
-    # Advertisements for other services, a deprecation inside Lightning itself, and what it says of
-    # loaders that give out a queue.
+    """Runs a subcommand with its options; returns 1 if a class or a file refused its input."""
+    # Silences advertisements for other services, a deprecation inside Lightning itself, and its
+    # warnings about loaders that iterate over a queue.
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
         lambda record: "Tip:" not in record.getMessage()
     )
-    # Lightning hands what it writes on to the root logger, too, which has a handler here.
+    # Lightning passes its messages to the root logger as well, which has a handler here.
     if logging.getLogger().hasHandlers():
         logging.getLogger("lightning").handlers.clear()
     for message in (
@@ -259,13 +259,13 @@ def main(arguments: Sequence[str], cli: type[CLI] = CLI) -> int:
         "infer the batch indices",
         "`__len__`",
         "than the logging interval",
-        "across ranks is zero",  # nothing is left of a finished run that is started again
+        "across ranks is zero",  # a finished run that is started again has nothing left to do
     ):
         warnings.filterwarnings("ignore", message=f".*{message}")
     # References such as ${run_dir} must work below the subcommand that Lightning adds.
     set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
     base = {"default_config_files": [str(FOLDER / "base.yaml")]}
-    sys.argv = [sys.argv[0], *arguments]  # processes that Lightning starts get it
+    sys.argv = [sys.argv[0], *arguments]  # for the processes that Lightning starts
     try:
         cli(
             LightningModule,
@@ -279,7 +279,7 @@ def main(arguments: Sequence[str], cli: type[CLI] = CLI) -> int:
             parser_kwargs={"parser_mode": "omegaconf+", arguments[0]: base},
         )
     except _TOLD + _errors_of_wandb() as error:
-        # What breaks while Lightning clears up after an error is not the cause.
+        # What fails while Lightning cleans up after an error is not the cause.
         cause = error.__context__ if isinstance(error.__context__, RuntimeError) else None
         told = (cause and _told(cause)) or _told(error)
         if told is None or os.environ.get("LIT_DLM_TRACEBACK"):
@@ -292,19 +292,19 @@ def main(arguments: Sequence[str], cli: type[CLI] = CLI) -> int:
 
 
 def _errors_of_wandb() -> tuple[type[Exception], ...]:
-    """Of a logger that has been used: of a missing key, a lost network."""
+    """Errors of wandb, if its logger is used: a missing key, a lost network connection."""
     return (sys.modules["wandb.errors"].Error,) if "wandb.errors" in sys.modules else ()
 
 
 def _told(error: Exception) -> str | None:
-    """One line about an error that is none of the program's own."""
+    """One line about an error that is not a fault of the program, else ``None``."""
     if isinstance(error, _errors_of_wandb()):
         reason = " ".join(str(error).split())
         return f"trainer.logger: {reason}; WANDB_MODE=offline keeps the run in its folder"
     if isinstance(error, OmegaConfBaseException):
         if not error.full_key:
             return explain(str(error))
-        key = str(error.full_key).partition(".")[2]  # behind the subcommand
+        key = str(error.full_key).partition(".")[2]  # after the subcommand
         if absent := re.search(r"Environment variable '(\w+)' not found", str(error)):
             return f"{key}: expected the environment variable {absent[1]}, which is not set"
         return f"{key}: expected references like ${{run_dir}}, got {str(error).splitlines()[0]}"
@@ -320,7 +320,7 @@ def _told(error: Exception) -> str | None:
     if line.startswith("DataLoader worker"):
         return f"{line.rstrip('. ')}; the same command goes on (fit with --ckpt_path last)"
     frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    # The deepest ones, in torch alone: training itself runs inside of an optimiser's step.
+    # Only the deepest frames, all in torch: training itself runs inside an optimiser's step.
     deepest = takewhile(lambda code: code.co_filename.startswith(_TORCH), reversed(frames))
     if any(code.co_filename.startswith(_OPTIMISERS) for code in deepest) or any(
         code.co_filename == _RESTORES and "restore" in code.co_name for code in frames
