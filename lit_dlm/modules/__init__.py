@@ -1,4 +1,4 @@
-"""LightningModules: what is trained and what decodes."""
+"""LightningModules for training and for decoding."""
 
 from lit_dlm.modules.autoencoder import AutoencoderModule as AutoencoderModule
 from lit_dlm.modules.decode import DecodeModule as DecodeModule

@@ -1,7 +1,7 @@
 """Trains the projector as an autoencoder on hidden states of recorded decodes (arXiv 2605.24697).
 
-The release uses such a projector without its training code; this is our version. The result stands
-wherever principal components do.
+The release uses such a projector but does not contain its training code; this is our version. The
+result can be used wherever principal components can.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 _MONITOR = "val/loss"
 _POSITIONS_PER_STATE = 16
-"""Random positions of each state that are trained on."""
+"""Random positions per state that enter the loss, on average over a batch."""
 
 
 class AutoencoderModule(CheckedModule):
-    """Encoders and decoders of hidden snapshots; exports the encoders with the best error."""
+    """Trains encoders and decoders of hidden snapshots; exports the best encoders."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class AutoencoderModule(CheckedModule):
             self.export(self.export_dir or Path(self.trainer.default_root_dir) / "projector")
 
     def export(self, folder: str | Path) -> Projector:
-        """Writes the projector of the best validation error (the last without a checkpoint)."""
+        """Writes the projector with the best validation error, or the last without a checkpoint."""
         autoencoder = self.autoencoder
         if best := best_checkpoints(self).get(_MONITOR):
             stored = CheckpointFiles().load_checkpoint(best.best_model_path)["state_dict"]

@@ -1,11 +1,11 @@
-"""Checkpoints, which must be of the model at hand, and exports as folders that decoding loads.
+"""Checkpoints, which must match the model, and exports as folders that decoding loads.
 
-Checkpoints hold only what was trained, so Lightning loads them without asking for every weight; it
-would also drop, without a word, those that the model has no place for.
+Checkpoints hold only what was trained, so Lightning loads them non-strictly. It would then silently
+drop weights that the model has no place for; here they are refused.
 
-On disk they are replaced as a whole, checked when read, and never code. A file of ``torch.save`` is
-a zip archive with a CRC-32 of every record, which ``torch.load`` does not look at. Here it is, so a
-file that was damaged or cut short is refused, whoever wrote it.
+On disk, checkpoints are replaced as a whole, checked when read, and never contain code. A file of
+``torch.save`` is a zip archive with a CRC-32 of every record, which ``torch.load`` does not verify.
+It is verified here, so a damaged or truncated file is refused, whoever wrote it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from lit_dlm.vision.patches import CODEBOOK
 logger = logging.getLogger(__name__)
 
 ADAPTERS_KEY = "adapters"
-"""Where a checkpoint has the settings of its adapters."""
+"""Key of a checkpoint that holds the settings of its adapters."""
 
 _WAY_OUT = (
     "expected one of the same model and lora settings; give the backbone the settings of that run, "
@@ -49,9 +49,9 @@ _WAY_OUT = (
 
 
 def adapter_settings(module: nn.Module, *, trained_only: bool = False) -> dict[str, dict[str, Any]]:
-    """Settings of a module's adapters as plain values, by path (``backbone.model.default``).
+    """Returns a module's adapter settings as plain values, by path (``backbone.model.default``).
 
-    Dropout is not among them, as weights of another one fit.
+    Dropout is left out, since weights that were trained with another dropout fit as well.
     """
     found = {}
     for path, part in module.named_modules():
@@ -74,8 +74,8 @@ def require_own_checkpoint(module: nn.Module, checkpoint: Mapping[str, Any]) -> 
     """Refuses a checkpoint of another model.
 
     Args:
-        checkpoint: what Lightning read. Under FSDP2 its ``state_dict`` is absent: the weights are
-            loaded by then, and missing ones were refused.
+        checkpoint: the checkpoint as Lightning read it. Under FSDP2 it has no ``state_dict``: the
+            weights are already loaded, and missing ones were refused.
     """
     if "state_dict" in checkpoint:
         found = set(checkpoint["state_dict"])
@@ -87,7 +87,7 @@ def require_own_checkpoint(module: nn.Module, checkpoint: Mapping[str, Any]) -> 
         _require_none("has no use here for", found - places)
     ours = adapter_settings(module)
     for path, theirs in checkpoint.get(ADAPTERS_KEY, {}).items():
-        if path not in ours or theirs | ours[path] != theirs:  # older ones say more
+        if path not in ours or theirs | ours[path] != theirs:  # older ones hold more
             raise ValueError(
                 f"ckpt_path: the checkpoint's adapter {path} has {theirs}, "
                 f"this model's {ours.get(path, 'none')}; {_WAY_OUT}"
@@ -103,7 +103,7 @@ def _require_none(kind: str, names: set[str]) -> None:
 
 
 def drop_backbone(checkpoint: Mapping[str, Any]) -> None:
-    """Takes a frozen backbone, which comes from its own files, out of a checkpoint."""
+    """Removes a frozen backbone, which is loaded from its own files, from a checkpoint."""
     state = checkpoint["state_dict"]
     for key in [key for key in state if key.startswith("backbone.")]:
         del state[key]
@@ -119,20 +119,20 @@ TOKENIZER_FILES = (
     "merges.txt",
     CODEBOOK,
 )
-"""Files of a tokenizer folder that an export carries along."""
+"""Files of a tokenizer folder that an export copies."""
 
 
 def copy_tokenizer(tokenizer: str, folder: Path) -> None:
-    """Puts the files of a tokenizer (folder, embedded name or hub id) beside exported weights."""
+    """Copies the files of a tokenizer (folder, embedded name or hub id) beside exported weights."""
     source = locate(tokenizer, weights=False)
-    # Copied, not saved again: transformers would add how it was loaded.
+    # Copied, because transformers would add how the tokenizer was loaded if it saved the files.
     for path in sorted(source.iterdir()):
         if path.name in TOKENIZER_FILES and source.resolve() != folder.resolve():
             shutil.copyfile(path, folder / path.name)
 
 
 def export_trained(backbone: HFBackbone, tokenizer: str, folder: Path, *, write: bool) -> None:
-    """Writes what was trained: the adapter where there is one, else model and tokenizer.
+    """Writes what was trained: the adapter if there is one, otherwise model and tokenizer.
 
     Args:
         write: whether this process copies the tokenizer. With sharded weights every process must
@@ -149,7 +149,7 @@ def export_trained(backbone: HFBackbone, tokenizer: str, folder: Path, *, write:
 
 
 def _name_mask(folder: Path, text: str, mask_id: int) -> None:
-    """Adds the mask that a model was given to the tokenizer beside it, unless it is there."""
+    """Adds a model's new mask token to the exported tokenizer, unless it is already there."""
     path = folder / "tokenizer.json"
     if path.is_file():
         tokenizer = Tokenizer.from_file(str(path))
@@ -173,11 +173,11 @@ def _add_to_object(path: Path, key: str, value: str | int) -> None:
 
 
 LAST = "last"
-"""Stem of the checkpoint that a run goes on from; the one before it is kept."""
+"""Stem of the checkpoint that a run resumes from; the one before it is kept."""
 
 _DIGESTS = "digests.json"
 _PLAN = ".metadata"
-"""What torch.distributed.checkpoint reads with an unrestricted pickle."""
+"""The file that torch.distributed.checkpoint reads with an unrestricted unpickler."""
 _PLAN_NAMES = {
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
@@ -196,20 +196,20 @@ _PLAN_NAMES = {
     "pathlib._local": {"PosixPath"},  # as Python 3.13 names it
     "collections": {"OrderedDict"},
 }
-"""All that such a file may name, besides torch's dtypes."""
+"""All names that such a file may contain, besides torch's dtypes."""
 
 _OF_DAMAGE = (
     *(OSError, EOFError, ValueError, TypeError, AttributeError, LookupError, RuntimeError),
     *(zipfile.BadZipFile, pickle.PickleError),
 )
-"""What a damaged header of a zip archive or of a pickle may lead to."""
+"""Errors that a damaged header of a zip archive or of a pickle may cause."""
 
 
 class CheckpointFiles(TorchCheckpointIO):
     """Lightning's checkpoint files, written beside their target and read with ``weights_only``.
 
-    Lightning itself writes into the system's temporary folder and moves the file, which copies it
-    where that is another file system.
+    Lightning itself writes to the system's temporary folder and moves the file, which means a copy
+    if that folder is on another file system.
     """
 
     def save_checkpoint(
@@ -230,7 +230,7 @@ class CheckpointFiles(TorchCheckpointIO):
             put_in_place(draft, path)
         except (OSError, RuntimeError) as error:
             draft.unlink(missing_ok=True)
-            # On a full disk torch fails to end the file and speaks of that; the cause is below it.
+            # On a full disk torch reports that it cannot finish the file; its context is the cause.
             cause = error.__context__ if isinstance(error.__context__, OSError) else error
             raise OSError(f"{path}: the checkpoint cannot be written ({_reason(cause)})") from error
 
@@ -242,7 +242,7 @@ class CheckpointFiles(TorchCheckpointIO):
     ) -> dict[str, Any]:
         """Reads nothing but tensors and plain values, whatever ``weights_only`` says.
 
-        A damaged ``last`` is replaced by the one before it, with a warning.
+        If ``last`` is damaged, the checkpoint before it is read instead, with a warning.
         """
         path = sound(local(path))
         if path.is_dir():
@@ -253,7 +253,8 @@ class CheckpointFiles(TorchCheckpointIO):
             found = torch.load(path, map_location=map_location, weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
             told = f"expected a checkpoint of tensors and plain values ({_reason(error)})"
-            former = _before(path, told)  # the archive's directory has no checksum
+            # Damage to the archive's directory, which has no checksum, may show only here.
+            former = _before(path, told)
             if former is None:
                 raise ValueError(f"{path}: {told}") from error
             return self.load_checkpoint(former, map_location)
@@ -265,16 +266,16 @@ class CheckpointFiles(TorchCheckpointIO):
 
 
 def use_own_files(trainer: Trainer) -> None:
-    """Has checkpoints written and read by :class:`CheckpointFiles`, if nobody chose other ones."""
+    """Makes a trainer use :class:`CheckpointFiles`, unless it was given another plugin."""
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = CheckpointFiles()
 
 
 def require_training(path: Path, found: Any) -> None:
-    """Refuses what Lightning did not write, and names of files outside of a saver's folder."""
+    """Refuses content that Lightning did not write, and file names that lead out of its folder."""
     if not isinstance(found, dict) or not isinstance(found.get("loops"), dict):
         raise ValueError(f"{path}: expected a checkpoint of Lightning, got other content")
-    # A saver deletes the files that its state calls worse than the next one.
+    # ModelCheckpoint deletes the files that its state names, once better ones are saved.
     for saver in found.get("callbacks", {}).values():
         for name in saver.get("best_k_models", ()) if isinstance(saver, Mapping) else ():
             is_beside = Path(name).resolve().parent == path.resolve().parent
@@ -283,16 +284,16 @@ def require_training(path: Path, found: Any) -> None:
 
 
 def local(path: str | Path) -> Path:
-    """A path, unless it is an address."""
+    """Returns the path of a local file; refuses URLs."""
     if "://" in str(path) or str(path).startswith("registry:"):
         raise ValueError(f"ckpt_path: expected a local file, got {path}; download it first")
     return Path(path)
 
 
 def last_checkpoint(folders: Iterable[Path]) -> Path | None:
-    """The newest file or folder ``last*.ckpt``: what ``--ckpt_path last`` means."""
+    """Returns the newest file or folder ``last*.ckpt``, which ``--ckpt_path last`` loads."""
     found = [path for folder in folders for path in Path(folder).glob(f"{LAST}*.ckpt")]
-    # One that was replaced counts only after a kill between the two renames of a save.
+    # A former one counts only if no other exists: a save was killed between its two renames.
     return max(
         found,
         key=lambda path: (not path.stem.endswith("-former"), path.stat().st_mtime),
@@ -301,7 +302,7 @@ def last_checkpoint(folders: Iterable[Path]) -> Path | None:
 
 
 def best_checkpoints(module: LightningModule) -> dict[str, ModelCheckpoint]:
-    """By the score that they watched, callbacks of a module's run that have saved something."""
+    """Returns the checkpoint callbacks that have saved something, by the score they monitor."""
     callbacks = module.trainer.checkpoint_callbacks if module._trainer else []
     return {
         str(callback.monitor): callback
@@ -311,7 +312,7 @@ def best_checkpoints(module: LightningModule) -> dict[str, ModelCheckpoint]:
 
 
 def draft_of(path: Path) -> Path:
-    """Where a checkpoint is written before it has its name."""
+    """Returns the path where a checkpoint is written before it gets its name."""
     return path.with_name(f".{path.name}-partial")
 
 
@@ -329,7 +330,7 @@ def put_in_place(draft: Path, path: Path) -> None:
 
 
 def sound(path: Path) -> Path:
-    """A checkpoint that is whole: the given one, or for a damaged ``last`` the one before it."""
+    """Returns an undamaged checkpoint: the given one, or the one before a damaged ``last``."""
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such checkpoint")
     problem = _damage(path)
@@ -340,7 +341,7 @@ def sound(path: Path) -> Path:
 
 
 def _before(path: Path, problem: str) -> Path | None:
-    """The checkpoint before a damaged ``last``, if there is one that is whole."""
+    """Returns the checkpoint before a damaged ``last``, if it exists and is undamaged."""
     former = _former(path)
     if path.stem != LAST or not former.exists() or _damage(former):
         return None
@@ -359,7 +360,7 @@ def remove(path: Path) -> None:
 
 
 def write_digests(folder: Path) -> None:
-    """Notes the SHA-256 of every file of a complete checkpoint folder, and syncs them."""
+    """Stores the SHA-256 of every file of a complete checkpoint folder, and syncs all files."""
     files = sorted(folder.iterdir())
     with ThreadPoolExecutor() as pool:
         digests = pool.map(_synced_digest, files)
@@ -370,12 +371,12 @@ def write_digests(folder: Path) -> None:
 
 
 def _damage(path: Path) -> str:
-    """What is wrong with a checkpoint file or folder, or nothing."""
+    """Returns what is wrong with a checkpoint file or folder; empty if nothing is."""
     try:
         if path.is_dir():
             return _folder_damage(path)
         with zipfile.ZipFile(path) as archive:
-            # No checksum covers the directory, and torch takes noise for what is called a folder.
+            # No checksum covers the directory, and torch reads noise for entries marked as folders.
             strange = [x for x in archive.infolist() if x.compress_type or x.external_attr]
             if strange:
                 return f"directory entry of {strange[0].filename}"
@@ -397,7 +398,7 @@ def _folder_damage(folder: Path) -> str:
 
 
 class _PlanReader(pickle.Unpickler):
-    """Fails at a plan that names anything that runs; the plan says where tensors lie."""
+    """Reads a plan, which says where tensors lie; fails if it names anything that could run."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)

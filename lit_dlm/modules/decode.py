@@ -1,7 +1,7 @@
-"""Decoding as a Lightning predict loop: the base of every module.
+"""Decoding as a Lightning predict loop, in the base class of all modules but the autoencoder.
 
-Trace generation and benchmarks are the same loop with different observers and callbacks, so any
-module that is trained here can also decode: it inherits ``predict_step`` from this class.
+Trace generation and benchmarks are the same loop with different observers and callbacks. Modules
+that are trained inherit ``predict_step`` from ``DecodeModule`` and can therefore decode too.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class PromptBatch:
 
 
 def default_batch(response_length: int) -> int:
-    """Prompts that are decoded together where nobody says: as many as have 8,192 cells."""
+    """Returns the default number of prompts decoded together: as many as have 8,192 cells."""
     return max(8192 // response_length, 1)
 
 
 class PromptStream(IterableDataset["PromptStream"]):
-    """Prompts of one task for one decoding method, which all processes decode as they have room.
+    """Prompts of one task for one decoding method, taken by each process when it has room.
 
-    As a data set it is itself, once for each batch that it will give.
+    As a data set it yields itself, once for each batch of results.
     """
 
     def __init__(
@@ -84,15 +84,15 @@ class PromptStream(IterableDataset["PromptStream"]):
         response_length: int,
         batch_size: int,
     ) -> None:
-        # Long ones first: the canvas shrinks with the prompts, and short ones end the work.
+        # Longest prompts first: the canvas shrinks with them, and short ones end the work.
         self.examples = sorted(examples, key=lambda example: -len(example.text))
         self.encode = encode
         self.method = method
         self.response_length = response_length
         self.batch_size = batch_size
         self.queue = WorkQueue(len(self.examples), shared=True)
-        self.decoded: Iterator[DecodedBatch] | None = None  # what has ended, made by the module
-        self.is_done = False  # whether this process has given out its last batch
+        self.decoded: Iterator[DecodedBatch] | None = None  # finished responses, set by the module
+        self.is_done = False  # whether this process has returned its last batch
 
     def __iter__(self) -> Iterator[PromptStream]:
         if self.queue.reserve(self.queue.slots(self.batch_size)):
@@ -100,7 +100,7 @@ class PromptStream(IterableDataset["PromptStream"]):
                 yield self
 
     def __len__(self) -> int:
-        """Most batches that a process can give."""
+        """Returns the largest number of batches that a process can yield."""
         return -(-len(self.examples) // self.batch_size)
 
 
@@ -112,11 +112,11 @@ class DecodedBatch:
     method: str
     decoder: Mapping[str, Any]  # settings of the decoder, as JSON types
     result: DecodeResult
-    # Text of each response, cut at its first end of text where the module does so
+    # Text of each response, cut at its first end of text if the module has cut_at_eos
     completions: list[str]
     num_tokens: list[int]  # response tokens before the first end of text (the useful ones)
-    captured: CapturedDecode | None = None  # what records are made of, when the module captures
-    fill: list[FillCurves] | None = None  # how regions were filled, with a layout
+    captured: CapturedDecode | None = None  # what records are made of, if the module captures
+    fill: list[FillCurves] | None = None  # how regions were filled, if there is a layout
 
     @cached_property
     def trajectories(self) -> list[Trajectory]:
@@ -137,16 +137,16 @@ class DecodedBatch:
 
 
 class StepReports(QueueObserver):
-    """Observer that tells callbacks of every step of ``predict``; one of them may end the decode.
+    """Notifies callbacks of every step of ``predict``; any of them may end the decode.
 
-    A callback takes it by a method ``on_decode_step(trainer, batch, done)``. ``done()`` says how
-    many of all ``trainer.num_predict_batches`` are filled, in fractions, and waits for the device.
+    It calls ``on_decode_step(trainer, batch, done)``; ``True`` ends the decode. ``done()`` waits
+    for the device and returns the filled part of all ``trainer.num_predict_batches``, in batches.
     """
 
     requires: frozenset[str] = frozenset()
 
     def __init__(self, trainer: Trainer, stream: PromptStream, number: int) -> None:
-        """``number``: of the stream among all of the run."""
+        """``number`` is the index of the stream among all streams of the run."""
         self._trainer, self._stream, self._number = trainer, stream, number
         self._num_rows = len(stream.examples) / stream.queue.num_processes
         self._num_begun = 0
@@ -168,7 +168,7 @@ class StepReports(QueueObserver):
             share = min(rows / self._num_rows, 1.0)
             return sum(counts[: self._number]) + share * counts[self._number]
 
-        asked = [take(self._trainer, self._stream, done) for take in self._takers]  # all hear of it
+        asked = [take(self._trainer, self._stream, done) for take in self._takers]  # all are called
         return any(asked)
 
     def on_refill(self, result: DecodeResult, state: DecodeState) -> None:
@@ -183,11 +183,11 @@ def encoded_turns(
     backbone: Any,
     uid: str,
 ) -> list[int]:
-    """Token ids of a chat up to where the model answers; the last turn is the user's.
+    """Returns token ids of a chat up to where the model answers; the last turn is the user's.
 
     Args:
-        pictures: in the order of their places in the contents, numbered by the backbone.
-        uid: of the sample, for errors.
+        pictures: pictures in the order of their marks in the text; the backbone numbers them.
+        uid: sample that errors name.
     """
 
     def render(content: str) -> str:
@@ -210,7 +210,7 @@ def encoded_turns(
 
 @contextmanager
 def _named(uid: str) -> Iterator[None]:
-    """Names the sample whose pictures cannot be read."""
+    """Adds the sample's uid to errors about its pictures."""
     try:
         yield
     except ValueError as error:
@@ -218,7 +218,7 @@ def _named(uid: str) -> Iterator[None]:
 
 
 def image_facts(example: PromptExample) -> dict[str, Any]:
-    """What a record says about the pictures of its prompt: their digests, where there are some."""
+    """Returns what a record says about the pictures of its prompt: their digests, if it has any."""
     return {"images": [one.digest for one in example.images]} if example.images else {}
 
 
@@ -228,7 +228,7 @@ def decode_uid(example: PromptExample, method: str) -> str:
 
 
 class CheckedModule(LightningModule):
-    """Repeatable steps, finite gradients and checkpoints of the weights that were trained."""
+    """Base of all modules: repeatable steps, finite gradients, checkpoints of trained weights."""
 
     strict_loading = False
     seed: int
@@ -239,7 +239,7 @@ class CheckedModule(LightningModule):
         use_own_files(self.trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        seed_batch(self, self.seed, batch_idx)  # of dropout, so that a resumed run repeats it
+        seed_batch(self, self.seed, batch_idx)  # for dropout, so that a resumed run repeats it
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         require_finite_gradients(self)  # in all processes, before any weight changes
@@ -258,11 +258,11 @@ class DecodeModule(CheckedModule):
         seed: base seed; every sample's own seed follows from it and the sample's uid.
         level: what ``predict`` keeps of every decode: ``tokens`` (its trajectory, from which it can
             be replayed), ``signals`` (also the scores of every step), or nothing.
-        sweep: more decoding methods: curves over the values of one option.
-        chat_template: what stands around the turns of a prompt: a shipped name such as
+        sweep: more decoding methods: a decoder for each of several values of one option.
+        chat_template: the text around the turns of a prompt: a shipped name such as
             ``dllm-rl-trado-thinking``, a file or a Jinja text; the tokenizer's own by default.
-        cut_at_eos: ends a completion at its first end of text. The TraceLock release (arXiv
-            2605.24697) grades all cells instead, special tokens left out.
+        cut_at_eos: whether a completion is cut at its first end of text. The TraceLock release
+            (arXiv 2605.24697) grades all cells instead, without special tokens.
     """
 
     def __init__(
@@ -302,11 +302,11 @@ class DecodeModule(CheckedModule):
         return tokenizer
 
     def marker_ids(self, text: str) -> list[int]:
-        """Token ids of a layout's marker."""
+        """Returns the token ids of a layout's marker."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Notes the settings of the trained adapters, which their weights alone do not tell."""
+        """Stores the settings of the trained adapters, which their weights alone do not show."""
         checkpoint[ADAPTERS_KEY] = adapter_settings(self, trained_only=True)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -314,15 +314,15 @@ class DecodeModule(CheckedModule):
         super().on_load_checkpoint(checkpoint)
 
     def configure_model(self) -> None:
-        """Shards what is trained where the strategy is FSDP2 (``ModelParallelStrategy``)."""
+        """Shards what is trained if the strategy is FSDP2 (``ModelParallelStrategy``)."""
         is_trained = any(parameter.requires_grad for parameter in self.parameters())
-        # Outside of fit a model without anything to train is whole on every process.
+        # Outside of fit, a model without anything to train stays whole on every process.
         if self.device_mesh is not None and (is_trained or self.trainer.state.fn == "fit"):
             mesh = self.device_mesh
             if "replicate" not in (mesh.mesh_dim_names or ()):
                 mesh = mesh["data_parallel"]
             shard_trained(self, mesh, precision=str(self.trainer.precision))
-        # Weights that wait for their dtype get it now, before a checkpoint is read.
+        # Weights whose conversion was deferred get their dtype now, before a checkpoint is read.
         for part in self.modules():
             if isinstance(part, HFBackbone):
                 part.convert()
@@ -339,14 +339,14 @@ class DecodeModule(CheckedModule):
         self._whole.close()
 
     def capture(self) -> TrajectoryCapture | None:
-        """The observer of one batch, when the module captures."""
+        """Returns an observer that captures decodes, or ``None`` if the module keeps no records."""
         if self.level is None:
             return None
         return TrajectoryCapture(vocab_size=self.backbone.vocab_size, level=self.level)
 
     @property
     def detokenizer(self) -> Detokenizer:
-        """Makes texts of responses as graders take them."""
+        """Turns responses into the texts that graders receive."""
         return Detokenizer(self.backbone, self.tokenizer, cut_at_eos=self.cut_at_eos)
 
     def decode(self, batch: PromptBatch, observers: Sequence[Observer] = ()) -> DecodedRows:
@@ -373,12 +373,12 @@ class DecodeModule(CheckedModule):
     def predict_step(
         self, batch: PromptStream, batch_idx: int = 0, dataloader_idx: int = 0
     ) -> DecodedBatch:
-        """Decodes until a batch of responses has ended; others stay begun until the next call."""
+        """Decodes until a batch of responses has ended; the others continue in the next call."""
         if batch.decoded is None:
             reports = StepReports(self.trainer, batch, dataloader_idx)
             batch.decoded = self._decoded(batch, reports)
-        # Of a decode that is ended before its first response, Lightning's loop takes the
-        # StopIteration for the end of the data.
+        # If a decode is ended before its first response, Lightning's loop takes the StopIteration
+        # for the end of the data.
         return next(batch.decoded)
 
     def _decoded(self, stream: PromptStream, reports: StepReports) -> Iterator[DecodedBatch]:
@@ -427,7 +427,7 @@ class DecodeModule(CheckedModule):
             )
 
     def prompt_ids(self, example: PromptExample) -> list[int]:
-        """A user turn through the chat template, and the answer's start; pictures are numbered."""
+        """Returns the templated chat and the answer's start, as ids; pictures are numbered."""
         tokenizer = self.tokenizer
         turns = [*example.history, {"role": "user", "content": example.text}]
         ids = encoded_turns(
@@ -438,7 +438,7 @@ class DecodeModule(CheckedModule):
         return ids
 
     def placed(self, example: PromptExample, ids: list[int]) -> list[int]:
-        """A prompt for decoding: its pictures are given a place until the decode has ended."""
+        """Returns a prompt for decoding; its pictures are registered until the decode has ended."""
         if not example.images:
             return ids
         with _named(example.uid):
@@ -446,11 +446,11 @@ class DecodeModule(CheckedModule):
         return placed
 
     def encode(self, example: PromptExample) -> list[int]:
-        """A prompt for decoding."""
+        """Returns the token ids of an example's prompt, for decoding."""
         return self.placed(example, self.prompt_ids(example))
 
     def texts(self, records: Sequence[Trajectory]) -> tuple[list[str], list[int]]:
-        """Texts of recorded decodes with equally long responses, and cells before they end."""
+        """Returns texts and lengths in cells of recorded decodes with equally long responses."""
         tokens = torch.from_numpy(np.stack([record.tokens for record in records])).long()
         given = [np.zeros_like(r.tokens) if r.given is None else r.given for r in records]
         is_given = torch.from_numpy(np.stack(given)).bool()

@@ -1,7 +1,7 @@
 """The Trajectory Discrimination Score of decodes (TABOM, arXiv:2605.11854).
 
-At every step: the population variance of the predictive entropies of positions still masked,
-without those behind the first end of text already written, averaged over the decodes that have at
+At every step it is the population variance of the predictive entropies of positions still masked,
+excluding those after the first end of text already written, averaged over the decodes that have at
 least two such positions.
 """
 
@@ -25,10 +25,10 @@ class DiscriminationObserver:
     distribution, whatever the sampler scores."""
     sums: list[Tensor] = field(default_factory=list)  # Scalar sum of variances of each step
     counts: list[Tensor] = field(default_factory=list)
-    """Scalar number of rows that count in each step."""
+    """Scalar number of rows that were averaged in each step."""
 
     def on_start(self, state: DecodeState) -> None:
-        """Counts steps from 0 again."""
+        """Restarts the count of steps."""
         self._step = 0
 
     def on_step(self, record: StepRecord) -> None:
@@ -47,7 +47,7 @@ class DiscriminationObserver:
         self.counts[step] = self.counts[step] + counts.sum()
 
     def on_end(self, result: DecodeResult) -> None:
-        """Nothing to finish."""
+        """Does nothing."""
 
     def totals(self) -> tuple[Tensor, Tensor]:
         """``(T,)`` float64 sums and int64 counts, on the CPU."""
@@ -57,7 +57,7 @@ class DiscriminationObserver:
 
 
 def score_curve(sums: Tensor, counts: Tensor) -> tuple[float, list[float]]:
-    """The score and its curve over steps.
+    """Returns the score and its curve over steps.
 
     Args:
         sums: ``(T,)`` floating point sums of variances.

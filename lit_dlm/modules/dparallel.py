@@ -1,7 +1,7 @@
 """dParallel: fine-tuning on a model's own answers so that it is certain of many cells at once.
 
 Certainty-forcing distillation (arXiv:2509.26488): cross-entropy on states of semi-autoregressive
-decoding, plus the entropy of those predictions that are right already.
+decoding, plus the entropy of those predictions that are already right.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from lit_dlm.ops.options import at_least
 from lit_dlm.ops.sampling import uniform_noise
 
 _BLOCK, _HALF = 24, 25
-"""Streams of noise; ``BoundViews``, which no run has beside them, uses 24 as well."""
+"""Streams of noise; ``BoundViews``, which is never used in the same run, uses 24 as well."""
 
 _VIEWS = ("half", "complement")
 
 TEMPERATURE = 0.5
-"""Of the softmax whose entropy is made small, as in the release."""
+"""Temperature of the softmax whose entropy is minimised, as in the release."""
 
 
 @dataclass(eq=False, kw_only=True)
 class BlockComplements(Corruption):
-    """A random block of each answer, a random half of its cells hidden, then the other half.
+    """States with a random half of a random block hidden, and with the block's other half hidden.
 
-    Earlier blocks are shown and later ones hidden. The two states of a sample follow each other.
-    The release also draws a block behind an answer of whole blocks, which has no cells.
+    Earlier blocks are shown and later ones hidden. The two states of a sample are adjacent rows.
+    For an answer of whole blocks, the release may also draw the empty block after it.
 
     Args:
         block_size: cells of a block, 32 in the release for LLaDA; ``None`` takes the whole answer
-            as one, as its recipe for Dream does.
+            as one block, as its recipe for Dream does.
     """
 
     block_size: int | None = 32
@@ -70,14 +70,14 @@ class DParallelModule(FinetuneModule):
     """Cross-entropy of both halves, plus ``entropy_weight`` times the entropy of right predictions.
 
     Each of the four terms is a mean over its own cells: the targets of all first or all second
-    states, or those of them whose prediction is right, ``argmax = target``. Which ones are right
-    is no part of the gradient.
+    states, or those among them whose prediction is right (``argmax = target``). No gradient flows
+    through this choice.
 
     Args:
         backbone: with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.
         block_size: see :class:`BlockComplements`.
         entropy_weight: beta; 2 in the release for LLaDA, 1 for Dream.
-        num_padding: supervised cells behind the answer; ``null`` for all, as in the release.
+        num_padding: supervised cells after the answer; ``null`` for all, as in the release.
         common: options of :class:`~lit_dlm.modules.finetune.FinetuneModule`.
     """
 
@@ -101,7 +101,7 @@ class DParallelModule(FinetuneModule):
         self.entropy_weight = entropy_weight
 
     def score_rows(self, rows: TrainingRows) -> TokenStats:
-        """Scores with the entropy of sharpened predictions; the rest is at temperature 1."""
+        """Returns scores with entropies of sharpened predictions; the rest is at temperature 1."""
         spec, head = self.backbone.spec, self.backbone.model.lm_head
         stats, hidden = self.backbone.score_with_rows(
             rows.ids, rows.targets, rows.rows, **rows.context()

@@ -22,13 +22,13 @@ from lit_dlm.ops.options import within
 class DPOModule(FinetuneModule):
     """``-log sigmoid`` of the margin between a chosen and a rejected response.
 
-    VRPO (LLaDA 1.5, arXiv:2505.19223, DPO-E and section 3): log-likelihoods are lower bounds, their
-    budget is spent on noise levels with one mask each (``BoundViews``), and the policy and the
+    VRPO (LLaDA 1.5, arXiv:2505.19223, DPO-E and section 3): lower bounds replace log-likelihoods.
+    Their budget is spent on noise levels with one mask each (``BoundViews``). The policy and the
     reference, which is the backbone without its adapter, see the same masks.
 
     Args:
         backbone: with a ``lora`` or trainable ``adapter``, without dropout.
-        beta: how far margins pull from the reference (DPO, arXiv:2305.18290, eq. 7).
+        beta: factor on the log-ratios to the reference (DPO, arXiv:2305.18290, eq. 7).
         num_states: noise levels per response.
         common: options of :class:`~lit_dlm.modules.finetune.FinetuneModule`; ``num_padding`` cells
             of fill count as tokens of their response.
@@ -61,7 +61,7 @@ class DPOModule(FinetuneModule):
         difference = reference.ce - stats.ce  # of log-probabilities, policy less reference
         weighted = states.coefficient[states.supervised].to(difference.dtype) * difference
         means = weighted.new_zeros(len(batch.uids)).index_add(0, states.sample[row], weighted)
-        # A bound is a mean over the tokens of a response: times their number, it is a sum.
+        # A bound is a mean over the tokens of a response; times their number it is their sum.
         seen = responses_of(batch, self.backbone.spec, seed=0, num_padding=self.num_padding)
         length = seen.maskable.sum(1)
         # Log-ratios in nats, of a chosen and a rejected response in turn.

@@ -1,4 +1,4 @@
-"""What all training shares, and fine-tuning on finished responses; SFT itself.
+"""Base classes of fine-tuning and reinforcement learning, and SFT.
 
 A run whose loss or gradients are not finite stops before they reach the weights.
 """
@@ -45,14 +45,14 @@ logger = logging.getLogger(__name__)
 
 
 class TrainableModule(DecodeModule):
-    """What fine-tuning and reinforcement learning share: checks of numbers, checkpoints, exports.
+    """Base of fine-tuning and reinforcement learning: checks of numbers, optimisers, exports.
 
     Args:
         backbone: with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.
         corruption: which states are trained on, random masking by default; noise is drawn anew in
             every pass over the data.
-        num_padding: cells of fill behind an answer that are supervised, counted from its end;
-            ``null`` for all (``post_num`` in dLLM-RL). It teaches a model to end.
+        num_padding: cells of fill after an answer that are supervised, counted from its end;
+            ``null`` for all (``post_num`` in dLLM-RL). They teach a model to end.
         optimizer: constructor of the optimiser, given the trainable parameters.
         warmup_steps: optimiser steps of the warm-up.
         export_dir: where the last weights are written as an adapter or model folder; ``null``
@@ -98,7 +98,7 @@ class TrainableModule(DecodeModule):
         """Stops all processes when the loss of one is not finite, before any weight has changed.
 
         Args:
-            blamed: the samples to name, asked on failure only; all of the batch by default.
+            blamed: returns samples to name, called on failure only; by default all of the batch.
         """
         is_finite = torch.isfinite(loss.detach())
         require_finite(
@@ -116,14 +116,14 @@ class TrainableModule(DecodeModule):
     def scheduled(
         self, groups: Sequence[Any], factor: Callable[[int], float]
     ) -> OptimizerLRScheduler:
-        """The optimiser of parameters or groups of them, and a factor on its rate by step."""
+        """Returns the optimiser of parameters or groups, with a factor on its rate by step."""
         if not groups:
             raise ValueError(
                 "backbone: nothing is trainable; give it lora settings, an adapter with "
                 "trainable: true, or trainable: true"
             )
         optimizer = self.optimizer(groups)
-        # torch's own default is the slower loop; a configuration may say ``fused: false``.
+        # torch itself defaults to a slower loop; a configuration may set ``fused: false``.
         if isinstance(optimizer, torch.optim.Adam) and self.device.type == "cuda":
             for group in optimizer.param_groups:
                 if group["fused"] is None and not group["foreach"]:
@@ -143,7 +143,7 @@ class TrainableModule(DecodeModule):
                 logger.info("wrote the %s to %s", kind, self.export_dir)
 
     def export(self, folder: str | Path) -> None:
-        """Writes the adapter, else the whole model; every process must call it."""
+        """Writes the adapter, or the whole model without one; every process must call it."""
         is_first = self._trainer is None or self.trainer.is_global_zero
         export_trained(self.backbone, self.tokenizer_path, Path(folder), write=is_first)
 
@@ -151,14 +151,14 @@ class TrainableModule(DecodeModule):
 class FinetuneModule(TrainableModule):
     """Trains a backbone, or its adapter, on states of finished responses.
 
-    The learning rate warms up linearly and falls along half a cosine over all optimiser steps.
-    A logged value is a mean per target, pair or state, or a count, over all batches of one
-    optimiser step (``train/``) or validation (``val/``) and of all processes, as if they were one.
+    The learning rate warms up linearly and then falls along half a cosine until the last optimiser
+    step. A logged value is a mean per target, pair or state, or a count, over all processes and
+    batches of one optimiser step (``train/``) or validation (``val/``), as if they were one batch.
 
     Args:
         backbone: with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.
         loss_norm: ``local`` divides by the targets of each process's own batch; ``global`` by
-            those of all processes together, as if it were one batch.
+            those of all processes together, as if they had one batch.
         lr_floor: factor on the learning rate at the end; 1 keeps it constant after the warm-up.
         common: options of :class:`TrainableModule`.
     """
@@ -184,10 +184,10 @@ class FinetuneModule(TrainableModule):
     def loss_terms(
         self, batch: SupervisedBatch, states: NoisyStates, stats: TokenStats
     ) -> LossTerms:
-        """Loss of scored states; the cross-entropy here.
+        """Returns the loss of scored states; here it is the cross-entropy.
 
-        Ids that the model may not produce (the mask) have no probability in it: no answer holds
-        them, and decoding gives them none either.
+        Ids that the model may not produce (the mask) have probability 0 in it: no answer contains
+        them, and decoding never proposes them.
 
         Args:
             stats: scores of the states' targets, state by state.
@@ -203,24 +203,24 @@ class FinetuneModule(TrainableModule):
         return LossTerms(summed / self.divisor(units), sums=sums)
 
     def combined(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """The total of a loss's parts, such as means over a whole validation."""
+        """Returns the total of a loss's parts, which may be means over a whole validation."""
         return parts["loss_ce"]
 
     def divisor(self, count: Tensor) -> Tensor:
-        """What a sum over this process's batch is divided by: its ``count`` of units, a scalar.
+        """Returns what a sum over this process's batch is divided by: its ``count``, a scalar.
 
-        With ``loss_norm: global`` it is the mean count of all processes, whose gradients get
-        averaged. Never 0: a batch without targets has a loss of 0 with gradients of 0.
+        With ``loss_norm: global`` it is the mean count of all processes, since their gradients are
+        averaged. It is never 0: a batch without targets has a loss of 0 with gradients of 0.
         """
         count = count.detach().float()
         world_size = self.trainer.world_size if self._trainer is not None else 1
         if self.loss_norm == "global" and world_size > 1:
             count = self.trainer.strategy.reduce(count, reduce_op="sum") / world_size
-        # A global mean may be below 1, a local count is not.
+        # A positive global mean may be below 1, a positive local count may not.
         return count.clamp_min(1.0 / world_size if self.loss_norm == "global" else 1.0)
 
     def terms(self, batch: SupervisedBatch, *, seed: int) -> LossTerms:
-        """Loss of a batch, with the noise of a seed."""
+        """Returns the loss of a batch, with the noise of a seed."""
         return self.loss_terms(batch, *self._scored(batch, seed=seed))
 
     def _scored(self, batch: SupervisedBatch, *, seed: int) -> tuple[NoisyStates, TokenStats]:
@@ -233,7 +233,7 @@ class FinetuneModule(TrainableModule):
         return states, self.score_rows(rows)
 
     def score_rows(self, rows: TrainingRows) -> TokenStats:
-        """Scores of the targets of one forward, row by row."""
+        """Returns scores of the targets of one forward, row by row."""
         return self.backbone.score_tokens(rows.ids, rows.targets, rows.rows, **rows.context())
 
     def training_step(self, batch: SupervisedBatch, batch_idx: int = 0) -> Tensor:
@@ -248,8 +248,8 @@ class FinetuneModule(TrainableModule):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         sums, self._train_sums = self._train_sums, {}
         every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        # Sums over processes cost a reduction, so they are made only for steps that loggers write;
-        # counted alike in all processes, since each of them takes part.
+        # Sums over processes cost a reduction, so they are made only for steps that loggers write.
+        # All processes choose the same steps, since each of them must take part.
         is_written = every > 0 and (self.trainer.global_step + 1) % every == 0
         if sums and (is_written or self.trainer.world_size == 1):
             means = self._means(sums)
@@ -268,7 +268,7 @@ class FinetuneModule(TrainableModule):
         self.log_dict({f"val/{name}": value for name, value in values.items()}, sync_dist=True)
 
     def _means(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The loss and its parts over the batches of all processes, which must all call it."""
+        """Returns the loss and its parts over the batches of all processes; each must call it."""
         stacked = torch.stack(list(sums.values()))  # (parts, 2)
         if self.trainer.world_size > 1:
             stacked = self.trainer.strategy.reduce(stacked, reduce_op="sum")
@@ -301,7 +301,7 @@ def _add_sums(sums: dict[str, Tensor], terms: LossTerms) -> None:
 def _non_finite_samples(
     batch: SupervisedBatch, states: NoisyStates, stats: TokenStats
 ) -> list[str]:
-    """Uids of samples with a target whose scores are not finite; of all where no score says so."""
+    """Returns uids of samples with scores that are not finite; all uids if no score is to blame."""
     bad = ~(torch.isfinite(stats.ce.detach()) & torch.isfinite(stats.entropy.detach()))
     row, _ = states.supervised.nonzero(as_tuple=True)  # in the order of the scores
     samples = states.sample[row[bad]].unique().tolist()
@@ -311,7 +311,7 @@ def _non_finite_samples(
 class SFTModule(FinetuneModule):
     """Cross-entropy of hidden response tokens.
 
-    Autoregressive checkpoints are adapted by giving the backbone ``from_ar``.
+    To adapt an autoregressive checkpoint, give the backbone ``from_ar``.
 
     Args:
         backbone: with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.

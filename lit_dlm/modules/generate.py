@@ -1,7 +1,7 @@
 """Trace generation: the decode loop of ``predict`` with capture.
 
-At level ``features`` the first thing a run does is to fit the projector on a few prompts of its
-own; it is kept in a folder, so a resumed run, training and decoding all use the same one.
+At level ``features`` a run first fits the projector on a few of its own prompts. The projector is
+kept in a folder, so that a resumed run, training and decoding all use the same one.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class TraceModule(DecodeModule):
         settings: what the TraceLock policy will be shown.
         hidden_rank: features kept of each hidden snapshot (256 in arXiv 2605.24697).
         delta_rank: features kept of each difference of snapshots (32 there).
-        projector_dir: where the projector is kept, and fitted where nothing is yet; or the
-            TraceLock release's ``best_val_loss.pt``. Needed at level ``features``.
-        projector_prompts: prompts on which it is fitted.
+        projector_dir: folder of the projector, which is fitted if the folder does not exist; or
+            the TraceLock release's ``best_val_loss.pt``. Needed at level ``features``.
+        projector_prompts: number of prompts that it is fitted on.
         common: options of :class:`~lit_dlm.modules.decode.DecodeModule`.
     """
 
@@ -102,7 +102,7 @@ class TraceModule(DecodeModule):
         )
 
     def _fit_projector(self) -> Projector:
-        """Principal components on states of a few prompts, decoded by the first method."""
+        """Fits principal components on states of a few prompts, decoded by the first method."""
         datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
         method = next(iter(self.decoders))
         config = ProjectorConfig(
@@ -116,7 +116,7 @@ class TraceModule(DecodeModule):
         cells = [
             one.response_length + with_prompt * len(p) for one in batches for p in one.prompt_ids
         ]
-        config.check_positions(STATES_PER_TRACE * sum(cells))  # too few are refused undecoded
+        config.check_positions(STATES_PER_TRACE * sum(cells))  # refuses too few before decoding
         traces: list[Trajectory] = []
         for batch in batches:
             capture = TrajectoryCapture(vocab_size=self.backbone.vocab_size)

@@ -1,4 +1,4 @@
-"""Pre-training of a small masked diffusion model from scratch, as the embedded ones were made."""
+"""Pre-training of a small masked diffusion model from scratch, as the embedded models were made."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ class DrillBatch:
 
 @dataclass
 class PretrainBatch:
-    """Prompts with completions, and what of the completions is hidden."""
+    """Prompts with completions, whose cells are partly hidden."""
 
     ids: Tensor  # (B, L) int64, clean: left padding, prompt, response filled with end of text
     pad_mask: Tensor  # (B, L) bool, True on real tokens
     start: int  # First response column
     hidden: Tensor  # (B, L - start) bool, response cells shown as mask
-    drill: DrillBatch | None = None  # Drills of this step, where it has any
+    drill: DrillBatch | None = None  # Drills of this step, if it has any
 
 
 class PretrainModule(DecodeModule):
     """Trains every weight of a backbone on the masked diffusion bound, plus drills.
 
-    Matrices learn with Muon, embeddings, norms and biases with AdamW; both learning rates warm up
-    linearly, stay, and fall linearly to zero. At the end the backbone and the tokenizer are
-    exported as a folder that ``HFBackbone`` loads.
+    Muon trains the matrices, AdamW the embeddings, norms and biases; both learning rates warm up
+    linearly, stay constant, and fall linearly to zero. At the end the backbone and the tokenizer
+    are exported as a folder that ``HFBackbone`` loads.
 
     Args:
         backbone: a trainable backbone, usually with random weights of an architecture.
         warmup_steps: steps of the warm-up.
         decay_share: share of the run over which the learning rates fall.
-        export_dir: where the trained model goes; ``None`` exports nothing.
-        export_dtype: of the exported weights.
+        export_dir: where the trained model is written; ``None`` exports nothing.
+        export_dtype: dtype of the exported weights.
         compile: whether to compile the forward: 1.4 times faster on a CPU, needs a C++ compiler.
         common: options of :class:`~lit_dlm.modules.decode.DecodeModule`.
     """
@@ -134,7 +134,7 @@ class PretrainModule(DecodeModule):
     def on_fit_end(self) -> None:
         if self.export_dir is None:
             return
-        # Sharded weights are gathered one by one, with the help of all processes.
+        # Sharded weights are gathered one by one, so every process must take part.
         self.backbone.export(self.export_dir, dtype=self.export_dtype)
         if self.trainer.is_global_zero:
             copy_tokenizer(self.tokenizer_path, self.export_dir)

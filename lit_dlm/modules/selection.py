@@ -1,7 +1,7 @@
 """Validation scores of an acceptance policy in training.
 
-No window, cap, gate or fallback enters the rollout proxy of the release. The *replay* applies these
-to the stored states of validation traces, which costs one more forward of the network.
+The release's rollout proxy ignores window, cap, gate and fallback. The *replay* applies them to the
+stored states of validation traces, which costs one more forward of the network.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from lit_dlm.ops.sampling import top_quota
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionSettings:
-    """How validation decodes; give what the benchmark will use."""
+    """How validation decodes; use what the benchmark will use."""
 
     threshold: float = 0.99
-    """Acceptance probability from which a proposal is committed."""
+    """Acceptance probability at or above which a proposal is committed."""
     max_accept_per_step: int | None = 4
     """Most acceptances of a row in one step; ``None`` for no cap."""
     window: Window | None = None
     """Where a step may commit; by default the whole response, or a block model's own blocks."""
     settings: DecodeSettings = field(default_factory=DecodeSettings)
-    """Engine options, of which the end-of-text gate counts."""
+    """Engine options, of which only the end-of-text gate is used."""
 
     def __post_init__(self) -> None:
         within("[0, 1]", of="SelectionSettings.", threshold=self.threshold)
@@ -46,14 +46,14 @@ class SelectionSettings:
 def step_candidates(
     batch: StateBatch, proposals: Tensor, backbone: Backbone, selection: SelectionSettings
 ) -> tuple[Tensor, Tensor]:
-    """What a decode could commit in each state, and what its policy would see.
+    """Returns what a decode could commit in each state, and what its policy would see.
 
     Args:
-        proposals: ``(B, L)`` int64 proposed tokens; what stands there outside the response.
+        proposals: ``(B, L)`` int64 proposed tokens; outside the response, the tokens of the canvas.
         selection: window and gate.
 
     Returns:
-        ``(B, L)`` bool candidates (behind window and gate) and ``(B, L)`` bool visible columns.
+        ``(B, L)`` bool candidates (after window and gate) and ``(B, L)`` bool visible columns.
     """
     columns = torch.arange(batch.ids.shape[1], device=batch.ids.device)
     in_response = (columns >= batch.start) & batch.pad_mask
@@ -72,7 +72,7 @@ def step_candidates(
 
 
 def step_commits(logits: Tensor, candidates: Tensor, selection: SelectionSettings) -> Tensor:
-    """Accepted ones of ``(B, R)`` bool candidates under the cap, or the best where none is."""
+    """Returns which ``(B, R)`` bool candidates are accepted under the cap; the best if none is."""
     commit = accepted(
         logits,
         candidates,
@@ -84,9 +84,9 @@ def step_commits(logits: Tensor, candidates: Tensor, selection: SelectionSetting
 
 
 class AcceptanceScores(nn.Module):
-    """Metrics of one validation; their sums cover all processes.
+    """Metrics of one validation, summed over all processes.
 
-    The module updates ``proxy`` and ``replay`` itself, on the positions that these are about.
+    The training module updates ``proxy`` and ``replay`` itself, on the positions they score.
     """
 
     def __init__(self, *, with_replay: bool) -> None:
@@ -134,7 +134,7 @@ class AcceptanceScores(nn.Module):
         return scores
 
     def reset(self) -> None:
-        """Forgets everything, for the next validation."""
+        """Resets all metrics for the next validation."""
         for metric in self.children():
             assert isinstance(metric, Metric)
             metric.reset()

@@ -1,8 +1,8 @@
-"""FSDP2 for every training module: what is sharded, and how to have the weights whole again.
+"""FSDP2 for training modules: what is sharded, and how to gather the whole weights.
 
 Decoder layers are gathered for their own forward and backward only; embedding, final norm and head
-stay whole from a backbone's forward to its backward, since losses read the head there. Rollouts
-gather more: :func:`whole_weights` and :func:`decoding_weights`.
+stay whole from a backbone's forward to its backward, since losses read the head in between.
+Rollouts gather more: :func:`whole_weights` and :func:`decoding_weights`.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from lit_dlm.vision.base import Vision
 class ShardedStrategy(ModelParallelStrategy):
     """Lightning's FSDP2 strategy, whose checkpoint folders are replaced as a whole and checked.
 
-    Where an update accumulates batches, small gradients (those of an adapter) wait whole for its
-    last one. Others are reduced behind every batch, which keeps one layer's whole at a time; only
-    their sums over replicas wait.
+    Where an update accumulates batches, small gradients (those of an adapter) stay whole until the
+    last batch. Others are reduced after every batch, so that only one layer's are whole at a time;
+    only their sums over replicas wait.
 
     Args:
-        replicas: copies of the weights (HSDP); each is split over consecutive processes. One copy a
-            node leaves only gradients to the network between nodes.
-        whole_gradients_gb: most memory for gradients that wait, counted in float32; 0 for none.
+        replicas: copies of the weights (HSDP); each is split over consecutive processes. With one
+            copy per node, only gradients go through the network between nodes.
+        whole_gradients_gb: size up to which gradients wait, counted in float32; 0 for none.
         options: those of ``ModelParallelStrategy``; by default all processes are data parallel.
     """
 
@@ -82,7 +82,7 @@ class ShardedStrategy(ModelParallelStrategy):
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
-        # Their kernels would write beside a shard.
+        # Their kernels would write outside of a shard.
         if any(type(one).__module__.startswith("bitsandbytes") for one in self.optimizers):
             raise ValueError(
                 "model.optimizer: expected one of torch for weights that are split, got one of "
@@ -106,8 +106,8 @@ class ShardedStrategy(ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        # Lightning writes into the folder that is there, so a save that is cut short would mix two
-        # training steps. Here a former one stays under its name until the new one is complete.
+        # Lightning writes into an existing folder, so an interrupted save would mix two training
+        # steps. Here the former checkpoint keeps its name until the new one is complete.
         self._require_finite(f"{filepath}: not written, since")
         if not self._save_distributed_checkpoint:  # one file, which Lightning replaces as a whole
             super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -131,7 +131,7 @@ class ShardedStrategy(ModelParallelStrategy):
         try:
             path = local(checkpoint_path)
             found = sound(path) if self.is_global_zero else path
-        except (ValueError, OSError) as error:  # for all processes, or the others would wait
+        except (ValueError, OSError) as error:  # raised by all processes, or the others would wait
             found = error
         found = self.broadcast(found)
         if not isinstance(found, Path):
@@ -142,7 +142,7 @@ class ShardedStrategy(ModelParallelStrategy):
         return checkpoint
 
     def _require_finite(self, beginning: str) -> None:
-        """Looks at what is trained, each process at its part; all of them raise together."""
+        """Checks what is trained, each process its own part; all of them raise together."""
         assert self.lightning_module is not None
         broken = [
             name
@@ -157,11 +157,11 @@ class ShardedStrategy(ModelParallelStrategy):
 def shard_trained(module: nn.Module, mesh: DeviceMesh, *, precision: str = "32-true") -> None:
     """Shards every child of a module that has something to train; a second call does nothing.
 
-    Adapters must be in place. With the trainer's ``precision`` of ``bf16-mixed`` decoders compute
-    with bfloat16 copies of their shards and sum gradients in float32; heads are left to autocast.
+    Adapters must be in place. With ``precision`` ``bf16-mixed``, decoders compute with bfloat16
+    copies of their shards and sum gradients in float32; heads are left to autocast.
 
     Args:
-        mesh: of the data-parallel processes, with two dimensions of replicas and their shards.
+        mesh: the data-parallel processes; with replicas in two dimensions, replicas and shards.
     """
     trained = [child for child in module.children() if _is_trained(child.parameters())]
     if not trained or _is_trained(module.parameters(recurse=False)):
@@ -181,7 +181,7 @@ def _shard(child: nn.Module, mesh: DeviceMesh, mixed: MixedPrecisionPolicy) -> N
     whole = _frozen_of_towers(child)
     parts = [part for part in child.modules() if not whole.issuperset(part.parameters())]
     layers = _decoder_layers(parts)
-    # Inner parts before the outer ones that hold them: each takes what is left.
+    # Inner parts before the outer ones that hold them: each shards what is left.
     outer = [part for part in reversed(parts) if hasattr(part, "forward_methods")]
     for part in dict.fromkeys((*layers, *outer, child)):
         if isinstance(part, FSDPModule):
@@ -191,11 +191,11 @@ def _shard(child: nn.Module, mesh: DeviceMesh, mixed: MixedPrecisionPolicy) -> N
             part,
             mesh=mesh,
             ignored_params=whole,
-            # A head is read behind the method that runs the rest.
+            # A head is read after the method that runs the rest.
             reshard_after_forward=False if methods else None,
             mp_policy=mixed if methods or part in layers else MixedPrecisionPolicy(),
         )
-        # FSDP gathers before ``forward`` only; these are called in its place.
+        # By itself FSDP gathers weights before ``forward`` only; these are called in its place.
         for method in methods:
             register_fsdp_forward_method(part, method)
 
@@ -205,13 +205,13 @@ def _is_trained(parameters: Iterable[nn.Parameter]) -> bool:
 
 
 def _frozen_of_towers(child: nn.Module) -> set[nn.Parameter]:
-    """Processes see different pictures: what is frozen of a tower stays whole, so none waits."""
+    """Returns frozen tower weights: whole, so that no process waits for another's pictures."""
     towers = [part for part in child.modules() if isinstance(part, Vision)]
     return {value for part in towers for value in part.parameters() if not value.requires_grad}
 
 
 def _decoder_layers(parts: Sequence[nn.Module]) -> list[nn.Module]:
-    """Layers by the name of their class, which finds them through any adapter wrapping."""
+    """Finds layers by the name of their class, which works through any adapter wrapping."""
     models = [part for part in parts if isinstance(part, PreTrainedModel)]
     names = {name for model in models for name in model._no_split_modules or ()}
     return [part for part in parts if type(part).__name__ in names]
@@ -219,14 +219,14 @@ def _decoder_layers(parts: Sequence[nn.Module]) -> list[nn.Module]:
 
 @contextmanager
 def whole_weights(module: nn.Module) -> Iterator[None]:
-    """Gathers all sharded weights for as long as the context is open; every process must enter.
+    """Gathers all sharded weights while the context is open; every process must enter.
 
-    Inside, a forward is a local matter: processes may decode different numbers of steps, and one
-    of them alone may write the weights to disk. Do not train inside.
+    Inside, a forward needs no other process: processes may decode different numbers of steps, and
+    one of them alone may write the weights to disk. Do not train inside.
     """
     sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
     inner = {part for outer in sharded for part in outer.modules() if part is not outer}
-    # Only these give their weights back after a forward.
+    # Only these release their weights after a forward.
     layers = [part for part in sharded if part in inner and not hasattr(part, "forward_methods")]
     for layer in layers:
         layer.set_reshard_after_forward(False, recurse=False)
@@ -243,11 +243,11 @@ def whole_weights(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def decoding_weights(backbone: HFBackbone) -> Iterator[None]:
-    """:func:`whole_weights` with the adapter merged into them, for as long as a policy decodes.
+    """:func:`whole_weights` with the adapter merged into them, while a policy decodes.
 
-    Merged weights are rounded to the dtype of the base, which the training forward's are not:
-    log-probabilities of the two differ by that much. Afterwards the weights are what they were, bit
-    by bit. Matrices in 4 bits are left alone: beside them the adapter runs as in training. Every
+    Merged weights are rounded to the dtype of the base, unlike those of the training forward:
+    log-probabilities of the two differ by that rounding. Afterwards the weights are restored bit
+    for bit. Matrices in 4 bits are left alone: the adapter runs beside them as in training. Every
     process must enter; do not run the backbone with another adapter inside.
     """
     if backbone.adapter is None or backbone.is_4bit:
@@ -263,9 +263,9 @@ def decoding_weights(backbone: HFBackbone) -> Iterator[None]:
 def drop_frozen_decoders(
     module: nn.Module, state: dict[str, Any], prefix: str, _metadata: dict[str, Any]
 ) -> None:
-    """A state-dict hook: frozen weights of decoders come from their own files, not checkpoints."""
-    # No ``on_save_checkpoint``: under FSDP2 the keys of a module's state are also what is looked
-    # for in a distributed checkpoint.
+    """State-dict hook that drops frozen weights of decoders, which come from their own files."""
+    # Not in ``on_save_checkpoint``: under FSDP2 the keys of a module's state are also those that
+    # are looked up in a distributed checkpoint.
     frozen = {
         f"{prefix}{path}.{name}"
         for path, part in module.named_modules()

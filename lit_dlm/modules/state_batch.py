@@ -1,7 +1,7 @@
 """Batches of intermediate canvases taken from trajectories.
 
 A state is the input of one forward: the canvas before a step of a trace, together with the tokens
-that the trace ended with. On such states of a few prompts the projector of a run is fitted.
+that the trace ended with. The projector of a run is fitted on such states of a few prompts.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ class StateBatch(TensorBatch):
     start: int  # First response column, the same in every row
     mask_id: int  # Id of the mask token
     is_correct: Tensor | None = None
-    """``(B,)`` bool: the trace's answer was graded as right; ``None`` where a trace of the batch
-    has no grade."""
+    """``(B,)`` bool: the trace's answer was graded as right; ``None`` if any trace of the batch has
+    no grade."""
     features: Tensor | None = None
     """``(B, R, F)`` stored features of the last ``R`` columns (``R = L - start`` or ``L``)."""
     proposals: Tensor | None = None  # (B, R) int64 stored proposals
     pictures: list[tuple[str, ...]] = field(default_factory=list)
-    """``B`` tuples of digests: what ids behind the vocabulary stand for
+    """``B`` tuples of digests: the pictures that ids beyond the vocabulary stand for
     (:func:`~lit_dlm.vision.base.batch_prompts`)."""
 
     def shown(self) -> dict[str, Any]:
-        """The argument of a backbone's forward that tells of pictures, where there are some."""
+        """Returns the argument of a backbone's forward that names pictures; empty without any."""
         return {"pictures": found} if (found := batch_pictures(self.pictures)) else {}
 
 
 def states_at(traces: Sequence[Trajectory], steps: Sequence[int]) -> list[NDArray[np.int32]]:
-    """Response canvases before one step of each trace."""
+    """Returns the response canvas of each trace before one of its steps."""
     if any(trace.superseded is not None for trace in traces):
         return [trace.state_at(step) for trace, step in zip(traces, steps, strict=True)]
-    # Without overwritten writes all are replayed together: a call per trace costs more than the
-    # work.
+    # Without overwritten tokens all are replayed together: a call per trace costs more than the
+    # replay itself.
     lengths = [len(trace.tokens) for trace in traces]
     states = np.concatenate([trace.tokens for trace in traces])
     commit_step = np.concatenate([trace.commit_step for trace in traces])
@@ -76,10 +76,10 @@ def collate_states(
     """Pads states to one canvas, on the CPU.
 
     Args:
-        traces: at least one; all of one mask id.
+        traces: at least one; all with the same mask id.
         states: ``(G,)`` response canvas of each.
-        is_real: whether each is more than a filler of the batch; all by default.
-        features: stored ``(R, F)`` features and ``(R,)`` proposals of each, of one layout.
+        is_real: ``False`` for copies that only fill the batch; all are real by default.
+        features: stored ``(R, F)`` features and ``(R,)`` proposals of each, all of one layout.
     """
     mask_ids = {trace.mask_id for trace in traces}
     if len(mask_ids) > 1:
@@ -117,7 +117,7 @@ def collate_states(
     )
     if features is None:
         return batch
-    # Stored rows are those of the response, or of prompt and response.
+    # Features are stored for the response, or for prompt and response.
     begin = 0 if len(features[0][0]) > num_generated[0] else start
     rows = pad_mask[:, begin:]
     stored, proposals = (np.concatenate(part) for part in zip(*features, strict=True))
@@ -135,7 +135,7 @@ def _spread(values: NDArray[Any], rows: NDArray[np.bool_]) -> Tensor:
 logger = logging.getLogger(__name__)
 
 STATES_PER_TRACE = 4
-"""States of a trace that the projector is fitted on."""
+"""Number of states of each trace that the projector is fitted on."""
 _BATCH_SIZE = 16
 
 
@@ -151,9 +151,9 @@ def state_snapshots(
 
     Args:
         batch: states, on the backbone's device.
-        with_prompt: also prompt positions.
+        with_prompt: whether to include prompt positions.
     """
-    # Only hidden states are wanted: one column through the head is the least it can do.
+    # Only hidden states are wanted: at least one column has to go through the head.
     column = torch.full_like(batch.ids[:, :1], batch.start)
     denoised = backbone.denoise(
         batch.ids,
@@ -170,7 +170,7 @@ def state_snapshots(
 
 
 def trace_states(traces: Iterable[Trajectory], *, seed: int = 0) -> Iterator[StateBatch]:
-    """Batches of states at evenly spread random steps of each trace, in order."""
+    """Yields batches of states at evenly spread random steps of each trace, in order."""
     rng = np.random.default_rng(seed)
     waiting: list[tuple[Trajectory, int]] = []
     for trace in traces:
@@ -184,9 +184,9 @@ def trace_states(traces: Iterable[Trajectory], *, seed: int = 0) -> Iterator[Sta
 
 
 def cached_projector(folder: str | Path, fit: Callable[[], Projector]) -> Projector:
-    """The projector of a run folder; fitted and stored there at the first call.
+    """Returns the projector of a run folder; it is fitted and stored there at the first call.
 
-    Distributed runs call this on the first rank, then on the others behind a barrier.
+    In a distributed run only the first rank calls this; the others load it after a barrier.
     """
     folder = Path(folder)
     if not folder.exists():

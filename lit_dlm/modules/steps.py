@@ -1,6 +1,6 @@
-"""What optimizer steps rest on: precisions, finite numbers, and places that a run can go on from.
+"""Checks and seeds of optimiser steps, and the batches that a resumed run trains on again.
 
-At numbers that are not finite all processes stop at once, before weights change.
+When a number is not finite, all processes stop together, before weights change.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 _MOST_NAMED = 16
-"""Samples that a message about numbers that are not finite lists."""
+"""Most samples that a message about numbers that are not finite lists."""
 
 
 class NonFiniteError(ValueError):
@@ -26,12 +26,12 @@ def require_finite(
 ) -> None:
     """Raises in every process when one of them has met a number that is not finite.
 
-    Costs one reduction of a number, and a look at the result from the host.
+    Costs the reduction of one number, and one wait of the host for the device.
 
     Args:
         is_finite: scalar bool of this process.
-        blamed: uids of this process's samples that the message shall name, possibly none; called
-            on failure only.
+        blamed: returns the uids of this process's samples that the message should name, possibly
+            none; called on failure only.
     """
     world_size = 1 if trainer is None else trainer.world_size
     bad = (~is_finite).float()
@@ -65,10 +65,10 @@ def require_finite_gradients(module: LightningModule, uids: Sequence[str] = ()) 
         uids: samples of the step, where they are known.
     """
     if getattr(module.trainer.precision_plugin, "scaler", None) is not None:
-        return  # float16 precision tries its loss scale out and skips such steps itself
+        return  # float16 precision searches for a loss scale and skips such steps itself
     gradients = [value.grad for value in module.parameters() if value.grad is not None]
     local = [value.to_local() if isinstance(value, DTensor) else value for value in gradients]
-    # Sums, so that a GPU is waited for once and not for each weight.
+    # Sums, so that the host waits for a GPU once and not for each weight.
     sums = torch.stack([value.float().abs().sum() for value in local])
     require_finite(
         torch.isfinite(sums).all(), module.trainer, what="a gradient", blamed=lambda: list(uids)
@@ -76,14 +76,14 @@ def require_finite_gradients(module: LightningModule, uids: Sequence[str] = ()) 
 
 
 def place_in_update(trainer: Trainer, batch_idx: int) -> int:
-    """Number of this process's batch among those of its update, all processes counted."""
-    # A pass is whole updates.
+    """Returns the index of this process's batch among those of all processes in its update."""
+    # A pass over the data consists of whole updates.
     accumulated = batch_idx % trainer.accumulate_grad_batches
     return accumulated * trainer.world_size + trainer.global_rank
 
 
 def seed_batch(module: LightningModule, seed: int, batch_idx: int) -> None:
-    """Makes dropout follow from the optimiser step and the batch's place in it."""
+    """Seeds dropout by the optimiser step and the batch's place in it."""
     place = place_in_update(module.trainer, batch_idx)
     torch.manual_seed(mixed_seed(seed, module.global_step, place, 0))
 
@@ -100,11 +100,11 @@ def mixed_seed(*parts: int) -> int:
 
 
 def drop_half_update(module: LightningModule, checkpoint: dict[str, Any]) -> None:
-    """Trains again on batches behind the last update: their gradients are in no checkpoint."""
+    """Sets progress back to the last update: no checkpoint holds gradients of later batches."""
     trainer = module._trainer
     name = type(getattr(trainer, "datamodule", None)).__qualname__
     if trainer is None or "accumulate_grad_batches" not in checkpoint.get(name, ()):
-        return  # an RL step is done again as a whole
+        return  # an RL step is repeated as a whole
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     for counts in (progress["total"], progress["current"]):
         surplus = counts["ready"] % trainer.accumulate_grad_batches

@@ -39,42 +39,42 @@ class SupervisedExample:
     prompt_ids: NDArray[np.int32]
     """``(P,)`` token ids, chat template included."""
     response_ids: NDArray[np.int32]
-    """``(n,)`` token ids; shorter than the response region is fine, it gets filled."""
+    """``(n,)`` token ids; may be shorter than the response region, whose rest is filled."""
     pictures: PromptPictures | None = None
-    """What ids of the prompt behind the vocabulary stand for."""
+    """Pictures that ids of the prompt beyond the vocabulary stand for."""
     steps: NDArray[np.int32] | None = None
     """``(n,)`` step that wrote each token, -1 where none did; ``None`` without a decode."""
     decode_entropy: NDArray[np.float32] | None = None
     """``(n,)`` predictive entropy in nats at the step that wrote each token, where recorded."""
     non_ltr: NDArray[np.bool_] | None = None
-    """``(n,)`` bool, tokens decoded out of order by the data's own list; ``None`` takes what the
-    steps say."""
+    """``(n,)`` bool, tokens that the data's own list calls decoded out of order; ``None`` derives
+    them from the steps."""
     given: NDArray[np.bool_] | None = None
-    """``(n,)`` bool, tokens that stood on the canvas before the first step: shown in every state
-    and never a target; ``None`` for none."""
+    """``(n,)`` bool, tokens that were on the canvas before the first step: shown in every state and
+    never a target; ``None`` for none."""
     epoch: int = 0
     """Pass over the data; random masks differ from pass to pass."""
     is_real: bool = True
     """``False`` on a copy that only fills a batch: nothing of it is supervised."""
     rejected: SupervisedExample | None = None
-    """The worse response to the same prompt, in a pair of preference."""
+    """The worse response to the same prompt, in a preference pair."""
 
     def rows(self) -> list[SupervisedExample]:
-        """Itself, and behind it what it is preferred to."""
+        """Returns the example, followed by its rejected response if it has one."""
         if self.rejected is None:
             return [self]
         return [self, replace(self.rejected, epoch=self.epoch, is_real=self.is_real)]
 
     def answer_length(self, spec: BackboneSpec) -> int:
-        """Cells up to the first end of text behind all given tokens, which counts.
+        """Returns the number of cells up to and including the first end of text after given tokens.
 
-        All where there is none; 0 on copies.
+        All cells if there is none; 0 on copies.
         """
         if not self.is_real:
             return 0
-        # Not in the fill: an answer that was cut off before its end must not learn to end.
+        # Ends in the fill do not count: a model must not learn to end where an answer was cut off.
         is_end = np.isin(self.response_ids, spec.eos_ids)
-        if self.given is not None and self.given.any():  # ends before a marker end their part alone
+        if self.given is not None and self.given.any():  # ends before a marker end only their part
             is_end[: np.flatnonzero(self.given)[-1] + 1] = False
         ends = np.flatnonzero(is_end)
         return int(ends[0]) + 1 if len(ends) else len(self.response_ids)
@@ -90,16 +90,16 @@ class SupervisedBatch(TensorBatch):
     start: int  # First response column
     answer_length: Tensor  # (B,) int64, see :meth:`SupervisedExample.answer_length`
     steps: Tensor
-    """``(B, G)`` int64 steps, -1 where none wrote; one cell a step from the left without a
-    decode."""
+    """``(B, G)`` int64 step that wrote each cell, -1 where none did; without a decode, one cell per
+    step from the left."""
     decode_entropy: Tensor | None = None  # (B, G) float32 nats; None where a sample has none
     non_ltr: Tensor | None = None
     """``(B, G)`` bool, decoded out of order; ``None`` where no sample has a list of its own."""
     given: Tensor | None = None
-    """``(B, G)`` bool, shown in every state and never a target; ``None`` where nothing is."""
+    """``(B, G)`` bool, shown in every state and never a target; ``None`` if no cell is given."""
     pictures: list[tuple[str, ...]] = field(default_factory=list)
-    """``B`` tuples of digests: what ids behind the vocabulary stand for
-    (:func:`~lit_dlm.vision.base.joined_prompts`)."""
+    """``B`` tuples of digests: the pictures that ids beyond the vocabulary stand for
+    (:func:`~lit_dlm.vision.base.batch_prompts`)."""
     uids: list[str] = field(default_factory=list)  # B names
     epochs: list[int] = field(default_factory=list)  # B passes over the data
 
@@ -111,9 +111,9 @@ class SupervisedBatch(TensorBatch):
 
 
 def whole_blocks(num_cells: int, num_prompt: int, spec: BackboneSpec) -> int:
-    """The first cells of a response, at least one, up to the end of the last one's block.
+    """Rounds up a number of response cells, at least one, to the end of the last one's block.
 
-    Blocks behind it are seen by none of them. ``num_prompt`` counts no padding.
+    None of them sees a later block. ``num_prompt`` is without padding.
     """
     assert spec.block_size is not None
     offset = num_prompt if spec.block_origin == "sequence" else 0
@@ -123,7 +123,7 @@ def whole_blocks(num_cells: int, num_prompt: int, spec: BackboneSpec) -> int:
 def needed_cells(
     example: SupervisedExample, *, response_length: int, spec: BackboneSpec, num_padding: int | None
 ) -> int:
-    """Response cells that take part in the prediction of an example's targets."""
+    """Returns how many response cells take part in predicting an example's targets."""
     if spec.attention != "block" or num_padding is None:
         return response_length
     last = max(1, example.answer_length(spec) + num_padding)
@@ -133,7 +133,7 @@ def needed_cells(
 def row_tokens(
     num_prompt: int, num_cells: int, spec: BackboneSpec, *, copies: int = 1
 ) -> tuple[int, int]:
-    """Tokens of prompt and response in a row of :func:`lay_out`, with so many noisy copies."""
+    """Returns how many prompt and response tokens a row of :func:`lay_out` has, copies included."""
     if spec.attention != "block":
         return num_prompt, num_cells
     assert spec.block_size is not None
@@ -151,10 +151,10 @@ def collate_supervised(
     """Left-pads prompts and fills responses, on the CPU.
 
     Args:
-        examples: at least one; of a pair, the rejected response has the row behind.
-        response_length: cells of every response, at most; of a block model, blocks behind those of
-            the last targets are cut off, which changes no prediction.
-        num_padding: cells of fill behind an answer that may be targets; ``None`` for all.
+        examples: at least one; the rejected response of a pair has the next row.
+        response_length: most cells of a response; with a block model, blocks after those of the
+            last targets are cut off, which changes no prediction.
+        num_padding: cells of fill after an answer that may be targets; ``None`` for all.
     """
     examples = [row for example in examples for row in example.rows()]
     longest = max(examples, key=lambda example: len(example.response_ids))
@@ -214,7 +214,7 @@ def _filled(
     *,
     instead: NDArray[Any] | None = None,
 ) -> Tensor:
-    """``(B, G)`` rows that are cut or filled; where there is none, that of ``instead``."""
+    """Returns ``(B, G)`` rows, cut or filled; a missing row is that of ``instead``."""
     found = np.full((len(rows), G), fill) if instead is None else instead.copy()
     for number, row in enumerate(rows):  # ragged lists, on the host
         if row is not None:
@@ -226,13 +226,13 @@ def _filled(
 def responses_of(
     batch: SupervisedBatch, spec: BackboneSpec, *, seed: int, num_padding: int | None
 ) -> Responses:
-    """What a corruption sees of a batch.
+    """Returns what a corruption sees of a batch.
 
     Args:
         spec: attention layout, and the mask id: a cell that holds it is never a target.
         seed: base seed of the noise.
-        num_padding: cells of fill behind the answer that may be targets, counted from its end, or
-            from its last given token where it has none; ``None`` for all.
+        num_padding: cells of fill after the answer that may be targets, counted from the end of its
+            ``answer_length``; ``None`` for all.
     """
     tokens = batch.ids[:, batch.start :]
     columns = torch.arange(tokens.shape[1], device=tokens.device)
@@ -269,22 +269,22 @@ def responses_of(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TrainingRows:
-    """Input of one forward; the arguments of a backbone's ``score_tokens``. ``N`` slots a row."""
+    """Input of one forward: arguments of a backbone's ``score_tokens``. ``N`` slots per row."""
 
     ids: Tensor  # (R, N) int64 as the model sees them
     targets: Tensor  # (R, N) int64 clean tokens
     rows: Tensor  # (R, N) bool slots to score, in the order of the states' supervised cells
     mask: Tensor | BlockMask | None
-    """``(R, N)`` bool padding mask, or ``(R or 1, 1, N, N)`` bool attention mask, or one by blocks,
-    or ``None``."""
-    pictures: tuple[str, ...]  # Digests of what ids behind the vocabulary stand for, in order
+    """``(R, N)`` bool padding mask, or ``(R or 1, 1, N, N)`` bool attention mask, or a block
+    mask, or ``None``."""
+    pictures: tuple[str, ...]  # Digests of pictures for ids beyond the vocabulary, in order
     position_ids: Tensor | None = None  # (R, N) int64; None lets the backbone count
-    response_start: int | None = None  # First response slot, where the row is a plain canvas
+    response_start: int | None = None  # First response slot, if the row is a plain canvas
     predictors: Tensor | None = None
-    """``(R or 1, N)`` int64 slots that predict each slot; ``None``: the model's shift says it."""
+    """``(R or 1, N)`` int64 slots that predict each slot; ``None`` follows the model's shift."""
 
     def context(self) -> dict[str, Any]:
-        """All but ids, targets and slots."""
+        """Returns all fields but ids, targets and rows, as arguments."""
         names = ("mask", "position_ids", "response_start", "predictors", "pictures")
         return {name: getattr(self, name) for name in names}
 
@@ -296,7 +296,7 @@ def lay_out(
     *,
     item: Tensor | None = None,
 ) -> TrainingRows:
-    """Writes states as rows for one forward, by the attention that the model has.
+    """Writes states as rows of one forward, according to the model's attention.
 
     Full attention sees the canvas of each state. A block model gets the clean canvas and a noisy
     copy of the response in one row, so that all its blocks are learnt in one forward
@@ -304,11 +304,11 @@ def lay_out(
     causal mask.
 
     Args:
-        item: ``(R,)`` int64 ascending: of a block model, states of one number share a row, with a
-            noisy copy for each. A row for each state by default.
+        item: ``(R,)`` int64 ascending: with a block model, states of the same number share a row,
+            with a noisy copy for each. By default each state has a row of its own.
 
     Returns:
-        The rows, ``R`` of them, or as many as items.
+        The rows: ``R`` of them, or one for each item.
     """
     clean = batch.ids[states.sample]  # (R, L)
     pad_mask = None if batch.pad_mask is None else batch.pad_mask[states.sample]
@@ -359,7 +359,7 @@ def _two_copies(
     Noisy cells see the clean blocks before their own, so one row holds the states of all blocks.
 
     Args:
-        canvas: of each state; its mask is that of padding.
+        canvas: canvas of each state; its mask is the padding mask.
         hidden: ``(R, L)`` bool cells that each state hides.
     """
     assert spec.block_size is not None
@@ -388,7 +388,7 @@ def _two_copies(
     if copies > 1:
         layout = layout.packed(copies)
     by_blocks = wants_block_mask(len(layout.source), clean.device)
-    if by_blocks:  # few lengths, and no tile that ends in one
+    if by_blocks:  # few different lengths, and only whole tiles
         layout = layout.in_whole_tiles()
 
     def spread(cells: Tensor) -> Tensor:  # (R, L) to (I, N)

@@ -1,4 +1,4 @@
-"""TABOM: fine-tuning on a model's own decodes so that it is certain in their order.
+"""TABOM: fine-tuning on a model's own decodes so that its certainty follows their order.
 
 Trajectory-Aligned Optimization via Boltzmann Modeling (arXiv:2605.11854): cross-entropy in a window
 of a recorded decode, plus a ranking of predictive entropies by the order of that decode.
@@ -29,23 +29,23 @@ logger = logging.getLogger(__name__)
 
 
 class TABOMModule(FinetuneModule):
-    """Cross-entropy in a window behind a random cut, plus ``rank_weight`` times the ranking loss.
+    """Cross-entropy in a window after a random cut, plus ``rank_weight`` times the ranking loss.
 
     Args:
         backbone: with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.
         window: supervised steps from the cut on, M.
-        rank_window: ranked ones among them, W; ``null`` ranks all.
+        rank_window: ranked steps among them, W; ``null`` ranks all.
         cut_range: ``full`` or ``reference``, see :class:`~lit_dlm.losses.corruption.TimeDelay`.
         cut_sampler: ``uniform``, or ``non_ltr`` for steps that decoded out of order.
         rank_weight: lambda; 0 trains on the cross-entropy alone.
         margin: gamma, in nats.
-        ties: positions of one step: ``strict`` makes no pair of them, ``position`` takes the left
-            one as earlier, ``rank`` the one of lower entropy at decoding (needs recorded
-            entropies).
-        num_padding: supervised cells behind the answer; ``null`` for all, as in every recipe of
+        ties: how positions of the same step are ranked: ``strict`` makes no pair of them,
+            ``position`` takes the left one as earlier, ``rank`` the one with the lower entropy at
+            decoding (needs recorded entropies).
+        num_padding: supervised cells after the answer; ``null`` for all, as in every recipe of
             the release.
-        common: options of :class:`~lit_dlm.modules.finetune.FinetuneModule`; its ``loss_norm`` is
-            for both losses.
+        common: options of :class:`~lit_dlm.modules.finetune.FinetuneModule`; its ``loss_norm``
+            applies to both losses.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class TABOMModule(FinetuneModule):
     def loss_terms(
         self, batch: SupervisedBatch, states: NoisyStates, stats: TokenStats
     ) -> LossTerms:
-        # Both losses are over the ids that the model may produce: a mask in the softmax would
-        # shift entropies by what decoding, whose order they are compared with, never sees.
+        # Both losses are over the ids that the model may produce: with a mask in the softmax,
+        # entropies would differ from those at decoding, whose order they are compared with.
         ce = super().loss_terms(batch, states, stats)
         assert states.cut is not None
-        # All from one forward at the cut, as in the release; the paper takes each from the state
-        # just before its position was written.
+        # All entropies are from one forward at the cut, as in the release; the paper takes each
+        # from the state just before its position was written.
         entropy = stats.entropy.new_zeros(states.supervised.shape)
         entropy = entropy.masked_scatter(states.supervised, stats.entropy)
         ranking = entropy_ranking(
@@ -113,7 +113,7 @@ class TABOMModule(FinetuneModule):
             "loss_rank": (summed.detach(), ranked_rows),
             "num_pairs": (num_pairs, torch.zeros_like(num_pairs)),
             "pair_accuracy": (ranking.num_ordered, num_pairs),
-            # Over the supervised window; `val/tds` of the callback is over all open positions.
+            # Over the supervised window; the callback's `val/tds` is over all masked positions.
             "tds_window": (variance.sum(), counts.sum()),
         }
         total = self.combined({"loss_ce": ce.total, "loss_rank": loss_rank})

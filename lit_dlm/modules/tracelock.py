@@ -1,7 +1,7 @@
 """Training of the TraceLock acceptance policy on states of recorded decodes (arXiv 2605.24697).
 
-The backbone stays frozen. Features come either from the feature members of the shards, or are
-recomputed from the stored tokens with the backbone; both go through the same feature function.
+The backbone stays frozen. Features either come from the feature members of the shards, or are
+recomputed from the stored tokens with the backbone; both use the same feature function.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ObservedStates:
     decidable: Tensor
     """``(B, R)`` bool: masked positions whose final token is known; only they have a label."""
     is_tail: Tensor
-    """``(B, R)`` bool: positions that end as padding behind the answer; decidable ones only, unless
+    """``(B, R)`` bool: positions that end as padding after the answer; decidable ones only, unless
     the loss counts the written tail."""
     present: Tensor  # (B, R) bool: everything but padding
 
@@ -78,9 +78,9 @@ class TraceLockModule(DecodeModule):
         backbone: the frozen denoiser; it runs only where features are recomputed.
         projector: folder of the projector that made (or will make) the features.
         settings: what the network is shown; must match stored features.
-        min_crop_ratio: training shows a prefix of each response, whose share of the length is
-            uniform from here to 1.
-        selection: how validation decodes for the replay score; without it there is none.
+        min_crop_ratio: training shows a prefix of each response; its share of the length is
+            uniform between this ratio and 1.
+        selection: how validation decodes for the replay score; without it there is no such score.
         export_monitor: the score whose best checkpoint is exported as the policy; best checkpoints
             by other scores are exported beside it.
         lr_scheduler: constructor of a schedule, stepped every optimiser step. A plateau schedule
@@ -122,7 +122,7 @@ class TraceLockModule(DecodeModule):
             backbone=backbone_facts(backbone.spec, backbone),
         )
         self.loss_settings = loss or AcceptanceLossSettings()
-        # What fills the canvas behind an answer.
+        # What fills the canvas after an answer.
         tail = {backbone.spec.pad_id, backbone.spec.eos_ids[0]}
         self.register_buffer("tail_ids", torch.tensor(sorted(tail)), persistent=False)
         self.min_crop_ratio = min_crop_ratio
@@ -144,7 +144,7 @@ class TraceLockModule(DecodeModule):
     # -- what the network sees -------------------------------------------------------------------
 
     def observe(self, batch: StateBatch) -> ObservedStates:
-        """Features, stored or recomputed, states and labels of a batch; no gradient."""
+        """Returns features (stored or recomputed), states and labels of a batch; no gradient."""
         features, proposals = batch.features, batch.proposals
         if features is None or proposals is None:
             features, proposals = self._recompute(batch)
@@ -225,9 +225,9 @@ class TraceLockModule(DecodeModule):
         return terms.total
 
     def _crop_shares(self, batch: StateBatch, batch_idx: int) -> Tensor:
-        """``(B,)`` uniform draws, so that processes train like one on the rows of all of them.
+        """Returns ``(B,)`` uniform draws that make several processes train like a single one.
 
-        Rank ``r`` of ``n`` holds the rows from ``r * B`` on of a batch that one process would see.
+        Rank ``r`` has the rows from ``r * B`` on of the batch that a single process would have.
         """
         B = len(batch.ids)
         accumulated = batch_idx % self.trainer.accumulate_grad_batches
@@ -241,13 +241,13 @@ class TraceLockModule(DecodeModule):
         return draws[first : first + B].to(batch.ids.device, non_blocking=True)
 
     def _cropped(self, seen: ObservedStates, shares: Tensor) -> Tensor:
-        """``(B, R)`` bool visible positions behind a prefix crop."""
+        """Returns ``(B, R)`` bool positions that are visible after a prefix crop."""
         ratio = self.min_crop_ratio + (1.0 - self.min_crop_ratio) * shares
         decidable = seen.decidable & ~seen.is_tail
         return prefix_crop(ratio, seen.in_response, decidable, seen.label) & seen.present
 
     def _mean_weight(self, weight: Tensor) -> Tensor | None:
-        """Sum of weights of all processes by their number, so that they train like one."""
+        """Returns the mean of all processes' sums of weights, so that they train like one."""
         if self.trainer.world_size == 1:
             return None
         total = self.all_gather(weight.sum().detach())
@@ -267,7 +267,7 @@ class TraceLockModule(DecodeModule):
     # -- validation ------------------------------------------------------------------------------
 
     def validation_step(self, batch: StateBatch, batch_idx: int) -> None:
-        # Unweighted loss and ranking scores uncropped; the rollout proxy on a fresh crop.
+        # Unweighted loss and ranking scores use whole states, the rollout proxy a fresh crop.
         seen = self.observe(batch)
         chosen = seen.decidable & ~seen.is_tail
         output = self.scorer(seen.features, seen.state, seen.present)
@@ -296,7 +296,7 @@ class TraceLockModule(DecodeModule):
         proposals = batch.ids.clone()
         proposals[:, first:] = torch.where(seen.state > 0, seen.proposals, proposals[:, first:])
         candidates, visible = step_candidates(batch, proposals, self.backbone, self.selection)
-        # Positions that the trace never wrote have no label, rows that fill a batch no vote.
+        # States with positions that the trace never wrote do not count, nor do copies.
         decided = (~seen.in_response | seen.decidable | (seen.state != PositionState.GEN)).all(1)
         candidates = candidates[:, first:] & decided[:, None]
         output = self.scorer(seen.features, seen.state, visible[:, first:] & seen.present)
@@ -322,7 +322,7 @@ class TraceLockModule(DecodeModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        # The length of a schedule is this run's; ``OneCycleLR`` would restore the old one.
+        # A schedule has the length of this run; ``OneCycleLR`` would restore the old length.
         for state in checkpoint.get("lr_schedulers", ()):
             for length in ("total_steps", "_schedule_phases"):
                 state.pop(length, None)
@@ -344,8 +344,8 @@ class TraceLockModule(DecodeModule):
         """Writes the policy folder.
 
         Args:
-            monitor: the score whose best checkpoint is taken, ``export_monitor`` by default; the
-                present weights where no checkpoint watches it.
+            monitor: the score whose best checkpoint is taken, ``export_monitor`` by default; if no
+                checkpoint monitors it, the present weights are taken.
         """
         scorer, monitor = self.scorer, monitor or self.export_monitor
         facts: dict[str, Any] = {"seed": self.seed, "global_step": int(self.global_step)}
