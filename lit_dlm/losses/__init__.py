@@ -1,1 +1,1 @@
-"""Loss functions; each returns a total and the parts that are logged."""
+"""Losses, and the corruptions that make the states they are computed on."""

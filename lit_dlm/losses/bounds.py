@@ -12,26 +12,26 @@ from lit_dlm.ops.options import at_least
 from lit_dlm.ops.sampling import uniform_noise
 
 _LEVEL, _CELL, _BLOCK = 22, 23, 24
-"""Streams of noise; dParallel, which no run has beside them, uses 24 as well."""
+"""Streams of noise; dParallel, which is never used in the same run, uses 24 as well."""
 
 
 @dataclass(eq=False, kw_only=True)
 class BoundViews(Corruption):
-    """States of one estimate of a response's evidence lower bound, in nats a token.
+    """States of one estimate of a response's evidence lower bound, in nats per token.
 
     Each state has a noise level and one mask of its own: ``l`` of the ``L`` cells are hidden, ``l``
-    uniform from 1, and each counts ``L / l`` times (LLaDA, arXiv:2502.09992, eq. 14). That is the
-    optimal allocation of a budget (VRPO, arXiv:2505.19223, section 3). Of a block model every block
-    has a level of its own, and one state holds them all.
+    uniform from 1, and each counts ``L / l`` times (LLaDA, arXiv:2502.09992, eq. 14). This is the
+    optimal allocation of a budget (VRPO, arXiv:2505.19223, section 3). With a block model every
+    block has a level of its own, and one state holds all blocks.
 
     Args:
         num_states: levels per response.
-        coupled: every state comes with its complement, ``l`` is uniform from 0 and both halves
+        coupled: every state comes with its complement. ``l`` is uniform from 0, and the two halves
             count ``(L + 1) / l`` and ``(L + 1) / (L - l)`` times, halved (ESPO's code,
             arXiv:2512.03759), so that every token is predicted once per pair.
-        block_size: hides cells of one block of the answer, and all behind it, as in decoding from
-            block to block (SPG, arXiv:2510.09541); blocks differ between the states. For models
-            with full attention. An estimate of how such decodes go, and no bound.
+        block_size: hides cells of one block of the answer and all cells after it, as in decoding
+            block by block (SPG, arXiv:2510.09541); blocks differ between the states. For models
+            with full attention. This is an estimate for such decodes, not a bound.
     """
 
     num_states: int = 4
@@ -57,7 +57,7 @@ class BoundViews(Corruption):
         rank, size = _ranks(members, segments.clamp_min(0), seeds, copy, n)
         level = uniform_noise(seeds, 0, segments.clamp_min(0) * n + copy, stream=_LEVEL)
         least = 0 if self.coupled else 1
-        count = least + (level * (size + 1 - least)).floor()  # of the segment, (R, G)
+        count = least + (level * (size + 1 - least)).floor()  # per segment, (R, G)
         hidden = members & (rank < count)
         length = maskable.sum(1, keepdim=True).clamp_min(1)
         if self.block_size is not None:
@@ -85,7 +85,7 @@ class BoundViews(Corruption):
     def _segments(
         self, responses: Responses, sample: Tensor, copy: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """``(R, G)`` int64 parts with a level each, -1 for none, and bool cells that are hidden."""
+        """Returns ``(R, G)`` int64 parts with a level each, -1 for none, and bool cells to hide."""
         maskable, blocks = responses.maskable[sample], responses.blocks
         nowhere = torch.zeros_like(maskable)
         if self.block_size is None:
@@ -104,11 +104,11 @@ class BoundViews(Corruption):
 def _ranks(
     members: Tensor, segments: Tensor, seeds: Tensor, copy: Tensor, n: int
 ) -> tuple[Tensor, Tensor]:
-    """``(R, G)`` int64 random place of each member among those of its segment, and their number."""
+    """Returns each member's random rank in its segment and the segment's size, ``(R, G)`` int64."""
     G = members.shape[1]
     cells = torch.arange(G, device=members.device)
     noise = uniform_noise(seeds, 0, cells * n + copy, stream=_CELL)
-    segments = torch.where(members, segments, G)  # all others are in one behind the last
+    segments = torch.where(members, segments, G)  # all others form a segment after the last
     order = noise.argsort(1)
     order = order.gather(1, segments.gather(1, order).argsort(dim=1, stable=True))
     size = torch.zeros(len(members), G + 1, dtype=torch.long, device=members.device)

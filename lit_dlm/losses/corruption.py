@@ -1,8 +1,8 @@
-"""Which training states a response gives: what they hide and what is to be predicted in them.
+"""Corruptions: which training states a response has, what they hide and what they predict.
 
 A corruption knows neither model nor layout. Everything random is a hash of the sample's seed, so it
 depends neither on the batch nor on what was drawn before. States of policy objectives (complements,
-views, masked prompts) are corruptions as well.
+views, masked prompts) come from corruptions as well.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _LEVEL, _CELL, _CUT, _ROWS, _PAIR, _PROMPT = 16, 17, 18, 19, 20, 21
 
 @dataclass(eq=False, kw_only=True)
 class RandomMasking(Corruption):
-    """Every cell is hidden with a chance that is drawn first.
+    """Hides each cell with a probability, its noise level, which is drawn first.
 
-    Cells that may not be a target (padding) are hidden as well, as they are when decoding begins.
+    Cells that may not be a target (padding) are also hidden, as they are when decoding begins.
 
     Args:
         min_t: smallest noise level.
         max_t: largest noise level.
-        level: what shares a noise level: the ``row`` (LLaDA), the ``block`` of a block model, or
-            nothing (``token``: what dLLM-RL does for block models, masking at rate one half in
-            effect).
+        level: which cells share a noise level: those of a ``row`` (LLaDA), those of a ``block`` of
+            a block model, or none (``token``, as in dLLM-RL for block models: in effect masking at
+            a rate of one half).
         copies: states per sample (35 in dLLM-RL for Dream).
         weight: how targets are weighted.
     """
@@ -75,7 +75,7 @@ class RandomMasking(Corruption):
             place = torch.zeros_like(cells)
         copy = torch.arange(B * self.copies, device=device)[:, None] % self.copies
         seeds = responses.seeds[sample]
-        # A key per cell and copy in which G has no part: it differs from batch to batch.
+        # The key of a cell and copy is independent of G, which differs between batches.
         noise = uniform_noise(seeds, 0, place * self.copies + copy, stream=_LEVEL)
         t = self.min_t + (self.max_t - self.min_t) * noise
         chosen = uniform_noise(seeds, 0, cells * self.copies + copy, stream=_CELL) < t
@@ -92,9 +92,9 @@ class RandomMasking(Corruption):
 
 @dataclass(eq=False, kw_only=True)
 class SemiAutoregressive(Corruption):
-    """Decoding from block to block (dLLM-RL's semi-autoregressive fine-tuning, arXiv:2509.06949).
+    """States of decoding block by block (dLLM-RL's semi-autoregressive SFT, arXiv:2509.06949).
 
-    With full attention every block takes a state of its own: earlier blocks are shown, later ones
+    With full attention every block needs a state of its own: earlier blocks are shown, later ones
     hidden.
 
     Args:
@@ -136,19 +136,19 @@ class SemiAutoregressive(Corruption):
 
 @dataclass(eq=False, kw_only=True)
 class TraceMasking(Corruption):
-    """The states of a recorded decode: each is to predict what its step wrote (arXiv:2509.06949).
+    """The states of a recorded decode: each predicts what its step wrote (arXiv:2509.06949).
 
-    Of a block model, state ``r`` shows in every block what its first ``r`` groups of steps wrote
-    and supervises the next group. With full attention the groups are those of the whole response.
+    With a block model, state ``r`` shows what the first ``r`` groups of steps of each block wrote
+    and supervises the next one. With full attention the groups are those of the whole response.
     Cells that no step wrote stay hidden.
 
     Args:
         shrink: consecutive distinct steps that form a group.
         rows_per_sample: states per sample and pass, drawn among all; ``None`` takes them all.
         weight: how targets are weighted.
-        padding: cells behind the answer, which are no targets: ``hidden`` in every state, as in
-            dLLM-RL, or ``replayed``, shown from the step on that wrote them, so that a state is
-            exactly what its step saw while it was decoded. States without a target are left out.
+        padding: cells after the answer, which are no targets: ``hidden`` in every state, as in
+            dLLM-RL, or ``replayed``: shown once they were written, so that a state is exactly what
+            its step saw during decoding. States without a target are left out.
     """
 
     shrink: int = 1
@@ -186,7 +186,7 @@ class Autoregressive(Corruption):
     """Next-token prediction: nothing is hidden and attention is causal.
 
     For models whose raw row ``i - 1`` predicts token ``i`` (Dream's shift). The first token of a
-    response without a prompt is no target, since there is nothing that it could follow from.
+    response without a prompt is no target, since nothing comes before it.
 
     Args:
         weight: how targets are weighted.
@@ -216,8 +216,8 @@ class TimeDelay(Corruption):
 
     Args:
         window: supervised steps from the cut on, as in the release; the paper counts tokens.
-        cut_range: ``full`` draws any step, windows end early at the end; ``reference`` keeps the
-            whole window before the last step, which is then never learnt, and leaves samples of
+        cut_range: ``full`` draws any step, and late windows are shorter; ``reference`` keeps whole
+            windows before the last step, which is then never learnt, and leaves samples of
             ``window`` steps or fewer without a target.
         cut_sampler: ``uniform``, or ``non_ltr`` to draw among the steps that decoded out of order.
     """
@@ -258,14 +258,14 @@ class TimeDelay(Corruption):
 class CoupledMasking(Corruption):
     """Random states and their complements: every target is predicted exactly once per pair.
 
-    The coupled objective that TraceRL is compared with (arXiv:2509.06949), and the complementary
-    masks of Fast-dLLM v2's fine-tuning (arXiv:2509.26328: per block from 0.001 to 1, every target
-    alike). Of a block model the complement is taken in every block at once, since a state holds
-    them all.
+    This is the coupled objective that TraceRL is compared with (arXiv:2509.06949), and the
+    complementary masks of Fast-dLLM v2's fine-tuning (arXiv:2509.26328: per block from 0.001 to 1,
+    every target alike). With a block model the complement is taken in every block at once, since a
+    state holds all blocks.
 
     Args:
-        level: what shares a noise level: ``row``, ``block`` or ``token``.
-        pairs: per sample.
+        level: which cells share a noise level: ``row``, ``block`` or ``token``.
+        pairs: pairs per sample.
         min_t: smallest noise level.
         max_t: largest noise level.
         weight: how targets are weighted.
@@ -307,7 +307,7 @@ class CoupledViews(Corruption):
     the one in the view that hides it, the latter weighted by ``1 / t`` or ``1 / (1 - t)``.
     """
 
-    min_t, max_t = 0.2, 0.8  # of the release
+    min_t, max_t = 0.2, 0.8  # as in the release
 
     def states(self, responses: Responses) -> NoisyStates:
         maskable = responses.maskable
@@ -337,11 +337,11 @@ class CoupledViews(Corruption):
 class MaskedPrompt(Corruption):
     """diffu-GRPO's one-step estimate (d1, arXiv:2504.12216): the whole response is hidden.
 
-    Prompt tokens are hidden at random as well, anew in every pass over the rollouts, which lets
-    one set of rollouts be used for many updates.
+    Prompt tokens are hidden at random as well, anew in every pass over the rollouts, so that one
+    set of rollouts can be used for many updates.
     """
 
-    rate = 0.15  # of the paper
+    rate = 0.15  # as in the paper
 
     def states(self, responses: Responses) -> NoisyStates:
         maskable = responses.maskable
@@ -356,7 +356,7 @@ class MaskedPrompt(Corruption):
 
 
 def hidden_prompt(states: NoisyStates, positions: torch.Tensor) -> torch.Tensor | None:
-    """``(R, P)`` bool prompt tokens that a state hides, ``None`` where prompts are shown whole.
+    """Returns ``(R, P)`` bool prompt tokens that a state hides, ``None`` if prompts are whole.
 
     Args:
         positions: ``(R, P)`` int64 position of each prompt column within its sample, negative on

@@ -1,7 +1,7 @@
 """Ranking of predictive entropies by the order of a recorded decode (TABOM, arXiv:2605.11854).
 
 Of two positions that were written one after the other, the earlier one should have the lower
-entropy; else the pair costs the difference.
+entropy; otherwise the pair costs the difference.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def entropy_ranking(
 ) -> RankingTerms:
     """``mean over pairs of max(0, h_earlier - h_later + margin)`` of each row.
 
-    The members of a pair are supervised, were written at a step in ``[cut, cut + window)``, and one
+    The members of a pair are supervised and were written at steps in ``[cut, cut + window)``, one
     of them earlier than the other. Gradients flow into both entropies.
 
     Args:
@@ -48,8 +48,8 @@ def entropy_ranking(
         window: ranked steps from the cut on; ``None`` ranks everything supervised from the cut on.
         margin: by how much a later entropy should be larger, in nats.
         ties: what becomes of two positions of the same step. ``strict``: no pair. ``position``: the
-            left one counts as earlier. ``rank``: the one of lower ``decode_entropy`` does, of equal
-            ones the left (the paper's order).
+            left one counts as earlier. ``rank``: the one with the lower ``decode_entropy`` does, or
+            the left one if these are equal (the paper's order).
         decode_entropy: ``(B, L)`` floating point, entropies recorded at decoding; for ``rank``.
     """
     at = cut[:, None]

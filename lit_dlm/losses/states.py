@@ -1,4 +1,4 @@
-"""What corruptions take and give: responses, states, weights of targets, and groups of cells."""
+"""What corruptions take and return: responses, states, weights of targets, groups of cells."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ LossWeight = Literal["none", "1/t", "1/num_targets", "1/length"]
 average over states: ``1/num_targets`` the mean of each state that has a target, ``1/length`` its
 sum divided by the length of the answer, ``1/t`` likewise with each target divided by its noise
 level (the bound of MDLM, 2406.07524, and LLaDA, 2502.09992). In the last two a state whose noise
-hid nothing counts as 0: without it the others would stand for too much."""
+hid nothing counts as 0: without it the others would weigh too much."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Responses:
-    """Finished responses of a batch. ``G`` cells each."""
+    """Finished responses of a batch, of ``G`` cells each."""
 
     maskable: Tensor
     """``(B, G)`` bool: cells that may be a target."""
     seeds: Tensor
     """``(B,)`` int64 seed of each sample in this pass over the data."""
     steps: Tensor
-    """``(B, G)`` int64 step that wrote each cell, -1 where none did; one cell a step from the left
-    in rows without a decode."""
+    """``(B, G)`` int64 step that wrote each cell, -1 where none did; in rows without a decode one
+    cell per step from the left."""
     blocks: Tensor | None = None
     """``(B, G)`` int64 block of each cell, for a model with block attention; else ``None``."""
     non_ltr: Tensor | None = None
-    """``(B, G)`` bool, cells that count as decoded out of order where the data say so; ``None``
-    takes what the steps say."""
+    """``(B, G)`` bool, cells that the data's own lists call decoded out of order; ``None`` derives
+    them from the steps."""
     has_prompt: Tensor | None = None
-    """``(B,)`` bool, rows with a real token before the response; ``None`` where all have one."""
+    """``(B,)`` bool, rows with a real token before the response; ``None`` if all have one."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class NoisyStates:
-    """States to train on. ``R`` rows; a sample may give several, or none."""
+    """States to train on, in ``R`` rows; a sample may have several, or none."""
 
     sample: Tensor
     """``(R,)`` int64 row of the batch that each state belongs to."""
@@ -54,30 +54,30 @@ class NoisyStates:
     weight: Tensor
     """``(R, G)`` float32 weight of each target; its sum is divided by the number of units."""
     per_row: bool = False
-    """Whether a unit is a state; else a target."""
+    """Whether a unit is a state; otherwise it is a target."""
     counted: Tensor | None = None
-    """``(R,)`` bool: states that are units, with ``per_row``; ``None`` for those with targets."""
+    """``(R,)`` bool: with ``per_row``, states that are units; ``None`` for those with targets."""
     cut: Tensor | None = None
     """``(R,)`` int64 cut of a recorded decode, -1 where there is none."""
     causal: bool = False
     """Whether a cell sees only what is to its left."""
     share: Tensor | None = None
-    """``(R,)`` float32: how many states of its sample each one stands for, where only some of them
-    were drawn; ``None`` where each stands for itself."""
+    """``(R,)`` float32: how many states of its sample each one represents, if only some were drawn;
+    ``None`` if each represents itself."""
     view_of: Tensor | None = None
-    """``(R,)`` int64: states with one number are views of one estimate, in which the scores of a
-    cell are added up; ``None`` where every state is scored for itself."""
+    """``(R,)`` int64: states with the same number are views of one estimate, in which the scores of
+    a cell are added up; ``None`` if every state is scored by itself."""
     coefficient: Tensor | None = None
     """``(R, G)`` float32 factor of each target's score in that sum; with ``view_of`` only."""
     whole: bool = False
-    """Whether the scores of all cells of an estimate are added up, to one of the response."""
+    """Whether the scores of all cells of an estimate are added up to a score of the response."""
     prompt_rate: float = 0.0
-    """Chance of every prompt token to be hidden, by noise of the state's seed."""
+    """Probability that a prompt token is hidden, by noise of the state's seed."""
     seeds: Tensor | None = None
     """``(R,)`` int64 seed of each state's prompt noise, where ``prompt_rate`` is positive."""
 
     def num_units(self) -> Tensor:
-        """What the weighted sum of a batch is divided by, a scalar."""
+        """Returns the scalar that the weighted sum of a batch is divided by."""
         # Fixed by the states, not by the scores: processes agree on it before any backward.
         if not self.per_row:
             return self.supervised.sum()
@@ -102,14 +102,14 @@ def weighted_states(
     t: Tensor | None = None,
     **more: Any,
 ) -> NoisyStates:
-    """States whose targets are weighted by a rule; arguments as in :func:`target_weights`."""
+    """Makes states with targets weighted by a rule; arguments as in :func:`target_weights`."""
     return NoisyStates(
         sample=sample,
         hidden=hidden,
         supervised=supervised,
         weight=target_weights(weight, supervised, maskable, t),
         per_row=weight != "none",
-        # A state of an answer counts in a bound also where its noise hid nothing.
+        # In a bound, a state of an answer counts even if its noise hid nothing.
         counted=maskable.any(1) if weight in ("1/t", "1/length") else None,
         **more,
     )
@@ -135,24 +135,24 @@ def target_weights(
         return value
     if t is None:
         raise ValueError("weight: '1/t' needs a noise level, which these states do not have")
-    # A level of 0 hides nothing, so this never meets a target.
+    # A level of 0 hides nothing, so the limit never changes a target.
     return value / t.clamp_min(1e-6).float()
 
 
 NEVER = torch.iinfo(torch.long).max
-"""Group of a cell that belongs to none: after all others, so it stays hidden."""
+"""Group of cells that belong to none: after all others, so that they stay hidden."""
 
 
 def step_groups(
     steps: Tensor, members: Tensor, *, shrink: int = 1, segments: Tensor | None = None
 ) -> Tensor:
-    """``(B, G)`` int64 groups of each row from 0, :data:`NEVER` outside of members and steps.
+    """Returns ``(B, G)`` int64 groups of each row from 0, :data:`NEVER` for cells without one.
 
     Args:
         steps: ``(B, G)`` integer step of each cell, -1 for none.
         members: ``(B, G)`` bool, cells that take part.
         shrink: consecutive distinct steps that form a group (TraceRL's shrinkage).
-        segments: ``(B, G)`` integer; groups are counted anew in each segment, where given.
+        segments: ``(B, G)`` integer; if given, groups are counted from 0 in each segment.
     """
     G = steps.shape[1]
     steps = steps.long()
@@ -194,9 +194,9 @@ def group_rows(
         targets: ``(B, G)`` bool; groups without such a cell are left out. All are taken by default.
 
     Returns:
-        ``sample`` and ``group``, ``(R,)`` int64 each, and ``share``, ``(R,)`` float32: the groups
-        of the sample over those drawn of it. Without any group one row of sample 0 whose group
-        has no cells.
+        ``sample`` and ``group``, ``(R,)`` int64 each, and ``share``, ``(R,)`` float32: the number
+        of the sample's groups divided by the number drawn. If there is no group at all, one row of
+        sample 0 with a group without cells.
     """
     count = torch.where(groups == NEVER, -1, groups).amax(1) + 1  # (B,)
     numbers = torch.arange(int(count.max()), device=groups.device).expand(len(groups), -1)

@@ -1,4 +1,4 @@
-"""The one result type of every loss, the masked diffusion bound, and the regression of values."""
+"""The result type of every loss, the masked diffusion bound, and the loss of value models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lit_dlm.ops.fused_head import TokenStats
 
 @dataclass(frozen=True)
 class LossTerms:
-    """What a loss function returns: the scalar to minimise and what it is made of."""
+    """What a loss function returns: the scalar to minimise, and its parts."""
 
     total: Tensor
     """Scalar, differentiable, already normalised over the local batch."""
@@ -23,7 +23,7 @@ class LossTerms:
     several batches follow; a count has 0 units."""
 
     def means(self) -> dict[str, Tensor]:
-        """What ``sums`` are for this batch alone."""
+        """Returns the means that ``sums`` have in this batch alone."""
         return {name: value / units.clamp_min(1) for name, (value, units) in self.sums.items()}
 
 
@@ -32,8 +32,8 @@ def value_loss(
 ) -> LossTerms:
     """``0.5 max((V - R)^2, (V_old + clamp(V - V_old, -c, c) - R)^2)``, a weighted sum.
 
-    The larger of both errors: a value that has moved by more than ``clip`` towards its return
-    gets no further push (TraceRL, arXiv:2509.06949; PPO implementations). All are ``(N,)``.
+    The larger of the two errors counts: a value that has moved by more than ``clip`` towards its
+    return gets no further push (TraceRL, arXiv:2509.06949; PPO implementations). All are ``(N,)``.
     """
     moved = (values - old_values).clamp(-clip, clip)
     plain, clipped = (values - returns) ** 2, (old_values + moved - returns) ** 2
@@ -44,7 +44,7 @@ def masked_nelbo(stats: TokenStats, hidden: Tensor) -> LossTerms:
     """Upper bound on the negative log-likelihood of the cells, per cell (LLaDA, 2502.09992, eq. 3).
 
     When the number of hidden cells of a row is uniform on ``1..G``, this is an unbiased estimate in
-    nats a cell. Rows without any count as zero.
+    nats per cell. Rows without hidden cells count as zero.
 
     Args:
         stats: scores of the hidden cells, row by row (``N`` of them).

@@ -1,4 +1,4 @@
-"""Scores of acceptance decisions on stored states, and what a policy would do there."""
+"""Metrics of acceptance decisions on stored states, and of what a policy would commit there."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class ReplayScore(Metric):
 
     A state in which a policy commits ``c`` tokens, ``f`` of them wrong, costs ``1 / c`` steps and
     ``f / c`` wrong tokens per token written. Both are averaged over bins of the masked share of the
-    response, each bin alike, because a decode passes through all of them whatever the stored
+    response with equal weights, because a decode passes through all bins, whatever the stored
     states are; the number of tokens then turns them into counts per trace. It is an estimate: the
     states are those of the stored traces and not those that the policy's own commits lead to.
     """
@@ -89,7 +89,7 @@ class ReplayScore(Metric):
     def __init__(self, *, num_bins: int = 16) -> None:
         super().__init__()
         self.num_bins = num_bins  # of the masked share
-        # Of each bin: states, steps a token and wrong tokens a token.
+        # Of each bin: states, steps per token and wrong tokens per token.
         zeros = torch.zeros(3, num_bins, dtype=torch.float64)
         self.add_state("sums", zeros, dist_reduce_fx="sum")
         zero = torch.tensor(0.0, dtype=torch.float64)
@@ -160,7 +160,7 @@ class CalibrationCurve(Metric):
         self.sums.index_add_(1, bins, values.to(self.sums.dtype))
 
     def compute(self) -> dict[str, Tensor]:
-        """``ece``, 0 without data, and ``(num_bins,)`` means, NaN where a bin is empty."""
+        """Returns ``ece`` (0 without data), ``(num_bins,)`` means (NaN if empty) and counts."""
         count, prob_sum, label_sum = self.sums
         gap = (prob_sum - label_sum).abs().sum()
         return {
