@@ -1,4 +1,4 @@
-"""Pairs of preference for ``DPOModule``: files of them, and right against wrong decodes."""
+"""Preference pairs for ``DPOModule``: from files, or right against wrong decodes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ SIDES = ("chosen", "rejected")
 
 @dataclass(eq=False)
 class PreferencesFile(SupervisedSource):
-    """Pairs from a file, a folder or the hub, in the fields of trl's preference data.
+    """Pairs from a file, a folder or the hub, with the fields of trl's preference data.
 
-    ``chosen`` and ``rejected`` are texts or lists of turns (``role``, ``content``); ``prompt`` is
-    either likewise, or the turns of both sides begin with it.
+    ``chosen`` and ``rejected`` are texts or lists of turns (``role``, ``content``). ``prompt`` has
+    the same form; it can be left out if the turns of both sides begin with it.
 
     Args:
-        path: as that of ``ResponsesFile``.
-        split: of a folder or a data set on the hub.
+        path: as in ``ResponsesFile``.
+        split: split of a folder or of a data set on the hub.
     """
 
     path: str
@@ -54,7 +54,7 @@ class PreferencesFile(SupervisedSource):
 
 
 def _side(row: Row, side: str) -> Row:
-    """The row as if it had one answer."""
+    """Returns the row with one side as its only answer."""
     answer, prompt = row.fields[side], row.fields.get("prompt")
     fields = {name: value for name, value in row.fields.items() if name not in (*SIDES, "prompt")}
     if isinstance(answer, list):
@@ -67,7 +67,7 @@ def _side(row: Row, side: str) -> Row:
 
 
 def _pair(chosen: SupervisedExample, rejected: SupervisedExample) -> SupervisedExample:
-    # Each response has noise of its own, by its uid.
+    # Each response has noise of its own, which follows from its uid.
     uid = f"{chosen.uid}/rejected"
     return replace(chosen, rejected=replace(rejected, uid=uid))
 
@@ -76,10 +76,10 @@ def _pair(chosen: SupervisedExample, rejected: SupervisedExample) -> SupervisedE
 class RecordedPairs(Decodes):
     """Right against wrong decodes of the same prompt, from graded trajectory shards.
 
-    Those of a prompt are paired in the order of their uids; what is left over is left out.
+    Decodes of a prompt are paired in the order of their uids; surplus ones are left out.
 
     Args:
-        shards: folder of trajectory shards, of ``predict`` or of a run on rollouts.
+        shards: folder of trajectory shards, from ``predict`` or from the rollouts of an RL run.
         methods: decoding methods to take; all by default.
         tasks: tasks to take; all by default.
     """
@@ -100,7 +100,7 @@ class RecordedPairs(Decodes):
         groups: dict[object, tuple[list[SupervisedExample], list[SupervisedExample]]] = {}
         for number in uid_order([one.uid for one in taken]):
             one = taken[number]
-            # Ids of pictures are but numbers.
+            # The ids of pictures are only numbers, so the pictures themselves are compared too.
             sides = groups.setdefault((one.prompt_ids.tobytes(), one.pictures), ([], []))
             grade = is_correct(records[one.uid], str(shards))
             if grade is not None:

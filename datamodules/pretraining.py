@@ -1,6 +1,6 @@
 """Endless pre-training batches from task generators, drawn on the fly.
 
-Batch ``n`` is a function of the seed alone, and processes take batches in turn: a resumed run
+Batch ``n`` is a function of ``n`` and the seed, and processes take batches in turn: a resumed run
 continues with what it would have seen, and nothing has to be stored.
 """
 
@@ -30,10 +30,10 @@ POOL_STEPS = 8
 """Batches whose problems are drawn together and sorted by prompt length, to save padding."""
 
 DRILL_EVERY = 5
-"""Every so many steps have drills, throughout."""
+"""One in this many steps has drills, throughout the run."""
 
 RESULT_HIDE_CHANCE, OTHER_HIDE_CHANCE = 0.8, 0.1
-"""How often a drill hides a digit of a result, and any other token."""
+"""Probability that a drill hides a token of a result, and any other token."""
 
 
 SUFFIX_SHARE = 0.25
@@ -42,18 +42,18 @@ SUFFIX_SHARE = 0.25
 
 @dataclass(eq=False, kw_only=True)
 class PretrainDataModule(ResumableDataModule):
-    """Batches without end for ``fit``, dealt to the processes in turn.
+    """Endless batches for ``fit``, dealt to the processes in turn.
 
     Args:
-        sources: tasks that give prompts and completions of their training split.
+        sources: tasks that provide prompts and completions of their training split.
         tokenizer: folder, embedded name or hub id.
         shares: share of each source; equal by default.
         batch_size: rows of a batch and process.
-        rows_per_update: rows of one update over all processes, from which the trainer's
-            ``accumulate_grad_batches`` follows for any number of them; ``null`` leaves it alone.
+        rows_per_update: rows of one update over any number of processes; the trainer's
+            ``accumulate_grad_batches`` is set to match. ``null`` leaves it alone.
         response_length: cells of every response.
-        drills: task that gives drills, if any.
-        dense_drill_steps: until this step every second batch has drills, then every fifth.
+        drills: task that provides drills, if any.
+        dense_drill_steps: until this step also every second step has drills, not only every fifth.
         seed: seed of problems, styles and masks.
     """
 
@@ -80,12 +80,12 @@ class PretrainDataModule(ResumableDataModule):
         set_accumulation(self.trainer, self.rows_per_update, batch_size=self.batch_size)
 
     def train_dataloader(self) -> DataLoader[PretrainBatch]:
-        """The endless stream, from the trainer's step; ``trainer.max_steps`` ends it."""
+        """Returns the endless stream from the trainer's step on; ``trainer.max_steps`` ends it."""
         return DataLoader(_Batches(self), batch_size=None)
 
     @property
     def batches_per_step(self) -> int:
-        """Batches of all processes in an optimiser step; one without a trainer."""
+        """Batches of all processes in an optimiser step; 1 without a trainer."""
         trainer = self.trainer
         return 1 if trainer is None else trainer.accumulate_grad_batches * trainer.world_size
 
@@ -94,7 +94,7 @@ class PretrainDataModule(ResumableDataModule):
         return load_tokenizer(self.tokenizer)
 
     def batch(self, number: int) -> PretrainBatch:
-        """Draws one batch, of those of all processes; it is equal on every call."""
+        """Draws one batch, numbered over all processes; every call returns the same one."""
         pool, place = divmod(number, POOL_STEPS)
         if self._pool is None or self._pool[0] != pool:
             self._pool = (pool, self._draw_pool(pool))
@@ -163,11 +163,11 @@ class PretrainDataModule(ResumableDataModule):
         return DrillBatch(ids=ids, pad_mask=ids != pad_id, hidden=hidden)
 
     def _hide_chances(self, line: Sequence[int]) -> list[float]:
-        """Chance of each token to be hidden: high for what an equals sign is followed by."""
+        """Returns the probability of hiding each token: high for what follows an equals sign."""
         chances = []
         in_result = after_digit = False
         for token in self._tokenizer.convert_ids_to_tokens(list(line)):
-            # A number ends at the first word; words may carry the space behind them.
+            # A number ends at the first word; words may include the space after them.
             is_word = token.strip("Ġ").isalpha() and not after_digit
             in_result = token == "=" or (in_result and (token.isdigit() or is_word))
             after_digit = token.isdigit()
@@ -177,7 +177,7 @@ class PretrainDataModule(ResumableDataModule):
 
 
 class _Batches(IterableDataset[PretrainBatch]):
-    """This process's batches from where training stands, which Lightning leaves as they are."""
+    """This process's batches from the current step on; Lightning does not split them again."""
 
     def __init__(self, data: PretrainDataModule) -> None:
         self.data = data

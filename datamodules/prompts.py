@@ -1,4 +1,4 @@
-"""Prompts of tasks, tokenised for decoding; work that is already on disk is left out."""
+"""Prompts of tasks, tokenised for decoding; decodes that are already on disk are left out."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ logger = logging.getLogger(__name__)
 class PromptDataModule(LightningDataModule):
     """One loader per task and decoding method, for ``predict``.
 
-    Every process lists the same work and takes its prompts from a queue that all share. What
+    Every process lists the same work and takes its prompts from one shared queue. What
     :class:`~lit_dlm.callbacks.DecodeWriter` finds on disk is left out, so that a restart with any
     number of processes does exactly the missing work.
 
     Args:
         tasks: where the prompts come from.
-        response_length: cells to fill in each response; of several lengths each prompt gets one, by
-            a hash of its uid.
+        response_length: cells to fill in each response; with several lengths each prompt gets one
+            of them, by a hash of its uid.
         batch_size: prompts decoded together; one that ends is replaced by the next. By default as
-            many as have 8,192 cells of response, 32 of 256 each. Results do not depend on it.
-        max_prompt_length: most tokens of a prompt, chat template included; longer is an error.
+            many as have 8,192 response cells, such as 32 of 256 each. Results do not depend on it.
+        max_prompt_length: most tokens of a prompt, chat template included; more are an error.
         responses_per_prompt: responses to each prompt, each with a seed of its own; tables then
-            give their mean accuracy (avg@k) and pass@k. A larger number goes on from a smaller one.
-            Methods that draw nothing give one response, since all would be equal.
-        methods: decoders to run; all of the module by default.
+            show their mean accuracy (avg@k) and pass@k. A larger number continues a run with fewer.
+            Methods that draw nothing make one response, since all would be equal.
+        methods: decoders to run; all of the module's by default.
         assignment: ``each`` runs every method on every example, ``one`` gives each example one
             method, chosen by a hash of its uid.
-        mix: takes a number of prompts in all, shared by the tasks according to weights; every
-            example of every task by default.
+        mix: a total number of prompts, shared among the tasks by weights; every example of every
+            task by default.
     """
 
     tasks: list[Task]
@@ -71,9 +71,9 @@ class PromptDataModule(LightningDataModule):
         tasks_by_name(self.tasks)
         at_least(1, response_length=min(self._lengths, default=0))
         self.rows = self.batch_size or default_batch(max(self._lengths))
-        """Prompts that are decoded together."""
+        """Number of prompts that are decoded together."""
         self.done: Collection[str] = ()
-        """Keys ``{uid}@{method}`` of decodes that need not be made: a callback notes them."""
+        """Keys ``{uid}@{method}`` of decodes that need not be made, as set by a callback."""
         self._decodes: list[tuple[str, PromptExample]] = []
         self._module: DecodeModule | None = None
 
@@ -90,7 +90,7 @@ class PromptDataModule(LightningDataModule):
         module = of_kind(self.trainer.lightning_module, DecodeModule, option="model")
         self._module = module
         methods = self._checked_methods(module)
-        # Of a method that draws nothing all responses would be equal.
+        # All responses of a method that draws nothing would be equal.
         counts = {
             name: self.responses_per_prompt if module.decoders[name].draws else 1
             for name in methods
@@ -133,7 +133,7 @@ class PromptDataModule(LightningDataModule):
 
     @property
     def wanted(self) -> list[str]:
-        """Keys of all decodes of the run, done or not."""
+        """Keys of all decodes of the run, whether done or not."""
         return [decode_uid(example, method) for method, example in self._decodes]
 
     def predict_dataloader(self) -> list[DataLoader[PromptStream]]:
@@ -141,7 +141,7 @@ class PromptDataModule(LightningDataModule):
         return [DataLoader(stream, batch_size=None) for stream in self.streams()]
 
     def streams(self) -> list[PromptStream]:
-        """The work that is left, which the processes share."""
+        """Returns the remaining work, which the processes share."""
         groups: dict[tuple[str, str, int], list[PromptExample]] = {}
         for method, example in self._decodes:
             if decode_uid(example, method) not in self.done:
@@ -159,7 +159,7 @@ class PromptDataModule(LightningDataModule):
         ]
 
     def first_batches(self, count: int, method: str) -> Iterator[PromptBatch]:
-        """Batches of the first ``count`` examples, of every task in turn, whatever is done."""
+        """Yields batches of the first ``count`` examples, of every task in turn, done or not."""
         by_turns = chain.from_iterable(zip_longest(*(task.examples() for task in self.tasks)))
         chosen = list(islice((example for example in by_turns if example is not None), count))
         by_length: dict[int, list[PromptExample]] = {}
@@ -194,7 +194,7 @@ class PromptDataModule(LightningDataModule):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptMix:
-    """A fixed number of prompts, shared by the tasks according to weights.
+    """A fixed number of prompts, shared among the tasks by weights.
 
     The TraceLock release takes 7,000: GSM8K 0.2, KodCode 0.2, Alpaca 0.4 (arXiv 2605.24697).
     """
@@ -213,9 +213,9 @@ class PromptMix:
     def chosen(
         self, examples: Mapping[str, Sequence[PromptExample]]
     ) -> dict[str, list[PromptExample]]:
-        """The prompts of each task, shuffled by ``seed`` plus the number of the task.
+        """Returns the prompts of each task, shuffled by ``seed`` plus the number of the task.
 
-        As many as the task's share of ``total``, by largest remainder.
+        Their number is the task's share of ``total``, rounded by largest remainder.
         """
         if set(examples) != set(self.weights):
             raise ValueError(
@@ -233,7 +233,7 @@ class PromptMix:
 
 
 def largest_remainder(total: int, weights: Sequence[float]) -> list[int]:
-    """Whole shares of ``total``, one per weight; left-overs go to the largest remainders."""
+    """Returns whole shares of ``total``, one per weight, rounded by largest remainder."""
     exact = [total * weight / math.fsum(weights) for weight in weights]
     counts = [math.floor(share) for share in exact]
     by_remainder = sorted(range(len(exact)), key=lambda at: counts[at] - exact[at])
@@ -243,6 +243,6 @@ def largest_remainder(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def drawn_length(lengths: Sequence[int], uid: str, *, seed: int) -> int:
-    """One of several response lengths, by a hash of the prompt's uid: all its decodes have one."""
+    """Chooses a prompt's response length by a hash of its uid, the same for all its decodes."""
     digest = hashlib.sha256(f"length:{seed}:{uid}".encode()).digest()
     return lengths[int.from_bytes(digest[:8], "big") % len(lengths)]

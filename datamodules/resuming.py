@@ -1,6 +1,6 @@
-"""Which examples go into which batch, so that a run goes on exactly where it stopped.
+"""Which examples go into which batch, so that a run resumes exactly where it stopped.
 
-Plans are pure functions of seed, batch number and rank, for as many processes as before.
+Plans are pure functions of seed, batch number and rank, for a fixed number of processes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 logger = logging.getLogger(__name__)
 
 _LENGTH_GROUP = 50
-"""Batches whose examples are sorted by length together."""
+"""Number of batches whose examples are sorted by length together."""
 
 
 class ExampleRef(NamedTuple):
@@ -35,19 +35,19 @@ class ExampleRef(NamedTuple):
 
 
 class Plan(DistributedSampler[list[ExampleRef]]):
-    """Batches of one rank; a distributed sampler, so that Lightning leaves it as it is."""
+    """Batches of one rank; a distributed sampler, so that Lightning does not replace it."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Does nothing: the pass follows from the batches that are done."""
+        """Does nothing: the pass follows from the number of batches that are done."""
 
 
 @dataclass(eq=False)
 class EpochPlan(Plan):
-    """Endless shuffled passes over examples that lie in blocks of files.
+    """Endless shuffled passes over examples that are stored in blocks of files.
 
     Each pass shuffles the blocks, cuts them into groups and shuffles the examples of each group, so
-    that a reader touches few blocks at a time. A pass is whole updates; the few examples left over
-    at its end are others in the next one, and examples of less than one update are repeated.
+    that a reader touches few blocks at a time. A pass consists of whole updates: the few examples
+    left over at its end differ between passes, and examples too few for an update are repeated.
 
     With ``readers`` every reader of every rank has blocks of its own, as WebDataset splits shards
     by node and worker: each block is read once a pass.
@@ -66,15 +66,15 @@ class EpochPlan(Plan):
     accumulate: int = 1
     """Batches of each rank that make an update."""
     readers: int = 0
-    """Processes of each rank that get its batches in turn and read blocks of their own; 0 where it
+    """Processes of each rank that take its batches in turn and read blocks of their own; 0 if it
     does not matter who reads what."""
     blocks_per_group: int = 64
     """Blocks whose examples are mixed."""
     lengths: NDArray[np.integer] | None = None
-    """``(N,)`` length of every example, to put similar ones into one batch; batches are mixed at
-    random by default."""
+    """``(N,)`` length of every example, to put similar ones into one batch; by default lengths are
+    mixed at random."""
     batches_done: Callable[[], int] = lambda: 0
-    """Asked at each start of iteration: batches of each rank since the beginning of training."""
+    """Returns each rank's batches since the beginning of training; called as iteration starts."""
 
     def __post_init__(self) -> None:
         updates = len(self.blocks) // (self.batch_size * self.world_size * self.accumulate)
@@ -86,13 +86,13 @@ class EpochPlan(Plan):
         return self._length
 
     def __iter__(self) -> Iterator[list[ExampleRef]]:
-        """One pass worth of batches, from where training stands."""
+        """Yields as many batches as a pass has, from the current point of training on."""
         first = self.batches_done()
         for number in range(first, first + len(self)):
             yield self.batch(number)
 
     def batch(self, number: int) -> list[ExampleRef]:
-        """This rank's batch ``number``, counted from the beginning of training."""
+        """Returns this rank's batch ``number``, counted from the beginning of training."""
         epoch, offset = divmod(number, len(self))
         chosen = self.numbers[self.batches(epoch)[offset * self.world_size + self.rank]]
         return [ExampleRef(number, epoch) for number in chosen.tolist()]
@@ -102,14 +102,14 @@ class EpochPlan(Plan):
         if self._pass is None or self._pass[0] != epoch:
             count = len(self) * self.world_size
             readers = self._batches_by_reader()
-            # So many examples that no reader gets fewer than its batches hold, if there are enough.
+            # Each reader gets as many examples as its batches hold or more, if there are enough.
             ends = np.cumsum([len(batches) for batches in readers]) * len(self.blocks) // count
             rng = np.random.default_rng([self.seed, epoch])
             order = self._shuffled(ends, rng)
             found: list[NDArray[np.int64]] = [order] * count
             first = 0
             for batches, end in zip(readers, ends.tolist(), strict=True):
-                # A reader without an example (there are fewer than readers) repeats another's.
+                # A reader without examples (there are fewer than readers) repeats another one's.
                 part = order[first:end] if end > first else order[:1]
                 for number, batch in zip(batches, self._cut(part, len(batches), rng), strict=True):
                     found[number] = batch
@@ -132,7 +132,7 @@ class EpochPlan(Plan):
 
     def _shuffled(self, ends: NDArray[np.integer], rng: np.random.Generator) -> NDArray[np.int64]:
         """Positions in ``blocks`` in the order of one pass; readers change at ``ends``."""
-        # Of ten million examples an array takes tens of megabytes: none lives longer than it must.
+        # With ten million examples an array takes tens of megabytes: none is kept for long.
         key = rng.random(len(self.blocks))
         names = np.unique(self.blocks)
         places = rng.permutation(len(names)).astype(np.int32)
@@ -150,7 +150,7 @@ class EpochPlan(Plan):
     def _cut(
         self, order: NDArray[np.int64], count: int, rng: np.random.Generator
     ) -> NDArray[np.int64]:
-        """``(count, batch_size)`` of shuffled examples; too few are repeated."""
+        """Returns ``(count, batch_size)`` of shuffled examples, repeated if they are too few."""
         order = order[: count * self.batch_size]
         if self.lengths is not None:
             self._group_by_length(order, rng)
@@ -195,13 +195,13 @@ class FixedPlan(Plan):
 
 
 class ResumableLoader(DataLoader[Any]):
-    """A loader that a checkpoint need not describe: the optimiser step says where it stands."""
+    """A loader without a state of its own: its position follows from the optimiser step."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Asks for the first batch late, as a trainer that resumes knows its step late."""
+        """Requests the first batch late, since a trainer that resumes knows its step only then."""
         yield from super().__iter__()
 
-    # Having these tells Lightning that resuming is exact.
+    # These two methods tell Lightning that resuming is exact.
     def state_dict(self) -> dict[str, int]:
         return {}
 
@@ -210,7 +210,7 @@ class ResumableLoader(DataLoader[Any]):
 
 
 class _Listed(Dataset[Any]):
-    """What a plan lists, as it is."""
+    """Data set that returns what a plan lists, unchanged."""
 
     def __getitem__(self, refs: list[ExampleRef]) -> list[ExampleRef]:
         return refs
@@ -219,7 +219,7 @@ class _Listed(Dataset[Any]):
 def _planned_loader(
     make: Callable[[list[ExampleRef]], Any], plan: Plan, *, num_workers: int = 0
 ) -> ResumableLoader:
-    """A loader over the batches that a function makes of what a plan lists."""
+    """Returns a loader over the batches that a function makes from what a plan lists."""
     return ResumableLoader(
         _Listed(),
         sampler=plan,
@@ -231,15 +231,15 @@ def _planned_loader(
 
 
 def computed_loader(make: Callable[[list[ExampleRef]], Any], count: int) -> ResumableLoader:
-    """A loader over so many batches, each of which is made of one example reference, in order."""
+    """Returns a loader over ``count`` batches in order, each made from one example reference."""
     return _planned_loader(make, FixedPlan(range(count), batch_size=1))
 
 
 class ResumableDataModule(LightningDataModule):
     """Data whose order follows from the optimiser step, so that a checkpoint keeps no position.
 
-    The step says where a run stands only if an update is made of the same batches as before, by the
-    same processes; a checkpoint keeps what these were.
+    The step determines the position only if updates consist of as many batches, of the same size
+    and from as many processes, as before; a checkpoint keeps these numbers.
     """
 
     batch_size: int
@@ -250,7 +250,7 @@ class ResumableDataModule(LightningDataModule):
         return {} if self.trainer is None else self._update
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refuses to train on with other processes or batches than those of the checkpoint."""
+        """Refuses to resume with another number of processes or batches than in the checkpoint."""
         if self.trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
             return
         if state_dict != self._update:
@@ -274,13 +274,13 @@ class ResumableDataModule(LightningDataModule):
         numbers: NDArray[np.integer],
         **options: Any,
     ) -> ResumableLoader:
-        """Shuffled batches, from where training stands.
+        """Returns a loader of shuffled batches, from the current point of training on.
 
         Args:
-            make: gives a collated batch.
+            make: makes a collated batch.
             blocks: ``(N,)`` block of each example.
-            numbers: ``(N,)`` its number.
-            options: of :class:`EpochPlan`.
+            numbers: ``(N,)`` number of each example.
+            options: options of :class:`EpochPlan`.
         """
         trainer = self.trainer
         accumulate = 1 if trainer is None else trainer.accumulate_grad_batches
@@ -303,7 +303,7 @@ class ResumableDataModule(LightningDataModule):
         *,
         batch_size: int,
     ) -> ResumableLoader:
-        """Examples in order, each once; ``batch_size`` of them per batch and process."""
+        """Returns a loader of examples in order, each once; ``batch_size`` per batch and rank."""
         plan = FixedPlan(numbers, batch_size=batch_size, **self._place)
         return _planned_loader(make, plan, num_workers=self.num_workers)
 
@@ -316,7 +316,7 @@ class ResumableDataModule(LightningDataModule):
 
 
 def refuse_overfit_batches(trainer: Trainer | None, *, instead: str) -> None:
-    """Refuses the trainer's option that would replace a plan by a sampler of Lightning's own."""
+    """Refuses the trainer's ``overfit_batches``, which would replace a plan by another sampler."""
     share = 0 if trainer is None else trainer.overfit_batches  # type: ignore[attr-defined]
     if share:
         raise ValueError(
@@ -328,12 +328,12 @@ def refuse_overfit_batches(trainer: Trainer | None, *, instead: str) -> None:
 def set_accumulation(
     trainer: Trainer, rows_per_update: int | None, *, batch_size: int, packing: int = 1
 ) -> None:
-    """Sets ``accumulate_grad_batches`` so that an update has a given number of rows, and says so.
+    """Sets ``accumulate_grad_batches`` so that an update has a given number of rows, and logs it.
 
     Args:
         trainer: knows the number of processes.
-        rows_per_update: of all processes; ``None`` leaves the trainer's own setting.
-        batch_size: items of a batch of one process.
+        rows_per_update: rows of all processes; ``None`` leaves the trainer's own setting.
+        batch_size: items in a batch of one process.
         packing: rows in each item.
     """
     together = batch_size * packing * trainer.world_size

@@ -1,4 +1,4 @@
-"""Reinforcement learning's data: prompts, rewards, and an RL step in every epoch."""
+"""Data of reinforcement learning: prompts, rewards, and one RL step per epoch."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutDataModule(RolloutSettings, ResumableDataModule):
-    """Gives the module what it rolls out and scores; an epoch's batches are the module's RL step.
+    """Provides what the module rolls out and scores; an epoch's batches are the module's RL step.
 
-    A run that is stopped between two RL steps resumes as if it had not been.
+    A run that is stopped between two RL steps resumes as if it had never stopped.
     """
 
     _source: RolloutSource | None = None
     _validation: RolloutValidation | None = None
-    _limit: int | float = 1.0  # of validation batches, as the trainer was given it
+    _limit: int | float = 1.0  # of validation batches, as the trainer had it
 
     def setup(self, stage: str | None = None) -> None:
         """Tokenises prompts and prepares engine, rewards and validation."""
@@ -64,7 +64,7 @@ class RolloutDataModule(RolloutSettings, ResumableDataModule):
             if isinstance(limit, int):
                 limit *= self.rollout_batch_size * trainer.world_size
             self._validation = validation_of(module, module.val_methods, self, limit=limit)
-            # A batch of Lightning's is a decoder and all that it answers.
+            # For Lightning, a batch is a decoder with all prompts that it answers.
             trainer.limit_val_batches = float(limit > 0)
         module.roll_out_from(self._source, self, self._validation)
 
@@ -74,19 +74,19 @@ class RolloutDataModule(RolloutSettings, ResumableDataModule):
         return of_kind(module, TraceRLModule, option="model")
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """The batches of the module's next RL step, collated when they are asked for."""
+        """Returns the batches of the module's next RL step, collated when they are requested."""
         module = self._module
         count = len(module.next_rl_step().batches)
 
         def batch(refs: Sequence[ExampleRef]) -> RolloutBatch:
-            # Lightning keeps the loader while the next RL step is made, so it must not hold this.
+            # Lightning keeps the loader while the next RL step is made; it must not hold this one.
             assert module.current is not None
             return module.current.batch(refs[0].number)
 
         return computed_loader(batch, count)
 
     def val_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
-        """Decoders, each of which answers all held-out prompts, with the same noise every time."""
+        """Returns decoders; each answers all held-out prompts, with the same noise every time."""
         if self._validation is None:
             return []
         methods = list(self._validation.engines)

@@ -45,23 +45,23 @@ logger = logging.getLogger(__name__)
 class SupervisedDataModule(ResumableDataModule):
     """Training and validation batches from any sources, held in memory as token ids.
 
-    The order is a function of the seed and of the optimiser step, and noise one of the seed, the
-    pass and the sample's uid: a run that is stopped and resumed trains on what an uninterrupted one
-    would have.
+    The order depends only on the seed and the optimiser step, noise only on the seed, the pass and
+    the sample's uid: a run that is stopped and resumed trains on what an uninterrupted one would
+    have trained on.
 
     Args:
         sources: where examples come from.
-        response_length: cells of every response. Of a block model, a batch leaves out blocks behind
-            those of its last targets.
+        response_length: cells of every response. With a block model, a batch leaves out blocks
+            after those of its last targets.
         batch_size: examples per batch and process.
         group_by_length: puts examples of similar length into one batch, so that less of it is
             padding (transformers' option of that name): runs of 50 batches of the shuffled order
             are sorted by length, and their batches shuffled. Useful with ``batch_size`` above 1 on
             block models, whose rows end with their answers.
-        rows_per_update: examples of one update over all processes, from which the trainer's
-            ``accumulate_grad_batches`` follows for any number of them; ``null`` leaves it alone.
+        rows_per_update: examples of one update over any number of processes; the trainer's
+            ``accumulate_grad_batches`` is set to match. ``null`` leaves it alone.
         max_prompt_length: examples with longer prompts are left out.
-        overlong: what becomes of responses longer than ``response_length``: ``cut`` (as in the
+        overlong: what happens to responses longer than ``response_length``: ``cut`` (as in the
             releases) or ``drop``.
         limit: most examples of all sources together; all by default.
         val_fraction: share of prompts kept for validation, by a hash of their uids; 0 for none.
@@ -127,7 +127,7 @@ class SupervisedDataModule(ResumableDataModule):
     ) -> None:
         """Splits examples into a training and a validation side.
 
-        ``num_padding`` cells of fill behind an answer are supervised; ``None`` for all.
+        ``num_padding`` cells of fill after an answer are supervised; ``None`` for all.
         """
         is_val = np.array(
             [is_validation(e.uid, seed=self.seed, fraction=self.val_fraction) for e in examples],
@@ -186,7 +186,7 @@ class SupervisedDataModule(ResumableDataModule):
             logger.warning(told, dropped["cut"], self.response_length, dropped["end"])
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Shuffled examples; starts where training stands."""
+        """Returns shuffled examples, from the current point of training on."""
         trainer, count = self.trainer, len(self.train_numbers)
         batches = 1 if trainer is None else trainer.world_size * trainer.accumulate_grad_batches
         if count < self.batch_size * batches:
@@ -195,24 +195,24 @@ class SupervisedDataModule(ResumableDataModule):
         lengths = None
         if self.group_by_length:
             lengths = np.array([self._num_tokens(n) for n in self.train_numbers.tolist()])
-        blocks = np.zeros(count, dtype=np.int64)  # all in memory: one
+        blocks = np.zeros(count, dtype=np.int64)  # one block: all is in memory
         return self.planned_training(self.batch, blocks, self.train_numbers, lengths=lengths)
 
     def _num_tokens(self, number: int) -> int:
-        """Tokens of an example's training row."""
+        """Returns the number of tokens of an example's training row."""
         example, spec = self.examples[number], self._shape["spec"]
         cells = max(needed_cells(row, **self._shape) for row in example.rows())
         return sum(row_tokens(len(example.prompt_ids), cells, spec))
 
     def val_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
-        """The validation side, in order; none without one."""
+        """Returns the validation side in order; no loader if it is empty."""
         if not len(self.val_numbers):
             if self.trainer is not None and self.trainer.state.fn == TrainerFn.VALIDATING:
                 raise ValueError(
                     "data.val_fraction: expected a number above 0, the share that validate reads, "
                     f"got {self.val_fraction}"
                 )
-            # Lightning's way to say that there is none, about which it warns all the same.
+            # An empty list tells Lightning that there is no validation; it warns about that anyway.
             warnings.filterwarnings(
                 "ignore", message=r"Total length of `list` across ranks is zero"
             )
@@ -222,9 +222,9 @@ class SupervisedDataModule(ResumableDataModule):
         )
 
     def probe_prompts(self, count: int) -> list[SupervisedExample]:
-        """Examples on whose prompts scores of decoding are taken, the same ones at every call.
+        """Returns examples whose prompts are decoded for scores, the same ones at every call.
 
-        Those of validation, or of training where there is no validation.
+        They are from the validation side, or from training if there is no validation.
         """
         numbers = self.val_numbers if len(self.val_numbers) else self.train_numbers
         return [self.examples[number] for number in numbers[:count].tolist()]
@@ -245,8 +245,8 @@ def check_learnable(
 ) -> None:
     """Refuses ids that the model does not have and targets of probability zero.
 
-    Here the sample's name is at hand, and a process that found it in the middle of an epoch would
-    leave the others waiting.
+    Done before training: the sample can be named here, and a process that failed in the middle of
+    an epoch would leave the others waiting.
     """
     for what, ids in (("prompt", example.prompt_ids), ("response", example.response_ids)):
         has_pictures = what == "prompt" and example.pictures is not None
@@ -260,7 +260,7 @@ def check_learnable(
     ids = example.response_ids
     if num_padding is not None:
         ids = ids[: example.answer_length(spec) + num_padding]
-    # A mask in a response is a cell that nothing was written to, and never a target.
+    # A mask in a response is a cell that was never written, and is never a target.
     impossible = [token for token in spec.forbidden_ids if token != spec.mask_id]
     found = np.flatnonzero(np.isin(ids, impossible))
     if len(found):
@@ -271,7 +271,7 @@ def check_learnable(
 
 
 def check_pairs(examples: Sequence[SupervisedExample], module: FinetuneModule) -> None:
-    """Refuses one response where a pair is trained on, and pairs elsewhere."""
+    """Refuses single responses where pairs are trained on, and pairs elsewhere."""
     wants_pairs = isinstance(module, DPOModule)
     texts = ("one response", "a chosen and a rejected response")
     for example in examples:
@@ -283,7 +283,7 @@ def check_pairs(examples: Sequence[SupervisedExample], module: FinetuneModule) -
 
 
 _ROWS = 256
-"""Examples looked at together."""
+"""Number of examples checked together."""
 
 
 def check_decodes(
@@ -291,8 +291,8 @@ def check_decodes(
 ) -> None:
     """Refuses examples that lack the decode that the module's states or ties are made from.
 
-    A process that found it in the middle of an epoch would leave the others waiting. Warns of those
-    in which its cuts leave nothing to learn. Responses have at most ``response_length`` tokens.
+    A process that failed in the middle of an epoch would leave the others waiting. Warns if cuts
+    leave nothing to learn in some examples. Responses have at most ``response_length`` tokens.
     """
     corruption = module.corruption
     needed = {}

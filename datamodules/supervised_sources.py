@@ -43,17 +43,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What tokenising examples needs to know of a model."""
+    """What tokenising examples needs to know about a model."""
 
     tokenizer: PreTrainedTokenizerBase
     spec: BackboneSpec
     vocab_size: int
     backbone: HFBackbone | None = None
-    """The model, which has to see where prompts have pictures."""
+    """The model; needed only for prompts with pictures, which it must be able to see."""
 
     @cached_property
     def end_id(self) -> int:
-        """What ends an answer: as in the chat template, else the model's first end of text."""
+        """Token that ends an answer: the chat template's, or else the model's first end of text."""
         if self.tokenizer.chat_template is None:
             return self.spec.eos_ids[0]
         question, answer = ({"role": role, "content": "a"} for role in ("user", "assistant"))
@@ -70,7 +70,7 @@ class ModelFacts:
     def prompt(
         self, uid: str, turns: list[dict[str, str]], pictures: Sequence[Picture] = ()
     ) -> dict[str, Any]:
-        """``prompt_ids`` and ``pictures`` of an example: the chat up to where the model answers."""
+        """Returns ``prompt_ids`` and ``pictures`` of an example, up to where the model answers."""
         ids = encoded_turns(self.tokenizer, turns, pictures, backbone=self.backbone, uid=uid)
         add_pictures(self.backbone, uid, pictures)
         digests = tuple(picture.digest for picture in pictures)
@@ -79,11 +79,11 @@ class ModelFacts:
 
 
 class SupervisedSource(Plug):
-    """Gives prompts with responses."""
+    """Provides prompts with responses."""
 
     @abstractmethod
     def examples(self, model: ModelFacts) -> Iterator[SupervisedExample]:
-        """All examples, tokenised, in a stable order; uids are unique within the source."""
+        """Yields all examples, tokenised, in a stable order; uids are unique within the source."""
 
 
 @dataclass(eq=False)
@@ -91,7 +91,7 @@ class TaskReferences(SupervisedSource):
     """Prompts of tasks with completions that grade as right (the ground truth).
 
     Args:
-        tasks: tasks whose data hold solutions.
+        tasks: tasks whose data contain solutions.
     """
 
     tasks: list[Task]
@@ -117,7 +117,7 @@ class TaskReferences(SupervisedSource):
 
 @dataclass(eq=False)
 class ResponsesList(SupervisedSource):
-    """Answered prompts that are given as they are, with what a row of a file may hold.
+    """Answered prompts given directly, in the form of a file's rows.
 
     Args:
         rows: such as ``{"prompt": ..., "answer": ...}`` (:mod:`lit_dlm.tasks.conversations`).
@@ -138,18 +138,18 @@ class ResponsesList(SupervisedSource):
 class ResponsesFile(SupervisedSource):
     """Answered prompts from a file, a folder or the hub.
 
-    What a row may hold says :mod:`lit_dlm.tasks.conversations`; ``PromptsFile`` takes the same.
+    :mod:`lit_dlm.tasks.conversations` says what a row may hold; ``PromptsFile`` takes the same.
 
-    Its ``step_map``, where it has one, holds the step that wrote each token of the response
-    (dLLM-RL, arXiv:2509.06949). Steps behind the last token are left out, and the end of text comes
-    after all others where the map ends before it, as in that release.
+    A ``step_map``, if a row has one, holds the step that wrote each token of the response (dLLM-RL,
+    arXiv:2509.06949). Steps after the last token are ignored; if the map ends before the end of
+    text, that token comes after all others, as in that release.
 
     Args:
         path: a file, a folder with a file for each split, or a data set on the hub
             (:func:`~lit_dlm.tasks.sources.read_rows`).
-        split: of a folder or a data set on the hub.
-        templated: prompts are texts behind a chat template already, such as those of dLLM-RL's
-            preprocessed files; by default they are user turns.
+        split: split of a folder or of a data set on the hub.
+        templated: whether prompts are texts with a chat template already applied, such as those of
+            dLLM-RL's preprocessed files; by default they are user turns.
     """
 
     path: str
@@ -172,7 +172,7 @@ class ResponsesFile(SupervisedSource):
 def answered(
     rows: Iterable[Row], model: ModelFacts, *, name: str, folder: Path, templated: bool = False
 ) -> Iterator[SupervisedExample]:
-    """Examples of rows with a prompt and an answer; ``folder`` is where paths of pictures begin."""
+    """Yields examples of answered rows; paths of pictures are relative to ``folder``."""
     for number, row in enumerate(rows):
         turns, response = conversation(row)
         assert response is not None
@@ -208,7 +208,7 @@ def _prompt(
 
 
 class Decodes(SupervisedSource):
-    """Recorded decodes that pass filters, and how they become examples."""
+    """Base of sources that filter recorded decodes and make examples of them."""
 
     only_correct: bool
     methods: list[str] | None
@@ -217,7 +217,7 @@ class Decodes(SupervisedSource):
     def taken(
         self, records: Iterable[Trajectory], origin: Path, model: ModelFacts
     ) -> Iterator[SupervisedExample]:
-        """Examples of the records that are taken; says which option left others out."""
+        """Yields examples of the records that are taken; logs which option left others out."""
         count = 0
         left_out: Counter[str] = Counter()
         for record in records:
@@ -254,7 +254,7 @@ class Decodes(SupervisedSource):
                 return f"{name}s: {list(values)}"
         if self.only_correct and not is_correct(record, str(origin)):
             return "only_correct"
-        # Two rows of tokens and steps do not describe such states.
+        # One row of tokens and one of steps cannot describe such states.
         return "rewritten tokens" if record.superseded is not None else None
 
 
@@ -262,7 +262,7 @@ class Decodes(SupervisedSource):
 class RecordedDecodes(Decodes):
     """Responses that a model decoded, with the steps that wrote them, from trajectory shards.
 
-    Decodes that masked or edited a token again are left out.
+    Decodes that took back or replaced a token are left out.
 
     Args:
         shards: folder of trajectory shards, as ``predict`` with a ``DecodeWriter`` writes them.
@@ -286,7 +286,7 @@ class RecordedDecodes(Decodes):
         add_picture_folders(model.backbone, shards)
         records = TrajectoryShardReader(shards, features=False)
         found = list(self.taken(records, shards, model))
-        # However many processes wrote them, and whatever broke these off.
+        # The same order however many processes wrote them, and wherever these were interrupted.
         for number in uid_order([example.uid for example in found]):
             yield found[number]
 
@@ -299,7 +299,7 @@ class TABOMFile(Decodes):
         path: the file, which may be gzipped; rows hold ``response_token_ids`` and
             ``decoding_order``.
         methods: values of ``method`` to take; all by default.
-        only_correct: leave out rows that say they are wrong; needs rows that were graded.
+        only_correct: leave out rows that are graded as wrong; needs graded rows.
     """
 
     path: str | Path
@@ -321,7 +321,7 @@ class TABOMFile(Decodes):
 
 
 def _listed_non_ltr(record: Trajectory) -> NDArray[np.bool_] | None:
-    """``(G,)`` bool of the list that came with an imported decode, where it did."""
+    """Returns the list that came with an imported decode as ``(G,)`` bool, ``None`` without one."""
     listed = record.meta.get("non_ltr_positions")
     return None if listed is None else np.isin(np.arange(record.num_generated), listed)
 
@@ -338,7 +338,7 @@ def _response_ids(model: ModelFacts, text: str) -> NDArray[np.int32]:
 
 
 def _step_map(row: Row, ids: NDArray[np.int32], eos_ids: Sequence[int]) -> NDArray[np.int32] | None:
-    """``(n,)`` steps of a response from 0, where the row has them."""
+    """Returns the ``(n,)`` steps of a response, from 0; ``None`` if the row has none."""
     given = row.fields.get("step_map")
     if given is None:
         return None

@@ -35,9 +35,9 @@ Source = Literal["features", "tokens"]
 _BLOCKS_PER_GROUP = 64
 """Stored blocks whose examples are mixed, at most."""
 _GROUP_BYTES = 2**30
-"""Stored blocks with features are large (30 MB of a released model): a group takes less."""
+"""Most bytes of a group's stored blocks; one with features of a released model has 30 MB."""
 _CACHED_RECORD_BLOCKS = 1024
-"""Blocks of records without features in memory: about 200 MB at 256 + 256 tokens."""
+"""Blocks of records without features kept in memory: about 200 MB at 256 + 256 tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +45,7 @@ class StateIndex:
     """Every example of a set of shards, by number only: the records stay on disk."""
 
     uids: list[str]
-    """Uid of each record; one that is left out has no example."""
+    """Uid of each record; a record that is left out has no examples."""
     tasks: list[str]
     """Task of each record, empty where its meta names none."""
     num_steps: NDArray[np.int32]
@@ -53,9 +53,9 @@ class StateIndex:
     blocks: NDArray[np.int32]
     """``(number of records,)`` ascending: stored block of each record, counted over all shards."""
     starts: NDArray[np.int64]
-    """``(number of records + 1,)`` first example of each record, and the number of all."""
+    """``(number of records + 1,)`` first example of each record, then the number of all."""
     steps: NDArray[np.int32]
-    """``(number of examples,)`` step of each, a record's in order."""
+    """``(number of examples,)`` step of each, ascending within a record."""
 
     def records_of(self, examples: NDArray[np.integer]) -> NDArray[np.int64]:
         """``(N,)`` number of each example's record."""
@@ -65,7 +65,7 @@ class StateIndex:
 class StateReader:
     """Makes batches of states from records on disk.
 
-    Blocks are read when an example needs them, and kept while there is room. The plan of training
+    Blocks are read when an example needs them, and kept while there is room. The training plan
     mixes the examples of few stored blocks at a time, so each is read about once per pass.
 
     Args:
@@ -85,7 +85,7 @@ class StateReader:
         self._cache: OrderedDict[int, list[Trajectory]] = OrderedDict()
 
     def states(self, numbers: NDArray[np.integer]) -> list[tuple[Trajectory, int, int]]:
-        """Record and step of each example, and how many examples of the record are before it."""
+        """Returns record and step of each example, and how many of the record's precede it."""
         records = self.index.records_of(numbers)
         blocks = self.index.blocks[records]
         columns = (
@@ -115,7 +115,7 @@ class StateReader:
     def _block(self, block: int) -> list[Trajectory]:
         records = self._cache.get(block)
         if records is None:
-            while len(self._cache) >= self.cached_blocks:  # before memory for another is taken
+            while len(self._cache) >= self.cached_blocks:  # before another takes memory
                 self._cache.popitem(last=False)
             records = self._cache[block] = self.reader.read_block(*self._block_names[block])
         else:
@@ -135,8 +135,8 @@ class TrajectoryDataModule(ResumableDataModule):
     """Training and validation states from trajectory shards.
 
     The split is by a hash of the prompt's uid, so that several decodes of one prompt are on the
-    same side. The order of training examples is a function of the seed, the optimiser step, the
-    stored blocks and who reads them: every process, and each of its loader workers, has blocks of
+    same side. The order of training examples depends only on the seed, the optimiser step, the
+    stored blocks and their readers: every process, and each of its loader workers, has blocks of
     its own. A run that is killed and resumed sees what an uninterrupted one would have seen.
 
     Args:
@@ -212,12 +212,12 @@ class TrajectoryDataModule(ResumableDataModule):
 
     @property
     def states(self) -> StateReader:
-        """What reads the examples; known after ``setup``."""
+        """What reads the examples; available after ``setup``."""
         assert self._states is not None
         return self._states
 
     def _all_shards(self) -> Path | list[Path]:
-        """What the reader takes: one folder, or the shards of several."""
+        """Returns what the reader takes: one folder, or the shards of several."""
         if len(self._folders) == 1:
             return self._folders[0]
         return shard_paths(self._folders)
@@ -265,7 +265,7 @@ class TrajectoryDataModule(ResumableDataModule):
         )
 
     def _chosen_steps(self, record: Trajectory) -> NDArray[np.integer]:
-        """Steps of a record that become examples, ascending: a share of them, by its uid."""
+        """Returns the steps of a record that become examples, ascending, drawn by its uid."""
         rng = np.random.default_rng(_hash(f"steps:{self.seed}:{record.uid}"))
         count = round(self.step_ratio * record.num_steps)
         return np.sort(rng.choice(record.num_steps, size=count, replace=False))
@@ -289,7 +289,7 @@ class TrajectoryDataModule(ResumableDataModule):
 
     @property
     def tasks(self) -> list[str]:
-        """Names of the tasks whose decodes are trained on; known after ``setup``."""
+        """Names of the tasks whose decodes are trained on; available after ``setup``."""
         return sorted(set(self._states.index.tasks) - {""}) if self._states else []
 
     @property
@@ -300,7 +300,7 @@ class TrajectoryDataModule(ResumableDataModule):
     # -- loaders ---------------------------------------------------------------------------------
 
     def train_dataloader(self) -> DataLoader[StateBatch]:
-        """Shuffled states; starts where training stands."""
+        """Returns shuffled states, from the current point of training on."""
         index = self.states.index
         return self.planned_training(
             self.states.batch,
@@ -317,7 +317,7 @@ class TrajectoryDataModule(ResumableDataModule):
 
 
 def is_correct(record: Trajectory, origin: str) -> bool | None:
-    """The grade of a record, which ``only_correct`` asks for; ``None`` where no grader knew."""
+    """Returns a record's grade, which ``only_correct`` needs; ``None`` if no grader could judge."""
     if "correct" not in record.meta:
         raise ValueError(
             f"only_correct: record {record.uid!r} in {origin} was not graded when it was made (its "
@@ -328,10 +328,10 @@ def is_correct(record: Trajectory, origin: str) -> bool | None:
 
 
 def is_validation(uid: str, *, seed: int, fraction: float) -> bool:
-    """Whether a record belongs to the validation side, of which there is a ``fraction``.
+    """Returns whether a record belongs to the validation side, a ``fraction`` of all prompts.
 
-    The first eight bytes (big endian) of ``sha256("{seed}:{prompt uid}")``, read as a fraction of
-    their range, decide: the split of the TraceLock release.
+    It does if the first eight bytes (big endian) of ``sha256("{seed}:{prompt uid}")``, as a
+    fraction of their range, are below ``fraction``: the split of the TraceLock release.
     """
     return _hash(f"{seed}:{prompt_uid(uid)}") / 2**64 < fraction
 
@@ -343,7 +343,7 @@ def _hash(text: str) -> int:
 def _spread_evenly(
     index: StateIndex, chosen: NDArray[np.int64], limit: int, seed: int
 ) -> NDArray[np.int64]:
-    """At most ``limit`` of the chosen examples, in turn from every task and quarter of time."""
+    """Returns at most ``limit`` chosen examples, in turn from every task and quarter of time."""
     records, steps = index.records_of(chosen), index.steps[chosen]
     kept = chosen - index.starts[records]
     quarters = 4 * steps // np.maximum(index.num_steps[records], 1)
