@@ -1,7 +1,7 @@
 """Denoisers: model families differ only inside this package.
 
-Names that need transformers load on first use: it costs seconds, and heads, decoding and the data
-side need only the protocol of :mod:`lit_dlm.backbones.base`.
+Names that need transformers are imported on first use, which takes seconds; heads, decoding and the
+data side need only the protocol in :mod:`lit_dlm.backbones.base`.
 """
 
 from __future__ import annotations

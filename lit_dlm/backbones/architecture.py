@@ -1,7 +1,7 @@
 """Everything that defines a denoiser except its weights, and the model families as plain data.
 
 A family's own configuration is first translated into an :class:`Architecture`; only this file turns
-it into a transformers configuration. Dream, DiffuCoder and Fast-dLLM v2 are Qwen2 decoders, SDAR
+that into a transformers configuration. Dream, DiffuCoder and Fast-dLLM v2 are Qwen2 decoders, SDAR
 and TraDo Qwen3 decoders, LLaDA-V's text part a Llama decoder, all under transformers' key names;
 LLaDA and MMaDA are Llama decoders (Qwen2 with ``include_qkv_bias``) under names of their own.
 Families with experts are described in :mod:`~lit_dlm.backbones.experts`.
@@ -43,7 +43,7 @@ _DECODERS = {
     "qwen3_moe": "Qwen3Moe",
     "glm4_moe": "Glm4Moe",
 }
-"""How transformers' classes begin, which are imported at first use: it takes seconds."""
+"""Prefixes of transformers' classes, which are imported on first use: that takes seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +64,15 @@ class Architecture(BackboneSpec):
     num_heads: int
     """Query heads."""
     num_kv_heads: int | None = None
-    """Key and value heads; none means as many as query heads."""
+    """Key and value heads; by default as many as query heads."""
     head_dim: int | None = None
-    """Width of a head; none means ``hidden_size / num_heads``."""
+    """Width of a head; by default ``hidden_size / num_heads``."""
     rope_theta: float = 10000.0
     """Base of the rotary position frequencies."""
     rope_scaling: dict[str, Any] | None = None
-    """Extra rotary settings in transformers' words (``rope_type``, ``factor``, ...)."""
+    """Extra rotary settings under transformers' names (``rope_type``, ``factor``, ...)."""
     max_positions: int = 4096
-    """Longest canvas the model was made for (provenance; plain rotary positions do not use it)."""
+    """Longest canvas the model was made for; longer decodes are refused."""
     rms_norm_eps: float = 1e-6
     """Epsilon of the RMS norms."""
     initializer_range: float = 0.02
@@ -86,7 +86,7 @@ class Architecture(BackboneSpec):
     attention_dropout: float = 0.0
     """Dropout on attention weights in training; released models have none."""
     experts: Experts | None = None
-    """What the layers of a decoder with experts have in place of their feed-forward."""
+    """Mixture of experts in place of the layers' feed-forward, for decoders that have one."""
 
     family: str = "custom"
 
@@ -110,32 +110,32 @@ class Architecture(BackboneSpec):
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads, filled in."""
+        """Key and value heads, with the default filled in."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
     def head_width(self) -> int:
-        """Width of a head, filled in."""
+        """Width of a head, with the default filled in."""
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
     def inner_width(self) -> int:
-        """Inner width that a token meets in a layer, that of its experts together."""
+        """Largest inner width that a token passes in a layer, its experts taken together."""
         if self.experts is None:
             return self.intermediate_size
         met = self.experts.width * (self.experts.per_token + self.experts.shared)
         return max(met, self.intermediate_size) if self.experts.first_dense else met
 
     def spec(self) -> BackboneSpec:
-        """The part that decoding and training see."""
+        """Returns the part that decoding and training see."""
         values = {field.name: getattr(self, field.name) for field in fields(BackboneSpec)}
         for name in ("eos_ids", "forbidden_ids"):  # YAML and JSON give lists
             values[name] = tuple(values[name])
         return BackboneSpec(**values)
 
     def config_fields(self) -> dict[str, Any]:
-        """The transformers configuration as plain JSON values, without its defaults."""
-        # Only where they are on: a configuration without them keeps its digest.
+        """Returns the transformers configuration as plain JSON values, without its defaults."""
+        # Only if they are on: a configuration without them keeps its digest.
         biases = {name: True for name in ("attention_bias", "mlp_bias") if getattr(self, name)}
         rope = {"rope_type": "default", **(self.rope_scaling or {}), "rope_theta": self.rope_theta}
         sparse = {} if self.experts is None else fields_of_experts(self.experts, self.decoder)
@@ -166,7 +166,7 @@ class Architecture(BackboneSpec):
         }
 
     def hf_config(self) -> PreTrainedConfig:
-        """A bidirectional transformers configuration."""
+        """Returns a bidirectional transformers configuration."""
         # With a padding id transformers would freeze that embedding row at zero gradient; here
         # padding is hidden from attention anyway, and its id is often the end-of-text id.
         dropped = ("model_type", "is_causal", "pad_token_id")
@@ -182,7 +182,7 @@ class Architecture(BackboneSpec):
         return _of_transformers(self.decoder, "ForCausalLM")
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all weights by transformers' names, none allocated, a tied head left out."""
+        """Returns all weights' shapes but a tied head's by transformers' names; allocates none."""
         import torch
 
         with torch.device("meta"):
@@ -191,9 +191,9 @@ class Architecture(BackboneSpec):
         return {key: tuple(tensor.shape) for key, tensor in named.items()}
 
     def spec_fields(self) -> dict[str, Any]:
-        """The :class:`BackboneSpec` as plain JSON values."""
+        """Returns the :class:`BackboneSpec` as plain JSON values."""
         fields = asdict(self.spec())
-        # A model without these keeps its digest.
+        # Left out if unset, so that such models keep their digest.
         if self.text_vocab_size is None:
             del fields["text_vocab_size"]
         if not self.edits_tokens:
@@ -201,7 +201,7 @@ class Architecture(BackboneSpec):
         return fields
 
     def digest(self) -> str:
-        """SHA-256 of the configuration and the specification in canonical JSON."""
+        """Returns the SHA-256 of the configuration and the specification in canonical JSON."""
         document = {"config": self.config_fields(), "spec": self.spec_fields()}
         text = json.dumps(document, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
@@ -217,33 +217,33 @@ PEFTTask = Literal["CAUSAL_LM", "FEATURE_EXTRACTION"]
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What is common to the checkpoints of a family."""
+    """What the checkpoints of a family have in common."""
 
     model_types: tuple[str, ...]
-    """What ``model_type`` of its ``config.json`` may say."""
+    """Values that ``model_type`` may have in its ``config.json``."""
     decoder: DecoderType
     layout: KeyLayout = "hf"
-    """Whose names the options and keys have."""
+    """Naming scheme of its options and weight keys."""
     mask_tokens: tuple[str, ...]
-    """How the mask token is written; sister files of one release may differ."""
+    """Text of the mask token; files of the same release may differ."""
     eos_tokens: tuple[str, str]
-    """How end of text and end of turn are written."""
+    """Texts of the end of text and of the end of turn."""
     bos_token: str | None = None
-    """How the start of text is written."""
+    """Text of the start of text."""
     shift: Literal[0, 1] = 0
     attention: Literal["full", "block"] = "full"
     block: tuple[str, int] = ("block_size", 4)
-    """With block attention: the option that says how long blocks are, and what it is if absent."""
+    """With block attention: the option that gives the block length, and its default."""
     translated: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
-    """Its ``config.json`` in transformers' words, unless they are LLaDA's."""
+    """Translates its ``config.json`` to transformers' names; LLaDA's layout keeps its own."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What options of its own must say where they are there."""
+    """Values that options of its own must have where they are present."""
     edits_tokens: bool = False
     text_vocab_size: int | None = None
-    """Ids from here on are tokens of pictures: what the tokenizer of the release has. A folder's
-    own tokenizer overrules it."""
+    """Ids from here on are picture tokens: the size of the released tokenizer, unless a folder has
+    a tokenizer of its own."""
     peft_task: PEFTTask = "CAUSAL_LM"
-    """What PEFT can take the family's own class for; Dream's lacks the methods of a causal one."""
+    """PEFT task type of the family's own class; Dream's lacks the methods of a causal model."""
 
 
 _DREAM = Family(
@@ -324,7 +324,7 @@ _TOLD_BY_FOLDER = ("diffucoder", "llada2.1", "mmada", "trado")
 
 
 def family_of(config: Mapping[str, Any], *, source: str, wanted: str | None = None) -> str:
-    """Names the family of a checkpoint, a key of :data:`FAMILIES`.
+    """Returns the name of a checkpoint's family, a key of :data:`FAMILIES`.
 
     DiffuCoder shares its ``model_type`` with Dream, TraDo with SDAR, LLaDA2.1 with LLaDA2.0 and
     some MMaDA copies with LLaDA; the computation is the same, so the folder's name decides what the
@@ -333,11 +333,11 @@ def family_of(config: Mapping[str, Any], *, source: str, wanted: str | None = No
     Args:
         config: contents of ``config.json``.
         source: folder or hub id.
-        wanted: a name that the user asked for.
+        wanted: the name that the user gave, if any.
     """
     model_type = config.get("model_type")
-    # LLaDA-V's own classes call their text part llada too, but with transformers' option names, and
-    # so do LLaDA-MoE's.
+    # The own classes of LLaDA-V and LLaDA-MoE say llada, too, but use transformers' names of
+    # options.
     layout = "hf" if "hidden_size" in config and "d_model" not in config else "llada"
     told_apart = (layout, layout == "hf" and bool(config.get("num_experts")))
     names = [
@@ -387,16 +387,16 @@ _DECODER_PARTS = ("embed_tokens.", "layers.", "norm.", "transformer.", "word_emb
 _VISION_PARTS = ("model.vision_tower.", "model.mm_projector.", "model.image_newline")
 
 LLADA_MODULES = {name: target.rpartition(".")[2] for name, target in _BLOCK_NAMES.items()}
-"""LLaDA's names of the modules in a block to transformers': ``ff_out`` to ``down_proj``, ..."""
+"""Maps LLaDA's names of modules in a block to transformers', as ``ff_out`` to ``down_proj``."""
 
 
 def key_layout(family: str) -> KeyLayout:
-    """Whose names the files of a family use; transformers' for what is none."""
+    """Returns the naming scheme of a family's files; transformers' for an unknown family."""
     return FAMILIES[family].layout if family in FAMILIES else "hf"
 
 
 def whole_key(key: str) -> str | None:
-    """A key in a file, whose ``model.`` may be absent; ``None`` for no weight of the decoder."""
+    """Completes a file's key with ``model.``; ``None`` for keys that are not the decoder's."""
     full = key if key.startswith("model.") else f"model.{key}"
     if key.endswith("rotary_emb.inv_freq") or full.startswith(_VISION_PARTS):
         return None
@@ -404,9 +404,9 @@ def whole_key(key: str) -> str | None:
 
 
 def our_key(key: str, layout: KeyLayout) -> str:
-    """The key under transformers' names of a module of an adapter, whose ``model.`` may be absent.
+    """Returns an adapter's key under transformers' names; its ``model.`` may be missing.
 
-    An unknown key comes back as it is.
+    An unknown key is returned unchanged.
     """
     if layout != "llada":
         return whole_key(key) or key
@@ -419,7 +419,7 @@ def our_key(key: str, layout: KeyLayout) -> str:
 
 
 def original_key(key: str, layout: KeyLayout) -> str:
-    """The family's own name of ``{module}.{parameter}``; :func:`our_key` inverts LLaDA's."""
+    """Returns the family's name for ``{module}.{parameter}``; :func:`our_key` inverts LLaDA's."""
     if layout != "llada":
         return llada2_key(key) if layout == "llada2" else key
     module, _, parameter = key.rpartition(".")

@@ -1,17 +1,17 @@
-"""The attention functions of the decoders: windows against cached keys, and rows of any lengths.
+"""Attention functions of the decoders: windows against cached keys, and rows of any length.
 
 transformers calls one of these in every layer, by its name in :data:`ROUTES`:
 
-- ``sdpa``: torch's fused attention. The query heads that share a key head become further queries of
-  it: under a mask transformers would repeat keys and values for all of them, which for a window of
-  a few columns costs more than the attention (SDAR-8B: four times the cache, in each layer).
-- ``varlen``: torch's flash kernel for sequences of different lengths, which needs no mask, for
-  windows in half precision on a GPU (Ampere or newer). Forwards that it cannot express, and those
-  that are trained, go through ``sdpa``.
-- ``auto``: ``varlen`` where it runs, else ``sdpa``; where keys are many a CPU takes one sequence
-  after the other, so that none meets keys that it does not see.
+- ``sdpa``: torch's fused attention. Query heads that share a key head become further queries of
+  that head. Under a mask, transformers would instead repeat keys and values for each of them; for a
+  window of a few columns this costs more than the attention (SDAR-8B: 4 times the cache per layer).
+- ``varlen``: torch's flash kernel for sequences of different lengths, which needs no mask. It runs
+  windows in half precision on a GPU (Ampere or newer). Forwards that it cannot express, and
+  training forwards, go through ``sdpa``.
+- ``auto``: ``varlen`` where it runs, else ``sdpa``. With many keys, a CPU computes one sequence at
+  a time, each with only the keys that it sees.
 
-Boolean masks say which keys a query sees (``True``); the route brings them into its kernel's form.
+Boolean masks are ``True`` where a query sees a key; they are converted to what the kernel takes.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from lit_dlm.ops.masking import block_causal_visibility, block_numbers
 
 
 def key_visibility(pad_mask: Tensor) -> Tensor:
-    """Every query sees the real keys: ``(B, L)``, nonzero on these, to ``(B, 1, 1, L)`` bool."""
+    """Lets every query see the real keys: ``(B, L)``, nonzero there, to ``(B, 1, 1, L)`` bool."""
     return pad_mask.bool()[:, None, None, :]
 
 
 def position_ids_for(pad_mask: Tensor, positions: Literal["cumsum", "arange"]) -> Tensor:
-    """Position ids ``(B, L)`` int64 under padding; the mask is nonzero on real tokens.
+    """Returns position ids ``(B, L)`` int64 under padding; the mask is nonzero on real tokens.
 
-    ``cumsum`` counts from the first real token, so that left padding does not move a row;
+    ``cumsum`` counts from the first real token, so that left padding shifts no position;
     ``arange`` is the column number. Values on padding do not matter.
     """
     if positions == "cumsum":
@@ -57,11 +57,11 @@ def attention_visibility(
     pad_mask: Tensor | None = None,
     response_start: int | None = None,
 ) -> Tensor | None:
-    """Who sees whom in one forward over a canvas, by the layout the model was trained with.
+    """Returns which keys each query sees in a canvas, by the attention the model was trained with.
 
     Bool, broadcastable to ``(B, 1, L, L)``, ``True`` where the query (third axis) may see the key.
     """
-    # None where everyone sees all: a mask would keep the fastest kernels away.
+    # None if every query sees every key: a mask would rule out the fastest kernels.
     if spec.attention == "full":
         return None if pad_mask is None else key_visibility(pad_mask)
     counts_from_response = spec.block_origin == "response"
@@ -80,22 +80,22 @@ AttentionRoute = Literal["auto", "sdpa", "varlen"]
 
 
 class Sequences(NamedTuple):
-    """Queries with a range of keys each, as the flash kernel for different lengths takes them.
+    """Sequences of queries with a range of keys each, as the ``varlen`` kernel takes them.
 
-    For attention the ``G`` query heads that share a key head are further queries of it.
+    In attention, the ``G`` query heads that share a key head count as further queries of it.
     """
 
     query_starts: Tensor
-    """``(S + 1,)`` int32: the first of each sequence's queries among all, and their number."""
+    """``(S + 1,)`` int32: index of each sequence's first query, then the number of all queries."""
     key_starts: Tensor
-    """``(S + 1,)`` int32: its first key among the ``B * L`` of the buffers."""
+    """``(S + 1,)`` int32: index of each sequence's first key in the buffers, then ``B * L``."""
     num_keys: Tensor
-    """``(S,)`` int32: keys that it sees."""
+    """``(S,)`` int32: number of keys that each sequence sees."""
     most_queries: int
     most_keys: int
 
     def grouped(self, groups: int) -> Sequences:
-        """The same with ``G`` queries for each."""
+        """Returns the same sequences with ``groups`` queries in place of each query."""
         return self._replace(
             query_starts=self.query_starts * groups, most_queries=self.most_queries * groups
         )
@@ -105,36 +105,36 @@ class Sequences(NamedTuple):
 class Packing:
     """Windows of different widths side by side in one row, and their grid for attention.
 
-    The grid has a row for each window and is as wide as the widest; cells behind the end of a
-    window hold a query of another and are dropped.
+    The grid has one row per window and is as wide as the widest of them; cells past the end of a
+    window hold some other query and are dropped.
     """
 
     rows: Tensor
     """``(1, T)`` int64: row of the buffers that each query belongs to."""
     cells: Tensor
-    """``(n, W)`` int64: the query in each cell of the grid."""
+    """``(n, W)`` int64: index of the query in each cell of the grid."""
     windows: Tensor
     """``(T,)`` int64: row of the grid that each query is in."""
     offsets: Tensor
-    """``(T,)`` int64: and its column."""
+    """``(T,)`` int64: column of the grid that each query is in."""
 
     def grid(self, packed: Tensor) -> Tensor:
-        """``(n, H, W, d)`` of ``(1, H, T, d)``."""
+        """Lays packed queries ``(1, H, T, d)`` out as a grid ``(n, H, W, d)``."""
         return packed[0].transpose(0, 1)[self.cells].transpose(1, 2)
 
     def pack(self, grid: Tensor) -> Tensor:
-        """``(1, T, H, d)`` of ``(n, H, W, d)``."""
+        """Packs a grid ``(n, H, W, d)`` into one row ``(1, T, H, d)``."""
         return grid.transpose(1, 2)[self.windows, self.offsets][None]
 
 
 def added_mask(visible: Tensor, *, groups: int, dtype: torch.dtype) -> Tensor:
-    """A mask ``(B, 1, 1 or groups * W, K)`` that is added to the scores, made once for all layers.
+    """Returns an additive mask ``(B, 1, 1 or groups * W, K)``, to be made once for all layers.
 
     ``visible`` is ``(B, 1, 1 or W, K)`` bool, ``True`` where the query may see the key; ``groups``
-    query heads to a key head become queries of one.
+    is the number of query heads that become queries of one key head.
     """
     B, _, rows, K = visible.shape
-    # The kernel copies a mask whose rows do not begin at multiples of eight.
+    # The kernel would copy a mask whose rows do not begin at multiples of eight.
     added = torch.zeros(B, 1, rows, -(-K // 8) * 8, dtype=dtype, device=visible.device)[..., :K]
     added.masked_fill_(~visible, -torch.inf)
     return added if rows == 1 or groups == 1 else added.repeat(1, 1, groups, 1)
@@ -142,8 +142,9 @@ def added_mask(visible: Tensor, *, groups: int, dtype: torch.dtype) -> Tensor:
 
 @cache
 def _compiled_flex() -> Callable[..., Tensor]:
-    """FlexAttention as a kernel; uncompiled it has a matrix of scores."""
-    # Kernels differ by model, gradients and one row or several; past the limit none would be made.
+    """Returns compiled FlexAttention; uncompiled, it would hold a whole matrix of scores."""
+    # A kernel is compiled for each model, with or without gradients, for one row or several; past
+    # the limit torch would compile no more.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     return torch.compile(flex_attention, fullgraph=True)
 
@@ -158,22 +159,22 @@ def grouped_sdpa(
     packing: Packing | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer through torch's fused kernels.
+    """Computes the attention of one layer with torch's fused kernels.
 
-    Queries ``(B, H, W, d)``, or ``(1, H, T, d)`` with a packing, and keys and values
-    ``(B, h, K, d)``, each head of which serves ``H / h`` neighbouring query heads, give
-    ``(B, W, H, d)``, or ``(1, T, H, d)``, and no weights. The mask is from :func:`added_mask`, or
-    of a whole canvas ``(B, 1, L, L)`` bool or by blocks.
+    Queries are ``(B, H, W, d)``, or ``(1, H, T, d)`` with a packing; keys and values are
+    ``(B, h, K, d)``, and each key head serves ``H / h`` neighbouring query heads. Returns
+    ``(B, W, H, d)``, or ``(1, T, H, d)``, and no weights. The mask is one of :func:`added_mask` or,
+    for a whole canvas, ``(B, 1, L, L)`` bool or a block mask.
     """
     if isinstance(attention_mask, BlockMask):
         attend: Any = _compiled_flex() if query.is_cuda else flex_attention
-        if torch.is_autocast_enabled(query.device.type):  # which knows SDPA alone
+        if torch.is_autocast_enabled(query.device.type):  # autocast covers SDPA only
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         scale = kwargs.get("scaling")
         output = attend(query, key, value, block_mask=attention_mask, scale=scale, enable_gqa=True)
         return output.transpose(1, 2).contiguous(), None
-    # Whole canvases get transformers' own order of sums, which training keeps.
+    # Whole canvases, and so training, keep transformers' own order of summation.
     if packing is None and (attention_mask is None or attention_mask.dtype == torch.bool):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     if packing is not None:
@@ -197,13 +198,13 @@ def grouped_sdpa(
 
 
 def _grouped(query: Tensor, heads: int) -> Tensor:
-    """``(B * W * G, h, d)`` queries of ``(B, h * G, W, d)``."""
+    """Reorders queries ``(B, h * G, W, d)`` to ``(B * W * G, h, d)``."""
     parts = query.unflatten(1, (heads, -1)).permute(0, 3, 2, 1, 4)  # (B, W, G, h, d)
     return parts.flatten(0, 2).contiguous()
 
 
 def _ungrouped(output: Tensor, query: Tensor) -> Tensor:
-    """``(B, W, h * G, d)`` of :func:`_grouped`'s rows for queries ``(B, h * G, W, d)``."""
+    """Undoes :func:`_grouped`: ``(B, W, h * G, d)``, for queries ``(B, h * G, W, d)``."""
     B, H, W, d = query.shape
     heads = output.shape[1]
     return output.view(B, W, H // heads, heads, d).transpose(2, 3).reshape(B, W, H, d)
@@ -219,16 +220,16 @@ def varlen(
     sequences: Sequences | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer through the flash kernel for sequences of different lengths.
+    """Computes the attention of one layer with torch's flash kernel for different lengths.
 
-    As :func:`grouped_sdpa`, or with ``sequences``: then there is no mask, they count the queries of
-    all ``H / h`` heads of a key head, and the keys are whole buffers ``(B, h, L, d)`` whose memory
-    is ``(B, L, h, d)``.
+    Without ``sequences`` this is :func:`grouped_sdpa`. With them there is no mask, they count the
+    queries of all ``H / h`` query heads of a key head, and keys and values are whole buffers
+    ``(B, h, L, d)``, stored as ``(B, L, h, d)``.
     """
     if sequences is None:
         return grouped_sdpa(module, query, key, value, attention_mask, **kwargs)
     output = varlen_attn(
-        # Under autocast rotated queries of float32 weights are float32.
+        # Under autocast, rotated queries of float32 weights are float32.
         _grouped(query, key.shape[1]).to(value.dtype),
         key.transpose(1, 2).flatten(0, 1),
         value.transpose(1, 2).flatten(0, 1),
@@ -252,7 +253,7 @@ def one_by_one(
     sequences: Sequences | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer, each sequence over its own keys; arguments as in :func:`varlen`."""
+    """Computes the attention of one layer sequence by sequence; arguments as in :func:`varlen`."""
     if sequences is None:
         return grouped_sdpa(module, query, key, value, attention_mask, **kwargs)
     rows = _grouped(query, key.shape[1])
@@ -273,7 +274,7 @@ def one_by_one(
 
 
 def auto(module: nn.Module, query: Tensor, *others: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """:func:`varlen` or, on a CPU, :func:`one_by_one`."""
+    """Calls :func:`varlen` or, on a CPU, :func:`one_by_one`."""
     attend = one_by_one if query.device.type == "cpu" else varlen
     return attend(module, query, *others, **kwargs)
 
@@ -288,18 +289,18 @@ for _name, _function in ROUTES.items():
 
 
 _MANY_KEYS = 512
-"""Keys from which on a CPU's attention costs more than its calls."""
+"""Number of keys from which attention on a CPU costs more than the overhead of its calls."""
 
 
 def sequences_from(
     route: str, device: torch.device, dtype: torch.dtype, *, num_heads: int
 ) -> int | None:
-    """Keys of a row from which on windows describe themselves by sequences; ``None``: never.
+    """Returns from how many keys per row windows are described by sequences; ``None``: never.
 
-    ``route`` is a key of :data:`ROUTES`, ``num_heads`` counts the key heads.
+    ``route`` is a key of :data:`ROUTES`, ``num_heads`` the number of key heads.
     """
     if route == "auto" and device.type == "cpu":
-        # One sequence after the other has no more parallel parts than key heads.
+        # One sequence at a time has no more parallel parts than there are key heads.
         return _MANY_KEYS if torch.get_num_threads() <= num_heads else None
     is_half = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     return 0 if route == "varlen" or (route == "auto" and is_half and _has_flash(device)) else None
@@ -307,6 +308,6 @@ def sequences_from(
 
 @cache
 def _has_flash(device: torch.device) -> bool:
-    """Whether torch and the card (an Ampere or newer) have the flash kernel as it is called."""
+    """Whether torch and the GPU (Ampere or newer) have the flash kernel with these arguments."""
     is_ampere = torch.cuda.get_device_capability(device) >= (8, 0)
     return is_ampere and "seqused_k" in inspect.signature(varlen_attn).parameters

@@ -1,6 +1,6 @@
 """What the rest of the project knows about a denoiser: a specification and one forward.
 
-Model families differ only inside this package. Nothing outside asks which family it talks to.
+Model families differ only inside this package. No code outside needs to know a model's family.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_ch
 
 from lit_dlm.ops.options import one_of
 
-if TYPE_CHECKING:  # checks before a run need the facts alone
+if TYPE_CHECKING:  # checks before a run need only the facts, not torch
     from torch import Tensor
 
 UNKNOWN_ID = -1
-"""Stands for a special token that the files do not name; no token has this id."""
+"""Id of a special token that the files do not name; no real token has this id."""
 
 
 BlockOrigin = Literal["sequence", "response"]
 """Where blocks are counted from: the first real token of a row (the generators of SDAR and dLLM-RL;
-the tail of a prompt then shares the first block that is generated), or the first column of the
+the first generated block then begins with the tail of the prompt), or the first column of the
 response."""
 
 
@@ -29,13 +29,13 @@ class BackboneSpec:
     """Facts about a masked diffusion language model that decoding and training need."""
 
     family: str
-    """Family name, for provenance only: ``dream``, ``llada``, ``sdar``, ``tiny``, ..."""
+    """Family name, for files and checks only: ``dream``, ``llada``, ``sdar``, ``tiny``, ..."""
     mask_id: int
-    """Id of the mask token; ``UNKNOWN_ID`` where the files name none: only plain logits then."""
+    """Id of the mask token; ``UNKNOWN_ID``, if the files name none, allows plain logits only."""
     pad_id: int
     """Id that fills left padding; its positions are hidden from attention."""
     eos_ids: tuple[int, ...]
-    """Ids that end an answer (end of text, end of turn). The first one fills an ended answer."""
+    """Ids that end an answer (end of text, end of turn). The first one fills what follows."""
     bos_id: int | None = None
     """Id that starts a text, where the family has one."""
     shift: Literal[0, 1] = 0
@@ -45,18 +45,18 @@ class BackboneSpec:
     block_size: int | None = None
     """Block length of a block-attention model."""
     block_origin: BlockOrigin = "sequence"
-    """Released samplers count from the sequence, the reference's training on traces from the
-    response (arXiv:2509.06949). One model, two partitions."""
+    """The released samplers count from the sequence, but dLLM-RL's training on traces counts from
+    the response (arXiv:2509.06949): one model, two partitions."""
     logit_scale: float = 1.0
     """Factor on the logits (LLaDA's ``scale_logits``)."""
     forbidden_ids: tuple[int, ...] = ()
     """Ids that are never proposed; the mask id is always among them."""
     text_vocab_size: int | None = None
-    """Ids from here on are tokens of pictures; ``None`` where there are none."""
+    """Ids from here on are picture tokens; ``None`` if the model has none."""
     positions: Literal["cumsum", "arange"] = "cumsum"
     """Position ids under left padding: counted from the first real token, or column numbers."""
     edits_tokens: bool = False
-    """Whether it was trained to correct tokens that stand, too (LLaDA2.1, arXiv:2602.08676)."""
+    """Whether the model was also trained to correct written tokens (LLaDA2.1, arXiv:2602.08676)."""
 
     def __post_init__(self) -> None:
         if self.mask_id not in (*self.forbidden_ids, UNKNOWN_ID):
@@ -83,7 +83,7 @@ class Denoised:
     columns: Tensor
     """``(B, K)`` int64: the canvas column that each row of ``logits`` predicts."""
     hidden: Tensor | None = None
-    """``(B, L, H, D)``: the asked hidden snapshots of every canvas column, aligned."""
+    """``(B, L, H, D)``: the requested hidden snapshots of every canvas column, aligned."""
 
 
 @runtime_checkable
@@ -104,7 +104,7 @@ class Backbone(Protocol):
         hidden_layers: Sequence[int] = (),
         response_start: int | None = None,
     ) -> Denoised:
-        """Run one forward: aligned logits and, when asked, aligned hidden snapshots.
+        """Runs one forward; returns aligned logits and, if requested, aligned hidden snapshots.
 
         Args:
             ids: ``(B, L)`` int64 canvas.
@@ -120,7 +120,7 @@ class Backbone(Protocol):
 
 
 class Span(NamedTuple):
-    """The window of one row: columns ``[begin, end)`` run and see the columns ``[0, kv_end)``."""
+    """The window of one row: columns ``[begin, end)`` are computed and see ``[0, kv_end)``."""
 
     begin: int
     end: int
@@ -128,7 +128,7 @@ class Span(NamedTuple):
 
 
 def backbone_facts(spec: BackboneSpec, sizes: Any) -> dict[str, Any]:
-    """Facts that tell whether a policy fits a backbone: family, sizes and special tokens.
+    """Returns what decides whether a policy fits a backbone: family, sizes, mask id and shift.
 
     ``sizes`` is the backbone, or its :class:`~lit_dlm.backbones.architecture.Architecture`.
     """
@@ -143,9 +143,9 @@ def backbone_facts(spec: BackboneSpec, sizes: Any) -> dict[str, Any]:
 
 
 def check_facts(what: str, trained_for: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-    """Refuses ``what`` where it was trained for another backbone than the one at hand.
+    """Raises ``ValueError`` if ``what`` was trained for a different backbone.
 
-    Facts that either side does not know are ignored.
+    Facts that are missing on either side are ignored.
     """
     for key, expected in trained_for.items():
         if key in facts and facts[key] != expected:

@@ -1,10 +1,10 @@
 """Forwards over parts of a canvas, with everything else taken from earlier forwards.
 
 :class:`CachedCanvas` holds, for one batch, the keys and values of every column and the last raw
-hidden rows of every column. A forward over a window replaces both inside the window; predictions
-are then read at any columns. A column outside the window speaks with the hidden row of the last
-forward that covered it, and a column that none covered yet with a zero row, whose prediction is
-uniform. Which windows to run is decided elsewhere (:mod:`lit_dlm.decoding.caches`).
+hidden row of every column. A forward over a window replaces both inside the window; predictions
+can then be read at any column. Outside the window they come from the hidden row of the last forward
+that covered the column or, if none has yet, from a zero row, whose prediction is uniform. Which
+windows to run is decided elsewhere (:mod:`lit_dlm.decoding.caches`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from lit_dlm.backbones.hf import HFBackbone
 
 _LAST, _HIDDEN = "last hidden rows", "snapshots"
-"""Raw rows ``(B, L, D)`` after the final norm and ``(B, L, H, D)`` beside the keys and values."""
+"""Names of further buffers: raw ``(B, L, D)`` after the final norm, snapshots ``(B, L, H, D)``."""
 _FEW_BLOCKS = 4
-"""Blocks of a window up to which attention takes them one by one. Of more, as in a prompt, each
-would fill a small part of a kernel's tile; under one mask all of them do."""
+"""Most blocks of a window that attention takes one by one. If there are more, as in a prompt, each
+would fill only a small part of a kernel's tile; under one mask they fill it together."""
 
 
 class CachedCanvas:
@@ -41,8 +41,8 @@ class CachedCanvas:
         length: canvas columns ``L``.
         pad_mask: ``(B, L)`` bool, ``True`` on real tokens, or ``None`` without padding.
         positions: ``(B, L)`` int64 position ids.
-        blocks: ``(B, L)`` int64 block of every column of a block-causal model.
-        block_size: of that model.
+        blocks: ``(B, L)`` int64 block of every column, for a block-causal model.
+        block_size: block length of such a model.
         hidden_layers: snapshots to keep for every column.
     """
 
@@ -70,7 +70,7 @@ class CachedCanvas:
         self._cache = WindowCache(length=length, num_rows=num_rows)
 
     def take(self, index: Tensor) -> None:
-        """Keeps the rows ``index`` only, ``(n,)`` int64."""
+        """Keeps only the rows ``index``, ``(n,)`` int64."""
         self._cache.take(index)
         for name in ("_pad_mask", "_positions", "_blocks", "_starts"):
             value = getattr(self, name)
@@ -78,7 +78,7 @@ class CachedCanvas:
                 setattr(self, name, value[index])
 
     def shift(self, by: int) -> None:
-        """Adds columns on the left of the canvas; with a negative number padding goes there."""
+        """Adds ``by`` columns on the left of the canvas; a negative number removes padding."""
         if by == 0:
             return
         self.length += by
@@ -91,13 +91,13 @@ class CachedCanvas:
     def put(
         self, index: Tensor, *, pad_mask: Tensor | None, positions: Tensor, blocks: Tensor | None
     ) -> None:
-        """Other rows take the slots of some, with nothing computed yet.
+        """Replaces some rows of the batch with new ones, for which nothing is computed yet.
 
         Args:
-            index: ``(n,)`` int64 rows.
+            index: ``(n,)`` int64 rows to replace.
             pad_mask: ``(B, L)`` bool of all rows, ``None`` without padding.
-            positions: ``(B, L)`` int64, read in the new rows only: cached keys of the others were
-                made with the position ids that these have had from the beginning.
+            positions: ``(B, L)`` int64, read in the new rows only: the others keep the position ids
+                with which their cached keys were made.
             blocks: ``(B, L)`` int64 of all rows of a block-causal model.
         """
         self._pad_mask, self._blocks = pad_mask, blocks
@@ -108,7 +108,7 @@ class CachedCanvas:
                 buffer[index] = 0
 
     def copy(self, sources: Mapping[int, int], end: int) -> None:
-        """Gives rows (the keys) what has been computed for others in columns before ``end``."""
+        """Copies columns before ``end`` between rows; ``sources`` maps targets to their sources."""
         if not sources:
             return
         rows = torch.tensor([list(sources), list(sources.values())])
@@ -126,16 +126,16 @@ class CachedCanvas:
     ) -> None:
         """Runs one window of each row.
 
-        Windows of different widths run side by side as one row, so that only attention is as wide
-        as the widest for all of them.
+        Windows of different widths run side by side in one row, so that only attention pads them to
+        the widest.
 
         Args:
             ids: ``(B, L)`` int64 canvas.
             spans: one window per row of the forward.
             rows: rows of the batch that take part; ``None`` means all.
             block_causal: the windows hold several blocks, and a query sees those up to its own.
-            columns: ``(B, K)`` int64 columns that are read until the next forward over the same
-                windows; those alone go through the end of the last layer. All by default.
+            columns: ``(B, K)`` int64 columns that will be read before the next forward over the
+                same windows; only these go through the end of the last layer. All by default.
         """
         plan, visible = self._plan(spans, rows, block_causal)
         self._cache.plan = plan
@@ -144,7 +144,7 @@ class CachedCanvas:
         if columns is not None and plan.packing is None and columns.shape[1] < width:
             read = raw_columns(columns, self.backbone.spec.shift, starts=self._starts)
             read = read if rows is None else read[plan.rows]
-            # A predictor left of the window has its row of the refresh.
+            # A predictor left of the window keeps its row from the refresh.
             kept = (read - begins).clamp(0, width - 1)
         last, hidden = self.backbone.encode_window(
             ids[plan.at, places],
@@ -163,12 +163,12 @@ class CachedCanvas:
     def _plan(
         self, spans: Sequence[Span], rows: Sequence[int] | None, block_causal: bool
     ) -> tuple[WindowPlan, Tensor | None]:
-        """Where a forward reads and writes, and its mask ``(n, 1, 1 or W, kv_end)``, if any."""
+        """Plans a forward's reads and writes, and its mask ``(n, 1, 1 or W, kv_end)``, if any."""
         widths = [span.end - span.begin for span in spans]
         width, kv_end = max(widths), max(span.kv_end for span in spans)
         is_packed = sum(widths) < len(spans) * width
         ranges = self._ranges(spans, block_causal)
-        # All numbers go to the device together: alone, each would be a launch of its own.
+        # All numbers go to the device together: separately, each would take a launch of its own.
         numbers: dict[str, Sequence[int]] = {
             "rows": range(len(spans)) if rows is None else rows,
             "begins": [span.begin for span in spans],
@@ -191,7 +191,7 @@ class CachedCanvas:
             is_whole = all(span.kv_end == kv_end for span in spans)
             visible = self._visible(
                 None if rows is None else taken,
-                # Behind the canvas lie queries of a grid alone, which are dropped.
+                # Past the canvas there are only cells of a grid that are dropped.
                 window.clamp_max(self.length - 1) if block_causal else None,
                 None if is_whole else part["kv_ends"][:, None],
                 kv_end,
@@ -204,19 +204,19 @@ class CachedCanvas:
         return plan, visible
 
     def _sequences(self, part: Mapping[str, Tensor], ranges: Mapping[str, list[int]]) -> Sequences:
-        """What each sequence of :meth:`_ranges` sees, whose numbers are on the device too."""
+        """Returns the sequences of :meth:`_ranges`; ``part`` has the same numbers on the device."""
         of, num_keys = part["rows"][part["of"]], part["num_keys"]
-        # The buffers of all rows are one long sequence of keys; padding on the left is left out.
+        # The buffers of all rows form one long sequence of keys; left padding is skipped.
         key_starts = of * self.length
         if self._starts is not None:
             key_starts = key_starts + self._starts[of]
-            num_keys = (num_keys - self._starts[of]).clamp_min(1)  # padding sees something too
+            num_keys = (num_keys - self._starts[of]).clamp_min(1)  # padding must see something, too
         end = self._cache.num_rows * self.length
         return Sequences(
             query_starts=part["query_starts"].int(),
             key_starts=F.pad(key_starts, (0, 1), value=end).int(),
             num_keys=num_keys.int(),
-            # From the host's numbers: asking the device would make the host wait for it.
+            # From the host's numbers: reading the device's would make the host wait.
             most_queries=max(stop - first for first, stop in pairwise(ranges["query_starts"])),
             most_keys=max(ranges["num_keys"]),
         )
@@ -224,13 +224,13 @@ class CachedCanvas:
     def _visible(
         self, rows: Tensor | None, columns: Tensor | None, kv_ends: Tensor | None, kv_end: int
     ) -> Tensor | None:
-        """Who sees whom, ``(n, 1, 1 or W, kv_end)`` bool, or ``None`` where all see all.
+        """Returns who sees whom, ``(n, 1, 1 or W, kv_end)`` bool, ``None`` if all see all.
 
         Args:
             rows: ``(n,)`` rows that take part; ``None``: all.
-            columns: ``(n, W)`` queries that see blocks up to their own; ``None``: all keys.
-            kv_ends: ``(n, 1)`` ends of the keys that rows see, where they differ.
-            kv_end: the largest of these.
+            columns: ``(n, W)``, if queries see blocks up to their own; ``None``: they see all keys.
+            kv_ends: ``(n, 1)`` end of the keys that each row sees, if these differ.
+            kv_end: the largest of them.
         """
 
         def of_rows(values: Tensor) -> Tensor:
@@ -251,20 +251,20 @@ class CachedCanvas:
             seen = blocks.gather(1, columns)[:, :, None] >= blocks[:, None, :kv_end]
             if visible is not None:
                 seen = seen & visible
-            # Padding may lie in a block of its own: it sees itself, since softmax needs a key.
+            # Padding may be in a block of its own: it sees itself, since softmax needs a key.
             visible = seen | (columns[:, :, None] == keys)
         return None if visible is None else visible[:, None]
 
     def takes_sequences(self, spans: Sequence[Span]) -> bool:
-        """Whether attention over these windows needs no mask, however different they are."""
+        """Whether attention over these windows needs no mask, however much they differ."""
         least = self.backbone.sequences_from
         return least is not None and max(span.kv_end for span in spans) >= least
 
     def _ranges(self, spans: Sequence[Span], block_causal: bool) -> dict[str, list[int]] | None:
-        """The windows of some rows as sequences, one for each block where they are block-causal.
+        """Describes windows as sequences, one for each window or, if block-causal, for each block.
 
-        The first query of each sequence (and the number of queries), the window that it is of and
-        the keys before its end; ``None`` where the attention takes a mask.
+        Returns the first query of each sequence (and the number of all queries), its window and its
+        number of keys; ``None`` where attention takes a mask.
         """
         if not self.takes_sequences(spans):
             return None
@@ -283,9 +283,9 @@ class CachedCanvas:
         return {"query_starts": starts, "of": windows, "num_keys": num_keys}
 
     def read(self, columns: Tensor) -> Denoised:
-        """Predictions at columns ``(B, K)`` int64, from the last forward that covered each of them.
+        """Predicts columns ``(B, K)`` int64 from the last forward that covered each of them.
 
-        Aligned logits ``(B, K, V)`` and, when kept, aligned snapshots ``(B, L, H, D)``.
+        Returns aligned logits ``(B, K, V)`` and, if kept, aligned snapshots ``(B, L, H, D)``.
         """
         raw = raw_columns(columns, self.backbone.spec.shift, starts=self._starts)
         (last,) = self._cache.buffers[_LAST]
@@ -293,7 +293,7 @@ class CachedCanvas:
         return Denoised(logits=logits, columns=columns, hidden=self._snapshots())
 
     def _snapshots(self) -> Tensor | None:
-        """``(B, L, H, D)``: the next forward writes to the buffer, but not to what is given out."""
+        """Returns a copy of the snapshots ``(B, L, H, D)``, which the next forward overwrites."""
         if _HIDDEN not in self._cache.buffers:
             return None
         (hidden,) = self._cache.buffers[_HIDDEN]
@@ -303,7 +303,7 @@ class CachedCanvas:
 
 
 def _packing_numbers(widths: Sequence[int]) -> dict[str, Sequence[int]]:
-    """Of windows side by side: window and place of each query, queries in the cells of a grid."""
+    """Returns window and offset of each packed query, and the query in each cell of the grid."""
     total, width = sum(widths), max(widths)
     queries = [(row, at) for row, wide in enumerate(widths) for at in range(wide)]
     firsts = list(accumulate(widths, initial=0))[:-1]
@@ -315,7 +315,7 @@ def _packing_numbers(widths: Sequence[int]) -> dict[str, Sequence[int]]:
 
 
 def _on_device(numbers: Mapping[str, Sequence[int]], device: torch.device) -> dict[str, Tensor]:
-    """Int64 tensors of the numbers, by one transfer that the host does not wait for."""
+    """Returns the numbers as int64 tensors, by one transfer that the host does not wait for."""
     together = torch.tensor([number for part in numbers.values() for number in part])
     parts = together.to(device, non_blocking=True).split([len(part) for part in numbers.values()])
     return dict(zip(numbers, parts, strict=True))

@@ -1,6 +1,6 @@
-"""Transformers' decoders as denoisers: built, loaded, and with faster parts put in place.
+"""Builds and loads transformers' decoders as denoisers, and puts faster parts into them.
 
-:mod:`lit_dlm.backbones.hf` computes with them.
+:mod:`lit_dlm.backbones.hf` runs them.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ DType = Literal["float32", "bfloat16", "float16"]
 
 
 def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """The torch dtype of a setting, which may be one already."""
+    """Returns the torch dtype of a setting, which may already be one."""
     return dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
 
 
 def random_decoder(
     architecture: Architecture, *, attn_implementation: AttentionRoute, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """A decoder with random weights, on torch's default device."""
+    """Returns a decoder with random weights, on torch's default device."""
     config = architecture.hf_config()
     config._attn_implementation = f"lit_dlm_{attn_implementation}"
     model = architecture.model_class(config)
@@ -52,10 +52,10 @@ def load_decoder(
     dtype: torch.dtype,
     as_stored: bool = False,
 ) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """A decoder with the weights of a checkpoint, on torch's default device, and what is mapped.
+    """Returns a decoder with a checkpoint's weights, and those of them that are mapped, by key.
 
-    The memory starts uninitialised (random weights of billions of parameters take minutes) and is
-    filled tensor by tensor, so that the peak is the model plus one shard.
+    The decoder is on torch's default device. Its memory starts uninitialised (billions of random
+    weights take minutes) and is filled tensor by tensor: the peak is the model plus one shard.
     """
     architecture = resolved.architecture
     with torch.device("meta"):
@@ -83,7 +83,7 @@ def load_decoder(
 
 
 def _target(parts: Sequence[Piece], ours: Mapping[str, Tensor]) -> Tensor | list[Tensor]:
-    """Where a tensor of a file goes: a whole one of ours, or pieces of some."""
+    """Returns where a tensor of a file goes: one whole tensor of ours, or pieces of some."""
     first = ours[parts[0].key]
     is_whole = len(parts) == 1 and not parts[0].where
     return first if is_whole else [part.of(ours[part.key]) for part in parts]
@@ -94,8 +94,8 @@ def _add_mask_row(model: PreTrainedModel, *, mask_id: int, vocab_size: int) -> N
     """Gives the mask token its rows in the embedding and the head, in place.
 
     Both matrices grow where needed. The new rows, and the mask's own row where the checkpoint has
-    an unused one there, start at the mean of the checkpoint's rows: an ordinary size, and no
-    token's meaning.
+    an unused one there, start at the mean of the checkpoint's rows, which is of ordinary size and
+    carries no token's meaning.
     """
     embedding, head = model.model.embed_tokens, model.lm_head
 
@@ -114,7 +114,7 @@ def _add_mask_row(model: PreTrainedModel, *, mask_id: int, vocab_size: int) -> N
 
 
 def quantise(model: PreTrainedModel) -> None:
-    """Replaces the matrices of a decoder's layers by 4-bit ones (NF4), in place, one at a time."""
+    """Replaces the matrices of a decoder's layers with 4-bit ones (NF4), in place, one by one."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     for name, linear in list(model.model.layers.named_modules()):
@@ -134,14 +134,14 @@ def quantise(model: PreTrainedModel) -> None:
         packed.bias = linear.bias
         parent, _, last = name.rpartition(".")
         setattr(model.model.layers.get_submodule(parent), last, packed.to(weight.device))
-    # peft then puts its own kind of layer around them.
+    # With this, peft puts its layer for 4-bit weights around them.
     model.is_loaded_in_4bit = True  # type: ignore[assignment]
 
 
 def replace_parts(model: PreTrainedModel) -> None:
     """Puts faster norms, matrix products and a shorter last layer into a decoder, in place.
 
-    Weights and their keys stay.
+    Weights and their keys do not change.
     """
     for module in list(model.modules()):
         for name, norm in module.named_children():
@@ -157,37 +157,37 @@ def replace_parts(model: PreTrainedModel) -> None:
     last = model.model.layers[-1]
     last.forward = MethodType(_last_layer_forward, last)
     for layer in model.model.layers:
-        # The module constant would make a mask-free SDPA call causal.
+        # Left at the module's own value, it would make an SDPA call without a mask causal.
         layer.self_attn.is_causal = False
 
 
 class FusedRMSNorm(nn.RMSNorm):
-    """The norm of the decoders, on a GPU one kernel; transformers' takes eight and float32 copies.
+    """The decoders' norm as one kernel on a GPU; transformers' takes eight and float32 copies.
 
-    The same bits in float32. In half precision the product with the weight is rounded once and not
-    twice. CUDA's autocast would give float32 rows, for which neither the flash kernel nor the
-    head's tensor cores are.
+    In float32 the bits are the same. In half precision the product with the weight is rounded once,
+    not twice. CUDA's autocast, which is off here, would return float32 rows, which neither the
+    flash kernel nor the head's tensor cores take.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normed ``x`` in its own dtype, ``(..., D)``; torch fuses nothing across dtypes."""
+        """Normalises ``x`` ``(..., D)`` in its own dtype; torch does not fuse across dtypes."""
         with without_autocast(x.device):
             return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 _LARGE = 2**18
-"""Weights of a matrix from which on oneDNN is the faster one of a CPU's two libraries."""
+"""Number of weights in a matrix from which oneDNN is the faster one of a CPU's two libraries."""
 
 
 class Linear(nn.Linear):
-    """Large float32 products of inference on a CPU through oneDNN, all others as torch does them.
+    """A linear layer that runs large float32 products of CPU inference through oneDNN.
 
-    torch takes oneDNN for half precision only and MKL for float32, which is slower on processors of
-    AMD: by a tenth where rows are many, by half where a few meet a head.
+    torch uses oneDNN for half precision only, and MKL for float32. MKL is slower on AMD processors:
+    by a tenth for many rows, by half for a few rows through a head.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(..., D)`` to ``(..., E)``; makes no second copy of the weights."""
+        """Maps ``(..., D)`` to ``(..., E)`` without a second copy of the weights."""
         weight = self.weight
         if (
             weight.numel() < _LARGE
@@ -202,9 +202,9 @@ class Linear(nn.Linear):
 
 
 def _last_layer_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The forward of a decoder's last layer, ``(B, L, D)`` to ``(B, K, D)``.
+    """Runs a decoder's last layer, ``(B, L, D)`` to ``(B, K, D)``.
 
-    It ends with the rows that are read: those of the ``(B, K)`` int64 columns ``kept``, or all.
+    After attention it computes only the rows of the ``(B, K)`` int64 columns ``kept``, or all.
     """
     kept = kwargs.pop("kept", None)
     if kept is None:

@@ -2,7 +2,7 @@
 
 SDAR-MoE and LLaDA-MoE (arXiv:2509.24389) are Qwen3-MoE decoders, LLaDA2 (arXiv:2512.15745) is a
 GLM-4-MoE one under names of its own. transformers keeps the matrices of a layer's experts in one
-tensor and multiplies them by torch's grouped products; files hold each matrix by itself.
+tensor and uses torch's grouped matrix products; files store each matrix separately.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-if TYPE_CHECKING:  # checks before a run need the facts alone
+if TYPE_CHECKING:  # checks before a run need only the facts, not torch
     from torch import Tensor, nn
 
 
@@ -20,21 +20,21 @@ class Experts:
     """Feed-forwards of a layer, of which the router picks some for every token."""
 
     number: int
-    """Experts that are routed to."""
+    """Routed experts."""
     per_token: int
-    """How many of them a token gets."""
+    """Routed experts per token."""
     width: int
-    """Inner width of each."""
+    """Inner width of each expert."""
     normalised: bool = True
     """Whether the weights of a token's experts sum to :attr:`scale`."""
     scale: float = 1.0
     """Factor on these weights (sigmoid routers)."""
     groups: int = 1
-    """Groups of equally many experts; a token's lie in the best ones (arXiv:2412.19437)."""
+    """Groups of equal size; a token's experts come from its best groups (arXiv:2412.19437)."""
     groups_per_token: int = 1
-    """How many groups those are."""
+    """Number of groups that a token's experts come from."""
     shared: int = 0
-    """Experts that every token gets, as one feed-forward of their widths together."""
+    """Experts that every token gets, as one feed-forward of their summed width."""
     first_dense: int = 0
     """Leading layers with an ordinary feed-forward."""
 
@@ -69,11 +69,11 @@ FIXED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"decoder_sparse_step": 1, "mlp_only_layers": []},
     "glm4_moe": {"use_qk_norm": True, "num_nextn_predict_layers": 0},
 }
-"""What must be so, since the fields do not say otherwise."""
+"""Values that options must have, since no field describes others."""
 
 
 def config_fields(experts: Experts, decoder: str) -> dict[str, Any]:
-    """The experts in the words of transformers' configuration."""
+    """Returns the experts as options of transformers' configuration."""
     named = {word: getattr(experts, name) for name, word in WORDS[decoder].items()}
     return {**named, **FIXED[decoder]}
 
@@ -82,7 +82,7 @@ def config_fields(experts: Experts, decoder: str) -> dict[str, Any]:
 
 
 def from_llada_moe(config: Mapping[str, Any]) -> dict[str, Any]:
-    """LLaDA-MoE's ``config.json`` in the words of Qwen3-MoE, whose own code never normalises."""
+    """Translates LLaDA-MoE's ``config.json`` to Qwen3-MoE's names; LLaDA-MoE never normalises."""
     kinds = config.get("moe_layer_freq") or ()
     names = {
         "dense_intermediate_size": "intermediate_size",
@@ -104,7 +104,7 @@ LLADA_MOE_OPTIONS = {
 
 
 def from_llada2(config: Mapping[str, Any]) -> dict[str, Any]:
-    """LLaDA2's ``config.json`` in the words of GLM-4-MoE, whose own code always normalises."""
+    """Translates LLaDA2's ``config.json`` to GLM-4-MoE's names; LLaDA2 always normalises."""
     names = {
         "num_experts": "n_routed_experts",
         "num_shared_experts": "n_shared_experts",
@@ -131,11 +131,11 @@ LLADA2_MODULES = {
     "self_attn.q_norm": "attention.query_layernorm",
     "self_attn.k_norm": "attention.key_layernorm",
 }
-"""transformers' names of modules to LLaDA2's; q, k and v are rows of one matrix."""
+"""Maps transformers' names of modules to LLaDA2's, where q, k and v are rows of one matrix."""
 
 
 def llada2_key(key: str) -> str:
-    """LLaDA2's name of a weight under transformers' name."""
+    """Returns LLaDA2's name of a weight from transformers' name."""
     module, _, parameter = key.rpartition(".")
     if parameter == _BIAS:
         return f"{module}.expert_bias"
@@ -146,26 +146,26 @@ def llada2_key(key: str) -> str:
 
 
 class Piece(NamedTuple):
-    """What a tensor of a file holds of one of ours."""
+    """The part of one of our tensors that is in a tensor of a file."""
 
     key: str
     where: tuple[int | slice, ...]
-    """Of our tensor; empty for all of it."""
+    """Index into our tensor; empty for all of it."""
     shape: tuple[int, ...]
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The piece of our tensor, in its memory."""
+        """Returns the piece of our tensor, which shares its memory."""
         return tensor.detach()[self.where] if self.where else tensor
 
 
 def pieces(
     shapes: Mapping[str, tuple[int, ...]], own_key: Callable[[str], str]
 ) -> dict[str, list[Piece]]:
-    """By key of a file what its tensor consists of, one piece above the other.
+    """Returns, for each key of a file, the pieces of our tensors that its tensor stacks.
 
     Args:
-        shapes: of our tensors by our key.
-        own_key: the family's own name of a key.
+        shapes: shapes of our tensors, by our key.
+        own_key: returns the family's own name of a key.
     """
     found: dict[str, list[Piece]] = {}
     for key, shape in shapes.items():
@@ -177,7 +177,7 @@ def pieces(
 def _split(
     key: str, shape: tuple[int, ...]
 ) -> Iterator[tuple[str, tuple[int | slice, ...], tuple[int, ...]]]:
-    """A tensor of all experts, one matrix after the other; any other tensor as it is."""
+    """Yields each matrix of a tensor of all experts; any other tensor as a whole."""
     module, _, last = key.rpartition(".")
     if not module.endswith(".experts"):
         yield key, (), shape
@@ -192,5 +192,5 @@ def _split(
 
 
 def expert_biases(model: nn.Module) -> dict[str, Tensor]:
-    """By key what a sigmoid router adds to its scores: no parameter, but stored, and float32."""
+    """Returns what sigmoid routers add to their scores, by key: float32 buffers that are stored."""
     return {key: value for key, value in model.named_buffers() if key.endswith(_BIAS)}

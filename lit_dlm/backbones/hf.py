@@ -1,7 +1,7 @@
 """Masked diffusion denoiser on transformers' decoders, made bidirectional.
 
-The decoders run unchanged: only the causal flag is off and the masks are ours. Checkpoints are
-translated in :mod:`~lit_dlm.backbones.resolution`, decoders built in
+The decoders compute as in transformers, except that they are not causal and the masks are ours.
+Checkpoints are translated in :mod:`~lit_dlm.backbones.resolution`, decoders are built in
 :mod:`~lit_dlm.backbones.decoder`; caches build on :meth:`HFBackbone.encode_window`.
 """
 
@@ -85,30 +85,30 @@ logger = logging.getLogger(__name__)
 ExportLayout = Literal["hf", "original"]
 
 _WIDE = 64
-"""Queries of a window from which on a CPU runs query heads that share keys apart."""
+"""Width of a window from which a CPU runs query heads that share keys separately."""
 _VISION_FILE = "vision.safetensors"
-"""What was trained of ``vision`` beside an adapter, under the family's names."""
+"""Weights of ``vision`` that were trained beside an adapter, under the family's names."""
 
 __all__ = ["AttentionRoute", "DType", "ExportLayout", "HFBackbone", "load_backbone"]
 
 
 class RowContext(TypedDict, total=False):
-    """What a forward over training rows may be told beside their ids."""
+    """Optional arguments of a forward over training rows."""
 
     mask: Tensor | BlockMask | None
     """``(B, L)`` bool, ``True`` on real tokens, or ``None``: then the attention is that of
-    :meth:`HFBackbone.denoise`. A boolean ``(B, 1, L, L)`` one replaces it, as in
-    :meth:`HFBackbone.forward`; so does one by blocks."""
+    :meth:`HFBackbone.denoise`. A boolean ``(B, 1, L, L)`` mask replaces that attention, as in
+    :meth:`HFBackbone.forward`; so does a block mask."""
     position_ids: Tensor | None
     """``(B, L)`` int64; by default as in :meth:`HFBackbone.denoise` or :meth:`HFBackbone.forward`.
     """
     response_start: int | None
     """See :meth:`HFBackbone.denoise`."""
     predictors: Tensor | None
-    """``(B or 1, L)`` int64 columns whose rows predict each cell; by default ``spec.shift`` before
-    it."""
+    """``(B or 1, L)`` int64 column whose row predicts each cell; by default ``spec.shift`` columns
+    before it."""
     pictures: Sequence[str]
-    """Digests of the pictures that ids behind the vocabulary stand for, in order
+    """Digests of the pictures that ids beyond the vocabulary represent, in order
     (:meth:`Vision.embed <lit_dlm.vision.base.Vision.embed>`)."""
 
 
@@ -116,8 +116,8 @@ class RowContext(TypedDict, total=False):
 def _adapters_in_float32(module: nn.Module) -> Iterator[None]:
     """Keeps a move to half precision from rounding adapters and what is trained beside them.
 
-    Small updates would be rounded away, and so would differences of the biases of routers. Picture
-    tokenizers stay in float32 as in the releases, whose tokens the models know.
+    Rounding would lose small updates, and differences between the biases of routers. Picture
+    tokenizers stay in float32 as in the releases, since models know the tokens of these.
     """
     named = dict(module.named_parameters())
     has_adapter = any(".lora_" in name for name in named)
@@ -146,31 +146,31 @@ class HFBackbone(nn.Module, Backbone):
             Dream, DiffuCoder, LLaDA, MMaDA, LLaDA-V (its text part), LLaDA-MoE, LLaDA2, SDAR,
             TraDo and SDAR-MoE work as released; so does what :meth:`export` wrote. Only a hub id
             may use the network; no code is ever loaded.
-        architecture: sizes for random weights, instead of ``path``. Seed torch before.
+        architecture: sizes for random weights, instead of ``path``. Seed torch first.
         dtype: of the weights and activations.
         attn_implementation: see :mod:`~lit_dlm.backbones.attention`.
-        trainable: whether parameters require gradients; frozen otherwise. With an adapter only its
-            own weights ever do.
+        trainable: whether parameters require gradients; otherwise they are frozen. With an adapter,
+            only its weights, and what ``vision`` trains, ever do.
         spec_overrides: fields of :class:`~lit_dlm.backbones.base.BackboneSpec` that win over the
             files, such as ``{"positions": "arange"}``.
-        from_ar: makes a diffusion model of an autoregressive checkpoint at ``path``.
-        lora: puts a new low-rank adapter on the frozen weights; it is trainable.
+        from_ar: turns the autoregressive checkpoint at ``path`` into a diffusion model.
+        lora: adds a new trainable low-rank adapter to the frozen weights.
         adapter: folder or hub id of a low-rank adapter in PEFT layout to load.
-        vision: lets prompts have pictures, with a model that was made for them (LLaDA-V, MMaDA);
-            nothing of it is loaded by default.
-        gradient_checkpointing: whether training computes activations again in the backward instead
-            of keeping them: ``true`` those of every layer but its input, ``selective`` what is
-            cheap, all but the outputs of matrix products and attention.
-        load_in_4bit: quantises the matrices of the layers to NF4 by bitsandbytes (arXiv
-            2305.14314) once they are loaded, for decoding and for adapters on them; the others stay
-            in ``dtype``. Such a model cannot be exported.
+        vision: allows pictures in prompts, for models that were made for them (LLaDA-V, MMaDA); by
+            default nothing for pictures is loaded.
+        gradient_checkpointing: whether the backward recomputes activations instead of keeping them:
+            ``true`` recomputes all of a layer from its input, ``selective`` only what is cheap,
+            keeping the outputs of matrix products and attention.
+        load_in_4bit: quantises the layers' matrices to NF4 with bitsandbytes (arXiv 2305.14314)
+            after loading, for decoding and for training adapters on them; other weights stay in
+            ``dtype``. Such a model cannot be exported.
     """
 
     _forbidden: Tensor
 
     forward_methods: ClassVar = ("_encode",)
-    """What runs the weights; under FSDP2 it gathers like ``forward``. Every public method goes
-    through this one, so none can be forgotten; the head is read behind it."""
+    """Methods that run the weights; under FSDP2 they gather them like ``forward``. Every public
+    method goes through this one, so none can be forgotten; the head is read after it."""
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ class HFBackbone(nn.Module, Backbone):
         one_of(False, True, "selective", gradient_checkpointing=gradient_checkpointing)
         self.attn_implementation = attn_implementation
         self.new_mask_token = None if from_ar is None else MASK_TOKEN
-        """How the mask of a model that starts from an autoregressive one is written."""
+        """Text of the mask token with ``from_ar``, else ``None``."""
         self._base_name = path
         self._weight_files: list[Path] = []
         self._adapter_files: list[Path] = []
@@ -211,9 +211,9 @@ class HFBackbone(nn.Module, Backbone):
         self._release_config: Mapping[str, Any] | None = None
         self._is_release = False
         self.adapter: LoRASettings | None = None
-        """Settings of the low-rank adapter in place, if there is one."""
+        """Settings of the low-rank adapter, if there is one."""
         self.mapped: dict[str, Tensor] = {}
-        """Weights in a file's own memory, as they were read."""
+        """Weights in a file's own memory, as they were read, by key."""
         self._late: torch.dtype | None = None
         is_whole = trainable and not (lora or adapter)
         if architecture is None:
@@ -225,7 +225,7 @@ class HFBackbone(nn.Module, Backbone):
                 self.architecture, attn_implementation=attn_implementation, dtype=torch_dtype(dtype)
             )
         self.is_4bit = load_in_4bit
-        """Whether matrices are packed, so that nothing can be added to them."""
+        """Whether matrices are packed, so that no adapter can be merged into them."""
         if load_in_4bit:
             if self.architecture.experts is not None:
                 raise ValueError("HFBackbone.load_in_4bit: expected a model without experts")
@@ -260,7 +260,7 @@ class HFBackbone(nn.Module, Backbone):
             config = resolved.config.get(RELEASE_KEY, resolved.config if self._is_release else None)
             self._release_config = config and _with_code(config, str(self._base_name))
         self._weight_files = weight_files(locate(str(self._base_name)))
-        # One process of several may keep a part only; it converts what it keeps.
+        # Each of several processes may keep only a part, and converts what it keeps.
         is_one_of_several = int(os.environ.get("WORLD_SIZE", 1)) > 1
         if trains_all and is_one_of_several and not resolved.adds_mask:
             self._late = dtype
@@ -293,11 +293,11 @@ class HFBackbone(nn.Module, Backbone):
         return self._late or self.model.lm_head.weight.dtype
 
     def convert(self) -> None:
-        """Gives weights their dtype that have been left in that of their files.
+        """Converts weights that were left in the dtype of their files.
 
-        In one process of several, trained weights are mapped from their files until they are
-        sharded or moved to a device, so that none of them is ever converted whole on the host.
-        Forwards call it too.
+        With several processes, trained weights stay mapped from their files until they are sharded
+        or moved to a device, so that none is ever converted whole on the host. Forwards call this,
+        too.
         """
         if self._late is not None:
             dtype, self._late = self._late, None
@@ -327,7 +327,7 @@ class HFBackbone(nn.Module, Backbone):
     # -- adapters and files ----------------------------------------------------------------------
 
     def add_adapter(self, settings: LoRASettings) -> None:
-        """Puts a new trainable adapter on the decoder's weights, which get frozen."""
+        """Puts a new trainable adapter on the decoder's weights and freezes these."""
         if self.adapter is not None:
             raise ValueError("adapter: this backbone has one already; expected lora or adapter")
         if self.new_mask_token is not None:
@@ -339,9 +339,9 @@ class HFBackbone(nn.Module, Backbone):
         self.adapter = settings
 
     def add_side_adapter(self, name: str, settings: LoRASettings) -> None:
-        """Puts a trainable adapter beside that of the policy, for another head on the same weights.
+        """Puts a trainable adapter beside the policy's, for another head on the same weights.
 
-        It counts inside :meth:`using_adapter` alone, and is written nowhere.
+        It is active only inside :meth:`using_adapter`, and is not written with the model.
         """
         adapters.inject(self.model, settings, name=name)
 
@@ -378,16 +378,16 @@ class HFBackbone(nn.Module, Backbone):
 
     @property
     def own_layout(self) -> ExportLayout:
-        """``original`` for what came from the files of a family with code of its own."""
+        """``original`` for a model from the files of a family with code of its own, else ``hf``."""
         return "hf" if self._release_config is None else "original"
 
     def save_adapter(self, folder: str | Path, *, layout: ExportLayout | None = None) -> None:
-        """Writes the adapter as a PEFT folder, and beside it what is trained of ``vision``.
+        """Writes the adapter as a PEFT folder, and beside it the trained weights of ``vision``.
 
         With sharded weights every process must call this; the first one writes. ``layout`` is
-        ``hf`` for an adapter on what :meth:`export` writes, ``original`` for one on the family's
-        own code, by default that of the files that this model came from; :meth:`load_adapter` reads
-        both.
+        ``hf`` for an adapter on what :meth:`export` writes, or ``original`` for one on the family's
+        own code; the default is the layout of the files that this model came from.
+        :meth:`load_adapter` reads both.
         """
         assert self.adapter is not None
         is_original = layout == "original" or (layout is None and self._is_release)
@@ -425,17 +425,17 @@ class HFBackbone(nn.Module, Backbone):
         dtype: DType | None = None,
         max_shard_gigabytes: float = 5.0,
     ) -> None:
-        """Writes ``config.json`` and the weights, the adapter merged into them.
+        """Writes ``config.json`` and the weights, with the adapter merged into them.
 
-        Equal weights give equal bytes. A family's own code goes along from a local folder, and is
-        named where it lies on the hub. Tokenizer files are not known here: copy them beside.
+        Equal weights give equal bytes. A family's own code is copied from a local folder, or named
+        if it is on the hub. Tokenizer files are not written: copy them, too.
 
         Args:
             folder: created when absent; files of the same name are replaced. With sharded weights
                 every process must call this; the first one writes.
-            layout: ``hf``: a transformers checkpoint that this class reads with all of its
-                specification, without ``vision``. ``original``: names and configuration of the
-                family's own code; the default with a tower of ``vision``, which is part of it.
+            layout: ``hf``: a transformers checkpoint without ``vision``, from which this class
+                reads the whole specification. ``original``: names and configuration of the family's
+                own code; the default with a vision tower, which is part of it.
             dtype: of the stored weights; ``None`` keeps the current one.
             max_shard_gigabytes: larger models become shards with an index.
         """
@@ -493,7 +493,7 @@ class HFBackbone(nn.Module, Backbone):
                     shutil.copyfile(path, folder / path.name)
 
     def _exported_config(self, layout: ExportLayout, *, has_tower: bool) -> dict[str, Any]:
-        """What :meth:`export` writes as ``config.json``, but for the dtype."""
+        """Returns what :meth:`export` writes as ``config.json``, except the dtype."""
         if layout == "hf":
             config = self.architecture.config_fields()
             config[EXPORT_KEY] = self.architecture.spec_fields()
@@ -511,15 +511,15 @@ class HFBackbone(nn.Module, Backbone):
         if self.spec.attention == "block":
             config[FAMILIES[self.spec.family].block[0]] = self.spec.block_size
         if not has_tower:
-            config.pop("mm_vision_tower", None)  # it is not in the files
+            config.pop("mm_vision_tower", None)  # the tower is not in the files
         return config
 
     def describe(self) -> dict[str, Any]:
-        """Provenance as plain JSON values.
+        """Returns the provenance as plain JSON values.
 
         The SHA-256 are of the configuration and of the files that the weights and the adapter came
-        from (``None`` for random ones). They read all files on the first call and say nothing about
-        training since.
+        from (``None`` for random ones). The first call reads all files; later training does not
+        change the digests.
         """
         for name, files in (("weights", self._weight_files), ("adapter", self._adapter_files)):
             if files and name not in self._digests:
@@ -552,9 +552,9 @@ class HFBackbone(nn.Module, Backbone):
     ) -> Denoised:
         """See :meth:`Backbone.denoise <lit_dlm.backbones.base.Backbone.denoise>`; differentiable.
 
-        ``pictures`` are the digests of a batch of training; decodes have theirs in place. A block
-        model gets its block-causal mask, any other one sees every real token; a ``pad_mask`` of
-        four dimensions is who sees whom, as in :meth:`forward`, with its ``position_ids``.
+        ``pictures`` are the digests of a training batch; decodes have theirs inserted already. A
+        block model gets its block-causal mask, any other one sees every real token; a ``pad_mask``
+        of four dimensions replaces this, as in :meth:`forward`, with its ``position_ids``.
         """
         if self.spec.mask_id == UNKNOWN_ID:
             raise ValueError(
@@ -576,10 +576,10 @@ class HFBackbone(nn.Module, Backbone):
     def forward(
         self, input_ids: Tensor, mask: Tensor | None = None, position_ids: Tensor | None = None
     ) -> Tensor:
-        """Aligned logits of the whole canvas under the mask given, with no id forbidden.
+        """Returns aligned logits of the whole canvas under the given mask, with no id forbidden.
 
-        Unlike :meth:`denoise` this adds nothing to the mask: without one every token sees all, in
-        block models too.
+        Unlike :meth:`denoise`, this adds nothing to the mask: without one, every token sees all
+        others, in block models, too.
 
         Args:
             input_ids: ``(B, L)`` int64.
@@ -617,17 +617,17 @@ class HFBackbone(nn.Module, Backbone):
         Args:
             ids: ``(B, W)`` int64 tokens of the columns; ``(1, T)`` where the cache's plan packs
                 windows of different widths.
-            cache: its plan is that of this forward.
-            visible: ``(B, 1, 1 or W, K)`` bool for the ``K`` keys that the cache gives and ``W``
-                queries (with a packing as many as its grid is wide), ``True`` where the query may
-                see the key; ``None`` when it sees all, or what the plan's sequences say.
-            position_ids: like ``ids``.
+            cache: a cache whose plan is that of this forward.
+            visible: ``(B, 1, 1 or W, K)`` bool for the ``K`` keys that the cache returns and ``W``
+                queries (with a packing, the width of its grid), ``True`` where the query may see
+                the key; ``None`` if it sees all, or those of the plan's sequences.
+            position_ids: of the same shape as ``ids``.
             hidden_layers: as in :meth:`denoise`.
-            kept: ``(B, K)`` int64 columns of the window whose last rows are wanted; all by default.
+            kept: ``(B, K)`` int64 offsets in the window whose last rows are wanted; all by default.
 
         Returns:
             *Raw* rows, not aligned: ``(B, W or K, D)`` after the final norm, and snapshots
-            ``(B, W, H, D)`` where they are asked for; ``(1, T, ...)`` with a packing.
+            ``(B, W, H, D)`` if requested; ``(1, T, ...)`` with a packing.
         """
         return self._encode(
             ids, visible, position_ids, hidden_layers=hidden_layers, cache=cache, kept=kept
@@ -635,7 +635,7 @@ class HFBackbone(nn.Module, Backbone):
 
     @property
     def sequences_from(self) -> int | None:
-        """Keys from which on windows are best described by sequences; ``None``: never."""
+        """Number of keys from which windows are best described by sequences; ``None``: never."""
         return sequences_from(
             self.attn_implementation,
             self.device,
@@ -654,19 +654,19 @@ class HFBackbone(nn.Module, Backbone):
         return torch.get_autocast_dtype(device.type) if is_autocast(device) else self.dtype
 
     def head(self, rows: Tensor) -> Tensor:
-        """Logits ``(..., V)`` of aligned hidden rows ``(..., D)``, ``-inf`` at forbidden ids."""
-        # In place: one copy of the logits less, and the head's backward does not need them.
+        """Returns logits ``(..., V)`` of aligned rows ``(..., D)``, ``-inf`` at forbidden ids."""
+        # In place: this saves a copy of the logits, which the head's backward does not need.
         return self._head(rows).index_fill_(-1, self._forbidden, float("-inf"))
 
     def score_tokens(
         self, ids: Tensor, targets: Tensor, rows: Tensor, **options: Any
     ) -> TokenStats:
-        """Cross-entropy, entropy and log-probability of chosen cells; no logits are kept.
+        """Returns cross-entropy, entropy and log-probability of chosen cells; keeps no logits.
 
-        What training uses in place of :meth:`denoise`: the same prediction, but only the chosen
-        rows meet the head, a chunk at a time (:mod:`lit_dlm.ops.fused_head`), in float32. One entry
-        per chosen cell, row by row; a forbidden target has infinite cross-entropy. Differentiable.
-        To go back to the canvas, write ``canvas[rows] = stats.ce``.
+        Training uses this in place of :meth:`denoise`: the prediction is the same, but only the
+        chosen rows pass the head, a chunk at a time (:mod:`lit_dlm.ops.fused_head`), in float32.
+        There is one entry per chosen cell, row by row; a forbidden target has infinite
+        cross-entropy. Differentiable. ``canvas[rows] = stats.ce`` puts entries back on a canvas.
 
         Args:
             ids: ``(B, L)`` int64 canvas as the model sees it, masks included.
@@ -687,14 +687,14 @@ class HFBackbone(nn.Module, Backbone):
         temperature: float = 1.0,
         **context: Unpack[RowContext],
     ) -> tuple[TokenStats, Tensor]:
-        """:meth:`score_tokens`, and the ``(N, D)`` aligned hidden rows that were scored.
+        """As :meth:`score_tokens`, but also returns the ``(N, D)`` aligned hidden rows.
 
-        ``forbidden_ids``, by default ``spec.forbidden_ids``, have no probability, nor what lies
-        outside of ``id_range``, the first id and the first one behind, as in sampling
+        ``forbidden_ids``, by default ``spec.forbidden_ids``, have no probability, nor do ids
+        outside ``id_range`` (its end excluded), as in sampling
         (:meth:`Sampler.id_range <lit_dlm.decoding.Sampler.id_range>`). ``context`` is a
         :class:`RowContext`.
         """
-        # By number: the host waits once, before the forward is under way.
+        # As indices: the host waits for them once, before the forward starts.
         cells = rows.nonzero(as_tuple=True)
         hidden = self._rows(ids, cells, **context)
         weight: Tensor = self.model.lm_head.weight
@@ -712,10 +712,10 @@ class HFBackbone(nn.Module, Backbone):
         return stats, hidden
 
     def encode_rows(self, ids: Tensor, rows: Tensor, **context: Unpack[RowContext]) -> Tensor:
-        """Hidden rows ``(N, D)`` of chosen cells, for heads other than the model's own.
+        """Returns hidden rows ``(N, D)`` of chosen cells, for heads other than the model's own.
 
-        Arguments are those of :meth:`score_tokens`. Aligned, after the final norm, row by row;
-        differentiable.
+        Arguments are those of :meth:`score_tokens`. The rows are aligned, after the final norm, row
+        by row, and differentiable.
         """
         return self._rows(ids, rows.nonzero(as_tuple=True), **context)
 
@@ -730,7 +730,7 @@ class HFBackbone(nn.Module, Backbone):
         predictors: Tensor | None = None,
         pictures: Sequence[str] = (),
     ) -> Tensor:
-        """Aligned hidden rows ``(N, D)`` of chosen cells."""
+        """Returns aligned hidden rows ``(N, D)`` of chosen cells."""
         visible, position_ids, starts = self._context(ids, mask, position_ids, response_start)
         last, _ = self._encode(ids, visible, position_ids, pictures=pictures)
         if predictors is not None:
@@ -744,7 +744,7 @@ class HFBackbone(nn.Module, Backbone):
         position_ids: Tensor | None,
         response_start: int | None,
     ) -> tuple[Tensor | BlockMask | None, Tensor | None, Tensor | None]:
-        """Who sees whom, position ids, and where rows start if that matters."""
+        """Returns who sees whom, position ids, and where rows start if that matters."""
         if isinstance(mask, BlockMask):
             return mask, position_ids, None
         if mask is not None and mask.ndim != 2:
@@ -768,9 +768,9 @@ class HFBackbone(nn.Module, Backbone):
         kept: Tensor | None = None,
         pictures: Sequence[str] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Raw last hidden rows after the final norm, and raw snapshots ``(B, L, H, D)``.
+        """Returns raw last hidden rows after the final norm, and raw snapshots ``(B, L, H, D)``.
 
-        The last rows are ``(B, L, D)``, or those of the kept columns ``(B, K)`` alone.
+        The last rows are ``(B, L, D)``, or only those of the ``kept`` columns ``(B, K)``.
         """
         self.convert()
         decoder, end = self.model.model, self.num_layers
@@ -784,7 +784,7 @@ class HFBackbone(nn.Module, Backbone):
             plan["packing"] = cache.plan.packing
             if cache.plan.sequences is not None:
                 plan["sequences"] = cache.plan.sequences.grouped(self._groups)
-        # A snapshot of the last layer has all columns.
+        # A snapshot of the last layer needs all columns.
         if kept is not None and end not in layers:
             plan["kept"] = kept
         snapshots: dict[int, Tensor] = {}
@@ -792,7 +792,7 @@ class HFBackbone(nn.Module, Backbone):
         if self.vision is not None:
             snapshots[0] = self.vision.embed(ids, decoder.embed_tokens, pictures)
             inputs = {"inputs_embeds": snapshots[0]}
-        # Hooks rather than transformers' own capture: only the asked layers stay in memory.
+        # Hooks rather than transformers' own capture: only the requested layers stay in memory.
         parts = [decoder.embed_tokens, *decoder.layers]
         handles = [
             parts[index].register_forward_hook(
@@ -821,12 +821,12 @@ class HFBackbone(nn.Module, Backbone):
     def _mask(
         self, visible: Tensor | BlockMask | None, *, is_window: bool
     ) -> Tensor | BlockMask | None:
-        """The mask as the attention of the layers takes it."""
+        """Returns the mask in the form that the layers' attention takes."""
         if visible is None or isinstance(visible, BlockMask):
             return visible
-        # Training keeps the order of transformers' sums.
+        # Training keeps transformers' order of summation.
         if is_window or (visible.shape[2] == 1 and not torch.is_grad_enabled()):
-            # On a CPU wide windows are as fast without the copies of the mask.
+            # On a CPU, wide windows are as fast with heads apart, which need no copies of the mask.
             is_apart = self.device.type == "cpu" and visible.shape[2] >= _WIDE
             groups = 1 if is_apart else self._groups
             return added_mask(visible, groups=groups, dtype=self._compute_dtype())
@@ -838,7 +838,7 @@ class HFBackbone(nn.Module, Backbone):
 
 
 def _given_visibility(mask: Tensor) -> Tensor:
-    """A caller's own attention mask, checked."""
+    """Checks a caller's own attention mask; a query without keys then sees itself."""
     if mask.ndim != 4 or mask.dtype != torch.bool:
         raise ValueError(
             "mask: expected (B, L), or a boolean (B, 1, L, L), "
@@ -848,7 +848,7 @@ def _given_visibility(mask: Tensor) -> Tensor:
 
 
 def _with_code(config: Mapping[str, Any], base_name: str) -> Mapping[str, Any]:
-    """A family's configuration; one from the hub names its code there, which is not fetched."""
+    """Returns a family's configuration; one from the hub refers to its code there."""
     if is_local(base_name):
         return config
     places = {
@@ -873,9 +873,9 @@ def load_backbone(
     load_in_4bit: bool = False,
     vision: VisionSettings | None = None,
 ) -> HFBackbone:
-    """Loads a frozen backbone for decoding, in evaluation mode; with ``lora`` one to train.
+    """Loads a frozen backbone for decoding, in evaluation mode; with ``lora``, one to train.
 
-    Calling it with ``(input_ids, mask=None, position_ids=None)`` gives logits ``(B, L, V)`` whose
+    Calling it with ``(input_ids, mask=None, position_ids=None)`` returns logits ``(B, L, V)`` whose
     row ``i`` predicts token ``i``, see :meth:`HFBackbone.forward`. Weights are read straight to
     ``device``; the other options are those of :class:`HFBackbone`.
     """
@@ -889,5 +889,5 @@ def load_backbone(
             load_in_4bit=load_in_4bit,
             vision=vision,
         )
-    # A trainer leaves the mode as it is, and in evaluation mode there is no dropout.
+    # A trainer does not change the mode, and evaluation mode has no dropout.
     return backbone.to(device).train(lora is not None)

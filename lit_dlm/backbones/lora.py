@@ -1,8 +1,8 @@
-"""Low-rank adapters (arXiv:2106.09685) through peft, in the layout that PEFT folders have.
+"""Low-rank adapters (arXiv:2106.09685) through peft, in the layout of PEFT folders.
 
 Layers are replaced in place: the decoder keeps its module paths, so nothing else needs to know.
-Published adapters load under transformers' names and under LLaDA's own. An adapter is added to the
-weights that it adapts for good, or while a policy decodes.
+Published adapters load under transformers' names and under LLaDA's own. An adapter is merged into
+the weights that it adapts for good, or only while a policy decodes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _GROUPS = {"attn": _ATTENTION, "all": _ALL, "all-linear": _ALL}
 _EXPERT_WEIGHTS = ["down_proj", "gate_up_proj"]
 """Tensors that hold the matrices of all experts of a layer."""
 
-# What a PEFT configuration may hold only empty or false: our layers have none of it.
+# Options that may only be empty or false in a PEFT configuration: our layers do not have them.
 _UNSUPPORTED = (
     "fan_in_fan_out", "use_dora", "use_qalora", "use_bdlora", "lora_bias", "modules_to_save",
     "exclude_modules", "rank_pattern", "alpha_pattern", "layer_replication", "layers_pattern",
@@ -48,7 +48,7 @@ _UNSUPPORTED = (
 )  # fmt: skip
 
 _KEEPS_BASE = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
-"""Ways to initialise an adapter; others also change the base, to which its weights belong."""
+"""Initialisations that keep the base; others change it, and an adapter belongs to that base."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +64,10 @@ class LoRASettings:
     targets: str | list[str] = "attn"
     """``attn`` (q, k, v, o), ``all`` (these and the feed-forward), or module names such as
     ``[q_proj, v_proj]``. LLaDA's own names (``attn_out``, ``ff_proj``, ``ff_out``) mean the same
-    layers. In a model with experts their matrices are meant by the names of the feed-forward, all
-    three of them; its dense layers and shared experts are left as they are."""
+    layers. In a model with experts, the names of the feed-forward mean the experts' matrices, and
+    only all three together; dense layers and shared experts are not adapted there."""
     rslora: bool = False
-    """Divides by the square root of the rank instead (arXiv:2312.03732)."""
+    """Whether to divide by the square root of the rank instead (arXiv:2312.03732)."""
 
     def __post_init__(self) -> None:
         at_least(1, of="lora.", rank=self.rank)
@@ -76,7 +76,7 @@ class LoRASettings:
         self.modules()
 
     def modules(self) -> list[str]:
-        """Names of the adapted modules under transformers' names, sorted."""
+        """Returns transformers' names of the adapted modules, sorted."""
         targets = self.targets
         wanted = _GROUPS.get(targets, [targets]) if isinstance(targets, str) else targets
         # A target may name a path, such as ``blocks.0.ff_out``.
@@ -90,7 +90,7 @@ class LoRASettings:
         return sorted(found)
 
     def beside_experts(self) -> tuple[list[str], bool]:
-        """In a model with experts: names of the adapted modules, and whether experts are, too."""
+        """Returns the adapted modules of a model with experts, and whether experts are, too."""
         modules = set(self.modules())
         if met := modules & _FEED_FORWARD:
             if met != _FEED_FORWARD:
@@ -127,7 +127,7 @@ def read_adapter_settings(folder: Path) -> LoRASettings:
             )
         targets = [*targets, *_FEED_FORWARD]
     return LoRASettings(
-        rank=config.get("r", 8),  # as peft where it is not said, like what follows
+        rank=config.get("r", 8),  # peft's defaults, here and below
         alpha=config.get("lora_alpha", 8),
         dropout=config.get("lora_dropout", 0.0),
         targets=targets if isinstance(targets, str) else sorted(targets),
@@ -136,10 +136,10 @@ def read_adapter_settings(folder: Path) -> LoRASettings:
 
 
 def differing_base(folder: Path, base: str | None) -> str | None:
-    """The model that an adapter was trained on, where that is another one than ``base``.
+    """Returns the model that an adapter was trained on, if it is not ``base``.
 
-    Of a model that has moved, such as a local copy from a hub, the last part of the name counts.
-    ``None`` where it is the same or one of them is not known.
+    A model may have moved, such as a local copy from a hub: unless both are folders here, only the
+    last part of the name counts. ``None`` if they are the same or one of them is not known.
     """
     trained_on = read_json_object(folder / CONFIG_FILE).get("base_model_name_or_path")
     if not trained_on or base is None:
@@ -153,7 +153,7 @@ def differing_base(folder: Path, base: str | None) -> str | None:
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 POLICY = "default"
-"""Name of the adapter that a backbone trains, loads and writes. peft's own default."""
+"""Name of the adapter that a backbone trains, loads and writes; also peft's default."""
 _PREFIX = "base_model.model."
 
 _ATEN = torch.ops.aten
@@ -167,11 +167,11 @@ _PRODUCTS = (
     _ATEN._scaled_dot_product_efficient_attention.default,
     _ATEN._scaled_dot_product_cudnn_attention.default,
 )
-"""What is dear to compute again: products of matrices and attention."""
+"""Operations that are expensive to recompute: matrix products and attention."""
 
 
 def peft_config(settings: LoRASettings, **facts: Any) -> LoraConfig:
-    """The settings in peft's words; ``facts`` add to them or win."""
+    """Returns the settings as peft's configuration; ``facts`` add to them or override them."""
     from peft import LoraConfig
 
     values: dict[str, Any] = {
@@ -185,7 +185,7 @@ def peft_config(settings: LoRASettings, **facts: Any) -> LoraConfig:
 
 
 def inject(model: PreTrainedModel, settings: LoRASettings, *, name: str = POLICY) -> None:
-    """Puts a new adapter into a decoder, in place; it starts as the identity.
+    """Puts a new adapter into a decoder, in place; until trained it changes no output.
 
     All other weights keep their ``requires_grad``. The adapter's are float32 where the base is in
     half precision, as in peft, since small updates would be rounded away. Forwards use the adapter
@@ -197,7 +197,7 @@ def inject(model: PreTrainedModel, settings: LoRASettings, *, name: str = POLICY
     facts = _places(model, settings)
     before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     with warnings.catch_warnings():
-        # That there is another adapter is the point of a name.
+        # A second adapter under another name is intended.
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")
         inject_adapter_in_model(peft_config(settings, **facts), model, adapter_name=name)
     for parameter, flag in before:
@@ -211,7 +211,7 @@ def inject(model: PreTrainedModel, settings: LoRASettings, *, name: str = POLICY
 
 
 def _places(model: nn.Module, settings: LoRASettings) -> dict[str, list[str]]:
-    """What peft is told of a model with experts, which it would look for under other names."""
+    """Returns the targets in a model with experts, which peft would expect under other names."""
     names = {name.replace(".base_layer", "") for name, _ in model.named_parameters()}
     found = {name for name in names if ".experts." in name and "lora_" not in name}
     if not found:
@@ -227,8 +227,8 @@ def _places(model: nn.Module, settings: LoRASettings) -> dict[str, list[str]]:
 def using_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
     """Runs forwards of a decoder with another of its adapters, or with none (``None``).
 
-    Which one counts is decided when a forward runs; its backward may come later, also where it
-    computes layers again (:func:`recompute_layers`).
+    The choice is made when a forward runs; its backward may come later, even if it recomputes
+    layers (:func:`recompute_layers`).
     """
     from peft.tuners.lora import LoraLayer
 
@@ -245,18 +245,18 @@ def using_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
 
 
 def recompute_layers(model: PreTrainedModel, *, keep_products: bool) -> None:
-    """Gradient checkpointing: the backward runs each layer again instead of keeping activations.
+    """Turns on gradient checkpointing: the backward runs each layer again for its activations.
 
     ``keep_products`` keeps the outputs of matrix products and attention.
     """
     for layer in model.model.layers:
-        # What transformers' own switch sets, less its hook that lets embeddings need gradients.
+        # As transformers' own switch, without its hook that makes embeddings require gradients.
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = _recomputed(layer, keep_products=keep_products)
 
 
 def _recomputed(layer: nn.Module, *, keep_products: bool) -> Callable[..., Any]:
-    """Runs a layer's function, and in the backward again with the adapter that it ran with."""
+    """Returns a function that runs a layer and, in the backward, again with the same adapter."""
     from peft.tuners.lora import LoraLayer
 
     @contextmanager
@@ -268,7 +268,7 @@ def _recomputed(layer: nn.Module, *, keep_products: bool) -> Callable[..., Any]:
         forward, kept = nullcontext(), nullcontext()
         if keep_products:
             forward, kept = create_selective_checkpoint_contexts(list(_PRODUCTS))
-        # Asked while the layer runs: when gradients are taken another adapter may be in use.
+        # Read while the layer runs: by the time of the backward another adapter may be in use.
         adapted = [part for part in layer.modules() if isinstance(part, LoraLayer)]
         names = adapted[0]._active_adapter if adapted else []
         return forward, again(kept, next(iter(names), None))
@@ -277,14 +277,14 @@ def _recomputed(layer: nn.Module, *, keep_products: bool) -> Callable[..., Any]:
 
 
 def adapter_parameters(model: nn.Module, name: str = POLICY) -> Iterator[tuple[str, nn.Parameter]]:
-    """Weights of an adapter by keys such as ``model.layers.0.self_attn.q_proj.lora_A.weight``."""
+    """Yields weights of an adapter, as ``model.layers.0.self_attn.q_proj.lora_A.weight``."""
     for path, parameter in model.named_parameters():
         if ".lora_" in path and f".{name}." in path.partition(".lora_")[2]:
             yield path.replace(f".{name}.", "."), parameter
 
 
 def adapter_tensors(model: nn.Module, *, layout: KeyLayout) -> dict[str, Tensor]:
-    """The policy's adapter as PEFT stores it, whole; sharded, every process must call this."""
+    """Returns the policy's adapter as PEFT stores it; if sharded, all processes must call this."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in adapter_parameters(model):
         module, _, rest = name.partition(".lora_")
@@ -302,9 +302,9 @@ def save_adapter(
     task: PEFTTask,
     base_name: str | None,
 ) -> None:
-    """Writes what :func:`adapter_tensors` gave as a PEFT folder.
+    """Writes the result of :func:`adapter_tensors` as a PEFT folder.
 
-    ``task`` is what peft should take the base model ``base_name`` for.
+    ``task`` is the PEFT task type of the base model ``base_name``.
     """
     targets = settings.modules()
     if layout == "llada":
@@ -329,9 +329,9 @@ def save_adapter(
 
 
 def load_adapter(model: nn.Module, folder: Path, *, layout: KeyLayout) -> Path:
-    """Reads the weights of a PEFT folder into an adapter that is in place; gives their file.
+    """Reads the weights of a PEFT folder into an existing adapter; returns their file.
 
-    Keys may have the names of the family's ``layout`` or transformers'.
+    Keys may use the names of the family's ``layout`` or transformers'.
     """
     path = folder / WEIGHTS_FILE
     if not path.is_file():
@@ -352,9 +352,9 @@ def load_adapter(model: nn.Module, folder: Path, *, layout: KeyLayout) -> Path:
 
 
 def base_parameters_adapted(model: nn.Module) -> dict[str, tuple[Tensor, nn.Module | None]]:
-    """Base weights of a decoder that may hold an adapter, by keys without traces of it.
+    """Returns a decoder's base weights, by the keys that they have without an adapter.
 
-    With an adapted weight comes the layer with which it has to be :func:`merged`.
+    Each adapted weight comes with the layer with which it has to be :func:`merged`.
     """
     modules = dict(model.named_modules())
     found: dict[str, tuple[Tensor, nn.Module | None]] = {}
@@ -364,7 +364,7 @@ def base_parameters_adapted(model: nn.Module) -> dict[str, tuple[Tensor, nn.Modu
             continue
         owner, _, last = name.rpartition(".")
         adapted = None
-        # Around experts one layer of peft is inside the other, each for one of their tensors.
+        # Around experts peft nests its layers, one for each of their tensors.
         while owner.endswith(".base_layer"):
             owner = owner.removesuffix(".base_layer")
             layer: Any = modules[owner]
@@ -375,10 +375,10 @@ def base_parameters_adapted(model: nn.Module) -> dict[str, tuple[Tensor, nn.Modu
 
 
 def merged(weight: Tensor, layer: Any) -> Tensor:
-    """The weight ``(out, in)`` of one of peft's layers with its adapter added, in the same dtype.
+    """Returns the weight ``(out, in)`` of a peft layer with its adapter added, in the same dtype.
 
-    Of experts ``(experts, out, in)``. The sum is taken in float32, of float64 weights in float64,
-    and rounded once.
+    For experts it is ``(experts, out, in)``. The sum is computed in float32, or in float64 for
+    float64 weights, and rounded once.
     """
     dtype = torch.promote_types(weight.dtype, torch.float32)
     rows = plain_tensor(layer.lora_B[POLICY].weight).to(dtype)
@@ -386,15 +386,15 @@ def merged(weight: Tensor, layer: Any) -> Tensor:
     if weight.ndim == 3:  # peft keeps (out, rank * experts) and (experts * rank, in)
         rows = rows.unflatten(1, (-1, len(weight))).permute(2, 0, 1)
         columns = columns.unflatten(0, (len(weight), -1))
-    with without_autocast(weight.device):  # rollouts run inside of it
-        # In place: of a released size, each temporary of this width is 100 MB or more.
+    with without_autocast(weight.device):  # rollouts run under autocast
+        # In place: at released sizes each temporary of this shape takes 100 MB or more.
         total = (rows @ columns).mul_(layer.scaling[POLICY]).add_(weight)
         return total.to(weight.dtype)
 
 
 @torch.no_grad()
 def fold(model: nn.Module) -> None:
-    """Adds the policy's adapter to whole base weights in place; its layers stay, and still run."""
+    """Adds the policy's adapter to whole base weights in place; its layers stay and still run."""
     for base, layer in base_parameters_adapted(model).values():
         if layer is not None:
             base.copy_(merged(base, layer))
@@ -402,13 +402,13 @@ def fold(model: nn.Module) -> None:
 
 @contextmanager
 def restored(model: nn.Module, mapped: Mapping[str, Tensor]) -> Iterator[None]:
-    """Puts the base weights that hold an adapter back, bit by bit, when the context closes.
+    """Restores the base weights that have an adapter, bit for bit, when the context closes.
 
-    Subtracting the adapter again would leave rounding behind.
+    Subtracting the adapter again would leave rounding errors.
 
     Args:
-        model: the decoder; its weights are as sharded at the end as at the beginning.
-        mapped: by key, weights in a file's memory, as they were read.
+        model: the decoder; its weights must be sharded, or not, at the end as at the beginning.
+        mapped: weights in a file's memory, as they were read, by key.
     """
     kept: dict[str, Tensor] = {}
     merged_into = {
@@ -421,7 +421,7 @@ def restored(model: nn.Module, mapped: Mapping[str, Tensor]) -> Iterator[None]:
     for key, base in merged_into.items():
         stored = mapped.get(key)
         if base.device.type == "cpu":
-            # The copy is merged into, so that weights mapped from a file stay there.
+            # The adapter is merged into the copy, so that weights mapped from a file stay mapped.
             kept[key], base.data = base.data, base.data.clone()
         elif stays:
             kept[key] = base.detach().clone()
@@ -441,7 +441,7 @@ def restored(model: nn.Module, mapped: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 def _has_room(weights: Sequence[Tensor]) -> bool:
-    """Whether copies of weights take a quarter of what their GPU has left: caches need room."""
+    """Whether copies of weights take at most a quarter of free GPU memory: caches need room."""
     if not weights:
         return False
     device = weights[0].device

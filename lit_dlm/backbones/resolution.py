@@ -1,9 +1,9 @@
-"""From the name of a model (bundled, folder or hub id) to its :class:`Architecture` and tokenizer.
+"""From the name of a model (embedded, folder or hub id) to its :class:`Architecture` and tokenizer.
 
-No code of a checkpoint is ever run. What transformers' decoders cannot express is
-refused by the option's name. Ids of special tokens are those that the folder's tokenizer gives the
-family's tokens: one id may mean different tokens in sister vocabularies (151666 is Dream's mask and
-a tool tag in SDAR's).
+No code of a checkpoint is ever run. Options that transformers' decoders cannot express are refused
+by name. Special tokens get the ids that the folder's tokenizer has for the family's tokens, since
+one id may mean different tokens in related vocabularies (151666 is Dream's mask, but a tool tag in
+SDAR's).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def locate(path_or_id: str, *, weights: bool = True) -> Path:
 
 
 def _snapshot(hub_id: str, **options: Any) -> Any:
-    """What of a hub id ``owner/name``, optionally with ``@revision``, the hub delivers."""
+    """Runs ``snapshot_download`` for a hub id ``owner/name``, optionally with ``@revision``."""
     repo, _, revision = hub_id.partition("@")
     try:
         return snapshot_download(repo, revision=revision or None, **options)
@@ -82,16 +82,16 @@ def _snapshot(hub_id: str, **options: Any) -> Any:
 
 
 def is_hub_id(path_or_id: str) -> bool:
-    """Whether a name is ``owner/name``, optionally with ``@revision``, and no path of this machine.
+    """Whether a name is ``owner/name``, optionally with ``@revision``, and not a local path.
 
-    ``runs/model`` beside an existing ``runs`` is a mistyped folder.
+    If a folder ``runs`` exists, ``runs/model`` counts as a mistyped path.
     """
     has_form = _HUB_ID.fullmatch(path_or_id) is not None
     return has_form and not Path(path_or_id).expanduser().parent.is_dir()
 
 
 def unpinned(path_or_id: str) -> str:
-    """The name without the ``@revision`` of a hub id."""
+    """Returns the name without the ``@revision`` of a hub id."""
     return path_or_id.partition("@")[0] if is_hub_id(path_or_id) else path_or_id
 
 
@@ -103,18 +103,18 @@ def is_local(path_or_id: str) -> bool:
 def hub_files(
     hub_id: str, *, weights: bool = True, repo_type: Literal["model", "dataset"] = "model"
 ) -> list[DryRunFileInfo]:
-    """Names and sizes of what would be fetched from the hub, and whether it is here already."""
+    """Returns name and size of each file that the hub would deliver, and whether it is cached."""
     patterns = _patterns(weights) if repo_type == "model" else None
     return list(_snapshot(hub_id, repo_type=repo_type, allow_patterns=patterns, dry_run=True))
 
 
 def in_hub_cache(hub_id: str, *, weights: bool = True) -> bool:
-    """Whether a model of the hub is in the cache, with its weights if wanted; asks no network."""
+    """Whether a hub model is in the cache, with its weights if wanted; uses no network."""
     try:
         folder = Path(_snapshot(hub_id, local_files_only=True))
     except ValueError:
         return False
-    files = list(folder.glob("*.safetensors"))  # an adapter's has another name
+    files = list(folder.glob("*.safetensors"))  # an adapter's file has another name
     if (folder / INDEX_FILE).is_file():
         files = weight_files(folder)
     return not weights or (bool(files) and all(file.is_file() for file in files))
@@ -133,7 +133,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder: those that an index names, else the single one."""
+    """Returns a model folder's safetensors files: those that an index names, else the only one."""
     index = folder / INDEX_FILE
     if index.is_file():
         names = set(read_json_object(index)["weight_map"].values())
@@ -147,12 +147,12 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def load_tokenizer(path_or_id: str) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer that lies beside a model.
+    """Loads the tokenizer in a model's folder.
 
     Custom tokenizer classes named in a checkpoint (Dream, LLaDA) are not needed: a
-    ``tokenizer.json`` says everything, and ``vocab.json`` with ``merges.txt`` is the Qwen2 kind.
+    ``tokenizer.json`` is complete, and ``vocab.json`` with ``merges.txt`` is read as Qwen2's.
     """
-    from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer  # costs seconds
+    from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer  # takes seconds
 
     folder = locate(path_or_id, weights=False)
     if (folder / "tokenizer.json").is_file():
@@ -167,7 +167,7 @@ def load_tokenizer(path_or_id: str) -> PreTrainedTokenizerBase:
 def tokenizer_of(
     backbone: Backbone, path_or_id: str, *, option: str = "tokenizer"
 ) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of a model; refuses one whose ids mean something else there."""
+    """Loads a model's tokenizer; raises ``ValueError`` if its ids do not fit the model."""
     tokenizer, spec = load_tokenizer(path_or_id), backbone.spec
     used = set(tokenizer.get_vocab().values())
     highest = max(used)
@@ -176,8 +176,8 @@ def tokenizer_of(
         fault = f"ids below {backbone.vocab_size}, got {highest}"
     for kind, ids in {"mask": (spec.mask_id,), "eos": spec.eos_ids}.items():
         found = getattr(tokenizer, f"{kind}_token_id")
-        # LLaDA's tokenizer does not say which of its added tokens is the mask, and that of an
-        # autoregressive model has none.
+        # LLaDA's tokenizer does not say which of its added tokens is the mask, and the tokenizer of
+        # an autoregressive model has none.
         words = used.difference(tokenizer.added_tokens_decoder)
         strange = words.issuperset(ids) if found is None else found not in ids
         if strange and not fault and UNKNOWN_ID not in ids:
@@ -192,12 +192,12 @@ logger = logging.getLogger(__name__)
 EXPORT_KEY = "lit_dlm"
 """Key of our own exports in ``config.json``; its value is the :class:`BackboneSpec`."""
 RELEASE_KEY = "lit_dlm_original"
-"""Key of the family's own configuration in an export that came from it."""
+"""Key of the family's own configuration in exports of a released model."""
 MASK_TOKEN = "<|mask|>"
-"""How the mask token of a model that starts from an autoregressive one is written."""
+"""Text of the mask token that is added to an autoregressive model."""
 
-# What options must say where they are there: with other values the decoders would compute something
-# else.
+# Values that options must have where they are present: with others, the decoders would compute
+# something else.
 _HF_OPTIONS = {
     "hidden_act": "silu",
     "use_sliding_window": False,
@@ -209,7 +209,7 @@ _HF_SIZES = {
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
 }
-"""What every configuration under transformers' names has to say, by our names."""
+"""Options that every configuration under transformers' names must have, by our names."""
 _LLADA_OPTIONS = {
     "block_type": "llama",
     "activation_type": "silu",
@@ -229,13 +229,13 @@ class FromAR:
     """How an autoregressive Qwen2, Llama or Qwen3 checkpoint becomes a diffusion model.
 
     As Dream was made from Qwen2.5 and SDAR from Qwen3: the decoder keeps its weights, attention
-    turns bidirectional, and a mask token ``<|mask|>`` is added behind the tokenizer's last one,
-    where it has none yet (arXiv:2410.17891 describes the adaptation).
+    becomes bidirectional, and a mask token ``<|mask|>`` is added after the tokenizer's last token,
+    unless there is one already (arXiv:2410.17891 describes the adaptation).
     """
 
     shift: Literal[0, 1]
     """1 keeps next-token prediction: row ``i - 1`` predicts token ``i`` (Dream); 0 trains row ``i``
-    to predict token ``i`` (SDAR). Give it explicitly: the other value needs other training."""
+    to predict token ``i`` (SDAR). There is no default: the two need different training."""
     attention: Literal["full", "block"] = "full"
     """Attention layout to train."""
     block_size: int | None = None
@@ -248,12 +248,12 @@ class Resolved:
 
     architecture: Architecture
     layout: KeyLayout
-    """Whose names the weight files use."""
+    """Naming scheme of the weight files."""
     config: Mapping[str, Any]
-    """The description itself, as the files have it."""
+    """The description itself, untranslated."""
     file_vocab_size: int
-    """Rows of the embedding in the weight files; fewer than the architecture's where an
-    autoregressive checkpoint gets its mask token."""
+    """Rows of the embedding in the weight files; fewer than the architecture's where a mask token
+    is added to an autoregressive checkpoint."""
     adds_mask: bool = False
     """Whether the mask token has no row of its own in the files."""
 
@@ -263,7 +263,7 @@ class Resolved:
         return self.architecture.spec()
 
     def pieces(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[Piece]]:
-        """By key of the files what of our tensors is under it."""
+        """Returns the pieces of our tensors that are under each key of the files."""
         return pieces(shapes, lambda key: original_key(key, self.layout))
 
 
@@ -280,9 +280,9 @@ def resolve(
     Args:
         path_or_config: an embedded name, a folder, a hub id, or the contents of a ``config.json``.
         spec_overrides: fields of :class:`BackboneSpec` that win over the files.
-        from_ar: how to start from an autoregressive checkpoint; it must be one.
-        source: of a given mapping, for error texts and family names; a path is its own.
-        added_tokens: of a given mapping: added tokens of its tokenizer with their ids.
+        from_ar: how to start from an autoregressive checkpoint; any other one is refused.
+        source: of a given mapping, its folder or hub id, for error messages and the family's name.
+        added_tokens: for a given mapping, the added tokens of its tokenizer with their ids.
     """
     overrides = dict(spec_overrides or {})
     if unknown := sorted(set(overrides) - {field.name for field in fields(BackboneSpec)}):
@@ -335,7 +335,7 @@ def resolve(
 def _family_facts(
     config: Mapping[str, Any], family: Family, tokenizer_size: int | None, source: str
 ) -> dict[str, Any]:
-    """What a release of a family is, but for its special tokens."""
+    """Returns the facts about a release of a family, except its special tokens."""
     _refuse(config, family.options, source)
     sizes = _llada_sizes if family.layout == "llada" else _hf_sizes
     facts = {
@@ -378,10 +378,10 @@ def _need(config: Mapping[str, Any], *options: str, source: str) -> list[Any]:
 
 
 def _hf_sizes(config: Mapping[str, Any], source: str, *, decoder: str) -> dict[str, Any]:
-    """Sizes under transformers' own names (Dream, SDAR, LLaDA-V, plain decoders, our exports)."""
+    """Reads sizes under transformers' names (Dream, SDAR, LLaDA-V, plain decoders, our exports)."""
     options: dict[str, Any] = dict(_HF_OPTIONS)
     options |= FIXED.get(decoder, _NO_EXPERTS)
-    if decoder == "qwen2":  # which has its own biases
+    if decoder == "qwen2":  # Qwen2 has biases of its own
         options["attention_bias"] = False
     if decoder != "llama":
         options["mlp_bias"] = False
@@ -410,11 +410,11 @@ def _hf_sizes(config: Mapping[str, Any], source: str, *, decoder: str) -> dict[s
 def _rotary(
     config: Mapping[str, Any], source: str, *, decoder: str
 ) -> tuple[float, dict[str, Any] | None]:
-    """Base of the rotary frequencies, and what else is said of them."""
+    """Returns the base of the rotary frequencies, and their further settings if any."""
     scaling = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
     theta = scaling.pop("rope_theta", None) or config.get("rope_theta")
     if theta is None:
-        # What transformers' classes take where older files say nothing.
+        # The default of transformers' classes, for older files that say nothing.
         is_plain = config.get("model_type") in PLAIN_DECODERS
         theta = 10000.0 if is_plain else _need(config, "rope_theta", source=source)[0]
     if "type" in scaling:  # the older spelling
@@ -428,7 +428,7 @@ def _rotary(
 
 
 def _experts(config: Mapping[str, Any], source: str, *, decoder: str) -> Experts | None:
-    """What a decoder with experts has of them; transformers' words, of which all are needed."""
+    """Returns a decoder's experts, if it has any; all of transformers' options are required."""
     words = WORDS.get(decoder)
     if words is None:
         return None
@@ -440,7 +440,7 @@ def _experts(config: Mapping[str, Any], source: str, *, decoder: str) -> Experts
 
 
 def _llada_sizes(config: Mapping[str, Any], source: str, *, decoder: str) -> dict[str, Any]:
-    """Sizes under LLaDA's names (arXiv:2502.09992, released configuration class)."""
+    """Reads sizes under LLaDA's names (arXiv:2502.09992, released configuration class)."""
     _refuse(config, _LLADA_OPTIONS, source)
     width, heads, layers, tied = _need(
         config, "d_model", "n_heads", "n_layers", "weight_tying", source=source
@@ -475,10 +475,10 @@ def _llada_sizes(config: Mapping[str, Any], source: str, *, decoder: str) -> dic
 
 
 def read_added_tokens(folder: Path) -> dict[str, int]:
-    """Added tokens of a folder's tokenizer files, if there are any, with their ids.
+    """Returns the added tokens of a folder's tokenizer files, if there are any, with their ids.
 
-    From ``tokenizer_config.json``, ``added_tokens.json`` and ``tokenizer.json``, the later file
-    winning; no tokenizer is built.
+    Reads ``tokenizer_config.json``, ``added_tokens.json`` and ``tokenizer.json``; the later file
+    wins. No tokenizer is built.
     """
     described = _read_if_there(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
     found = {entry["content"]: int(number) for number, entry in described.items()}
@@ -488,7 +488,7 @@ def read_added_tokens(folder: Path) -> dict[str, int]:
 
 
 def tokenizer_size(folder: Path) -> int | None:
-    """One more than the largest id of a folder's tokenizer; ``None`` without a vocabulary file."""
+    """Returns a folder's largest token id plus one; ``None`` without a vocabulary file."""
     vocabulary = _read_if_there(folder / "tokenizer.json").get("model", {}).get("vocab")
     if vocabulary is None:
         vocabulary = _read_if_there(folder / "vocab.json") or None
@@ -504,16 +504,16 @@ def _read_if_there(path: Path) -> dict[str, Any]:
 
 
 def _listed(value: Any) -> tuple[int, ...]:
-    """An id option, which may be absent, one id or several."""
+    """Returns the ids of an option, which may be absent, one id or several."""
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
 def _stop_ids(config: Mapping[str, Any], folder: Path | None) -> tuple[int, ...]:
-    """Ends of text of an autoregressive checkpoint.
+    """Returns the end-of-text ids of an autoregressive checkpoint.
 
-    The token at which a sampler stops is often named in ``generation_config.json`` only.
+    The token at which a sampler stops is often named only in ``generation_config.json``.
     """
     stops = {} if folder is None else _read_if_there(folder / "generation_config.json")
     named = (*_listed(config.get("eos_token_id")), *_listed(stops.get("eos_token_id")))
@@ -528,21 +528,21 @@ def _special_ids(
     family: Family | None,
     source: str,
 ) -> dict[str, Any]:
-    """``mask_id``, ``pad_id``, ``eos_ids`` and ``bos_id``.
+    """Returns ``mask_id``, ``pad_id``, ``eos_ids`` and ``bos_id``.
 
-    Those of the family's tokens in the tokenizer, else what the configuration says. What nothing
-    names is ``UNKNOWN_ID``, with a warning.
+    They come from the family's tokens in the tokenizer, else from the configuration. A mask or end
+    of text that neither names is ``UNKNOWN_ID``, with a warning.
     """
     eos, bos = _listed(config.get("eos_token_id")), config.get("bos_token_id")
     if family is not None:
         eos = tuple(tokens[text] for text in family.eos_tokens if text in tokens) or eos
-        # SDAR's configurations name one that is an end of text.
+        # SDAR's configurations name an end of text as the start of text.
         bos = None if family.bos_token is None else tokens.get(family.bos_token, bos)
     pad = config.get("pad_token_id")
     found = {
         "mask_id": _mask_id(config.get("mask_token_id"), tokens, overrides, family, source),
         "eos_ids": eos or (UNKNOWN_ID,),
-        # Padding is hidden from attention, so that any id does.
+        # Padding is hidden from attention, so any id will do.
         "pad_id": (eos[0] if eos else 0) if pad is None else pad,
         "bos_id": bos,
     }
@@ -562,7 +562,7 @@ def _mask_id(
     family: Family | None,
     source: str,
 ) -> int:
-    """The mask token of the tokenizer, which must be the one that the configuration says."""
+    """Returns the id of the mask token, on which tokenizer and configuration must agree."""
     if "mask_id" in overrides:
         return UNKNOWN_ID if said is None else said
     if family is None:
@@ -574,7 +574,7 @@ def _mask_id(
             )
         return said
     written = [tokens[text] for text in family.mask_tokens if text in tokens]
-    # Told by the end of turn whether it is a released one; small models may have any other.
+    # The end of turn shows whether the tokenizer is a released one; small models may have any.
     is_kin = written or family.eos_tokens[1] in tokens
     if is_kin and said not in (None, *written):
         raise ValueError(

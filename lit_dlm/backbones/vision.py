@@ -1,4 +1,4 @@
-"""What a checkpoint sees with, loaded from its files (:mod:`lit_dlm.vision`)."""
+"""Loads the vision part of a checkpoint from its files (:mod:`lit_dlm.vision`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lit_dlm.vision.tower import TowerVision
 def tower_vision(
     settings: VisionSettings, config: Mapping[str, Any], files: Sequence[Path]
 ) -> TowerVision:
-    """LLaDA-V's tower and projector, whose weights lie among those of the decoder."""
+    """Returns LLaDA-V's tower and projector, whose weights are in the decoder's files."""
     if config.get("model_type") not in ("llava_llada", "llada") or "mm_vision_tower" not in config:
         raise ValueError(
             f"HFBackbone.vision: expected a LLaDA-V or MMaDA checkpoint, got "
@@ -37,14 +37,14 @@ def token_vision(
     first_id: int | None = None,
     vocab_size: int | None = None,
 ) -> TokenVision:
-    """The picture tokens of a model, which itself is not loaded.
+    """Returns the picture tokens of a model, without loading the model itself.
 
     Args:
         path: embedded name, folder or hub id of the model; its folder may hold the picture
             tokenizer.
-        settings: how it sees, with the tokenizer's ``path`` where it lies elsewhere.
-        first_id: that of the first picture token; what the model's files say by default.
-        vocab_size: of the model; words and picture tokens by default.
+        settings: how it sees; ``path`` is the tokenizer's where the model's folder has none.
+        first_id: id of the first picture token; by default what the model's files say.
+        vocab_size: size of the model's vocabulary; by default words and picture tokens.
     """
     folder = None if path is None else locate(path, weights=False)
     if first_id is None and folder is not None:

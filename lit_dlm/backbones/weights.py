@@ -1,4 +1,4 @@
-"""Weights on disk: read safetensors shard by shard under a key map, write them, take digests."""
+"""Weights on disk: reads safetensors shard by shard under a key map, writes and digests them."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ def load_weights(
     optional: frozenset[str] = frozenset(),
     as_stored: bool = False,
 ) -> dict[str, Tensor]:
-    """Gives existing parameters their values, one tensor at a time.
+    """Loads weights into existing parameters, one tensor at a time.
 
-    On the CPU and in the dtype of the file a parameter is the file's own memory, mapped and copied
-    where it is written: processes of one machine share what they only read, and what moves on to a
-    device page by page was never whole on the host. Anything else is converted tensor by tensor.
+    A CPU parameter in the dtype of the file becomes the file's own memory, mapped copy-on-write:
+    processes of one machine share what they only read, and weights that move to a device page by
+    page are never whole on the host. Anything else is converted tensor by tensor.
 
     Args:
         files: safetensors files.
-        parameters: targets by our key; those in a list are written in place, and take the rows of
-            one tensor, one after the other.
+        parameters: targets by our key; those in a list are written in place, and take consecutive
+            rows of one tensor.
         rename: maps a key of the file to ours; ``None`` drops the tensor on purpose.
         optional: our keys that a file may hold or lack (the head of a tied model); a file's copy
             is ignored where ``parameters`` does not list the key.
         as_stored: parameters get the dtype of the file.
 
-    Returns by our key what is a file's own memory.
+    Returns the tensors that are a file's own memory, by our key.
     """
     place = files[0].parent if files else "weights"
     missing = set(parameters) - optional
@@ -81,7 +81,7 @@ def load_weights(
 
 
 def _give(found: Tensor | Sequence[Tensor], tensor: Tensor, *, as_stored: bool) -> bool:
-    """Gives one target or several the values of a tensor; whether it now is the target's memory."""
+    """Copies a tensor to its targets; returns whether it became the target's memory instead."""
     targets = [found] if isinstance(found, Tensor) else found
     expected = (sum(one.shape[0] for one in targets), *targets[0].shape[1:])
     if expected != tensor.shape:
@@ -97,9 +97,9 @@ def _give(found: Tensor | Sequence[Tensor], tensor: Tensor, *, as_stored: bool) 
 
 
 def read_weights(path: Path, *, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of a file by key, one at a time, checked against the digest of :func:`save_weights`.
+    """Yields a file's tensors by key, checking them against the digest of :func:`save_weights`.
 
-    Files of others have no digest; of these only keys that are wanted are read.
+    Files that other programs wrote have no digest; of these, only wanted keys are read.
     """
     try:
         with safe_open(path, framework="pt") as shard:
@@ -129,7 +129,7 @@ def save_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def files_digest(files: Iterable[Path]) -> str:
-    """SHA-256 over the contents of the files in the given order."""
+    """Returns the SHA-256 over the contents of the files in the given order."""
     digest = hashlib.sha256()
     for path in files:
         with path.open("rb") as stream:
@@ -138,7 +138,7 @@ def files_digest(files: Iterable[Path]) -> str:
 
 
 def plain_tensor(tensor: Tensor) -> Tensor:
-    """The whole tensor without gradient; a sharded one is gathered, which all processes call."""
+    """Returns the whole tensor, detached; to gather a sharded one, all processes must call this."""
     plain = tensor.detach()
     return plain.full_tensor() if isinstance(plain, DTensor) else plain
 
@@ -153,15 +153,15 @@ def save_checkpoint(
 ) -> None:
     """Writes ``model.safetensors``, or shards with an index where that grows too large.
 
-    One shard at a time is in memory. Files of an earlier checkpoint in the folder that would be
-    read instead, or no more, are removed.
+    One shard at a time is in memory. Weight files and the index of an earlier checkpoint in the
+    folder are removed unless they are replaced.
 
     Args:
-        sizes: key to stored bytes; keys are packed in this order.
-        read: gives the tensor of a key.
+        sizes: stored bytes by key; keys are packed in this order.
+        read: returns the tensor of a key.
         folder: created when absent.
         max_shard_bytes: most bytes of a shard, unless one tensor alone is larger.
-        write: whether this process writes. Sharded weights are gathered by all of them.
+        write: whether this process writes. All processes must call this to gather sharded weights.
     """
     split = split_state_dict_into_shards_factory(
         dict(sizes),
@@ -188,5 +188,5 @@ def save_checkpoint(
 
 
 def write_json_object(path: Path, value: Mapping[str, Any]) -> None:
-    """Writes one of a model's description files; it is replaced as a whole."""
+    """Writes one of a model's description files, replacing it as a whole."""
     write_atomically(path, json.dumps(value, indent=2, sort_keys=True) + "\n")

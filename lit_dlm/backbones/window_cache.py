@@ -1,9 +1,9 @@
 """Keys and values of a canvas, written through windows.
 
 All cache schemes of masked diffusion decoding are cases of one rule: a forward over some columns
-writes its keys and values there and attends to the columns before an end. transformers' own caches
-only append; here a forward may overwrite any columns of preallocated buffers, other ones in each
-row.
+writes its keys and values there and attends to all columns before a given end. transformers' own
+caches only append; here a forward may overwrite any columns of preallocated buffers, different ones
+in each row.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ class WindowPlan:
     """Where the next forward writes, and how far it sees."""
 
     rows: Tensor
-    """``(n,)`` int64 rows of the buffers that the forward consists of. Where they are not all, the
-    keys and values of these rows are copied for attention."""
+    """``(n,)`` int64 rows of the buffers that take part in the forward. Unless all do, their keys
+    and values are copied for attention."""
     columns: Tensor
-    """``(n, W)`` int64 columns that each query is written to, or ``(1, T)`` with a packing."""
+    """``(n, W)`` int64 column that each query is written to, or ``(1, T)`` with a packing."""
     kv_end: int
-    """Keys and values of columns ``[0, kv_end)`` are given to attention."""
+    """Attention receives the keys and values of columns ``[0, kv_end)``."""
     packing: Packing | None = None
-    """Where windows of different widths lie, ``T`` queries in all in one row."""
+    """Where windows of different widths lie in one row of ``T`` queries."""
     sequences: Sequences | None = None
-    """What each query sees, for the attention that needs no mask: it is given whole buffers."""
+    """What each query sees, for attention without a mask, which receives whole buffers."""
 
     @property
     def at(self) -> Tensor:
-        """Row of each query beside :attr:`columns`, ``(n, 1)`` or ``(1, T)``."""
+        """Row of each query, to go with :attr:`columns`: ``(n, 1)`` or ``(1, T)``."""
         return self.rows[:, None] if self.packing is None else self.packing.rows
 
 
@@ -43,28 +43,28 @@ class WindowCache(Cache):
     """Preallocated key and value buffers for a batch of canvases.
 
     Writes happen in place, so this is for decoding only. Columns that were never written hold
-    zeros; the attention mask must hide them. Nothing in it refers to it, so that its memory is free
-    as soon as its decode ends.
+    zeros; the attention mask must hide them. It is in no reference cycle, so that its memory is
+    freed as soon as its decode ends.
     """
 
     plan: WindowPlan
-    """Of the next forward; to be set before it."""
+    """Plan of the next forward; to be set before it."""
 
     def __init__(self, *, length: int, num_rows: int) -> None:
         super().__init__(layers=[])
         self.length = length
         self.num_rows = num_rows
         self.buffers: dict[int | str, tuple[Tensor, ...]] = {}
-        """By layer keys and values ``(B, L, kv heads, head dim)``: a window is written in whole
-        rows, and the buffers of all rows are one long sequence. Under names anything else that a
-        canvas has for each column, ``(B, L, ...)``."""
+        """Keys and values by layer, ``(B, L, kv heads, head dim)``: a window is written in whole
+        rows, and the buffers of all rows form one long sequence. By name, anything else that is
+        kept for each column of a canvas, ``(B, L, ...)``."""
 
     def write(
         self, name: int | str, *windows: Tensor, columns: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Writes windows ``(n, W, ...)``, or ``(1, T, ...)`` with a packing, and gives the buffers.
+        """Writes windows ``(n, W, ...)``, or ``(1, T, ...)`` with a packing; returns the buffers.
 
-        ``columns`` ``(n, K)`` int64 are those of windows that have others than the plan's.
+        ``columns`` ``(n, K)`` int64 replace those of the plan.
         """
         if name not in self.buffers:  # at the first write, in its dtype and on its device
             self.buffers[name] = tuple(
@@ -86,9 +86,9 @@ class WindowCache(Cache):
         """Writes a window ``(n, h, W, d)`` of a layer, or ``(1, h, T, d)`` with a packing.
 
         Returns:
-            Keys and values that attention sees, ``(n, h, kv_end, d)``; of sequences all of them.
+            Keys and values for attention, ``(n, h, kv_end, d)``, or whole buffers with sequences.
         """
-        # Under autocast rotated keys are float32; attention would round them in every forward.
+        # Under autocast, rotated keys are float32; attention would round them in every forward.
         new_keys, new_values = key_states.to(value_states.dtype), value_states
         # Written first: the window's own keys are among those that it sees.
         keys, values = self.write(layer_idx, new_keys.transpose(1, 2), new_values.transpose(1, 2))
@@ -100,7 +100,7 @@ class WindowCache(Cache):
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def take(self, index: Tensor) -> None:
-        """Keeps the rows ``index`` only, ``(n,)`` int64."""
+        """Keeps only the rows ``index``, ``(n,)`` int64."""
         self.num_rows = len(index)
         for name, buffers in self.buffers.items():
             self.buffers[name] = tuple(buffer[index] for buffer in buffers)
@@ -112,7 +112,7 @@ class WindowCache(Cache):
                 buffer[to, :end] = buffer[of, :end]
 
     def shift(self, by: int) -> None:
-        """Adds columns on the left; with a negative number they go there."""
+        """Adds ``by`` columns on the left; a negative number removes columns there."""
         self.length += by
         for name, buffers in self.buffers.items():
             self.buffers[name] = tuple(shifted(buffer, by) for buffer in buffers)
