@@ -1,4 +1,4 @@
-"""Pictures: read, put into prompts, and seen by a model (:mod:`lit_dlm.backbones.vision` loads it).
+"""Reads pictures, puts them into prompts and shows them to models.
 
-Who works with text models alone needs nothing of this package.
+:mod:`lit_dlm.backbones.vision` loads what a model sees with. Text models need nothing of this.
 """

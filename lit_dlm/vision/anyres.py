@@ -1,10 +1,10 @@
 """Pictures of any size for a vision tower that takes squares: tiles in, rows out.
 
 The scheme of LLaVA-OneVision that LLaDA-V uses (``anyres_max_N`` with ``spatial_unpad``,
-arXiv:2408.03326, arXiv:2505.16933). A picture is scaled into the grid of tiles that wastes least of
-it; the whole picture, squeezed into one square, goes before them. Behind the tower the tiles' rows
-are put together as they lie, the black margin is cut off, more than ``N`` tiles' worth of rows are
-thinned out, and every line ends with a row of its own.
+arXiv:2408.03326, arXiv:2505.16933). A picture is scaled into the grid of tiles that wastes the
+least; the whole picture, squeezed into one square, goes before the tiles as an overview. After the
+tower, the tiles' rows are put together again, the black margin is cut off, rows are thinned out if
+there are more than ``N`` tiles' worth, and every line ends with an extra row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers.models.llava_onevision.modeling_llava_onevision import unpad_i
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 _THINNED_FROM = 1.1
-"""Rows are thinned out where each side has more than this many times what is allowed."""
+"""Rows are thinned out if they exceed what is allowed by more than this factor on each side."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,19 +35,19 @@ class AnyRes:
     per_side: int = 27
     """Rows of the tower on each side of a tile."""
     max_tiles: int = 4
-    """As many tiles' worth of rows a picture may have beside its overview."""
+    """Most rows of a picture beside its overview, counted in tiles."""
     most_across: int = 6
-    """Tiles across and down at most."""
+    """Most tiles across, and most tiles down."""
 
     def grid(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Tiles across and down for a picture of so many pixels, width and height."""
+        """Returns tiles across and down for a picture of ``size`` (width, height) in pixels."""
         sides = [number * self.tile for number in range(1, self.most_across + 1)]
         sizes = [(width, height) for width in sides for height in sides]
         width, height = select_best_resolution(size, sizes)
         return width // self.tile, height // self.tile
 
     def tiles(self, picture: Image.Image) -> Tensor:
-        """The overview and the tiles of an RGB picture, row by row.
+        """Returns the overview and the tiles of an RGB picture, row by row.
 
         ``(1 + tiles, 3, tile, tile)`` float32 in [-1, 1].
         """
@@ -75,11 +75,11 @@ class AnyRes:
         return processor(squares, return_tensors="pt")["pixel_values"]
 
     def merged(self, rows: Tensor, newline: Tensor, size: tuple[int, int]) -> Tensor:
-        """Rows ``(N, D)`` of the overview, then those of the picture, line by line.
+        """Returns rows ``(N, D)`` of the overview, then those of the picture, line by line.
 
         Args:
-            rows: ``(1 + tiles, per_side**2, D)`` of the tower.
-            newline: ``(D,)``, put behind every line.
+            rows: ``(1 + tiles, per_side**2, D)`` from the tower.
+            newline: ``(D,)``, put at the end of every line.
             size: width and height of the picture in pixels.
         """
         across, down = self.grid(size)
@@ -95,9 +95,9 @@ class AnyRes:
         return torch.cat([rows[0], picture])
 
     def num_rows(self, size: tuple[int, int]) -> int:
-        """How many rows :meth:`merged` gives for a picture of so many pixels, width and height."""
+        """Returns how many rows :meth:`merged` makes of a picture of ``size`` (width, height)."""
         across, down = self.grid(size)
-        # The library's own cut of the margin, on no memory.
+        # The margin as the library crops it, on a device without memory.
         shape = torch.empty(1, down * self.per_side, across * self.per_side, device="meta")
         _, lines, cells = unpad_image(shape, size[::-1]).shape
         lines, cells = self._thinned(lines, cells) or (lines, cells)

@@ -1,8 +1,8 @@
 """How a model sees: pictures become ids among those of the words.
 
-Canvases, caches, padding, windows and batches thereby know nothing of pictures. Where pictures are
+So canvases, caches, padding, windows and batches need not know about pictures. Where pictures are
 rows of a vision tower (:mod:`~lit_dlm.vision.tower`), their ids lie beyond the vocabulary; where
-they are tokens (:mod:`~lit_dlm.vision.tokens`), a decode sees these.
+they are tokens (:mod:`~lit_dlm.vision.tokens`), a decode has these tokens as ids.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from lit_dlm.vision.pictures import IMAGE_MARK, PICTURES, Picture, PictureFolder
 
 @dataclass(frozen=True, kw_only=True)
 class VisionSettings:
-    """How a backbone sees."""
+    """How a backbone sees pictures."""
 
     train: Literal["none", "projector", "all"] = "none"
-    """What of the tower is trained: nothing, the projector that maps it to the decoder, or both."""
+    """What is trained: nothing, the tower's projector to the decoder, or the tower as well."""
     path: str | None = None
     """Weights of the picture tokenizer where the model's own folder has none (MMaDA:
     ``showlab/magvitv2``)."""
@@ -36,25 +36,25 @@ class VisionSettings:
 
 
 class Vision(nn.Module):
-    """Pictures to ids, and ids to embeddings.
+    """Maps pictures to ids, and ids to embeddings.
 
-    As records hold it, a prompt has ids behind the vocabulary where its pictures belong, numbered
-    in order. A batch of training has such prompts and names its pictures; a decode gets prompts
-    into which their pictures were inserted.
+    In a record, a prompt has ids beyond the vocabulary in the place of its pictures, numbered in
+    order. A training batch has such prompts and names its pictures; a decode gets prompts with
+    their pictures inserted.
     """
 
     before_text = ""
-    """What goes before the text for each picture that has no mark in it."""
+    """Text put before a prompt for each picture that has no mark in it."""
 
     def __init__(self, settings: VisionSettings, *, vocab_size: int) -> None:
         super().__init__()
         self.settings = settings
         self.vocab_size = vocab_size
-        """Ids from here on are pictures."""
+        """Ids from here on represent pictures."""
         self.folders: list[PictureFolder] = []
-        """Where pictures of records are looked for."""
+        """Folders that are searched for pictures of records."""
         self.known: dict[str, Picture] = {}
-        """Pictures of samples that are trained on, by digest."""
+        """Pictures of training samples, by digest."""
 
     def encode(
         self,
@@ -64,9 +64,9 @@ class Vision(nn.Module):
         render: Callable[[str], str],
         tokenize: Callable[[str], list[int]],
     ) -> list[int]:
-        """Ids of a prompt with pictures, as records hold it; only their headers are read.
+        """Returns the ids of a prompt with pictures as in records; reads only pictures' headers.
 
-        In the text ``<image>`` says where pictures go. ``render`` is the chat template,
+        ``<image>`` in the text marks where pictures go. ``render`` applies the chat template,
         ``tokenize`` adds no special tokens.
         """
         num_marks = render(text).count(IMAGE_MARK)
@@ -82,7 +82,7 @@ class Vision(nn.Module):
         return self.join(pieces, [list(range(*pair)) for pair in pairwise(ends)])
 
     def insert(self, ids: Sequence[int], pictures: Iterable[Picture]) -> list[int]:
-        """Ids of a prompt of :meth:`encode` for decoding; its pictures stay until released."""
+        """Returns ids of a prompt of :meth:`encode` for decoding; pictures stay until released."""
         num_places = sum(number >= self.vocab_size for number in ids)
         if not num_places:
             return list(ids)
@@ -96,7 +96,7 @@ class Vision(nn.Module):
         return [number if number < self.vocab_size else next(numbers) for number in ids]
 
     def known_picture(self, digest: str) -> Picture:
-        """A picture by the SHA-256 of its file, which may have changed on disk since."""
+        """Returns a picture by its file's SHA-256; refuses a file that has changed since."""
         picture = self.known[digest]
         if picture.digest != digest:
             raise ValueError(f"{picture.name}: the picture is damaged: it has another digest")
@@ -104,49 +104,49 @@ class Vision(nn.Module):
 
     @abstractmethod
     def num_ids(self, picture: Picture) -> int:
-        """How many ids a picture becomes; only its header is read."""
+        """Returns how many ids a picture becomes; only its header is read."""
 
     @abstractmethod
     def picture_ids(self, picture: Picture) -> list[int]:
-        """The ids that one picture becomes in a decode."""
+        """Returns the ids of one picture in a decode."""
 
     @abstractmethod
     def join(self, pieces: Sequence[Sequence[int]], pictures: Sequence[list[int]]) -> list[int]:
-        """The prompt: ids of its words before, between and behind the pictures, and theirs."""
+        """Joins ids of words (before, between and after pictures) and of pictures into a prompt."""
 
     @abstractmethod
     def embed(
         self, ids: Tensor, embed_words: Callable[[Tensor], Tensor], pictures: Sequence[str] | None
     ) -> Tensor:
-        """Embeddings ``(B, L, D)`` of a canvas.
+        """Returns the embeddings ``(B, L, D)`` of a canvas.
 
         Args:
             ids: ``(B, L)`` int64.
-            embed_words: embeddings of tokens.
-            pictures: digests of what the ids behind the vocabulary stand for, in order; ``None``:
-                those that were inserted.
+            embed_words: returns embeddings of tokens.
+            pictures: digests of the pictures that ids beyond the vocabulary represent, in order;
+                ``None``: those that were inserted.
         """
 
     def stored_weights(self) -> dict[str, nn.Parameter]:
-        """Weights that belong to the model's own files, by their keys there."""
+        """Returns the weights that belong in the model's own files, by their keys there."""
         return {}
 
     def release(self, ids: Iterable[int]) -> None:
-        """Lets go of the pictures of a prompt with these ids, which is done with."""
+        """Releases the pictures of a finished prompt with these ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptPictures:
-    """Pictures that ids of a prompt stand for, numbered in order from the first one."""
+    """Pictures that ids of a prompt represent; the ids are numbered in order from ``first_id``."""
 
     digests: tuple[str, ...]
     """SHA-256 of each file, in their order in the prompt."""
     first_id: int
-    """Id of the first row, behind all that are tokens."""
+    """Id of the first row of a picture, larger than that of any token."""
 
 
 def prompt_pictures(meta: Mapping[str, Any], first_id: int) -> PromptPictures | None:
-    """What ids of a recorded prompt from the first one on stand for."""
+    """Returns the pictures that ids of a recorded prompt from ``first_id`` on represent."""
     digests = meta.get("images")
     return PromptPictures(digests=tuple(digests), first_id=first_id) if digests else None
 
@@ -154,10 +154,10 @@ def prompt_pictures(meta: Mapping[str, Any], first_id: int) -> PromptPictures | 
 def batch_prompts(
     prompts: Sequence[NDArray[np.int32]], pictures: Sequence[PromptPictures | None]
 ) -> tuple[list[NDArray[np.int32]], list[tuple[str, ...]]]:
-    """Prompts of one batch, whose ids of pictures count through the batch, and their digests.
+    """Numbers picture ids through a batch; returns its prompts and the digests of their pictures.
 
-    Prompts with the same pictures share their ids; :func:`batch_pictures` says which picture has
-    which.
+    Prompts with the same pictures share their ids; :func:`batch_pictures` lists the pictures in the
+    order of these ids.
     """
     starts: dict[tuple[str, ...], int] = {}
     found, digests, count = [], [], 0
@@ -174,12 +174,12 @@ def batch_prompts(
 
 
 def batch_pictures(pictures: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """Pictures of a batch in the order of their ids, from what :func:`batch_prompts` gave."""
+    """Returns a batch's pictures in the order of their ids, from those of :func:`batch_prompts`."""
     return tuple(chain.from_iterable(dict.fromkeys(pictures)))
 
 
 def vision_of(backbone: Any, uid: str) -> Vision:
-    """What a backbone sees with, for the sample ``uid`` that has pictures."""
+    """Returns what a backbone sees with; raises ``ValueError``, naming ``uid``, if it has none."""
     vision: Vision | None = getattr(backbone, "vision", None)
     if vision is None:
         raise ValueError(
@@ -190,13 +190,13 @@ def vision_of(backbone: Any, uid: str) -> Vision:
 
 
 def add_picture_folders(backbone: Any, *folders: Path) -> None:
-    """Lets a backbone look for pictures of records in the folders that hold these."""
+    """Lets a backbone search for pictures in the folders of records."""
     if (vision := getattr(backbone, "vision", None)) is not None:
         vision.folders += [PictureFolder(folder / PICTURES) for folder in folders]
 
 
 def add_pictures(backbone: Any, uid: str, pictures: Sequence[Picture]) -> None:
-    """Gives a backbone the pictures of a sample that it is to be trained on."""
+    """Gives a backbone the pictures of a training sample."""
     for picture in pictures:
         named = copy(picture)
         named.name = f"{uid}: {picture.name}"
@@ -204,10 +204,10 @@ def add_pictures(backbone: Any, uid: str, pictures: Sequence[Picture]) -> None:
 
 
 def find_pictures(backbone: Any, uid: str, meta: Mapping[str, Any]) -> None:
-    """Finds the pictures that a record's meta names for a backbone that is to read it."""
+    """Finds the pictures that a record's meta names, for the backbone that will read the record."""
     digests = meta.get("images", ())
     if not digests or backbone is None or backbone.spec.text_vocab_size is not None:
-        return  # tokens of pictures are recorded themselves
+        return  # picture tokens are in the record itself
     vision = vision_of(backbone, uid)
     for digest in digests:
         if digest not in vision.known:
@@ -216,7 +216,7 @@ def find_pictures(backbone: Any, uid: str, meta: Mapping[str, Any]) -> None:
 
 
 def insert_pictures(backbone: Any, ids: Sequence[int], digests: Sequence[str]) -> list[int]:
-    """A prompt of training for decoding: known pictures take the places of its numbered ids."""
+    """Returns a training prompt for decoding, with known pictures in place of its numbered ids."""
     if not digests:
         return list(ids)
     vision: Vision = backbone.vision

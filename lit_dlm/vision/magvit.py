@@ -1,7 +1,7 @@
 """MAGVIT-v2: pictures to tokens and back, as MMaDA and Show-o use it (arXiv:2310.05737).
 
-A convolutional encoder maps 16 x 16 pixels to 13 numbers whose signs are a token; a decoder maps
-them back. The blocks are those of transformers' Janus; keys and sizes are those of
+A convolutional encoder maps 16 x 16 pixels to 13 numbers, whose signs are the bits of a token; a
+decoder maps these back. The blocks are those of transformers' Janus; keys and sizes are those of
 ``showlab/magvitv2``.
 """
 
@@ -27,7 +27,7 @@ from transformers.models.janus.modeling_janus import (
 
 from lit_dlm.ops.precision import without_autocast
 
-_BLOCK = JanusVQVAEConfig()  # what a block reads of it: that there is no dropout
+_BLOCK = JanusVQVAEConfig()  # blocks read from it only that there is no dropout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,17 +35,17 @@ class MagvitSizes:
     """Sizes of encoder and decoder; the defaults are the release's."""
 
     width: int = 128
-    """Channels that the multiples below are of; a multiple of 32."""
+    """Channels at multiple 1; itself a multiple of 32."""
     encoder: tuple[tuple[int, int], ...] = ((1, 4), (2, 3), (2, 4), (4, 3), (4, 4))
-    """Multiple and number of blocks of each level, from the pixels on."""
+    """Multiple of ``width`` and number of blocks of each level, starting at the pixels."""
     decoder: tuple[tuple[int, int], ...] = ((1, 4), (1, 4), (2, 3), (2, 4), (4, 3))
-    """The same of the decoder, pixels first."""
+    """The same for the decoder, also starting at the pixels."""
     num_bits: int = 13
     """Binary digits of a token."""
 
     @classmethod
     def of(cls, weights: Mapping[str, Tensor]) -> MagvitSizes:
-        """The sizes of stored weights, from their shapes."""
+        """Returns the sizes of stored weights, from their shapes."""
         width = weights["encoder.conv_in.weight"].shape[0]
 
         def levels(part: str) -> tuple[tuple[int, int], ...]:
@@ -64,7 +64,7 @@ class MagvitSizes:
 
 
 class _Level(nn.Module):
-    """Some blocks, then half or twice the size."""
+    """Some blocks, then a change to half or twice the size, if any."""
 
     def __init__(self, inner: int, outer: int, count: int, **scale: nn.Module | None) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class _Level(nn.Module):
 
 
 class _Coder(nn.Module):
-    """What encoder and decoder share: their ends."""
+    """The first and last layers, which encoder and decoder share."""
 
     def __init__(self, first: int, inner: int, outer: int, last: int) -> None:
         super().__init__()
@@ -131,11 +131,11 @@ class _Decoder(_Coder):
 
 
 class Magvit(nn.Module):
-    """The picture tokenizer; its weights are never trained here, and float32 as in the release.
+    """The picture tokenizer; its weights are float32 as in the release, and never trained here.
 
     Args:
-        folder: with the weights; random ones without.
-        sizes: of random weights.
+        folder: folder of the weights; without one they are random.
+        sizes: sizes for random weights.
     """
 
     def __init__(self, folder: Path | None = None, *, sizes: MagvitSizes | None = None) -> None:
@@ -163,7 +163,7 @@ class Magvit(nn.Module):
 
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> Tensor:
-        """Tokens ``(B, height / scale, width / scale)`` int64 of pictures.
+        """Returns tokens ``(B, height / scale, width / scale)`` int64 of pictures.
 
         ``pixels`` ``(B, 3, height, width)`` are floats in [-1, 1], sides multiples of
         :attr:`scale`. The first of the 13 numbers is the highest binary digit.
@@ -175,7 +175,7 @@ class Magvit(nn.Module):
 
     @torch.no_grad()
     def decode(self, codes: Tensor) -> Tensor:
-        """Pixels ``(B, 3, rows * scale, columns * scale)`` float32, about in [-1, 1], of tokens."""
+        """Returns pixels ``(B, 3, rows * scale, columns * scale)`` float32, about in [-1, 1]."""
         weight = self.decoder.conv_in.weight
         codes = codes.to(weight.device)
         bits = (codes[..., None] & self._powers(codes.device) > 0).to(weight.dtype) * 2 - 1

@@ -1,6 +1,6 @@
-"""A picture tokenizer that fits into a line: a token is the nearest of some patches of pixels.
+"""A minimal picture tokenizer: a token is the nearest of some patches of pixels.
 
-The embedded picture model has one in place of MAGVIT-v2 (:mod:`~lit_dlm.vision.magvit`).
+The embedded picture model has it in place of MAGVIT-v2 (:mod:`~lit_dlm.vision.magvit`).
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from PIL import Image
 from torch import Tensor, nn
 
 CODEBOOK = "codebook.png"
-"""In a model's folder: the patches one below the other, so as wide as one of them."""
+"""File in a model's folder: the patches one below the other, so it is as wide as one patch."""
 _PATCHES_ACROSS = 4
 
 
 class PatchTokenizer(nn.Module):
-    """Pictures to tokens and back.
+    """Maps pictures to tokens and back.
 
     Args:
-        path: of the codebook.
+        path: path of the codebook.
     """
 
     _patches: Tensor
@@ -35,11 +35,11 @@ class PatchTokenizer(nn.Module):
         self.resolution = _PATCHES_ACROSS * self.scale
         self.num_codes = len(strip) // self.scale
         patches = torch.from_numpy(strip).view(self.num_codes, self.scale, self.scale, 3)
-        # As bytes, which no change of the model's dtype rounds.
+        # As bytes, so that no change of the model's dtype rounds them.
         self.register_buffer("_patches", patches.permute(0, 3, 1, 2).contiguous(), persistent=False)
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """Tokens ``(B, height / scale, width / scale)`` int64; of equally near patches the first.
+        """Returns tokens ``(B, height / scale, width / scale)`` int64; ties go to the first patch.
 
         ``pixels`` ``(B, 3, height, width)`` are floats in [-1, 1], sides multiples of
         :attr:`scale`.
@@ -53,7 +53,7 @@ class PatchTokenizer(nn.Module):
         return (codes.square().sum(1) - 2.0 * flat @ codes.T).argmin(-1)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Pixels ``(B, 3, rows * scale, columns * scale)`` float32 in [-1, 1] of tokens."""
+        """Decodes tokens to pixels ``(B, 3, rows * scale, columns * scale)`` float32 in [-1, 1]."""
         rows, columns = codes.shape[1:]
         cells = self._patches[codes.to(self._patches.device)].permute(0, 3, 1, 4, 2, 5)
         pixels = cells.reshape(len(codes), 3, rows * self.scale, columns * self.scale)

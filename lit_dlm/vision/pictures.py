@@ -18,22 +18,22 @@ from PIL import Image, ImageOps
 from lit_dlm.ops.files import replacing
 
 IMAGE_MARK = "<image>"
-"""Where a picture belongs in the text of a prompt; those without a mark go before the text."""
+"""Marks the place of a picture in the text of a prompt; those without a mark go before the text."""
 PICTURES = "pictures"
 """Folder of the pictures in a folder of records."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-"""What is read; of a moving picture the first frame."""
+"""Formats that are read; of an animation, only the first frame."""
 MAX_BYTES = 64 * 2**20
 MAX_PIXELS = 50_000_000
 """Most pixels that a header may announce: decoding takes three bytes for each."""
 MIN_SIDE = 4
 MAX_ASPECT = 200
-"""Longest side over the shortest: beyond it nothing would be left of the short one."""
+"""Largest ratio of the sides: beyond it, scaling would leave nothing of the shorter one."""
 
 DATA = "data:image/png;base64,"
-"""How the text of a drawn picture begins."""
+"""Prefix of the text of a drawn picture."""
 
-# What Pillow raises on files that are damaged, or no pictures.
+# What Pillow raises on files that are damaged or not pictures.
 _UNREADABLE = (
     OSError,
     SyntaxError,
@@ -49,7 +49,7 @@ class Picture:
 
     Args:
         source: path of a file, or its bytes.
-        name: what errors call it; the path by default.
+        name: its name in errors; the path by default.
     """
 
     def __init__(self, source: str | Path | bytes, *, name: str | None = None) -> None:
@@ -68,7 +68,7 @@ class Picture:
             )
 
     def read(self) -> bytes:
-        """The bytes of the file."""
+        """Returns the bytes of the file."""
         return self._source if isinstance(self._source, bytes) else self._source.read_bytes()
 
     @cached_property
@@ -78,19 +78,19 @@ class Picture:
 
     @cached_property
     def size(self) -> tuple[int, int]:
-        """Width and height as it is looked at."""
+        """Width and height as displayed."""
         image = self._opened()
-        with self._naming_errors():  # the note may lie behind the pixels
+        with self._naming_errors():  # the EXIF note may come after the pixels
             turned = image.getexif().get(0x0112, 1) >= 5  # the camera lay on its side
         width, height = image.size
         return (height, width) if turned else (width, height)
 
     def decoded(self) -> Image.Image:
-        """Its pixels as RGB, turned as its EXIF note says, transparent parts on white."""
+        """Returns the picture as RGB, turned as its EXIF note says, transparent parts on white."""
         image = self._opened()
         with self._naming_errors():
             image = ImageOps.exif_transpose(image)
-            if image.mode == "I;16":  # converting would cut at 255
+            if image.mode == "I;16":  # converting would clip at 255
                 image = image.convert("I").point(lambda value: value / 257 + 0.5)
             if image.has_transparency_data:
                 image = image.convert("RGBA")
@@ -98,7 +98,7 @@ class Picture:
             return image.convert("RGB")
 
     def _opened(self) -> Image.Image:
-        """The file opened, with nothing decoded: a header of a few bytes may announce gigabytes."""
+        """Opens the file without decoding it: a header of a few bytes may announce gigabytes."""
         with self._naming_errors(), warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our bound is lower
             image = Image.open(io.BytesIO(self.read()), formats=FORMATS)
@@ -122,14 +122,14 @@ class Picture:
 
 
 def picture_to_text(image: Image.Image) -> str:
-    """A drawn picture as the text of its response: a ``data:`` address of a PNG file."""
+    """Returns a drawn picture as the text of its response: a ``data:`` URL of a PNG file."""
     file = io.BytesIO()
     image.save(file, "PNG")
     return DATA + base64.b64encode(file.getvalue()).decode()
 
 
 def picture_from_text(completion: str) -> Picture | None:
-    """The picture that a completion is (:func:`picture_to_text`), or ``None`` for text."""
+    """Returns a completion's picture (see :func:`picture_to_text`), or ``None`` if it is text."""
     if not completion.startswith(DATA):
         return None
     try:
@@ -141,13 +141,13 @@ def picture_from_text(completion: str) -> Picture | None:
 
 @dataclass
 class PictureFolder:
-    """Pictures by their digests, beside the records that name them; made by the first one."""
+    """A folder of pictures by digest, beside records that name them; the first picture makes it."""
 
     folder: Path
     _held: set[str] = field(default_factory=set, init=False)
 
     def put(self, picture: Picture) -> None:
-        """Keeps a picture; one that is there already stays."""
+        """Stores a picture, unless it is there already."""
         if picture.digest in self._held:
             return
         path = self.folder / picture.digest
@@ -161,6 +161,6 @@ class PictureFolder:
         return (self.folder / digest).is_file()
 
     def get(self, digest: str, uid: str) -> Picture:
-        """A picture by the SHA-256 of its file; whether it is the right one, its reader sees."""
+        """Returns a picture by the SHA-256 of its file, which the reader has to check."""
         path = self.folder / digest
         return Picture(path, name=f"{uid}: {path}")

@@ -16,14 +16,14 @@ from lit_dlm.vision.patches import PatchTokenizer
 from lit_dlm.vision.pictures import Picture
 
 _MOST_ENCODED = 1024
-"""Pictures whose tokens are kept: at most 40 MB at 1,024 tokens each."""
+"""Most pictures whose tokens are kept: at most 40 MB at 1,024 tokens each."""
 _MMADA_MARKS = {"<|soi|>": 126084, "<|eoi|>": 126085, "<|mmu|>": 126089}
-"""Begin and end of a picture, and the task of answering about one; MMaDA's text tokenizer names
-these ids otherwise."""
+"""Start and end of a picture, and the task of answering about one; MMaDA's text tokenizer has other
+names for these ids."""
 
 
 class TokenVision(Vision):
-    """A picture is tokens of the model's own vocabulary, made by a picture tokenizer."""
+    """Shows a picture as tokens of the model's own vocabulary, made by a picture tokenizer."""
 
     def __init__(
         self,
@@ -36,8 +36,8 @@ class TokenVision(Vision):
     ) -> None:
         """Sets the picture tokenizer, whose tokens begin at ``first_id``.
 
-        ``vocab_size`` is that of words and picture tokens by default, ``marks`` are ids of
-        ``<|soi|>``, ``<|eoi|>`` and ``<|mmu|>``, MMaDA's by default.
+        By default ``vocab_size`` counts words and picture tokens, and ``marks``, the ids of
+        ``<|soi|>``, ``<|eoi|>`` and ``<|mmu|>``, are MMaDA's.
         """
         super().__init__(settings, vocab_size=vocab_size or first_id + tokenizer.num_codes)
         if settings.train != "none":
@@ -49,7 +49,7 @@ class TokenVision(Vision):
         self._tokens: dict[str, list[int]] = {}
 
     def num_ids(self, picture: Picture) -> int:
-        _ = picture.size  # refuses what is no picture
+        _ = picture.size  # refuses what is not a picture
         return (self.resolution // self.tokenizer.scale) ** 2
 
     def picture_ids(self, picture: Picture) -> list[int]:
@@ -78,9 +78,9 @@ class TokenVision(Vision):
         return ids + [number for piece in pieces for number in piece]
 
     def draw(self, ids: Tensor) -> list[Image.Image]:
-        """The pictures that ``(B, N)`` int64 tokens mean, squares line by line.
+        """Draws the square pictures of ``(B, N)`` int64 tokens, which are in line order.
 
-        Anything else than a picture token is drawn grey, so that unfinished ones can be looked at.
+        Anything other than a picture token is drawn grey, so that unfinished pictures can be shown.
         """
         side = math.isqrt(ids.shape[1])
         codes = (ids - self.first_id).view(-1, side, side)
@@ -92,9 +92,9 @@ class TokenVision(Vision):
 
 
 def square_pixels(picture: Picture, resolution: int) -> Tensor:
-    """A picture as dLLM-RL shows it to MMaDA: white margins make it square.
+    """Returns a picture as dLLM-RL shows it to MMaDA: white margins make it square.
 
-    MMaDA's own scripts cut a square out of its middle instead. ``(3, resolution, resolution)``
+    MMaDA's own scripts crop a square from its middle instead. ``(3, resolution, resolution)``
     float32 in [-1, 1].
     """
     image = picture.decoded()
@@ -106,6 +106,6 @@ def square_pixels(picture: Picture, resolution: int) -> Tensor:
 
 
 def image_of(pixels: Tensor) -> Image.Image:
-    """The image of ``(3, height, width)`` floats about in [-1, 1]."""
+    """Returns the image of ``(3, height, width)`` floats that are about in [-1, 1]."""
     values = ((pixels.float().clamp(-1.0, 1.0) + 1.0) * 127.5).round()
     return Image.fromarray(values.byte().permute(1, 2, 0).cpu().numpy())

@@ -1,7 +1,7 @@
 """Pictures as rows of a vision tower, as LLaDA-V has them (arXiv:2505.16933).
 
-Each row has an id beyond the vocabulary and stands in a table, which the forward reads where an id
-has no embedding. A picture's rows are there until all prompts that hold it are released.
+Each row has an id beyond the vocabulary and is kept in a table, from which the forward reads the
+embedding of such an id. A picture's rows stay there until all prompts with it are released.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _RELEASED_NAMES = {
     "projector.": "model.mm_projector.",
     "newline": "model.image_newline",
 }
-"""Parts of :class:`TowerVision` to their names in LLaDA-V's files."""
+"""Maps parts of :class:`TowerVision` to their names in LLaDA-V's files."""
 _SUPPORTED = {
     "mm_projector_type": r"mlp2x_gelu",
     "mm_patch_merge_type": r"spatial_unpad|None",
     "mm_vision_tower": r".*siglip.*",
     "image_aspect_ratio": r"anyres_max_\d+|None",
 }
-"""What options of LLaDA-V's ``config.json`` may say."""
+"""Supported values of options in LLaDA-V's ``config.json``, as patterns."""
 _SIGLIP2 = {
     "hidden_size": 1152,
     "intermediate_size": 4304,
@@ -43,13 +43,13 @@ _SIGLIP2 = {
 }
 """SigLIP2 so400m with patches of 14, the release's tower."""
 _CACHED_PICTURES = 32
-"""Pictures of which the device keeps what a frozen tower makes of them: about 8 MB for each of five
-tiles in bfloat16."""
+"""Most pictures for which the device keeps the output of a frozen tower: about 8 MB for a picture
+of five tiles in bfloat16."""
 
 
 @dataclass
 class _Entry:
-    """A picture of the table."""
+    """A picture in the table."""
 
     first: int
     """Its first row in the table."""
@@ -58,15 +58,15 @@ class _Entry:
     tiles: Tensor | None
     """``(T, 3, S, S)`` on the host, float32, until the tower has looked at them."""
     version: int | None = None
-    """Of the projector that made its rows in the table."""
+    """Version of the weights that made its rows in the table."""
 
 
 class TowerVision(Vision):
-    """A picture is rows of SigLIP behind a projector.
+    """Shows a picture as rows of SigLIP, mapped by a projector.
 
-    What a frozen tower makes of a picture is kept for all responses, states and steps, as long as
-    there is room; rows are made anew when the projector has changed. A batch of training has rows
-    of its own, made in each forward.
+    The output of a frozen tower for a picture is kept for all responses, states and steps, as long
+    as there is room; rows are made again when weights have changed. A training batch has rows of
+    its own, made in each forward.
     """
 
     _table: Tensor
@@ -76,7 +76,7 @@ class TowerVision(Vision):
     def __init__(self, settings: VisionSettings, config: Mapping[str, Any]) -> None:
         """Builds the tower of LLaDA-V's ``config.json`` with random weights.
 
-        Its ``vision_config``, which the release has not, means a tower of other sizes.
+        A ``vision_config`` in it, which the release does not have, gives the tower other sizes.
         """
         super().__init__(settings, vocab_size=config["vocab_size"])
         for option, pattern in _SUPPORTED.items():
@@ -111,7 +111,7 @@ class TowerVision(Vision):
             self.newline.requires_grad_(True)
 
     def picture_ids(self, picture: Picture) -> list[int]:
-        """Ids of its rows in the table, where it stays until it is released as often."""
+        """Returns ids of the picture's rows, which stay until released as often as requested."""
         entry = self._entries.get(picture.digest)
         if entry is None:
             num_rows = self.num_ids(picture)
@@ -139,7 +139,7 @@ class TowerVision(Vision):
         return found
 
     def release(self, ids: Iterable[int]) -> None:
-        # A prompt holds all rows of a picture, so its first one says that it is there.
+        # A prompt contains all rows of a picture, so finding the first row is enough.
         starts = {self.vocab_size + entry.first: digest for digest, entry in self._entries.items()}
         for digest in filter(None, map(starts.get, ids)):
             self._held[digest] = max(self._held[digest] - 1, 0)
@@ -155,18 +155,18 @@ class TowerVision(Vision):
         return torch.where((ids >= self.vocab_size)[..., None], rows, words)
 
     def rows(self, pictures: Sequence[str] | None = None) -> Tensor:
-        """Rows of pictures, ``(R, D)``.
+        """Returns rows of pictures, ``(R, D)``.
 
         Args:
-            pictures: digests, whose rows are wanted one picture behind the other (and a row of
-                zeros at the end), differentiable where they are trained; ``None``: the table of
-                those in work, brought up to date.
+            pictures: digests of the pictures whose rows are returned one after the other (and a row
+                of zeros at the end), differentiable if they are trained; ``None``: the updated
+                table of the pictures in use.
         """
         if pictures is None:
             return self._updated_table()
         none = self.newline.new_zeros(1, len(self.newline))
         if not pictures and self.settings.train != "none":
-            # Every process runs what is trained and has gradients, also without pictures.
+            # Every process must run the trained weights and have gradients, even without pictures.
             side = self.scheme.tile
             black = self._look_at(torch.zeros(2, 3, side, side))
             none = none + 0.0 * self._projected(black, (side, side)).sum()
@@ -176,7 +176,7 @@ class TowerVision(Vision):
     @torch.no_grad()
     @torch.inference_mode(mode=False)
     def _updated_table(self) -> Tensor:
-        # Torch counts each change in place: an optimizer's step makes all rows stale.
+        # Torch counts changes in place: an optimiser's step makes all rows stale.
         version = sum(parameter._version for parameter in self.parameters())
         stale = [
             entry
@@ -193,9 +193,9 @@ class TowerVision(Vision):
     def _rows_of(
         self, pictures: Sequence[Picture], tiles: Mapping[str, Tensor] | None = None
     ) -> list[Tensor]:
-        """Rows of each picture; the tower looks at those that are new in one forward.
+        """Returns the rows of each picture; the tower looks at all new ones in one forward.
 
-        ``tiles`` are those of some of them, by digest.
+        ``tiles`` are those of some pictures, by digest.
         """
         tiles = tiles or {}
         kept = self._features
@@ -217,14 +217,14 @@ class TowerVision(Vision):
         return [self._projected(features[one.digest], one.size) for one in pictures]
 
     def _projected(self, features: Tensor, size: tuple[int, int]) -> Tensor:
-        """Rows of a picture from what the tower makes of it."""
+        """Returns the rows of a picture from the tower's output."""
         rows = self.projector(features.to(self.newline.dtype))
         return self.scheme.merged(rows, self.newline, size)
 
     def _look_at(self, tiles: Tensor) -> Tensor:
-        """What the last layer run makes of tiles, before the norm that SigLIP has behind it."""
+        """Returns the last layer's output for tiles, without SigLIP's final norm."""
         with (
-            # What is kept from a decode may meet gradients later, which inference tensors cannot.
+            # Kept outputs may be used with gradients later, which inference tensors do not allow.
             torch.inference_mode(mode=False),
             torch.set_grad_enabled(torch.is_grad_enabled() and self.settings.train == "all"),
         ):
@@ -234,7 +234,7 @@ class TowerVision(Vision):
 
     @torch.inference_mode(mode=False)
     def _free_room(self, num_rows: int) -> int:
-        """Where a picture fits into the table: free room, that of released ones, or more room."""
+        """Returns where a picture fits: free rows, those of released pictures, or new rows."""
         at = 0
         for digest, entry in sorted(self._entries.items(), key=lambda item: item[1].first):
             if self._held[digest] <= 0:
@@ -247,7 +247,7 @@ class TowerVision(Vision):
             if entry.first < end and at < entry.first + entry.num_rows:
                 del self._entries[digest], self._held[digest]
         if end > len(self._table):
-            # Twice as much, so that copies are few while prompts come in.
+            # Doubled, so that the table is rarely copied while prompts come in.
             grown = self._table.new_zeros(max(end, 2 * len(self._table)), self._table.shape[1])
             grown[: len(self._table)] = self._table
             self._table = grown
