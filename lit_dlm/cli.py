@@ -10,7 +10,7 @@ from importlib import import_module
 
 from lit_dlm.ops.terminal import PlainFormatter, printable
 
-# Read by torch: no checkpoint is unpickled, parts of sharded ones included.
+# Read by torch: no checkpoint is unpickled, not even parts of sharded ones.
 os.environ.setdefault("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -41,8 +41,8 @@ COMMANDS = {
     "doctor": ("lit_dlm.commands.doctor", "what this machine gives: sandbox, GPUs, extras, disk"),
     "profile": ("lit_dlm.commands.profile", "speed and quality of policies, budgets and caches"),
 }
-"""Module of every command, whose ``main(arguments)`` (or the function named behind a colon) returns
-the exit status, and what it does."""
+"""Module and purpose of every command; the module's ``main(arguments)``, or the function named
+after a colon, returns the exit status."""
 
 HELP = """usage: lit-dlm COMMAND [options]
 
@@ -92,24 +92,24 @@ def main(args: list[str] | None = None) -> None:
 
 
 def _run(name: str, rest: list[str]) -> int:
-    """The exit status of a command; what it refused is one line."""
+    """Runs a command and returns its exit status; reports what it refused in one line."""
     module = COMMANDS[name][0]
     if module == TRAINER:
         rest = [name, *("--help" if option == "--help_all" else option for option in rest)]
     handler = logging.StreamHandler()
     handler.setFormatter(PlainFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    # Classes of the user's own, in files of the working folder, may be named in configurations.
+    # Configurations may name the user's own classes, from files in the working folder.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         place, _, function = module.partition(":")
         status = getattr(import_module(place), function or "main")(rest)
         sys.stdout.flush()
-    except BrokenPipeError:  # who reads the output, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader of the output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except KeyboardInterrupt:  # before a run has taken the signal over, and in short commands
+    except KeyboardInterrupt:  # before a run handles the signal itself, and in short commands
         return 128 + signal.SIGINT
     except (ValueError, OSError, ModuleNotFoundError) as error:
         if os.environ.get("LIT_DLM_TRACEBACK"):

@@ -1,17 +1,17 @@
 """Configuration files: parts, overlays on parts, and where they are found.
 
-A file is a mapping; what it takes from other files it names in one of two ways::
+A file is a mapping; it includes other files in one of two ways::
 
     defaults: [../method/tracerl.yaml, ../data/rollouts_math.yaml]   # start from these, in order
     model:
       init_args:
         backbone: ../backbone/dream.yaml       # a value: the contents of that file
 
-``defaults`` may stand in any mapping. Names are relative to the file, then to the packaged
-``configs`` folder, with or without ``.yaml``. Files are merged before anything is parsed: mappings
-key by key, lists as wholes (``key+`` appends), null takes a mapping away, and settings of a class
-are dropped where another class takes its place, unless it is a subclass. So ``${run_dir}`` and the
-like may stand in any part, and a second file can add one decoder to those of the first.
+``defaults`` may be in any mapping. Names are relative to the file, then to the packaged ``configs``
+folder, with or without ``.yaml``. Files are merged before anything is parsed: mappings key by key,
+lists as a whole (``key+`` appends); null removes a mapping, and settings of a class are dropped if
+another class, other than a subclass, replaces it. So ``${run_dir}`` and the like may be in any
+part, and a second file can add one decoder to those of the first.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 FOLDER = (Path(__file__).parent / "configs").resolve()
-"""The configurations of this package; in a checkout a link to the folder at its top."""
+"""The configurations of this package; in a checkout, a link to the folder at its top."""
 _MOST_LISTED = 20
 _DEEPEST = 50
 _UNREADABLE = (
     yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError, RecursionError
 )  # fmt: skip
 _SHORT_NAMES = ("lit_dlm.", "lightning.pytorch.", "torch.optim")
-"""Where classes are that configurations may give by their names alone."""
+"""Modules whose classes configurations may give by name alone."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint such as ``; did you mean 'threshold'?``, else all known names if they are few."""
+    """Returns a hint such as ``; did you mean 'threshold'?``, else all known names if few."""
     names = sorted(set(known))
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if close:
@@ -50,9 +50,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def find(name: str, beside: Path | None = None) -> Path:
-    """The path of a file, or of a packaged one such as ``exp/tracelock_tiny``, without ``.yaml``.
+    """Returns the path of a file, or of a packaged one such as ``exp/tracelock_tiny``.
 
-    Relative paths start from the folder ``beside``, by default the working directory.
+    ``.yaml`` may be left out. Paths are relative to ``beside``, by default the working directory.
     """
     if found := _found(name, beside):
         return found
@@ -62,7 +62,7 @@ def find(name: str, beside: Path | None = None) -> Path:
 
 
 def packaged(folder: str = "") -> list[str]:
-    """Names of the packaged files below a folder, such as ``exp/tracelock_tiny``."""
+    """Returns the names of the packaged files below a folder, such as ``exp/tracelock_tiny``."""
     paths = sorted((FOLDER / folder).rglob("*.yaml"))
     return [path.relative_to(FOLDER).with_suffix("").as_posix() for path in paths]
 
@@ -74,12 +74,12 @@ def _found(name: str, beside: Path | None) -> Path | None:
 
 
 def load(name: str) -> dict[str, Any]:
-    """Reads a configuration file with all that it names; ``${run_dir}`` and the like stay."""
+    """Reads a configuration file and all that it includes; ``${run_dir}`` etc. stay unresolved."""
     return _read(find(name))
 
 
 def decoder_options(content: dict[str, Any]) -> dict[str, Any]:
-    """What a decode file sets, also one that names its class; all of any other file."""
+    """Returns the settings of a decode file, even if it names its class; any other file as is."""
     is_in_full = str(content.get("class_path")).endswith("Decoder")
     return content.get("init_args", content) if is_in_full else content
 
@@ -98,7 +98,7 @@ def _read(path: Path, within: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def _require_shallow(where: str, text: str) -> None:
-    """Refuses YAML in which parsers, which are recursive, would end the process."""
+    """Refuses YAML so deep that parsers, which are recursive, would end the process."""
     depth = 0
     for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         depth += isinstance(event, yaml.CollectionStartEvent)
@@ -108,7 +108,7 @@ def _require_shallow(where: str, text: str) -> None:
 
 
 def _included(value: Any, folder: Path, within: tuple[Path, ...] = ()) -> Any:
-    """The value with the contents of every file that it names."""
+    """Returns the value with every file name in it replaced by the file's contents."""
     if isinstance(value, str) and value.endswith(".yaml"):
         found = _found(value, folder)
         return _read(found, within) if found else value
@@ -126,9 +126,9 @@ def _included(value: Any, folder: Path, within: tuple[Path, ...] = ()) -> Any:
 
 
 def merge(old: Any, new: Any) -> Any:
-    """Lays one configuration over another, as the head of this module says; both stay."""
+    """Merges one configuration over another, as the module's docstring says; changes neither."""
     if isinstance(old, str) and isinstance(new, dict) and "init_args" in new:
-        old = {"class_path": old}  # a class that was given by its name alone
+        old = {"class_path": old}  # a class given by its name alone
     if not isinstance(old, dict) or not isinstance(new, dict) or _starts_anew(old, new):
         old = {}
     if not isinstance(new, dict):
@@ -148,7 +148,7 @@ def merge(old: Any, new: Any) -> Any:
 
 
 def _starts_anew(old: dict[str, Any], new: dict[str, Any]) -> bool:
-    """Whether another class takes the place of one, unless it is a subclass."""
+    """Whether a class is replaced by another one that is not its subclass."""
     before, now = old.get("class_path"), new.get("class_path")
     if before is None or now is None or before == now:
         return False
@@ -157,13 +157,13 @@ def _starts_anew(old: dict[str, Any], new: dict[str, Any]) -> bool:
 
 
 def _class(name: str) -> type | None:
-    """The class that a configuration means; short names are those of modules that are loaded."""
+    """Returns the class that a name means; short names are looked up in loaded modules."""
     if "." in name:
         module, _, kind = name.rpartition(".")
         try:
             found = getattr(import_module(module), kind, None)
         except ImportError:
-            return None  # the parser says so
+            return None  # the parser will report it
         return found if isinstance(found, type) else None
     for _ in range(2):
         # A copy: looking at lazy modules imports others.
@@ -176,14 +176,14 @@ def _class(name: str) -> type | None:
 
 
 def with_files(arguments: Sequence[str]) -> list[str]:
-    """Command-line arguments with the contents of the files that they name.
+    """Returns command-line arguments with the contents of the files that they name.
 
-    All ``--config`` files become one document, which stands where the first of them stood: flags
-    behind it win over all files, later ones too.
+    All ``--config`` files become one document in the place of the first one: flags after it win
+    over all files, even later ones.
     """
     before: list[str] = []
     files: list[tuple[str, str]] = []
-    flags: list[tuple[str, str, str]] = []  # behind the first file
+    flags: list[tuple[str, str, str]] = []  # after the first file
     given = list(arguments)
     while given:
         argument = given.pop(0)
@@ -207,23 +207,23 @@ def with_files(arguments: Sequence[str]) -> list[str]:
     for option, equals, value in flags:
         if not (equals or value) or not _set(merged, option.removeprefix("--").split("."), value):
             behind += _words(option, equals, value)
-    # One document, as jsonargparse would merge lists and classes of two by rules of its own.
+    # One document, since jsonargparse would merge lists and classes of two by its own rules.
     return [*before, f"--config={json.dumps(merged)}", *behind]
 
 
 def _words(option: str, equals: str, value: str) -> list[str]:
-    """A flag as it was given, with the contents of a file that it includes."""
+    """Returns a flag as given, with the contents of any file that its value names."""
     value = _with_contents(value)
     return [f"{option}={value}"] if equals else [option, value] if value else [option]
 
 
 def _set(document: dict[str, Any], keys: list[str], text: str) -> bool:
-    """Sets in the document of all files what the parser would set otherwise than a file does.
+    """Sets a flag in the document of all files if the parser would not treat it like a file's.
 
-    That is a class, a list or a mapping, to which jsonargparse hands settings of the class that was
-    there before, and anything about decoders, which lie in mappings. The flag may leave
-    ``init_args`` out, or give it where the file left it out. A class given by its name alone takes
-    over the settings that it has as well. Returns whether the document has the place.
+    That is a class, a list or a mapping, to which jsonargparse would pass settings of the class
+    that was there before, and anything about decoders, which are in mappings. The flag may leave
+    ``init_args`` out, or give it where the file left it out. A class given by its name alone keeps
+    the old settings that it shares. Returns whether the flag was set.
     """
     if keys[0] not in document or keys[-1].endswith("+"):
         return False
@@ -250,14 +250,14 @@ def _set(document: dict[str, Any], keys: list[str], text: str) -> bool:
 
 
 def _shared_settings(kind: type, old: Any) -> dict[str, Any]:
-    """Of the settings of another class those that this one has as well."""
+    """Returns those settings of another class that this one has as well."""
     initialisers = (vars(one).get("__init__") for one in kind.__mro__)
     known = {name for one in initialisers if one for name in inspect.signature(one).parameters}
     return {key: value for key, value in (old.get("init_args") or {}).items() if key in known}
 
 
 def _place(document: dict[str, Any], keys: list[str]) -> dict[str, Any] | None:
-    """The mapping that the last key is set in."""
+    """Returns the mapping in which the last key is set, or ``None``."""
     place = document
     for key in keys[:-1]:
         if key not in place and key != "init_args" and {"class_path", "init_args"} & set(place):
@@ -281,6 +281,6 @@ def _with_contents(text: str) -> str:
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
-        return text  # of another kind, such as a pattern
+        return text  # text of another kind, such as a pattern
     found = _included(value, Path())
     return text if found == value else json.dumps(found)

@@ -1,4 +1,4 @@
-"""The parser of configurations: one-line errors that name the nearest right key; saved files."""
+"""The configuration parser, with one-line errors that name the nearest key, and saved files."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ _UNION = re.compile(
 )
 _KEY = re.compile(r'Parser key "([^"]+)"')
 _NO_FILE = re.compile(r"\n\s*- Expected a path but [^\n]* either not accessible or invalid\n\s*- ")
-"""Of options that may name a file; whoever gave a file that is not there is told so elsewhere."""
+"""An error about options that may name a file; a missing file is reported elsewhere."""
 _WRONG_TYPE = re.compile(r"Expected an? (?:<class '([\w.]+)'>|typing\.Literal\[(.*?)\])")
 _CALLABLE = re.compile(r"Type typing\.Callable\S* \S* expects a function or a callable class: ")
 
 
 def explain(message: str, parser: ArgumentParser | None = None) -> str:
-    """Condenses an error of the argument parser to its place, the fault and a suggestion: one line.
+    """Condenses an error of the argument parser to one line: its place, the fault, a suggestion.
 
-    The parser knows the keys; there is none when a class was being built.
+    The parser provides the known keys; it is ``None`` when a class was being built.
     """
-    # Before unions are taken apart: which base was meant stands around them.
+    # Before unions are taken apart: the text around them names the base that was meant.
     if told := _plug_fault(message):
         return told
     message = _innermost(_NO_FILE.sub("\n  ", message))
@@ -65,7 +65,7 @@ def explain(message: str, parser: ArgumentParser | None = None) -> str:
 
 
 def _plug_fault(message: str) -> str | None:
-    """What a class lacks that was given for one of our bases."""
+    """Says what is missing in a class that was given for one of our bases."""
     found = _PLUG.search(message)
     path = found and (found["path"] or found["abstract"] or found["given"])
     told = _lacks(path.strip(), found["plug"]) if found and path else None
@@ -116,12 +116,12 @@ _FAULTS = {
     r"Not a valid subclass of (\w+)": _no_class,
     r"(?:the following arguments are required: |Key \")(?:\w+\.)?(data|model)\b": _missing,
 }
-"""What jsonargparse says, and who tells it in one line; the first that fits."""
+"""Patterns of jsonargparse's messages, and what puts each in one line; the first match counts."""
 
 
 def _innermost(message: str) -> str:
     """Replaces every "no member of the union fits" by the first fault that is not about None."""
-    # From the last to the first: unions lie in each other, and an inner one is simple by then.
+    # From the last to the first: unions are nested, and inner ones are resolved by then.
     while (start := message.rfind(_UNION_START)) >= 0:
         found = _UNION.match(message, start)
         if found is None:
@@ -148,9 +148,9 @@ def _without_option(name: str, classes: list[str]) -> str:
 
 
 def _lacks(path: str, plug: str | None) -> str | None:
-    """Says what keeps a class from being a plug, which by default is the one that it derives from.
+    """Says what keeps a class from being a plug, by default the one that it derives from.
 
-    ``None`` for classes that were given for anything else.
+    ``None`` for a class that was given for anything else.
     """
     kind = locate(path)
     if not isinstance(kind, type):
@@ -163,7 +163,7 @@ def _lacks(path: str, plug: str | None) -> str | None:
 def _own_classes() -> list[type]:
     """Public classes of this project that are loaded and can be configured."""
     found: dict[str, type] = {}
-    loaded = list(sys.modules.items())  # which other threads may add to
+    loaded = list(sys.modules.items())  # a copy, since other threads may add to them
     modules = [one for name, one in loaded if name.split(".")[0] == "lit_dlm"]
     for module in modules:
         own = {k: v for k, v in vars(module).items() if isinstance(v, type) and k[0] != "_"}
@@ -181,13 +181,13 @@ def _keys(parser: ArgumentParser | None) -> list[str]:
 
 
 def _as_yaml(argument: str) -> str:
-    """``--key=value`` with the Python text of a list, dict or None written as YAML."""
+    """Rewrites ``--key=value`` with a list, dict or None in Python syntax as YAML."""
     key, equals, text = argument.partition("=")
     if text == "None" or text[:1] in ("[", "{"):
         try:
             text = json.dumps(ast.literal_eval(text))
         except (ValueError, SyntaxError, TypeError):
-            return argument  # text of the user's own, which was no YAML
+            return argument  # the user's own text, which is not YAML
     return key + equals + text
 
 
@@ -197,7 +197,7 @@ class Parser(LightningArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, *rest: Any, **options: Any
     ) -> Namespace:
-        """Parses flags and the files they name; inside a class they are Python text of values."""
+        """Parses flags and the files they name; inside a class, values come as Python text."""
         if self.exit_on_error:
             args = with_files(sys.argv[1:] if args is None else args)
         elif args is not None:
@@ -205,8 +205,8 @@ class Parser(LightningArgumentParser):
         return super().parse_args(args, *rest, **options)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Prints one short error and exits with status 2; one inside a class goes to its parent."""
-        if not self.exit_on_error:  # parses a class; who asked knows its name and place
+        """Prints one short error and exits with status 2; inside a class, raises for the parent."""
+        if not self.exit_on_error:  # it parses a class; the caller knows its name and place
             super().error(message, ex)
         sys.stderr.write(f"lit-dlm: error: {printable(explain(message, self))}\n")
         raise SystemExit(2)
@@ -216,7 +216,7 @@ class RunConfigCallback(SaveConfigCallback):
     """Saves the resolved configuration as ``{default_root_dir}/{subcommand}.yaml``."""
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Writes a file that re-runs as is (the base class calls this on rank 0 only)."""
+        """Writes a file that can be run again as is (the base class calls this on rank 0 only)."""
         assert trainer.state.fn is not None
         path = Path(trainer.default_root_dir) / f"{trainer.state.fn.value}.yaml"
         text = self.parser.dump(self.config, skip_none=False, skip_validation=True)  # it was parsed

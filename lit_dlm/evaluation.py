@@ -1,8 +1,8 @@
-"""A model class for lm-eval: its tasks, our decoders. Needs the extra ``eval``.
+"""A model class for lm-eval, which runs its tasks with our decoders. Needs the extra ``eval``.
 
 Requests are answered by :func:`lit_dlm.generate` and :func:`~.likelihood.log_likelihood_bound`, so
-that a number of lm-eval and one of ``lit-dlm predict`` come from the same loop. ``lit-dlm eval`` is
-in :mod:`lit_dlm.commands.evaluation`.
+that results of lm-eval and of ``lit-dlm predict`` come from the same loop. ``lit-dlm eval`` is in
+:mod:`lit_dlm.commands.evaluation`.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ logger = logging.getLogger(__name__)
 
 @register_model("lit-dlm")
 class DiffusionLM(TemplateLM):
-    """A masked diffusion model that decodes by our engine and scores by a Monte-Carlo bound.
+    """A masked diffusion model that decodes with our engine and scores with a Monte-Carlo bound.
 
     A text is decoded with a seed that follows from the request alone, so neither its place among
     the requests nor ``batch_size`` changes it. The decoder says how tokens are drawn: of a task's
-    generation settings only ``until`` and the length count.
+    generation settings, only ``until`` and the length are used.
 
     Args:
-        backbone: in evaluation mode.
+        backbone: the model, in evaluation mode.
         tokenizer: that of the backbone.
-        decoder: one token per step by confidence by default.
+        decoder: by default one token per step by confidence.
         response_length: cells to fill; by default the task's ``max_gen_toks`` (256 without one).
         batch_size: prompts decoded together, and masked copies scored together.
         seed: base seed.
         num_draws: masked copies per log-likelihood, in pairs if ``antithetic``.
         antithetic: see :func:`~.likelihood.log_likelihood_bound`.
-        check_greedy: whether a log-likelihood also says if decoding the target's cells writes the
-            target: one more decode per request, which only tasks on exact matches read, such as
+        check_greedy: whether to check for each log-likelihood if decoding the target's cells writes
+            the target: one more decode per request, for tasks on exact matches only, such as
             LAMBADA. Without it the answer is always no.
         answers: a file that receives every answer as it comes; those in it are not computed again.
     """
@@ -86,7 +86,7 @@ class DiffusionLM(TemplateLM):
         self._answers = _read_answers(answers)
 
     def settings(self) -> dict[str, Any]:
-        """All that decides an answer."""
+        """Returns all settings that an answer depends on."""
         return {
             "backbone": self.backbone.describe(),
             "decoder": self.decoder.describe(),
@@ -144,7 +144,7 @@ class DiffusionLM(TemplateLM):
             (len(one["prompt"]) + one["length"], f"{request.task_name}, document {request.doc_id}")
             for one, request in zip(asked, requests, strict=True)
         )
-        keys = _numbered([json.dumps(one) for one in asked])  # of equal ones each has its own seed
+        keys = _numbered([json.dumps(one) for one in asked])  # each of equal ones has its own seed
 
         def decode(rows: Sequence[int]) -> list[dict[str, Any]]:
             done = generate(
@@ -162,7 +162,7 @@ class DiffusionLM(TemplateLM):
                 for text, steps in zip(done.texts, done.num_steps, strict=True)
             ]
 
-        # Responses of one length share a canvas, and prompts of about one length a batch.
+        # A batch has responses of equal length and prompts of similar length.
         batches = []
         for length in sorted({one["length"] for one in asked}):
             rows = [row for row, one in enumerate(asked) if one["length"] == length]
@@ -183,9 +183,9 @@ class DiffusionLM(TemplateLM):
         are_windows: bool = False,
         **_: Any,
     ) -> list[tuple[float, bool]]:
-        """The bound for every pair of context and target, and whether the target is decoded.
+        """Returns the bound of each target in its context, and whether decoding writes the target.
 
-        The latter is not asked of windows.
+        The latter is not checked for windows.
         """
         self._check_lengths(
             (len(context) + len(target), f"log-likelihood of ...{''.join(texts)[-40:]!r}")
@@ -195,8 +195,8 @@ class DiffusionLM(TemplateLM):
 
         def score(rows: Sequence[int]) -> list[dict[str, Any]]:
             _, context, target = requests[rows[0]]
-            # Targets of one length behind one context share their draws: what is compared differs
-            # less by chance.
+            # Targets of equal length after the same context share their draws, so that what is
+            # compared differs less by chance.
             seed = sample_seed(self.seed, json.dumps(context))
             bound = log_likelihood_bound(
                 self.backbone,
@@ -229,7 +229,7 @@ class DiffusionLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """The bound for whole texts, in windows of the model's positions that do not overlap."""
+        """Returns the bound for whole texts, in disjoint windows as long as the model allows."""
         pairs: list[tuple[tuple[str, str], list[int], list[int]]] = []
         counts = []
         for request in requests:
@@ -248,7 +248,7 @@ class DiffusionLM(TemplateLM):
         return [sum(next(bounds)[0] for _ in range(count)) for count in counts]
 
     def _check_lengths(self, asked: Iterable[tuple[int, str]]) -> None:
-        """Refuses the longest of requests, of tokens and names, where the model has less places."""
+        """Refuses requests (tokens, name) if the longest has more tokens than the model allows."""
         length, name = max(asked, default=(0, ""))
         if length > (limit := self.backbone.max_positions):
             raise ValueError(
@@ -265,7 +265,7 @@ class DiffusionLM(TemplateLM):
         *,
         is_quiet: bool,
     ) -> list[dict[str, Any]]:
-        """Answers in the order of the keys: those in the file, and new ones batch by batch."""
+        """Returns the answers in the order of the keys; those not in the file are computed."""
         settings = ""
         if self._path is not None:
             settings = json.dumps(self.settings(), sort_keys=True)
@@ -282,7 +282,7 @@ class DiffusionLM(TemplateLM):
 
 
 def _read_answers(path: Path | None) -> dict[str, dict[str, Any]]:
-    """Answers by name from a file of one JSON line each."""
+    """Reads answers by name from a file with one JSON line for each."""
     if path is None or not path.exists():
         return {}
     drop_torn_line(path)
@@ -297,7 +297,7 @@ def _read_answers(path: Path | None) -> dict[str, dict[str, Any]]:
 
 
 def _numbered(keys: Sequence[str]) -> list[str]:
-    """Keys that differ: the second of equal ones gets a number, and so on."""
+    """Makes keys unique: the second of equal ones gets a number, and so on."""
     seen: Counter[str] = Counter()
     named = []
     for key in keys:
@@ -307,6 +307,6 @@ def _numbered(keys: Sequence[str]) -> list[str]:
 
 
 def _cut(text: str, until: Sequence[str]) -> str:
-    """A text up to the first of the stop texts."""
+    """Returns a text up to the first of the stop texts in it."""
     ends = [text.find(stop) for stop in until if stop and stop in text]
     return text[: min(ends)] if ends else text

@@ -1,9 +1,9 @@
-"""What a run takes of memory and disk, by formulas from its configuration; nothing is loaded.
+"""Estimates a run's memory and disk by formulas from its configuration; nothing is loaded.
 
-Prompts and responses are as long as the configuration allows, so a plan says what a run needs at
-most. Left out are heads beside the backbone, a tokenizer of pictures, activations of a vision
-tower, what the allocator loses, and the context of a GPU or of Python itself (about 0.5 GiB). The
-lengths of stored states are not known: training on them is planned by the weights alone.
+Prompts and responses are as long as the configuration allows, so a plan gives the most that a run
+needs. Left out are heads beside the backbone, a picture tokenizer, activations of a vision tower,
+allocator overhead, and the context of a GPU or of Python itself (about 0.5 GiB). The lengths of
+stored states are unknown: training on them is planned without activations and logits.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from lit_dlm.vision.tower import TowerVision
 
 GIB = 2.0**30
 LARGE = 100_000_000
-"""Parameters from which on a run prints its plan and is refused where it cannot fit."""
+"""Number of parameters from which a run prints its plan, and is refused if it cannot fit."""
 PROCESSES = (1, 2, 4, 8, 16, 32, 64)
 _STATES = {"SGD": 1, "Muon": 1}
-"""Numbers that an optimiser keeps of each trained parameter; others keep two."""
+"""Values that an optimiser keeps for each trained parameter; others keep two."""
 _SCORED = {"cpu": 48_000_000, "cuda": 640_000_000}
-"""Bytes that the sampler takes beside the logits, of which it scores some at a time."""
+"""Most bytes that the sampler takes beside the logits, which it scores in chunks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Bytes by what they are for; of one process unless said otherwise."""
+    """Bytes by purpose, for one process unless stated otherwise."""
 
     model: str
     num_parameters: int
@@ -48,16 +48,16 @@ class Plan:
     split: dict[str, int] = field(default_factory=dict)
     """What sharded training splits among processes: weights, gradients, optimiser states."""
     training: dict[str, int] = field(default_factory=dict)
-    """What forward and backward take besides; empty where nothing is trained."""
-    update: int = 0  # what the optimiser's step takes instead of that; split as well
+    """What forward and backward take in addition; empty if nothing is trained."""
+    update: int = 0  # what the optimiser's step takes instead of ``training``; split as well
     decoding: dict[str, int] = field(default_factory=dict)
-    """What decoding takes besides; empty where nothing is decoded."""
+    """What decoding takes in addition; empty if nothing is decoded."""
     elsewhere: dict[str, int] = field(default_factory=dict)
-    """On the host and, of all processes together, on disk."""
+    """On the host, and on disk for all processes together."""
     is_sharded: bool = False
 
     def parts(self, num_processes: int = 1) -> dict[str, int]:
-        """What one of so many processes holds, by name; the last entry is the most at a time."""
+        """Returns what each of so many processes holds, by name; the last entry is the peak."""
         shares = num_processes if self.is_sharded else 1
         split = {name: size // shares for name, size in self.split.items()}
         update = {"update": self.update // shares}
@@ -69,16 +69,16 @@ class Plan:
         return {**split, **named, **update, "at most at a time": most}
 
     def least(self, num_processes: int = 1) -> int:
-        """What one of so many processes needs in any case, whatever the lengths."""
+        """Returns what each of so many processes needs at least, whatever the lengths."""
         parts = self.parts(num_processes)
         return sum(parts[name] for name in self.split) + self.decoding.get("whole weights", 0)
 
     def most(self, num_processes: int = 1) -> int:
-        """The largest of forward and backward, the optimiser's step and decoding."""
+        """Returns the peak over forward and backward, the optimiser's step and decoding."""
         return self.parts(num_processes)["at most at a time"]
 
     def short(self, num_processes: int) -> str:
-        """One line for the start of a run."""
+        """Returns one line for the start of a run."""
         parts = self.parts(num_processes).items()
         told = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts if size)
         return (
@@ -87,7 +87,7 @@ class Plan:
         )
 
     def table(self) -> str:
-        """All of it, for 1 to 64 processes."""
+        """Returns the whole plan as a table, for 1 to 64 processes."""
         columns = [self.parts(number) for number in PROCESSES]
         lines = [
             f"{self.model}: {self.num_parameters:,} parameters, {self.num_trained:,} trained\n",
@@ -103,7 +103,7 @@ class Plan:
 
 
 class _Model:
-    """A backbone by its sizes, from the options of an HFBackbone."""
+    """The sizes of a backbone, from the options of an HFBackbone."""
 
     def __init__(self, options: Mapping[str, Any], trainer: Mapping[str, Any]) -> None:
         self.architecture, num_seeing = _described(options)
@@ -125,11 +125,11 @@ class _Model:
         self.stored = self.weight * (self.num_base - self.num_packed) + self.num_packed // 2
         """Bytes of all base weights."""
         self.computed = 2 if trainer.get("precision") == "bf16-mixed" else self.weight
-        """Bytes of what products give, of gathered weights and of caches."""
-        # Sharded decoders get their inputs, too, in the dtype that they compute in.
+        """Bytes of a number in the results of products, in gathered weights and in caches."""
+        # Sharded decoders receive their inputs, too, in the dtype that they compute in.
         self.stream = self.computed if self.is_sharded else self.weight
         self.copies: dict[str, int] = {}
-        if self.computed < self.stream and self.trains_all:  # autocast keeps them
+        if self.computed < self.stream and self.trains_all:  # autocast keeps such copies
             self.copies["bfloat16 weights"] = self.computed * self.num_base
 
     @property
@@ -142,7 +142,7 @@ class _Model:
         return self.num_trained * (self.weight if self.trains_all else 4)
 
     def adapted(self, lora: LoRASettings) -> list[tuple[int, ...]]:
-        """Shapes of the matrices that an adapter adapts, of experts all of a layer in one."""
+        """Returns the shapes of adapted matrices; all experts of a layer are in one."""
         modules, adapts_experts = lora.modules(), False
         if self.architecture.experts is not None:
             modules, adapts_experts = lora.beside_experts()
@@ -162,19 +162,19 @@ class _Model:
         )
 
     def on_host(self) -> dict[str, int]:
-        """What rollouts put back when an adapter is no longer merged."""
+        """Returns what rollouts keep to restore the weights after merging an adapter."""
         if self.is_sharded or not self.adapters or self.num_packed:
             return {}
         merged = self.weight * sum(map(math.prod, self.adapted(self.adapters[0])))
         return {"on the host, weights under a merged adapter": merged}
 
     def training(self, run: Mapping[str, Any]) -> dict[str, int]:
-        """A forward and its backward, besides weights, gradients and optimiser states."""
+        """Returns what forward and backward take besides weights, gradients, optimiser states."""
         a, s, D = self.architecture, self.computed, self.architecture.hidden_size
         packed = int(run.get("packing") or 1)
         length = sum(row_tokens(run["prompt"], run["response"], a.spec(), copies=packed))
         rows = run.get("batch_size", 1)
-        if "responses_per_prompt" not in run:  # so many states of every example
+        if "responses_per_prompt" not in run:  # this many states of every example
             rows *= _options(run.get("corruption")).get("copies", 1)
         views = _options(run.get("corruption"))
         rows *= views.get("num_states", 1) * (2 if views.get("coupled") else 1)
@@ -183,7 +183,8 @@ class _Model:
         whole, small, passing = self._layer()
         every = 1 if self.recompute == "selective" else int(self.recompute)
         again = a.num_layers // every if every else 0
-        kept = (a.num_layers - again + bool(again)) * whole + again * small  # one is there again
+        # Of the layers that are computed again, one at a time is whole.
+        kept = (a.num_layers - again + bool(again)) * whole + again * small
         found = {
             "activations": rows * length * (kept + passing + 3 * self.stream * D),
             # Rows and their gradients, logits and their gradient, the gradient of the weight.
@@ -198,36 +199,36 @@ class _Model:
             layer = sum(size for key, size in sizes.items() if last in key)
             ends = sum(size for key, size in sizes.items() if ".layers." not in key)
             found["gathered weights"] = s * (2 * layer + ends)
-            # Gradients in the dtype of products until they are summed in float32, a layer behind.
+            # Gradients in the dtype of products until they are summed in float32, one layer later.
             found["whole gradients"] = (s * (layer + ends) + 8 * layer) * self.trains_all
         return found | self.copies
 
     def _adapted_experts(self) -> int:
-        """Bytes of sums that peft makes of experts and their adapter, kept for the backward."""
+        """Returns the bytes of peft's sums of experts and adapter, kept for the backward."""
         shapes = [shape for one in self.adapters[:1] for shape in self.adapted(one)]
         sums = self.computed * sum(math.prod(shape) for shape in shapes if len(shape) == 3)
         return sums // (self.architecture.num_layers if self.recompute else 1)
 
     def _layer(self) -> tuple[int, int, int]:
-        """Bytes a token of a layer: kept whole, kept to compute it again, passing in its backward.
+        """Returns bytes per token of a layer: kept whole, kept to recompute, used in its backward.
 
-        Masks make attention repeat keys and values for all query heads.
+        Under a mask, attention repeats keys and values for all query heads.
         """
         a, s, r = self.architecture, self.computed, self.stream
         D, E = a.hidden_size, a.inner_width
         Q, K = a.num_heads * a.head_width, a.kv_heads * a.head_width
-        sides = {  # what each product takes and gives
+        sides = {  # widths that each product takes and returns
             "q_proj": (D, Q), "k_proj": (D, K), "v_proj": (D, K), "o_proj": (Q, D),
             "gate_proj": (D, E), "up_proj": (D, E), "down_proj": (E, D),
         }  # fmt: skip
         adapted = [sides[name] for lora in self.adapters[:1] for name in lora.modules()]
-        # An adapter takes a copy in each place, as autocast does of a wider stream.
+        # An adapter copies its input in each place, as autocast copies a wider stream.
         fed = sum(one for one, _ in adapted) or E + (5 * D if r > s else 2 * D)
-        # Inputs of norms; query, keys, values and output; the gate, its SiLU, what it is put on.
+        # Inputs of norms; queries, keys, values and output; the gate, its SiLU, what it multiplies.
         whole = 2 * r * D + s * (
             fed + 4 * Q + 3 * E + (Q + K) * (a.decoder not in ("qwen2", "llama"))
         )
-        if a.experts is not None:  # each takes and gives rows of its own, sorted and in order
+        if a.experts is not None:  # each has rows of its own in and out, sorted and in order
             whole += 5 * s * D * a.experts.per_token
         small = r * D
         if self.recompute == "selective":
@@ -235,7 +236,7 @@ class _Model:
         return whole, small, r * D + (3 * s + 4 * bool(adapted)) * E
 
     def decoding(self, run: Mapping[str, Any], decoder: Mapping[str, Any]) -> dict[str, int]:
-        """What a decode takes besides the weights."""
+        """Returns what a decode takes besides the weights."""
         a, s, D = self.architecture, self.computed, self.architecture.hidden_size
         window, cache = _options(decoder.get("window")), _class(decoder.get("cache"))
         width = window.get("block_length") or window.get("width") or a.block_size or run["response"]
@@ -243,10 +244,10 @@ class _Model:
         rows = rows or default_batch(run["response"])
         cells = rows * min(width, run["response"])
         columns = tokens = rows * (run["prompt"] + run["response"])
-        if cache.endswith("BlockCache"):  # prompts run apart, a step two blocks at most
+        if cache.endswith("BlockCache"):  # prompts run separately, a step has two blocks at most
             tokens = min(rows * run["prompt"], max(PROMPT_TOKENS, run["prompt"]))
             tokens += 2 * rows * max(min(width, run["response"]), a.block_size or 0)
-        if decoder.get("guidance"):  # rows of both prompts, and what their logits make together
+        if decoder.get("guidance"):  # rows of both prompts, and the combination of their logits
             tokens, cells = 2 * tokens, 5 * cells
         logits = cells * a.vocab_size
         moved = 0 if a.experts is None else D * a.experts.per_token
@@ -266,7 +267,7 @@ class _Model:
 
 
 def _described(options: Mapping[str, Any]) -> tuple[Architecture, int]:
-    """The decoder that the options of a backbone mean, and parameters of its vision tower."""
+    """Returns the decoder of a backbone's options, and its vision tower's number of parameters."""
     if options.get("architecture"):
         return _built(Architecture, options["architecture"]), 0
     from_ar = options.get("from_ar")
@@ -283,10 +284,10 @@ def _described(options: Mapping[str, Any]) -> tuple[Architecture, int]:
 
 
 def plan_of(config: Mapping[str, Any], *, trains: bool = True) -> Plan | None:
-    """Reads a plan from a resolved configuration, as the parser gives it.
+    """Makes a plan from a resolved configuration, as the parser returns it.
 
-    ``None`` where the module has no :class:`~lit_dlm.backbones.hf.HFBackbone`; ``trains`` is false
-    of commands that make no update.
+    ``None`` if the module has no :class:`~lit_dlm.backbones.hf.HFBackbone`; ``trains`` is false for
+    commands that make no update.
     """
     settings, data, trainer = _options(config["model"]), _options(config["data"]), config["trainer"]
     if not _class(settings.get("backbone")).endswith("HFBackbone"):
@@ -320,7 +321,7 @@ def plan_of(config: Mapping[str, Any], *, trains: bool = True) -> Plan | None:
 
 
 def _sizes(data: Mapping[str, Any], trainer: Mapping[str, Any]) -> dict[str, Any]:
-    """Longest prompts and responses, and the kind of device."""
+    """Returns the longest prompts and responses, and the kind of device."""
     lengths = data.get("response_length") or 0
     return {
         "device": "cpu" if trainer.get("accelerator") == "cpu" else "cuda",
@@ -332,7 +333,7 @@ def _sizes(data: Mapping[str, Any], trainer: Mapping[str, Any]) -> dict[str, Any
 def _models(
     settings: Mapping[str, Any], trainer: Mapping[str, Any]
 ) -> tuple[_Model, _Model | None]:
-    """The policy, and what runs a forward for values: the policy with an adapter, or another."""
+    """Returns the policy, and what runs a forward for values: the policy, another, or ``None``."""
     policy = _Model(_options(settings["backbone"]), trainer)
     values = None
     if given := settings.get("value_backbone"):
@@ -347,14 +348,14 @@ def _models(
 
 
 def _training(policy: _Model, values: _Model | None, run: Mapping[str, Any]) -> dict[str, int]:
-    """Forward and backward; those of a model of values are kept as long as the policy's."""
+    """Returns what forward and backward take; a value model's are kept as long as the policy's."""
     parts = policy.training(run)
     of_values = values.training(run) if values else {}
     return parts | {f"{name} of values": n for name, n in of_values.items() if name != "head"}
 
 
 def _decoding(policy: _Model, run: Mapping[str, Any]) -> dict[str, int]:
-    """The decoder that takes most, as they decode one after the other."""
+    """Returns what the largest decoder takes, since they decode one after the other."""
     longest = max(run["response"], run.get("val_response_length") or 0)
     decoders = [_options(one) for one in (run.get("decoders") or {}).values()] or [{}]
     found = [policy.decoding({**run, "response": longest}, one) for one in decoders]
@@ -364,8 +365,8 @@ def _decoding(policy: _Model, run: Mapping[str, Any]) -> dict[str, int]:
 def check_run(config: Mapping[str, Any], *, trains: bool = True) -> str | None:
     """Plans a run of a large model before anything is loaded, and refuses what cannot fit.
 
-    The plan in one line; ``None`` for models of less than :data:`LARGE` parameters, and where the
-    backbone cannot be described: building it says so, with its place.
+    Returns the plan in one line; ``None`` for models of fewer than :data:`LARGE` parameters, and if
+    the backbone cannot be described: building it will report why, with the option's place.
     """
     try:
         plan = plan_of(config, trains=trains)
@@ -388,7 +389,7 @@ def check_run(config: Mapping[str, Any], *, trains: bool = True) -> str | None:
 
 
 def num_processes(trainer: Mapping[str, Any]) -> int:
-    """Processes that a trainer's settings ask for, as far as they say."""
+    """Returns the number of processes that a trainer's settings request, as far as they say."""
     devices: Any = trainer.get("devices", 1)
     if isinstance(devices, str) and "," in devices:
         devices = devices.strip(",").split(",")
@@ -402,7 +403,7 @@ def num_processes(trainer: Mapping[str, Any]) -> int:
 
 
 def device_bytes(trainer: Mapping[str, Any]) -> int | None:
-    """Memory of a device: of a GPU, or a process's share of this machine's; ``None``: unknown."""
+    """Returns the memory of a GPU, or a process's share of this machine's; ``None``: unknown."""
     if _on_gpus(trainer):
         if not torch.cuda.is_available():
             return None
@@ -422,17 +423,17 @@ def _on_gpus(trainer: Mapping[str, Any]) -> bool:
 
 
 def _options(spec: Any) -> Mapping[str, Any]:
-    """The settings of a class, given with its path or without; none of a bare name."""
+    """Returns the settings of a class, given with or without its path; a bare name has none."""
     if not isinstance(spec, Mapping):
         return {}
     return spec.get("init_args") or ({} if "class_path" in spec else spec)
 
 
 def _class(spec: Any) -> str:
-    """The path or name of a class; empty where there is none."""
+    """Returns the path or name of a class; empty if there is none."""
     return str(spec.get("class_path", "")) if isinstance(spec, Mapping) else str(spec or "")
 
 
 def _built(kind: Any, values: Any) -> Any:
-    """A dataclass of plain settings, which the parser may have built already."""
+    """Returns a dataclass of plain settings; the parser may have built it already."""
     return values if isinstance(values, kind) else kind(**_options(values))
