@@ -293,7 +293,7 @@ class CachedCanvas:
         return Denoised(logits=logits, columns=columns, hidden=self._snapshots())
 
     def _snapshots(self) -> Tensor | None:
-        """Returns a copy of the snapshots ``(B, L, H, D)``, which the next forward overwrites."""
+        """Returns the snapshots ``(B, L, H, D)``, copied: the next forward changes the buffer."""
         if _HIDDEN not in self._cache.buffers:
             return None
         (hidden,) = self._cache.buffers[_HIDDEN]
