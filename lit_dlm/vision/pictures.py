@@ -81,7 +81,7 @@ class Picture:
         """Width and height as displayed."""
         image = self._opened()
         with self._naming_errors():  # the EXIF note may come after the pixels
-            turned = image.getexif().get(0x0112, 1) >= 5  # the camera lay on its side
+            turned = image.getexif().get(0x0112) in (5, 6, 7, 8)  # the camera lay on its side
         width, height = image.size
         return (height, width) if turned else (width, height)
 

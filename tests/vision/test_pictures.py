@@ -19,9 +19,10 @@ def _noise(width: int, height: int) -> Image.Image:
 
 def test_turned_and_flattened():
     exif = Image.Exif()
-    exif[0x0112] = 6  # the camera lay on its side
-    turned = Picture(png(_noise(30, 20), "JPEG", exif=exif))
-    assert turned.size == turned.decoded().size == (20, 30)
+    for orientation, size in ((6, (20, 30)), (9, (30, 20))):  # on its side; no orientation
+        exif[0x0112] = orientation
+        turned = Picture(png(_noise(30, 20), "JPEG", exif=exif))
+        assert turned.size == turned.decoded().size == size
     colours = (("RGBA", (255, 0, 0, 0), 255), ("L", 7, 7), ("I;16", 25_650, 100))  # 99.8 x 257
     for mode, colour, seen in colours:
         flat = Picture(png(Image.new(mode, (8, 8), colour))).decoded()
