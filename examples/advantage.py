@@ -1,17 +1,16 @@
-"""A new advantage for reinforcement learning: rewards ranked within their group.
+"""An advantage of your own for reinforcement learning: rewards ranked within their group.
 
-In the folder of this file a run takes it by one line of YAML::
+A run in the folder of this file uses it with one line of YAML::
 
     data:
       init_args:
         advantage: advantage.RankAdvantage
 
-or with settings of its own::
+or with settings::
 
         advantage: {class_path: advantage.RankAdvantage, init_args: {scale: 2.0}}
 
-or as a flag: ``lit-dlm fit --config configs/exp/tracerl_tiny.yaml --data.advantage
-advantage.RankAdvantage``.
+or with a flag: ``lit-dlm fit --config exp/tracerl_tiny --data.advantage advantage.RankAdvantage``.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from torch import Tensor
 
 
 class RankAdvantage:
-    """Where a response stands in its group, from ``-scale`` (worst) to ``scale`` (best).
+    """Ranks a response within its group, from ``-scale`` (worst) to ``scale`` (best).
 
-    Unlike a z-score it does not care how far rewards lie apart. Equal rewards share a rank.
+    Unlike a z-score, it ignores how far apart the rewards are. Equal rewards share a rank.
 
     Args:
         scale: advantage of the best response.
@@ -32,7 +31,7 @@ class RankAdvantage:
         self.scale = scale
 
     def compute(self, rewards: Tensor) -> Tensor:
-        """Advantages ``(n,)`` of the responses to one prompt."""
+        """Returns the advantages ``(n,)`` of the responses to one prompt."""
         above = (rewards[:, None] > rewards).sum(1)
         below = (rewards[:, None] < rewards).sum(1)
         return self.scale * (above - below) / max(len(rewards) - 1, 1)

@@ -1,13 +1,13 @@
-"""A fine-tuning loss of your own: answers with every token, and certainty where they are right.
+"""A fine-tuning loss of your own: cross-entropy, and certainty where predictions are right.
 
-In the folder of this file::
+In the folder of this file, use these lines with
+``lit-dlm fit --config exp/sft_gt_tiny --config FILE``::
 
     model:
       class_path: finetuning_loss.CertainModule
       init_args: {certainty: 0.5}
 
-for ``lit-dlm fit --config exp/sft_gt_tiny --config FILE``. Which states are trained on is another
-question (``training_method.py``).
+``training_method.py`` shows how to choose the states that a model is trained on.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from lit_dlm.ops.fused_head import TokenStats
 
 
 class CertainModule(SFTModule):
-    """Cross-entropy, and the entropy of predictions that are right already.
+    """Adds the entropy of predictions that are already right to the cross-entropy.
 
     Args:
-        backbone: see :class:`~lit_dlm.modules.SFTModule`, as for ``common``.
+        backbone: see :class:`~lit_dlm.modules.SFTModule`, also for ``common``.
         certainty: weight of the entropy.
     """
 
@@ -47,5 +47,5 @@ class CertainModule(SFTModule):
         return LossTerms(total, sums={**base.sums, "certainty": (summed.detach(), count)})
 
     def combined(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """The logged loss, from the means of all ``sums``."""
+        """Returns the logged loss, given the means of all ``sums``."""
         return super().combined(parts) + self.certainty * parts["certainty"]

@@ -1,6 +1,6 @@
-"""A scorer of drawn pictures of your own: how well CLIP finds that one fits its prompt.
+"""A scorer of your own for drawn pictures: how well a picture fits its prompt, according to CLIP.
 
-In the folder of this file::
+In the folder of this file, use these ``tasks`` in a ``PromptDataModule`` or ``RolloutDataModule``::
 
     tasks:
     - class_path: DrawingPrompts
@@ -10,9 +10,8 @@ In the folder of this file::
           class_path: picture_scorer.CLIPScorer
           init_args: {path: openai/clip-vit-base-patch32}
 
-are the ``tasks`` of a ``PromptDataModule`` for ``lit-dlm predict``, whose tables then have the mean
-score, or of a ``RolloutDataModule`` for ``lit-dlm fit``, where the reward ``Graded`` with ``credit:
-fraction`` pays it.
+The tables of ``lit-dlm predict`` then show the mean score. In ``lit-dlm fit`` the reward ``Graded``
+with ``credit: fraction`` pays it.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ class CLIPScorer:
     """CLIPScore (arXiv:2104.08718, eq. 1): ``2.5 max(cos, 0)`` of picture and prompt, at most 1.
 
     Args:
-        path: folder or hub id of a CLIP model in safetensors; loaded at the first picture.
-        device: where it stands.
+        path: folder or hub id of a CLIP model in safetensors, loaded for the first picture.
+        device: device of the CLIP model.
     """
 
     def __init__(self, path: str, device: str = "cpu") -> None:
@@ -51,7 +50,7 @@ class CLIPScorer:
 
     @torch.no_grad()
     def score(self, picture: Picture, example: PromptExample) -> float:
-        """The score of one picture."""
+        """Returns the score of one picture."""
         model, processor, tokenizer = self._parts
         pixels = processor(picture.decoded(), return_tensors="pt")
         words = tokenizer(example.text, return_tensors="pt", truncation=True)

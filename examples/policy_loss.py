@@ -1,13 +1,13 @@
 """A policy loss of your own: REINFORCE, the log-probability times the advantage (Williams, 1992).
 
-In the folder of this file::
+In the folder of this file, use these lines with
+``lit-dlm fit --config exp/tracerl_tiny --config FILE``::
 
     model:
       init_args:
         policy_loss: policy_loss.Reinforce
 
-for ``lit-dlm fit --config exp/tracerl_tiny --config FILE``. What compares the responses of a group
-is an advantage (``advantage.py``).
+An advantage compares the responses of a group (``advantage.py``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lit_dlm.losses.terms import LossTerms
 
 
 class Reinforce:
-    """No ratio and no divergence."""
+    """REINFORCE, without a probability ratio or a divergence."""
 
     has_divergence = False  # objective.kl_to would have no effect, and is refused
 
@@ -32,5 +32,5 @@ class Reinforce:
         reference: Tensor | None = None,
         kl_weight: Tensor | None = None,
     ) -> LossTerms:
-        """All are ``(M,)``, of the tokens of a batch; cells of weight 0 may hold anything."""
+        """Returns the loss; all tensors are ``(M,)``, and tokens of weight 0 may hold any value."""
         return LossTerms(-(weight * advantage * log_prob)[weight > 0].sum())

@@ -1,11 +1,9 @@
 """A reward of your own: pays right answers more, the fewer forwards their decode took.
 
-In the folder of this file::
+In the folder of this file, give these ``rewards`` to a ``RolloutDataModule`` for ``lit-dlm fit``::
 
     rewards:
     - {class_path: reward.FewSteps, init_args: {weight: 1.0}}
-
-are the ``rewards`` of a ``RolloutDataModule`` for ``lit-dlm fit``.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ class FewSteps:
         self.weight = weight
 
     def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
-        """1 - forwards / cells for right responses, 0 for the others."""
+        """Returns ``1 - forwards / cells`` for right responses, 0 for the others."""
         return [RewardScore(total=self._saved(rollout)) for rollout in group]
 
     def _saved(self, rollout: Rollout) -> float:

@@ -1,11 +1,9 @@
-"""A commit policy that takes tokens back: doubt of what stands, and another try.
+"""A commit policy that takes tokens back: it doubts what it committed, and tries again.
 
-In the folder of this file::
+In the folder of this file, these lines are a decode file for ``lit-dlm generate --config FILE``::
 
     policy: {class_path: taking_back.SecondThoughts, init_args: {every: 4}}
     quota: NoQuota
-
-as a decode file for ``lit-dlm generate --config``.
 """
 
 from __future__ import annotations
@@ -16,20 +14,20 @@ from lit_dlm.decoding import DecodeState, Proposal, Selection
 
 
 class SecondThoughts:
-    """Writes the surest proposal; every few steps one token that the model would change goes.
+    """Commits the surest proposal, and every few steps removes a token that the model would change.
 
     Args:
-        every: steps from one second thought to the next, at least 2.
+        every: period of second thoughts in steps, at least 2.
     """
 
     takes_back = True
-    requires = frozenset({"window"})  # proposals for cells that hold a token, too
+    requires = frozenset({"window"})  # proposals also for cells that hold a token
 
     def __init__(self, every: int = 4) -> None:
         self.every = every
 
     def budget(self, num_masks: int) -> int:
-        """Every ``every``-th step writes nothing in the end."""
+        """Returns the most steps of a row: every ``every``-th step may gain nothing."""
         return 2 * num_masks * self.every
 
     def select(
@@ -46,6 +44,6 @@ class SecondThoughts:
 
 
 def surest(scores: Tensor, allowed: Tensor) -> Tensor:
-    """``(b, L)`` bool: the best allowed cell of each row; of equals the leftmost, in any batch."""
+    """Returns ``(b, L)`` bool: each row's best allowed cell; ties go to the left, in any batch."""
     best = scores.masked_fill(~allowed, -1.0).argmax(1, keepdim=True)
     return allowed & allowed.new_zeros(allowed.shape).scatter(1, best, True)

@@ -1,6 +1,6 @@
-"""A task of your own: prompts, the answer inside a completion, and its grade, in one class.
+"""A task of your own: prompts, answer extraction and grading, in one class.
 
-In the folder of this file::
+In the folder of this file, add these lines to an experiment for ``lit-dlm predict``::
 
     data:
       class_path: PromptDataModule
@@ -9,7 +9,7 @@ In the folder of this file::
         - {class_path: task.Totals, init_args: {num_examples: 4}}
         response_length: 32
 
-stands in an experiment for ``lit-dlm predict``; RL takes the same lines.
+RL takes the same ``tasks``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Totals(Task):
     """Word problems with one addition.
 
     Args:
-        num_examples: how many.
+        num_examples: number of problems.
     """
 
     name = "totals"
@@ -45,16 +45,16 @@ class Totals(Task):
         return found
 
     def reference_completion(self, example: PromptExample) -> str:
-        """The answer alone."""
+        """Returns the answer alone."""
         return f"#### {example.reference['answer']}"
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
-        """The number behind the last ``####``."""
+        """Returns the number after the last ``####``."""
         found = re.findall(r"####\s*(-?\d+)", completion)
         return found[-1] if found else None
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
-        """Right where the number is the sum."""
+        """Grades a completion as right if its number is the sum."""
         answer = self.extract(example, completion)
         if answer is None:
             return Verdict(status="no_answer")

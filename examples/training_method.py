@@ -1,12 +1,10 @@
 """A training method of your own: which states of a response a model is trained on.
 
-In the folder of this file::
+In the folder of this file, add these lines to an experiment with ``SFTModule``::
 
     model:
       init_args:
         corruption: {class_path: training_method.SuffixMasking, init_args: {least: 1}}
-
-stands in an experiment with ``SFTModule`` for ``lit-dlm fit``.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from lit_dlm.ops.sampling import uniform_noise
 
 
 class SuffixMasking:
-    """Hides all from a random cell on: the states of a decode from left to right.
+    """Hides everything from a random cell on: the states of a left-to-right decode.
 
     Args:
         least: fewest cells to hide.
@@ -28,7 +26,7 @@ class SuffixMasking:
         self.least = least
 
     def states(self, responses: Responses) -> NoisyStates:
-        """One state per response, drawn from its own seed."""
+        """Returns one state per response, drawn from its own seed."""
         maskable = responses.maskable
         noise = uniform_noise(responses.seeds, 0, torch.zeros_like(responses.seeds)[:, None])[:, 0]
         num_kept = (noise * (maskable.sum(1) - self.least + 1).clamp_min(1)).long()
