@@ -1,14 +1,14 @@
 """Widening the blocks of a block model from 4 to 8 with TraceRL, on the embedded model.
 
-The embedded model first becomes a block model: all weights are tuned on reference answers with
-attention in blocks of 4. Every arm then has twelve RL steps of ``exp/tracerl_tiny`` with an
-adapter, on the same prompts, and decodes one held-out list in blocks of 4 and of 8: ``four`` rolls
-out and trains in blocks of 4; ``eight`` in blocks of 8 from the start; ``widened`` as in the
-recipe of arXiv 2509.06949, whose training rows have blocks of 8 throughout and whose rollouts and
-attention change from 4 to 8 half way.
+The embedded model is first made a block model (``base``): all weights are fine-tuned on reference
+answers, with attention in blocks of 4. The other arms add twelve RL steps of ``exp/tracerl_tiny``
+with an adapter, on the same prompts. ``four`` rolls out and trains in blocks of 4, ``eight`` in
+blocks of 8. ``widened`` follows arXiv 2509.06949: training rows have blocks of 8 throughout, while
+rollouts and attention change from blocks of 4 to 8 half way. Every arm decodes one held-out list
+in blocks of 4 and of 8.
 
     python experiments/block_widening.py --out runs/block_widening  # makes what is missing
-    python experiments/block_widening.py  # the table of the published results
+    python experiments/block_widening.py  # prints the table of the published results
 
 Parts that are on disk are not made again.
 """
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def convert(options: argparse.Namespace) -> None:
-    """All weights on reference answers, with attention in blocks of 4."""
+    """Fine-tunes all weights on reference answers, with attention in blocks of 4."""
     corruption = {"class_path": "SemiAutoregressive", "init_args": {"weight": "1/length"}}
     tasks = json.loads(problems("WordProblems", "train", 20_000))
     source = {"class_path": "TaskReferences", "init_args": {"tasks": tasks}}
@@ -86,13 +86,13 @@ def convert(options: argparse.Namespace) -> None:
 
 
 def model(options: argparse.Namespace, size: int) -> list[Any]:
-    """Flags of the block model with attention in blocks of a size."""
+    """Returns the flags of the block model with attention in blocks of ``size``."""
     path = ["--model.backbone.init_args.path", options.out / "model"]
     return [*path, "--model.backbone.init_args.spec_overrides", json.dumps({"block_size": size})]
 
 
 def decoder(size: int, **plugs: Any) -> dict[str, Any]:
-    """Commits at a threshold in blocks of a size, with an exact cache."""
+    """Returns a decoder that commits at a threshold in blocks of ``size``, with an exact cache."""
     return {
         "policy": {"class_path": "ThresholdPolicy", "init_args": {"threshold": THRESHOLD}},
         "quota": "NoQuota",
@@ -107,7 +107,7 @@ def decoder(size: int, **plugs: Any) -> dict[str, Any]:
 
 
 def reinforce(options: argparse.Namespace, arm: str, seed: int, folder: Path) -> None:
-    """TraceRL with an adapter: in one go, or the first half with rollouts in blocks of 4."""
+    """Runs TraceRL with an adapter; for ``widened``, the first half rolls out in blocks of 4."""
     widths = {"four": (4,), "eight": (8,), "widened": SIZES}[arm]
     checkpoint: list[Any] = []
     for number, width in enumerate(widths):
@@ -129,7 +129,7 @@ def reinforce(options: argparse.Namespace, arm: str, seed: int, folder: Path) ->
 
 
 def evaluate(options: argparse.Namespace, folder: Path, size: int, adapter: Path | None) -> None:
-    """Decodes the held-out list in blocks of a size."""
+    """Decodes the held-out list in blocks of ``size``."""
     call(
         folder / "done",
         *("predict", "--config", EXP / "evaluate_tiny.yaml", *model(options, size)),
@@ -141,7 +141,7 @@ def evaluate(options: argparse.Namespace, folder: Path, size: int, adapter: Path
 
 
 def markdown(decodes: Decodes) -> str:
-    """Right in per cent and forwards by arm and blocks, and the gain over the block model."""
+    """Returns accuracy in per cent, forwards and gain over ``base``, by arm and block size."""
     lines = [
         ["trained", *itertools.chain(*((f"blocks of {n}", "forwards", "gain") for n in SIZES))]
     ]

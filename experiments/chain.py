@@ -25,13 +25,13 @@ EXP = Path(cli.__file__).resolve().parent / "configs" / "exp"
 
 
 def call(done: Path, *arguments: object, costs: Path | None = None) -> None:
-    """One command, unless the file that marks its end is there.
+    """Runs a command, unless the file that marks its completion exists.
 
     Args:
-        done: that file.
-        arguments: of the command line.
-        costs: a file that gets a line with the processor time of what came to its end, in seconds;
-            wall time depends on neighbours.
+        done: the file that marks completion.
+        arguments: words of the command line.
+        costs: file to which a completed command adds its processor time in seconds; wall time
+            depends on what else the machine does.
     """
     if done.exists():
         return
@@ -45,12 +45,12 @@ def call(done: Path, *arguments: object, costs: Path | None = None) -> None:
 
 
 def seed_flags(seed: int) -> list[str]:
-    """Flags that give one seed to everything that draws in training."""
+    """Returns flags that give one seed to everything that is random in training."""
     return [f"--{name}={seed}" for name in ("seed_everything", "model.seed", "data.seed")]
 
 
 def problems(task: str, split: str, count: int, **options: object) -> str:
-    """The list of one task as a flag's value."""
+    """Returns a list of problems of one task as a flag's value."""
     values = {"split": split, "num_examples": count, **options}
     return json.dumps([{"class_path": task, "init_args": values}])
 
@@ -71,11 +71,11 @@ Decodes = dict[tuple[str, str, str], tuple[NDArray[Any], NDArray[Any]]]
 
 
 def keep_decodes(path: Path, runs: Iterable[tuple[str, int, Path]]) -> Decodes:
-    """Writes every decode of some runs to one file.
+    """Writes every decode of some runs to one file, and reads it back.
 
     Args:
-        path: of the file, Parquet.
-        runs: arm, seed and folder of results.
+        path: the Parquet file.
+        runs: arm, seed and results folder of each run.
     """
     columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
     for arm, seed, folder in runs:
@@ -91,7 +91,7 @@ def keep_decodes(path: Path, runs: Iterable[tuple[str, int, Path]]) -> Decodes:
 
 
 def read_decodes(path: Path) -> Decodes:
-    """What :func:`keep_decodes` wrote, seeds and problems in order."""
+    """Returns what :func:`keep_decodes` wrote, sorted by seed and problem."""
     try:
         frame = pq.read_table(path).to_pandas().sort_values(["seed", "uid"])
     except (pa.ArrowInvalid, OSError) as error:
@@ -109,15 +109,15 @@ def read_decodes(path: Path) -> Decodes:
 def difference(
     one: Sequence[Mapping[str, float]], two: Sequence[Mapping[str, float]]
 ) -> dict[str, float]:
-    """Difference of two accuracies, paired by problem.
+    """Returns the difference of two accuracies, paired by problem.
 
     Args:
         one: verdicts by uid, one table for each seed.
-        two: of the other method; a single table goes with every seed.
+        two: the same for the other method; a single table is paired with every seed.
 
     Returns:
-        ``mean``, and its standard error over problems (of the mean over seeds) and over seeds (of
-        the mean over problems; 0 for one seed).
+        ``mean``, and its standard error over problems (after averaging over seeds) and over seeds
+        (after averaging over problems; 0 for one seed).
     """
     seeds = max(len(one), len(two))
     first, second = (list(tables) * seeds if len(tables) == 1 else tables for tables in (one, two))
@@ -135,19 +135,19 @@ def difference(
 
 
 def gained(found: dict[str, float]) -> str:
-    """A :func:`difference` in percentage points, with the larger of its errors."""
+    """Formats a :func:`difference` in percentage points, with the larger of its errors."""
     error = max(found["stderr_problems"], found["stderr_seeds"])
     return f"{100 * found['mean']:+.1f} ± {100 * error:.1f}"
 
 
 @lru_cache(maxsize=4)
 def resamples(seeds: int, problems: int, count: int = 2000) -> NDArray[Any]:
-    """Weights of means over ``(seeds, problems)`` values, resampling problems and seeds together.
+    """Draws bootstrap weights for means of ``(seeds, problems)`` values, resampling both.
 
-    Resampled seeds vary too little by ``(S - 1) / S``, which is put right.
+    The variance of resampled seeds is too small by a factor ``(S - 1) / S``; this is corrected.
 
     Returns:
-        ``(1 + count, seeds * problems)``: of the plain mean, then of every resample.
+        ``(1 + count, seeds * problems)``: weights of the plain mean, then of every resample.
     """
     generator = np.random.default_rng(0)
     factor = (seeds / (seeds - 1)) ** 0.5 if seeds > 1 else 0.0
@@ -161,22 +161,22 @@ def resamples(seeds: int, problems: int, count: int = 2000) -> NDArray[Any]:
 
 
 def standard_error(values: NDArray[Any]) -> float:
-    """Of the mean of ``(seeds, problems)`` values, over :func:`resamples`."""
+    """Standard error of the mean of ``(seeds, problems)`` values, over :func:`resamples`."""
     return float((resamples(*values.shape)[1:] @ values.ravel()).std(ddof=1))
 
 
 def points(values: NDArray[Any], sign: str = "+") -> str:
-    """Mean of ``(seeds, problems)`` values in per cent or points, with its error."""
+    """Formats the mean of ``(seeds, problems)`` values in per cent or points, with its error."""
     return f"{100 * values.mean():{sign}.1f} ± {100 * standard_error(values):.1f}"
 
 
 def normal_tail(z: float) -> float:
-    """Chance that a standard normal exceeds ``z``."""
+    """Returns the probability that a standard normal variable exceeds ``z``."""
     return float(torch.special.ndtr(torch.tensor(-z, dtype=torch.float64)))
 
 
 def table(lines: Iterable[Sequence[str]]) -> str:
-    """Markdown of a header and rows; numbers stand to the right."""
+    """Returns a Markdown table; all columns but the first are aligned to the right."""
     head, *rows = lines
     rule = f"|---{'|---:' * (len(head) - 1)}|\n"
     text = [

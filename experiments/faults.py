@@ -1,15 +1,15 @@
 """Faults through the command line: what a run loses, doubles or changes when something goes wrong.
 
-Every case is a run in processes of its own that meets one fault at a seeded moment. Where the fault
-ends it, the same command is run again without the fault. What is left is compared with that of a
-run without a break, sample by sample and weight by weight::
+Every case is a run in its own processes that meets one fault at a seeded moment. If the fault ends
+the run, the same command is run again without the fault. The outputs are compared with those of an
+undisturbed run, sample by sample and weight by weight::
 
     python experiments/faults.py --times 3 --out runs/faults
 
-The jobs are small: records of 24 problems (generate), TraceLock on them (fit), a benchmark of 24
-whose answers a judge sees, and three RL steps of 12 responses each with a value model, unit tests
-and a judge. Cases that ``--out`` holds already are not run again. ``--times 1 --only fit:SIGKILL``
-runs a single one.
+The jobs are small: recording 24 problems (generate), training TraceLock on them (fit), a benchmark
+of 24 problems with a judge, and three RL steps of 12 responses each with a value model, unit tests
+and a judge. Cases that are already in ``--out`` are not run again. ``--times 1 --only fit:SIGKILL``
+runs a single case.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ TASKS = (
 )
 ENDPOINT = "url: URL, model: judge, timeout_s: 2.0, deadline_s: 4.0"
 PATIENCE_S = 60.0
-"""A run hangs when it takes this long beyond ten times its usual time."""
+"""A run counts as hung when it takes this many seconds more than ten times its usual time."""
 
 
 # -- jobs ------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ PATIENCE_S = 60.0
 
 @dataclass(frozen=True)
 class Job:
-    """A command, what it needs of others, and what it leaves."""
+    """A command, the files that it needs from other jobs, and what it leaves."""
 
     command: list[str]
     left: Callable[[Path], list[tuple[str, str]]]
@@ -74,7 +74,7 @@ class Job:
 
 
 def traces_left(folder: Path) -> list[tuple[str, str]]:
-    """Uids of records and their contents."""
+    """Returns the uids of records and digests of their contents."""
     return [
         (one.uid, f"{one.digest().hex()} {one.meta.get('correct')} {one.meta.get('reward')}")
         for name in ("traces", "trajectories", "rollouts")
@@ -84,7 +84,7 @@ def traces_left(folder: Path) -> list[tuple[str, str]]:
 
 
 def weights_left(folder: Path) -> list[tuple[str, str]]:
-    """Names of weights and digests of them."""
+    """Returns the names of weights and their digests."""
     return [
         (f"{path.relative_to(folder)}/{name}", hashlib.sha256(value.numpy().tobytes()).hexdigest())
         for path in sorted((folder / "policy").glob("**/*.safetensors"))
@@ -93,7 +93,7 @@ def weights_left(folder: Path) -> list[tuple[str, str]]:
 
 
 def benchmark_left(folder: Path) -> list[tuple[str, str]]:
-    """Results, their trajectories and what the judge says of them."""
+    """Returns results, their trajectories and the judge's verdicts."""
     results = ResultFolder(folder / "results")
     lines = [
         (f"{path.relative_to(folder)}/{json.loads(line)['uid']}", line)
@@ -109,7 +109,7 @@ def benchmark_left(folder: Path) -> list[tuple[str, str]]:
 
 
 def rl_left(folder: Path) -> list[tuple[str, str]]:
-    """Rollouts, weights (best and last) and the points of the curve."""
+    """Returns rollouts, weights (best and last), the points of the reward curve and the scores."""
     points = [
         (f"{point['step']} {name}", repr(value))
         for point in read_points(folder / "reward_curve.jsonl")
@@ -171,14 +171,14 @@ JOBS = {
 
 
 class Functions(PythonFunctions):
-    """Problems whose grader may meet programs that want more memory than they get."""
+    """Problems whose grader may meet programs that request more memory than they get."""
 
     moment = -1.0
-    """When they begin to come."""
+    """When these programs begin to appear, on the monotonic clock; negative for never."""
     marker = Path()
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
-        """Grades a program that hoards memory before the model's own."""
+        """Grades the model's program, after one that hoards memory if the moment has come."""
         if 0.0 <= self.moment < time.monotonic():
             hoard = "\nhoard = [bytearray(1 << 26) for _ in range(4096)]\n"
             verdict = super().grade(example, completion + hoard)
@@ -199,25 +199,25 @@ class Case:
     folder: Path
     rng: random.Random
     seconds: float
-    """What the job takes undisturbed."""
+    """Duration of the undisturbed job."""
     batches: int
-    """How many it has."""
+    """Number of batches of the job."""
     marker: Path
-    """Exists once a fault has come that need not end the run."""
+    """Exists once a fault that need not end the run has struck."""
 
     def moment(self) -> float:
-        """When the fault comes, on the monotonic clock."""
+        """Draws the moment of the fault, on the monotonic clock."""
         return time.monotonic() + self.rng.uniform(0.0, self.seconds)
 
 
 class Poison(Callback):
-    """Counts batches, and makes something not a number before one of them.
+    """Counts batches, and makes a weight or the loss NaN from one of them on.
 
     Args:
-        marker: file that the count is written to; or that notes that it was done.
-        what: ``weights`` or ``loss``; nothing only counts.
+        marker: file that holds the count, or marks that the fault has struck.
+        what: ``weights`` or ``loss``; ``None`` only counts.
         batch: number of the batch, over all epochs.
-        seed: draws the weight.
+        seed: chooses the weight.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class Poison(Callback):
         self.on_train_batch_start(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Counts, and does it."""
+        """Counts, and injects the fault when its batch comes."""
         if self.count == self.batch:
             self.marker.touch()
             if self.what == "weights":
@@ -249,7 +249,7 @@ class Poison(Callback):
 
 
 def poison(case: Case, what: str | None) -> list[str]:
-    """The option that adds :class:`Poison` to a run."""
+    """Returns the option that adds :class:`Poison` to a run."""
     init = {"marker": str(case.marker), "what": what, "seed": case.rng.randrange(2**32)}
     init["batch"] = case.rng.randrange(case.batches) if case.batches else -1
     callback = {"class_path": f"{__name__}.Poison", "init_args": init}
@@ -257,14 +257,14 @@ def poison(case: Case, what: str | None) -> list[str]:
 
 
 def limit_files(case: Case) -> list[str]:
-    """No file may grow beyond a limit."""
+    """Limits the size of every file that the run writes."""
     limit = round(10 ** case.rng.uniform(2, 5.5))
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     return []
 
 
 def turn_clock_back(case: Case) -> list[str]:
-    """The clock is an hour ahead, as are the files of before; then it is put right."""
+    """Runs the clock an hour ahead, then sets it right; earlier files stay dated an hour ahead."""
     is_right, moment, now = threading.Event(), case.moment(), time.time
     ahead = 3600.0
     time.time = lambda: now() + (0.0 if is_right.is_set() else ahead)
@@ -283,7 +283,7 @@ def turn_clock_back(case: Case) -> list[str]:
 
 
 def hoard(case: Case) -> list[str]:
-    """From some moment on candidates want more memory than they get."""
+    """From some moment on, lets candidate programs request more memory than they get."""
     Functions.moment = time.monotonic() + case.rng.uniform(0.0, case.seconds / 2)
     Functions.marker = case.marker
     return []
@@ -293,7 +293,7 @@ Outside = Callable[[Case, int], bool]
 
 
 def send(number: signal.Signals) -> Outside:
-    """The run gets a signal."""
+    """Returns a fault that sends the run a signal."""
 
     def outside(case: Case, process: int) -> bool:
         os.kill(process, number)
@@ -303,7 +303,7 @@ def send(number: signal.Signals) -> Outside:
 
 
 def kill_child(case: Case, process: int) -> bool:
-    """A process that the run has started is killed, as by a machine out of memory."""
+    """Kills a process that the run has started, as a machine out of memory would."""
     children = list(descendants(process))
     if children:
         with suppress(ProcessLookupError):
@@ -314,7 +314,7 @@ def kill_child(case: Case, process: int) -> bool:
 
 
 def descendants(process: int) -> Iterator[int]:
-    """Processes below a process."""
+    """Yields the ids of all descendants of a process."""
     with suppress(FileNotFoundError, ProcessLookupError):
         for path in Path(f"/proc/{process}/task").glob("*/children"):
             for child in map(int, path.read_text().split()):
@@ -334,10 +334,10 @@ def mount(source: str, target: Path, kind: str | None, flags: int, options: str 
 
 
 def own_disk(folder: Path) -> None:
-    """Gives this process and its children a disk in memory, of which no other process knows.
+    """Gives this process and its children a disk in memory that no other process sees.
 
     Raises:
-        OSError: it has not the right to.
+        OSError: the process lacks the right to mount.
     """
     if LIBC.unshare(0x00020000):  # CLONE_NEWNS
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "unshare")
@@ -346,7 +346,7 @@ def own_disk(folder: Path) -> None:
 
 
 def fill_disk(case: Case, process: int) -> bool:
-    """All but a little of the disk is taken."""
+    """Leaves only a little free space on the disk."""
     disk = os.statvfs(case.folder)
     used = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
     size = used + round(10 ** case.rng.uniform(2, 5))
@@ -357,9 +357,9 @@ def fill_disk(case: Case, process: int) -> bool:
 
 
 def protect_disk(case: Case, process: int) -> bool:
-    """The folder becomes one that can only be read; files that are open stay so.
+    """Makes the folder read-only; files that are already open stay writable.
 
-    A disk with open files refuses to be mounted anew, hence a second view on top of it.
+    A disk with open files cannot be remounted, so a second, read-only view is mounted over it.
     """
     view = case.folder.with_name("view")
     view.mkdir(exist_ok=True)
@@ -370,7 +370,7 @@ def protect_disk(case: Case, process: int) -> bool:
 
 
 def mend_disk(case: Case) -> None:
-    """Takes both back."""
+    """Undoes ``fill_disk`` and ``protect_disk``."""
     if os.statvfs(case.folder).f_flag & os.ST_RDONLY:
         LIBC.umount2(str(case.folder).encode(), 2)  # MNT_DETACH
     mount("faults", case.folder, "tmpfs", MS_REMOUNT, "size=1g")
@@ -378,18 +378,18 @@ def mend_disk(case: Case) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What goes wrong, seen from inside of the run or from outside, and in which jobs."""
+    """What goes wrong, inside the run or from outside, and in which jobs."""
 
     inside: Callable[[Case], list[str]] = lambda _: []
     outside: Outside | None = None
     jobs: tuple[str, ...] = tuple(JOBS)
     elsewhere: str = ""
-    """Why not in the other jobs."""
+    """Why the other jobs are left out."""
     disk: bool = False
-    """Whether it wants a disk of its own."""
+    """Whether it needs a disk of its own."""
     judge: str = ""
-    """Whether the judge is ``silent`` from some question on, replies ``slowly`` without an end, or
-    does either ``once``."""
+    """How the judge fails from some question on: ``silent`` never replies, ``slowly`` replies
+    without an end; with ``once``, it fails at that question alone."""
 
 
 GRADED: dict[str, Any] = {
@@ -426,10 +426,10 @@ FAULTS = {
 
 @contextmanager
 def judge(case: Case | None = None, how: str = "") -> Iterator[str]:
-    """A judge in a process of its own, whose replies follow from the question; its address."""
+    """Runs a judge whose replies depend only on the question, and yields its address."""
     asked, since = Counter[str](), -1
     if case is not None and how:
-        # 16 answers of a benchmark by two methods; in RL some fifty a step.
+        # A benchmark has 16 answers of each of two methods to judge; RL has some fifty per step.
         since = case.rng.randrange({"benchmark": 32, "rl": 100}[case.job])
 
     class Handler(BaseHTTPRequestHandler):
@@ -476,10 +476,10 @@ def judge(case: Case | None = None, how: str = "") -> Iterator[str]:
 
 
 def run(case: Case, log: Path, name: str | None = None) -> tuple[int | None, bool]:
-    """Runs a job in a process of its own, with a fault or without one.
+    """Runs a job in its own process, with or without a fault.
 
     Returns:
-        The exit status, nothing where it hung; and whether the log has a traceback.
+        The exit status, or ``None`` if it hung; and whether the log has a traceback.
     """
     fault = FAULTS[name] if name else Fault()
     begin = log.stat().st_size if log.exists() else 0
@@ -498,13 +498,13 @@ def run(case: Case, log: Path, name: str | None = None) -> tuple[int | None, boo
                 moment = float("inf")
             time.sleep(0.002)
     status = os.waitstatus_to_exitcode(found[1]) if found[0] else None
-    # At the begin of a line: torch logs one, with a mark in front, where a killed worker interrupts
-    # an import of its own.
+    # Only at the start of a line: if a killed worker interrupts an import of torch's, torch itself
+    # logs a traceback with a prefix.
     return status, b"\nTraceback (most recent call last)" in b"\n" + log.read_bytes()[begin:]
 
 
 def in_job(case: Case, log: Path, url: str, fault: Fault) -> None:
-    """The process of a job; does not return."""
+    """Runs a job in this process and ends it; does not return."""
     status = 70
     try:
         with log.open("a") as file:
@@ -527,7 +527,7 @@ def in_job(case: Case, log: Path, url: str, fault: Fault) -> None:
 
 
 def struck(case: Case, name: str, base: Path, log: Path) -> dict[str, Any]:
-    """Runs a job into a fault and then to its end, and compares what it leaves."""
+    """Runs a job into a fault and then to its end, and compares its outputs."""
     case.folder.mkdir(parents=True)
     fault = FAULTS[name]
     if fault.disk:
@@ -555,14 +555,14 @@ def struck(case: Case, name: str, base: Path, log: Path) -> dict[str, Any]:
 
 
 def prepare(job: str, base: Path, folder: Path) -> None:
-    """Puts into a run folder what the job needs of others."""
+    """Copies what a job needs from other jobs into its run folder."""
     for other, names in JOBS[job].needs.items():
         for name in names:
             shutil.copytree(base / other / name, folder / name)
 
 
 def in_process(function: Callable[[], dict[str, Any]], path: Path) -> dict[str, Any]:
-    """What a function gives that runs in a process of its own."""
+    """Runs a function in its own process and returns its result."""
     process = os.fork()
     if not process:
         try:
@@ -583,7 +583,7 @@ def in_process(function: Callable[[], dict[str, Any]], path: Path) -> dict[str, 
 
 
 def undisturbed(job: str, out: Path) -> tuple[float, int]:
-    """Seconds and batches of a job without a fault, which is run once."""
+    """Returns the seconds and batches of a job without a fault, which is run only once."""
     facts, base = out / f"{job}.json", out / "base"
     if not facts.exists():
         shutil.rmtree(base / job, ignore_errors=True)
@@ -604,7 +604,7 @@ def undisturbed(job: str, out: Path) -> tuple[float, int]:
 
 
 def measured(out: Path, times: int, seed: int, only: list[str]) -> list[dict[str, Any]]:
-    """All cases, each fault as often in each job; those that are in the folder are not repeated."""
+    """Returns all cases, each fault equally often in each job; runs those not yet in the folder."""
     path = out / "cases.jsonl"
     cases = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     wanted = [
@@ -640,7 +640,7 @@ def measured(out: Path, times: int, seed: int, only: list[str]) -> list[dict[str
 
 
 def table(cases: list[dict[str, Any]]) -> str:
-    """The table of docs/reliability.md."""
+    """Returns the table of docs/reliability.md."""
     sums = ("survived", "lost", "doubled", "changed", "unclear")
     lines = [f"| fault | job | times | {' | '.join(sums)} |", "|---|---|" + "---:|" * 6]
     for name, fault in FAULTS.items():
@@ -670,7 +670,7 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="file whose table is replaced")
     options = parser.parse_args()
     os.chdir(ROOT)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's & switches off
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & switches it off
     options.out.mkdir(parents=True, exist_ok=True)
     cases = measured(options.out.resolve(), options.times, options.seed, options.only)
     text = table(cases)

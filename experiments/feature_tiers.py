@@ -1,13 +1,13 @@
 """What smaller features cost the policy: rollout-proxy F0.5 by storage tier, on the embedded model.
 
-    python experiments/feature_tiers.py --out runs/feature_tiers.json  # makes them anew
-    python experiments/feature_tiers.py  # the table of the published figures
+    python experiments/feature_tiers.py --out runs/feature_tiers.json  # measures anew
+    python experiments/feature_tiers.py  # prints the table of the published figures
 
 Training problems are decoded once, one token per step, and every step's features are kept in fp16
-for prompt and response. Each tier stores a part of them through the real writer (layout, scheme,
-share of the steps) and a policy is trained on it with equal steps, batches and seeds. All are then
-scored at all steps of the same validation traces, in fp16, with the rows that their layout shows
-them. Costs are in points of F0.5 against the first tier.
+for prompt and response. Each tier stores a part of them (layout, scheme, share of the steps) with
+the real writer, and policies are trained on it with equal steps, batches and seeds. All are scored
+at all steps of the same validation traces, in fp16, on the rows that their layout includes. Costs
+are in points of F0.5 against the first tier.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def stored(trace: Trajectory, layout: str, scheme: str, ratio: float) -> Traject
 
 
 def write(folder: Path, traces: list[Trajectory]) -> Path:
-    """Shards of these traces."""
+    """Writes these traces as shards."""
     empty: dict[str, str] = {}
     run = RunRecord(model=empty, tokenizer=empty, decode=empty, randomness=empty, data=empty)
     with TrajectoryShardWriter(folder, name="tier", split="train", rank=0, run=run) as writer:
@@ -143,7 +143,7 @@ def score(
     backbone: HFBackbone, projector: Projector, folders: tuple[Path, Path], layout: str,
     *, seed: int, steps: int,
 ) -> float:  # fmt: skip
-    """F0.5 on the common validation states of a policy trained on one tier."""
+    """Trains a policy on one tier and returns its F0.5 on the common validation states."""
     torch.manual_seed(seed)
     module = TraceLockModule(
         backbone,
@@ -177,7 +177,7 @@ def score(
 
 
 def main() -> None:
-    """Makes the figures if asked to, then prints the table."""
+    """Measures the figures if ``--out`` is given, then prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, help="file of figures to make; none only reports")
     parser.add_argument("--problems", type=int, default=400)
@@ -193,7 +193,7 @@ def main() -> None:
 
 
 def measure(problems: int, steps: int) -> dict[str, Any]:
-    """F0.5 of every seed and kilobytes of a trace by tier."""
+    """Returns, by tier, the F0.5 of every seed and the kilobytes per trace."""
     backbone = HFBackbone(path="tiny").eval()
     traces, projector = decoded(backbone, problems)
     figures: dict[str, Any] = {}
@@ -220,7 +220,7 @@ def measure(problems: int, steps: int) -> dict[str, Any]:
 
 
 def markdown(figures: dict[str, Any]) -> str:
-    """What each tier takes and costs, F0.5 as mean ± spread of the seeds."""
+    """Returns a table of sizes, scores and costs by tier; F0.5 is mean ± spread over seeds."""
     base = statistics.mean(next(iter(figures.values()))["f0.5"])
     lines = [["rows, format and share of the steps", "KB/trace", "F0.5", "cost, points"]]
     for name, found in figures.items():

@@ -1,6 +1,6 @@
-"""Keeps every decode of benchmarks as one file, and makes a page's tables from it.
+"""Keeps all decodes of benchmarks in one file, and prints a docs page's tables from it.
 
-python experiments/kept_decodes.py docs/lockstep.parquet runs/lockstep/results  # keeps
+python experiments/kept_decodes.py docs/lockstep.parquet runs/lockstep/results  # keeps decodes
 python experiments/kept_decodes.py docs/lockstep.parquet  # prints the tables
 """
 
@@ -30,7 +30,7 @@ SCHEMA = pa.schema(
 
 
 def main() -> None:
-    """Keeps result folders where some are given, then prints the tables."""
+    """Keeps the result folders, if any are given, then prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("path", type=Path, help="the kept file")
     parser.add_argument("results", nargs="*", type=Path, help="folders of results to keep in it")
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def collected(folders: Sequence[Path]) -> pa.Table:
-    """The rows of result folders."""
+    """Returns the rows of result folders."""
     columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
     for results in map(ResultFolder, folders):
         for task, method in results.pairs():
@@ -53,10 +53,10 @@ def collected(folders: Sequence[Path]) -> pa.Table:
 
 
 def markdown(decodes: pa.Table) -> str:
-    """Accuracies in per cent, forwards in brackets: a line for each family of methods.
+    """Returns tables of accuracies in per cent, with forwards in brackets, by family of methods.
 
-    Families with the same values of their option share a table; methods without one have their
-    standard error, and the mean lockstep score.
+    Families swept over the same values share a table; methods outside a family are listed with
+    standard errors and mean lockstep scores.
     """
     points: dict[tuple[str, str], dict[str, str]] = {}
     single: list[Sequence[str]] = [["task", "method", "right", "forwards", "lockstep score"]]

@@ -1,8 +1,8 @@
-"""On-policy conversion: a diffusion model learns its autoregressive teacher's next-token odds.
+"""On-policy conversion: a diffusion model learns an autoregressive teacher's probabilities.
 
-The idea of arXiv 2606.06712: states come from the student's own decodes, right or wrong, and the
-targets are what an autoregressive model says of each cell when it has read all that stands to the
-left of it in the finished decode.
+This is the idea of arXiv 2606.06712: states come from the student's own decodes, right or wrong,
+and the target of each cell is the autoregressive model's next-token distribution, given everything
+to the left of that cell in the finished decode.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from lit_dlm.ops.fused_head import TokenStats
 class OnPolicyModule(FinetuneModule):
     """Cross-entropy with an autoregressive model's probabilities, on states of recorded decodes.
 
-    A decode is cut at a random step; all that was written later is hidden and predicted.
+    A decode is cut at a random step; everything that was written later is hidden and predicted.
 
     Args:
         backbone: the student, with a ``lora`` or trainable ``adapter``.
-        teacher: a model of the same vocabulary, whose attention is causal or has blocks of one
-            cell; frozen.
+        teacher: a frozen model with the same vocabulary, whose attention is causal or has blocks
+            of one cell.
         common: options of :class:`~lit_dlm.modules.finetune.FinetuneModule`.
     """
 
@@ -49,6 +49,6 @@ class OnPolicyModule(FinetuneModule):
             known = self.teacher.encode_rows(read.ids, read.rows, **read.context())
             wanted = self.teacher.head(known).float().softmax(-1)
         log_prob = self.backbone.head(hidden).float().log_softmax(-1)
-        # Neither gives an id that may not be produced a chance, and 0 times minus infinity is none.
+        # Forbidden ids have probability 0 in both, and 0 times minus infinity would be NaN.
         ce = -(wanted * log_prob.masked_fill(log_prob.isinf(), 0.0)).sum(-1)
         return states, stats._replace(ce=ce)

@@ -1,16 +1,16 @@
-"""What training on outcomes owes to each of its parts, on the lists of the policy bench.
+"""What each part of training on outcomes contributes, on the lists of the policy bench.
 
-Arms start from the bench's traces and distilled policies, have as many decodes, and differ in one
-thing each; settings are chosen on the bench's validation list and reported on its test list. On
-words, on whole responses: ``product`` has the reward of arXiv 2512.09106, ``held`` a divergence
-from its start (2510.05725), ``new`` starts from random weights, ``scalars`` so and without hidden
-states, ``scalars-product`` has both and is 2512.09106's. ``weights`` is TraceRL on the model, under
-thresholds. On functions, in blocks with a dual cache: ``cached`` rolls out with that cache.
-``carried`` are the other task's policies, ``shipped`` is the one that comes with the model and was
-trained on both tasks.
+Arms start from the bench's traces and distilled policies, train on equally many decodes and differ
+in one thing each; settings are chosen on the bench's validation list and reported on its test list.
+On words, with whole responses: ``product`` has the reward of arXiv 2512.09106; ``held`` adds a
+divergence to its start (2510.05725); ``new`` starts from random weights; ``scalars`` does too, and
+sees no hidden states; ``scalars-product`` combines it with ``product``, as 2512.09106 does.
+``weights`` is TraceRL on the model itself, with thresholds. On functions, in blocks with a dual
+cache: ``cached`` rolls out with that cache. ``carried`` uses the other task's policies, ``shipped``
+the policy that ships with the model, which was trained on both tasks.
 
     python experiments/outcome_ablations.py --out runs/policy_bench  # makes what is missing
-    python experiments/outcome_ablations.py  # the table of the published results
+    python experiments/outcome_ablations.py  # prints the table of the published results
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def main() -> None:
 def measure(
     options: argparse.Namespace, task: str, window: str, arm: str, seed: int, folder: Path
 ) -> list[tuple[str, Path]]:
-    """Trains an arm with a seed and decodes both lists; names of lists and folders of results."""
+    """Trains an arm with a seed, decodes both lists and returns their names and result folders."""
     more: list[Any] = []
     if arm == "weights":
         reinforce(options, task, seed, folder)
@@ -107,14 +107,14 @@ def measure(
 
 
 def taken(path: str | Path) -> dict[str, Any]:
-    """Options of a policy that commits all that is above its threshold."""
+    """Returns the options of a policy that commits everything above its threshold."""
     return {"path": str(path), "max_accept_per_step": None}
 
 
 def policy(
     options: argparse.Namespace, task: str, window: str, arm: str, seed: int, folder: Path
 ) -> str | Path:
-    """The policy of an arm, trained if it is not there."""
+    """Returns the policy of an arm, which is trained if it is missing."""
     if arm == "shipped":
         return "tiny"
     run = run_of(options, OTHER[task] if arm == "carried" else task, seed)
@@ -122,7 +122,7 @@ def policy(
     start: list[Any] = ["--model.policy", run / "policy"]
     if arm == "distilled":
         return run / "policy"
-    if arm in ("outcome", "carried"):  # as the bench makes it
+    if arm in ("outcome", "carried"):  # as the bench trains it
         folder = run / ("whole" if window == "whole" else "blocks")
         arm_flags: list[Any] = [] if window == "whole" else decoder_flags(block(TRAINED_BLOCK))
     elif arm == "cached":
@@ -142,7 +142,7 @@ def policy(
 
 
 def reinforce(options: argparse.Namespace, task: str, seed: int, folder: Path) -> None:
-    """TraceRL with an adapter on as many decodes of the same problems."""
+    """Runs TraceRL with an adapter on equally many decodes of the same problems."""
     callbacks = [
         {
             "class_path": "AdapterCheckpoint",
@@ -169,7 +169,7 @@ def reinforce(options: argparse.Namespace, task: str, seed: int, folder: Path) -
 
 
 def markdown(decodes: Decodes) -> str:
-    """Every arm at its most accurate level of the validation list, against ``outcome``."""
+    """Returns a table of every arm at its best validation level, compared with ``outcome``."""
     best: dict[str, Any] = {}
     for (arm, name, cell), (forwards, right) in decodes.items():
         place, which = arm.rsplit(", ", 1)

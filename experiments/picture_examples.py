@@ -1,4 +1,4 @@
-"""The picture of README's pictures: questions that the embedded model answers, and digits it draws.
+"""Draws README's figure of pictures: questions that the embedded model answers, digits it draws.
 
 Reads what ``make vision`` leaves: the first held-out questions of each kind with the answers of one
 method, and the first drawings of digits as they are filled in. Nothing is chosen by hand.
@@ -45,13 +45,13 @@ def main() -> None:
 
 
 def show_answers(axes: Iterable[Axes], kind: Kind, run: Path, method: str) -> None:
-    """The first questions of a kind with the model's answers.
+    """Shows the first questions of a kind with the model's answers.
 
     Args:
-        axes: one a question.
-        kind: of question.
+        axes: one per question.
+        kind: kind of the questions.
         run: folder with the results.
-        method: whose answers.
+        method: method whose answers are shown.
     """
     rows = {row.uid: row for row in ResultFolder(run / "results").rows(f"picture_{kind}", method)}
     examples = PictureQuestions(kind, num_examples=200).examples()
@@ -66,7 +66,7 @@ def show_answers(axes: Iterable[Axes], kind: Kind, run: Path, method: str) -> No
 
 
 def show_drawings(axes: Any, run: Path) -> None:
-    """The first drawing of each of the first digits, a row each, a column a step.
+    """Shows the first drawing of each of the first digits: a row per drawing, a column per step.
 
     Args:
         axes: ``(drawings, steps)``.

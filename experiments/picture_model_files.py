@@ -1,8 +1,8 @@
-"""Makes what lies beside the weights of the embedded picture model, from scikit-learn's digits.
+"""Makes the files beside the weights of the embedded picture model, from scikit-learn's digits.
 
-The codebook holds black, what drawn shapes are made of, and the centres of k-means over the 2 x 2
-patches of training digits. The classifier that judges drawn digits is scikit-learn's MLPClassifier,
-fitted to training digits. Needs ``pip install 'lit-dlm[pictures]'``; about half a minute.
+The codebook holds black, the patches of drawn shapes, and k-means centres of the 2 x 2 patches of
+training digits. The classifier that judges drawn digits is scikit-learn's MLPClassifier, fitted
+to training digits. Needs ``pip install 'lit-dlm[pictures]'``; takes about half a minute.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def patches_of(pictures: np.ndarray) -> np.ndarray:
 
 
 def codebook() -> np.ndarray:
-    """``(C, 2, 2, 3)`` uint8."""
+    """Returns the patches of the codebook, ``(C, 2, 2, 3)`` uint8."""
     from sklearn.cluster import KMeans
 
     drawn = [
@@ -52,7 +52,7 @@ def codebook() -> np.ndarray:
     flat = patches_of(np.repeat(grey[..., None], 3, axis=3))[..., 0].reshape(-1, 4)
     means = KMeans(NUM_GREY, n_init=3, random_state=0).fit(flat.astype(float)).cluster_centers_
     centres = np.repeat(means.round().astype(np.uint8)[..., None], 3, axis=2).reshape(-1, 12)
-    # Those of digits by brightness; black is among the exact ones.
+    # Patches of digits are sorted by brightness; black is among the exact ones.
     centres = centres[np.argsort(centres.sum(1), kind="stable")]
     found = np.concatenate([exact, centres[centres.any(1)]])
     return found.reshape(-1, 2, 2, 3)

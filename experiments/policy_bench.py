@@ -1,16 +1,16 @@
 """What every commit policy is worth: accuracy against forwards, in three kinds of windows.
 
-Settings are chosen on a validation list and reported on a test list of distinct problems; what is
-trained is trained with several seeds. ``docs/policy_bench.md`` has the plan, which was written
-before the runs, ``docs/policy_bench_results.md`` the results. All of it runs through the command
-line; what is on disk is not made again, so a run that was stopped goes on, and several processes
-may take other values of ``--task``, each with its own ``--results``.
+Settings are chosen on a validation list and reported on a test list of distinct problems; learned
+policies are trained with several seeds. ``docs/policy_bench.md`` has the plan, which was written
+before the runs, and ``docs/policy_bench_results.md`` the results. Everything runs through the
+command line. What is on disk is not made again, so an interrupted run resumes; several processes
+can share the work, each with its own values of ``--task`` and its own ``--results``.
 
     python experiments/policy_bench.py --out runs/policy_bench  # makes what is missing
-    python experiments/policy_bench.py  # tables and figure of the published results
+    python experiments/policy_bench.py  # prints and draws the published results
 
-``--extra`` decodes the validation lists with policies of a file, which no plan and no contest
-counts; ``experiments/taking_back.yaml`` is one, its results are in ``docs/decoding.md``:
+``--extra`` decodes the validation lists with policies from a file, which belong neither to the plan
+nor to the contests. ``experiments/taking_back.yaml`` is one, with results in ``docs/decoding.md``:
 
     python experiments/policy_bench.py --out runs/policy_bench --task words functions
         --extra experiments/taking_back.yaml --results docs/taking_back.parquet
@@ -49,7 +49,7 @@ from lit_dlm.trajectories.store import TrajectoryShardReader
 
 @dataclass(frozen=True)
 class Task:
-    """A list of problems and who solves it."""
+    """A list of problems and the model that solves it."""
 
     suffix: str  # of the experiments generate_*, tracelock_* and tracelock_outcome_*
     backbone: str  # its file in configs/backbone
@@ -57,7 +57,7 @@ class Task:
     length: int  # response cells
     options: dict[str, Any] = field(default_factory=dict)  # of the task
     traces: int = 1600  # training problems that are traced
-    prompts: int = 4000  # training problems of outcomes
+    prompts: int = 4000  # training problems for outcomes
     split: str = "train"  # of traces, training and validation
     model: str | None = None  # option with the folder of a model that does not ship
 
@@ -84,11 +84,11 @@ TASKS = {
 
 BLOCKS = (2, 4, 8, 16)
 TRAINED_BLOCK = 8
-"""Cells of a block where policies are trained that decode in blocks of any size."""
+"""Block length with which policies are trained that decode in blocks of any size."""
 
 
 def block(size: int, **more: Any) -> dict[str, Any]:
-    """A window of blocks as a part of a decoder."""
+    """Returns a window of blocks, as a part of a decoder."""
     return {"window": {"class_path": "BlockWindow", "init_args": {"block_length": size}}, **more}
 
 
@@ -100,7 +100,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
 
 
 def top(policy: str, *counts: int) -> dict[str, dict[str, Any]]:
-    """A score's order with some tokens a step."""
+    """Returns decoders that commit a fixed number of tokens per step in a policy's order."""
     quota = {"class_path": "FixedQuota"}
     return {
         f"{count}": {"policy": policy, "quota": {**quota, "init_args": {"tokens_per_step": count}}}
@@ -109,7 +109,7 @@ def top(policy: str, *counts: int) -> dict[str, dict[str, Any]]:
 
 
 def swept(policy: str, option: str, *values: float, **more: Any) -> dict[str, dict[str, Any]]:
-    """A policy without a quota at some values of an option."""
+    """Returns decoders with a policy at several values of an option, without a quota."""
     return {
         f"{value:g}": {
             "policy": {"class_path": policy, "init_args": {**more, option: value}},
@@ -139,10 +139,10 @@ POLICIES: dict[str, dict[str, dict[str, Any]]] = {
         for decay in (0.0, 0.25, 0.5)
     },
 }
-"""Rules without training, by the settings that validation chooses among."""
+"""Rules (policies without training), with the settings that validation chooses from."""
 
 LEARNT = {"tracelock": "policy", "outcome": "outcome/policy/best"}
-"""Folder of each learned policy in the run of its seed; ``outcome`` has one for each window."""
+"""Folder of each learned policy in a seed's run; for ``outcome``, below ``whole`` or ``blocks``."""
 LEVELS = (0.5, 0.8, 0.9, 0.95, 0.98, 0.99)
 """Thresholds of the learned policies."""
 
@@ -155,8 +155,8 @@ SCHEMA = pa.schema(
         "uid": pa.string(),
         "correct": pa.bool_(),
         "forwards": pa.int16(),
-        # Of decoding on one thread, and the part that the policy took: means of the cell, since the
-        # rows of a batch share its time.
+        # Of decoding on one thread, and of these the policy's: means over the cell, since the rows
+        # of a batch share its time.
         "seconds": pa.float32(),
         "policy_seconds": pa.float32(),
         "digest": pa.dictionary(pa.int16(), pa.string()),  # of all settings of the cell
@@ -165,11 +165,11 @@ SCHEMA = pa.schema(
 """One row for each decode."""
 NAME = "policy_bench.parquet"
 ROLLOUTS = 320
-"""Decodes of an RL step of ``tracelock_outcome_*``."""
+"""Decodes per RL step of ``tracelock_outcome_*``."""
 
 
 def main() -> None:
-    """Makes what is missing, then the results of what is there."""
+    """Makes what is missing, then reports what is there."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="folder of the runs; none only reports")
     parser.add_argument("--task", nargs="+", choices=TASKS, default=list(TASKS))
@@ -245,7 +245,7 @@ def make(options: argparse.Namespace, name: str) -> None:
 def cells(
     policies: dict[str, dict[str, dict[str, Any]]], windows: Iterable[str]
 ) -> dict[str, dict[str, Any]]:
-    """Decoders of all settings of some policies in some windows."""
+    """Returns decoders for all settings of some policies in some windows."""
     return {
         f"{policy}_{setting}_{window}": {**plugs, **WINDOWS[window]}
         for policy, settings in policies.items()
@@ -254,7 +254,7 @@ def cells(
 
 
 def learnt(folder: Path) -> dict[str, dict[str, Any]]:
-    """Decoders with the policies of one training seed."""
+    """Returns decoders with the learned policies of one training seed."""
     return {
         f"{policy}_{level:g}_{window}": {
             "policy": {
@@ -273,7 +273,7 @@ def learnt(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def trained_for(policy: str, window: str) -> str:
-    """The folder of a learned policy, in the run of a seed, that decodes a window."""
+    """Returns the folder, within a seed's run, of the learned policy for a window."""
     if policy == "tracelock":
         return LEARNT[policy]
     return f"{'whole' if window == 'whole' else 'blocks'}/{LEARNT[policy]}"
@@ -287,13 +287,13 @@ def problem_list(name: str, split: str, count: int, seed: int) -> str:
 
 
 def model_flags(options: argparse.Namespace, name: str) -> list[Any]:
-    """Flags of a model that does not ship."""
+    """Returns the flags of a task's model, if it does not ship."""
     model = TASKS[name].model
     return ["--model.backbone.init_args.path", getattr(options, model)] if model else []
 
 
 def train(options: argparse.Namespace, name: str, seed: int) -> None:
-    """Traces, the distilled policy, and the policies trained on outcomes from it."""
+    """Makes traces, distils a policy from them, and trains it further on outcomes."""
     folder = run_of(options, name, seed)
     distil(options, name, seed, folder)
     for kind in ("whole", "blocks"):
@@ -304,7 +304,7 @@ def train(options: argparse.Namespace, name: str, seed: int) -> None:
 
 
 def distil(options: argparse.Namespace, name: str, seed: int, folder: Path) -> None:
-    """Traces, and the policy that learns from them."""
+    """Makes traces, and trains a policy on them."""
     task, model = TASKS[name], model_flags(options, name)
     call(
         folder / "traced",
@@ -320,7 +320,7 @@ def distil(options: argparse.Namespace, name: str, seed: int, folder: Path) -> N
 
 
 def decoder_flags(plugs: dict[str, Any]) -> list[str]:
-    """Flags that give parts of a decoder to rollouts and to validation."""
+    """Returns flags that set parts of the decoders for rollouts and validation."""
     return [
         word
         for decoder, (part, value) in itertools.product(("rollout", "evaluation"), plugs.items())
@@ -331,7 +331,7 @@ def decoder_flags(plugs: dict[str, Any]) -> list[str]:
 def train_on_outcomes(
     options: argparse.Namespace, name: str, seed: int, folder: Path, *flags: object
 ) -> None:
-    """The policy that flags name, trained on the outcomes of its decodes of training problems."""
+    """Trains the policy named by flags on the outcomes of its decodes of training problems."""
     task = TASKS[name]
     call(
         folder / "done",
@@ -344,7 +344,7 @@ def train_on_outcomes(
 
 
 def token_counts(folder: Path) -> str:
-    """File of how often each token stands in the recorded answers of a run: PC-Sampler's corpus."""
+    """Returns the file of token counts in a run's recorded answers: PC-Sampler's corpus."""
     path = folder / "token_counts.json"
     if not path.exists():
         records = TrajectoryShardReader(folder / "traces", features=False)
@@ -362,12 +362,12 @@ def decode(
     decoders: dict[str, Any],
     *flags: object,
 ) -> None:
-    """Decodes one of the lists with some decoders, with one command a window."""
+    """Decodes one of the lists with some decoders, with one command per window."""
     task = TASKS[name]
     split, count, list_seed = (task.split, 300, 101)
     if which == "test":
         split, count, list_seed = ("test", options.num_examples, options.seed)
-    for window in WINDOWS:  # all at once are more than one configuration may hold
+    for window in WINDOWS:  # a configuration may not hold all of them at once
         here = {cell: plugs for cell, plugs in decoders.items() if cell.endswith(f"_{window}")}
         if not here:
             continue
@@ -409,17 +409,17 @@ def run_of(options: argparse.Namespace, name: str, seed: int) -> Path:
 
 
 def list_folder(options: argparse.Namespace, which: str, by: Path) -> Path:
-    """Where the decodes of a list by rules, or by the policies of a folder, lie."""
+    """Returns the folder, below that of rules or of a seed, for the decodes of a list."""
     return by / (which if which == "validation" else f"test-{options.seed}-{options.num_examples}")
 
 
-Points = dict[str, tuple[float, float]]  # of cells: mean forwards, accuracy
+Points = dict[str, tuple[float, float]]  # by cell: mean forwards, accuracy
 
 
 def results(
     options: argparse.Namespace, name: str, which: str, seed: int
 ) -> Iterator[tuple[str, list[ResultRow], dict[str, Any]]]:
-    """Cells of a list that is decoded, with their rows by uid and their settings."""
+    """Yields the decoded cells of a list, with their rows in order of uid and their settings."""
     for window in WINDOWS:
         found = ResultFolder(
             list_folder(options, which, run_of(options, name, seed)) / window / "results"
@@ -430,7 +430,7 @@ def results(
 
 
 def validated(options: argparse.Namespace, name: str, seeds: Sequence[int]) -> Points:
-    """What the cells reach on the validation list, in the mean over seeds."""
+    """Returns mean forwards and accuracy of cells on the validation list, over all seeds."""
     decodes: dict[str, list[tuple[float, float]]] = {}
     for seed in seeds:
         for cell, rows, _ in results(options, name, "validation", seed):
@@ -439,9 +439,9 @@ def validated(options: argparse.Namespace, name: str, seeds: Sequence[int]) -> P
 
 
 def fronts(points: Points) -> set[str]:
-    """Of every policy in every kind of windows the cells that no other one of them is better than.
+    """Returns the Pareto-optimal cells of every policy in every kind of windows.
 
-    Better is as accurate with fewer forwards, or as fast and more accurate.
+    A better cell is as accurate with fewer forwards, or as fast and more accurate.
     """
     found: dict[tuple[str, str], list[str]] = {}
     for cell in sorted(points, key=lambda cell: (points[cell][0], -points[cell][1])):
@@ -457,7 +457,7 @@ def fronts(points: Points) -> set[str]:
 
 
 def collected(options: argparse.Namespace) -> pa.Table:
-    """The decodes of the lists that are there, one row each."""
+    """Returns the decodes that are there, one row each."""
     columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
     for name, which, seed in itertools.product(
         options.task, ("validation", "test"), (-1, *options.train_seeds)
@@ -475,7 +475,7 @@ def collected(options: argparse.Namespace) -> pa.Table:
 
 
 def write_table(path: Path, rows: pa.Table) -> None:
-    """Writes results; those of other tasks that the file has stay in it."""
+    """Writes results; those of other tasks stay in the file."""
     if path.exists():
         former = pq.read_table(path)
         redone = pc.is_in(former["task"].cast(pa.string()), rows["task"].cast(pa.string()).unique())
@@ -488,7 +488,7 @@ def write_table(path: Path, rows: pa.Table) -> None:
 
 
 def write_curves(path: Path, options: argparse.Namespace, name: str) -> None:
-    """Accuracy and forwards on the validation list after so many rollouts; other tasks' stay."""
+    """Writes validation accuracy and forwards by number of rollouts; other tasks' curves stay."""
     curves = json.loads(path.read_text()) if path.exists() else {}
     curves[name] = {
         kind: [
@@ -515,7 +515,7 @@ class Decodes:
 
     correct: dict[Cell, NDArray[Any]]
     forwards: dict[Cell, NDArray[Any]]
-    shares: dict[Cell, float]  # of a decode's time that the policy took
+    shares: dict[Cell, float]  # of decoding time that the policy took
 
     def point(self, cell: Cell) -> tuple[float, float]:
         """Mean forwards and accuracy."""
@@ -523,7 +523,7 @@ class Decodes:
 
 
 def read(path: Path) -> dict[tuple[str, str], Decodes]:
-    """Results by task and list; cells that not all seeds have are left out."""
+    """Reads results by task and list; leaves out cells that some seeds lack."""
     frame = pq.read_table(path).to_pandas()
     found = {}
     for key, rows in frame.groupby(["task", "list"], observed=True):
@@ -545,22 +545,22 @@ CONTESTS = {
     "blocks": tuple(f"blocks-{size}" for size in BLOCKS),
     "blocks with a cache": ("cache",),
 }
-"""Where outcome TraceLock meets all others: by name, the windows of both sides."""
+"""Contests of outcome TraceLock with all others: by name, the windows of both sides."""
 
 
 NEAR = 0.01
-"""How far below our most accurate cell the second contest may choose a faster one."""
+"""How much less accurate than our best cell a faster one may be in the second contest."""
 
 
 def contest(
     validation: Decodes, test: Decodes, windows: Sequence[str], within: float = 0.0
 ) -> dict[str, Any] | None:
-    """Outcome TraceLock against the best of all others at as many forwards.
+    """Compares outcome TraceLock with the best of all others at as many forwards.
 
-    Settings of both sides are chosen on the validation list: ours as the fastest cell that is at
-    most ``within`` below our most accurate one; theirs as the two cells whose mixture (each problem
-    decoded by one or the other, by chance) is the most accurate at our forwards. The mixture's
-    shares are those that give our forwards on the test list.
+    Settings of both sides are chosen on the validation list. Ours is the fastest cell that is at
+    most ``within`` less accurate than our best one. Theirs are the two cells whose mixture (each
+    problem is decoded by one or the other, at random) is the most accurate at our forwards; the
+    mixture's shares are those that give our forwards on the test list.
     """
     cells = [cell for cell in test.correct if cell[1] in windows]
     ours = [cell for cell in cells if cell[0] == "outcome"]
@@ -585,7 +585,7 @@ def contest(
 def mixture(
     validation: Decodes, test: Decodes, cells: Sequence[Cell], forwards: float
 ) -> tuple[Cell, Cell, float]:
-    """The best two cells around a number of forwards, and the share of the slower one."""
+    """Returns the best two cells around a number of forwards, and the share of the slower one."""
     best: tuple[float, Cell, Cell, float] | None = None
     for fast, slow in itertools.product(cells, cells):
         low, high = test.point(fast)[0], test.point(slow)[0]
@@ -603,10 +603,10 @@ def mixture(
 
 
 def oracle(test: Decodes) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Mean forwards and accuracies if each problem were decoded by whatever solves it fastest.
+    """Returns mean forwards and accuracies if each problem had the decode that solves it fastest.
 
-    Problems are taken by rising forwards of their fastest right decode; the others cost what their
-    fastest wrong one does.
+    Problems are added in order of the forwards of their fastest right decode; the others cost what
+    their fastest decode does.
     """
     right = [np.where(test.correct[c] > 0, test.forwards[c], np.inf).min(0) for c in test.correct]
     any_ = np.min([test.forwards[c].min(0) for c in test.correct], axis=0)
@@ -621,7 +621,7 @@ def oracle(test: Decodes) -> tuple[NDArray[Any], NDArray[Any]]:
 def contests(
     results: dict[tuple[str, str], Decodes], within: float = 0.0
 ) -> list[tuple[str, str, dict[str, Any], float]]:
-    """Task, kind of windows, outcome and p-value (Holm's) of every :func:`contest`."""
+    """Returns task, kind of windows, outcome and p-value (Holm's) of every :func:`contest`."""
     found = []
     for task, (name, windows) in itertools.product(TASKS, CONTESTS.items()):
         if (task, "test") in results:
@@ -655,7 +655,7 @@ def contests_table(results: dict[tuple[str, str], Decodes], within: float = 0.0)
 
 
 def summary_table(results: dict[tuple[str, str], Decodes], within: float = 0.0) -> str:
-    """One row a task: right @ forwards, and the difference, bold where p is below 0.05."""
+    """Returns a row per task: right @ forwards, and the difference, bold where p is below 0.05."""
     lines: dict[str, list[str]] = {}
     for task, _, found, p in contests(results, within):
         _, forwards, accuracy, _ = found["ours"]
@@ -666,13 +666,13 @@ def summary_table(results: dict[tuple[str, str], Decodes], within: float = 0.0) 
 
 
 def interval(mean: float, error: float) -> str:
-    """A difference in points with its 95 % interval."""
+    """Formats a difference in points with its 95 % interval."""
     low, high = mean - 1.96 * error, mean + 1.96 * error
     return f"{100 * mean:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
 
 
 def fronts_table(results: dict[tuple[str, str], Decodes]) -> str:
-    """What each policy reaches on the test lists where it was the most accurate in validation."""
+    """Returns the test results of each policy's most accurate cell in validation."""
     tasks = [task for task in TASKS if (task, "test") in results]
     policies = sorted({cell[0] for task in tasks for cell in results[task, "test"].correct})
     lines: list[Sequence[str]] = [["where", "policy", *tasks]]
@@ -704,7 +704,7 @@ def curve_table(curves: dict[str, Any]) -> str:
 
 
 def listing(path: Path) -> str:
-    """Every cell of rules on the validation lists as Markdown: right ± error, @ forwards."""
+    """Returns all cells of rules on the validation lists as Markdown: right ± error @ forwards."""
     results = read(path)
     tasks = [task for task in TASKS if (task, "validation") in results]
     named = {cell: None for task in tasks for cell in results[task, "validation"].correct}
@@ -722,17 +722,17 @@ def listing(path: Path) -> str:
 
 
 def shown(cell: Cell) -> str:
-    """A cell as tables name it."""
+    """Returns the name of a cell in tables."""
     policy, window, setting = cell
     return f"{policy} {setting}" if window == "whole" else f"{policy} {setting}, {window}"
 
 
 SERIES = {"threshold": 5, "left-to-right": 2, "entropy-bounded": 0, "tracelock": 3, "outcome": 1}
-"""Of policies whose fronts are drawn in a theme's colours, last on top; all others are grey."""
+"""Indices into a theme's colours by policy, the last one on top; all other fronts are grey."""
 
 
 def draw(results: dict[tuple[str, str], Decodes], path: Path) -> None:
-    """Fronts on the test lists: a row for each task, a column for each kind of windows."""
+    """Draws fronts on the test lists: a row for each task, a column for each kind of windows."""
     names = [task for task in TASKS if (task, "test") in results]
 
     def figure(theme: Theme) -> Figure:

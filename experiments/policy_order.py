@@ -1,12 +1,12 @@
-"""What a policy trained on outcomes does differently: when it commits what, and what it lets wait.
+"""What a policy trained on outcomes does differently: what it commits when, and what it delays.
 
 Decodes word problems on whole responses with a confidence threshold and with the policies that
-``experiments/policy_bench.py`` has trained, from traces and from outcomes, and looks at every
-proposal by what stands in its cell in the end: a number of the problem, a sign, a result, the mark
-before the answer, the answer, the end of the text.
+``experiments/policy_bench.py`` has trained on traces and on outcomes. Every proposal is counted by
+what its cell holds in the end: a number of the problem, a sign, a result, the mark before the
+answer, the answer or the end of the text.
 
     python experiments/policy_order.py --bench runs/policy_bench  # writes docs/policy_order.json
-    python experiments/policy_order.py  # the table of the kept file
+    python experiments/policy_order.py  # prints the table of the kept file
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from lit_dlm.toy import WordProblems
 KEPT = Path("docs/policy_order.json")
 KINDS = ("number", "sign", "result", "mark", "answer", "end")
 SURE = 0.95
-"""Probability from which on a proposal counts as sure; a threshold of it would commit at once."""
+"""Probability from which a proposal counts as sure; this threshold would commit it at once."""
 
 
 @dataclass
 class Watch:
-    """Every proposal of decodes: its cell, its probability, whether it was committed."""
+    """Records every proposal of decodes: its cell, its probability, whether it was committed."""
 
     requires: frozenset[str] = frozenset({"raw_prob"})
     batches: list[tuple[list[StepRecord], DecodeResult]] = field(default_factory=list)
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def measured(bench: Path, size: int) -> dict[str, Any]:
-    """By policy a table of numbers for each seed, see :func:`habits`."""
+    """Returns, by policy, the figures of each seed, see :func:`habits`."""
     seeds = sorted(bench.glob("words/seed-*"))
     found: dict[str, Any] = {"threshold": [decoded(ThresholdPolicy(0.9), size)]}
     for name, folder in (("traces", "policy"), ("outcomes", "whole/outcome/policy/best")):
@@ -82,7 +82,7 @@ def measured(bench: Path, size: int) -> dict[str, Any]:
 
 
 def decoded(policy: CommitPolicy, size: int) -> dict[str, Any]:
-    """What one policy does with problems that no policy was trained, chosen or compared on."""
+    """Measures one policy on problems that no policy was trained, chosen or compared on."""
     watch, task = Watch(), WordProblems("test", size, 29)
     done = generate(
         "tiny",
@@ -105,13 +105,13 @@ def decoded(policy: CommitPolicy, size: int) -> dict[str, Any]:
 
 
 def habits(watch: Watch, tokenizer: Any) -> dict[str, dict[str, float]]:
-    """By kind of cell: commits, when they come, and what becomes of sure proposals.
+    """Returns, by kind of cell, how many are committed when, and what becomes of sure proposals.
 
     Returns:
-        ``cells``; ``place``, the mean share of a decode's steps after which they stand; ``unsure``,
-        the share that is committed below a probability of 0.9; ``sure``, proposals of
-        :data:`SURE` or more, over all steps; ``waits``, the share of these that is not committed;
-        ``changes``, the share of those that wait whose cell holds another token in the end.
+        ``cells``, their number; ``place``, the mean share of a decode's steps after which they are
+        committed; ``unsure``, the share committed below a probability of 0.9; ``sure``, proposals
+        of :data:`SURE` or more, over all steps; ``waits``, the share of these not committed in that
+        step; ``changes``, the share of the waiting ones whose cell ends with another token.
     """
     counts: dict[str, Any] = defaultdict(lambda: defaultdict(float))
     for steps, result in watch.batches:
@@ -144,7 +144,7 @@ def habits(watch: Watch, tokenizer: Any) -> dict[str, dict[str, float]]:
 
 
 def kinds_of(ids: Tensor, tokenizer: Any) -> list[str]:
-    """What stands in the cells of a final response."""
+    """Returns the kind of each cell of a final response."""
     kinds, number = [], "number"
     for token in tokenizer.convert_ids_to_tokens(ids.tolist()):
         if token in (tokenizer.eos_token, tokenizer.pad_token):
@@ -162,7 +162,7 @@ def kinds_of(ids: Tensor, tokenizer: Any) -> list[str]:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """The kept file as a table: means over seeds."""
+    """Returns the kept file as tables of means over seeds."""
 
     def mean(policy: str, kind: str, name: str) -> float:
         return float(np.mean([seed["kinds"][kind][name] for seed in found[policy]]))

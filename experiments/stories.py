@@ -1,8 +1,8 @@
 """Word problems in plain English with two or three worked steps, for a small pretrained model.
 
-A story has an opening, one or two events and a question. What says them, without names, things and
-numbers, is its template; one template in ten is held out, so a test problem tells in a way that no
-training problem does. Answers are worked out line by line and end in ``#### N``.
+A story has an opening, one or two events and a question. Their sentences, without names, things and
+numbers, are its template; one template in ten is held out, so no training problem is worded like a
+test problem. Answers are worked out line by line and end in ``#### N``.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ _ANSWER = re.compile(r"####\s*(-?\d{1,9})(?!\d)")
 
 
 class Stories(GeneratedTask):
-    """The problems; a reference holds ``lines`` of the solution, ``template`` and ``answer``."""
+    """Word problems; a reference holds ``lines`` of the solution, ``template`` and ``answer``."""
 
     name = "stories"
     missing = "no number after '####'"
 
     def draw(self, rng: random.Random) -> Problem:
-        """Totals stay within 1 to 99, and every division is exact."""
+        """Draws a problem whose totals stay within 1 to 99 and whose divisions are exact."""
         while True:
             opening = rng.randrange(len(OPENINGS))
             told, line, sign = OPENINGS[opening]
