@@ -1,18 +1,17 @@
-"""Attention of training rows by blocks (FlexAttention) against SDPA under a matrix.
+"""Attention of training rows by blocks (FlexAttention) against SDPA with a mask matrix.
 
     python benchmarks/block_attention.py [--json] [--length 2048] [--heads 8] [--kv_heads 2]
     python benchmarks/block_attention.py --count
 
-One layer's attention over ``[prompt | clean | noisy]`` rows of a block model, the mask included: on
-a GPU forward and backward, on a CPU the forward alone, since FlexAttention has no more there. Both
-are compiled or fused kernels. Ratios are ours over SDPA's in one process, medians of interleaved
-runs; memory on a GPU is the allocator's peak, on a CPU the bytes of the mask.
+Times one layer's attention over ``[prompt | clean | noisy]`` rows of a block model, including the
+mask: forward and backward on a GPU, the forward alone on a CPU, where FlexAttention has no
+backward. Both are compiled or fused kernels. Ratios are ours over SDPA's in one process, medians of
+interleaved runs; memory is the allocator's peak on a GPU, the bytes of the mask on a CPU.
 
-``--count`` times nothing. It tells what the rows of one response of SDAR-8B ask for by the number
-of states in a row (:class:`~lit_dlm.rl.items.RowBuilder`'s ``copies``): tokens, attention products
-of a layer's forward under the matrix and over tiles, and bytes of the matrix with the additive one
-that SDPA makes of it, against those of the tiles' tables. A response of blocks of 4 has four
-states.
+``--count`` times nothing. It reports what the rows of one response of SDAR-8B cost, by the number
+of states in a row (:class:`~lit_dlm.rl.items.RowBuilder`'s ``copies``): tokens, attention FLOPs of
+a layer's forward under the matrix and over tiles, and bytes of the matrix (with the additive one
+that SDPA makes from it) and of the tiles' tables. A response in blocks of 4 has four states.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ STATES, HEADS, WIDTH = 4, 32, 128
 
 
 def row_counts(copies: int, *, response: int = 512) -> dict[str, float]:
-    """What the rows of a response ask for, summed over them.
+    """Returns what the rows of a response cost, summed over them.
 
     Args:
         copies: states in a row.
-        response: cells.
+        response: cells of the response.
     """
     layout = TwoCopyLayout.trace(PROMPT, PROMPT + response, 4, origin="sequence")
     told: dict[str, float] = dict.fromkeys(ROW_COUNTS, 0.0)
@@ -61,7 +60,7 @@ ROW_COUNTS = (
 
 
 def main() -> None:
-    """Times, or counts."""
+    """Times attention, or counts its costs."""
     options = measurement.options(
         __doc__,
         length=(2048, "response cells; rows have twice"),

@@ -1,15 +1,15 @@
 """Speed of decoding by cache scheme and policy, on a model of random weights.
 
-All cells of the table come from one process and one model; repetitions are interleaved and the
-median counts. On the CPU the unit is seconds of the process's own CPU time, so that other work on
-the machine disturbs little. ``--device cuda`` also says what share of the memory bandwidth and of
-the compute limit the forwards reach.
+All cells of the table come from one process and one model; repetitions are interleaved and medians
+reported. On the CPU, times are the process's own CPU seconds, which other work on the machine
+disturbs little. ``--device cuda`` also reports the share of memory bandwidth and of peak compute
+that the forwards reach.
 
-``--ragged N`` makes prompts up to N tokens shorter, so that the rows of a block model come into
-their blocks at different steps; the time of decoding each row alone is then the baseline.
+``--ragged N`` makes prompts up to N tokens shorter, so that the rows of a block model enter their
+blocks at different steps; the baseline is then the time to decode each row alone.
 
-``--peer`` also times Fast-dLLM's way with the same schemes (``fast_dllm.py``), on transformers' own
-model with the same weights, and compares the tokens.
+``--peer`` also times decoding as Fast-dLLM does it with the same schemes (``fast_dllm.py``), on
+transformers' own model with the same weights, and compares the tokens.
 
     python benchmarks/decode.py --peer --json
     python benchmarks/decode.py --block_size 4 --batch 16 --ragged 16 --schemes block
@@ -108,7 +108,7 @@ class Meter:
     depth: int = field(default=0, repr=False)
 
     def wrap(self, backbone: HFBackbone) -> None:
-        """Replaces the methods that the loop calls by timed ones."""
+        """Replaces the methods that the loop calls with timed ones."""
         for name in ("denoise", "encode_window", "head"):
             setattr(backbone, name, self._timed(name, getattr(backbone, name)))
 
@@ -222,7 +222,7 @@ def measure(backbone: HFBackbone, args: argparse.Namespace, *, batch: int) -> li
             "policy": cell[1],
             "batch": batch,
             **_figures(backbone, args, batch, times[cell], *kept[cell]),
-            # Of decoding each row alone, for the same tokens.
+            # Time of decoding each row alone over ours, for the same tokens.
             "x_alone": alone[cell][0] / _middle(times[cell]) if cell in alone else None,
             "alone_equal_percent": alone[cell][1] if cell in alone else None,
             "x_peer": statistics.median(peers[cell]) / _middle(times[cell]) if peer else None,
@@ -245,7 +245,7 @@ def _figures(
     steps: int,
     peak: float | None,
 ) -> dict[str, float | None]:
-    """Medians of times (whole, inside of forwards), and what the forwards reach of the device."""
+    """Returns median speeds, counts, and the share of the device's limits that forwards reach."""
     total = _middle(times)
     inside = statistics.median(inside for _, inside in times)
     name = torch.cuda.get_device_name() if backbone.device.type == "cuda" else ""
@@ -255,9 +255,9 @@ def _figures(
         "tokens_per_second": batch * args.gen / total,
         "forwards_per_second": meter.forwards / total,
         "forwards": meter.forwards,
-        # Steps of the row with the most of them: as many where rows share each forward.
+        # Over the steps of the longest row: 1 where rows share each forward.
         "forwards_per_step": meter.forwards / steps,
-        # Of the same repetition, so that both times saw the same machine.
+        # Both times are from the same repetition, on an equally busy machine.
         "overhead_percent": statistics.median(100.0 * (all_ - part) / all_ for all_, part in times),
         "peak_gib": peak,
         "bandwidth_percent": 100.0 * weights / inside / known[0] if known else None,
@@ -266,11 +266,11 @@ def _figures(
 
 
 def _work(backbone: HFBackbone, args: argparse.Namespace, meter: Meter) -> tuple[float, float]:
-    """Bytes and operations that the forwards cannot avoid.
+    """Returns the bytes and operations that the forwards cannot avoid.
 
-    Bytes: the weights of layers and head once per forward (keys and values come on top, and are
-    small beside them at these lengths). Operations: two per weight and column, and the attention
-    over the whole canvas.
+    Bytes: the weights of layers and head once per forward (keys and values, which are small in
+    comparison at these lengths, are left out). Operations: two per weight and column, and the
+    attention over the whole canvas.
     """
     model = backbone.model
     layers = sum(p.numel() for p in model.model.layers.parameters())
@@ -283,7 +283,7 @@ def _work(backbone: HFBackbone, args: argparse.Namespace, meter: Meter) -> tuple
 
 
 def _report(rows: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, object]:
-    """One object; the speed-ups are those of the first policy at the first batch size."""
+    """Returns one object; speed-ups are those of the first policy at the first batch size."""
     chosen = {"policy": args.policies[0], "batch": args.batch[0]}
     first = {row["scheme"]: row for row in rows if row.items() >= chosen.items()}
     speed = {scheme: row["tokens_per_second"] for scheme, row in first.items()}

@@ -1,9 +1,9 @@
-"""Fast-dLLM's way to decode (arXiv 2505.22618), plainly on transformers' own model: a peer.
+"""Decodes as Fast-dLLM does (arXiv 2505.22618), plainly on transformers' own model: a peer.
 
-As the release does it: every column that a forward covers goes through the head and a float64
-softmax, the mask among them; the prefix cache is cut at the block and grows by concatenation; the
-dual cache copies keys and values of the canvas and writes the block's into the copy. One confidence
-order, greedy tokens, an even number of tokens a step.
+As in the release, every column that a forward covers, masked or not, goes through the head and a
+float64 softmax; the prefix cache is cut at the block and extended by concatenation; the dual cache
+copies the canvas's keys and values and writes the block's into the copy. Tokens are greedy, in
+order of confidence, with an even number per step.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def generate(
         model: from :func:`plain_model`.
         ids: ``(B, L)`` int64, masks from column ``start`` on.
         start: first column of the response.
-        block: cells of a block; a divisor of the response.
-        steps: for the whole response; a multiple of its blocks.
+        block: cells of a block; divides the length of the response.
+        steps: steps of the whole response; a multiple of its number of blocks.
         mask_id: never proposed.
-        scheme: of the cache.
+        scheme: cache scheme.
 
     Returns:
         ``(B, L)`` int64.
@@ -120,11 +120,11 @@ class _Layer(CacheLayerMixin):
         self.cache = cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """The first forward covers the canvas."""
+        """Keeps the first forward, which covers the canvas."""
         self.keys, self.values, self.is_initialized = key_states, value_states, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
-        """What attention sees: all columns, with those of this forward in their places."""
+        """Returns what attention sees: all columns, those of this forward in their places."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             return key_states, value_states
@@ -141,13 +141,13 @@ class _Layer(CacheLayerMixin):
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """All keys from column 0 on."""
+        """Returns the number of keys, and 0 as their first column."""
         return query_length if self.keys is None else self.keys.shape[2], 0
 
     def get_seq_length(self) -> int:
-        """Columns kept."""
+        """Returns the number of columns kept."""
         return 0 if self.keys is None else self.keys.shape[2]
 
     def get_max_length(self) -> int:
-        """Without a limit."""
+        """Returns -1: there is no limit."""
         return -1

@@ -2,12 +2,12 @@
 
     python benchmarks/feature_storage.py [--json] [--traces 4]
 
-Traces of 128 and 256 response cells, half and half, commit one token per step (blocks of 16 in
-random order inside), behind prompts of 149 tokens. The hidden states are synthetic: three snapshots
-of width 3584 with a spectrum that falls like 1/k, so that neighbouring depths resemble each other
-as in a real model. They go through a projector of 256 and 32 features, the quantiser and the shard
+Traces of 128 and 256 response cells, half and half, commit one token per step (blocks of 16, in
+random order inside) after prompts of 149 tokens. The hidden states are synthetic: three snapshots
+of width 3584 whose spectrum falls like 1/k and which resemble each other, as neighbouring depths of
+a real model do. They go through a projector of 256 and 32 features, the quantiser and the shard
 writer. The baseline is the TraceLock release: one torch file per kept step, 30 % of the steps, all
-rows in fp16, written in the same process; figures are medians over traces, times interleaved.
+rows in fp16, written in the same process. Sizes are means over traces; times, interleaved, medians.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TIERS = {
 
 
 def trace(number: int, length: int, rng: np.random.Generator) -> Trajectory:
-    """One token per step, blocks of 16 from left to right, at random inside."""
+    """Returns a trace of one token per step: blocks of 16 from left to right, at random inside."""
     order = np.concatenate([first + rng.permutation(16) for first in range(0, length, 16)])
     commit_step = np.empty(length, dtype=np.int32)
     commit_step[order] = np.arange(length)
@@ -67,14 +67,14 @@ def trace(number: int, length: int, rng: np.random.Generator) -> Trajectory:
 def synthetic_features(
     record: Trajectory, projector: Projector, settings: FeatureSettings, basis: torch.Tensor
 ) -> tuple[np.ndarray, list[int]]:
-    """``(S, P + G, F)`` features at 30 % of the steps, and these steps."""
+    """Returns ``(S, P + G, F)`` features at 30 % of the steps, and these steps."""
     generator = torch.Generator().manual_seed(record.seed)
     steps = KeptSteps(record.seed, ratio=0.3).steps(record.num_steps)
     rows = PROMPT + record.num_generated
     kept = []
     for _ in steps:
         codes = torch.randn(rows, 3, basis.shape[0], generator=generator)
-        # Depths share most of what they say.
+        # Depths share most of their information.
         codes = codes * 0.3 + torch.randn(rows, 1, basis.shape[0], generator=generator)
         prob = torch.rand(rows, generator=generator).sqrt()
         features = acceptance_features(
@@ -93,10 +93,10 @@ def stored(
     record: Trajectory, features: np.ndarray, steps: list[int], tier: tuple[str, str, float],
     groups: tuple[int, ...],
 ) -> Trajectory:  # fmt: skip
-    """The record with the features of one tier."""
+    """Returns the record with the features of one tier."""
     layout, scheme, ratio = tier
     chosen = KeptSteps(record.seed, ratio=ratio).steps(record.num_steps)
-    # Of the stored steps the nearest ones: which steps are kept does not change their size.
+    # The nearest of the steps with features: which steps are kept does not change their size.
     places = sorted({int(np.abs(np.array(steps) - step).argmin()) for step in chosen})
     first = 0 if layout == "all" else PROMPT
     part = StepFeatures.quantize(
@@ -114,7 +114,7 @@ def stored(
 
 
 def release_bytes(record: Trajectory, features: np.ndarray, steps: list[int]) -> int:
-    """Size of the release's files of one trace: a torch archive per kept step."""
+    """Returns the size of the release's files for one trace: a torch archive per kept step."""
     size = 0
     for step_features in features:
         rows = torch.zeros(len(step_features), dtype=torch.int32)

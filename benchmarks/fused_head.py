@@ -8,9 +8,9 @@ logits with autograd. For the cross-entropy alone there are peers: torch's own c
 ``linear_cross_entropy`` and, on a GPU where they are installed, Liger's fused head (which has no
 weights per token) and cut-cross-entropy.
 
-Extra peak memory is what a forward and backward need on top of inputs and weight, gradients
-included. On CUDA it comes from the allocator. On a CPU each variant runs once in a forked child,
-and it is the rise of the child's peak resident set (``VmHWM``, reset first). Times are taken in one
+Extra peak memory is what a forward and backward need on top of inputs and weight, including
+gradients. On CUDA the allocator reports it. On a CPU each variant runs once in a forked child, and
+the rise of the child's peak resident set (``VmHWM``, reset first) counts. Times are taken in one
 process, interleaved, on one thread; ratios are medians of ours over medians of the baseline's.
 """
 
@@ -93,18 +93,18 @@ VARIANTS: dict[str, Head] = {
     "cut_ce": cut_ce,
 }
 PACKAGES = {"liger_ce": "liger_kernel", "cut_ce": "cut_cross_entropy"}
-"""What the peers that run on GPUs alone are in."""
+"""Packages of the peers that run only on a GPU."""
 
 
 def _weighted(ce: Tensor, entropy: Tensor | None) -> Tensor:
-    """A different weight on every token, so that nothing can be summed early."""
+    """Weights every token differently, so that nothing can be summed early."""
     share = torch.linspace(0.5, 1.5, len(ce), device=ce.device) / len(ce)
     loss = (ce * share).sum()
     return loss if entropy is None else loss + 0.3 * (entropy * share.flip(0)).sum()
 
 
 def variants(device: torch.device) -> dict[str, Head]:
-    """Those that can run; says why others cannot."""
+    """Returns the variants that can run; prints why others cannot."""
     found = dict(VARIANTS)
     for name, package in PACKAGES.items():
         if device.type != "cuda" or importlib.util.find_spec(package) is None:
@@ -115,7 +115,7 @@ def variants(device: torch.device) -> dict[str, Head]:
 
 
 def work(head: Head, rows: Tensor, weight: Tensor, targets: Tensor) -> float:
-    """One forward and backward; leaves gradients on the tensors that want them."""
+    """Runs one forward and backward; leaves gradients on the tensors that require them."""
     rows.grad = weight.grad = None
     loss = head(rows, weight, targets)
     loss.backward()
@@ -123,7 +123,7 @@ def work(head: Head, rows: Tensor, weight: Tensor, targets: Tensor) -> float:
 
 
 def extra_peak(run: Callable[[], float], device: torch.device) -> float:
-    """Extra peak of the allocator in GiB; on a CPU of the memory of a forked child."""
+    """Returns the extra peak in GiB: of the allocator, or on a CPU of a forked child."""
 
     def extra() -> int:
         before = measurement.reset_peak()
@@ -151,7 +151,7 @@ def measure(
     rows.requires_grad_()
     weight.requires_grad_(trainable)
     runs = {name: partial(work, head, rows, weight, targets) for name, head in heads.items()}
-    # Before this process ever ran one: freed memory that a child inherits would not count again.
+    # Before this process runs any: freed memory that a child inherits would not count again.
     peaks = {name: extra_peak(run, device) for name, run in runs.items()}
     losses = {name: run() for name, run in runs.items()}
     seconds = measurement.in_turns(runs, arguments.repetitions)
@@ -162,7 +162,7 @@ def measure(
 
 
 def summary(rows: dict[str, dict[str, float]], prefix: str = "") -> dict[str, float]:
-    """Ours against the baselines; ratios below 1 are in our favour."""
+    """Compares ours with the baselines; ratios below 1 are in our favour."""
 
     def ratio(ours: str, theirs: str, key: str) -> float:
         return rows[ours][key] / rows[theirs][key]

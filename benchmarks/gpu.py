@@ -1,12 +1,12 @@
-"""What to look at on a GPU, in ten minutes: random weights at released sizes, no downloads.
+"""Checks a GPU in ten minutes: random weights at released sizes, no downloads.
 
-One line a check: PASS or FAIL with its limit, or INFO. Numbers are compared with the CPU in
-float32; times with what the chip allows, where its data sheet is known (``benchmarks/decode.py``).
-The exit status is 1 when a check fails.
+Prints a line per check: PASS or FAIL with its limit, or INFO. Numbers are compared with float32 on
+the CPU; times with the chip's limits, if its data sheet is known (``benchmarks/decode.py``). The
+exit status is 1 if a check fails.
 
     python benchmarks/gpu.py                     # Dream-7B, LLaDA-8B, SDAR-4B on the first GPU
     python benchmarks/gpu.py --folder /tmp/gpu   # also real_size.py's commands, on Dream-7B there
-    python benchmarks/gpu.py --smoke             # small sizes on any device; times are only told
+    python benchmarks/gpu.py --smoke             # small sizes on any device; times have no limits
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ _TINY_VOCABULARY: dict[str, Any] = {
     "vocab_size": 462, "mask_id": 2, "pad_id": 0, "eos_ids": (1, *range(400, 440)), "bos_id": None,
     "forbidden_ids": (0, 3, 4),
 }  # fmt: skip
-"""That of the embedded tokenizer; a tenth of it ends a response, so that rows end apart."""
+"""The embedded tokenizer's; a tenth of it ends a response, so rows end at different steps."""
 _BLOCKS: dict[str, Any] = {
     "window": BlockWindow(4, origin="sequence"),
     "quota": EvenQuota(steps_per_block=4),
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs all checks.
 
     Raises:
-        SystemExit: one fails, or there is no GPU and ``--smoke`` is not given.
+        SystemExit: always; status 1 if a check fails, or there is no GPU and no ``--smoke``.
     """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -107,12 +107,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not options.smoke and not torch.cuda.is_available():
         raise SystemExit("no GPU is visible; --smoke tries the script without one")
     checks = Checks(smoke=options.smoke)
-    gc.disable()  # nothing that holds a cache may need it
+    gc.disable()  # whatever holds a cache must be freed without it
     parts = (checks.numbers, checks.sequences, checks.decoding, checks.speed, checks.training)
     for part in (*parts, checks.reinforcement):
         try:
             part()
-        except Exception as error:  # the others are looked at all the same
+        except Exception as error:  # the other parts still run
             traceback.print_exc()
             checks.failed.append(part.__name__)
             print(f"FAIL  {part.__name__}: {type(error).__name__}: {error}", flush=True)
@@ -139,7 +139,7 @@ class Checks:
         self.smoke = smoke
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.failed: list[str] = []
-        self.others = _num_caches()  # of who calls this script
+        self.others = _num_caches()  # of the caller of this script
         name = torch.cuda.get_device_name() if self.device == "cuda" else "CPU"
         print(f"INFO  {name}, torch {torch.__version__}")
         self.bandwidth, self.compute = next(
@@ -153,9 +153,9 @@ class Checks:
 
         Args:
             name: of the check.
-            value: a number; none where the chip's data sheet is not known.
+            value: a number; NaN where the chip's data sheet is unknown.
             most: its limit, if it has one.
-            is_time: without a limit at small sizes.
+            is_time: whether it is a time, which has no limit at small sizes.
         """
         if math.isnan(value) or (is_time and self.smoke):
             most = None
@@ -174,8 +174,8 @@ class Checks:
         dtype: str = "bfloat16",
         **options: Any,
     ) -> HFBackbone:
-        """Random weights of a release's sizes, but for some, on the device."""
-        sys.path.insert(0, str(Path(__file__).parents[1]))  # where the tests lie
+        """Returns random weights on the device, with a release's sizes except for those given."""
+        sys.path.insert(0, str(Path(__file__).parents[1]))  # where the tests are
         from tests.twins import RELEASES
 
         architecture: Architecture = resolve(RELEASES[release].config).architecture
@@ -186,7 +186,7 @@ class Checks:
         )
         torch.manual_seed(0)
         before = torch.get_default_dtype()
-        torch.set_default_dtype(getattr(torch, dtype))  # never twice the size
+        torch.set_default_dtype(getattr(torch, dtype))  # never takes twice the size
         try:
             with torch.device(self.device):
                 backbone = HFBackbone(architecture=architecture, dtype=dtype, **options)  # type: ignore[arg-type]
@@ -209,7 +209,7 @@ class Checks:
         )
 
     def numbers(self) -> None:
-        """Two layers of every layer type, and the head of training."""
+        """Checks two layers of every layer type, and the head of training."""
         for release in (DREAM, LLADA, SDAR):
             error = real_size.two_layer_error(self.model(release, layers=2))
             self.tell(f"{release}: two layers, relative error to float32", error, most=3e-2)
@@ -230,7 +230,7 @@ class Checks:
 
     @torch.no_grad()
     def sequences(self) -> None:
-        """Blocks out of phase: the kernel for sequences of different lengths against a mask."""
+        """Checks the kernel for sequences of different lengths against a mask, out of phase."""
         rows, length = 8, 1024
         logits = []
         for route in ("auto", "sdpa"):
@@ -255,7 +255,7 @@ class Checks:
         self.tell("SDAR-4B out of phase: two layers, relative error to a mask", error, most=1e-2)
 
     def decoding(self) -> None:
-        """Equal tokens with a cache, on the CPU and in records; waits of the host."""
+        """Checks that tokens agree with a cache, on the CPU and in records; counts host waits."""
         backbone = self.model(SDAR, layers=2, dtype="float32")
         canvas = self.canvas(backbone, 5, 24, 32, ragged=True)
         plain = Decoder(policy=ConfidencePolicy(), **{**_BLOCKS, "cache": None})(backbone, canvas)
@@ -289,7 +289,7 @@ class Checks:
             self.tell("waits of the host per step", waits / steps, most=1.5)
 
     def speed(self) -> None:
-        """Milliseconds a forward, against the time to read the weights and to multiply."""
+        """Compares the time of a forward with the time to read the weights and to multiply."""
         rows, cells = (2, 16) if self.smoke else (16, 64)
         backbone = self.model(DREAM)
         floor = self._floor(backbone)
@@ -343,7 +343,7 @@ class Checks:
         self._tell_caches("decoding")
 
     def training(self) -> None:
-        """An adapter's step: eight layers of Dream-7B under autocast."""
+        """Measures an adapter's training step: eight layers of Dream-7B under autocast."""
         length = 24 if self.smoke else 512
         settings = LoRASettings(rank=16, alpha=16.0, targets="all")
         backbone = self.model(DREAM, layers=2 if self.smoke else 8, lora=settings).train()
@@ -372,7 +372,7 @@ class Checks:
         self._tell_memory("training")
 
     def reinforcement(self) -> None:
-        """TraceRL on SDAR-4B with an adapter under autocast, alone and sharded by FSDP2."""
+        """Runs TraceRL on SDAR-4B with an adapter under autocast, alone and sharded by FSDP2."""
         small = self.smoke
         strategies: dict[str, str | Strategy] = {
             "one device": "auto",
@@ -443,25 +443,25 @@ class Checks:
             self._tell_caches(f"TraceRL, {name}")
 
     def commands(self, folder: Path) -> None:
-        """The command line on weights from files; a command that fails ends the script."""
+        """Runs the command line on weights from files; a command that fails ends the script."""
         accelerator = "gpu" if self.device == "cuda" else "cpu"
         folder.mkdir(parents=True, exist_ok=True)
         real_size.measure(folder, "dream-7b", accelerator=accelerator, small=self.smoke)
         print(real_size.markdown(real_size.results(folder), ["dream-7b"]))
 
     def _forward(self, decoder: Decoder, backbone: HFBackbone, canvas: Canvas) -> float:
-        """Milliseconds a forward, everything around it included."""
+        """Returns milliseconds per forward, including everything around it."""
         forwards = decoder(backbone, canvas).num_forwards
         return 1e3 * median_seconds(lambda: decoder(backbone, canvas), 2) / forwards
 
     def _floor(self, backbone: HFBackbone) -> float:
-        """Milliseconds to read layers and head."""
+        """Returns the milliseconds that reading layers and head takes."""
         parts = (backbone.model.model.layers, backbone.model.lm_head)
         num_bytes = sum(weight.nbytes for part in parts for weight in part.parameters())
         return 1e3 * num_bytes / self.bandwidth
 
     def _tell_caches(self, topic: str) -> None:
-        """Caches of decodes that have ended and are not freed."""
+        """Checks that the caches of ended decodes are freed."""
         self.tell(f"caches left after {topic}", _num_caches() - self.others, most=0.0)
 
     def _tell_memory(self, topic: str) -> None:
@@ -476,7 +476,7 @@ class _Digits(Reward):
     name = "digits"
 
     def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
-        """One score a response."""
+        """Returns one score per response."""
         return [
             RewardScore(total=sum(map(str.isdigit, one.text)) / max(len(one.text), 1))
             for one in group
@@ -484,7 +484,7 @@ class _Digits(Reward):
 
 
 class _Canvases(Observer):
-    """Copies every step's response at once."""
+    """Copies every step's response synchronously."""
 
     requires = frozenset()
 
@@ -504,7 +504,7 @@ class _Canvases(Observer):
 
 
 def _differ(one: DecodeResult, other: DecodeResult) -> float:
-    """Share of cells."""
+    """Returns the share of cells that differ."""
     return float((one.ids.cpu() != other.ids.cpu()).double().mean())
 
 

@@ -1,15 +1,15 @@
-"""What a step asks of a GPU, counted without one: launches, bytes, waits and mixed devices.
+"""Counts what a step asks of a GPU, without one: launches, bytes, waits and mixed devices.
 
 The decode loop and the training steps (``training_launches.py``) run on meta tensors at the sizes
-of released models: every shape, branch and transfer is real and nothing is computed. ``meta``
-stands for the GPU, so that a tensor of the CPU that meets one of meta is a mistake that a GPU would
+of released models: every shape, branch and transfer is real and nothing is computed. ``meta`` takes
+the place of the GPU, so an operation that mixes CPU and meta tensors is a mistake that a GPU would
 refuse or wait for.
 
-The roofline takes every launch as long as its bytes or its arithmetic need, whichever is longer,
-at 4.0 TB/s and 700 TFLOP/s (float32: 50), what an H100 or H200 gives in practice. Attention counts
-whole tiles of 128 queries by 64 keys, for each sequence and head that the kernel takes apart; under
-a mask three times, as the only kernel that takes one is so much slower than the flash kernel. Where
-the model waits for launches, at 5 to 10 microseconds each, the count is the time.
+In the roofline, a launch takes as long as its bytes or its arithmetic, whichever is longer, at 4.0
+TB/s and 700 TFLOP/s (float32: 50), what an H100 or H200 gives in practice. Attention counts whole
+tiles of 128 queries by 64 keys for each sequence and head that the kernel treats separately; under
+a mask it counts three times, since the only kernel with masks is that much slower than the flash
+kernel. Where launches are the bottleneck, at 5 to 10 microseconds each, their number is the time.
 
     python benchmarks/launches.py
     python benchmarks/launches.py --json
@@ -61,7 +61,7 @@ DREAM, SDAR = "Dream-org/Dream-v0-Instruct-7B", "JetLM/SDAR-8B-Chat"
 BANDWIDTH = 4.0e12
 """Bytes/s."""
 PEAK: dict[torch.dtype | None, float] = {torch.bfloat16: 700e12, torch.float16: 700e12}
-"""FLOP/s; of other dtypes 50e12."""
+"""FLOP/s; 50e12 for other dtypes."""
 MASKED_SLOWDOWN = 3
 
 _VIEWS = {
@@ -96,7 +96,7 @@ class Counts:
     def add(
         self, name: str, size: float, flops: float = 0.0, dtype: torch.dtype | None = None
     ) -> None:
-        """Counts a launch of so many bytes and operations."""
+        """Counts a launch that moves ``size`` bytes and takes ``flops`` operations."""
         self.launches += 1
         self.by_name[name] += 1
         self.bytes += size
@@ -128,8 +128,8 @@ class LaunchCounter(TorchFunctionMode):
     """Counts operations on meta tensors while it is entered.
 
     Args:
-        answer: what the host reads where it asks for the values of a tensor.
-        num_true: entries of a boolean tensor that are found where they are looked for.
+        answer: returns what the host reads where it asks for the values of a tensor.
+        num_true: true entries found wherever a boolean tensor is searched for them.
     """
 
     def __init__(self, answer: Callable[[Tensor], Any], *, num_true: int = 0) -> None:
@@ -137,7 +137,7 @@ class LaunchCounter(TorchFunctionMode):
         self.num_true = num_true
         self.counts = Counts()
         self.ranges: dict[str, list[int]] = {}
-        """Of the sequences that attention takes, see ``CachedCanvas._ranges``."""
+        """Ranges of the sequences in attention, see ``CachedCanvas._ranges``."""
         self._answer = answer
         self._operations = _Operations(self)
 
@@ -172,7 +172,7 @@ class LaunchCounter(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _found(self, mask: Tensor, as_tuple: bool = False) -> Any:
-        """Places of the true entries, for whose number the host waits."""
+        """Returns the positions of the true entries, for whose number the host waits."""
         self.counts.waits["nonzero"] += 1
         self.counts.add("nonzero", _size(mask))
         found = mask.new_empty(self.num_true, mask.ndim, dtype=torch.long)
@@ -185,7 +185,7 @@ class LaunchCounter(TorchFunctionMode):
         flops = 4.0 * heads * query.shape[-1] * _tiles(query.shape[-2], key.shape[-2])
         self.counts.tile_flops += flops
         if mask is not None:
-            if mask.dtype == torch.bool:  # an additive mask is made of it first, in every layer
+            if mask.dtype == torch.bool:  # first made an additive mask, in every layer
                 dense = mask.numel() * query.element_size()
                 self.counts.add("mask", _size(mask) + dense)
                 size += dense
@@ -197,7 +197,7 @@ class LaunchCounter(TorchFunctionMode):
     def see(
         self, name: str, inputs: list[Tensor], outputs: list[Tensor], kwargs: dict[str, Any]
     ) -> None:
-        """Counts an operation below the level of functions."""
+        """Counts an operation that reaches the dispatcher."""
         devices = {tensor.device.type for tensor in inputs if tensor.ndim}
         if name in ("_to_copy", "copy_"):
             if {tensor.device.type for tensor in inputs[:2] + outputs} == {"cpu", "meta"}:
@@ -228,7 +228,7 @@ class LaunchCounter(TorchFunctionMode):
         elif name in _PRODUCTS:
             left, right = inputs[-2:]
             flops = 2.0 * left.numel() * right.shape[-1]
-            outputs = [left]  # whose dtype says which cores multiply
+            outputs = [left]  # its dtype decides which cores multiply
         elif name == "_varlen_attn":
             query, key = inputs[:2]
             starts, seen = self.ranges["query_starts"], self.ranges["num_keys"]
@@ -244,7 +244,7 @@ class LaunchCounter(TorchFunctionMode):
 
 
 class _Kernel(torch.autograd.Function):
-    """A fused kernel, whose backward reads twice as much and multiplies two and a half times so."""
+    """A fused kernel, whose backward moves 2 times the bytes and takes 2.5 times the operations."""
 
     @staticmethod
     def forward(
@@ -262,7 +262,7 @@ class _Kernel(torch.autograd.Function):
 
 
 def _size(tensor: Tensor) -> int:
-    """Bytes that a tensor's own memory takes; broadcast dimensions take none."""
+    """Returns the bytes of a tensor's own memory; broadcast dimensions take none."""
     cells = 1
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
         cells *= length if stride else 1
@@ -270,7 +270,7 @@ def _size(tensor: Tensor) -> int:
 
 
 def _tiles(queries: int, keys: int) -> int:
-    """Scores that a kernel computes in whole tiles."""
+    """Returns the number of scores that a kernel computes, in whole tiles."""
     return -(-queries // 128) * 128 * (-(-keys // 64) * 64)
 
 
@@ -279,13 +279,13 @@ def _shares(one: Tensor, other: Tensor) -> bool:
 
 
 def meta_backbone(release: str, **options: Any) -> HFBackbone:
-    """A release's model without its weights.
+    """Returns a release's model without its weights.
 
     Args:
         release: a key of :data:`~tests.twins.RELEASES`.
         options: of :class:`~lit_dlm.backbones.hf.HFBackbone`.
     """
-    sys.path.insert(0, str(Path(__file__).parents[1]))  # where the tests lie
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # where the tests are
     from tests.twins import RELEASES
 
     architecture = resolve(RELEASES[release].config).architecture
@@ -303,16 +303,16 @@ class DecodeCase:
     prompt: int
     response: int
     begin: int
-    """First masked cell of the response when the counting begins."""
+    """First masked cell of the response when counting begins."""
     steps: int = 2
-    """Steps to count: whole rounds of what the rows do in turns."""
+    """Steps to count: whole rounds, where rows enter their blocks in turn."""
     is_padded: bool = False
     phases: int = 1
-    """So many cells less one are the most that a row is ahead of another."""
+    """One more than the most cells that a row is ahead of another."""
     skipped: int = 2
     """Steps before the counted ones; the first fills the cache, prompts included."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Of the backbone."""
+    """Options of the backbone."""
 
 
 _VARLEN = {"attn_implementation": "varlen"}  # what ``auto`` is on a GPU
@@ -357,7 +357,7 @@ CASES = {
 
 
 class _Steps:
-    """Counts from the end of one step to the end of another, and answers what the host asks."""
+    """Counts from the end of one step to the end of another, and answers the host's reads."""
 
     requires: frozenset[str] = frozenset()
 
@@ -368,7 +368,7 @@ class _Steps:
         self._asked = 0
 
     def answer(self, tensor: Tensor) -> Any:
-        """What the host reads but for the frontier."""
+        """Returns what the host reads, except for the frontier."""
         if tensor.ndim == 0:
             return False
         case = self.case
@@ -378,19 +378,19 @@ class _Steps:
         return [0] * case.rows  # columns of the first tokens
 
     def frontier(self, *arguments: Any) -> list[int]:
-        """Every row's first mask, which the loop asks for before each step."""
-        _FRONTIER(*arguments)  # is counted
+        """Returns every row's first masked column, which the loop asks for before each step."""
+        _FRONTIER(*arguments)  # to be counted
         case = self.case
         at = case.prompt + case.begin - case.skipped + self._asked
         self._asked += 1
         return [at + 7 * row % case.phases for row in range(case.rows)]
 
     def on_start(self, state: DecodeState) -> None:
-        """The session of the cache is ready."""
+        """Drops what was counted while the cache was set up."""
         self.counter.counts = Counts()
 
     def on_step(self, record: StepRecord) -> None:
-        """Begins to count, or ends it."""
+        """Begins or ends the count."""
         first, last = self.case.skipped - 1, self.case.skipped - 1 + self.case.steps
         if self._asked - 1 in (first, last):  # a frontier is asked before every step
             self.counted, self.counter.counts = self.counter.counts, Counts()
@@ -400,11 +400,11 @@ class _Steps:
 
 
 def decode_counts(case: DecodeCase, **options: Any) -> Counts:
-    """Counts of the steps of a case, all together.
+    """Returns the counts of all steps of a case together.
 
     Args:
         case: what is decoded.
-        options: of the backbone.
+        options: options of the backbone.
     """
     backbone = meta_backbone(case.release, **{**case.options, **options})
     shape = case.rows, case.prompt + case.response
@@ -439,19 +439,19 @@ SAMPLERS = {
     "drawn": Sampler(temperature=1.0, score_on="filtered"),
     "filtered": Sampler(temperature=1.0, top_k=50, score_on="filtered"),
 }
-"""Drawn as dLLM-RL's configurations of block models draw."""
+"""``drawn`` samples as dLLM-RL's configurations of block models do."""
 
 
 def sampling_counts(
     sampler: Sampler, *, rows: int = 64, cells: int = 4, vocab: int = 151_936
 ) -> Counts:
-    """Counts of proposing tokens for a block of every row, from logits in bfloat16.
+    """Returns the counts of proposing tokens for a block of every row, from bfloat16 logits.
 
     Args:
-        sampler: proposes them.
-        rows: of the batch.
-        cells: of a block.
-        vocab: ids; by default those of SDAR.
+        sampler: proposes the tokens.
+        rows: rows of the batch.
+        cells: cells of a block.
+        vocab: size of the vocabulary, by default SDAR's.
     """
     spec = SimpleNamespace(spec=BackboneSpec(family="counted", mask_id=0, pad_id=1, eos_ids=(2,)))
     canvas = Canvas(
@@ -473,11 +473,11 @@ def sampling_counts(
 
 
 def report(cases: Sequence[str] = tuple(CASES), **options: Any) -> dict[str, Any]:
-    """Counts a step, by case, and the figures that are held.
+    """Returns the counts per step, by case, and figures derived from them.
 
     Args:
         cases: names in :data:`CASES`.
-        options: of the backbones.
+        options: options of the backbones.
     """
     counted = {name: decode_counts(CASES[name], **options) for name in cases}
     told: dict[str, Any] = {}
@@ -492,7 +492,7 @@ def report(cases: Sequence[str] = tuple(CASES), **options: Any) -> dict[str, Any
             counted["dream_b16_padded"].bytes / counted["dream_b16"].bytes
         )
     told["host_waits_per_step"] = max(
-        # What enters is asked for its prompt.
+        # Rows that enter cost one wait, for their prompts.
         counts.waits.total() / CASES[name].steps - (CASES[name].skipped == 0)
         for name, counts in counted.items()
     )

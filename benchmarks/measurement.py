@@ -1,4 +1,4 @@
-"""What the scripts share: options, times taken in turns, peak memory, and how figures are told."""
+"""What the scripts share: options, times taken in turns, peak memory, and printing of figures."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def options(
 
     Args:
         doc: what ``--help`` prints.
-        arguments: of the command line; those of this process by default.
-        defaults: by option, alone or with a text for ``--help``. Where the default is
-            positive, whole numbers must be, too; a list takes one or more. ``--threads`` and
-            ``--json`` come along.
+        arguments: words of the command line; those of this process by default.
+        defaults: default of each option, alone or with a text for ``--help``. An integer must be
+            positive if its default is; a list takes one or more values. ``--threads`` and
+            ``--json`` are added.
     """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -67,7 +67,7 @@ def in_turns(
     repeats: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Median seconds of each run; every repetition takes all of them, one after the other."""
+    """Returns the median seconds of each run; every repetition runs all of them in turn."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
         for name, run in runs.items():
@@ -80,13 +80,13 @@ def in_turns(
 
 
 def median_seconds(work: Callable[[], object], repeats: int) -> float:
-    """Median time by :func:`clock` after one run to warm up."""
+    """Returns the median time by :func:`clock`, after one run to warm up."""
     work()
     return in_turns({"work": work}, repeats, clock)["work"]
 
 
 def clock() -> float:
-    """Seconds of this process, which other work disturbs less; of the wall with a GPU."""
+    """Returns CPU seconds of this process, which other work disturbs less; wall time with a GPU."""
     if not torch.cuda.is_initialized():
         return time.process_time()
     torch.cuda.synchronize()
@@ -100,9 +100,9 @@ def synchronize() -> None:
 
 
 def reset_peak() -> int:
-    """Sets the peak to what is in use now, which it returns, in bytes.
+    """Resets the peak to the memory in use now, and returns that in bytes.
 
-    On a GPU that is what the allocator gave out, else what is resident (Linux).
+    On a GPU this is what the allocator has handed out, otherwise the resident set (Linux).
     """
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
@@ -113,12 +113,12 @@ def reset_peak() -> int:
 
 
 def trim() -> None:
-    """Gives the system what earlier work gave back: work that found it would seem to need none."""
+    """Returns freed memory to the system: work that reused it would seem to need none."""
     ctypes.CDLL(None).malloc_trim(0)
 
 
 def peak() -> int:
-    """Most bytes that were in use since :func:`reset_peak`."""
+    """Returns the most bytes in use since :func:`reset_peak`."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated()
@@ -126,10 +126,10 @@ def peak() -> int:
 
 
 def in_child(work: Callable[[], Result]) -> Result:
-    """Runs something in a forked child, where memory of earlier work cannot hide what it takes.
+    """Runs ``work`` in a forked child, where memory of earlier work cannot hide what it needs.
 
     Args:
-        work: returns what JSON can hold.
+        work: returns a value that JSON can hold.
     """
     reader, writer = os.pipe()
     child = os.fork()

@@ -1,11 +1,11 @@
-"""The baseline: a store that keeps every step of a decode as arrays of their own.
+"""The baseline: a store that keeps arrays of their own for every step of a decode.
 
 It holds what a per-step recorder holds: for each step the absolute positions that were written
 (int32), their token ids (int32), the whole mask (one byte per canvas position, XORed with the mask
-before) and a timestamp (int64), each array as one zstd frame of level 3. Prompt and final ids stand
-in front. One file per decode, without pickle: every frame behind its u32 length.
+before) and a timestamp (int64), each array as one zstd frame of level 3. Prompt and final ids come
+first. There is one file per decode, without pickle; every frame follows its u32 length.
 
-Only decodes without overwritten writes fit; that is all the benchmark asks of it.
+It only holds decodes that overwrite nothing, which is all that the benchmark needs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _STEP_NS = 21_000_000
 
 
 def encode(record: Trajectory) -> bytes:
-    """The file of one decode."""
+    """Returns the contents of the file of one decode."""
     P, G, T = record.num_prompt, record.num_generated, record.num_steps
     parts = [
         _HEAD.pack(_MAGIC, P, G, T, record.mask_id, record.vocab_size),
@@ -53,7 +53,7 @@ def encode(record: Trajectory) -> bytes:
 
 
 def load(path: Path) -> tuple[NDArray[np.int32], NDArray[np.int32], list[tuple[NDArray, NDArray]]]:
-    """Prompt ids, final ids, and positions and tokens of every step; every frame is unpacked."""
+    """Returns prompt ids, final ids, and positions and tokens of every step; unpacks all frames."""
     data = path.read_bytes()
     magic, P, _, T, _, _ = _HEAD.unpack_from(data)
     if magic != _MAGIC:
@@ -84,7 +84,7 @@ def load(path: Path) -> tuple[NDArray[np.int32], NDArray[np.int32], list[tuple[N
 def final_state(
     final: NDArray[np.int32], steps: list[tuple[NDArray, NDArray]]
 ) -> NDArray[np.int32]:
-    """``(G,)`` int32: the deltas applied one after the other to an empty canvas."""
+    """Returns ``(G,)`` int32: the deltas applied one after the other to an empty canvas."""
     state = np.full(len(final), -1, dtype=np.int32)
     for positions, tokens in steps:
         state[positions] = tokens
@@ -92,7 +92,7 @@ def final_state(
 
 
 def all_states(final: NDArray[np.int32], steps: list[tuple[NDArray, NDArray]]) -> NDArray[np.int32]:
-    """``(T + 1, G)`` int32: the canvas before each step and the final one; -1 where empty."""
+    """Returns ``(T + 1, G)`` int32: the canvas before each step and the final one; -1 is empty."""
     states = np.full((len(steps) + 1, len(final)), -1, dtype=np.int32)
     for step, (positions, tokens) in enumerate(steps):
         states[step + 1] = states[step]

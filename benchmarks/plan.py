@@ -1,11 +1,11 @@
-"""Peak memory of training steps and decodes on this machine, over what their plans say.
+"""Peak memory of training steps and decodes on this machine, relative to their plans.
 
     python benchmarks/plan.py [--json] [--width 512] [--layers 8] [--rows 8] [--length 256]
 
-Every case is a process of its own that builds a random model, takes two steps of AdamW on it (or
-two of a decode), and reads its peak resident set (``VmHWM``) over what it had after a step of a
-small model, which loads all libraries. The allocator is told to give freed memory back. A ratio
-above 1 says that the plan was too low.
+Every case is a process of its own that builds a random model and takes two steps of AdamW, or two
+of a decode. It measures the rise of its peak resident set (``VmHWM``) over what it had after steps
+of a small model, which load all libraries. The allocator is set to return freed memory. A ratio
+above 1 means that the plan was too low.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def architecture(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def planned(arguments: argparse.Namespace, name: str) -> int:
-    """Bytes by the plan: a third of each row is prompt."""
+    """Returns the bytes of the plan; a third of each row is prompt."""
     prompt, options = arguments.length // 3, CASES[name]
     decoder = {"window": {"block_length": WIDTH}, "cache": "DualCache"} if "cache" in name else {}
     data = {
@@ -81,7 +81,7 @@ def planned(arguments: argparse.Namespace, name: str) -> int:
 
 
 def measured(arguments: argparse.Namespace, name: str) -> int:
-    """Bytes that this process needs beyond its libraries."""
+    """Returns the bytes that this process needs beyond its libraries."""
     options = CASES[name]
     given = {**options, "lora": LoRASettings(**options["lora"])} if "lora" in options else options
 

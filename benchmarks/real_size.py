@@ -1,16 +1,16 @@
-"""Released sizes on one machine: what a user's first commands take, through the command line.
+"""Released sizes on one machine: what a user's first commands cost, through the command line.
 
 Writes random weights in the layout and sizes of Dream-7B and SDAR-4B into a folder (15 and 9 GB),
-then runs shipped configurations on them, each in a process of its own: decoding by every cache
-that the model can have, captured traces, fine-tuning and reinforcement learning of an adapter by a
-step each. Every phase gets its seconds and the peak of its memory. Decoding is also compared with
+then runs shipped configurations on them, each in its own process: decoding with every cache that
+the model supports, capturing traces, and one step each of fine-tuning and of reinforcement learning
+of an adapter. Seconds and peak memory of every phase are measured. Decoding is also compared with
 transformers' forwards of the same columns, and the first two layers with themselves in float32.
 
-On a CPU ratios are of the process's own seconds (of all its threads), which other work on the
-machine disturbs less. What is measured stays in ``results.json`` and is not run again.
+On a CPU, ratios use the process's own CPU seconds (over all threads), which other work on the
+machine disturbs less. Results stay in ``results.json``; what has one is not run again.
 
     OMP_NUM_THREADS=2 python benchmarks/real_size.py /tmp/sizes
-    python benchmarks/real_size.py /tmp/sizes --markdown    # the tables of docs/real_size.md
+    python benchmarks/real_size.py /tmp/sizes --markdown    # prints the tables of docs/real_size.md
     python benchmarks/real_size.py /tmp/small --small       # the same on small twins, in minutes
 """
 
@@ -102,8 +102,8 @@ RUNS: dict[str, dict[str, tuple[str, Mapping[str, str]]]] = {
         ),
         "tracerl": (
             "fit --config tracerl_dream",
-            # Rollouts merge the adapter and keep copies of the weights that it changes, 13 GB of
-            # all linear layers: more than 24 GB of memory in all.
+            # Rollouts merge the adapter and keep copies of the weights that it changes. With all
+            # linear layers these are 13 GB, and more than 24 GB of memory are needed in all.
             {
                 **_RL,
                 "data.response_length": "16",
@@ -183,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def results(folder: Path) -> dict[str, Any]:
-    """What ``results.json`` holds: a list of phases by ``model/run``."""
+    """Returns the contents of ``results.json``: a list of phases by ``model/run``."""
     path = folder / "results.json"
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
@@ -202,7 +202,7 @@ def measure(folder: Path, model: str, *, accelerator: str, small: bool) -> None:
 
     release = RELEASES[model]
     if f"{model}/write" not in results(folder):
-        sys.path.insert(0, str(ROOT))  # where the tests lie
+        sys.path.insert(0, str(ROOT))  # where the tests are
         from tests.twins import write_twin
 
         began = time.perf_counter()
@@ -224,8 +224,8 @@ def measure(folder: Path, model: str, *, accelerator: str, small: bool) -> None:
         began = time.perf_counter()
         done = subprocess.run(
             command,
-            cwd=folder,  # a folder with a release's name wins over the hub
-            # Threads that wait sleep: seconds of the process are then work.
+            cwd=folder,  # a folder with a release's name takes precedence over the hub
+            # Waiting threads sleep, so that CPU seconds of the process are work.
             env={
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(paths),
@@ -247,7 +247,7 @@ def _flags(model: str, run: str, configs: Path) -> list[str]:
 
 
 class Clock(Callback):
-    """Seconds and peak memory between the events of a run, written when it ends.
+    """Measures seconds and peak memory between the events of a run; writes them when it ends.
 
     Args:
         file: receives the phases as JSON. Memory is that of the process, on a GPU the allocator's.
@@ -281,12 +281,12 @@ class Clock(Callback):
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         else:
-            measurement.trim()  # what earlier phases left is not this one's
+            measurement.trim()  # what earlier phases left does not count
             measurement.reset_peak()
         self._last = _now()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """The model is there."""
+        """The model is loaded."""
         backbone: Any = pl_module.backbone
         self._weights = sum(p.nbytes for p in backbone.parameters() if not p.requires_grad)
         self._note("load")
@@ -297,7 +297,7 @@ class Clock(Callback):
         backbone.model.model.register_forward_pre_hook(count, with_kwargs=True)
 
     def on_predict_batch_start(self, *_: Any) -> None:
-        """What a run does before its first prompt, such as fitting a projector, is over."""
+        """Preparations before a prompt, such as fitting a projector, are done."""
         self._note("prepare")
         self._shapes.clear()
 
@@ -308,7 +308,7 @@ class Clock(Callback):
         self._note(batch.method, forwards=list(self._shapes.items()))
 
     def on_predict_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Compares with what the same model takes without us."""
+        """Compares decoding with bare forwards of the same model."""
         if not self.compare:
             return
         decodes = [phase for phase in self.phases if "forwards" in phase]
@@ -321,11 +321,11 @@ class Clock(Callback):
         self._note("two layers", error=two_layer_error(pl_module.backbone))
 
     def on_train_batch_start(self, *_: Any) -> None:
-        """Data, or rollouts with their scores, are there."""
+        """Data, or scored rollouts, are ready."""
         self._note("prepare")
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Forward, backward and the optimiser's step."""
+        """Forward, backward and the optimiser's step are done."""
         self._note("step")
 
     def teardown(self, *_: Any, **__: Any) -> None:
@@ -336,7 +336,7 @@ class Clock(Callback):
 
 @torch.no_grad()
 def bare_seconds(backbone: HFBackbone, rows: int, width: int) -> float:
-    """Median time of transformers' forward of some rows, with the logits of all columns."""
+    """Returns the median time of transformers' forward of some rows, with logits of all columns."""
     ids = torch.randint(1000, (rows, width), device=backbone.device)
     config = backbone.model.config
     ours, config._attn_implementation = config._attn_implementation, "sdpa"
@@ -355,11 +355,11 @@ def _own(seconds: float, own_seconds: float) -> float:
 
 @torch.no_grad()
 def two_layer_error(backbone: HFBackbone, *, length: int = 96) -> float:
-    """Relative error of two layers' logits against float32 on the CPU; the model is spent.
+    """Returns the relative error of two layers' logits against float32 on the CPU; ruins the model.
 
     Args:
         backbone: loses its other layers, and ends as float32 on the CPU.
-        length: of the random canvas; the second of two rows has padding.
+        length: length of the random canvas; the second of two rows has padding.
     """
     decoder = backbone.model.model
     del decoder.layers[2:]
@@ -370,13 +370,13 @@ def two_layer_error(backbone: HFBackbone, *, length: int = 96) -> float:
     device = backbone.device
     ours = backbone.denoise(ids.to(device), pad_mask=real.to(device)).logits.float().cpu()
     wanted = backbone.cpu().float().denoise(ids, pad_mask=real).logits
-    # Ids that a model may not produce are -inf in both; rows of padding mean nothing.
+    # Forbidden ids are -inf in both; logits of padding mean nothing.
     chosen = wanted.isfinite() & real[..., None]
     return float((ours[chosen] - wanted[chosen]).norm() / wanted[chosen].norm())
 
 
 def markdown(found: Mapping[str, Any], models: Sequence[str]) -> str:
-    """Tables of the results, and the commands that gave them."""
+    """Returns tables of the results, and the commands that produced them."""
     lines = ["| model | run | phase | s | CPU s | forwards | x bare | peak GiB | over weights |"]
     lines += ["|---|---|---|---:|---:|---:|---:|---:|---:|"]
     commands, notes = [], []

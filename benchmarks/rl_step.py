@@ -2,27 +2,26 @@
 
     python benchmarks/rl_step.py [--json] [--prompts 2] [--responses 2] [--length 128]
 
-One step of a block model with random weights: roll out, reward, old log-probabilities, update of an
-adapter. Training has four forms over the same rollouts, with the same gradients:
+One step of a block model with random weights: rollouts, rewards, old log-probabilities, update of
+an adapter. Training has four forms over the same rollouts, with the same gradients:
 
-- ``ours``: all K states of a response packed in one row ``[prompt | clean | noisy 1..K]``, and only
-  hidden rows of targets meet the head, chunk by chunk;
-- ``unpacked``: the same head, but each state a row ``[prompt | clean | noisy]`` of its own;
+- ``ours``: all K states of a response are packed in one row ``[prompt | clean | noisy 1..K]``, and
+  only the hidden states of targets go through the head, chunk by chunk;
+- ``unpacked``: the same head, but each state has a row ``[prompt | clean | noisy]`` of its own;
 - ``naive``: those rows with logits and ``log_softmax`` at all positions, as dLLM-RL computes them;
 - ``rowwise``: the naive form with one row per forward, which is dLLM-RL's micro-batch.
 
 ``naive`` is the baseline of ``memory_ratio`` and ``time_ratio``, which cover old log-probabilities
 and update: medians of ours over medians of the baseline's, below 1 in our favour; ``memory_saving``
-and ``speedup`` are the same the other way round. ``rowwise_*`` and ``unpacked_*`` compare ours with
-those forms. ``cpu_time_ratio`` takes the processor time of this process in place of wall time, the
-better figure on a busy machine. All forms take turns in this process and recompute
-activations in the backward pass.
+and ``speedup`` are their inverses. ``rowwise_*`` and ``unpacked_*`` compare ours with those forms.
+``cpu_time_ratio`` uses the processor time of this process instead of wall time, which is better on
+a busy machine. All forms take turns in this process and recompute activations in the backward pass.
 
-A random model writes nothing that runs. So what the reward phase grades, in the sandbox, are right
-and wrong functions in place of its texts. The default sizes keep SDAR-4B's ratio of vocabulary to
-width (59), on which the memory depends. Memory is the rise of the peak resident set over a phase,
-on CUDA that of the allocator. On a CPU it is taken in a forked child that does one step in all
-forms, and whose C library gives back at once what is freed, so that no leftovers count.
+A random model writes nothing that runs, so the reward phase grades right and wrong functions
+instead of its texts, in the sandbox. The default sizes keep SDAR-4B's ratio of vocabulary to width
+(59), on which the memory depends. Memory is the rise of the peak resident set over a phase, on CUDA
+that of the allocator. On a CPU it is measured in a forked child that runs one step in all forms,
+and whose C library returns freed memory at once, so that leftovers do not count.
 
 Measured at the default sizes on one thread of a busy two-core machine: 25 MB against 201 MB (8.1
 times less; 2.0 times less than row by row), 10.8 s against 17.6 s (1.6 times faster, 1.9 times by
@@ -92,7 +91,7 @@ def measure(options: argparse.Namespace) -> dict[str, float | int | str]:
     """Runs whole steps, all forms of training in turns.
 
     Args:
-        options: of the command line.
+        options: options of the command line.
 
     Returns:
         Ratios, medians by phase, and the largest relative difference of gradients.
@@ -190,8 +189,8 @@ class _Step:
         """Rolls out and rewards.
 
         Args:
-            number: of the step; other noise in each.
-            meter: takes the phases ``rollout`` and ``reward``.
+            number: number of the step, whose noise follows from it.
+            meter: measures the phases ``rollout`` and ``reward``.
 
         Returns:
             The scored records.
@@ -222,14 +221,14 @@ class _Step:
         ]
 
     def warm(self) -> None:
-        """Runs one forward of each form: what is taken once is no memory of a phase."""
+        """Runs one batch of each form, so that one-off allocations are not charged to a phase."""
         meter = _Meter()
         records = self.collect(self.options.repeats, meter)
         for form in _FORMS:
             self.train(form, records, meter, num_batches=1)
 
     def _with_text(self, rollout: Rollout) -> Rollout:
-        """A right function for every other response; no two texts of a group are the same."""
+        """Gives every other response a right function; the texts of a group all differ."""
         number = rollout.trajectory.meta["response"]
         text = _WRONG if number % 2 else self.task.reference_completion(rollout.example)
         return replace(rollout, text=f"{text}\n# {number}\n")
@@ -242,12 +241,12 @@ class _Step:
         *,
         num_batches: int | None = None,
     ) -> Tensor:
-        """Old log-probabilities and one update in one of the forms.
+        """Computes old log-probabilities and one update in one of the forms.
 
         Args:
             form: one of the four.
-            records: of :meth:`collect`.
-            meter: takes the phases ``{form}_old_log_prob`` and ``{form}_train``.
+            records: records of :meth:`collect`.
+            meter: measures the phases ``{form}_old_log_prob`` and ``{form}_train``.
             num_batches: forwards to stop after; all by default.
 
         Returns:
@@ -286,7 +285,7 @@ class _Step:
         return gradient
 
     def _batches(self, items: Items, *, one_row: bool) -> Iterator[Tensor]:
-        """Numbers of the items of each forward: whole responses, or one row."""
+        """Yields the numbers of the items of each forward: whole responses, or one row."""
         if one_row:
             yield from torch.arange(len(items)).split(1)
             return
@@ -296,12 +295,12 @@ class _Step:
     # -- the naive form --------------------------------------------------------------------------
 
     def _log_prob(self, batch: RolloutBatch) -> Tensor:
-        """Log-probabilities from logits at all positions of all rows."""
+        """Returns log-probabilities from logits at all positions of all rows."""
         rows = training_rows(batch, self.module.row_spec)
         logits = self.module.backbone(rows.ids, rows.mask, rows.position_ids)
         # In place, so that the naive form is charged for nothing but logits and their softmax.
         logits[..., list(self.module.backbone.spec.forbidden_ids)] = -torch.inf
-        log_probs = logits.float().log_softmax(-1)  # at temperature 1, as it rolled out
+        log_probs = logits.float().log_softmax(-1)  # at temperature 1, as in the rollouts
         scored: Tensor = log_probs.gather(-1, rows.targets[..., None])[..., 0]
         return scored[rows.rows]
 
@@ -351,9 +350,9 @@ def _medians(values: Mapping[str, list[float]]) -> dict[str, float]:
 
 
 def _memory(options: argparse.Namespace) -> dict[str, float]:
-    """Megabytes by phase of one step in all forms; changes the process for good."""
+    """Returns the megabytes of one step in all forms, by phase; changes the process for good."""
     mmap_threshold = -3
-    # Blocks of 64 KiB and more come from the system each, and go back when they are freed.
+    # Blocks of 64 KiB and more come straight from the system, and return to it when freed.
     ctypes.CDLL(None).mallopt(mmap_threshold, 1 << 16)
     step = _Step(options)
     step.warm()

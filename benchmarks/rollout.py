@@ -1,18 +1,18 @@
-"""Rollouts of uneven length: idle places, and rows that are in different blocks.
+"""Rollouts of uneven length: idle slots, and rows in different phases of their blocks.
 
 A block model of CPU size decodes responses whose lengths are lognormal with a mean of 700 tokens
 and a cap of 2,000, both divided by ``--scale``; the sampler ends each response at its length. Three
-figures, all of one process:
+figures are measured in one process:
 
-- ``occupancy``: part of the batch's places that are at work, with rows that are replaced as they
-  end (``occupancy_without``: batch after batch);
-- ``refill_speedup``: tokens per second with them over batch after batch. Where a step costs as much
-  for few rows as for many, as on a GPU, it is the ratio of the two occupancies;
-- ``out_of_phase_speedup``: tokens per second of 64 rows of about 1,400 keys in different phases of
-  their blocks, behind their prompts, over an imitation of an older scheme: two forwards a step,
+- ``occupancy``: share of the batch's slots that are busy when rows are replaced as they end
+  (``occupancy_without``: batch after batch);
+- ``refill_speedup``: tokens per second with replacement over batch after batch. Where a step costs
+  as much for few rows as for many, as on a GPU, it is the ratio of the two occupancies;
+- ``out_of_phase_speedup``: tokens per second, after the prompts, of 64 rows of about 1,400 keys in
+  different phases of their blocks, over an imitation of an older scheme: two forwards per step,
   each over a copy of the cache of its rows, with keys repeated for every query head under a boolean
-  mask. Model, choice of tokens and loop are today's in both. The model of this figure is wider than
-  that of the others, so that it has two key heads: one alone is repeated without a copy.
+  mask. Model, choice of tokens and loop are the current ones in both. The model for this figure is
+  wider than for the others, so that it has two key heads: a single one is repeated without a copy.
 
     python benchmarks/rollout.py
     python benchmarks/rollout.py --json
@@ -59,20 +59,20 @@ MEAN, CAP, SIGMA = 700, 2000, 1.0
 
 
 def clock() -> float:
-    """Seconds, with one thread those that the processor had for this process alone."""
+    """Returns CPU seconds of this process with one thread, wall time with several."""
     return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
 class EndingSampler(Sampler):
-    """Proposes an end of text where a response has its length, and none before it."""
+    """Proposes an end of text once a response has reached its length, and none before."""
 
     def __init__(self, lengths: Tensor) -> None:
-        """Takes the length of the response that each seed stands for."""
+        """Takes the length of the response of each seed."""
         super().__init__()
         self.lengths = lengths
 
     def propose(self, state: DecodeState, denoised: Denoised, requires: frozenset[str]) -> Proposal:
-        """The model's proposals, but for the end of text."""
+        """Returns the model's proposals, except for the end of text."""
         proposal = super().propose(state, denoised, requires)
         columns = torch.arange(state.ids.shape[1]) - state.start
         ids = torch.where(proposal.ids == EOS, OTHER, proposal.ids)
@@ -81,7 +81,7 @@ class EndingSampler(Sampler):
 
 
 class TwoForwards(BlockCache):
-    """The scheme before: rows that enter a block and the others run one behind the other."""
+    """The older scheme: rows that enter a block and the others run one after the other."""
 
     def start(self, *args: object, **options: object) -> CacheSession:
         """Begins a decode."""
@@ -94,7 +94,7 @@ class TwoForwards(BlockCache):
 class _TwoForwardSession(CacheSession):
     def denoise(self, state: DecodeState, columns: Tensor) -> tuple[Denoised, Tensor | None]:
         if self._begins[0] is None:
-            return super().denoise(state, columns)  # the prompts, whose time is not taken
+            return super().denoise(state, columns)  # the prompts, which are not timed
         spans: tuple[dict[int, Span], dict[int, Span]] = ({}, {})
         for row, column in enumerate(state.frontier):
             begin, end = self._window.bounds(
@@ -114,7 +114,7 @@ class _TwoForwardSession(CacheSession):
 
 
 class RepeatingBackbone(HFBackbone):
-    """The attention before: keys are repeated for every query head, under a boolean mask."""
+    """The older attention: keys are repeated for every query head, under a boolean mask."""
 
     _is_before = False
 
@@ -132,7 +132,7 @@ class RepeatingBackbone(HFBackbone):
 
 
 class Clock(Observer):
-    """Seconds of all steps but the first, which runs the prompts."""
+    """Measures the seconds of all steps but the first, which runs the prompts."""
 
     requires: frozenset[str] = frozenset()
 
@@ -141,23 +141,23 @@ class Clock(Observer):
         self.begin = math.inf
 
     def on_step(self, record: StepRecord) -> None:
-        """Begins behind the first step."""
+        """Starts after the first step."""
         self.begin = min(self.begin, clock())
 
     def on_end(self, result: DecodeResult) -> None:
-        """Takes the time."""
+        """Stops, and keeps the tokens."""
         self.seconds = clock() - self.begin
         self.ids = result.ids
 
 
 def lengths_of(count: int, *, scale: float, seed: int) -> Tensor:
-    """``(count,)`` int64 lengths of responses."""
+    """Returns ``(count,)`` int64 lengths of responses."""
     drawn = np.random.default_rng(seed).lognormal(np.log(MEAN) - SIGMA**2 / 2, SIGMA, count)
     return torch.from_numpy((drawn.clip(1, CAP) / scale).round().clip(1).astype(np.int64))
 
 
 def block_backbone(options: argparse.Namespace, *, before: bool = False) -> HFBackbone:
-    """A random block model; its attention has fewer key heads than query heads, like SDAR's."""
+    """Returns a random block model; like SDAR's, it has fewer key heads than query heads."""
     torch.manual_seed(options.seed)
     return (RepeatingBackbone if before else HFBackbone)(
         attn_implementation="sdpa" if before else "auto",
@@ -180,7 +180,7 @@ def block_backbone(options: argparse.Namespace, *, before: bool = False) -> HFBa
 
 
 def decoder_of(options: argparse.Namespace, lengths: Tensor, cache: BlockCache) -> Decoder:
-    """Some tokens a step, more where the model is sure."""
+    """Returns a decoder that commits some tokens per step, more where the model is sure."""
     return Decoder(
         policy=DynamicPolicy(options.threshold),
         quota=EvenQuota(steps_per_block=options.block),
@@ -192,7 +192,7 @@ def decoder_of(options: argparse.Namespace, lengths: Tensor, cache: BlockCache) 
 
 
 def refill(options: argparse.Namespace) -> dict[str, float]:
-    """Occupancy and speed with rows that are replaced, and batch after batch."""
+    """Measures occupancy and speed with rows replaced as they end, and batch after batch."""
     lengths = lengths_of(options.responses, scale=options.scale, seed=options.seed)
     backbone = block_backbone(options)
     decoder = decoder_of(options, lengths, BlockCache())
@@ -235,7 +235,7 @@ def refill(options: argparse.Namespace) -> dict[str, float]:
 
 
 def out_of_phase(options: argparse.Namespace) -> dict[str, float]:
-    """64 rows of long prompts that are in different phases of their blocks; none ends early."""
+    """Measures 64 rows with long prompts, in different phases of their blocks; none ends early."""
     phase = {name: getattr(options, f"phase_{name}") for name in ("hidden", "layers", "prompt")}
     options = argparse.Namespace(**{**vars(options), **phase})
     prompts = prompts_of(options, 64, shortest=0.9)
@@ -276,7 +276,7 @@ def out_of_phase(options: argparse.Namespace) -> dict[str, float]:
 def prompts_of(
     options: argparse.Namespace, count: int, *, shortest: float = 0.5
 ) -> list[list[int]]:
-    """Random prompts of up to ``--prompt`` tokens, long ones first."""
+    """Returns random prompts of up to ``--prompt`` tokens, long ones first."""
     generator = np.random.default_rng(options.seed)
     least = round(options.prompt * shortest)
     sizes = sorted(generator.integers(least, options.prompt + 1, count))[::-1]

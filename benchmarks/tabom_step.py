@@ -4,10 +4,10 @@ One step is cross-entropy and entropy ranking of the supervised rows of a batch 
 with respect to the hidden states; the head is frozen, as under LoRA. Ours scores the rows with
 ``lit_dlm.ops.fused_head``. The full-logits form computes logits and ``log_softmax`` of the whole
 batch, as the release does, and leaves the rest to autograd; it needs about 8 GB at the default
-sizes. A second baseline picks the supervised rows first and then does the same with them: what is
-left is the gain of the chunked head alone (``rows_memory_ratio``, ``rows_time_ratio``).
+sizes. A second baseline selects the supervised rows first and then does the same with them; the
+ratios to it show the gain of the chunked head alone (``rows_memory_ratio``, ``rows_time_ratio``).
 
-All run in this process in turns. Memory is the growth of the peak resident set over the step.
+All forms run in this process in turns. Memory is the growth of the peak resident set over the step.
 Ratios are medians of ours over medians of the baseline's: below 1 is in our favour.
 """
 
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 class _Step:
-    """One batch and the two forms of its loss step."""
+    """One batch and the forms of its loss step."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         B, L = options.batch, options.length
@@ -95,7 +95,7 @@ class _Step:
         return self._finish(hidden, stats.ce, stats.entropy)
 
     def full_logits(self, *, rows_first: bool = False) -> tuple[Tensor, Tensor]:
-        """The step on whole logits, in float32, of all columns or of the supervised rows."""
+        """The step on full logits, in float32, of all columns or of the supervised rows."""
         hidden = self.hidden.clone().requires_grad_()
         rows = hidden[self.supervised] if rows_first else hidden.flatten(0, 1)
         log_probs = (rows.float() @ self.weight.float().T).log_softmax(-1)
@@ -106,7 +106,7 @@ class _Step:
         return self._finish(hidden, ce, entropy)
 
     def _finish(self, hidden: Tensor, ce: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
-        """Both losses and the gradient of the hidden states."""
+        """Returns the sum of both losses, and the gradient of the hidden states."""
         spread = entropy.new_zeros(self.supervised.shape)
         spread = spread.masked_scatter(self.supervised, entropy)
         ranking = entropy_ranking(

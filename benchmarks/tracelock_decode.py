@@ -1,15 +1,14 @@
-"""What TraceLock's policy costs a decode: steps, time and share beside threshold and entropy order.
+"""What TraceLock's policy costs a decode: steps and time, beside a threshold and entropy order.
 
     python benchmarks/tracelock_decode.py [--json] [--policy runs/tiny/policy] [--problems 100]
 
 All methods decode the same held-out word problems with the embedded model, in one process and in
-turn; medians over the repetitions count. Next to the wall time stands the process's own CPU time,
-which other work on the machine disturbs less. Two shares are given: ``policy_percent`` is the time
-inside the policy (features, network, decision), ``step_percent`` by how much a step that also
-computes what the policy reads (hidden states, entropy and margin) costs more CPU time than a step
-of the threshold policy does.
+turn; figures are medians over repetitions. Besides wall time, the process's own CPU time is given,
+which other work on the machine disturbs less. ``policy_percent`` is the share of time inside the
+policy (features, network, decision). ``step_percent`` is how much more CPU time a step costs than
+one of the threshold policy, including what the policy reads (hidden states, entropy and margin).
 
-The arithmetic for a backbone of seven billion parameters is printed with it (``--cells``,
+The arithmetic for a backbone of seven billion parameters is printed as well (``--cells``,
 ``--prompt``): operations and bytes of policy and backbone, from the shapes alone.
 """
 
@@ -41,7 +40,7 @@ DREAM = {
 
 
 def projection(*, prompt: int, cells: int) -> dict[str, float]:
-    """Work of one step at Dream's shape: the whole canvas forward, the head on the response.
+    """Returns the work of one step at Dream's shape: the canvas forward, the head on the response.
 
     Args:
         prompt: prompt tokens.
@@ -84,7 +83,7 @@ def projection(*, prompt: int, cells: int) -> dict[str, float]:
 def canvases(
     backbone: HFBackbone, examples: Sequence[PromptExample], *, batch: int, length: int
 ) -> list[Canvas]:
-    """Prompts of the embedded model in its chat template, so many a batch, before responses."""
+    """Returns canvases of ``batch`` prompts in the embedded model's chat template."""
     tokenizer = load_tokenizer("tiny")
     prompts: Any = [
         tokenizer.apply_chat_template(
@@ -106,7 +105,7 @@ def canvases(
 
 
 def measure(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Figures of every method."""
+    """Returns the figures of every method."""
     backbone = HFBackbone(path="tiny").eval()
     task = WordProblems("test", num_examples=options.problems, seed=options.seed)
     work = canvases(backbone, task.examples(), batch=options.batch, length=32)

@@ -3,11 +3,10 @@
     python benchmarks/tracelock_training.py [--json] [--shape tiny|dream] [--device cpu|cuda]
 
 Synthetic traces in the shape of the embedded model (32 cells, head of 64) or of Dream-7B (256
-cells, features of 833, head of 6.3 M parameters) are written by the real writer at the default
-tier. One process then reads batches of 64 states through the data module as training does, and
-takes optimiser steps on one such batch; both are timed in turn and the medians compared. Above 1
-the ratio means that one loader process keeps the step compute-bound; below, ``workers_needed`` of
-them do.
+cells, 835 features, head of 6.2 M parameters) are written by the real writer at the default tier.
+One process then reads batches of 64 states through the data module as training does, and takes
+optimiser steps on one such batch; both are timed in turn and the medians compared. A ratio above 1
+means that one loader process keeps the step compute-bound; below 1, ``workers_needed`` of them do.
 """
 
 from __future__ import annotations
@@ -48,7 +47,10 @@ MASK, BATCH = 2, 64
 
 
 def write(folder: Path, *, length: int, groups: tuple[int, ...], traces: int, layout: str) -> None:
-    """One token per step in random order; Gaussian features at 10 % of the steps (tiny: half)."""
+    """Writes traces of one token per step in random order.
+
+    Gaussian features are kept at 10 % of the steps (tiny: 50 %).
+    """
     empty: dict[str, str] = {}
     run = RunRecord(model=empty, tokenizer=empty, decode=empty, randomness=empty, data=empty)
     rng = np.random.default_rng(0)
@@ -103,7 +105,7 @@ class PolicyStep:
 
 
 def measure(shape: str, options: argparse.Namespace) -> dict[str, float]:
-    """Medians of reading a batch and of a step, in turns."""
+    """Returns the median times of reading a batch and of a step, taken in turns."""
     length, groups, config = SHAPES[shape]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -1,8 +1,8 @@
 """What a training step asks of a GPU: forward and backward at released sizes, on meta tensors.
 
-Part of ``launches.py``. What the host reads of a batch is answered by the case: how many cells are
-supervised, and how many a row has at most. Steps run as shipped, in bf16-mixed: the casts of
-autocast count, those of weights once in a step.
+Part of ``launches.py``. What the host reads of a batch is made up: how many cells are supervised,
+and which row is the last. Steps run as shipped, in bf16-mixed: the casts of autocast count, those
+of weights once per step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lit_dlm.rl.settings import ValueObjective
 
 ROWS, PROMPT, RESPONSE = 8, 256, 256
 SUPERVISED = ROWS * RESPONSE // 2
-"""Cells."""
+"""Supervised cells of a batch."""
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
@@ -123,11 +123,11 @@ CASES: dict[str, Callable[[], Callable[[], Tensor]]] = {
     "tracerl": _tracerl,
 }
 """Adapters of rank 16 on Dream-7B with 8 rows of 512, half of each response supervised; TraceLock's
-network on stored features of 64 states; TraceRL with values from an adapter of their own."""
+network on stored features of 64 states; TraceRL with a value model on an adapter of its own."""
 
 
 class MixedPrecision(TorchFunctionMode):
-    """What autocast to bfloat16 does on a GPU, for meta tensors, which it does not know.
+    """Casts meta tensors, which autocast ignores, as autocast to bfloat16 casts on a GPU.
 
     The lists are those of torch's ``ATen/autocast_mode.h``, as far as models and losses need them.
     """
@@ -168,7 +168,7 @@ class MixedPrecision(TorchFunctionMode):
 
     @contextmanager
     def switched(self, _kind: str, *_: Any, enabled: bool = True) -> Iterator[None]:
-        """Stands for ``torch.autocast``."""
+        """Takes the place of ``torch.autocast``."""
         before, self.is_enabled = self.is_enabled, enabled
         try:
             yield
@@ -177,7 +177,7 @@ class MixedPrecision(TorchFunctionMode):
 
 
 def training_counts(case: str, *, is_mixed: bool = True) -> Counts:
-    """Counts of one step.
+    """Returns the counts of one step.
 
     Args:
         case: a key of :data:`CASES`.
@@ -186,7 +186,7 @@ def training_counts(case: str, *, is_mixed: bool = True) -> Counts:
     step = CASES[case]()
     counter = LaunchCounter(_answer, num_true=SUPERVISED)
     mixed = MixedPrecision(is_enabled=is_mixed)
-    # Meta stands for a GPU, which has tensor cores.
+    # Meta takes the place of a GPU, which has tensor cores.
     with (
         patch.object(fused_head, "_has_tensor_cores", return_value=True),
         patch.object(torch, "autocast", mixed.switched),
@@ -200,14 +200,14 @@ def training_counts(case: str, *, is_mixed: bool = True) -> Counts:
 
 
 def _answer(tensor: Tensor) -> Any:
-    """Nothing is broken, and a row has so many cells; the last item is the last row."""
+    """Answers the host: nothing is broken, the last item is the last row, lists are zeros."""
     if tensor.dtype.is_floating_point or tensor.dtype == torch.bool:
         return False
     return ROWS - 1 if tensor.ndim == 0 else [0] * len(tensor)
 
 
 def report() -> dict[str, float]:
-    """Launches, roofline, gigabytes and waits of every case."""
+    """Returns launches, roofline, gigabytes and waits of every case."""
     told: dict[str, float] = {}
     for name in CASES:
         counts = training_counts(name)

@@ -4,7 +4,7 @@
 
 The records are the committed fixtures of the format (GSM8K texts, G = T = 256 and G = 128, T = 64)
 and decodes of the embedded model. Baselines: (a) ``per_step_store.py``, which keeps each step as
-zstd frames of its own; (b) plain numpy, the same arrays as int32 in one uncompressed ``.npz``.
+separate zstd frames; (b) plain numpy, the same arrays as int32 in one uncompressed ``.npz``.
 Everything runs in one process on one thread, repetitions interleaved. Times are medians: CPU time
 where one action is compared with another, wall time where records per second are counted.
 
@@ -15,16 +15,16 @@ What the ratios mean (each is baseline (a) over ours, per record):
 - ``replay_ratio``: from files in the page cache to all 64 final states. Each side reads its 64
   records as it stores them: (a) 64 files, ours one block, with checksums, rules and content digests
   checked. ``replay_ratio_lone`` compares one file of (a) with one block that holds one record, and
-  ``replay_ratio_picked`` with the read of a whole block of 64 for the sake of one record.
+  ``replay_ratio_picked`` with reading a whole block of 64 for one record.
 - ``capture_us_per_step``: time inside the observer's own calls (start, steps, end) over the steps,
   on the embedded model with a batch of 16; ``capture_overhead_percent`` is that over the time of a
-  step of a decode without capture. The loop does the same work with and without observers apart
-  from these calls, so this is what capture adds. ``capture_on_off_percent`` compares whole decodes,
-  pairs in turns; it swings by several percent on a busy machine. Making records of the buffer
+  step without capture. Apart from these calls, the loop does the same work with and without
+  observers, so this is what capture adds. ``capture_on_off_percent`` compares whole decodes in
+  pairs; it varies by several per cent on a busy machine. Making records from the buffer
   (``records_us``) is not part of the decode.
-- ``read_records_per_second``: records that leave the training loader of ``TrajectoryDataModule`` in
-  one process, one state per record, shuffled, collated to tensors, blocks of 64 (G = T = 256). On a
-  busy machine look at ``read_records_per_cpu_second``.
+- ``read_records_per_second``: records from the training loader of ``TrajectoryDataModule`` in one
+  process, one state per record, shuffled, collated to tensors, blocks of 64 (G = T = 256). On a
+  busy machine, prefer ``read_records_per_cpu_second``.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def sizes(name: str, records: Sequence[Trajectory]) -> Figures:
-    """Bytes per record of ours, of (a) and of (b)."""
+    """Measures bytes per record of ours, of (a) and of (b)."""
     ours = len(encode_block(records)) / len(records)
     baseline = statistics.mean(len(per_step_store.encode(record)) for record in records)
     return {
@@ -114,7 +114,7 @@ def _numpy_bytes(record: Trajectory) -> int:
 
 
 def speeds(size: str, records: list[Trajectory], folder: Path, repeats: int) -> Figures:
-    """Microseconds per record, interleaved."""
+    """Measures microseconds per record, interleaved, and their ratios."""
     folder.mkdir()
     n = len(records)
     block, lone, arrays = (
@@ -217,7 +217,7 @@ class TimedCapture(TrajectoryCapture):
 
 
 def capture(options: argparse.Namespace) -> tuple[list[Trajectory], Figures]:
-    """Decodes of the embedded model, and what capturing them costs."""
+    """Returns decodes of the embedded model, and what capturing them costs."""
     backbone, decoder = HFBackbone(path="tiny").eval(), Decoder(policy=EntropyPolicy())
     examples = WordProblems("test", num_examples=4 * options.batch).examples()
     batches = canvases(backbone, examples, batch=options.batch, length=options.length)
@@ -257,7 +257,7 @@ def capture(options: argparse.Namespace) -> tuple[list[Trajectory], Figures]:
 
 
 def copies(records: Sequence[Trajectory], count: int) -> list[Trajectory]:
-    """``count`` records, each with a uid (and so, for the split, a prompt) of its own."""
+    """Returns ``count`` records, each with a uid of its own."""
     return [
         replace(records[i % len(records)], uid=f"{records[i % len(records)].uid}#{i:06d}")
         for i in range(count)
@@ -265,7 +265,7 @@ def copies(records: Sequence[Trajectory], count: int) -> list[Trajectory]:
 
 
 def writing(records: list[Trajectory], folder: Path, repeats: int) -> Figures:
-    """Records per second through the public writer, closed and on disk."""
+    """Measures records per second through the public writer, closed and on disk."""
     empty: dict[str, str] = {}
     run = RunRecord(model=empty, tokenizer=empty, decode=empty, randomness=empty, data=empty)
     rates, puts = [], []
@@ -285,7 +285,7 @@ def writing(records: list[Trajectory], folder: Path, repeats: int) -> Figures:
 
 
 def reading(folder: Path, repeats: int) -> Figures:
-    """Records per second through the training loader of the data module."""
+    """Measures records per second through the training loader of the data module."""
     from lit_dlm.datamodules import TrajectoryDataModule  # Lightning takes seconds to import.
 
     def loader() -> TrajectoryDataModule:

@@ -2,10 +2,10 @@
 
     python benchmarks/trajectory_scale.py --records 1000000 --folder /tmp/scale
 
-Every phase is a process of its own, so that its peak memory is its own: writing by two ranks one
-after the other, merging the manifest, resuming (recovery and the uids that are done), reading all
-records, verifying up to level 2, and starting the data module of TraceLock's training on tokens up
-to its first batch (without the imports). A record has 24 prompt tokens, 48 response tokens of a
+Every phase has its own process, and so its own peak memory: writing by two ranks one after the
+other, merging the manifest, resuming (recovery and the list of completed uids), reading all
+records, verifying up to level 2, and starting the data module of TraceLock's training on tokens, up
+to its first batch (without the imports). A record has 24 prompt tokens, 48 response tokens from a
 Zipf distribution and 16 to 48 steps; the set is removed at the end unless ``--keep`` is given.
 """
 
@@ -37,7 +37,7 @@ P, G, MASK, VOCAB = 24, 48, 2, 32_000
 
 
 def synthetic(first: int, end: int) -> Iterator[Trajectory]:
-    """Records ``first`` to ``end - 1``."""
+    """Yields records ``first`` to ``end - 1``."""
     for start in range(first, end, 1000):
         size = min(1000, end - start)
         rng = np.random.default_rng(start)
@@ -60,7 +60,7 @@ def synthetic(first: int, end: int) -> Iterator[Trajectory]:
 
 
 def write(folder: Path, count: int) -> int:
-    """Two ranks write one half each."""
+    """Writes one half as each of two ranks."""
     run = RunRecord(model={}, tokenizer={}, decode={}, randomness={}, data={})
     for rank in range(2):
         with TrajectoryShardWriter(
@@ -72,23 +72,23 @@ def write(folder: Path, count: int) -> int:
 
 
 def merge(folder: Path, count: int) -> int:
-    """The manifest."""
+    """Merges the manifest."""
     return int(merge_manifest(folder)["num_records"])
 
 
 def resume(folder: Path, count: int) -> int:
-    """What a run asks of a folder before it goes on."""
+    """Prepares a folder as a run does that resumes."""
     recover(folder)
     return len(completed_uids(folder))
 
 
 def read(folder: Path, count: int) -> int:
-    """All records, with the rules of the format and checksums."""
+    """Reads all records, checking the rules of the format and checksums."""
     return sum(1 for _ in TrajectoryShardReader(folder, strict=False))
 
 
 def verify(folder: Path, count: int) -> int:
-    """Integrity, structure and authenticity."""
+    """Verifies integrity, structure and authenticity."""
     from lit_dlm.trajectories.verify import verify as verified
 
     problems = verified(shards_in(folder), level=2).problems
@@ -98,7 +98,7 @@ def verify(folder: Path, count: int) -> int:
 
 
 def start(folder: Path, count: int) -> int:
-    """The data module of training on tokens, up to its first batch."""
+    """Starts the data module of training on tokens, up to its first batch."""
     from lit_dlm.datamodules.trajectories import TrajectoryDataModule
 
     module = TrajectoryDataModule(folder, source="tokens")
