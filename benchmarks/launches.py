@@ -392,7 +392,7 @@ class _Steps:
     def on_step(self, record: StepRecord) -> None:
         """Begins or ends the count."""
         first, last = self.case.skipped - 1, self.case.skipped - 1 + self.case.steps
-        if self._asked - 1 in (first, last):  # a frontier is asked before every step
+        if self._asked - 1 in (first, last):  # the frontier is read before every step
             self.counted, self.counter.counts = self.counter.counts, Counts()
 
     def on_end(self, result: DecodeResult) -> None:
