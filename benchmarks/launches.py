@@ -6,7 +6,7 @@ the place of the GPU, so an operation that mixes CPU and meta tensors is a mista
 refuse or wait for.
 
 In the roofline, a launch takes as long as its bytes or its arithmetic, whichever is longer, at 4.0
-TB/s and 700 TFLOP/s (float32: 50), what an H100 or H200 gives in practice. Attention counts whole
+TB/s and 700 TFLOP/s (float32: 50), about what an H200 gives in practice. Attention counts whole
 tiles of 128 queries by 64 keys for each sequence and head that the kernel treats separately; under
 a mask it counts three times, since the only kernel with masks is that much slower than the flash
 kernel. Where launches are the bottleneck, at 5 to 10 microseconds each, their number is the time.

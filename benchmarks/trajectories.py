@@ -257,9 +257,9 @@ def capture(options: argparse.Namespace) -> tuple[list[Trajectory], Figures]:
 
 
 def copies(records: Sequence[Trajectory], count: int) -> list[Trajectory]:
-    """Returns ``count`` records, each with a uid of its own."""
+    """Returns ``count`` records, each with a uid and a prompt of its own."""
     return [
-        replace(records[i % len(records)], uid=f"{records[i % len(records)].uid}#{i:06d}")
+        replace(records[i % len(records)], uid=f"{records[i % len(records)].uid}.{i:06d}")
         for i in range(count)
     ]
 
