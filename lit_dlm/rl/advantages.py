@@ -1,9 +1,9 @@
 """Advantages of rollouts: comparisons within a group, and estimates over the steps of a decode.
 
-A decode writes several tokens per step, so returns and advantages are first formed per step and
-then given back to its tokens (TraceRL, arXiv:2509.06949, section on the diffusion value model).
+A decode writes several tokens per step, so returns and advantages are first computed per step and
+then passed on to its tokens (TraceRL, arXiv:2509.06949, section on the diffusion value model).
 
-A new advantage is a class of one's own with a method ``compute``, named by its import path:
+To add an advantage, write a class with a method ``compute`` and name it by its import path:
 ``data.advantage: my_file.MyAdvantage`` (``examples/advantage.py``).
 """
 
@@ -27,11 +27,11 @@ class Advantage(Plug):
 
     @abstractmethod
     def compute(self, rewards: Tensor) -> Tensor:
-        """``(n,)`` float32 advantages of one group's responses, from as many float32 rewards."""
+        """Returns ``(n,)`` float32 advantages of a group's responses for ``n`` float32 rewards."""
 
 
 class GroupZScore(Advantage):
-    """Rewards less their mean, in population standard deviations (GRPO, arXiv:2402.03300)."""
+    """Rewards less their mean, divided by their population deviation (GRPO, arXiv:2402.03300)."""
 
     def compute(self, rewards: Tensor) -> Tensor:
         centred = rewards - rewards.mean(-1, keepdim=True)
@@ -52,14 +52,14 @@ class LeaveOneOut(Advantage):
 
 
 class GroupMean(Advantage):
-    """Rewards less their mean, over a constant.
+    """Rewards less their mean, divided by a constant.
 
-    The spread of a group or of a batch as the divisor (GRPO) makes a small price as loud as a wrong
+    Dividing by the spread of a group or batch (GRPO) makes a small price count as much as a wrong
     answer wherever all responses are right; a constant does not (as in Dr. GRPO, arXiv:2503.20783).
 
     Args:
         scale: the constant.
-        clip: largest advantage, in either direction.
+        clip: largest absolute advantage.
     """
 
     def __init__(self, scale: float = 1.0, clip: float = math.inf) -> None:
@@ -86,14 +86,14 @@ def outcome_rewards(totals: Tensor, steps: Tensor, members: Tensor) -> Tensor:
         members: ``(B, G)`` bool, cells that are trained.
 
     Returns:
-        ``(B, G)`` of the dtype of ``totals``, 0 elsewhere.
+        ``(B, G)`` in the dtype of ``totals``, 0 on all other cells.
     """
     last = torch.where(members, steps, -1).amax(1, keepdim=True)
     return torch.where(members & (steps == last), totals[:, None], 0.0)
 
 
 class StepEstimates(NamedTuple):
-    """What value and policy are trained towards."""
+    """What the value model and the policy are trained on."""
 
     returns: Tensor
     """``(B, G)``: target of each token's value."""
@@ -105,7 +105,7 @@ class StepEstimates(NamedTuple):
 class StepGAE:
     """Generalised advantage estimation over the steps of a decode.
 
-    With ``r*``, ``V*`` the means over the trained tokens of step ``t`` and nothing past the end::
+    ``r*`` and ``V*`` are means over the trained tokens of step ``t``; all is 0 past the last step::
 
         R*_t = r*_t + g R*_{t+1}    A*_t = r*_t - V*_t + g V*_{t+1} + g l A*_{t+1}
         R_k  = r_k + g R*_{t+1}     A_k  = r_k - V_k + g V*_{t+1} + g l A*_{t+1}
@@ -116,19 +116,18 @@ class StepGAE:
     gamma: float = 1.0
     """Discount per step, ``g``."""
     lam: float = 1.0
-    """Weight of longer estimates, ``l``."""
+    """Weight of estimates over more steps, ``l``."""
 
     def compute(
         self, rewards: Tensor, values: Tensor, steps: Tensor, members: Tensor
     ) -> StepEstimates:
-        """Returns and advantages of every token.
+        """Computes the return and the advantage of every token.
 
         Args:
             rewards: ``(B, G)`` floating point, reward of each token.
             values: ``(B, G)`` floating point, value of each token just before it was written.
-            steps: ``(B, G)`` int64 order of writing; only the order of a row's distinct numbers
-                counts.
-            members: ``(B, G)`` bool, cells that are trained; all others have no part in any mean.
+            steps: ``(B, G)`` int64 numbers of steps; only their order within a row matters.
+            members: ``(B, G)`` bool, cells that are trained; the others enter no mean.
 
         Returns:
             In the dtype of ``values``, 0 outside the members.
@@ -138,15 +137,15 @@ class StepGAE:
         num_steps = int(torch.where(members, number, -1).max()) + 1
         number = torch.where(members, number, num_steps)
 
-        def mean(cells: Tensor) -> Tensor:  # (B, num_steps + 1), the last one unused
+        def mean(cells: Tensor) -> Tensor:  # (B, num_steps + 1), the last column unused
             total = cells.new_zeros(B, num_steps + 1).scatter_add_(1, number, cells * members)
             count = torch.zeros_like(total).scatter_add_(1, number, members.to(cells.dtype))
             return total / count.clamp_min(1)
 
         step_reward, step_value = mean(rewards), mean(values)
         num_of_row = torch.where(members, number, -1).amax(1) + 1
-        # Entry t: return, value and advantage of the step behind step t; nothing lies behind the
-        # last one and behind the cells left out, which come after it.
+        # Entry t: return, value and advantage of the step after step t; 0 for the last step, and
+        # for the cells left out, whose number comes after it.
         behind = values.new_zeros(num_steps + 1, 3, B)
         for t in range(num_steps - 1, 0, -1):  # a recursion in time
             next_return, next_value, next_advantage = behind[t]

@@ -1,11 +1,12 @@
 """TraceLock trained on outcomes: the actor is the acceptance network, its actions are commits.
 
-Rollouts, rewards, filters, advantages and resuming are those of :mod:`lit_dlm.rl.step`. A rollout
-decodes with commits *drawn* by the acceptance network over a frozen model; an item is one decode,
-its states are the steps, its units the candidates of a step, each with the log-probability of what
-was done with it. What the network saw at a step is kept in the record's features.
+Rollouts, rewards, filters, advantages and resuming work as in :mod:`lit_dlm.rl.step`. In a rollout
+the model is frozen and the acceptance network *draws* the commits. An item is one decode, its
+states are the steps, and its units are the candidates of a step, each with the log-probability that
+it was committed or left. The record's features hold what the network saw at each step.
 
-Policies of this kind, on confidences alone and with other rewards: arXiv 2512.09106, 2510.05725.
+Similar policies, with confidences as their only input and other rewards: arXiv 2512.09106,
+2510.05725.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from lit_dlm.trajectories.capture import FeatureCapture, StepBuffer, TrajectoryC
 from lit_dlm.trajectories.record import Trajectory
 
 HELD_BYTES = 2**30
-"""Features of an RL step that stay in memory; more lie in a file without a name. Several processes
-have those of all in memory."""
+"""Bytes of an RL step's features that stay in memory; the rest goes to a file without a name. Of
+several processes each has the features of all in memory."""
 
 
 class CommitCapture(TrajectoryCapture):
@@ -65,7 +66,7 @@ class CommitCapture(TrajectoryCapture):
         super().__init__(vocab_size=vocab_size, level="features", features=features)
         self.policy = policy
         self._held = 0  # bytes of features in memory
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - as long as its records are read
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open while its records are read
 
     def on_start(self, state: DecodeState) -> None:
         super().on_start(state)
@@ -83,7 +84,7 @@ class CommitCapture(TrajectoryCapture):
     def trajectories(
         self, uids: Sequence[str], metas: Sequence[Mapping[str, Any]] | None = None
     ) -> list[Trajectory]:
-        """The records with their features in memory, or in a file where there are many."""
+        """Returns the records, with features beyond :data:`HELD_BYTES` mapped from a file."""
         records = super().trajectories(uids, metas)
         begin, placed = self._file.seek(0, 2), {}
         for number, record in enumerate(records):
@@ -96,7 +97,7 @@ class CommitCapture(TrajectoryCapture):
         if not placed:
             return records
         self._file.flush()
-        mapped = np.memmap(self._file, np.uint8, "r", begin)  # one for all: each holds a file open
+        mapped = np.memmap(self._file, np.uint8, "r", begin)  # one for all: each keeps a file open
         for number, offset in placed.items():
             stored = records[number].features
             assert stored is not None
@@ -106,21 +107,21 @@ class CommitCapture(TrajectoryCapture):
         return records
 
     def _due(self) -> list[int]:
-        return list(self._open)  # every step is kept: no plan has to be asked
+        return list(self._open)  # every step is kept, so there is no plan to consult
 
     def _required(self, settings: FeatureCapture) -> frozenset[str]:
-        # Only cells in the window are candidates, so nobody needs the scores of the others.
+        # Only cells in the window are candidates, so the scores of the others are not needed.
         return super()._required(settings) - {"region"}
 
 
 @dataclass(eq=False, kw_only=True)
 class CommitItems(Items):
-    """Decodes of an RL step, one item each; a state is a step, a unit a candidate of it."""
+    """Decodes of an RL step, one item each; a state is a step, a unit is one of its candidates."""
 
     step: Tensor  # (K,) int64 step of each state
     visible: Tensor  # (K, G) bool: masked cells that the network saw
     commit: Tensor  # (K, G) bool: cells that the step committed
-    log_odds: Tensor  # (M,) float32 of each unit, when it was drawn
+    log_odds: Tensor  # (M,) float32 log-odds of each unit when it was drawn
 
     def sampled_log_prob(self) -> Tensor:
         return draw_log_prob(self.log_odds, self.commit[self.supervised])
@@ -136,7 +137,7 @@ class CommitItems(Items):
         )
 
     def _features(self, states: Tensor) -> np.ndarray:
-        """``(n, F)`` float32 of the visible cells, state by state."""
+        """Returns ``(n, F)`` float32 features of the visible cells, state by state."""
         records = self.item_record[self.item[states]].tolist()
         steps, visible = self.step[states].tolist(), self.visible[states].numpy()
         rows = []
@@ -147,7 +148,7 @@ class CommitItems(Items):
         return np.concatenate(rows).astype(np.float32)
 
     def _needed_length(self, units: Tensor) -> int:
-        return self.hidden.shape[1]  # the network may see more than a block of the model
+        return self.hidden.shape[1]  # the network may see beyond a block of the model
 
 
 @dataclass(eq=False, kw_only=True)
@@ -169,13 +170,13 @@ class CommitRows(RowBuilder):
         hidden, commit, log_odds = (torch.cat(parts) for parts in zip(*tables, strict=True))
         counts = torch.tensor([record.num_steps for record in records])
         candidates = log_odds.isfinite()
-        # A step that commits its best candidate alone has done so by a draw or by the stall rule:
-        # the chance of either is that no other candidate was drawn.
+        # A step that commits only its best candidate may have drawn it or used the stall rule: the
+        # probability of both together is that no other candidate is drawn.
         best = log_odds.masked_fill(~candidates, -torch.inf).argmax(1, keepdim=True)
         is_best = torch.zeros_like(commit).scatter_(1, best, value=True)
         is_alone = (commit == (is_best & candidates)).all(1, keepdim=True)
         units = candidates & ~(is_best & is_alone)
-        # States without a unit teach nothing, and an item is known by its units.
+        # States without a unit add nothing to the loss, and items are found through their units.
         kept = units.any(1)
         hidden, commit, log_odds, candidates, units = (
             part[kept] for part in (hidden, commit, log_odds, candidates, units)
@@ -203,7 +204,7 @@ class CommitRows(RowBuilder):
 
 
 def _steps_of(record: Trajectory, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Masked cells, commits and log-odds ``(T, G)`` of the steps of a record; NaN: no candidate."""
+    """Returns a record's ``(T, G)`` masked cells, commits and log-odds, NaN where no candidate."""
     shape = (record.num_steps, length)
     hidden = np.zeros(shape, dtype=np.bool_)
     commit = np.zeros(shape, dtype=np.bool_)
@@ -217,26 +218,25 @@ def _steps_of(record: Trajectory, length: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def draw_log_prob(log_odds: Tensor, commit: Tensor) -> Tensor:
-    """Log-probabilities ``log Bernoulli(commit; sigmoid(log_odds))``, of any shape."""
+    """Returns ``log Bernoulli(commit; sigmoid(log_odds))`` for tensors of any shape."""
     return F.logsigmoid(torch.where(commit, log_odds, -log_odds))
 
 
 class TraceLockRLModule(TraceRLModule):
     """Trains the acceptance network of TraceLock on what its decodes are worth.
 
-    The decoder of rollouts draws its commits (``temperature`` of its :class:`TraceLockPolicy`);
-    whatever TraceLock decoders there are decode with the weights in training: their own ``path``
-    is not read.
+    The decoder of rollouts draws its commits (``temperature`` of its :class:`TraceLockPolicy`).
+    All TraceLock decoders use the weights in training; their own ``path`` is not read.
 
     Args:
         backbone: the frozen denoiser.
         policy: folder of the policy to start from; ``null`` starts from random weights.
-        projector: folder of the projector of such a new policy.
-        head: architecture of such a new policy.
-        settings: what such a new policy is shown.
+        projector: folder of the projector, for a policy with random weights.
+        head: architecture of a policy with random weights.
+        settings: inputs of a policy with random weights.
         optimizer: constructor of the optimiser.
-        common: options of :class:`~lit_dlm.rl.module.TraceRLModule`, but for what it asks of the
-            states and of a value model.
+        common: options of :class:`~lit_dlm.rl.module.TraceRLModule`, except those of states, policy
+            loss and value model.
     """
 
     def __init__(
@@ -295,7 +295,7 @@ class TraceLockRLModule(TraceRLModule):
         self._check_rollouts(self.decoders[self.method])
 
     def _check_rollouts(self, decoder: Decoder) -> None:
-        """Refuses a decoder whose steps are no draws alone."""
+        """Refuses a decoder whose commits do not follow from the draws alone."""
         name, rules = f"decoders.{self.method}", decoder.settings
         for option, is_right, expected in (
             ("policy", isinstance(decoder.policy, TraceLockPolicy), "TraceLockPolicy"),
@@ -308,7 +308,7 @@ class TraceLockRLModule(TraceRLModule):
                 raise ValueError(f"{name}.{option}: expected {expected} where commits are trained")
 
     def check_objective(self) -> None:
-        """Nothing of the backbone is trained, so the objective has no claims on it."""
+        """Refuses options of the objective that apply only to a backbone in training."""
         for name, default in (("normalise", None), ("temperature", "rollout")):
             if (value := getattr(self.objective, name)) != default:
                 raise ValueError(
@@ -322,7 +322,7 @@ class TraceLockRLModule(TraceRLModule):
 
     def train(self, mode: bool = True) -> TraceLockRLModule:
         super().train(mode)
-        self.scorer.eval()  # dropout would make ratios of noise
+        self.scorer.eval()  # dropout would turn ratios into noise
         return self
 
     def rollout_capture(self, method: str) -> TrajectoryCapture:
@@ -332,13 +332,13 @@ class TraceLockRLModule(TraceRLModule):
         return CommitCapture(policy, vocab_size=self.backbone.vocab_size)
 
     def score(self, batch: CommitBatch) -> ItemScores:  # type: ignore[override]
-        """Log-probabilities of what was done with the candidates of a batch; differentiable."""
+        """Returns log-probabilities of the decisions on a batch's candidates; differentiable."""
         return self._drawn(batch, self.scorer.head)
 
     def _drawn(self, batch: CommitBatch, head: torch.nn.Module) -> ItemScores:
         states = torch.where(batch.hidden, int(PositionState.GEN), int(PositionState.LOCKED))
         features = batch.features
-        if features.device.type != "cpu":  # packed rows would have to be counted on the host
+        if features.device.type != "cpu":  # with packed rows the host would wait for their number
             dense = features.new_zeros(*batch.visible.shape, features.shape[1])
             features = dense.index_put(batch.visible.nonzero(as_tuple=True), features)
         logits = head(features, states, batch.visible).decision_logits[batch.supervised]
@@ -351,7 +351,7 @@ class TraceLockRLModule(TraceRLModule):
 
     @torch.no_grad()
     def reference_log_prob(self, batch: CommitBatch) -> Tensor:  # type: ignore[override]
-        """Log-probabilities ``(M,)`` under the policy that training began with."""
+        """Returns log-probabilities ``(M,)`` under the policy that training began with."""
         assert self.initial is not None
         return self._drawn(batch, self.initial).log_prob
 

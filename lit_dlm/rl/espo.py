@@ -1,4 +1,4 @@
-"""ESPO: the whole response is one action, whose log-probability is its evidence lower bound."""
+"""ESPO: a whole response is one action, and its log-probability is its evidence lower bound."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lit_dlm.rl.policy_losses import ClippedPolicyLoss
 class ESPO(ClippedPolicyLoss):
     """Clipped ratio of responses with the divergence ``k2`` (ESPO, arXiv:2512.03759, section 4).
 
-    The ratio is ``exp((ELBO - ELBO_old) / L)`` of a response of ``L`` tokens, and the divergence
-    ``(ELBO - ELBO_reference)^2 / 2``, per token, which is ``L d^2 / 2`` of the difference ``d`` in
-    nats a token. ``L`` counts the answer up to its end; the release also scores the fill behind it.
+    For a response of ``L`` tokens the ratio is ``exp((ELBO - ELBO_old) / L)``. The divergence is
+    ``(ELBO - ELBO_reference)^2 / 2`` per token, that is ``L d^2 / 2`` if they differ by ``d`` nats
+    per token. ``L`` counts the answer up to its end; the release also scores the fill after it.
 
     Args:
         clip: how far a ratio may rise or fall before its gradient is cut.

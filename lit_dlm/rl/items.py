@@ -1,8 +1,8 @@
-"""From scored rollouts to training items, batches of them, and rows of one forward.
+"""Turns scored rollouts into training items, batches of items, and the rows of one forward.
 
 An item is what is scored together: one state of a response, several packed in a row, or the views
-of one estimate. All items of an RL step lie in one table, :class:`Items`, a batch is a selection of
-it (:class:`RolloutBatch`), and :func:`training_rows` lays a batch out for the model.
+of one estimate. All items of an RL step are in one table, :class:`Items`; a batch selects some of
+them (:class:`RolloutBatch`), and :func:`training_rows` lays a batch out for the model.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.vision.base import prompt_pictures
 
 Normalise = Literal["group_mean", "response_length", "max_gen_length", "reference"]
-"""What the sum over a state's tokens is divided by. ``group_mean``: the tokens that one step wrote
-(the objective of arXiv:2509.06949; of a block model each block has its own step).
-``response_length``: the tokens of the answer. ``max_gen_length``: the cells of a response, a
-constant. ``reference``: what dLLM-RL does, the longest answer of the RL step for block models, else
-the targets of a state, where it leaves the divergence undivided."""
+"""What the sum over a state's tokens is divided by. ``group_mean``: the number of tokens that one
+step wrote (the objective of arXiv:2509.06949; in a block model each block has its own step).
+``response_length``: the number of tokens of the answer. ``max_gen_length``: the number of cells of
+a response, a constant. ``reference``: as in dLLM-RL, the longest answer of the RL step for block
+models, else the number of targets of a state, with the divergence left undivided."""
 
 # Signal that holds the sampler's own log-probability of every token.
 SAMPLED = "commit_log_prob"
 
-# Records whose states are drawn together: a corruption's tensors are much larger than the items.
+# Records whose states are drawn at a time: a corruption's tensors are much larger than the items.
 _CHUNK = 64
 
 
 @dataclass(eq=False, kw_only=True)
 class Units:
-    """States that are scored, and what is known of their tokens.
+    """States that are scored, and what is known about their tokens.
 
-    ``K`` states of ``G`` cells; ``N`` scored cells, state by state; ``M`` units, each a token with
-    one log-probability: the scored cells themselves, or of views the tokens or the response that
-    they share.
+    There are ``K`` states of ``G`` cells, ``N`` scored cells (state by state) and ``M`` units, each
+    with one log-probability. A unit is a scored cell or, with views, the token or the response that
+    several scored cells share.
     """
 
     item: Tensor  # (K,) int64 item of each state, ascending from 0
@@ -61,19 +61,19 @@ class Units:
     supervised: Tensor  # (K, G) bool, N cells in all
     weight: Tensor  # (M,) float32 weight of each unit in the loss
     kl_weight: Tensor  # (M,) float32 weight of its divergence
-    unit: Tensor | None = None  # (N,) int64 unit of each scored cell; None: its own
+    unit: Tensor | None = None  # (N,) int64 unit of each scored cell; None: each is a unit
     coefficient: Tensor | None = None  # (N,) float32 factor of each score in the sum of its unit
-    prompt_rate: float = 0.0  # chance of prompt tokens to be hidden
-    seeds: Tensor | None = None  # (K,) int64 seeds of that
-    # What is filled in before training; (M,) floating point each.
+    prompt_rate: float = 0.0  # probability that a prompt token is hidden
+    seeds: Tensor | None = None  # (K,) int64 seeds of that noise
+    # Filled in before training; (M,) floating point each.
     advantage: Tensor | None = None
     returns: Tensor | None = None
     old_log_prob: Tensor | None = None
     old_value: Tensor | None = None
-    reference: Tensor | None = None  # of the initial policy
+    reference: Tensor | None = None  # log-probability under the initial policy
 
     def per_unit(self, values: Tensor) -> Tensor:
-        """``(M,)`` sums of what the scored cells of each unit say, ``(N,)`` floating point."""
+        """Sums ``(N,)`` values of scored cells, times their coefficients, to ``(M,)`` of units."""
         if self.unit is None or self.coefficient is None:
             return values
         weighted = values * self.coefficient.to(values.dtype)
@@ -87,17 +87,17 @@ _FILLED = ("advantage", "returns", "old_log_prob", "old_value", "reference")
 class Items(Units):
     """All ``I`` items of an RL step, on the CPU.
 
-    They are a function of the records and a seed, so that every process builds the same ones and
-    only their order in batches differs.
+    They follow from the records and a seed, so all processes build the same items and differ only
+    in which of them their batches hold.
     """
 
     records: Sequence[Trajectory]
     spec: BackboneSpec  # of training rows
-    record: Tensor  # (M,) int64 number of the record that each unit is of
+    record: Tensor  # (M,) int64 number of the record that each unit belongs to
     cell: Tensor  # (M,) int64 response cell of each unit
     unit_item: Tensor  # (M,) int64 item of each unit, ascending
-    # (I,) float64 rows that an item stands for in a mean over rows: its states, each for those that
-    # a cap left out as well; the views of one estimate are one.
+    # (I,) float64 rows that each item counts for in a mean over rows: its states, scaled up for
+    # those that a cap left out; the views of one estimate count as one row.
     size: Tensor
 
     def __len__(self) -> int:
@@ -105,7 +105,7 @@ class Items(Units):
 
     @cached_property
     def _ends(self) -> tuple[Tensor, Tensor, Tensor]:
-        """``(I,)`` int64 numbers of states, units and scored cells up to the end of each item."""
+        """``(I,)`` int64 counts of states, units and scored cells up to the end of each item."""
         cells = self.unit_item if self.unit is None else self.unit_item[self.unit]
         owners = (self.item, self.unit_item, cells)
         return tuple(one.bincount(minlength=len(self)).cumsum(0) for one in owners)  # type: ignore[return-value]
@@ -116,10 +116,10 @@ class Items(Units):
         return self.record[self._ends[1] - 1]
 
     def sampled_log_prob(self) -> Tensor:
-        """``(M,)`` float32 log-probabilities under which the sampler drew the units.
+        """Returns the ``(M,)`` float32 log-probabilities with which the sampler drew the units.
 
-        NaN where it did not: what the end-of-text fill wrote, and units of views, which it never
-        saw.
+        NaN for cells that the end-of-text fill wrote, and for units of views, which the sampler
+        never saw.
         """
         table = torch.full((len(self.records), self.hidden.shape[1]), torch.nan)
         if self.unit is None:
@@ -129,7 +129,7 @@ class Items(Units):
         return table[self.record, self.cell]
 
     def units(self, numbers: Tensor) -> Tensor:
-        """Numbers of the units of some items, one item after the other."""
+        """Returns the numbers of the units of some items, item by item."""
         return _ranges(self._ends[1], numbers)[0]
 
     def batch(
@@ -140,15 +140,15 @@ class Items(Units):
         num_slots: int | None = None,
         is_empty: bool = False,
     ) -> RolloutBatch:
-        """The items of some ``(n,)`` int64 numbers, on the CPU, their weights times ``factor``.
+        """Returns the items with ``(n,)`` int64 numbers, on the CPU, weights times ``factor``.
 
-        Of a block model, cells that no target can see are cut off.
+        For a block model, cells that no target can see are cut off.
         """
         states, per_item = _ranges(self._ends[0], numbers)
         units, _ = _ranges(self._ends[1], numbers)
         length = self._needed_length(units)
         used, sample = self.item_record[numbers].unique(return_inverse=True)
-        # Without steps: the items know their states, so only the tokens are needed.
+        # Without steps: the states are drawn already, so only the tokens are needed.
         examples = [
             replace(one, response_ids=one.response_ids[:length], steps=None)
             for one in _examples([self.records[number] for number in used.tolist()])
@@ -159,7 +159,7 @@ class Items(Units):
         }
         if self.unit is not None and self.coefficient is not None:
             cells, _ = _ranges(self._ends[2], numbers)
-            # Units are numbered anew, by where they stand in the batch.
+            # Units are renumbered by their position in the batch.
             number = torch.empty(len(self.cell), dtype=torch.long)
             number[units] = torch.arange(len(units))
             found |= {"unit": number[self.unit[cells]], "coefficient": self.coefficient[cells]}
@@ -181,11 +181,11 @@ class Items(Units):
         )
 
     def _needed_length(self, units: Tensor) -> int:
-        """Response cells that take part in any prediction of some units."""
+        """Returns how many response cells the predictions of some units depend on."""
         whole = self.hidden.shape[1]
         if self.spec.attention != "block":
             return whole
-        # Blocks end where the prompt says, so the last cell of each record counts.
+        # Where blocks end depends on the prompt's length, so each record is looked at by itself.
         last = torch.full((len(self.records),), -1)
         last.scatter_reduce_(0, self.record[units], self.cell[units], "amax")
         needed = [
@@ -196,14 +196,14 @@ class Items(Units):
 
 
 def _ranges(ends: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """What lies in some ranges that end at ``ends``, one behind the other, and their lengths."""
+    """Returns the indices in some of the ranges that end at ``ends``, and the ranges' lengths."""
     lengths = ends.diff(prepend=ends.new_zeros(1))[numbers]
     shift = ends[numbers] - lengths.cumsum(0)
     return torch.arange(int(lengths.sum())) + shift.repeat_interleave(lengths), lengths
 
 
 def joined(parts: Sequence[Items]) -> Items:
-    """Items one behind the other, of responses with as many cells."""
+    """Concatenates items whose responses have equally many cells."""
     num_items = num_units = 0
     found: dict[str, list[Tensor]] = {}
     for part in parts:
@@ -218,7 +218,7 @@ def joined(parts: Sequence[Items]) -> Items:
 
 
 def _examples(records: Sequence[Trajectory], *, epoch: int = 0) -> list[SupervisedExample]:
-    """Records as responses of a pass over them."""
+    """Returns records as training examples of one pass over them."""
     for record in records:
         if record.superseded is not None:
             raise ValueError(
@@ -241,14 +241,14 @@ def _examples(records: Sequence[Trajectory], *, epoch: int = 0) -> list[Supervis
 
 @dataclass(eq=False)
 class RowBuilder:
-    """Turns records into items with any corruption; the trainer does not know which."""
+    """Turns records into items with any corruption; the trainer need not know which."""
 
-    corruption: Corruption  # which states a response gives
-    spec: BackboneSpec  # its block origin decides the blocks of the training rows
+    corruption: Corruption  # which states of a response are trained on
+    spec: BackboneSpec  # its block origin decides where blocks of training rows begin
     _: KW_ONLY
     seed: int = 0  # of the states' noise
-    num_padding: int | None = 0  # cells of fill behind an answer that may be targets; None for all
-    normalise: Normalise | None = None  # max_gen_length for block models, else group_mean
+    num_padding: int | None = 0  # cells of fill after an answer that may be targets; None for all
+    normalise: Normalise | None = None  # None: max_gen_length for block models, else group_mean
     copies: int = 1  # states of one response in one row, for block models
 
     def __post_init__(self) -> None:
@@ -264,7 +264,7 @@ class RowBuilder:
     def responses(
         self, records: Sequence[Trajectory], *, epoch: int = 0, length: int | None = None
     ) -> Responses:
-        """What corruptions see of records, of ``length`` cells, by default those of the longest."""
+        """Returns records as a corruption sees them, with ``length`` cells (default: the most)."""
         batch = collate_supervised(
             _examples(records, epoch=epoch),
             response_length=length or max(record.num_generated for record in records),
@@ -273,9 +273,9 @@ class RowBuilder:
         return responses_of(batch, self.spec, seed=self.seed, num_padding=self.num_padding)
 
     def items(self, records: Sequence[Trajectory], *, epoch: int = 0) -> Items:
-        """All items of a pass over records, one record after the other.
+        """Returns all items of a pass over records, record by record.
 
-        States without a target are left out; advantages and old scores are yet to come.
+        States without a target are left out; advantages and old scores are filled in later.
         """
         length = max((record.num_generated for record in records), default=0)
         longest, parts = 1, []
@@ -287,7 +287,7 @@ class RowBuilder:
             parts.append(self._items(states, responses, records, first))
         found = joined(parts)
         if self.normalise == "reference" and self.spec.attention == "block":
-            found.weight /= longest  # of all chunks, so known only now
+            found.weight /= longest  # over all chunks, so known only now
             found.kl_weight /= longest
         return found
 
@@ -298,7 +298,7 @@ class RowBuilder:
         records: Sequence[Trajectory],
         first: int,
     ) -> Items:
-        """Items of states of the records from ``first`` on."""
+        """Returns the items of a chunk of records that begins at number ``first``."""
         weight, kl_weight = self._weights(states, responses)
         taken = states.supervised.any(1).nonzero()[:, 0]
         sample, supervised = states.sample[taken], states.supervised[taken]
@@ -310,13 +310,13 @@ class RowBuilder:
         size.index_add_(0, item, share.double())
         if states.view_of is not None and states.coefficient is not None:
             G = supervised.shape[1]
-            if states.whole:  # the last cell stands for the response
+            if states.whole:  # the last cell represents the response
                 last = torch.zeros_like(item).scatter_reduce(0, unit_item, cell, "amax")
                 cell = last[unit_item]
             shared, unit = (unit_item * G + cell).unique(return_inverse=True)
             unit_item, cell = shared // G, shared % G
             coefficient = states.coefficient[taken][supervised]
-            # The first view of an item, which hides all, stands for its units.
+            # The first view represents an item: it hides all, or all views have equal weights.
             lead = torch.searchsorted(item, torch.arange(len(size)))
             size, state = share[lead].double(), lead[unit_item]
         return Items(
@@ -338,7 +338,7 @@ class RowBuilder:
         )
 
     def _item_of(self, states: NoisyStates, taken: Tensor) -> Tensor:
-        """``(K,)`` int64 item of each state that is taken."""
+        """Returns the ``(K,)`` int64 item of each state that is taken."""
         if states.view_of is not None:
             kind = states.view_of[taken]
         elif self.copies == 1:
@@ -352,12 +352,12 @@ class RowBuilder:
         return kind.unique_consecutive(return_inverse=True)[1]
 
     def _weights(self, states: NoisyStates, responses: Responses) -> tuple[Tensor, Tensor]:
-        """``(R, G)`` weights of policy and divergence terms."""
+        """Returns ``(R, G)`` weights of the policy terms and of the divergence terms."""
         supervised = states.supervised
         maskable = responses.maskable[states.sample]
         R, G = supervised.shape
         one = torch.ones(R, G, dtype=torch.float32)
-        if states.whole:  # in nats a token, and the divergence in nats
+        if states.whole:  # policy terms are in nats per token, divergences in nats
             return one, maskable.sum(1, keepdim=True).float().expand(R, G)
         if states.share is not None:
             one = one * states.share[:, None]
@@ -380,7 +380,7 @@ class RowBuilder:
 
 
 def _check(corruption: Corruption, spec: BackboneSpec, copies: int) -> None:
-    """Refuses states that cannot be trained on rollouts of a model."""
+    """Refuses states that cannot be trained on with rollouts of a model."""
     weight = inspect.signature(type(corruption).__init__).parameters.get("weight")
     if isinstance(corruption, Autoregressive):
         raise ValueError(
@@ -400,11 +400,11 @@ def _check(corruption: Corruption, spec: BackboneSpec, copies: int) -> None:
 
 
 def order_of_writing(responses: Responses, *, shrink: int = 1) -> tuple[Tensor, Tensor]:
-    """The distinct shrunk steps of responses in their order, over all blocks.
+    """Numbers the steps of each response in the order of writing, over all blocks.
 
-    Returns ``(B, G)`` int64 numbers from 0 and ``(B, G)`` bool, the trained cells that have one. Of
-    ``shrink`` consecutive steps (within a block, for block models) each counts that wrote anything,
-    padding too, as in the states of a decode that is replayed.
+    Returns ``(B, G)`` int64 numbers from 0 and ``(B, G)`` bool, the trained cells that have one.
+    ``shrink`` consecutive steps (within a block, for block models) count as one; steps that wrote
+    only padding are among them, as when a decode is replayed.
     """
     steps = responses.steps
     members = responses.maskable & (steps >= 0)
@@ -420,18 +420,18 @@ def order_of_writing(responses: Responses, *, shrink: int = 1) -> tuple[Tensor, 
 
 @dataclass(eq=False, kw_only=True)
 class RolloutBatch(Units, TensorBatch):
-    """Items of one micro-batch. The loss is the sum over a full one, divided by ``num_slots``."""
+    """Items of one micro-batch. The loss is their sum divided by ``num_slots``."""
 
-    responses: SupervisedBatch  # the distinct ones, G cells each
+    responses: SupervisedBatch  # the distinct responses, G cells each
     sample: Tensor  # (K,) int64 response of each state
     num_slots: int  # items of a full batch
-    # Rows that the weights stand for: in an update as many as it has slots, however they lie.
+    # Rows that the weights count for; over an update they add up to the number of its slots.
     num_rows: float
     is_empty: bool = False  # the RL step has nothing to learn from, so no update may follow
 
 
 def training_rows(batch: RolloutBatch, spec: BackboneSpec) -> TrainingRows:
-    """A row per state, or per item where states are packed; slots in the order of the states."""
+    """Lays out a row per state, or per item where states are packed; slots follow the states."""
     is_packed = spec.attention == "block" and len(batch.item) > int(batch.item[-1]) + 1
     states = NoisyStates(
         sample=batch.sample,

@@ -1,4 +1,4 @@
-"""What an RL run logs: facts of its rollouts, scores of its updates, and validation by rollouts."""
+"""What an RL run logs: facts about rollouts, scores of updates, and validation by rollouts."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _FACTS = ("reward", "response_length", "num_steps", "correct", "graded")
 
 
 class RolloutValidation:
-    """Decodes held-out prompts of all processes, scores the responses and adds up.
+    """Decodes held-out prompts on all processes, scores the responses and averages the scores.
 
-    Of the engines, by decoder, the first one is in charge.
+    There is one engine per decoder; scores of the first decoder get the plain names.
     """
 
     def __init__(
@@ -55,15 +55,15 @@ class RolloutValidation:
         self.begin()
 
     def begin(self) -> None:
-        # By decoder and prompt, over its responses: sums of the facts and how many there are. The
-        # responses to one prompt may lie on different processes.
+        # Per decoder and prompt: sums of the facts over its responses, and their number. The
+        # responses to one prompt may be on different processes.
         shape = (len(self.engines), self.num_prompts, len(_FACTS) + 1)
         self._totals = torch.zeros(shape, dtype=torch.float64)
 
     def add(self, method: str) -> None:
-        """Decodes the held-out prompts that this process takes, and scores them.
+        """Decodes this process's share of the held-out prompts, and scores the responses.
 
-        Processes share them as rows of their batches end: every process must call it.
+        Processes take prompts from one queue as rows of their batches end, so all must call it.
         """
         totals = self._totals[list(self.engines).index(method)]
         rollouts = self.engines[method].generate(self.prompts[method], shared=True)
@@ -72,10 +72,10 @@ class RolloutValidation:
             totals[rollout.trajectory.meta["prompt"]] += _facts(rollout, score)
 
     def result(self, ranks: Ranks) -> dict[str, float]:
-        """Means over the prompts of all processes; every process must call it.
+        """Returns means over the prompts of all processes; every process must call it.
 
         Responses to one prompt are averaged first. Scores of the first decoder have plain names,
-        those of others their decoder's and a slash in front; one without a response has none.
+        others the decoder's name and a slash in front; a decoder without a response has none.
         """
         # In float32 where the device has nothing better.
         dtype = torch.float32 if ranks.device.type == "mps" else torch.float64
@@ -93,13 +93,13 @@ class RolloutValidation:
 def validation_of(
     module: TrainableModule, methods: Sequence[str], settings: RolloutSettings, *, limit: float
 ) -> RolloutValidation:
-    """The validation of a run with some decoders.
+    """Makes the validation of a run for some decoders.
 
-    ``limit``: share of the held-out prompts, or as an integer number of responses, of each decoder.
+    ``limit``: share of the held-out prompts or, as an integer, number of responses per decoder.
     """
     tasks, response_length = settings.val_tasks or [], settings.val_response_length
     response_length = response_length or settings.response_length
-    # Rewards after the filters only see groups worth training on, and nothing is filtered here.
+    # Rewards after the filters see only groups worth training on, and nothing is filtered here.
     rewards = [reward for reward in settings.rewards if not reward.after_filters]
     if settings.rewards and not rewards:
         raise ValueError(
@@ -135,7 +135,7 @@ def validation_of(
 
 
 def _facts(rollout: Rollout, score: RewardScore) -> Tensor:
-    """``(len(_FACTS) + 1,)`` float64 facts of a response, and 1 for itself."""
+    """Returns ``(len(_FACTS) + 1,)`` float64: the facts of a response, and 1 to count it."""
     record = rollout.trajectory
     lengths = (record.meta["num_tokens"], record.num_steps)
     facts = (score.total, *lengths, score.is_correct, score.is_graded)
@@ -143,7 +143,7 @@ def _facts(rollout: Rollout, score: RewardScore) -> Tensor:
 
 
 def _means(totals: Tensor) -> dict[str, float]:
-    """Means over the prompts with a response; none without any."""
+    """Returns means over the prompts that have a response; empty if none has."""
     totals = totals[totals[:, -1] > 0]
     if not len(totals):
         return {}
@@ -162,8 +162,8 @@ def _means(totals: Tensor) -> dict[str, float]:
 class UpdateScores(nn.Module):
     """Metrics over the updates of one RL step; their sums cover all processes.
 
-    Losses are means over rows in every update, and over updates. The children have the names under
-    which they are logged.
+    Losses are averaged over the rows of each update, then over updates. The children have the names
+    under which they are logged.
     """
 
     def __init__(self, *, with_value: bool) -> None:
@@ -175,10 +175,11 @@ class UpdateScores(nn.Module):
 
 
 def rollout_facts(records: Sequence[Trajectory]) -> dict[str, float]:
-    """Means over the rollouts of all processes, dropped groups included; records in order.
+    """Returns means over the rollouts of all processes, dropped groups included.
 
-    ``correct`` is a share of what was graded, ``reward_std`` a mean deviation within groups,
-    ``garbled`` a share of texts that are no valid unicode; lengths go up to the end of text.
+    Records must be in order. ``correct`` is the share of right responses among those graded,
+    ``reward_std`` the mean over groups of the deviation within each, ``garbled`` the share of texts
+    that are not valid Unicode; lengths go up to the end of text.
     """
     metas = [record.meta for record in records]
     groups = groups_of(records)
@@ -205,13 +206,13 @@ def rollout_facts(records: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _known_means(tables: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """Mean of each name over the tables that know it; no entry where none does."""
+    """Returns the mean of each name over the tables that have it; no entry where none has."""
     found = {name: [t[name] for t in tables if t.get(name) is not None] for name in names}
     return {name: np.mean(values) for name, values in found.items() if values}
 
 
 class Quotient(Metric):
-    """One sum over another, 0 where the latter is 0."""
+    """One sum divided by another; 0 where the latter is 0."""
 
     full_state_update = False
 
@@ -233,11 +234,11 @@ class Quotient(Metric):
 
 
 class ValueFit(Metric):
-    """How well values fit returns, over all tokens alike.
+    """How well values fit returns, with equal weight on all tokens.
 
     Args:
         score: ``error``, the root of the mean squared error, or ``explained``, the share of the
-            returns' variance that the values explain: 0 where these do not vary.
+            returns' variance that the values explain (0 where the returns do not vary).
     """
 
     full_state_update = False
@@ -250,7 +251,7 @@ class ValueFit(Metric):
         self.add_state("sums", torch.zeros(4, dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, values: Tensor, returns: Tensor, counted: Tensor) -> None:
-        """Adds ``(N,)`` tokens, of which those that are ``counted`` count."""
+        """Adds those of ``(N,)`` tokens that are ``counted``."""
         target = torch.where(counted, returns, 0.0).double()
         error = torch.where(counted, values.detach() - returns, 0.0).double()
         terms = (counted.double(), target, target**2, error**2)

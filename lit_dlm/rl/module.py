@@ -1,8 +1,8 @@
 """TraceRL: policy optimisation on the states that a rollout went through (arXiv:2509.06949).
 
-An epoch is one RL step: the module calls :func:`~lit_dlm.rl.step.rl_step` when it begins, and then
-trains on the batches that this returns. It does not know which objective drew their states (traces,
-random masks, complements, views) nor where rollouts come from.
+An epoch is one RL step: at its beginning the module calls :func:`~lit_dlm.rl.step.rl_step`, then it
+trains on the batches returned. It does not know which corruption drew their states (traces, random
+masks, complements, views) or where the rollouts come from.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _SECONDS = 10.0
 
 
 class RolloutProgress:
-    """Reports phase, share and time left: to callbacks that take it, else to the log.
+    """Reports phase, progress and time left to callbacks that show them, else to the log.
 
-    A callback takes it by a method ``on_rollout_progress(text, done, total)``, which says whether
-    it has shown it.
+    Such a callback has a method ``on_rollout_progress(text, done, total)``, which returns whether
+    it has shown the text.
     """
 
     def __init__(self, trainer: Trainer, step: int) -> None:
@@ -61,7 +61,7 @@ class RolloutProgress:
     def __call__(self, phase: str, done: int, total: int) -> None:
         now = time.monotonic()
         if phase != self._phase:
-            # The first report comes after the first batch, when the rate is known already.
+            # A phase's first report comes after its first batch, so the rate is known by then.
             self._phase, self._began = phase, self._told
         if not self.trainer.is_global_zero:
             return
@@ -83,19 +83,19 @@ class RolloutProgress:
 logger = logging.getLogger(__name__)
 
 VALUE = "value"  # name of the value model's adapter on the policy's weights
-_PROGRESS = "rl_progress"  # key of a checkpoint
+_PROGRESS = "rl_progress"  # key in a checkpoint
 _DEFAULT_SANITY_STEPS = 2  # Lightning's own number of validation batches before training
 
 
 class TraceRLModule(TrainableModule):
-    """Trains a policy, and a value model beside it, on rollouts of its own.
+    """Trains a policy, and with ``value`` a value model, on the policy's own rollouts.
 
-    Policy and value are optimised together in two parameter groups whose gradients are clipped
-    apart: advantages are fixed before either moves, so this equals training one after the other.
+    Both are optimised together in two parameter groups whose gradients are clipped separately.
+    Advantages are fixed before either changes, so this equals training one after the other.
     The learning rate is constant after a warm-up.
 
     Args:
-        backbone: the policy; with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.
+        backbone: the policy: with ``lora``, with a trainable ``adapter``, or fully ``trainable``.
             Dropout must be 0.
         decoders: decoding methods by name.
         corruption: the states trained on: ``TraceMasking`` (TraceRL; by default every step, exactly
@@ -103,18 +103,18 @@ class TraceRLModule(TrainableModule):
             (coupled-GRPO), ``MaskedPrompt`` (diffu-GRPO) or ``BoundViews`` (bounds of responses).
         method: decoder of rollouts; the first one by default.
         val_method: decoder of validation, or several; that of rollouts by default. The first one
-            gives ``val/reward``, others ``val/NAME/reward``.
+            logs ``val/reward``, the others ``val/NAME/reward``.
         objective: the clipped policy loss, and which log-probabilities a policy loss gets.
-        policy_loss: takes the place of the clipped loss: ``ESPO``, ``SPG``,
-            ``WeightedLikelihood`` (wd1), or one of your own by its import path.
-        value: value model; ``null`` for none, then every token has the advantage of its response.
-        value_backbone: its own model, with ``value.backbone: full``.
+        policy_loss: replaces the clipped loss: ``ESPO``, ``SPG``, ``WeightedLikelihood`` (wd1), or
+            one of your own by its import path.
+        value: value model; with ``null`` every token has the advantage of its response.
+        value_backbone: a separate value model, with ``value.backbone: full``.
         block_alignment: where blocks of training rows are counted from: ``absolute`` as in
             decoding, ``response`` as in dLLM-RL; ``null`` leaves it to the backbone.
-        block_size: cells of a block in training rows; the model's own by default. A larger one
-            grows the blocks while rollouts still have the old size.
+        block_size: cells of a block in training rows; the model's own by default. A larger value
+            trains the model for larger blocks, while rollouts still use the old size.
         packing: states of one response in one row, for block models; 1 keeps them apart. A packed
-            row is one item of ``data.batch_size`` and ``packing`` rows of ``data.rows_per_update``.
+            row is one item in ``data.batch_size`` and ``packing`` rows in ``data.rows_per_update``.
         optimizer: constructor of the optimiser; its learning rate is the policy's.
         warmup_steps: optimiser steps of a linear warm-up.
         common: options of :class:`~lit_dlm.modules.finetune.TrainableModule`.
@@ -175,7 +175,7 @@ class TraceRLModule(TrainableModule):
         if value is not None:
             self._add_value(value)
         self.update_scores = UpdateScores(with_value=value is not None)
-        self.progress = RLProgress()  # between two RL steps
+        self.progress = RLProgress()  # updated between two RL steps
         self.current: RLStep | None = None  # the RL step that is trained on
         self.validation: RolloutValidation | None = None  # of held-out prompts
         self._skips_update = False
@@ -208,22 +208,22 @@ class TraceRLModule(TrainableModule):
             )
 
     def _add_value(self, value: ValueObjective) -> None:
-        """Adds what the values are read from, and their head."""
+        """Adds the value head and, with ``lora``, the adapter that it reads."""
         own = self.value_backbone
         if value.backbone == "lora":
             self.backbone.add_side_adapter(VALUE, value.lora)
         if own is not None and not own.architecture.tie_embeddings:
-            # No value passes through it, and DDP waits for the gradient of all that trains.
+            # Values do not pass through it, and DDP waits for the gradients of all that trains.
             own.model.lm_head.requires_grad_(False)
         reader = own or self.backbone
         if self.backbone.vision is not None and reader.vision is not None:
             reader.vision.known = self.backbone.vision.known
         self.value_head = ValueHead(reader.hidden_size)
 
-    # -- what RL needs of the trainer ------------------------------------------------------------
+    # -- what RL needs from the trainer ----------------------------------------------------------
 
     def configure_callbacks(self) -> list[Callback]:
-        """Sets the trainer up; the first hook of a run, before callbacks read its settings."""
+        """Sets up the trainer; this first hook of a run comes before callbacks read settings."""
         if self.trainer.state.fn == "fit":
             set_up_trainer(self.trainer)
         return []
@@ -241,7 +241,7 @@ class TraceRLModule(TrainableModule):
         settings: RolloutSettings,
         validation: RolloutValidation | None,
     ) -> None:
-        """Takes where rollouts and held-out scores come from; the data module gives them."""
+        """Sets where rollouts and held-out scores come from; called by the data module."""
         self._source, self._settings, self.validation = source, settings, validation
 
     def next_rl_step(self) -> RLStep:
@@ -276,7 +276,7 @@ class TraceRLModule(TrainableModule):
                 "policy as it is now; checkpoints at the end of epochs resume exactly",
                 progress["step"],
             )
-            # As if the epoch had not begun: Lightning would pass over as many of the new batches.
+            # As if the epoch had not begun, or Lightning would skip as many of the new batches.
             loops = checkpoint["loops"]["fit_loop"]
             batches, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]
             for kind, count in batches["current"].items():
@@ -287,12 +287,12 @@ class TraceRLModule(TrainableModule):
         self.progress = RLProgress(**progress)
 
     def rollout_weights(self) -> AbstractContextManager[None]:
-        """Whole weights with the adapter folded in, as decoding wants them."""
+        """Gathers whole weights and merges the adapter, as decoding needs them."""
         return decoding_weights(self.backbone)
 
     @contextmanager
     def value_weights(self) -> Iterator[None]:
-        """Whole weights of the value model: processes have different numbers of states."""
+        """Gathers the value model's weights, since processes have different numbers of states."""
         assert self.value_head is not None
         with whole_weights(self.value_backbone or self.backbone), whole_weights(self.value_head):
             yield
@@ -328,7 +328,7 @@ class TraceRLModule(TrainableModule):
         return ItemScores(log_prob, stats.entropy, values)
 
     def values(self, batch: RolloutBatch) -> Tensor:
-        """``(M,)`` values of the tokens of a batch on the module's device, without their scores."""
+        """Returns ``(M,)`` values of a batch on the module's device, without scoring its tokens."""
         return self._values(training_rows(batch, self.row_spec), None)
 
     def _values(self, rows: TrainingRows, hidden: Tensor | None) -> Tensor:
@@ -346,7 +346,7 @@ class TraceRLModule(TrainableModule):
 
     @torch.no_grad()
     def reference_log_prob(self, batch: RolloutBatch) -> Tensor:
-        """Log-probabilities ``(M,)`` under the backbone without its adapter."""
+        """Returns log-probabilities ``(M,)`` under the backbone without its adapter."""
         with self.backbone.using_adapter(None):
             return self._scored(batch, with_value=False).log_prob
 
@@ -379,7 +379,7 @@ class TraceRLModule(TrainableModule):
                 self.update_scores.value_loss.update(value.total, batch.num_rows)
                 for fit in (self.update_scores.value_error, self.update_scores.value_explained):
                     fit.update(scores.value, batch.returns, counted)
-        # Sums over states, divided by the items of a full batch: smaller updates weigh their items
+        # Sums over states, divided by the items of a full batch. Smaller updates weight their items
         # more (``shard_items``), so every update is a mean over rows.
         loss = total / batch.num_slots
         self.require_finite_loss(loss, batch.responses.uids)
@@ -407,7 +407,7 @@ class TraceRLModule(TrainableModule):
         self.log_dict(self.current.facts, on_step=False, on_epoch=True, sync_dist=True)
 
     def on_train_epoch_end(self) -> None:
-        """Leaves the RL step behind, before checkpoints are written."""
+        """Marks the RL step as done, before checkpoints are written."""
         assert self.current is not None
         self.progress = self.current.progress
 
@@ -433,7 +433,7 @@ class TraceRLModule(TrainableModule):
             self.validation.begin()
 
     def validation_step(self, batch: str, batch_idx: int = 0) -> None:
-        """Decodes the held-out prompts with a decoder, whose name is the batch, and scores them."""
+        """Decodes the held-out prompts with the decoder named ``batch``, and scores responses."""
         assert self.validation is not None
         self.validation.add(batch)
 
@@ -445,7 +445,7 @@ class TraceRLModule(TrainableModule):
             self.log_dict(named, sync_dist=True)
 
     def on_validation_end(self) -> None:
-        """Shards the weights again, and takes the adapter out of them."""
+        """Unmerges the adapter and shards the weights again."""
         self._whole.close()
 
     # -- optimisation ----------------------------------------------------------------------------
@@ -469,7 +469,7 @@ class TraceRLModule(TrainableModule):
         if policy and value:
             assert self.value is not None
             groups.append({"params": value, "lr": self.value.lr})
-        # The length of a run is not known in updates, so there is nothing to decay over.
+        # The number of updates of a run is not known, so there is nothing to decay over.
         return self.scheduled(groups, lambda step: min(1.0, (step + 1) / (self.warmup_steps + 1)))
 
     def configure_gradient_clipping(
@@ -478,10 +478,10 @@ class TraceRLModule(TrainableModule):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clips policy and value gradients apart, each to ``trainer.gradient_clip_val``.
+        """Clips policy and value gradients separately, each to ``trainer.gradient_clip_val``.
 
-        After an RL step without anything to learn from parameters lose their gradient, so that
-        neither momentum nor decay moves them.
+        After an RL step with nothing to learn from, gradients are dropped, so that neither
+        momentum nor weight decay changes the parameters.
         """
         if self._skips_update:
             optimizer.zero_grad()
@@ -508,7 +508,7 @@ class TraceRLModule(TrainableModule):
 def _row_spec(
     spec: BackboneSpec, block_size: int | None, alignment: Literal["absolute", "response"] | None
 ) -> BackboneSpec:
-    """The specification of training rows, whose blocks may be others than the model's."""
+    """Returns the specification of training rows, whose blocks may differ from the model's."""
     for name, value in (("block_size", block_size), ("block_alignment", alignment)):
         if value is not None and spec.attention != "block":
             raise ValueError(f"{name}: only for block attention, got {spec.attention} attention")
@@ -520,25 +520,25 @@ def _row_spec(
 
 
 def set_up_trainer(trainer: Trainer) -> None:
-    """Sets what RL needs and Lightning's defaults do not give, for a run that fits."""
-    # Every epoch has rollouts of its own.
+    """Sets options of a ``fit`` run whose Lightning defaults do not suit RL."""
+    # Every epoch has its own rollouts.
     trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
     if trainer.num_sanity_val_steps == _DEFAULT_SANITY_STEPS:
-        # A reward curve begins with the policy as it was; two batches say nothing.
+        # A reward curve begins with the policy before training; two batches would say too little.
         trainer.num_sanity_val_steps = float("inf")
     for saver in trainer.checkpoint_callbacks:
-        # Lightning would save after validation, within the RL step, where none can be resumed.
+        # Lightning would save after validation, within an RL step, which cannot be resumed there.
         if isinstance(saver, ModelCheckpoint) and saver._every_n_epochs:
             _set_true(saver, "_save_on_train_epoch_end")
     for stopper in trainer.early_stopping_callbacks:
-        # At a validation the score of the RL step that has just been trained is not logged yet, and
-        # Lightning would take that of an earlier one.
+        # During validation the scores of the RL step that was just trained are not logged yet, and
+        # Lightning would use those of an earlier one.
         if isinstance(stopper, EarlyStopping) and not stopper.monitor.startswith("val/"):
             _set_true(stopper, "_check_on_train_epoch_end")
 
 
 def _set_true(callback: Callback, name: str) -> None:
-    """Sets an option that is left open."""
+    """Sets an option to true, unless it was explicitly set to false, which is an error."""
     if getattr(callback, name) is False:
         raise ValueError(
             f"{type(callback).__name__}.{name.strip('_')}: expected true, since an RL step is a "

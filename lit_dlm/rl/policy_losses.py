@@ -1,6 +1,6 @@
 """Policy losses per predicted token: the clipped one of TraceRL, or one of your own.
 
-A new loss is a class with a method ``compute``, named by its import path:
+To add a loss, write a class with a method ``compute`` and name it by its import path:
 ``model.policy_loss: my_file.MyLoss``.
 """
 
@@ -24,12 +24,12 @@ class PolicyLoss(Plug):
     """Turns scored tokens into the loss of the policy."""
 
     has_divergence: ClassVar[bool] = True
-    """Whether it holds the policy near another, which ``objective.kl_to`` names."""
+    """Whether it keeps the policy near another one, which ``objective.kl_to`` names."""
     needs_bounds: ClassVar[bool] = False
-    """Whether it is of whole responses, whose states ``BoundViews`` draws."""
+    """Whether it compares whole responses, whose states ``BoundViews`` draws."""
 
     def estimate(self, log_prob: Tensor, batch: Units) -> Tensor:
-        """``(M,)`` log-probabilities of units, from ``(N,)`` of the cells that were scored."""
+        """Returns ``(M,)`` log-probabilities of units, given ``(N,)`` of the scored cells."""
         return batch.per_unit(log_prob)
 
     @abstractmethod
@@ -43,25 +43,25 @@ class PolicyLoss(Plug):
         reference: Tensor | None = None,
         kl_weight: Tensor | None = None,
     ) -> LossTerms:
-        """Loss of the tokens of a batch: a weighted sum, not a mean.
+        """Computes the loss of the units of a batch: a weighted sum, not a mean.
 
         Args:
-            log_prob: ``(N,)`` floating point, log-probabilities of the tokens, with gradient.
-            old_log_prob: ``(N,)`` those of the policy at the beginning of the RL step.
-            advantage: ``(N,)``.
-            weight: ``(N,)`` weight of each token; 0 on copies that only fill a batch, whose other
+            log_prob: ``(M,)`` floating point, log-probabilities of the units, with gradient.
+            old_log_prob: ``(M,)`` under the policy at the beginning of the RL step.
+            advantage: ``(M,)``.
+            weight: ``(M,)`` weight of each unit; 0 on copies that only fill a batch, whose other
                 entries may hold anything.
-            reference: ``(N,)`` log-probabilities of the initial policy, with
+            reference: ``(M,)`` log-probabilities under the initial policy, with
                 ``objective.kl_to: initial``.
-            kl_weight: ``(N,)`` weight of each token's divergence; ``weight`` by default.
+            kl_weight: ``(M,)`` weight of each unit's divergence; ``weight`` by default.
 
         Returns:
-            ``total``, and in ``parts`` scalars: ``policy``, the total without the divergence, which
-            is logged as ``train/policy_loss``; all others are logged under their names.
+            ``total``, and scalars in ``parts``. Of these, ``policy`` (the total without the
+            divergence) is logged as ``train/policy_loss``, all others under their names.
         """
 
 
-# Logarithms of ratios are cut here, so that one token cannot overflow a batch.
+# Logarithms of ratios are clamped to this, so that one token cannot overflow a batch.
 MAX_LOG_RATIO = 10.0
 
 
@@ -70,8 +70,8 @@ def k3(log_prob: Tensor, reference: Tensor, *, max_fall: float | None = 2.5) -> 
 
     ``exp(-d) - 1 + d`` with ``d = log_prob - reference`` (J. Schulman, "Approximating KL
     divergence", 2020; GRPO, arXiv:2402.03300, eq. 4): never negative, 0 where both agree. Below
-    ``d = -max_fall`` its tangent there, so that a token's gradient is at most ``exp(max_fall) - 1``
-    and never 0; ``None`` for no tangent. ``(N,)`` nats.
+    ``d = -max_fall`` it continues as its tangent, so that a token's gradient is at most
+    ``exp(max_fall) - 1`` and never 0; ``None`` for no tangent. Returns ``(M,)`` nats.
     """
     difference = log_prob - reference
     if max_fall is None:
@@ -87,9 +87,9 @@ class ClippedPolicyLoss(PolicyLoss):
     Args:
         clip: how far a ratio may rise or fall before its gradient is cut.
         beta: weight of the divergence.
-        max_fall: nats that a log-probability may fall before the divergence goes on as a straight
-            line: its gradient grows with the inverse probability, and a single token that the
-            policy has given up decides an update. ``null`` for no line, as in dLLM-RL.
+        max_fall: nats that a log-probability may fall before the divergence continues as a straight
+            line. Its gradient would grow with the inverse probability, and a single token that the
+            policy has given up would decide an update. ``null`` for no line, as in dLLM-RL.
     """
 
     clip: float = 0.2
@@ -101,7 +101,7 @@ class ClippedPolicyLoss(PolicyLoss):
         at_least(0, beta=self.beta, max_fall=self.max_fall)
 
     def divergence(self, log_prob: Tensor, reference: Tensor) -> Tensor:
-        """``(M,)`` of each unit, from log-probabilities under the policy and another one."""
+        """Returns ``(M,)`` divergences, from log-probabilities under the policy and another one."""
         return k3(log_prob, reference, max_fall=self.max_fall)
 
     def compute(
@@ -114,14 +114,14 @@ class ClippedPolicyLoss(PolicyLoss):
         reference: Tensor | None = None,
         kl_weight: Tensor | None = None,
     ) -> LossTerms:
-        """Policy term and divergence, which is measured to ``reference`` or to the old policy.
+        """Adds up the policy term and the divergence from ``reference`` or the old policy.
 
         Returns:
-            ``total``, and in ``parts`` ``policy``, and over the tokens with weight: ``ratio``
-            (mean), ``clip_fraction`` (share whose gradient is cut), ``kl`` (nats a token).
+            ``total``; in ``parts`` ``policy`` and, over the units with weight, ``ratio`` (mean),
+            ``clip_fraction`` (share whose gradient is cut) and ``kl`` (nats per unit).
         """
         counted = weight > 0
-        # Tokens without weight may hold anything; they must not give 0 * inf.
+        # Units without weight may hold anything; they must not produce 0 * inf.
         log_prob = torch.where(counted, log_prob, 0.0)
         difference = torch.where(counted, log_prob - old_log_prob.detach(), 0.0)
         ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

@@ -1,8 +1,8 @@
-"""Rollouts: prompts to decoded, graded responses, of the policy in training or of a former run.
+"""Rollouts: decoded and graded responses of the policy in training, or of a former run.
 
 :class:`OnlineRollouts` decodes prompts with :class:`RolloutEngine`, scores the responses and marks
 the groups that the filters keep; :class:`StoredRollouts` reads what ``RolloutWriter`` wrote. Both
-give :class:`Rollouts`, the same on all processes.
+return :class:`Rollouts`, the same on all processes.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from lit_dlm.trajectories.store import TrajectoryShardReader
 from lit_dlm.vision.base import add_picture_folders, add_pictures, find_pictures
 
 _CPU = torch.device("cpu")
-# Records that travel together: features of all steps may be 100 MB each, a block's 1 GiB.
+# Records sent together: features of all steps may take 100 MB per record, and 1 GiB per block.
 _PER_BLOCK = 8
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Global rank and world size; by default one process alone, where everything stays as it is."""
+    """Global rank and world size; by default a single process, which communicates nothing."""
 
     rank: int = 0
     world_size: int = 1
     device: torch.device = _CPU
-    """Where tensors that travel between processes must lie."""
+    """Where tensors that are sent between processes must be."""
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum of a tensor over all processes, which must all call it; on the CPU."""
+        """Returns the sum of a tensor over all processes, on the CPU; all must call it."""
         if self.world_size == 1:
             return values.cpu()
         total = values.to(self.device, copy=True)
@@ -67,14 +67,14 @@ class Ranks:
         return total.cpu()
 
     def gather(self, data: bytes) -> list[bytes]:
-        """The bytes of every process, possibly none, by rank; all must call it."""
+        """Returns the bytes of every process, possibly none, by rank; all must call it."""
         if self.world_size == 1:
             return [data]
         size = torch.tensor([len(data)], device=self.device)
         sizes = [torch.zeros_like(size) for _ in range(self.world_size)]
         torch.distributed.all_gather(sizes, size)
         lengths = [int(one) for one in sizes]
-        # Buffers of one length: collectives want equal shapes.
+        # Buffers of one length: collectives need equal shapes.
         own = torch.zeros(max(*lengths, 1), dtype=torch.uint8, device=self.device)
         if data:
             own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -89,7 +89,7 @@ ALONE = Ranks()
 
 logger = logging.getLogger(__name__)
 
-# Told which phase is running, how much of it is done and how much there is.
+# Called with the phase that is running, how much of it is done and how much there is.
 Report = Callable[[str, int, int], None]
 # A problem with its token ids, chat template included, pictures numbered as in records.
 Problem = tuple[PromptExample, list[int]]
@@ -97,18 +97,18 @@ Problem = tuple[PromptExample, list[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutPrompt:
-    """One response that is asked for."""
+    """One response to decode."""
 
     example: PromptExample
     prompt_ids: list[int]
-    uid: str  # of the response; its noise follows from it and the module's seed
+    uid: str  # of the response; it and the module's seed determine the noise
     meta: Mapping[str, Any]  # for the record: RL step, number of the prompt and of the response
 
 
 def rollout_prompts(
     problems: Iterable[Problem], *, method: str, step: int = 0, num_responses: int
 ) -> list[RolloutPrompt]:
-    """The responses to some prompts in one RL step, group by group; names differ between steps."""
+    """Lists the responses to decode in one RL step, by group; uids differ between RL steps."""
     return [
         RolloutPrompt(
             example=example,
@@ -129,32 +129,32 @@ def rollout_prompts(
 
 
 def rl_step_of(uid: str) -> int:
-    """The RL step in a name that :func:`rollout_prompts` gave."""
+    """Returns the RL step in a uid that :func:`rollout_prompts` made."""
     return int(uid.rpartition("/")[2].partition(".")[0])
 
 
 @dataclass(eq=False)
 class RolloutEngine:
-    """Decodes in place with the module's weights, in evaluation mode, and one of its decoders."""
+    """Decodes with the module's own weights, in evaluation mode, and one of its decoders."""
 
     module: TrainableModule
     _: KW_ONLY
     method: str  # name of the decoder
     response_length: int  # cells of every response
-    # Responses decoded together, each replaced by the next one when it ends; results do not depend
-    # on it beyond rounding.
+    # Responses decoded together, each replaced by the next one when it ends; results depend on this
+    # only by rounding.
     batch_size: int
     overlong_margin: int = 0  # cells short of the budget at which a response counts as overlong
     occupancy: Occupancy = field(default_factory=Occupancy)  # of the batches of this process so far
-    _steps: dict[str, float] = field(default_factory=dict)  # of responses, by the prompt's uid
+    _steps: dict[str, float] = field(default_factory=dict)  # mean per response, by prompt uid
 
     def __post_init__(self) -> None:
         self.module.decoders[self.method].check(self.module.backbone)
 
     def generate(self, prompts: Sequence[RolloutPrompt], *, shared: bool = False) -> list[Rollout]:
-        """Decodes responses, and gives them in order.
+        """Decodes responses and returns them in order.
 
-        Shared, all processes must call it with the same prompts, and each gets what it has decoded.
+        If ``shared``, all processes must call it with the same prompts; each gets what it decoded.
         """
         queue = WorkQueue(len(prompts), shared=shared)
         records = {record.uid: record for record in self.records(prompts, queue)}
@@ -170,9 +170,9 @@ class RolloutEngine:
     ) -> list[Trajectory]:
         """Decodes the responses that this process takes from a queue, longest expected first.
 
-        What a number of the queue stands for follows from the prompts of all processes and from
-        :meth:`record_step_counts`, on all alike. Records come as rows end, with the log-probability
-        under which each token was drawn (:data:`SAMPLED`).
+        A number of the queue means the same prompt on all processes, since all have the same
+        prompts and :meth:`record_step_counts`. Records are in the order in which rows end, with the
+        log-probability with which each token was drawn (:data:`SAMPLED`).
         """
         module, order = self.module, self._by_expected_steps(prompts)
         capture = module.rollout_capture(self.method)
@@ -206,7 +206,7 @@ class RolloutEngine:
         return found
 
     def _by_expected_steps(self, prompts: Sequence[RolloutPrompt]) -> list[RolloutPrompt]:
-        """Prompts whose former responses took most steps first, then longer prompts first.
+        """Sorts prompts by the steps of their former responses, then by length, most first.
 
         The last rows to end are then short ones, and no process waits long for another.
         """
@@ -218,9 +218,9 @@ class RolloutEngine:
         )
 
     def record_step_counts(self, records: Sequence[Trajectory]) -> None:
-        """Notes how many steps the responses to each prompt took, of all processes.
+        """Notes how many steps the responses to each prompt took on all processes.
 
-        Only the order of decoding depends on it, and so speed.
+        Only the order of decoding, and so its speed, depends on this.
         """
         steps: dict[str, list[int]] = {}
         for record in records:
@@ -230,7 +230,7 @@ class RolloutEngine:
     def rollouts(
         self, prompts: Sequence[RolloutPrompt], records: Sequence[Trajectory]
     ) -> list[Rollout]:
-        """Responses, decoded on whatever process, as rewards take them."""
+        """Returns responses, from whichever process, as rewards take them."""
         texts, lengths = self.module.texts(records) if records else ([], [])
         return [
             Rollout(
@@ -245,15 +245,15 @@ class RolloutEngine:
         ]
 
     def _text(self, ids: Sequence[int]) -> str:
-        """Text of response tokens, as completions are made."""
+        """Returns the text of response tokens, made as completions are."""
         return str(self.module.tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
 class SampledLogProb(QueueObserver):
-    """Observer that keeps the log-probability under which each response token was drawn.
+    """Observer that keeps the log-probability with which each response token was drawn.
 
-    It is that of the distribution after temperature and filters, also where the order of writing is
-    decided by raw scores. Of greedy decodes, whose tokens are not drawn, it is the model's own.
+    It is taken after temperature and filters, even where raw scores decide the order of writing. In
+    greedy decodes, whose tokens are not drawn, it is the model's own.
     """
 
     requires: frozenset[str] = frozenset({"drawn"})
@@ -286,7 +286,7 @@ class SampledLogProb(QueueObserver):
         self._ended.append(self._table[index])
 
     def ended(self) -> Tensor:
-        """``(n, G)`` float32 of rows that have ended since the last call; NaN of no proposal."""
+        """Returns ``(n, G)`` float32 of rows that ended since the last call; NaN: not drawn."""
         ended, self._ended = self._ended, []
         return torch.cat(ended)
 
@@ -294,7 +294,7 @@ class SampledLogProb(QueueObserver):
 def score_facts(
     rollout: Rollout, score: RewardScore, *, kept: bool, version: int
 ) -> dict[str, Any]:
-    """What training needs of a rollout's score, as small JSON values for the record.
+    """Returns what training needs of a rollout's score, as small JSON values for the record.
 
     ``kept``: the filters keep its group; ``version``: optimiser steps that the policy had taken.
     """
@@ -313,12 +313,12 @@ def score_facts(
 
 
 def in_order(records: Sequence[Trajectory]) -> list[Trajectory]:
-    """Records of one RL step by prompt and response, whatever process made them."""
+    """Sorts records of one RL step by prompt and response, whichever process made them."""
     return sorted(records, key=lambda record: (record.meta["prompt"], record.meta["response"]))
 
 
 def groups_of(records: Sequence[Trajectory]) -> list[list[int]]:
-    """Numbers of the records of each prompt, of records :func:`in_order`."""
+    """Returns the numbers of each prompt's records; the records must be :func:`in_order`."""
     groups: dict[int, list[int]] = {}
     for number, record in enumerate(records):
         groups.setdefault(record.meta["prompt"], []).append(number)
@@ -328,7 +328,7 @@ def groups_of(records: Sequence[Trajectory]) -> list[list[int]]:
 def encoded_problems(
     module: TrainableModule, tasks: Sequence[Task], *, max_length: int
 ) -> list[Problem]:
-    """The problems of some tasks as the model is given them, without those that are longer."""
+    """Returns the encoded problems of some tasks that have at most ``max_length`` tokens."""
     examples = {task.name: list(task.examples()) for task in tasks}
     check_uids(examples)
     every = [(one, module.prompt_ids(one)) for one in chain.from_iterable(examples.values())]
@@ -350,7 +350,7 @@ def encoded_problems(
 
 
 def draw_prompts(num_prompts: int, cursor: int, count: int, *, seed: int) -> list[int]:
-    """The next prompts of endless shuffled passes, each of which gives every one once."""
+    """Draws the next prompts from endless shuffled passes, each of which has every prompt once."""
     first, last = cursor // num_prompts, (cursor + count - 1) // num_prompts
     passes = [
         np.random.default_rng([seed, number, 7]).permutation(num_prompts)
@@ -366,9 +366,9 @@ class Rollouts:
     """The rollouts of one RL step, the same on all processes."""
 
     records: list[Trajectory]  # in order; meta holds the scores
-    num_prompts: int  # drawn for them
-    # Seconds of this process by phase (``wait``: for the rollouts of others), and where it decoded
-    # ``occupancy``, the part of the batch's slots that were at work, and ``tokens_per_second``.
+    num_prompts: int  # prompts drawn for them
+    # Seconds of this process by phase (``wait``: for the rollouts of others) and, if it decoded,
+    # ``occupancy``, the share of the batch's slots that were in use, and ``tokens_per_second``.
     times: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -380,9 +380,9 @@ class Rollouts:
 class OnlineRollouts:
     """Rolls out prompts with the policy in training and scores them.
 
-    Processes take responses from a shared queue as rows of their batches end. A group is scored
-    where its number says, on every ``world_size``-th process, since rewards and filters look at it
-    as a whole.
+    Processes take responses from a shared queue as rows of their batches end. Rewards and filters
+    look at whole groups, so each group is scored on one process: group ``n`` on that of rank ``n``
+    modulo ``world_size``.
     """
 
     def __init__(self, module: TrainableModule, method: str, settings: RolloutSettings) -> None:
@@ -419,7 +419,7 @@ class OnlineRollouts:
         ranks: Ranks,
         report: Report = lambda *_: None,
     ) -> Rollouts:
-        """The rollouts of one RL step, of all processes, which must all call it.
+        """Returns the rollouts of one RL step from all processes, which must all call it.
 
         ``cursor``: prompts drawn before; ``version``: optimiser steps that the policy has taken.
         """
@@ -461,7 +461,7 @@ class OnlineRollouts:
         version: int,
         ranks: Ranks,
     ) -> list[Trajectory]:
-        """All records with their scores, every group's from one process."""
+        """Returns all records with their scores; each group is scored on one process."""
         size = self.settings.responses_per_prompt
         own = [
             self.engine.rollouts(asked[at : at + size], records[at : at + size])
@@ -479,9 +479,9 @@ class OnlineRollouts:
 
 
 def gathered(records: Sequence[Trajectory], ranks: Ranks) -> list[Trajectory]:
-    """The records of all processes, in no order; every process must call it.
+    """Returns the records of all processes, in no order; every process must call it.
 
-    They travel in the format of shards: compact, checked, and without pickles.
+    They are sent in the format of shards: compact, checked, and without pickles.
     """
     if ranks.world_size == 1:
         return list(records)
@@ -525,12 +525,12 @@ class StoredRollouts:
         self.steps = sorted(self._steps)
 
     def collect(self, step: int, cursor: int = 0, **online: Any) -> Rollouts:
-        """The rollouts of an RL step; after the last one they begin again."""
+        """Returns the rollouts of an RL step; after the last stored one they start again."""
         records = in_order(self._steps[self.steps[step % len(self.steps)]])
         return Rollouts(records, len(groups_of(records)), {"rollout": 0.0, "reward": 0.0})
 
     def close(self) -> None:
-        """Nothing runs beside."""
+        """Does nothing: there are no threads to stop."""
 
 
 RolloutSource = OnlineRollouts | StoredRollouts

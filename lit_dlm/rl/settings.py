@@ -23,10 +23,10 @@ from lit_dlm.tasks import Task
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyObjective(ClippedPolicyLoss):
-    """The clipped policy loss, and what the log-probabilities are that any policy loss gets."""
+    """The clipped policy loss, and which log-probabilities any policy loss gets."""
 
     kl_to: Literal["old", "initial"] = "old"
-    """The divergence is measured to the policy at the start of the RL step, or to the initial one,
+    """The divergence is that from the policy at the start of the RL step, or from the initial one,
     which is the backbone without its adapter."""
     normalise: Normalise | None = None
     """What sums over tokens are divided by; by default ``group_mean`` for full attention and
@@ -40,7 +40,7 @@ class PolicyObjective(ClippedPolicyLoss):
             within("(0, inf)", temperature=float(self.temperature))
 
     def loss(self, given: PolicyLoss | None, corruption: Corruption) -> PolicyLoss:
-        """The loss that is trained on: one of another kind, or the clipped one."""
+        """Returns the loss to train on: ``given``, or else this clipped one."""
         if given is None:
             return self
         checked_plug(given, PolicyLoss, option="policy_loss")
@@ -63,7 +63,7 @@ class PolicyObjective(ClippedPolicyLoss):
         return given
 
     def check(self, backbone: HFBackbone) -> None:
-        """Refuses what cannot be pursued with a policy."""
+        """Refuses an objective that a policy cannot be trained with."""
         adapter, vision = backbone.adapter, backbone.vision
         is_initial = self.kl_to == "initial"
         if adapter is not None and adapter.dropout:
@@ -88,8 +88,8 @@ class ValueObjective:
     """The diffusion value model: values of tokens just before they are written."""
 
     backbone: Literal["lora", "full", "head"] = "lora"
-    """What the value head reads: the policy's frozen weights with an adapter of their own, a second
-    model (``value_backbone``, as in dLLM-RL), or the policy's hidden rows as they are."""
+    """What the value head reads: the policy's frozen weights with a separate adapter, a second
+    model (``value_backbone``, as in dLLM-RL), or the hidden states of the policy itself."""
     lora: LoRASettings = field(default_factory=LoRASettings)
     """Shape of that adapter."""
     gamma: float = 1.0
@@ -108,18 +108,18 @@ class ValueObjective:
         at_least(0, of="value.", lr=self.lr)
 
     def trace(self, corruption: Corruption) -> TraceMasking:
-        """The states whose values make returns and advantages.
+        """Returns the states whose values make returns and advantages.
 
-        As many steps count as one as in the traces that are trained on; 1 where those are none.
+        ``shrink`` is that of the traces that are trained on, or 1 where other states are.
         """
         shrink = corruption.shrink if isinstance(corruption, TraceMasking) else 1
         return TraceMasking(shrink=shrink, padding="replayed")
 
     def needs_whole_trace(self, corruption: Corruption) -> bool:
-        """Whether advantages take values of more states than those that are trained on.
+        """Whether advantages need the values of more states than those that are trained on.
 
         With ``gamma = lam = 1`` the values of later steps cancel, and a token's advantage is its
-        return less its own value; so a cap on the rows of a response caps the values as well.
+        return less its own value; a cap on the rows of a response then caps the values as well.
         """
         return not (
             self.gamma == self.lam == 1.0
@@ -138,27 +138,27 @@ class RolloutSettings:
     Args:
         tasks: training prompts.
         rewards: what responses are worth; with ``source: shards`` only used in validation.
-        source: ``online`` rolls out, ``shards`` replays a folder that ``RolloutWriter`` wrote, with
-            the groups that were kept; settings of new rollouts are not read then.
+        source: ``online`` rolls out; ``shards`` replays a folder that ``RolloutWriter`` wrote, and
+            which groups it kept, and does not read the settings of new rollouts.
         shards: that folder.
         val_tasks: held-out prompts; none by default.
         prompts_per_step: prompts of an RL step.
-        responses_per_prompt: responses to each.
+        responses_per_prompt: responses to each prompt.
         response_length: cells of every response.
         max_prompt_length: prompts with more tokens are left out.
         rollout_batch_size: responses decoded together.
-        batch_size: training items per batch and process; rows that are packed are one.
+        batch_size: training items per batch and process; a packed row is one item.
         rows_per_update: most rows of one update over all processes, from which the trainer's
-            ``accumulate_grad_batches`` follows; ``null`` leaves it alone.
+            ``accumulate_grad_batches`` follows; ``null`` leaves that unchanged.
         filters: groups that one of them drops are not trained on.
         overlong_is_wrong: scores truncated training responses as incorrect without grading.
-        overlong_margin: so many cells short of the budget count as truncated, too (5 in dLLM-RL).
-        advantage: of a prompt's responses; ``GroupZScore`` by default.
-        passes: over the items of an RL step, each in updates of its own; random states differ.
+        overlong_margin: cells short of the budget that count as truncated, too (5 in dLLM-RL).
+        advantage: compares a prompt's responses; ``GroupZScore`` by default.
+        passes: passes over the items of an RL step, each in its own updates; random states differ.
         val_responses: responses to each held-out prompt.
-        val_response_length: cells of those; as many as in training by default.
+        val_response_length: cells of those responses; as many as in training by default.
         num_workers: threads that grade.
-        require_isolation: the least that model-written code must run in: ``namespaces``, or
+        require_isolation: weakest isolation that model-written code may run in: ``namespaces``, or
             ``landlock`` where there are none (SECURITY.md).
         seed: seed of the order of prompts and items.
     """

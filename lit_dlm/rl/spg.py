@@ -13,13 +13,13 @@ from lit_dlm.rl.wd1 import WeightedLikelihood
 
 
 class SPG(WeightedLikelihood):
-    """``-A L(x)``, ``L`` the evidence lower bound where ``A > 0``, else towards the upper one.
+    """``-A L(x)``, ``L`` the evidence lower bound if ``A > 0``, else its mix with an upper bound.
 
     Sandwiched policy gradient (arXiv:2510.09541, section 3). The Renyi upper bound of a token is
-    ``log(mean_j 1[hidden] p_j^beta / t_j) / beta`` over the states ``j`` that hide it, each with
-    the share ``t_j`` of its cells that are hidden; that of a response is the mean over its tokens.
-    The states are those of ``BoundViews``, with ``block_size`` those of the release, which
-    masks prompts as well and weighs responses by their length.
+    ``log(mean_j 1[hidden] p_j^beta / t_j) / beta`` over the states ``j``, where ``t_j`` is the
+    share of a state's cells that are hidden; that of a response is the mean over its tokens.
+    The states are those of ``BoundViews``, with ``block_size`` those of the release, which also
+    masks prompts and weights responses by their length.
 
     Args:
         beta: order of the upper bound (1 to 2 in the release).
@@ -35,7 +35,7 @@ class SPG(WeightedLikelihood):
         self.beta, self.mix = beta, mix
 
     def estimate(self, log_prob: Tensor, batch: Units) -> Tensor:
-        """The bound in nats a token of each response; the lower one until advantages are known."""
+        """Returns each response's bound in nats per token; the lower until advantages are known."""
         lower = batch.per_unit(log_prob)
         if batch.advantage is None:
             return lower
@@ -45,19 +45,19 @@ class SPG(WeightedLikelihood):
 
 
 def upper_bound(log_prob: Tensor, batch: Units, *, beta: float) -> Tensor:
-    """``(M,)`` Renyi bounds of responses in nats a token, from ``(N,)`` scores of hidden cells.
+    """Returns ``(M,)`` Renyi bounds in nats per token, given ``(N,)`` scores of hidden cells.
 
     Tokens that no state hides are left out of the mean, as in the release.
     """
     assert batch.unit is not None
     assert batch.coefficient is not None
     _, cell = batch.supervised.nonzero(as_tuple=True)
-    # The responses are numbered by their items, so a token by response and cell.
+    # Units are responses, so a token is numbered by its response and cell.
     token = batch.unit * batch.supervised.shape[1] + cell
     tokens, token = token.unique(return_inverse=True)
     response = tokens.div(batch.supervised.shape[1], rounding_mode="floor")
     seen = response.bincount(minlength=len(batch.weight))
-    # A coefficient is that of a mean over the answer's tokens; times their number 1 / (n t).
+    # A coefficient is that of a mean over the answer's tokens; times their number: 1 / (n t).
     share = batch.coefficient.to(log_prob.dtype).log() + seen.log()[batch.unit]
     scaled = beta * log_prob + share
     top = scaled.new_full((len(tokens),), -torch.inf)

@@ -41,15 +41,15 @@ _SMOOTHING = 0.9
 
 
 class ItemScores(NamedTuple):
-    """What the models say of a batch."""
+    """What policy and value model return for a batch."""
 
-    log_prob: Tensor  # (M,) of each unit's token
+    log_prob: Tensor  # (M,) of each unit
     entropy: Tensor  # (N,) of each scored cell, nats
     value: Tensor | None  # (M,) of each token before it was written
 
 
 class Policy(Protocol):
-    """What an RL step asks of the model in training; ``TraceRLModule`` is one."""
+    """What an RL step needs of the model in training; ``TraceRLModule`` implements it."""
 
     method: str  # of the decoder that rolls out
     objective: PolicyObjective
@@ -60,19 +60,19 @@ class Policy(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    # (M,) each, of a batch with the current weights, of its values alone, under the initial policy.
+    # (M,) each: scores with the current weights, values alone, scores under the initial policy.
     def score(self, batch: RolloutBatch) -> ItemScores: ...
     def values(self, batch: RolloutBatch) -> Tensor: ...
     def reference_log_prob(self, batch: RolloutBatch) -> Tensor: ...
 
-    # Hold weights whole: those that decode, with the adapter folded in, and those of the values.
+    # Gather whole weights: of the decoding model, with its adapter merged, and of the value model.
     def rollout_weights(self) -> AbstractContextManager[None]: ...
     def value_weights(self) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class RLProgress:
-    """Where training stands between two RL steps; what a checkpoint keeps."""
+    """Progress of training between two RL steps, as checkpoints keep it."""
 
     step: int = 0  # number of the RL step to do next
     cursor: int = 0  # prompts drawn so far
@@ -84,7 +84,7 @@ class MicroBatch(NamedTuple):
     """Which items a batch holds."""
 
     items: Tensor  # (n,) int64
-    factor: float  # on their weights; 0 for a copy that only fills up
+    factor: float  # of their weights; 0 for a copy that only fills a batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,13 +92,13 @@ class RLStep:
     """What one RL step trains on."""
 
     number: int
-    records: list[Trajectory]  # of all processes, those of dropped groups too, in order
+    records: list[Trajectory]  # of all processes, in order, dropped groups included
     items: Items
     batches: list[MicroBatch]  # of this process
     num_slots: int  # items of a full batch
     is_empty: bool  # the filters dropped everything; then the only batch has no weight
     facts: dict[str, float]  # what is logged
-    progress: RLProgress  # after it
+    progress: RLProgress  # after this RL step
 
     def batch(self, number: int) -> RolloutBatch:
         """Collates one of the batches, on the CPU."""
@@ -120,17 +120,17 @@ def rl_step(
     ranks: Ranks = ALONE,
     report: Report = lambda *_: None,
 ) -> RLStep:
-    """Does everything of an RL step that comes before its updates; every process must call it.
+    """Does everything in an RL step that comes before the updates; every process must call it.
 
     Args:
         policy: policy and value model, in evaluation mode.
         source: decodes prompts and scores the responses, or reads those of a former run.
         settings: advantage, items of a batch, passes over them, and seed.
-        progress: where training stands.
+        progress: how far training is.
         accumulate: batches per update.
         version: optimiser steps that the policy has taken.
         ranks: the processes.
-        report: told how far it is.
+        report: called with the progress of each phase.
     """
     # Roll out: decode the prompts with the current policy, score the responses, and mark the groups
     # that the filters keep. All processes get all rollouts.
@@ -140,15 +140,15 @@ def rl_step(
         )
     times = rollouts.times
 
-    # Items: the states that each kept response went through on its way (or other states of it, as
-    # the corruption says), drawn anew in each pass.
+    # Items: the states that each kept response went through in its decode (or others, depending on
+    # the corruption), drawn anew in each pass.
     begin = time.perf_counter()
     kept = rollouts.kept
     by_pass = [policy.rows.items(kept, epoch=n) for n in range(settings.passes) if kept]
     is_empty = not any(map(len, by_pass))
     if is_empty:
-        # Every process must run a forward and a backward all the same, so take the dropped
-        # responses and give them no weight.
+        # Every process must still run a forward and a backward, so take the dropped responses and
+        # give them no weight.
         kept, by_pass = rollouts.records, [policy.rows.items(rollouts.records)]
     items = joined(by_pass)
     if not len(items):
@@ -158,7 +158,7 @@ def rl_step(
         )
 
     # Returns and advantages: rewards are compared within a group and, with a value model or rewards
-    # per token, followed back along the steps of the decode.
+    # per token, propagated back along the steps of the decode.
     assert settings.advantage is not None
     estimates = fill_advantages(
         policy,
@@ -182,8 +182,8 @@ def rl_step(
     if is_empty:
         batches = [MicroBatch(torch.tensor([0]), 0.0)]
 
-    # Old and reference log-probabilities and old values, in the very batches that are trained on,
-    # so that the first ratio is 1 to the last bit.
+    # Old and reference log-probabilities and old values, computed in the same batches that are
+    # trained on, so that the first ratio is exactly 1.
     differences = fill_old_scores(policy, batches, items, report=report)
     times["old_log_prob"] = time.perf_counter() - begin
 
@@ -244,7 +244,7 @@ class Estimates:
     def with_signals(self, records: Sequence[Trajectory]) -> list[Trajectory]:
         """Copies of records with the signals ``commit_advantage`` and ``commit_value``.
 
-        NaN where a token has none, as those of records behind the ones that are trained on.
+        NaN where a token has none, as in all records after those that are trained on.
         """
         tables = {"commit_advantage": self.advantages, "commit_value": self.values}
         found = []
@@ -270,10 +270,10 @@ def fill_advantages(
     batch_size: int,
     ranks: Ranks = ALONE,
 ) -> Estimates:
-    """Gives every unit of every item its advantage, and with a value model its return and value.
+    """Fills in the advantage of every unit and, with a value model, its return.
 
-    The meta of the records holds the rewards. Processes share the forwards of the value model, each
-    of ``batch_size`` items.
+    Rewards are read from the records' meta. Processes share the forwards of the value model, each
+    of ``batch_size`` items; its values are in the result only.
     """
     records = items.records
     rewards = torch.tensor([float(one.meta["reward"]) for one in records], dtype=torch.float32)
@@ -310,11 +310,11 @@ def fill_advantages(
 def _along_steps(
     policy: Policy, items: Items, responses: Responses, compared: Tensor, values: Tensor | None
 ) -> Estimates:
-    """Follows rewards back along the steps; without values these are undiscounted rewards to go."""
+    """Propagates rewards back along the steps; without values, as undiscounted rewards-to-go."""
     value, shrink, gae = policy.value, 1, StepGAE()
     if value is not None:
         shrink, gae = value.trace(policy.corruption).shrink, StepGAE(value.gamma, value.lam)
-    # A response's advantage is paid when its last step is done, rewards per token where they lie.
+    # A response's advantage is paid at its last step, rewards per token at their tokens.
     steps, members = order_of_writing(responses, shrink=shrink)
     rewards = outcome_rewards(compared, steps, members)
     for number, record in enumerate(items.records):
@@ -325,7 +325,7 @@ def _along_steps(
     known = torch.zeros_like(rewards) if values is None else values
     found = gae.compute(rewards, known, steps, members)
     if value is not None and not value.needs_whole_trace(policy.corruption):
-        # Only the items' own states have been valued.
+        # Only the items' own states have values.
         members = torch.zeros_like(members)
         members[items.record, items.cell] = True
     return Estimates(
@@ -335,10 +335,10 @@ def _along_steps(
 
 @torch.no_grad()
 def _values(policy: Policy, items: Items, batch_size: int, ranks: Ranks) -> Tensor:
-    """``(num_records, G)`` values of the tokens of this process's share of the records, else 0.
+    """Returns ``(num_records, G)`` token values of this process's share of the records, else 0.
 
-    They are those of the states that the decode went through, whatever states the items have; where
-    that suffices, only those of the items (:meth:`ValueObjective.needs_whole_trace`).
+    They are values of the states that the decode went through, whatever states the items have, or
+    of the items' states only, where these suffice (:meth:`ValueObjective.needs_whole_trace`).
     """
     assert policy.value is not None
     records = items.records
@@ -356,7 +356,7 @@ def _values(policy: Policy, items: Items, batch_size: int, ranks: Ranks) -> Tens
         items.record = mine[items.record]
         items.records = records
         numbers = torch.arange(len(items))
-    # Entered by all processes, also by one that has nothing to value: weights are gathered.
+    # Entered by all processes, even one with nothing to value, since weights are gathered.
     with policy.value_weights():
         for chosen in numbers.split(batch_size) if len(numbers) else ():
             units = items.units(chosen)
@@ -376,15 +376,15 @@ def shard_items(
     """Shards shuffled items into batches, equally many on every process.
 
     Every pass is shuffled and split on its own: no update mixes two passes. Its items are spread
-    evenly over as few updates as have room for them, each of at most ``batch_size * accumulate *
-    world_size``. Items of smaller updates weigh more, so that every update is the mean over the
-    rows that its own stand for; batches and processes that get none hold a copy of weight 0.
+    evenly over as few updates as can hold them, at most ``batch_size * accumulate * world_size``
+    each. Items of smaller updates weigh more, so that every update is the mean over the rows of its
+    own items; a batch that gets no item holds a copy of one with weight 0.
 
     Args:
-        sizes: rows that each item of each pass stands for (:attr:`Items.size`); the items of a pass
-            are numbered behind those of the passes before it.
+        sizes: for each pass, the rows that each item counts for (:attr:`Items.size`); the items of
+            a pass are numbered after those of the passes before it.
         batch_size: items per batch and process, however many rows they are.
-        accumulate: batches per update; the last update has those it needs.
+        accumulate: batches per update; the last update has only as many as it needs.
         rank, world_size, seed: the shuffles follow from the seed, the same on all processes.
     """
     generator = np.random.default_rng(list(seed))
@@ -404,8 +404,8 @@ def shard_items(
         count = needed * world_size
         # The trainer divides by ``accumulate`` even then.
         factor = slots / float(weight[chosen].sum())
-        # Batch n of all processes lie next to each other, so that one process with twice the
-        # accumulation trains on the same.
+        # The n-th batches of all processes are adjacent, so that one process with twice the
+        # accumulation trains on the same items as two.
         for number in range(rank, count, world_size):
             items = torch.from_numpy(chosen[number::count])
             if len(items):
@@ -425,12 +425,12 @@ def fill_old_scores(
 ) -> Tensor:
     """Scores the batches of this process before the first update.
 
-    The batches are those of training, so that the first ratio is 1 to the last bit. How far the
-    sampler's probabilities lie from those of the training forward is measured on the way.
+    The batches are those of training, so that the first ratio is exactly 1. This also measures how
+    far the sampler's probabilities are from those of the training forward.
 
     Returns:
         ``(3,)`` float64 sums over this process's tokens: absolute and signed difference of
-        log-probabilities (sampler less training, the estimated divergence), and how many compared.
+        log-probabilities (sampler less training, the estimated divergence), and tokens compared.
     """
     sampled = items.sampled_log_prob()
     M = len(items.weight)
@@ -446,8 +446,8 @@ def fill_old_scores(
             difference = difference[difference.isfinite()]
             counted = difference.new_tensor(len(difference))
             sums += torch.stack([difference.abs().sum(), difference.sum(), counted])
-        # A copy that fills up may be rounded otherwise than the batch that is trained on, whose
-        # scores are the ones to compare with. Weighted batches overwrite, copies do not.
+        # A copy that only fills a batch may be rounded differently from the batch that is trained
+        # on, whose scores are the ones to compare with: batches with weight overwrite, copies not.
         is_new = torch.ones_like(is_scored[units]) if factor else ~is_scored[units]
         found = {"old_log_prob": log_prob}
         if scores.value is not None:
@@ -465,7 +465,7 @@ def fill_old_scores(
 
 
 def _mismatch(sums: Tensor, ranks: Ranks) -> dict[str, float]:
-    """Means over all processes of what separates the sampler from the training forward."""
+    """Returns mean differences of sampler and training forward over all processes."""
     mismatch, signed, count = ranks.sum(sums.float()).tolist()
     if not count:
         return {}

@@ -13,11 +13,11 @@ from lit_dlm.rl.policy_losses import PolicyLoss
 
 
 class SoftmaxWeights(Advantage):
-    """``w+ - w-``: softmaxes of the centred rewards and of their negatives over a group.
+    """``w+ - w-``: softmax over a group of the centred rewards, less that of their negatives.
 
-    wd1 (arXiv:2507.08838, section 3; ``psi`` is 1, as in its code): right responses are made more
-    probable, wrong ones less, and what is neither cancels. Times the number of responses, so that
-    a mean over responses is the source's sum over a group.
+    wd1 (arXiv:2507.08838, section 3; ``psi`` is 1, as in its code): right responses become more
+    probable, wrong ones less, and the weights of average ones cancel. Multiplied by the number of
+    responses, so that a mean over responses is the source's sum over a group.
     """
 
     def compute(self, rewards: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ class SoftmaxWeights(Advantage):
 class WeightedLikelihood(PolicyLoss):
     """``-A log p``, where ``A`` is the weight of wd1's loss with ``SoftmaxWeights``.
 
-    Neither an old nor a reference policy takes part, as in the code of the source.
+    Neither an old nor a reference policy is used, as in the source's code.
     """
 
     has_divergence: ClassVar[bool] = False
@@ -36,7 +36,7 @@ class WeightedLikelihood(PolicyLoss):
     def compute(
         self, log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, weight: Tensor, **_: Any
     ) -> LossTerms:
-        # Units without weight may hold anything; they must not give 0 * inf.
+        # Units without weight may hold anything; they must not produce 0 * inf.
         log_prob = torch.where(weight > 0, log_prob, 0.0)
         total = -(weight * torch.where(weight > 0, advantage, 0.0) * log_prob).sum()
         count = (weight > 0).sum().clamp_min(1)
