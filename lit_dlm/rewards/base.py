@@ -1,6 +1,6 @@
 """What a reward sees, what it returns, and the protocol between the two.
 
-A *rollout* is one response to a prompt, all G responses to one prompt are a *group*. Rewards see
+A *rollout* is one response to a prompt; all responses to one prompt are a *group*. Rewards see
 whole groups, because some compare the responses with each other.
 """
 
@@ -29,7 +29,7 @@ class Rollout:
     text: str  # as graders take it: cut at the first end of text
     is_overlong: bool  # the response filled its budget without coming to an end
     num_tokens: int  # cells up to and including the first end of text
-    decode: Callable[[Sequence[int]], str]  # makes text of token ids, as ``text`` was made
+    decode: Callable[[Sequence[int]], str]  # turns token ids into text, as for ``text``
     verdict: Verdict | None = None  # the task's, filled in before any reward sees the rollout
 
     @property
@@ -42,8 +42,8 @@ class RewardScore:
     """What one response is worth."""
 
     total: float  # of the whole response, before any comparison within the group
-    # (G,) float32, one number per response cell, already compared within the group, which comes on
-    # top of ``total``; None without a process reward.
+    # (G,) float32, one number per response cell, already compared within the group; added to what
+    # ``total`` gives. None without a process reward.
     token_rewards: NDArray[np.float32] | None = None
     parts: dict[str, float] = field(default_factory=dict)  # by reward, unweighted; for logs only
     verdict: Verdict | None = None
@@ -55,7 +55,7 @@ class RewardScore:
 
 
 class Reward(Plug):
-    """Gives every response of a group its share of the reward.
+    """Scores every response of a group; the scores of a run's rewards are added up.
 
     A reward is a function of its arguments alone: the same group gets the same scores, whatever
     was scored before it and on however many threads.
@@ -72,7 +72,7 @@ class Reward(Plug):
 
     @abstractmethod
     def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
-        """One unweighted score for each response, in order; all have the same ``example``.
+        """Returns an unweighted score per response, in order; all have the same ``example``.
 
         Only ``total`` and ``token_rewards`` are read, and ``parts`` for the logs.
         """
@@ -82,15 +82,15 @@ class GroupFilter(Plug):
     """Keeps or drops all responses to one prompt."""
 
     needs_verdict: bool = False
-    """Whether it looks at what is right, so that the task must have graded the responses."""
+    """Whether it looks at correctness, so that the task must have graded the responses."""
 
     @abstractmethod
     def keep(self, scores: Sequence[RewardScore]) -> bool:
-        """Whether the group, of which these are all scores, is trained on."""
+        """Returns whether to train on the group; ``scores`` are those of all its responses."""
 
 
 class MeanCorrectnessFilter(GroupFilter):
-    """Keeps prompts whose share of right responses is from ``min`` to ``max`` (dLLM-RL, math)."""
+    """Keeps prompts with a share of right responses from ``min`` to ``max`` (dLLM-RL, math)."""
 
     needs_verdict = True
 

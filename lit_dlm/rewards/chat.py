@@ -1,6 +1,6 @@
 """A language model behind an HTTP endpoint that speaks the chat-completions protocol.
 
-vLLM, SGLang and llama.cpp servers do.
+vLLM, SGLang and llama.cpp servers have such endpoints.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LARGEST = 16 << 20
 
 
 class UnavailableError(ValueError):
-    """The endpoint has not answered for as long as was to be waited."""
+    """The endpoint did not answer within the deadline."""
 
 
 class ChatEndpoint:
@@ -37,14 +37,14 @@ class ChatEndpoint:
 
     Args:
         url: such as ``http://localhost:8000/v1/chat/completions``.
-        model: its name there.
-        timeout_s: seconds to wait for one reply, all of it.
-        deadline_s: seconds for which an endpoint that does not answer is asked again, counted from
-            its first failure behind its last reply, over all threads; 0 asks once.
+        model: its name at the endpoint.
+        timeout_s: seconds to wait for one complete reply.
+        deadline_s: seconds for which requests are retried while the endpoint does not answer,
+            counted over all threads from its first failure after its last reply; 0 asks once.
         api_key_env: environment variable whose value is sent as the bearer token.
     """
 
-    # Before the second attempt; twice as long before each further one, at most 30 s.
+    # Wait before the second attempt; doubled before each further one, up to 30 s.
     pause_s = 1.0
 
     def __init__(
@@ -72,7 +72,7 @@ class ChatEndpoint:
         self._opener = urllib.request.build_opener(_Bounded)
 
     def ask(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> str:
-        """The reply to messages, with sampling settings of the protocol; for any thread."""
+        """Returns the reply to messages, with the protocol's sampling settings; thread-safe."""
         body = {"model": self.model, **settings, "messages": list(messages)}
         reply = self._post(json.dumps(body).encode())
         try:
@@ -89,7 +89,7 @@ class ChatEndpoint:
                 reply = self._read(request)
             except (OSError, HTTPException) as error:
                 told = f"judge: {self.url} did not answer: {error}"
-                # Asking again helps with too many requests, not with other errors of the client.
+                # Retrying helps after timeouts or too many requests, not after other client errors.
                 status = getattr(error, "code", 0)
                 if 300 <= status < 500 and status not in (408, 429):
                     raise ValueError(told) from error
@@ -109,14 +109,14 @@ class ChatEndpoint:
         def fetch() -> None:
             try:
                 with self._opener.open(request, timeout=self.timeout_s) as response:
-                    # All at once would take as much memory as the headers say that there is.
+                    # Without a limit this would take as much memory as the headers announce.
                     reply.set_result(response.read(_LARGEST))
             except (OSError, HTTPException, ValueError) as error:
                 if isinstance(error, HTTPError):
                     error.close()
                 reply.set_exception(error)
 
-        # Looking up a name knows no timeout, so it may have to be left alone.
+        # Name resolution has no timeout, so the thread may have to be abandoned.
         threading.Thread(target=fetch, daemon=True).start()
         try:
             return reply.result(self.timeout_s)
@@ -125,9 +125,9 @@ class ChatEndpoint:
 
 
 class _BoundedStream(io.RawIOBase):
-    """What an endpoint sends, of whatever kind, for some seconds and up to a size.
+    """Reads whatever an endpoint sends, for a limited time and up to a limited size.
 
-    The timeout of a socket counts for each of its reads, and a reply may drip.
+    A socket's timeout applies to each read, so a reply that only trickles in would escape it.
     """
 
     def __init__(self, stream: io.RawIOBase, seconds: float) -> None:
@@ -165,4 +165,4 @@ class _Bounded(
         return super().do_open(kind, *rest, **options)
 
     def redirect_request(self, *_: Any) -> None:
-        """No request: the token is for the one host that was named."""
+        """Follows no redirect: the token is only for the host that was named."""

@@ -1,4 +1,4 @@
-"""Rewards of right answers, as the task itself says, and of code that compiles."""
+"""Rewards for right answers, as the task grades them, and for code that compiles."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from lit_dlm.rewards.base import Reward, RewardScore, Rollout
 
 
 class Graded(Reward):
-    """Pays for right answers by the verdict of the task.
+    """Pays for right answers, according to the task's verdict.
 
     Args:
-        credit: ``all`` pays 1 for a right response and 0 else; ``fraction`` pays the share of tests
-            that passed, where the task counts them (once standardised within a group the same as
-            their number, which dLLM-RL pays).
+        credit: ``all`` pays 1 for a right response, else 0; ``fraction`` pays the share of tests
+            that passed, where the task counts them (dLLM-RL pays their number, which is the same
+            once standardised within a group).
         weight: factor in the sum of all rewards.
     """
 
@@ -45,7 +45,7 @@ class FormatReward(Reward):
     """Pays 1 for a response whose code compiles (DiffuCoder, arXiv 2506.20639), 0 for any other.
 
     Args:
-        weight: below that of a right answer, or the form will be learnt instead of the answer.
+        weight: factor; keep it below that of right answers, or the form is learnt instead of them.
     """
 
     name = "format"

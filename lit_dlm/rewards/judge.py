@@ -1,4 +1,4 @@
-"""Judges of steps, each asked several times independently: is a response right so far?"""
+"""Judges that grade a response part by part, and are asked several times about each part."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 Grade = Literal[1, -1]
 
-# Of dLLM-RL; the longest reply has its thinking in it.
+# As in dLLM-RL; the longest reply includes the judge's thinking.
 _SAMPLING = {"temperature": 0.6, "top_p": 0.95, "max_tokens": 10_000}
 
 _INSTRUCTION = (
@@ -36,7 +36,7 @@ class StepQuestion:
     uid: str
     part: int  # number of the part within the response, from 0
     problem: str
-    pictures: tuple[str, ...] = ()  # ``data:`` addresses of PNG files
+    pictures: tuple[str, ...] = ()  # ``data:`` URLs of PNG files
     truth: str  # the true answer or a reference solution; empty if there is none
     is_correct: bool  # the final answer is right
     response: str
@@ -44,13 +44,13 @@ class StepQuestion:
 
 
 class Judge(Plug):
-    """Says of a part of a response whether it is good. Called from several threads."""
+    """Judges whether a part of a response is good; called from several threads."""
 
     @abstractmethod
     def grade(self, question: StepQuestion, sample: int) -> Grade | None:
-        """1 or -1, or ``None`` if the reply says neither.
+        """Returns 1 or -1, or ``None`` if the reply says neither.
 
-        Opinions with different ``sample`` numbers are independent, the same number gives the same.
+        Opinions with different ``sample`` numbers are independent; the same number gives the same.
         """
 
 
@@ -59,10 +59,10 @@ class HttpStepJudge(Judge):
 
     Args:
         timeout_s: seconds to wait for one reply.
-        deadline_s: seconds for which an endpoint that does not answer is asked again; less than
-            the timeout of the group of processes (30 minutes by default), which wait.
-        on_silence: what a deadline that has passed does: ``error`` ends the run, ``outcome`` gives
-            no opinion, so that the outcome counts instead, and says so in the log.
+        deadline_s: seconds for which requests are retried while the endpoint does not answer; keep
+            it below the timeout of the process group (30 minutes by default), which waits.
+        on_silence: what happens at the deadline: ``error`` ends the run, ``outcome`` returns no
+            opinion, so that the outcome counts instead, and logs a warning.
         endpoint: further options of :class:`~lit_dlm.rewards.chat.ChatEndpoint`.
     """
 
@@ -78,7 +78,7 @@ class HttpStepJudge(Judge):
         self.on_silence = on_silence
 
     def grade(self, question: StepQuestion, sample: int) -> Grade | None:
-        # Each request has a seed of its own: servers that honour seeds then reply the same again.
+        # Each request has its own seed, so that servers that honour seeds repeat their replies.
         key = f"0/{question.uid}/{question.part}/{sample}".encode()
         try:
             reply = self.endpoint.ask(
@@ -98,7 +98,7 @@ class HttpStepJudge(Judge):
 
 
 def write_question(question: StepQuestion) -> str | list[dict[str, Any]]:
-    """Writes the user turn of a judge: a text, behind its pictures where there are some."""
+    """Writes the user turn for a judge: a text, after its pictures where there are any."""
     outcome = "right" if question.is_correct else "wrong"
     text = (
         f"Problem:\n{question.problem}\n\nTrue answer:\n{question.truth or 'not known'}\n\n"

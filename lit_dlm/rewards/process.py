@@ -17,27 +17,27 @@ from lit_dlm.rewards.judge import Grade, Judge, StepQuestion
 from lit_dlm.tasks import PromptExample
 from lit_dlm.vision.pictures import picture_to_text
 
-# Opinions that are asked for at the same time, over all groups.
+# Opinions requested at the same time, over all groups.
 _NUM_REQUESTS = 16
 
 
 class ProcessReward(Reward):
-    """Rewards the parts of a response by the opinions of a judge, on the step that completes each.
+    """Rewards the parts of a response by the opinions of a judge, at the step that completes each.
 
-    A judge grades each chunk of tokens several times as 1 or -1. If all opinions agree they are the
-    chunk's grade, else (or if one says neither) the outcome is: 1 for a right response, -1 for a
-    wrong one. The grades of the group's n-th chunks are standardised among each other (population
-    deviation; all 0 if there is none, and a grade without others stays). A chunk's number stands on
-    the tokens that were written last in the block which holds the chunk's last token; the last
-    chunk's on the tokens of the response's last step. Without blocks, as in dLLM-RL's reward for
-    pictures, every chunk's stands on those written last in the chunk. Numbers that meet add up.
+    A judge grades each chunk of tokens several times as 1 or -1. If all opinions agree, this is the
+    chunk's grade; else (or if one says neither) the grade is the outcome: 1 for a right response,
+    -1 for a wrong one. The n-th chunks of a group have their grades standardised (population
+    deviation; all 0 if that is 0, while a single grade is kept). A chunk's reward goes to the
+    tokens that were written last in the block that holds the chunk's last token; the last chunk's
+    goes to the tokens of the response's last step. Without blocks, as in dLLM-RL's reward for
+    pictures, it goes to the tokens written last in the chunk. Rewards of one token are added up.
 
     Args:
-        judge: gives the opinions.
+        judge: forms the opinions.
         reward_chunk_length: tokens per chunk.
         k_sample: opinions per chunk.
-        block_size: cells per block of the decoder, from the sequence's first token on; ``None``
-            takes chunks as they are.
+        block_size: cells per block of the decoder, counted from the sequence's first token;
+            ``None`` uses the chunks instead of blocks.
     """
 
     name = "process"
@@ -86,14 +86,14 @@ class ProcessReward(Reward):
         return scores
 
     def _ends(self, rollout: Rollout) -> list[int]:
-        """Where each chunk ends: the cell behind its last token."""
+        """Returns where each chunk ends: the cell after its last token."""
         length, chunk = rollout.num_tokens, self.reward_chunk_length
         return [min(first + chunk, length) for first in range(0, length, chunk)]
 
     def _ask(self, questions: Sequence[StepQuestion]) -> list[list[Grade | None]]:
-        """``k_sample`` opinions on each."""
+        """Returns ``k_sample`` opinions on each question."""
         asked = product(questions, range(self.k_sample))
-        # The first error ends it: what has not been asked yet is not asked any more.
+        # The first error ends this: questions that were not asked yet are cancelled.
         found = self._pool.map(lambda one: self.judge.grade(*one), asked)
         return [[next(found) for _ in range(self.k_sample)] for _ in questions]
 
@@ -102,20 +102,20 @@ class ProcessReward(Reward):
         return ThreadPoolExecutor(_NUM_REQUESTS, thread_name_prefix="judge")
 
     def _final_cells(self, rollout: Rollout, part: int, ends: Sequence[int]) -> tuple[int, int]:
-        """First cell of those whose last written tokens are paid, and the cell behind them."""
+        """Returns the first of the cells whose last written tokens are paid, and the one after."""
         end, size = ends[part], self.block_size
         if size is None:
             return part * self.reward_chunk_length, end
         if part == len(ends) - 1:
             return 0, end
-        # The block that holds the chunk's last token; blocks are counted from the prompt's begin.
+        # The block that holds the chunk's last token; blocks are counted from the prompt's start.
         offset = rollout.trajectory.num_prompt
         begin = (offset + end - 1) // size * size - offset
         return max(begin, 0), min(begin + size, rollout.num_tokens)
 
 
 def _settle(opinions: Sequence[Grade | None], *, is_correct: bool) -> tuple[Grade, bool]:
-    """The common opinion, or the outcome without one; and whether there is one."""
+    """Returns the common opinion, or the outcome if there is none, and whether there is one."""
     first = opinions[0]
     if first is not None and all(opinion == first for opinion in opinions):
         return first, True
@@ -123,7 +123,7 @@ def _settle(opinions: Sequence[Grade | None], *, is_correct: bool) -> tuple[Grad
 
 
 def _standardise(grades: dict[tuple[int, int], float]) -> dict[tuple[int, int], float]:
-    """Compares the grades of each chunk number among the responses that have such a chunk."""
+    """Standardises the grades of each chunk number over the responses that have such a chunk."""
     numbers: dict[tuple[int, int], float] = {}
     for part in {part for _, part in grades}:
         keys = [key for key in grades if key[1] == part]
@@ -135,7 +135,7 @@ def _standardise(grades: dict[tuple[int, int], float]) -> dict[tuple[int, int], 
 
 
 def _written_last(rollout: Rollout, first: int, last: int) -> NDArray[np.int64]:
-    """The cells from ``first`` to before ``last`` that a step wrote last."""
+    """Returns those of the cells ``first:last`` that were written last."""
     steps = rollout.trajectory.commit_step[first:last]
     if not len(steps) or steps.max() < 0:
         return np.zeros(0, dtype=np.int64)
@@ -156,6 +156,6 @@ def _question(rollout: Rollout, part: int, end: int, pictures: tuple[str, ...]) 
 
 
 def true_answer(example: PromptExample) -> str:
-    """What the reference of a problem calls its answer, or a solution; empty without either."""
+    """Returns the ``answer`` of a reference, else its ``solution``, else an empty text."""
     given = (example.reference.get(key) for key in ("answer", "solution"))
     return next((str(value) for value in given if value not in (None, "")), "")

@@ -22,16 +22,16 @@ _BATCH_SIZE = 16
 
 
 class RewardModel(Reward):
-    """Pays what a reward model of transformers says of a conversation.
+    """Pays the score that a transformers reward model gives to a conversation.
 
     The model is any ``AutoModelForSequenceClassification`` without code of its own, in safetensors,
     with a tokenizer that has a chat template and a padding token. Its first logit is the reward. It
-    is loaded at the first rollout.
+    is loaded when the first rollouts are scored.
 
     Args:
         path: folder or hub id.
         dtype: of its weights.
-        device: where it stands, such as ``cuda:1``; that of the rollouts by default.
+        device: device of the model, such as ``cuda:1``; that of the rollouts by default.
         weight: factor in the sum of all rewards.
     """
 
@@ -90,7 +90,7 @@ class RewardModel(Reward):
             batch = self.tokenizer(
                 texts, add_special_tokens=False, padding=True, return_tensors="pt"
             ).to(self.model.device)
-            # In its own dtype, whatever the policy's precision is.
+            # In the reward model's own dtype, whatever the policy's precision.
             with without_autocast(self.model.device):
                 logits = self.model(
                     input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]

@@ -15,25 +15,25 @@ from lit_dlm.plugs import checked_plug
 from lit_dlm.rewards.base import GroupFilter, Reward, RewardScore, Rollout
 from lit_dlm.tasks import Task, require_code_execution
 
-# What the verdict on an overlong response says.
+# Detail of the verdict on an overlong response.
 OVERLONG = "the response fills its budget"
 
-# Groups at the same time whose costly rewards are waited for.
+# Groups whose costly rewards are waited for at the same time.
 _GROUPS = 64
 
 
 class Rewarder:
     """Turns groups of rollouts into scores: verdicts first, then every reward, then their sum.
 
-    Equal responses to a prompt are graded once, in a thread. Filters decide here only whether there
-    are verdicts, and which groups are worth the rewards that ask to come after them.
+    Equal responses to a prompt are graded once, in a thread. Filters have only two effects here:
+    they may need verdicts, and groups that they drop get none of the rewards that come after them.
 
     Args:
         overlong_is_wrong: scores truncated responses as incorrect without grading them, as dLLM-RL
             does in training.
         num_workers: threads that grade at the same time.
-        require_isolation: the least that model-written code must run in: it attacks its grader
-            as training goes on.
+        require_isolation: weakest isolation that model-written code may run in: in the course of
+            training it attacks its grader.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class Rewarder:
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
 
     def score(self, groups: Sequence[Sequence[Rollout]]) -> list[list[RewardScore]]:
-        """Scores groups, each of all responses to one prompt, in the order given.
+        """Scores groups, in the order given; each has all responses to one prompt.
 
-        A group that the filters drop has no share of the rewards that come after them.
+        A group that the filters drop gets none of the rewards that come after them.
         """
         graded = self._graded(groups)
         early = [reward for reward in self.rewards if not reward.after_filters]
@@ -83,7 +83,7 @@ class Rewarder:
 
         if not late or not graded:
             return scored
-        # They wait for others, so all groups wait together.
+        # Late rewards wait for servers, so all groups wait at the same time.
         with ThreadPoolExecutor(min(len(graded), _GROUPS), thread_name_prefix="late") as pool:
             return list(pool.map(with_late, scored, graded))
 
@@ -91,13 +91,13 @@ class Rewarder:
         self._pool.shutdown(cancel_futures=True)
 
     def _graded(self, groups: Sequence[Sequence[Rollout]]) -> list[list[Rollout]]:
-        """The groups with their verdicts, where anything looks at these."""
+        """Returns the groups with their verdicts, if a reward or filter needs them."""
         askers: tuple[Reward | GroupFilter, ...] = (*self.rewards, *self.filters)
         if not any(asker.needs_verdict for asker in askers):
             return [list(group) for group in groups]
         unread: Future[Verdict] = Future()
         unread.set_result(Verdict(status="wrong", detail=OVERLONG))
-        # By the problem itself, not its name: what two tasks call alike is graded apart.
+        # By the problem object, not its uid: equal uids of two tasks are graded separately.
         futures: dict[tuple[int, str], Future[Verdict]] = {}
 
         def verdict(rollout: Rollout) -> Future[Verdict]:
@@ -132,7 +132,7 @@ def _unpaid(group: Sequence[Rollout]) -> list[RewardScore]:
 def _added(
     rewards: Sequence[Reward], scores: list[RewardScore], group: Sequence[Rollout]
 ) -> list[RewardScore]:
-    """The scores of a group with what some rewards pay on top."""
+    """Adds to the scores of a group what some rewards pay."""
     for reward in rewards:
         shares = reward.score(group)
         if len(shares) != len(group):

@@ -1,4 +1,4 @@
-"""Rewards of few forwards, for policies that decide what a step commits."""
+"""Rewards for few forwards, for policies that decide what a step commits."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from lit_dlm.rewards.base import Reward, RewardScore, Rollout
 
 
 class ForwardPrice(Reward):
-    """Takes a price for every forward of a decode, whatever its answer is worth.
+    """Charges a price for every forward of a decode, whether its answer is right or wrong.
 
     Args:
-        price: of a forward, in the reward of a right answer.
+        price: of one forward, in units of the reward for a right answer.
     """
 
     name = "forwards"
@@ -26,10 +26,10 @@ class ForwardPrice(Reward):
 
 
 class RightAndFast(Reward):
-    """Pays a right answer by the share of forwards that it saves, and a wrong one nothing.
+    """Pays a right answer the share of forwards that it saved, and a wrong one nothing.
 
-    The product of correctness and speed of arXiv 2512.09106: no speed makes up for a wrong answer,
-    and slow right answers are worth little.
+    This is the product of correctness and speed in arXiv 2512.09106: no speed makes up for a wrong
+    answer, and slow right answers are worth little.
     """
 
     name = "right_and_fast"
@@ -43,5 +43,5 @@ class RightAndFast(Reward):
 
 
 def _share(rollout: Rollout) -> float:
-    """Forwards of a decode for each of its cells."""
+    """Returns the forwards of a decode per cell."""
     return rollout.trajectory.num_steps / max(rollout.trajectory.num_generated, 1)
