@@ -1,4 +1,4 @@
-"""Keeps what fine-tuning or RL learns as folders that decoding loads: per epoch, best and last."""
+"""Saves what fine-tuning or RL learns in folders that decoding loads: per epoch, best and last."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lit_dlm.ops.options import at_least, of_kind
 from lit_dlm.reports.results import write_json
 
 _UNFINISHED = ".unfinished"
-"""Lies in the folder while a run writes there."""
+"""File that exists in the folder while a run writes there."""
 
 logger = logging.getLogger(__name__)
 
@@ -29,16 +29,16 @@ class AdapterCheckpoint(Callback):
 
     ``epoch-00`` and so on, ``last`` and, with a monitor, ``best`` are folders that
     ``backbone.adapter`` (or ``backbone.path``) loads; ``scores.json`` lists the monitored values.
-    A run that stops over a loss that is not finite leaves the weights from before it in ``last``.
-    To resume training use Lightning's ``ModelCheckpoint``, which holds the optimiser as well.
+    A run that stops because a loss is not finite leaves the weights from before it in ``last``.
+    To resume training use Lightning's ``ModelCheckpoint``, which saves the optimiser as well.
 
-    An epoch in which the monitored value was not logged gets its folder but no score. A run that
-    begins anew wants a folder without weights, save those of a run that was cut short before its
-    first checkpoint, which it replaces.
+    An epoch in which the monitored value was not logged gets its folder but no score. A new run
+    requires a folder without weights, except those of a run that was cut short before its first
+    checkpoint, which it replaces.
 
     Args:
         folder: where the folders go.
-        every_n_epochs: epochs between two of them; ``last`` is written with them, and at the end.
+        every_n_epochs: epochs between two folders; ``last`` is written then, and at the end.
         keep_epochs: whether to keep a folder per epoch.
         monitor: logged value that picks ``best``, such as ``val/loss``.
         mode: whether a smaller or a larger value is better.
@@ -88,8 +88,8 @@ class AdapterCheckpoint(Callback):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / _UNFINISHED).touch()
-        # An epoch whose last batch was the last thing in the checkpoint counts as over: it gets its
-        # folder here. It is not validated any more, so it has no score.
+        # If the checkpoint was taken right after an epoch's last batch, that epoch counts as over
+        # and gets its folder here. It is not validated any more, so it has no score.
         number = trainer.current_epoch
         if self._epochs_ended is not None and self._epochs_ended < number:
             self._write(trainer, pl_module, number - 1, has_score=False)
@@ -138,12 +138,12 @@ class AdapterCheckpoint(Callback):
             logger.warning("weights before the error: %s", self.folder / "last")
 
     def _is_measured_apart(self, trainer: Trainer) -> bool:
-        """Whether a callback logs the monitored value at times of its own."""
+        """Whether a callback logs the monitored value on its own schedule."""
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         return self.monitor == SCORE and any(isinstance(c, DiscriminationScore) for c in callbacks)
 
     def _replaced(self, trainer: Trainer) -> list[Path]:
-        """What a new run deletes in the folder."""
+        """Returns what a new run deletes in the folder."""
         if trainer.ckpt_path is not None or trainer.global_step > 0:
             return []
         names = ("epoch-*", "best", "last", "scores.json")
@@ -155,7 +155,7 @@ class AdapterCheckpoint(Callback):
         return held
 
     def _is_best(self, trainer: Trainer, number: int) -> bool:
-        """Notes the monitored value, where it was logged in this epoch; whether it is the best."""
+        """Notes the monitored value if this epoch logged it; returns whether it is the best."""
         found = trainer.callback_metrics.get(self.monitor or "")
         is_due = self._was_validated or not self._needs_validation
         if found is None and is_due and not self._is_measured_apart(trainer):
@@ -185,7 +185,7 @@ class AdapterCheckpoint(Callback):
 def require_no_former_run(
     trainer: Trainer, folder: Path, what: str, found: object, *, is_finished: bool
 ) -> None:
-    """Refuses to begin anew over what a former run left, if that was finished or can be resumed."""
+    """Refuses a new run over the files of a former one that was finished or can be resumed."""
     savers = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
     folders = [trainer.default_root_dir, *(one.dirpath for one in savers if one.dirpath)]
     if is_finished or any(any(Path(one).rglob("*.ckpt")) for one in folders):
@@ -197,17 +197,17 @@ def require_no_former_run(
 
 
 def _will_validate(trainer: Trainer) -> bool:
-    """Whether a run that begins has something to validate, and an epoch that does it."""
+    """Whether a run that begins has something to validate on, and an epoch that validates."""
     epochs, every = trainer.max_epochs, trainer.check_val_every_n_epoch
     if every is not None and epochs is not None and 0 <= epochs < every:
         return False
-    # Not loaded yet where the first epoch is not validated.
+    # The data are not loaded yet where the first epoch is not validated.
     is_empty = trainer.val_dataloaders is not None and not sum(trainer.num_val_batches)
     return trainer.enable_validation and not is_empty
 
 
 def _replace(source: Path, target: Path) -> None:
-    """Copies a folder in place of another one."""
+    """Replaces the folder ``target`` by a copy of ``source``."""
     draft = target.with_name(f".{target.name}-partial")
     shutil.rmtree(draft, ignore_errors=True)
     shutil.copytree(source, draft)

@@ -1,4 +1,4 @@
-"""Lets attention turn from causal to bidirectional while an autoregressive model is adapted."""
+"""Turns attention from causal to bidirectional while an autoregressive model is adapted."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lit_dlm.ops.sampling import sample_seed
 class AttentionAnnealing(Callback):
     """Shows each later token with a probability that rises from 0 to 1 (arXiv 2410.17891, 3.3).
 
-    For a backbone with ``from_ar``. Earlier tokens are always seen. Which later ones are is drawn
-    anew for every pair of columns and every optimiser step, from the step's number, so that a
-    resumed run and all processes see the same. Validation sees everything.
+    For a backbone with ``from_ar``. Earlier tokens are always visible. Visible later tokens are
+    drawn for every pair of columns at every optimiser step, seeded by the step's number, so that
+    resumed runs and all processes draw the same. In validation everything is visible.
 
     Args:
-        steps: optimiser steps until all is seen.
+        steps: optimiser steps until everything is visible.
     """
 
     def __init__(self, steps: int) -> None:
@@ -63,7 +63,7 @@ class AttentionAnnealing(Callback):
         self._handle.remove()  # type: ignore[union-attr]
 
     def visible(self, length: int, step: int) -> Tensor:
-        """``(1, 1, L, L)`` bool, ``True`` where the query (third axis) sees the key."""
+        """Returns ``(1, 1, L, L)`` bool, ``True`` where the query (third axis) sees the key."""
         generator = torch.Generator().manual_seed(sample_seed(0, f"annealing:{step}"))
         drawn = torch.rand(length, length, generator=generator) < step / self.steps
         return (drawn | torch.ones(length, length, dtype=torch.bool).tril())[None, None]

@@ -1,4 +1,4 @@
-"""Grades what is decoded beside the decode loop, and writes results and trajectories."""
+"""Grades completions in threads beside the decode loop; writes results and trajectories."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from lit_dlm.vision.pictures import picture_from_text
 logger = logging.getLogger(__name__)
 
 _NUM_KEPT = 10_000
-"""Verdicts that are remembered for equal completions of other methods."""
+"""Number of verdicts kept for equal completions of other methods."""
 
 
 class GradingQueue:
-    """Grades completions in threads; where code is executed, each in its own child process.
+    """Grades completions in threads; code is executed in child processes, one per completion.
 
     A completion that several methods share is graded once. The records of captured batches are made
     in these threads too.
@@ -64,7 +64,7 @@ class GradingQueue:
         self._pending.append((decoded, futures, self._pool.submit(lambda: decoded.trajectories)))
 
     def _grade(self, example: PromptExample, completion: str) -> Future[Verdict]:
-        """The verdict of an equal completion, which several methods may give, or a new one."""
+        """Returns the verdict on an equal completion, perhaps of another method, or a new one."""
         key = (example.uid, hashlib.sha256(completion.encode(errors="surrogatepass")).digest())
         if key not in self._verdicts:
             if len(self._verdicts) >= _NUM_KEPT:
@@ -75,15 +75,15 @@ class GradingQueue:
         return self._verdicts[key]
 
     def finished(self, *, wait: bool = False) -> Iterator[tuple[DecodedBatch, list[Verdict]]]:
-        """Takes graded batches, with a verdict per example, from the front.
+        """Removes graded batches, with a verdict per example, from the front of the queue.
 
-        Stops at the first that is still being graded, unless it is to ``wait``. A grader's error is
-        raised here, and its batch stays in the queue.
+        Stops at the first batch that is still being graded, unless told to ``wait``. A grader's
+        error is raised here, and its batch stays in the queue.
         """
         while self._pending:
             decoded, futures, records = self._pending[0]
             parts: list[Future[Any]] = [records, *futures]
-            # Those that a closed queue has cancelled never end.
+            # A closed queue has cancelled what had not begun: that never gets a result.
             if not wait and not all(one.done() and not one.cancelled() for one in parts):
                 return
             verdicts = [future.result() for future in futures]
@@ -97,7 +97,7 @@ class GradingQueue:
 
 
 def _ungraded(example: PromptExample, completion: str) -> Verdict:
-    """What plain prompts get."""
+    """Returns the verdict on a completion of a plain prompt."""
     return Verdict(status="ungraded", answer=completion)
 
 
@@ -107,17 +107,17 @@ class DecodeWriter(BasePredictionWriter):
     Results are a JSON line per sample, and at the end a summary, a table and a plot; pictures that
     the model draws go to ``{run_dir}/pictures/{method}/{uid}.png``. With both, every line names its
     trajectory, so that every number can be replayed. The data module is told what the folders hold,
-    so that a restart, on any number of processes, makes what is missing; with both, a sample counts
-    once both hold it. What a killed run left is recovered first.
+    so that a restart, on any number of processes, decodes only what is missing; with both, a sample
+    is done once both folders hold it. What a killed run left is recovered first.
 
     Args:
-        run_dir: folder of the run; results go to ``{run_dir}/results``. None without it.
+        run_dir: folder of the run; results go to ``{run_dir}/results``. Without it there are none.
         trajectories_dir: folder of trajectory shards, which need a module that captures
-            (``model.level``); ``{run_dir}/trajectories`` by default where it does.
+            (``model.level``); by default ``{run_dir}/trajectories`` if the module captures.
         grade: whether to grade where only trajectories are written: each then holds ``correct``,
             and ``score`` where the grader gives partial credit.
         num_workers: grading threads.
-        records_per_block: a killed run loses the records of an unfinished block, at most.
+        records_per_block: records of a block; a killed run loses at most an unfinished one.
         max_gigabytes: stop the run with an error when the shards have grown beyond this.
     """
 
@@ -177,13 +177,13 @@ class DecodeWriter(BasePredictionWriter):
         if folder is not None:
             self._shards = RecordShards(folder, trainer, run, **self._options)
         data.done = self._held(trainer)
-        # Before any process writes what another would then not list.
+        # No process may write before all have listed what the folders hold.
         trainer.strategy.barrier("work_listed")
 
     def _claim(
         self, results: ResultFolder, run: RunRecord, module: DecodeModule, tasks: Sequence[Task]
     ) -> None:
-        """Notes everything that decides the results of each method on each task, or compares it."""
+        """Notes, or compares, all settings that decide the results of each method on each task."""
         assert self._queue is not None
         for task in tasks:
             for method, decoder in run.decode["methods"].items():
@@ -205,7 +205,7 @@ class DecodeWriter(BasePredictionWriter):
         logger.info("Results go to %s", results.folder)
 
     def _held(self, trainer: Trainer) -> Collection[str]:
-        """Keys of the decodes that need not be made again; repairs the results first."""
+        """Returns the keys of decodes that are already done; repairs the results first."""
         records = None if self._shards is None else self._shards.held
         if self.results is None:
             return records or ()
@@ -235,8 +235,8 @@ class DecodeWriter(BasePredictionWriter):
     def _write(self, decoded: DecodedBatch, verdicts: Sequence[Verdict] | None) -> None:
         if self.results is not None and verdicts is not None:
             self._write_rows(self.results, decoded, verdicts)
-        # After the rows: of the two a killed run can only lack records, and rows that lack theirs
-        # are found and made again.
+        # After the rows: a killed run can then only lack records, and rows without a record are
+        # found and made again.
         if self._shards is not None:
             facts = None if verdicts is None else [grade_facts(verdict) for verdict in verdicts]
             self._shards.put_batch(decoded, facts)
@@ -267,8 +267,8 @@ class DecodeWriter(BasePredictionWriter):
     # -- the end ---------------------------------------------------------------------------------
 
     def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        # Not in on_predict_end, which Lightning skips where a process has no work left: here all
-        # processes meet.
+        # Not in on_predict_end, which Lightning skips on a process without work: all processes must
+        # come here.
         if self._run is None:
             return
         try:
@@ -294,8 +294,8 @@ class DecodeWriter(BasePredictionWriter):
         shards = self._shards
         try:
             if self._queue is not None:
-                # A run that is asked to end keeps what it has decoded; another error may have come
-                # from the graders, so nobody waits for them.
+                # A run that is asked to end keeps what it has decoded. Any other error may be from
+                # the graders, so these are not waited for.
                 self._write_graded(wait=isinstance(exception, Interrupted))
                 self._queue.close()
                 self._write_graded()
@@ -315,13 +315,13 @@ class DecodeWriter(BasePredictionWriter):
 
 
 def _report(trainer: Trainer, results: ResultFolder, run: RunRecord, order: Sequence[str]) -> None:
-    """Summary, tables and plot, which every logger gets too."""
+    """Writes summary, tables and plot, and sends them to every logger."""
     run_dir = results.folder.parent
     summaries: Sequence[MethodSummary] = summarise_folder(results.folder, order)
     results.write_facts(_facts(run))
     write_report(summaries, run_dir, PlainConsole())
     if trainer.loggers and summaries:
-        # Here: most runs have none, and it imports their packages.
+        # Imported here: most runs have no logger, and this imports the loggers' packages.
         from lit_dlm.reports.profile import log_profile
 
         front = run_dir / "front.png"
@@ -330,9 +330,9 @@ def _report(trainer: Trainer, results: ResultFolder, run: RunRecord, order: Sequ
 
 
 def _require_all(trainer: Trainer, done: Collection[str], folder: Path) -> None:
-    """Refuses to end a run that has lost some of its samples.
+    """Raises an error at the end of a run that has lost some of its samples.
 
-    Nothing is asked of a run that was to decode a part only, or whose data are not our own.
+    Runs that were to decode only a part, or that use another data module, are not checked.
     """
     wanted = getattr(getattr(trainer, "datamodule", None), "wanted", None)
     is_part = trainer.limit_predict_batches != 1.0 or isinstance(trainer.limit_predict_batches, int)
@@ -348,14 +348,14 @@ def _require_all(trainer: Trainer, done: Collection[str], folder: Path) -> None:
 
 
 def grade_facts(verdict: Verdict) -> dict[str, Any]:
-    """What a record says about its grade; ``correct`` is ``None`` where there is no grader."""
+    """Returns what a record stores of its grade; ``correct`` is ``None`` without a grader."""
     is_graded = verdict.status != "ungraded"
     facts: dict[str, Any] = {"correct": verdict.is_correct if is_graded else None}
     return facts if verdict.score is None else {**facts, "score": verdict.score}
 
 
 def _facts(run: RunRecord) -> dict[str, Any]:
-    """What a reader of the report wants to know, as JSON types."""
+    """Returns facts about the run for readers of the report, as JSON types."""
     return {
         "model": run.tokenizer["path"],
         "family": run.model.get("family"),
@@ -380,7 +380,7 @@ def _row(
     trajectory: dict[str, str] | None,
     soft: Collection[str],
 ) -> ResultRow:
-    """The row of a sample; tasks that are ``soft`` count by the verdict's score."""
+    """Returns the row of a sample, with the verdict's score if its task is in ``soft``."""
     example, result = decoded.examples[number], decoded.result
     fill = None if decoded.fill is None else decoded.fill[number]
     seconds = result.policy_seconds

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class DiscriminationScore(Callback):
-    """Decodes some prompts before training, after epochs and in ``validate``; draws the curves.
+    """Scores decodes of some prompts before training, after epochs and in ``validate``.
 
     The module's first decoder decodes them. The Trajectory Discrimination Score is the variance of
     the entropies of open positions, see :mod:`lit_dlm.modules.discrimination`. It is logged as
@@ -39,7 +39,7 @@ class DiscriminationScore(Callback):
 
     Args:
         folder: where the two files go.
-        num_prompts: prompts to decode, of all processes together (64 in the paper).
+        num_prompts: prompts to decode, over all processes together (64 in the paper).
         every_n_epochs: epochs between two measurements.
     """
 
@@ -54,8 +54,8 @@ class DiscriminationScore(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage not in ("fit", "validate"):
             return
-        # In front of all others, so that one which monitors the score is given that of this epoch.
-        # A new list: the trainer is walking along the old one.
+        # Before all others, so that a callback that monitors the score sees that of this epoch.
+        # A new list, since the trainer is iterating over the old one.
         trainer.callbacks = sorted(trainer.callbacks, key=lambda one: one is not self)  # type: ignore[attr-defined]
         module = of_kind(pl_module, TrainableModule, option="model")
         at_least(1, of="DiscriminationScore: model.", decoders=len(module.decoders))
@@ -122,7 +122,7 @@ class DiscriminationScore(Callback):
     def _totals(
         trainer: Trainer, module: TrainableModule, observer: DiscriminationObserver
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sums and counts of all processes, up to the last step that counts."""
+        """Returns sums and counts over all processes, up to the last step with a count."""
         sums, counts = observer.totals()
         both = torch.stack([sums, counts.double()])
         if trainer.world_size > 1:

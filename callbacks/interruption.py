@@ -1,4 +1,4 @@
-"""Ends a run where nothing is lost: at SIGTERM, Ctrl-C or SLURM's warning, or out of memory."""
+"""Ends a run where nothing is lost: on SIGTERM, Ctrl-C, SLURM's warning, or out of memory."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Interrupted(SystemExit):
-    """The run was asked to end; its exit status is 128 and the number of the signal."""
+    """The run was asked to end; its exit status is 128 plus the number of the signal."""
 
 
 class Interruption(Callback):
-    """Finishes the step at hand, saves what training needs to go on, and leaves.
+    """Finishes the current step, saves what training needs to resume, and exits.
 
-    Training saves ``last.ckpt`` after the optimiser step at hand, or after the next one where a
-    validation or the end of an epoch comes between. An RL step is left for its last checkpoint
-    where that is the step's own beginning, since it is repeated exactly from there. Decoding leaves
+    Training saves ``last.ckpt`` after the current optimiser step, or after the next one where a
+    validation or the end of an epoch comes in between. Nothing is saved within an RL step if the
+    last checkpoint is from its beginning, since it is repeated exactly from there. Decoding keeps
     the responses that have ended, in complete shards and results; the others are made again.
     Several processes agree on the step, and a second signal ends the run at once.
 
-    Lightning's own handler leaves with status 0 and without a checkpoint, and waits inside of the
+    Lightning's own handler exits with status 0 and without a checkpoint, and waits inside the
     handler for the other processes.
 
-    A training also ends where its folder has been deleted: what it would save would be a part.
+    Training also ends if its folder has been deleted, since what it saves would be incomplete.
 
-    The error of a GPU without memory gets a note with the option that lowers it; a training of
-    one process, but for RL, is saved as it was after its last step.
+    An out-of-memory error of a GPU gets a note that names the option to lower. Training in one
+    process, except RL, is then saved as it was after its last step.
 
     Args:
         lock: file in the folder of the run that exists while the run does.
@@ -63,7 +63,7 @@ class Interruption(Callback):
         self._trainer: Trainer | None = None
         self._former: dict[int, Any] = {}
         self._step = 0  # of the optimiser, when the last batch ended
-        self._began = 0  # the same when the epoch did
+        self._began = 0  # the same when the epoch began
         self._saved = 0  # the same in the last checkpoint
         self._is_stepping = False  # weights may be between two steps
 
@@ -71,16 +71,16 @@ class Interruption(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._trainer = trainer
-        if _is_launched(trainer):  # ends with the first process, which may be killed
+        if _is_launched(trainer):  # must end with the first process, even if that is killed
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def _install(self, trainer: Trainer) -> None:
-        """Takes the signals over, once Lightning has done so."""
+        """Installs the signal handler, after Lightning has installed its own."""
         if signal.getsignal(signal.SIGTERM) == self._on_signal or (
             threading.current_thread() is not threading.main_thread()
         ):
             return
-        if trainer.received_sigterm:  # before this
+        if trainer.received_sigterm:  # before this was installed
             self._number = signal.SIGTERM
         for number in SIGNALS:
             self._former.setdefault(number, signal.getsignal(number))
@@ -112,7 +112,7 @@ class Interruption(Callback):
                 exception.add_note(self._where_to_resume(trainer))
 
     def _where_to_resume(self, trainer: Trainer) -> str:
-        """Saves the last step where it is exact, and says from where the run goes on."""
+        """Saves the last step where that is exact; returns from which step the run resumes."""
         path = _last(trainer)
         is_between = trainer.training and not self._is_stepping and not _is_rl(trainer)
         if is_between and path is not None and trainer.world_size == 1:
@@ -128,7 +128,7 @@ class Interruption(Callback):
 
     def _restore(self) -> None:
         for number, handler in self._former.items():
-            # Else Lightning has given it back already.
+            # Otherwise Lightning has restored it already.
             if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, handler)
         self._former = {}
@@ -165,7 +165,7 @@ class Interruption(Callback):
         if every and (batch_idx + 1) % every == 0:
             self._require_folder()
         has_stepped, self._step = trainer.global_step != self._step, trainer.global_step
-        # Gradients that are accumulated are in no checkpoint, nor is a validation that is due.
+        # A checkpoint holds neither accumulated gradients nor a validation that is due.
         if not has_stepped or _is_followed(trainer):
             return
         if trainer.strategy.reduce_boolean_decision(bool(self._number), all=False):
@@ -173,7 +173,7 @@ class Interruption(Callback):
             self._end_training(trainer, is_repeated=is_repeated)
 
     def on_rollout_progress(self, text: str, done: int, total: int) -> bool:
-        """Ends the rollouts of an RL step, which are repeated; several processes train first."""
+        """Ends a run in its rollouts, which are repeated; several processes finish them first."""
         trainer = self._trainer
         assert trainer is not None
         if trainer.world_size == 1:
@@ -192,13 +192,13 @@ class Interruption(Callback):
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any
     ) -> None:
-        # Within training the next optimiser step comes after it.
+        # Within training, the run ends after the next optimiser step instead.
         is_outside = trainer.sanity_checking or trainer.state.fn != "fit"
         if self._number and trainer.world_size == 1 and is_outside:
             raise self._interrupted(trainer)
 
     def on_decode_step(self, trainer: Trainer, batch: Any, done: Callable[[], float]) -> bool:
-        """Ends a decode, whose responses that have ended come to the end of a batch."""
+        """Returns whether to end the decode; responses that have ended then make up a batch."""
         return bool(self._number)
 
     def on_predict_batch_end(
@@ -209,7 +209,7 @@ class Interruption(Callback):
                 logger.warning("ended; the same command decodes what is left")
             raise self._interrupted(trainer)
 
-    on_predict_end = on_predict_batch_end  # without a batch where no response has ended
+    on_predict_end = on_predict_batch_end  # where no response has ended, no batch does
 
     def _end_training(self, trainer: Trainer, *, is_repeated: bool) -> None:
         way_on = "go on with the same command and --ckpt_path last"
@@ -227,24 +227,24 @@ class Interruption(Callback):
         raise self._interrupted(trainer)
 
     def _interrupted(self, trainer: Trainer) -> Interrupted:
-        # The first process has the status of all that it launched, and takes others for crashes.
+        # The first process collects the status of those it launched; any but 0 counts as a crash.
         number = self._number or signal.SIGTERM
         return Interrupted(0 if _is_launched(trainer) else 128 + number)
 
 
 def _is_launched(trainer: Trainer) -> bool:
-    """Whether Lightning in the first process started this one."""
+    """Whether this process was launched by Lightning in the first process."""
     environment = getattr(trainer.strategy, "cluster_environment", None)
     return isinstance(environment, LightningEnvironment) and trainer.local_rank > 0
 
 
 def _is_rl(trainer: Trainer) -> bool:
-    """Whether an epoch is an RL step, which is resumed from its beginning only."""
+    """Whether an epoch is an RL step, which can be resumed only from its beginning."""
     return bool(trainer.reload_dataloaders_every_n_epochs == 1)  # type: ignore[attr-defined]
 
 
 def _advice(trainer: Trainer, error: BaseException) -> str:
-    """What was going on without enough memory, and the option that lowers it."""
+    """Returns what ran out of memory, and which option to lower."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     data = trainer.datamodule  # type: ignore[attr-defined]
     is_rl = hasattr(data, "rollout_batch_size")
@@ -267,7 +267,7 @@ def _is_followed(trainer: Trainer) -> bool:
 
 
 def _last(trainer: Trainer) -> Path | None:
-    """Where ``--ckpt_path last`` looks first."""
+    """Returns where ``--ckpt_path last`` looks first."""
     for saver in trainer.checkpoint_callbacks:
         if isinstance(saver, ModelCheckpoint) and saver.dirpath:
             return Path(saver.dirpath) / f"{LAST}.ckpt"

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 class JointEarlyStopping(Callback):
     """Stops after ``patience`` validations in which no watched score rose above its best.
 
-    Unlike several ``EarlyStopping`` callbacks, any of which may end the run alone.
+    With several ``EarlyStopping`` callbacks, in contrast, each may end the run alone.
 
     Args:
         monitors: names of logged scores, all to be maximised.

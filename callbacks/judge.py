@@ -1,7 +1,7 @@
 """A second opinion on answers from a language model behind an HTTP endpoint.
 
-Results are graded by exact match; that stays the accuracy of every table. This callback asks a
-judge about the same completions and keeps its verdicts beside them, for comparison with published
+Results are graded by exact match, and every table reports that accuracy. This callback asks a
+judge about the same completions and stores its verdicts separately, for comparison with published
 numbers that were judged. The endpoint speaks the chat-completions protocol, as vLLM, SGLang and
 llama.cpp servers do; nothing is sent anywhere unless the callback is in the configuration.
 """
@@ -34,10 +34,10 @@ _INSTRUCTION = (
 class HttpJudge(Callback):
     """Asks a judge about every result of some tasks, once the run's results are complete.
 
-    Verdicts are appended to ``{run_dir}/judge/{task}/{method}.jsonl`` and not asked for again by a
-    run with the same completions; ``{run_dir}/judge/summary.json`` holds the share that is judged
-    correct. A reply that is no verdict counts as a failure and leaves the denominator, as in the
-    TraceLock release. Put the callback behind ``DecodeWriter``.
+    Verdicts are appended to ``{run_dir}/judge/{task}/{method}.jsonl`` and reused by a run with the
+    same completions; ``{run_dir}/judge/summary.json`` holds the share that is judged correct. A
+    reply that is not a verdict counts as a failure and not in the denominator, as in the TraceLock
+    release. List the callback after ``DecodeWriter``.
 
     Args:
         run_dir: folder of the run, which holds ``results``.
@@ -85,7 +85,7 @@ class HttpJudge(Callback):
     def _judged(
         self, path: Path, rows: list[ResultRow], examples: dict[str, PromptExample]
     ) -> dict[str, bool | None]:
-        """Verdict of every row by uid, from the file or from the judge."""
+        """Returns the verdict on every row by uid, from the file or from the judge."""
         held: dict[str, dict[str, Any]] = {}
         drop_torn_line(path)
         if path.exists():
@@ -108,7 +108,7 @@ class HttpJudge(Callback):
         return verdicts
 
     def verdict(self, example: PromptExample, completion: str) -> bool | None:
-        """Whether a completion is judged correct; ``None`` when the reply is no verdict."""
+        """Whether a completion is judged correct; ``None`` if the reply is not a verdict."""
         reference = example.reference.get("solution", example.reference.get("answer", ""))
         question = (
             f"Question:\n{example.text}\n\nReference solution:\n{reference}\n\n"

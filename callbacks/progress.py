@@ -1,4 +1,4 @@
-"""How far a run is and how it goes: one bar for all of it, or lines where there is no terminal."""
+"""Progress of a run: one bar for all of it, or lines in the log where there is no terminal."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_LINES = 30.0
 _SECONDS_BETWEEN_VALUES = 0.5
-"""Reading them waits for the device."""
+"""Reading values waits for the device."""
 _SHOWN = re.compile(r"(train|rollout|val)/(loss|nelbo|reward|correct|accuracy)")
-"""Names of logged values that say how training goes; ``time/reward`` are seconds."""
+"""Names of logged values that show how training goes; ``time/reward``, in seconds, does not."""
 
 
 class TrainingLog(Callback):
-    """Says how a run goes: values of training for the bar, and lines where no bar is drawn.
+    """Reports the progress of a run: values for the bar, and log lines where no bar is drawn.
 
-    A line is written at most every half minute. The beginning of training tells how many parameters
-    are trained, its end the last values. A training of fewer steps than ``log_every_n_steps`` is
-    logged at its last one, instead of not at all.
+    A line is written at most every half minute. At its beginning, training logs how many parameters
+    are trained, at its end the last values. Training of fewer steps than ``log_every_n_steps`` is
+    logged at its last step, instead of not at all.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class TrainingLog(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        # What lies between the batches is loading, rolling out or validating.
+        # The time between batches is for loading, rollouts or validation, and not counted.
         self._batch_at = time.monotonic()
 
     def on_train_batch_end(
@@ -84,7 +84,7 @@ class TrainingLog(Callback):
         self.on_decode_step(trainer, batch, lambda: self._num_done)
 
     def on_decode_step(self, trainer: Trainer, batch: Any, done: Callable[[], float]) -> None:
-        """Tells how far decoding is: ``done()`` of all batches."""
+        """Logs how far decoding is: ``done()`` returns how many of all batches are done."""
         if self._is_due(trainer):
             total = max(sum(trainer.num_predict_batches), 1)
             share = done() / total
@@ -106,10 +106,10 @@ class TrainingLog(Callback):
         return ", ".join(f"{name} {value}" for name, value in values.items()) or "nothing logged"
 
     def values(self, trainer: Trainer) -> dict[str, str]:
-        """Loss, reward and accuracy as logged last, the learning rate, and tokens a second.
+        """Returns the last logged loss, reward and accuracy, the learning rate, and tokens/s.
 
         Tokens are those of the training batches of all processes, prompts and padding included,
-        over the time that their steps took.
+        divided by the time that their steps took.
         """
         found = {}
         for name, value in trainer.callback_metrics.items():
@@ -125,18 +125,18 @@ class TrainingLog(Callback):
 
 
 class ProgressBar(RichProgressBar):
-    """Rich progress bar that speaks of the whole run; nothing is drawn where is no terminal.
+    """Rich progress bar for the whole run; nothing is drawn where there is no terminal.
 
     Lightning starts a new bar for each loader of ``predict``, whose remaining time is that of one
-    method only; here one bar covers all of them and names the one that is running. In ``fit`` the
-    bar is an epoch's, and its description tells how far the run is and how long it still takes.
+    method only; here one bar covers all of them and names the one that is running. In ``fit`` each
+    epoch has a bar, whose description shows the progress and the remaining time of the run.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._values: dict[str, str] = {}
         self._values_at = 0.0
-        self._began = (0.0, 0.0)  # when training did, and the share done then
+        self._began = (0.0, 0.0)  # when training began, and the share done then
         self._num_done, self._shown = 0, 0.0
         console = get_console()
         if not (console.is_terminal or console.is_jupyter):
@@ -185,7 +185,7 @@ class ProgressBar(RichProgressBar):
         self.refresh()
 
     def on_decode_step(self, trainer: Trainer, batch: Any, done: Callable[[], float]) -> None:
-        """Ticks while a batch is decoded."""
+        """Advances the bar while a batch is decoded."""
         now = time.monotonic()
         if not self.is_disabled and now - self._values_at > _SECONDS_BETWEEN_VALUES:
             self._values_at = now
@@ -196,7 +196,7 @@ class ProgressBar(RichProgressBar):
         self._advance_to(self._num_done)
 
     def _advance_to(self, done: float) -> None:
-        """Moves the bar of ``predict`` forward; some of the next batches may be done already."""
+        """Moves the bar of ``predict`` forward; parts of later batches may be done already."""
         bar = self.predict_progress_bar_id
         if self.progress is not None and bar is not None:
             self._shown = max(self._shown, done)
@@ -209,18 +209,18 @@ class ProgressBar(RichProgressBar):
 
 
 def describe_stream(batch: Any) -> str:
-    """Task and method of a batch of ``predict``."""
+    """Returns task and method of a batch of ``predict``."""
     is_ours = isinstance(batch, PromptStream)
     return f"{batch.examples[0].task} · {batch.method}" if is_ours else "Predicting"
 
 
 def describe_fit(trainer: Trainer, num_batches: int, began: tuple[float, float]) -> str:
-    """Where ``fit`` is and how long it still takes.
+    """Returns the progress and the remaining time of ``fit``.
 
     Args:
         trainer: the running trainer.
         num_batches: batches done in this epoch.
-        began: when this run did, and the share done then.
+        began: when this run began, and the share done then.
     """
     text = f"Epoch {trainer.current_epoch + 1}"
     if (trainer.max_epochs or -1) > 0:

@@ -1,4 +1,4 @@
-"""Trajectories of a run, or of every RL step, in shards: each process has shards of its own."""
+"""Writes trajectories of a run, or of every RL step, to shards; each process has its own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 class RecordShards:
     """Recovers a folder, writes this process's records in a thread, and merges the manifest.
 
-    All processes must make one together. Records whose uid the folder holds already are left out,
+    All processes must create one together. Records whose uid the folder holds already are left out,
     so a restart never writes one twice.
 
     Args:
@@ -43,8 +43,8 @@ class RecordShards:
         trainer: the running trainer.
         run: from :func:`describe_run`; a folder of other settings is refused.
         max_gigabytes: stop with an error when the folder has grown beyond this.
-        is_stale: of which uids what the folder holds is deleted, to be written anew.
-        options: further ones of :class:`TrajectoryShardWriter`.
+        is_stale: whether the record of a uid in the folder is deleted, to be written anew.
+        options: further options of :class:`TrajectoryShardWriter`.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class RecordShards:
             self._writer.put_batch(make, nbytes=decoded.captured.nbytes)
 
     def put_records(self, records: Sequence[Trajectory], vision: Any) -> None:
-        """Queues records, which must not be changed any more; ``vision`` knows their pictures."""
+        """Queues records, which must not change afterwards; ``vision`` holds their pictures."""
         for record in records:
             if record.uid not in self.held:
                 for digest in record.meta.get("images", ()):
@@ -123,7 +123,7 @@ class RecordShards:
             logger.info("%s: %d trajectories in %d shards, %.1f MB", self.folder, *counts)
 
     def close_after(self, exception: BaseException) -> None:
-        """Finishes the shards of a run that ends with an error, which is not replaced."""
+        """Finishes the shards of a run that ends with an error; errors in doing so are logged."""
         try:
             self._writer.close()
         except BaseException as error:  # the run ends with its own exception, this one is logged
@@ -134,9 +134,9 @@ class RecordShards:
 
 
 def describe_run(trainer: Trainer, module: DecodeModule) -> RunRecord:
-    """What makes the decodes of a run: settings, versions and devices, on all processes the same.
+    """Describes what makes the decodes of a run: settings, versions, devices; on all processes.
 
-    The first process hashes the weight files, which may be many gigabytes, and tells the others.
+    Only the first process hashes the weight files, which may be many gigabytes.
     """
     text = _describe(trainer, module).text() if trainer.is_global_zero else ""
     return RunRecord.parse(trainer.strategy.broadcast(text))
@@ -195,15 +195,15 @@ def _describe(trainer: Trainer, module: DecodeModule) -> RunRecord:
 
 
 class RolloutWriter(Callback):
-    """Keeps all rollouts, dropped groups included, with reward, RL step and policy version.
+    """Stores all rollouts, dropped groups included, with reward, RL step and policy version.
 
     ``RolloutDataModule`` with ``source: shards`` trains on what is written here. A thread encodes
-    and writes beside the updates, one shard per RL step and process, which is on disk before the
-    step's checkpoint. Of what the folder holds, a resumed run keeps the RL steps that its
-    checkpoint has behind it and writes the others anew, so the folder is that of one run. A run
-    that begins anew wants a folder without rollouts, save those of a run that was cut short before
-    its first checkpoint, which it replaces. Nothing is written with ``source: shards``, whose
-    rollouts are stored already.
+    and writes during the updates, one shard per RL step and process, which is on disk before the
+    step's checkpoint. A resumed run keeps the RL steps in the folder that were complete at its
+    checkpoint and writes the others anew, so the folder is that of one run. A new run requires a
+    folder without rollouts, except those of a run that was cut short before its first checkpoint,
+    which it replaces. Nothing is written with ``source: shards``, whose rollouts are stored
+    already.
 
     Args:
         folder: folder of the trajectory set.
@@ -243,11 +243,11 @@ class RolloutWriter(Callback):
         )
 
     def _first_new_step(self, trainer: Trainer, pl_module: TraceRLModule) -> int:
-        """The RL step from which on rollouts in the folder are replaced."""
+        """Returns the first RL step whose rollouts in the folder are replaced."""
         if trainer.ckpt_path is not None:
             return pl_module.progress.step
         if held := completed_uids(self.folder):
-            # Without checkpoints nobody can go on with them.
+            # Without checkpoints no run can continue them.
             is_finished = (self.folder / MANIFEST_FILE).exists() or not trainer.checkpoint_callbacks
             count = len(held)
             require_no_former_run(trainer, self.folder, "rollouts", count, is_finished=is_finished)

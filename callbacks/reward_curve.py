@@ -1,4 +1,4 @@
-"""Curves that are drawn while a run goes on: rewards of TraceRL, calibration of TraceLock."""
+"""Curves that are drawn during a run: rewards of TraceRL, calibration of TraceLock."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from lit_dlm.rl.module import TraceRLModule
 logger = logging.getLogger(__name__)
 
 _DRAW_SECONDS = 30.0
-"""The plot is drawn at most this often, and at the end."""
+"""Least time between two drawings of the plot, which is also drawn at the end."""
 
 
 class RewardCurve(Callback):
     """Keeps ``reward_curve.jsonl`` and ``reward_curve.png`` up to date.
 
     A line holds everything that one RL step logged, and nothing of an earlier one. Step 0 is the
-    policy as it began, where the trainer validates on everything before training
+    initial policy, if the trainer validates on everything before training
     (``num_sanity_val_steps: -1``, as the module sets it); the validation in line ``n`` is that of
-    the policy after ``n`` RL steps. The curve is part of checkpoints, so that of a resumed run goes
-    on where it stood.
+    the policy after ``n`` RL steps. The curve is part of checkpoints, so that a resumed run
+    continues it.
 
     Args:
         folder: where the files go.
@@ -41,9 +41,9 @@ class RewardCurve(Callback):
         self.points: list[dict[str, Any]] = []
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # A resumed run is checked, too, but its beginning is known.
+        # A resumed run has a sanity check, too, but its step 0 is known already.
         is_first = trainer.sanity_checking and not self.points
-        # Some batches alone say nothing that later validations could be compared with.
+        # Scores of only some batches could not be compared with later validations.
         is_whole = trainer.num_sanity_val_steps >= max(trainer.num_val_batches, default=0)
         if is_first and is_whole and isinstance(pl_module, TraceRLModule):
             scores = {} if pl_module.validation is None else pl_module.validation.last
@@ -82,12 +82,12 @@ class RewardCurve(Callback):
 
 
 def _is_new(name: str, trainer: Trainer, module: TraceRLModule) -> bool:
-    """Whether this RL step logged a metric: the trainer keeps those of earlier ones."""
+    """Whether this RL step logged a metric; the trainer also keeps those of earlier ones."""
     kind = name.partition("/")[0]
     if kind == "val":
         return (trainer.current_epoch + 1) % (trainer.check_val_every_n_epoch or 1) == 0
     facts = {} if module.current is None else module.current.facts
-    if kind == "train":  # of batches that are learnt from
+    if kind == "train":  # only logged where something is learnt
         return facts.get("rollout/items", 1.0) > 0.0
     return kind not in ("rollout", "time") or name in facts or name == "time/train"
 

@@ -1,7 +1,7 @@
 """Writes pictures of decodes: the first ones of a predict run, and fixed prompts in training.
 
-The training prompts are decoded with the weights of the moment after each validation, so that one
-can watch a model learn; the pictures go to files and to every logger that takes images.
+The training prompts are decoded after each validation with the current weights, so that one can
+watch a model learn; the pictures go to files and to every logger that takes images.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ SUFFIXES: dict[str, str] = {
 
 _NUM_SAMPLES = 2
 _CELLS = 32
-"""Of the responses to prompts, where the data do not say how long responses are."""
+"""Response length for prompts, where the data module does not define one."""
 
 
 class TracePictures(Callback):
     """Animation, fill-order heat map, order plot and statistics of decodes.
 
-    In ``predict``, of the first two samples of each method that the first process decodes, each in
-    ``{folder}/{method}/``, and a viewer page of them, ``{folder}/traces.html``. The module must
-    capture its decodes (``model.level``); at level ``signals`` the pictures show confidences too.
+    In ``predict`` they show the first two samples of each method that the first process decodes, in
+    ``{folder}/{method}/`` and on a viewer page, ``{folder}/traces.html``. The module must capture
+    its decodes (``model.level``); at level ``signals`` the pictures show confidences too.
 
-    In ``fit`` and ``validate``, of ``prompts``: after each validation they are decoded and written
-    to ``{folder}/step-{step}/{method}/``.
+    In ``fit`` and ``validate`` they show ``prompts``, decoded after each validation, in
+    ``{folder}/step-{step}/{method}/``.
 
     TensorBoard and W&B loggers get all of them but the animations as images; with a CSV logger
     there are only the files.
@@ -60,7 +60,7 @@ class TracePictures(Callback):
         kinds: which pictures: ``gif``, ``fill_order``, ``order``, ``statistics``.
         prompts: user turns to decode after validations; none by default.
         method: decoder to use for them; the module's first by default.
-        every_n_validations: leave out the others.
+        every_n_validations: draw only after every n-th validation.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class TracePictures(Callback):
             response_length=length,
         )
         capture = TrajectoryCapture(vocab_size=module.backbone.vocab_size, level="signals")
-        module.decode(batch, [capture])  # in evaluation mode, without gradients: Lightning's hook
+        module.decode(batch, [capture])  # Lightning's hook has set evaluation mode, no gradients
         uids = [f"{example.uid}@{self.method}" for example in examples]
         return _samples(capture.trajectories(uids), examples, self.method)
 
@@ -187,10 +187,10 @@ class TracePictures(Callback):
 
 
 def log_images(target: Any, images: Mapping[str, Path], *, step: int) -> None:
-    """Gives pictures, by tag, to a logger, if it takes any.
+    """Sends pictures, by tag, to a logger if it takes any.
 
     TensorBoard's writer has ``add_image``, Lightning's W&B logger has ``log_image``; others, such
-    as the CSV logger, have neither and are left alone.
+    as the CSV logger, have neither and are skipped.
     """
     if hasattr(target, "log_image"):
         for tag, path in images.items():
@@ -216,5 +216,5 @@ def _pieces(module: DecodeModule) -> TokenPieces:
 
 
 def file_name(name: str) -> str:
-    """A uid or method as a file name."""
+    """Returns a uid or method as a file name."""
     return re.sub(r"[^\w.+-]+", "_", name).strip(".") or "_"
