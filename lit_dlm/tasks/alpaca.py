@@ -1,4 +1,4 @@
-"""Alpaca-Cleaned: instructions with answers of a larger model, which nothing can grade."""
+"""Alpaca-Cleaned: instructions with answers by a larger model; responses are not graded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lit_dlm.tasks.sources import Row
 
 
 class Alpaca(DatasetTask):
-    """Rows of ``instruction``, ``output`` and, where there is something to work on, ``input``."""
+    """Rows with ``instruction``, ``output`` and, where there is a text to work on, ``input``."""
 
     name = "alpaca"
     is_graded = False

@@ -1,4 +1,4 @@
-"""The base of tasks: prompt, its template, answer extraction and grading of one benchmark."""
+"""Base classes of tasks: prompts, templates, answer extraction and grading of a benchmark."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ class PromptExample:
     """One problem. ``uid`` is stable and is the key of the sample everywhere."""
 
     uid: str
-    """``{task}/{split}/{name}``, for example ``gsm8k/test/00012``; never depends on a limit. Of
-    several responses to a prompt the second is ``gsm8k/test/00012#1``, and so on."""
+    """``{task}/{split}/{name}``, for example ``gsm8k/test/00012``; never depends on a limit. The
+    second of several responses to a prompt has ``gsm8k/test/00012#1``, and so on."""
     task: str
     text: str
     """The user turn, before any chat template."""
     history: list[dict[str, str]] = field(default_factory=list)
-    """Turns before it, of ``role`` and ``content``."""
+    """Earlier turns, each with ``role`` and ``content``."""
     answer_start: str = ""
-    """Text that the answer begins with, put behind the chat template: the model goes on from it. It
-    is no part of the completion, but graders of code read it in front."""
+    """Text that the answer begins with, put after the chat template; the model continues it. It is
+    not part of the completion, but graders of code put it in front."""
     reference: dict[str, Any] = field(default_factory=dict)
     """What grading needs (JSON types only)."""
     images: tuple[Picture, ...] = ()
     response: int = 0
-    """Number of the response, of several to one prompt."""
+    """Number of the response, from 0, among several to one prompt."""
 
     @property
     def prompt_uid(self) -> str:
         return self.uid.removesuffix(f"#{self.response}") if self.response else self.uid
 
     def responses(self, count: int) -> list[PromptExample]:
-        """The same problem ``count`` times; another uid means another seed."""
+        """Returns the problem ``count`` times, with different uids and so different seeds."""
         others = range(1, count)
         return [self, *(replace(self, uid=f"{self.uid}#{n}", response=n) for n in others)]
 
@@ -94,9 +94,9 @@ class DatasetTask(Task):
     Args:
         path: a local file or folder, or a hub id; the task's own data set by default.
         name: of the task in results and uids, to tell several files apart.
-        split: part of every uid; that of the benchmark by default.
+        split: the split to read, part of every uid; that of the benchmark by default.
         limit: most examples to take.
-        seed: shuffles before the limit; the file's order by default.
+        seed: seed of a shuffle before the limit; by default the file's order is kept.
         template: how a row becomes a prompt: a shipped name, a file or a Jinja text
             (:mod:`lit_dlm.tasks.base`); the task's own by default.
         num_shots: worked examples in front of every prompt, in the same user turn: the first
@@ -152,7 +152,7 @@ class DatasetTask(Task):
         return self._usable(rows, split)
 
     def _shots(self, count: int, source: str, *, has_same: bool) -> str:
-        """Worked examples as one text; ``has_same`` where the prompts have the same source."""
+        """Returns worked examples as one text; ``has_same``: prompts are from the same source."""
         if has_same and (self.split == "train" or Path(source).expanduser().is_file()):
             raise ValueError(f"shots_path: expected other problems than those of {self.name!r}")
         rows = self._rows(source, "train", option="shots_path")
@@ -168,12 +168,12 @@ class DatasetTask(Task):
 
     @abstractmethod
     def _example(self, row: Row) -> PromptExample:
-        """The problem of a row."""
+        """Returns the problem of a row."""
 
     def _prompt(
         self, row: Row, key: str, question: str, reference: dict[str, Any], **fields: Any
     ) -> PromptExample:
-        """A problem whose template sees the question, ``fields`` and the row's own fields."""
+        """Makes a problem; its template sees the question, ``fields`` and the row's own fields."""
         return PromptExample(
             uid=f"{self.name}/{self.split}/{key}",
             task=self.name,
@@ -206,7 +206,7 @@ class CodeTask(DatasetTask):
 
     Args:
         path: a local file or folder, or a hub id.
-        allow_code_execution: must be true to grade: it runs model-written code in the sandbox.
+        allow_code_execution: must be true to grade, which runs model-written code in the sandbox.
     """
 
     runs_code = True
@@ -225,7 +225,7 @@ class CodeTask(DatasetTask):
         return python_block(example.reference["solution"])
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
-        """The module that is run: the stub and the code of the completion."""
+        """Returns the module to run: the stub and the code of the completion."""
         return self._found(example, completion).code
 
     @staticmethod
@@ -250,7 +250,7 @@ class CodeTask(DatasetTask):
 
 
 def tasks_by_name(tasks: Sequence[Task], *, option: str = "tasks") -> dict[str, Task]:
-    """The tasks of a run by their names; ``option`` is what errors call them."""
+    """Returns the tasks of a run by name; ``option`` is the name of the setting, for errors."""
     found: dict[str, Task] = {}
     for task in tasks:
         checked_plug(task, Task, option=option)
@@ -265,9 +265,9 @@ def tasks_by_name(tasks: Sequence[Task], *, option: str = "tasks") -> dict[str, 
 def require_code_execution(
     tasks: Iterable[Task], *, isolation: IsolationLevel = "landlock"
 ) -> IsolationLevel | None:
-    """Refuses tasks that could not be graded as wanted, before the first decode.
+    """Refuses tasks that could not be graded as required, before the first decode.
 
-    Model-written code must run in ``isolation`` at least; it will in what is returned.
+    Model-written code must run in ``isolation`` at least. Returns the level that it will run in.
     """
     running = [task for task in tasks if task.runs_code]
     for task in running:
@@ -285,7 +285,7 @@ def require_code_execution(
 
 
 def check_uids(examples: Mapping[str, Sequence[PromptExample]]) -> None:
-    """Refuses two prompts of one uid: the results of one would count as those of the other."""
+    """Refuses two prompts with one uid: the results of one would count as those of the other."""
     seen: dict[str, str] = {}
     for name, group in examples.items():
         for row, example in enumerate(group):
@@ -298,13 +298,13 @@ def check_uids(examples: Mapping[str, Sequence[PromptExample]]) -> None:
 
 @cache
 def shipped_templates(kind: Literal["prompt", "chat"]) -> dict[str, str]:
-    """The templates of releases by name: of user turns, or of what stands around the turns."""
+    """Returns the templates of releases by name: those of user turns, or chat templates."""
     path = files("lit_dlm") / "assets" / "templates.yaml"
     return dict(yaml.safe_load(path.read_text(encoding="utf-8"))[kind])
 
 
 def template_text(given: str, *, kind: Literal["prompt", "chat"], option: str = "template") -> str:
-    """The text of a shipped name, a file, or the text itself (which holds ``{{`` or ``{%``)."""
+    """Returns the text of a shipped name or file, or a given text (with ``{{`` or ``{%``)."""
     shipped = shipped_templates(kind)
     if given in shipped:
         return shipped[given]
@@ -340,7 +340,7 @@ class PromptTemplate:
             raise ValueError(f"template: {error} in {given!r}") from None
 
     def render(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """``text`` and ``answer_start`` of a :class:`~lit_dlm.tasks.base.PromptExample`."""
+        """Returns ``text`` and ``answer_start`` of a :class:`~lit_dlm.tasks.base.PromptExample`."""
         try:
             filled = self._template.make_module(dict(fields))
         except TemplateError as error:

@@ -1,6 +1,6 @@
-"""Code problems with tests, in the JSON form of dLLM-RL (arXiv 2509.06949, its data folder).
+"""Code problems with tests, in the JSON format of dLLM-RL (arXiv 2509.06949, its data folder).
 
-Those of the method ``function`` are called in assertions, those of ``stdio`` run on inputs.
+Answers are called in assertions (method ``function``) or run on inputs (method ``stdio``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TEMPLATE = (
     "Write a Python program that reads from standard input and prints its result. Answer with the "
     "whole program in one fenced python block.{% endif %}"
 )
-# On top of the time limit of a list of assertions, as in dLLM-RL.
+# Added to the time limit of a list of assertions, as in dLLM-RL.
 _EXTRA_SECONDS = 2.0
 _DEFAULT_SECONDS = 8.0
 _BUILTINS = set(dir(builtins))
@@ -94,7 +94,7 @@ def _seconds(row: Row) -> float:
 
 
 def _entry_point(tests: Sequence[str], row: Row) -> str:
-    """The function under test: the name that most assertions call, the first of several."""
+    """Returns the function under test: the name that most assertions call, the first if tied."""
     calls: Counter[str] = Counter()
     for test in tests:
         nodes = list(ast.walk(row.parsed(test)))

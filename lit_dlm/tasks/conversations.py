@@ -1,8 +1,8 @@
-"""Rows of files of one's own: prompts, answered prompts and chats.
+"""Rows of your own files: prompts, prompts with answers, and chats.
 
-A row holds ``messages`` (turns of ``role`` and ``content``), ``conversations`` (of ``from`` and
-``value``, as OpenHermes has them), or a prompt and an answer under one of the names below;
-``input`` goes below an ``instruction``.
+A row holds ``messages`` (turns with ``role`` and ``content``), ``conversations`` (turns with
+``from`` and ``value``, as in OpenHermes), or a prompt and an answer under one of the names below;
+``input`` is put below an ``instruction``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lit_dlm.tasks.sources import Row
 
 _ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 CHATS = {"messages": "role and content", "conversations": f"from ({', '.join(_ROLES)}) and value"}
-"""Fields that hold turns, and of what."""
+"""Fields that hold turns, and what a turn consists of."""
 _PROMPT_FIELDS = ("prompt", "instruction", "question")
 _ANSWER_FIELDS = ("response", "output", "completion", "answer")
 
@@ -24,13 +24,13 @@ Turns = list[dict[str, str]]
 def conversation(
     row: Row, *, needs_answer: bool = True, short: bool = False
 ) -> tuple[Turns, str | None]:
-    """The turns up to the last of the user, and the answer to it.
+    """Returns the turns up to the last one of the user, and the answer to it.
 
     Args:
-        row: of any of the forms.
-        needs_answer: whether a prompt alone is an error.
-        short: takes ``answer`` before the others, to compare with: a row may hold a worked
-            response as well.
+        row: in any of these forms.
+        needs_answer: whether a prompt without an answer is an error.
+        short: prefers the field ``answer``, to compare with; the row may hold a worked response as
+            well.
     """
     fields = row.fields
     chat = next((name for name in CHATS if name in fields), None)

@@ -17,16 +17,16 @@ class PictureScorer(Plug):
 
     @abstractmethod
     def score(self, picture: Picture, example: PromptExample) -> float:
-        """How well a picture fits its prompt, 0 to 1."""
+        """Returns how well a picture fits its prompt, 0 to 1."""
 
 
 class DrawingPrompts(PromptsFile):
-    """Prompts of your own that ask for pictures, whose mean score counts.
+    """Your own prompts that ask for pictures; the accuracy is the pictures' mean score.
 
     Args:
         path: see :class:`~lit_dlm.tasks.prompts_file.PromptsFile`.
-        scorer: judges the pictures. As a reward the score counts with ``Graded`` and ``credit:
-            fraction``.
+        scorer: judges the pictures. ``Graded`` with ``credit: fraction`` uses the score as a
+            reward.
     """
 
     name = "drawings"

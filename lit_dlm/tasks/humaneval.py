@@ -1,6 +1,6 @@
 """HumanEval (arXiv 2107.03374) and HumanEval+ (arXiv 2305.01210): complete a Python function.
 
-HumanEval is graded by the data set's own ``check(candidate)``, HumanEval+ by its inputs and the
+HumanEval is graded by the data set's own ``check(candidate)``, HumanEval+ by its inputs and a
 reference solution.
 """
 
@@ -20,7 +20,7 @@ _TEMPLATE = (
 class HumanEval(CodeTask):
     """The 164 problems of HumanEval.
 
-    With a template that shows ``test``, such as ``tracelock-code``, scores are none of HumanEval.
+    With a template that shows ``test``, such as ``tracelock-code``, scores are not HumanEval's.
     """
 
     name = "humaneval"

@@ -1,7 +1,7 @@
-"""KodCode (arXiv 2503.02951): synthetic coding problems with tests in the manner of pytest.
+"""KodCode (arXiv 2503.02951): synthetic coding problems with pytest-style tests.
 
 The tests import the answer from a module named ``solution`` and run in the sandbox's trusted
-process, where neither that module nor pytest exists: :func:`checks` rewrites them for it.
+process, where neither that module nor pytest exists, so :func:`checks` rewrites them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class pytest:
                 <= max(self.rel * max(expected, -expected), self.abs)
             )
 """
-"""What stands for pytest in the tests: its two names that KodCode uses as functions."""
+"""What replaces pytest in the tests: those two of its names that KodCode calls."""
 
 
 class KodCode(CodeTask):
@@ -66,9 +66,9 @@ class KodCode(CodeTask):
 
     A row has the problem in ``question`` (or ``prompt``: the beginning of a module), the tests in
     ``test_code`` or ``test``, and the name of the function in ``entry_point`` or ``test_info``. A
-    field ``solution`` may hold code that passes. Tests that need more than the standard library
-    or pytest's fixtures leave a problem ungraded. The answer runs in a process of its own, so tests
-    of what it prints or does to a list that it was given fail: with the 232 rows of KodCode's demo
+    field ``solution`` may hold code that passes. Problems whose tests need other packages than the
+    standard library, or pytest's fixtures, are ungraded. The answer runs in its own process, so
+    tests of what it prints, or of how it changes a list argument, fail: of KodCode's 232 demo rows,
     218 solutions are right, 6 ungraded and 8 wrong for these reasons. Templates are also given
     ``test`` and ``entry_point``. TraceLock's filtered set is ``BOB12311/kodcode-humaneval-like``.
     """
@@ -102,9 +102,9 @@ class KodCode(CodeTask):
 
 
 def _entry_point(row: Row, test: str, solution: str) -> str:
-    """The function (or class) under test; an empty text where nothing tells.
+    """Returns the function (or class) under test; an empty text if it is not known.
 
-    As the row names it, else the last one that the solution defines and the tests speak of.
+    This is the one that the row names, else the last that the solution defines and tests mention.
     """
     told: Any = row.fields.get("test_info") or ()
     named = [row.fields.get("entry_point"), *(each.get("function_name") for each in told)]
@@ -121,9 +121,9 @@ def _entry_point(row: Row, test: str, solution: str) -> str:
 def checks(test_code: str, entry_point: str) -> tuple[str, str]:
     """Rewrites tests for :func:`~lit_dlm.grading.run_python_check`, or says why it cannot.
 
-    Imports of the answer and of pytest go, since the grader binds the answer's names itself and
-    :data:`PYTEST` stands for the other; every function named ``test_...`` becomes one assertion.
-    Tests that define ``check(candidate)`` stay as they are.
+    Imports of the answer and of pytest are removed, since the grader binds the answer's names and
+    :data:`PYTEST` replaces pytest; every function named ``test_...`` becomes one assertion. Tests
+    that define ``check(candidate)`` are not changed.
 
     Returns:
         The tests and an empty text, or an empty text and the problem.
@@ -139,12 +139,12 @@ def checks(test_code: str, entry_point: str) -> tuple[str, str]:
     if problem := _problem(tree, tests, entry_point):
         return "", problem
     rewritten = ast.unparse(ast.fix_missing_locations(_WithoutImports().visit(tree)))
-    # Each is one true assertion once the function has returned, whatever it returned.
+    # Each assertion is true once the function has returned, whatever it returned.
     return "\n".join([PYTEST, rewritten, *(f"assert [{name}()]" for name in tests)]), ""
 
 
 def _problem(tree: ast.Module, tests: dict[str, ast.FunctionDef], entry_point: str) -> str:
-    """Why the sandbox cannot run the tests, if it cannot."""
+    """Returns why the sandbox cannot run the tests; an empty text if it can."""
     defined = {getattr(node, "name", None) for node in tree.body}
     awkward = [n for n, node in tests.items() if ast.unparse(node.args) or node.decorator_list]
     foreign = [name for name in _modules(tree) if name not in sys.stdlib_module_names]
@@ -159,7 +159,7 @@ def _problem(tree: ast.Module, tests: dict[str, ast.FunctionDef], entry_point: s
 
 
 def _modules(tree: ast.Module) -> Iterator[str]:
-    """Names of the packages that are imported, but for the answer's and what stands for pytest."""
+    """Yields the names of imported packages, except the answer's module and ``import pytest``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module != _MODULE:
             yield (node.module or ".").split(".")[0]
@@ -169,7 +169,7 @@ def _modules(tree: ast.Module) -> Iterator[str]:
 
 
 class _WithoutImports(ast.NodeTransformer):
-    """Takes the imports of the answer and of pytest out."""
+    """Removes the imports of the answer and of pytest."""
 
     def __init__(self) -> None:
         self.module_names: set[str] = set()

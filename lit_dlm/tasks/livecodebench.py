@@ -1,4 +1,4 @@
-"""LiveCodeBench (arXiv 2403.07974): problems of programming contests, in its release's files."""
+"""LiveCodeBench (arXiv 2403.07974): problems of programming contests, from the release's files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lit_dlm.tasks.base import PromptExample
 from lit_dlm.tasks.code_tests import CodeTests
 from lit_dlm.tasks.sources import Row
 
-# What the release puts in front of answers, in its order, and the time that it gives each test.
+# What the release puts in front of answers, in its order, and its time limit for each test.
 _MODULES = (
     "string, re, datetime, collections, heapq, bisect, copy, math, random, statistics, itertools, "
     "functools, operator, io, sys, json"
@@ -31,7 +31,7 @@ class LiveCodeBench(CodeTests):
     A problem without starter code is answered by a program, one with it by a class ``Solution``.
     Public and private tests count. Templates are also given ``starter_code``. A file is, for
     example, ``test6.jsonl`` of the release. Imports, recursion limit and seconds for each test are
-    the release's; numbers in outputs are compared as text, where it takes 1.0 for 1.
+    the release's; numbers in outputs are compared as text, while the release accepts 1.0 for 1.
     """
 
     name = "livecodebench"
@@ -81,10 +81,10 @@ def _values(text: str) -> list[Any]:
 
 
 def _tests(row: Row, name: str) -> list[dict[str, str]]:
-    """The tests of a field: JSON, or in ``code_generation_lite`` the release's packed form of it.
+    """Reads the tests of a field: JSON, or the release's packed form in ``code_generation_lite``.
 
-    That is base64 over zlib over a pickled text. Nothing is unpickled: the text is read off the
-    opcodes.
+    The packed form is base64 of zlib of a pickled text. Nothing is unpickled: the text is read from
+    the opcodes.
     """
     text = row.text(name)
     try:

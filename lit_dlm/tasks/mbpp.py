@@ -1,8 +1,8 @@
 """MBPP (arXiv 2108.07732) and MBPP+ (arXiv 2305.01210): a Python function from one sentence.
 
-MBPP is graded by its assertions, MBPP+ by inputs and the reference solution. The ``evalplus``
-package (extra ``code``) restores the types of MBPP+'s inputs and lists the problems with more than
-one right output; none of its functions that are called here runs code or reads a file.
+MBPP is graded by its assertions, MBPP+ by inputs and a reference solution. The ``evalplus`` package
+(extra ``code``) restores the types of MBPP+'s inputs and lists the problems with more than one
+right output; none of its functions called here runs code or reads a file.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class MBPPPlus(PlusTask):
         return list(_evalplus("data.mbpp").mbpp_deserialize_inputs(task_id, inputs))
 
     def _rule(self, entry_point: str) -> tuple[Rule, Callable[..., Any] | None]:
-        """EvalPlus's rules for problems that have more than one right output."""
+        """Returns EvalPlus's rule; all but ``close`` allow more than one right output."""
         special = _evalplus("eval._special_oracle")
         if entry_point in special.MBPP_OUTPUT_SET_EQ_TASKS:
             return "same_set", None
@@ -108,7 +108,7 @@ def _number(row: Row) -> int:
 
 
 def _entry_point(code: str, tests: Sequence[str], row: Row) -> str:
-    """The function under test: the last that the solution defines and the tests use."""
+    """Returns the function under test: the last one that the solution defines and tests use."""
     defined, *trees = (row.parsed(text).body for text in (code, *tests))
     nodes = (node for tree in trees for part in tree for node in ast.walk(part))
     used = {node.id for node in nodes if isinstance(node, ast.Name)}

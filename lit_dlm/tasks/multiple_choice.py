@@ -21,16 +21,16 @@ from lit_dlm.tasks.sources import Row
 from lit_dlm.vision.pictures import IMAGE_MARK
 
 _LONGEST_OPTIONS = 100_000
-"""Characters of a text that is read as a list, which takes hundreds of bytes for each."""
+"""Most characters of a text that is parsed as a list, which takes hundreds of bytes for each."""
 _WRONG = ("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 
 
 class MultipleChoice(DatasetTask):
     """Questions whose answer is the letter of an option; see :class:`DatasetTask`.
 
-    A row has ``question`` and a list ``options`` or ``choices``, and the right one as its letter or
-    number from 0 in ``answer_index`` or ``answer`` (MMLU-Pro, MMLU); or GPQA's fields ``Question``,
-    ``Correct Answer`` and ``Incorrect Answer 1`` to ``3``, whose order is drawn from the uid.
+    A row has ``question``, a list ``options`` or ``choices``, and the letter or number (from 0) of
+    the right one in ``answer_index`` or ``answer`` (MMLU-Pro, MMLU); or GPQA's fields ``Question``,
+    ``Correct Answer`` and ``Incorrect Answer 1`` to ``3``, in an order that is drawn from the uid.
     Templates are also given ``options``, texts such as ``(A) 4 m/s``.
     """
 
@@ -56,7 +56,7 @@ class MultipleChoice(DatasetTask):
         if "Correct Answer" in fields:
             texts = [row.text(name).strip() for name in ("Correct Answer", *_WRONG)]
             order = list(range(len(texts)))
-            # Imported here: torch takes seconds, and tasks are looked at before it is needed.
+            # Imported here: torch takes seconds to import, and tasks are made before it is needed.
             from lit_dlm.ops.sampling import sample_seed
 
             random.Random(sample_seed(0, f"{self.name}/{key}")).shuffle(order)
@@ -129,8 +129,8 @@ class MMMU(MultipleChoice):
 
     By default those on mathematics, of the split validation.
 
-    A row has ``question``, ``options`` as a text that is a list, ``answer`` and up to seven
-    pictures as ``image_1`` and so on, whose places in the texts are written ``<image 1>``. Open
+    A row has ``question``, ``options`` (a list written as a text), ``answer`` and up to seven
+    pictures as ``image_1`` and so on, whose places in the texts are marked ``<image 1>``. Open
     questions are left out.
     """
 

@@ -1,6 +1,6 @@
 """What HumanEval+ and MBPP+ share: EvalPlus (arXiv 2305.01210).
 
-A file of the release gives many inputs, and the reference solution says what they should return.
+A file of the release lists many inputs, and the reference solution defines what they return.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class PlusTask(CodeTask):
 
     @abstractmethod
     def _parts(self, row: Row) -> tuple[str, str, str]:
-        """The question, what the prompt shows of the module, and the solution as a whole one."""
+        """Returns the question, the part of a module that prompts show, and the whole solution."""
 
     @abstractmethod
     def _rule(self, entry_point: str) -> tuple[Rule, Callable[..., Any] | None]:
-        """How outputs are compared, and what else is right for the rule ``either``."""
+        """Returns how outputs are compared, and what else is right for the rule ``either``."""
 
     def _restored(self, task_id: str, inputs: list[Any]) -> list[Any]:
-        """Inputs with the types that JSON lacks."""
+        """Returns inputs with the types that JSON lacks."""
         return inputs
 
     def _example(self, row: Row) -> PromptExample:
@@ -83,7 +83,7 @@ class PlusTask(CodeTask):
 
 
 def problem_number(row: Row) -> str:
-    """The number in a ``task_id`` such as ``HumanEval/7``, as five digits."""
+    """Returns the number in a ``task_id`` such as ``HumanEval/7``, as five digits."""
     return row.text("task_id").rpartition("/")[2].zfill(5)
 
 

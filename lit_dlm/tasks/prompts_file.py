@@ -13,15 +13,15 @@ from lit_dlm.tasks.sources import Row
 
 
 class PromptsFile(DatasetTask):
-    """Prompts passed to the model as they are unless a template is given.
+    """Your own prompts, passed to the model unchanged unless a template is given.
 
-    What a row may hold says :mod:`lit_dlm.tasks.conversations`; ``ResponsesFile`` takes the same.
-    An ``id``, where a row has one, is unique and part of the uid; else the row's number is. It has
-    no ``@``, and no ``#1`` or other number so at its end.
+    :mod:`lit_dlm.tasks.conversations` says what a row may hold; ``ResponsesFile`` takes the same.
+    If a row has an ``id``, it must be unique and becomes part of the uid, as the row's number does
+    otherwise. It must not contain ``@`` or end in ``#1`` or another such number.
 
     Args:
         path: a file, a folder with a file for each split, or a data set on the hub
-            (:func:`~lit_dlm.tasks.sources.read_rows`); to grade, with answers.
+            (:func:`~lit_dlm.tasks.sources.read_rows`); with answers if they are graded.
         grading: how a completion is judged: ``none`` never calls anything right or wrong,
             ``exact`` compares the whole text, ``numeric`` the final number, ``math`` the boxed
             expression, ``vqa`` a short answer with the row's ``answers`` of several people (texts,
@@ -56,7 +56,7 @@ class PromptsFile(DatasetTask):
             return f"{row.index:06d}"
         key = str(row.get("id", (str, int), "a text or an integer"))
         row.expect(bool(key.strip()), "a text or an integer in field 'id'", key)
-        # Uids end so: numbers of responses and names of decoders.
+        # Uids get such endings: numbers of responses and names of decoders.
         is_free = "@" not in key and not re.search(r"#\d+$", key)
         row.expect(is_free, "no @ and no #number at the end of field 'id'", key)
         return key

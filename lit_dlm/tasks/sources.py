@@ -20,7 +20,7 @@ from lit_dlm.vision.pictures import Picture
 logger = logging.getLogger(__name__)
 
 _UNREACHABLE: tuple[type[Exception], ...] = HfHubHTTPError.__bases__
-"""Errors of a connection to the hub: OSErrors, or those of its client's HTTP library."""
+"""Errors of connecting to the hub: OSErrors, or those of its client's HTTP library."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,18 +28,18 @@ class Row:
     """One record and where it came from."""
 
     index: int
-    """Place in the source from 0, before any shuffling or limit; part of the sample's uid."""
+    """Position in the source from 0, before any shuffling or limit; part of the sample's uid."""
     origin: str
     """File and line (or data set and row), for error messages."""
     fields: dict[str, Any]
 
     def expect(self, holds: bool, wanted: str, got: object) -> None:
-        """Refuses a row that does not hold what it should, by its file and line."""
+        """Raises an error that names file and line, unless the row holds what it should."""
         if not holds:
             raise ValueError(f"{self.origin}: expected {wanted}, got {got!r:.200}")
 
     def get(self, name: str, kind: type | tuple[type, ...], wanted: str) -> Any:
-        """A field that must be of a type."""
+        """Returns a field, which must be of a type."""
         value = self.fields.get(name)
         is_right = isinstance(value, kind) and not isinstance(value, bool)
         self.expect(is_right, f"{wanted} in field {name!r}", value)
@@ -49,23 +49,23 @@ class Row:
         return str(self.get(name, str, "a text"))
 
     def texts(self, name: str) -> list[str]:
-        """A field that must be a list of texts, at least one."""
+        """Returns a field, which must be a list of texts, at least one."""
         values = self.get(name, list, "a list of texts")
         is_right = bool(values) and all(isinstance(value, str) for value in values)
         self.expect(is_right, f"a list of at least one text in field {name!r}", values)
         return list(values)
 
     def parsed(self, code: str) -> ast.Module:
-        """Code of a field, which must be Python."""
+        """Parses code of a field, which must be Python."""
         try:
             return ast.parse(code, CANDIDATE_FILE)
         except (SyntaxError, ValueError) as error:
             raise ValueError(f"{self.origin}: {code[:60]!r} does not parse ({error})") from None
 
     def pictures(self, folder: Path) -> tuple[Picture, ...]:
-        """The pictures of the field ``images`` (a list) or ``image``.
+        """Returns the pictures of the field ``images`` (a list) or ``image``.
 
-        Each is a path in ``folder``, or as data sets hold them (``{"bytes": ..., "path": ...}``).
+        Each is a path in ``folder``, or in the form of data sets (``{"bytes": ..., "path": ...}``).
         """
         given = self.fields.get("images") or self.fields.get("image") or []
         found = []
@@ -115,8 +115,8 @@ def read_rows(
 
 
 def on_hub(source: str) -> bool:
-    """Whether a source is looked for on the hub: it is no local file and does not look like one."""
-    # A mistyped path must not become a question to the network.
+    """Whether a source is looked up on the hub: it is no local file and does not look like one."""
+    # A mistyped path must not become a network request.
     looks_local = source.endswith(tuple(_READERS)) or source.startswith(("/", ".", "~"))
     return not (looks_local or source.count("/") > 1 or Path(source).expanduser().exists())
 
@@ -170,10 +170,10 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         file = pyarrow.parquet.ParquetFile(path)
         groups = map(file.metadata.row_group, range(file.num_row_groups))
         chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
-        # Equal values are stored once, and nulls not at all: first what the file says of itself.
+        # Equal values are stored once, and nulls not at all: first count what the metadata declare.
         stored = [chunk.total_uncompressed_size for chunk in chunks]
         Allowance(path).take(sum(stored), max((chunk.num_values for chunk in chunks), default=0))
-        # Each cell may hold all that its column stores.
+        # Each cell may be as large as all that its column stores.
         at_once = min(max(allowance.most // (max(stored, default=0) + 1), 1), 1024)
         for batch in file.iter_batches(at_once):
             plain = [
@@ -199,12 +199,12 @@ _READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
 
 
 def _is_reachable(source: str) -> bool:
-    """Whether the hub answers; asked once, where loading tries for a minute before it fails."""
+    """Whether the hub answers a single request; loading would try for a minute before it fails."""
     try:
         if not constants.HF_HUB_OFFLINE:
             HfApi().dataset_info(source, timeout=10.0)
     except (HfHubHTTPError, ValueError):
-        pass  # it does, and loading says what is wrong
+        pass  # it answers, and loading reports what is wrong
     except _UNREACHABLE:
         return False
     return True
@@ -221,7 +221,7 @@ def _read_hub(source: str, *, config: str | None, split: str, option: str) -> li
         loaded = datasets.load_dataset(source, config, split=split)
         for name, feature in loaded.features.items():
             one, raw = getattr(feature, "feature", feature), datasets.Image(decode=False)
-            if isinstance(one, datasets.Image):  # bytes, which are looked at before decoding
+            if isinstance(one, datasets.Image):  # as bytes, which are checked before decoding
                 loaded = loaded.cast_column(name, raw if one is feature else type(feature)(raw))
         found = list(loaded)
     except (*_UNREACHABLE, ValueError, datasets.exceptions.DatasetsError) as e:
