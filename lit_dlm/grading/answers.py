@@ -21,12 +21,12 @@ _BOX = re.compile(r"\\(?P<name>f?box(?:ed)?)(?![a-zA-Z])\s*")
 _CHOICE = re.compile(r"[Aa]nswer(?: is|:)[\s:*]*(\(?[A-Z]\)?(?![a-zA-Z]))")
 _LETTER = re.compile(r"(?:\\text\s*\{)?\(?([A-Z])\)?[.}]?")
 _BRACE = re.compile(r"(?<!\\)[{}]")
-# Longer digit strings are no answer; parsing them costs quadratic time.
+# Longer digit strings are not answers; parsing them costs quadratic time.
 _MAX_DIGITS = 400
 MAX_ANSWER_CHARACTERS = 1000
 """Longer formulas are wrong without a comparison; gold answers of MATH have at most about 150."""
 MATH_SECONDS = 5.0
-"""Wall limit of one comparison of formulas."""
+"""Limit on the wall time of one comparison of formulas."""
 
 
 def last_boxed(text: str) -> str | None:
@@ -72,12 +72,12 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def _without_currency(text: str) -> str:
-    """Removes currency signs, and LaTeX's and typographic spellings of minus and comma."""
+    """Removes currency signs; makes typographic minus signs and LaTeX's commas plain ones."""
     return re.sub(r"[$€£]|\\\$", "", text.replace("\N{MINUS SIGN}", "-").replace("{,}", ","))
 
 
 def _find_numbers(text: str) -> Iterator[str]:
-    # As texts: a completion may hold a million, and a fraction of each would take 10 s.
+    # As texts: a completion may hold a million, and making fractions of them would take 10 s.
     # A minus directly after a digit or a letter is a subtraction or a hyphen, not a sign.
     text = _FRACTION.sub(r" \1\2/\3", text)
     for match in _NUMBER.finditer(text):
@@ -111,7 +111,7 @@ def extract_number(completion: str) -> str | None:
 
 
 def format_number(value: Fraction) -> str:
-    """Writes an exact number: ``18``, ``0.5`` if the decimals end, else ``1/3``."""
+    """Writes an exact number: ``18``, ``0.5`` if the decimals are finite, else ``1/3``."""
     bottom = value.denominator
     places = next((n for n in range(bottom.bit_length()) if 10**n % bottom == 0), None)
     if not places:
@@ -148,7 +148,7 @@ def _stripped(completion: str) -> str | None:
 
 
 def grade_exact(completion: str, gold: str) -> Verdict:
-    """Grades a completion that must be the answer itself, white space at the ends aside."""
+    """Grades a completion that must be the answer itself, apart from white space at its ends."""
     wanted = gold.strip()
     return _judged(_stripped(completion), wanted.__eq__, expected=wanted, missing=_EMPTY)
 
@@ -172,11 +172,11 @@ _VQA_CONTRACTIONS = dict(
 
 
 def normalised_vqa(answer: str) -> str:
-    """A short answer as VQA compares it (arXiv:1505.00468; its evaluation code).
+    """Normalises a short answer as VQA compares it (arXiv:1505.00468; its evaluation code).
 
-    Lower case, number words as digits, no articles, no full stops but in numbers, apostrophes of
-    contractions put back. Punctuation goes away where a space is beside it or a comma groups
-    digits, and becomes a space elsewhere.
+    Lower case, number words as digits, no articles, no full stops except in numbers, apostrophes
+    restored in contractions. A punctuation mark is removed if it is next to a space anywhere in the
+    answer, or if a comma is between digits; otherwise it becomes a space.
     """
     text = given = " ".join(answer.split())
     for mark in _VQA_MARKS:
@@ -191,9 +191,9 @@ def normalised_vqa(answer: str) -> str:
 def grade_vqa(completion: str, answers: Sequence[str]) -> Verdict:
     """Grades a short answer by those that people gave (VQA accuracy, arXiv:1505.00468).
 
-    Its score is the mean over all people of ``min(n / 3, 1)``, where ``n`` of the others gave the
-    same answer; right is what has half a point or more. Answers of both sides are
-    normalised; the evaluation code leaves those of people who all agree as they are.
+    The score is the mean over all people of ``min(n / 3, 1)``, where ``n`` is how many of the
+    others gave the same answer; 0.5 or more is right. Both sides are normalised, whereas the
+    evaluation code does not normalise people's answers where all agree.
     """
     answer = normalised_vqa(completion)
     if not answer:
@@ -213,8 +213,8 @@ def grade_vqa(completion: str, answers: Sequence[str]) -> Verdict:
 def grade_relaxed(completion: str, gold: str) -> Verdict:
     """Grades a short answer about a chart: numbers may be off by 5 % (ChartQA, arXiv:2203.10244).
 
-    A percentage is a hundredth. What is no number on both sides, and a gold answer of zero, must be
-    the same text in any case. The completion is the answer and nothing else.
+    ``12 %`` is 0.12. Unless both sides are numbers, and the gold answer is not zero, they must be
+    the same text apart from case. The completion must be the answer and nothing else.
     """
     wanted = gold.strip()
     truth = _plain_number(wanted)
@@ -229,7 +229,7 @@ def grade_relaxed(completion: str, gold: str) -> Verdict:
 
 
 def _plain_number(text: str) -> Fraction | None:
-    """A text that is a number and nothing else, exactly; ``12 %`` is a hundredth of ``12``."""
+    """Returns the exact value of a text that is a number and nothing else; ``12 %`` is 0.12."""
     match = re.fullmatch(r"([-+]?(?:\d+\.?\d*|\.\d+))(\s*%)?", text.replace(",", ""))
     if match is None or len(match[1]) > _MAX_DIGITS:
         return None
@@ -237,11 +237,11 @@ def _plain_number(text: str) -> Fraction | None:
 
 
 def extract_choice(completion: str, num_options: int) -> str | None:
-    r"""The letter that a solution ends with.
+    r"""Returns the letter that a solution ends with.
 
     Looked for in this order: the last ``\boxed{}``, the last "answer is (C)" or "answer: C" (as
-    MMLU-Pro's evaluation reads it), a last line that is a letter and nothing else but the end of
-    thinking. Letters beyond the number of options are none.
+    MMLU-Pro's evaluation reads it), a last line, after any ``</think>``, that is only a letter.
+    ``None`` if the letter is beyond the number of options.
     """
     boxed = last_boxed(completion)
     told = _CHOICE.findall(completion)
@@ -270,14 +270,14 @@ def extract_math(completion: str) -> str | None:
 def grade_math(completion: str, gold: str) -> Verdict:
     r"""Grades a solution by mathematical equality of its final expression.
 
-    Only that is passed on to math-verify, never the whole text, which could keep it busy for
-    minutes. ``gold`` is LaTeX without ``\boxed``.
+    Only this expression is passed to math-verify: the whole text could keep it busy for minutes.
+    ``gold`` is LaTeX without ``\boxed``.
     """
     answer = extract_math(completion)
     if answer is None:
         return Verdict(status="no_answer", detail="no boxed answer")
     equal = _squeeze(answer) == _squeeze(gold)
-    # "20\\%" answers a question for a percentage as well as "20" does.
+    # "20\\%" answers a question about a percentage as well as "20" does.
     truth, candidate = (text.rstrip().removesuffix("%").rstrip("\\ ") for text in (gold, answer))
     if not equal and len(candidate) <= MAX_ANSWER_CHARACTERS:
         question = {"gold": truth, "answer": candidate}
@@ -288,7 +288,7 @@ def grade_math(completion: str, gold: str) -> Verdict:
 
 
 def _squeeze(text: str) -> str:
-    """Removes what never changes the meaning: white space and the spelling of fractions."""
+    """Removes differences without meaning: white space and the spelling of fractions."""
     return re.sub(r"\s+", "", text).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
 
 
@@ -307,4 +307,4 @@ GRADERS = {
     "vqa": Grader(_stripped, grade_vqa),
     "chartqa": Grader(_stripped, grade_relaxed),
 }
-"""By the name that a task gives as ``grading``."""
+"""Graders by the name that a task gives as ``grading``."""

@@ -44,13 +44,13 @@ class _Process:
         return self._read()
 
     def _read(self) -> Any:
-        # No deadline here: the other end has an alarm of the kernel's, after which nothing comes.
+        # No deadline here: the kernel's alarm ends the other process, and the pipe is closed.
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         return json.loads(line) if line.endswith(b"\n") else None
 
     def kill(self) -> None:
-        # Its end closes the pipes, one of them perhaps with a question that nobody read, and waits.
+        # Leaving the block closes the pipes, perhaps with an unread question in one, and waits.
         with contextlib.suppress(BrokenPipeError), self._process:
             self._process.kill()
 
@@ -70,16 +70,16 @@ class BoundedProcesses:
         atexit.register(self.close)
 
     def ask(self, question: Mapping[str, str | None], *, seconds: float) -> Any:
-        """The answer to a question, or ``None`` if there was none within the limits.
+        """Returns the answer to a question, or ``None`` if there was none within the limits.
 
-        Its items are the arguments of the answering function of :mod:`.child.bounded`.
+        The question's items are the arguments of the answering function of :mod:`.child.bounded`.
         """
         process = self._take()
         answer = None
         try:
             answer = process.ask(question, seconds=seconds)
         finally:
-            if answer is None:  # overrun: what it says later is no answer to the next question
+            if answer is None:  # overrun: a late answer must not go to the next question
                 process.kill()
             else:
                 with self._lock:
@@ -95,7 +95,7 @@ class BoundedProcesses:
 
     def _take(self) -> _Process:
         with self._lock:
-            # A fork has the pipes, but its answers would be those of the parent's questions.
+            # A forked child has the pipes, but would read the answers to its parent's questions.
             if self._owner != os.getpid():
                 self._owner, self._idle = os.getpid(), []
             if self._idle:
@@ -105,5 +105,5 @@ class BoundedProcesses:
 
 @functools.cache
 def shared_processes(kind: Kind) -> BoundedProcesses:
-    """The pool that all graders of this process share."""
+    """Returns the pool that all graders of this process share."""
     return BoundedProcesses(kind)

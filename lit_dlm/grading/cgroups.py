@@ -1,4 +1,4 @@
-"""Memory cgroups, of version 1 or 2: a limit for all processes of a sandbox and what they hold."""
+"""Memory cgroups, of version 1 or 2: a limit on all that the processes of a sandbox hold."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _numbers = itertools.count()
 
 @functools.cache
 def parent_folder() -> Path | None:
-    """Where memory cgroups can be made (for most users nowhere); tried once."""
+    """Returns where memory cgroups can be made (for most users nowhere); tried once."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "memory":
             folder = _FOLDERS / "memory" / path[1:]
         elif not controllers:
-            # Of version 2, no group that has processes can have limited groups within.
+            # In version 2, a group that has processes cannot contain groups with limits.
             folder = (_FOLDERS / path[1:]).parent
         else:
             continue
@@ -34,9 +34,9 @@ def parent_folder() -> Path | None:
 
 @contextlib.contextmanager
 def memory_cgroup(num_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Gives a function that puts a process, by its id, into a cgroup of its own, if there are any.
+    """Yields a function that puts a process, by its id, into a new cgroup, if these can be made.
 
-    What it starts from then on is in there, too; all of it must have been ended at the exit.
+    Processes that it starts from then on are in there, too; all must have ended at the exit.
     """
     parent = parent_folder()
     if parent is None:
@@ -45,7 +45,7 @@ def memory_cgroup(num_bytes: int) -> Iterator[Callable[[int], None]]:
     with _new(parent, num_bytes) as folder:
 
         def put(pid: int) -> None:
-            with contextlib.suppress(ProcessLookupError):  # it tells itself why it has ended
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and reports why itself
                 (folder / "cgroup.procs").write_text(str(pid))
 
         yield put
@@ -56,7 +56,7 @@ def _new(parent: Path, num_bytes: int) -> Iterator[Path]:
     folder = parent / f"lit_dlm_{os.getpid()}_{next(_numbers)}"
     folder.mkdir()
     try:
-        # The second of each, swap, only where the kernel counts it.
+        # The second name of each pair is that of swap, and exists only if the kernel counts swap.
         old = (folder / "memory.limit_in_bytes").exists()
         limit, swap = ("limit_in_bytes", "memsw.limit_in_bytes") if old else ("max", "swap.max")
         (folder / f"memory.{limit}").write_text(str(num_bytes))
@@ -77,7 +77,7 @@ def _removed(folder: Path) -> bool:
 
 
 def _remove_left(parent: Path) -> None:
-    """Removes what killed runs have left."""
+    """Removes the cgroups that killed runs have left."""
     for folder in parent.glob("lit_dlm_*_*"):
         if not Path("/proc", folder.name.split("_")[2]).exists():
             _removed(folder)

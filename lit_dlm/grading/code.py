@@ -1,4 +1,4 @@
-"""Code in completions: finding it without compiling it here, and grading it.
+"""Code in completions: finding it, without compiling it in this process, and grading it.
 
 Functions are graded by tests, whole programs by what they print on given standard input.
 """
@@ -14,13 +14,13 @@ from lit_dlm.grading.child.extraction import CANDIDATE_FILE, ExtractedCode, whol
 from lit_dlm.grading.sandbox import SandboxLimits, run_python_check, run_python_program
 from lit_dlm.grading.verdict import Status, Verdict
 
-# Compiling can warn (invalid escapes, comparisons of literals): no concern of ours, and as an error
-# it would change verdicts. Only this file name is affected.
+# Compiling can warn (invalid escapes, comparisons of literals), which does not matter here; turned
+# into errors, warnings would change verdicts. Only this file name is affected.
 warnings.filterwarnings("ignore", module=re.escape(CANDIDATE_FILE))
 
 _EXTRACTION_SECONDS = 10.0
 MAX_TIMEOUTS = 2
-"""A program that ran out of time so often is not started on its other inputs: they fail."""
+"""A program that timed out this often is not run on its remaining inputs, which fail."""
 
 
 def python_block(code: str) -> str:
@@ -31,7 +31,7 @@ def python_block(code: str) -> str:
 def extract_code(
     completion: str, entry_point: str | None = None, *, stub: str = ""
 ) -> ExtractedCode:
-    """What :func:`.child.extraction.extract_code` finds, in bounded time and memory."""
+    """Runs :func:`.child.extraction.extract_code` in bounded time and memory."""
     question = {"completion": completion, "entry_point": entry_point, "stub": stub}
     found = shared_processes("extraction").ask(question, seconds=_EXTRACTION_SECONDS)
     if found is None:
@@ -52,7 +52,7 @@ def grade_by_tests(
     """Extracts the code of a completion and runs trusted tests against it.
 
     ``stub`` is what the prompt showed of the module (trusted; its helpers serve the tests too);
-    for the others see :func:`lit_dlm.grading.run_python_check`.
+    for the other arguments see :func:`lit_dlm.grading.run_python_check`.
     """
     found = extract_code(completion, entry_point, stub=stub)
     if (verdict := ungradable(found)) is not None:
@@ -81,7 +81,7 @@ def grade_by_outputs(
 
     The expected outputs never leave this process. Outputs are compared word by word: the amount of
     white space does not matter. The verdict's ``score`` is the share of tests that passed, its
-    ``status`` and ``detail`` tell of the first that did not; ``limits`` hold for each run.
+    ``status`` and ``detail`` are those of the first that did not; ``limits`` apply to each run.
     ``stub`` is put in front of the program.
     """
     found = extract_code(completion, stub=stub)
@@ -106,7 +106,7 @@ def grade_by_outputs(
 
 
 def ungradable(found: ExtractedCode) -> Verdict | None:
-    """The verdict on code that cannot be run, or ``None`` if it can."""
+    """Returns the verdict on code that cannot be run, or ``None`` if it can."""
     if not found.problem:
         return None
     status: Status = "syntax_error" if found.is_syntax_error else "no_answer"

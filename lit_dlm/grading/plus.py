@@ -1,7 +1,7 @@
 """Grading by inputs and a reference solution: the tests of HumanEval+ and MBPP+ (arXiv 2305.01210).
 
 Both solutions run in the sandbox, where their values are compared by EvalPlus's rules
-(:mod:`.child.compare`). Expected values are made when a problem is first graded, and kept.
+(:mod:`.child.compare`). Expected values are computed when a problem is first graded, and kept.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Rule = Literal["close", "same_set", "found_alike", "either", "root", "anything"]
 _LEAST_SECONDS = 1.0
 _REFERENCE_FACTOR = 4.0
 _MOST_SECONDS = 60.0
-# Here all calls may always take twice as long as the reference did: some take a minute.
+# Here all calls together may always take twice as long as the reference, which may take a minute.
 _RUN_FACTOR = 2.0
 _REFERENCE_SECONDS = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlusProblem:
-    """One problem with its inputs, argument lists of the original and of the added tests."""
+    """One problem with its inputs: argument lists of the original and of the added tests."""
 
     name: str
     entry_point: str
@@ -54,7 +54,7 @@ class _Expected:
 
 
 class PlusGrader:
-    """Grades candidates against reference solutions; ``limits`` hold for a run over all inputs."""
+    """Grades candidates by reference solutions; ``limits`` apply to a run over all inputs."""
 
     def __init__(self, *, limits: SandboxLimits | None = None, allow_code_execution: bool) -> None:
         self._limits = limits or SandboxLimits(
@@ -71,10 +71,10 @@ class PlusGrader:
     def grade(self, code: str, problem: PlusProblem) -> Verdict:
         """Runs a candidate on the original inputs and, if it passes them all, on the added ones.
 
-        The score is the share of matching outputs; what was not run for a failure has failed.
+        The score is the share of matching outputs; inputs not run after a failure count as failed.
         """
         require_permission(self._allow)
-        # Most wrong candidates fail the few original inputs, which spares them thousands.
+        # Most wrong candidates fail the few original inputs, which saves running thousands.
         parts = (("base", problem.base_inputs), ("plus", problem.plus_inputs))
         total = sum(len(inputs) for _, inputs in parts)
         passed = 0
@@ -132,14 +132,14 @@ class PlusGrader:
             "entry_point": problem.entry_point,
             "calls": [wire.encode(tuple(args)) for args in inputs],
         }
-        # The reference is trusted and must get through, also on a busy machine.
+        # The reference is trusted and must finish, even on a busy machine.
         limits = replace(
             self._limits, wall_seconds=_REFERENCE_SECONDS, cpu_seconds=_REFERENCE_SECONDS
         )
         head = run_job(job, limits)
         if head["status"] != "right":
             raise ValueError(f"{problem.name}: the reference solution failed: {head['detail']}")
-        # EvalPlus compares these in one process. It is 1 input of 41,015 in MBPP+.
+        # EvalPlus compares these too, in one process. They are 1 input of 41,015 in MBPP+.
         if num_left_out := head["truths"].count(""):
             logger.info("%s: %d outputs are too large and left out", problem.name, num_left_out)
         return _Expected(head["truths"], head["taken"])

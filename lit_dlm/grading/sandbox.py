@@ -1,12 +1,12 @@
 """Runs model-written Python where it can neither do harm nor grade itself.
 
 Each sample gets two processes behind walls of their own (:mod:`.child.isolate`): the *driver*, a
-bare ``python -I -S`` with an empty environment, forks a *worker* and only then reads the tests. The
+bare ``python -I -S`` without the run's environment, forks a *worker*, then reads the tests. The
 worker runs the candidate and answers calls; the tests run in the driver against proxies, so
 ``sys.exit``, printed markers, forged ``__eq__`` methods and reading frames have nothing to act on:
 the candidate's process holds no test, no expected value and no nonce, and the driver rebuilds
-results as exact builtin types. Nothing that a candidate wrote is compiled, taken apart or compared
-in the process of the run. ``SECURITY.md`` says what it is worth where.
+results as exact builtin types. Nothing that a candidate wrote is compiled, parsed or compared in
+the run's own process. ``SECURITY.md`` says how much protection this gives on which system.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ BOOT = (
 _SETUP_SECONDS = 30.0
 _TIMEOUT = {"status": "timeout", "detail": "the tests did not end in time"}
 
-# What the memory cgroup of a sample may hold besides: the driver and the temporary folder.
+# What a sample's memory cgroup may hold beyond its limit: the driver and the temporary folder.
 _BESIDE_BYTES = 1 << 26
-# bubblewrap starts processes at once, which must be in the cgroup; the driver waits itself.
+# bubblewrap starts processes at once, which must be in the cgroup, so a shell waits before it. The
+# driver waits by itself.
 _HELD = ["/bin/sh", "-c", 'read -r _; exec "$@"', "sh"]
 
 _next_user = itertools.count(os.getpid() * 1000)
@@ -65,26 +66,26 @@ class SandboxError(OSError):
 
 
 class _KilledError(SandboxError):
-    """Somebody killed a process of the sandbox."""
+    """A process of the sandbox was killed from outside."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxLimits:
     """What one sample may use. Exceeding any limit is a wrong answer, never an error here.
 
-    A sample can start threads but no process. Where there are namespaces it has a temporary folder
-    of 8 MiB of its own; it can write no other file.
+    A sample can start threads but no process. Where there are namespaces it has its own temporary
+    folder of 8 MiB; it can write no other file.
     """
 
     wall_seconds: float = 10.0
     """Wall time for loading the code and all tests together."""
     call_seconds: float = math.inf
-    """Wall time for loading the code, and for each call of it by assertions."""
+    """Wall time for loading the code, and for each call of it in assertions."""
     cpu_seconds: float = 10.0
     """Processor time of the candidate, rounded up to whole seconds."""
     memory_bytes: int = 1 << 30
     """Address space of the candidate, and of the process that runs the tests. Where memory cgroups
-    can be made, also what both and the kernel on their behalf hold, with 64 MiB more."""
+    can be made, this plus 64 MiB also limits what both, and the kernel on their behalf, hold."""
     value_bytes: int = 1 << 25
     """Largest argument or returned value."""
 
@@ -98,10 +99,10 @@ class SandboxLimits:
 
 @functools.cache
 def isolation_method() -> IsolationMethod:
-    """What this machine allows, the strongest first; probed once, and logged.
+    """Returns the strongest method that this machine allows; probed once, and logged.
 
     That is ``bubblewrap`` or ``namespaces`` (own file system view, processes and network), or
-    ``landlock`` (only the interpreter's files can be opened, and for root an own user id).
+    ``landlock`` (only the interpreter's files can be opened; under root, also its own user id).
     """
     reasons = []
     methods: tuple[IsolationMethod, ...] = ("bubblewrap", "namespaces", "landlock")
@@ -123,7 +124,7 @@ def isolation_method() -> IsolationMethod:
 
 
 def isolation_level() -> IsolationLevel:
-    """What :func:`isolation_method` guarantees, by whatever means."""
+    """Returns what :func:`isolation_method` guarantees, whichever method it is."""
     return "landlock" if isolation_method() == "landlock" else "namespaces"
 
 
@@ -143,21 +144,21 @@ def probe(method: IsolationMethod) -> None:
 
 
 def run_job(job: dict[str, Any], limits: SandboxLimits) -> dict[str, Any]:
-    """Runs one job in a driver behind the strongest walls there are.
+    """Runs one job in a driver behind the strongest walls available.
 
     Args:
         job: ``mode`` (``check``, ``record``, ``compare`` or ``program``) and its data.
         limits: What the candidate may use.
 
     Returns:
-        The result: ``status`` and ``detail`` at least.
+        The result, with at least ``status`` and ``detail``.
     """
     method, begin = isolation_method(), time.monotonic()
     try:
         return _run_driver(job, limits, method)
-    except _KilledError as error:  # candidates may send no signals
+    except _KilledError as error:  # candidates cannot send signals
         logger.warning("a sandbox %s, as when memory runs out; grading its sample again", error)
-    # What the first try took counts: a sample that gets itself killed wins no time.
+    # The first try's time counts: a sample that gets itself killed gains none.
     left = max(0.01, limits.wall_seconds - (time.monotonic() - begin))
     try:
         return _run_driver(job, replace(limits, wall_seconds=left), method)
@@ -168,11 +169,11 @@ def run_job(job: dict[str, Any], limits: SandboxLimits) -> dict[str, Any]:
 def _run_driver(
     job: dict[str, Any], limits: SandboxLimits, method: IsolationMethod
 ) -> dict[str, Any]:
-    # The driver learns it after the fork: nothing that the worker prints can carry it.
+    # The driver learns it after the fork: nothing that the worker prints can contain it.
     nonce = secrets.token_hex(16)
     user = _spare_user()
-    # The driver gives up root when it has shown the interpreter's files, wherever they lie. Without
-    # the right to do so it is another user from the start, who may make a user namespace.
+    # The driver gives up root once it has mounted the interpreter's files, wherever they are. If
+    # root may not mount, the driver is another user from the start, who may make a user namespace.
     early = user is not None and (method == "landlock" or not _may_mount())
     config = {
         **asdict(limits),
@@ -210,7 +211,7 @@ def _run_driver(
                 put_into_cgroup(driver.pid)
                 begin = b"\n\n" if method == "bubblewrap" else b"\n"
                 sent = begin + json.dumps({**job, "nonce": nonce}).encode()
-                timeout = _SETUP_SECONDS + limits.wall_seconds + 5.0  # its own alarm comes first
+                timeout = _SETUP_SECONDS + limits.wall_seconds + 5.0  # the driver's alarm is first
                 output, errors = driver.communicate(sent, timeout=timeout)
             except subprocess.TimeoutExpired:
                 return dict(_TIMEOUT)
@@ -222,7 +223,7 @@ def _run_driver(
 
 
 def bare_environment() -> dict[str, str]:
-    """Only what the dynamic loader may need to start this interpreter; the worker drops it."""
+    """Returns what the dynamic loader may need to start this interpreter; workers drop it."""
     return {k: v for k, v in os.environ.items() if k == "LD_LIBRARY_PATH"}
 
 
@@ -233,7 +234,7 @@ def _read_result(output: bytes, nonce: str, returncode: int, errors: bytes) -> d
         raise SandboxError(last)
     try:
         head: dict[str, Any] = json.loads(output[len(READY) :])
-    except ValueError:  # it was ended before it could tell
+    except ValueError:  # it was ended before it could report
         if code == 128 + signal.SIGALRM:
             return dict(_TIMEOUT)
         if code > 128:
@@ -245,29 +246,29 @@ def _read_result(output: bytes, nonce: str, returncode: int, errors: bytes) -> d
 
 
 def _spare_user() -> int | None:
-    """For root, a user id that owns nothing, another one for each sample."""
+    """Returns, for root, a user id that owns nothing, a different one for each sample."""
     if os.geteuid() != 0:
         return None
-    # In a container not all ids exist; the last ones there are belong to nobody.
+    # In a container not all ids exist; the last of those that do belong to nobody.
     ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
     end = min(max(int(start) + int(count) for start, _, count in ranges), 2_100_000_000)
-    # A root with no id but its own is some plain user outside.
+    # A root with no id but its own is an ordinary user outside the container.
     return end - 1 - next(_next_user) % (end // 20) if end > 1000 else None
 
 
 def _num_tasks() -> int:
-    """Threads of the whole machine: as many as a user can have."""
+    """Returns the number of threads on the whole machine: no user has more."""
     return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[2])
 
 
 def _may_mount() -> bool:
-    """Whether we have CAP_SYS_ADMIN, which containers often keep from root."""
+    """Whether we have CAP_SYS_ADMIN, which containers often deny to root."""
     status = Path("/proc/self/status").read_text()
     return bool(int(status.partition("CapEff:")[2].split()[0], 16) >> 21 & 1)
 
 
 def _bubblewrap() -> list[str]:
-    """The beginning of a command that runs the rest of it in bubblewrap."""
+    """Returns the beginning of a command that runs the rest of it in bubblewrap."""
     program = shutil.which("bwrap")
     if program is None:
         raise SandboxError("not installed")
@@ -277,7 +278,7 @@ def _bubblewrap() -> list[str]:
     if os.geteuid() == 0 and _may_mount():  # the driver gives them up with its user id
         words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     paths = [*isolate.SYSTEM_FOLDERS, *_shown_folders(), *isolate.SYSTEM_FILES, *isolate.DEVICES]
-    # It makes missing parents for their owner only, who is another one when root starts it.
+    # It makes missing parents for their owner only, which is another user if root starts it.
     parents = {str(parent) for path in paths for parent in Path(path).parents} - {"/"}
     for folder in sorted(parents - set(isolate.SYSTEM_FOLDERS)):
         words += ["--dir", folder]
@@ -291,18 +292,18 @@ def _bubblewrap() -> list[str]:
 
 @functools.cache
 def _library_paths() -> list[str]:
-    """Folders of installed packages, importable by the candidate."""
+    """Returns the folders of installed packages, importable by the candidate."""
     paths = [sysconfig.get_path(kind) for kind in ("purelib", "platlib")]
     return [os.path.realpath(path) for path in dict.fromkeys(paths) if os.path.isdir(path)]
 
 
 @functools.cache
 def _shown_folders() -> list[str]:
-    """Folders outside the system's own that the interpreter, its packages and we live in."""
+    """Returns folders outside the system's own with the interpreter, its packages or our code."""
     wanted = [sys.base_prefix, sys.base_exec_prefix, *_library_paths(), CHILD_FOLDER]
     shown: list[str] = []
     for folder in sorted({os.path.realpath(folder) for folder in wanted} - {"/"}):
-        # Parents sort before their children, which are then already in view.
+        # Parents sort before their children, which are then already visible.
         if not any(folder.startswith(f"{top}/") for top in (*isolate.SYSTEM_FOLDERS, *shown)):
             shown.append(folder)
     return [folder for folder in shown if folder not in isolate.SYSTEM_FOLDERS]
@@ -322,11 +323,11 @@ def run_python_check(
     Args:
         code: The candidate, untrusted: a module that defines ``entry_point``.
         check: The tests, trusted: either top-level assertions that call ``entry_point`` or a
-            function ``check(candidate)`` that does. Of assertions ``score`` is the share that
+            function ``check(candidate)`` that does. With assertions ``score`` is the share that
             passed.
         entry_point: Name of the function under test.
         limits: What the sample may use.
-        allow_code_execution: Must be ``True``, the caller's word that running code is wanted.
+        allow_code_execution: Must be ``True``: the caller's consent to running code.
         preamble: Trusted code that runs before the tests, outside the candidate: imports and
             helper functions the tests use. The candidate cannot replace what it defines.
     """
@@ -334,7 +335,7 @@ def run_python_check(
     if not check.strip():
         raise ValueError("check: expected at least one test, got none")
     for name, source in (("check", check), ("preamble", preamble)):
-        # Otherwise it would be the candidate's loss.
+        # Otherwise the candidate would pay for the error.
         try:
             compile(source, f"<{name}>", "exec", dont_inherit=True)
         except SyntaxError as error:
@@ -360,7 +361,7 @@ def run_python_program(
 ) -> Verdict:
     """Runs untrusted code as ``__main__``; ``sys.exit(0)`` counts as a normal end.
 
-    ``answer`` is what it printed; empty unless ``status`` is ``right``: it ended without an error.
+    ``answer`` is what it printed if ``status`` is ``right`` (it ended without error), else empty.
     """
     require_permission(allow_code_execution)
     head = run_job({"mode": "program", "code": code, "stdin": stdin}, limits or SandboxLimits())
@@ -368,7 +369,7 @@ def run_python_program(
 
 
 def require_permission(allow_code_execution: bool, *, of: str = "allow_code_execution") -> None:
-    """Refuses to go on unless running code was explicitly allowed."""
+    """Raises an error unless running code was explicitly allowed."""
     if allow_code_execution is not True:
         raise ValueError(
             f"{of}: grading runs model-written code; set allow_code_execution: true in the task to "

@@ -1,4 +1,4 @@
-"""The one result type of every grader."""
+"""The result type of all graders."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Status = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What a grader says of one completion."""
+    """A grader's judgement of one completion."""
 
     status: Status
-    """``right`` is the only status that counts as correct; ``ungraded`` has no grader."""
+    """``right`` is the only status that counts as correct; ``ungraded`` was not graded."""
     answer: str | None = None
     detail: str = ""
     """One line for a person: the failing assertion, the exception, the limit that was hit."""
@@ -23,8 +23,8 @@ class Verdict:
     """Partial credit in 0..1 (fraction of tests passed); ``None`` means 1 if right else 0."""
 
     def __post_init__(self) -> None:
-        # What a candidate raised or returned may hold halves of surrogate pairs, which no file in
-        # UTF-8 can hold.
+        # What a candidate raised or returned may hold halves of surrogate pairs, which UTF-8 files
+        # cannot hold.
         for name in ("answer", "detail"):
             text = getattr(self, name)
             if text is not None:

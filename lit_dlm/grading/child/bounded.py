@@ -1,7 +1,7 @@
 """Answers questions about untrusted text, one JSON line in, one out, until end of input.
 
-Compiling a text or comparing two formulas can take any time and memory and can end the
-interpreter. Each question has an alarm of the kernel's: nothing runs on when the asker is gone.
+Compiling a text or comparing two formulas can take any amount of time and memory and can crash the
+interpreter. The kernel's alarm limits each question: nothing keeps running when the asker is gone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MEMORY_BYTES = {"extraction": 1 << 30, "math": 3 << 30}
 
 
 def main() -> NoReturn:
-    """Serves the kind of questions that the command line names: ``extraction`` or ``math``."""
+    """Answers the kind of questions that the command line names: ``extraction`` or ``math``."""
     kind = sys.argv[1]
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
@@ -58,7 +58,7 @@ def _answer_math() -> Callable[..., Any]:
     logging.disable(logging.CRITICAL)
 
     def equal(gold: str, answer: str) -> bool:
-        # math-verify's own limits rely on signals, which work in main threads only.
+        # math-verify's own limits rely on signals, which work only in main threads.
         truth = parse(f"\\boxed{{{gold}}}", parsing_timeout=None)
         candidate = parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
         return bool(truth and candidate and verify(truth, candidate, timeout_seconds=None))

@@ -23,10 +23,10 @@ Rule = Callable[[Any, Any, Case], bool]
 
 
 def judge(rule: Rule, reply: bytes, truth: bytes, case: Case) -> tuple[str, str] | None:
-    """Says how a reply of the candidate fails, as status and detail, or ``None``.
+    """Returns how a reply of the candidate fails, as status and detail, or ``None`` if right.
 
-    ``reply`` and ``truth``, that of the reference solution, are as
-    :meth:`~.remote.Remote.call_encoded` gives them.
+    ``reply`` and ``truth`` (that of the reference solution) are in the form that
+    :meth:`~.remote.Remote.call_encoded` returns.
     """
     # Equal bytes are equal values. Some problems return megabytes for each of a thousand inputs:
     # decode only what may differ.
@@ -44,9 +44,9 @@ def judge(rule: Rule, reply: bytes, truth: bytes, case: Case) -> tuple[str, str]
 
 
 def read_reply(reply: bytes) -> tuple[bool, Any]:
-    """``(True, value)``, of builtin types, or ``(False, "Type: message")``.
+    """Returns ``(True, value)``, of builtin types, or ``(False, "Type: message")``.
 
-    What did not leave the worker, such as the match of a regular expression, is equal to nothing.
+    An object that stayed in the worker, such as the match of a regular expression, equals nothing.
     """
     try:
         message = wire.parse(b"{" + reply)
@@ -63,8 +63,8 @@ def outputs_match(output: Any, expected: Any, *, atol: float = 0.0) -> bool:
     Equal values match. Otherwise, if ``atol`` is positive, or the expected value is a float or a
     non-empty list or tuple of floats (then ``atol`` is 1e-6), the types and lengths must be the
     same and the numbers within ``atol + 1e-7 * |expected|``. EvalPlus keeps that 1e-6 for all later
-    inputs of a task once a float was seen; here each input is judged by itself. Both values are
-    made of builtin types.
+    inputs of a task once it has seen a float; here each input is judged on its own. Both values
+    consist of builtin types.
     """
     if output == expected:
         return True
@@ -106,13 +106,13 @@ def _is_either(output: Any, expected: Any, case: Case) -> bool:
 
 
 def _is_root(output: Any, _expected: Any, case: Case) -> bool:
-    """HumanEval/32 asks for any root of a polynomial: its value there must be about 0."""
+    """HumanEval/32 asks for any root of a polynomial: the value at the root must be about 0."""
     factors = wire.decode(case.inputs)[0]
     return abs(sum(factor * output**power for power, factor in enumerate(factors))) <= case.atol
 
 
 def _is_found_alike(output: Any, expected: Any, _case: Case) -> bool:
-    """Both found something or both nothing; a ``bool`` of the candidate says so itself."""
+    """Whether both found something or both nothing; a candidate's ``bool`` says so directly."""
     found = output if isinstance(output, bool) else output is not None
     return found == (expected is not None)
 
@@ -129,7 +129,7 @@ RULES: dict[str, Rule] = {
 
 
 def _short(value: Any) -> str:
-    # repr of a huge integer is refused by Python beyond 4300 digits.
+    # Python refuses the repr of integers with more than 4300 digits.
     if isinstance(value, int) and abs(value) >= 1 << 256:
         return f"an integer of {value.bit_length()} bits"
     try:

@@ -1,7 +1,7 @@
 """The trusted process of one sample: forks the worker, then runs the tests against proxies.
 
-It stands behind the same walls as the worker and has limits of its own, because it takes apart and
-compares values that the candidate made. Order matters: the worker is forked off a bare interpreter
+It is behind the same walls as the worker and has limits of its own, because it parses and compares
+values that the candidate made. Order matters: the worker is forked off a bare interpreter
 *before* the tests, the inputs and the nonce are read from standard input, so no copy of them ever
 exists in the process that runs the candidate, whose code in turn never runs in this process.
 """
@@ -28,7 +28,7 @@ from . import compare, isolate, wire, worker
 from .remote import Handle, Remote, WorkerLostError
 
 READY = b"ready\n"
-"""Printed once the walls stand: what fails from then on is the sample's fault."""
+"""Printed once the walls are up: what fails from then on is the sample's fault."""
 _TESTS = "<tests>"
 _MAX_DETAIL = 500
 _MOST_OUTPUT = 1 << 20  # bytes
@@ -38,7 +38,7 @@ _stopped: set[int] = set()
 def main() -> NoReturn:
     """Reads settings from the command line and the job from standard input; prints the result."""
     config = json.loads(sys.argv[1])
-    os.read(0, 1)  # a line, when this process is in its cgroup; not a byte of the job yet
+    os.read(0, 1)  # the newline sent once this process is in its cgroup; nothing of the job yet
     isolate.put_up_walls(
         config["level"], folders=config["folders"], user=config["user"], parent=config["parent"]
     )
@@ -46,7 +46,7 @@ def main() -> NoReturn:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.setitimer(signal.ITIMER_REAL, config["setup_seconds"])
-    # A program's own standard input, output and errors; the program ends as a process does.
+    # Standard input, output and error of a program, which is a whole process of its own.
     names = ("in", "out", "err") if config["mode"] == "program" else ()
     files = [os.memfd_create(name) for name in names] or [os.open("/dev/null", os.O_RDWR)] * 3
     channel, worker_pid = _start_worker(config, files)
@@ -99,9 +99,9 @@ def _run(job: dict[str, Any], remote: Remote) -> dict[str, Any]:
 def _run_program(
     job: dict[str, Any], remote: Remote, files: list[int], worker_pid: int, cpu_seconds: float
 ) -> dict[str, Any]:
-    """Runs the candidate to the end of its process; what it printed counts if it ended with 0."""
+    """Runs the candidate to the end of its process; its output counts if the exit code is 0."""
     stdin, stdout, stderr = files
-    os.pwrite(stdin, job["stdin"].encode(), 0)  # the position is the worker's, too
+    os.pwrite(stdin, job["stdin"].encode(), 0)  # the worker shares the file's position
     remote.start_program(job["code"])
     if not _has_ended(worker_pid, remote.seconds_left()):
         raise WorkerLostError("timeout", "no end within the time limit")
@@ -147,8 +147,8 @@ def _start_worker(config: dict[str, Any], files: list[int]) -> tuple[wire.Channe
 
 
 def _explain_end(worker_pid: int, cpu_seconds: float) -> tuple[str, str]:
-    """Says why the worker is gone; ends as it did where somebody else killed it."""
-    # It may have closed its pipes and live on.
+    """Returns why the worker is gone; ends in the same way if it was killed from outside."""
+    # It may have closed its pipes and still be running.
     if not _has_ended(worker_pid, 1.0):
         return "runtime_error", "the process closed its connection"
     _, status, usage = os.wait4(worker_pid, 0)
@@ -165,9 +165,9 @@ def _explain_end(worker_pid: int, cpu_seconds: float) -> tuple[str, str]:
 
 
 def _watch_threads(worker_pid: int) -> None:
-    """Ends a worker with too many threads, where the kernel's limit is one for all of a user."""
+    """Kills a worker with too many threads, where the kernel's limit covers all of a user's."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        # A folder's links are two and its subfolders, here one a thread.
+        # A folder has two links plus one for each subfolder, here one per thread.
         while os.stat(f"/proc/{worker_pid}/task").st_nlink - 2 <= isolate.MOST_THREADS + 1:
             time.sleep(0.01)
         _stopped.add(worker_pid)
@@ -181,8 +181,8 @@ def _has_ended(worker_pid: int, seconds: float) -> bool:
 def _run_check(job: dict[str, Any], names: list[str], remote: Remote) -> dict[str, Any]:
     """Runs the tests against proxies of the candidate, each top-level statement on its own.
 
-    Of assertions (MBPP) the share that passed is told; where the tests define ``check(candidate)``
-    (HumanEval), that is called.
+    With assertions (MBPP) the result counts those that passed; if the tests define
+    ``check(candidate)`` (HumanEval), that is called.
     """
     # No name of the tests leads to the candidate's code, only to proxies of it.
     candidate = Handle(remote, job["entry_point"])
@@ -209,7 +209,7 @@ def _run_check(job: dict[str, Any], names: list[str], remote: Remote) -> dict[st
             failures.append(remote.failure or ("wrong", f"{type(error).__name__}: {error}"))
         except WorkerLostError as lost:
             failures.append((lost.status, lost.detail))
-            break  # the worker may still be busy with this call: it answers no other
+            break  # the worker may still be busy with this call, so it would answer no other
     status, detail = failures[0] if failures else ("right", "")
     return {"status": status, "detail": detail, "passed": passed, "total": total}
 
@@ -252,7 +252,7 @@ def _bind_free_names(
 def _record_calls(job: dict[str, Any], remote: Remote) -> dict[str, Any]:
     """Calls the reference solution with each encoded argument list and keeps what it returned.
 
-    A value that is too large to be sent is kept as an empty text: that call is left out of grading.
+    For a value that is too large to be sent it keeps an empty text: that call is not graded.
     """
     taken: list[float] = []
     truths: list[str] = []
@@ -273,8 +273,8 @@ def _record_calls(job: dict[str, Any], remote: Remote) -> dict[str, Any]:
 def _compare_calls(job: dict[str, Any], remote: Remote) -> dict[str, Any]:
     """Calls the entry point with each encoded argument list and judges what comes back.
 
-    Stops at the first call over its time: the worker is still busy with it. An exception of the
-    candidate is a wrong answer like any other.
+    Stops at the first call that exceeds its time, since the worker is still busy with it. An
+    exception of the candidate is a wrong answer like any other.
     """
     rule = compare.RULES[job["rule"]]
     passed = number = 0

@@ -1,7 +1,7 @@
 """Finds Python in a completion.
 
-Runs in processes that may be killed (:mod:`.bounded`): compiling a text can take any time and
-memory, and can end the interpreter.
+Runs in processes that may be killed (:mod:`.bounded`): compiling a text can take any amount of time
+and memory, and can crash the interpreter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FENCE = re.compile(r"^[ \t]*(?P<fence>`{3,}|~{3,})[ \t]*(?P<tag>[\w+.-]*)[^\n]*
 _FUTURE = re.compile(r"^from __future__ import [^\n]*\n?", re.MULTILINE)
 _PYTHON_TAGS = {"", "python", "py", "python3", "python2", "py3"}
 _NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError)
-# How many places to cut trailing text off are tried; each costs one parse.
+# Number of places tried for cutting off trailing text; each costs one parse.
 _MAX_CUTS = 40
 
 
@@ -29,9 +29,9 @@ class ExtractedCode:
     """Code found in a completion."""
 
     code: str | None
-    """What to run, or the best there is."""
+    """The code to run or, where there is a problem, the best that was found."""
     problem: str = ""
-    """Why it cannot be graded: a syntax error or a missing entry point."""
+    """Why it cannot be graded: no code, a syntax error or a missing entry point."""
     is_syntax_error: bool = False
 
 
@@ -58,13 +58,13 @@ def fenced_blocks(text: str) -> list[str]:
 def extract_code(
     completion: str, entry_point: str | None = None, *, stub: str = ""
 ) -> ExtractedCode:
-    """Finds the code of an answer: the last fenced block that will do, else the whole text.
+    """Finds the code of an answer: the last fenced block that is suitable, else the whole text.
 
-    Without an entry point that is a program: a block that compiles. Otherwise it must define the
-    entry point; every block, last first, and then the whole text is tried as a module, then all
-    of them, indented ones first, as the continuation of ``stub``; text after the code is cut off.
-    The stub is the beginning of the module that the prompt showed and may end within a definition;
-    its imports and helpers are put in front in any case.
+    Without an entry point it is a program, and must compile. Otherwise it must define the entry
+    point: every block, last first, and then the whole text is tried as a module; then all of them,
+    indented ones first, as the continuation of ``stub``. Text after the code is cut off. The stub
+    is the beginning of the module that the prompt showed and may end within a definition; its
+    imports and helpers are always put in front.
     """
     texts = (*reversed(fenced_blocks(completion)), completion)
     pieces = [text for text in texts if text.strip()]
@@ -90,12 +90,12 @@ def extract_code(
 
 
 def _behind(head: str, text: str) -> str:
-    """Both, with the text's ``from __future__`` lines in front, where Python wants them."""
+    """Joins both, with the text's ``from __future__`` lines first, where Python requires them."""
     return "".join(_FUTURE.findall(text)) + head + _FUTURE.sub("", text)
 
 
 def _as_module(piece: str, entry_point: str) -> Iterator[str]:
-    """Versions of a piece that parse and define the entry point themselves."""
+    """Yields the longest beginning of a piece that parses and defines the entry point, if any."""
     for text in _without_tail(textwrap.dedent(piece).strip("\n")):
         if entry_point not in text:
             return
@@ -105,7 +105,7 @@ def _as_module(piece: str, entry_point: str) -> Iterator[str]:
 
 
 def _as_continuation(stub: str, piece: str, entry_point: str) -> Iterator[str]:
-    """The stub completed by a piece, the piece's first line indented if need be."""
+    """Yields the stub completed by a piece, which is indented if need be."""
     body = piece.strip("\n").rstrip()
     if not body or not stub.strip():
         return
@@ -114,7 +114,7 @@ def _as_continuation(stub: str, piece: str, entry_point: str) -> Iterator[str]:
     bare = textwrap.dedent(body)
     versions = [body] if body[0].isspace() else []
     for margin in dict.fromkeys(("    ", _margin(stub))):
-        # A stripped first indentation, else a body written without any.
+        # Either the first line's indentation was stripped, or the body was written without any.
         versions += [f"{margin}{first}\n{rest}"] if bare == body else []
         versions += [textwrap.indent(bare, margin)]
     for text in itertools.chain(versions, *map(_without_tail, versions)):
@@ -131,12 +131,12 @@ def _margin(stub: str) -> str:
 
 
 def whole_part(stub: str) -> str:
-    """The beginning of a module as far as it is one: without an unfinished definition."""
+    """Returns as much of a module's beginning as parses: without an unfinished definition."""
     return next(filter(_parses, _without_tail(stub)), "")
 
 
 def _without_tail(text: str) -> Iterator[str]:
-    """The text, then ever shorter beginnings that end before an unindented line."""
+    """Yields the text, then ever shorter beginnings that end before an unindented line."""
     yield text
     lines = text.splitlines(keepends=True)
     cuts = [i for i, line in enumerate(lines) if i and line[0] not in " \t\n\r#)]}"]
@@ -154,7 +154,7 @@ def _parses(code: str) -> bool:
 
 
 def _defines(code: str, name: str) -> bool:
-    """Whether code that parses gives a name to something at its top level."""
+    """Whether code, which must parse, binds a name at its top level."""
     body = ast.parse(code, CANDIDATE_FILE).body
     targets = (one for node in body if isinstance(node, ast.Assign) for one in node.targets)
     assigned = [target.id for target in targets if isinstance(target, ast.Name)]

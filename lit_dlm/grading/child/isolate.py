@@ -1,9 +1,9 @@
 """Puts a sample's processes behind walls: namespaces or Landlock, and limits everywhere.
 
-The walls stand around both processes of a sample. Between them stands what :func:`confine` does to
-the worker alone: resource limits and the system-call filter (:mod:`.seccomp`).
+The walls are around both processes of a sample. :func:`confine` applies to the worker alone, with
+resource limits and the system-call filter (:mod:`.seccomp`).
 
-- Namespaces: what :func:`enter_namespaces` makes is what bubblewrap makes where it is installed. A
+- Namespaces: :func:`enter_namespaces` makes what bubblewrap makes where it is installed. This is a
   read-only file system of the interpreter, its packages and the system libraries, no ``/proc``, no
   network device, no other process in sight; when the first process ends, so do all others.
 - Landlock: the same files and no others can be opened; other processes cannot be traced.
@@ -30,7 +30,7 @@ SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime")
 TEMPORARY = "/tmp"
 FILE_BYTES = 1 << 23
-"""Of a file, of the temporary folder that namespaces have, and of what a program prints."""
+"""Most bytes of a file, of the temporary folder that namespaces have, and of a program's output."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 _CLONE_NEWNS = 0x00020000
@@ -68,8 +68,8 @@ _PR_SET_DUMPABLE = 4
 _PR_SET_NO_NEW_PRIVS = 38
 
 MOST_THREADS = 16
-# Where the user id is that of the run, the kernel counts all that its owner runs: there it stops
-# what grows faster than the driver looks.
+# Where the user id is that of the run, the kernel counts all threads of that user: its limit then
+# stops only what grows faster than the driver looks.
 _TASKS_OF_A_PERSON = 1024
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -112,24 +112,24 @@ def _write(path: str, text: str) -> None:
 
 
 def put_up_walls(level: str, *, folders: Sequence[str], user: int | None, parent: int) -> None:
-    """Puts the calling process behind the walls of a level, for good; it may go on in a child.
+    """Puts the calling process behind the walls of a level, for good; it may continue as a child.
 
     Args:
         level: ``bubblewrap`` (which has put them up already), ``namespaces`` or ``landlock``.
         folders: Folders to show besides the system's own, as real paths.
         user: User and group id to become, or ``None`` to keep the present one.
-        parent: Process id of the run, whose end is ours.
+        parent: Process id of the run, with which this process ends.
     """
     if level == "namespaces":
         _die_with(parent)
         enter_namespaces(folders)
         parent = 1
-    # Landlock comes later: it asks for a process that can gain no privileges any more.
+    # Landlock comes later: it requires a process that can gain no new privileges.
     become(user)
     if level == "landlock":
         restrict_files(folders)
     if level != "bubblewrap":
-        _die_with(parent)  # again: changing the user id forgets it
+        _die_with(parent)  # again: changing the user id resets it
     # The worker, of the same user, must not read the driver's memory or descriptors.
     _prctl(_PR_SET_DUMPABLE, 0)
 
@@ -141,7 +141,7 @@ def _die_with(parent: int) -> None:
 
 
 def enter_namespaces(folders: Sequence[str]) -> None:
-    """Goes on as a grandchild of the caller in namespaces of its own, with a small root."""
+    """Continues as a grandchild of the caller in new namespaces, with a small root directory."""
     uid, gid = os.geteuid(), os.getegid()
     flags = _CLONE_NEWNS | _CLONE_NEWPID | _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS
     if uid != 0:
@@ -152,15 +152,15 @@ def enter_namespaces(folders: Sequence[str]) -> None:
         _write("/proc/self/uid_map", f"{uid} {uid} 1")
         _write("/proc/self/gid_map", f"{gid} {gid} 1")
     _go_on_in_child()
-    # Process 1 now: the kernel ends all others with it. It only waits, because it would be spared
-    # by the signals that limits send.
+    # Now process 1: the kernel ends all others with it. It only waits, because the signals that
+    # limits send would spare it.
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _build_root(folders)
     _go_on_in_child()
 
 
 def _go_on_in_child() -> None:
-    """Forks; the caller waits for the child, ends as it did, and never returns."""
+    """Forks and continues in the child; the caller waits, ends as the child did, never returns."""
     child = os.fork()
     if child:
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -170,7 +170,7 @@ def _go_on_in_child() -> None:
 def _build_root(folders: Sequence[str]) -> None:
     """Replaces the root directory by a small read-only one.
 
-    It is built on top of ``/proc``: nothing that is to be shown can lie there.
+    It is built on top of ``/proc``, which holds nothing that must be visible.
     """
     os.umask(0o022)
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
@@ -202,9 +202,9 @@ def _build_root(folders: Sequence[str]) -> None:
 
 
 def restrict_files(folders: Sequence[str]) -> None:
-    """Lets the calling process open, to read, the system's and the given folders alone."""
+    """Lets the calling process open only the system's and the given folders, for reading."""
     version = _system_call("Landlock", _SYS_LANDLOCK_CREATE_RULESET, None, 0, 1)
-    # Later versions also keep from the network, abstract sockets and signals to others.
+    # Later versions also block the network, abstract sockets and signals to other processes.
     rights = (1 << _LANDLOCK_RIGHTS.get(version, 16)) - 1
     handled = struct.pack("3Q", rights, 3 * (version >= 4), 3 * (version >= 6))
     ruleset = _system_call("Landlock", _SYS_LANDLOCK_CREATE_RULESET, handled, len(handled), 0)
@@ -226,7 +226,7 @@ def restrict_files(folders: Sequence[str]) -> None:
 
 def become(user: int | None) -> None:
     """Gives up root, all capabilities and new privileges, for good; see :func:`put_up_walls`."""
-    # The order matters: without root no group can be given up.
+    # The order matters: without root, groups cannot be given up.
     if user is not None:
         os.setgroups([])
         os.setresgid(user, user, user)
@@ -237,15 +237,15 @@ def become(user: int | None) -> None:
 
 
 def confine(*, cpu_seconds: float, memory_bytes: int, others_tasks: int | None) -> None:
-    """Limits the calling process, the worker: it ends with the driver and can start no other.
+    """Limits the calling process, the worker, which ends with the driver and can start no other.
 
     Args:
         cpu_seconds: Processor time, rounded up to whole seconds.
         memory_bytes: Address space.
-        others_tasks: Threads that its user may have already; ``None`` if nobody else runs under
-            its user id as the kernel counts it.
+        others_tasks: Threads that its user may have already; ``None`` if the kernel counts nothing
+            else under its user id.
     """
-    # A session of its own: what it sends to its group reaches nobody else.
+    # A session of its own: signals to its process group reach no other process.
     os.setsid()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     limits = {

@@ -25,18 +25,18 @@ class WorkerLostError(BaseException):
 
 
 class CandidateError(Exception):
-    """The candidate raised something that has no builtin exception class to stand for it."""
+    """The candidate raised something that no builtin exception class can represent."""
 
 
 class Handle:
-    """Stands for an object that stays in the worker; equal to nothing but itself.
+    """A proxy for an object that stays in the worker; equal to nothing but itself.
 
-    It may be called. Public attributes can be read and set from here (tests build trees of a
+    It can be called. Public attributes can be read and set from here (tests build trees of a
     ``Node`` class that the solution defines), special methods cannot.
     """
 
     def __init__(self, remote: Remote, target: int | str) -> None:
-        """Of a number that the worker gave, or of a name of the candidate's module."""
+        """``target``: a number that the worker sent, or a name in the candidate's module."""
         object.__setattr__(self, "_remote", remote)
         object.__setattr__(self, "_target", target)
 
@@ -53,7 +53,7 @@ class Handle:
 
 
 class Remote:
-    """Requests to one worker, in order, under one deadline that runs once the worker is ready."""
+    """Sends requests to one worker, in order, under one deadline that starts when it is ready."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class Remote:
         value_bytes: int,
         explain_end: Callable[[], tuple[str, str]],
     ) -> None:
-        # The seconds begin when the worker is ready: its walls cost the candidate nothing, however
-        # busy the machine. ``explain_end`` is asked for a status and a detail when it has ended.
+        # Time starts when the worker is ready: its walls cost the candidate nothing, however busy
+        # the machine. ``explain_end`` returns a status and a detail once the worker has ended.
         self._explain_end = explain_end
         self._channel = channel
         self._wall_seconds = wall_seconds
@@ -88,14 +88,14 @@ class Remote:
         return [name for name in names if type(name) is str]
 
     def start_program(self, code: str) -> None:
-        """Has the worker go on as the candidate's program, out of reach; returns once it parses."""
+        """Makes the worker run the candidate's program, out of reach; returns once it compiled."""
         self._request({"op": "program", "code": code})
 
     def seconds_left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
     def ask(self, op: str, target: str | int, /, *args: Any, **kwargs: Any) -> Any:
-        """Has the worker call an object, or read or set an attribute of it."""
+        """Has the worker call an object, or read or set one of its attributes."""
         given = {"args": self._encode(args), "kwargs": self._encode(kwargs)}
         value = self._request({"op": op, "target": target, **given})
         with _malformed_is_lost():
@@ -104,12 +104,12 @@ class Remote:
     def call_encoded(self, target: str, args: Any, *, seconds: float) -> bytes:
         """Calls with encoded arguments; returns ``"value":...}`` or ``"error":...}``.
 
-        The text is as it came: only its beginning has been looked at.
+        The text is returned as it came: only its beginning has been checked.
         """
         deadline = min(self._deadline, time.monotonic() + seconds)
         request = {"op": "call", "target": target, "args": args, "kwargs": ["d"]}
         message = self._exchange(request, deadline)
-        # Parsing is left to who compares: most replies are equal to the expected bytes.
+        # Parsing is left to the comparison: most replies are equal to the expected bytes.
         beginning = f'{{"id":{self._next_id},'.encode()
         _require(message.startswith(beginning))
         return message[len(beginning) :]
@@ -147,9 +147,9 @@ class Remote:
         if self.failure is None:
             self.failure = (status, f"{name}: {message}")
         kind = getattr(builtins, name, None)
-        # The end of an iteration would end loops of the tests, `all(map(...))` among them.
+        # StopIteration would end loops of the tests, `all(map(...))` among them.
         if isinstance(kind, type) and issubclass(kind, Exception) and kind is not StopIteration:
-            # Classes such as UnicodeDecodeError want more arguments.
+            # Classes such as UnicodeDecodeError need more arguments.
             with contextlib.suppress(TypeError):
                 return kind(message)
         return CandidateError(f"{name}: {message}")
@@ -165,7 +165,7 @@ def _require(holds: bool) -> None:
 
 @contextlib.contextmanager
 def _malformed_is_lost() -> Iterator[None]:
-    """A worker that sent no value, or too large a one, is asked no more."""
+    """Gives up a worker that sent something other than a value, or a value that is too large."""
     try:
         yield
     except wire.WireError as error:

@@ -1,12 +1,12 @@
 """Lets through the system calls that CPython, numpy and their libraries need, and no others.
 
-A classic BPF program is loaded with ``prctl``. A call that it does not list does not exist
-(``ENOSYS``: the C library falls back from ``clone3`` to ``clone``, which can be judged by its
-flags); a listed one with other arguments fails with ``EPERM``. So what the other walls leave open
-is closed: other processes (also the driver's, whose user the worker shares), new processes and
-namespaces, sockets, kernel objects that outlive a process, memory that no limit counts (pages kept
-in pipes, timers, locks), leases and watches on files of others, and attributes of files, which
-Landlock does not know.
+A classic BPF program is loaded with ``prctl``. A call that it does not list appears not to exist
+(``ENOSYS``: the C library falls back from ``clone3`` to ``clone``, whose flags can be checked); a
+listed one with other arguments fails with ``EPERM``. This closes what the other walls leave open:
+other processes (also the driver's, whose user the worker shares), new processes and namespaces,
+sockets, kernel objects that outlive a process, memory that no limit counts (pages kept in pipes,
+timers, locks), leases and watches on files of others, and attributes of files, which Landlock does
+not cover.
 
 Numbers: the kernel's ``unistd`` tables for x86-64, and the generic table that arm64 uses.
 """
@@ -67,16 +67,16 @@ _ALLOWED = {
         "60 93, exit_group 231 94"
     ),
 }
-# Numbers of a call, and which arguments are looked at, how, and what fits.
+# Numbers of a call, and for each argument checked: its index, the test, and the values that pass.
 _BY_ARGUMENT = [
     # clone, with CLONE_THREAD
     ((56, 220), [(0, _JUMP_ANY_BIT, [0x00010000])]),
     # prlimit64, of the process itself
     ((302, 261), [(0, _JUMP_EQUAL, [0])]),
     # socketpair of AF_UNIX and SOCK_STREAM, with SOCK_NONBLOCK or SOCK_CLOEXEC: event loops need
-    # them; a datagram could be sent to sockets of others
+    # them; datagrams could be sent to sockets of others
     ((53, 199), [(0, _JUMP_EQUAL, [1]), (1, _JUMP_EQUAL, [1, 0x801, 0x80001, 0x80801])]),
-    # fcntl, to duplicate and for flags; leases and watches stop or tell of others
+    # fcntl, to duplicate and for flags; leases and watches would block or observe others
     ((72, 25), [(1, _JUMP_EQUAL, [0, 1, 2, 3, 4, 1030])]),
     # ioctl: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
     ((16, 29), [(1, _JUMP_EQUAL, [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451])]),
@@ -105,7 +105,7 @@ def build_program(machine: str) -> bytes:
             for left, value in zip(reversed(range(len(values))), values, strict=True):
                 body.append((operation, fits or f"+{left}", "" if left else "refuse", value))
         code += [(_JUMP_EQUAL, "", f"+{len(body)}", numbers[column]), *body]
-    # Whatever is left is absent.
+    # Any other call is absent.
     targets = {"allow": len(code) + 1, "refuse": len(code) + 2}
     code += [
         (_RETURN, "", "", _FAIL | errno.ENOSYS),

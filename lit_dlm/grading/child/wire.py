@@ -3,8 +3,8 @@
 Model-written code hands its results to trusted code through this format, so decoding can only ever
 yield builtin objects: no class of the candidate, no ``__eq__`` of the candidate, no pickle.
 
-Scalars that JSON keeps exactly (``None``, ``bool``, small ``int``, ``float``, ``str``) stand for
-themselves; everything else is a list of a tag (:data:`_FORMS`) and encoded parts. Subclasses become
+Scalars that JSON keeps exactly (``None``, ``bool``, small ``int``, ``float``, ``str``) are sent as
+they are; everything else is a list of a tag (:data:`_FORMS`) and encoded parts. Subclasses become
 their base, NumPy's arrays nested lists. The tag ``h`` is a handle: the value stays where it is.
 """
 
@@ -34,7 +34,7 @@ def _types() -> dict[Any, type]:
 
 
 class WireError(ValueError):
-    """A value that cannot be sent, or bytes that are no value."""
+    """A value that cannot be sent, or bytes that are not a value."""
 
 
 class ChannelClosedError(Exception):
@@ -74,11 +74,11 @@ _FORMS = {
     "e": _Form(Iterator, iter, iter),  # drained by the encoder
     "n": _Form((), iter, lambda parts: _types()[parts[0]]),
 }
-"""By tag: what it stands for, the parts that are sent of it, and how these become it again."""
+"""By tag: the type it stands for, which parts of a value are sent, and how to rebuild the value."""
 
 
 class _Encoder:
-    """One encoding pass; counts nodes so that shared sub-objects cannot blow up without end."""
+    """One encoding pass; counts nodes so that shared sub-objects cannot grow without bound."""
 
     def __init__(self, max_nodes: int, to_handle: Callable[[Any], Any] | None) -> None:
         self._nodes_left = max_nodes
@@ -124,7 +124,7 @@ class _Encoder:
 
 
 def _are_plain(items: list[Any]) -> bool:
-    """Whether all items stand for themselves: the fast way for long leaves."""
+    """Whether all items are sent as they are, which is the fast path for long leaves."""
     types = set(map(type, items))
     if not types <= _PLAIN_TYPES:
         return False
@@ -153,7 +153,7 @@ def encode(
 def decode(wire: Any, *, from_handle: Callable[[Any], Any] | None = None) -> Any:
     """Rebuilds a value, of exact builtin types only, from a structure that may be hostile.
 
-    ``from_handle`` makes the object that stands for a handle; without it handles are an error.
+    ``from_handle`` makes the object that a handle refers to; without it handles are an error.
     """
     # Whatever a constructor of _FORMS makes of hostile parts is an error of these kinds.
     try:
@@ -194,8 +194,8 @@ class Channel:
     def send(self, message: Any, *, deadline: float | None = None) -> None:
         """Writes one message of JSON types.
 
-        By the ``deadline``, a value of ``time.monotonic()``, the other end must have taken it; the
-        descriptor must then be non-blocking.
+        The other end must have taken it by the ``deadline``, a value of ``time.monotonic()``; this
+        requires a non-blocking descriptor.
         """
         body = json.dumps(message, separators=(",", ":")).encode()
         self._check_size(len(body))
@@ -209,8 +209,8 @@ class Channel:
                 raise ChannelClosedError from None
 
     def receive(self, *, deadline: float | None = None) -> bytes:
-        """Reads one message, as text."""
-        # Looked at before anything is read: the other end may announce 4 GB.
+        """Reads one message, as bytes of JSON."""
+        # Checked before the message is read: the other end may announce 4 GB.
         (length,) = _HEADER.unpack(self._read_exactly(_HEADER.size, deadline))
         self._check_size(length)
         return self._read_exactly(length, deadline)

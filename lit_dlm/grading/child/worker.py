@@ -1,9 +1,9 @@
 """The untrusted side: loads the candidate's code and answers calls until it is killed.
 
-Of a candidate that is a program the process is made what that program runs in, and ends with it.
+If the candidate is a program, this process becomes the program, and ends with it.
 
-Nothing here is secret: the process knows the code and the arguments of the present call. Whatever
-the candidate does to it, all that can change is which plain values go back.
+Nothing here is secret: the process knows the code and the arguments of the current call. Whatever
+the candidate does to it, all that can change is which plain values are sent back.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class _Worker:
         self._module = types.ModuleType(_MODULE)
         self._objects: list[Any] = []
         self.program: types.CodeType | None = None
-        """Set by the request that ends all others."""
+        """Set by a request after which no other is answered."""
 
     def serve(self) -> None:
         while self.program is None:
             request = wire.parse(self._channel.receive())
             try:
                 reply = {"id": request["id"], "value": self._answer(request)}
-            except BaseException as error:  # SystemExit and all else is the candidate's
+            except BaseException as error:  # SystemExit and all else come from the candidate
                 reply = {"id": request["id"], "error": _describe(error)}
             # What cannot be sent is the candidate's error too.
             try:
@@ -61,7 +61,7 @@ class _Worker:
         return wire.encode(value, max_bytes=self._value_bytes, to_handle=self._keep)
 
     def _object(self, target: int | str) -> Any:
-        """What a handle stands for: an object that was returned before, or a name."""
+        """Returns what a handle refers to: an object that was returned before, or a name."""
         return self._objects[target] if type(target) is int else getattr(self._module, str(target))
 
     def _keep(self, value: Any) -> int:
@@ -69,7 +69,7 @@ class _Worker:
         return len(self._objects) - 1
 
     def _load(self, code: str) -> list[str]:
-        # Dataclasses and pickles look their module up.
+        # Dataclasses and pickles look up their module.
         sys.modules[_MODULE] = self._module
         exec(_compile(code), self._module.__dict__)
         return [str(name) for name, value in self._module.__dict__.items() if callable(value)]
@@ -83,7 +83,7 @@ def _compile(code: str) -> types.CodeType:
 
 
 def _describe(error: BaseException) -> list[Any]:
-    """Type name, one line of message, and whether the code did not even compile."""
+    """Returns the type's name and one line of message, with the line of a syntax error."""
     try:
         message = str(error.msg if isinstance(error, SyntaxError) else error)
         message = message.strip().split("\n", maxsplit=1)[0][:300]
@@ -95,9 +95,9 @@ def _describe(error: BaseException) -> list[Any]:
 
 
 def main(read_fd: int, write_fd: int, config: dict[str, Any]) -> NoReturn:
-    """Serves requests; the caller has put the walls up already.
+    """Serves requests; the caller has put up the walls already.
 
-    Of the driver's settings it takes ``value_bytes`` and ``library_paths``.
+    ``config`` holds the driver's settings, of which ``value_bytes`` and ``library_paths`` are used.
     """
     sys.path += config["library_paths"]
     sys.dont_write_bytecode = True
@@ -119,7 +119,7 @@ def main(read_fd: int, write_fd: int, config: dict[str, Any]) -> NoReturn:
 
 
 def _run_as_main(program: types.CodeType) -> None:
-    """Runs it as ``python main.py`` would; what it raises is for the interpreter to end with."""
+    """Runs a program as ``python main.py`` would; its exceptions are left to the interpreter."""
     gc.freeze()  # no copies of the driver's pages while the interpreter ends
     for name in ("exit", "quit"):  # which the module ``site`` would define
         setattr(builtins, name, Quitter(name, "Ctrl-D (i.e. EOF)"))
