@@ -1,4 +1,4 @@
-"""Tasks of the embedded models, whose problems are drawn and not stored, and their tokenizer."""
+"""Tasks of the embedded models, with problems drawn rather than stored, and their tokenizer."""
 
 from lit_dlm.toy.addition import Addition as Addition
 from lit_dlm.toy.countdown import Countdown as Countdown

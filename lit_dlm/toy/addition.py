@@ -1,9 +1,9 @@
-"""Sums of two long numbers: where the order of decoding decides.
+"""Sums of two long numbers, where the order of decoding decides.
 
-Both numbers and the sum have a fixed width, so ``0483+0917`` is answered by ``01400``. Where the
-digits of a column add up to nine the carry only passes through, so a run of such columns hides it
-from everything to the left: written from the right each digit is easy, in another order some are a
-guess. Decoding by confidence is reported to fail on such carries (arXiv 2605.29123).
+Both numbers and the sum have a fixed width, so ``0483+0917`` is answered by ``01400``. In a column
+whose digits add up to nine, the carry only passes through, so a run of such columns hides it from
+everything to the left. Written from the right, each digit is easy; in another order, some are
+guesses. Decoding by confidence is reported to fail on such carries (arXiv 2605.29123).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from lit_dlm.tasks.base import PromptExample
 from lit_dlm.toy.generated import GeneratedTask, Problem
 
 NUM_DIGITS = 8
-"""Of both numbers; the sum has one more."""
+"""Digits of both numbers; the sum has one more."""
 NINE_SHARE = 0.4
-"""Chance of a column to add up to nine on purpose; one in ten would by itself."""
+"""Probability that a column is made to add up to nine; of the others, one in ten does."""
 
 
 class Addition(GeneratedTask):

@@ -120,7 +120,7 @@ class Countdown(PuzzleTask):
                 return _problem(numbers, steps[-1][3], text)
 
     def read(self, row: Row) -> Problem:
-        """A number in ``output`` is the target (d1); else ``input`` ends with it (Dream)."""
+        """Reads a row, whose target is a number in ``output`` (d1) or ends ``input`` (Dream)."""
         told, output = (str(row.fields.get(name)) for name in ("input", "output"))
         row.expect(bool(re.fullmatch(r"\d+(,\d+)+", told)), "numbers and commas", told)
         numbers = [int(n) for n in told.split(",")]
@@ -150,10 +150,10 @@ class Countdown(PuzzleTask):
         return str(example.reference["solution"])
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
-        """The last computations in a row, without spaces and joined by commas.
+        """Returns the last consecutive computations, without spaces and joined by commas.
 
-        Inside the last ``<answer>`` tags when there are any. They stand one a line or between
-        commas; words around them are ignored, a line or part without one ends the search.
+        They are looked for in the last ``<answer>`` tags if there are any, one per line or between
+        commas; words around them are ignored, and a part without a computation ends the search.
         """
         tagged = _TAGGED.findall(completion)
         text = tagged[-1] if tagged else completion

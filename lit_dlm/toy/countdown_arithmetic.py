@@ -25,19 +25,19 @@ Step = tuple[int, str, int, int]
 
 
 def whole_result(a: int, sign: str, b: int) -> int | None:
-    """The result of an operation where it is whole, else ``None``."""
+    """Returns the result of an operation if it is whole, else ``None``."""
     if sign == "/":
         return None if b == 0 or a % b else a // b
     return int(COMPUTE[sign](a, b))
 
 
 def _taken(parts: list[tuple[Any, ...]], value: int) -> tuple[Any, ...]:
-    """Takes the first part of a value out."""
+    """Removes and returns the first part that has a value."""
     return parts.pop(next(i for i, part in enumerate(parts) if part[0] == value))
 
 
 def _signs(numbers: Sequence[int], steps: Sequence[Step]) -> list[tuple[int, int]] | None:
-    """Numbers with their signs in a sum, in the given order; ``None`` with other operations."""
+    """Returns the numbers with their signs in a sum, in order; ``None`` for other operations."""
     if any(sign in "*/" for _, sign, _, _ in steps):
         return None
     # The value of a part, and the places of its numbers with their signs.
@@ -50,7 +50,7 @@ def _signs(numbers: Sequence[int], steps: Sequence[Step]) -> list[tuple[int, int
 
 
 def sums_first(numbers: Sequence[int], steps: Sequence[Step]) -> list[Step] | None:
-    """A chain of sums and differences as all sums, then all differences; ``None`` for others."""
+    """Writes sums and differences as all sums, then all differences; ``None`` for other steps."""
     signs = _signs(numbers, steps)
     if signs is None:
         return None
@@ -67,9 +67,9 @@ def sums_first(numbers: Sequence[int], steps: Sequence[Step]) -> list[Step] | No
 def write_expression(numbers: Sequence[int], steps: Sequence[Step]) -> str:
     """Writes steps as one expression, followed by its value: ``79-44+15=50``.
 
-    Sums and differences alone keep the given order of the numbers, after the first added one: then
-    only the signs are to be found. Otherwise the tree of the steps is written with the parentheses
-    it needs.
+    With sums and differences only, the numbers keep their order after the first one that is added,
+    so that only the signs have to be found. Otherwise the tree of the steps is written, with the
+    parentheses it needs.
     """
     target = steps[-1][3]
     signs = _signs(numbers, steps)
@@ -93,10 +93,10 @@ def write_expression(numbers: Sequence[int], steps: Sequence[Step]) -> str:
 def write_worked(numbers: Sequence[int], steps: Sequence[Step]) -> str:
     """Writes what decides the signs first: ``05+44=049,44-05=39,42+81=123,81-42=39,5-44+81=42``.
 
-    They are sum and difference of the first two of three numbers, and of the target and the third.
-    Wherever signs alone lead to the target, one of the first pair equals one of the second: the
-    search is four sums and a comparison. Digits have fixed places, which a small model needs.
-    Other counts of numbers have the expression only.
+    First come sum and difference of the first two of three numbers, then those of the target and
+    the third. Wherever signs alone lead to the target, one of the first pair equals one of the
+    second: the search is four sums and a comparison. Digits have fixed places, which a small model
+    needs. With more or fewer numbers, only the expression is written.
     """
     expression = write_expression(numbers, steps)
     if len(numbers) != 3:
@@ -106,7 +106,7 @@ def write_worked(numbers: Sequence[int], steps: Sequence[Step]) -> str:
 
 
 def write_sum_and_difference(a: int, b: int) -> str:
-    """``05+44=049,44-05=39``: each digit of numbers up to 99 has its place."""
+    """Writes ``05+44=049,44-05=39``: each digit of numbers up to 99 has a fixed place."""
     low, high = sorted((a, b))
     return f"{a:02}+{b:02}={a + b:03},{high:02}-{low:02}={high - low:02}"
 
@@ -117,16 +117,16 @@ def write_steps(steps: Sequence[Step]) -> str:
 
 
 def parse_steps(answer: str) -> list[Step]:
-    """Parses an answer without spaces as steps; none when any part is not a step."""
+    """Parses an answer without spaces as steps; returns none if any part is not a step."""
     matches = [_STEP.fullmatch(part) for part in re.split(r"[,;\n]+", answer) if part]
     steps = [(int(m[1]), m[2], int(m[3]), int(m[4])) for m in matches if m]
     return steps if len(steps) == len(matches) else []
 
 
 def check_steps(steps: Sequence[Step], numbers: Sequence[int], target: int) -> str:
-    """What is wrong with steps that should lead to the target and use each number once.
+    """Returns what is wrong with steps that should lead to the target and use each number once.
 
-    One line; empty when nothing is.
+    One line; empty if nothing is wrong.
     """
     pool = Counter(numbers)
     for a, sign, b, result in steps:
@@ -145,9 +145,9 @@ def check_steps(steps: Sequence[Step], numbers: Sequence[int], target: int) -> s
 
 
 def check_expression(answer: str, numbers: Sequence[int], target: int) -> str:
-    """What is wrong with an expression that should use each number once and equal the target.
+    """Says what is wrong with an expression that should use each number once to make the target.
 
-    It may be followed by an equals sign and the target. One line; empty when nothing is wrong.
+    It may be followed by an equals sign and the target. One line; empty if nothing is wrong.
     """
     expression, equals, claimed = answer.partition("=")
     if equals and claimed != str(target):

@@ -1,7 +1,7 @@
 """Problems made on the fly: how they are split, numbered and drawn for training.
 
-A hash of a problem's ``key`` (the numbers and operations, not the names around them) sends one in
-ten to the test split, so training can draw for ever without meeting one of these.
+A hash of a problem's ``key`` (the numbers and operations, not the names around them) puts one in
+ten into the test split, so training can draw for ever without meeting one of these.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Problem:
     """One generated problem; see :class:`PromptExample`."""
 
     key: str
-    """What makes the problem this problem; equal keys are the same problem in other words."""
+    """What identifies the problem; equal keys are the same problem in other words."""
     text: str
     reference: dict[str, Any]
     images: tuple[Picture, ...] = ()
@@ -68,9 +68,9 @@ class GeneratedTask(Task):
 
     splits: tuple[str, ...] = ("train", "test")
     missing: str
-    """What a completion without an answer lacks."""
+    """Says in verdicts what a completion without an answer lacks."""
     answer_field = "answer"
-    """Where a reference has what :meth:`grade` compares with."""
+    """Field of a reference that :meth:`grade` compares with."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class GeneratedTask(Task):
         """Draws a problem of either split."""
 
     def write_answer(self, reference: dict[str, Any], rng: random.Random) -> str:
-        """A right completion, in one of the styles that there are."""
+        """Returns a right completion, in one of the task's styles."""
         return str(reference[self.answer_field])
 
     def draw_pair(self, rng: random.Random) -> tuple[str, str]:
@@ -124,7 +124,7 @@ class GeneratedTask(Task):
         )
 
     def examples(self) -> Sequence[PromptExample]:
-        """Problems of different keys; number ``i`` depends on the seed and ``i`` only."""
+        """Returns problems with different keys; number ``i`` depends on the seed and ``i`` only."""
         # One stream for all: a longer list begins with the shorter one.
         rng = random.Random(f"{self.name}/{self.split}/{self.seed}")
         seen: dict[str, Problem] = {}
@@ -151,24 +151,24 @@ class GeneratedTask(Task):
 
 
 def short_digest(key: str) -> str:
-    """12 hexadecimal digits: of 4,000 problems a random one has none but by a chance of 1e-11."""
+    """Returns 12 hexadecimal digits; a random key matches one of 4,000 with a chance of 1e-11."""
     return hashlib.blake2b(key.encode(), digest_size=6).hexdigest()
 
 
 @cache
 def shipped_digests(task: str) -> frozenset[str]:
-    """The digests of all public test problems of a task."""
+    """Returns the digests of all public test problems of a task."""
     path = files("lit_dlm") / "assets" / "test_digests" / f"{task}.txt"
     return frozenset(path.read_text(encoding="ascii").split())
 
 
 class PuzzleTask(GeneratedTask):
-    """Base of puzzles of which there are public test problems, in files; none is ever drawn.
+    """Base of puzzles that have public test problems, in files; these are never drawn.
 
     Args:
         split: ``train`` or ``test``.
-        path: a file of problems, to test on, in its order; ``None`` generates them.
-        num_examples: the most; by default all of a file, or 500 that are generated.
+        path: a file of test problems, listed in its order; ``None`` generates them.
+        num_examples: most problems; by default all of a file, or 500 generated ones.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class PuzzleTask(GeneratedTask):
 
     @abstractmethod
     def read(self, row: Row) -> Problem:
-        """The problem of a row of a file."""
+        """Returns the problem in a row of a file."""
 
     def is_of_split(self, problem: Problem, split: str) -> bool:
         is_public = short_digest(problem.key) in shipped_digests(self.name)

@@ -2,7 +2,7 @@
 
 The digits are scikit-learn's ``load_digits`` ("Optical Recognition of Handwritten Digits" of
 E. Alpaydin and C. Kaynak, UCI, 1998, CC BY 4.0); those of ``train`` need scikit-learn, the others
-lie beside the model. A digest of the pixels, or of the shapes, decides the split.
+are stored beside the model. A digest of the pixels, or of the shapes, decides the split.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ Shape = tuple[int, int, int, str, str]
 
 
 def split_of(data: bytes) -> str:
-    """The split that pixels or a description belong to: 15 % test, 10 % validation."""
+    """Returns the split that pixels or a description belong to: 15 % test, 10 % validation."""
     fold = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") % 20
     return "test" if fold < 3 else "validation" if fold < 5 else "train"
 
 
 @cache
 def digits(split: str) -> list[tuple[Pixels, int]]:
-    """The handwritten digits of a split: ``(8, 8)`` uint8, white on black, and what they are."""
+    """Returns a split's handwritten digits, ``(8, 8)`` uint8, white on black, with their labels."""
     if split != "train":
         with Image.open(FOLDER / f"digits-{split}.png") as image:
-            # A row of them for 0, one for 1 and so on, black where there is none.
+            # A row of tiles for the digit 0, one for 1 and so on, black where there is none.
             tiles = np.array(image).reshape(10, SIDE, -1, SIDE).transpose(0, 2, 1, 3)
         return [(tile, label) for label, row in enumerate(tiles) for tile in row if tile.any()]
     try:
@@ -85,9 +85,9 @@ def digits(split: str) -> list[tuple[Pixels, int]]:
 
 
 def _perhaps_augmented(digit: Pixels, rng: random.Random) -> Pixels:
-    """In seven of ten cases the digit turned, sheared, resized and moved a little.
+    """Returns the digit, in seven of ten cases turned, sheared, resized and moved a little.
 
-    It is made as the data set was: its pixels count the ink in 4 x 4 cells of a black and white
+    Pixels are made as in the data set: each counts the ink in 4 x 4 cells of a black-and-white
     picture.
     """
     if rng.random() >= 0.7:
@@ -107,7 +107,7 @@ def _perhaps_augmented(digit: Pixels, rng: random.Random) -> Pixels:
 
 
 def draw_shapes(shapes: Sequence[Shape]) -> Pixels:
-    """Pixels ``(8, 8, 3)`` of shapes on black."""
+    """Returns pixels ``(8, 8, 3)`` of shapes on black."""
     pixels = np.zeros((SIDE, SIDE, 3), np.uint8)
     for quarter, down, across, colour, shape in shapes:
         top, left = 4 * (quarter // 2) + down, 4 * (quarter % 2) + across
@@ -117,7 +117,7 @@ def draw_shapes(shapes: Sequence[Shape]) -> Pixels:
 
 
 def png(pixels: Pixels) -> bytes:
-    """Pixels ``(8, 8)`` or ``(8, 8, 3)`` as a file."""
+    """Returns pixels ``(8, 8)`` or ``(8, 8, 3)`` as the bytes of a PNG file."""
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
     return file.getvalue()
@@ -129,18 +129,18 @@ def _tokenizer() -> PatchTokenizer:
 
 
 def as_tokens(pixels: Pixels) -> str:
-    """The tokens of a picture as the embedded model's tokenizer writes them."""
+    """Returns a picture's tokens as the embedded model's tokenizer writes them."""
     colour = np.broadcast_to(pixels[..., None], (SIDE, SIDE, 3)) if pixels.ndim == 2 else pixels
     values = torch.from_numpy(colour.copy()).permute(2, 0, 1)[None].double() / 127.5 - 1.0
     return "".join(f"<|p{code}|>" for code in _tokenizer().encode(values).flatten().tolist())
 
 
 class PictureQuestions(GeneratedTask):
-    """Questions about a picture, or two of digits; other options as for any generated task.
+    """Questions about a picture, or about two of digits; other options as for generated tasks.
 
     Args:
-        kind: ``digit``: which one it is; ``sum``: of two; ``colour``: of one shape; ``count``: of
-            all shapes or those of a colour, which the answer lists first.
+        kind: what is asked: which ``digit`` it is; the ``sum`` of two; the ``colour`` of a shape;
+            the ``count`` of all shapes, or of those of a colour, which the answer lists first.
     """
 
     splits = SPLITS
@@ -157,7 +157,7 @@ class PictureQuestions(GeneratedTask):
         return self._draw_of_split(rng, self.split)
 
     def _draw_of_split(self, rng: random.Random, split: str) -> Problem:
-        # The split is that of the pictures, not of the words about them.
+        # The split is that of the pictures, not of the questions about them.
         return self._drawn(rng, split)[0]
 
     def _drawn(
@@ -201,7 +201,7 @@ def _shapes(rng: random.Random, split: str) -> list[Shape]:
             (q, rng.randint(0, 1), rng.randint(0, 1), rng.choice([*COLOURS]), rng.choice([*SHAPES]))
             for q in quarters
         ]
-        # Places do not matter: the same shapes elsewhere are of the same split.
+        # Positions do not matter: the same shapes elsewhere are in the same split.
         if split_of(str([shape[3:] for shape in shapes]).encode()) == split:
             return shapes
 
@@ -225,7 +225,7 @@ def _count(rng: random.Random, shapes: Sequence[Shape]) -> tuple[str, str]:
 
 
 class PictureDrills:
-    """Drills for the start: lines of three pictures, each with what it shows behind a ``=``."""
+    """Drills for the start: lines of three pictures, each followed by ``=`` and what it shows."""
 
     def draw_drill(self, rng: random.Random) -> str:
         _, start, end = PICTURE_MARKS
@@ -243,7 +243,7 @@ class PictureDrills:
 
 
 class DigitScorer(PictureScorer):
-    """Whether a drawn digit is the one asked for, by a classifier trained on real ones.
+    """Scores whether a drawn digit is the one asked for, by a classifier trained on real digits.
 
     It is scikit-learn's ``MLPClassifier`` of 64 hidden units, fitted to the training digits by
     ``experiments/picture_model_files.py``.
@@ -268,7 +268,7 @@ class DigitScorer(PictureScorer):
 class DigitDrawings(GeneratedTask):
     """Ten prompts that ask for pictures of digits, graded by :class:`DigitScorer`.
 
-    Several responses to each are asked for with ``responses_per_prompt``.
+    Set ``responses_per_prompt`` for several responses to each.
     """
 
     name = "digit_drawings"

@@ -1,7 +1,7 @@
 """Tiny Python functions, graded like HumanEval: the completion is executed against a ``check``.
 
-Two kinds. List functions fold a list: ``Write f(xs): sum squares of xs above 3.`` Chains apply two
-or three operations: ``Write f(x,y): start with x, add 3, times y, minus 2.``
+There are two kinds. List functions fold a list: ``Write f(xs): sum squares of xs above 3.`` Chains
+apply two or three operations: ``Write f(x,y): start with x, add 3, times y, minus 2.``
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lit_dlm.grading import Verdict, run_python_check
 from lit_dlm.tasks.base import PromptExample
 from lit_dlm.toy.generated import GeneratedTask, Problem
 
-# What prompts and programs say of the elements that count, and of what is made of each.
+# How prompts and programs express which elements count, and what is computed from each.
 _TESTS = {
     "even": ("even xs", "{x}%2==0"),
     "odd": ("odd xs", "{x}%2==1"),
@@ -81,7 +81,7 @@ def describe(spec: dict[str, Any]) -> str:
 
 
 def evaluate(spec: dict[str, Any], *arguments: Any) -> Any:
-    """What the function must return for ``xs`` or ``x, y``."""
+    """Returns what the function must return for ``xs`` or ``x, y``."""
     if spec["kind"] == "chain":
         names = dict(zip("xy", arguments, strict=True))
         total = names[spec["start"]]
@@ -101,7 +101,7 @@ def _chosen(spec: dict[str, Any]) -> tuple[tuple[str, str], tuple[str, str]]:
 
 @cache
 def _compiled(expression: str) -> Callable[[int], int]:
-    """An expression of the tables above as a function; nothing else ever gets here."""
+    """Makes a function of an expression from the tables above; nothing else ever gets here."""
     function: Callable[[int], int] = eval(f"lambda x: {expression}")
     return function
 
@@ -181,7 +181,7 @@ class PythonFunctions(GeneratedTask):
 
     Args:
         split: ``train`` or ``test``.
-        allow_code_execution: must be true to grade: it runs model-written code in the sandbox.
+        allow_code_execution: must be true to grade, which runs model-written code in the sandbox.
     """
 
     name = "python_functions"

@@ -35,7 +35,7 @@ _GRID = re.compile(r"^(?:[0-4]{16}|[0-4]{4}(?:\n[0-4]{4}){3})$", re.MULTILINE)
 
 @cache
 def complete_grids() -> tuple[str, ...]:
-    """The 288 complete 4x4 grids as strings of 16 digits, in increasing order."""
+    """Returns the 288 complete 4x4 grids as strings of 16 digits, in increasing order."""
     rows = ["".join(digits) for digits in itertools.permutations("1234")]
     halves = [
         first + second
@@ -78,7 +78,7 @@ class Sudoku(PuzzleTask):
         return _problem(puzzle, solution)
 
     def read(self, row: Row) -> Problem:
-        """From ``Puzzle`` and ``Solution`` (d1), or ``input`` and ``output`` (Dream)."""
+        """Reads ``Puzzle`` and ``Solution`` (d1), or ``input`` and ``output`` (Dream)."""
         names = ("Puzzle", "Solution") if "Puzzle" in row.fields else ("input", "output")
         puzzle, solution = (re.sub(r"\s", "", str(row.fields.get(name))) for name in names)
         is_puzzle = re.fullmatch(r"[0-4]{16}", puzzle) is not None
@@ -91,7 +91,7 @@ class Sudoku(PuzzleTask):
         return as_rows(reference["solution"])
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
-        """The last grid, inside the last ``<answer>`` tags when there are any.
+        """Returns the last grid, inside the last ``<answer>`` tags if there are any.
 
         It is 16 digits 0 to 4 on one line, or four lines of four; spaces, commas and the signs that
         draw boxes (bars, pluses, dashes) are ignored between them.
@@ -103,7 +103,7 @@ class Sudoku(PuzzleTask):
         return grids[-1] if grids else None
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
-        """Any right grid is right; the score is the share of blanks filled as listed."""
+        """Accepts any valid grid; others score the share of blanks filled as in the solution."""
         puzzle, solution = example.reference["puzzle"], example.reference["solution"]
         grid = self.extract(example, completion)
         if grid is None:
@@ -117,6 +117,6 @@ class Sudoku(PuzzleTask):
 
 
 def _grids_of_run(run: str) -> list[str]:
-    """Grids in a stretch of digits and separators: 16 in one line, or four lines of four."""
+    """Returns the grids in digits and separators: 16 digits on one line, or four lines of four."""
     lines = filter(None, (re.sub(r"\D", "", line) for line in run.splitlines()))
     return [grid.replace("\n", "") for grid in _GRID.findall("\n".join(lines))]

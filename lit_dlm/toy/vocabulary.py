@@ -1,6 +1,6 @@
 """The tokenizer of the embedded models, a byte-level BPE over pieces of the generated texts.
 
-Digits are single tokens, words keep the spaces around them, a newline takes its indentation, a
+Digits are single tokens, words keep the spaces around them, a newline includes its indentation, a
 function header is one token: prompts have at most 28 tokens, completions 32 with their end.
 """
 
@@ -18,7 +18,7 @@ from lit_dlm.toy.generated import TrainingSource
 PAD, END, MASK = "<|pad|>", "<|endoftext|>", "<|mask|>"
 USER, ASSISTANT = "<|user|>", "<|assistant|>"
 PICTURE_MARKS = ("<|mmu|>", "<|soi|>", "<|eoi|>")
-"""A question about pictures follows; a picture begins; it ends (as MMaDA has them)."""
+"""Marks, as in MMaDA: a question about pictures follows; a picture begins; a picture ends."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -56,8 +56,8 @@ def build_tokenizer(
 
     Args:
         sources: tasks whose prompts and completions define the vocabulary, in equal shares.
-        num_picture_tokens: adds the marks of pictures and so many of their tokens, ``<|p0|>`` and
-            so on, behind all others.
+        num_picture_tokens: adds the marks of pictures and this many picture tokens, ``<|p0|>`` and
+            so on, after all others.
     """
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
@@ -94,7 +94,7 @@ def build_tokenizer(
 
 
 def _texts(sources: Sequence[TrainingSource]) -> Iterator[str]:
-    """Prompts and completions of all sources in turn, without special tokens."""
+    """Yields prompts and completions of all sources in turn, without special tokens."""
     rng = random.Random("vocabulary/0")
     for index in range(_NUM_PAIRS):
         for text in sources[index % len(sources)].draw_pair(rng):

@@ -24,13 +24,13 @@ SEPARATORS = ("\n", " so ", " then ")
 MAX_COMPLETION_TOKENS = 31
 """Longest completion, in pieces of the tiny tokenizer, that leaves room for the end of text."""
 
-# Of the tiny tokenizer: every digit and sign is one, so is every separator.
+# A piece of the tiny tokenizer: every digit, every sign and every separator is one.
 _PIECE = re.compile(r"\n#### |\d|[-+=]| so | then |\n")
 _ANSWER = re.compile(r"####\s*(-?\d{1,400})(?!\d)")
 
 
 def write_solution(start: int, moves: Sequence[int], rng: random.Random) -> str:
-    """Writes a right solution; separator and order of the operands of each sum are drawn."""
+    """Writes a right solution; the separator and the order of each sum's operands are drawn."""
     steps, total = [], start
     for move in moves:
         left, right = f"{total}", f"{abs(move)}"
@@ -48,7 +48,7 @@ class WordProblems(GeneratedTask):
     missing = "no number after '####'"
 
     def draw(self, rng: random.Random) -> Problem:
-        """The running total stays within 0..99, a solution within ``MAX_COMPLETION_TOKENS``."""
+        """Draws a problem with totals in 0..99 and a solution within ``MAX_COMPLETION_TOKENS``."""
         while True:
             if rng.random() < 0.7:
                 start, num_steps, low = rng.randint(1, 9), rng.randint(2, 4), 1
