@@ -173,7 +173,7 @@ class Interruption(Callback):
             self._end_training(trainer, is_repeated=is_repeated)
 
     def on_rollout_progress(self, text: str, done: int, total: int) -> bool:
-        """Ends a run in its rollouts, which are repeated; several processes finish them first."""
+        """Ends a run during rollouts, which are repeated; several processes train a step first."""
         trainer = self._trainer
         assert trainer is not None
         if trainer.world_size == 1:

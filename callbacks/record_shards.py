@@ -134,9 +134,9 @@ class RecordShards:
 
 
 def describe_run(trainer: Trainer, module: DecodeModule) -> RunRecord:
-    """Describes what makes the decodes of a run: settings, versions, devices; on all processes.
+    """Describes what makes the decodes of a run: settings, versions and devices.
 
-    Only the first process hashes the weight files, which may be many gigabytes.
+    All processes get the same. Only the first hashes the weight files, which may be gigabytes.
     """
     text = _describe(trainer, module).text() if trainer.is_global_zero else ""
     return RunRecord.parse(trainer.strategy.broadcast(text))

@@ -42,8 +42,8 @@ class RewardScore:
     """What one response is worth."""
 
     total: float  # of the whole response, before any comparison within the group
-    # (G,) float32, one number per response cell, already compared within the group; added to what
-    # ``total`` gives. None without a process reward.
+    # (G,) float32, one number per response cell, already compared within the group, and paid on top
+    # of ``total``; None without a process reward.
     token_rewards: NDArray[np.float32] | None = None
     parts: dict[str, float] = field(default_factory=dict)  # by reward, unweighted; for logs only
     verdict: Verdict | None = None

@@ -44,7 +44,7 @@ class ChatEndpoint:
         api_key_env: environment variable whose value is sent as the bearer token.
     """
 
-    # Wait before the second attempt; doubled before each further one, up to 30 s.
+    # Seconds before the second attempt; doubled before each further one, up to 30 s.
     pause_s = 1.0
 
     def __init__(

@@ -60,7 +60,7 @@ class HttpStepJudge(Judge):
     Args:
         timeout_s: seconds to wait for one reply.
         deadline_s: seconds for which requests are retried while the endpoint does not answer; keep
-            it below the timeout of the process group (30 minutes by default), which waits.
+            it below the timeout of the process group (30 minutes by default), whose members wait.
         on_silence: what happens at the deadline: ``error`` ends the run, ``outcome`` returns no
             opinion, so that the outcome counts instead, and logs a warning.
         endpoint: further options of :class:`~lit_dlm.rewards.chat.ChatEndpoint`.

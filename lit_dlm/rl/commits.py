@@ -170,8 +170,8 @@ class CommitRows(RowBuilder):
         hidden, commit, log_odds = (torch.cat(parts) for parts in zip(*tables, strict=True))
         counts = torch.tensor([record.num_steps for record in records])
         candidates = log_odds.isfinite()
-        # A step that commits only its best candidate may have drawn it or used the stall rule: the
-        # probability of both together is that no other candidate is drawn.
+        # A step that commits only its best candidate drew it or used the stall rule. Together these
+        # have the probability that no other candidate is drawn.
         best = log_odds.masked_fill(~candidates, -torch.inf).argmax(1, keepdim=True)
         is_best = torch.zeros_like(commit).scatter_(1, best, value=True)
         is_alone = (commit == (is_best & candidates)).all(1, keepdim=True)

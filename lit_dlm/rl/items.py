@@ -185,7 +185,7 @@ class Items(Units):
         whole = self.hidden.shape[1]
         if self.spec.attention != "block":
             return whole
-        # Where blocks end depends on the prompt's length, so each record is looked at by itself.
+        # Where blocks end depends on the prompt's length, so each record is handled separately.
         last = torch.full((len(self.records),), -1)
         last.scatter_reduce_(0, self.record[units], self.cell[units], "amax")
         needed = [

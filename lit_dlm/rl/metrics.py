@@ -75,7 +75,7 @@ class RolloutValidation:
         """Returns means over the prompts of all processes; every process must call it.
 
         Responses to one prompt are averaged first. Scores of the first decoder have plain names,
-        others the decoder's name and a slash in front; a decoder without a response has none.
+        those of others begin with its name and a slash; a decoder without a response has none.
         """
         # In float32 where the device has nothing better.
         dtype = torch.float32 if ranks.device.type == "mps" else torch.float64

@@ -223,7 +223,7 @@ class TraceRLModule(TrainableModule):
     # -- what RL needs from the trainer ----------------------------------------------------------
 
     def configure_callbacks(self) -> list[Callback]:
-        """Sets up the trainer; this first hook of a run comes before callbacks read settings."""
+        """Sets up the trainer in the first hook of a run, before callbacks read its settings."""
         if self.trainer.state.fn == "fit":
             set_up_trainer(self.trainer)
         return []
@@ -276,7 +276,7 @@ class TraceRLModule(TrainableModule):
                 "policy as it is now; checkpoints at the end of epochs resume exactly",
                 progress["step"],
             )
-            # As if the epoch had not begun, or Lightning would skip as many of the new batches.
+            # As if the epoch had not begun: otherwise Lightning would skip that many new batches.
             loops = checkpoint["loops"]["fit_loop"]
             batches, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]
             for kind, count in batches["current"].items():

@@ -88,8 +88,8 @@ class ClippedPolicyLoss(PolicyLoss):
         clip: how far a ratio may rise or fall before its gradient is cut.
         beta: weight of the divergence.
         max_fall: nats that a log-probability may fall before the divergence continues as a straight
-            line. Its gradient would grow with the inverse probability, and a single token that the
-            policy has given up would decide an update. ``null`` for no line, as in dLLM-RL.
+            line. Else its gradient grows with the inverse probability, and a single token that the
+            policy has given up decides an update. ``null`` for no line, as in dLLM-RL.
     """
 
     clip: float = 0.2

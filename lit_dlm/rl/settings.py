@@ -138,8 +138,8 @@ class RolloutSettings:
     Args:
         tasks: training prompts.
         rewards: what responses are worth; with ``source: shards`` only used in validation.
-        source: ``online`` rolls out; ``shards`` replays a folder that ``RolloutWriter`` wrote, and
-            which groups it kept, and does not read the settings of new rollouts.
+        source: ``online`` rolls out; ``shards`` replays a folder that ``RolloutWriter`` wrote, with
+            the groups that were kept then, and does not read the settings of new rollouts.
         shards: that folder.
         val_tasks: held-out prompts; none by default.
         prompts_per_step: prompts of an RL step.
@@ -152,7 +152,7 @@ class RolloutSettings:
             ``accumulate_grad_batches`` follows; ``null`` leaves that unchanged.
         filters: groups that one of them drops are not trained on.
         overlong_is_wrong: scores truncated training responses as incorrect without grading.
-        overlong_margin: cells short of the budget that count as truncated, too (5 in dLLM-RL).
+        overlong_margin: a response this close to its budget, in cells, is truncated (5 in dLLM-RL).
         advantage: compares a prompt's responses; ``GroupZScore`` by default.
         passes: passes over the items of an RL step, each in its own updates; random states differ.
         val_responses: responses to each held-out prompt.
