@@ -209,7 +209,7 @@ def _shapes(rng: random.Random, split: str) -> list[Shape]:
 def _colour(rng: random.Random, shapes: Sequence[Shape]) -> tuple[str, str]:
     kinds = [shape for *_, shape in shapes]
     alone = [one for one in shapes if kinds.count(one[-1]) == 1]
-    if not alone:  # two of each
+    if not alone:  # every kind of shape occurs more than once
         first = shapes[0]
         return "What colour is the first shape?", first[-2]
     *_, colour, shape = rng.choice(alone)
