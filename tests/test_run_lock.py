@@ -47,7 +47,7 @@ def test_a_folder_is_held_by_one_process_until_it_dies(tmp_path: Path, caplog):
         with locked(tmp_path, "predict"):
             pass
     with locked(tmp_path, "fit"):
-        assert f"going on after process {process.pid}" in caplog.text
+        assert f"resuming after process {process.pid}" in caplog.text
     assert list(tmp_path.iterdir()) == []
 
 

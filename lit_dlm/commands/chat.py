@@ -122,7 +122,7 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command with the arguments after its name."""
     parser = Parser(
         prog="lit-dlm chat",
-        description="Talks with a model. Answers are shown while they are unmasked, then their "
+        description="Chats with a model. Answers are shown while they are unmasked, then their "
         "steps and tokens per second; /help lists what changes the decoder on the way.",
     )
     parser.add_argument("--response_length", type=PositiveInt, default=128, help="Cells to fill.")

@@ -40,7 +40,7 @@ Finding = tuple[Literal["ok", "note", "bad"], str, str, str]
 def main(arguments: Sequence[str]) -> int:
     """Prints the findings; returns 1 if something that every run needs is missing or too old."""
     argparse.ArgumentParser(
-        prog="lit-dlm doctor", description="Says what this machine gives, and what follows from it."
+        prog="lit-dlm doctor", description="Reports what this machine provides."
     ).parse_args(arguments)
     status = 0
     for mark, subject, state, consequence in chain(_versions(), _gpus(), _sandbox(), _space()):

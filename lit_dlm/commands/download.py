@@ -124,7 +124,7 @@ def main(arguments: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--config", action="append", required=True, help="may be repeated")
-    parser.add_argument("--yes", action="store_true", help="fetch; else sizes are told only")
+    parser.add_argument("--yes", action="store_true", help="fetch; otherwise only print sizes")
     options, rest = parser.parse_known_args(list(arguments))
     # Imported here, as Lightning takes seconds to import.
     from lit_dlm.commands.trainer import main as run_trainer

@@ -71,7 +71,7 @@ def locked(folder: Path, name: str) -> Iterator[Path]:
             break
         os.close(file)  # its owner has just ended and deleted it
     if owner is not None:
-        logger.warning("%s: going on after %s, which is dead", folder, _spoken(owner))
+        logger.warning("%s: resuming after %s, which has died", folder, _spoken(owner))
     facts = {
         "pid": os.getpid(),
         "host": socket.gethostname(),
