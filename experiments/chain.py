@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,26 @@ def read_decodes(path: Path) -> Decodes:
         )
         for cell, rows in frame.groupby(["arm", "task", "method"], observed=True)
     }
+
+
+def between(
+    front: Iterable[tuple[NDArray[Any], NDArray[Any]]], forwards: float
+) -> NDArray[Any] | None:
+    """What the two points of a front around a number of forwards get right, mixed by chance.
+
+    Args:
+        front: forwards and verdicts of its points, all of shape (seeds, problems).
+        forwards: mean of the mixture.
+
+    Returns:
+        Verdicts of the same shape, from 0 to 1; ``None`` where the front does not reach.
+    """
+    by_speed = sorted(((float(cost.mean()), right) for cost, right in front), key=lambda p: p[0])
+    for (fast, one), (slow, two) in pairwise(by_speed):
+        if fast <= forwards <= slow:
+            share = (forwards - fast) / max(slow - fast, 1e-9)
+            return (1 - share) * one + share * two
+    return None
 
 
 def difference(

@@ -108,7 +108,7 @@ def test_hashes_are_those_of_the_pinned_versions():
 @pytest.mark.parametrize(
     ("page", "part", "numbers", "source", "count"),
     [
-        ("docs/finetuning.md", r"on three seeds.*does as well", r"(\d+\.\d) %", "tabom_results", 4),
+        ("docs/finetuning.md", r"on three seeds.*does as well", r"(\d+\.\d) %", "tuning", 4),
         ("docs/benchmarks.md", r"\n- TraceLock at.*", r"\b0\.\d{3}\b", "benchmarks", 3),
     ],
 )

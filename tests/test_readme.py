@@ -134,7 +134,6 @@ def test_the_table_is_that_of_the_kept_run():
         ("smollm2.json", "smollm2_losses", "smollm2", 1),
         ("policy_states.json", "policy_states", "outcome_policies", 1),
         ("policy_order.json", "policy_order", "outcome_policies", 2),
-        ("few_steps.json", "few_steps", "few_steps", 3),
         ("feature_tiers.json", "feature_tiers", "tracelock_elsewhere", 1),
         ("rl_methods.json", "rl_methods", "tracerl_results", 1),
         ("lockstep.parquet", "kept_decodes", "lockstep_results", 3),
@@ -158,6 +157,16 @@ def test_tables_are_those_of_the_kept_results(
     text = (ROOT / "docs" / f"{page}.md").read_text()
     assert len(tables) == count
     assert not [table for table in tables if table.strip() not in text]
+
+
+def test_tables_of_tuning_are_those_of_the_kept_results(imported):
+    script = imported("experiments/tuning.py")
+    kept = ROOT / "docs" / "tuning.parquet"
+    scores = json.loads(kept.with_suffix(".json").read_text())
+    tables = script["markdown"](script["read_decodes"](kept), scores).split("\n\n")
+    page = (ROOT / "docs" / "tuning.md").read_text()
+    assert len(tables) == 4
+    assert not [table for table in tables if table.strip() not in page]
 
 
 def test_tables_of_the_policy_bench_are_those_of_the_kept_decodes(imported):

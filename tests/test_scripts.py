@@ -28,6 +28,11 @@ def test_every_script_finds_what_it_imports(script: Path, imported: Script) -> N
     assert callable(imported(script)["main"])
 
 
+def constant(right: float, forwards: float) -> tuple[np.ndarray, np.ndarray]:
+    """Forwards and verdicts of two seeds and five problems that are all alike."""
+    return np.full((2, 5), float(forwards)), np.full((2, 5), right)
+
+
 def test_the_stack_compares_fronts_at_equal_forwards(imported: Script) -> None:
     stack = imported("experiments/stack.py")
 
@@ -222,16 +227,18 @@ def test_the_policy_bench_compares_at_equal_forwards_and_keeps_every_decode(
         bench["report"](path)
 
 
-def test_few_steps_are_compared_between_two_thresholds(imported: Script) -> None:
-    script = imported("experiments/few_steps.py")
-    points = {"whole_0.5": ("10", 4), "whole_0.9": ("11", 8), "blocks_0.5": ("00", 6)}
-    found = {
-        name: [{str(k): row(str(k), correct=c == "1", nfe=nfe) for k, c in enumerate(right)}]
-        for name, (right, nfe) in points.items()
-    }
+def test_tuning_counts_samples_and_compares_between_two_thresholds(imported: Script) -> None:
+    script = imported("experiments/tuning.py")
+    most = max(script["KS"])
+    # One seed, two problems: a single right sample of all, and none.
+    right = np.zeros((1, 2 * most))
+    right[0, 3] = 1.0
+    assert script["rates"](right, 1).tolist() == [[1 / most, 0.0]]
+    assert script["rates"](right, most).tolist() == [[1.0, 0.0]]
+    front = [constant(0.5, 4), constant(1.0, 8)]
     # A quarter of the way from 4 to 8 forwards.
-    assert script["line"](found, "whole", 0, 5.0) == {"0": 1.0, "1": 0.25}
-    assert script["line"](found, "whole", 0, 9.0) is None
+    assert script["between"](front, 5.0).mean() == 0.625
+    assert script["between"](front, 9.0) is None
 
 
 def test_the_area_under_the_curve_counts_weights_and_ties(imported: Script) -> None:

@@ -90,11 +90,11 @@ def test_a_recipe_goes_on_from_its_last_checkpoint(
 
 
 def test_reference_answers_are_as_many_as_the_comparison_takes() -> None:
-    """The script and its page promise equally many examples for every method."""
+    """The script promises equally many examples for every method."""
     config = yaml.safe_load((EXP / "sft_gt_tiny.yaml").read_text())
     (task,) = config["data"]["init_args"]["sources"][0]["init_args"]["tasks"]
-    page = (ROOT / "docs" / "tabom_results.md").read_text()
-    (limit,) = set(re.findall(r"--data\.limit (\d+)", page))
+    script = (ROOT / "experiments" / "tuning.py").read_text()
+    (limit,) = set(re.findall(r'"--data\.limit", (\d+)', script))
     assert task["init_args"]["num_examples"] >= int(limit)
 
 
