@@ -17,7 +17,6 @@ from lit_dlm.modules.supervised_batch import SupervisedExample
 from lit_dlm.tasks.sources import Row, read_rows
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from lit_dlm.trajectories.store.files import uid_order
-from lit_dlm.vision.base import add_picture_folders
 
 SIDES = ("chosen", "rejected")
 
@@ -94,7 +93,6 @@ class RecordedPairs(Decodes):
 
     def examples(self, model: ModelFacts) -> Iterator[SupervisedExample]:
         shards = Path(self.shards)
-        add_picture_folders(model.backbone, shards)
         records = {one.uid: one for one in TrajectoryShardReader(shards, features=False)}
         taken = list(self.taken(records.values(), shards, model))
         groups: dict[object, tuple[list[SupervisedExample], list[SupervisedExample]]] = {}

@@ -218,6 +218,7 @@ class Decodes(SupervisedSource):
         self, records: Iterable[Trajectory], origin: Path, model: ModelFacts
     ) -> Iterator[SupervisedExample]:
         """Yields examples of the records that are taken; logs which option left others out."""
+        add_picture_folders(model.backbone, origin)
         count = 0
         left_out: Counter[str] = Counter()
         for record in records:
@@ -283,7 +284,6 @@ class RecordedDecodes(Decodes):
         if shards.is_dir() and not (shards / MANIFEST_FILE).is_file():
             told = "%s: there is no %s: taking the records of a run that did not finish"
             logger.warning(told, shards, MANIFEST_FILE)
-        add_picture_folders(model.backbone, shards)
         records = TrajectoryShardReader(shards, features=False)
         found = list(self.taken(records, shards, model))
         # The same order however many processes wrote them, and wherever these were interrupted.

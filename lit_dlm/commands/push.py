@@ -52,9 +52,7 @@ def main(arguments: Sequence[str]) -> int:
         "folder", type=Path, help="what 'lit-dlm export' wrote, or a run's policy folder"
     )
     parser.add_argument("hub_id", help="OWNER/NAME, created when absent")
-    parser.add_argument(
-        "--public", action="store_true", help="otherwise a new repository is private"
-    )
+    parser.add_argument("--public", action="store_true", help="make a new repository public")
     options = parser.parse_args(arguments)
     # Imported after --help, as they take seconds to import.
     from huggingface_hub import HfApi
