@@ -98,13 +98,15 @@ def _last_number(text: str) -> Fraction | None:
 def extract_number(completion: str) -> str | None:
     r"""The final number of a worked solution, in the form ``18`` or ``1/3``; ``None`` without any.
 
-    Looked for in this order: the first number after the last ``####`` (on its line), the last
-    ``\boxed{}``, the last number of the text.
+    This is the first number after the last ``####`` (on its line) or the last ``\boxed{}``,
+    whichever comes later, else the last number of the text.
     """
+    value = parse_number(last_boxed(completion) or "")
+    if value is not None and completion.rfind(r"\boxed") > completion.rfind("####"):
+        return format_number(value)
     marked = _without_currency(text_after_marker(completion) or "")
     if (first := next(_find_numbers(marked), None)) is not None:
         return format_number(Fraction(first))
-    value = parse_number(last_boxed(completion) or "")
     if value is None:
         value = _last_number(_without_currency(completion))
     return None if value is None else format_number(value)

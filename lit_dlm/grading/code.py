@@ -74,15 +74,16 @@ def grade_by_outputs(
     outputs: Sequence[str],
     *,
     stub: str = "",
+    by_line: bool = False,
     limits: SandboxLimits | None = None,
     allow_code_execution: bool,
 ) -> Verdict:
     """Runs the program of a completion once per input and compares what it prints.
 
     The expected outputs never leave this process. Outputs are compared word by word: the amount of
-    white space does not matter. The verdict's ``score`` is the share of tests that passed, its
-    ``status`` and ``detail`` are those of the first that did not; ``limits`` apply to each run.
-    ``stub`` is put in front of the program.
+    white space does not matter, but with ``by_line`` line breaks do. The verdict's ``score`` is the
+    share of tests that passed, its ``status`` and ``detail`` are those of the first that did not;
+    ``limits`` apply to each run. ``stub`` is put in front of the program.
     """
     found = extract_code(completion, stub=stub)
     if (verdict := ungradable(found)) is not None:
@@ -94,7 +95,11 @@ def grade_by_outputs(
             found.code, stdin, limits=limits, allow_code_execution=allow_code_execution
         )
         status, detail = result.status, result.detail
-        if status == "right" and str(result.answer).split() != expected.split():
+        printed, wanted = (
+            [line.split() for line in (text.strip().split("\n") if by_line else [text])]
+            for text in (str(result.answer), expected)
+        )
+        if status == "right" and printed != wanted:
             status, detail = "wrong", "another output was expected"
         if status != "right":
             failures.append((status, f"test {number} of {len(inputs)}: {detail}"))

@@ -54,4 +54,5 @@ class FormatReward(Reward):
         self.weight = weight
 
     def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
-        return [RewardScore(total=float(not extract_code(r.text).problem)) for r in group]
+        answers = (rollout.example.answer_start + rollout.text for rollout in group)
+        return [RewardScore(total=float(not extract_code(text).problem)) for text in answers]

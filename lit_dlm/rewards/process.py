@@ -143,6 +143,7 @@ def _written_last(rollout: Rollout, first: int, last: int) -> NDArray[np.int64]:
 
 
 def _question(rollout: Rollout, part: int, end: int, pictures: tuple[str, ...]) -> StepQuestion:
+    start = rollout.example.answer_start
     return StepQuestion(
         uid=rollout.trajectory.uid,
         part=part,
@@ -150,8 +151,8 @@ def _question(rollout: Rollout, part: int, end: int, pictures: tuple[str, ...]) 
         pictures=pictures,
         truth=true_answer(rollout.example),
         is_correct=rollout.is_correct,
-        response=rollout.text,
-        shown=rollout.decode(rollout.trajectory.tokens[:end].tolist()),
+        response=start + rollout.text,
+        shown=start + rollout.decode(rollout.trajectory.tokens[:end].tolist()),
     )
 
 

@@ -81,7 +81,10 @@ class RewardModel(Reward):
                     [
                         *rollout.example.history,
                         {"role": "user", "content": rollout.example.text},
-                        {"role": "assistant", "content": rollout.text},
+                        {
+                            "role": "assistant",
+                            "content": rollout.example.answer_start + rollout.text,
+                        },
                     ],
                     tokenize=False,
                 )

@@ -43,6 +43,8 @@ class CodeTests(CodeTask):
     own_template = _TEMPLATE
     own_prefix = ""
     """Code put in front of answers to rows without a ``prefix``."""
+    by_line = False
+    """Whether line breaks matter in what a program prints."""
 
     def _example(self, row: Row) -> PromptExample:
         method = row.text("test_method")
@@ -75,6 +77,7 @@ class CodeTests(CodeTask):
             reference["test_input"],
             reference["test_output"],
             stub=reference["stub"],
+            by_line=self.by_line,
             limits=self._limits_of(example),
             allow_code_execution=self.allow_code_execution,
         )

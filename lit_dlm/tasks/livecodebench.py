@@ -11,7 +11,8 @@ import zlib
 from dataclasses import replace
 from typing import Any
 
-from lit_dlm.grading import SandboxLimits
+from lit_dlm.grading import SandboxLimits, Verdict
+from lit_dlm.grading.code import extract_code, python_block
 from lit_dlm.tasks.base import PromptExample
 from lit_dlm.tasks.code_tests import CodeTests
 from lit_dlm.tasks.sources import Row
@@ -28,13 +29,16 @@ _SECONDS = 6.0
 class LiveCodeBench(CodeTests):
     """Problems of LiveCodeBench's ``code_generation`` and ``code_generation_lite`` files.
 
-    A problem without starter code is answered by a program, one with it by a class ``Solution``.
-    Public and private tests count. Templates are also given ``starter_code``. A file is, for
-    example, ``test6.jsonl`` of the release. Imports, recursion limit and seconds for each test are
-    the release's; numbers in outputs are compared as text, while the release accepts 1.0 for 1.
+    A problem without starter code is answered by a program, one with it by a class ``Solution`` or
+    by its method as a plain function. Public and private tests count. Templates are also given
+    ``starter_code``. A file is, for example, ``test6.jsonl`` of the release. Imports, recursion
+    limit and seconds for each test are the release's. Numbers in outputs are compared as text,
+    while the release accepts 1.0 for 1; the program is the last block that is tagged as Python, in
+    the release the last block of any kind.
     """
 
     name = "livecodebench"
+    by_line = True
     required_fields = ("question_content", "public_test_cases", "private_test_cases")
     own_prefix = f"{_STARS}\nimport {_MODULES}\nsys.setrecursionlimit(50000)\n"
     own_template = (
@@ -55,6 +59,7 @@ class LiveCodeBench(CodeTests):
         if fields["starter_code"]:
             method = re.findall(r"def (\w+)\(self", fields["starter_code"])
             row.expect(bool(method), "a method in field 'starter_code'", fields["starter_code"])
+            fields["method"] = method[-1]
             fields["test_method"] = "function"
             # As in the release, a tuple is as good as a list.
             fields["test_list"] = [
@@ -67,8 +72,19 @@ class LiveCodeBench(CodeTests):
             fields["test_method"] = "stdio"
             fields["test_input"] = [test["input"] for test in tests]
             fields["test_output"] = [test["output"] for test in tests]
-        made = Row(index=row.index, origin=row.origin, fields=fields)
-        return super()._example(made)
+        example = super()._example(Row(index=row.index, origin=row.origin, fields=fields))
+        example.reference["method"] = fields.get("method")
+        return example
+
+    def grade(self, example: PromptExample, completion: str) -> Verdict:
+        method, stub = example.reference["method"], example.reference["stub"]
+        if method is not None and self._found(example, completion).problem:
+            code = extract_code(example.answer_start + completion, method, stub=stub)
+            if not code.problem:
+                solution = f"class Solution:\n    {method} = staticmethod({method})"
+                example = replace(example, answer_start="")
+                completion = python_block(f"{code.code}\n\n\n{solution}")
+        return super().grade(example, completion)
 
     def _limits_of(self, example: PromptExample) -> SandboxLimits:
         seconds = example.reference["seconds"]

@@ -66,6 +66,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
         ("extract_number", "#### unknown\n\\boxed{8}", "8"),
         ("extract_number", "\\boxed{18} dollars for 2 days", "18"),
         ("extract_number", "\\boxed{} so 32", "32"),
+        ("extract_number", "#### Step 2: times 6\n3*6. So \\boxed{18}.", "18"),
         ("extract_number", "It costs 5-3 = 2.", "2"),
         ("extract_number", "She has 3/4 left, that is 0.75.", "0.75"),
         ("extract_number", "5/6 of 18 is 18 * 5/6 = 15", "15"),

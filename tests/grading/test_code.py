@@ -67,7 +67,10 @@ NOTHING, BROKEN = "the completion holds no code", "the code does not parse"
     [
         (ADD, None, "a, b = map(int, input().split())\nprint(a + b)\n", ""),
         ("print(1)", None, "print(1)", ""),
-        ("```python\nprint(1)\n```\nor\n```\nprint(2)\n```", None, "print(2)\n", ""),
+        ("```python\nprint(1)\n```\nIt prints\n```\n1\n```", None, "print(1)\n", ""),
+        ("```\nprint(1)\n```\nor\n```\nprint(2)\n```", None, "print(2)\n", ""),
+        ("So: ```python\nprint(1)```", None, "print(1)", ""),
+        ("- So:\n  ```python\n  n = 1\n  print(n)\n  ```", None, "n = 1\nprint(n)\n", ""),
         ("```python\nprint(1)\n```\n```python\nprint(2\n```", None, "print(1)\n", ""),
         ("```bash\nls\n```\n```python\nprint(1)", None, "print(1)", ""),
         (" \n", None, None, NOTHING),

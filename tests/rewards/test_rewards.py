@@ -1,5 +1,7 @@
 """What right answers, code that compiles and even filling are paid, and which groups are kept."""
 
+from dataclasses import replace
+
 import pytest
 
 from lit_dlm.decoding import FixedLayout, Region
@@ -12,7 +14,7 @@ from lit_dlm.rewards import (
     RewardScore,
     SpreadFilter,
 )
-from tests.rewards.groups import right, rollout, wrong
+from tests.rewards.groups import SUM, right, rollout, wrong
 
 
 @pytest.mark.parametrize(("credit", "expected"), [("all", [1, 0, 0]), ("fraction", [1, 0.75, 0])])
@@ -34,6 +36,9 @@ def test_code_must_compile():
     texts = ["So:\n```python\ndef f(x):\n    return x\n```", "```python\ndef f(x: return\n```", ""]
     found = FormatReward().score([rollout(text) for text in texts])
     assert [score.total for score in found] == [1.0, 0.0, 0.0]
+    example = replace(SUM, answer_start="```python\n")
+    begun = rollout("def f(x):\n    return x\n```\nThis is f.", example=example)
+    assert FormatReward().score([begun])[0].total == 1.0
 
 
 def scores(totals: list[float], *, num_right: int = 0) -> list[RewardScore]:

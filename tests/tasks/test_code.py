@@ -192,11 +192,21 @@ def test_programs_and_classes_of_contests_are_run_on_all_tests(tmp_path: Path):
     assert made.grade(program, "print(reduce(add, map(int, stdin.read().split())))").is_correct
     assert "Complete this code" in method.text
     assert made.grade(method, fenced(TOTAL)).is_correct
+    plain = "def total(nums, k):\n    return sum(nums, start=k)"
+    assert made.grade(method, fenced(plain)).is_correct
     wrong = made.grade(method, fenced(TOTAL.replace("start=k", "start=3")))
     assert (wrong.is_correct, wrong.score) == (False, 0.0)
     deep = "self.total(nums, k - 1) + 1 if k else sum(nums)"
     deeper = made.grade(method, fenced(TOTAL.replace("sum(nums, start=k)", deep)))
     assert deeper.is_correct
+
+
+def test_lines_of_contests_count_but_not_the_space_within(tmp_path: Path):
+    tests = json.dumps([contest_test("", "1 2\n3\n")])
+    row = PROGRAM | {"public_test_cases": tests, "private_test_cases": "[]"}
+    task, example = only(tasks.LiveCodeBench, tmp_path, row, **RUNS)
+    for printed, is_right in (("1  2 \n3", True), ("1 2 3", False), ("1\n2 3", False)):
+        assert task.grade(example, fenced(f"print({printed!r})")).is_correct == is_right
 
 
 def test_each_test_of_a_contest_has_its_time(tmp_path: Path):

@@ -17,6 +17,7 @@ CANDIDATE_FILE = "<candidate>"
 """File name under which model-written code is compiled."""
 
 _FENCE = re.compile(r"^[ \t]*(?P<fence>`{3,}|~{3,})[ \t]*(?P<tag>[\w+.-]*)[^\n]*$", re.MULTILINE)
+_TAGGED = re.compile(r"```(?:python|py)[23]?[^\S\n]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 _FUTURE = re.compile(r"^from __future__ import [^\n]*\n?", re.MULTILINE)
 _PYTHON_TAGS = {"", "python", "py", "python3", "python2", "py3"}
 _NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError)
@@ -60,19 +61,21 @@ def extract_code(
 ) -> ExtractedCode:
     """Finds the code of an answer: the last fenced block that is suitable, else the whole text.
 
-    Without an entry point it is a program, and must compile. Otherwise it must define the entry
-    point: every block, last first, and then the whole text is tried as a module; then all of them,
-    indented ones first, as the continuation of ``stub``. Text after the code is cut off. The stub
-    is the beginning of the module that the prompt showed and may end within a definition; its
-    imports and helpers are always put in front.
+    Without an entry point it is a program, which must compile; blocks tagged as Python, wherever
+    their fences stand on a line, go before others, which often show what it prints. Otherwise it
+    must define the entry point: every block, last first, and then the whole text is tried as a
+    module; then all of them, indented ones first, as the continuation of ``stub``. Text after the
+    code is cut off. The stub is the beginning of the module that the prompt showed and may end
+    within a definition; its imports and helpers are always put in front.
     """
-    texts = (*reversed(fenced_blocks(completion)), completion)
-    pieces = [text for text in texts if text.strip()]
+    blocks, tagged = fenced_blocks(completion)[::-1], _TAGGED.findall(completion)[::-1]
+    texts = [*blocks, *tagged] if entry_point is not None else [*tagged, *blocks]
+    pieces = [text for text in dict.fromkeys([*texts, completion]) if text.strip()]
     if not pieces:
         return ExtractedCode(code=None, problem="the completion holds no code")
     whole = whole_part(stub).rstrip()
     head = f"{whole}\n\n\n" if whole else ""
-    found: Iterator[str] = (_behind(head, piece) for piece in pieces)
+    found: Iterator[str] = (_behind(head, textwrap.dedent(piece)) for piece in pieces)
     if entry_point is not None:
         by_indent = sorted(pieces, key=lambda piece: piece.strip("\n")[0] not in " \t")
         found = itertools.chain(
