@@ -14,6 +14,7 @@ from lit_dlm.datamodules.supervised_sources import (
 )
 from lit_dlm.datamodules.trajectories import is_correct
 from lit_dlm.modules.supervised_batch import SupervisedExample
+from lit_dlm.tasks.conversations import CHATS
 from lit_dlm.tasks.sources import Row, read_rows
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from lit_dlm.trajectories.store.files import uid_order
@@ -39,7 +40,7 @@ class PreferencesFile(SupervisedSource):
 
     def examples(self, model: ModelFacts) -> Iterator[SupervisedExample]:
         rows = read_rows(self.path, split=self.split, required=SIDES)
-        path = Path(self.path)
+        path = Path(self.path).expanduser()
         folder = path if path.is_dir() else path.parent
         name = path.name.partition(".")[0]
         sides = [
@@ -55,7 +56,9 @@ class PreferencesFile(SupervisedSource):
 def _side(row: Row, side: str) -> Row:
     """Returns the row with one side as its only answer."""
     answer, prompt = row.fields[side], row.fields.get("prompt")
-    fields = {name: value for name, value in row.fields.items() if name not in (*SIDES, "prompt")}
+    fields = {
+        name: value for name, value in row.fields.items() if name not in (*SIDES, "prompt", *CHATS)
+    }
     if isinstance(answer, list):
         before = [] if prompt is None else prompt
         row.expect(isinstance(before, list), "turns in field 'prompt', as in the answers", before)

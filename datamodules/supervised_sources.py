@@ -159,7 +159,7 @@ class ResponsesFile(SupervisedSource):
 
     def examples(self, model: ModelFacts) -> Iterator[SupervisedExample]:
         rows = read_rows(self.path, split=self.split, required=())
-        path = Path(self.path)
+        path = Path(self.path).expanduser()
         return answered(
             rows,
             model,

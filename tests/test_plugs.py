@@ -51,4 +51,6 @@ def test_double_uids_name_both_rows():
     with pytest.raises(ValueError, match="got 'a/test/1' for row 0 of task 'a' and row 2 of task"):
         check_uids({"a": [one, other, one]})
     with pytest.raises(ValueError, match="for row 0 of task 'a' and row 0 of task 'b'"):
-        check_uids({"a": [one], "b": [one]})
+        check_uids({"a": [one], "b": [replace(one, task="b")]})
+    with pytest.raises(ValueError, match="expected task 'b', got 'a' in row 0 of task 'b'"):
+        check_uids({"b": [one]})

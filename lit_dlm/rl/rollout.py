@@ -331,7 +331,12 @@ def encoded_problems(
     """Returns the encoded problems of some tasks that have at most ``max_length`` tokens."""
     examples = {task.name: list(task.examples()) for task in tasks}
     check_uids(examples)
-    every = [(one, module.prompt_ids(one)) for one in chain.from_iterable(examples.values())]
+    graded = [
+        one for one in chain.from_iterable(examples.values()) if not one.reference.get("ungraded")
+    ]
+    if dropped := sum(map(len, examples.values())) - len(graded):
+        logger.warning("left out %d prompts whose answers cannot be graded", dropped)
+    every = [(one, module.prompt_ids(one)) for one in graded]
     found = [(example, ids) for example, ids in every if len(ids) <= max_length]
     for example, _ in found:
         add_pictures(module.backbone, example.uid, example.images)

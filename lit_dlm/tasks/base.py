@@ -42,7 +42,7 @@ class PromptExample:
     """Text that the answer begins with, put after the chat template; the model continues it. It is
     not part of the completion, but graders of code put it in front."""
     reference: dict[str, Any] = field(default_factory=dict)
-    """What grading needs (JSON types only)."""
+    """What grading needs (JSON types only); ``ungraded`` may tell why it is impossible."""
     images: tuple[Picture, ...] = ()
     response: int = 0
     """Number of the response, from 0, among several to one prompt."""
@@ -285,11 +285,13 @@ def require_code_execution(
 
 
 def check_uids(examples: Mapping[str, Sequence[PromptExample]]) -> None:
-    """Refuses two prompts with one uid: the results of one would count as those of the other."""
+    """Refuses two prompts with one uid, whose results would be mixed up, and other tasks' names."""
     seen: dict[str, str] = {}
     for name, group in examples.items():
         for row, example in enumerate(group):
             origin = f"row {row} of task {name!r}"
+            if example.task != name:
+                raise ValueError(f"tasks: expected task {name!r}, got {example.task!r} in {origin}")
             if example.uid in seen:
                 where = f"{seen[example.uid]} and {origin}"
                 raise ValueError(f"tasks: expected uids once, got {example.uid!r} for {where}")

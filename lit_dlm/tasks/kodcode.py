@@ -67,10 +67,11 @@ class KodCode(CodeTask):
     A row has the problem in ``question`` (or ``prompt``: the beginning of a module), the tests in
     ``test_code`` or ``test``, and the name of the function in ``entry_point`` or ``test_info``. A
     field ``solution`` may hold code that passes. Problems whose tests need other packages than the
-    standard library, or pytest's fixtures, are ungraded. The answer runs in its own process, so
-    tests of what it prints, or of how it changes a list argument, fail: of KodCode's 232 demo rows,
-    218 solutions are right, 6 ungraded and 8 wrong for these reasons. Templates are also given
-    ``test`` and ``entry_point``. TraceLock's filtered set is ``BOB12311/kodcode-humaneval-like``.
+    standard library, or pytest's fixtures, are ungraded, and left out of RL. The answer runs in its
+    own process, so tests of what it prints, or of how it changes a list argument, fail: of
+    KodCode's 232 demo rows, 218 solutions are right, 6 ungraded and 8 wrong for these reasons.
+    Templates are also given ``test`` and ``entry_point``. TraceLock's filtered set is
+    ``BOB12311/kodcode-humaneval-like``.
     """
 
     name = "kodcode"
@@ -88,7 +89,7 @@ class KodCode(CodeTask):
         reference = {
             "entry_point": entry_point,
             "check": check,
-            "problem": problem,
+            "ungraded": problem,
             "stub": "" if "question" in fields else question,
             "solution": solution,
         }
@@ -96,7 +97,7 @@ class KodCode(CodeTask):
         return self._prompt(row, key, question, reference, test=test, entry_point=entry_point)
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
-        if problem := example.reference["problem"]:
+        if problem := example.reference["ungraded"]:
             return Verdict(status="ungraded", detail=problem)
         return super().grade(example, completion)
 

@@ -36,10 +36,11 @@ def test_rows_hold_texts_or_turns_with_the_prompt_apart_or_inside(
         {"prompt": "2+3", "chosen": "5", "rejected": "12"},
         {"prompt": [ASKED], "chosen": [RIGHT], "rejected": [WRONG]},
         {"chosen": [ASKED, RIGHT], "rejected": [ASKED, WRONG]},
+        {"prompt": "2+3", "chosen": "5", "rejected": "12", "messages": [ASKED, RIGHT]},
     ]
     path = write_jsonl(tmp_path / "pairs.jsonl", lines)
     found = list(PreferencesFile(path).examples(model))
-    assert [one.uid for one in found] == [f"pairs/{number:06d}" for number in range(3)]
+    assert [one.uid for one in found] == [f"pairs/{number:06d}" for number in range(4)]
     assert [one.rejected.uid for one in found] == [f"{one.uid}/rejected" for one in found]
     for one in found:
         assert one.prompt_ids.tolist() == one.rejected.prompt_ids.tolist()

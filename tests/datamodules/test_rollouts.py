@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -57,12 +58,26 @@ def test_uids_of_two_problems_must_differ() -> None:
         name = "copies"
 
         def examples(self) -> Sequence[PromptExample]:
-            return WordProblems("train", num_examples=2).examples()
+            found = WordProblems("train", num_examples=2).examples()
+            return [replace(one, task=self.name) for one in found]
 
     tasks = [WordProblems("train", num_examples=2), Copies("train")]
     message = "for row 0 of task 'word_problems' and row 0 of task 'copies'"
     with pytest.raises(ValueError, match=message):
         encoded_problems(learner(), tasks, max_length=100)
+
+
+def test_problems_that_cannot_be_graded_are_left_out_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Hopeless(WordProblems):
+        def examples(self) -> Sequence[PromptExample]:
+            one, *others = super().examples()
+            return [replace(one, reference={"ungraded": "the tests import 'numpy'"}), *others]
+
+    found = encoded_problems(learner(), [Hopeless("train", num_examples=3)], max_length=100)
+    assert len(found) == 2
+    assert "left out 1 prompts whose answers cannot be graded" in caplog.text
 
 
 @pytest.mark.slow
