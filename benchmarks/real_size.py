@@ -129,8 +129,7 @@ RUNS: dict[str, dict[str, tuple[str, Mapping[str, str]]]] = {
                 **_TRACE,
                 "model.backbone.path": RELEASES["sdar-4b"],
                 "model.tokenizer": RELEASES["sdar-4b"],
-                "model.decoders": f"{{entropy: {{policy: EntropyPolicy, {_SDAR}, "
-                "cache: BlockCache}}",
+                "model.decoders": f"{{entropy: {{policy: EntropyPolicy, {_SDAR}}}}}",
             },
         ),
         "sft": (

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lit_dlm.decoding.caches import NoCache
 from lit_dlm.decoding.stream import DecodePrompt, WorkQueue, decode_stream
 from lit_dlm.modules.discrimination import DiscriminationObserver, score_curve
 from lit_dlm.modules.finetune import TrainableModule
@@ -59,6 +60,12 @@ class DiscriminationScore(Callback):
         trainer.callbacks = sorted(trainer.callbacks, key=lambda one: one is not self)  # type: ignore[attr-defined]
         module = of_kind(pl_module, TrainableModule, option="model")
         at_least(1, of="DiscriminationScore: model.", decoders=len(module.decoders))
+        name, decoder = next(iter(module.decoders.items()))
+        if module.backbone.spec.attention == "block" and not isinstance(decoder.cache, NoCache):
+            raise ValueError(
+                f"DiscriminationScore: model.decoders.{name}.cache: expected NoCache, because a "
+                "block model with a cache does not compute later blocks"
+            )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self.scores:

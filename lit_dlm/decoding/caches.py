@@ -14,6 +14,10 @@ block     ``[last s, e)``     ``[s, e)``              ``[0, e)``      yes
 part      ``[last s, e)``     a part of ``[s, e)``    ``[0, e)``      no
 ========  ==================  ======================  ==============  ==============
 
+A block model with a cache computes no block before a row enters it, and reads later ones as
+uniform. Policies that read them decode otherwise than without a cache: KLASS, which compares a cell
+with the step before, may wait one step more in each block.
+
 ``last s`` is where the row's previous block begins. Prefix and dual are Fast-dLLM's (arXiv
 2505.22618), the horizon is dLLM-RL's, block is for block-causal models (SDAR, arXiv 2510.06303),
 and part, for parts of their blocks, is Fast-dLLM v2's (arXiv 2509.26328). A refresh is an ordinary

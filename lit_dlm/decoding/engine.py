@@ -471,7 +471,8 @@ class _Batch:
             _Row(
                 slot=slot,
                 prompt_length=prompt_length,
-                budget=self._plugs.settings.max_steps or self._plugs.policy.budget(num_masks),
+                budget=self._plugs.settings.max_steps
+                or max(self._plugs.policy.budget(num_masks), self._plugs.window.steps),
                 num_steps=-self._num_steps,
                 seconds=-self._seconds,
                 policy_seconds=-self._policy_seconds,

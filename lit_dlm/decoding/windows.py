@@ -30,6 +30,9 @@ class WindowView:
 class Window(Plug):
     """Decides where a step may commit."""
 
+    steps: int = 0
+    """Steps that every row may take, even if it has fewer masks."""
+
     @abstractmethod
     def view(self, state: DecodeState) -> WindowView:
         """Returns the window of every row for this step."""

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from lit_dlm.backbones import Backbone
+from lit_dlm.decoding.caches import NoCache
 from lit_dlm.heads.projection import (
     PCAFitter,
     Projector,
@@ -39,7 +40,7 @@ class TraceModule(DecodeModule):
     Args:
         backbone: the denoiser.
         level: how much to keep: ``tokens`` (the record alone), ``signals`` (also scores of every
-            step) or ``features`` (also what the TraceLock policy is trained on).
+            step) or ``features`` (also what the TraceLock policy is trained on; without a cache).
         step_ratio: fraction of steps that keep features.
         scheme: how features are stored.
         settings: what the TraceLock policy will be shown.
@@ -70,6 +71,12 @@ class TraceModule(DecodeModule):
             raise ValueError(
                 f"projector_dir: needed at level 'features' and only there, got {projector_dir!r} "
                 f"at level '{level}'"
+            )
+        cached = [name for name, one in self.decoders.items() if not isinstance(one.cache, NoCache)]
+        if level == "features" and cached:
+            raise ValueError(
+                f"decoders.{cached[0]}.cache: expected NoCache at level 'features', which keeps "
+                "cells that a step with a cache does not compute"
             )
         self.level = level
         self.step_ratio = step_ratio

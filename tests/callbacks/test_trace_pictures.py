@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader
 from lit_dlm.callbacks import TracePictures, trace_pictures
 from lit_dlm.callbacks.trace_pictures import log_images
 from lit_dlm.datamodules import PromptDataModule
+from lit_dlm.decoding import BlockWindow, ConfidencePolicy, Decoder
+from lit_dlm.decoding.caches import DualCache
 from lit_dlm.modules import DecodeModule
 from lit_dlm.modules.generate import TraceModule
 from tests.callbacks.letters import LENGTH, ByteTokenizer, Letters, Table, both_decoders
@@ -55,6 +57,13 @@ def test_predict_draws_the_first_samples_of_every_method(tmp_path: Path):
     drawn = {f"{method}/letters_test_{number}{suffix}" for method, number, suffix in parts}
     assert files == {"traces.html", *drawn}
     assert (tmp_path / "traces.html").read_text().count('"uid":"letters/test/') == 4
+
+
+def test_features_are_refused_with_a_cache(tmp_path: Path):
+    decoder = Decoder(policy=ConfidencePolicy(), window=BlockWindow(2), cache=DualCache())
+    features = {"level": "features", "projector_dir": str(tmp_path), "decoders": {"dual": decoder}}
+    with pytest.raises(ValueError, match=r"decoders\.dual\.cache: expected NoCache"):
+        TraceModule(Table(), tokenizer="none", **features)
 
 
 def test_a_run_that_has_yet_to_fit_its_projector_is_drawn(tmp_path: Path):

@@ -139,6 +139,12 @@ def test_text_is_the_same_whatever_idles():
     assert stepped.num_steps > moving.num_steps
 
 
+def test_steps_of_the_release_may_be_more_than_masks():
+    result = fast(SteppedBlockWindow(8, steps=32), torch.zeros(17, 8))
+    assert result.status == ["complete"]
+    assert int(result.num_steps[0]) == 24  # eight of the second block, which begins at step 16
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

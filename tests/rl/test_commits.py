@@ -271,6 +271,14 @@ def test_what_training_of_commits_cannot_have_is_refused(tmp_path: Path) -> None
     assert {record.meta["rl_step"] for record in TrajectoryShardReader(folder)} == {0, 1}
 
 
+def test_rewards_per_token_are_refused() -> None:
+    rl = actor()
+    record = decoded(rl, range(2))[0]
+    record = replace(record, meta={**record.meta, "token_rewards": [1.0] * G})
+    with pytest.raises(ValueError, match="r0: expected rewards of responses"):
+        rl.rows.items([record])
+
+
 def test_a_price_is_paid_for_every_forward_and_the_product_only_for_right_answers() -> None:
     rollouts = decoded(actor(), range(2))
     group = [

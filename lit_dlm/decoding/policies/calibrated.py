@@ -50,6 +50,7 @@ class PCSamplerPolicy(TopQuotaPolicy):
         self.decay = decay
         self.clip = clip
         self.sha256 = sha256
+        self._rarity: Tensor | None = None
 
     @cached_property
     def _counts(self) -> tuple[Tensor, str]:
@@ -75,9 +76,12 @@ class PCSamplerPolicy(TopQuotaPolicy):
         return rarity, digest
 
     def score(self, state: DecodeState, proposal: Proposal) -> Tensor:
-        rarity = self._counts[0].to(proposal.ids.device, non_blocking=True)
+        device = proposal.ids.device
+        if self._rarity is None or self._rarity.device != device:  # one copy, not one a step
+            self._rarity = self._counts[0].to(device)
+        rarity = self._rarity
         salience = proposal.prob * rarity[proposal.ids.clamp_max(len(rarity) - 1)]
-        columns = torch.arange(proposal.ids.shape[1], device=proposal.ids.device)
+        columns = torch.arange(proposal.ids.shape[1], device=device)
         return salience.clamp_max(self.clip).log() - self.decay * (columns - state.start)
 
     def describe(self) -> dict[str, Any]:
