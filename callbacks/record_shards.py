@@ -157,8 +157,13 @@ def _describe(trainer: Trainer, module: DecodeModule) -> RunRecord:
             "layout": module.settings.layout,
             "hidden_layers": list(module.settings.hidden_layers),
         }
+    model = dict(describe()) if describe else {"class": type(module.backbone).__name__}
+    precision = str(trainer.precision)
+    # Weights in half precision decode without autocast, see the engine.
+    if precision.endswith("-mixed") and model.get("dtype", "float32") == "float32":
+        model["autocast"] = "bfloat16" if precision.startswith("bf16") else "float16"
     return RunRecord(
-        model=dict(describe()) if describe else {"class": type(module.backbone).__name__},
+        model=model,
         tokenizer={
             "path": module.tokenizer_path,
             "digest": tokenizer_digest(module.tokenizer),

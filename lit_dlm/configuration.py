@@ -204,6 +204,13 @@ class Parser(LightningArgumentParser):
             args = [_as_yaml(argument) for argument in args]
         return super().parse_args(args, *rest, **options)
 
+    def instantiate(self, *args: Any, **options: Any) -> Any:
+        """Builds classes; the fault of a refused value is told as when it is parsed."""
+        try:
+            return super().instantiate(*args, **options)
+        except ValueError as error:
+            raise ValueError(explain(str(error))) from error
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Prints one short error and exits with status 2; inside a class, raises for the parent."""
         if not self.exit_on_error:  # it parses a class; the caller knows its name and place

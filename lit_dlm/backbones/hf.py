@@ -202,6 +202,7 @@ class HFBackbone(nn.Module, Backbone):
         one_of(*ROUTES, of="HFBackbone.", attn_implementation=attn_implementation)
         one_of(False, True, "selective", gradient_checkpointing=gradient_checkpointing)
         self.attn_implementation = attn_implementation
+        self.spec_overrides = spec_overrides or {}
         self.new_mask_token = None if from_ar is None else MASK_TOKEN
         """Text of the mask token with ``from_ar``, else ``None``."""
         self._base_name = path
@@ -534,6 +535,7 @@ class HFBackbone(nn.Module, Backbone):
             "weights_sha256": self._digests.get("weights"),
             "adapter_sha256": self._digests.get("adapter"),
             **({"load_in_4bit": True} if self.is_4bit else {}),
+            **({"spec_overrides": self.spec_overrides} if self.spec_overrides else {}),
             **({"vision": asdict(self.vision.settings)} if self.vision is not None else {}),
         }
 
@@ -872,6 +874,7 @@ def load_backbone(
     adapter: str | Path | None = None,
     load_in_4bit: bool = False,
     vision: VisionSettings | None = None,
+    spec_overrides: dict[str, Any] | None = None,
 ) -> HFBackbone:
     """Loads a frozen backbone for decoding, in evaluation mode; with ``lora``, one to train.
 
@@ -888,6 +891,7 @@ def load_backbone(
             adapter=None if adapter is None else str(adapter),
             load_in_4bit=load_in_4bit,
             vision=vision,
+            spec_overrides=spec_overrides,
         )
     # A trainer does not change the mode, and evaluation mode has no dropout.
     return backbone.to(device).train(lora is not None)

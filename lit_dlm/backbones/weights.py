@@ -171,6 +171,8 @@ def save_checkpoint(
     )
     shards = split.filename_to_tensors
     folder.mkdir(parents=True, exist_ok=True)
+    if write and split.is_sharded:  # if cut short, the folder would load as a mixture of two models
+        (folder / INDEX_FILE).unlink(missing_ok=True)
     for name, keys in shards.items():
         tensors = {key: read(key) for key in keys}
         if write:

@@ -88,7 +88,11 @@ def load_samples(
         shards=shards,
         samples=[_sample(records[uid], (rows or {}).get(uid)) for uid in kept],
         num_available=len(fitting),
-        methods=run_of_shard(shards[0])[0].decode.get("methods") or {},
+        methods={
+            name: decoder
+            for shard in shards
+            for name, decoder in (run_of_shard(shard)[0].decode.get("methods") or {}).items()
+        },
     )
 
 

@@ -78,6 +78,7 @@ def parser() -> argparse.ArgumentParser:
         shards=shards,
         level={"type": int, "default": 2, "choices": range(5), "help": "default: 2"},
         backbone="levels 3, 4: embedded name, folder or hub id",
+        adapter="levels 3, 4: low-rank adapter of the run, folder or hub id",
         policy=repeated
         | {"type": Path, "metavar": "FOLDER", "help": "exported policy; found by its digest"},
         plugs=repeated
@@ -285,11 +286,13 @@ def _execution(shards: Sequence[Path], options: argparse.Namespace) -> Execution
             continue  # level 0 reports it
     backbone = load_backbone(
         options.backbone,
+        adapter=options.adapter,
         dtype=recorded.get("dtype") or "float32",
         device=options.device,
         attn_implementation=recorded.get("attn_implementation") or "sdpa",
         load_in_4bit=recorded.get("load_in_4bit", False),
         vision=VisionSettings(**recorded["vision"]) if "vision" in recorded else None,
+        spec_overrides=recorded.get("spec_overrides"),
     )
     folders = sorted({shard.resolve().parent for shard in shards})
     add_picture_folders(backbone, *folders)

@@ -248,6 +248,7 @@ def llada_decoder(
         policy=ConfidencePolicy(),
         window=BlockWindow(block_length),
         quota=EvenQuota(steps),
+        sampler=Sampler(score_dtype="float64"),  # in float32, sure cells tie at exactly 1
     )
 
 

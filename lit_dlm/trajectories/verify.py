@@ -198,13 +198,17 @@ def verify(
             lines = _differences(batch, execution)
             found.differences.extend(line for line in lines if line not in found.differences)
             execute = free_running if level == 4 else teacher_forced
-            verdicts = execute(
-                execution.backbone,
-                decoders[batch.run.digest(), batch.method],
-                batch.records,
-                captured=_captured(batch),
-                device=execution.device,
-            )
+            autocast = getattr(torch, batch.run.model.get("autocast", ""), None)
+            with torch.autocast(
+                torch.device(execution.device).type, autocast, enabled=autocast is not None
+            ):
+                verdicts = execute(
+                    execution.backbone,
+                    decoders[batch.run.digest(), batch.method],
+                    batch.records,
+                    captured=_captured(batch),
+                    device=execution.device,
+                )
             found.verdicts.extend(verdicts)
     return found
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from lit_dlm.backbones import HFBackbone, load_backbone, resolve
+from lit_dlm.backbones import HFBackbone, load_backbone, resolve, weights
 from lit_dlm.backbones.resolution import weight_files
 from lit_dlm.ops.batches import aligned
 from tests.backbones.conftest import tiny_architecture
@@ -75,6 +75,28 @@ def test_shards_with_an_index_hold_the_same_model(tmp_path: Path, name: str):
         assert {path.name for path in folder.glob("*.safetensors")} == written
         assert (folder / "model.safetensors.index.json").exists() == (written == shards)
         assert torch.equal(load_backbone(folder)(IDS), backbone(IDS))
+
+
+def test_an_export_that_was_cut_short_is_no_mixture_of_two_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = VARIANTS["everything"]
+    backbone = load_backbone(write(tmp_path / "one", config, random_tensors(config)))
+    folder, written = tmp_path / "many", []
+    backbone.export(folder, max_shard_gigabytes=9e-6)
+    save = weights.save_weights
+
+    def killed(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(path)
+        save(tensors, path)
+
+    monkeypatch.setattr(weights, "save_weights", killed)
+    with pytest.raises(KeyboardInterrupt):
+        backbone.export(folder, max_shard_gigabytes=9e-6)
+    with pytest.raises((ValueError, OSError), match=r"many.*safetensors"):
+        load_backbone(folder)
 
 
 def test_unknown_ids_stay_unknown(tmp_path: Path):

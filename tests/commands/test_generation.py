@@ -14,7 +14,7 @@ from lit_dlm import decoding
 from lit_dlm.decoding import ConfidencePolicy, Decoder, NoQuota, ThresholdPolicy
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.generation import generate
-from tests.e2e.runs import ROOT
+from tests.e2e.runs import ROOT, fails
 
 PENS = "Tom has 34 pens, finds 7, loses 5. How many pens?"
 NUTS = "Leo has 8 nuts, sells 4, eats 4. How many nuts?"
@@ -145,6 +145,11 @@ def test_the_same_is_answered_by_another_draw(said):
     )
     out = said("chat", "--sampler.temperature=2", typed=f"{PENS}\n/new\n{PENS}\n")
     assert out.index(one) < out.index("0 messages before") < out.index(two)
+
+
+def test_a_value_out_of_range_is_told_in_one_line(capsys: pytest.CaptureFixture[str]):
+    error = fails(capsys, "generate", PENS, "--sampler.temperature=-1")
+    assert re.fullmatch(r"lit-dlm: error: \S*temperature: expected 0 or more, got -1\.0", error)
 
 
 def test_a_bad_switch_is_told_and_changes_nothing(said):

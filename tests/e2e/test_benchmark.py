@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lit_dlm.backbones import load_backbone
+from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.backbones.resolution import load_tokenizer
 from lit_dlm.grading import isolation_level
 from lit_dlm.trajectories.store import TrajectoryShardReader
@@ -136,6 +138,23 @@ def test_shipped_decoders_with_caches_run_and_verify(tmp_path: Path, names: tupl
     assert all(row.nfe > 0 for group in rows.values() for row in group)
     if names is FULL:
         run("traj", "verify", str(tmp_path / "trajectories"), "--level=3", "--backbone=tiny")
+
+
+def test_what_changes_a_decode_is_recorded_and_verified(tmp_path: Path, capsys):
+    """Autocast, an adapter and facts of the model; a folder refuses decodes without autocast."""
+    tuned = load_backbone("tiny", lora=LoRASettings(rank=2, targets="all"))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in tuned.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(std=0.05, generator=generator)
+    tuned.save_adapter(tmp_path / "adapter")
+    changed = [f"--model.backbone.init_args.adapter={tmp_path / 'adapter'}"]
+    changed.append("--model.backbone.init_args.spec_overrides={forbidden_ids: [7]}")
+    run(*command(tmp_path, *changed, "--trainer.precision=bf16-mixed", methods=("threshold_09",)))
+    verify = ["traj", "verify", str(tmp_path / "trajectories"), "--level=3", "--backbone=tiny"]
+    run(*verify, f"--adapter={tmp_path / 'adapter'}")
+    error = fails(capsys, *command(tmp_path, *changed, methods=("threshold_09",)))
+    assert "autocast" in error
 
 
 def test_a_template_may_begin_the_answer(whole: Path, tmp_path: Path, capsys):

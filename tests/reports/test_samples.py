@@ -30,6 +30,8 @@ def test_shards_give_prompts_with_all_their_decodes(tmp_path: Path):
     one = found.samples[1]
     assert (one.example, one.method, one.correct) == ("t/test/0", "b", True)
     assert uids(next(folder.glob("*.tar"))) == uids(folder)
+    write_set(folder, decodes(2, methods="c"), methods={"c": {"policy": {"name": "Q"}}})
+    assert list(load_samples(folder).methods) == ["a", "c"]  # of a later run into the folder
 
 
 def test_a_limit_takes_tasks_in_turn_and_whole_prompts_first(tmp_path: Path):

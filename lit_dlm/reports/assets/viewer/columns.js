@@ -3,7 +3,7 @@
 const NEVER = 0xffff;
 
 function bytesOf(text) {
-  const raw = atob(text);
+  const raw = atob(text ?? "");  // an empty column is left out
   const bytes = new Uint8Array(raw.length);
   for (let i = 0; i < raw.length; i++) bytes[i] = raw.charCodeAt(i);
   return bytes;
