@@ -57,6 +57,8 @@ class Judge(Plug):
 class HttpStepJudge(Judge):
     """A reasoning model behind an HTTP endpoint as the judge (dLLM-RL, section "process reward").
 
+    It judges the last part alone; the release's question also counts errors in earlier parts.
+
     Args:
         timeout_s: seconds to wait for one reply.
         deadline_s: seconds for which requests are retried while the endpoint does not answer; keep

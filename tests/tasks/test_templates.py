@@ -55,7 +55,7 @@ STUB = {
          "Here is the completed function:\n```python\n"),
         (CodeTests, FUNCTION, "dllm-rl-code",
          "Square a number.\nPlace your code within a single Python code block ```python ```. Do "
-         "not include more than one code block. ", "import math\n"),
+         "not include more than one code block. ", "\nimport math"),
         (CodeTests, STDIO, "dllm-rl-code",
          "This is the problem:\nAdd two numbers.\nYou should put your code in ```python ```. Use "
          "input() to read input and print() to produce output in your script. ", ""),
@@ -74,12 +74,14 @@ def test_a_shipped_template_gives_the_prompt_of_its_release(
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("dllm-rl-trado", "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"),
+        ("dllm-rl-dream", "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant"),
+        ("dllm-rl-trado", "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant"),
         ("dllm-rl-trado-thinking",
-         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant<think>\n"),
+         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant<think>"),
         ("dllm-rl-llada",
          "<|startoftext|><|start_header_id|>user<|end_header_id|>Hi<|eot_id|>"
-         "<|startoftext|><|start_header_id|>assistant<|end_header_id|>\n"),
+         "<|startoftext|><|start_header_id|>assistant<|end_header_id|>"),
     ],
 )  # fmt: skip
 def test_a_shipped_chat_template_gives_the_prompt_of_its_release(name: str, text: str):
