@@ -109,9 +109,9 @@ class HttpJudge(Callback):
 
     def verdict(self, example: PromptExample, completion: str) -> bool | None:
         """Whether a completion is judged correct; ``None`` if the reply is not a verdict."""
-        reference = example.reference.get("solution", example.reference.get("answer", ""))
+        reference = example.reference.get("solution") or example.reference.get("answer", "")
         question = (
-            f"Question:\n{example.text}\n\nReference solution:\n{reference}\n\n"
+            f"Question:\n{example.question}\n\nReference solution:\n{reference}\n\n"
             f"Candidate:\n{completion}"
         )
         text = self.endpoint.ask(

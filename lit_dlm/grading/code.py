@@ -92,7 +92,11 @@ def grade_by_outputs(
     failures: list[tuple[Status, str]] = []
     for number, (stdin, expected) in enumerate(zip(inputs, outputs, strict=True), start=1):
         result = run_python_program(
-            found.code, stdin, limits=limits, allow_code_execution=allow_code_execution
+            found.code,
+            stdin,
+            output_bytes=max(1 << 20, 2 * len(expected.encode())),
+            limits=limits,
+            allow_code_execution=allow_code_execution,
         )
         status, detail = result.status, result.detail
         printed, wanted = (

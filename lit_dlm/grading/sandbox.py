@@ -356,6 +356,7 @@ def run_python_program(
     code: str,
     stdin: str,
     *,
+    output_bytes: int = 1 << 20,
     limits: SandboxLimits | None = None,
     allow_code_execution: bool,
 ) -> Verdict:
@@ -364,7 +365,8 @@ def run_python_program(
     ``answer`` is what it printed if ``status`` is ``right`` (it ended without error), else empty.
     """
     require_permission(allow_code_execution)
-    head = run_job({"mode": "program", "code": code, "stdin": stdin}, limits or SandboxLimits())
+    job = {"mode": "program", "code": code, "stdin": stdin, "output_bytes": output_bytes}
+    head = run_job(job, limits or SandboxLimits())
     return Verdict(status=head["status"], answer=head.get("stdout", ""), detail=head["detail"])
 
 

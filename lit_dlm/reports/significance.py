@@ -112,6 +112,9 @@ def compare_rows(rows_a: Sequence[ResultRow], rows_b: Sequence[ResultRow]) -> Pa
         one = ungraded[0]
         raise ValueError(f"task {task!r}: sample {one.uid!r} of {one.method!r} was not graded")
     right = np.array([(a.correct, b.correct) for a, b in pairs], dtype=np.int64)
+    points = np.array(
+        [[float(row.correct) if row.score is None else row.score for row in pair] for pair in pairs]
+    )
     nfe = np.array([(a.nfe, b.nfe) for a, b in pairs], dtype=np.int64)
     only_a, only_b = (int((right[:, k] > right[:, 1 - k]).sum()) for k in (0, 1))
     p_value = exact_mcnemar(only_a, only_b)
@@ -122,9 +125,9 @@ def compare_rows(rows_a: Sequence[ResultRow], rows_b: Sequence[ResultRow]) -> Pa
         n=len(common),
         left_out_a=len(first) - len(common),
         left_out_b=len(second) - len(common),
-        accuracy_a=float(right[:, 0].mean()),
-        accuracy_b=float(right[:, 1].mean()),
-        accuracy_interval=paired_bootstrap(right[:, 1] - right[:, 0]),
+        accuracy_a=float(points[:, 0].mean()),
+        accuracy_b=float(points[:, 1].mean()),
+        accuracy_interval=paired_bootstrap(points[:, 1] - points[:, 0]),
         only_a=only_a,
         only_b=only_b,
         p_value=p_value,

@@ -14,7 +14,7 @@ import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from http.client import HTTPException, HTTPResponse
+from http.client import HTTPException, HTTPResponse, IncompleteRead
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
@@ -110,7 +110,10 @@ class ChatEndpoint:
             try:
                 with self._opener.open(request, timeout=self.timeout_s) as response:
                     # Without a limit this would take as much memory as the headers announce.
-                    reply.set_result(response.read(_LARGEST))
+                    body = response.read(_LARGEST)
+                    if response.length and len(body) < _LARGEST:  # closed before its end
+                        raise IncompleteRead(body, response.length)
+                    reply.set_result(body)
             except (OSError, HTTPException, ValueError) as error:
                 if isinstance(error, HTTPError):
                     error.close()

@@ -147,7 +147,7 @@ def _question(rollout: Rollout, part: int, end: int, pictures: tuple[str, ...]) 
     return StepQuestion(
         uid=rollout.trajectory.uid,
         part=part,
-        problem=rollout.example.text,
+        problem=rollout.example.question,
         pictures=pictures,
         truth=true_answer(rollout.example),
         is_correct=rollout.is_correct,

@@ -51,6 +51,13 @@ class PromptExample:
     def prompt_uid(self) -> str:
         return self.uid.removesuffix(f"#{self.response}") if self.response else self.uid
 
+    @property
+    def question(self) -> str:
+        """The user turn behind the earlier turns, if there are any, as one text for judges."""
+        turns = [*self.history, {"role": "user", "content": self.text}]
+        spoken = "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
+        return spoken if self.history else self.text
+
     def responses(self, count: int) -> list[PromptExample]:
         """Returns the problem ``count`` times, with different uids and so different seeds."""
         others = range(1, count)

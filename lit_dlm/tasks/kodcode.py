@@ -53,7 +53,7 @@ class pytest:
                 )
             if isinstance(expected, (list, tuple)):
                 return len(got) == len(expected) and all(map(self._close, got, expected))
-            return got == expected or (
+            return got == expected or abs(expected) != float("inf") and (
                 max(got - expected, expected - got)
                 <= max(self.rel * max(expected, -expected), self.abs)
             )

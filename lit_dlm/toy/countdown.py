@@ -163,8 +163,8 @@ class Countdown(PuzzleTask):
         kept: list[str] = []
         for part in reversed(parts):
             # Stripped by sets of characters: a pattern would search long runs again and again.
-            runs = [re.sub(r"^\s*\d+\)|\s", "", run) for run in _RUN.findall(part)]
-            runs = [run.lstrip("-+*/=)").rstrip("-+*/=(") for run in runs]
+            runs = [re.sub(r"^\s*(?:\d+\)|[-*+]\s)|\s", "", run) for run in _RUN.findall(part)]
+            runs = [run.lstrip("+*/=)").rstrip("-+*/=(") for run in runs]
             if runs := [run for run in runs if re.search(r"[-+*/]", run)]:
                 kept.append(runs[-1])
             elif kept:

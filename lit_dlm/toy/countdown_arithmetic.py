@@ -168,6 +168,8 @@ def _evaluate(node: ast.expr, used: Counter[int]) -> Fraction:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         used[node.value] += 1
         return Fraction(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_evaluate(node.operand, used)
     if isinstance(node, ast.BinOp) and type(node.op) in _NODES:
         left, right = _evaluate(node.left, used), _evaluate(node.right, used)
         sign = _NODES[type(node.op)]

@@ -15,7 +15,7 @@ REPLIES = {"7": '{"verdict": "correct"}', "8": '{"verdict": "incorrect"}'}
 
 
 def run(callback: HttpJudge) -> None:
-    shown = {"task": "sums", "text": "3+4?", "reference": {"answer": "7"}}
+    shown = {"task": "sums", "text": "3+4?", "reference": {"solution": "", "answer": "7"}}
     examples = [PromptExample(uid=f"sums/test/{n}", **shown) for n in range(3)]
     task = SimpleNamespace(name="sums", examples=lambda: examples)
     datamodule = SimpleNamespace(tasks=[task], task=lambda name: task)

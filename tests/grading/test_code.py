@@ -94,6 +94,13 @@ METHOD = "import math\n\n\nclass Adder:\n    def add(self, a, b):\n        "
 ADDS, ADDER = "assert add(1, 2) == 3", "assert Adder().add(1, 2) == 3"
 
 
+def test_a_program_may_print_as_much_as_is_expected():
+    program = "for _ in range(100_000):\n    print(123456789012)"
+    expected = "123456789012\n" * 100_000
+    verdict = grade_by_outputs(program, [""], [expected], allow_code_execution=True)
+    assert verdict.is_correct
+
+
 @pytest.mark.parametrize(
     ("stub", "check", "completion", "status"),
     [

@@ -48,6 +48,7 @@ def test_outputs_match_within_tolerance(output, expected, atol, match):
         ("root", 2.00001, True),
         ("root", 1.5, False),
         ("root", "1", False),
+        ("root", complex(1), False),
         ("same_set", [3, 3], True),
         ("same_set", [3, 4], False),
         ("same_set", 3, False),

@@ -60,6 +60,14 @@ def test_only_common_samples_count_and_the_table_of_them_is_right():
     assert (found.nfe_a, found.nfe_b, found.nfe_interval) == (10.0, 4.0, (-6.0, -6.0))
 
 
+def test_accuracies_of_tasks_with_scores_are_means_of_scores():
+    a = [row(uid, correct=False, score=0.25) for uid in "bc"]
+    b = [row(uid, correct=True, score=0.75) for uid in "bc"]
+    found = compare_rows(a, b)
+    assert (found.accuracy_a, found.accuracy_b) == (0.25, 0.75)
+    assert found.accuracy_interval == (0.5, 0.5)
+
+
 def test_ungraded_samples_are_refused():
     with pytest.raises(ValueError, match="sample 'a' of 'm' was not graded"):
         compare_rows([row("a", verdict="ungraded")], [row("a")])

@@ -16,14 +16,16 @@ class _Http(ThreadingHTTPServer):
 class JudgeServer:
     """Grades the text it is shown; refuses the first ``num_failures`` requests.
 
-    Each byte of a reply takes ``pause_s``. Refusals lead to ``location``. What ``is_bad`` gets -1
-    and not 1.
+    It closes the first ``num_cut`` in the middle of the reply whose length it has announced. Each
+    byte of a reply takes ``pause_s``. Refusals lead to ``location``. What ``is_bad`` gets -1 and
+    not 1.
     """
 
     def __init__(self, is_bad: Callable[[str], bool] = lambda shown: "13" in shown.split()) -> None:
         self.requests: list[dict[str, Any]] = []
         self.tokens: list[str | None] = []
         self.num_failures, self.status = 0, 500
+        self.num_cut = 0
         self.body: bytes | None = None
         self.location = ""
         self.pause_s = 0.0
@@ -48,10 +50,13 @@ class JudgeServer:
                 shown = text.rpartition("to check:\n")[2]
                 text = f"Hm, \\boxed{{2}}? No: \\boxed{{{-1 if is_bad(shown) else 1}}}"
                 reply = {"choices": [{"message": {"content": text}}]}
+                data = outer.body or json.dumps(reply).encode()
                 self.send_response(200)
+                if len(outer.requests) <= outer.num_cut:
+                    self.send_header("Content-Length", str(len(data)))
+                    data = data[:20]
                 with suppress(OSError):
                     self.end_headers()
-                    data = outer.body or json.dumps(reply).encode()
                     for part in map(bytes, zip(data)) if outer.pause_s else [data]:
                         self.wfile.write(part)
                         time.sleep(outer.pause_s)

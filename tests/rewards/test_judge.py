@@ -80,6 +80,12 @@ def test_a_judge_that_is_busy_is_waited_for_and_gets_the_token_of_the_environmen
     assert server.tokens == ["Bearer sesame"] * 7 + [None]
 
 
+def test_a_reply_that_a_closed_connection_cuts_off_is_asked_for_again(server: JudgeServer):
+    server.num_cut = 2
+    assert judge_of(server, deadline_s=30).grade(QUESTION, 0) == -1
+    assert len(server.requests) == 3
+
+
 def test_a_deadline_that_passes_ends_the_run_or_leaves_the_outcome(
     server: JudgeServer, caplog: pytest.LogCaptureFixture
 ):

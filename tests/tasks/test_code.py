@@ -109,6 +109,14 @@ APPROX = (
     "    assert got == pytest.approx(1e6, rel=None)\n"
     "    assert got != pytest.approx(1e6, abs=0.4)"
 )
+UNSENT = (
+    "import pytest\nfrom solution import half\n\ndef test_it():\n"
+    "    with pytest.raises(ValueError):\n        half(object())"
+)
+INFINITE = (
+    "import pytest\nfrom solution import half\n\ndef test_it():\n"
+    "    assert half(2) != pytest.approx(float('inf'))"
+)
 WHOLE = "import solution as s\n\ndef test_it():\n    assert s.half(4) == 2"
 
 
@@ -121,6 +129,8 @@ WHOLE = "import solution as s\n\ndef test_it():\n    assert s.half(4) == 2"
         (TESTS, "def third(x):\n    return x", "no_answer", None),
         (TESTS, "import sys\nsys.exit(0)\ndef half(x): pass", "runtime_error", None),
         (WHOLE, HALF, "right", 1.0),
+        (UNSENT, HALF, "wrong", 0.0),  # the error is the sandbox's own
+        (INFINITE, HALF, "right", 1.0),
         (APPROX, "def half(x):\n    return x / 2 + 0.5", "right", 1.0),
     ],
 )

@@ -119,3 +119,9 @@ def test_packed_tests_run_no_code(tmp_path: Path):
     with pytest.raises(ValueError, match="holds no tests"):
         task_of(tasks.LiveCodeBench, tmp_path, PROGRAM | {"private_test_cases": evil})
     assert not (tmp_path / "ran").exists()
+
+
+def test_packed_tests_do_not_fill_the_memory(tmp_path: Path):
+    bomb = base64.b64encode(zlib.compress(b" " * (80 << 20))).decode()
+    with pytest.raises(ValueError, match=r"holds no tests \(expected at most \d+ bytes"):
+        task_of(tasks.LiveCodeBench, tmp_path, PROGRAM | {"private_test_cases": bomb})

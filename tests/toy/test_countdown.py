@@ -29,6 +29,9 @@ EXAMPLE = PromptExample(uid="u", task="countdown", text="15,44,79,50", reference
         ("44-15=29\n79-29=50", "right"),
         ("15+79=94,94-44=50", "right"),
         ("79-(44-15)", "right"),
+        ("15-44=-29,-29+79=50", "right"),
+        ("-44+15+79=50", "right"),
+        ("- 44-15=29\n- 79-29=50", "right"),  # a list
         ("79-44+15=50", "right"),
         ("First 44 \N{MINUS SIGN} 15 = 29.\nThen 79 - 29 = 50.", "right"),
         ("44-15=29, wait\n<answer>(79 + 15) - 44</answer>", "right"),

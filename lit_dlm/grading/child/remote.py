@@ -75,6 +75,8 @@ class Remote:
         self._next_id = 0
         self.failure: tuple[str, str] | None = None
         """Status and detail of the first candidate error, even if a test caught it."""
+        self.unsent = ""
+        """Why an argument could not be sent, even if a test caught it."""
 
     def wait_until_ready(self) -> None:
         """Waits for the worker's first message, sent before it sees any candidate code."""
@@ -115,7 +117,11 @@ class Remote:
         return message[len(beginning) :]
 
     def _encode(self, value: Any) -> Any:
-        return wire.encode(value, max_bytes=self._value_bytes, to_handle=_target_of)
+        try:
+            return wire.encode(value, max_bytes=self._value_bytes, to_handle=_target_of)
+        except wire.WireError as error:
+            self.unsent = str(error)
+            raise
 
     def _request(self, request: dict[str, Any]) -> Any:
         deadline = min(self._deadline, time.monotonic() + self._call_seconds)
