@@ -64,7 +64,7 @@ class Interruption(Callback):
         self._former: dict[int, Any] = {}
         self._step = 0  # of the optimiser, when the last batch ended
         self._began = 0  # the same when the epoch began
-        self._saved = 0  # the same in the last checkpoint
+        self._saved = 0  # the same in what ``--ckpt_path last`` finds; -1 if it finds nothing
         self._is_stepping = False  # weights may be between two steps
 
     # -- signals ---------------------------------------------------------------------------------
@@ -114,6 +114,7 @@ class Interruption(Callback):
     def _where_to_resume(self, trainer: Trainer) -> str:
         """Saves the last step where that is exact; returns from which step the run resumes."""
         path = _last(trainer)
+        self._note_saved(trainer)
         is_between = trainer.training and not self._is_stepping and not _is_rl(trainer)
         if is_between and path is not None and trainer.world_size == 1:
             progress = trainer.fit_loop.epoch_loop.batch_progress
@@ -124,6 +125,7 @@ class Interruption(Callback):
                 counts.reset_on_restart()
             if self._saved != trainer.global_step:
                 trainer.save_checkpoint(path, False)
+                self._saved = trainer.global_step
         return f"--ckpt_path last goes on from optimiser step {self._saved}"
 
     def _restore(self) -> None:
@@ -142,15 +144,23 @@ class Interruption(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._install(trainer)
-        self._step = self._saved = trainer.global_step  # what was resumed is saved already
+        self._step = trainer.global_step
+        resumed = Path(trainer.ckpt_path or "").name
+        self._saved = self._step if resumed.startswith(LAST) else -1
+        # A run that had stopped early is not continued.
+        stoppers = trainer.early_stopping_callbacks
+        trainer.should_stop |= any(one.wait_count >= one.patience for one in stoppers)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._began = trainer.global_step
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        self._saved = trainer.global_step
+    def _note_saved(self, trainer: Trainer) -> None:
+        """Other checkpoints do not count: the command that is named does not find them."""
+        for saver in trainer.checkpoint_callbacks:
+            if isinstance(saver, ModelCheckpoint):
+                name = Path(saver._last_checkpoint_saved).name
+                if name.startswith(LAST):
+                    self._saved = max(self._saved, saver._last_global_step_saved)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
@@ -169,6 +179,7 @@ class Interruption(Callback):
         if not has_stepped or _is_followed(trainer):
             return
         if trainer.strategy.reduce_boolean_decision(bool(self._number), all=False):
+            self._note_saved(trainer)
             is_repeated = _is_rl(trainer) and self._saved == self._began
             self._end_training(trainer, is_repeated=is_repeated)
 
@@ -179,6 +190,7 @@ class Interruption(Callback):
         if trainer.world_size == 1:
             self._install(trainer)
             if self._number:
+                self._note_saved(trainer)
                 self._end_training(trainer, is_repeated=False)
         return False
 

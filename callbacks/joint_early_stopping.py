@@ -33,6 +33,9 @@ class JointEarlyStopping(Callback):
         self.best: dict[str, float] = {}
         self.waited = 0
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.should_stop |= self.waited >= self.patience  # in a run that is started again
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
             return

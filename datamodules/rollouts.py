@@ -76,7 +76,12 @@ class RolloutDataModule(RolloutSettings, ResumableDataModule):
     def train_dataloader(self) -> DataLoader[Any]:
         """Returns the batches of the module's next RL step, collated when they are requested."""
         module = self._module
-        count = len(module.next_rl_step().batches)
+        assert self.trainer is not None
+        stoppers = self.trainer.early_stopping_callbacks
+        # A finished run that is started again asks for batches before it sees that none are left.
+        has_ended = any(one.wait_count >= one.patience for one in stoppers)
+        is_over = has_ended or self.trainer.fit_loop.done
+        count = 0 if is_over else len(module.next_rl_step().batches)
 
         def batch(refs: Sequence[ExampleRef]) -> RolloutBatch:
             # Lightning keeps the loader while the next RL step is made; it must not hold this one.

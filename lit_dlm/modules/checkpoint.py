@@ -29,6 +29,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_only
 from tokenizers import AddedToken, Tokenizer
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from lit_dlm.backbones.hf import HFBackbone
@@ -141,6 +142,9 @@ def export_trained(backbone: HFBackbone, tokenizer: str, folder: Path, *, write:
     if backbone.adapter is not None:
         backbone.save_adapter(folder)
         return
+    for part in backbone.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()  # a validation leaves outer weights gathered, perhaps in bfloat16
     backbone.export(folder)
     if write:
         copy_tokenizer(tokenizer, folder)

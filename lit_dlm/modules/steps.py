@@ -106,6 +106,8 @@ def drop_half_update(module: LightningModule, checkpoint: dict[str, Any]) -> Non
     if trainer is None or "accumulate_grad_batches" not in checkpoint.get(name, ()):
         return  # an RL step is repeated as a whole
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    if progress["is_last_batch"]:
+        return  # a pass ends with an update, whole or not
     for counts in (progress["total"], progress["current"]):
         surplus = counts["ready"] % trainer.accumulate_grad_batches
         for kind in counts:

@@ -46,3 +46,9 @@ def test_a_fit_ends_when_nothing_improves(tmp_path: Path) -> None:
     trainer = quiet(tmp_path, callbacks=[stopping], **options)
     trainer.fit(Constant())
     assert (trainer.current_epoch, stopping.best) == (3, {"score": 1.0})
+    saved = tmp_path / "last.ckpt"
+    trainer.save_checkpoint(saved)
+    again = JointEarlyStopping(["score"], patience=2)
+    trainer = quiet(tmp_path, callbacks=[again], **options)
+    trainer.fit(Constant(), ckpt_path=saved, weights_only=True)
+    assert (trainer.current_epoch, again.waited) == (3, 2)  # nothing more is trained

@@ -88,21 +88,22 @@ def test_a_fit_goes_on_with_the_processes_and_batches_it_began_with(
         data.load_state_dict(state)
 
 
-def progress(ready: int) -> dict[str, dict[str, int]]:
+def progress(ready: int) -> dict[str, Any]:
     """What a checkpoint counts that was saved before the last batch was completed."""
     counts = {**dict.fromkeys(("ready", "started", "processed"), ready), "completed": ready - 1}
     return {"total": counts, "current": dict(counts)}
 
 
-@pytest.mark.parametrize("ready", [6, 7])
-def test_half_an_update_is_done_again(ready: int) -> None:
+@pytest.mark.parametrize(("ready", "ends_pass"), [(6, False), (7, False), (7, True)])
+def test_half_an_update_is_done_again_unless_it_ends_a_pass(ready: int, ends_pass: bool) -> None:
     """Counts stay as far apart as they were."""
     module, data, found = LightningModule(), fitting("rows", 1, 2, 1), progress(ready)
+    found["is_last_batch"] = ends_pass
     options = {"datamodule": data, "accumulate_grad_batches": 2}
     module._trainer = SimpleNamespace(**options)  # type: ignore[assignment]
     loops = {"fit_loop": {"epoch_loop.batch_progress": found}}
     drop_half_update(module, {"SupervisedDataModule": data.state_dict(), "loops": loops})
-    assert found == progress(6)
+    assert found == {**progress(7 if ends_pass else 6), "is_last_batch": ends_pass}
 
 
 def plan(num: int = 40, **changes: object) -> EpochPlan:

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,14 +15,14 @@ from unittest.mock import Mock
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
 
 from lit_dlm.backbones.lora import LoRASettings
-from lit_dlm.callbacks import RewardCurve, RolloutWriter
+from lit_dlm.callbacks import Interruption, RewardCurve, RolloutWriter
 from lit_dlm.losses.corruption import CoupledMasking, RandomMasking
 from lit_dlm.rewards import SpreadFilter
 from lit_dlm.rl.items import RolloutBatch
-from lit_dlm.rl.rollout import StoredRollouts, draw_prompts, encoded_problems
+from lit_dlm.rl.rollout import OnlineRollouts, StoredRollouts, draw_prompts, encoded_problems
 from lit_dlm.rl.settings import PolicyObjective, ValueObjective
 from lit_dlm.tasks import PromptExample
 from lit_dlm.toy.word_problems import WordProblems
@@ -78,6 +80,39 @@ def test_problems_that_cannot_be_graded_are_left_out_with_a_warning(
     found = encoded_problems(learner(), [Hopeless("train", num_examples=3)], max_length=100)
     assert len(found) == 2
     assert "left out 1 prompts whose answers cannot be graded" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_signal_saves_last_though_another_checkpoint_is_newer(tmp_path: Path) -> None:
+    best = ModelCheckpoint(tmp_path, filename="best", every_n_epochs=1)
+    last = ModelCheckpoint(tmp_path, filename="last", every_n_epochs=10)
+
+    def interrupt(trainer: Trainer, module: LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    callbacks = [best, last, LambdaCallback(on_train_epoch_start=interrupt), Interruption()]
+    with pytest.raises(SystemExit) as ended:
+        fit(learner(), rollout_data(), tmp_path, steps=3, callbacks=callbacks)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert {path.name for path in tmp_path.glob("*.ckpt")} == {"best.ckpt", "last.ckpt"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stops_early", [False, True])
+def test_a_finished_run_that_is_started_again_rolls_out_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops_early: bool
+) -> None:
+    def callbacks() -> list[Callback]:
+        saver = ModelCheckpoint(tmp_path, filename="last", enable_version_counter=False)
+        never = EarlyStopping("rollout/reward", mode="max", patience=1, min_delta=1e9)
+        return [saver, *([never] if stops_early else [])]
+
+    steps = 9 if stops_early else 1
+    fit(learner(), rollout_data(), tmp_path, steps=steps, callbacks=callbacks())
+    monkeypatch.setattr(OnlineRollouts, "collect", Mock(side_effect=AssertionError))
+    again = {"callbacks": callbacks(), "resume": tmp_path / "last.ckpt"}
+    fit(learner(), rollout_data(), tmp_path, steps=steps, **again)
 
 
 @pytest.mark.slow
