@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import statistics
 import time
@@ -15,7 +16,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 from numpy.typing import NDArray
 
 from lit_dlm import cli
@@ -191,9 +191,20 @@ def points(values: NDArray[Any], sign: str = "+") -> str:
     return f"{100 * values.mean():{sign}.1f} ± {100 * standard_error(values):.1f}"
 
 
-def normal_tail(z: float) -> float:
-    """Returns the probability that a standard normal variable exceeds ``z``."""
-    return float(torch.special.ndtr(torch.tensor(-z, dtype=torch.float64)))
+def degrees_of_freedom(values: NDArray[Any]) -> float:
+    """Satterthwaite's for :func:`standard_error`, whose part over ``S`` seeds has ``S - 1``."""
+    seeds = len(values)
+    part = values.mean(1).std(ddof=1) / seeds**0.5 if seeds > 1 else 0.0
+    return float((seeds - 1) * (standard_error(values) / part) ** 4) if part else math.inf
+
+
+def student(df: float) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Returns values of Student's t from 0 on, and the probabilities that it is larger in size."""
+    df = min(df, 1e4)  # normal to four digits
+    angles = np.linspace(0.0, np.pi / 2, 100_001)[:-1]  # t is tan(angle) times the root of df
+    density = np.cos(angles) ** (df - 1)
+    areas = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
+    return df**0.5 * np.tan(angles), 1.0 - areas / areas[-1]
 
 
 def table(lines: Iterable[Sequence[str]]) -> str:

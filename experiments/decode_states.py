@@ -214,9 +214,9 @@ def compare(setting: Setting, decode: Sequence[Path], random: Sequence[Path]) ->
 
     Returns:
         By method: mean accuracies, forwards and the paired difference with its errors;
-        ``equal_forwards`` is the difference to the line through the random arm's two thresholds, at
-        the forwards of the other arm. ``judged`` is the difference of the mean over the methods
-        that decide.
+        ``equal_forwards`` is the difference to the line between the random arm's two thresholds, at
+        the forwards of the other arm, where it reaches them. ``judged`` is the difference of the
+        mean over the methods that decide.
     """
     rows = {
         arm: {method: [_rows(folder, method) for folder in folders] for method in setting.methods}
@@ -237,13 +237,11 @@ def compare(setting: Setting, decode: Sequence[Path], random: Sequence[Path]) ->
         }
         if method in FAST:
             stem = method.rpartition("_")[0]
-            line = map(
-                _between,
-                rows["random"][f"{stem}_06"],
-                rows["random"][f"{stem}_09"],
-                map(_forwards, rows["decode"][method]),
-            )
-            found[method]["equal_forwards"] = difference(right["decode"], list(line))
+            ends = [rows["random"][f"{stem}_{level}"] for level in ("06", "09")]
+            low, high = (statistics.mean(map(_forwards, end)) for end in ends)
+            if low <= found[method]["forwards"]["decode"] <= high:
+                line = map(_between, *ends, map(_forwards, rows["decode"][method]))
+                found[method]["equal_forwards"] = difference(right["decode"], list(line))
     means = {
         arm: [
             {uid: statistics.mean(row[uid].correct for row in tables) for uid in tables[0]}
@@ -281,13 +279,14 @@ def markdown(report: dict[str, Any]) -> str:
     """The report as two tables in per cent and points: with fixed steps, and with thresholds.
 
     A cell has the accuracy of training on the decode's states, with its forwards where they are not
-    fixed, and the difference to random states; in brackets that at equal forwards.
+    fixed, and the difference to random states; in brackets that at equal forwards, where it is
+    known.
     """
     fixed = list(dict.fromkeys(m for found in report.values() for m in found if "entropy" in m))
     tables = [[["setting", *fixed, "judged"]], [["setting", *FAST]]]
     for name, found in report.items():
         for lines, methods in zip(tables, (fixed, FAST), strict=True):
-            cells = [_shown(found[method]) if method in found else "" for method in methods]
+            cells = [_shown(method, found[method]) if method in found else "" for method in methods]
             if any(cells):
                 lines.append([name, *cells])
         if tables[0][-1][0] == name:
@@ -295,14 +294,11 @@ def markdown(report: dict[str, Any]) -> str:
     return "\n".join(map(table, tables))
 
 
-def _shown(found: dict[str, Any]) -> str:
+def _shown(method: str, found: dict[str, Any]) -> str:
     shown = f"{100 * statistics.mean(found['accuracy']['decode']):.1f}"
-    gain = gained(found["difference"])
-    if "equal_forwards" not in found:
-        return f"{shown}, {gain}"
-    return (
-        f"{shown} @ {found['forwards']['decode']:.1f}, {gain} ({gained(found['equal_forwards'])})"
-    )
+    at = f" @ {found['forwards']['decode']:.1f}" if method in FAST else ""
+    equal = f" ({gained(found['equal_forwards'])})" if "equal_forwards" in found else ""
+    return f"{shown}{at}, {gained(found['difference'])}{equal}"
 
 
 def draw(report: dict[str, Any], path: Path) -> None:

@@ -36,7 +36,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 import yaml
-from chain import EXP, call, normal_tail, seed_flags, standard_error, table
+from chain import (
+    EXP,
+    call,
+    degrees_of_freedom,
+    seed_flags,
+    standard_error,
+    student,
+    table,
+)
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
@@ -574,11 +582,11 @@ def contest(
     fast, slow, share = mixture(validation, test, others, at)
     mixed = (1 - share) * test.correct[fast] + share * test.correct[slow]
     difference = test.correct[own] - mixed
-    mean, error = float(difference.mean()), standard_error(difference)
+    error, freedom = standard_error(difference), degrees_of_freedom(difference)
     return {
         "ours": (own, *test.point(own), standard_error(test.correct[own])),
         "theirs": (fast, slow, share, float(mixed.mean())),
-        "difference": (mean, error),
+        "difference": (float(difference.mean()), error, freedom),
     }
 
 
@@ -628,8 +636,11 @@ def contests(
             lists = results[task, "validation"], results[task, "test"]
             if one := contest(*lists, windows, within):
                 found.append((task, name, one))
-    scores = [abs(one["difference"][0]) / max(one["difference"][1], 1e-12) for *_, one in found]
-    adjusted = holm([2 * normal_tail(score) for score in scores])
+    tails = []
+    for *_, one in found:
+        mean, error, freedom = one["difference"]
+        tails.append(float(np.interp(abs(mean) / max(error, 1e-12), *student(freedom))))
+    adjusted = holm(tails)
     return [(*one, p) for one, p in zip(found, adjusted, strict=True)]
 
 
@@ -665,9 +676,11 @@ def summary_table(results: dict[tuple[str, str], Decodes], within: float = 0.0) 
     return table([["", *CONTESTS], *lines.values()])
 
 
-def interval(mean: float, error: float) -> str:
-    """Formats a difference in points with its 95 % interval."""
-    low, high = mean - 1.96 * error, mean + 1.96 * error
+def interval(mean: float, error: float, freedom: float) -> str:
+    """Formats a difference in points with its 95 % interval, of Student's t."""
+    values, tails = student(freedom)
+    width = error * float(np.interp(-0.05, -tails, values))
+    low, high = mean - width, mean + width
     return f"{100 * mean:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
 
 

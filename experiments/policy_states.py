@@ -142,7 +142,7 @@ def main() -> None:
         "left to right": Decoder(policy=SequentialPolicy()),
         "random order": Decoder(policy=RandomPolicy()),
         "threshold 0.9": Decoder(policy=ThresholdPolicy(0.9), quota=NoQuota()),
-        "TraceLock 0.9 (its own)": Decoder(policy=policies[0], quota=NoQuota()),
+        "TraceLock 0.9 (one of the five)": Decoder(policy=policies[0], quota=NoQuota()),
     }
     report = {}
     for name, decoder in decoders.items():
