@@ -227,6 +227,12 @@ def test_the_policy_bench_compares_at_equal_forwards_and_keeps_every_decode(
         bench["report"](path)
 
 
+@pytest.mark.parametrize(("df", "quantile"), [(1, 12.706), (4, 2.776), (30, 2.042), (1e9, 1.960)])
+def test_students_quantiles_are_those_of_tables(df: float, quantile: float, imported: Script):
+    values, tails = imported("experiments/chain.py")["student"](df)
+    assert np.interp(-0.05, -tails, values) == pytest.approx(quantile, rel=1e-3)
+
+
 def test_tuning_counts_samples_and_compares_between_two_thresholds(imported: Script) -> None:
     script = imported("experiments/tuning.py")
     most = max(script["KS"])

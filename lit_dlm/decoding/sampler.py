@@ -41,7 +41,7 @@ class Sampler:
     """Greedy or Gumbel-max proposals, scored on the raw or on the filtered distribution.
 
     The two families differ in what a confidence is: LLaDA reads it from the raw softmax even when
-    the token was drawn with noise, Dream from the distribution after temperature, top-k and top-p.
+    the token was drawn with noise, Dream from the distribution after temperature, top-p and top-k.
     Filtering therefore changes the order of positions and not only the tokens, which is why every
     filter is explicit here and off by default.
     """

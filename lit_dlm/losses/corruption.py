@@ -95,7 +95,7 @@ class SemiAutoregressive(Corruption):
     """States of decoding block by block (dLLM-RL's semi-autoregressive SFT, arXiv:2509.06949).
 
     With full attention every block needs a state of its own: earlier blocks are shown, later ones
-    hidden.
+    hidden. Blocks are cells, also of recorded decodes, where the release has steps.
 
     Args:
         block_size: cells of a block, for models with full attention (a block model has its own).
@@ -147,8 +147,8 @@ class TraceMasking(Corruption):
         rows_per_sample: states per sample and pass, drawn among all; ``None`` takes them all.
         weight: how targets are weighted.
         padding: cells after the answer, which are no targets: ``hidden`` in every state, as in
-            dLLM-RL, or ``replayed``: shown once they were written, so that a state is exactly what
-            its step saw during decoding. States without a target are left out.
+            dLLM-RL's scripts for block models, or ``replayed``: shown once they were written, so
+            that a state is exactly what its step saw. States without a target are left out.
     """
 
     shrink: int = 1

@@ -130,6 +130,7 @@ def survivors(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns what is left of ``(n, V)`` logits after both filters, without a full sort.
 
+    The nucleus is that of the whole distribution, of which the ``top_k`` largest are kept (Dream).
     A vocabulary is seldom worth sorting: the filters look only at the largest logits, and at more
     of them only if these do not settle the bound or its ties. On a GPU this check waits for the
     device. Returns ``(n, m)`` logits, dropped ones at ``-inf``, and their ids, which ascend; these
@@ -138,20 +139,20 @@ def survivors(
     V = logits.shape[-1]
     if top_k is None and (top_p is None or top_p >= 1.0):
         return logits, None
-    log_total = logits.logsumexp(-1, keepdim=True) if top_k is None else None
+    log_total = None if top_p is None else logits.logsumexp(-1, keepdim=True)
     size = _FIRST_LOOK if top_k is None else max(_FIRST_LOOK, 2 * top_k)
     while size < V:
         ids = logits.topk(size, dim=-1).indices.sort(-1).values
         values = logits.gather(-1, ids)
         smallest = values.amin(-1, keepdim=True)
-        kept = values if top_k is None else keep_top_k(values, top_k)
-        kept = kept if top_p is None else keep_top_p(kept, top_p, log_total=log_total)
+        kept = values if top_p is None else keep_top_p(values, top_p, log_total=log_total)
+        kept = kept if top_k is None else keep_top_k(kept, top_k)
         # An entry equal to the smallest may have been kept instead of a tied one outside.
         if not bool(((kept == smallest) & (kept > -torch.inf)).any()):
             return kept, ids
         size *= 16
-    kept = logits if top_k is None else keep_top_k(logits, top_k)
-    return (kept if top_p is None else keep_top_p(kept, top_p)), None
+    kept = logits if top_p is None else keep_top_p(logits, top_p)
+    return (kept if top_k is None else keep_top_k(kept, top_k)), None
 
 
 def draw_by_runs(logits: Tensor, noise: Tensor) -> Tensor:

@@ -237,7 +237,8 @@ class RolloutEngine:
                 trajectory=record,
                 example=prompt.example,
                 text=text,
-                is_overlong=length >= self.response_length - self.overlong_margin,
+                is_overlong=length + bool(self.overlong_margin)  # the end of text counts
+                >= self.response_length - self.overlong_margin,
                 num_tokens=min(length + 1, self.response_length),  # the end of text included
                 decode=self._text,
             )

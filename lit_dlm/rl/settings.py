@@ -152,7 +152,8 @@ class RolloutSettings:
             ``accumulate_grad_batches`` follows; ``null`` leaves that unchanged.
         filters: groups that one of them drops are not trained on.
         overlong_is_wrong: scores truncated training responses as incorrect without grading.
-        overlong_margin: a response this close to its budget, in cells, is truncated (5 in dLLM-RL).
+        overlong_margin: a response whose end of text is this close to the budget, in cells, counts
+            as truncated (5 in dLLM-RL).
         advantage: compares a prompt's responses; ``GroupZScore`` by default.
         passes: passes over the items of an RL step, each in its own updates; random states differ.
         val_responses: responses to each held-out prompt.

@@ -36,10 +36,10 @@ def _slow(sampler: Sampler, state, denoised: Denoised) -> Proposal:
     """All cells at once over the whole vocabulary, whatever is masked."""
     raw = denoised.logits.float()
     filtered = raw if sampler.temperature in (0.0, 1.0) else raw / sampler.temperature
-    if sampler.top_k is not None:
-        filtered = keep_top_k(filtered, sampler.top_k)
     if sampler.top_p is not None:
         filtered = keep_top_p(filtered, sampler.top_p)
+    if sampler.top_k is not None:
+        filtered = keep_top_k(filtered, sampler.top_k)
     noisy = filtered.double()
     if sampler.temperature > 0.0:
         positions = state.positions.gather(1, denoised.columns)

@@ -38,8 +38,8 @@ def test_survivors_are_those_of_a_full_sort(vocab_size, scale, top_k, top_p):
     if ids is not None:
         assert (ids.diff() > 0).all()
         dense = torch.full_like(logits, -torch.inf).scatter(1, ids, values)
-    expected = logits if top_k is None else keep_top_k(logits, top_k)
-    expected = expected if top_p is None else keep_top_p(expected, top_p)
+    expected = logits if top_p is None else keep_top_p(logits, top_p)
+    expected = expected if top_k is None else keep_top_k(expected, top_k)
     assert torch.equal(dense, expected)
 
 
@@ -62,3 +62,10 @@ def test_draws_by_runs_follow_the_softmax(size: int, monkeypatch: pytest.MonkeyP
     shares = torch.bincount(drawn, minlength=size) / len(cells)
     # Standard error at most 0.0025.
     torch.testing.assert_close(shares, logits.softmax(0), atol=0.008, rtol=0.0)
+
+
+def test_the_nucleus_is_that_of_the_whole_distribution():
+    """Before the third token there are 0.895; of the three most probable ones alone, 0.942."""
+    logits = torch.tensor([[0.6, 0.295, 0.055, 0.05]]).log()
+    kept, _ = survivors(logits, top_k=3, top_p=0.9)
+    assert kept.isfinite().tolist() == [[True, True, True, False]]
