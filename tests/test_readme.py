@@ -129,7 +129,7 @@ def test_the_table_is_that_of_the_kept_run():
 @pytest.mark.parametrize(
     ("kept", "program", "page", "count"),
     [
-        ("stack.json", "stack", "stack", 3),
+        ("stack.parquet", "stack", "stack", 2),
         ("decode_states.json", "decode_states", "decode_states", 2),
         ("smollm2.json", "smollm2_losses", "smollm2", 1),
         ("policy_states.json", "policy_states", "outcome_policies", 1),

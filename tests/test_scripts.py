@@ -35,27 +35,27 @@ def constant(right: float, forwards: float) -> tuple[np.ndarray, np.ndarray]:
 
 def test_the_stack_compares_fronts_at_equal_forwards(imported: Script) -> None:
     stack = imported("experiments/stack.py")
-
-    def model(low: float, high: float) -> object:
-        points = {
-            f"{name}_{at}": point
-            for name in stack["FAMILIES"]
-            for at, point in {"05": (low, 6.0), "09": (high, 10.0)}.items()
-        }
-        correct, forwards = (
-            {name: np.full((2, 5), point[value]) for name, point in points.items()}
-            for value in (0, 1)
-        )
-        return stack["Model"](correct, forwards, {}, [{"probability_auroc": 0.9}], [])
-
-    correct = {"base": (0.2, 0.4), "sft": (0.3, 0.6), "rl": (0.5, 0.6), "sft-rl": (0.6, 0.6)}
-    report = stack["condense"]({name: model(*ends) for name, ends in correct.items()}, 10)
-    # Half way between 6 and 10 forwards; nothing reaches 12.
-    assert report["fronts"]["base"]["threshold"] == [0.3, 0]
-    assert report["fronts"]["base"]["threshold_dual"] is None
-    pair = {"one": 0.15, "the other": 0.25, "both": 0.3, "beyond the sum": -0.1}
-    assert report["pairs"]["sft + rl"] == {name: [gain, 0] for name, gain in pair.items()}
-    assert report["pairs"]["sft + tracelock"]["both"] == [0.15, 0]  # families are equal here
+    ends = {"base": (0.2, 0.4), "sft": (0.3, 0.6), "rl": (0.5, 0.6), "sft-rl": (0.6, 0.6)}
+    decodes = {
+        (chain, "words", cell): constant(*values)
+        for chain, (low, high) in ends.items()
+        for cell, values in {
+            "left-to-right_1_whole": (0.9, 32),
+            **{
+                f"threshold_{level}_{window}": point
+                for window in stack["AT"]
+                for level, point in {"0.5": (low, 9), "0.9": (high, 12)}.items()
+            },
+        }.items()
+    }
+    decodes["base", "words", "tracelock_0.9_whole"] = constant(0.45, 12)
+    text = stack["markdown"](decodes)
+    # 11 is two thirds of the way from 9 to 12; a front that ends before 13 is taken at its end, and
+    # one that begins behind 11 is not there.
+    assert "| base | 90.0 ± 0.0 | 33.3 ± 0.0 | | | 40.0 ± 0.0 | |" in text
+    pair = "+16.7 ± 0.0 | +23.3 ± 0.0 | +26.7 ± 0.0 | -13.3 ± 0.0"
+    assert f"| sft + rl | {pair} |" in text
+    assert "tracelock + cache" not in text
 
 
 def test_policy_losses_are_compared_with_the_untrained_model_at_equal_steps(
