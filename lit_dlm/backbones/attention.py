@@ -33,6 +33,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from lit_dlm.backbones.base import BackboneSpec
 from lit_dlm.ops.masking import block_causal_visibility, block_numbers
 
+# On Hopper torch prefers cuDNN, whose backward under a mask gives NaN at some lengths in torch 2.13
+# (github.com/pytorch/pytorch/issues/196678).
+torch.backends.cuda.enable_cudnn_sdp(False)
+
 
 def key_visibility(pad_mask: Tensor) -> Tensor:
     """Lets every query see the real keys: ``(B, L)``, nonzero there, to ``(B, 1, 1, L)`` bool."""

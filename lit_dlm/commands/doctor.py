@@ -90,6 +90,8 @@ def _gpus() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         yield "note", "GPU", "none", "the embedded models run, those of 7B and more are too slow"
         return
+    if not any(map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))):
+        yield "note", "compiler", "none", "long block models train with kernels that need gcc"
     for number in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(number)
         told = ""

@@ -246,7 +246,8 @@ def _logit_slices(
     if not height:
         return
     elements = CHUNK_ELEMENTS.get(rows.device.type, CHUNK_ELEMENTS["cuda"])
-    width = min(max(elements // height, _SMALLEST_SLICE), len(weight))
+    # In whole tiles: the fast half-precision products of a GPU need aligned rows.
+    width = min(max(elements // height // 128 * 128, _SMALLEST_SLICE), len(weight))
     logits_buffer, spare_buffer = rows.new_empty(2, height * width, dtype=dtype)
     for first in range(0, len(rows), CHUNK_ROWS):
         chunk = slice(first, min(first + CHUNK_ROWS, len(rows)))
