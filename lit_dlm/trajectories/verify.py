@@ -73,6 +73,7 @@ TOLERANCE = 0.01
 MANY_TIES = 4
 """With this many differing steps or more, a record counts as explained only if they are at most
 half of the checked ones: a model with flat distributions has near ties everywhere."""
+_AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(kw_only=True)
@@ -198,7 +199,7 @@ def verify(
             lines = _differences(batch, execution)
             found.differences.extend(line for line in lines if line not in found.differences)
             execute = free_running if level == 4 else teacher_forced
-            autocast = getattr(torch, batch.run.model.get("autocast", ""), None)
+            autocast = _AUTOCAST.get(str(batch.run.model.get("autocast")))
             with torch.autocast(
                 torch.device(execution.device).type, autocast, enabled=autocast is not None
             ):
