@@ -64,7 +64,7 @@ class Interruption(Callback):
         self._former: dict[int, Any] = {}
         self._step = 0  # of the optimiser, when the last batch ended
         self._began = 0  # the same when the epoch began
-        self._saved = 0  # the same in what ``--ckpt_path last`` finds; -1 if it finds nothing
+        self._saved = 0  # the same where ``--ckpt_path last`` begins; -1 if that is not known
         self._is_stepping = False  # weights may be between two steps
 
     # -- signals ---------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class Interruption(Callback):
             if self._saved != trainer.global_step:
                 trainer.save_checkpoint(path, False)
                 self._saved = trainer.global_step
-        return f"--ckpt_path last goes on from optimiser step {self._saved}"
+        return f"--ckpt_path last goes on from optimiser step {max(self._saved, 0)}"
 
     def _restore(self) -> None:
         for number, handler in self._former.items():
@@ -145,8 +145,8 @@ class Interruption(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._install(trainer)
         self._step = trainer.global_step
-        resumed = Path(trainer.ckpt_path or "").name
-        self._saved = self._step if resumed.startswith(LAST) else -1
+        is_last = Path(trainer.ckpt_path or "").name.startswith(LAST)
+        self._saved = self._step if is_last or self._step == 0 else -1
         # A run that had stopped early is not continued.
         stoppers = trainer.early_stopping_callbacks
         trainer.should_stop |= any(one.wait_count >= one.patience for one in stoppers)
