@@ -24,6 +24,7 @@ from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.decoding.state import Canvas, DecodeResult, Observer, QueueObserver, prompt_canvas
 from lit_dlm.decoding.windows import (
     BlockWindow,
+    BudgetQuota,
     CosineQuota,
     EvenQuota,
     FixedQuota,
@@ -86,6 +87,11 @@ class Decoder(Plugs):
         for name, is_missing in missing.items():
             if is_missing and getattr(policy, f"needs_{name}", False):
                 raise ValueError(f"{name}: {type(policy).__name__} needs one, got none")
+        if not isinstance(quota, NoQuota | None) and not getattr(policy, "takes_quota", True):
+            raise ValueError(
+                f"quota: {type(policy).__name__} decides alone, expected NoQuota, got "
+                f"{type(quota).__name__}"
+            )
         if isinstance(layout, TemplateLayout | MarkerLayout) and self.settings.eos_rule != "none":
             raise ValueError(
                 f"settings.eos_rule: expected 'none' with {type(layout).__name__}, where an end of "
@@ -157,9 +163,10 @@ class Decoder(Plugs):
             raise ValueError(
                 "quota: ScheduleQuota with BlockWindow needs steps_per_block, got steps"
             )
-        is_even = isinstance(self.quota, EvenQuota) and isinstance(window, SlidingWindow)
+        is_sliding = isinstance(window, SlidingWindow)
+        is_shared = is_sliding and isinstance(self.quota, EvenQuota | BudgetQuota)
         is_cosine = isinstance(self.quota, CosineQuota) and not isinstance(window, FullWindow)
-        if is_even or is_cosine:
+        if is_shared or is_cosine:
             raise ValueError(
                 f"window: expected one that keeps the steps of {type(self.quota).__name__}, such "
                 f"as FullWindow, got {type(window).__name__}"

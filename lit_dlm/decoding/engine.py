@@ -43,16 +43,18 @@ class DecodeSettings:
     """Engine options: step budget, end-of-text handling, stall rule. Recorded with every result."""
 
     max_steps: int | None = None
-    """Most steps that a row may take; ``None``: one per mask, or as many as a policy that takes
-    tokens back may need."""
+    """Most steps that a row may take; ``None``: one per mask, or as many as the window has or a
+    policy that takes tokens back may need."""
     stall_rule: Literal["top1", "idle"] = "top1"
     """For a row without a commit: ``top1`` commits its best-scored candidate, ``idle`` commits
     nothing in this step (some releases then stop at the budget with masks left)."""
     eos_rule: Literal["none", "stop", "fill"] = "none"
     """Once an end of text is committed and no mask precedes it: ``stop`` ends the row and keeps the
-    masks after it, ``fill`` ends the row and fills them with end of text, ``none`` continues."""
+    masks after it, ``fill`` ends the row and fills them with end of text, ``none`` continues. With
+    given cells, only an end of text behind all of them counts."""
     eos_gate: bool = False
-    """Until a row holds an end of text, commit one only when all its candidates propose one."""
+    """Until a row holds an end of text, commit one only when all its candidates propose one; not
+    for the first cell of a block that only the refresh of a cache predicts (right shift)."""
     max_commits_per_step: int | None = None
     """Cap on the commits of a row in one step; those that the policy scores best are kept."""
 
@@ -76,6 +78,11 @@ class Plugs:
     def counts_blocks(self) -> bool:
         """Whether the quota or the policy reads the step and mask counts of a row's block."""
         return self.quota.counts_blocks or self.policy.counts_blocks
+
+    def budget(self, num_masks: int) -> int:
+        """Returns the most steps of a row with so many masks."""
+        budget = max(self.policy.budget(num_masks), self.window.steps)
+        return self.settings.max_steps or budget
 
 
 class NotANumberError(ValueError):
@@ -416,9 +423,11 @@ def _apply_eos_rule(
     state: DecodeState, new_ids: Tensor, *, fill: bool, hold: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Ends rows that have an end of text with no mask before it, unless they are held."""
-    is_eos = state.editable & torch.isin(new_ids, state.eos_ids)
-    masked = state.editable & (new_ids == state.mask_id)
     columns = torch.arange(new_ids.shape[1], device=new_ids.device)
+    given = (~state.editable & (columns >= state.start)).long() * columns
+    is_eos = torch.isin(new_ids, state.eos_ids) & (columns > given.amax(1, keepdim=True))
+    is_eos = is_eos & state.editable
+    masked = state.editable & (new_ids == state.mask_id)
     before = columns < first_column(is_eos)[:, None]
     ended = is_eos.any(1) & ~(masked & before).any(1)
     if hold is not None:
@@ -471,8 +480,7 @@ class _Batch:
             _Row(
                 slot=slot,
                 prompt_length=prompt_length,
-                budget=self._plugs.settings.max_steps
-                or max(self._plugs.policy.budget(num_masks), self._plugs.window.steps),
+                budget=self._plugs.budget(num_masks),
                 num_steps=-self._num_steps,
                 seconds=-self._seconds,
                 policy_seconds=-self._policy_seconds,

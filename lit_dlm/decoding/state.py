@@ -92,11 +92,15 @@ class DecodeState:
     held: Tensor | None = None
 
     @property
+    def inside(self) -> Tensor:
+        """``(b, L)`` bool: cells of the window."""
+        assert self.window is not None
+        return torch.zeros_like(self.masked).scatter_(1, self.window, True)
+
+    @property
     def standing(self) -> Tensor:
         """``(b, L)`` bool: cells of the window that hold a token of this decode."""
-        assert self.window is not None
-        inside = torch.zeros_like(self.masked).scatter_(1, self.window, True)
-        return inside & self.editable & ~self.masked
+        return self.inside & self.editable & ~self.masked
 
     @property
     def unfinished(self) -> Tensor:

@@ -182,7 +182,7 @@ class SteppedBlockWindow(Window):
         self.steps = steps
 
     def view(self, state: DecodeState) -> WindowView:
-        b, L = state.ids.shape
+        L = state.ids.shape[1]
         num_blocks, rest = divmod(L - state.start, self.block_length)
         if rest or self.steps % num_blocks:
             raise ValueError(
@@ -196,7 +196,8 @@ class SteppedBlockWindow(Window):
         columns = torch.arange(L, device=state.ids.device)
         return WindowView(
             candidates=state.masked & (columns < ends[:, None]),
-            columns=columns[state.start : end].expand(b, -1),
+            # A row that is behind repeats its last column.
+            columns=columns[state.start : end].minimum(ends[:, None] - 1),
             block=number,
             num_blocks=num_blocks,
         )
@@ -281,9 +282,10 @@ class ScheduleQuota(_StepsQuota):
     """Dream's linear timestep schedule, truncated to integers.
 
     With times ``t_0 = 1 > ... > t_steps = eps``, step ``s`` commits
-    ``int(masks * (1 - t_{s+1} / t_s))`` and the last step commits the rest; early steps can commit
-    nothing (the Dream 7B release, ``diffusion_generate``). With ``steps_per_block`` each block runs
-    through the times on its own (Fast-dLLM's and dLLM-RL's Dream samplers).
+    ``int(masks * (1 - t_{s+1} / t_s))`` and the last step commits the rest (the Dream 7B release,
+    ``diffusion_generate``). With ``steps_per_block`` each block runs through the times on its own
+    (Fast-dLLM's and dLLM-RL's Dream samplers). Early steps can commit nothing, which needs
+    ``stall_rule: idle``: with ``top1`` they commit a token, and later counts are smaller.
     """
 
     def __init__(
@@ -312,7 +314,8 @@ class BudgetQuota(Quota):
     thus take even shares; those that may commit more, such as thresholds, need fewer later. Every
     block gets at least one step. The number is exceeded by one step if a row's first block begins
     in its prompt, by up to one per block if a prefix or dual cache of a model with a right shift
-    lets the block's first step commit only one cell, and by what a cap holds back.
+    lets the block's first step commit only one cell, by what a cap holds back, and by the steps of
+    a policy that takes tokens back.
     """
 
     counts_blocks = False

@@ -662,7 +662,7 @@ def _wrong_end(record: Trajectory, step: int, status: str, decoder: Decoder) -> 
     if status != record.status:
         return f"the record ends here ({record.status}), the loop says {status}"
     num_masks = int((record.initial() == record.mask_id).sum())
-    budget = decoder.settings.max_steps or decoder.policy.budget(num_masks)
+    budget = decoder.budget(num_masks)
     if status == "step_limit" and record.num_steps < budget:
         return f"the record stops at {record.num_steps} steps, the loop has {budget}"
     return ""

@@ -73,6 +73,19 @@ def test_rules_of_the_loop_by_hand(rule: str):
     assert result.status == [status]
 
 
+@pytest.mark.parametrize("eos_rule", ["fill", "stop"])
+def test_only_an_end_of_text_behind_the_given_cells_ends_an_answer(eos_rule: str):
+    """The second gap is decoded although the first one ends; in it, the rule holds."""
+    ids = torch.tensor([[4, MASK, MASK, 7, MASK, MASK, MASK]])
+    canvas = d.Canvas(
+        ids=ids, editable=ids == MASK, seeds=torch.zeros(1, dtype=torch.long), start=1
+    )
+    backbone = table_backbone([5, EOS, 5, 6, EOS, 5], [0.8, 0.9, 0.5, 0.6, 0.7, 0.5], prompt=1)
+    result = Decoder(**SURE, settings=d.DecodeSettings(eos_rule=eos_rule))(backbone, canvas)
+    assert result.ids[0].tolist() == [4, 5, EOS, 7, 6, EOS, EOS if eos_rule == "fill" else MASK]
+    assert result.num_steps.tolist() == [4]
+
+
 def test_number_of_steps_is_the_number_of_forwards_of_that_row():
     """Row 0 has one mask left, row 1 has three: the batch runs three forwards, row 0 needs one."""
     backbone = table_backbone([5, 6, 7], [0.5, 0.6, 0.7])
@@ -152,6 +165,7 @@ def test_what_cannot_be_decoded_is_refused():
         decoded(Decoder(**SURE | blocks), backbone, PROMPT, 4)
     for quota, window in (
         (d.EvenQuota(4), d.SlidingWindow(2)),
+        (d.BudgetQuota(4), d.SlidingWindow(2)),
         (d.CosineQuota(4), d.SlidingWindow(2)),
         (d.CosineQuota(4), d.BlockWindow(2)),
     ):

@@ -14,6 +14,7 @@ from lit_dlm.backbones import attention
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import BlockWindow, Decoder
 from lit_dlm.decoding.stream import Occupancy, WorkQueue, length_buckets
+from lit_dlm.decoding.windows import SteppedBlockWindow
 from tests.backbones.reference import slow_varlen_attn
 from tests.decoding.models import in_blocks, tiny_backbone
 from tests.decoding.states import Recorder, streamed
@@ -53,6 +54,10 @@ CASES = {
         },
     ),
     "wino": ({}, {**FULL, "policy": d.WINOPolicy(0.2), "window": BlockWindow(6)}),
+    "wino, stepped": (
+        {},
+        {**FULL, "policy": d.WINOPolicy(0.2), "window": SteppedBlockWindow(6, steps=24)},
+    ),
     "remdm": (
         {},
         {

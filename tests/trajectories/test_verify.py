@@ -15,6 +15,7 @@ from lit_dlm.backbones import load_backbone, load_tokenizer
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import Decoder, DecodeSettings, NoQuota
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
+from lit_dlm.decoding.windows import SteppedBlockWindow
 from lit_dlm.heads.acceptance import AcceptanceConfig
 from lit_dlm.heads.projection import Projector, ProjectorConfig
 from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
@@ -151,6 +152,17 @@ def test_swapped_steps_and_a_step_too_many_or_too_few_fail(backbone, records):
     assert {verdict.outcome for verdict in (alone, *verdicts)} == {"failed"}
     assert verdicts[0].differing_steps[0] == 0
     assert "the record stops at 11 steps, the loop has 12" in verdicts[2].reason
+
+
+def test_a_window_with_steps_of_its_own_is_the_budget_of_a_record():
+    """Blocks of one cell and two steps each: the second cell is written in step 2 of 4."""
+    decoder = Decoder(policy=decoding.ConfidencePolicy(), window=SteppedBlockWindow(1, steps=4))
+    backbone = TableBackbone(logits_for([3, 4, 5], [0.5, 0.9, 0.8]))
+    whole = table_record([4, 5], [0, 2])
+    cut = table_record([4, MASK], [0, -1], num_steps=2, status="step_limit")
+    verdicts = teacher_forced(backbone, decoder, [whole, cut])
+    assert [verdict.outcome for verdict in verdicts] == ["exact", "failed"]
+    assert "the record stops at 2 steps, the loop has 4" in verdicts[1].reason
 
 
 table_record = partial(small_record, mask_id=MASK, vocab_size=8)

@@ -28,6 +28,7 @@ class CommitPolicy(Plug):
     all cells of the window, not only for masked ones), or ``region`` (for the whole response).
     A policy that requires ``hidden`` also has an attribute ``hidden_layers: tuple[int, ...]``."""
     needs_quota: bool = False
+    takes_quota: bool = True
     needs_layout: bool = False
     counts_blocks: bool = False
     """Whether it reads the steps that a row has spent in its block (``block_step``)."""
@@ -252,7 +253,7 @@ class NoisyConfidencePolicy(TopQuotaPolicy):
     counts_blocks = True
 
     def __init__(self, steps: int, temperature: float = 1.0) -> None:
-        """Sets the steps of the decode and the factor of the noise before the first step."""
+        """Sets the steps of a block and the factor of the noise before its first step."""
         at_least(1, steps=steps)
         at_least(0, temperature=temperature)
         self.steps = steps

@@ -23,6 +23,7 @@ class TokenEditingPolicy(CommitPolicy):
     """
 
     takes_back = True
+    takes_quota = False
     requires = frozenset({"window"})
 
     def __init__(

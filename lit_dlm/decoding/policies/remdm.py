@@ -66,7 +66,7 @@ class ReMDMPolicy(CommitPolicy):
         written = torch.where(state.masked, proposal.prob, written)
         # The loop begins after the step that reaches its share.
         kept = (self.loop_from * state.block_masks).long()
-        left = candidates.sum(1) - commit.sum(1)
+        left = (state.masked & state.inside).sum(1) - commit.sum(1)  # a gate hides candidates
         begins = (looped == 0) & (left <= state.block_masks - kept)
         looped = looped + ((looped > 0) | begins)
         is_in = (looped > 0) & (looped <= self.loop_steps)

@@ -83,6 +83,7 @@ class TraceLockPolicy(CommitPolicy):
         self.max_accept_per_step = max_accept_per_step
         self.temperature = temperature
         self.release_compat = release_compat
+        self.takes_quota = not temperature  # draws have no order
 
     @property
     def draws(self) -> bool:

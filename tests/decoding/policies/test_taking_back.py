@@ -13,7 +13,7 @@ from lit_dlm.backbones.base import Denoised
 from lit_dlm.decoding import BlockWindow, Decoder, EvenQuota, FixedQuota, NoQuota
 from tests.decoding.models import tiny_backbone
 from tests.decoding.states import Recorder, as_rows_alone, decoded
-from tests.fakes import EOS, MASK, PAD, TableBackbone, fake_spec
+from tests.fakes import EOS, MASK, PAD, TableBackbone, fake_spec, logits_for
 
 LENGTH = 8
 PROMPTS = [[4, 5, 6], [7], [8, 9], [3] * 5, [10, 4], [6, 6, 7, 5]]
@@ -290,6 +290,11 @@ def test_edits_under_a_block_cache_are_those_without_it():
             {"policy": d.TokenEditingPolicy()},
             "policy: .*spec.edits_tokens",
         ),
+        (
+            {},
+            {"policy": d.WINOPolicy(), "quota": d.BudgetQuota(4)},
+            "quota: WINOPolicy .* got BudgetQuota",
+        ),
     ],
 )
 def test_what_a_method_cannot_have_is_refused_by_name(spec, plugs, told):
@@ -304,6 +309,18 @@ def test_a_loop_outlasts_the_steps_of_a_schedule():
         result = decoded(Decoder(policy=policy, quota=EvenQuota(steps)), Summed(), [[4, 5]], LENGTH)
         assert MASK not in result.ids
         assert result.num_steps.tolist() == [LENGTH + 6]
+
+
+def test_a_gate_does_not_begin_the_loop():
+    """Six of eight cells propose an end of text, which is held back until the two others stand."""
+    table = logits_for([4, *[EOS] * 6, 5, 6], [0.5, *[0.9] * 6, 0.5, 0.6])
+    recorder = Recorder()
+    decoder = Decoder(
+        policy=d.ReMDMPolicy(loop_steps=2, loop_from=0.5), settings=d.DecodeSettings(eos_gate=True)
+    )
+    decoded(decoder, TableBackbone(table), [[4]], LENGTH, recorder)
+    written = [LENGTH - int(record.state.masked.sum()) for record in recorder.records]
+    assert written == [0, 1, 2, 3, 3, 3, 4, 5, 6, 7]
 
 
 class Silent(d.CommitPolicy):
