@@ -33,7 +33,7 @@ class SuffixMasking:
         hidden = maskable & (maskable.cumsum(1) > num_kept[:, None])
         return NoisyStates(
             sample=torch.arange(len(maskable), device=maskable.device),
-            hidden=hidden,
+            hidden=hidden | ~maskable,  # else the model sees where the answer ends
             supervised=hidden,
             weight=hidden.float(),
         )

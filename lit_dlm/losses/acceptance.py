@@ -55,7 +55,7 @@ def acceptance_weights(
         is_tail: ``(B, R)`` bool: positions that end as padding after the answer; in the release
             also those already written.
         visible: ``(B, R)`` bool: what the network saw.
-        is_correct: ``(B,)`` bool: the trace's answer was graded as right.
+        is_correct: ``(B,)`` bool: the trace's answer was not graded as wrong.
     """
     settings = settings or AcceptanceLossSettings()
     gen = is_gen & ~is_tail & visible

@@ -48,7 +48,7 @@ class NoisyStates:
     sample: Tensor
     """``(R,)`` int64 row of the batch that each state belongs to."""
     hidden: Tensor
-    """``(R, G)`` bool: cells that the model sees as mask."""
+    """``(R, G)`` bool: cells that the model sees as mask, those behind the answer among them."""
     supervised: Tensor
     """``(R, G)`` bool: cells to predict."""
     weight: Tensor

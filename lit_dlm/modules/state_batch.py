@@ -38,8 +38,8 @@ class StateBatch(TensorBatch):
     start: int  # First response column, the same in every row
     mask_id: int  # Id of the mask token
     is_correct: Tensor | None = None
-    """``(B,)`` bool: the trace's answer was graded as right; ``None`` if any trace of the batch has
-    no grade."""
+    """``(B,)`` bool: the trace's answer was not graded as wrong; ``None`` if a trace of the batch
+    was never graded."""
     features: Tensor | None = None
     """``(B, R, F)`` stored features of the last ``R`` columns (``R = L - start`` or ``L``)."""
     proposals: Tensor | None = None  # (B, R) int64 stored proposals
@@ -103,7 +103,8 @@ def collate_states(
     target = ids.copy()
     ids[is_response] = np.concatenate(states)
     target[is_response] = np.concatenate([trace.tokens for trace in traces])
-    grades = [trace.meta.get("correct") for trace in traces]
+    are_graded = all("correct" in trace.meta for trace in traces)
+    grades = [trace.meta.get("correct") is not False for trace in traces]  # None: has no grader
     batch = StateBatch(
         ids=torch.from_numpy(ids),
         target=torch.from_numpy(target),
@@ -112,7 +113,7 @@ def collate_states(
         is_real=torch.tensor([True] * len(traces) if is_real is None else is_real),
         start=start,
         mask_id=mask_id,
-        is_correct=None if None in grades else torch.tensor(list(map(bool, grades))),
+        is_correct=torch.tensor(grades) if are_graded else None,
         pictures=pictures,
     )
     if features is None:

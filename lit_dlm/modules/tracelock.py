@@ -122,6 +122,11 @@ class TraceLockModule(DecodeModule):
             backbone=backbone_facts(backbone.spec, backbone),
         )
         self.loss_settings = loss or AcceptanceLossSettings()
+        if self.loss_settings.written_tail and self.scorer.settings.layout == "masked":
+            raise ValueError(
+                "loss.written_tail: expected settings.layout 'generation' or 'all', with which the "
+                "network sees written positions, got 'masked'"
+            )
         # What fills the canvas after an answer.
         tail = {backbone.spec.pad_id, backbone.spec.eos_ids[0]}
         self.register_buffer("tail_ids", torch.tensor(sorted(tail)), persistent=False)

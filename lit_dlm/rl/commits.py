@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from lit_dlm.backbones.base import backbone_facts, check_facts
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.decoding import Decoder, DecodeState, NoQuota, StepRecord
+from lit_dlm.decoding import Decoder, DecodeState, StepRecord
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy, left_of_window_end
 from lit_dlm.heads.acceptance import AcceptanceConfig, PositionState
 from lit_dlm.heads.projection import Projector, feature_groups
@@ -305,7 +305,6 @@ class TraceLockRLModule(TraceRLModule):
         for option, is_right, expected in (
             ("policy", isinstance(decoder.policy, TraceLockPolicy), "TraceLockPolicy"),
             ("policy.temperature", getattr(decoder.policy, "temperature", 0) > 0, "above 0"),
-            ("quota", isinstance(decoder.quota, NoQuota), "NoQuota"),
             ("settings.max_commits_per_step", rules.max_commits_per_step is None, "null"),
             ("settings.stall_rule", rules.stall_rule == "top1", "top1"),
         ):
@@ -369,11 +368,15 @@ class TraceLockRLModule(TraceRLModule):
 
     def export(self, folder: str | Path) -> None:
         """Writes the policy folder, which every TraceLock decoder loads."""
-        facts: dict[str, Any] = {"seed": self.seed, "trained_on": "outcomes"}
-        if self._trainer:
-            tasks = getattr(self.trainer.datamodule, "tasks", [])  # type: ignore[attr-defined]
-            facts["tasks"] = [task.name for task in tasks]
-            facts["rl_steps"] = self.progress.step
+        tasks = self.trainer.datamodule.tasks if self._trainer else []  # type: ignore[attr-defined]
+        before = self.scorer.training_facts.get("tasks", ())
+        facts: dict[str, Any] = {
+            "seed": self.seed,
+            "trained_on": "outcomes",
+            "tasks": sorted({*before, *(task.name for task in tasks)}),
+            # During an RL step, the progress of the module is that before it.
+            "rl_steps": (self.current or self).progress.step,
+        }
         self.scorer.training_facts = facts
         if self._trainer is None or self.trainer.is_global_zero:
             self.scorer.save(folder)

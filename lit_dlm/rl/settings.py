@@ -42,6 +42,8 @@ class PolicyObjective(ClippedPolicyLoss):
     def loss(self, given: PolicyLoss | None, corruption: Corruption) -> PolicyLoss:
         """Returns the loss to train on: ``given``, or else this clipped one."""
         if given is None:
+            if self.kl_to == "initial" and not self.beta:
+                raise ValueError("objective.kl_to: 'initial' has no effect with objective.beta 0")
             return self
         checked_plug(given, PolicyLoss, option="policy_loss")
         for one in fields(ClippedPolicyLoss):

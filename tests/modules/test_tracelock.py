@@ -137,8 +137,21 @@ def test_written_tail_counts_only_when_asked() -> None:
     record = trace([5], [7, EOS, EOS], [2, 0, 1])
     batch = collate_states([record], [record.state_at(1)])
     assert module().observe(batch).is_tail.tolist() == [[False, False, True]]
-    parity = module(loss=AcceptanceLossSettings(written_tail=True)).observe(batch)
+    loss = AcceptanceLossSettings(written_tail=True)
+    parity = module(loss=loss, settings=ScorerSettings(layout="generation")).observe(batch)
     assert parity.is_tail.tolist() == [[False, True, True]]
+    with pytest.raises(ValueError, match=r"^loss.written_tail: .* got 'masked'"):
+        module(loss=loss, settings=ScorerSettings(layout="masked"))
+
+
+def test_traces_without_a_grader_count_as_those_that_are_not_wrong() -> None:
+    records = [
+        replace(trace([5], [7], [0]), meta=meta)
+        for meta in ({"correct": True}, {"correct": False}, {"correct": None}, {})
+    ]
+    states = [record.state_at(0) for record in records]
+    assert collate_states(records[:3], states[:3]).is_correct.tolist() == [True, False, True]
+    assert collate_states(records, states).is_correct is None
 
 
 @pytest.mark.parametrize("layout", ["generation", "all", "masked"])

@@ -13,12 +13,11 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lit_dlm.callbacks import RolloutWriter
+from lit_dlm.callbacks import AdapterCheckpoint, RolloutWriter
 from lit_dlm.decoding import (
     BlockWindow,
     Decoder,
     DecodeSettings,
-    FixedQuota,
     NoQuota,
     Sampler,
     prompt_canvas,
@@ -206,9 +205,13 @@ def learning(folder: Path, *, steps: int, resume: Path | None = None, **options:
     rewards = [DigitReward(), ForwardPrice(0.01)]
     data = rollout_data(rewards=rewards, advantage=GroupMean(0.1, 3.0), **sizes)
     saver = ModelCheckpoint(folder, filename="last", enable_version_counter=False)
+    module.scorer.training_facts = {"tasks": ["sudoku"]}
     before = module.scorer.digest()
-    fit(module, data, folder, steps=steps, resume=resume, callbacks=[saver], **options)
+    savers = [saver, AdapterCheckpoint(str(folder / "policy"))]
+    fit(module, data, folder, steps=steps, resume=resume, callbacks=savers, **options)
     assert module.scorer.digest() != before
+    facts = AcceptanceScorer.load(folder / "policy" / "last").training_facts
+    assert (facts["rl_steps"], facts["tasks"]) == (steps, ["sudoku", "word_problems"])
     state = torch.load(folder / "last.ckpt", weights_only=True)["state_dict"]
     assert all(name.startswith("scorer.") or "initial" in name for name in state)
     return {name: value.detach().numpy().copy() for name, value in module.scorer.named_parameters()}
@@ -236,7 +239,6 @@ def test_resumed_and_divided_training_end_in_the_same_policy(tmp_path: Path) -> 
     ("name", "change"),
     [
         ("policy.temperature", {"policy": TraceLockPolicy("none", max_accept_per_step=None)}),
-        ("quota", {"quota": FixedQuota(1)}),
         ("settings.max_commits_per_step", {"settings": DecodeSettings(max_commits_per_step=2)}),
     ],
 )
@@ -257,6 +259,8 @@ def test_what_training_of_commits_cannot_have_is_refused(tmp_path: Path) -> None
     for name, value in (("normalise", "response_length"), ("temperature", 3.0)):
         with pytest.raises(ValueError, match=rf"objective\.{name}: expected .* got {value}"):
             actor(objective=PolicyObjective(**{name: value}))
+    with pytest.raises(ValueError, match=r"objective\.kl_to: .* with objective\.beta 0"):
+        actor(objective=PolicyObjective(kl_to="initial", beta=0.0))
     folder = tmp_path / "rollouts"
     module, data = actor(family=WORDS), rollout_data(prompts_per_step=1)
     saver = ModelCheckpoint(tmp_path, filename="last", enable_version_counter=False)
