@@ -23,6 +23,7 @@ from lit_dlm.modules.decode import DecodedBatch, DecodeModule
 from lit_dlm.ops.files import write_atomically
 from lit_dlm.ops.options import at_least, of_kind, within
 from lit_dlm.ops.terminal import PlainConsole
+from lit_dlm.plugs import source_digests
 from lit_dlm.reports.command import write_report
 from lit_dlm.reports.results import ResultFolder, ResultRow
 from lit_dlm.reports.summary import MethodSummary, summarise_folder
@@ -70,8 +71,7 @@ class GradingQueue:
             if len(self._verdicts) >= _NUM_KEPT:
                 self._verdicts.popitem(last=False)
             task = self.tasks[example.task]
-            grade = task.grade if task.is_graded else _ungraded
-            self._verdicts[key] = self._pool.submit(grade, example, completion)
+            self._verdicts[key] = self._pool.submit(_graded, task, example, completion)
         return self._verdicts[key]
 
     def finished(self, *, wait: bool = False) -> Iterator[tuple[DecodedBatch, list[Verdict]]]:
@@ -96,9 +96,15 @@ class GradingQueue:
         self._pool.shutdown(cancel_futures=True)
 
 
-def _ungraded(example: PromptExample, completion: str) -> Verdict:
-    """Returns the verdict on a completion of a plain prompt."""
-    return Verdict(status="ungraded", answer=completion)
+def _graded(task: Task, example: PromptExample, completion: str) -> Verdict:
+    """Returns a task's verdict on a completion; errors name the sample."""
+    if not task.is_graded:
+        return Verdict(status="ungraded", answer=completion)
+    try:
+        return of_kind(task.grade(example, completion), Verdict, option=f"{example.uid}: verdict")
+    except Exception as error:
+        error.add_note(f"{example.uid}: graded by {type(task).__name__}")
+        raise
 
 
 class DecodeWriter(BasePredictionWriter):
@@ -177,6 +183,11 @@ class DecodeWriter(BasePredictionWriter):
         if folder is not None:
             self._shards = RecordShards(folder, trainer, run, **self._options)
         data.done = self._held(trainer)
+        wanted = getattr(data, "wanted", ())
+        if wanted and not set(wanted).difference(data.done):
+            place = folder if self.results is None else self.results.folder
+            told = "All %d responses are in %s: nothing is decoded (remove it to start anew)"
+            logger.info(told, len(wanted), place)
         # No process may write before all have listed what the folders hold.
         trainer.strategy.barrier("work_listed")
 
@@ -201,6 +212,10 @@ class DecodeWriter(BasePredictionWriter):
                     settings["cut_at_eos"] = False
                 if task.runs_code:
                     settings["isolation"] = self._queue.isolation
+                if grading := getattr(task, "grading", None):
+                    settings["grading"] = grading
+                if own := source_digests([task, *module.decoders[method].plugs().values()]):
+                    settings["sources"] = own
                 results.claim(task.name, method, settings)
         logger.info("Results go to %s", results.folder)
 
@@ -210,10 +225,25 @@ class DecodeWriter(BasePredictionWriter):
         if self.results is None:
             return records or ()
         if trainer.is_global_zero and (removed := self.results.repair(records)):
-            told = "%s: removed %d results that are there twice or lack their trajectory"
+            told = "%s: makes %d results again, which are there twice or lack their trajectory"
             logger.warning(told, self.results.folder, removed)
+        if trainer.is_global_zero:
+            self._require_same_problems(self.results)
         trainer.strategy.barrier("results_repaired")
         return self.results.decode_uids()
+
+    def _require_same_problems(self, results: ResultFolder) -> None:
+        """Refuses results of problems that are others now, such as those of an edited file."""
+        assert self._queue is not None
+        problems = {one.uid: one for task in self._queue.tasks.values() for one in task.examples()}
+        for task, method in results.pairs():
+            for row in results.rows(task, method):
+                now = problems.get(row.prompt_uid)
+                if now is not None and now.digest != row.problem:
+                    raise ValueError(
+                        f"{results.method_folder(task, method)}: holds a result of another problem "
+                        f"under the uid {row.prompt_uid}. Use another run_dir, or remove the folder"
+                    )
 
     # -- batches ---------------------------------------------------------------------------------
 
@@ -408,5 +438,6 @@ def _row(
         lockstep=None if fill is None else fill.lockstep_score(),
         prompt=example.text,
         response=example.response,
+        problem=example.digest,
         score=verdict.score if example.task in soft else None,
     )

@@ -177,10 +177,10 @@ class SupervisedDataModule(ResumableDataModule):
                 raise ValueError(f"sources: two examples have the uid {example.uid!r}")
             seen.add(example.uid)
             yield example
-        for what, limit in (("prompt", self.max_prompt_length), ("response", self.response_length)):
+        for what, name in (("prompt", "max_prompt_length"), ("response", "response_length")):
             if dropped[what]:
-                told = "left out %d examples whose %s has more than %d tokens"
-                logger.warning(told, dropped[what], what, limit)
+                told = "left out %d examples whose %s has more than %s = %d tokens"
+                logger.warning(told, dropped[what], what, name, getattr(self, name))
         if dropped["cut"]:
             told = "cut %d responses to response_length, %d tokens, %d of them before their end"
             logger.warning(told, dropped["cut"], self.response_length, dropped["end"])

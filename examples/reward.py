@@ -1,9 +1,11 @@
 """A reward of your own: pays right answers more, the fewer forwards their decode took.
 
-In the folder of this file, give these ``rewards`` to a ``RolloutDataModule`` for ``lit-dlm fit``::
+In the folder of this file, add these lines to an experiment with ``RolloutDataModule``::
 
-    rewards:
-    - {class_path: reward.FewSteps, init_args: {weight: 1.0}}
+    data:
+      init_args:
+        rewards:
+        - {class_path: reward.FewSteps, init_args: {weight: 1.0}}
 """
 
 from __future__ import annotations

@@ -92,8 +92,9 @@ def _read(path: Path, within: tuple[Path, ...] = ()) -> dict[str, Any]:
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except _UNREADABLE as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected a mapping, got {type(content).__name__}")
+    if not isinstance(content, dict) or not content:
+        got = "none" if not content else type(content).__name__
+        raise ValueError(f"{path}: expected a mapping, got {got}")
     return _included(content, path.parent, (*within, path))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -73,8 +74,15 @@ def _plug_fault(message: str) -> str | None:
     return told and f"{at}: {told}"
 
 
-def _unknown_option(found: re.Match[str], at: str, classes: list[str], _: list[str]) -> str:
-    return at + _without_option(found[1], [*classes, *filter(None, [found[2]])])
+def _unknown_option(found: re.Match[str], at: str, classes: list[str], keys: list[str]) -> str:
+    if owners := [*classes, *filter(None, [found[2]])]:
+        return at + _without_option(found[1], owners)
+    name = found[1].partition(".")[0]
+    return f"{at}unknown option '{name}'{nearest(name, keys)}"
+
+
+def _no_module(found: re.Match[str], at: str, _: list[str], __: list[str]) -> str:
+    return f"{at}no module '{found[1]}' is installed or in {os.getcwd()}, the working folder"
 
 
 def _unknown_class(found: re.Match[str], at: str, _: list[str], __: list[str]) -> str:
@@ -106,6 +114,7 @@ def _missing(found: re.Match[str], _: str, __: list[str], ___: list[str]) -> str
 
 
 _FAULTS = {
+    r"No module named '([^']+)'": _no_module,
     r"Option '([^']+)' is not accepted(?:\. Got value: Namespace\(class_path='([^']+)')?": (
         _unknown_option
     ),

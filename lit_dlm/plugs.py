@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import sys
 from abc import ABCMeta
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -21,6 +25,20 @@ class Plug(metaclass=ABCMeta):  # noqa: B024  (abstract methods are those of its
     def __subclasshook__(cls, other: type) -> Any:
         """Whether a class has the methods; ``FullWindow`` and the like require it to derive."""
         return (Plug in cls.__bases__ and difference(other, cls) is None) or NotImplemented
+
+
+def source_digests(plugs: Iterable[object]) -> dict[str, str]:
+    """Digests of the files outside the package that define the classes of some objects, by class.
+
+    Settings say what a class of the package does; what one's own class does is in its file.
+    """
+    found = {}
+    for kind in map(type, plugs):
+        path = getattr(sys.modules[kind.__module__], "__file__", None)
+        if path and kind.__module__.split(".")[0] != __name__.split(".")[0]:
+            sha = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+            found[f"{kind.__module__}.{kind.__qualname__}"] = sha[:16]
+    return found
 
 
 def difference(kind: type, plug: type) -> str | None:

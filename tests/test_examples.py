@@ -49,7 +49,7 @@ def shown(name: str) -> str:
 
 def config(tmp_path: Path, name: str, **more: object) -> str:
     """A file of these lines and others."""
-    path = tmp_path / "example.yaml"
+    path = tmp_path / f"{name}.yaml"
     path.write_text(yaml.safe_dump({**more, **yaml.safe_load(shown(name))}))
     return str(path)
 
@@ -132,10 +132,9 @@ def test_states_and_a_loss_train(name: str, told: str, tmp_path: Path):
 @pytest.mark.slow
 def test_the_reward_is_paid_and_the_policy_loss_trained_on(tmp_path: Path):
     """A right response earns something below 1, the others nothing."""
-    rewards = json.dumps(yaml.safe_load(shown("reward"))["rewards"])
     cli.main(
         [
-            *("fit", "--config=exp/tracerl_tiny", f"--data.init_args.rewards={rewards}"),
+            *("fit", "--config=exp/tracerl_tiny", f"--config={config(tmp_path, 'reward')}"),
             *(f"--config={config(tmp_path, 'policy_loss')}", "--model.init_args.objective=null"),
             *(f"--run_dir={tmp_path}", "--trainer.max_epochs=1", *QUIET),
             *("--trainer.num_sanity_val_steps=0", "--trainer.limit_val_batches=0"),

@@ -46,6 +46,8 @@ def main(arguments: Sequence[str]) -> int:
         path.write_text(Template(text).substitute(words), encoding="utf-8")
         logger.info("%s", path)
     logger.info(
-        "Fill in %s.py until 'pytest %s' passes.", folder / name, folder / f"test_{name}.py"
+        "Fill in %s.py until 'pytest %s' passes; then use it in that folder, with the command at "
+        "the top of %s.yaml.",
+        *(folder / name, folder / f"test_{name}.py", folder / name),
     )
     return 0

@@ -33,7 +33,7 @@ from lit_dlm.decoding.state import (
 )
 from lit_dlm.decoding.windows import Quota, Window, WindowView, masks_first
 from lit_dlm.ops.batches import first_column, row_index
-from lit_dlm.ops.options import at_least
+from lit_dlm.ops.options import at_least, of_kind
 from lit_dlm.ops.precision import without_autocast
 from lit_dlm.ops.sampling import top_quota
 
@@ -255,6 +255,7 @@ def decide(
     counts = plugs.quota.counts(state, view.candidates)
     with Span(state.ids.device) as policy_span:
         selection = plugs.policy.select(state, candidates, proposal, counts)
+    of_kind(selection, Selection, option="policy.select")
     if selection.rewritten is not None and not plugs.policy.takes_back:
         name = type(plugs.policy).__name__
         raise ValueError(f"policy: {name} rewrites cells; expected takes_back = True in it")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+from lit_dlm.ops.options import one_of
 
 Status = Literal[
     "right", "wrong", "no_answer", "syntax_error", "runtime_error", "timeout", "ungraded"
@@ -23,6 +25,7 @@ class Verdict:
     """Partial credit in 0..1 (fraction of tests passed); ``None`` means 1 if right else 0."""
 
     def __post_init__(self) -> None:
+        one_of(*get_args(Status), of="Verdict.", status=self.status)
         # What a candidate raised or returned may hold halves of surrogate pairs, which UTF-8 files
         # cannot hold.
         for name in ("answer", "detail"):

@@ -143,6 +143,9 @@ def read_folder(
     folder: Path, *, config: str, weights: str, what: str
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Reads settings and tensors and checks them."""
+    if not folder.exists():
+        told = "there is no such folder; lit-dlm recipes tells what makes it"
+        raise ValueError(f"{what} folder {folder}: {told}")
     for name in (config, weights):
         if not (folder / name).is_file():
             raise ValueError(f"{what} folder {folder}: {name} is missing")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import random
 from abc import abstractmethod
@@ -57,6 +59,14 @@ class PromptExample:
         turns = [*self.history, {"role": "user", "content": self.text}]
         spoken = "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
         return spoken if self.history else self.text
+
+    @property
+    def digest(self) -> str:
+        """Of what the model sees and what grading compares with."""
+        parts = [self.text, self.history, self.answer_start, self.reference]
+        parts += [picture.digest for picture in self.images]
+        text = json.dumps(parts, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def responses(self, count: int) -> list[PromptExample]:
         """Returns the problem ``count`` times, with different uids and so different seeds."""

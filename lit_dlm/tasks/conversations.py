@@ -1,13 +1,14 @@
 """Rows of your own files: prompts, prompts with answers, and chats.
 
 A row holds ``messages`` (turns with ``role`` and ``content``), ``conversations`` (turns with
-``from`` and ``value``, as in OpenHermes), or a prompt and an answer under one of the names below;
-``input`` is put below an ``instruction``.
+``from`` and ``value``, as in OpenHermes), or a prompt and an answer under one of the names below,
+which may be lists of turns, as in TRL; ``input`` is put below an ``instruction``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from lit_dlm.tasks.sources import Row
@@ -43,6 +44,9 @@ def conversation(
     if needs_answer:
         wanted += f" and one of {', '.join(_ANSWER_FIELDS)}"
     row.expect(bool(prompt and (answer or not needs_answer)), wanted, sorted(fields))
+    if isinstance(fields[prompt], list):
+        turns = [*fields[prompt], *fields.get(answer or "", [])]
+        return _split(replace(row, fields={prompt: turns}), prompt, needs_answer=needs_answer)
     text = row.text(prompt)
     row.expect(bool(text.strip()), f"a text that is not empty in field {prompt!r}", text)
     if prompt == "instruction" and fields.get("input"):
@@ -59,7 +63,7 @@ def _split(row: Row, chat: str, *, needs_answer: bool) -> tuple[Turns, str | Non
         turns = [_renamed(turn) for turn in turns]
     least = 2 if needs_answer else 1
     is_chat = isinstance(turns, list) and len(turns) >= least and all(map(_is_turn, turns))
-    wanted = f"at least {least} with {CHATS[chat]} in field {chat!r}"
+    wanted = f"at least {least} with {CHATS.get(chat, CHATS['messages'])} in field {chat!r}"
     row.expect(is_chat, wanted, row.fields[chat])
     last = turns[-1]
     if last["role"] == "assistant" and len(turns) > 1:

@@ -124,6 +124,8 @@ def on_hub(source: str) -> bool:
 def _read_local(path: Path, split: str, option: str) -> Iterator[Row]:
     files = [path / f"{split}{suffix}" for suffix in _READERS]
     path = next((file for file in files if file.is_file()), path)
+    if not path.exists():
+        raise ValueError(f"{option}: there is no file or folder {str(path)!r}")
     read = next((read for suffix, read in _READERS.items() if path.name.endswith(suffix)), None)
     if read is None or not path.is_file():
         wanted = f"a file ending in {', '.join(_READERS)}, or a folder with one named {split}"
@@ -139,7 +141,11 @@ def _read_json_lines(path: Path) -> Iterator[Row]:
 
 
 def _read_json(path: Path) -> Iterator[Row]:
-    values = parsed_json(str(path), path.read_bytes())
+    try:
+        values = parsed_json(str(path), path.read_bytes())
+    except ValueError as error:
+        hint = "; a file with a row per line is a .jsonl" if "Extra data" in str(error) else ""
+        raise ValueError(f"{error}{hint}") from None
     if not isinstance(values, list):
         raise ValueError(f"{path}: expected a JSON list of objects, got {type(values).__name__}")
     for index, value in enumerate(values):

@@ -366,7 +366,8 @@ def _recover(options: argparse.Namespace) -> None:
         for entry in recover(options.folder)
     ]
     columns = ("file", ">records saved", ">blocks dropped", "now in")
-    console.print(_table("Recovered", columns, rows) if rows else "nothing to recover")
+    if rows:
+        console.print(_table("Recovered", columns, rows))
     if side_files(options.folder):
         manifest = merge_manifest(options.folder)
         console.print(
@@ -374,6 +375,8 @@ def _recover(options: argparse.Namespace) -> None:
             f"{len(manifest['shards'])} shards, {decimal(manifest['bytes'], precision=2)}",
             soft_wrap=True,
         )
+    if not rows:
+        console.print("nothing to recover")
 
 
 # -- export and import -----------------------------------------------------------------------------

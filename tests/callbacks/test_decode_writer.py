@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import signal
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -102,7 +103,7 @@ def test_what_only_one_of_both_folders_holds_is_made_again(tmp_path, caplog):
     for path in (tmp_path / "trajectories").glob("*.tar*"):
         path.unlink()
     predict(both(tmp_path))
-    assert "removed 12 results that are there twice or lack their trajectory" in caplog.text
+    assert "makes 12 results again, which are there twice or lack their trajectory" in caplog.text
     check(tmp_path, 12)
     (part,) = (tmp_path / "results" / "letters" / "random").glob("part-*.jsonl")
     lines = part.read_text().splitlines(keepends=True)
@@ -207,6 +208,35 @@ def test_a_second_run_does_only_what_is_missing(tmp_path):
     assert first < set(tmp_path.glob("*.tar"))
 
 
+class Other(Letters):
+    """The same uids, another question, if ``at`` is among them."""
+
+    def __init__(self, count: int, at: int) -> None:
+        super().__init__(count)
+        self.at = at
+
+    def examples(self):
+        kept = super().examples()
+        return [replace(one, text=one.text * (1 + (n == self.at))) for n, one in enumerate(kept)]
+
+
+def test_results_of_an_edited_problem_or_class_are_refused(tmp_path, caplog, monkeypatch):
+    def again(at: int) -> None:
+        predict(both(tmp_path), data=lambda _, **more: PromptDataModule([Other(6, at)], **more))
+
+    again(-1)
+    caplog.set_level("INFO")
+    again(6)
+    assert "All 12 responses are in" in caplog.text
+    with pytest.raises(ValueError, match="result of another problem under the uid letters/test/2"):
+        again(2)
+    source = tmp_path / "edited.py"
+    source.write_text("# edited")
+    monkeypatch.setattr(sys.modules[Other.__module__], "__file__", str(source))
+    with pytest.raises(ValueError, match=r"other settings \(sources.*Other: '\w+', now '\w+'"):
+        again(6)
+
+
 def test_the_size_limit_stops_the_run_and_keeps_what_is_written(tmp_path):
     """The first block is already larger than 100 bytes."""
     with pytest.raises(OSError, match=r"max_gigabytes.* limit of 100 bytes"):
@@ -307,6 +337,24 @@ def test_what_a_closed_queue_has_not_graded_is_left_out_in_silence() -> None:
     closing.join()
     assert [decoded.examples[0].uid for decoded, _ in queue.finished()] in ([], ["a"])
     assert task.num_graded == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (lambda: True, "a: verdict: expected Verdict, got bool"),
+        (lambda: Verdict(status="correct"), "Verdict.status: expected 'right', .*, got 'correct'"),
+    ],
+)
+def test_what_is_no_verdict_is_named(given, told) -> None:
+    task = Slow()
+    task.grade = lambda example, completion: given()
+    queue = GradingQueue({"slow": task})
+    queue.submit(batch("a"))
+    with pytest.raises(ValueError, match=told) as raised:
+        list(queue.finished(wait=True))
+    queue.close()
+    assert raised.value.__notes__ == ["a: graded by Slow"]
 
 
 def test_equal_completions_of_a_problem_are_graded_once() -> None:

@@ -269,7 +269,8 @@ def test_long_prompts_are_left_out_and_long_responses_cut_or_left_out(
     kept = read(model, *given, response_length=5)
     assert [len(e.prompt_ids) for e in kept] == [1, 2, 3, 1, 2, 3]
     assert all(len(e.response_ids) == len(e.steps) == 5 for e in kept)
-    assert "left out 2 examples whose prompt has more than 3 tokens" in caplog.text
+    told = "left out 2 examples whose prompt has more than max_prompt_length = 3 tokens"
+    assert told in caplog.text
     assert "cut 6 responses to response_length, 5 tokens, 6 of them before" in caplog.text
     assert read(model, *given, response_length=5, overlong="drop") == []
     # The second of two ends at its third token; filters at the limit are told too.

@@ -118,7 +118,7 @@ def test_bad_files_are_named_with_the_line(tmp_path, name, content, message):
 
 @pytest.mark.parametrize("source", ["nowhere.jsonl", "./nowhere", "/no/where", "a/b/c", "~/none"])
 def test_missing_local_files_never_reach_the_hub(source):
-    with pytest.raises(ValueError, match="data_file: expected a file"):
+    with pytest.raises(ValueError, match="data_file: there is no file or folder"):
         _read(source, option="data_file")
 
 

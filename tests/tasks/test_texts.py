@@ -162,6 +162,7 @@ def test_gradings_of_prompts(tmp_path: Path, grading: str, right: str, wrong: st
         {"question": "2+3", "response": "2+3 = 5", "answer": "5"},
         {"instruction": "2+3", "input": "", "output": "5"},
         {"messages": [USER, SAYS]},
+        {"prompt": [USER], "completion": [SAYS]},
         {"conversations": [{"from": "human", "value": "2+3"}, {"from": "gpt", "value": "5"}]},
     ],
 )

@@ -143,6 +143,7 @@ def test_recover_saves_what_verify_misses_of_a_dead_process(copy, capsys):
     [
         ("inspect nowhere", "nowhere: there is no such shard"),
         ("inspect {empty}", "there is no such shard or folder"),
+        ("inspect {set}/..", "folder with shards; there are some in its "),
         ("verify {set} --level 3", "--backbone: level 3 executes the records"),
         ("verify {set} --level 3 --backbone nope", "nope"),
         ("verify {set} --sample 0", "--sample: expected at least 1, got 0"),

@@ -207,7 +207,9 @@ def shard_paths(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         shards = [path] if path.is_file() else shards_in(path)
         if not shards:
-            raise ValueError(f"{path}: there is no such shard or folder with shards")
+            below = sorted({shard.parent.name for shard in path.glob("*/*.tar")})
+            hint = f"; there are some in its {' and '.join(below)}" if below else ""
+            raise ValueError(f"{path}: there is no such shard or folder with shards{hint}")
         found += shards
     return list(dict.fromkeys(found))
 

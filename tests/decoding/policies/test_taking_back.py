@@ -334,9 +334,15 @@ class Misspelt(d.SequentialPolicy):
     requires = frozenset({"windows"})
 
 
+class Maskful(d.CommitPolicy):
+    def select(self, state, candidates, proposal, quota):
+        return candidates
+
+
 @pytest.mark.parametrize(
     ("policy", "told"),
     [
+        (Maskful(), "policy.select: expected Selection, got Tensor"),
         (Silent(), "policy: Silent .* expected takes_back = True"),
         (Misspelt(), "requires: expected some of .* got 'windows'"),
     ],
