@@ -65,7 +65,7 @@ class PromptExample:
         """Of what the model sees and what grading compares with."""
         parts = [self.text, self.history, self.answer_start, self.reference]
         parts += [picture.digest for picture in self.images]
-        text = json.dumps(parts, sort_keys=True)
+        text = json.dumps(parts, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def responses(self, count: int) -> list[PromptExample]:
