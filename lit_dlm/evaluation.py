@@ -221,6 +221,7 @@ class DiffusionLM(TemplateLM):
             self.backbone,
             [context],
             decode=self.decoder,
+            tokenizer=self.tokenizer,
             response_length=len(target),
             seed=self.seed,
         )

@@ -79,6 +79,9 @@ def generate(
     if isinstance(tokenizer, str):
         tokenizer = tokenizer_of(backbone, tokenizer)
     decoder = (decode or Decoder(policy=ConfidencePolicy())).on(backbone.spec)
+    if tokenizer is not None:
+        encode = tokenizer
+        decoder = decoder.encoded(lambda text: encode(text, add_special_tokens=False)["input_ids"])
     names = list(map(str, range(len(prompts)))) if uids is None else uids
     encoded = [
         DecodePrompt(uid, _token_ids(number, prompt, tokenizer), sample_seed(seed, uid))

@@ -302,7 +302,11 @@ def plan_of(config: Mapping[str, Any], *, trains: bool = True) -> Plan | None:
     training = _training(policy, values, run) if gradients and run["response"] else {}
     if training and str(trainer.get("strategy")).startswith("ddp"):
         training["buckets of gradients"] = gradients
-    states = gradients * _STATES.get(_class(settings.get("optimizer")).rpartition(".")[2], 2)
+    num_trained = sum(model.num_trained for model in trained)
+    optimizer = _class(settings.get("optimizer")).rpartition(".")[2]
+    states = gradients * _STATES.get(optimizer, 2)
+    if optimizer.endswith("8bit"):
+        states = 2 * num_trained
     elsewhere = {"on disk, a checkpoint": gradients + states} if gradients else {}
     if is_rl:
         elsewhere |= policy.on_host()
@@ -310,7 +314,7 @@ def plan_of(config: Mapping[str, Any], *, trains: bool = True) -> Plan | None:
     return Plan(
         model=str(_options(settings["backbone"]).get("path") or "random weights"),
         num_parameters=sum(model.num_base + model.num_adapter for model in models),
-        num_trained=sum(model.num_trained for model in trained),
+        num_trained=num_trained,
         split={"weights": weights, "gradients": gradients, "optimiser states": states},
         training=training,
         update=gradients if run["device"] == "cuda" else 0,  # AdamW: roots of second moments
@@ -357,8 +361,9 @@ def _training(policy: _Model, values: _Model | None, run: Mapping[str, Any]) -> 
 def _decoding(policy: _Model, run: Mapping[str, Any]) -> dict[str, int]:
     """Returns what the largest decoder takes, since they decode one after the other."""
     longest = max(run["response"], run.get("val_response_length") or 0)
-    decoders = [_options(one) for one in (run.get("decoders") or {}).values()] or [{}]
-    found = [policy.decoding({**run, "response": longest}, one) for one in decoders]
+    swept = [_options(one)["decoder"] for one in (run.get("sweep") or {}).values()]
+    decoders = [*(run.get("decoders") or {}).values(), *swept] or [{}]
+    found = [policy.decoding({**run, "response": longest}, _options(one)) for one in decoders]
     return max(found, key=lambda parts: sum(parts.values()))
 
 

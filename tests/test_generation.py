@@ -14,7 +14,9 @@ from lit_dlm.decoding import (
     DualCache,
     FixedQuota,
     FullWindow,
+    TemplateLayout,
 )
+from lit_dlm.decoding.regions import Region
 from tests.backbones.conftest import tiny_architecture
 
 PROMPTS = ["What is 2 + 3?", "Tom has 4 apples and buys 9 more. How many apples has he now?", "Hi"]
@@ -101,6 +103,10 @@ def test_a_block_model_writes_block_after_block_without_being_told(origin):
 def test_a_name_brings_its_own_tokenizer():
     done = lit_dlm.generate("tiny", ["What is 2 + 3?"], decode=Decoder(**FAST), response_length=8)
     assert len(done.texts) == 1
+    rest, answer = Region(name="R", length=2), Region(name="A", marker="####")
+    marked = Decoder(**FAST, layout=TemplateLayout([rest, answer]))
+    done = lit_dlm.generate("tiny", ["What is 2 + 3?"], decode=marked, response_length=8)
+    assert "####" in done.texts[0]
 
 
 @pytest.mark.parametrize(

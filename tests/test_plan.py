@@ -84,6 +84,9 @@ def test_weights_gradients_and_states_are_counted_by_shapes() -> None:
     assert plan.split == {"weights": size, "gradients": size, "optimiser states": 2 * size}
     assert plan.elsewhere == {"on disk, a checkpoint": 3 * size}
     assert plan.least(8) == 4 * size  # every process has all of it
+    options = config(trainable=True)
+    options["model"]["init_args"]["optimizer"]["class_path"] = "bitsandbytes.optim.AdamW8bit"
+    assert of(options).split["optimiser states"] == 2 * PARAMETERS
 
 
 def test_an_adapter_trains_its_own_weights_in_float32() -> None:
@@ -181,6 +184,11 @@ def test_decoding_counts_caches_and_logits() -> None:
     assert (plan.num_trained, plan.training) == (0, {})
     assert plan.decoding["caches"] == 4 * 50 * (2 * LAYERS * 32 + D) * 4
     assert plan.decoding["logits"] == 4 * 30 * V * (4 + 48)
+    model = options["model"]["init_args"]
+    decoder = model["decoders"].popitem()[1]
+    assert "caches" not in of(options).decoding
+    model["sweep"] = {"swept": {"class_path": "Sweep", "init_args": {"decoder": decoder}}}
+    assert of(options).decoding == plan.decoding
 
 
 DREAM = 28 * (2 * 3584 * 3584 + 2 * 3584 * 512 + 3584 + 2 * 512 + 3 * 3584 * 18944 + 2 * 3584)

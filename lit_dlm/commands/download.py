@@ -18,7 +18,7 @@ from huggingface_hub import constants
 
 from lit_dlm.backbones.resolution import hub_files, in_hub_cache, is_hub_id, is_local, locate
 from lit_dlm.ops.terminal import PlainConsole
-from lit_dlm.tasks.sources import on_hub
+from lit_dlm.tasks.sources import on_hub, read_rows
 
 _WANTED = {
     "model": "a folder with config.json, the tokenizer's files and *.safetensors",
@@ -58,9 +58,11 @@ class Source:
         # By the code that will read it later.
         if self.kind != "data":
             locate(self.name, weights=self.kind != "tokenizer")
-            return
-        task: Any = locate_class(self.task)
-        task(path=self.name, **({} if self.split is None else {"split": self.split}))
+        elif not self.task:
+            read_rows(self.name, split=self.split or "train", required=())
+        else:
+            task: Any = locate_class(self.task)
+            task(path=self.name, **({} if self.split is None else {"split": self.split}))
 
 
 def sources(config: Any) -> list[Source]:
@@ -102,6 +104,12 @@ def _of_class(class_path: str, options: dict[str, Any], at: str) -> Iterator[Sou
         if source := options.get("path") or getattr(found, "hub_id", None):
             option = f"{at}.init_args.path"
             yield Source("data", str(source), option, class_path, options.get("split"))
+            if options.get("num_shots"):
+                shots = options.get("shots_path")
+                option = f"{at}.init_args.shots_path" if shots else option
+                yield Source("data", str(shots or source), option, class_path, "train")
+    elif module.startswith("lit_dlm.datamodules.") and isinstance(options.get("path"), str):
+        yield Source("data", options["path"], f"{at}.init_args.path", split=options.get("split"))
     elif module.startswith(("lit_dlm.backbones.", "lit_dlm.rewards.")):
         named = {**options, "vision.path": (options.get("vision") or {}).get("path")}
         for key in ("path", "adapter", "vision.path"):
@@ -155,14 +163,14 @@ def _fetch(named: Sequence[Source], *, is_wanted: bool) -> int:
             mark, absent = "missing", True
             told = f": put {_WANTED[source.kind]} on this machine and name it in {source.option}"
         console.print(f"{mark:8} {source.kind:9} {source.name}{told}")
-    total, cache = sum(left.values()), Path(constants.HF_HOME)
+    total, cache = sum(left.values()), Path(constants.HF_HUB_CACHE)
     if total:
         place = next(folder for folder in (cache, *cache.parents) if folder.exists())
         free = shutil.disk_usage(place).free
         if total > free:
             raise ValueError(
                 f"download: {_bytes(total)} do not fit into {cache} ({_bytes(free)} free); set "
-                "HF_HOME to a folder on a larger disk"
+                "HF_HUB_CACHE to a folder on a larger disk"
             )
         console.print(f"{_bytes(total)} to fetch at most; {_bytes(free)} free in {cache}")
         if not is_wanted:

@@ -95,7 +95,10 @@ def main(arguments: Sequence[str]) -> int:
         "n-samples": found["n-samples"],
         "versions": {**found["versions"], "lm_eval": lm_eval.__version__},
         "configs": found["configs"],
-        "settings": {**model.settings(), "response_length": config.response_length},
+        "settings": {
+            **model.settings(),
+            **{name: config[name] for name in ("response_length", "apply_chat_template", "limit")},
+        },
         "num_steps": {"texts": len(steps), "mean": sum(steps) / len(steps) if steps else None},
     }
     for task, samples in found["samples"].items():

@@ -23,6 +23,8 @@ from lit_dlm.vision.base import VisionSettings
 logger = logging.getLogger(__name__)
 
 _WRITTEN_BY = "Written by lit-dlm"
+_DECIDING = ("weights_sha256", "adapter_sha256", "config_sha256", "load_in_4bit", "spec_overrides")
+"""What of a backbone's description decides its results."""
 _CARD = f"""---
 {{data}}
 ---
@@ -81,7 +83,8 @@ def main(arguments: Sequence[str], command: str = "export") -> int:
     if options.only_adapter and not options.adapter:
         parser.error("--only_adapter: expected an --adapter to write")
     if not options.force:
-        _require_own(options.folder)
+        other = "config.json" if options.only_adapter else "adapter_config.json"
+        _require_own(options.folder, other=other)
     stored = read_json_object(locate(options.model, weights=False) / "config.json")
     dtype: Any = options.dtype or stored.get("dtype") or stored.get("torch_dtype") or "float32"
     sees = "siglip" in str(stored.get("mm_vision_tower"))
@@ -105,10 +108,12 @@ def main(arguments: Sequence[str], command: str = "export") -> int:
     return 0
 
 
-def _require_own(folder: Path) -> None:
-    """Refuses a folder with files unless its card says that lit-dlm wrote it."""
+def _require_own(folder: Path, *, other: str) -> None:
+    """Refuses a folder with files unless its card says that lit-dlm wrote it, or with ``other``."""
     card = folder / "README.md"
     is_own = card.is_file() and _WRITTEN_BY in card.read_text(errors="replace")
+    # A model beside an adapter would be loaded with it.
+    is_own = is_own and not (folder / other).exists()
     if not is_own and folder.exists() and any(folder.iterdir()):
         raise ValueError(
             f"folder: expected a new one or one that 'lit-dlm export' wrote, got {folder} with "
@@ -126,8 +131,8 @@ def _measured(run: Path, backbone: HFBackbone) -> list[MethodSummary]:
     results, ours = ResultFolder(run / "results"), backbone.describe()
     for task, method in results.pairs():
         theirs = results.settings(task, method)["backbone"]
-        for key in ("weights_sha256", "adapter_sha256"):
-            if theirs[key] != ours[key]:
+        for key in _DECIDING:
+            if theirs.get(key) != ours.get(key):
                 raise ValueError(f"results: {task}, {method} in {run} has another {key}")
     return summarise_run(run)
 

@@ -122,6 +122,7 @@ def tables(found: Sequence[PairedComparison]) -> Iterator[tuple[str, list[tuple[
             f"{task}, n =": [one.n for one in group],
             ", only in A:": [one.left_out_a for one in group],
             ", only in B:": [one.left_out_b for one in group],
+            ", of other problems or templates:": [one.differing for one in group],
         }
         title = "".join(
             f"{label} {' to '.join(map(str, sorted({min(n), max(n)})))}"

@@ -27,6 +27,7 @@ class PairedComparison:
     n: int
     left_out_a: int  # samples that only A has
     left_out_b: int
+    differing: int  # samples whose problem or template is another one in B
     accuracy_a: float
     accuracy_b: float
     accuracy_interval: tuple[float, float]  # 95 % interval of the difference, paired bootstrap
@@ -125,6 +126,7 @@ def compare_rows(rows_a: Sequence[ResultRow], rows_b: Sequence[ResultRow]) -> Pa
         n=len(common),
         left_out_a=len(first) - len(common),
         left_out_b=len(second) - len(common),
+        differing=sum(a.problem != b.problem for a, b in pairs),
         accuracy_a=float(points[:, 0].mean()),
         accuracy_b=float(points[:, 1].mean()),
         accuracy_interval=paired_bootstrap(points[:, 1] - points[:, 0]),

@@ -102,6 +102,18 @@ def test_a_policy_of_the_hub_counts_and_what_the_run_makes_does_not():
     assert [(one.kind, one.name) for one in found] == [("policy", "me/policy")]
 
 
+def test_training_data_and_worked_examples_count_too():
+    of = {"class_path": "lit_dlm.datamodules.ResponsesFile", "init_args": {"path": "me/answers"}}
+    shots = {"path": "me/problems", "split": "test", "num_shots": 4}
+    tasks = [{"class_path": "lit_dlm.tasks.GSM8K", "init_args": shots}]
+    found = sources({"sources": [of], "tasks": tasks})
+    assert [(one.name, one.split) for one in found] == [
+        ("me/answers", None),
+        ("me/problems", "test"),
+        ("me/problems", "train"),
+    ]
+
+
 def test_what_reads_pictures_is_fetched_with_the_model():
     options = {"path": "me/model", "vision": {"train": "none", "path": "me/pictures"}}
     found = sources(

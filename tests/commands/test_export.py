@@ -69,10 +69,12 @@ def test_a_merged_export_is_the_same_model_in_transformers(twin: Any, tmp_path: 
     assert theirs.generation_config.pad_token_id == merged.spec.pad_id
 
 
-def test_an_exported_adapter_is_the_same_in_peft(twin: Any, tmp_path: Path):
+def test_an_exported_adapter_is_the_same_in_peft(twin: Any, tmp_path: Path, capsys: Any):
     model, adapter = twin
     run("export", model, str(tmp_path / "base"), *PLAIN)
     run("export", model, str(tmp_path / "a"), "--adapter", adapter, "--only_adapter", *PLAIN)
+    told = fails(capsys, "merge", model, str(tmp_path / "a"), "--adapter", adapter)
+    assert "with other files" in told  # transformers would load both
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="sdpa")
     theirs = PeftModel.from_pretrained(base, tmp_path / "a")
     with torch.no_grad():

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -53,8 +54,9 @@ def test_only_common_samples_count_and_the_table_of_them_is_right():
     """Common: b, c, d. A is right on b and c, B on c and d: 1 : 1, accuracies 2/3 each."""
     a = [row("a"), row("b", nfe=10), row("c", nfe=10), row("d", nfe=10, correct=False)]
     b = [row(uid, method="n", nfe=4, correct=uid != "b") for uid in "bcdef"]
+    b[0] = replace(b[0], problem="edited")
     found = compare_rows(a, b)
-    assert (found.n, found.left_out_a, found.left_out_b) == (3, 1, 2)
+    assert (found.n, found.left_out_a, found.left_out_b, found.differing) == (3, 1, 2, 1)
     assert (found.only_a, found.only_b, found.p_value) == (1, 1, 1.0)
     assert found.accuracy_a == found.accuracy_b == pytest.approx(2 / 3)
     assert (found.nfe_a, found.nfe_b, found.nfe_interval) == (10.0, 4.0, (-6.0, -6.0))
