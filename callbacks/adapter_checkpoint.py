@@ -64,6 +64,7 @@ class AdapterCheckpoint(Callback):
         self._epochs_ended: int | None = None
         self._former: Tensor | None = None  # the monitored value when the epoch began
         self._was_validated = False  # in this epoch
+        self._measured: float | None = None  # in this epoch's last validation
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         if stage == "fit":
@@ -98,10 +99,12 @@ class AdapterCheckpoint(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
         # Lightning keeps a value until it is logged again.
         self._former = trainer.callback_metrics.get(self.monitor or "")
-        self._was_validated = False
+        self._was_validated, self._measured = False, None
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         self._was_validated = not trainer.sanity_checking
+        found = trainer.callback_metrics.get(self.monitor or "")
+        self._measured = None if found is None else float(found)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         self._epochs_ended = trainer.current_epoch + 1
@@ -156,7 +159,7 @@ class AdapterCheckpoint(Callback):
 
     def _is_best(self, trainer: Trainer, number: int) -> bool:
         """Notes the monitored value if this epoch logged it; returns whether it is the best."""
-        found = trainer.callback_metrics.get(self.monitor or "")
+        found = trainer.callback_metrics.get(self.monitor or "", self._measured)
         is_due = self._was_validated or not self._needs_validation
         if found is None and is_due and not self._is_measured_apart(trainer):
             raise ValueError(
@@ -175,11 +178,16 @@ class AdapterCheckpoint(Callback):
         return is_best
 
     def state_dict(self) -> dict[str, Any]:
-        return {"scores": dict(self.scores), "epochs_ended": self._epochs_ended}
+        return {
+            "scores": dict(self.scores),
+            "epochs_ended": self._epochs_ended,
+            "measured": self._measured,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.scores = dict(state_dict["scores"])
         self._epochs_ended = state_dict["epochs_ended"]
+        self._measured = state_dict["measured"]
 
 
 def require_no_former_run(

@@ -153,6 +153,11 @@ class Interruption(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._began = trainer.global_step
+        # An epoch of one step has no other place to end.
+        if trainer.strategy.reduce_boolean_decision(bool(self._number), all=False):
+            self._note_saved(trainer)
+            if self._saved == self._began or not _is_rl(trainer):
+                self._end_training(trainer, is_repeated=False)
 
     def _note_saved(self, trainer: Trainer) -> None:
         """Other checkpoints do not count: the command that is named does not find them."""

@@ -36,7 +36,7 @@ class TrainingLog(Callback):
         self._batch_at = self._told_at = 0.0
         self._began: tuple[float, float] = (0.0, 0.0)  # when, and the share done then
         self._seconds = 0.0
-        self._tokens = self._num_done = 0
+        self._tokens = self._num_done = self._first = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         count = trainer.estimated_stepping_batches
@@ -49,7 +49,7 @@ class TrainingLog(Callback):
             whole = sum(size for size, _ in sizes)
             logger.info("training %s of %s parameters", f"{trained:,}", f"{whole:,}")
         self._told_at = time.monotonic()
-        self._began = (self._told_at, _share_done(trainer, 0))
+        self._began, self._first = _beginning(trainer), trainer.global_step
         self._seconds, self._tokens = 0.0, 0
 
     def on_train_batch_start(
@@ -71,7 +71,8 @@ class TrainingLog(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
             spent = timedelta(seconds=round(time.monotonic() - self._began[0]))
-            logger.info("%d steps in %s: %s", trainer.global_step, spent, self._line(trainer))
+            steps = trainer.global_step - self._first
+            logger.info("%d steps in %s: %s", steps, spent, self._line(trainer))
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._told_at = time.monotonic()
@@ -144,7 +145,7 @@ class ProgressBar(RichProgressBar):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._began = (time.monotonic(), _share_done(trainer, 0))
+        self._began = _beginning(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -237,6 +238,12 @@ def _time_left(began: tuple[float, float], share: float) -> str:
         return ""
     seconds = (time.monotonic() - began[0]) * (1 - share) / since
     return f", {timedelta(seconds=round(seconds))} left"
+
+
+def _beginning(trainer: Trainer) -> tuple[float, float]:
+    """Returns the time, and the share of ``fit`` that a former run has done."""
+    batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    return time.monotonic(), _share_done(trainer, batches)
 
 
 def _share_done(trainer: Trainer, num_batches: int) -> float:

@@ -64,7 +64,8 @@ class SupervisedDataModule(ResumableDataModule):
         overlong: what happens to responses longer than ``response_length``: ``cut`` (as in the
             releases) or ``drop``.
         limit: most examples of all sources together; all by default.
-        val_fraction: share of prompts kept for validation, by a hash of their uids; 0 for none.
+        val_fraction: share of prompts kept for validation, by a hash of their uids; 0 for none. In
+            files these are row numbers, so further answers to a prompt may be on the other side.
         val_batch_size: examples per validation batch; ``batch_size`` by default.
         seed: seed of split and order.
         num_workers: loader processes.

@@ -405,6 +405,9 @@ class OnlineRollouts:
         self.problems = encoded_problems(
             module, settings.tasks, max_length=settings.max_prompt_length
         )
+        held = {one.digest for task in settings.val_tasks or () for one in task.examples()}
+        if common := sum(example.digest in held for example, _ in self.problems):
+            logger.warning("%d prompts of val_tasks are among those that are trained on", common)
         self.engine = RolloutEngine(
             module,
             method=method,

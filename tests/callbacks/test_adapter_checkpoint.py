@@ -61,7 +61,8 @@ def test_every_epoch_the_last_and_the_best_have_a_folder(tmp_path: Path) -> None
 def test_the_best_score_survives_a_restart(tmp_path: Path, former: float, best: list[str]) -> None:
     """What an earlier run reached stays the best until something is better."""
     callback = AdapterCheckpoint(str(tmp_path / "a"), monitor="val/loss", mode="min")
-    callback.load_state_dict({"scores": {"epoch-00": former}, "epochs_ended": None})
+    state = {"scores": {"epoch-00": former}, "epochs_ended": None, "measured": None}
+    callback.load_state_dict(state)
     fitted(tmp_path, callback)
     assert names(tmp_path / "a") == [*best, "epoch-00", "last", "scores.json"]
 
@@ -112,6 +113,23 @@ def test_an_epoch_that_ended_in_the_checkpoint_gets_its_folder(
     assert all(same(whole / name, resumed / name) for name in [*epochs[1:], "last"])
     scores = json.loads((resumed / "scores.json").read_text())["scores"]
     assert sorted(scores) == ["epoch-00", "epoch-02"]  # the second one was not validated again
+
+
+def test_an_epoch_resumed_behind_its_validation_has_its_score(tmp_path: Path) -> None:
+    """Validated after the fourth batch of six, saved after the fifth one."""
+
+    def save(trainer: Trainer, *_: object) -> None:
+        if trainer.global_step == 5:
+            trainer.save_checkpoint(tmp_path / "fifth.ckpt")
+
+    def go(name: str, resume: Path | None = None) -> str:
+        callback = AdapterCheckpoint(str(tmp_path / name), monitor="val/loss")
+        saver = LambdaCallback(on_train_batch_end=save)
+        given = {"given": data(batch_size=2), "steps": 9, "total": -1, "max_epochs": 1}
+        fitted(tmp_path, callback, saver, resume=resume, val_check_interval=4, **given)
+        return (tmp_path / name / "scores.json").read_text()
+
+    assert go("whole") == go("resumed", tmp_path / "fifth.ckpt")
 
 
 def test_a_monitor_that_is_not_logged_is_named(tmp_path: Path) -> None:

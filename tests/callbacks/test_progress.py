@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
@@ -53,14 +53,19 @@ def test_time_left_is_that_of_the_run(
     without epochs, the second of six leaves 40 s."""
     monkeypatch.setattr(Console, "is_terminal", True)
 
-    def heard(**limits: int) -> list[str]:
+    def heard(resume: Path | None = None, **limits: int) -> list[str]:
         """The description after every batch."""
         bar, texts = ProgressBar(), []
-        after = LambdaCallback(
-            on_train_batch_end=lambda *_: texts.append(bar.train_progress_bar.description)
-        )
+
+        def note(trainer: Trainer, *_: Any) -> None:
+            texts.append(bar.train_progress_bar.description)
+            if trainer.global_step == 2:
+                trainer.save_checkpoint(tmp_path / "second.ckpt")
+
+        after = LambdaCallback(on_train_batch_end=note)
         trainer = quiet(tmp_path, callbacks=[bar, after], enable_progress_bar=True, **limits)
-        trainer.fit(Model(clock), DataLoader(torch.ones(NUM_BATCHES, 1)))
+        loader = DataLoader(torch.ones(NUM_BATCHES, 1))
+        trainer.fit(Model(clock), loader, ckpt_path=resume, weights_only=True)
         return texts
 
     texts = heard(max_epochs=2)
@@ -70,6 +75,9 @@ def test_time_left_is_that_of_the_run(
     texts = heard(max_epochs=-1, max_steps=6)
     assert texts[1] == "Epoch 1, step 2 of 6, 0:00:40 left"
     assert texts[4] == "Epoch 2, step 5 of 6, 0:00:10 left"
+    # The first two steps, and the time that they took, are not this run's.
+    heard(max_epochs=2)
+    assert heard(tmp_path / "second.ckpt", max_epochs=2)[1] == "Epoch 1 of 2, step 4, 0:00:40 left"
 
 
 class Tokens:

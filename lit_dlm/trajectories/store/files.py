@@ -243,15 +243,14 @@ def prompt_uid(uid: str) -> str:
 def uid_order(uids: Sequence[str]) -> list[int]:
     """Returns indices of records in an order that is independent of which process wrote them when.
 
-    Records are sorted by uid, ``{task}/{split}/{problem}@{method}``, within groups of one
-    ``{task}/{split}`` and method; groups are in the order of their first records, as in the run.
+    Records are sorted by uid, ``{task}/{split}/{problem}@{method}`` (of rollouts, with
+    ``/{rollout}`` behind it), within groups of one ``{task}/{split}`` and method; groups are in the
+    order of their first records, as in the run.
     """
-    groups: dict[tuple[str, str], list[int]] = {}
+    groups: dict[tuple[str, str], list[tuple[str, str, int]]] = {}
     for number, uid in enumerate(uids):
         prompt = uid.rpartition("@")[0] or uid
-        groups.setdefault((prompt.rpartition("/")[0], uid[len(prompt) :]), []).append(number)
-    return [
-        number
-        for (_, method), numbers in groups.items()
-        for number in sorted(numbers, key=lambda number: uids[number].removesuffix(method))
-    ]
+        method, _, rollout = uid[len(prompt) :].partition("/")
+        group = groups.setdefault((prompt.rpartition("/")[0], method), [])
+        group.append((prompt, rollout, number))
+    return [number for group in groups.values() for *_, number in sorted(group)]

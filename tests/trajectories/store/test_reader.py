@@ -11,7 +11,7 @@ import webdataset as wds
 from lit_dlm.trajectories import TrajectoryFormatError
 from lit_dlm.trajectories.format import decode_block
 from lit_dlm.trajectories.store import TrajectoryShardReader, merge_manifest
-from lit_dlm.trajectories.store.files import shard_paths
+from lit_dlm.trajectories.store.files import shard_paths, uid_order
 from tests.trajectories.samples import (
     assert_all_same,
     flip,
@@ -168,3 +168,11 @@ def test_an_outline_says_what_the_block_says_and_reads_no_features(tmp_path):
         facts = block.features
         found = facts and (facts.layout, facts.groups, facts.projector)
         assert found == (("generation", (4, 2, 1), "digest") if index < 2 else None)
+
+
+def test_rollouts_are_in_the_order_of_their_prompts_and_rl_steps() -> None:
+    """Rank 0 wrote all RL steps of prompt 2 before those of prompt 1 by rank 1."""
+    uids = [f"t/train/{n}@m/00000{step}.0000.000" for n in (2, 1) for step in (1, 0)]
+    assert [uids[number] for number in uid_order(uids)] == sorted(uids)
+    uids = ["t/test/1@b", "t/test/0@b", "t/test/0#1@b", "t/test/0@a"]
+    assert uid_order(uids) == [1, 2, 0, 3]  # methods as the run had them
