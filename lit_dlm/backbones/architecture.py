@@ -283,7 +283,7 @@ _LLADA_MOE = Family(
     **_LING_TOKENS,
 )
 _LLADA2 = Family(
-    model_types=("llada2_moe", "llada21_moe"),
+    model_types=("llada2_moe",),
     decoder="glm4_moe",
     layout="llada2",
     attention="block",
@@ -311,7 +311,9 @@ FAMILIES: dict[str, Family] = {
     "fast_dllm": _FAST_DLLM,
     "llada_moe": _LLADA_MOE,
     "llada2": _LLADA2,
-    "llada2.1": replace(_LLADA2, edits_tokens=True),
+    "llada2.1": replace(
+        _LLADA2, edits_tokens=True, model_types=("llada21_moe", *_LLADA2.model_types)
+    ),
     "sdar": _SDAR,
     "trado": _SDAR,
     "sdar_moe": replace(_SDAR, model_types=("sdar_moe",), decoder="qwen3_moe"),

@@ -5,9 +5,9 @@ transformers calls one of these in every layer, by its name in :data:`ROUTES`:
 - ``sdpa``: torch's fused attention. Query heads that share a key head become further queries of
   that head. Under a mask, transformers would instead repeat keys and values for each of them; for a
   window of a few columns this costs more than the attention (SDAR-8B: 4 times the cache per layer).
-- ``varlen``: torch's flash kernel for sequences of different lengths, which needs no mask. It runs
-  windows in half precision on a GPU (Ampere or newer). Forwards that it cannot express, and
-  training forwards, go through ``sdpa``.
+- ``varlen``: torch's flash kernel for sequences of different lengths, which needs no mask, for all
+  windows; it needs half precision on a GPU (Ampere or newer). Training forwards go through
+  ``sdpa``.
 - ``auto``: ``varlen`` where it runs, else ``sdpa``. With many keys, a CPU computes one sequence at
   a time, each with only the keys that it sees.
 
@@ -176,6 +176,8 @@ def grouped_sdpa(
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         scale = kwargs.get("scaling")
+        if kwargs.get("dropout"):
+            raise ValueError("attention_dropout: expected 0 in rows with a block mask")
         output = attend(query, key, value, block_mask=attention_mask, scale=scale, enable_gqa=True)
         return output.transpose(1, 2).contiguous(), None
     # Whole canvases, and so training, keep transformers' own order of summation.

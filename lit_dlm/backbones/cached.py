@@ -277,7 +277,8 @@ class CachedCanvas:
             for start, stop in pairwise([begin, *range(first, end, step), end]):
                 starts.append(starts[-1] + stop - start)
                 windows.append(window)
-                num_keys.append(stop if block_causal else kv_end)
+                # The last block of a window may see keys behind it: a step within a block does.
+                num_keys.append(stop if block_causal and stop < end else kv_end)
         if len(windows) > _FEW_BLOCKS * len(spans):
             return None
         return {"query_starts": starts, "of": windows, "num_keys": num_keys}

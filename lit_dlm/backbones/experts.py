@@ -110,7 +110,8 @@ def from_llada2(config: Mapping[str, Any]) -> dict[str, Any]:
         "num_shared_experts": "n_shared_experts",
         "use_qkv_bias": "attention_bias",
     }
-    return {names.get(option, option): value for option, value in config.items()}
+    renamed = {names.get(option, option): value for option, value in config.items()}
+    return {**renamed, "norm_topk_prob": True}
 
 
 LLADA2_OPTIONS = {

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypedDict, Unpack
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -208,6 +209,7 @@ class HFBackbone(nn.Module, Backbone):
         self._base_name = path
         self._weight_files: list[Path] = []
         self._adapter_files: list[Path] = []
+        self._adapted_vision: set[str] = set()  # weights of vision that came with the adapter
         self._digests: dict[str, str] = {}
         self._release_config: Mapping[str, Any] | None = None
         self._is_release = False
@@ -369,6 +371,8 @@ class HFBackbone(nn.Module, Backbone):
             if not (weights := self._vision_weights()):
                 raise ValueError(f"{path}: expected HFBackbone.vision, a part of which it holds")
             load_weights([path], weights, rename=str, optional=frozenset(weights))
+            with safe_open(path, framework="pt") as held:
+                self._adapted_vision.update(held.keys())
             self._adapter_files.append(path)
         self._digests.pop("adapter", None)
         for _, parameter in adapters.adapter_parameters(self.model):
@@ -385,7 +389,7 @@ class HFBackbone(nn.Module, Backbone):
     def save_adapter(self, folder: str | Path, *, layout: ExportLayout | None = None) -> None:
         """Writes the adapter as a PEFT folder, and beside it the trained weights of ``vision``.
 
-        With sharded weights every process must call this; the first one writes. ``layout`` is
+        These are also those that were read with the adapter. With sharded weights every process must call this; the first one writes. ``layout`` is
         ``hf`` for an adapter on what :meth:`export` writes, or ``original`` for one on the family's
         own code; the default is the layout of the files that this model came from.
         :meth:`load_adapter` reads both.
@@ -399,7 +403,7 @@ class HFBackbone(nn.Module, Backbone):
         trained = {
             key: plain_tensor(parameter)
             for key, parameter in self._vision_weights().items()
-            if parameter.requires_grad
+            if parameter.requires_grad or key in self._adapted_vision
         }
         if not _is_first_process():
             return

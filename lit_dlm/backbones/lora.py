@@ -79,9 +79,7 @@ class LoRASettings:
         """Returns transformers' names of the adapted modules, sorted."""
         targets = self.targets
         wanted = _GROUPS.get(targets, [targets]) if isinstance(targets, str) else targets
-        # A target may name a path, such as ``blocks.0.ff_out``.
-        names = {name.rpartition(".")[2] for name in wanted}
-        found = {LLADA_MODULES.get(name, name) for name in names}
+        found = {LLADA_MODULES.get(name, name) for name in wanted}
         if not found or not found <= set(_ALL):
             known = {*_ALL, *LLADA_MODULES} - {"attn_norm", "ff_norm"}
             raise ValueError(
@@ -118,6 +116,8 @@ def read_adapter_settings(folder: Path) -> LoRASettings:
     if asked:
         raise ValueError(f"{path}: option {asked[0]}={config[asked[0]]!r} is not supported")
     targets = config.get("target_modules") or []
+    if not isinstance(targets, str):  # they may be paths, such as ``blocks.0.ff_out``, in any order
+        targets = {name.rpartition(".")[2] for name in targets}
     held = {name.rpartition(".")[2] for name in config.get("target_parameters") or []}
     if held:
         if held != set(_EXPERT_WEIGHTS):

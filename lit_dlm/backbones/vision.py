@@ -47,8 +47,8 @@ def token_vision(
         vocab_size: size of the model's vocabulary; by default words and picture tokens.
     """
     folder = None if path is None else locate(path, weights=False)
-    if first_id is None and folder is not None:
-        first_id = resolve(folder).spec.text_vocab_size
+    if first_id is None and path is not None:
+        first_id = resolve(path).spec.text_vocab_size
     if first_id is None:
         raise ValueError(f"{path}: expected a model whose pictures are tokens")
     found = folder if settings.path is None else locate(settings.path)

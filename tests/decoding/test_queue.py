@@ -74,6 +74,14 @@ CASES = {
             "cache": d.BlockCache(),
         },
     ),
+    "parts of blocks": (
+        in_blocks("sequence"),
+        {
+            "policy": d.ThresholdPolicy(0.12),
+            "window": BlockWindow(2, origin="sequence"),
+            "cache": d.SubBlockCache(),
+        },
+    ),
     "credit": ({}, {**FULL, "policy": d.CreditPolicy(0.2, alpha=2.0), "window": BlockWindow(5)}),
     "prefix": ({}, {**FULL, "window": BlockWindow(5), "cache": d.PrefixCache()}),
     "dual": ({"shift": 1}, {**FULL, "window": BlockWindow(5), "cache": d.DualCache()}),

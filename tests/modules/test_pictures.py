@@ -288,17 +288,21 @@ def test_what_was_trained_is_exported_in_the_familys_layout(folder: Path, tmp_pa
     assert not loss(changed).allclose(expected, atol=1e-3)
     changed.load_adapter(str(tmp_path / "adapter"))
     torch.testing.assert_close(loss(changed), expected)
+    changed.save_adapter(tmp_path / "copy")  # of an adapter that is not trained further
+    again = model_of(folder, "none")
+    again.load_adapter(str(tmp_path / "copy"))
+    torch.testing.assert_close(loss(again), expected)
     torch.testing.assert_close(loss(model_of(tmp_path / "whole", "none")), expected)
     # Gone on from, it stays in float32 beside a decoder in half precision.
     options: Any = {"dtype": "bfloat16", "vision": VisionSettings(train="projector")}
-    again = HFBackbone(
+    vision = HFBackbone(
         str(folder), adapter=str(tmp_path / "adapter"), trainable=True, **options
     ).vision
-    assert again is not None
+    assert vision is not None
     trained = load_file(tmp_path / "adapter" / "vision.safetensors")
     assert len(trained) == 5  # two layers and the end of a line
     for key, weight in trained.items():
-        assert torch.equal(again.stored_weights()[key], weight), key
+        assert torch.equal(vision.stored_weights()[key], weight), key
     with pytest.raises(ValueError, match=r"vision.safetensors: expected HFBackbone.vision"):
         HFBackbone(str(folder), adapter=str(tmp_path / "adapter"))
 
