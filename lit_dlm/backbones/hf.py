@@ -389,10 +389,10 @@ class HFBackbone(nn.Module, Backbone):
     def save_adapter(self, folder: str | Path, *, layout: ExportLayout | None = None) -> None:
         """Writes the adapter as a PEFT folder, and beside it the trained weights of ``vision``.
 
-        These are also those that were read with the adapter. With sharded weights every process must call this; the first one writes. ``layout`` is
-        ``hf`` for an adapter on what :meth:`export` writes, or ``original`` for one on the family's
-        own code; the default is the layout of the files that this model came from.
-        :meth:`load_adapter` reads both.
+        These include weights that were read with the adapter. With sharded weights every process
+        must call this; the first one writes. ``layout`` is ``hf`` for an adapter on what
+        :meth:`export` writes, or ``original`` for one on the family's own code; the default is the
+        layout of the files that this model came from. :meth:`load_adapter` reads both.
         """
         assert self.adapter is not None
         is_original = layout == "original" or (layout is None and self._is_release)
