@@ -75,10 +75,10 @@ CASES = {
         },
     ),
     "parts of blocks": (
-        in_blocks("sequence"),
+        {**in_blocks("sequence"), "block_size": 8},
         {
-            "policy": d.ThresholdPolicy(0.12),
-            "window": BlockWindow(2, origin="sequence"),
+            **FULL,
+            "window": BlockWindow(4, origin="sequence"),
             "cache": d.SubBlockCache(),
         },
     ),
