@@ -8,7 +8,7 @@ the weights that it adapts for good, or only while a policy decodes.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -103,6 +103,11 @@ class LoRASettings:
         return sorted(modules - _FEED_FORWARD), bool(met)
 
 
+def _last_names(paths: Iterable[str]) -> set[str]:
+    """Returns the names of modules or parameters that paths such as ``blocks.0.ff_out`` name."""
+    return {path.rpartition(".")[2] for path in paths}
+
+
 def read_adapter_settings(folder: Path) -> LoRASettings:
     """Reads ``adapter_config.json`` of a PEFT folder."""
     path = folder / CONFIG_FILE
@@ -116,9 +121,9 @@ def read_adapter_settings(folder: Path) -> LoRASettings:
     if asked:
         raise ValueError(f"{path}: option {asked[0]}={config[asked[0]]!r} is not supported")
     targets = config.get("target_modules") or []
-    if not isinstance(targets, str):  # they may be paths, such as ``blocks.0.ff_out``, in any order
-        targets = {name.rpartition(".")[2] for name in targets}
-    held = {name.rpartition(".")[2] for name in config.get("target_parameters") or []}
+    if not isinstance(targets, str):
+        targets = _last_names(targets)
+    held = _last_names(config.get("target_parameters") or [])
     if held:
         if held != set(_EXPERT_WEIGHTS):
             raise ValueError(

@@ -78,16 +78,12 @@ class Decoder(Plugs):
         self.settings = settings or DecodeSettings()
         self.layout = layout and checked_plug(layout, Layout, option="layout")
         self.guidance = guidance
-        self._check_forward()
+        self._check_policy()
         if guidance is not None and not isinstance(self.cache, NoCache):
             raise ValueError(
                 f"guidance: expected no cache beside it, got {type(self.cache).__name__}"
             )
-        missing = {"layout": layout is None, "quota": isinstance(self.quota, NoQuota)}
-        for name, is_missing in missing.items():
-            if is_missing and getattr(policy, f"needs_{name}", False):
-                raise ValueError(f"{name}: {type(policy).__name__} needs one, got none")
-        if not isinstance(quota, NoQuota | None) and not getattr(policy, "takes_quota", True):
+        if not isinstance(quota, NoQuota | None) and not self.policy.takes_quota:
             raise ValueError(
                 f"quota: {type(policy).__name__} decides alone, expected NoQuota, got "
                 f"{type(quota).__name__}"
@@ -98,15 +94,20 @@ class Decoder(Plugs):
                 f"text ends a region and not the response, got {self.settings.eos_rule!r}"
             )
 
-    def _check_forward(self) -> None:
-        """Refuses a cache or guidance beside a policy that runs its own forward."""
+    def _check_policy(self) -> None:
+        """Refuses a policy without what it needs, or beside what its own forward excludes."""
+        name = type(self.policy).__name__
+        missing = {"layout": self.layout is None, "quota": isinstance(self.quota, NoQuota)}
+        for part, is_missing in missing.items():
+            if is_missing and getattr(self.policy, f"needs_{part}"):
+                raise ValueError(f"{part}: {name} needs one, got none")
         if type(self.policy).denoise is CommitPolicy.denoise:
             return
-        for name, beside in (("cache", self.cache), ("guidance", self.guidance)):
+        for part, beside in (("cache", self.cache), ("guidance", self.guidance)):
             if not isinstance(beside, NoCache | None):
                 raise ValueError(
-                    f"{name}: expected none with {type(self.policy).__name__}, which runs columns "
-                    f"of its own, got {type(beside).__name__}"
+                    f"{part}: expected none with {name}, which runs columns of its own, got "
+                    f"{type(beside).__name__}"
                 )
 
     @property

@@ -68,6 +68,10 @@ class ResultRow:
     """Share of a full point, 0 to 1, if the task's accuracy is the mean of such shares."""
 
     @property
+    def points(self) -> float:
+        return float(self.correct) if self.score is None else self.score
+
+    @property
     def prompt_uid(self) -> str:
         return self.uid.removesuffix(f"#{self.response}") if self.response else self.uid
 

@@ -113,9 +113,7 @@ def compare_rows(rows_a: Sequence[ResultRow], rows_b: Sequence[ResultRow]) -> Pa
         one = ungraded[0]
         raise ValueError(f"task {task!r}: sample {one.uid!r} of {one.method!r} was not graded")
     right = np.array([(a.correct, b.correct) for a, b in pairs], dtype=np.int64)
-    points = np.array(
-        [[float(row.correct) if row.score is None else row.score for row in pair] for pair in pairs]
-    )
+    points = np.array([(a.points, b.points) for a, b in pairs])
     nfe = np.array([(a.nfe, b.nfe) for a, b in pairs], dtype=np.int64)
     only_a, only_b = (int((right[:, k] > right[:, 1 - k]).sum()) for k in (0, 1))
     p_value = exact_mcnemar(only_a, only_b)

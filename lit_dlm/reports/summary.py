@@ -99,7 +99,7 @@ def summarise(rows: Sequence[ResultRow]) -> MethodSummary:
 
 
 def _accuracy(rows: Sequence[ResultRow]) -> dict[str, Any]:
-    points = [float(row.correct) if row.score is None else row.score for row in rows]
+    points = [row.points for row in rows]
     n, accuracy = len(rows), sum(points) / len(rows)
     grades: defaultdict[str, list[bool]] = defaultdict(list)
     sums: defaultdict[str, float] = defaultdict(float)
