@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shlex
-import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -125,40 +124,6 @@ def between(
             share = (forwards - fast) / max(slow - fast, 1e-9)
             return (1 - share) * one + share * two
     return None
-
-
-def difference(
-    one: Sequence[Mapping[str, float]], two: Sequence[Mapping[str, float]]
-) -> dict[str, float]:
-    """Returns the difference of two accuracies, paired by problem.
-
-    Args:
-        one: verdicts by uid, one table for each seed.
-        two: the same for the other method; a single table is paired with every seed.
-
-    Returns:
-        ``mean``, and its standard error over problems (after averaging over seeds) and over seeds
-        (after averaging over problems; 0 for one seed).
-    """
-    seeds = max(len(one), len(two))
-    first, second = (list(tables) * seeds if len(tables) == 1 else tables for tables in (one, two))
-    by_seed = [
-        [float(a[uid]) - float(b[uid]) for uid in sorted(a)]
-        for a, b in zip(first, second, strict=True)
-    ]
-    by_problem = [statistics.mean(values) for values in zip(*by_seed, strict=True)]
-    means = [statistics.mean(values) for values in by_seed]
-    return {
-        "mean": statistics.mean(means),
-        "stderr_problems": statistics.stdev(by_problem) / len(by_problem) ** 0.5,
-        "stderr_seeds": statistics.stdev(means) / seeds**0.5 if seeds > 1 else 0.0,
-    }
-
-
-def gained(found: dict[str, float]) -> str:
-    """Formats a :func:`difference` in percentage points, with the larger of its errors."""
-    error = max(found["stderr_problems"], found["stderr_seeds"])
-    return f"{100 * found['mean']:+.1f} ± {100 * error:.1f}"
 
 
 @lru_cache(maxsize=4)

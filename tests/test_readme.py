@@ -130,7 +130,7 @@ def test_the_table_is_that_of_the_kept_run():
     ("kept", "program", "page", "count"),
     [
         ("stack.parquet", "stack", "stack", 2),
-        ("decode_states.json", "decode_states", "decode_states", 2),
+        ("decode_states.parquet", "decode_states", "decode_states", 2),
         ("smollm2.json", "smollm2_losses", "smollm2", 1),
         ("policy_states.json", "policy_states", "outcome_policies", 1),
         ("policy_order.json", "policy_order", "outcome_policies", 2),

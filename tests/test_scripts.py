@@ -1,6 +1,7 @@
 """Benchmarks and experiments: scripts outside the packages, which a renamed import would break."""
 
 import argparse
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -112,46 +113,34 @@ def test_processor_time_of_an_arm_is_that_of_both_commands_though_it_was_killed_
 
 
 def test_arms_of_decode_states_are_compared_by_problem_and_at_equal_forwards(
-    tmp_path: Path, imported: Script
+    imported: Script,
 ) -> None:
     script = imported("experiments/decode_states.py")
-    setting = script["Setting"]("tiny", "WordProblems", 8, ("entropy_1", "entropy_2"), 1)
     verdicts = {  # arm, method -> forwards, and what is right in each seed
         ("decode", "entropy_1"): (8, ["1110", "1100"]),
         ("random", "entropy_1"): (8, ["1000", "1100"]),
         ("decode", "threshold_06"): (6, ["1100", "1100"]),
         ("random", "threshold_06"): (4, ["0000", "0000"]),
         ("random", "threshold_09"): (8, ["1111", "1111"]),
+        ("decode", "threshold_dual_09"): (9, ["1111", "1111"]),
     }
-    arms: dict[str, list[Path]] = {"decode": [], "random": []}
-    for arm, folders in arms.items():
-        for seed in (0, 1):
-            folder = ResultFolder(tmp_path / f"{arm}-{seed}")
-            folders.append(folder.folder)
-            for method in setting.methods:
-                others = 4 if method.endswith("_06") else 8, ["1010", "1010"]
-                forwards, right = verdicts.get((arm, method), others)
-                folder.claim("t", method, {})
-                folder.append(
-                    row(str(uid), method=method, correct=digit == "1", nfe=forwards)
-                    for uid, digit in enumerate(right[seed])
-                )
-
-    report = script["compare"](setting, arms["decode"], arms["random"])
-
-    first = report["entropy_1"]
-    assert first["accuracy"] == {"decode": [0.75, 0.5], "random": [0.25, 0.5]}
-    # By problem 0, 0.5, 0.5, 0; by seed 0.5 and 0.
-    assert first["difference"] == pytest.approx(
-        {"mean": 0.25, "stderr_problems": 1 / 48**0.5, "stderr_seeds": 0.25}
-    )
-    assert report["judged"]["mean"] == pytest.approx(0.125)  # entropy_2 is equal in both
-    assert report["threshold_06"]["difference"]["mean"] == pytest.approx(0.5)
-    # Six forwards lie half way between none right at four and all right at eight.
-    assert report["threshold_06"]["equal_forwards"] == pytest.approx(
-        {"mean": 0.0, "stderr_problems": 1 / 12**0.5, "stderr_seeds": 0.0}
-    )
-    assert report["threshold_06"]["forwards"] == {"decode": 6, "random": 4}
+    decodes = {}
+    for arm, method in itertools.product(script["ARMS"], (*script["ORDER"], *script["FAST"])):
+        others = 4 if method.endswith("_06") else 8, ["1010", "1010"]
+        forwards, right = verdicts.get((arm, method), others)
+        shown = np.array([[float(digit) for digit in seed] for seed in right])
+        decodes[f"words, {arm}", "t", method] = np.full(shown.shape, float(forwards)), shown
+    found = script["arms"](decodes, "words")
+    # By problem 0, 0.5, 0.5, 0; by seed 0.5 and 0; entropy_2 and entropy_4 are equal in both.
+    assert script["gain"](found, "entropy_1").mean(0).tolist() == [0.0, 0.5, 0.5, 0.0]
+    assert script["gain"](found, *script["ORDER"]).mean() == pytest.approx(0.25 / 3)
+    # Six forwards lie half way between none right at four and all right at eight; nine lie outside.
+    equal = script["gain_at_equal_forwards"](found, "threshold_06")
+    assert equal.tolist() == [[0.5, 0.5, -0.5, -0.5]] * 2
+    fixed, fast = script["markdown"](decodes).split("\n\n")
+    assert "| words | 62.5, +25.0 ± " in fixed
+    assert "| words | 50.0 @ 6.0, +50.0 ± 24.0 (+0.0 ± 24.0) |" in fast
+    assert fast.endswith(" | 100.0 @ 9.0, +50.0 ± 24.9 |\n")
 
 
 def test_the_policy_bench_compares_at_equal_forwards_and_keeps_every_decode(
