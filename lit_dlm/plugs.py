@@ -34,7 +34,7 @@ def source_digests(plugs: Iterable[object]) -> dict[str, str]:
     """
     found = {}
     for kind in map(type, plugs):
-        path = getattr(sys.modules[kind.__module__], "__file__", None)
+        path = getattr(sys.modules.get(kind.__module__), "__file__", None)
         if path and kind.__module__.split(".")[0] != __name__.split(".")[0]:
             sha = hashlib.sha256(Path(path).read_bytes()).hexdigest()
             found[f"{kind.__module__}.{kind.__qualname__}"] = sha[:16]

@@ -45,7 +45,10 @@ def conversation(
         wanted += f" and one of {', '.join(_ANSWER_FIELDS)}"
     row.expect(bool(prompt and (answer or not needs_answer)), wanted, sorted(fields))
     if isinstance(fields[prompt], list):
-        turns = [*fields[prompt], *fields.get(answer or "", [])]
+        said = fields.get(answer or "")
+        if not isinstance(said, list):
+            said = [] if said is None else [{"role": "assistant", "content": str(said)}]
+        turns = [*fields[prompt], *said]
         return _split(replace(row, fields={prompt: turns}), prompt, needs_answer=needs_answer)
     text = row.text(prompt)
     row.expect(bool(text.strip()), f"a text that is not empty in field {prompt!r}", text)

@@ -163,6 +163,7 @@ def test_gradings_of_prompts(tmp_path: Path, grading: str, right: str, wrong: st
         {"instruction": "2+3", "input": "", "output": "5"},
         {"messages": [USER, SAYS]},
         {"prompt": [USER], "completion": [SAYS]},
+        {"prompt": [USER], "answer": 5},
         {"conversations": [{"from": "human", "value": "2+3"}, {"from": "gpt", "value": "5"}]},
     ],
 )
