@@ -43,32 +43,29 @@ from lit_dlm.backbones.resolution import FromAR
 from lit_dlm.modules.checkpoint import export_trained
 from lit_dlm.ops.files import write_atomically
 from lit_dlm.reports.results import ResultFolder
-from lit_dlm.toy import Countdown
 
 
 @dataclass(frozen=True)
 class Sizes:
     """Sizes of the stages; each is an option of the command line."""
 
-    rows: int = 20_000  # of training, one in five from Countdown
-    control_updates: int = 300
-    full_updates: int = 1_200  # at most
-    block_updates: int = 400
+    rows: int = 10_000  # of training
+    control_updates: int = 200
+    full_updates: int = 600  # at most
+    block_updates: int = 200
     chunk: int = 100  # updates between two validations
     target: int = 60  # per cent of the validation list at which training the full model stops
     validation: int = 100
-    traces: int = 1_600
+    traces: int = 600
     head_updates: int = 500  # of TraceLock's policy
-    outcome_steps: int = 12  # RL steps of the same policy
-    tuning_updates: int = 200
+    outcome_steps: int = 10  # RL steps of the same policy
+    tuning_updates: int = 100
     rl_steps: int = 8
-    rl_prompts: int = 32  # of an RL step
-    test: int = 1_000
-    countdowns: int = 200  # Countdown problems of the test
+    rl_prompts: int = 16  # of an RL step
+    test: int = 500
 
 
 CONFIGS = Path(__file__).parent / "real"
-COUNTDOWN: dict[str, Any] = {"counts": [3], "style": "worked"}
 START = {
     "control": FromAR(shift=1, attention="block", block_size=1),
     "full": FromAR(shift=1),
@@ -125,9 +122,8 @@ def data(run: Run) -> None:
             export_trained(backbone, str(parent), draft, write=True)
             draft.rename(folder)
     if not rows.exists():
-        rng = random.Random(0)
-        tasks = [*[Stories("train")] * 4, Countdown("train", **COUNTDOWN)]
-        pairs = [tasks[number % 5].draw_pair(rng) for number in range(run.options.rows)]
+        rng, task = random.Random(0), Stories("train")
+        pairs = [task.draw_pair(rng) for _ in range(run.options.rows)]
         lines = [json.dumps({"prompt": text, "response": answer}) for text, answer in pairs]
         write_atomically(rows, "\n".join(lines) + "\n")
 
@@ -154,7 +150,7 @@ def control(run: Run) -> None:
     """Fine-tunes the parent for next-token prediction on the same rows, and decodes it."""
     if "control" not in run.decoded:
         follow_tokens(run)
-        decode(run, "control", "decode_control", countdown=True)
+        decode(run, "control", "decode_control")
 
 
 def follow_tokens(run: Run) -> None:
@@ -163,7 +159,7 @@ def follow_tokens(run: Run) -> None:
 
 
 def conversion(run: Run) -> None:
-    """Trains full attention, starting from causal, until validation accuracy is high enough."""
+    """Turns the control's attention from causal to full, until validation is good enough."""
     adapt(run, "full", "annealed")
 
 
@@ -237,7 +233,7 @@ def reinforcement(run: Run) -> None:
 
 def decoding(run: Run) -> None:
     """Decodes the test list with the full model and those trained from it."""
-    decode(run, "full", "decode_full", countdown=True)
+    decode(run, "full", "decode_full")
     few = ("--data.methods", json.dumps(["threshold_0.7", "threshold_0.9"]))
     for name in ("rl-trace", "rl-random", *run.tuned, "on-policy", "further"):
         decode(run, name, "decode", *few)
@@ -247,16 +243,26 @@ def blocks(run: Run) -> None:
     """Trains and decodes the other conversion: attention in blocks, whose cache is exact."""
     if "block" not in run.decoded:
         adapt(run, "block", "adapt")
-        decode(run, "block", "decode_block", countdown=True)
+        decode(run, "block", "decode_block")
 
 
 STAGES = (data, control, conversion, traces, tuning, reinforcement, further, decoding, blocks)
 
 
 def adapt(run: Run, name: str, config: str, *more: object) -> None:
-    """Trains an adapter on the parent in chunks, validates each, and keeps the last one."""
+    """Trains an adapter on the parent in chunks, validates each, and keeps the last one.
+
+    The control's is new; the others go on from it.
+    """
     if run.kept(name) is not None:
         return
+    if name != "control":
+        follow_tokens(run)
+        backbone = "--model.backbone.init_args."
+        more = (
+            *more, f"{backbone}lora", "null", f"{backbone}trainable", "true",
+            f"{backbone}adapter", run.kept("control"),
+        )  # fmt: skip
     most = getattr(run.options, f"{name}_updates")
     chunk = run.options.chunk
     start = ("--model.backbone.init_args.from_ar", json.dumps(asdict(START[name])))
@@ -280,7 +286,7 @@ def adapt(run: Run, name: str, config: str, *more: object) -> None:
         print(f"{name}: {right:.0%} of the validation list after {updates} updates", flush=True)
         if name == "full" and right >= run.options.target / 100:
             break
-    run.keep(name, adapter, name)
+    run.keep(name, adapter, None)
 
 
 def training_rows(run: Run) -> dict[str, Any]:
@@ -288,17 +294,12 @@ def training_rows(run: Run) -> dict[str, Any]:
     return {"class_path": "ResponsesFile", "init_args": {"path": str(run.out / "train.jsonl")}}
 
 
-def decode(run: Run, name: str, config: str, *more: object, countdown: bool = False) -> None:
-    """Decodes the test lists: word problems, and with ``countdown`` Countdown too."""
+def decode(run: Run, name: str, config: str, *more: object) -> None:
+    """Decodes the test list."""
     if name in run.decoded:
         return
     model = run.merged(name)
     run.command(name, "predict", config, *model, *more, *stories("test", run.options.test, 17))
-    if countdown:
-        sums = problems("Countdown", "test", run.options.countdowns, seed=17, **COUNTDOWN)
-        rule = "autoregressive" if name == "control" else "threshold_0.9"
-        one = ("--data.methods", json.dumps([rule]))
-        run.command(name, "predict", config, *model, *one, "--data.tasks", sums)
     (run.out / name / TESTED).touch()
     collect(run.out, run.results, run.sizes)
 
@@ -369,8 +370,8 @@ class Run:
             raise SystemExit(f"{folder / WEIGHTS}: {told}")
         return folder
 
-    def keep(self, name: str, adapter: Path, base: str) -> None:
-        """Keeps an adapter, in bfloat16 and with ``base`` as the name of its model."""
+    def keep(self, name: str, adapter: Path, base: str | None) -> None:
+        """Keeps an adapter in bfloat16; ``base`` is its model, unless that is the parent."""
         if self.kept(name) is not None:
             return
         folder = self.out / "kept" / name

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.docs
 SIZES = {
     "rows": 60, "control_updates": 2, "full_updates": 4, "block_updates": 2, "chunk": 2,
     "target": 101, "validation": 2, "traces": 16, "head_updates": 5, "outcome_steps": 2,
-    "tuning_updates": 2, "rl_steps": 1, "rl_prompts": 2, "test": 3, "countdowns": 2,
+    "tuning_updates": 2, "rl_steps": 1, "rl_prompts": 2, "test": 3,
 }  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def test_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = decodes.groupby(["model", "task", "method"], observed=True).size()
     assert set(sizes["full"]["stories"]) == {3}
     assert set(sizes["full"]["stories"].index) >= {"confidence", "tracelock_0.8", "outcome_0.95"}
-    assert sizes["control", "countdown", "autoregressive"] == 2
+    assert sizes["control", "stories", "autoregressive"] == 3
     assert set(decodes.model) == {
         "control", "full", "block", "sft-s0", "tabom-s0", "rl-trace", "rl-random", "on-policy",
         "further",
@@ -79,9 +79,9 @@ def test_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [line[:2] for line in facts["curves"]] == [
         ["block", 2], ["control", 2], ["full", 2], ["full", 4]
     ]  # fmt: skip
-    # Four updates of 16 rows: a prompt of up to 80 tokens and 64 cells.
+    # Four updates of 16 rows: a prompt of up to 80 tokens and 48 cells.
     cells = facts["costs"]["annealed adapt/full"]["cells"]
-    assert 4 * 16 * 64 < cells < 4 * 16 * (64 + 80)
+    assert 4 * 16 * 48 < cells < 4 * 16 * (48 + 80)
 
     before = (out / "costs.jsonl").read_bytes()
     experiment(monkeypatch, *arguments)
