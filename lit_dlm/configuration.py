@@ -54,10 +54,8 @@ def explain(message: str, parser: ArgumentParser | None = None) -> str:
     message = _innermost(_NO_FILE.sub("\n  ", message))
     place = ".".join(_KEY.findall(message))
     at = f"{place}: " if place else ""
-    classes = _CLASS.findall(message)
-    for pattern, tell in _FAULTS.items():
-        if found := re.search(pattern, message):
-            return tell(found, at, classes, _keys(parser))
+    if told := _known_fault(message, at, _CLASS.findall(message), _keys(parser)):
+        return told
     message = _KEY.sub("", _CLASS.sub("", message) if place else message)
     message = _WRONG_TYPE.sub(lambda m: f"expected {m[1] or f'one of {m[2]}'}", message)
     message = _CALLABLE.sub("", message).replace(". Got value: ", ", got ")
@@ -69,63 +67,48 @@ def _plug_fault(message: str) -> str | None:
     """Says what is missing in a class that was given for one of our bases."""
     found = _PLUG.search(message)
     path = found and (found["path"] or found["abstract"] or found["given"])
-    told = _lacks(path.strip(), found["plug"]) if found and path else None
-    at = ".".join(_KEY.findall(message[: found.start()])) if found else ""
+    kind = locate(path.strip()) if path else None
+    if found is None or not isinstance(kind, type):
+        return None
+    # Without a name in the message, the base that the class derives from was meant.
+    plug, bases = found["plug"], [one for one in _own_classes() if Plug in one.__bases__]
+    meant = [one for one in bases if one.__name__ == plug or (not plug and one in kind.__mro__)]
+    told = difference(kind, meant[0]) if meant else None
+    at = ".".join(_KEY.findall(message[: found.start()]))
     return told and f"{at}: {told}"
 
 
-def _unknown_option(found: re.Match[str], at: str, classes: list[str], keys: list[str]) -> str:
-    if owners := [*classes, *filter(None, [found[2]])]:
-        return at + _without_option(found[1], owners)
-    name = found[1].partition(".")[0]
-    return f"{at}unknown option '{name}'{nearest(name, keys)}"
-
-
-def _no_module(found: re.Match[str], at: str, _: list[str], __: list[str]) -> str:
-    return f"{at}no module '{found[1]}' is installed or in {os.getcwd()}, the working folder"
-
-
-def _unknown_class(found: re.Match[str], at: str, _: list[str], __: list[str]) -> str:
-    names = [one.__name__ for one in _own_classes()]
-    names += [*callbacks.__all__, *loggers.__all__, *optim.__all__]
-    if found[1] in names:
-        return f"{at}expected a class of another kind, got {found[1]}"
-    return f"{at}unknown class '{found[1]}'{nearest(found[1], names)}"
-
-
-def _unknown_key(found: re.Match[str], _: str, __: list[str], keys: list[str]) -> str:
-    key = f"{found[1]}.{found[2]}" if found[1] else found[2]
-    return f"unknown key '{key}'{nearest(key, keys)}"
-
-
-def _unknown_flag(found: re.Match[str], at: str, classes: list[str], keys: list[str]) -> str:
-    if classes:
-        return at + _without_option(found[1].removeprefix("--"), classes)
-    return f"unknown option '{found[1]}'{nearest(found[1], (f'--{key}' for key in keys))}"
-
-
-def _no_class(found: re.Match[str], at: str, _: list[str], __: list[str]) -> str:
-    return f"{at}expected a {found[1]}: a class's name, or class_path and init_args alone"
-
-
-def _missing(found: re.Match[str], _: str, __: list[str], ___: list[str]) -> str:
-    give = "give --config FILE ('lit-dlm recipes' lists the shipped ones)"
-    return f"{found[1]}: expected a class, got none; {give}"
-
-
-_FAULTS = {
-    r"No module named '([^']+)'": _no_module,
-    r"Option '([^']+)' is not accepted(?:\. Got value: Namespace\(class_path='([^']+)')?": (
-        _unknown_option
-    ),
-    r"Expected a dot import path string: (\w+)": _unknown_class,
-    r"(?:Group '([^']+)' does not accept option|Subcommand '\w+' does not accept option|Key)"
-    r" '([^']+)'": _unknown_key,
-    r"[Uu]nrecognized arguments: (--[^\s=]+)": _unknown_flag,
-    r"Not a valid subclass of (\w+)": _no_class,
-    r"(?:the following arguments are required: |Key \")(?:\w+\.)?(data|model)\b": _missing,
-}
-"""Patterns of jsonargparse's messages, and what puts each in one line; the first match counts."""
+def _known_fault(message: str, at: str, classes: list[str], keys: list[str]) -> str | None:
+    """Puts a message of jsonargparse in one line, if it is one of these."""
+    if found := re.search(r"No module named '([^']+)'", message):
+        return f"{at}no module '{found[1]}' is installed or in {os.getcwd()}, the working folder"
+    option = r"Option '([^']+)' is not accepted(?:\. Got value: Namespace\(class_path='([^']+)')?"
+    if found := re.search(option, message):
+        if owners := [*classes, *filter(None, [found[2]])]:
+            return at + _without_option(found[1], owners)
+        name = found[1].partition(".")[0]
+        return f"{at}unknown option '{name}'{nearest(name, keys)}"
+    if found := re.search(r"Expected a dot import path string: (\w+)", message):
+        names = [one.__name__ for one in _own_classes()]
+        names += [*callbacks.__all__, *loggers.__all__, *optim.__all__]
+        if found[1] in names:
+            return f"{at}expected a class of another kind, got {found[1]}"
+        return f"{at}unknown class '{found[1]}'{nearest(found[1], names)}"
+    key = r"(?:(?:Group '([^']+)'|Subcommand '\w+') does not accept option|Key) '([^']+)'"
+    if found := re.search(key, message):
+        name = f"{found[1]}.{found[2]}" if found[1] else found[2]
+        return f"unknown key '{name}'{nearest(name, keys)}"
+    if found := re.search(r"[Uu]nrecognized arguments: (--[^\s=]+)", message):
+        if classes:
+            return at + _without_option(found[1].removeprefix("--"), classes)
+        return f"unknown option '{found[1]}'{nearest(found[1], (f'--{key}' for key in keys))}"
+    if found := re.search(r"Not a valid subclass of (\w+)", message):
+        return f"{at}expected a {found[1]}: a class's name, or class_path and init_args alone"
+    missing = r"(?:the following arguments are required: |Key \")(?:\w+\.)?(data|model)\b"
+    if found := re.search(missing, message):
+        give = "give --config FILE ('lit-dlm recipes' lists the shipped ones)"
+        return f"{found[1]}: expected a class, got none; {give}"
+    return None
 
 
 def _innermost(message: str) -> str:
@@ -149,24 +132,11 @@ def _innermost(message: str) -> str:
 
 def _without_option(name: str, classes: list[str]) -> str:
     """Says that the last of nested classes has no such option, and which one was meant."""
-    target = locate(classes[-1]) if classes else None
+    target = locate(classes[-1])
     owners = [target] if callable(target) else _own_classes()
     known = {parameter for owner in owners for parameter in inspect.signature(owner).parameters}
-    owner = f"{classes[-1].rsplit('.', 1)[-1]} has no option" if classes else "unknown option"
-    return f"{owner} '{name}'{nearest(name, known - {'self', 'args', 'kwargs', name})}"
-
-
-def _lacks(path: str, plug: str | None) -> str | None:
-    """Says what keeps a class from being a plug, by default the one that it derives from.
-
-    ``None`` for a class that was given for anything else.
-    """
-    kind = locate(path)
-    if not isinstance(kind, type):
-        return None
-    bases = [one for one in _own_classes() if Plug in one.__bases__]
-    meant = [one for one in bases if one.__name__ == plug or (not plug and one in kind.__mro__)]
-    return difference(kind, meant[0]) if meant else None
+    hint = nearest(name, known - {"self", "args", "kwargs", name})
+    return f"{classes[-1].rpartition('.')[2]} has no option '{name}'{hint}"
 
 
 def _own_classes() -> list[type]:

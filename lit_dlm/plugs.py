@@ -71,15 +71,10 @@ def difference(kind: type, plug: type) -> str | None:
 
 
 def checked_plug(given: T, plug: type, *, option: str) -> T:
-    """Adds the base's defaults for members that the class of an object leaves out.
+    """Adds a base's defaults for members that the class of an object leaves out; returns the object.
 
-    Args:
-        given: of any class, to which the members are added.
-        plug: its abstract methods are required, and so are attributes without a value.
-        option: what to call the object in errors.
-
-    Returns:
-        The object itself.
+    The base's abstract methods are required, and so are attributes without a value. Errors call the
+    object ``option``.
     """
     if told := difference(type(given), plug):
         raise ValueError(f"{option}: {told}")

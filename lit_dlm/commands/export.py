@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
@@ -108,6 +109,9 @@ def main(arguments: Sequence[str], command: str = "export") -> int:
     return 0
 
 
+merge = partial(main, command="merge")
+
+
 def _require_own(folder: Path, *, other: str) -> None:
     """Refuses a folder with files unless its card says that lit-dlm wrote it, or with ``other``."""
     card = folder / "README.md"
@@ -119,11 +123,6 @@ def _require_own(folder: Path, *, other: str) -> None:
             f"folder: expected a new one or one that 'lit-dlm export' wrote, got {folder} with "
             "other files; --force writes among them"
         )
-
-
-def merge(arguments: Sequence[str]) -> int:
-    """Runs ``lit-dlm merge``: an export with the adapter added to the weights."""
-    return main(arguments, "merge")
 
 
 def _measured(run: Path, backbone: HFBackbone) -> list[MethodSummary]:
