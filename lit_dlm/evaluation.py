@@ -183,10 +183,7 @@ class DiffusionLM(TemplateLM):
         are_windows: bool = False,
         **_: Any,
     ) -> list[tuple[float, bool]]:
-        """Returns the bound of each target in its context, and whether decoding writes the target.
-
-        The latter is not checked for windows.
-        """
+        """Returns the bound of each target in its context, and whether decoding writes it."""
         self._check_lengths(
             (len(context) + len(target), f"log-likelihood of ...{''.join(texts)[-40:]!r}")
             for texts, context, target in requests

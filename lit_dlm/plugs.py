@@ -71,7 +71,7 @@ def difference(kind: type, plug: type) -> str | None:
 
 
 def checked_plug(given: T, plug: type, *, option: str) -> T:
-    """Adds a base's defaults for members that the class of an object leaves out; returns the object.
+    """Returns the object; adds a base's defaults for members that its class leaves out.
 
     The base's abstract methods are required, and so are attributes without a value. Errors call the
     object ``option``.

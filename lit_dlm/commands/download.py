@@ -66,10 +66,9 @@ class Source:
 
 
 def sources(config: Any) -> list[Source]:
-    """Returns what a parsed configuration reads from the hub or the user's files, models first.
+    """Returns what a parsed configuration reads from elsewhere, models first, each once.
 
-    Each source is listed once, a tokenizer only if its model is not listed, and what the run itself
-    makes not at all.
+    A tokenizer is listed only if its model is not, and what the run itself makes not at all.
     """
     found: dict[tuple[str, str, str | None], Source] = {}
     own = f"{config.get('run_dir')}/"
@@ -120,10 +119,7 @@ def _of_class(class_path: str, options: dict[str, Any], at: str) -> Iterator[Sou
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command with the arguments after its name; others are options of a configuration.
-
-    The exit status is 1 if something is missing that was not fetched.
-    """
+    """Runs the command; returns 1 if something is missing that was not fetched."""
     parser = argparse.ArgumentParser(
         prog="lit-dlm download",
         description="Fetches the models, tokenizers and data sets that a configuration names on "

@@ -44,8 +44,7 @@ def main(arguments: Sequence[str]) -> int:
 def samples(rows: Iterable[ResultRow]) -> str:
     """Returns lines of a ``samples.jsonl``: the problem and the module that was graded.
 
-    EvalPlus requires every problem, so an answer without code becomes an empty module, which counts
-    as wrong.
+    EvalPlus requires every problem: an answer without code becomes an empty, and wrong, module.
     """
     lines = []
     for row in rows:

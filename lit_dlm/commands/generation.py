@@ -28,10 +28,7 @@ from lit_dlm.reports.pieces import TokenPieces
 
 
 class LiveCanvas:
-    """Shows the responses of a batch as they are written; an observer of the decode loop.
-
-    Unlike other observers it waits for the device in every step, as somebody is watching.
-    """
+    """Shows the responses of a batch as they are written; waits for the device in every step."""
 
     requires: frozenset[str] = frozenset()
 

@@ -25,10 +25,7 @@ ADAPTIVE = "adaptive"
 def grid(
     policies: Mapping[str, Path], steps: Sequence[int | str], caches: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The part of a configuration that adds the methods of a grid and runs only them.
-
-    Without ``caches`` each decode file keeps its own.
-    """
+    """The part of a configuration that adds the methods of a grid and runs only them."""
     # Imported here, as torch takes seconds to import.
     from lit_dlm.decoding.decoder import method_name
 

@@ -49,9 +49,9 @@ from lit_dlm.trajectories.store.writer import lives, lock
 
 @contextmanager
 def locked(folder: Path, name: str) -> Iterator[Path]:
-    """Locks a folder for this process; the lock ends with the process, however that ends.
+    """Locks a folder for this process, however that ends; yields the lock file.
 
-    Yields the lock file. Commands of other names may share the folder.
+    Commands of other names may share the folder.
     """
     path = folder / f".{name}.lock"
     while True:

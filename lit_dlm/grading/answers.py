@@ -30,11 +30,7 @@ MATH_SECONDS = 5.0
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last complete ``\boxed{...}``, or ``None``.
-
-    Nested braces are followed; ``\fbox{...}`` counts as well, and so does ``\boxed 5`` as TeX
-    reads it (one token).
-    """
+    r"""The content of the last complete ``\boxed{...}``, ``\fbox{...}`` or (in TeX) ``\boxed 5``."""
     closing: dict[int, int] = {}
     opened: list[int] = []
     for brace in _BRACE.finditer(text):
@@ -61,8 +57,7 @@ def text_after_marker(text: str) -> str | None:
 def parse_number(text: str) -> Fraction | None:
     r"""The exact value of the last number of a short answer such as ``18 \text{ dollars}``.
 
-    Currency signs, thousands separators (also LaTeX's ``{,}``), a percent sign, a final full stop
-    and words around the number do not matter; ``\frac{a}{b}`` and ``a/b`` are exact fractions.
+    Signs and words around it do not matter; ``\frac{a}{b}`` and ``a/b`` are exact fractions.
     """
     plain = re.sub(r"\\[!,;: ]", "", _without_currency(text))
     if fraction := _FRACTION.fullmatch(plain.strip()):
@@ -98,8 +93,7 @@ def _last_number(text: str) -> Fraction | None:
 def extract_number(completion: str) -> str | None:
     r"""The final number of a worked solution, in the form ``18`` or ``1/3``; ``None`` without any.
 
-    This is the first number after the last ``####`` (on its line) or the last ``\boxed{}``,
-    whichever comes later, else the last number of the text.
+    That is the one after the last ``####`` or in the last ``\boxed{}``, else the last of the text.
     """
     value = parse_number(last_boxed(completion) or "")
     if value is not None and completion.rfind(r"\boxed") > completion.rfind("####"):

@@ -105,5 +105,5 @@ class BoundedProcesses:
 
 @functools.cache
 def shared_processes(kind: Kind) -> BoundedProcesses:
-    """Returns the pool that all graders of this process share."""
+    """Returns the pool of this process."""
     return BoundedProcesses(kind)

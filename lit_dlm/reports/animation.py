@@ -43,11 +43,7 @@ class Cell(NamedTuple):
 def write_gif(
     path: Path, samples: Sequence[Sample], pieces: TokenPieces, *, theme: str = "light"
 ) -> None:
-    """Writes an animation of one decode, or of several one below the other.
-
-    Special tokens are left empty, and picture tokens are shown as the picture. Several decodes run
-    at the same pace, so one with fewer steps stops sooner.
-    """
+    """Writes an animation of decodes, one below the other, all at the same pace."""
     frames = animation_frames(samples, pieces, theme=theme)
     # One palette, from the first, a middle and the last frame: with several, colours would flicker.
     chosen = [frames[0], frames[len(frames) // 2], frames[-1]]
@@ -74,11 +70,7 @@ def write_gif(
 def animation_frames(
     samples: Sequence[Sample], pieces: TokenPieces, *, theme: str = "light"
 ) -> list[Image.Image]:
-    """The frames of an animation: the start, the canvas after every step, and the end once more.
-
-    RGB pictures of one size, at most :data:`MAX_FRAMES`. New tokens are marked, except in the last
-    picture.
-    """
+    """The start, the canvas after every step with its new tokens marked, and the end unmarked."""
     painter = _Painter(samples, pieces, THEMES[theme])
     steps, stride = max(sample.record.num_steps for sample in samples), _stride(samples)
     frames = [painter.frame(step, since=step - stride) for step in range(0, steps, stride)]
@@ -94,8 +86,7 @@ def _stride(samples: Sequence[Sample]) -> int:
 def lay_out(record: Trajectory, pieces: TokenPieces, *, columns: int) -> list[Cell]:
     """Places the response so that nothing moves while it fills up, one cell per position.
 
-    Every position reserves the width of its final token. Special tokens and positions that stay
-    empty get one column and no text.
+    Each is as wide as its final token; special tokens and what stays empty get one column, no text.
     """
     tokens = record.tokens.tolist()
     cells, row, column = [], 0, 0

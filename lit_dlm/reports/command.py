@@ -75,7 +75,7 @@ class Picture(NamedTuple):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command with the arguments after its name; returns the exit status."""
+    """Runs the command with the arguments after its name."""
     parser = argparse.ArgumentParser(
         prog="lit-dlm report",
         description="Tables, a speed-quality plot, and a page with failures first that links to "
@@ -94,10 +94,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def write_report(summaries: Sequence[MethodSummary], folder: Path, console: PlainConsole) -> None:
-    """Writes ``summary.json``, ``summary.md`` and ``front.png``, and prints the tables.
-
-    ``front_dark.png`` is the plot for dark pages; without grades there is no plot.
-    """
+    """Writes ``summary.json``, ``summary.md`` and, if graded, ``front.png``; prints the tables."""
     # Imported here, as matplotlib takes a second to import.
     from lit_dlm.reports.plots import front_figure, save_themes
 
@@ -111,11 +108,7 @@ def write_report(summaries: Sequence[MethodSummary], folder: Path, console: Plai
 
 
 def labelled(runs: Sequence[tuple[Path, list[MethodSummary]]]) -> list[ReportedRun]:
-    """Returns runs with the names of their methods in common tables.
-
-    A method that several runs share, such as one decoder on differently trained models, is prefixed
-    with the name of its run.
-    """
+    """Names the methods of runs in common tables, after their run if another one has them, too."""
     uses = Counter((one.task, one.method) for _, found in runs for one in found)
     paths = [folder.resolve().parts for folder, _ in runs]
     reported = []

@@ -78,10 +78,7 @@ def main(arguments: Sequence[str]) -> int:
 def method_pairs(
     first: ResultFolder, second: ResultFolder, *, a: str | None = None, b: str | None = None
 ) -> list[tuple[str, str, str]]:
-    """What to compare: (task, method of A, method of B), in alphabetical order.
-
-    Without ``a`` and ``b``, methods of equal name, or else the only ones of a task.
-    """
+    """(task, method of A, method of B): those named, those of equal name, or a task's only ones."""
     of_a, of_b = _methods(first), _methods(second)
     both = [(task, of_a[task], of_b[task]) for task in of_a if task in of_b]
     if a and b:

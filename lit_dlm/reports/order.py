@@ -22,10 +22,8 @@ from lit_dlm.trajectories.record import Trajectory
 def left_to_rightness(
     record: Trajectory, *, positions: NDArray[np.bool_] | None = None
 ) -> float | None:
-    """Kendall's tau-b between position and commit step.
+    """Kendall's tau-b between position and commit step: 1 is left to right, -1 right to left.
 
-    1 is strictly left to right, -1 right to left, 0 no preference. Positions of one step are ties,
-    which tau-b leaves out of the normaliser.
     ``positions``, ``(G,)`` bool, selects among those that a step wrote. ``None`` if these have
     fewer than two distinct steps.
     """
@@ -50,10 +48,7 @@ def text_positions(record: Trajectory, pieces: TokenPieces) -> NDArray[np.bool_]
 
 
 def last_writes(record: Trajectory) -> NDArray[np.int32]:
-    """``(T + 1, G)`` int32: the step that wrote each token on the canvas after ``t`` steps.
-
-    -1 for a mask, -2 for a token that was there before the first step.
-    """
+    """``(T + 1, G)`` int32: the step that wrote each token; -1 for a mask, -2 for a given token."""
     states = record.all_states()
     writer = np.full(states.shape, -1, dtype=np.int32)
     if record.given is not None:
@@ -80,10 +75,7 @@ def fill_rate(record: Trajectory, region: Region) -> NDArray[np.float64]:
 def fill_order_figure(
     record: Trajectory, regions: Sequence[Region], pieces: TokenPieces, theme: Theme
 ) -> Figure:
-    """Heat map: the canvas after every step, each token coloured by the step that wrote it.
-
-    Regions are bands above the map. The final tokens label the columns, if there is room.
-    """
+    """Heat map: the canvas after every step, each token coloured by the step that wrote it."""
     writer = last_writes(record)
     writer = writer[1:] if record.num_steps else writer  # without a step, the start
     T, G = writer.shape
@@ -132,10 +124,7 @@ def fill_order_figure(
 def order_figure(
     record: Trajectory, regions: Sequence[Region], pieces: TokenPieces, theme: Theme
 ) -> Figure:
-    """Scatter of commit step against position, with Kendall's tau and a colour for each region.
-
-    Special tokens are hollow, and left out of a second tau.
-    """
+    """Scatter of commit step against position, with Kendall's tau; special tokens are hollow."""
     figure = Figure(figsize=(5.4, 3.6), layout="constrained")
     axis = figure.add_subplot()
     text, written = text_positions(record, pieces), record.commit_step >= 0
@@ -164,10 +153,7 @@ def order_figure(
 def statistics_figure(
     record: Trajectory, regions: Sequence[Region], _: TokenPieces, theme: Theme
 ) -> Figure:
-    """Four panels: tokens per step, tokens in all, share filled, confidences; each by region.
-
-    Without regions, or with more than eight, the response is drawn as one.
-    """
+    """Four panels: tokens per step, tokens in all, share filled, confidences; each by region."""
     if not regions or len(regions) > 8:
         regions = [Region("response", 0, record.num_generated)]
     figure = Figure(figsize=(8.4, 5.2), layout="constrained")

@@ -24,10 +24,9 @@ def write_pictures(
     method: Mapping[str, Any] | None = None,
     theme: str = "light",
 ) -> None:
-    """Writes pictures to ``files``, by kind: ``gif`` and those of :data:`FIGURES`.
+    """Writes pictures by kind: ``gif`` shows all decodes, those of :data:`FIGURES` the first.
 
-    The animation shows all decodes, which share a prompt; the others show the first. ``method``
-    describes the decoder of the first, for its regions.
+    ``method`` describes the decoder of the first, for its regions.
     """
     for kind, path in files.items():
         suffixes = (".gif",) if kind == "gif" else (".pdf", ".png", ".svg")

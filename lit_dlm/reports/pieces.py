@@ -86,10 +86,9 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 class TokenPieces:
-    """Texts of single tokens, decoded once each, and the pictures that responses draw.
+    """Texts of single tokens (ids without a tokenizer), and the pictures that responses draw.
 
-    Without a tokenizer, token ids are shown instead of text. ``vision`` is the
-    :class:`~lit_dlm.vision.tokens.TokenVision` of a model that draws.
+    ``vision`` is the :class:`~lit_dlm.vision.tokens.TokenVision` of a model that draws.
     """
 
     def __init__(self, tokenizer: Any | None, vision: Any | None = None) -> None:
@@ -106,10 +105,7 @@ class TokenPieces:
             self._size = len(tokenizer)
 
     def text(self, token: int) -> str:
-        """Text of one token, with its leading space.
-
-        For a part of a character its bytes, such as ``⟨E2 82⟩``; beyond the vocabulary its number.
-        """
+        """Text with its leading space, bytes of a part of a character, or a strange token's id."""
         if token not in self._texts:
             self._texts[token] = self._decode_one(token)
         return self._texts[token]

@@ -209,11 +209,7 @@ def save_themes(path: Path, draw: Callable[[Theme], Figure | None]) -> None:
 
 
 def front_figure(summaries: Sequence[MethodSummary], theme: Theme) -> Figure | None:
-    """Accuracy against average steps, one panel per task; ``None`` when nothing was graded.
-
-    Steps have a logarithmic axis. Methods that differ only in a trailing number are points of one
-    curve; bars are 95 % intervals.
-    """
+    """Accuracy against average steps, one panel per task; ``None`` when nothing was graded."""
     graded = [summary for summary in summaries if summary.accuracy is not None]
     if not graded:
         return None
@@ -308,10 +304,7 @@ def _rank(name: str) -> tuple[int, str]:
 
 
 def write_calibration(path: Path, curve: Mapping[str, Any], *, step: int) -> None:
-    """Writes a curve as JSON; empty bins hold ``null``.
-
-    ``curve`` has ``ece`` (a number), and ``prob``, ``accuracy`` and ``count`` (a value per bin).
-    """
+    """Writes ``ece`` and, per bin, ``count``, ``prob`` and ``accuracy`` (``null`` if empty)."""
     record: dict[str, Any] = {"global_step": step, "ece": curve["ece"], "count": curve["count"]}
     for name in ("prob", "accuracy"):
         record[name] = [None if math.isnan(value) else value for value in curve[name]]

@@ -24,10 +24,7 @@ def tokens_per_second(one: MethodSummary) -> float:
 
 
 def profile_row(one: MethodSummary) -> dict[str, Any]:
-    """A line of ``profile.csv``; ``None`` where nothing was graded or there is no layout.
-
-    Useful tokens are those before the first end of text.
-    """
+    """A line of ``profile.csv``; useful tokens are those before the first end of text."""
     low, high = one.interval or (None, None)
     return {
         "task": one.task,
@@ -73,11 +70,7 @@ COLUMNS: Columns = {
 
 
 def plot_profile(summaries: Sequence[MethodSummary], path: Path) -> None:
-    """Quality against forwards and against tokens per second, one row of panels per task.
-
-    Methods that differ only in their number of steps are one curve. Where nothing was graded the
-    panels show speed against forwards and against tokens per forward instead.
-    """
+    """Quality (speed if ungraded) against forwards and against speed, a row of panels per task."""
     tasks = list(by_task(summaries))
     curves = list(dict.fromkeys(family(one.method) for one in summaries))
     figure = Figure(figsize=(9.2, 3.6 * len(tasks)), layout="constrained")
@@ -100,8 +93,7 @@ def plot_profile(summaries: Sequence[MethodSummary], path: Path) -> None:
 def log_profile(logger: Logger, summaries: Sequence[MethodSummary], picture: Path | None) -> None:
     """Logs all methods, the table and the picture (a PNG file), if any, and closes the logger.
 
-    A metric's name is ``{task}/{curve}/{metric}`` and its step the rounded number of forwards, so
-    that a tracker draws quality and speed over forwards, curve by curve.
+    A metric's step is its number of forwards, so that trackers draw curves over these.
     """
     rows = [profile_row(one) for one in sorted(summaries, key=lambda one: one.nfe)]
     unlogged = ("task", "method", "curve", "n", "accuracy_low", "accuracy_high")

@@ -23,10 +23,7 @@ class Region:
 
 
 def regions_of(record: Trajectory, method: Mapping[str, Any] | None = None) -> list[Region]:
-    """Regions named in the record's ``meta``, else those of the decoder's layout, else its blocks.
-
-    ``method`` is what ``Decoder.describe`` returned.
-    """
+    """Regions in the record's ``meta``, else of the layout of the described decoder, or blocks."""
     if REGIONS_KEY in record.meta:
         return _named(record)
     if method and "layout" in method:

@@ -131,8 +131,7 @@ class ResultFolder:
     def repair(self, records: Collection[str] | None) -> int:
         """Removes rows that a crash left, and returns how many; no other process may write.
 
-        These are second rows of a sample, left by two processes in one folder, and rows whose
-        trajectory is not among ``records``, left by a run that was killed between the two writes.
+        These are second rows of a sample, and rows whose trajectory is not among ``records``.
         """
         num_removed = 0
         seen: set[tuple[Path, str]] = set()
@@ -220,10 +219,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def drop_torn_line(path: Path) -> None:
-    """Removes a last line without its end, as a killed process leaves it; the file may be absent.
-
-    A symbolic link is refused: what is appended afterwards must not go to another file.
-    """
+    """Removes a last line without its end, as a killed process leaves it; refuses links."""
     if path.is_symlink():
         raise OSError(errno.ELOOP, "expected a file, got a symbolic link", str(path))
     if not path.exists():

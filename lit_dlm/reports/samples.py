@@ -53,13 +53,8 @@ def load_samples(
 ) -> SampleSet:
     """Reads samples, prompts in order, from only those blocks that are needed.
 
-    Args:
-        path: a shard, a folder of shards, or a run folder with ``results/`` whose lines name their
-            trajectories.
-        limit: samples at most; prompts are taken in turn from all tasks, each with all its decodes.
-        names: only these uids, of decodes, or of prompts for all their decodes.
-        methods: only these methods.
-        examples: only these prompts.
+    ``path`` is a shard, a folder of shards, or a run folder with ``results/``; ``names`` are uids
+    of decodes, or of prompts for all their decodes; ``examples`` are uids of prompts.
     """
     rows, shards = _open(path)
     reader = TrajectoryShardReader(shards, features=False)
@@ -131,16 +126,14 @@ def _method(uid: str) -> str:
 
 
 def _chosen(uids: Sequence[str], limit: int | None) -> list[str]:
-    """Prompts in turn from all tasks, each with all its decodes, until the limit is reached."""
+    """Prompts with all their decodes, in turn from all tasks until the limit; task by task."""
     groups: dict[str, dict[str, list[str]]] = {}
     for uid in uids:
         example = prompt_uid(uid)
         groups.setdefault(example.partition("/")[0], {}).setdefault(example, []).append(uid)
-    # Tasks contribute one prompt in turn, so that few samples show something of each task.
     turns = zip_longest(*(task.values() for task in groups.values()), fillvalue=[])
     in_turn = [uid for prompts in turns for decodes in prompts for uid in decodes]
     taken = set(in_turn[:limit])
-    # They are shown task by task again.
     ordered = (uid for task in groups.values() for decodes in task.values() for uid in decodes)
     return [uid for uid in ordered if uid in taken]
 

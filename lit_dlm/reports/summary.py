@@ -53,20 +53,12 @@ Columns = Mapping[str, Callable[[MethodSummary], str]]
 
 
 def pass_at_k(num_responses: int, num_right: int, k: int) -> float:
-    """Unbiased estimate of the chance that at least one of ``k`` responses is right.
-
-    Chen et al. 2021 (arXiv:2107.03374), equation 1: ``1 - C(n - c, k) / C(n, k)``. For example
-    2 right of 4 and ``k = 2``: ``1 - C(2, 2) / C(4, 2) = 5 / 6``.
-    """
+    """Unbiased estimate of the chance that one of ``k`` responses is right (arXiv:2107.03374)."""
     return 1.0 - math.comb(num_responses - num_right, k) / math.comb(num_responses, k)
 
 
 def wilson_interval(share: float, n: float) -> tuple[float, float]:
-    """95 % score interval of a share (Wilson 1927), which has a width even if the share is 0 or 1.
-
-    With ``z = 1.96`` its middle is ``(p + z²/2n) / (1 + z²/n)``, its half width
-    ``z / (1 + z²/n) · sqrt(p (1 - p)/n + z²/4n²)``. For example 1.0 of 200 gives 0.981 to 1.
-    """
+    """95 % score interval of a share (Wilson 1927), which has a width even for 0 or 1."""
     square = 1.96**2 / n
     middle = share + square / 2
     half = math.sqrt(square * (share * (1.0 - share) + square / 4))
@@ -181,10 +173,7 @@ forwards of the backbone per sample."""
 def table_rows(
     summaries: Sequence[MethodSummary], columns: Columns = COLUMNS
 ) -> list[tuple[str, ...]]:
-    """The texts of the table of a task: names of columns, then one row per method.
-
-    Methods with several responses to a prompt add a column: pass@k for their largest k.
-    """
+    """The texts of the table of a task: names of columns, then one row per method."""
     if any(one.pass_at is not None for one in summaries):
         columns = {**columns, "pass@k": _pass_cell}
     cells = [tuple(tell(one) for tell in columns.values()) for one in summaries]
@@ -198,10 +187,8 @@ def _pass_cell(one: MethodSummary) -> str:
 
 def markdown_tables(summaries: Sequence[MethodSummary], columns: Columns = COLUMNS) -> str:
     """One Markdown table per task."""
-    tables = (
-        markdown_table(task, *table_rows(group, columns)) for task, group in by_task(summaries)
-    )
-    return "\n".join(tables)
+    groups = by_task(summaries)
+    return "\n".join(markdown_table(task, *table_rows(one, columns)) for task, one in groups)
 
 
 def markdown_table(

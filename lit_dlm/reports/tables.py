@@ -18,10 +18,7 @@ def print_table(
     *,
     box: Box = HEAVY_HEAD,
 ) -> None:
-    """Prints a table; if it is too wide, the last columns are left out, and named below it.
-
-    No cell is ever shortened: the first column alone may be wider than the console.
-    """
+    """Prints a table; if it is too wide, the last columns are left out, and named below it."""
     unbounded = console.options.update(width=10_000)
     for num_columns in range(len(headers), 0, -1):
         table = Table(title=title, title_justify="left", title_style="bold", box=box)

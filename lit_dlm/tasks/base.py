@@ -282,10 +282,7 @@ def tasks_by_name(tasks: Sequence[Task], *, option: str = "tasks") -> dict[str, 
 def require_code_execution(
     tasks: Iterable[Task], *, isolation: IsolationLevel = "landlock"
 ) -> IsolationLevel | None:
-    """Refuses tasks that could not be graded as required, before the first decode.
-
-    Model-written code must run in ``isolation`` at least. Returns the level that it will run in.
-    """
+    """Refuses tasks whose code could not run in ``isolation`` at least; returns what it runs in."""
     running = [task for task in tasks if task.runs_code]
     for task in running:
         require_permission(getattr(task, "allow_code_execution", False), of=task.name)
@@ -339,12 +336,7 @@ def template_text(given: str, *, kind: Literal["prompt", "chat"], option: str = 
 
 
 class PromptTemplate:
-    """Makes the user turn of a problem, and the start of its answer where the template has one.
-
-    Args:
-        given: the task's option, see :func:`template_text`.
-        default: the task's own template.
-    """
+    """Makes the user turn of a problem, and the start of its answer where the template has one."""
 
     def __init__(self, given: str | None, *, default: str = "{{ question }}") -> None:
         self.given = None if given is None else template_text(given, kind="prompt")

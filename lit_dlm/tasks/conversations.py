@@ -27,11 +27,7 @@ def conversation(
 ) -> tuple[Turns, str | None]:
     """Returns the turns up to the last one of the user, and the answer to it.
 
-    Args:
-        row: in any of these forms.
-        needs_answer: whether a prompt without an answer is an error.
-        short: prefers the field ``answer``, to compare with; the row may hold a worked response as
-            well.
+    ``short`` prefers the field ``answer``, to compare with, to a worked response.
     """
     fields = row.fields
     chat = next((name for name in CHATS if name in fields), None)

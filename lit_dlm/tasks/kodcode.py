@@ -103,10 +103,7 @@ class KodCode(CodeTask):
 
 
 def _entry_point(row: Row, test: str, solution: str) -> str:
-    """Returns the function (or class) under test; an empty text if it is not known.
-
-    This is the one that the row names, else the last that the solution defines and tests mention.
-    """
+    """Returns what the row names, else the last that the solution defines and tests mention."""
     told: Any = row.fields.get("test_info") or ()
     named = [row.fields.get("entry_point"), *(each.get("function_name") for each in told)]
     if name := next(filter(None, named), None):
@@ -120,14 +117,11 @@ def _entry_point(row: Row, test: str, solution: str) -> str:
 
 
 def checks(test_code: str, entry_point: str) -> tuple[str, str]:
-    """Rewrites tests for :func:`~lit_dlm.grading.run_python_check`, or says why it cannot.
+    """Returns tests for :func:`~lit_dlm.grading.run_python_check`, and why there are none.
 
     Imports of the answer and of pytest are removed, since the grader binds the answer's names and
     :data:`PYTEST` replaces pytest; every function named ``test_...`` becomes one assertion. Tests
     that define ``check(candidate)`` are not changed.
-
-    Returns:
-        The tests and an empty text, or an empty text and the problem.
     """
     try:
         tree = ast.parse(test_code)

@@ -97,10 +97,9 @@ def _values(text: str) -> list[Any]:
 
 
 def _tests(row: Row, name: str) -> list[dict[str, str]]:
-    """Reads the tests of a field: JSON, or the release's packed form in ``code_generation_lite``.
+    """Reads the tests of a field: JSON, or that in a pickled text, zipped, in base64.
 
-    The packed form is base64 of zlib of a pickled text. Nothing is unpickled: the text is read from
-    the opcodes.
+    Nothing is unpickled: the text is read from the opcodes.
     """
     text = row.text(name)
     try:

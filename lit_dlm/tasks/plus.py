@@ -1,7 +1,4 @@
-"""What HumanEval+ and MBPP+ share: EvalPlus (arXiv 2305.01210).
-
-A file of the release lists many inputs, and the reference solution defines what they return.
-"""
+"""What HumanEval+ and MBPP+ share: many inputs and a reference solution (arXiv 2305.01210)."""
 
 from __future__ import annotations
 

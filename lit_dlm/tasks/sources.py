@@ -92,14 +92,9 @@ def read_rows(
 ) -> list[Row]:
     """Reads all rows of a local file, of one split in a local folder, or of a hub data set.
 
-    Args:
-        source: A ``.jsonl``, ``.jsonl.gz``, ``.json`` (a list of objects), ``.csv`` (all values
-            stay text) or ``.parquet`` file; a folder with a file named after the split; or a hub
-            id such as ``openai/gsm8k``, taken only if nothing local has that name.
-        split: File name in a folder, or split on the hub; not used for a file.
-        required: Fields every row must have.
-        config: Configuration on the hub.
-        option: Name of the setting that holds ``source``, for error messages.
+    ``source`` is a ``.jsonl``, ``.jsonl.gz``, ``.json`` (a list of objects), ``.csv`` (all values
+    stay text) or ``.parquet`` file; a folder with a file named after the split; or a hub id such as
+    ``openai/gsm8k``, taken only if nothing local has that name. Errors call it ``option``.
     """
     path = Path(source).expanduser()
     if on_hub(source):

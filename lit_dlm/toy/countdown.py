@@ -105,11 +105,7 @@ class Countdown(PuzzleTask):
         super().__init__(split, path, **options)
 
     def draw(self, rng: random.Random) -> Problem:
-        """Runs random operations on random numbers.
-
-        Numbers are 1 to 99, results whole and not negative, the target 10 to 100, as in the public
-        sets. When only sums and differences occur, the sums come first.
-        """
+        """Runs random operations on numbers 1 to 99; the target is 10 to 100 as in public sets."""
         while True:
             numbers = [rng.randint(1, 99) for _ in range(rng.choice(self.counts))]
             steps = _random_steps(numbers, rng)

@@ -68,8 +68,7 @@ def write_expression(numbers: Sequence[int], steps: Sequence[Step]) -> str:
     """Writes steps as one expression, followed by its value: ``79-44+15=50``.
 
     With sums and differences only, the numbers keep their order after the first one that is added,
-    so that only the signs have to be found. Otherwise the tree of the steps is written, with the
-    parentheses it needs.
+    so that only the signs have to be found.
     """
     target = steps[-1][3]
     signs = _signs(numbers, steps)
@@ -124,10 +123,7 @@ def parse_steps(answer: str) -> list[Step]:
 
 
 def check_steps(steps: Sequence[Step], numbers: Sequence[int], target: int) -> str:
-    """Returns what is wrong with steps that should lead to the target and use each number once.
-
-    One line; empty if nothing is wrong.
-    """
+    """Says in one line what is wrong with steps that should use each number; empty if nothing."""
     pool = Counter(numbers)
     for a, sign, b, result in steps:
         for operand in (a, b):
@@ -145,10 +141,7 @@ def check_steps(steps: Sequence[Step], numbers: Sequence[int], target: int) -> s
 
 
 def check_expression(answer: str, numbers: Sequence[int], target: int) -> str:
-    """Says what is wrong with an expression that should use each number once to make the target.
-
-    It may be followed by an equals sign and the target. One line; empty if nothing is wrong.
-    """
+    """Says what is wrong with an expression, perhaps with the target behind it, as for steps."""
     expression, equals, claimed = answer.partition("=")
     if equals and claimed != str(target):
         return f"claims {claimed}, not {target}"

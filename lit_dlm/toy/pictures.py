@@ -85,11 +85,7 @@ def digits(split: str) -> list[tuple[Pixels, int]]:
 
 
 def _perhaps_augmented(digit: Pixels, rng: random.Random) -> Pixels:
-    """Returns the digit, in seven of ten cases turned, sheared, resized and moved a little.
-
-    Pixels are made as in the data set: each counts the ink in 4 x 4 cells of a black-and-white
-    picture.
-    """
+    """Returns the digit, in seven of ten cases turned, sheared, resized and moved a little."""
     if rng.random() >= 0.7:
         return digit
     size = 4 * SIDE
@@ -102,6 +98,7 @@ def _perhaps_augmented(digit: Pixels, rng: random.Random) -> Pixels:
     large = Image.fromarray(digit).transform(
         (size, size), Image.Transform.AFFINE, affine, Image.Resampling.BICUBIC
     )
+    # As in the data set, each pixel counts the ink in 4 x 4 black-and-white cells.
     ink = (np.array(large) > 127).reshape(SIDE, 4, SIDE, 4).sum((1, 3))
     return np.round(ink * 255 / 16).astype(np.uint8)
 
@@ -266,10 +263,7 @@ class DigitScorer(PictureScorer):
 
 
 class DigitDrawings(GeneratedTask):
-    """Ten prompts that ask for pictures of digits, graded by :class:`DigitScorer`.
-
-    Set ``responses_per_prompt`` for several responses to each.
-    """
+    """Ten prompts that ask for pictures of digits, graded by :class:`DigitScorer`."""
 
     name = "digit_drawings"
     splits = SPLITS

@@ -107,11 +107,7 @@ def _compiled(expression: str) -> Callable[[int], int]:
 
 
 def write_check(spec: dict[str, Any], *, seed: str) -> str:
-    """Writes ``check(candidate)`` in HumanEval's form, which asserts what a function returns.
-
-    The arguments include the values around the bound, zero, negatives and an empty list; ``seed``
-    decides the random ones.
-    """
+    """Writes ``check(candidate)`` as HumanEval has it; ``seed`` decides the random arguments."""
     rng = random.Random(seed)
     calls: list[tuple[Any, ...]]
     if spec["kind"] == "chain":
@@ -130,11 +126,7 @@ def write_check(spec: dict[str, Any], *, seed: str) -> str:
 
 
 def write_function(spec: dict[str, Any], rng: random.Random) -> str:
-    """Writes a right function ``f`` in a random style.
-
-    The free choices are: comprehension or loop, one expression or a temporary, and the names of
-    the loop variable and of the temporary.
-    """
+    """Writes a right function ``f`` in a random style."""
     if spec["kind"] == "chain":
         return _write_chain(spec, rng)
     x = rng.choice("xvn")

@@ -91,10 +91,9 @@ class Sudoku(PuzzleTask):
         return as_rows(reference["solution"])
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
-        """Returns the last grid, inside the last ``<answer>`` tags if there are any.
+        """Returns the last grid, in the last ``<answer>`` tags if there are any, as 16 digits.
 
-        It is 16 digits 0 to 4 on one line, or four lines of four; spaces, commas and the signs that
-        draw boxes (bars, pluses, dashes) are ignored between them.
+        Spaces, commas and the signs that draw boxes (bars, pluses, dashes) are ignored in it.
         """
         tagged = _TAGGED.findall(completion)
         grids = []

@@ -54,10 +54,8 @@ def build_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Builds the tokenizer of the embedded models. Equal arguments give equal files.
 
-    Args:
-        sources: tasks whose prompts and completions define the vocabulary, in equal shares.
-        num_picture_tokens: adds the marks of pictures and this many picture tokens, ``<|p0|>`` and
-            so on, after all others.
+    ``sources`` are tasks whose texts define the vocabulary, in equal shares; the marks of pictures
+    and ``num_picture_tokens``, ``<|p0|>`` and so on, come after all others.
     """
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(

@@ -25,8 +25,7 @@ Rule = Callable[[Any, Any, Case], bool]
 def judge(rule: Rule, reply: bytes, truth: bytes, case: Case) -> tuple[str, str] | None:
     """Returns how a reply of the candidate fails, as status and detail, or ``None`` if right.
 
-    ``reply`` and ``truth`` (that of the reference solution) are in the form that
-    :meth:`~.remote.Remote.call_encoded` returns.
+    Both are as :meth:`~.remote.Remote.call_encoded` returns them; ``truth`` is the reference's.
     """
     # Equal bytes are equal values. Some problems return megabytes for each of a thousand inputs:
     # decode only what may differ.

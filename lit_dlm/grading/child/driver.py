@@ -180,8 +180,7 @@ def _has_ended(worker_pid: int, seconds: float) -> bool:
 def _run_check(job: dict[str, Any], names: list[str], remote: Remote) -> dict[str, Any]:
     """Runs the tests against proxies of the candidate, each top-level statement on its own.
 
-    With assertions (MBPP) the result counts those that passed; if the tests define
-    ``check(candidate)`` (HumanEval), that is called.
+    Assertions that pass are counted (MBPP); ``check(candidate)`` is called (HumanEval).
     """
     # No name of the tests leads to the candidate's code, only to proxies of it.
     candidate = Handle(remote, job["entry_point"])

@@ -37,11 +37,7 @@ class ExtractedCode:
 
 
 def fenced_blocks(text: str) -> list[str]:
-    """The contents of all fenced Python blocks, in order; an unclosed last one runs to the end.
-
-    Blocks tagged with another language are left out. A closing fence repeats the opening marker
-    and has no tag.
-    """
+    """The contents of all fenced Python blocks, in order; an unclosed last one runs to the end."""
     blocks = []
     opening: re.Match[str] | None = None
     for match in _FENCE.finditer(text):

@@ -114,11 +114,8 @@ def _write(path: str, text: str) -> None:
 def put_up_walls(level: str, *, folders: Sequence[str], user: int | None, parent: int) -> None:
     """Puts the calling process behind the walls of a level, for good; it may continue as a child.
 
-    Args:
-        level: ``bubblewrap`` (which has put them up already), ``namespaces`` or ``landlock``.
-        folders: Folders to show besides the system's own, as real paths.
-        user: User and group id to become, or ``None`` to keep the present one.
-        parent: Process id of the run, with which this process ends.
+    bubblewrap has put them up already. ``folders`` are shown besides the system's own, as real
+    paths; ``user`` is a user and group id to become; the process ends with ``parent``.
     """
     if level == "namespaces":
         _die_with(parent)
@@ -239,11 +236,8 @@ def become(user: int | None) -> None:
 def confine(*, cpu_seconds: float, memory_bytes: int, others_tasks: int | None) -> None:
     """Limits the calling process, the worker, which ends with the driver and can start no other.
 
-    Args:
-        cpu_seconds: Processor time, rounded up to whole seconds.
-        memory_bytes: Address space.
-        others_tasks: Threads that its user may have already; ``None`` if the kernel counts nothing
-            else under its user id.
+    ``others_tasks`` are threads that its user may have already; ``None`` if the kernel counts
+    nothing else under its user id.
     """
     # A session of its own: signals to its process group reach no other process.
     os.setsid()

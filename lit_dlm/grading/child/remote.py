@@ -12,11 +12,7 @@ from . import wire
 
 
 class WorkerLostError(BaseException):
-    """The worker cannot answer any more.
-
-    Not an ``Exception``, so that no ``except Exception`` of a test can take it for the
-    candidate's answer.
-    """
+    """The worker cannot answer any more; no test's ``except Exception`` may catch this."""
 
     def __init__(self, status: str, detail: str) -> None:
         super().__init__(detail)
@@ -104,10 +100,7 @@ class Remote:
             return wire.decode(value, from_handle=lambda number: Handle(self, number))
 
     def call_encoded(self, target: str, args: Any, *, seconds: float) -> bytes:
-        """Calls with encoded arguments; returns ``"value":...}`` or ``"error":...}``.
-
-        The text is returned as it came: only its beginning has been checked.
-        """
+        """Calls with encoded arguments; returns ``"value":...}`` or ``"error":...}``, unchecked."""
         deadline = min(self._deadline, time.monotonic() + seconds)
         request = {"op": "call", "target": target, "args": args, "kwargs": ["d"]}
         message = self._exchange(request, deadline)

@@ -136,13 +136,10 @@ def _are_plain(items: list[Any]) -> bool:
 def encode(
     value: Any, *, max_bytes: int = 1 << 26, to_handle: Callable[[Any], Any] | None = None
 ) -> Any:
-    """Turns a value into JSON types.
+    """Turns a value into JSON types; refuses one that would take more than about ``max_bytes``.
 
-    Args:
-        value: The value.
-        max_bytes: Rough bound on the size of the result; larger values are refused.
-        to_handle: Registers an object that cannot be sent and returns its handle; without it such
-            an object is an error.
+    ``to_handle`` registers an object that cannot be sent and returns its handle; without it such an
+    object is an error.
     """
     try:
         return _Encoder(max_bytes // 2, to_handle).encode(value)
@@ -176,7 +173,7 @@ def _decode(wire: Any, from_handle: Callable[[Any], Any] | None) -> Any:
 
 
 def parse(message: bytes) -> Any:
-    """Parses one message's text."""
+    """Parses a message."""
     try:
         return json.loads(message)
     except (ValueError, RecursionError):
@@ -192,10 +189,9 @@ class Channel:
         self._max_bytes = max_bytes
 
     def send(self, message: Any, *, deadline: float | None = None) -> None:
-        """Writes one message of JSON types.
+        """Writes a message of JSON types, which the other end must take by the ``deadline``.
 
-        The other end must have taken it by the ``deadline``, a value of ``time.monotonic()``; this
-        requires a non-blocking descriptor.
+        This is a value of ``time.monotonic()``, and requires a non-blocking descriptor.
         """
         body = json.dumps(message, separators=(",", ":")).encode()
         self._check_size(len(body))

@@ -95,10 +95,7 @@ def _describe(error: BaseException) -> list[Any]:
 
 
 def main(read_fd: int, write_fd: int, config: dict[str, Any]) -> NoReturn:
-    """Serves requests; the caller has put up the walls already.
-
-    ``config`` holds the driver's settings, of which ``value_bytes`` and ``library_paths`` are used.
-    """
+    """Serves requests; the caller, whose ``config`` it is, has put up the walls already."""
     sys.path += config["library_paths"]
     sys.dont_write_bytecode = True
     os.environ.clear()
