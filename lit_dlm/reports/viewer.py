@@ -71,14 +71,10 @@ class ViewedSet:
     pieces: TokenPieces
 
 
-def viewer_page(sets: Sequence[ViewedSet], *, title: str) -> str:
-    """The page: HTML in UTF-8, the same for the same input."""
-    return render("viewer", scripts=SCRIPTS, title=title, data=page_data(sets, title=title))
-
-
 def write_viewer(path: Path, sets: Sequence[ViewedSet], *, title: str) -> None:
-    """Writes :func:`viewer_page` to a file."""
-    write_atomically(path, viewer_page(sets, title=title))
+    """Writes the page, which is the same for the same input."""
+    data = page_data(sets, title=title)
+    write_atomically(path, render("viewer", scripts=SCRIPTS, title=title, data=data))
 
 
 def page_data(sets: Sequence[ViewedSet], *, title: str) -> dict[str, Any]:
@@ -226,10 +222,8 @@ def _frames(pieces: TokenPieces, record: Trajectory) -> list[str]:
 def position_signals(record: Trajectory) -> dict[str, NDArray[np.float32]]:
     """What was recorded about every response position: ``(G,)`` float32, NaN without a value.
 
-    ``confidence`` (probability of the written token), ``entropy`` (nats, before the step that
-    wrote), ``margin`` (lead over the best candidate that was passed over, in the policy's own
-    score), ``policy_score`` (that score), ``log_prob``, ``value`` and ``advantage`` (of training),
-    and what the record's ``meta`` has of :data:`META_SIGNALS`.
+    ``entropy`` is in nats, before the step that wrote; ``margin`` is the lead over the best
+    candidate that was passed over, in the policy's own score.
     """
     found = {
         name: record.signals[source].astype(np.float32)

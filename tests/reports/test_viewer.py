@@ -80,11 +80,16 @@ def test_signals_of_another_length_are_refused():
         viewer.page_data([viewed(one)], title="x")
 
 
-def test_hostile_text_cannot_leave_its_place_in_the_page():
+def page_of(shown: viewer.ViewedSet, path: Path, *, title: str = "x") -> str:
+    viewer.write_viewer(path, [shown], title=title)
+    return path.read_text(encoding="utf-8")
+
+
+def test_hostile_text_cannot_leave_its_place_in_the_page(tmp_path: Path):
     words = [HOSTILE, "@@STYLE@@", "b"]
     pieces = TokenPieces(sets.WordTokenizer(words))
     shown = viewed(sets.record([3, 4, 5], [0, 0, 0], prompt=[3]), pieces=pieces)
-    page = viewer.viewer_page([shown], title=HOSTILE)
+    page = page_of(shown, tmp_path / "page.html", title=HOSTILE)
     assert HOSTILE not in page
     assert page.count("<script") == page.count("</script>") == 2
     (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page)
@@ -92,14 +97,14 @@ def test_hostile_text_cannot_leave_its_place_in_the_page():
     assert (content["title"], content["sets"][0]["tokens"]["texts"][1:]) == (HOSTILE, words)
 
 
-def test_the_page_asks_for_nothing_and_its_policy_names_its_own_script():
-    page = viewer.viewer_page([viewed(sets.record([8], [0]))], title="x")
+def test_the_page_asks_for_nothing_and_its_policy_names_its_own_script(tmp_path: Path):
+    page = page_of(viewed(sets.record([8], [0])), tmp_path / "page.html")
     (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
     assert "unsafe" not in policy
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", page)
     assert "innerHTML" not in page
-    assert page == viewer.viewer_page([viewed(sets.record([8], [0]))], title="x")
+    assert page == page_of(viewed(sets.record([8], [0])), tmp_path / "again.html")
 
 
 def test_decoders_in_one_line():
