@@ -1,11 +1,8 @@
-"""Whether two decoders differ on the same samples: paired tests.
-
-Both decoders answered the same prompts, so each prompt is its own control and only prompts on which
-they disagree say anything about accuracy.
-"""
+"""Whether two decoders differ on the same samples: paired tests."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,30 +38,19 @@ class PairedComparison:
 
 
 def exact_mcnemar(only_a: int, only_b: int) -> float:
-    """Two-sided p-value of the exact McNemar test.
+    """Two-sided p-value of the exact McNemar test: a binomial tail with p = 1/2.
 
-    If both are equally good, each sample on which exactly one is right is a fair coin, so the
-    smaller count follows a binomial distribution with p = 1/2:
-    ``p = min(1, 2 * sum over k <= min(b, c) of C(b + c, k) / 2^(b + c))`` with ``b`` and ``c`` the
-    two counts. For example 1 against 6: ``2 * (C(7,0) + C(7,1)) / 2^7 = 2 * 8 / 128 = 0.125``.
+    For example 1 against 6: ``2 * (C(7,0) + C(7,1)) / 2^7 = 2 * 8 / 128 = 0.125``.
     """
     total = only_a + only_b
-    # Whole numbers until the last division, so that large counts lose nothing.
-    tail = term = 1
-    for k in range(1, min(only_a, only_b) + 1):
-        term = term * (total - k + 1) // k  # C(total, k)
-        tail += term
+    tail = sum(math.comb(total, k) for k in range(min(only_a, only_b) + 1))
     return min(1.0, 2 * tail / 2**total)
 
 
 def paired_bootstrap(differences: ArrayLike) -> tuple[float, float]:
     """95 % percentile interval of a mean difference, from :data:`NUM_RESAMPLES` resamples.
 
-    Samples are drawn with replacement as pairs, which is the same as drawing their differences.
-    For example the differences ``[1, 1, 1]`` give ``(1, 1)``: every resample has the mean 1.
-
-    Args:
-        differences: ``(n,)`` B minus A for each sample, at least one.
+    ``differences`` are ``(n,)``, B minus A for each sample.
     """
     values = np.asarray(differences, dtype=np.float64)
     generator = np.random.default_rng(0)  # reports are reproducible
@@ -82,9 +68,8 @@ def paired_bootstrap(differences: ArrayLike) -> tuple[float, float]:
 def holm(p_values: Sequence[float]) -> list[float]:
     """Holm's adjustment of p-values for the number of tests, in the same order.
 
-    The smallest of m is multiplied by m, the next by m - 1, and so on; none falls below one before
-    it or rises above 1. For example ``[0.01, 0.04, 0.03]`` gives ``[0.03, 0.06, 0.06]``: 0.01 * 3,
-    then 0.03 * 2, then max(0.06, 0.04 * 1).
+    For example ``[0.01, 0.04, 0.03]`` gives ``[0.03, 0.06, 0.06]``: 0.01 * 3, then 0.03 * 2, then
+    max(0.06, 0.04 * 1).
     """
     adjusted = [0.0] * len(p_values)
     highest = 0.0
@@ -95,10 +80,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def compare_rows(rows_a: Sequence[ResultRow], rows_b: Sequence[ResultRow]) -> PairedComparison:
-    """Compares two methods on the uids that both have; p is not adjusted for other comparisons.
-
-    Of several responses to a prompt only the first counts: the tests assume independent samples.
-    """
+    """Compares two methods on the uids that both have; p is not adjusted for other comparisons."""
+    # Of several responses to a prompt the first: the tests assume independent samples.
     first, second = (
         {row.uid: row for row in rows if row.response == 0} for rows in (rows_a, rows_b)
     )
