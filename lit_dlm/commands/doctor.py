@@ -14,12 +14,12 @@ from collections.abc import Iterator, Sequence
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from packaging.requirements import Requirement
 
 from lit_dlm.grading import SandboxError, cgroups
-from lit_dlm.grading.sandbox import IsolationMethod, probe
+from lit_dlm.grading.sandbox import METHODS, probe
 
 _GB = 10**9
 _EXTRAS = {
@@ -104,9 +104,8 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _sandbox() -> Iterator[Finding]:
-    methods: tuple[IsolationMethod, ...] = get_args(IsolationMethod)
     works = set()
-    for method in methods:
+    for method in METHODS:
         try:
             probe(method)
         except SandboxError as error:

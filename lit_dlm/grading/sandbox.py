@@ -26,7 +26,7 @@ import sysconfig
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lit_dlm.grading.cgroups import memory_cgroup
 from lit_dlm.grading.child import isolate
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 IsolationMethod = Literal["bubblewrap", "namespaces", "landlock"]
 IsolationLevel = Literal["namespaces", "landlock"]
+METHODS: tuple[IsolationMethod, ...] = get_args(IsolationMethod)
 
 CHILD_FOLDER = str(Path(isolate.__file__).resolve().parent)
 BOOT = (
@@ -105,8 +106,7 @@ def isolation_method() -> IsolationMethod:
     ``landlock`` (only the interpreter's files can be opened; under root, also its own user id).
     """
     reasons = []
-    methods: tuple[IsolationMethod, ...] = ("bubblewrap", "namespaces", "landlock")
-    for method in methods:
+    for method in METHODS:
         try:
             probe(method)
         except SandboxError as error:
@@ -146,12 +146,8 @@ def probe(method: IsolationMethod) -> None:
 def run_job(job: dict[str, Any], limits: SandboxLimits) -> dict[str, Any]:
     """Runs one job in a driver behind the strongest walls available.
 
-    Args:
-        job: ``mode`` (``check``, ``record``, ``compare`` or ``program``) and its data.
-        limits: What the candidate may use.
-
-    Returns:
-        The result, with at least ``status`` and ``detail``.
+    ``job`` holds its ``mode`` (``check``, ``record``, ``compare`` or ``program``) and data; the
+    result at least ``status`` and ``detail``.
     """
     method, begin = isolation_method(), time.monotonic()
     try:
@@ -318,18 +314,11 @@ def run_python_check(
     allow_code_execution: bool,
     preamble: str = "",
 ) -> Verdict:
-    """Grades Python code by running tests against it.
+    """Grades Python code, an untrusted module that defines ``entry_point``, by running tests.
 
-    Args:
-        code: The candidate, untrusted: a module that defines ``entry_point``.
-        check: The tests, trusted: either top-level assertions that call ``entry_point`` or a
-            function ``check(candidate)`` that does. With assertions ``score`` is the share that
-            passed.
-        entry_point: Name of the function under test.
-        limits: What the sample may use.
-        allow_code_execution: Must be ``True``: the caller's consent to running code.
-        preamble: Trusted code that runs before the tests, outside the candidate: imports and
-            helper functions the tests use. The candidate cannot replace what it defines.
+    ``check`` is trusted: top-level assertions that call ``entry_point`` (``score`` is the share
+    that passed), or a function ``check(candidate)`` that does. ``preamble`` is trusted, too: what
+    the tests use, which runs before them, and which the candidate cannot replace.
     """
     require_permission(allow_code_execution)
     if not check.strip():
@@ -371,7 +360,7 @@ def run_python_program(
 
 
 def require_permission(allow_code_execution: bool, *, of: str = "allow_code_execution") -> None:
-    """Raises an error unless running code was explicitly allowed."""
+    """Refuses to go on unless running code was explicitly allowed."""
     if allow_code_execution is not True:
         raise ValueError(
             f"{of}: grading runs model-written code; set allow_code_execution: true in the task to "
