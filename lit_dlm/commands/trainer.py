@@ -134,8 +134,7 @@ _TOLD: tuple[type[Exception], ...] = (
     AttributeError, ImportError, MisconfigurationException,
 )  # fmt: skip
 """Errors that may be reported in one line."""
-_held = ExitStack()
-"""The lock of the run folder."""
+_held = ExitStack()  # the lock of the run folder
 
 
 class CLI(LightningCLI):

@@ -25,12 +25,11 @@ _BRACE = re.compile(r"(?<!\\)[{}]")
 _MAX_DIGITS = 400
 MAX_ANSWER_CHARACTERS = 1000
 """Longer formulas are wrong without a comparison; gold answers of MATH have at most about 150."""
-MATH_SECONDS = 5.0
-"""Limit on the wall time of one comparison of formulas."""
+MATH_SECONDS = 5.0  # limit on the wall time of one comparison of formulas
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last complete ``\boxed{...}``, ``\fbox{...}`` or (in TeX) ``\boxed 5``."""
+    r"""The content of the last whole ``\boxed{...}``, ``\fbox{...}`` or (in TeX) ``\boxed 5``."""
     closing: dict[int, int] = {}
     opened: list[int] = []
     for brace in _BRACE.finditer(text):

@@ -35,13 +35,11 @@ class PlusProblem:
 
     name: str
     entry_point: str
-    reference_code: str
-    """A module whose ``entry_point`` is right by definition."""
+    reference_code: str  # a module whose entry_point is right by definition
     base_inputs: Sequence[Sequence[Any]]
     plus_inputs: Sequence[Sequence[Any]]
     atol: float = 0.0
-    rule: Rule = "close"
-    """How outputs are compared, see :data:`.child.compare.RULES`."""
+    rule: Rule = "close"  # how outputs are compared, see .child.compare.RULES
     alternative: Callable[..., Any] | None = None
     """For the rule ``either``: another right output for given inputs."""
 

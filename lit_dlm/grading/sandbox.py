@@ -78,17 +78,14 @@ class SandboxLimits:
     folder of 8 MiB; it can write no other file.
     """
 
-    wall_seconds: float = 10.0
-    """Wall time for loading the code and all tests together."""
+    wall_seconds: float = 10.0  # wall time for loading the code and all tests together
     call_seconds: float = math.inf
     """Wall time for loading the code, and for each call of it in assertions."""
-    cpu_seconds: float = 10.0
-    """Processor time of the candidate, rounded up to whole seconds."""
+    cpu_seconds: float = 10.0  # processor time of the candidate, rounded up to whole seconds
     memory_bytes: int = 1 << 30
     """Address space of the candidate, and of the process that runs the tests. Where memory cgroups
     can be made, this plus 64 MiB also limits what both, and the kernel on their behalf, hold."""
-    value_bytes: int = 1 << 25
-    """Largest argument or returned value."""
+    value_bytes: int = 1 << 25  # largest argument or returned value
 
     def __post_init__(self) -> None:
         of = "SandboxLimits."

@@ -16,8 +16,7 @@ Status = Literal[
 class Verdict:
     """A grader's judgement of one completion."""
 
-    status: Status
-    """``right`` is the only status that counts as correct; ``ungraded`` was not graded."""
+    status: Status  # right is the only status that counts as correct; ungraded was not graded
     answer: str | None = None
     detail: str = ""
     """One line for a person: the failing assertion, the exception, the limit that was hit."""

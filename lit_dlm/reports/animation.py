@@ -17,18 +17,15 @@ from lit_dlm.reports.plots import THEMES, Theme
 from lit_dlm.reports.samples import Sample
 from lit_dlm.trajectories.record import Trajectory
 
-MAX_FRAMES = 120
-"""A longer decode skips steps."""
-_PICTURE_LINES = 9
-"""Lines of text that a drawn picture takes."""
+MAX_FRAMES = 120  # a longer decode skips steps
+_PICTURE_LINES = 9  # lines of text that a drawn picture takes
 _PROMPT_LINES = 6
 _COLUMNS = 56  # characters in a line
 _FONT_SIZE = 18  # pixels
 _LINE = round(_FONT_SIZE * 1.55)
 _MARGIN = _FONT_SIZE
 STEP_MILLISECONDS = 250
-HOLD_MILLISECONDS = 2500
-"""How long the last frame is shown."""
+HOLD_MILLISECONDS = 2500  # how long the last frame is shown
 
 
 class Cell(NamedTuple):

@@ -28,12 +28,9 @@ from lit_dlm.reports.tables import print_table
 logger = logging.getLogger(__name__)
 
 TRACES_PAGE = "traces.html"
-MAX_TEXT = 1200
-"""Characters of a completion that the page shows."""
-NUM_SAMPLES = 20
-"""Samples shown of each method on each task."""
-MAX_CURVES = 9
-"""Training curves shown of each run."""
+MAX_TEXT = 1200  # characters of a completion that the page shows
+NUM_SAMPLES = 20  # samples shown of each method on each task
+MAX_CURVES = 9  # training curves shown of each run
 
 
 @dataclass(frozen=True, kw_only=True)

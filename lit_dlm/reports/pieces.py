@@ -70,8 +70,7 @@ def _cell(text: str) -> str:
     return re.sub(r"[\\`*_\[\]<>|]", r"\\\g<0>", line)
 
 
-_LOST = "\ufffd"
-"""What decoders write for bytes that are not a character."""
+_LOST = "\ufffd"  # what decoders write for bytes that are not a character
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 _METASPACE = "\u2581"
 

@@ -26,8 +26,7 @@ from lit_dlm.ops.files import write_atomically
 from lit_dlm.reports.results import write_json
 from lit_dlm.reports.summary import MethodSummary, by_task
 
-Curve = Sequence[tuple[int, float]]
-"""(optimiser step, value), by step."""
+Curve = Sequence[tuple[int, float]]  # (optimiser step, value), by step
 _NUMBER = re.compile(r"[-_ ]?([0-9]*\.?[0-9]+)$")
 
 
@@ -329,8 +328,7 @@ def plot_calibration(curve: Mapping[str, Any], path: Path) -> None:
     save_figure(figure, path)
 
 
-Point = Mapping[str, float]
-"""One RL step: ``step`` and logged values by their names."""
+Point = Mapping[str, float]  # one RL step: step and logged values by their names
 
 PHASES = ("rollout", "wait", "reward", "value", "old_log_prob", "train")
 """Phases of an RL step in their order, as in ``time/{phase}``."""

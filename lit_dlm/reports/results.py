@@ -62,8 +62,7 @@ class ResultRow:
     prompt: str = ""
     response: int = 0
     """Number of the response among several to one prompt; above 0 the uid ends in ``#{number}``."""
-    problem: str = ""
-    """Digest of the problem, without its uid."""
+    problem: str = ""  # digest of the problem, without its uid
     score: float | None = None
     """Share of a full point, 0 to 1, if the task's accuracy is the mean of such shares."""
 

@@ -46,10 +46,8 @@ SCRIPTS = ("columns.js", "colours.js", "canvas.js", "details.js", "samples.js", 
 """In the order in which they are put into the page."""
 MAX_PROPOSALS = 2_000_000
 """Most proposals of single steps in a page, 4 bytes each; if there are more, all are left out."""
-MAX_SIDE = 64
-"""Pixels on each side of a drawn picture in the page; larger ones are scaled down."""
-NEVER = 0xFFFF
-"""Commit step of a position that no step wrote."""
+MAX_SIDE = 64  # pixels on each side of a drawn picture in the page; larger ones are scaled down
+NEVER = 0xFFFF  # commit step of a position that no step wrote
 COMMIT_SIGNALS = {
     "confidence": "commit_prob",
     "margin": "commit_margin",

@@ -125,8 +125,7 @@ class DatasetTask(Task):
     hub_config: str | None = None
     required_fields: tuple[str, ...] = ()
     own_template = "{{ question }}"
-    grading = "none"
-    """How a completion is compared with the ``answer`` of the reference, see :data:`GRADERS`."""
+    grading = "none"  # how a completion is compared with the answer of the reference, see GRADERS
 
     def __init__(
         self,
@@ -227,8 +226,7 @@ class CodeTask(DatasetTask):
     """
 
     runs_code = True
-    limits = SandboxLimits()
-    """What one sample may use."""
+    limits = SandboxLimits()  # what one sample may use
 
     def __init__(
         self, path: str | None = None, *, allow_code_execution: bool = False, **options: Any

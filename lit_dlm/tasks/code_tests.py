@@ -41,10 +41,8 @@ class CodeTests(CodeTask):
     name = "code_tests"
     required_fields: tuple[str, ...] = ("question", "test_method")
     own_template = _TEMPLATE
-    own_prefix = ""
-    """Code put in front of answers to rows without a ``prefix``."""
-    by_line = False
-    """Whether line breaks matter in what a program prints."""
+    own_prefix = ""  # code put in front of answers to rows without a prefix
+    by_line = False  # whether line breaks matter in what a program prints
 
     def _example(self, row: Row) -> PromptExample:
         method = row.text("test_method")

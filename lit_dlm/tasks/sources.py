@@ -29,8 +29,7 @@ class Row:
 
     index: int
     """Position in the source from 0, before any shuffling or limit; part of the sample's uid."""
-    origin: str
-    """File and line (or data set and row), for error messages."""
+    origin: str  # file and line (or data set and row), for error messages
     fields: dict[str, Any]
 
     def expect(self, holds: bool, wanted: str, got: object) -> None:

@@ -20,8 +20,7 @@ COMPUTE: dict[str, Callable[..., Any]] = {
 _NODES: dict[type, str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 _STEP = re.compile(r"(-?\d+)([-+*/])(-?\d+)=(-?\d+)")
 
-Step = tuple[int, str, int, int]
-"""``(a, op, b, result)``."""
+Step = tuple[int, str, int, int]  # (a, op, b, result)
 
 
 def whole_result(a: int, sign: str, b: int) -> int | None:

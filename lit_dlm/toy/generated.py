@@ -30,8 +30,7 @@ MAX_DRAWS_PER_EXAMPLE = 5_000
 class Problem:
     """One generated problem; see :class:`PromptExample`."""
 
-    key: str
-    """What identifies the problem; equal keys are the same problem in other words."""
+    key: str  # what identifies the problem; equal keys are the same problem in other words
     text: str
     reference: dict[str, Any]
     images: tuple[Picture, ...] = ()
@@ -67,10 +66,8 @@ class GeneratedTask(Task):
     """
 
     splits: tuple[str, ...] = ("train", "test")
-    missing: str
-    """Says in verdicts what a completion without an answer lacks."""
-    answer_field = "answer"
-    """Field of a reference that :meth:`grade` compares with."""
+    missing: str  # says in verdicts what a completion without an answer lacks
+    answer_field = "answer"  # field of a reference that grade compares with
 
     def __init__(
         self,

@@ -19,8 +19,7 @@ from lit_dlm.tasks.sources import Row
 from lit_dlm.toy.generated import Problem, PuzzleTask
 
 CELLS = 16
-MIN_BLANKS, MAX_BLANKS = 4, 12
-"""Blanks of generated puzzles: the public files have 4 to 12."""
+MIN_BLANKS, MAX_BLANKS = 4, 12  # blanks of generated puzzles: the public files have 4 to 12
 
 _UNITS = (
     *(range(4), range(4, 8), range(8, 12), range(12, 16)),

@@ -13,13 +13,11 @@ class Case(NamedTuple):
     """What a rule may look at besides the two values; inputs and alternative are encoded."""
 
     inputs: Any
-    alternative: Any
-    """Another right output, for the rule ``either``."""
+    alternative: Any  # another right output, for the rule either
     atol: float
 
 
-Rule = Callable[[Any, Any, Case], bool]
-"""``(output, expected, case) -> whether the output is right``."""
+Rule = Callable[[Any, Any, Case], bool]  # (output, expected, case) -> whether the output is right
 
 
 def judge(rule: Rule, reply: bytes, truth: bytes, case: Case) -> tuple[str, str] | None:

@@ -27,8 +27,7 @@ from typing import Any, NoReturn
 from . import compare, isolate, wire, worker
 from .remote import Handle, Remote, WorkerLostError
 
-READY = b"ready\n"
-"""Printed once the walls are up: what fails from then on is the sample's fault."""
+READY = b"ready\n"  # printed once the walls are up: what fails from then on is the sample's fault
 _TESTS = "<tests>"
 _MAX_DETAIL = 500
 _stopped: set[int] = set()

@@ -13,8 +13,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-CANDIDATE_FILE = "<candidate>"
-"""File name under which model-written code is compiled."""
+CANDIDATE_FILE = "<candidate>"  # file name under which model-written code is compiled
 
 _FENCE = re.compile(r"^[ \t]*(?P<fence>`{3,}|~{3,})[ \t]*(?P<tag>[\w+.-]*)[^\n]*$", re.MULTILINE)
 _TAGGED = re.compile(r"```(?:python|py)[23]?[^\S\n]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
@@ -29,10 +28,8 @@ _MAX_CUTS = 40
 class ExtractedCode:
     """Code found in a completion."""
 
-    code: str | None
-    """The code to run or, where there is a problem, the best that was found."""
-    problem: str = ""
-    """Why it cannot be graded: no code, a syntax error or a missing entry point."""
+    code: str | None  # the code to run or, where there is a problem, the best that was found
+    problem: str = ""  # why it cannot be graded: no code, a syntax error or a missing entry point
     is_syntax_error: bool = False
 
 

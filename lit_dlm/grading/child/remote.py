@@ -71,8 +71,7 @@ class Remote:
         self._next_id = 0
         self.failure: tuple[str, str] | None = None
         """Status and detail of the first candidate error, even if a test caught it."""
-        self.unsent = ""
-        """Why an argument could not be sent, even if a test caught it."""
+        self.unsent = ""  # why an argument could not be sent, even if a test caught it
 
     def wait_until_ready(self) -> None:
         """Waits for the worker's first message, sent before it sees any candidate code."""
