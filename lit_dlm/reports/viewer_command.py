@@ -18,8 +18,7 @@ from lit_dlm.trajectories.commands import run_of_shard, tokenizer_of
 logger = logging.getLogger(__name__)
 
 KINDS = ("gif", "fill_order", "order", "statistics")
-MAX_TOGETHER = 3
-"""Maximum number of decodes in one animation."""
+MAX_TOGETHER = 3  # maximum number of decodes in one animation
 
 
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -113,19 +112,16 @@ def pieces_of(shards: Sequence[Path], tokenizer: str | None) -> TokenPieces:
     if tokenizer == "none":
         return TokenPieces(None)
     loaded: Any = tokenizer_of(shards, tokenizer)
-    run = run_of_shard(shards[0])[0]
-    settings = run.model.get("vision")
-    if settings is None:
-        return TokenPieces(loaded)
-    from lit_dlm.backbones.resolution import resolve
-    from lit_dlm.backbones.vision import token_vision
-    from lit_dlm.vision.base import VisionSettings
+    run, vision = run_of_shard(shards[0])[0], None
+    if (settings := run.model.get("vision")) is not None:
+        from lit_dlm.backbones.resolution import resolve
+        from lit_dlm.backbones.vision import token_vision
+        from lit_dlm.vision.base import VisionSettings
 
-    path = tokenizer or run.tokenizer["path"]
-    if resolve(path).spec.text_vocab_size is None:
-        return TokenPieces(loaded)  # the model sees pictures and draws none
-    try:
-        return TokenPieces(loaded, token_vision(path, VisionSettings(**settings)))
-    except ValueError as error:
-        logger.warning("drawn pictures are shown as tokens: %s", error)
-        return TokenPieces(loaded)
+        path = tokenizer or run.tokenizer["path"]
+        if resolve(path).spec.text_vocab_size is not None:  # the model draws pictures
+            try:
+                vision = token_vision(path, VisionSettings(**settings))
+            except ValueError as error:
+                logger.warning("drawn pictures are shown as tokens: %s", error)
+    return TokenPieces(loaded, vision)
