@@ -50,10 +50,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def find(name: str, beside: Path | None = None) -> Path:
-    """Returns the path of a file, or of a packaged one such as ``exp/tracelock_tiny``.
-
-    ``.yaml`` may be left out. Paths are relative to ``beside``, by default the working directory.
-    """
+    """Returns the path of a file, or of a packaged one such as ``exp/tracelock_tiny``."""
     if found := _found(name, beside):
         return found
     searched = f"{(beside or Path()).resolve()} and {FOLDER}"

@@ -44,10 +44,7 @@ _CALLABLE = re.compile(r"Type typing\.Callable\S* \S* expects a function or a ca
 
 
 def explain(message: str, parser: ArgumentParser | None = None) -> str:
-    """Condenses an error of the argument parser to one line: its place, the fault, a suggestion.
-
-    The parser provides the known keys; it is ``None`` when a class was being built.
-    """
+    """Condenses an error of the argument parser to one line: its place, the fault, a suggestion."""
     # Before unions are taken apart: the text around them names the base that was meant.
     if told := _plug_fault(message):
         return told

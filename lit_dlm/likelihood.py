@@ -32,11 +32,9 @@ def log_likelihood_bound(
 
         log p(x | prompt) >= E_k E_S [ n / k * sum_{i in S} log p(x_i | prompt, x without S) ]
 
-    with ``k`` uniform on ``1..n`` and ``S`` uniform among the sets of ``k`` cells. As in LLaDA, the
-    counts are spread evenly over the draws, so that every ``k`` occurs about equally often. With
-    ``antithetic``, draws come in pairs: the second one hides ``n + 1 - k`` cells from the *other*
-    end of the same random order, so that it mostly sees a cell that the first one predicts from
-    little context. Both keep the estimate unbiased.
+    with ``k`` uniform on ``1..n``, spread evenly over the draws as in LLaDA, and ``S`` uniform
+    among the sets of ``k`` cells. With ``antithetic``, draws come in pairs: the second one hides
+    ``n + 1 - k`` cells from the *other* end of the same random order.
 
     A block model (``spec.attention`` is ``block``) never sees what comes after a block, and earlier
     blocks are clean while it writes one: its bound is the sum of the bounds of the blocks, each

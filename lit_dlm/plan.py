@@ -210,10 +210,8 @@ class _Model:
         return sums // (self.architecture.num_layers if self.recompute else 1)
 
     def _layer(self) -> tuple[int, int, int]:
-        """Returns bytes per token of a layer: kept whole, kept to recompute, used in its backward.
-
-        Under a mask, attention repeats keys and values for all query heads.
-        """
+        """Returns bytes per token of a layer: kept whole, kept to recompute, for its backward."""
+        # Under a mask, attention repeats keys and values for all query heads.
         a, s, r = self.architecture, self.computed, self.stream
         D, E = a.hidden_size, a.inner_width
         Q, K = a.num_heads * a.head_width, a.kv_heads * a.head_width

@@ -28,10 +28,7 @@ class Plug(metaclass=ABCMeta):  # noqa: B024  (abstract methods are those of its
 
 
 def source_digests(plugs: Iterable[object]) -> dict[str, str]:
-    """Digests of the files outside the package that define the classes of some objects, by class.
-
-    Settings say what a class of the package does; what one's own class does is in its file.
-    """
+    """Digests of the files outside the package that define the objects' classes, by class."""
     found = {}
     for kind in map(type, plugs):
         path = getattr(sys.modules.get(kind.__module__), "__file__", None)

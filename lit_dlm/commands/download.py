@@ -66,10 +66,7 @@ class Source:
 
 
 def sources(config: Any) -> list[Source]:
-    """Returns what a parsed configuration reads from elsewhere, models first, each once.
-
-    A tokenizer is listed only if its model is not, and what the run itself makes not at all.
-    """
+    """Returns what a parsed configuration reads, models first; not what the run itself makes."""
     found: dict[tuple[str, str, str | None], Source] = {}
     own = f"{config.get('run_dir')}/"
     for source in (one for one in _walk(config, "") if not one.name.startswith(own)):

@@ -49,10 +49,7 @@ from lit_dlm.trajectories.store.writer import lives, lock
 
 @contextmanager
 def locked(folder: Path, name: str) -> Iterator[Path]:
-    """Locks a folder for this process, however that ends; yields the lock file.
-
-    Commands of other names may share the folder.
-    """
+    """Locks a folder against commands of this name; yields the lock file, gone with the process."""
     path = folder / f".{name}.lock"
     while True:
         with _writable(folder):

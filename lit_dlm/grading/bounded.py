@@ -70,10 +70,7 @@ class BoundedProcesses:
         atexit.register(self.close)
 
     def ask(self, question: Mapping[str, str | None], *, seconds: float) -> Any:
-        """Returns the answer to a question, or ``None`` if there was none within the limits.
-
-        The question's items are the arguments of the answering function of :mod:`.child.bounded`.
-        """
+        """Returns the answer of :mod:`.child.bounded`, or ``None`` if none came in time."""
         process = self._take()
         answer = None
         try:

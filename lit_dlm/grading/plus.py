@@ -67,10 +67,7 @@ class PlusGrader:
         self._lock = threading.Lock()
 
     def grade(self, code: str, problem: PlusProblem) -> Verdict:
-        """Runs a candidate on the original inputs and, if it passes them all, on the added ones.
-
-        The score is the share of matching outputs; inputs not run after a failure count as failed.
-        """
+        """Returns the share of right outputs as score; inputs not run after a failure are wrong."""
         require_permission(self._allow)
         # Most wrong candidates fail the few original inputs, which saves running thousands.
         parts = (("base", problem.base_inputs), ("plus", problem.plus_inputs))

@@ -141,11 +141,7 @@ def probe(method: IsolationMethod) -> None:
 
 
 def run_job(job: dict[str, Any], limits: SandboxLimits) -> dict[str, Any]:
-    """Runs one job in a driver behind the strongest walls available.
-
-    ``job`` holds its ``mode`` (``check``, ``record``, ``compare`` or ``program``) and data; the
-    result at least ``status`` and ``detail``.
-    """
+    """Runs a job of a ``mode`` of :mod:`.child.driver`; returns at least ``status``, ``detail``."""
     method, begin = isolation_method(), time.monotonic()
     try:
         return _run_driver(job, limits, method)

@@ -24,10 +24,7 @@ def write_pictures(
     method: Mapping[str, Any] | None = None,
     theme: str = "light",
 ) -> None:
-    """Writes pictures by kind: ``gif`` shows all decodes, those of :data:`FIGURES` the first.
-
-    ``method`` describes the decoder of the first, for its regions.
-    """
+    """Writes pictures by kind: ``gif`` of all decodes, others of the first, of this method."""
     for kind, path in files.items():
         suffixes = (".gif",) if kind == "gif" else (".pdf", ".png", ".svg")
         if path.suffix.lower() not in suffixes:

@@ -91,10 +91,7 @@ def plot_profile(summaries: Sequence[MethodSummary], path: Path) -> None:
 
 
 def log_profile(logger: Logger, summaries: Sequence[MethodSummary], picture: Path | None) -> None:
-    """Logs all methods, the table and the picture (a PNG file), if any, and closes the logger.
-
-    A metric's step is its number of forwards, so that trackers draw curves over these.
-    """
+    """Logs all methods over their forwards, the table and the picture (PNG); closes the logger."""
     rows = [profile_row(one) for one in sorted(summaries, key=lambda one: one.nfe)]
     unlogged = ("task", "method", "curve", "n", "accuracy_low", "accuracy_high")
     for row in rows:

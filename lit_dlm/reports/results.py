@@ -128,10 +128,7 @@ class ResultFolder:
         }
 
     def repair(self, records: Collection[str] | None) -> int:
-        """Removes rows that a crash left, and returns how many; no other process may write.
-
-        These are second rows of a sample, and rows whose trajectory is not among ``records``.
-        """
+        """Removes second rows of a sample and rows without their record; returns how many."""
         num_removed = 0
         seen: set[tuple[Path, str]] = set()
         for path in sorted(self.folder.glob("*/*/part-r*.jsonl")):

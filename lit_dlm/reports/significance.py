@@ -38,20 +38,14 @@ class PairedComparison:
 
 
 def exact_mcnemar(only_a: int, only_b: int) -> float:
-    """Two-sided p-value of the exact McNemar test: a binomial tail with p = 1/2.
-
-    For example 1 against 6: ``2 * (C(7,0) + C(7,1)) / 2^7 = 2 * 8 / 128 = 0.125``.
-    """
+    """Two-sided p-value: 1 against 6 gives ``2 * (C(7,0) + C(7,1)) / 2^7 = 0.125``."""
     total = only_a + only_b
     tail = sum(math.comb(total, k) for k in range(min(only_a, only_b) + 1))
     return min(1.0, 2 * tail / 2**total)
 
 
 def paired_bootstrap(differences: ArrayLike) -> tuple[float, float]:
-    """95 % percentile interval of a mean difference, from :data:`NUM_RESAMPLES` resamples.
-
-    ``differences`` are ``(n,)``, B minus A for each sample.
-    """
+    """95 % percentile interval of the mean of differences ``(n,)``, B minus A for each sample."""
     values = np.asarray(differences, dtype=np.float64)
     generator = np.random.default_rng(0)  # reports are reproducible
     means = np.empty(NUM_RESAMPLES)
@@ -66,11 +60,7 @@ def paired_bootstrap(differences: ArrayLike) -> tuple[float, float]:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's adjustment of p-values for the number of tests, in the same order.
-
-    For example ``[0.01, 0.04, 0.03]`` gives ``[0.03, 0.06, 0.06]``: 0.01 * 3, then 0.03 * 2, then
-    max(0.06, 0.04 * 1).
-    """
+    """Adjusts p-values for their number: ``[0.01, 0.04, 0.03]`` to ``[0.03, 0.06, 0.06]``."""
     adjusted = [0.0] * len(p_values)
     highest = 0.0
     for rank, place in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):

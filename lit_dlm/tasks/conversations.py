@@ -25,10 +25,7 @@ Turns = list[dict[str, str]]
 def conversation(
     row: Row, *, needs_answer: bool = True, short: bool = False
 ) -> tuple[Turns, str | None]:
-    """Returns the turns up to the last one of the user, and the answer to it.
-
-    ``short`` prefers the field ``answer``, to compare with, to a worked response.
-    """
+    """Returns the turns up to the last one of the user, and its answer, if need be a short one."""
     fields = row.fields
     chat = next((name for name in CHATS if name in fields), None)
     if chat is not None:

@@ -97,10 +97,7 @@ def _values(text: str) -> list[Any]:
 
 
 def _tests(row: Row, name: str) -> list[dict[str, str]]:
-    """Reads the tests of a field: JSON, or that in a pickled text, zipped, in base64.
-
-    Nothing is unpickled: the text is read from the opcodes.
-    """
+    """Reads tests: JSON, or a pickled text, zipped, in base64, which is read from its opcodes."""
     text = row.text(name)
     try:
         if not text.lstrip().startswith("["):

@@ -62,10 +62,7 @@ class Row:
             raise ValueError(f"{self.origin}: {code[:60]!r} does not parse ({error})") from None
 
     def pictures(self, folder: Path) -> tuple[Picture, ...]:
-        """Returns the pictures of the field ``images`` (a list) or ``image``.
-
-        Each is a path in ``folder``, or in the form of data sets (``{"bytes": ..., "path": ...}``).
-        """
+        """Returns ``images`` or ``image``: paths in ``folder``, or as data sets hold them."""
         given = self.fields.get("images") or self.fields.get("image") or []
         found = []
         for value in given if isinstance(given, list) else [given]:

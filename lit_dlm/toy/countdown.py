@@ -145,11 +145,7 @@ class Countdown(PuzzleTask):
         return str(example.reference["solution"])
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
-        """Returns the last consecutive computations, without spaces and joined by commas.
-
-        They are looked for in the last ``<answer>`` tags if there are any, one per line or between
-        commas; words around them are ignored, and a part without a computation ends the search.
-        """
+        """Returns the last consecutive computations, in the last ``<answer>`` tags if there are."""
         tagged = _TAGGED.findall(completion)
         text = tagged[-1] if tagged else completion
         for written, sign in _SIGNS.items():

@@ -90,10 +90,7 @@ class Sudoku(PuzzleTask):
         return as_rows(reference["solution"])
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
-        """Returns the last grid, in the last ``<answer>`` tags if there are any, as 16 digits.
-
-        Spaces, commas and the signs that draw boxes (bars, pluses, dashes) are ignored in it.
-        """
+        """Returns the last grid, as 16 digits, in the last ``<answer>`` tags if there are any."""
         tagged = _TAGGED.findall(completion)
         grids = []
         for run in _GRID_RUN.findall(tagged[-1] if tagged else completion):

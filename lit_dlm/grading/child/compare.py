@@ -21,10 +21,7 @@ Rule = Callable[[Any, Any, Case], bool]  # (output, expected, case) -> whether t
 
 
 def judge(rule: Rule, reply: bytes, truth: bytes, case: Case) -> tuple[str, str] | None:
-    """Returns how a reply of the candidate fails, as status and detail, or ``None`` if right.
-
-    Both are as :meth:`~.remote.Remote.call_encoded` returns them; ``truth`` is the reference's.
-    """
+    """Returns how the candidate's reply fails, as status and detail, or ``None`` if right."""
     # Equal bytes are equal values. Some problems return megabytes for each of a thousand inputs:
     # decode only what may differ.
     if reply == truth and b'["h"' not in reply:

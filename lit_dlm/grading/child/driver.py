@@ -177,10 +177,7 @@ def _has_ended(worker_pid: int, seconds: float) -> bool:
 
 
 def _run_check(job: dict[str, Any], names: list[str], remote: Remote) -> dict[str, Any]:
-    """Runs the tests against proxies of the candidate, each top-level statement on its own.
-
-    Assertions that pass are counted (MBPP); ``check(candidate)`` is called (HumanEval).
-    """
+    """Runs the tests against proxies of the candidate, each top-level statement on its own."""
     # No name of the tests leads to the candidate's code, only to proxies of it.
     candidate = Handle(remote, job["entry_point"])
     namespace: dict[str, Any] = {"__name__": "tests", "__candidate__": candidate}
@@ -250,10 +247,7 @@ def _bind_free_names(
 
 
 def _record_calls(job: dict[str, Any], remote: Remote) -> dict[str, Any]:
-    """Calls the reference solution with each encoded argument list and keeps what it returned.
-
-    For a value that is too large to be sent it keeps an empty text: that call is not graded.
-    """
+    """Calls the reference with each argument list; keeps what it returned, "" if too large."""
     taken: list[float] = []
     truths: list[str] = []
     for number, args in enumerate(job["calls"]):

@@ -165,10 +165,7 @@ def _go_on_in_child() -> None:
 
 
 def _build_root(folders: Sequence[str]) -> None:
-    """Replaces the root directory by a small read-only one.
-
-    It is built on top of ``/proc``, which holds nothing that must be visible.
-    """
+    """Replaces the root directory by a small read-only one, built on ``/proc``."""
     os.umask(0o022)
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     root = "/proc"

@@ -148,10 +148,7 @@ def encode(
 
 
 def decode(wire: Any, *, from_handle: Callable[[Any], Any] | None = None) -> Any:
-    """Rebuilds a value, of exact builtin types only, from a structure that may be hostile.
-
-    ``from_handle`` makes the object that a handle refers to; without it handles are an error.
-    """
+    """Rebuilds a value, of exact builtin types (or handles) only, from what may be hostile."""
     # Whatever a constructor of _FORMS makes of hostile parts is an error of these kinds.
     try:
         return _decode(wire, from_handle)
@@ -189,10 +186,7 @@ class Channel:
         self._max_bytes = max_bytes
 
     def send(self, message: Any, *, deadline: float | None = None) -> None:
-        """Writes a message of JSON types, which the other end must take by the ``deadline``.
-
-        This is a value of ``time.monotonic()``, and requires a non-blocking descriptor.
-        """
+        """Writes JSON types; a ``deadline`` (monotonic) needs a non-blocking descriptor."""
         body = json.dumps(message, separators=(",", ":")).encode()
         self._check_size(len(body))
         view = memoryview(_HEADER.pack(len(body)) + body)
