@@ -120,7 +120,7 @@ def grade_numeric(completion: str, gold: str) -> Verdict:
     truth = parse_number(gold)
     if truth is None:
         raise ValueError(f"the reference answer must hold a number, got {gold!r}")
-    return _judged(
+    return judged(
         extract_number(completion),
         lambda answer: parse_number(answer) == truth,
         expected=format_number(truth),
@@ -128,9 +128,10 @@ def grade_numeric(completion: str, gold: str) -> Verdict:
     )
 
 
-def _judged(
+def judged(
     answer: str | None, is_right: Callable[[str], bool], *, expected: str, missing: str
 ) -> Verdict:
+    """Judges an extracted answer; ``missing`` says what a completion without one lacks."""
     if answer is None:
         return Verdict(status="no_answer", detail=missing)
     if is_right(answer):
@@ -145,7 +146,7 @@ def _stripped(completion: str) -> str | None:
 def grade_exact(completion: str, gold: str) -> Verdict:
     """Grades a completion that must be the answer itself, apart from white space at its ends."""
     wanted = gold.strip()
-    return _judged(_stripped(completion), wanted.__eq__, expected=wanted, missing=_EMPTY)
+    return judged(_stripped(completion), wanted.__eq__, expected=wanted, missing=_EMPTY)
 
 
 _EMPTY = "the completion is empty"
@@ -220,7 +221,7 @@ def grade_relaxed(completion: str, gold: str) -> Verdict:
             return abs(found - truth) <= abs(truth) / 20
         return answer.lower() == wanted.lower()
 
-    return _judged(_stripped(completion), is_right, expected=wanted, missing=_EMPTY)
+    return judged(_stripped(completion), is_right, expected=wanted, missing=_EMPTY)
 
 
 def _plain_number(text: str) -> Fraction | None:
@@ -250,7 +251,7 @@ def extract_choice(completion: str, num_options: int) -> str | None:
 def grade_choice(completion: str, gold: str, num_options: int) -> Verdict:
     """Grades a solution by the letter of the option that it ends with (:func:`extract_choice`)."""
     answer = extract_choice(completion, num_options)
-    return _judged(answer, gold.__eq__, expected=gold, missing="no letter of an option")
+    return judged(answer, gold.__eq__, expected=gold, missing="no letter of an option")
 
 
 def extract_math(completion: str) -> str | None:
@@ -279,7 +280,7 @@ def grade_math(completion: str, gold: str) -> Verdict:
         equal = shared_processes("math").ask(question, seconds=MATH_SECONDS)
     if equal is None:
         return Verdict(status="timeout", answer=answer, detail="the comparison did not end")
-    return _judged(answer, lambda _: equal, expected=gold, missing="")
+    return judged(answer, lambda _: equal, expected=gold, missing="")
 
 
 def _squeeze(text: str) -> str:

@@ -1,7 +1,4 @@
-"""Code in completions: finding it, without compiling it in this process, and grading it.
-
-Functions are graded by tests, whole programs by what they print on given standard input.
-"""
+"""Code in completions: finding it, without compiling it in this process, and running programs."""
 
 from __future__ import annotations
 
@@ -10,8 +7,8 @@ import warnings
 from collections.abc import Sequence
 
 from lit_dlm.grading.bounded import shared_processes
-from lit_dlm.grading.child.extraction import CANDIDATE_FILE, ExtractedCode, whole_part
-from lit_dlm.grading.sandbox import SandboxLimits, run_python_check, run_python_program
+from lit_dlm.grading.child.extraction import CANDIDATE_FILE, ExtractedCode
+from lit_dlm.grading.sandbox import SandboxLimits, run_python_program
 from lit_dlm.grading.verdict import Status, Verdict
 
 # Compiling can warn (invalid escapes, comparisons of literals), which does not matter here; turned
@@ -40,59 +37,25 @@ def extract_code(
     return ExtractedCode(**found)
 
 
-def grade_by_tests(
-    completion: str,
-    check: str,
-    entry_point: str,
-    *,
-    stub: str = "",
-    limits: SandboxLimits | None = None,
-    allow_code_execution: bool,
-) -> Verdict:
-    """Extracts the code of a completion and runs trusted tests against it.
-
-    ``stub`` is what the prompt showed of the module (trusted; its helpers serve the tests too);
-    for the other arguments see :func:`lit_dlm.grading.run_python_check`.
-    """
-    found = extract_code(completion, entry_point, stub=stub)
-    if (verdict := ungradable(found)) is not None:
-        return verdict
-    assert found.code is not None
-    return run_python_check(
-        found.code,
-        check,
-        entry_point,
-        limits=limits,
-        allow_code_execution=allow_code_execution,
-        preamble=whole_part(stub),
-    )
-
-
 def grade_by_outputs(
-    completion: str,
+    code: str,
     inputs: Sequence[str],
     outputs: Sequence[str],
     *,
-    stub: str = "",
     by_line: bool = False,
     limits: SandboxLimits | None = None,
     allow_code_execution: bool,
 ) -> Verdict:
-    """Runs the program of a completion once per input and compares what it prints.
+    """Runs a program once per input, within ``limits``, and compares what it prints.
 
     The expected outputs never leave this process. Outputs are compared word by word: the amount of
     white space does not matter, but with ``by_line`` line breaks do. The verdict's ``score`` is the
-    share of tests that passed, its ``status`` and ``detail`` are those of the first that did not;
-    ``limits`` apply to each run. ``stub`` is put in front of the program.
+    share of tests that passed, its ``status`` and ``detail`` are those of the first that did not.
     """
-    found = extract_code(completion, stub=stub)
-    if (verdict := ungradable(found)) is not None:
-        return verdict
-    assert found.code is not None
     failures: list[tuple[Status, str]] = []
     for number, (stdin, expected) in enumerate(zip(inputs, outputs, strict=True), start=1):
         result = run_python_program(
-            found.code,
+            code,
             stdin,
             output_bytes=max(1 << 20, 2 * len(expected.encode())),
             limits=limits,
@@ -111,7 +74,7 @@ def grade_by_outputs(
             break
     num_passed = number - len(failures)
     status, detail = failures[0] if failures else ("right", "")
-    return Verdict(status=status, answer=found.code, detail=detail, score=num_passed / len(inputs))
+    return Verdict(status=status, answer=code, detail=detail, score=num_passed / len(inputs))
 
 
 def ungradable(found: ExtractedCode) -> Verdict | None:

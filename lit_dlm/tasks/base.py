@@ -20,8 +20,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lit_dlm.grading import IsolationLevel, SandboxLimits, Verdict, isolation_level
 from lit_dlm.grading.answers import GRADERS
-from lit_dlm.grading.code import ExtractedCode, extract_code, grade_by_tests, python_block
-from lit_dlm.grading.sandbox import require_permission
+from lit_dlm.grading.child.extraction import whole_part
+from lit_dlm.grading.code import ExtractedCode, extract_code, python_block, ungradable
+from lit_dlm.grading.sandbox import require_permission, run_python_check
 from lit_dlm.ops.options import at_least, within
 from lit_dlm.plugs import Plug, checked_plug
 from lit_dlm.tasks.sources import Row, read_rows
@@ -250,14 +251,21 @@ class CodeTask(DatasetTask):
         return extract_code(answer, reference["entry_point"], stub=reference["stub"])
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
-        reference = example.reference
-        return grade_by_tests(
-            example.answer_start + completion,
-            reference["check"],
-            reference["entry_point"],
-            stub=reference["stub"],
+        found = self._found(example, completion)
+        if (verdict := ungradable(found)) is not None:
+            return verdict
+        assert found.code is not None
+        return self._graded(example, found.code)
+
+    def _graded(self, example: PromptExample, code: str) -> Verdict:
+        """Runs code that was found in an answer."""
+        return run_python_check(
+            code,
+            example.reference["check"],
+            example.reference["entry_point"],
             limits=self._limits_of(example),
             allow_code_execution=self.allow_code_execution,
+            preamble=whole_part(example.reference["stub"]),
         )
 
     def _limits_of(self, example: PromptExample) -> SandboxLimits:

@@ -66,15 +66,14 @@ class CodeTests(CodeTask):
         question = row.text("question").strip()
         return self._prompt(row, f"{row.index:05d}", question, reference, **reference)
 
-    def grade(self, example: PromptExample, completion: str) -> Verdict:
+    def _graded(self, example: PromptExample, code: str) -> Verdict:
         reference = example.reference
         if reference["test_method"] == "function":
-            return super().grade(example, completion)
+            return super()._graded(example, code)
         return grade_by_outputs(
-            example.answer_start + completion,
+            code,
             reference["test_input"],
             reference["test_output"],
-            stub=reference["stub"],
             by_line=self.by_line,
             limits=self._limits_of(example),
             allow_code_execution=self.allow_code_execution,

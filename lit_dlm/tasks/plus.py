@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from lit_dlm.grading import Verdict
-from lit_dlm.grading.code import ungradable
 from lit_dlm.grading.plus import PlusGrader, PlusProblem, Rule
 from lit_dlm.tasks.base import CodeTask, PromptExample
 from lit_dlm.tasks.sources import Row
@@ -71,12 +70,8 @@ class PlusTask(CodeTask):
             alternative=alternative,
         )
 
-    def grade(self, example: PromptExample, completion: str) -> Verdict:
-        found = self._found(example, completion)
-        if (verdict := ungradable(found)) is not None:
-            return verdict
-        assert found.code is not None
-        return self._grader.grade(found.code, self.problem(example))
+    def _graded(self, example: PromptExample, code: str) -> Verdict:
+        return self._grader.grade(code, self.problem(example))
 
 
 def problem_number(row: Row) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lit_dlm.grading import Verdict
+from lit_dlm.grading.answers import judged
 from lit_dlm.ops.options import one_of
 from lit_dlm.tasks.base import PromptExample, PromptTemplate, Task
 from lit_dlm.tasks.sources import Row, read_rows
@@ -101,12 +102,9 @@ class GeneratedTask(Task):
         return self.write_answer(example.reference, random.Random(example.uid))
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
-        answer, wanted = self.extract(example, completion), example.reference[self.answer_field]
-        if answer is None:
-            return Verdict(status="no_answer", detail=self.missing)
-        if answer == str(wanted):
-            return Verdict(status="right", answer=answer)
-        return Verdict(status="wrong", answer=answer, detail=f"expected {wanted}")
+        wanted = str(example.reference[self.answer_field])
+        answer = self.extract(example, completion)
+        return judged(answer, wanted.__eq__, expected=wanted, missing=self.missing)
 
     def is_of_split(self, problem: Problem, split: str) -> bool:
         return is_held_out(problem.key) == (split == "test")

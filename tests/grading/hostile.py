@@ -32,7 +32,8 @@ from typing import Any, NamedTuple
 
 from lit_dlm.grading import SandboxLimits, Verdict, sandbox
 from lit_dlm.grading.answers import MATH_SECONDS, grade_math, grade_numeric
-from lit_dlm.grading.code import grade_by_outputs, grade_by_tests
+from lit_dlm.grading.child.extraction import whole_part
+from lit_dlm.grading.code import extract_code, grade_by_outputs, ungradable
 from lit_dlm.grading.plus import PlusGrader, PlusProblem
 from lit_dlm.grading.sandbox import run_python_check
 from tests.processes import no_sandbox_left
@@ -124,6 +125,20 @@ PROGRAMS = programs("programs.txt")
 """Programs that read 2 and should print 4."""
 
 
+def grade_by_tests(
+    completion: str,
+    check: str,
+    entry_point: str,
+    *,
+    stub: str = "",
+    limits: SandboxLimits | None = None,
+) -> Verdict:
+    """Grades the code in a completion, as tasks do."""
+    found = extract_code(completion, entry_point, stub=stub)
+    options = {"limits": limits, "preamble": whole_part(stub), **ALLOWED}
+    return ungradable(found) or run_python_check(str(found.code), check, entry_point, **options)
+
+
 def grade_all(method: sandbox.IsolationMethod, *, walls_only: bool) -> dict[str, Any]:
     """Grades all of them at one level, or those that attack its walls.
 
@@ -136,7 +151,7 @@ def grade_all(method: sandbox.IsolationMethod, *, walls_only: bool) -> dict[str,
     with _targets([sys.executable, "-c", "import time; time.sleep(3600)"]) as targets:
         before = _state(targets)
         jobs = _jobs(targets, SandboxLimits(wall_seconds=0.5, cpu_seconds=1.0), walls_only)
-        grade_by_tests("def f(x): return 4", CHECK, "f", **ALLOWED)
+        grade_by_tests("def f(x): return 4", CHECK, "f")
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         with no_sandbox_left(), ThreadPoolExecutor(4) as pool:
             found = pool.map(lambda job: _timed(*job), jobs.values())
@@ -195,10 +210,9 @@ def _jobs(targets: _Targets, limits: SandboxLimits, walls_only: bool) -> dict[st
         add(name, 0.5, run, _attack(body, targets), CHECK)
     for name in ENDS:
         add(name, 0.5, run, f"def f(x):\n    raise {name}", ITERATING_CHECK)
-    # Extraction has up to 10 s of its own.
     outputs = functools.partial(grade_by_outputs, limits=limits, **ALLOWED)
     for name, code in PROGRAMS.items():
-        add(name, 10.5, outputs, code, ["2"], ["4"])
+        add(name, 0.5, outputs, code, ["2"], ["4"])
     if walls_only:
         return jobs
     grader = PlusGrader(limits=limits, **ALLOWED)
@@ -207,8 +221,8 @@ def _jobs(targets: _Targets, limits: SandboxLimits, walls_only: bool) -> dict[st
         add(name, 0.5, run, code, HEAVY_CHECK)
         problem = replace(PROBLEM, rule=("same_set", "root", "close")[number % 3])
         add(f"{name} (rule)", 0.5, grader.grade, code, problem)
-    extract = functools.partial(grade_by_tests, limits=limits, **ALLOWED)
-    for name, text in TEXTS.items():
+    extract = functools.partial(grade_by_tests, limits=limits)
+    for name, text in TEXTS.items():  # extraction has up to 10 s of its own
         add(name, 10.5, extract, text, CHECK, "f")
         add(f"{name} (as code)", 0.5, run, text, CHECK)
     for name, text in ANSWERS.items():

@@ -4,7 +4,8 @@ import pytest
 
 from lit_dlm.grading import SandboxLimits
 from lit_dlm.grading.child.extraction import fenced_blocks
-from lit_dlm.grading.code import extract_code, grade_by_outputs, grade_by_tests
+from lit_dlm.grading.code import extract_code, grade_by_outputs
+from tests.grading.hostile import grade_by_tests
 
 STUB = 'import math\n\ndef helper(x):\n    return x\n\ndef f(x):\n    """Squares x."""\n'
 
@@ -120,7 +121,7 @@ def test_a_program_may_print_as_much_as_is_expected():
 )
 def test_grades_by_tests_and_a_stub(stub: str, check: str, completion: str, status: str) -> None:
     entry_point = check.split("(")[0].split()[-1]
-    verdict = grade_by_tests(completion, check, entry_point, stub=stub, allow_code_execution=True)
+    verdict = grade_by_tests(completion, check, entry_point, stub=stub)
     assert verdict.status == status, verdict.detail
 
 
@@ -139,10 +140,11 @@ def test_long_nonsense_is_parsed_in_bounded_time() -> None:
 def test_outputs_are_compared_word_by_word_and_the_share_is_kept() -> None:
     """Three of four inputs give the expected words; white space does not matter."""
     inputs, outputs = ["1 2", "3 4", "5 5", "0 0"], ["3", " 7\n\n", "11", "0\n"]
-    verdict = grade_by_outputs(ADD, inputs, outputs, allow_code_execution=True)
+    code = extract_code(ADD).code or ""
+    verdict = grade_by_outputs(code, inputs, outputs, allow_code_execution=True)
     assert (verdict.status, verdict.score) == ("wrong", 0.75)
     assert verdict.detail == "test 3 of 4: another output was expected"
-    right = grade_by_outputs(ADD, inputs[:2], outputs[:2], allow_code_execution=True)
+    right = grade_by_outputs(code, inputs[:2], outputs[:2], allow_code_execution=True)
     assert (right.status, right.score, right.detail) == ("right", 1.0, "")
 
 

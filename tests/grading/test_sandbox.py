@@ -140,7 +140,7 @@ def test_execution_must_be_allowed(allowed):
     grader = PlusGrader(allow_code_execution=allowed)
     for run in (
         lambda: run_python_check("", "assert f(1)", "f", allow_code_execution=allowed),
-        lambda: grade_by_outputs("```\n1\n```", ["1"], ["3"], allow_code_execution=allowed),
+        lambda: grade_by_outputs("1", ["1"], ["3"], allow_code_execution=allowed),
         lambda: grader.grade("def f(x): pass", PROBLEM),
     ):
         with pytest.raises(ValueError, match="allow_code_execution"):
