@@ -146,7 +146,6 @@ def merge(old: Any, new: Any) -> Any:
 
 
 def _starts_anew(old: dict[str, Any], new: dict[str, Any]) -> bool:
-    """Whether a class is replaced by another one that is not its subclass."""
     before, now = old.get("class_path"), new.get("class_path")
     if before is None or now is None or before == now:
         return False
@@ -248,14 +247,12 @@ def _set(document: dict[str, Any], keys: list[str], text: str) -> bool:
 
 
 def _shared_settings(kind: type, old: Any) -> dict[str, Any]:
-    """Returns those settings of another class that this one has as well."""
     initialisers = (vars(one).get("__init__") for one in kind.__mro__)
     known = {name for one in initialisers if one for name in inspect.signature(one).parameters}
     return {key: value for key, value in (old.get("init_args") or {}).items() if key in known}
 
 
 def _place(document: dict[str, Any], keys: list[str]) -> dict[str, Any] | None:
-    """Returns the mapping in which the last key is set, or ``None``."""
     place = document
     for key in keys[:-1]:
         if key not in place and key != "init_args" and {"class_path", "init_args"} & set(place):

@@ -61,7 +61,6 @@ def explain(message: str, parser: ArgumentParser | None = None) -> str:
 
 
 def _plug_fault(message: str) -> str | None:
-    """Says what is missing in a class that was given for one of our bases."""
     found = _PLUG.search(message)
     path = found and (found["path"] or found["abstract"] or found["given"])
     kind = locate(path.strip()) if path else None
@@ -188,7 +187,6 @@ class Parser(LightningArgumentParser):
             raise ValueError(explain(str(error))) from error
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Prints one short error and exits with status 2; inside a class, raises for the parent."""
         if not self.exit_on_error:  # it parses a class; the caller knows its name and place
             super().error(message, ex)
         sys.stderr.write(f"lit-dlm: error: {printable(explain(message, self))}\n")

@@ -86,7 +86,6 @@ class DiffusionLM(TemplateLM):
         self._answers = _read_answers(answers)
 
     def settings(self) -> dict[str, Any]:
-        """Returns all settings that an answer depends on."""
         return {
             "backbone": self.backbone.describe(),
             "decoder": self.decoder.describe(),
@@ -213,7 +212,6 @@ class DiffusionLM(TemplateLM):
         return [(answer["bound"], answer["greedy"]) for answer in found]
 
     def _writes(self, context: list[int], target: list[int]) -> bool:
-        """Whether decoding as many cells as the target has writes the target."""
         done = generate(
             self.backbone,
             [context],
@@ -280,7 +278,6 @@ class DiffusionLM(TemplateLM):
 
 
 def _read_answers(path: Path | None) -> dict[str, dict[str, Any]]:
-    """Reads answers by name from a file with one JSON line for each."""
     if path is None or not path.exists():
         return {}
     drop_torn_line(path)
@@ -305,6 +302,5 @@ def _numbered(keys: Sequence[str]) -> list[str]:
 
 
 def _cut(text: str, until: Sequence[str]) -> str:
-    """Returns a text up to the first of the stop texts in it."""
     ends = [text.find(stop) for stop in until if stop and stop in text]
     return text[: min(ends)] if ends else text

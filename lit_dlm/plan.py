@@ -78,7 +78,6 @@ class Plan:
         return self.parts(num_processes)["at most at a time"]
 
     def short(self, num_processes: int) -> str:
-        """Returns one line for the start of a run."""
         parts = self.parts(num_processes).items()
         told = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts if size)
         return (
@@ -87,7 +86,6 @@ class Plan:
         )
 
     def table(self) -> str:
-        """Returns the whole plan as a table, for 1 to 64 processes."""
         columns = [self.parts(number) for number in PROCESSES]
         lines = [
             f"{self.model}: {self.num_parameters:,} parameters, {self.num_trained:,} trained\n",
@@ -103,8 +101,6 @@ class Plan:
 
 
 class _Model:
-    """The sizes of a backbone, from the options of an HFBackbone."""
-
     def __init__(self, options: Mapping[str, Any], trainer: Mapping[str, Any]) -> None:
         self.architecture, num_seeing = _described(options)
         self.shapes = self.architecture.parameter_shapes()
@@ -234,7 +230,6 @@ class _Model:
         return whole, small, r * D + (3 * s + 4 * bool(adapted)) * E
 
     def decoding(self, run: Mapping[str, Any], decoder: Mapping[str, Any]) -> dict[str, int]:
-        """Returns what a decode takes besides the weights."""
         a, s, D = self.architecture, self.computed, self.architecture.hidden_size
         window, cache = _options(decoder.get("window")), _class(decoder.get("cache"))
         width = window.get("block_length") or window.get("width") or a.block_size or run["response"]
@@ -323,7 +318,6 @@ def plan_of(config: Mapping[str, Any], *, trains: bool = True) -> Plan | None:
 
 
 def _sizes(data: Mapping[str, Any], trainer: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the longest prompts and responses, and the kind of device."""
     lengths = data.get("response_length") or 0
     return {
         "device": "cpu" if trainer.get("accelerator") == "cpu" else "cuda",
@@ -433,7 +427,6 @@ def _options(spec: Any) -> Mapping[str, Any]:
 
 
 def _class(spec: Any) -> str:
-    """Returns the path or name of a class; empty if there is none."""
     return str(spec.get("class_path", "")) if isinstance(spec, Mapping) else str(spec or "")
 
 

@@ -137,7 +137,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _lines(console: Console) -> Iterator[str]:
-    """Yields the lines that are typed, or those of a script on standard input."""
     if not (console.is_terminal and sys.stdin.isatty()):
         yield from map(str.strip, sys.stdin)
         return
@@ -154,7 +153,6 @@ def _file(name: str, folder: str) -> str:
 
 
 def _decoder(*options: str) -> Decoder:
-    """Builds a decoder from options, as on the command line."""
     parser = Parser(prog="lit-dlm chat")
     parser.add_argument("--config", action="config")
     parser.add_class_arguments(Decoder, None, sub_configs=True)

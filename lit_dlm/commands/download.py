@@ -177,7 +177,6 @@ def _fetch(named: Sequence[Source], *, is_wanted: bool) -> int:
 
 
 def _sizes(source: Source) -> tuple[int, int]:
-    """Bytes of a repository that are not here yet, and bytes in all."""
     files = hub_files(
         source.name,
         weights=source.kind != "tokenizer",

@@ -126,7 +126,6 @@ def _require_own(folder: Path, *, other: str) -> None:
 
 
 def _measured(run: Path, backbone: HFBackbone) -> list[MethodSummary]:
-    """Summaries of a run, which must be of this model."""
     results, ours = ResultFolder(run / "results"), backbone.describe()
     for task, method in results.pairs():
         theirs = results.settings(task, method)["backbone"]

@@ -181,7 +181,6 @@ class CLI(LightningCLI):
         return trainer
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        """Finds the checkpoint that ``ckpt_path`` names."""
         options = super()._prepare_subcommand_kwargs(subcommand)
         path = options["ckpt_path"]
         if path == LAST:
@@ -220,7 +219,6 @@ def _check_port(trainer: Trainer) -> None:
 
 
 def _check_fit(command: str, options: Namespace) -> None:
-    """Refuses a configuration or a machine that the command cannot run with."""
     for key, needed in _NEEDED.get(command, {}).items():
         kind = import_object(options[key].class_path)
         if getattr(kind, needed) is getattr(_BASES[key], needed):
@@ -288,7 +286,6 @@ def main(arguments: Sequence[str], cli: type[CLI] = CLI) -> int:
 
 
 def _errors_of_wandb() -> tuple[type[Exception], ...]:
-    """Errors of wandb, if its logger is used: a missing key, a lost network connection."""
     return (sys.modules["wandb.errors"].Error,) if "wandb.errors" in sys.modules else ()
 
 

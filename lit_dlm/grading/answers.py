@@ -284,7 +284,6 @@ def grade_math(completion: str, gold: str) -> Verdict:
 
 
 def _squeeze(text: str) -> str:
-    """Removes differences without meaning: white space and the spelling of fractions."""
     return re.sub(r"\s+", "", text).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
 
 

@@ -77,7 +77,6 @@ def _removed(folder: Path) -> bool:
 
 
 def _remove_left(parent: Path) -> None:
-    """Removes the cgroups that killed runs have left."""
     for folder in parent.glob("lit_dlm_*_*"):
         if not Path("/proc", folder.name.split("_")[2]).exists():
             _removed(folder)

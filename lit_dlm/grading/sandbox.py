@@ -257,7 +257,6 @@ def _may_mount() -> bool:
 
 
 def _bubblewrap() -> list[str]:
-    """Returns the beginning of a command that runs the rest of it in bubblewrap."""
     program = shutil.which("bwrap")
     if program is None:
         raise SandboxError("not installed")

@@ -158,7 +158,6 @@ class _Painter:
         return image
 
     def _head(self, draw: ImageDraw.ImageDraw, sample: Sample, done: int, top: float) -> None:
-        """Draws the name and step of a decode over a progress bar."""
         theme, total, right = self.theme, sample.record.num_steps, self.size[0] - _MARGIN
         title, count = sample.method or sample.record.uid, f"step {done}/{total}"
         draw.text((_MARGIN, top), title, font=self.small, fill=theme.accent)

@@ -238,7 +238,6 @@ def _groups(
 
 
 def _by_accuracy(group: Sequence[MethodSummary]) -> list[str]:
-    """The most accurate method, the most accurate one of another kind, and the others."""
     from lit_dlm.reports.plots import family
 
     graded = [one for one in group if one.accuracy is not None]
@@ -259,7 +258,6 @@ def _traces(run: ReportedRun, shown: set[str]) -> SampleSet | None:
 
 
 def _links(traced: Sequence[tuple[ReportedRun, SampleSet]]) -> dict[tuple[str, str, str], str]:
-    """Addresses in the viewer page by task, method as in the tables, and uid."""
     links = {}
     for number, (run, samples) in enumerate(traced):
         for sample in samples.samples:

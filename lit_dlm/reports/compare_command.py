@@ -99,7 +99,6 @@ def method_pairs(
 
 
 def _methods(results: ResultFolder) -> dict[str, list[str]]:
-    """Methods that have rows, by task."""
     found: dict[str, list[str]] = {}
     for task, method in results.pairs():
         if results.completed(task, method):
@@ -157,7 +156,6 @@ def markdown(found: Sequence[PairedComparison], a: Path, b: Path) -> str:
 def _setting_lines(
     first: ResultFolder, second: ResultFolder, pairs: Sequence[tuple[str, str, str]]
 ) -> list[str]:
-    """Settings that differ, as far as the result folders record them."""
     lines: dict[str, None] = {}
     for task, a, b in pairs:
         ours, theirs = first.settings(task, a), second.settings(task, b)

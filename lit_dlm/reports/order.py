@@ -197,7 +197,6 @@ def statistics_figure(
 
 
 def _bands(axis: Axes, regions: Sequence[Region], theme: Theme) -> None:
-    """Names and bounds of the regions, above the axis."""
     above = axis.get_xaxis_transform()
     for number, part in enumerate(regions):
         colour = theme.series[number % len(theme.series)]

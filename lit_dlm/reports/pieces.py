@@ -122,7 +122,6 @@ class TokenPieces:
         return token in self._special
 
     def is_partial(self, token: int) -> bool:
-        """Whether a token holds only a part of a character."""
         self.text(token)
         return token in self._partial
 

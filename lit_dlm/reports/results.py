@@ -120,7 +120,6 @@ class ResultFolder:
         return {row["uid"] for row in self._lines(self.method_folder(task, method))}
 
     def decode_uids(self) -> set[str]:
-        """Keys ``{uid}@{method}`` of all decodes in the folder."""
         return {
             f"{uid}@{method}"
             for task, method in self.pairs()
@@ -164,7 +163,6 @@ class ResultFolder:
                 os.fsync(file.fileno())
 
     def rows(self, task: str, method: str) -> list[ResultRow]:
-        """All results of a method on a task, sorted by uid."""
         folder = self.method_folder(task, method)
         try:
             rows = [ResultRow(**line) for line in self._lines(folder)]
@@ -177,7 +175,6 @@ class ResultFolder:
         return rows
 
     def pairs(self) -> list[tuple[str, str]]:
-        """All (task, method) with results."""
         found = self.folder.glob("*/*/settings.json")
         return sorted((path.parent.parent.name, path.parent.name) for path in found)
 

@@ -112,7 +112,6 @@ def _accuracy(rows: Sequence[ResultRow]) -> dict[str, Any]:
 
 
 def _pass_at(grades: Sequence[Sequence[bool]]) -> dict[str, float] | None:
-    """See :attr:`MethodSummary.pass_at`; up to the fewest responses that a prompt has."""
     most = min(map(len, grades))
     if most == 1:
         return None

@@ -150,7 +150,6 @@ class TokenTable:
         return int(np.searchsorted(self.ids, token))
 
     def as_json(self) -> dict[str, Any]:
-        """The table: ids, texts, and rows of special tokens and of parts of characters."""
         ids = self.ids.tolist()
         return {
             "ids": ids,

@@ -258,7 +258,6 @@ class CodeTask(DatasetTask):
         return self._graded(example, found.code)
 
     def _graded(self, example: PromptExample, code: str) -> Verdict:
-        """Runs code that was found in an answer."""
         return run_python_check(
             code,
             example.reference["check"],
@@ -357,7 +356,6 @@ class PromptTemplate:
             raise ValueError(f"template: {error} in {given!r}") from None
 
     def render(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns ``text`` and ``answer_start`` of a :class:`~lit_dlm.tasks.base.PromptExample`."""
         try:
             filled = self._template.make_module(dict(fields))
         except TemplateError as error:

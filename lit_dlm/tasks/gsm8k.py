@@ -38,5 +38,4 @@ class GSM8K(DatasetTask):
         return self._prompt(row, f"{row.index:05d}", row.text("question").strip(), reference)
 
     def reference_completion(self, example: PromptExample) -> str:
-        """The data set's own solution, without its calculator annotations."""
         return _CALCULATOR.sub("", example.reference["solution"])

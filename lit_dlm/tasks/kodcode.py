@@ -139,7 +139,6 @@ def checks(test_code: str, entry_point: str) -> tuple[str, str]:
 
 
 def _problem(tree: ast.Module, tests: dict[str, ast.FunctionDef], entry_point: str) -> str:
-    """Returns why the sandbox cannot run the tests; an empty text if it can."""
     defined = {getattr(node, "name", None) for node in tree.body}
     awkward = [n for n, node in tests.items() if ast.unparse(node.args) or node.decorator_list]
     foreign = [name for name in _modules(tree) if name not in sys.stdlib_module_names]
@@ -164,8 +163,6 @@ def _modules(tree: ast.Module) -> Iterator[str]:
 
 
 class _WithoutImports(ast.NodeTransformer):
-    """Removes the imports of the answer and of pytest."""
-
     def __init__(self) -> None:
         self.module_names: set[str] = set()
 

@@ -38,7 +38,6 @@ class PlusTask(CodeTask):
         """Returns how outputs are compared, and what else is right for the rule ``either``."""
 
     def _restored(self, task_id: str, inputs: list[Any]) -> list[Any]:
-        """Returns inputs with the types that JSON lacks."""
         return inputs
 
     def _example(self, row: Row) -> PromptExample:

@@ -38,7 +38,6 @@ class Row:
             raise ValueError(f"{self.origin}: expected {wanted}, got {got!r:.200}")
 
     def get(self, name: str, kind: type | tuple[type, ...], wanted: str) -> Any:
-        """Returns a field, which must be of a type."""
         value = self.fields.get(name)
         is_right = isinstance(value, kind) and not isinstance(value, bool)
         self.expect(is_right, f"{wanted} in field {name!r}", value)
@@ -48,14 +47,12 @@ class Row:
         return str(self.get(name, str, "a text"))
 
     def texts(self, name: str) -> list[str]:
-        """Returns a field, which must be a list of texts, at least one."""
         values = self.get(name, list, "a list of texts")
         is_right = bool(values) and all(isinstance(value, str) for value in values)
         self.expect(is_right, f"a list of at least one text in field {name!r}", values)
         return list(values)
 
     def parsed(self, code: str) -> ast.Module:
-        """Parses code of a field, which must be Python."""
         try:
             return ast.parse(code, CANDIDATE_FILE)
         except (SyntaxError, ValueError) as error:

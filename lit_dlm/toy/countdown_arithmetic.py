@@ -31,7 +31,6 @@ def whole_result(a: int, sign: str, b: int) -> int | None:
 
 
 def _taken(parts: list[tuple[Any, ...]], value: int) -> tuple[Any, ...]:
-    """Removes and returns the first part that has a value."""
     return parts.pop(next(i for i, part in enumerate(parts) if part[0] == value))
 
 

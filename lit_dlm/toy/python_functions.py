@@ -156,7 +156,6 @@ def _write_chain(spec: dict[str, Any], rng: random.Random) -> str:
 
 
 def _expression(start: str, operations: Sequence[Sequence[str]]) -> str:
-    """Writes operations as one expression, with parentheses only where they are needed."""
     text, is_sum = start, False
     for operator, operand in operations:
         if operator == "*" and is_sum:

@@ -112,6 +112,5 @@ class Sudoku(PuzzleTask):
 
 
 def _grids_of_run(run: str) -> list[str]:
-    """Returns the grids in digits and separators: 16 digits on one line, or four lines of four."""
     lines = filter(None, (re.sub(r"\D", "", line) for line in run.splitlines()))
     return [grid.replace("\n", "") for grid in _GRID.findall("\n".join(lines))]

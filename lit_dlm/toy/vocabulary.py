@@ -92,7 +92,6 @@ def build_tokenizer(
 
 
 def _texts(sources: Sequence[TrainingSource]) -> Iterator[str]:
-    """Yields prompts and completions of all sources in turn, without special tokens."""
     rng = random.Random("vocabulary/0")
     for index in range(_NUM_PAIRS):
         for text in sources[index % len(sources)].draw_pair(rng):

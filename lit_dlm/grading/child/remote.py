@@ -79,7 +79,6 @@ class Remote:
         self._deadline = time.monotonic() + self._wall_seconds
 
     def load(self, code: str) -> list[str]:
-        """Runs the candidate's module; returns the names of its callables."""
         names = self._request({"op": "load", "code": code})
         _require(type(names) is list)
         return [name for name in names if type(name) is str]
@@ -92,7 +91,6 @@ class Remote:
         return max(0.0, self._deadline - time.monotonic())
 
     def ask(self, op: str, target: str | int, /, *args: Any, **kwargs: Any) -> Any:
-        """Has the worker call an object, or read or set one of its attributes."""
         given = {"args": self._encode(args), "kwargs": self._encode(kwargs)}
         value = self._request({"op": op, "target": target, **given})
         with _malformed_is_lost():

@@ -199,7 +199,6 @@ class Channel:
                 raise ChannelClosedError from None
 
     def receive(self, *, deadline: float | None = None) -> bytes:
-        """Reads one message, as bytes of JSON."""
         # Checked before the message is read: the other end may announce 4 GB.
         (length,) = _HEADER.unpack(self._read_exactly(_HEADER.size, deadline))
         self._check_size(length)
