@@ -33,12 +33,7 @@ _TEMPLATE = (
 
 
 class MBPP(CodeTask):
-    """The 974 problems of MBPP in their official splits (11 to 510 are the test split).
-
-    Args:
-        path: a local file or folder, whose rows of other splits are left out, or a hub id.
-        split: ``test``, ``train``, ``validation`` or ``prompt``.
-    """
+    """The 974 problems of MBPP; of a file, those of the official split (11 to 510 are the test)."""
 
     name = "mbpp"
     # Problem 123 takes 8 s with its canonical solution.
@@ -48,11 +43,8 @@ class MBPP(CodeTask):
     required_fields = ("task_id", "text", "code", "test_list")
     own_template = _TEMPLATE
 
-    def __init__(self, path: str | None = None, *, split: str = "test", **options: Any) -> None:
-        one_of(*_SPLITS, split=split)
-        super().__init__(path, split=split, **options)
-
     def _usable(self, rows: list[Row], split: str) -> list[Row]:
+        one_of(*_SPLITS, split=split)
         numbers = _SPLITS[split]
         usable = [row for row in rows if _number(row) in numbers]
         wanted = f"a problem of the split {split!r} ({numbers})"

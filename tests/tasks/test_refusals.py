@@ -81,6 +81,11 @@ def test_a_bad_row_is_named(tmp_path: Path, kind, row, options, message: str):
         task_of(getattr(tasks, kind), tmp_path, row, **options)
 
 
+def test_a_split_of_mbpp_is_an_official_one(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"split: expected .*'validation'.*, got 'dev'"):
+        task_of(tasks.MBPP, tmp_path, SENTENCE, split="dev")
+
+
 def test_an_id_may_be_there_once(tmp_path: Path):
     with pytest.raises(ValueError, match=r"line 2: expected an id .*line 1, got 'a'"):
         task_of(tasks.PromptsFile, tmp_path, ASKED, ASKED)
@@ -89,7 +94,6 @@ def test_an_id_may_be_there_once(tmp_path: Path):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: tasks.MBPP("a.jsonl", split="dev"), "split: expected .*'validation'.*, got 'dev'"),
         (lambda: tasks.GSM8K("gsm8k.jsonl", limit=0), "limit: expected at least 1"),
         (tasks.HumanEvalPlus, r"path: expected .*'humaneval\+'"),
         (tasks.MBPPPlus, r"path: expected .*'mbpp\+'"),
