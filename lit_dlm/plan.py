@@ -29,11 +29,9 @@ from lit_dlm.vision.base import VisionSettings
 from lit_dlm.vision.tower import TowerVision
 
 GIB = 2.0**30
-LARGE = 100_000_000
-"""Number of parameters from which a run prints its plan, and is refused if it cannot fit."""
+LARGE = 100_000_000  # parameters from which a run prints its plan, or is refused
 PROCESSES = (1, 2, 4, 8, 16, 32, 64)
-_STATES = {"SGD": 1, "Muon": 1}
-"""Values that an optimiser keeps for each trained parameter; others keep two."""
+_STATES = {"SGD": 1, "Muon": 1}  # values kept for each trained parameter; others keep two
 _SCORED = {"cpu": 48_000_000, "cuda": 640_000_000}
 """Most bytes that the sampler takes beside the logits, which it scores in chunks."""
 
@@ -47,13 +45,10 @@ class Plan:
     num_trained: int
     split: dict[str, int] = field(default_factory=dict)
     """What sharded training splits among processes: weights, gradients, optimiser states."""
-    training: dict[str, int] = field(default_factory=dict)
-    """What forward and backward take in addition; empty if nothing is trained."""
+    training: dict[str, int] = field(default_factory=dict)  # of forward and backward, in addition
     update: int = 0  # what the optimiser's step takes instead of ``training``; split as well
-    decoding: dict[str, int] = field(default_factory=dict)
-    """What decoding takes in addition; empty if nothing is decoded."""
-    elsewhere: dict[str, int] = field(default_factory=dict)
-    """On the host, and on disk for all processes together."""
+    decoding: dict[str, int] = field(default_factory=dict)  # in addition
+    elsewhere: dict[str, int] = field(default_factory=dict)  # on the host and disk
     is_sharded: bool = False
 
     def parts(self, num_processes: int = 1) -> dict[str, int]:
@@ -116,10 +111,8 @@ class _Model:
         self.trains_all = is_trainable and not self.adapters
         strategy = str(trainer.get("strategy"))
         self.is_sharded = "ShardedStrategy" in strategy or "ModelParallelStrategy" in strategy
-        self.weight = torch_dtype(options.get("dtype", "float32")).itemsize
-        """Bytes of a base weight; adapters are float32."""
+        self.weight = torch_dtype(options.get("dtype", "float32")).itemsize  # of a base weight
         self.stored = self.weight * (self.num_base - self.num_packed) + self.num_packed // 2
-        """Bytes of all base weights."""
         self.computed = 2 if trainer.get("precision") == "bf16-mixed" else self.weight
         """Bytes of a number in the results of products, in gathered weights and in caches."""
         # Sharded decoders receive their inputs, too, in the dtype that they compute in.

@@ -1,7 +1,4 @@
-"""``lit-dlm doctor``: what this machine offers, and what follows from it.
-
-Nothing is changed and nothing is downloaded. The sandbox is actually tried.
-"""
+"""``lit-dlm doctor``: what this machine offers (the sandbox is tried), and what follows from it."""
 
 from __future__ import annotations
 
@@ -31,7 +28,6 @@ _EXTRAS = {
     "docs": "the documentation site cannot be built",
     "dev": "tests and checks do not run",
 }
-"""Extras, and what does not work without them."""
 
 Finding = tuple[Literal["ok", "note", "bad"], str, str, str]
 """A line of the report: mark, subject, state, and what follows from it."""

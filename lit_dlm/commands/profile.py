@@ -1,8 +1,4 @@
-"""``lit-dlm profile``: decodes a grid of methods on one task and reports speed and quality.
-
-The grid becomes a configuration that ``lit-dlm predict`` runs: one sweep over ``quota.steps`` for
-each policy and cache.
-"""
+"""``lit-dlm profile``: ``lit-dlm predict`` with a grid of methods, and their speed and quality."""
 
 from __future__ import annotations
 

@@ -130,7 +130,6 @@ _TOLD: tuple[type[Exception], ...] = (
     ValueError, OSError, OmegaConfBaseException, RuntimeError, TypeError, LookupError,
     AttributeError, ImportError, MisconfigurationException,
 )  # fmt: skip
-"""Errors that may be reported in one line."""
 _held = ExitStack()  # the lock of the run folder
 
 

@@ -302,4 +302,3 @@ GRADERS = {
     "vqa": Grader(_stripped, grade_vqa),
     "chartqa": Grader(_stripped, grade_relaxed),
 }
-"""Graders by the name that a task gives as ``grading``."""

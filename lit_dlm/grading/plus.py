@@ -40,14 +40,12 @@ class PlusProblem:
     plus_inputs: Sequence[Sequence[Any]]
     atol: float = 0.0
     rule: Rule = "close"  # how outputs are compared, see .child.compare.RULES
-    alternative: Callable[..., Any] | None = None
-    """For the rule ``either``: another right output for given inputs."""
+    alternative: Callable[..., Any] | None = None  # for the rule either: another right output
 
 
 @dataclass(frozen=True)
 class _Expected:
-    truths: list[str]
-    """What the reference solution returned for each input; empty where it is too large to send."""
+    truths: list[str]  # what the reference returned; "" if it is too large to send
     seconds: list[float]
 
 

@@ -79,8 +79,7 @@ class SandboxLimits:
     """
 
     wall_seconds: float = 10.0  # wall time for loading the code and all tests together
-    call_seconds: float = math.inf
-    """Wall time for loading the code, and for each call of it in assertions."""
+    call_seconds: float = math.inf  # wall time for loading, and for each call in assertions
     cpu_seconds: float = 10.0  # processor time of the candidate, rounded up to whole seconds
     memory_bytes: int = 1 << 30
     """Address space of the candidate, and of the process that runs the tests. Where memory cgroups

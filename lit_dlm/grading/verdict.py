@@ -18,10 +18,8 @@ class Verdict:
 
     status: Status  # right is the only status that counts as correct; ungraded was not graded
     answer: str | None = None
-    detail: str = ""
-    """One line for a person: the failing assertion, the exception, the limit that was hit."""
-    score: float | None = None
-    """Partial credit in 0..1 (fraction of tests passed); ``None`` means 1 if right else 0."""
+    detail: str = ""  # one line: the failing assertion, the exception, the limit that was hit
+    score: float | None = None  # partial credit in 0..1; None means 1 if right else 0
 
     def __post_init__(self) -> None:
         one_of(*get_args(Status), of="Verdict.", status=self.status)

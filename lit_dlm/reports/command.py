@@ -40,8 +40,7 @@ class ReportedRun:
     folder: Path
     name: str  # the end of its path that no other run has
     summaries: Sequence[MethodSummary]
-    labels: Mapping[tuple[str, str], str]
-    """Names of its methods in the tables, by task and own name."""
+    labels: Mapping[tuple[str, str], str]  # names in the tables, by task and own name
 
     @property
     def results(self) -> ResultFolder:

@@ -331,7 +331,6 @@ def plot_calibration(curve: Mapping[str, Any], path: Path) -> None:
 Point = Mapping[str, float]  # one RL step: step and logged values by their names
 
 PHASES = ("rollout", "wait", "reward", "value", "old_log_prob", "train")
-"""Phases of an RL step in their order, as in ``time/{phase}``."""
 REWARDS = {
     "rollouts": "rollout/reward",
     "rollouts, smoothed": "rollout/reward_smoothed",

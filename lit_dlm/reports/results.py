@@ -47,24 +47,19 @@ class ResultRow:
     stalled_steps: int  # steps in which the stall rule committed for the policy
     num_tokens: int  # response tokens before the first end of text
     response_length: int
-    seconds: float
-    """Wall time of decoding, shared equally by the rows of a batch; grading is not in it."""
+    seconds: float  # wall time of decoding, shared equally by a batch; without grading
     status: str  # complete, eos or step_limit
     seed: int
-    policy_seconds: float = 0.0
-    """The part of ``seconds`` that the commit policy took, a learned head included."""
+    policy_seconds: float = 0.0  # the part that the commit policy took
     trajectory: dict[str, str] | None = None
     """The record of this decode, if one was kept: ``set`` (folder, relative to the run folder),
     ``uid`` and content ``digest``."""
-    fill: dict[str, list[float]] | None = None
-    """Filled share of every region of the decoder's layout before each step and at the end."""
+    fill: dict[str, list[float]] | None = None  # of regions, before each step and at the end
     lockstep: float | None = None  # 0 to 1; None for a decoder without a layout
     prompt: str = ""
-    response: int = 0
-    """Number of the response among several to one prompt; above 0 the uid ends in ``#{number}``."""
+    response: int = 0  # number among several to a prompt; above 0 the uid ends in #{number}
     problem: str = ""  # digest of the problem, without its uid
-    score: float | None = None
-    """Share of a full point, 0 to 1, if the task's accuracy is the mean of such shares."""
+    score: float | None = None  # share of a full point, if the task's accuracy is their mean
 
     @property
     def points(self) -> float:

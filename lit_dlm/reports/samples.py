@@ -39,8 +39,7 @@ class SampleSet:
     shards: list[Path]
     samples: list[Sample]
     num_available: int  # samples that fitted the filters, before the limit
-    methods: Mapping[str, Mapping[str, Any]]
-    """Descriptions of the decoders by method, where the run recorded them."""
+    methods: Mapping[str, Mapping[str, Any]]  # descriptions of decoders
 
 
 def load_samples(

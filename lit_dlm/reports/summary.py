@@ -21,31 +21,21 @@ class MethodSummary:
     task: str
     method: str
     n: int  # samples: prompts times responses to each
-    accuracy: float | None = None
-    """Fraction of the graded samples that are right, or their mean score if the task has scores;
-    avg@k with k responses to a prompt; ``None`` if nothing was graded."""
-    stderr: float | None = None
-    """Standard error of the accuracy: ``sqrt(p (1 - p) / n)``; with several responses to a prompt,
-    that for prompts drawn at random, each with dependent responses."""
-    interval: tuple[float, float] | None = None
-    """95 % interval of the accuracy, see :func:`wilson_interval`; with several responses to a
-    prompt, for as many independent samples as would have its standard error."""
+    accuracy: float | None = None  # of the graded: share right, or mean score; avg@k
+    stderr: float | None = None  # of the accuracy; prompts are independent
+    interval: tuple[float, float] | None = None  # 95 %, see wilson_interval
     nfe: float  # mean forwards of the backbone per sample (average steps)
     tokens_per_step: float  # response cells filled per forward, over all samples
     useful_tokens_per_step: float  # the same, counting only tokens before the first end of text
     seconds: float  # mean decode time per sample, grading excluded
     policy_forwards: float
-    policy_share: float
-    """Share of the decode time that the commit policy took, a learned head included."""
+    policy_share: float  # of the decode time that the commit policy took
     idle_steps: float  # forwards that committed nothing
     unfinished: float  # fraction that hit the step limit with masks left
     timeouts: float
     lockstep: float | None = None
-    isolation: str | None = None
-    """Isolation in which model-written code ran for grading (SECURITY.md); ``None`` if none ran."""
-    pass_at: dict[str, float] | None = None
-    """pass@k by ``k``, for the powers of two below the number of responses to a prompt and for that
-    number; ``None`` with one response, or if nothing was graded."""
+    isolation: str | None = None  # in which model-written code ran for grading, if any
+    pass_at: dict[str, float] | None = None  # by k: powers of two, and the most
 
 
 Columns = Mapping[str, Callable[[MethodSummary], str]]
@@ -165,8 +155,6 @@ COLUMNS: Columns = {
     "ms/sample": lambda one: f"{1000 * one.seconds:.1f}",
     "n": lambda one: str(one.n),
 }
-"""Accuracy is in percent with its 95 % interval, over all responses (avg@k); ``steps`` are mean
-forwards of the backbone per sample."""
 
 
 def table_rows(

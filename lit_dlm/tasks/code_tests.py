@@ -1,7 +1,4 @@
-"""Code problems with tests, in the JSON format of dLLM-RL (arXiv 2509.06949, its data folder).
-
-Answers are called in assertions (method ``function``) or run on inputs (method ``stdio``).
-"""
+"""Code problems with tests, in the JSON format of dLLM-RL (arXiv 2509.06949, its data folder)."""
 
 from __future__ import annotations
 

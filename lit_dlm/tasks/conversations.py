@@ -15,7 +15,6 @@ from lit_dlm.tasks.sources import Row
 
 _ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 CHATS = {"messages": "role and content", "conversations": f"from ({', '.join(_ROLES)}) and value"}
-"""Fields that hold turns, and what a turn consists of."""
 _PROMPT_FIELDS = ("prompt", "instruction", "question")
 _ANSWER_FIELDS = ("response", "output", "completion", "answer")
 

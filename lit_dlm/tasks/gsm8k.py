@@ -1,8 +1,4 @@
-r"""GSM8K: grade-school word problems with one number as answer (arXiv 2110.14168).
-
-Graded by exact equality of the final number: the one after the last ``####`` or in the last
-``\boxed{}``, whichever comes later, else the last of the text. No judge, all 1,319 test questions.
-"""
+"""GSM8K: grade-school word problems with one number as answer (arXiv 2110.14168)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-r"""MATH: competition problems with an expression as answer (arXiv 2103.03874).
-
-The default is MATH-500. Graded by math-verify on the content of the last ``\boxed{}``.
-"""
+"""MATH: competition problems with an expression as answer (arXiv 2103.03874)."""
 
 from __future__ import annotations
 

@@ -20,8 +20,7 @@ from lit_dlm.tasks.base import DatasetTask, PromptExample
 from lit_dlm.tasks.sources import Row
 from lit_dlm.vision.pictures import IMAGE_MARK
 
-_LONGEST_OPTIONS = 100_000
-"""Most characters of a text that is parsed as a list, which takes hundreds of bytes for each."""
+_LONGEST_OPTIONS = 100_000  # characters; parsing takes hundreds of bytes for each
 _WRONG = ("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 
 

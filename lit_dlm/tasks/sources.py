@@ -27,8 +27,7 @@ _UNREACHABLE: tuple[type[Exception], ...] = HfHubHTTPError.__bases__
 class Row:
     """One record and where it came from."""
 
-    index: int
-    """Position in the source from 0, before any shuffling or limit; part of the sample's uid."""
+    index: int  # position in the source from 0; part of the sample's uid
     origin: str  # file and line (or data set and row), for error messages
     fields: dict[str, Any]
 

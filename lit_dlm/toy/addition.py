@@ -15,8 +15,7 @@ from lit_dlm.tasks.base import PromptExample
 from lit_dlm.toy.generated import GeneratedTask, Problem
 
 NUM_DIGITS = 8  # digits of both numbers; the sum has one more
-NINE_SHARE = 0.4
-"""Probability that a column is made to add up to nine; of the others, one in ten does."""
+NINE_SHARE = 0.4  # of columns made to add up to nine; of the others, one in ten does
 
 
 class Addition(GeneratedTask):

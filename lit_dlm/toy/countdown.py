@@ -30,8 +30,7 @@ from lit_dlm.toy.countdown_arithmetic import (
 )
 from lit_dlm.toy.generated import Problem, PuzzleTask
 
-MAX_COMPLETION_TOKENS = 31
-"""Longest generated completion: every character is a token, and the end of text needs one."""
+MAX_COMPLETION_TOKENS = 31  # every character is a token, and the end of text needs one
 
 MAX_ANSWER_CHARS = 200  # longest answer that is parsed; a longer one is not a Countdown answer
 

@@ -16,7 +16,6 @@ COMPUTE: dict[str, Callable[..., Any]] = {
     "*": operator.mul,
     "/": Fraction,
 }
-"""Exact results of the four operations; a quotient is a fraction."""
 _NODES: dict[type, str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 _STEP = re.compile(r"(-?\d+)([-+*/])(-?\d+)=(-?\d+)")
 

@@ -23,8 +23,7 @@ from lit_dlm.tasks.base import PromptExample, PromptTemplate, Task
 from lit_dlm.tasks.sources import Row, read_rows
 from lit_dlm.vision.pictures import Picture
 
-MAX_DRAWS_PER_EXAMPLE = 5_000
-"""Draws without a new problem after which a generator counts as exhausted."""
+MAX_DRAWS_PER_EXAMPLE = 5_000  # without a new problem: a generator is exhausted
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,7 @@ GAINS = ("finds", "buys", "gets", "wins")
 LOSSES = ("loses", "sells", "eats", "gives")
 SEPARATORS = ("\n", " so ", " then ")
 
-MAX_COMPLETION_TOKENS = 31
-"""Longest completion, in pieces of the tiny tokenizer, that leaves room for the end of text."""
+MAX_COMPLETION_TOKENS = 31  # in pieces of the tiny tokenizer; the end of text needs one
 
 # A piece of the tiny tokenizer: every digit, every sign and every separator is one.
 _PIECE = re.compile(r"\n#### |\d|[-+=]| so | then |\n")

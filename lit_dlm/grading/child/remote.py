@@ -69,8 +69,7 @@ class Remote:
         self._deadline = 0.0
         self._value_bytes = value_bytes
         self._next_id = 0
-        self.failure: tuple[str, str] | None = None
-        """Status and detail of the first candidate error, even if a test caught it."""
+        self.failure: tuple[str, str] | None = None  # of the first candidate error, even if caught
         self.unsent = ""  # why an argument could not be sent, even if a test caught it
 
     def wait_until_ready(self) -> None:

@@ -28,8 +28,7 @@ class _Worker:
         self._value_bytes = int(config["value_bytes"])
         self._module = types.ModuleType(_MODULE)
         self._objects: list[Any] = []
-        self.program: types.CodeType | None = None
-        """Set by a request after which no other is answered."""
+        self.program: types.CodeType | None = None  # after it no request is answered
 
     def serve(self) -> None:
         while self.program is None:
