@@ -1,9 +1,4 @@
-"""A model class for lm-eval, which runs its tasks with our decoders. Needs the extra ``eval``.
-
-Requests are answered by :func:`lit_dlm.generate` and :func:`~.likelihood.log_likelihood_bound`, so
-that results of lm-eval and of ``lit-dlm predict`` come from the same loop. ``lit-dlm eval`` is in
-:mod:`lit_dlm.commands.evaluation`.
-"""
+"""A model class for lm-eval, which runs its tasks with our decoders. Needs the extra ``eval``."""
 
 from __future__ import annotations
 

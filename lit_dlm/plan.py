@@ -270,10 +270,9 @@ def _described(options: Mapping[str, Any]) -> tuple[Architecture, int]:
 
 
 def plan_of(config: Mapping[str, Any], *, trains: bool = True) -> Plan | None:
-    """Makes a plan from a resolved configuration, as the parser returns it.
+    """Makes a plan from a resolved configuration, or ``None`` for another than an ``HFBackbone``.
 
-    ``None`` if the module has no :class:`~lit_dlm.backbones.hf.HFBackbone`; ``trains`` is false for
-    commands that make no update.
+    ``trains`` is false for commands that make no update.
     """
     settings, data, trainer = _options(config["model"]), _options(config["data"]), config["trainer"]
     if not _class(settings.get("backbone")).endswith("HFBackbone"):

@@ -188,8 +188,7 @@ def grade_vqa(completion: str, answers: Sequence[str]) -> Verdict:
     """Grades a short answer by those that people gave (VQA accuracy, arXiv:1505.00468).
 
     The score is the mean over all people of ``min(n / 3, 1)``, where ``n`` is how many of the
-    others gave the same answer; 0.5 or more is right. Both sides are normalised, whereas the
-    evaluation code does not normalise people's answers where all agree.
+    others gave the same answer; 0.5 or more is right.
     """
     answer = normalised_vqa(completion)
     if not answer:
@@ -209,8 +208,8 @@ def grade_vqa(completion: str, answers: Sequence[str]) -> Verdict:
 def grade_relaxed(completion: str, gold: str) -> Verdict:
     """Grades a short answer about a chart: numbers may be off by 5 % (ChartQA, arXiv:2203.10244).
 
-    ``12 %`` is 0.12. Unless both sides are numbers, and the gold answer is not zero, they must be
-    the same text apart from case. The completion must be the answer and nothing else.
+    Unless both sides are numbers, and the gold answer is not zero, they must be the same text apart
+    from case.
     """
     wanted = gold.strip()
     truth = _plain_number(wanted)
@@ -267,7 +266,6 @@ def grade_math(completion: str, gold: str) -> Verdict:
     r"""Grades a solution by mathematical equality of its final expression.
 
     Only this expression is passed to math-verify: the whole text could keep it busy for minutes.
-    ``gold`` is LaTeX without ``\boxed``.
     """
     answer = extract_math(completion)
     if answer is None:

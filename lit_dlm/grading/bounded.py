@@ -58,8 +58,7 @@ class _Process:
 class BoundedProcesses:
     """A pool of answering processes: one per thread that asks at the same time.
 
-    Idle processes are kept for the next question; one that overran its time is killed. Safe to
-    share between threads; a forked child starts processes of its own.
+    One that overran its time is killed. A forked child starts processes of its own.
     """
 
     def __init__(self, kind: Kind) -> None:

@@ -1,7 +1,6 @@
 """Grading by inputs and a reference solution: the tests of HumanEval+ and MBPP+ (arXiv 2305.01210).
 
-Both solutions run in the sandbox, where their values are compared by EvalPlus's rules
-(:mod:`.child.compare`). Expected values are computed when a problem is first graded, and kept.
+Both run in the sandbox. Expected values are computed when a problem is first graded, and kept.
 """
 
 from __future__ import annotations

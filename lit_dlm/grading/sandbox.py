@@ -340,10 +340,7 @@ def run_python_program(
     limits: SandboxLimits | None = None,
     allow_code_execution: bool,
 ) -> Verdict:
-    """Runs untrusted code as ``__main__``; ``sys.exit(0)`` counts as a normal end.
-
-    ``answer`` is what it printed if ``status`` is ``right`` (it ended without error), else empty.
-    """
+    """Runs untrusted code as ``__main__``; if it ends without error, its output is the answer."""
     require_permission(allow_code_execution)
     job = {"mode": "program", "code": code, "stdin": stdin, "output_bytes": output_bytes}
     head = run_job(job, limits or SandboxLimits())

@@ -1,8 +1,8 @@
 """Token ids as pieces of text, one piece per position of a canvas.
 
-A byte-level vocabulary has tokens that hold only a part of a character. Such a token has no text of
-its own; its bytes are shown until its neighbours complete the character. Pages are self-contained:
-they make no requests, and allow only their own script and style, by digest.
+A token that holds only a part of a character has no text of its own; its bytes are shown until its
+neighbours complete the character. Pages make no requests, and allow only their own script and
+style, by digest.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""HumanEval (arXiv 2107.03374) and HumanEval+ (arXiv 2305.01210): complete a Python function.
-
-HumanEval is graded by the data set's own ``check(candidate)``, HumanEval+ by its inputs and a
-reference solution.
-"""
+"""HumanEval (arXiv 2107.03374) and HumanEval+ (arXiv 2305.01210): complete a Python function."""
 
 from __future__ import annotations
 

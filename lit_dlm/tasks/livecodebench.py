@@ -31,10 +31,9 @@ class LiveCodeBench(CodeTests):
 
     A problem without starter code is answered by a program, one with it by a class ``Solution`` or
     by its method as a plain function. Public and private tests count. Templates are also given
-    ``starter_code``. A file is, for example, ``test6.jsonl`` of the release. Imports, recursion
-    limit and seconds for each test are the release's. Numbers in outputs are compared as text,
-    while the release accepts 1.0 for 1; the program is the last block that is tagged as Python, in
-    the release the last block of any kind.
+    ``starter_code``. A file is, for example, ``test6.jsonl`` of the release. Other than there,
+    numbers in outputs are compared as text (the release accepts 1.0 for 1), and the program is the
+    last block that is tagged as Python (there of any kind).
     """
 
     name = "livecodebench"

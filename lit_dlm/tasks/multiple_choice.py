@@ -124,9 +124,7 @@ class SEEDBench(MultipleChoice):
 
 
 class MMMU(MultipleChoice):
-    """Questions of MMMU with options; see :class:`MultipleChoice`.
-
-    By default those on mathematics, of the split validation.
+    """Questions of MMMU with options, by default of mathematics; see :class:`MultipleChoice`.
 
     A row has ``question``, ``options`` (a list written as a text), ``answer`` and up to seven
     pictures as ``image_1`` and so on, whose places in the texts are marked ``<image 1>``. Open

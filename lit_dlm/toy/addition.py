@@ -1,9 +1,8 @@
 """Sums of two long numbers, where the order of decoding decides.
 
-Both numbers and the sum have a fixed width, so ``0483+0917`` is answered by ``01400``. In a column
-whose digits add up to nine, the carry only passes through, so a run of such columns hides it from
-everything to the left. Written from the right, each digit is easy; in another order, some are
-guesses. Decoding by confidence is reported to fail on such carries (arXiv 2605.29123).
+Both numbers and the sum have a fixed width, so ``0483+0917`` is answered by ``01400``. A run of
+columns whose digits add up to nine hides the carry from everything to the left: written from the
+right, each digit is easy, in another order some are guesses (arXiv 2605.29123).
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ def write_worked(numbers: Sequence[int], steps: Sequence[Step]) -> str:
 
     First come sum and difference of the first two of three numbers, then those of the target and
     the third. Wherever signs alone lead to the target, one of the first pair equals one of the
-    second: the search is four sums and a comparison. Digits have fixed places, which a small model
-    needs. With more or fewer numbers, only the expression is written.
+    second: the search is four sums and a comparison. With other counts, only the expression is
+    written.
     """
     expression = write_expression(numbers, steps)
     if len(numbers) != 3:

@@ -240,10 +240,9 @@ class PictureDrills:
 
 
 class DigitScorer(PictureScorer):
-    """Scores whether a drawn digit is the one asked for, by a classifier trained on real digits.
+    """Scores whether a drawn digit is the one asked for, by scikit-learn's ``MLPClassifier``.
 
-    It is scikit-learn's ``MLPClassifier`` of 64 hidden units, fitted to the training digits by
-    ``experiments/picture_model_files.py``.
+    ``experiments/picture_model_files.py`` has fitted its 64 hidden units to the training digits.
     """
 
     @cached_property

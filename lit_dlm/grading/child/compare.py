@@ -38,10 +38,8 @@ def judge(rule: Rule, reply: bytes, truth: bytes, case: Case) -> tuple[str, str]
 
 
 def read_reply(reply: bytes) -> tuple[bool, Any]:
-    """Returns ``(True, value)``, of builtin types, or ``(False, "Type: message")``.
-
-    An object that stayed in the worker, such as the match of a regular expression, equals nothing.
-    """
+    """Returns ``(True, value)``, of builtin types, or ``(False, "Type: message")``."""
+    # An object that stayed in the worker, such as a match, equals nothing.
     try:
         message = wire.parse(b"{" + reply)
         if "error" in message:
@@ -57,8 +55,7 @@ def outputs_match(output: Any, expected: Any, *, atol: float = 0.0) -> bool:
     Equal values match. Otherwise, if ``atol`` is positive, or the expected value is a float or a
     non-empty list or tuple of floats (then ``atol`` is 1e-6), the types and lengths must be the
     same and the numbers within ``atol + 1e-7 * |expected|``. EvalPlus keeps that 1e-6 for all later
-    inputs of a task once it has seen a float; here each input is judged on its own. Both values
-    consist of builtin types.
+    inputs of a task once it has seen a float; here each input is judged on its own.
     """
     if output == expected:
         return True

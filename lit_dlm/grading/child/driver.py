@@ -265,11 +265,7 @@ def _record_calls(job: dict[str, Any], remote: Remote) -> dict[str, Any]:
 
 
 def _compare_calls(job: dict[str, Any], remote: Remote) -> dict[str, Any]:
-    """Calls the entry point with each encoded argument list and judges what comes back.
-
-    Stops at the first call that exceeds its time, since the worker is still busy with it. An
-    exception of the candidate is a wrong answer like any other.
-    """
+    """Judges what the entry point returns, until a call exceeds its time and blocks the worker."""
     rule = compare.RULES[job["rule"]]
     passed = number = 0
     failures: list[tuple[int, str, str]] = []

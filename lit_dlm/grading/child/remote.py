@@ -27,8 +27,7 @@ class CandidateError(Exception):
 class Handle:
     """A proxy for an object that stays in the worker; equal to nothing but itself.
 
-    It can be called. Public attributes can be read and set from here (tests build trees of a
-    ``Node`` class that the solution defines), special methods cannot.
+    It can be called, and its public attributes read and set (tests build trees of ``Node``).
     """
 
     def __init__(self, remote: Remote, target: int | str) -> None:
