@@ -14,15 +14,16 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
+from lit_dlm.backbones import weights
 from lit_dlm.backbones.architecture import PLAIN_DECODERS
 from lit_dlm.backbones.resolution import Resolved, locate, resolve
-from lit_dlm.backbones.weights import save_checkpoint
 from lit_dlm.vision.base import VisionSettings
 from lit_dlm.vision.magvit import Magvit, MagvitSizes
 from lit_dlm.vision.tower import TowerVision
@@ -352,7 +353,8 @@ def write_twin(
         )
 
     sizes = {key: 2 * math.prod(shape) for key, shape in shapes.items()}
-    save_checkpoint(sizes, read, folder, max_shard_bytes=min(sum(sizes.values()) // 2, 10**9))
+    with patch.object(weights, "SHARD_BYTES", min(sum(sizes.values()) // 2, 10**9)):
+        weights.save_checkpoint(sizes, read, folder, write=True)
     return folder
 
 

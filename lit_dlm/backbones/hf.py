@@ -51,7 +51,7 @@ from lit_dlm.backbones.decoder import (
     replace_parts,
     torch_dtype,
 )
-from lit_dlm.backbones.experts import expert_biases, pieces
+from lit_dlm.backbones.experts import Piece, expert_biases, pieces
 from lit_dlm.backbones.lora import LoRASettings, differing_base, read_adapter_settings
 from lit_dlm.backbones.resolution import (
     EXPORT_KEY,
@@ -292,7 +292,6 @@ class HFBackbone(nn.Module, Backbone):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Floating dtype of the weights."""
         return self._late or self.model.lm_head.weight.dtype
 
     def convert(self) -> None:
@@ -308,7 +307,6 @@ class HFBackbone(nn.Module, Backbone):
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
         return self.model.lm_head.weight.device
 
     def _keep_rotary_in_float32(self) -> None:
@@ -428,12 +426,12 @@ class HFBackbone(nn.Module, Backbone):
         *,
         layout: ExportLayout | None = None,
         dtype: DType | None = None,
-        max_shard_gigabytes: float = 5.0,
     ) -> None:
         """Writes ``config.json`` and the weights, with the adapter merged into them.
 
-        Equal weights give equal bytes. A family's own code is copied from a local folder, or named
-        if it is on the hub. Tokenizer files are not written: copy them, too.
+        Equal weights give equal bytes; large models become shards with an index. A family's own
+        code is copied from a local folder, or named if it is on the hub. Tokenizer files are not
+        written: copy them, too.
 
         Args:
             folder: created when absent; files of the same name are replaced. With sharded weights
@@ -442,7 +440,6 @@ class HFBackbone(nn.Module, Backbone):
                 reads the whole specification. ``original``: names and configuration of the family's
                 own code; the default with a vision tower, which is part of it.
             dtype: of the stored weights; ``None`` keeps the current one.
-            max_shard_gigabytes: larger models become shards with an index.
         """
         if self.is_4bit:
             raise ValueError("export: expected a model without load_in_4bit, which loses digits")
@@ -475,21 +472,13 @@ class HFBackbone(nn.Module, Backbone):
             found = [part.of(whole(part.key)) for part in parts[key]]
             return found[0] if len(found) == 1 else torch.cat(found)
 
+        def num_bytes(part: Piece) -> int:
+            return math.prod(part.shape) * dtypes.get(part.key, stored).itemsize
+
         dtypes = {key: bias.dtype for key, bias in expert_biases(self.model).items()}
+        sizes = {key: sum(map(num_bytes, found)) for key, found in parts.items()}
         with torch.no_grad():
-            save_checkpoint(
-                {
-                    key: sum(
-                        math.prod(part.shape) * dtypes.get(part.key, stored).itemsize
-                        for part in found
-                    )
-                    for key, found in parts.items()
-                },
-                read,
-                folder,
-                max_shard_bytes=int(max_shard_gigabytes * 1e9),
-                write=_is_first_process(),
-            )
+            save_checkpoint(sizes, read, folder, write=_is_first_process())
         if _is_first_process():
             write_json_object(folder / "config.json", config)
             if self._release_config is not None and is_local(str(self._base_name)):
@@ -585,7 +574,7 @@ class HFBackbone(nn.Module, Backbone):
         """Returns aligned logits of the whole canvas under the given mask, with no id forbidden.
 
         Unlike :meth:`denoise`, this adds nothing to the mask: without one, every token sees all
-        others, in block models, too.
+        others, in block models, too. Returns ``(B, L, V)`` in the model's dtype.
 
         Args:
             input_ids: ``(B, L)`` int64.
@@ -594,9 +583,6 @@ class HFBackbone(nn.Module, Backbone):
                 without any key sees itself.
             position_ids: ``(B, L)`` int64; by default the spec's rule for a two-dimensional mask,
                 else column numbers.
-
-        Returns:
-            ``(B, L, V)`` in the model's dtype; row ``i`` predicts token ``i``.
         """
         starts, visible = None, None
         if mask is not None and mask.ndim == 2:
@@ -622,18 +608,15 @@ class HFBackbone(nn.Module, Backbone):
 
         Args:
             ids: ``(B, W)`` int64 tokens of the columns; ``(1, T)`` where the cache's plan packs
-                windows of different widths.
+                windows of different widths. So are ``position_ids``.
             cache: a cache whose plan is that of this forward.
             visible: ``(B, 1, 1 or W, K)`` bool for the ``K`` keys that the cache returns and ``W``
                 queries (with a packing, the width of its grid), ``True`` where the query may see
                 the key; ``None`` if it sees all, or those of the plan's sequences.
-            position_ids: of the same shape as ``ids``.
-            hidden_layers: as in :meth:`denoise`.
             kept: ``(B, K)`` int64 offsets in the window whose last rows are wanted; all by default.
 
-        Returns:
-            *Raw* rows, not aligned: ``(B, W or K, D)`` after the final norm, and snapshots
-            ``(B, W, H, D)`` if requested; ``(1, T, ...)`` with a packing.
+        Returns *raw* rows, not aligned: ``(B, W or K, D)`` after the final norm, and snapshots
+        ``(B, W, H, D)`` if requested; ``(1, T, ...)`` with a packing.
         """
         return self._encode(
             ids, visible, position_ids, hidden_layers=hidden_layers, cache=cache, kept=kept
@@ -678,7 +661,6 @@ class HFBackbone(nn.Module, Backbone):
             ids: ``(B, L)`` int64 canvas as the model sees it, masks included.
             targets: ``(B, L)`` int64 tokens to score; read at ``rows`` only.
             rows: ``(B, L)`` bool, cells to score.
-            options: of :meth:`score_with_rows`.
         """
         return self.score_with_rows(ids, targets, rows, **options)[0]
 
@@ -697,8 +679,7 @@ class HFBackbone(nn.Module, Backbone):
 
         ``forbidden_ids``, by default ``spec.forbidden_ids``, have no probability, nor do ids
         outside ``id_range`` (its end excluded), as in sampling
-        (:meth:`Sampler.id_range <lit_dlm.decoding.Sampler.id_range>`). ``context`` is a
-        :class:`RowContext`.
+        (:meth:`Sampler.id_range <lit_dlm.decoding.Sampler.id_range>`).
         """
         # As indices: the host waits for them once, before the forward starts.
         cells = rows.nonzero(as_tuple=True)
@@ -726,20 +707,13 @@ class HFBackbone(nn.Module, Backbone):
         return self._rows(ids, rows.nonzero(as_tuple=True), **context)
 
     def _rows(
-        self,
-        ids: Tensor,
-        cells: tuple[Tensor, ...],
-        *,
-        mask: Tensor | BlockMask | None = None,
-        position_ids: Tensor | None = None,
-        response_start: int | None = None,
-        predictors: Tensor | None = None,
-        pictures: Sequence[str] = (),
+        self, ids: Tensor, cells: tuple[Tensor, ...], **context: Unpack[RowContext]
     ) -> Tensor:
-        """Returns aligned hidden rows ``(N, D)`` of chosen cells."""
-        visible, position_ids, starts = self._context(ids, mask, position_ids, response_start)
-        last, _ = self._encode(ids, visible, position_ids, pictures=pictures)
-        if predictors is not None:
+        visible, position_ids, starts = self._context(
+            ids, context.get("mask"), context.get("position_ids"), context.get("response_start")
+        )
+        last, _ = self._encode(ids, visible, position_ids, pictures=context.get("pictures", ()))
+        if (predictors := context.get("predictors")) is not None:
             return last[cells[0], predictors.expand(len(ids), -1)[cells]]
         return aligned(last, self.spec.shift, starts=starts)[cells]
 

@@ -16,15 +16,17 @@ from torch.distributed.tensor import DTensor
 
 from lit_dlm.backbones.resolution import INDEX_FILE
 from lit_dlm.ops.files import (
-    TensorDigest,
-    is_finite,
+    DIGEST,
+    add_tensor,
+    require_finite,
     tensors_digest,
     write_atomically,
     write_tensors,
 )
 
+SHARD_BYTES = 5 * 10**9
+"""Most bytes of a shard, unless one tensor alone is larger."""
 _SHOWN = 5
-_DIGEST = "sha256"
 
 
 @torch.no_grad()
@@ -103,29 +105,26 @@ def read_weights(path: Path, *, is_wanted: Callable[[str], bool]) -> Iterator[tu
     """
     try:
         with safe_open(path, framework="pt") as shard:
-            stored = (shard.metadata() or {}).get(_DIGEST)
-            digest = TensorDigest()
+            stored = (shard.metadata() or {}).get(DIGEST)
+            digest = hashlib.sha256()
             for key in sorted(shard.keys()):
                 if not stored and not is_wanted(key):
                     continue
                 tensor = shard.get_tensor(key)
                 if stored:
-                    digest.add(key, tensor)
-                if not is_finite(tensor):
-                    raise ValueError(f"{path}: {key} has numbers that are not finite")
+                    add_tensor(digest, key, tensor)
+                require_finite(path, {key: tensor})
                 yield key, tensor
     except SafetensorError as error:
         raise ValueError(f"{path}: not a readable safetensors file ({error})") from error
-    if stored and digest.text() != stored:
+    if stored and digest.hexdigest() != stored:
         raise ValueError(f"{path}: the weights are damaged: they have another digest")
 
 
 def save_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Writes one safetensors file with a digest in its header; equal tensors give equal bytes."""
-    for key, tensor in tensors.items():
-        if not is_finite(tensor):
-            raise ValueError(f"{path}: not written, since {key} has numbers that are not finite")
-    write_tensors(tensors, path, {"format": "pt", _DIGEST: tensors_digest(tensors)})
+    require_finite(f"{path}: not written", tensors)
+    write_tensors(tensors, path, {"format": "pt", DIGEST: tensors_digest(tensors)})
 
 
 def files_digest(files: Iterable[Path]) -> str:
@@ -148,8 +147,7 @@ def save_checkpoint(
     read: Callable[[str], Tensor],
     folder: Path,
     *,
-    max_shard_bytes: int,
-    write: bool = True,
+    write: bool,
 ) -> None:
     """Writes ``model.safetensors``, or shards with an index where that grows too large.
 
@@ -160,14 +158,13 @@ def save_checkpoint(
         sizes: stored bytes by key; keys are packed in this order.
         read: returns the tensor of a key.
         folder: created when absent.
-        max_shard_bytes: most bytes of a shard, unless one tensor alone is larger.
         write: whether this process writes. All processes must call this to gather sharded weights.
     """
     split = split_state_dict_into_shards_factory(
         dict(sizes),
         get_storage_size=int,
         filename_pattern="model{suffix}.safetensors",
-        max_shard_size=max_shard_bytes,
+        max_shard_size=SHARD_BYTES,
     )
     shards = split.filename_to_tensors
     folder.mkdir(parents=True, exist_ok=True)

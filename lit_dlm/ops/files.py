@@ -56,35 +56,21 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-class TensorDigest:
-    """SHA-256 over the names, dtypes, shapes and bytes of tensors, which are added one by one.
+def add_tensor(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
+    """Adds a tensor's name, dtype, shape and bytes to a digest."""
+    import torch
 
-    Args:
-        text: is hashed before them.
-    """
-
-    def __init__(self, text: str = "") -> None:
-        self._sha = hashlib.sha256(text.encode())
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Adds a tensor."""
-        import torch
-
-        self._sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        plain = tensor.detach().cpu().contiguous()
-        self._sha.update(plain.reshape(-1).view(torch.uint8).numpy().data)
-
-    def text(self) -> str:
-        """Returns the digest, hexadecimal."""
-        return self._sha.hexdigest()
+    digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+    plain = tensor.detach().cpu().contiguous()
+    digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def tensors_digest(tensors: Mapping[str, Tensor], text: str = "") -> str:
-    """Returns the digest of tensors in the order of their names."""
-    digest = TensorDigest(text)
+    """Returns the SHA-256 of a text and of tensors in the order of their names, hexadecimal."""
+    digest = hashlib.sha256(text.encode())
     for name in sorted(tensors):
-        digest.add(name, tensors[name])
-    return digest.text()
+        add_tensor(digest, name, tensors[name])
+    return digest.hexdigest()
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
@@ -120,7 +106,8 @@ def is_finite(tensor: Tensor) -> bool:
     return all(bool(end.isfinite()) for end in tensor.aminmax())
 
 
-_DIGEST = "sha256"
+DIGEST = "sha256"
+"""Key of the digest in the header of a file of weights."""
 
 
 def write_folder(
@@ -132,10 +119,10 @@ def write_folder(
     weights: str,
 ) -> None:
     """Writes settings and tensors, each file whole or not at all."""
-    _require_finite(folder / weights, tensors)
+    require_finite(folder / weights, tensors)
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(record, indent=2) + "\n"
-    write_tensors(tensors, folder / weights, {_DIGEST: tensors_digest(tensors, text)})
+    write_tensors(tensors, folder / weights, {DIGEST: tensors_digest(tensors, text)})
     write_atomically(folder / config, text)
 
 
@@ -153,7 +140,7 @@ def read_folder(
         text = (folder / config).read_text(encoding="utf-8")
         record = json.loads(text)
         with safe_open(folder / weights, framework="pt") as file:
-            digest = (file.metadata() or {}).get(_DIGEST)
+            digest = (file.metadata() or {}).get(DIGEST)
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no dict
     except (ValueError, RecursionError, SafetensorError) as error:
         raise ValueError(f"{what} folder {folder}: not an export ({error})") from None
@@ -162,7 +149,7 @@ def read_folder(
             f"{what} folder {folder}: damaged, or {config} and {weights} are of two exports: the "
             "digest differs; expected the files as training wrote them"
         )
-    _require_finite(folder / weights, tensors)
+    require_finite(folder / weights, tensors)
     return record, tensors
 
 
@@ -178,7 +165,8 @@ def fitting(place: Path) -> Iterator[None]:
         ) from error
 
 
-def _require_finite(place: Path, tensors: Mapping[str, Tensor]) -> None:
+def require_finite(place: object, tensors: Mapping[str, Tensor]) -> None:
+    """Refuses tensors with infinities or NaN; ``place`` begins the message."""
     for key, value in tensors.items():
         if not is_finite(value):
             raise ValueError(f"{place}: {key} has numbers that are not finite")

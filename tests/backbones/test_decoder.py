@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lit_dlm.backbones import HFBackbone, load_backbone
+from lit_dlm.backbones import HFBackbone, load_backbone, weights
 from lit_dlm.backbones.decoder import FusedRMSNorm, Linear
 from tests.backbones.conftest import tiny_architecture
 from tests.backbones.folders import write
@@ -70,14 +70,15 @@ def test_large_products_of_inference_are_those_of_training(bias: bool):
     assert large.weight.grad is not None
 
 
-def test_loading_needs_the_weights_and_one_shard(tmp_path: Path):
+def test_loading_needs_the_weights_and_one_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """8 layers of 4 MiB and two tables of 4 MiB in shards of 6: at most 40 + 6 MiB, not 80."""
     reset = Path("/proc/self/clear_refs")
     if not reset.exists():
         pytest.skip("the peak of the resident memory can be reset on Linux only")
     sizes = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 1024, "num_layers": 8}
     architecture = tiny_architecture(decoder="llama", num_heads=4, initializer_range=0.02, **sizes)
-    HFBackbone(architecture=architecture).export(tmp_path, max_shard_gigabytes=6 * MEBIBYTE / 1e9)
+    monkeypatch.setattr(weights, "SHARD_BYTES", 6 * MEBIBYTE)
+    HFBackbone(architecture=architecture).export(tmp_path)
     shards = [path.stat().st_size for path in tmp_path.glob("*.safetensors")]
     assert len(shards) >= 6
     load_backbone(tmp_path)  # what the first load allocates once is not counted
@@ -87,10 +88,10 @@ def test_loading_needs_the_weights_and_one_shard(tmp_path: Path):
     before = memory("VmRSS")
     backbone = load_backbone(tmp_path)
     grown = memory("VmHWM") - before
-    weights = sum(parameter.nbytes for parameter in backbone.parameters())
-    assert weights > 39 * MEBIBYTE
+    total = sum(parameter.nbytes for parameter in backbone.parameters())
+    assert total > 39 * MEBIBYTE
     # Memory that the allocator still held makes it less; 2 MiB are the allocator's own.
-    assert grown <= weights + max(shards) + 2 * MEBIBYTE
+    assert grown <= total + max(shards) + 2 * MEBIBYTE
 
 
 def test_recomputation_changes_no_gradient_and_selective_computes_no_product_twice() -> None:

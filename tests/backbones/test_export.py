@@ -56,12 +56,15 @@ def test_a_variant_has_the_logits_of_the_slow_decoder_and_both_layouts_round_tri
 
 
 @pytest.mark.parametrize("name", ["tied", "everything", "dream", "sdar_tied", "llada_v"])
-def test_shards_with_an_index_hold_the_same_model(tmp_path: Path, name: str):
+def test_shards_with_an_index_hold_the_same_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
     """9 kB shards of a model of about 80 kB; a second export into the folder replaces them all."""
     config = VARIANTS[name]
     backbone = load_backbone(write(tmp_path / "one", config, random_tensors(config)))
     folder = tmp_path / "many"
-    backbone.export(folder, max_shard_gigabytes=9e-6)
+    monkeypatch.setattr(weights, "SHARD_BYTES", 9000)
+    backbone.export(folder)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     shards = set(index["weight_map"].values())
     assert len(shards) > 5
@@ -70,8 +73,9 @@ def test_shards_with_an_index_hold_the_same_model(tmp_path: Path, name: str):
         assert {key for key, place in index["weight_map"].items() if place == shard} == set(held)
         assert len(held) == 1 or sum(value.nbytes for value in held.values()) <= 9000
     assert index["metadata"]["total_size"] == sum(v.nbytes for v in tensors_of(folder).values())
-    for size, written in ((5.0, {"model.safetensors"}), (9e-6, shards)):
-        backbone.export(folder, max_shard_gigabytes=size)
+    for size, written in ((10**6, {"model.safetensors"}), (9000, shards)):
+        monkeypatch.setattr(weights, "SHARD_BYTES", size)
+        backbone.export(folder)
         assert {path.name for path in folder.glob("*.safetensors")} == written
         assert (folder / "model.safetensors.index.json").exists() == (written == shards)
         assert torch.equal(load_backbone(folder)(IDS), backbone(IDS))
@@ -83,7 +87,8 @@ def test_an_export_that_was_cut_short_is_no_mixture_of_two_models(
     config = VARIANTS["everything"]
     backbone = load_backbone(write(tmp_path / "one", config, random_tensors(config)))
     folder, written = tmp_path / "many", []
-    backbone.export(folder, max_shard_gigabytes=9e-6)
+    monkeypatch.setattr(weights, "SHARD_BYTES", 9000)
+    backbone.export(folder)
     save = weights.save_weights
 
     def killed(tensors: dict[str, torch.Tensor], path: Path) -> None:
@@ -94,7 +99,7 @@ def test_an_export_that_was_cut_short_is_no_mixture_of_two_models(
 
     monkeypatch.setattr(weights, "save_weights", killed)
     with pytest.raises(KeyboardInterrupt):
-        backbone.export(folder, max_shard_gigabytes=9e-6)
+        backbone.export(folder)
     with pytest.raises((ValueError, OSError), match=r"many.*safetensors"):
         load_backbone(folder)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lit_dlm.backbones import FromAR
+from lit_dlm.backbones import FromAR, weights
 from lit_dlm.backbones.hf import HFBackbone
 from tests.backbones.conftest import tiny_architecture
 
@@ -138,13 +138,16 @@ def test_rotary_frequencies_stay_in_float32(make_backbone: Maker, tmp_path: Path
         assert cast.denoise(IDS).logits.dtype == torch.bfloat16
 
 
-def test_description_tells_models_apart(make_backbone: Maker, tmp_path: Path):
+def test_description_tells_models_apart(
+    make_backbone: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     backbone = make_backbone(tie_embeddings=True)
     facts = backbone.describe()
     # Per layer: attention 4 * 16 * 16 + 3 * 16 biases, gated MLP 3 * 16 * 24, two norms of 16.
     assert facts["num_parameters"] == 32 * 16 + 3 * (1024 + 48 + 1152 + 32) + 16
     assert facts["weights_sha256"] is None
-    backbone.export(tmp_path, max_shard_gigabytes=9e-6)
+    monkeypatch.setattr(weights, "SHARD_BYTES", 9000)
+    backbone.export(tmp_path)
     shards = sorted(tmp_path.glob("*.safetensors"))
     loaded = HFBackbone(str(tmp_path)).describe()
     assert loaded["config_sha256"] == facts["config_sha256"]
