@@ -61,7 +61,7 @@ def cuda_rules(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
         patch.setattr(hf, "sequences_from", on_gpu)
         patch.setattr(hf, "_WIDE", sys.maxsize)
         patch.setattr(cached, "_FEW_BLOCKS", sys.maxsize)
-        patch.setattr(attention, "one_by_one", attention.varlen)
+        patch.setattr(attention, "one_by_one", attention.together)
         patch.setattr(fused_head, "_has_tensor_cores", lambda _tensor: True)
         try:
             _register(kernels)

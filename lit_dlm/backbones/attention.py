@@ -216,6 +216,38 @@ def _ungrouped(output: Tensor, query: Tensor) -> Tensor:
     return output.view(B, W, H // heads, heads, d).transpose(2, 3).reshape(B, W, H, d)
 
 
+def together(rows: Tensor, keys: Tensor, values: Tensor, of: Sequences, scale: float) -> Tensor:
+    """Returns all sequences' attention ``(T, h, d)`` by torch's kernel for different lengths."""
+    return varlen_attn(  # type: ignore[return-value]
+        rows,
+        keys,
+        values,
+        of.query_starts,
+        of.key_starts,
+        of.most_queries,
+        of.most_keys,
+        scale=scale,
+        seqused_k=of.num_keys,
+    )
+
+
+def one_by_one(rows: Tensor, keys: Tensor, values: Tensor, of: Sequences, scale: float) -> Tensor:
+    """Returns what :func:`together` does, with a call for each sequence."""
+    output = torch.empty_like(rows)
+    starts = of.query_starts.tolist()
+    firsts, counts = of.key_starts.tolist(), of.num_keys.tolist()
+    for begin, end, first, count in zip(starts, starts[1:], firsts, counts, strict=False):
+        seen = slice(first, first + count)
+        attended = F.scaled_dot_product_attention(
+            rows[begin:end].transpose(0, 1)[None],
+            keys[seen].transpose(0, 1)[None],
+            values[seen].transpose(0, 1)[None],
+            scale=scale,
+        )
+        output[begin:end] = attended[0].transpose(0, 1)
+    return output
+
+
 def varlen(
     module: nn.Module,
     query: Tensor,
@@ -224,9 +256,10 @@ def varlen(
     attention_mask: Tensor | None,
     *,
     sequences: Sequences | None = None,
+    attend: Callable[..., Tensor] = together,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Computes the attention of one layer with torch's flash kernel for different lengths.
+    """Computes the attention of one layer over sequences of different lengths.
 
     Without ``sequences`` this is :func:`grouped_sdpa`. With them there is no mask, they count the
     queries of all ``H / h`` query heads of a key head, and keys and values are whole buffers
@@ -234,55 +267,16 @@ def varlen(
     """
     if sequences is None:
         return grouped_sdpa(module, query, key, value, attention_mask, **kwargs)
-    output = varlen_attn(
-        # Under autocast, rotated queries of float32 weights are float32.
-        _grouped(query, key.shape[1]).to(value.dtype),
-        key.transpose(1, 2).flatten(0, 1),
-        value.transpose(1, 2).flatten(0, 1),
-        sequences.query_starts,
-        sequences.key_starts,
-        sequences.most_queries,
-        sequences.most_keys,
-        scale=kwargs.get("scaling"),
-        seqused_k=sequences.num_keys,
-    )
-    return _ungrouped(output, query), None  # type: ignore[arg-type]
-
-
-def one_by_one(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    sequences: Sequences | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Computes the attention of one layer sequence by sequence; arguments as in :func:`varlen`."""
-    if sequences is None:
-        return grouped_sdpa(module, query, key, value, attention_mask, **kwargs)
-    rows = _grouped(query, key.shape[1])
+    # Under autocast, rotated queries of float32 weights are float32.
+    rows = _grouped(query, key.shape[1]).to(value.dtype)
     keys, values = key.transpose(1, 2).flatten(0, 1), value.transpose(1, 2).flatten(0, 1)
-    output = torch.empty_like(rows)
-    starts = sequences.query_starts.tolist()
-    firsts, counts = sequences.key_starts.tolist(), sequences.num_keys.tolist()
-    for begin, end, first, count in zip(starts, starts[1:], firsts, counts, strict=False):
-        seen = slice(first, first + count)
-        attended = F.scaled_dot_product_attention(
-            rows[begin:end].transpose(0, 1)[None],
-            keys[seen].transpose(0, 1)[None],
-            values[seen].transpose(0, 1)[None],
-            scale=kwargs.get("scaling"),
-        )
-        output[begin:end] = attended[0].transpose(0, 1)
-    return _ungrouped(output, query), None
+    return _ungrouped(attend(rows, keys, values, sequences, kwargs.get("scaling")), query), None
 
 
 def auto(module: nn.Module, query: Tensor, *others: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """Calls :func:`varlen` or, on a CPU, :func:`one_by_one`."""
-    attend = one_by_one if query.device.type == "cpu" else varlen
-    return attend(module, query, *others, **kwargs)
+    """Calls :func:`varlen`, on a CPU with a call for each sequence."""
+    attend = one_by_one if query.device.type == "cpu" else together
+    return varlen(module, query, *others, attend=attend, **kwargs)
 
 
 ROUTES: dict[str, Callable[..., tuple[Tensor, None]]] = {

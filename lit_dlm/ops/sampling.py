@@ -85,8 +85,7 @@ def cell_gumbel_noise(seeds: Tensor, steps: Tensor, positions: Tensor, size: int
     """``(n, size)`` float64 standard Gumbel draws for cells, with one round of mixing, not four.
 
     A GPU waits for the launches of small rounds. No two keys that a sample mixes are equal, for
-    steps and positions below 2**20 and draws below 2**11. Seeds, steps and positions are ``(n,)``
-    int64; the draws differ from those of :func:`gumbel_noise`.
+    steps and positions below 2**20 and draws below 2**11. Arguments are ``(n,)`` int64.
     """
     key = torch.add(seeds, steps, alpha=_MIX_1).add_(positions, alpha=_MIX_2)
     numbers = torch.arange(1, size + 1, device=seeds.device)
@@ -141,29 +140,29 @@ def survivors(
         return logits, None
     log_total = None if top_p is None else logits.logsumexp(-1, keepdim=True)
     size = _FIRST_LOOK if top_k is None else max(_FIRST_LOOK, 2 * top_k)
+
+    def filtered(values: Tensor) -> Tensor:
+        kept = values if top_p is None else keep_top_p(values, top_p, log_total=log_total)
+        return kept if top_k is None else keep_top_k(kept, top_k)
+
     while size < V:
         ids = logits.topk(size, dim=-1).indices.sort(-1).values
         values = logits.gather(-1, ids)
         smallest = values.amin(-1, keepdim=True)
-        kept = values if top_p is None else keep_top_p(values, top_p, log_total=log_total)
-        kept = kept if top_k is None else keep_top_k(kept, top_k)
+        kept = filtered(values)
         # An entry equal to the smallest may have been kept instead of a tied one outside.
         if not bool(((kept == smallest) & (kept > -torch.inf)).any()):
             return kept, ids
         size *= 16
-    kept = logits if top_p is None else keep_top_p(logits, top_p)
-    return (kept if top_k is None else keep_top_k(kept, top_k)), None
+    return filtered(logits), None
 
 
 def draw_by_runs(logits: Tensor, noise: Tensor) -> Tensor:
     """``(n,)`` int64 ids drawn from softmaxes, with noise for a part of the vocabulary.
 
-    The arg-max of logits plus Gumbel noise is a draw. Here a run of :data:`RUN` ids is drawn first,
-    by the runs' probabilities, then an id in it: 1,173 numbers for a vocabulary of 152,000.
-
-    Args:
-        logits: ``(n, V)`` floating point.
-        noise: ``(n, RUN + number of runs)`` float64 Gumbel draws: for ids in a run, then for runs.
+    The arg-max of ``(n, V)`` logits plus Gumbel noise is a draw. Here a run of :data:`RUN` ids is
+    drawn first, by the runs' probabilities, then an id in it: 1,173 numbers for a vocabulary of
+    152,000. Noise is ``(n, RUN + number of runs)`` float64: for ids in a run, then for runs.
     """
     V = logits.shape[1]
     run = _run_logits(logits).add(noise[:, RUN:]).argmax(-1, keepdim=True)
@@ -250,25 +249,19 @@ _BLOCK = 256
 
 def arg_max(logits: Tensor) -> Tensor:
     """``(...)`` int64: the most probable token of ``(..., V)`` logits, the lowest of equals."""
-    # On a CPU only the maximum is vectorised; torch's arg-max takes twice as long as a softmax.
-    if logits.device.type != "cpu":
+    V = logits.shape[-1]
+    whole = V // _BLOCK * _BLOCK
+    if logits.device.type != "cpu" or whole <= _BLOCK:
         return logits.argmax(-1)
-    return _first_arg_max(logits.reshape(-1, logits.shape[-1])).reshape(logits.shape[:-1])
-
-
-def _first_arg_max(rows: Tensor) -> Tensor:
-    """``(n,)`` int64 arg-max: of the blocks' maxima, which reduce fast, then inside that block."""
-    whole = rows.shape[1] // _BLOCK * _BLOCK
-    if whole <= _BLOCK:
-        return rows.argmax(-1)
+    # On a CPU only the maximum is vectorised; torch's arg-max takes twice as long as a softmax.
+    rows = logits.reshape(-1, V)
     tops = rows[:, :whole].unflatten(1, (-1, _BLOCK)).amax(-1)
-    if whole < rows.shape[1]:
+    if whole < V:
         tops = torch.cat([tops, rows[:, whole:].amax(-1, keepdim=True)], dim=1)
-    block = tops.argmax(-1)
     # A last block that is cut short reads further left, where nothing is as large.
-    begin = (block * _BLOCK).clamp_max(rows.shape[1] - _BLOCK)
+    begin = (tops.argmax(-1) * _BLOCK).clamp_max(V - _BLOCK)
     inner = rows.gather(1, begin[:, None] + torch.arange(_BLOCK))
-    return begin + inner.argmax(-1)
+    return (begin + inner.argmax(-1)).reshape(logits.shape[:-1])
 
 
 def entropy_variance(entropy: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
