@@ -110,12 +110,10 @@ class Architecture(BackboneSpec):
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads, with the default filled in."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
     def head_width(self) -> int:
-        """Width of a head, with the default filled in."""
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
@@ -127,7 +125,6 @@ class Architecture(BackboneSpec):
         return max(met, self.intermediate_size) if self.experts.first_dense else met
 
     def spec(self) -> BackboneSpec:
-        """Returns the part that decoding and training see."""
         values = {field.name: getattr(self, field.name) for field in fields(BackboneSpec)}
         for name in ("eos_ids", "forbidden_ids"):  # YAML and JSON give lists
             values[name] = tuple(values[name])
@@ -166,7 +163,6 @@ class Architecture(BackboneSpec):
         }
 
     def hf_config(self) -> PreTrainedConfig:
-        """Returns a bidirectional transformers configuration."""
         # With a padding id transformers would freeze that embedding row at zero gradient; here
         # padding is hidden from attention anyway, and its id is often the end-of-text id.
         dropped = ("model_type", "is_causal", "pad_token_id")
@@ -178,7 +174,6 @@ class Architecture(BackboneSpec):
 
     @property
     def model_class(self) -> type[PreTrainedModel]:
-        """Transformers' class of the decoder with its head."""
         return _of_transformers(self.decoder, "ForCausalLM")
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -191,7 +186,6 @@ class Architecture(BackboneSpec):
         return {key: tuple(tensor.shape) for key, tensor in named.items()}
 
     def spec_fields(self) -> dict[str, Any]:
-        """Returns the :class:`BackboneSpec` as plain JSON values."""
         fields = asdict(self.spec())
         # Left out if unset, so that such models keep their digest.
         if self.text_vocab_size is None:
@@ -329,13 +323,8 @@ def family_of(config: Mapping[str, Any], *, source: str, wanted: str | None = No
     """Returns the name of a checkpoint's family, a key of :data:`FAMILIES`.
 
     DiffuCoder shares its ``model_type`` with Dream, TraDo with SDAR, LLaDA2.1 with LLaDA2.0 and
-    some MMaDA copies with LLaDA; the computation is the same, so the folder's name decides what the
-    family is called.
-
-    Args:
-        config: contents of ``config.json``.
-        source: folder or hub id.
-        wanted: the name that the user gave, if any.
+    some MMaDA copies with LLaDA; the computation is the same, so the name that the user gave
+    (``wanted``), else that of the folder or hub id ``source``, decides what the family is called.
     """
     model_type = config.get("model_type")
     # The own classes of LLaDA-V and LLaDA-MoE say llada, too, but use transformers' names of

@@ -36,9 +36,6 @@ class CachedCanvas:
     """Keys, values and hidden rows of a batch of canvases while they are decoded.
 
     Args:
-        backbone: the denoiser.
-        num_rows: rows ``B`` of the batch.
-        length: canvas columns ``L``.
         pad_mask: ``(B, L)`` bool, ``True`` on real tokens, or ``None`` without padding.
         positions: ``(B, L)`` int64 position ids.
         blocks: ``(B, L)`` int64 block of every column, for a block-causal model.
@@ -91,14 +88,10 @@ class CachedCanvas:
     def put(
         self, index: Tensor, *, pad_mask: Tensor | None, positions: Tensor, blocks: Tensor | None
     ) -> None:
-        """Replaces some rows of the batch with new ones, for which nothing is computed yet.
+        """Replaces the rows ``index`` ``(n,)`` with new ones, for which nothing is computed yet.
 
-        Args:
-            index: ``(n,)`` int64 rows to replace.
-            pad_mask: ``(B, L)`` bool of all rows, ``None`` without padding.
-            positions: ``(B, L)`` int64, read in the new rows only: the others keep the position ids
-                with which their cached keys were made.
-            blocks: ``(B, L)`` int64 of all rows of a block-causal model.
+        The rest is ``(B, L)`` for all rows. Position ids are read in the new rows only: the others
+        keep those with which their cached keys were made.
         """
         self._pad_mask, self._blocks = pad_mask, blocks
         self._starts = None if pad_mask is None else first_column(pad_mask)
@@ -131,8 +124,7 @@ class CachedCanvas:
 
         Args:
             ids: ``(B, L)`` int64 canvas.
-            spans: one window per row of the forward.
-            rows: rows of the batch that take part; ``None`` means all.
+            rows: rows of the batch that take part, one for each window; ``None`` means all.
             block_causal: the windows hold several blocks, and a query sees those up to its own.
             columns: ``(B, K)`` int64 columns that will be read before the next forward over the
                 same windows; only these go through the end of the last layer. All by default.
@@ -288,19 +280,15 @@ class CachedCanvas:
 
         Returns aligned logits ``(B, K, V)`` and, if kept, aligned snapshots ``(B, L, H, D)``.
         """
-        raw = raw_columns(columns, self.backbone.spec.shift, starts=self._starts)
-        (last,) = self._cache.buffers[_LAST]
+        shift, buffers = self.backbone.spec.shift, self._cache.buffers
+        raw = raw_columns(columns, shift, starts=self._starts)
+        (last,) = buffers[_LAST]
         logits = self.backbone.head(gather_rows(last, raw))
-        return Denoised(logits=logits, columns=columns, hidden=self._snapshots())
-
-    def _snapshots(self) -> Tensor | None:
-        """Returns the snapshots ``(B, L, H, D)``, copied: the next forward changes the buffer."""
-        if _HIDDEN not in self._cache.buffers:
-            return None
-        (hidden,) = self._cache.buffers[_HIDDEN]
-        if self.backbone.spec.shift:
-            return aligned(hidden, self.backbone.spec.shift, starts=self._starts)
-        return hidden.clone()
+        hidden = None
+        if _HIDDEN in buffers:  # copied: the next forward changes the buffer
+            (hidden,) = buffers[_HIDDEN]
+            hidden = aligned(hidden, shift, starts=self._starts) if shift else hidden.clone()
+        return Denoised(logits=logits, columns=columns, hidden=hidden)
 
 
 def _packing_numbers(widths: Sequence[int]) -> dict[str, Sequence[int]]:

@@ -170,8 +170,7 @@ class FusedRMSNorm(nn.RMSNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises ``x`` ``(..., D)`` in its own dtype; torch does not fuse across dtypes."""
-        with without_autocast(x.device):
+        with without_autocast(x.device):  # in the dtype of x: torch does not fuse across dtypes
             return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
@@ -187,7 +186,6 @@ class Linear(nn.Linear):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps ``(..., D)`` to ``(..., E)`` without a second copy of the weights."""
         weight = self.weight
         if (
             weight.numel() < _LARGE

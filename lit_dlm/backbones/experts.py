@@ -164,9 +164,7 @@ def pieces(
 ) -> dict[str, list[Piece]]:
     """Returns, for each key of a file, the pieces of our tensors that its tensor stacks.
 
-    Args:
-        shapes: shapes of our tensors, by our key.
-        own_key: returns the family's own name of a key.
+    ``own_key`` returns the family's own name of one of our keys.
     """
     found: dict[str, list[Piece]] = {}
     for key, shape in shapes.items():

@@ -409,11 +409,9 @@ def fold(model: nn.Module) -> None:
 def restored(model: nn.Module, mapped: Mapping[str, Tensor]) -> Iterator[None]:
     """Restores the base weights that have an adapter, bit for bit, when the context closes.
 
-    Subtracting the adapter again would leave rounding errors.
-
-    Args:
-        model: the decoder; its weights must be sharded, or not, at the end as at the beginning.
-        mapped: weights in a file's memory, as they were read, by key.
+    Subtracting the adapter again would leave rounding errors. The decoder's weights must be
+    sharded, or not, at the end as at the beginning; ``mapped`` are weights in a file's memory, as
+    they were read, by key.
     """
     kept: dict[str, Tensor] = {}
     merged_into = {

@@ -49,12 +49,10 @@ def embedded_names() -> list[str]:
 
 
 def locate(path_or_id: str, *, weights: bool = True) -> Path:
-    """Finds the folder of a model; only a hub id may use the network.
+    """Finds the folder of an embedded name (``tiny``), a local folder or a hub id ``owner/name``.
 
-    Args:
-        path_or_id: an embedded name (``tiny``), a local folder, or a hub id ``owner/name``,
-            optionally with ``@revision``. An existing folder wins over a hub id.
-        weights: whether a hub download includes the weights.
+    A hub id may end in ``@revision``; an existing folder wins over it. Only a hub id may use the
+    network, for the weights only if they are wanted.
     """
     if path_or_id in embedded_names():
         return ASSETS / path_or_id
@@ -70,7 +68,6 @@ def locate(path_or_id: str, *, weights: bool = True) -> Path:
 
 
 def _snapshot(hub_id: str, **options: Any) -> Any:
-    """Runs ``snapshot_download`` for a hub id ``owner/name``, optionally with ``@revision``."""
     repo, _, revision = hub_id.partition("@")
     try:
         return snapshot_download(repo, revision=revision or None, **options)
@@ -259,7 +256,6 @@ class Resolved:
 
     @property
     def spec(self) -> BackboneSpec:
-        """What decoding and training need to know."""
         return self.architecture.spec()
 
     def pieces(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[Piece]]:

@@ -40,11 +40,10 @@ def token_vision(
     """Returns the picture tokens of a model, without loading the model itself.
 
     Args:
-        path: embedded name, folder or hub id of the model; its folder may hold the picture
-            tokenizer.
+        path: embedded name, folder or hub id of the model.
         settings: how it sees; ``path`` is the tokenizer's where the model's folder has none.
         first_id: id of the first picture token; by default what the model's files say.
-        vocab_size: size of the model's vocabulary; by default words and picture tokens.
+        vocab_size: of the model; by default words and picture tokens.
     """
     folder = None if path is None else locate(path, weights=False)
     if first_id is None and path is not None:

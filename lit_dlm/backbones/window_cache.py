@@ -85,8 +85,8 @@ class WindowCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Writes a window ``(n, h, W, d)`` of a layer, or ``(1, h, T, d)`` with a packing.
 
-        Returns:
-            Keys and values for attention, ``(n, h, kv_end, d)``, or whole buffers with sequences.
+        Returns keys and values for attention, ``(n, h, kv_end, d)``, or whole buffers with
+        sequences.
         """
         # Under autocast, rotated keys are float32; attention would round them in every forward.
         new_keys, new_values = key_states.to(value_states.dtype), value_states

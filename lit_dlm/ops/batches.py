@@ -26,7 +26,6 @@ class TensorBatch:
         return self._each(lambda value: value.to(device, non_blocking=is_cuda))
 
     def pin_memory(self) -> Self:
-        """Returns a copy in page-locked memory, for loaders."""
         return self._each(lambda value: value.pin_memory())
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
@@ -78,14 +77,10 @@ def row_index(rows: Sequence[int], device: torch.device) -> Tensor:
 
 
 def aligned(rows: Tensor, shift: int, *, starts: Tensor | None = None) -> Tensor:
-    """``(B, L, ...)``: raw rows moved so that row ``i`` predicts token ``i``.
+    """``(B, L, ...)``: raw rows moved so that row ``i`` predicts token ``i``; shift 0 moves none.
 
-    The first real token has no predictor under a shift; it keeps its own raw row. Left padding must
-    not change that: otherwise it would receive the row of a padding token.
-
-    Args:
-        shift: 0 changes nothing; 1 moves raw row ``i - 1`` to row ``i``.
-        starts: ``(B,)`` int64 column of each row's first real token; ``None`` means 0.
+    The first real token, in column ``starts`` ``(B,)`` int64 (0 by default), has no predictor under
+    a shift; it keeps its own raw row, not that of the padding before it.
     """
     if shift == 0:
         return rows

@@ -63,7 +63,6 @@ class MuonAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates every parameter that has a gradient; returns what the closure returns."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -78,7 +77,6 @@ class MuonAdamW(Optimizer):
         return loss
 
     def _update_matrices(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """Applies Nesterov momentum, then orthogonalises all matrices of a shape at once."""
         by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
         for parameter in parameters:
             by_shape[parameter.shape].append(parameter)

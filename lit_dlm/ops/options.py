@@ -16,11 +16,7 @@ def at_least(least: float, *, of: str = "", **options: float | None) -> None:
 
 
 def within(bounds: str, *, of: str = "", **options: float | None) -> None:
-    """Refuses options outside an interval; ``None`` passes.
-
-    Args:
-        bounds: such as ``[0, 1)``, which excludes its upper end.
-    """
+    """Refuses options outside an interval such as ``[0, 1)``, without its end; ``None`` passes."""
     low, high = map(float, bounds[1:-1].split(","))
     ends = [end for end, bracket in ((low, bounds[0]), (high, bounds[-1])) if bracket in "()"]
     for name, value in options.items():

@@ -108,7 +108,7 @@ class Vision(nn.Module):
 
     @abstractmethod
     def picture_ids(self, picture: Picture) -> list[int]:
-        """Returns the ids of one picture in a decode."""
+        """Returns the ids of a picture in a decode."""
 
     @abstractmethod
     def join(self, pieces: Sequence[Sequence[int]], pictures: Sequence[list[int]]) -> list[int]:
@@ -118,13 +118,10 @@ class Vision(nn.Module):
     def embed(
         self, ids: Tensor, embed_words: Callable[[Tensor], Tensor], pictures: Sequence[str] | None
     ) -> Tensor:
-        """Returns the embeddings ``(B, L, D)`` of a canvas.
+        """Returns the embeddings ``(B, L, D)`` of a canvas ``(B, L)`` int64.
 
-        Args:
-            ids: ``(B, L)`` int64.
-            embed_words: returns embeddings of tokens.
-            pictures: digests of the pictures that ids beyond the vocabulary represent, in order;
-                ``None``: those that were inserted.
+        ``pictures`` are digests of those that ids beyond the vocabulary represent, in order;
+        ``None``: those that were inserted.
         """
 
     def stored_weights(self) -> dict[str, nn.Parameter]:

@@ -133,9 +133,7 @@ class _Decoder(_Coder):
 class Magvit(nn.Module):
     """The picture tokenizer; its weights are float32 as in the release, and never trained here.
 
-    Args:
-        folder: folder of the weights; without one they are random.
-        sizes: sizes for random weights.
+    Without a folder they are random, with the given sizes.
     """
 
     def __init__(self, folder: Path | None = None, *, sizes: MagvitSizes | None = None) -> None:

@@ -18,11 +18,7 @@ _PATCHES_ACROSS = 4
 
 
 class PatchTokenizer(nn.Module):
-    """Maps pictures to tokens and back.
-
-    Args:
-        path: path of the codebook.
-    """
+    """Maps pictures to tokens and back, by the codebook of a path."""
 
     _patches: Tensor
 
@@ -39,11 +35,7 @@ class PatchTokenizer(nn.Module):
         self.register_buffer("_patches", patches.permute(0, 3, 1, 2).contiguous(), persistent=False)
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """Returns tokens ``(B, height / scale, width / scale)`` int64; ties go to the first patch.
-
-        ``pixels`` ``(B, 3, height, width)`` are floats in [-1, 1], sides multiples of
-        :attr:`scale`.
-        """
+        """As Magvit's :meth:`~lit_dlm.vision.magvit.Magvit.encode`; the first patch wins ties."""
         size = self.scale
         levels = ((pixels.to(self._patches.device).double() + 1.0) * 127.5).round()
         cells = levels.unfold(2, size, size).unfold(3, size, size).permute(0, 2, 3, 1, 4, 5)
@@ -53,7 +45,6 @@ class PatchTokenizer(nn.Module):
         return (codes.square().sum(1) - 2.0 * flat @ codes.T).argmin(-1)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Decodes tokens to pixels ``(B, 3, rows * scale, columns * scale)`` float32 in [-1, 1]."""
         rows, columns = codes.shape[1:]
         cells = self._patches[codes.to(self._patches.device)].permute(0, 3, 1, 4, 2, 5)
         pixels = cells.reshape(len(codes), 3, rows * self.scale, columns * self.scale)

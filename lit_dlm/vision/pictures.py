@@ -45,12 +45,7 @@ _UNREADABLE = (
 
 
 class Picture:
-    """One picture.
-
-    Args:
-        source: path of a file, or its bytes.
-        name: its name in errors; the path by default.
-    """
+    """A file of a path, or its bytes; ``name`` stands in errors, by default the path."""
 
     def __init__(self, source: str | Path | bytes, *, name: str | None = None) -> None:
         self._source = source if isinstance(source, bytes) else Path(source)
@@ -68,7 +63,6 @@ class Picture:
             )
 
     def read(self) -> bytes:
-        """Returns the bytes of the file."""
         return self._source if isinstance(self._source, bytes) else self._source.read_bytes()
 
     @cached_property
@@ -147,7 +141,6 @@ class PictureFolder:
     _held: set[str] = field(default_factory=set, init=False)
 
     def put(self, picture: Picture) -> None:
-        """Stores a picture, unless it is there already."""
         if picture.digest in self._held:
             return
         path = self.folder / picture.digest
