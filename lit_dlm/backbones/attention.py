@@ -203,19 +203,6 @@ def grouped_sdpa(
     return output.transpose(1, 2).contiguous(), None
 
 
-def _grouped(query: Tensor, heads: int) -> Tensor:
-    """Reorders queries ``(B, h * G, W, d)`` to ``(B * W * G, h, d)``."""
-    parts = query.unflatten(1, (heads, -1)).permute(0, 3, 2, 1, 4)  # (B, W, G, h, d)
-    return parts.flatten(0, 2).contiguous()
-
-
-def _ungrouped(output: Tensor, query: Tensor) -> Tensor:
-    """Undoes :func:`_grouped`: ``(B, W, h * G, d)``, for queries ``(B, h * G, W, d)``."""
-    B, H, W, d = query.shape
-    heads = output.shape[1]
-    return output.view(B, W, H // heads, heads, d).transpose(2, 3).reshape(B, W, H, d)
-
-
 def together(rows: Tensor, keys: Tensor, values: Tensor, of: Sequences, scale: float) -> Tensor:
     """Returns all sequences' attention ``(T, h, d)`` by torch's kernel for different lengths."""
     return varlen_attn(  # type: ignore[return-value]
@@ -267,10 +254,13 @@ def varlen(
     """
     if sequences is None:
         return grouped_sdpa(module, query, key, value, attention_mask, **kwargs)
+    B, H, W, d = query.shape
+    grouped = query.unflatten(1, (key.shape[1], -1)).permute(0, 3, 2, 1, 4)  # (B, W, G, h, d)
     # Under autocast, rotated queries of float32 weights are float32.
-    rows = _grouped(query, key.shape[1]).to(value.dtype)
+    rows = grouped.flatten(0, 2).contiguous().to(value.dtype)
     keys, values = key.transpose(1, 2).flatten(0, 1), value.transpose(1, 2).flatten(0, 1)
-    return _ungrouped(attend(rows, keys, values, sequences, kwargs.get("scaling")), query), None
+    output = attend(rows, keys, values, sequences, kwargs.get("scaling"))
+    return output.view(grouped.shape).transpose(2, 3).reshape(B, W, H, d), None
 
 
 def auto(module: nn.Module, query: Tensor, *others: Any, **kwargs: Any) -> tuple[Tensor, None]:

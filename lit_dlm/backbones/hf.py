@@ -372,7 +372,6 @@ class HFBackbone(nn.Module, Backbone):
             with safe_open(path, framework="pt") as held:
                 self._adapted_vision.update(held.keys())
             self._adapter_files.append(path)
-        self._digests.pop("adapter", None)
         for _, parameter in adapters.adapter_parameters(self.model):
             parameter.requires_grad_(trainable)
 
