@@ -1,4 +1,4 @@
-"""Speed of decoding by cache scheme and policy, on a model of random weights.
+"""Speed of decoding by cache scheme, on a model of random weights, in order of confidence.
 
 All cells of the table come from one process and one model; repetitions are interleaved and medians
 reported. On the CPU, times are the process's own CPU seconds, which other work on the machine
@@ -35,21 +35,14 @@ from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import (
     BlockCache,
     BlockWindow,
+    CacheScheme,
     Canvas,
     ConfidencePolicy,
     Decoder,
     DualCache,
-    DynamicPolicy,
-    EntropyBoundedPolicy,
-    EntropyPolicy,
     EvenQuota,
-    MarginPolicy,
     NoCache,
-    NoQuota,
     PrefixCache,
-    RandomPolicy,
-    SequentialPolicy,
-    ThresholdPolicy,
     prompt_canvas,
 )
 
@@ -59,41 +52,18 @@ PRESETS: dict[str, dict[str, object]] = {
         "hidden": 3584, "layers": 28, "heads": 28, "kv_heads": 4, "intermediate": 18944,
         "vocab": 152064, "shift": 1,
     },
-    "llada-8b": {
-        "decoder": "llama", "hidden": 4096, "layers": 32, "heads": 32, "intermediate": 12288,
-        "vocab": 126464,
-    },
-    "sdar-8b": {
-        "decoder": "qwen3", "hidden": 4096, "layers": 36, "heads": 32, "kv_heads": 8,
-        "intermediate": 12288, "vocab": 151936, "block_size": 4,
-    },
 }  # fmt: skip
 """Published shapes; every size can be overridden by its own option."""
 
 PEAKS = {"H200": (4.8e12, 989e12), "H100": (3.35e12, 989e12), "A100": (2.0e12, 312e12)}
 """Memory bandwidth in bytes/s and dense bfloat16 FLOP/s by the name of the device (data sheets)."""
 
-SCHEMES: dict[str, Callable[[argparse.Namespace], object]] = {
-    "none": lambda _: NoCache(),
-    "prefix": lambda _: PrefixCache(),
-    "horizon": lambda args: PrefixCache(horizon=args.horizon),
-    "dual": lambda _: DualCache(),
-    "block": lambda _: BlockCache(),
+SCHEMES: dict[str, CacheScheme] = {
+    "none": NoCache(),
+    "prefix": PrefixCache(),
+    "dual": DualCache(),
+    "block": BlockCache(),
 }
-POLICIES: dict[str, Callable[[argparse.Namespace], dict[str, object]]] = {
-    "confidence": lambda args: {"policy": ConfidencePolicy(), "quota": _even(args)},
-    "entropy": lambda args: {"policy": EntropyPolicy(), "quota": _even(args)},
-    "margin": lambda args: {"policy": MarginPolicy(), "quota": _even(args)},
-    "random": lambda args: {"policy": RandomPolicy(), "quota": _even(args)},
-    "sequential": lambda args: {"policy": SequentialPolicy(), "quota": _even(args)},
-    "threshold": lambda args: {"policy": ThresholdPolicy(args.threshold), "quota": NoQuota()},
-    "dynamic": lambda args: {"policy": DynamicPolicy(args.threshold), "quota": _even(args)},
-    "entropy-bounded": lambda _: {"policy": EntropyBoundedPolicy(), "quota": NoQuota()},
-}
-
-
-def _even(args: argparse.Namespace) -> EvenQuota:
-    return EvenQuota(args.steps)
 
 
 @dataclass
@@ -141,14 +111,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps(_report(rows, args)))
         return
     for row in rows:
-        shown = {f"{row['scheme']} {row['policy']}, {row['batch']}: {n}": v for n, v in row.items()}
+        shown = {f"{row['scheme']}, {row['batch']}: {name}": value for name, value in row.items()}
         measurement.tell({name: v for name, v in shown.items() if v is not None}, as_json=False)
 
 
 def measure(backbone: HFBackbone, args: argparse.Namespace, *, batch: int) -> list[dict[str, Any]]:
-    """Times every scheme and policy at one batch size."""
+    """Times every scheme at one batch size."""
     cuda = backbone.device.type == "cuda"
-    generator = torch.Generator().manual_seed(args.seed)
+    generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(10, backbone.vocab_size, (batch, args.prompt), generator=generator)
     shorter = torch.randint(0, args.ragged + 1, (batch,), generator=generator).tolist()
 
@@ -162,21 +132,21 @@ def measure(backbone: HFBackbone, args: argparse.Namespace, *, batch: int) -> li
         )
 
     canvas = canvas_of(range(batch))
-    cells = [(scheme, policy) for scheme in args.schemes for policy in args.policies]
-    times: dict[tuple[str, str], list[tuple[float, float]]] = {cell: [] for cell in cells}
-    kept: dict[tuple[str, str], tuple[Meter, int, float | None]] = {}
-    alone: dict[tuple[str, str], tuple[float, float]] = {}
-    peers: dict[tuple[str, str], list[float]] = {cell: [] for cell in cells}
-    equal: dict[tuple[str, str], float] = {}
+    times: dict[str, list[tuple[float, float]]] = {scheme: [] for scheme in args.schemes}
+    kept: dict[str, tuple[Meter, int, float | None]] = {}
+    alone: dict[str, tuple[float, float]] = {}
+    peers: dict[str, list[float]] = {scheme: [] for scheme in args.schemes}
+    equal: dict[str, float] = {}
     peer = fast_dllm.plain_model(backbone) if args.peer else None
-    for repetition in range(args.repetitions + args.warmup):
-        for scheme, policy in cells:
+    for repetition in range(args.repetitions + 1):  # the first one warms up
+        for scheme in args.schemes:
             decoder = Decoder(
+                policy=ConfidencePolicy(),
+                quota=EvenQuota(args.steps),
                 window=BlockWindow(args.block, origin=backbone.spec.block_origin)
                 if args.block_size
                 else BlockWindow(args.block),
-                cache=SCHEMES[scheme](args),  # type: ignore[arg-type]
-                **POLICIES[policy](args),  # type: ignore[arg-type]
+                cache=SCHEMES[scheme],
             )
             meter = Meter()
             meter.wrap(backbone)
@@ -187,8 +157,8 @@ def measure(backbone: HFBackbone, args: argparse.Namespace, *, batch: int) -> li
             total = measurement.clock() - begin
             for name in ("denoise", "encode_window", "head"):
                 delattr(backbone, name)
-            if repetition >= args.warmup:
-                times[scheme, policy].append((total, meter.seconds))
+            if repetition:
+                times[scheme].append((total, meter.seconds))
             elif args.ragged:
                 begin = measurement.clock()
                 rows = [
@@ -198,7 +168,7 @@ def measure(backbone: HFBackbone, args: argparse.Namespace, *, batch: int) -> li
                 same = (
                     torch.cat([ids[:, -args.gen :] for ids in rows]) == result.ids[:, -args.gen :]
                 )
-                alone[scheme, policy] = seconds, 100.0 * float(same.double().mean())
+                alone[scheme] = seconds, 100.0 * float(same.double().mean())
             if peer is not None:
                 begin = measurement.clock()
                 ids = fast_dllm.generate(
@@ -210,25 +180,24 @@ def measure(backbone: HFBackbone, args: argparse.Namespace, *, batch: int) -> li
                     mask_id=backbone.spec.mask_id,
                     scheme=scheme,
                 )
-                if repetition >= args.warmup:
-                    peers[scheme, policy].append(measurement.clock() - begin)
+                if repetition:
+                    peers[scheme].append(measurement.clock() - begin)
                 same = (ids == result.ids)[:, -args.gen :]
-                equal[scheme, policy] = 100.0 * float(same.double().mean())
+                equal[scheme] = 100.0 * float(same.double().mean())
             peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
-            kept[scheme, policy] = meter, int(result.num_steps.max()), peak
+            kept[scheme] = meter, int(result.num_steps.max()), peak
     return [
         {
-            "scheme": cell[0],
-            "policy": cell[1],
+            "scheme": name,
             "batch": batch,
-            **_figures(backbone, args, batch, times[cell], *kept[cell]),
+            **_figures(backbone, args, batch, times[name], *kept[name]),
             # Time of decoding each row alone over ours, for the same tokens.
-            "x_alone": alone[cell][0] / _middle(times[cell]) if cell in alone else None,
-            "alone_equal_percent": alone[cell][1] if cell in alone else None,
-            "x_peer": statistics.median(peers[cell]) / _middle(times[cell]) if peer else None,
-            "peer_equal_percent": equal.get(cell),
+            "x_alone": alone[name][0] / _middle(times[name]) if name in alone else None,
+            "alone_equal_percent": alone[name][1] if name in alone else None,
+            "x_peer": statistics.median(peers[name]) / _middle(times[name]) if peer else None,
+            "peer_equal_percent": equal.get(name),
         }
-        for cell in cells
+        for name in args.schemes
     ]
 
 
@@ -283,9 +252,8 @@ def _work(backbone: HFBackbone, args: argparse.Namespace, meter: Meter) -> tuple
 
 
 def _report(rows: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, object]:
-    """Returns one object; speed-ups are those of the first policy at the first batch size."""
-    chosen = {"policy": args.policies[0], "batch": args.batch[0]}
-    first = {row["scheme"]: row for row in rows if row.items() >= chosen.items()}
+    """Returns one object; speed-ups are those at the first batch size."""
+    first = {row["scheme"]: row for row in rows if row["batch"] == args.batch[0]}
     speed = {scheme: row["tokens_per_second"] for scheme, row in first.items()}
     report: dict[str, object] = {}
     for scheme, row in first.items():
@@ -300,9 +268,8 @@ def _report(rows: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, o
 
 
 def _backbone(args: argparse.Namespace) -> HFBackbone:
-    torch.manual_seed(args.seed)
+    torch.manual_seed(0)
     architecture = Architecture(
-        decoder=args.decoder,
         vocab_size=args.vocab,
         hidden_size=args.hidden,
         intermediate_size=args.intermediate,
@@ -327,7 +294,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         __doc__,
         arguments,
         preset=("bench", f"sizes: {', '.join(PRESETS)}; each may be given"),
-        decoder="",
         **dict.fromkeys(("hidden", "layers", "heads", "kv_heads", "intermediate", "vocab"), 0),
         block_size=(0, "makes the model block-causal"),
         dtype="float32",
@@ -338,23 +304,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         block=(0, "block length; 32, or the model's block size"),
         steps=(64, "steps for the whole response"),
         batch=[1],
-        threshold=0.9,
-        horizon=32,
         schemes=([""], f"of {', '.join(SCHEMES)}"),
-        policies=(["confidence"], f"of {', '.join(POLICIES)}"),
         repetitions=3,
-        warmup=1,
         peer=(False, "also time Fast-dLLM's way"),
-        seed=0,
     )
-    for name, value in {"decoder": "qwen2", "shift": 0, **PRESETS[args.preset]}.items():
+    for name, value in {"shift": 0, **PRESETS[args.preset]}.items():
         setattr(args, name, getattr(args, name, None) or value)
     args.block = args.block or args.block_size or 32
     if args.schemes == [""]:
         args.schemes = ["none", "block"] if args.block_size else ["none", "prefix", "dual"]
-    has_peer = args.policies == ["confidence"] and set(args.schemes) <= {"none", "prefix", "dual"}
+    has_peer = set(args.schemes) <= {"none", "prefix", "dual"}
     if args.peer and (args.block_size or args.shift or args.ragged or not has_peer):
-        raise SystemExit("--peer: only full attention without a shift, equal prompts, confidence")
+        raise SystemExit("--peer: only full attention without a shift, and equal prompts")
     return args
 
 
