@@ -44,19 +44,10 @@ def generate(
     mask_id: int,
     scheme: Scheme,
 ) -> Tensor:
-    """Fills the masks block by block.
+    """Fills the masks of ``(B, L)`` int64 ids, from column ``start`` on, block by block.
 
-    Args:
-        model: from :func:`plain_model`.
-        ids: ``(B, L)`` int64, masks from column ``start`` on.
-        start: first column of the response.
-        block: cells of a block; divides the length of the response.
-        steps: steps of the whole response; a multiple of its number of blocks.
-        mask_id: never proposed.
-        scheme: cache scheme.
-
-    Returns:
-        ``(B, L)`` int64.
+    The cells of a block divide the length of the response; the steps of the whole response are a
+    multiple of its number of blocks.
     """
     ids = ids.clone()
     length = ids.shape[1]
@@ -120,7 +111,6 @@ class _Layer(CacheLayerMixin):
         self.cache = cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Keeps the first forward, which covers the canvas."""
         self.keys, self.values, self.is_initialized = key_states, value_states, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
@@ -141,13 +131,10 @@ class _Layer(CacheLayerMixin):
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Returns the number of keys, and 0 as their first column."""
         return query_length if self.keys is None else self.keys.shape[2], 0
 
     def get_seq_length(self) -> int:
-        """Returns the number of columns kept."""
         return 0 if self.keys is None else self.keys.shape[2]
 
     def get_max_length(self) -> int:
-        """Returns -1: there is no limit."""
-        return -1
+        return -1  # there is no limit

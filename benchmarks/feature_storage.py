@@ -147,8 +147,7 @@ def main() -> None:
     sizes: dict[str, list[int]] = {name: [] for name in TIERS}
     seconds: dict[str, list[float]] = {name: [] for name in (*TIERS, "release")}
     release: list[int] = []
-    empty: dict[str, str] = {}
-    run = RunRecord(model=empty, tokenizer=empty, decode=empty, randomness=empty, data=empty)
+    run = RunRecord(model={}, tokenizer={}, decode={}, randomness={}, data={})
     for number in range(options.traces):
         record = trace(number, (128, 256)[number % 2], rng)
         features, steps = synthetic_features(record, projector, settings, basis)

@@ -482,7 +482,6 @@ class _Digits(Reward):
     name = "digits"
 
     def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
-        """Returns one score per response."""
         return [
             RewardScore(total=sum(map(str.isdigit, one.text)) / max(len(one.text), 1))
             for one in group
@@ -501,12 +500,8 @@ class _Canvases(Observer):
         """Nothing is written yet."""
 
     def on_step(self, record: StepRecord) -> None:
-        """Copies."""
         cells = record.new_ids[:, record.state.start :].cpu()
         self.steps.append(dict(zip(record.state.rows.tolist(), cells, strict=True)))
-
-    def on_end(self, result: DecodeResult) -> None:
-        """Nothing is left to do."""
 
 
 def _differ(one: DecodeResult, other: DecodeResult) -> float:

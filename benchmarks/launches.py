@@ -279,12 +279,7 @@ def _shares(one: Tensor, other: Tensor) -> bool:
 
 
 def meta_backbone(release: str, **options: Any) -> HFBackbone:
-    """Returns a release's model without its weights.
-
-    Args:
-        release: a key of :data:`~tests.twins.RELEASES`.
-        options: of :class:`~lit_dlm.backbones.hf.HFBackbone`.
-    """
+    """Returns the model of a key of :data:`~tests.twins.RELEASES` without its weights."""
     sys.path.insert(0, str(Path(__file__).parents[1]))  # where the tests are
     from tests.twins import RELEASES
 
@@ -368,7 +363,6 @@ class _Steps:
         self._asked = 0
 
     def answer(self, tensor: Tensor) -> Any:
-        """Returns what the host reads, except for the frontier."""
         if tensor.ndim == 0:
             return False
         case = self.case
@@ -390,22 +384,16 @@ class _Steps:
         self.counter.counts = Counts()
 
     def on_step(self, record: StepRecord) -> None:
-        """Begins or ends the count."""
         first, last = self.case.skipped - 1, self.case.skipped - 1 + self.case.steps
         if self._asked - 1 in (first, last):  # the frontier is read before every step
             self.counted, self.counter.counts = self.counter.counts, Counts()
 
     def on_end(self, result: DecodeResult) -> None:
-        """Counted already."""
+        """All steps are counted."""
 
 
 def decode_counts(case: DecodeCase, **options: Any) -> Counts:
-    """Returns the counts of all steps of a case together.
-
-    Args:
-        case: what is decoded.
-        options: options of the backbone.
-    """
+    """Returns the counts of all steps of a case together, for options of the backbone."""
     backbone = meta_backbone(case.release, **{**case.options, **options})
     shape = case.rows, case.prompt + case.response
     canvas = Canvas(
@@ -445,14 +433,7 @@ SAMPLERS = {
 def sampling_counts(
     sampler: Sampler, *, rows: int = 64, cells: int = 4, vocab: int = 151_936
 ) -> Counts:
-    """Returns the counts of proposing tokens for a block of every row, from bfloat16 logits.
-
-    Args:
-        sampler: proposes the tokens.
-        rows: rows of the batch.
-        cells: cells of a block.
-        vocab: size of the vocabulary, by default SDAR's.
-    """
+    """Returns the counts of proposing tokens for a block of every row, from bfloat16 logits."""
     spec = SimpleNamespace(spec=BackboneSpec(family="counted", mask_id=0, pad_id=1, eos_ids=(2,)))
     canvas = Canvas(
         ids=torch.empty(rows, 2 * cells, dtype=torch.long, device="meta"),
@@ -473,12 +454,7 @@ def sampling_counts(
 
 
 def report(cases: Sequence[str] = tuple(CASES), **options: Any) -> dict[str, Any]:
-    """Returns the counts per step, by case, and figures derived from them.
-
-    Args:
-        cases: names in :data:`CASES`.
-        options: options of the backbones.
-    """
+    """Returns the counts per step of some :data:`CASES`, and figures derived from them."""
     counted = {name: decode_counts(CASES[name], **options) for name in cases}
     told: dict[str, Any] = {}
     for name, counts in counted.items():

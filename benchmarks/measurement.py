@@ -128,8 +128,7 @@ def peak() -> int:
 def in_child(work: Callable[[], Result]) -> Result:
     """Runs ``work`` in a forked child, where memory of earlier work cannot hide what it needs.
 
-    Args:
-        work: returns a value that JSON can hold.
+    The result has to be a value that JSON can hold.
     """
     reader, writer = os.pipe()
     child = os.fork()

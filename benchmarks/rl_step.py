@@ -90,11 +90,7 @@ def main() -> None:
 def measure(options: argparse.Namespace) -> dict[str, float | int | str]:
     """Runs whole steps, all forms of training in turns.
 
-    Args:
-        options: options of the command line.
-
-    Returns:
-        Ratios, medians by phase, and the largest relative difference of gradients.
+    Returns ratios, medians by phase, and the largest relative difference of gradients.
     """
     on_cuda = torch.device(options.device).type == "cuda"
     megabytes = {} if on_cuda else measurement.in_child(partial(_memory, options))
@@ -186,15 +182,7 @@ class _Step:
         self.optimizer = torch.optim.AdamW(self.parameters, lr=0.0)
 
     def collect(self, number: int, meter: _Meter) -> list[Trajectory]:
-        """Rolls out and rewards.
-
-        Args:
-            number: number of the step, whose noise follows from it.
-            meter: measures the phases ``rollout`` and ``reward``.
-
-        Returns:
-            The scored records.
-        """
+        """Returns scored rollouts; the noise follows from the number of the step."""
         problems = [(example, self.module.encode(example)) for example in self.task.examples()]
         prompts = rollout_prompts(
             problems, method="rollout", step=number, num_responses=self.options.responses
@@ -241,16 +229,9 @@ class _Step:
         *,
         num_batches: int | None = None,
     ) -> Tensor:
-        """Computes old log-probabilities and one update in one of the forms.
+        """Computes old log-probabilities and one update; returns the adapter's flat gradient.
 
-        Args:
-            form: one of the four.
-            records: records of :meth:`collect`.
-            meter: measures the phases ``{form}_old_log_prob`` and ``{form}_train``.
-            num_batches: forwards to stop after; all by default.
-
-        Returns:
-            The gradient of the adapter, flat.
+        It stops after ``num_batches`` forwards.
         """
         module = self.module
         builder = RowBuilder(

@@ -64,15 +64,13 @@ def clock() -> float:
 
 
 class EndingSampler(Sampler):
-    """Proposes an end of text once a response has reached its length, and none before."""
+    """Proposes an end of text once a response has its seed's length, and none before."""
 
     def __init__(self, lengths: Tensor) -> None:
-        """Takes the length of the response of each seed."""
         super().__init__()
         self.lengths = lengths
 
     def propose(self, state: DecodeState, denoised: Denoised, requires: frozenset[str]) -> Proposal:
-        """Returns the model's proposals, except for the end of text."""
         proposal = super().propose(state, denoised, requires)
         columns = torch.arange(state.ids.shape[1]) - state.start
         ids = torch.where(proposal.ids == EOS, OTHER, proposal.ids)
@@ -84,7 +82,6 @@ class TwoForwards(BlockCache):
     """The older scheme: rows that enter a block and the others run one after the other."""
 
     def start(self, *args: object, **options: object) -> CacheSession:
-        """Begins a decode."""
         session = super().start(*args, **options)  # type: ignore[arg-type]
         assert session is not None
         session.__class__ = _TwoForwardSession
@@ -121,7 +118,6 @@ class RepeatingBackbone(HFBackbone):
     def encode_window(
         self, ids: Tensor, *, cache: WindowCache, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Runs some columns of a canvas."""
         self._is_before = cache.plan.packing is None
         return super().encode_window(ids, cache=cache, **options)
 
@@ -137,15 +133,12 @@ class Clock(Observer):
     requires: frozenset[str] = frozenset()
 
     def on_start(self, state: DecodeState) -> None:
-        """Nothing to prepare."""
         self.begin = math.inf
 
     def on_step(self, record: StepRecord) -> None:
-        """Starts after the first step."""
         self.begin = min(self.begin, clock())
 
     def on_end(self, result: DecodeResult) -> None:
-        """Stops, and keeps the tokens."""
         self.seconds = clock() - self.begin
         self.ids = result.ids
 

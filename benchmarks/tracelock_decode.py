@@ -42,12 +42,8 @@ DREAM = {
 def projection(*, prompt: int, cells: int) -> dict[str, float]:
     """Returns the work of one step at Dream's shape: the canvas forward, the head on the response.
 
-    Args:
-        prompt: prompt tokens.
-        cells: response cells, all of them rows of the policy.
-
-    Returns:
-        Multiply-adds and bytes read (bfloat16 backbone, float32 policy), per step of one row.
+    All cells of the response are rows of the policy. Multiply-adds and bytes read (bfloat16
+    backbone, float32 policy) are per step of one row.
     """
     D, L = DREAM["width"], prompt + cells
     head_width = D // DREAM["heads"]

@@ -142,9 +142,9 @@ class MixedPrecision(TorchFunctionMode):
         "binary_cross_entropy_with_logits",
     )  # fmt: skip
 
-    def __init__(self, *, is_enabled: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.is_enabled = is_enabled
+        self.is_enabled = True
         self._weights: dict[int, Tensor] = {}
 
     def __torch_function__(
@@ -176,16 +176,11 @@ class MixedPrecision(TorchFunctionMode):
             self.is_enabled = before
 
 
-def training_counts(case: str, *, is_mixed: bool = True) -> Counts:
-    """Returns the counts of one step.
-
-    Args:
-        case: a key of :data:`CASES`.
-        is_mixed: whether the forward runs under autocast to bfloat16.
-    """
+def training_counts(case: str) -> Counts:
+    """Returns the counts of one step of a case."""
     step = CASES[case]()
     counter = LaunchCounter(_answer, num_true=SUPERVISED)
-    mixed = MixedPrecision(is_enabled=is_mixed)
+    mixed = MixedPrecision()
     # Meta takes the place of a GPU, which has tensor cores.
     with (
         patch.object(fused_head, "_has_tensor_cores", return_value=True),

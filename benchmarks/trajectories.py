@@ -199,15 +199,12 @@ class TimedCapture(TrajectoryCapture):
     seconds = 0.0
 
     def on_start(self, *arguments: Any) -> None:
-        """Counts the time of the call."""
         self._timed(super().on_start, *arguments)
 
     def on_step(self, *arguments: Any) -> None:
-        """Counts the time of the call."""
         self._timed(super().on_step, *arguments)
 
     def on_end(self, *arguments: Any) -> None:
-        """Counts the time of the call."""
         self._timed(super().on_end, *arguments)
 
     def _timed(self, call: Callable[..., None], *arguments: Any) -> None:
@@ -266,8 +263,7 @@ def copies(records: Sequence[Trajectory], count: int) -> list[Trajectory]:
 
 def writing(records: list[Trajectory], folder: Path, repeats: int) -> Figures:
     """Measures records per second through the public writer, closed and on disk."""
-    empty: dict[str, str] = {}
-    run = RunRecord(model=empty, tokenizer=empty, decode=empty, randomness=empty, data=empty)
+    run = RunRecord(model={}, tokenizer={}, decode={}, randomness={}, data={})
     rates, puts = [], []
     for number in range(max(1, min(repeats, 3))):
         begin = time.perf_counter()
