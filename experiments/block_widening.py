@@ -21,12 +21,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from chain import (
+    BARE,
     EXP,
     Decodes,
     call,
     keep_decodes,
+    parser,
     points,
     problems,
     read_decodes,
@@ -35,25 +36,19 @@ from chain import (
 )
 
 SIZES = (4, 8)
+STEPS = 12  # of RL
 ARMS = ("base", "four", "eight", "widened")
 THRESHOLD = 0.8
 
 
 def main() -> None:
     """Makes what is missing, then prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="folder of the runs; none only reports")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of training")
-    parser.add_argument("--updates", type=int, default=1500, help="that make a block model")
-    parser.add_argument("--steps", type=int, default=12, help="RL steps")
-    parser.add_argument("--size", type=int, default=1000, help="problems of the held-out list")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    options = parser(__doc__, 0, 1, 2).parse_args()
     kept = (options.out or Path("docs")) / "block_widening.parquet"
     if options.out:
         convert(options)
         runs = []
-        for seed, arm in itertools.product(options.seeds, ARMS):
+        for seed, arm in itertools.product(options.train_seeds, ARMS):
             folder = options.out / f"{arm}-s{seed}"
             if arm != "base":
                 reinforce(options, arm, seed, folder)
@@ -79,9 +74,7 @@ def convert(options: argparse.Namespace) -> None:
         *("--model.backbone.init_args.spec_overrides", json.dumps(blocks)),
         *("--model.corruption", json.dumps(corruption), "--model.num_padding", 4),
         *("--model.export_dir", options.out / "model", "--data.sources", json.dumps([source])),
-        *("--data.batch_size", 64, "--trainer.max_steps", options.updates),
-        *("--trainer.callbacks", "[]", "--trainer.enable_checkpointing", "false"),
-        *("--trainer.logger", "false"),
+        *("--data.batch_size", 64, "--trainer.max_steps", 1500, *BARE),
     )
 
 
@@ -112,7 +105,7 @@ def reinforce(options: argparse.Namespace, arm: str, seed: int, folder: Path) ->
     checkpoint: list[Any] = []
     for number, width in enumerate(widths):
         run = folder if number == len(widths) - 1 else folder / "first"
-        steps = options.steps * (number + 1) // len(widths)
+        steps = STEPS * (number + 1) // len(widths)
         decoders = {
             "rollout": decoder(width, sampler={"temperature": 1.0, "score_on": "raw"}),
             "evaluation": decoder(width),
@@ -136,7 +129,7 @@ def evaluate(options: argparse.Namespace, folder: Path, size: int, adapter: Path
         *("--run_dir", folder, "--model.decoders", json.dumps({"threshold": decoder(size)})),
         *("--data.methods", "[threshold]"),
         *([] if adapter is None else ["--model.backbone.init_args.adapter", adapter]),
-        *("--data.tasks", problems("WordProblems", "test", options.size, seed=9)),
+        *("--data.tasks", problems("WordProblems", "test", 1000, seed=9)),
     )
 
 

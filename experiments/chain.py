@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import shlex
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from numpy.typing import NDArray
 
 from lit_dlm import cli
@@ -22,16 +24,27 @@ from lit_dlm.ops.files import write_atomically
 from lit_dlm.reports.results import ResultFolder
 
 EXP = Path(cli.__file__).resolve().parent / "configs" / "exp"
+BARE = (
+    *("--trainer.callbacks", "[]", "--trainer.enable_checkpointing", "false"),
+    *("--trainer.logger", "false"),
+)
+"""Flags of training that leaves nothing but what it exports."""
+
+
+def parser(doc: str | None, *seeds: int) -> argparse.ArgumentParser:
+    """Returns the options that experiments share, with default seeds; sets torch to one thread."""
+    torch.set_num_threads(1)
+    found = argparse.ArgumentParser(description=doc)
+    found.add_argument("--out", type=Path, help="folder of the runs; none only reports")
+    found.add_argument("--train_seeds", nargs="+", type=int, default=list(seeds))
+    return found
 
 
 def call(done: Path, *arguments: object, costs: Path | None = None) -> None:
-    """Runs a command, unless the file that marks its completion exists.
+    """Runs a command, unless the file ``done``, which marks its completion, exists.
 
-    Args:
-        done: the file that marks completion.
-        arguments: words of the command line.
-        costs: file to which a completed command adds its processor time in seconds; wall time
-            depends on what else the machine does.
+    A completed command adds its processor time in seconds to the file ``costs``; wall time depends
+    on what else the machine does.
     """
     if done.exists():
         return
@@ -55,6 +68,12 @@ def problems(task: str, split: str, count: int, **options: object) -> str:
     return json.dumps([{"class_path": task, "init_args": values}])
 
 
+def recorded(folder: Path) -> str:
+    """Returns the right decodes of a run as the value of the flag ``--data.sources``."""
+    values = {"shards": str(folder / "traces"), "only_correct": True, "tasks": None}
+    return json.dumps([{"class_path": "RecordedDecodes", "init_args": values}])
+
+
 SCHEMA = pa.schema(
     {
         **dict.fromkeys(("arm", "task", "method"), pa.dictionary(pa.int16(), pa.string())),
@@ -71,11 +90,9 @@ Decodes = dict[tuple[str, str, str], tuple[NDArray[Any], NDArray[Any]]]
 
 
 def keep_decodes(path: Path, runs: Iterable[tuple[str, int, Path]]) -> Decodes:
-    """Writes every decode of some runs to one file, and reads it back.
+    """Writes every decode of some runs (arm, seed and results folder) to one Parquet file.
 
-    Args:
-        path: the Parquet file.
-        runs: arm, seed and results folder of each run.
+    Returns what :func:`read_decodes` reads back.
     """
     columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
     for arm, seed, folder in runs:
@@ -111,12 +128,8 @@ def between(
 ) -> NDArray[Any] | None:
     """What the two points of a front around a number of forwards get right, mixed by chance.
 
-    Args:
-        front: forwards and verdicts of its points, all of shape (seeds, problems).
-        forwards: mean of the mixture.
-
-    Returns:
-        Verdicts of the same shape, from 0 to 1; ``None`` where the front does not reach.
+    Points are forwards and verdicts of shape (seeds, problems). Returns verdicts of this shape,
+    from 0 to 1; ``None`` where the front does not reach.
     """
     by_speed = sorted(((float(cost.mean()), right) for cost, right in front), key=lambda p: p[0])
     for (fast, one), (slow, two) in pairwise(by_speed):
@@ -131,9 +144,7 @@ def resamples(seeds: int, problems: int, count: int = 2000) -> NDArray[Any]:
     """Draws bootstrap weights for means of ``(seeds, problems)`` values, resampling both.
 
     The variance of resampled seeds is too small by a factor ``(S - 1) / S``; this is corrected.
-
-    Returns:
-        ``(1 + count, seeds * problems)``: weights of the plain mean, then of every resample.
+    Returns ``(1 + count, seeds * problems)``, first the weights of the plain mean.
     """
     generator = np.random.default_rng(0)
     factor = (seeds / (seeds - 1)) ** 0.5 if seeds > 1 else 0.0

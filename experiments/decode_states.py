@@ -27,16 +27,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from chain import (
+    BARE,
     EXP,
     Decodes,
     between,
     call,
     keep_decodes,
+    parser,
     points,
     problems,
     read_decodes,
+    recorded,
     seed_flags,
     standard_error,
     table,
@@ -95,19 +97,16 @@ ARMS = ("random", "decode")
 
 def main() -> None:
     """Makes what is missing, then tables and picture."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    words = parser(__doc__, 0, 1, 2)
     for name in ("weak", "addition", "countdown"):
-        parser.add_argument(f"--{name}", help=f"folder of the {name} model, see the page")
-    parser.add_argument("--out", type=Path, help="folder of the runs; none only reports")
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-    parser.add_argument("--train_seeds", nargs="+", type=int, default=[0, 1, 2])
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+        words.add_argument(f"--{name}", help=f"folder of the {name} model, see the page")
+    words.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    options = words.parse_args()
     kept = (options.out or Path("docs")) / "decode_states.parquet"
     if options.out:
         for model in {SETTINGS[name].model for name in options.settings} & vars(options).keys():
             if getattr(options, model) is None:
-                parser.error(f"--{model}: needed for these settings, see the page")
+                words.error(f"--{model}: needed for these settings, see the page")
         runs = [
             (f"{name}, {arm}", seed, measure(options, name, arm, seed))
             for name, seed, arm in itertools.product(options.settings, options.train_seeds, ARMS)
@@ -144,16 +143,13 @@ def trained(options: argparse.Namespace, name: str, path: str, arm: str, seed: i
     states = {"class_path": "RandomMasking", "init_args": {"weight": "none"}}
     if arm == "decode":
         states = {"class_path": "TimeDelay", "init_args": {"window": setting.length // 2}}
-    source = {"shards": str(distilled / "traces"), "only_correct": True, "tasks": None}
     call(
         folder / "done",
         *("fit", "--config", EXP / "sft_sd_tiny.yaml", *model, *seed_flags(seed)),
-        *("--run_dir", distilled),
-        *("--trainer.default_root_dir", folder, "--trainer.callbacks", "[]"),
-        *("--trainer.enable_checkpointing", "false", "--trainer.logger", "false"),
+        *("--run_dir", distilled, "--trainer.default_root_dir", folder, *BARE),
         *("--trainer.max_steps", setting.updates, "--model.corruption", json.dumps(states)),
         *("--model.export_dir", folder / "adapter", "--data.response_length", setting.length),
-        *("--data.sources", json.dumps([{"class_path": "RecordedDecodes", "init_args": source}])),
+        *("--data.sources", recorded(distilled)),
     )
     return folder / "adapter"
 

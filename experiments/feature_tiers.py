@@ -59,16 +59,16 @@ TIERS: dict[str, tuple[str, str, float]] = {
     "masked int8 0.1": ("masked", "int8", 0.1),
 }
 """Layout, scheme and share of kept steps."""
-SEEDS = 3
+SEEDS, PROBLEMS, STEPS = 3, 400, 400
 
 
-def decoded(backbone: HFBackbone, problems: int) -> tuple[list[Trajectory], Projector]:
+def decoded(backbone: HFBackbone) -> tuple[list[Trajectory], Projector]:
     """Traces with the features of every step, and their projector."""
     tokenizer = load_tokenizer("tiny")
-    examples = WordProblems("train", num_examples=problems).examples()
+    examples = WordProblems("train", num_examples=PROBLEMS).examples()
     traces: list[Trajectory] = []
     projector: Projector | None = None
-    for first in range(0, problems, 100):
+    for first in range(0, PROBLEMS, 100):
         batch = examples[first : first + 100]
         prompts: Any = [
             tokenizer.apply_chat_template(
@@ -131,8 +131,7 @@ def stored(trace: Trajectory, layout: str, scheme: str, ratio: float) -> Traject
 
 def write(folder: Path, traces: list[Trajectory]) -> Path:
     """Writes these traces as shards."""
-    empty: dict[str, str] = {}
-    run = RunRecord(model=empty, tokenizer=empty, decode=empty, randomness=empty, data=empty)
+    run = RunRecord(model={}, tokenizer={}, decode={}, randomness={}, data={})
     with TrajectoryShardWriter(folder, name="tier", split="train", rank=0, run=run) as writer:
         for trace in traces:
             writer.put(trace)
@@ -140,9 +139,13 @@ def write(folder: Path, traces: list[Trajectory]) -> Path:
 
 
 def score(
-    backbone: HFBackbone, projector: Projector, folders: tuple[Path, Path], layout: str,
-    *, seed: int, steps: int,
-) -> float:  # fmt: skip
+    backbone: HFBackbone,
+    projector: Projector,
+    folders: tuple[Path, Path],
+    layout: str,
+    *,
+    seed: int,
+) -> float:
     """Trains a policy on one tier and returns its F0.5 on the common validation states."""
     torch.manual_seed(seed)
     module = TraceLockModule(
@@ -154,7 +157,7 @@ def score(
         min_crop_ratio=1.0,
         optimizer=lambda params: torch.optim.AdamW(params, lr=2e-3, weight_decay=0.01),
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, max_lr=2e-3, total_steps=steps, pct_start=0.1
+            optimizer, max_lr=2e-3, total_steps=STEPS, pct_start=0.1
         ),
         seed=seed,
     )
@@ -165,7 +168,7 @@ def score(
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as root:
         trainer = Trainer(
-            max_steps=steps, limit_val_batches=0, gradient_clip_val=1.0, default_root_dir=root,
+            max_steps=STEPS, limit_val_batches=0, gradient_clip_val=1.0, default_root_dir=root,
             **quiet,
         )  # fmt: skip
         trainer.fit(module, datamodule=TrajectoryDataModule(folders[0], val_fraction=0.2))
@@ -180,22 +183,20 @@ def main() -> None:
     """Measures the figures if ``--out`` is given, then prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, help="file of figures to make; none only reports")
-    parser.add_argument("--problems", type=int, default=400)
-    parser.add_argument("--steps", type=int, default=400)
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     if options.out is not None:
-        figures = measure(options.problems, options.steps)
+        figures = measure()
         write_atomically(options.out, json.dumps(figures, indent=1) + "\n")
     print(markdown(json.loads((options.out or Path("docs/feature_tiers.json")).read_text())))
 
 
-def measure(problems: int, steps: int) -> dict[str, Any]:
+def measure() -> dict[str, Any]:
     """Returns, by tier, the F0.5 of every seed and the kilobytes per trace."""
     backbone = HFBackbone(path="tiny").eval()
-    traces, projector = decoded(backbone, problems)
+    traces, projector = decoded(backbone)
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as root:
         common = {
@@ -211,7 +212,7 @@ def measure(problems: int, steps: int) -> dict[str, Any]:
             )
             size = sum(path.stat().st_size for path in folder.glob("*.tar"))
             scores = [
-                score(backbone, projector, (folder, common[layout]), layout, seed=seed, steps=steps)
+                score(backbone, projector, (folder, common[layout]), layout, seed=seed)
                 for seed in range(SEEDS)
             ]
             figures[name] = {"kb_per_trace": round(size / len(traces) / 1e3, 1), "f0.5": scores}

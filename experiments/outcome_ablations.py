@@ -20,10 +20,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-from chain import EXP, Decodes, call, keep_decodes, points, read_decodes, seed_flags, table
+from chain import EXP, Decodes, call, keep_decodes, parser, points, read_decodes, seed_flags, table
 from policy_bench import (
     LEVELS,
+    LIST_SEED,
     POLICIES,
     TRAINED_BLOCK,
     WINDOWS,
@@ -63,14 +63,11 @@ OTHER = {"words": "functions", "functions": "words"}
 
 def main() -> None:
     """Makes what is missing, then prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="folder of the bench's runs; none only reports")
-    parser.add_argument("--task", nargs="+", choices=OTHER, default=list(OTHER))
-    parser.add_argument("--train_seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--arms", nargs="+", help="only these")
-    options = parser.parse_args()
-    options.seed, options.num_examples = 17, 1000  # of the bench's test list
-    torch.set_num_threads(1)
+    words = parser(__doc__, 0, 1, 2)
+    words.add_argument("--task", nargs="+", choices=OTHER, default=list(OTHER))
+    words.add_argument("--arms", nargs="+", help="only these")
+    options = words.parse_args()
+    options.list_seed = LIST_SEED
     kept = (options.out or Path("docs")) / "outcome_ablations.parquet"
     if options.out:
         runs = []
@@ -97,18 +94,14 @@ def measure(
         more = ["--model.backbone.init_args.adapter", folder / "policy" / "last"]
     else:
         path = policy(options, task, window, arm, seed, folder)
-        swept_arm = swept("TraceLockPolicy", "threshold", *LEVELS[::2], **taken(path))
+        taken = {"path": str(path), "max_accept_per_step": None}
+        swept_arm = swept("TraceLockPolicy", "threshold", *LEVELS[::2], **taken)
         decoders = cells({arm: swept_arm}, [window])
     found = []
     for which in ("validation", "test"):
         decode(options, task, which, folder, decoders, *more)
         found.append((which, list_folder(options, which, folder) / window / "results"))
     return found
-
-
-def taken(path: str | Path) -> dict[str, Any]:
-    """Returns the options of a policy that commits everything above its threshold."""
-    return {"path": str(path), "max_accept_per_step": None}
 
 
 def policy(

@@ -34,12 +34,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import torch
 import yaml
 from chain import (
     EXP,
     call,
     degrees_of_freedom,
+    parser,
     seed_flags,
     standard_error,
     student,
@@ -174,43 +174,41 @@ SCHEMA = pa.schema(
 NAME = "policy_bench.parquet"
 ROLLOUTS = 320
 """Decodes per RL step of ``tracelock_outcome_*``."""
+LIST_SEED, SIZE = 17, 1000
+"""Of the test list."""
 
 
 def main() -> None:
     """Makes what is missing, then reports what is there."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="folder of the runs; none only reports")
-    parser.add_argument("--task", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--seed", type=int, default=17, help="of the test list")
-    parser.add_argument("--num_examples", type=int, default=1000, help="problems of the test list")
-    parser.add_argument("--train_seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
+    words = parser(__doc__, 0, 1, 2, 3, 4)
+    words.add_argument("--task", nargs="+", choices=TASKS, default=list(TASKS))
     for name in ("addition", "countdown"):
-        parser.add_argument(f"--{name}", help=f"folder of the {name} model, see the page")
-    parser.add_argument(
+        words.add_argument(f"--{name}", help=f"folder of the {name} model, see the page")
+    words.add_argument(
         "--results", type=Path, help="one row a decode [policy_bench.parquet in OUT, or in docs]"
     )
-    parser.add_argument(
+    words.add_argument(
         "--extra",
         type=Path,
         help="YAML of other policies than those of the plan: by name and setting the parts of a "
         "decoder; only they are decoded, on the validation lists, in a folder of their own",
     )
-    parser.add_argument(
+    words.add_argument(
         "--windows", nargs="+", choices=WINDOWS, default=["whole", "blocks-8"], help="of --extra"
     )
-    parser.add_argument("--listed", action="store_true", help="prints every validated cell alone")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    words.add_argument("--listed", action="store_true", help="prints every validated cell alone")
+    options = words.parse_args()
+    options.list_seed = LIST_SEED
     if options.extra is not None:
         if options.out is None or options.results is None:
-            parser.error("--extra: needs --out and --results, which keep it from the contests")
+            words.error("--extra: needs --out and --results, which keep it from the contests")
         options.out, options.listed = options.out / options.extra.stem, True
     results = options.results or (options.out or Path("docs")) / NAME
     if options.out is not None:
         for name in options.task:
             needed = TASKS[name].model
             if needed and getattr(options, needed) is None:
-                parser.error(f"--{needed}: needed for task {name}, see the page")
+                words.error(f"--{needed}: needed for task {name}, see the page")
             if options.extra is not None:
                 extra = yaml.safe_load(options.extra.read_text(encoding="utf-8"))
                 folder = run_of(options, name, -1)
@@ -374,7 +372,7 @@ def decode(
     task = TASKS[name]
     split, count, list_seed = (task.split, 300, 101)
     if which == "test":
-        split, count, list_seed = ("test", options.num_examples, options.seed)
+        split, count, list_seed = ("test", SIZE, options.list_seed)
     for window in WINDOWS:  # a configuration may not hold all of them at once
         here = {cell: plugs for cell, plugs in decoders.items() if cell.endswith(f"_{window}")}
         if not here:
@@ -396,16 +394,8 @@ def decode(
         write_atomically(path, json.dumps(config, indent=1))
         call(
             folder / f"done-{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}",
-            *(
-                "predict",
-                "--config",
-                path,
-                *model_flags(options, name),
-                "--run_dir",
-                folder,
-                *flags,
-            ),
-            *("--data.response_length", task.length),
+            *("predict", "--config", path, *model_flags(options, name), "--run_dir", folder),
+            *(*flags, "--data.response_length", task.length),
             *("--data.tasks", problem_list(name, split, count, list_seed)),
         )
 
@@ -418,7 +408,7 @@ def run_of(options: argparse.Namespace, name: str, seed: int) -> Path:
 
 def list_folder(options: argparse.Namespace, which: str, by: Path) -> Path:
     """Returns the folder, below that of rules or of a seed, for the decodes of a list."""
-    return by / (which if which == "validation" else f"test-{options.seed}-{options.num_examples}")
+    return by / (which if which == "validation" else f"test-{options.list_seed}-{SIZE}")
 
 
 Points = dict[str, tuple[float, float]]  # by cell: mean forwards, accuracy

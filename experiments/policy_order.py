@@ -24,7 +24,7 @@ from chain import table
 from torch import Tensor
 
 from lit_dlm.backbones import load_tokenizer
-from lit_dlm.decoding import CommitPolicy, Decoder, NoQuota, ThresholdPolicy
+from lit_dlm.decoding import CommitPolicy, Decoder, NoQuota, Observer, ThresholdPolicy
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.decoding.state import DecodeResult, DecodeState, StepRecord
 from lit_dlm.generation import generate
@@ -58,44 +58,49 @@ def main() -> None:
     """Measures where runs of the bench are given, then prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bench", type=Path, help="folder of the bench's runs")
-    parser.add_argument("--size", type=int, default=1000, help="number of problems")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.bench is None and not KEPT.exists():
         parser.error(f"--bench: expected runs of the policy bench, since {KEPT} is not there")
     if options.bench:
-        write_atomically(KEPT, json.dumps(measured(options.bench, options.size), indent=1) + "\n")
+        write_atomically(KEPT, json.dumps(measured(options.bench), indent=1) + "\n")
     print(markdown(json.loads(KEPT.read_text())))
 
 
-def measured(bench: Path, size: int) -> dict[str, Any]:
+def measured(bench: Path) -> dict[str, Any]:
     """Returns, by policy, the figures of each seed, see :func:`habits`."""
     seeds = sorted(bench.glob("words/seed-*"))
-    found: dict[str, Any] = {"threshold": [decoded(ThresholdPolicy(0.9), size)]}
+    found: dict[str, Any] = {"threshold": [decoded(ThresholdPolicy(0.9))]}
     for name, folder in (("traces", "policy"), ("outcomes", "whole/outcome/policy/best")):
         policies = [
             TraceLockPolicy(seed / folder, threshold=0.95, max_accept_per_step=None)
             for seed in seeds
         ]
-        found[name] = [decoded(policy, size) for policy in policies]
+        found[name] = [decoded(policy) for policy in policies]
     return found
 
 
-def decoded(policy: CommitPolicy, size: int) -> dict[str, Any]:
-    """Measures one policy on problems that no policy was trained, chosen or compared on."""
-    watch, task = Watch(), WordProblems("test", size, 29)
+def right_answers(decoder: Decoder, task: WordProblems, observer: Observer) -> list[bool]:
+    """Decodes all problems with the embedded model; returns which it solves."""
     done = generate(
         "tiny",
         [example.text for example in task.examples()],
-        decode=Decoder(policy=policy, quota=NoQuota()),
+        decode=decoder,
         response_length=32,
         batch_size=100,
-        observers=[watch],
+        observers=[observer],
     )
-    right = [
+    return [
         task.grade(example, text).is_correct
         for example, text in zip(task.examples(), done.texts, strict=True)
     ]
+
+
+def decoded(policy: CommitPolicy) -> dict[str, Any]:
+    """Measures one policy on problems that no policy was trained, chosen or compared on."""
+    watch = Watch()
+    task = WordProblems("test", 1000, 29)
+    right = right_answers(Decoder(policy=policy, quota=NoQuota()), task, watch)
     forwards = np.concatenate([result.num_steps.numpy() for _, result in watch.batches])
     return {
         "accuracy": float(np.mean(right)),

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from chain import resamples, table
 from numpy.typing import NDArray
+from policy_order import right_answers
 from torch import Tensor
 
 from lit_dlm.decoding import Decoder, NoQuota, RandomPolicy, SequentialPolicy, ThresholdPolicy
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.decoding.state import DecodeResult, DecodeState, StepRecord
-from lit_dlm.generation import generate
 from lit_dlm.ops.files import write_atomically
 from lit_dlm.ops.sampling import sample_seed
 from lit_dlm.toy import WordProblems
@@ -129,12 +129,10 @@ def main() -> None:
     """Decodes, scores and reports."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--policies", nargs="+", type=Path, required=True, help="exported folders")
-    parser.add_argument("--count", type=int, default=500, help="of word problems")
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    task = WordProblems("test", options.count, seed=23)
-    examples = task.examples()
+    task = WordProblems("test", 500, seed=23)
     policies = [
         TraceLockPolicy(path, threshold=0.9, max_accept_per_step=None) for path in options.policies
     ]
@@ -147,18 +145,10 @@ def main() -> None:
     report = {}
     for name, decoder in decoders.items():
         judges = Judges(policies)
-        done = generate(
-            "tiny",
-            [example.text for example in examples],
-            decode=decoder,
-            response_length=32,
-            batch_size=100,
-            observers=[judges],
-        )
         right = [
             sample_seed(0, str(number))
-            for number, (example, text) in enumerate(zip(examples, done.texts, strict=True))
-            if task.grade(example, text).is_correct
+            for number, is_right in enumerate(right_answers(decoder, task, judges))
+            if is_right
         ]
         seeds, stood, scores = map(torch.cat, zip(*judges.rows, strict=True))
         kept = torch.isin(seeds, torch.tensor(right))

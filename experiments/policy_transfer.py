@@ -10,11 +10,9 @@ at 32 and at 64 cells.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-import torch
-from chain import EXP, Decodes, call, keep_decodes, points, problems, read_decodes, table
+from chain import EXP, Decodes, call, keep_decodes, parser, points, problems, read_decodes, table
 from policy_bench import distil, run_of
 
 LENGTHS = (32, 64)
@@ -22,11 +20,7 @@ LENGTHS = (32, 64)
 
 def main() -> None:
     """Makes what is missing, then prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="folder of the bench's runs; none only reports")
-    parser.add_argument("--train_seeds", nargs="+", type=int, default=[0, 1, 2])
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    options = parser(__doc__, 0, 1, 2).parse_args()
     kept = (options.out or Path("docs")) / "policy_transfer.parquet"
     if options.out:
         runs = []

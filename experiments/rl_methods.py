@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from chain import EXP, call, points, problems, seed_flags, table
+from chain import BARE, EXP, call, points, problems, seed_flags, table
 from numpy.typing import NDArray
 
 from lit_dlm.ops.files import write_atomically
@@ -57,22 +57,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/rl_methods"))
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
-    parser.add_argument("--steps", type=int, default=12, help="RL steps")
-    parser.add_argument("--prompts", type=int, default=32, help="of an RL step")
-    parser.add_argument(
-        "--updates", type=int, default=150, help="of dpo, about as many as of others"
-    )
-    parser.add_argument("--size", type=int, default=1000, help="problems of the held-out list")
-    parser.add_argument("--list-seed", type=int, default=8, help="of the held-out list")
     parser.add_argument("--only-report", action="store_true", help="train nothing")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if not options.only_report:
-        evaluate(options, options.out / "base", None)
+        evaluate(options.out / "base", None)
         for seed, method in itertools.product(options.seeds, options.methods):
             train(options, method, seed)
             folder = options.out / f"{method}-{seed}"
-            evaluate(options, folder, folder / "adapter")
+            evaluate(folder, folder / "adapter")
     kept = gathered(options)
     write_atomically(options.out / "rl_methods.json", json.dumps(kept, indent=1) + "\n")
     print(markdown(kept))
@@ -84,8 +77,7 @@ def train(options: argparse.Namespace, method: str, seed: int) -> None:
     costs = folder / "cpu_seconds"
     tasks = ["--data.tasks", problems("WordProblems", "train", 400, seed=seed)]
     flags = [*seed_flags(seed), "--run_dir", folder, "--model.export_dir", folder / "adapter"]
-    flags += ["--trainer.callbacks", "[]", "--trainer.enable_checkpointing", "false"]
-    flags += ["--trainer.logger", "false"]
+    flags += BARE
     if method == "dpo":
         call(
             folder / "decoded",
@@ -93,16 +85,15 @@ def train(options: argparse.Namespace, method: str, seed: int) -> None:
             *("--seed_everything", seed, "--model.seed", seed, *tasks),
             costs=costs,
         )
-        flags += ["--trainer.max_steps", options.updates]
+        flags += ["--trainer.max_steps", 150]  # about as many as the updates of the others
     else:
-        flags += ["--trainer.max_epochs", options.steps, "--trainer.limit_val_batches", 0]
-        flags += ["--trainer.num_sanity_val_steps", 0, *tasks]
-        flags += ["--data.prompts_per_step", options.prompts]
+        flags += ["--trainer.max_epochs", 12, "--trainer.limit_val_batches", 0]
+        flags += ["--trainer.num_sanity_val_steps", 0, *tasks, "--data.prompts_per_step", 32]
     _, config, *own = METHODS[method]
     call(folder / "done", "fit", "--config", EXP / f"{config}.yaml", *flags, *own, costs=costs)
 
 
-def evaluate(options: argparse.Namespace, folder: Path, adapter: Path | None) -> None:
+def evaluate(folder: Path, adapter: Path | None) -> None:
     """Decodes the held-out list; the untrained model does so at every threshold of its line."""
     decoders = {
         _name(level): {
@@ -118,8 +109,7 @@ def evaluate(options: argparse.Namespace, folder: Path, adapter: Path | None) ->
         *("--model.init_args.sweep", "null", "--model.init_args.level", "tokens"),
         *("--model.init_args.decoders", json.dumps(decoders)),
         *([] if adapter is None else ["--model.backbone.init_args.adapter", adapter]),
-        "--data.tasks",
-        problems("WordProblems", "test", options.size, seed=options.list_seed),
+        *("--data.tasks", problems("WordProblems", "test", 1000, seed=8)),
     )
 
 

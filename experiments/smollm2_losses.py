@@ -87,14 +87,8 @@ def main() -> None:
 def scores(backbone: HFBackbone, rows: Sequence[Row], draws: int) -> dict[str, list[float]]:
     """Returns the losses of a masked model, in nats per token.
 
-    Args:
-        backbone: the model.
-        rows: rows to score.
-        draws: masked copies of each row.
-
-    Returns:
-        ``loss``: the bound of each row. ``by_share``: the mean cross-entropy of the hidden tokens
-        of each masked copy; ``shares``: the share that it hides; both are empty for a block model.
+    ``loss`` is the bound of each row; ``by_share`` the mean cross-entropy of the hidden tokens of
+    each masked copy, ``shares`` the share that it hides; both are empty for a block model.
     """
     found: dict[str, list[float]] = {"loss": [], "shares": [], "by_share": []}
     for number, (prompt, response) in enumerate(rows):
@@ -131,13 +125,9 @@ def mean(losses: Sequence[float], tokens: Sequence[int]) -> str:
 def markdown(report: dict[str, Any]) -> str:
     """Returns the report as a table, in nats per token.
 
-    Args:
-        report: ``tokens``, the lengths of the test responses; ``autoregressive``, their losses;
-            ``models``, by name what :func:`scores` found, with ``updates`` and the loss of
-            ``hidden`` tokens of held-out training rows after each.
-
-    Returns:
-        Markdown.
+    It has ``tokens``, the lengths of the test responses; ``autoregressive``, their losses; and
+    ``models``, by name what :func:`scores` found, with ``updates`` and the loss of ``hidden``
+    tokens of held-out training rows after each.
     """
     updates = sorted({step for found in report["models"].values() for step in found["updates"]})
     lines = f"| | test responses | {' | '.join(map(str, updates))} |\n"
@@ -152,12 +142,7 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Draws validation loss over the updates, and test loss against the share that is hidden.
-
-    Args:
-        report: see :func:`markdown`.
-        path: file name of the PNG.
-    """
+    """Draws validation loss over the updates, and test loss against the share that is hidden."""
 
     def figure(theme: Theme) -> Figure:
         drawn = Figure(figsize=(9.6, 3.6), layout="constrained")

@@ -20,20 +20,21 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from chain import (
+    BARE,
     EXP,
     Decodes,
     between,
     call,
     keep_decodes,
+    parser,
     points,
     problems,
     read_decodes,
+    recorded,
     seed_flags,
     standard_error,
     table,
@@ -65,20 +66,15 @@ LEVELS = {"whole": (0.5, 0.8, 0.9, 0.95, 0.99), "cache": (0.9, 0.95, 0.99)}
 
 def main() -> None:
     """Makes what is missing, then tables and picture."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="folder of the runs; none only reports")
-    parser.add_argument("--model", help="folder of the model to start from")
-    parser.add_argument("--chains", nargs="+", choices=CHAINS, default=list(CHAINS))
-    parser.add_argument("--train_seeds", nargs="+", type=int, default=[0, 1])
-    parser.add_argument("--rl_steps", type=int, default=40, help="of policies on outcomes")
-    parser.add_argument("--num_examples", type=int, default=1000, help="problems of the test list")
-    parser.add_argument("--seed", type=int, default=31, help="of the test list")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    words = parser(__doc__, 0, 1)
+    words.add_argument("--model", help="folder of the model to start from")
+    words.add_argument("--chains", nargs="+", choices=CHAINS, default=list(CHAINS))
+    options = words.parse_args()
+    options.list_seed = 31
     kept = (options.out or Path("docs")) / "stack.parquet"
     if options.out:
         if not options.model:
-            parser.error("--model: needed for runs")
+            words.error("--model: needed for runs")
         runs = [
             (chain, seed, results)
             for seed, chain in itertools.product(options.train_seeds, options.chains)
@@ -91,11 +87,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, chain: str, seed: int) -> list[Path]:
-    """Trains a model of :data:`CHAINS` and its policies, and decodes the test list.
-
-    Returns:
-        The folders of results.
-    """
+    """Trains a model and its policies, decodes the test list, and returns folders of results."""
     folder = options.out / f"{chain}-s{seed}"
     path = model_flags("tiny" if chain == "full" else trained(options, chain, seed))
     seeds = ["--seed_everything", seed, "--model.seed", seed]
@@ -115,7 +107,7 @@ def measure(options: argparse.Namespace, chain: str, seed: int) -> list[Path]:
         call(
             folder / "outcome" / "done",
             *("fit", "--config", EXP / "tracelock_outcome_tiny.yaml", *path, *seed_flags(seed)),
-            *("--run_dir", folder, "--ckpt_path", "last", "--trainer.max_epochs", options.rl_steps),
+            *("--run_dir", folder, "--ckpt_path", "last", "--trainer.max_epochs", 40),
             *("--data.tasks", problems("WordProblems", "train", 4000, seed=1000 + seed)),
             *("--data.val_tasks", problems("WordProblems", "train", 300, seed=100)),
         )
@@ -155,16 +147,12 @@ def trained(options: argparse.Namespace, chain: str, seed: int) -> str:
             *("predict", "--config", EXP / "distill_tiny.yaml", *path, "--run_dir", own),
             *("--data.tasks", problems("WordProblems", "train", 4000, seed=seed)),
         )
-        answers = {"shards": str(own / "traces"), "only_correct": True, "tasks": None}
-        source = {"class_path": "RecordedDecodes", "init_args": answers}
         config = {"sft": "sft_sd_tiny.yaml", "tabom": "tabom_tiny.yaml"}[stage]
         call(
             folder / "trained",
             *("fit", "--config", EXP / config, *path, *seed_flags(seed), "--run_dir", own),
-            *("--trainer.default_root_dir", folder, "--trainer.callbacks", "[]"),
-            *("--trainer.enable_checkpointing", "false", "--trainer.logger", "false"),
-            *("--model.export_dir", adapter, "--data.limit", 1800),
-            *("--data.sources", json.dumps([source])),
+            *("--trainer.default_root_dir", folder, *BARE, "--model.export_dir", adapter),
+            *("--data.limit", 1800, "--data.sources", recorded(own)),
         )
     merged = folder / "model"
     if not (merged / "config.json").exists():
@@ -181,11 +169,10 @@ def model_flags(folder: str) -> list[str]:
 def at(
     decodes: Decodes, forwards: float, chain: str, policy: str, window: str
 ) -> NDArray[Any] | None:
-    """What a policy gets right at a mean number of forwards.
+    """What a policy gets right at a mean number of forwards: ``(seeds, problems)``, from 0 to 1.
 
-    Returns:
-        ``(seeds, problems)``, from 0 to 1; a front that ends with fewer forwards is taken at its
-        end. ``None`` where there is no front, or it begins with more.
+    A front that ends with fewer forwards is taken at its end. ``None`` where there is no front, or
+    it begins with more.
     """
     front = [
         values

@@ -25,13 +25,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from chain import (
+    BARE,
     EXP,
     Decodes,
     between,
     call,
     keep_decodes,
+    parser,
     points,
     problems,
     read_decodes,
@@ -75,17 +76,14 @@ SCORES = {"out of order": "val/pair_accuracy", "ranking loss": "val/loss_rank"}
 
 def main() -> None:
     """Makes what is missing, then tables and picture."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="folder of the runs; none only reports")
-    parser.add_argument("--weak", help="folder of the model that was stopped early")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--train_seeds", nargs="+", type=int, default=[0, 1, 2])
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    words = parser(__doc__, 0, 1, 2)
+    words.add_argument("--weak", help="folder of the model that was stopped early")
+    words.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    options = words.parse_args()
     kept = (options.out or Path("docs")) / "tuning.parquet"
     if options.out:
         if not options.weak and "weak" in options.models:
-            parser.error("--weak: needed for runs")
+            words.error("--weak: needed for runs")
         runs = []
         scores: dict[str, list[dict[str, float]]] = {}
         for name, seed in itertools.product(options.models, options.train_seeds):
@@ -119,10 +117,8 @@ def tuned(
     call(
         folder / "done",
         *("fit", "--config", EXP / f"{config}.yaml", *model, *seed_flags(seed), "--run_dir", own),
-        *("--trainer.default_root_dir", folder, "--trainer.logger", "false", *flags),
-        *("--trainer.enable_checkpointing", "false", "--trainer.callbacks", "[]"),
-        *("--model.export_dir", folder / "adapter", "--data.limit", 1800),
-        *("--data.val_fraction", "0.1"),
+        *("--trainer.default_root_dir", folder, *BARE, "--model.export_dir", folder / "adapter"),
+        *("--data.limit", 1800, "--data.val_fraction", "0.1", *flags),
     )
     return [*model, "--model.backbone.init_args.adapter", folder / "adapter"]
 

@@ -90,7 +90,7 @@ def test_processor_time_of_an_arm_is_that_of_both_commands_though_it_was_killed_
 ) -> None:
     """36 s of decoding, then a fit that is killed after 60, then one of 24: one minute."""
     script = imported("experiments/rl_methods.py")
-    options = argparse.Namespace(out=tmp_path, seeds=[0], steps=1, prompts=1, updates=1)
+    options = argparse.Namespace(out=tmp_path, seeds=[0])
     clock, lasts = [0.0], iter([36.0, 60.0, 24.0])
 
     def command(words: list[str]) -> None:
