@@ -79,22 +79,22 @@ class Meter:
 
     def wrap(self, backbone: HFBackbone) -> None:
         """Replaces the methods that the loop calls with timed ones."""
-        for name in ("denoise", "encode_window", "head"):
+        for name in ("denoise", "encode", "head"):
             setattr(backbone, name, self._timed(name, getattr(backbone, name)))
 
     def _timed(self, name: str, method: Callable[..., object]) -> Callable[..., object]:
-        def call(tensor: Tensor, **kwargs: object) -> object:
+        def call(tensor: Tensor, *others: object, **kwargs: object) -> object:
             if name == "head":
                 self.head_rows += tensor[..., 0].numel()
-            else:
+            elif name == "encode":
                 self.forwards += 1
                 self.columns += tensor.numel()
-            if self.depth:  # the head inside a full forward
-                return method(tensor, **kwargs)
+            if self.depth:  # parts of a full forward
+                return method(tensor, *others, **kwargs)
             self.depth += 1
             begin = measurement.clock()
             try:
-                return method(tensor, **kwargs)
+                return method(tensor, *others, **kwargs)
             finally:
                 self.seconds += measurement.clock() - begin
                 self.depth -= 1
@@ -155,7 +155,7 @@ def measure(backbone: HFBackbone, args: argparse.Namespace, *, batch: int) -> li
             begin = measurement.clock()
             result = decoder(backbone, canvas)
             total = measurement.clock() - begin
-            for name in ("denoise", "encode_window", "head"):
+            for name in ("denoise", "encode", "head"):
                 delattr(backbone, name)
             if repetition:
                 times[scheme].append((total, meter.seconds))

@@ -115,11 +115,11 @@ class RepeatingBackbone(HFBackbone):
 
     _is_before = False
 
-    def encode_window(
-        self, ids: Tensor, *, cache: WindowCache, **options: Any
+    def encode(
+        self, *inputs: Any, cache: WindowCache | None = None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
-        self._is_before = cache.plan.packing is None
-        return super().encode_window(ids, cache=cache, **options)
+        self._is_before = cache is not None and cache.plan.packing is None
+        return super().encode(*inputs, cache=cache, **options)
 
     def _mask(self, visible: Any, *, is_window: bool) -> Any:
         if self._is_before and is_window:

@@ -138,12 +138,12 @@ class CachedCanvas:
             read = read if rows is None else read[plan.rows]
             # A predictor left of the window keeps its row from the refresh.
             kept = (read - begins).clamp(0, width - 1)
-        last, hidden = self.backbone.encode_window(
+        last, hidden = self.backbone.encode(
             ids[plan.at, places],
-            cache=self._cache,
-            visible=visible,
-            position_ids=self._positions[plan.at, places],
+            visible,
+            self._positions[plan.at, places],
             hidden_layers=self.hidden_layers,
+            cache=self._cache,
             kept=kept,
         )
         self.num_forwards += 1

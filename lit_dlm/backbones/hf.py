@@ -2,7 +2,7 @@
 
 The decoders compute as in transformers, except that they are not causal and the masks are ours.
 Checkpoints are translated in :mod:`~lit_dlm.backbones.resolution`, decoders are built in
-:mod:`~lit_dlm.backbones.decoder`; caches build on :meth:`HFBackbone.encode_window`.
+:mod:`~lit_dlm.backbones.decoder`; caches build on :meth:`HFBackbone.encode`.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class HFBackbone(nn.Module, Backbone):
 
     _forbidden: Tensor
 
-    forward_methods: ClassVar = ("_encode",)
+    forward_methods: ClassVar = ("encode",)
     """Methods that run the weights; under FSDP2 they gather them like ``forward``. Every public
     method goes through this one, so none can be forgotten; the head is read after it."""
 
@@ -557,7 +557,7 @@ class HFBackbone(nn.Module, Backbone):
             )
         visible, position_ids, starts = self._context(ids, pad_mask, position_ids, response_start)
         kept = None if columns is None else raw_columns(columns, self.spec.shift, starts=starts)
-        rows, hidden = self._encode(
+        rows, hidden = self.encode(
             ids, visible, position_ids, hidden_layers=hidden_layers, kept=kept, pictures=pictures
         )
         if columns is None:
@@ -590,36 +590,8 @@ class HFBackbone(nn.Module, Backbone):
                 position_ids = position_ids_for(mask, self.spec.positions)
         elif mask is not None:
             visible = _given_visibility(mask)
-        last, _ = self._encode(input_ids, visible, position_ids)
+        last, _ = self.encode(input_ids, visible, position_ids)
         return self._head(aligned(last, self.spec.shift, starts=starts))
-
-    def encode_window(
-        self,
-        ids: Tensor,
-        *,
-        cache: WindowCache,
-        visible: Tensor | None,
-        position_ids: Tensor,
-        hidden_layers: Sequence[int] = (),
-        kept: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Runs some columns of a canvas against cached keys and values.
-
-        Args:
-            ids: ``(B, W)`` int64 tokens of the columns; ``(1, T)`` where the cache's plan packs
-                windows of different widths. So are ``position_ids``.
-            cache: a cache whose plan is that of this forward.
-            visible: ``(B, 1, 1 or W, K)`` bool for the ``K`` keys that the cache returns and ``W``
-                queries (with a packing, the width of its grid), ``True`` where the query may see
-                the key; ``None`` if it sees all, or those of the plan's sequences.
-            kept: ``(B, K)`` int64 offsets in the window whose last rows are wanted; all by default.
-
-        Returns *raw* rows, not aligned: ``(B, W or K, D)`` after the final norm, and snapshots
-        ``(B, W, H, D)`` if requested; ``(1, T, ...)`` with a packing.
-        """
-        return self._encode(
-            ids, visible, position_ids, hidden_layers=hidden_layers, cache=cache, kept=kept
-        )
 
     @property
     def sequences_from(self) -> int | None:
@@ -711,7 +683,7 @@ class HFBackbone(nn.Module, Backbone):
         visible, position_ids, starts = self._context(
             ids, context.get("mask"), context.get("position_ids"), context.get("response_start")
         )
-        last, _ = self._encode(ids, visible, position_ids, pictures=context.get("pictures", ()))
+        last, _ = self.encode(ids, visible, position_ids, pictures=context.get("pictures", ()))
         if (predictors := context.get("predictors")) is not None:
             return last[cells[0], predictors.expand(len(ids), -1)[cells]]
         return aligned(last, self.spec.shift, starts=starts)[cells]
@@ -736,7 +708,7 @@ class HFBackbone(nn.Module, Backbone):
     def _starts(self, pad_mask: Tensor | None) -> Tensor | None:
         return None if pad_mask is None or not self.spec.shift else first_column(pad_mask)
 
-    def _encode(
+    def encode(
         self,
         ids: Tensor,
         visible: Tensor | BlockMask | None,
@@ -747,9 +719,19 @@ class HFBackbone(nn.Module, Backbone):
         kept: Tensor | None = None,
         pictures: Sequence[str] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns raw last hidden rows after the final norm, and raw snapshots ``(B, L, H, D)``.
+        """Runs the layers over a canvas, or over some columns of it against cached keys and values.
 
-        The last rows are ``(B, L, D)``, or only those of the ``kept`` columns ``(B, K)``.
+        Args:
+            ids: ``(B, W)`` int64 tokens of the columns; ``(1, T)`` where the cache's plan packs
+                windows of different widths. So are ``position_ids``.
+            visible: ``(B, 1, 1 or W, K)`` bool for the ``K`` keys that the cache returns and ``W``
+                queries (with a packing, the width of its grid), ``True`` where the query may see
+                the key; ``None`` if it sees all, or those of the plan's sequences.
+            cache: a cache whose plan is that of this forward.
+            kept: ``(B, K)`` int64 offsets in the window whose last rows are wanted; all by default.
+
+        Returns *raw* rows, not aligned: ``(B, W or K, D)`` after the final norm, and snapshots
+        ``(B, W, H, D)`` if requested; ``(1, T, ...)`` with a packing.
         """
         self.convert()
         decoder, end = self.model.model, self.num_layers

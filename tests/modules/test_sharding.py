@@ -338,13 +338,13 @@ def window(model: HFBackbone) -> Tensor:
     cache = WindowCache(length=6, num_rows=2)
     positions = torch.arange(6).expand(2, -1)
     cache.plan = WindowPlan(rows=torch.arange(2), columns=positions, kv_end=6)
-    return model.encode_window(IDS, cache=cache, visible=None, position_ids=positions)[0]
+    return model.encode(IDS, None, positions, cache=cache)[0]
 
 
 CALLS: dict[str, Callable[[HFBackbone], Tensor]] = {
     "denoise": lambda model: model.denoise(IDS).logits.clamp_min(-1e3),
     "forward": lambda model: model(IDS),
-    "encode_window": window,
+    "encode": window,
     "head": lambda model: model.head(window(model)).clamp_min(-1e3),
     "score_tokens": lambda model: model.score_tokens(*CHOSEN).ce,
     "score_with_rows": lambda model: model.score_with_rows(*CHOSEN)[1],
