@@ -136,11 +136,7 @@ def extra_peak(run: Callable[[], float], device: torch.device) -> float:
 def measure(
     arguments: argparse.Namespace, heads: dict[str, Head], *, trainable: bool
 ) -> dict[str, dict[str, float]]:
-    """Memory and time of all variants with one kind of head.
-
-    Returns:
-        By variant: ``extra_peak_gib``, ``seconds`` (median) and ``loss``.
-    """
+    """Returns memory, median time and loss of all variants with one kind of head."""
     device = torch.device(arguments.device)
     generator = torch.Generator().manual_seed(0)
     shape = (arguments.vocab, arguments.width)

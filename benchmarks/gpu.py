@@ -93,11 +93,7 @@ _BLOCKS: dict[str, Any] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs all checks.
-
-    Raises:
-        SystemExit: always; status 1 if a check fails, or there is no GPU and no ``--smoke``.
-    """
+    """Runs all checks; exits with status 1 if one fails, or there is no GPU and no ``--smoke``."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -129,11 +125,7 @@ def _num_caches() -> int:
 
 
 class Checks:
-    """The checks by topic.
-
-    Args:
-        smoke: small sizes, and no limits on times.
-    """
+    """The checks by topic; ``smoke`` means small sizes, and no limits on times."""
 
     def __init__(self, *, smoke: bool) -> None:
         self.smoke = smoke
@@ -151,11 +143,7 @@ class Checks:
     ) -> None:
         """Prints a line and keeps the name of a check that fails.
 
-        Args:
-            name: of the check.
-            value: a number; NaN where the chip's data sheet is unknown.
-            most: its limit, if it has one.
-            is_time: whether it is a time, which has no limit at small sizes.
+        The value is NaN where the chip's data sheet is unknown; times have no limit at small sizes.
         """
         if math.isnan(value) or (is_time and self.smoke):
             most = None

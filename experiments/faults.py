@@ -211,13 +211,9 @@ class Case:
 
 
 class Poison(Callback):
-    """Counts batches, and makes a weight or the loss NaN from one of them on.
+    """Counts batches, and makes a weight (``what`` is ``weights``) or the loss NaN from one on.
 
-    Args:
-        marker: file that holds the count, or marks that the fault has struck.
-        what: ``weights`` or ``loss``; ``None`` only counts.
-        batch: number of the batch, over all epochs.
-        seed: chooses the weight.
+    The file ``marker`` holds the count, or marks that the fault has struck.
     """
 
     def __init__(
@@ -227,11 +223,9 @@ class Poison(Callback):
         self.count = 0
 
     def on_predict_batch_start(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
-        """Counts."""
         self.on_train_batch_start(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Counts, and injects the fault when its batch comes."""
         if self.count == self.batch:
             self.marker.touch()
             if self.what == "weights":
@@ -334,11 +328,7 @@ def mount(source: str, target: Path, kind: str | None, flags: int, options: str 
 
 
 def own_disk(folder: Path) -> None:
-    """Gives this process and its children a disk in memory that no other process sees.
-
-    Raises:
-        OSError: the process lacks the right to mount.
-    """
+    """Gives this process and its children a disk in memory that no other process sees."""
     if LIBC.unshare(0x00020000):  # CLONE_NEWNS
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "unshare")
     mount("none", Path("/"), None, MS_REC | MS_PRIVATE)
@@ -458,7 +448,7 @@ def judge(case: Case | None = None, how: str = "") -> Iterator[str]:
                 self.wfile.write(json.dumps(reply).encode())
 
         def log_message(self, *_: Any) -> None:
-            """Says nothing."""
+            pass
 
     class Server(ThreadingHTTPServer):
         request_queue_size = 64
@@ -478,8 +468,7 @@ def judge(case: Case | None = None, how: str = "") -> Iterator[str]:
 def run(case: Case, log: Path, name: str | None = None) -> tuple[int | None, bool]:
     """Runs a job in its own process, with or without a fault.
 
-    Returns:
-        The exit status, or ``None`` if it hung; and whether the log has a traceback.
+    Returns the exit status, ``None`` if it hung, and whether the log has a traceback.
     """
     fault = FAULTS[name] if name else Fault()
     begin = log.stat().st_size if log.exists() else 0

@@ -24,6 +24,7 @@ from lit_dlm.trajectories.store import TrajectoryShardReader
 from lit_dlm.vision.base import VisionSettings
 
 KINDS = get_args(Kind)
+METHOD = "threshold_09"  # whose answers are shown
 
 
 def main() -> None:
@@ -31,7 +32,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--questions", type=Path, required=True, help="run of benchmark_pictures")
     parser.add_argument("--drawings", type=Path, required=True, help="run of draw_pictures")
-    parser.add_argument("--method", default="threshold_09", help="whose answers are shown")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     figure = Figure(figsize=(10.4, 6.0), layout="constrained")
@@ -39,21 +39,14 @@ def main() -> None:
     upper, lower = halves
     cells = upper.subplots(1, 8, width_ratios=[1, 1, 2.1, 2.1, 1, 1, 1, 1])
     for number, kind in enumerate(KINDS):
-        show_answers(cells[2 * number : 2 * number + 2], kind, options.questions, options.method)
+        show_answers(cells[2 * number : 2 * number + 2], kind, options.questions)
     show_drawings(lower.subplots(4, 9), options.drawings)
     figure.savefig(options.out, dpi=110)
 
 
-def show_answers(axes: Iterable[Axes], kind: Kind, run: Path, method: str) -> None:
-    """Shows the first questions of a kind with the model's answers.
-
-    Args:
-        axes: one per question.
-        kind: kind of the questions.
-        run: folder with the results.
-        method: method whose answers are shown.
-    """
-    rows = {row.uid: row for row in ResultFolder(run / "results").rows(f"picture_{kind}", method)}
+def show_answers(axes: Iterable[Axes], kind: Kind, run: Path) -> None:
+    """Shows the first questions of a kind, one on each axis, with the model's answers."""
+    rows = {row.uid: row for row in ResultFolder(run / "results").rows(f"picture_{kind}", METHOD)}
     examples = PictureQuestions(kind, num_examples=200).examples()
     for axis, example in zip(axes, examples, strict=False):
         row = rows[example.uid]
@@ -66,12 +59,7 @@ def show_answers(axes: Iterable[Axes], kind: Kind, run: Path, method: str) -> No
 
 
 def show_drawings(axes: Any, run: Path) -> None:
-    """Shows the first drawing of each of the first digits: a row per drawing, a column per step.
-
-    Args:
-        axes: ``(drawings, steps)``.
-        run: folder with the drawings' shards.
-    """
+    """Shows the first drawing of each of the first digits: a row per drawing, a column per step."""
     vision = token_vision("tiny-pictures", VisionSettings())
     records = {record.uid: record for record in TrajectoryShardReader(run / "drawings")}
     for digit, line in enumerate(axes):

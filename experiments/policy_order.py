@@ -112,11 +112,10 @@ def decoded(policy: CommitPolicy) -> dict[str, Any]:
 def habits(watch: Watch, tokenizer: Any) -> dict[str, dict[str, float]]:
     """Returns, by kind of cell, how many are committed when, and what becomes of sure proposals.
 
-    Returns:
-        ``cells``, their number; ``place``, the mean share of a decode's steps after which they are
-        committed; ``unsure``, the share committed below a probability of 0.9; ``sure``, proposals
-        of :data:`SURE` or more, over all steps; ``waits``, the share of these not committed in that
-        step; ``changes``, the share of the waiting ones whose cell ends with another token.
+    ``cells`` is their number; ``place`` the mean share of a decode's steps after which they are
+    committed; ``unsure`` the share committed below a probability of 0.9; ``sure`` proposals of
+    :data:`SURE` or more, over all steps; ``waits`` the share of these not committed in that step;
+    ``changes`` the share of the waiting ones whose cell ends with another token.
     """
     counts: dict[str, Any] = defaultdict(lambda: defaultdict(float))
     for steps, result in watch.batches:

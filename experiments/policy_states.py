@@ -43,11 +43,9 @@ class Judges:
         self.rows: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def on_start(self, state: DecodeState) -> None:
-        """Forgets the steps of the previous batch."""
         self._steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
     def on_step(self, record: StepRecord) -> None:
-        """Scores the proposals of a step; which of them stand is known at the end."""
         state, proposal, looked = record.state, record.proposal, record.candidates
         assert proposal.raw_prob is not None
         assert proposal.raw_entropy is not None
@@ -57,7 +55,6 @@ class Judges:
         self._steps.append((state.rows, proposal.ids, looked, torch.stack(scores, -1)))
 
     def on_end(self, result: DecodeResult) -> None:
-        """Compares proposals with the final tokens."""
         for rows, ids, looked, scores in self._steps:
             stood = ids == result.ids[rows]
             seeds = result.seeds[rows][:, None].expand_as(stood)
@@ -82,14 +79,8 @@ def weighted_auroc(
 def judge(seeds: Tensor, stood: Tensor, scores: Tensor, samples: int = 200) -> dict[str, Any]:
     """Returns the AUROC of every judge, and TraceLock's lead over the others.
 
-    Args:
-        seeds: ``(N,)`` int64, one for each problem.
-        stood: ``(N,)`` bool.
-        scores: ``(N, 3 + policies)``: heuristics, then policies.
-        samples: number of bootstrap samples over problems.
-
-    Returns:
-        Means, and their errors over problems and policies together.
+    Scores are ``(N, 3 + policies)``: heuristics, then policies; the rest is ``(N,)``. Errors of
+    means are over problems (by bootstrap) and policies together.
     """
     uids, problem = np.unique(seeds.numpy(), return_inverse=True)
     draws = np.random.default_rng(0).multinomial(
