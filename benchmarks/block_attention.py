@@ -32,12 +32,7 @@ STATES, HEADS, WIDTH = 4, 32, 128
 
 
 def row_counts(copies: int, *, response: int = 512) -> dict[str, float]:
-    """Returns what the rows of a response cost, summed over them.
-
-    Args:
-        copies: states in a row.
-        response: cells of the response.
-    """
+    """Returns what the rows of a response cost in all, with ``copies`` states in a row."""
     layout = TwoCopyLayout.trace(PROMPT, PROMPT + response, 4, origin="sequence")
     told: dict[str, float] = dict.fromkeys(ROW_COUNTS, 0.0)
     for first in range(0, STATES, copies):

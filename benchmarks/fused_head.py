@@ -4,9 +4,8 @@
 
 Forward and backward of a weighted sum of per-token cross-entropies and entropies, once with a
 frozen head (as under LoRA) and once with a trainable one. The baseline is ``log_softmax`` of all
-logits with autograd. For the cross-entropy alone there are peers: torch's own chunked
-``linear_cross_entropy`` and, on a GPU where they are installed, Liger's fused head (which has no
-weights per token) and cut-cross-entropy.
+logits with autograd. For the cross-entropy alone, torch's own chunked ``linear_cross_entropy`` is a
+peer.
 
 Extra peak memory is what a forward and backward need on top of inputs and weight, including
 gradients. On CUDA the allocator reports it. On a CPU each variant runs once in a forked child, and
@@ -17,8 +16,6 @@ process, interleaved, on one thread; ratios are medians of ours over medians of 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -69,31 +66,13 @@ def torch_ce(rows: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     )
 
 
-def liger_ce(rows: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy from Liger's fused head."""
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-    return LigerFusedLinearCrossEntropyLoss()(weight, rows, targets)
-
-
-def cut_ce(rows: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy alone from cut-cross-entropy (arXiv:2411.09009)."""
-    from cut_cross_entropy import linear_cross_entropy as cut_cross_entropy
-
-    return _weighted(cut_cross_entropy(rows, weight, targets, reduction="none"), None)
-
-
 VARIANTS: dict[str, Head] = {
     "naive": naive_both,
     "chunked": chunked_both,
     "naive_ce": naive_ce,
     "chunked_ce": chunked_ce,
     "torch_ce": torch_ce,
-    "liger_ce": liger_ce,
-    "cut_ce": cut_ce,
 }
-PACKAGES = {"liger_ce": "liger_kernel", "cut_ce": "cut_cross_entropy"}
-"""Packages of the peers that run only on a GPU."""
 
 
 def _weighted(ce: Tensor, entropy: Tensor | None) -> Tensor:
@@ -101,17 +80,6 @@ def _weighted(ce: Tensor, entropy: Tensor | None) -> Tensor:
     share = torch.linspace(0.5, 1.5, len(ce), device=ce.device) / len(ce)
     loss = (ce * share).sum()
     return loss if entropy is None else loss + 0.3 * (entropy * share.flip(0)).sum()
-
-
-def variants(device: torch.device) -> dict[str, Head]:
-    """Returns the variants that can run; prints why others cannot."""
-    found = dict(VARIANTS)
-    for name, package in PACKAGES.items():
-        if device.type != "cuda" or importlib.util.find_spec(package) is None:
-            why = "needs a GPU" if device.type != "cuda" else f"{package} is not installed"
-            print(f"{name}: left out, {why}", file=sys.stderr)
-            del found[name]
-    return found
 
 
 def work(head: Head, rows: Tensor, weight: Tensor, targets: Tensor) -> float:
@@ -133,9 +101,7 @@ def extra_peak(run: Callable[[], float], device: torch.device) -> float:
     return (extra() if device.type == "cuda" else measurement.in_child(extra)) / GIB
 
 
-def measure(
-    arguments: argparse.Namespace, heads: dict[str, Head], *, trainable: bool
-) -> dict[str, dict[str, float]]:
+def measure(arguments: argparse.Namespace, *, trainable: bool) -> dict[str, dict[str, float]]:
     """Returns memory, median time and loss of all variants with one kind of head."""
     device = torch.device(arguments.device)
     generator = torch.Generator().manual_seed(0)
@@ -146,7 +112,7 @@ def measure(
     targets = torch.randint(arguments.vocab, (arguments.tokens,), generator=generator).to(device)
     rows.requires_grad_()
     weight.requires_grad_(trainable)
-    runs = {name: partial(work, head, rows, weight, targets) for name, head in heads.items()}
+    runs = {name: partial(work, head, rows, weight, targets) for name, head in VARIANTS.items()}
     # Before this process runs any: freed memory that a child inherits would not count again.
     peaks = {name: extra_peak(run, device) for name, run in runs.items()}
     losses = {name: run() for name, run in runs.items()}
@@ -163,19 +129,17 @@ def summary(rows: dict[str, dict[str, float]], prefix: str = "") -> dict[str, fl
     def ratio(ours: str, theirs: str, key: str) -> float:
         return rows[ours][key] / rows[theirs][key]
 
-    result = {
+    found = {
         "extra_peak_gib": rows["chunked"]["extra_peak_gib"],
         "memory_ratio": ratio("chunked", "naive", "extra_peak_gib"),
         "time_ratio": ratio("chunked", "naive", "seconds"),
         "ce_extra_peak_gib": rows["chunked_ce"]["extra_peak_gib"],
         "ce_memory_ratio": ratio("chunked_ce", "naive_ce", "extra_peak_gib"),
         "ce_time_ratio": ratio("chunked_ce", "naive_ce", "seconds"),
+        "ce_memory_ratio_torch": ratio("chunked_ce", "torch_ce", "extra_peak_gib"),
+        "ce_time_ratio_torch": ratio("chunked_ce", "torch_ce", "seconds"),
     }
-    for name in [name for name in ("torch_ce", *PACKAGES) if name in rows]:
-        peer = name.removesuffix("_ce")
-        result[f"ce_memory_ratio_{peer}"] = ratio("chunked_ce", name, "extra_peak_gib")
-        result[f"ce_time_ratio_{peer}"] = ratio("chunked_ce", name, "seconds")
-    return {prefix + name: value for name, value in result.items()}
+    return {prefix + name: value for name, value in found.items()}
 
 
 def main() -> None:
@@ -189,10 +153,9 @@ def main() -> None:
         device="cpu",
         repetitions=(3, "timed runs of each variant"),
     )
-    heads = variants(torch.device(arguments.device))
     found = {
-        "": measure(arguments, heads, trainable=False),
-        "trainable_": measure(arguments, heads, trainable=True),
+        "": measure(arguments, trainable=False),
+        "trainable_": measure(arguments, trainable=True),
     }
     report: dict[str, float] = {}
     for prefix, rows in found.items():
