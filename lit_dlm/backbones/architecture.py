@@ -60,7 +60,6 @@ class Architecture(BackboneSpec):
     intermediate_size: int
     """Width of the gated SiLU feed-forward."""
     num_layers: int
-    """Decoder layers."""
     num_heads: int
     """Query heads."""
     num_kv_heads: int | None = None
@@ -74,7 +73,6 @@ class Architecture(BackboneSpec):
     max_positions: int = 4096
     """Longest canvas the model was made for; longer decodes are refused."""
     rms_norm_eps: float = 1e-6
-    """Epsilon of the RMS norms."""
     initializer_range: float = 0.02
     """Standard deviation of random weights."""
     tie_embeddings: bool = False
@@ -395,10 +393,7 @@ def whole_key(key: str) -> str | None:
 
 
 def our_key(key: str, layout: KeyLayout) -> str:
-    """Returns an adapter's key under transformers' names; its ``model.`` may be missing.
-
-    An unknown key is returned unchanged.
-    """
+    """Returns an adapter's key, whose ``model.`` may be missing, under transformers' names."""
     if layout != "llada":
         return whole_key(key) or key
     bare = key.removeprefix("model.")

@@ -143,10 +143,7 @@ def backbone_facts(spec: BackboneSpec, sizes: Any) -> dict[str, Any]:
 
 
 def check_facts(what: str, trained_for: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-    """Raises ``ValueError`` if ``what`` was trained for a different backbone.
-
-    Facts that are missing on either side are ignored.
-    """
+    """Raises ``ValueError`` if ``what`` was trained for a backbone that differs in a known fact."""
     for key, expected in trained_for.items():
         if key in facts and facts[key] != expected:
             raise ValueError(

@@ -117,10 +117,7 @@ class CachedCanvas:
         block_causal: bool = False,
         columns: Tensor | None = None,
     ) -> None:
-        """Runs one window of each row.
-
-        Windows of different widths run side by side in one row, so that only attention pads them to
-        the widest.
+        """Runs one window of each row; if widths differ, only attention pads to the widest.
 
         Args:
             ids: ``(B, L)`` int64 canvas.
@@ -218,11 +215,8 @@ class CachedCanvas:
     ) -> Tensor | None:
         """Returns who sees whom, ``(n, 1, 1 or W, kv_end)`` bool, ``None`` if all see all.
 
-        Args:
-            rows: ``(n,)`` rows that take part; ``None``: all.
-            columns: ``(n, W)``, if queries see blocks up to their own; ``None``: they see all keys.
-            kv_ends: ``(n, 1)`` end of the keys that each row sees, if these differ.
-            kv_end: the largest of them.
+        With ``columns`` ``(n, W)``, queries see blocks up to their own, else all keys; ``kv_ends``
+        ``(n, 1)`` are where these end, if that differs between rows.
         """
 
         def of_rows(values: Tensor) -> Tensor:

@@ -139,10 +139,7 @@ def quantise(model: PreTrainedModel) -> None:
 
 
 def replace_parts(model: PreTrainedModel) -> None:
-    """Puts faster norms, matrix products and a shorter last layer into a decoder, in place.
-
-    Weights and their keys do not change.
-    """
+    """Puts faster norms and products and a shorter last layer into a decoder; its keys stay."""
     for module in list(model.modules()):
         for name, norm in module.named_children():
             if (epsilon := getattr(norm, "variance_epsilon", None)) is not None:

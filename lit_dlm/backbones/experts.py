@@ -162,10 +162,7 @@ class Piece(NamedTuple):
 def pieces(
     shapes: Mapping[str, tuple[int, ...]], own_key: Callable[[str], str]
 ) -> dict[str, list[Piece]]:
-    """Returns, for each key of a file, the pieces of our tensors that its tensor stacks.
-
-    ``own_key`` returns the family's own name of one of our keys.
-    """
+    """Returns the pieces of our tensors that tensors of a file stack; ``own_key`` names these."""
     found: dict[str, list[Piece]] = {}
     for key, shape in shapes.items():
         for name, index, part in _split(key, shape):

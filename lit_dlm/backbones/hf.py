@@ -298,8 +298,7 @@ class HFBackbone(nn.Module, Backbone):
         """Converts weights that were left in the dtype of their files.
 
         With several processes, trained weights stay mapped from their files until they are sharded
-        or moved to a device, so that none is ever converted whole on the host. Forwards call this,
-        too.
+        or moved to a device, so that none is ever converted whole on the host.
         """
         if self._late is not None:
             dtype, self._late = self._late, None
@@ -646,7 +645,7 @@ class HFBackbone(nn.Module, Backbone):
         temperature: float = 1.0,
         **context: Unpack[RowContext],
     ) -> tuple[TokenStats, Tensor]:
-        """As :meth:`score_tokens`, but also returns the ``(N, D)`` aligned hidden rows.
+        """As :meth:`score_tokens`; also returns aligned rows ``(N, D)`` after the final norm.
 
         ``forbidden_ids``, by default ``spec.forbidden_ids``, have no probability, nor do ids
         outside ``id_range`` (its end excluded), as in sampling
@@ -670,11 +669,7 @@ class HFBackbone(nn.Module, Backbone):
         return stats, hidden
 
     def encode_rows(self, ids: Tensor, rows: Tensor, **context: Unpack[RowContext]) -> Tensor:
-        """Returns hidden rows ``(N, D)`` of chosen cells, for heads other than the model's own.
-
-        Arguments are those of :meth:`score_tokens`. The rows are aligned, after the final norm, row
-        by row, and differentiable.
-        """
+        """Returns the rows of :meth:`score_with_rows`, for heads other than the model's own."""
         return self._rows(ids, rows.nonzero(as_tuple=True), **context)
 
     def _rows(

@@ -250,10 +250,7 @@ def using_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
 
 
 def recompute_layers(model: PreTrainedModel, *, keep_products: bool) -> None:
-    """Turns on gradient checkpointing: the backward runs each layer again for its activations.
-
-    ``keep_products`` keeps the outputs of matrix products and attention.
-    """
+    """Turns on gradient checkpointing; outputs of :data:`_PRODUCTS` may be kept."""
     for layer in model.model.layers:
         # As transformers' own switch, without its hook that makes embeddings require gradients.
         layer.gradient_checkpointing = True
@@ -307,10 +304,7 @@ def save_adapter(
     task: PEFTTask,
     base_name: str | None,
 ) -> None:
-    """Writes the result of :func:`adapter_tensors` as a PEFT folder.
-
-    ``task`` is the PEFT task type of the base model ``base_name``.
-    """
+    """Writes the result of :func:`adapter_tensors` as a PEFT folder."""
     targets = settings.modules()
     if layout == "llada":
         names = {target: own for own, target in LLADA_MODULES.items()}
@@ -334,10 +328,7 @@ def save_adapter(
 
 
 def load_adapter(model: nn.Module, folder: Path, *, layout: KeyLayout) -> Path:
-    """Reads the weights of a PEFT folder into an existing adapter; returns their file.
-
-    Keys may use the names of the family's ``layout`` or transformers'.
-    """
+    """Reads a PEFT folder's weights, named as in ``layout`` or transformers; returns the file."""
     path = folder / WEIGHTS_FILE
     if not path.is_file():
         raise ValueError(f"{folder}: expected {WEIGHTS_FILE} (pickled weights are not read)")

@@ -234,7 +234,6 @@ class FromAR:
     """1 keeps next-token prediction: row ``i - 1`` predicts token ``i`` (Dream); 0 trains row ``i``
     to predict token ``i`` (SDAR). There is no default: the two need different training."""
     attention: Literal["full", "block"] = "full"
-    """Attention layout to train."""
     block_size: int | None = None
     """Block length, with block attention."""
 
@@ -507,10 +506,7 @@ def _listed(value: Any) -> tuple[int, ...]:
 
 
 def _stop_ids(config: Mapping[str, Any], folder: Path | None) -> tuple[int, ...]:
-    """Returns the end-of-text ids of an autoregressive checkpoint.
-
-    The token at which a sampler stops is often named only in ``generation_config.json``.
-    """
+    """Returns the end-of-text ids; ``generation_config.json`` alone may say where samplers stop."""
     stops = {} if folder is None else _read_if_there(folder / "generation_config.json")
     named = (*_listed(config.get("eos_token_id")), *_listed(stops.get("eos_token_id")))
     return tuple(dict.fromkeys(named))

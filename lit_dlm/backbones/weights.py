@@ -45,7 +45,6 @@ def load_weights(
     page are never whole on the host. Anything else is converted tensor by tensor.
 
     Args:
-        files: safetensors files.
         parameters: targets by our key; those in a list are written in place, and take consecutive
             rows of one tensor.
         rename: maps a key of the file to ours; ``None`` drops the tensor on purpose.

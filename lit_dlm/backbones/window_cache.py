@@ -83,11 +83,7 @@ class WindowCache(Cache):
         *_args: object,
         **_kwargs: object,
     ) -> tuple[Tensor, Tensor]:
-        """Writes a window ``(n, h, W, d)`` of a layer, or ``(1, h, T, d)`` with a packing.
-
-        Returns keys and values for attention, ``(n, h, kv_end, d)``, or whole buffers with
-        sequences.
-        """
+        """Writes a window ``(n, h, W, d)`` or ``(1, h, T, d)``; returns what attention reads."""
         # Under autocast, rotated keys are float32; attention would round them in every forward.
         new_keys, new_values = key_states.to(value_states.dtype), value_states
         # Written first: the window's own keys are among those that it sees.

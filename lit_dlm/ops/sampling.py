@@ -111,7 +111,6 @@ def keep_top_p(logits: Tensor, top_p: float, *, log_total: Tensor | None = None)
 
     The token that crosses the bound is kept, so at least one always remains, and of equal entries
     the first ones (Holtzman et al., arXiv 1904.09751).
-
     ``log_total`` ``(..., 1)`` is the log of the sum of all exponentials, if ``logits`` lack some.
     """
     if top_p >= 1.0:
@@ -204,10 +203,7 @@ def confidence(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """``(...)`` nats, float32 at least: Shannon entropy of the softmax of ``(..., V)`` logits.
-
-    Entries may be ``-inf`` (probability 0).
-    """
+    """``(...)`` nats, float32 at least: entropy of the softmax of ``(..., V)`` logits."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return torch.special.entr(logits.softmax(-1)).sum(-1)
 

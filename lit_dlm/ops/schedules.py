@@ -59,10 +59,7 @@ def trapezoid(step: int, num_steps: int, *, warmup_steps: int, decay_share: floa
 
 
 def warmup_cosine(step: int, num_steps: int, *, warmup_steps: int, floor: float = 0.0) -> float:
-    """Factor on the learning rate: linear warm-up from zero, then half a cosine down to ``floor``.
-
-    A floor of 1 keeps the rate constant after the warm-up.
-    """
+    """Factor on the learning rate: linear warm-up from zero, then half a cosine to ``floor``."""
     if step < warmup_steps:
         return step / warmup_steps
     share = (step - warmup_steps) / max(num_steps - warmup_steps, 1)

@@ -47,10 +47,7 @@ class AnyRes:
         return width // self.tile, height // self.tile
 
     def tiles(self, picture: Image.Image) -> Tensor:
-        """Returns the overview and the tiles of an RGB picture, row by row.
-
-        ``(1 + tiles, 3, tile, tile)`` float32 in [-1, 1].
-        """
+        """Returns overview and tiles, row by row: ``(1 + tiles, 3, tile, tile)`` in [-1, 1]."""
         across, down = self.grid(picture.size)
         width, height = across * self.tile, down * self.tile
         # As in the release: the side that fills the grid is exact, the other one rounded up.
@@ -77,10 +74,8 @@ class AnyRes:
     def merged(self, rows: Tensor, newline: Tensor, size: tuple[int, int]) -> Tensor:
         """Returns rows ``(N, D)`` of the overview, then those of the picture, line by line.
 
-        Args:
-            rows: ``(1 + tiles, per_side**2, D)`` from the tower.
-            newline: ``(D,)``, put at the end of every line.
-            size: width and height of the picture in pixels.
+        The tower's rows are ``(1 + tiles, per_side**2, D)``, the end of a line ``(D,)``, and the
+        size width and height in pixels.
         """
         across, down = self.grid(size)
         side = self.per_side

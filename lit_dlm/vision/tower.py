@@ -155,12 +155,9 @@ class TowerVision(Vision):
         return torch.where((ids >= self.vocab_size)[..., None], rows, words)
 
     def rows(self, pictures: Sequence[str] | None = None) -> Tensor:
-        """Returns rows of pictures, ``(R, D)``.
+        """Returns rows ``(R, D)`` of pictures by digest, then a row of zeros.
 
-        Args:
-            pictures: digests of the pictures whose rows are returned one after the other (and a row
-                of zeros at the end), differentiable if they are trained; ``None``: the updated
-                table of the pictures in use.
+        They are differentiable if they are trained. ``None``: the updated table of those in use.
         """
         if pictures is None:
             return self._updated_table()
@@ -193,10 +190,7 @@ class TowerVision(Vision):
     def _rows_of(
         self, pictures: Sequence[Picture], tiles: Mapping[str, Tensor] | None = None
     ) -> list[Tensor]:
-        """Returns the rows of each picture; the tower looks at all new ones in one forward.
-
-        ``tiles`` are those of some pictures, by digest.
-        """
+        """Returns each picture's rows, new ones by one forward; ``tiles`` are some of theirs."""
         tiles = tiles or {}
         kept = self._features
         features = {one.digest: kept[one.digest] for one in pictures if one.digest in kept}
