@@ -9,7 +9,7 @@ import struct
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -138,17 +138,13 @@ class PictureFolder:
     """A folder of pictures by digest, beside records that name them; the first picture makes it."""
 
     folder: Path
-    _held: set[str] = field(default_factory=set, init=False)
 
     def put(self, picture: Picture) -> None:
-        if picture.digest in self._held:
-            return
         path = self.folder / picture.digest
         if not path.is_file():
             self.folder.mkdir(parents=True, exist_ok=True)
             with replacing(path) as partial:
                 partial.write_bytes(picture.read())
-        self._held.add(picture.digest)
 
     def __contains__(self, digest: str) -> bool:
         return (self.folder / digest).is_file()
