@@ -11,15 +11,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone
-from lit_dlm.decoding.caches import CacheScheme, CacheSession
+from lit_dlm.decoding.caches import CacheSession
 from lit_dlm.decoding.policies.base import CommitPolicy
-from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.decoding.state import (
     Canvas,
     DecodeResult,
@@ -31,11 +30,14 @@ from lit_dlm.decoding.state import (
     Status,
     StepRecord,
 )
-from lit_dlm.decoding.windows import Quota, Window, WindowView, masks_first
+from lit_dlm.decoding.windows import WindowView, masks_first
 from lit_dlm.ops.batches import first_column, row_index
 from lit_dlm.ops.options import at_least, of_kind
 from lit_dlm.ops.precision import without_autocast
 from lit_dlm.ops.sampling import top_quota
+
+if TYPE_CHECKING:
+    from lit_dlm.decoding.decoder import Decoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,27 +66,6 @@ class DecodeSettings:
             raise ValueError("max_steps: expected a number with stall_rule 'idle', got None")
 
 
-class Plugs:
-    """The parts of a decoder that the loop uses."""
-
-    window: Window  # where a step may commit
-    quota: Quota  # how many cells it commits
-    sampler: Sampler  # which tokens are proposed
-    policy: CommitPolicy  # which of them become final
-    cache: CacheScheme  # what steps take from earlier forwards
-    settings: DecodeSettings
-
-    @property
-    def counts_blocks(self) -> bool:
-        """Whether the quota or the policy reads the step and mask counts of a row's block."""
-        return self.quota.counts_blocks or self.policy.counts_blocks
-
-    def budget(self, num_masks: int) -> int:
-        """Returns the most steps of a row with so many masks."""
-        budget = max(self.policy.budget(num_masks), self.window.steps)
-        return self.settings.max_steps or budget
-
-
 class NotANumberError(ValueError):
     """Probabilities of a decode are not numbers; ``rows`` are the slots concerned."""
 
@@ -99,7 +80,7 @@ class NotANumberError(ValueError):
 def decode(
     backbone: Backbone,
     canvas: Canvas,
-    plugs: Plugs,
+    decoder: Decoder,
     *,
     observers: Sequence[Observer] = (),
 ) -> DecodeResult:
@@ -108,7 +89,7 @@ def decode(
     (result,) = decode_queue(
         backbone,
         lambda _slots: waiting.pop() if waiting else None,
-        plugs,
+        decoder,
         num_slots=len(canvas.ids),
         observers=cast(Sequence[QueueObserver], observers),  # no row is replaced
     )
@@ -119,7 +100,7 @@ def decode(
 def decode_queue(
     backbone: Backbone,
     source: Callable[[int], Canvas | None],
-    plugs: Plugs,
+    decoder: Decoder,
     *,
     num_slots: int,
     observers: Sequence[QueueObserver] = (),
@@ -140,12 +121,12 @@ def decode_queue(
         Whenever rows are replaced, the rows that have ended since the last result; at the end, all
         others. If an observer ends the decode, only those that have ended by then.
     """
-    _, hidden_layers = needs(plugs.policy, observers)
+    _, hidden_layers = needs(decoder.policy, observers)
     canvas = source(num_slots)
     if canvas is None:
         return
     has_more = len(canvas.ids) == num_slots
-    batch = _Batch(backbone, canvas, plugs, hidden_layers)
+    batch = _Batch(backbone, canvas, decoder, hidden_layers)
     for observer in observers:
         observer.on_start(batch.state)
     # Half-precision weights compute in their own dtype: a trainer's autocast would only add casts.
@@ -172,12 +153,12 @@ def decode_queue(
                 clock = time.perf_counter()  # filling a slot is not part of a method's time
                 continue  # rows that have entered may have nothing to fill
         # Observers may require something else at every step.
-        requires, _ = needs(plugs.policy, observers)
+        requires, _ = needs(decoder.policy, observers)
         with without_autocast(batch.state.ids.device) if is_half else nullcontext():
             decision = decide(
                 backbone,
                 replace(batch.state, frontier=tuple(batch.frontier)),
-                plugs,
+                decoder,
                 requires=requires,
                 hidden_layers=hidden_layers,
                 session=batch.session,
@@ -218,7 +199,7 @@ class Decision:
 def decide(
     backbone: Backbone,
     state: DecodeState,
-    plugs: Plugs,
+    decoder: Decoder,
     *,
     requires: frozenset[str],
     hidden_layers: tuple[int, ...] = (),
@@ -228,9 +209,9 @@ def decide(
 
     Verification by re-execution calls this too, so it repeats the loop itself and not a copy.
     """
-    settings = plugs.settings
-    view = plugs.window.view(state)
-    state = enter_block(state, view, counts=plugs.counts_blocks)
+    settings = decoder.settings
+    view = decoder.window.view(state)
+    state = enter_block(state, view, counts=decoder.counts_blocks)
     # The head runs only at the window's columns, unless the whole response is required.
     columns = view.columns
     if "region" in requires:
@@ -242,22 +223,22 @@ def decide(
     if session is not None:
         denoised, forced = session.denoise(state, columns)
     else:
-        denoised = plugs.policy.denoise(backbone, state, columns, hidden_layers)
-    plugs.sampler.restrict(denoised, backbone.spec)
-    state, denoised = plugs.policy.remember(state, view.candidates, denoised)
-    proposal = plugs.sampler.propose(state, denoised, requires)
+        denoised = decoder.policy.denoise(backbone, state, columns, hidden_layers)
+    decoder.sampler.restrict(denoised, backbone.spec)
+    state, denoised = decoder.policy.remember(state, view.candidates, denoised)
+    proposal = decoder.sampler.propose(state, denoised, requires)
     # The gate comes before the policy, which then spends its quota on what may be committed.
     candidates = view.candidates
     if settings.eos_gate:
         candidates = end_of_text_gate(state, candidates, proposal.ids)
     if forced is not None:  # cells that only the refresh of a cache can predict
         candidates = torch.where(forced.any(1, keepdim=True), forced, candidates)
-    counts = plugs.quota.counts(state, view.candidates)
+    counts = decoder.quota.counts(state, view.candidates)
     with Span(state.ids.device) as policy_span:
-        selection = plugs.policy.select(state, candidates, proposal, counts)
+        selection = decoder.policy.select(state, candidates, proposal, counts)
     of_kind(selection, Selection, option="policy.select")
-    if selection.rewritten is not None and not plugs.policy.takes_back:
-        name = type(plugs.policy).__name__
+    if selection.rewritten is not None and not decoder.policy.takes_back:
+        name = type(decoder.policy).__name__
         raise ValueError(f"policy: {name} rewrites cells; expected takes_back = True in it")
     new_ids, commit, decided = _written(state, candidates, proposal, selection, forced, settings)
     if selection.memory is not None:
@@ -266,6 +247,10 @@ def decide(
     if settings.eos_rule != "none":
         fill = settings.eos_rule == "fill"
         new_ids, ended = _apply_eos_rule(state, new_ids, fill=fill, hold=selection.hold)
+    held = None
+    if selection.hold is not None:
+        first, hold = view.columns[:, :1], selection.hold[:, None]
+        held = torch.zeros_like(state.masked).scatter_(1, first, hold)
     is_plain = selection.rewritten is None and ended is None
     record = StepRecord(
         state=state,
@@ -277,7 +262,7 @@ def decide(
         denoised=denoised if "logits" in requires else None,
     )
     wrote = commit if is_plain else new_ids != state.ids
-    return Decision(record, decided, wrote, ended, _held(state, selection), policy_span)
+    return Decision(record, decided, wrote, ended, held, policy_span)
 
 
 def _written(
@@ -307,15 +292,6 @@ def _written(
         new_ids = torch.where(state.standing, selection.rewritten, new_ids)
         commit = (new_ids != state.ids) & (new_ids == proposal.ids) & (new_ids != state.mask_id)
     return new_ids, commit, decided
-
-
-def _held(state: DecodeState, selection: Selection) -> Tensor | None:
-    """``(b, L)`` bool: the first column of each window that is held."""
-    if selection.hold is None:
-        return None
-    assert state.window is not None
-    first = torch.zeros_like(state.masked).scatter_(1, state.window[:, :1], True)
-    return first & selection.hold[:, None]
 
 
 _COMPLETE, _ENDED, _BROKEN = -1, -2, -3
@@ -456,15 +432,15 @@ class _Batch:
     """The rows that are decoding, and the results of those that have ended."""
 
     def __init__(
-        self, backbone: Backbone, canvas: Canvas, plugs: Plugs, hidden_layers: tuple[int, ...]
+        self, backbone: Backbone, canvas: Canvas, decoder: Decoder, hidden_layers: tuple[int, ...]
     ) -> None:
         self.state = initial_state(backbone, canvas)
-        self.session = plugs.cache.start(
-            backbone, self.state, window=plugs.window, hidden_layers=hidden_layers
+        self.session = decoder.cache.start(
+            backbone, self.state, window=decoder.window, hidden_layers=hidden_layers
         )
         self.frontier = _frontier(self.state.masked)
         """Leftmost mask of every row; negative where the row has ended."""
-        self._plugs, self._pad_id = plugs, backbone.spec.pad_id
+        self._decoder, self._pad_id = decoder, backbone.spec.pad_id
         self._num_steps = 0
         self._seconds = self._policy_seconds = 0.0  # of a row that was there from the start
         self._written = torch.zeros_like(self.state.rows)  # (b,) steps that wrote something
@@ -481,7 +457,7 @@ class _Batch:
             _Row(
                 slot=slot,
                 prompt_length=prompt_length,
-                budget=self._plugs.budget(num_masks),
+                budget=self._decoder.budget(num_masks),
                 num_steps=-self._num_steps,
                 seconds=-self._seconds,
                 policy_seconds=-self._policy_seconds,
@@ -501,7 +477,7 @@ class _Batch:
             ids=record.new_ids,
             masked=masked,
             step=state.step + 1,
-            block_step=state.block_step + self._plugs.counts_blocks,
+            block_step=state.block_step + self._decoder.counts_blocks,
             # Not only commits: also an end-of-text fill and what a policy takes back.
             written=decision.wrote,
             held=decision.held,
@@ -593,7 +569,7 @@ class _Batch:
             torch.cat(parts)[index] for parts in zip(*self._left, strict=True)
         )
         num_steps = torch.tensor([row.num_steps for row in rows], device=device)
-        has_stalls = self._plugs.settings.stall_rule == "top1"
+        has_stalls = self._decoder.settings.stall_rule == "top1"
         refreshes = torch.tensor([row.num_refreshes for row in rows], device=device)
         start, session = self.state.start, self.session
         return DecodeResult(
@@ -604,7 +580,7 @@ class _Batch:
             num_steps=num_steps,
             idle_steps=num_steps - written,
             stalled_steps=num_steps - decided if has_stalls else torch.zeros_like(num_steps),
-            policy_forwards=num_steps * self._plugs.policy.forwards_per_step,
+            policy_forwards=num_steps * self._decoder.policy.forwards_per_step,
             seconds=torch.tensor([row.seconds for row in rows], dtype=torch.float64),
             policy_seconds=torch.tensor([row.policy_seconds for row in rows], dtype=torch.float64),
             status=[row.status for row in rows],

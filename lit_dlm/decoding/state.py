@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -234,7 +234,6 @@ class DecodeResult:
     given: Tensor | None = None
 
 
-@runtime_checkable
 class Observer(Protocol):
     """Something that watches every step: capture, metrics, animation."""
 
@@ -259,7 +258,6 @@ class Observer(Protocol):
         return  # most observers have nothing to do here
 
 
-@runtime_checkable
 class QueueObserver(Observer, Protocol):
     """Observer that can follow a decode whose rows are replaced as they end."""
 
