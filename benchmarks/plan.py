@@ -29,7 +29,7 @@ from lit_dlm.decoding import (
     DualCache,
     EntropyPolicy,
     FullWindow,
-    decode_prompts,
+    prompt_canvas,
 )
 from lit_dlm.plan import GIB, plan_of
 
@@ -100,13 +100,14 @@ def measured(arguments: argparse.Namespace, name: str) -> int:
                 cache=DualCache() if is_cached else None,
                 settings=DecodeSettings(max_steps=2),
             )
-            decode_prompts(
-                backbone,
-                decoder,
-                [row[:prompt][seen[:prompt]].tolist() for row, seen in zip(ids, real, strict=True)],
+            canvas = prompt_canvas(
+                [row[:prompt][seen[:prompt]] for row, seen in zip(ids, real, strict=True)],
                 response_length=arguments.length - prompt,
+                spec=backbone.spec,
                 seeds=range(arguments.rows),
+                device=backbone.device,
             )
+            decoder(backbone, canvas)
             return measurement.peak() - before
         scored = (torch.arange(arguments.length) >= prompt).expand_as(ids)
         trained = [weight for weight in backbone.train().parameters() if weight.requires_grad]

@@ -49,7 +49,7 @@ from lit_dlm.decoding import (
     Proposal,
     Sampler,
     StepRecord,
-    decode_prompts,
+    prompt_canvas,
 )
 from lit_dlm.decoding.caches import CacheSession
 from lit_dlm.decoding.stream import DecodePrompt, Occupancy, WorkQueue, decode_stream
@@ -207,14 +207,14 @@ def refill(options: argparse.Namespace) -> dict[str, float]:
 
     def batches() -> None:
         for first in range(0, len(prompts), options.rows):
-            decode_prompts(
-                backbone,
-                decoder,
+            canvas = prompt_canvas(
                 prompts[first : first + options.rows],
                 response_length=response,
+                spec=backbone.spec,
                 seeds=range(first, min(first + options.rows, len(prompts))),
-                observers=[counted["without"]],
+                device=backbone.device,
             )
+            decoder(backbone, canvas, [counted["without"]])
 
     runs = {"with": queued, "without": batches}
     seconds = measurement.in_turns(runs, options.repetitions, clock)
@@ -240,14 +240,14 @@ def out_of_phase(options: argparse.Namespace) -> dict[str, float]:
         decoder = decoder_of(options, never, cache)
 
         def decode() -> float:
-            decode_prompts(
-                backbone,
-                decoder,
+            canvas = prompt_canvas(
                 prompts,
                 response_length=response,
+                spec=backbone.spec,
                 seeds=range(64),
-                observers=[clocks[name]],
+                device=backbone.device,
             )
+            decoder(backbone, canvas, [clocks[name]])
             return clocks[name].seconds
 
         return decode

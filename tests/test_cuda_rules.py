@@ -11,9 +11,10 @@ from lit_dlm.backbones import Architecture, HFBackbone
 from lit_dlm.backbones.attention import sequences_from
 from lit_dlm.backbones.base import Span
 from lit_dlm.backbones.cached import CachedCanvas
-from lit_dlm.decoding import BlockCache, BlockWindow, ConfidencePolicy, Decoder, decode_prompts
+from lit_dlm.decoding import BlockCache, BlockWindow, ConfidencePolicy, Decoder
 from tests.backbones.reference import slow_varlen_attn
 from tests.cuda_rules import autocast_lists, cuda_rules
+from tests.decoding.states import decoded
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 
@@ -155,7 +156,7 @@ def test_weights_in_half_precision_decode_without_autocast(dtype: str, expected:
     window = BlockWindow(4, origin="sequence")
     decoder = Decoder(policy=ConfidencePolicy(), window=window, cache=BlockCache())
     with cuda_rules(), torch.autocast("cpu", BF16):
-        decode_prompts(backbone, decoder, [[4, 5, 6]], response_length=12, seeds=[0])
+        decoded(decoder, backbone, [[4, 5, 6]], 12)
         assert torch.is_autocast_enabled("cpu")
     assert seen == {expected}
 

@@ -8,7 +8,7 @@ from lit_dlm.decoding.caches import (
     PrefixCache as PrefixCache,
     SubBlockCache as SubBlockCache,
 )
-from lit_dlm.decoding.decoder import Decoder as Decoder, decode_prompts as decode_prompts
+from lit_dlm.decoding.decoder import Decoder as Decoder
 from lit_dlm.decoding.engine import (
     DecodeSettings as DecodeSettings,
     NotANumberError as NotANumberError,

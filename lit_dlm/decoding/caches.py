@@ -38,21 +38,22 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lit_dlm.backbones.attention import position_ids_for
 from lit_dlm.backbones.base import Backbone, Denoised, Span
+from lit_dlm.backbones.cached import CachedCanvas
+from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding.state import DecodeState
 from lit_dlm.decoding.windows import BlockWindow, Window
 from lit_dlm.ops.batches import row_index, token_batches
+from lit_dlm.ops.masking import block_numbers
 from lit_dlm.ops.options import at_least
 from lit_dlm.plugs import Plug
-
-if TYPE_CHECKING:
-    from lit_dlm.backbones.hf import HFBackbone
 
 PROMPT_TOKENS = 16_384
 """Most prompt tokens that run in one forward; a longer prompt runs alone."""
@@ -198,15 +199,12 @@ class CacheSession:
         window: Window,
         hidden_layers: tuple[int, ...],
     ) -> None:
-        # Here and not above: transformers takes seconds to import.
-        from lit_dlm.backbones.cached import CachedCanvas
-
         self._spec = backbone.spec
         self._block_causal = self._spec.attention == "block"
         self._block_size = self._spec.block_size if self._block_causal else None
         num_rows, length = state.ids.shape
         self._canvas = CachedCanvas(
-            cast("HFBackbone", backbone),
+            cast(HFBackbone, backbone),
             num_rows=num_rows,
             length=length,
             pad_mask=state.pad_mask,
@@ -272,16 +270,12 @@ class CacheSession:
 
     def _positions(self, state: DecodeState) -> Tensor:
         """``(b, L)`` int64 position ids as the model takes them."""
-        from lit_dlm.backbones.attention import position_ids_for
-
         if state.pad_mask is None:
             return torch.arange(state.ids.shape[1], device=state.ids.device).expand_as(state.ids)
         return position_ids_for(state.pad_mask, self._spec.positions)
 
     def _blocks(self, state: DecodeState) -> Tensor | None:
         """``(b, L)`` int64 block of every column; ``None`` if the model is not block-causal."""
-        from lit_dlm.ops.masking import block_numbers
-
         if self._block_size is None:
             return None
         return block_numbers(

@@ -21,7 +21,7 @@ from lit_dlm.decoding.guidance import Guidance, GuidedBackbone
 from lit_dlm.decoding.layout import Layout, MarkerLayout, TemplateLayout
 from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.sampler import Sampler
-from lit_dlm.decoding.state import Canvas, DecodeResult, Observer, QueueObserver, prompt_canvas
+from lit_dlm.decoding.state import Canvas, DecodeResult, Observer, QueueObserver
 from lit_dlm.decoding.windows import (
     BlockWindow,
     BudgetQuota,
@@ -233,26 +233,6 @@ class Decoder:
             **({} if self.guidance is None else {"guidance": {**vars(self.guidance)}}),
             "settings": asdict(self.settings),
         }
-
-
-def decode_prompts(
-    backbone: Backbone,
-    decoder: Decoder,
-    prompts: Sequence[Sequence[int]],
-    *,
-    response_length: int,
-    seeds: Sequence[int],
-    observers: Sequence[Observer] = (),
-) -> DecodeResult:
-    """Decodes one batch of token ids; :func:`~lit_dlm.decoding.stream.decode_stream` does more."""
-    canvas = prompt_canvas(
-        prompts,
-        response_length=response_length,
-        spec=backbone.spec,
-        seeds=seeds,
-        device=getattr(backbone, "device", "cpu"),
-    )
-    return decoder(backbone, canvas, observers)
 
 
 def _describe(plug: object) -> dict[str, Any]:

@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from lit_dlm.decoding import Decoder, DecodeResult, DecodeState, Observer, StepRecord
-from lit_dlm.decoding.decoder import decode_prompts
+from lit_dlm.decoding import Decoder, DecodeResult, DecodeState, Observer, StepRecord, prompt_canvas
 from lit_dlm.decoding.state import QueueObserver
 from lit_dlm.decoding.stream import DecodedRows, DecodePrompt, WorkQueue, decode_stream
 from tests.fakes import EOS, MASK
@@ -80,10 +79,14 @@ def decoded(
     seed: int = 0,
 ) -> DecodeResult:
     """Decodes one batch, whose rows have the seed and those that follow it."""
-    seeds = range(seed, seed + len(prompts))
-    return decode_prompts(
-        backbone, decoder, prompts, response_length=length, seeds=seeds, observers=observers
+    canvas = prompt_canvas(
+        prompts,
+        response_length=length,
+        spec=backbone.spec,
+        seeds=range(seed, seed + len(prompts)),
+        device=getattr(backbone, "device", "cpu"),
     )
+    return decoder(backbone, canvas, observers)
 
 
 def streamed(

@@ -15,7 +15,7 @@ from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.backbones.resolution import load_tokenizer
 from lit_dlm.datamodules.preferences import RecordedPairs
 from lit_dlm.datamodules.supervised_sources import ModelFacts, RecordedDecodes
-from lit_dlm.decoding import ConfidencePolicy, Decoder, FixedQuota, decode_prompts
+from lit_dlm.decoding import ConfidencePolicy, Decoder, FixedQuota
 from lit_dlm.heads.projection import Projector, ProjectorConfig
 from lit_dlm.losses.corruption import RandomMasking, SemiAutoregressive, TraceMasking
 from lit_dlm.modules.decode import image_facts
@@ -35,6 +35,7 @@ from lit_dlm.vision.base import PromptPictures, VisionSettings, add_pictures, in
 from lit_dlm.vision.pictures import PictureFolder
 from lit_dlm.vision.tower import TowerVision
 from tests import rollouts
+from tests.decoding.states import decoded
 from tests.finetuning import Data, G, run, two_processes
 from tests.modules.supervised import batch_of, sft, slow_log_probs, tabom
 from tests.processes import in_two_processes
@@ -203,9 +204,7 @@ def recorded(backbone: HFBackbone) -> list[Trajectory]:
         )
         for given in examples(backbone)
     ]
-    decode_prompts(
-        backbone, decoder, prompts, response_length=G, seeds=range(4), observers=[capture]
-    )
+    decoded(decoder, backbone, prompts, G, capture)
     return capture.trajectories(
         [f"t/train/{number}@m" for number in range(4)], list(map(image_facts, problems()))
     )
