@@ -255,6 +255,7 @@ class TimeDelay(Corruption):
         )
 
 
+@dataclass(eq=False, kw_only=True)
 class CoupledMasking(Corruption):
     """Random states and their complements: every target is predicted exactly once per pair.
 
@@ -271,17 +272,16 @@ class CoupledMasking(Corruption):
         weight: how targets are weighted.
     """
 
-    def __init__(
-        self,
-        *,
-        level: Literal["row", "block", "token"] = "row",
-        pairs: int = 1,
-        min_t: float = 0.1,
-        max_t: float = 0.9,
-        weight: LossWeight = "1/num_targets",
-    ) -> None:
-        self.noise = RandomMasking(min_t=min_t, max_t=max_t, level=level, copies=pairs)
-        self.weight = weight
+    level: Literal["row", "block", "token"] = "row"
+    pairs: int = 1
+    min_t: float = 0.1
+    max_t: float = 0.9
+    weight: LossWeight = "1/num_targets"
+
+    def __post_init__(self) -> None:
+        self.noise = RandomMasking(
+            min_t=self.min_t, max_t=self.max_t, level=self.level, copies=self.pairs
+        )
 
     def states(self, responses: Responses) -> NoisyStates:
         first = self.noise.states(responses)

@@ -102,41 +102,33 @@ def weighted_states(
     t: Tensor | None = None,
     **more: Any,
 ) -> NoisyStates:
-    """Makes states with targets weighted by a rule; arguments as in :func:`target_weights`."""
+    """Makes states with targets weighted by a rule.
+
+    Args:
+        maskable: ``(R, G)`` bool, cells of the answer.
+        t: ``(R, G)`` noise levels; ``None`` where there are none.
+        more: further fields of the states.
+    """
+    value = supervised.float()
+    if weight == "1/num_targets":
+        value = value / supervised.sum(1, keepdim=True).clamp_min(1)
+    elif weight != "none":
+        value = value / maskable.sum(1, keepdim=True).clamp_min(1)
+    if weight == "1/t":
+        if t is None:
+            raise ValueError("weight: '1/t' needs a noise level, which these states do not have")
+        # A level of 0 hides nothing, so the limit never changes a target.
+        value = value / t.clamp_min(1e-6).float()
     return NoisyStates(
         sample=sample,
         hidden=hidden,
         supervised=supervised,
-        weight=target_weights(weight, supervised, maskable, t),
+        weight=value,
         per_row=weight != "none",
         # In a bound, a state of an answer counts even if its noise hid nothing.
         counted=maskable.any(1) if weight in ("1/t", "1/length") else None,
         **more,
     )
-
-
-def target_weights(
-    weight: LossWeight, supervised: Tensor, maskable: Tensor, t: Tensor | None
-) -> Tensor:
-    """``(R, G)`` float32 weight of every target, 0 elsewhere; see :data:`LossWeight`.
-
-    Args:
-        supervised: ``(R, G)`` bool targets.
-        maskable: ``(R, G)`` bool, cells of the answer.
-        t: ``(R, G)`` noise levels; ``None`` where there are none.
-    """
-    value = supervised.float()
-    if weight == "none":
-        return value
-    if weight == "1/num_targets":
-        return value / supervised.sum(1, keepdim=True).clamp_min(1)
-    value = value / maskable.sum(1, keepdim=True).clamp_min(1)
-    if weight == "1/length":
-        return value
-    if t is None:
-        raise ValueError("weight: '1/t' needs a noise level, which these states do not have")
-    # A level of 0 hides nothing, so the limit never changes a target.
-    return value / t.clamp_min(1e-6).float()
 
 
 NEVER = torch.iinfo(torch.long).max

@@ -16,7 +16,7 @@ from lit_dlm.losses.corruption import (
     TimeDelay,
     TraceMasking,
 )
-from lit_dlm.losses.states import NEVER, Responses, group_rows, step_groups, target_weights
+from lit_dlm.losses.states import NEVER, Responses, group_rows, step_groups, weighted_states
 from lit_dlm.modules.dparallel import BlockComplements
 from tests.losses.reference import responses, rows
 
@@ -183,8 +183,15 @@ def test_weights_by_hand() -> None:
     maskable = torch.ones(1, 4, dtype=torch.bool)
     level = torch.full((1, 4), 0.5)
     for weight, wanted in {"1/num_targets": 1 / 3, "1/length": 1 / 4, "1/t": 1 / 2}.items():
-        found = target_weights(weight, supervised, maskable, level)  # type: ignore[arg-type]
-        torch.testing.assert_close(found, supervised * wanted)
+        states = weighted_states(
+            weight,  # type: ignore[arg-type]
+            torch.zeros(1, dtype=torch.long),
+            hidden=supervised,
+            supervised=supervised,
+            maskable=maskable,
+            t=level,
+        )
+        torch.testing.assert_close(states.weight, supervised * wanted)
 
 
 @pytest.mark.parametrize(
