@@ -138,8 +138,10 @@ def main() -> None:
     """Prints the figures."""
     options = measurement.options(__doc__, traces=(4, "traces, half of each length"))
     settings = FeatureSettings()
-    config = ProjectorConfig(hidden_size=WIDTH, kind="random_orthogonal")
-    projector = Projector.random_orthogonal(config)
+    config = ProjectorConfig(hidden_size=WIDTH)
+    projector = Projector(config)
+    for weight in (projector.hidden_weight, projector.delta_weight):
+        torch.nn.init.orthogonal_(weight)
     groups = feature_groups(config, settings)
     spectrum = 1.0 / torch.arange(1, 513)
     basis = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(0)) * spectrum[:, None]

@@ -21,6 +21,7 @@ from lit_dlm.trajectories.capture import FeatureCapture, TrajectoryCapture
 from lit_dlm.trajectories.record import FeatureLayout, FeatureScheme, Trajectory
 from lit_dlm.trajectories.store import RunRecord, TrajectoryShardWriter
 from tests.finetuning import EOS, MASK, PAD, SIZES, VOCAB  # noqa: F401 - for others
+from tests.projectors import random_orthogonal
 
 PROJECTOR = ProjectorConfig(hidden_size=16, hidden_rank=6, delta_rank=3, kind="random_orthogonal")
 
@@ -32,7 +33,7 @@ def small_backbone(seed: int = 0) -> HFBackbone:
 
 
 def small_projector() -> Projector:
-    return Projector.random_orthogonal(PROJECTOR, seed=5)
+    return random_orthogonal(PROJECTOR, seed=5)
 
 
 def feature_capture(

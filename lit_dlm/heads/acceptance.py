@@ -145,7 +145,6 @@ class AcceptanceHead(nn.Module):
         return frontier_distance((state == PositionState.GEN) & visible)
 
     def _embed(self, features: Tensor, state: Tensor, positions: Tensor) -> Tensor:
-        """Input embedding ``(..., width)``."""
         x: Tensor = self.in_proj(features)
         if self.config.positions == "learned":
             x = x + self.position_table(positions)

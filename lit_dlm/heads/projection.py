@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,8 +20,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_dlm.ops.files import fitting, read_folder, write_folder
-
-ProjectorKind = Literal["pca", "random_orthogonal", "autoencoder"]
 
 _CONFIG_FILE = "projector.json"
 _WEIGHTS_FILE = "projector.safetensors"
@@ -38,7 +37,7 @@ class ProjectorConfig:
     """Features ``k_h`` kept of each snapshot (at most ``hidden_size``)."""
     delta_rank: int = 32
     """Features ``k_d`` kept of each difference of neighbouring snapshots."""
-    kind: ProjectorKind = "pca"
+    kind: Literal["pca", "autoencoder"] = "pca"
     """How the maps were found."""
     inner_width: int = 0
     """Width between two affine maps of the release's encoders; 0 for a single map."""
@@ -54,7 +53,6 @@ class ProjectorConfig:
                 )
 
     def check_positions(self, count: int) -> None:
-        """Refuses to fit components on fewer positions than the larger rank."""
         needed = max(self.hidden_rank, self.delta_rank)
         if count < needed:
             raise ValueError(
@@ -69,6 +67,15 @@ class ProjectorConfig:
         return (self.hidden_rank,) * self.num_snapshots + (self.delta_rank,) * (
             self.num_snapshots - 1
         )
+
+
+def digest(facts: str, tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over a text and the names and float32 bytes of tensors (hexadecimal)."""
+    sha = hashlib.sha256(facts.encode())
+    for name, tensor in sorted(tensors.items()):
+        sha.update(name.encode())
+        sha.update(tensor.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
+    return sha.hexdigest()
 
 
 class Projector(nn.Module):
@@ -97,19 +104,6 @@ class Projector(nn.Module):
             self.register_buffer(f"{name}_weight", torch.zeros(rank, inner or D))
             self.register_buffer(f"{name}_bias", torch.zeros(rank))
 
-    @classmethod
-    def random_orthogonal(cls, config: ProjectorConfig, *, seed: int = 0) -> Projector:
-        """Returns a projector onto random orthonormal directions, the same on every machine."""
-        generator = torch.Generator().manual_seed(seed)
-        projector = cls(config)
-        for name in ("hidden_weight", "delta_weight"):
-            weight = getattr(projector, name)
-            noise = torch.randn(
-                config.hidden_size, weight.shape[0], generator=generator, dtype=torch.float64
-            )
-            weight.copy_(torch.linalg.qr(noise).Q.T)
-        return projector
-
     def forward(self, hidden: Tensor) -> Tensor:
         """Projects ``(..., H, D)`` floating point snapshots, depths in ascending order.
 
@@ -126,19 +120,13 @@ class Projector(nn.Module):
         return torch.cat([z_hidden.flatten(-2), z_delta.flatten(-2)], dim=-1)
 
     def digest(self) -> str:
-        """SHA-256 over the configuration and the bytes of all tensors (hexadecimal)."""
         config = asdict(self.config)
         for option, default in (("inner_width", 0), ("norm_eps", 1e-6)):
             if config[option] == default:
                 del config[option]  # as in digests from before the option
-        sha = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-        for name, tensor in sorted(self.named_buffers()):
-            sha.update(name.encode())
-            sha.update(tensor.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
-        return sha.hexdigest()
+        return digest(json.dumps(config, sort_keys=True), dict(self.named_buffers()))
 
     def save(self, folder: str | Path) -> None:
-        """Writes ``projector.json`` and ``projector.safetensors`` into a folder."""
         record = {"config": asdict(self.config), "digest": self.digest()}
         tensors = dict(self.named_buffers())
         write_folder(Path(folder), record, tensors, config=_CONFIG_FILE, weights=_WEIGHTS_FILE)
@@ -270,7 +258,6 @@ class PCAFitter:
         self._delta.add(deltas.reshape(-1, self.config.hidden_size))
 
     def finish(self) -> Projector:
-        """Solves for the components and returns the projector."""
         self.config.check_positions(self._hidden.count // self.config.num_snapshots)
         projector = Projector(self.config)
         self._hidden.solve(projector.hidden_weight, projector.hidden_bias)

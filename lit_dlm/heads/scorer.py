@@ -5,14 +5,12 @@ The folder is what training exports and decoding loads.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from lit_dlm.heads.acceptance import (
@@ -26,6 +24,7 @@ from lit_dlm.heads.projection import (
     Projector,
     ProjectorConfig,
     acceptance_features,
+    digest,
     num_features,
 )
 from lit_dlm.ops.files import fitting, read_folder, write_folder
@@ -54,7 +53,13 @@ class ScorerSettings:
 
 
 class AcceptanceScorer(nn.Module):
-    """Projector and acceptance network in one module: from hidden snapshots to decision logits."""
+    """Projector and acceptance network in one module: from hidden snapshots to decision logits.
+
+    Args:
+        projector: frozen; its number of snapshots must match the hidden layers.
+        backbone: facts about the backbone it was trained for (JSON types).
+        training: provenance (JSON types); decoding uses only its ``tasks``.
+    """
 
     def __init__(
         self,
@@ -65,13 +70,6 @@ class AcceptanceScorer(nn.Module):
         backbone: Mapping[str, Any] | None = None,
         training: Mapping[str, Any] | None = None,
     ) -> None:
-        """Puts the parts together.
-
-        Args:
-            projector: frozen; its number of snapshots must match the hidden layers.
-            backbone: facts about the backbone it was trained for (JSON types).
-            training: provenance (JSON types); decoding uses only its ``tasks``.
-        """
         super().__init__()
         self.settings = settings or ScorerSettings()
         if len(self.settings.hidden_layers) != projector.config.num_snapshots:
@@ -104,16 +102,11 @@ class AcceptanceScorer(nn.Module):
         return visible & (state != PositionState.PROMPT)
 
     def digest(self) -> str:
-        """SHA-256 over the settings and the bytes of all weights (hexadecimal)."""
         settings = {"head": asdict(self.head.config), "settings": asdict(self.settings)}
         if self.settings.features.hidden:
             del settings["settings"]["features"]["hidden"]  # as in digests from before the option
-        sha = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-        sha.update(self.projector.digest().encode())
-        for name, tensor in sorted(self.head.state_dict().items()):
-            sha.update(name.encode())
-            sha.update(tensor.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
-        return sha.hexdigest()
+        facts = json.dumps(settings, sort_keys=True) + self.projector.digest()
+        return digest(facts, self.head.state_dict())
 
     def save(self, folder: str | Path) -> None:
         """Writes ``config.json`` and ``model.safetensors`` (float32) into a folder."""

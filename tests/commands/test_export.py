@@ -17,12 +17,13 @@ from lit_dlm.decoding import Decoder, NoQuota
 from lit_dlm.decoding.description import decoder_from_description
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.heads.acceptance import AcceptanceConfig
-from lit_dlm.heads.projection import Projector, ProjectorConfig
+from lit_dlm.heads.projection import ProjectorConfig
 from lit_dlm.heads.scorer import AcceptanceScorer
 from lit_dlm.reports.results import ResultFolder
 from lit_dlm.tasks import HumanEvalPlus
 from tests.e2e.runs import SHARED, fails, problems, run
 from tests.hub_server import HubServer
+from tests.projectors import random_orthogonal
 from tests.reports.rows import row
 from tests.twins import write_twin
 
@@ -181,7 +182,7 @@ def test_a_policy_is_shared_with_a_card_that_says_how_to_use_it(
     backbone = load_backbone("tiny")
     config = ProjectorConfig(hidden_size=96, num_snapshots=3, hidden_rank=4, delta_rank=2)
     scorer = AcceptanceScorer(
-        Projector.random_orthogonal(config, seed=0),
+        random_orthogonal(config, seed=0),
         head=AcceptanceConfig(width=8, num_layers=1, num_heads=1, ffn_width=8),
         backbone=backbone_facts(backbone.spec, backbone),
         training={"tasks": ["word_problems"], "global_step": 7},

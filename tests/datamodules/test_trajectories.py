@@ -18,6 +18,7 @@ from lit_dlm.trajectories import Trajectory
 from lit_dlm.trajectories.record import TrajectoryFormatError
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from tests.finetuning import quiet
+from tests.projectors import random_orthogonal
 from tests.traces import (
     PROJECTOR,
     feature_capture,
@@ -276,7 +277,7 @@ def test_shards_without_what_is_needed_are_refused(shards: Path, tmp_path: Path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="empty: there is no such shard or folder with shards"):
         ready(shards, more_shards=tmp_path / "empty")
-    module = tracelock(Projector.random_orthogonal(PROJECTOR, seed=6))
+    module = tracelock(random_orthogonal(PROJECTOR, seed=6))
     data = TrajectoryDataModule(shards, val_fraction=0.3)
     with pytest.raises(ValueError, match="another projector digest"):
         quiet(tmp_path, max_steps=1).fit(module, datamodule=data)

@@ -10,10 +10,11 @@ from lit_dlm.backbones.base import backbone_facts
 from lit_dlm.backbones.experts import Experts
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.heads.acceptance import AcceptanceConfig
-from lit_dlm.heads.projection import Projector, ProjectorConfig
+from lit_dlm.heads.projection import ProjectorConfig
 from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
 from tests.backbones.conftest import tiny_architecture
 from tests.fakes import PAD, TableBackbone, logits_for
+from tests.projectors import random_orthogonal
 
 
 def table_backbone(tokens: list[int], probs: list[float], prompt: int = 2) -> TableBackbone:
@@ -70,7 +71,7 @@ def scorer(
         hidden_size=width, hidden_rank=3, delta_rank=2, kind="random_orthogonal"
     )
     built = AcceptanceScorer(
-        Projector.random_orthogonal(config),
+        random_orthogonal(config),
         head=AcceptanceConfig(width=16, num_layers=2, num_heads=2, ffn_width=16),
         settings=ScorerSettings(layout=layout, hidden_layers=(-3, -2, -1)),
         backbone=backbone_facts(backbone.spec, backbone) if backbone else None,

@@ -4,13 +4,13 @@ import torch
 
 from lit_dlm.heads.projection import (
     FeatureSettings,
-    Projector,
     ProjectorConfig,
     acceptance_features,
     feature_groups,
     log_odds,
     num_features,
 )
+from tests.projectors import random_orthogonal
 
 CONFIG = ProjectorConfig(hidden_size=8, hidden_rank=3, delta_rank=2, kind="random_orthogonal")
 PLAIN = FeatureSettings(entropy=False, margin=False)
@@ -30,7 +30,7 @@ def test_log_odds_are_exact_and_clipped() -> None:
 
 
 def test_features_are_projection_then_scalars_and_finite_without_a_proposal() -> None:
-    projector = Projector.random_orthogonal(CONFIG)
+    projector = random_orthogonal(CONFIG)
     hidden, prob = torch.randn(2, 5, 3, 8), torch.rand(2, 5)
     entropy, margin = torch.rand(2, 5), torch.rand(2, 5)
     features = acceptance_features(

@@ -12,6 +12,7 @@ from lit_dlm.heads.projection import (
     acceptance_features,
     num_features,
 )
+from tests.projectors import random_orthogonal
 
 SMALL = ProjectorConfig(hidden_size=12, hidden_rank=4, delta_rank=2)
 RANDOM = replace(SMALL, kind="random_orthogonal")
@@ -19,7 +20,7 @@ RANDOM = replace(SMALL, kind="random_orthogonal")
 
 def test_output_is_snapshots_then_deltas_of_neighbours() -> None:
     """Features of one depth depend on that depth; deltas on the difference of two depths."""
-    projector = Projector.random_orthogonal(RANDOM)
+    projector = random_orthogonal(RANDOM)
     assert RANDOM.groups == (4, 4, 4, 2, 2)
     hidden = torch.randn(5, 3, 12)
     z = projector(hidden)
@@ -31,7 +32,7 @@ def test_output_is_snapshots_then_deltas_of_neighbours() -> None:
 
 
 def test_random_directions_are_orthonormal_and_seeded() -> None:
-    first, again, other = (Projector.random_orthogonal(RANDOM, seed=seed) for seed in (7, 7, 8))
+    first, again, other = (random_orthogonal(RANDOM, seed=seed) for seed in (7, 7, 8))
     torch.testing.assert_close(first.hidden_weight @ first.hidden_weight.T, torch.eye(4))
     assert first.digest() == again.digest() != other.digest()
 
@@ -69,7 +70,7 @@ def test_a_saved_projector_loads_equal_or_is_refused_with_changed_weights(tmp_pa
     assert loaded.digest() == fitted.digest()
     assert torch.equal(loaded(hidden), fitted(hidden))
     weights = (tmp_path / "projector.safetensors").read_bytes()
-    Projector.random_orthogonal(RANDOM).save(tmp_path)
+    random_orthogonal(RANDOM).save(tmp_path)
     (tmp_path / "projector.safetensors").write_bytes(weights)
     with pytest.raises(ValueError, match=r"damaged, or projector\.json and"):
         Projector.load(tmp_path)
@@ -138,9 +139,7 @@ def test_other_content_of_a_released_file_is_refused(tmp_path: Path) -> None:
 
 def test_without_hidden_states_the_scalars_are_all_that_is_shown() -> None:
     torch.manual_seed(0)
-    projector = Projector.random_orthogonal(
-        ProjectorConfig(hidden_size=8, hidden_rank=3, delta_rank=2)
-    )
+    projector = random_orthogonal(ProjectorConfig(hidden_size=8, hidden_rank=3, delta_rank=2))
     scores = {"entropy": torch.rand(5), "margin": torch.rand(5)}
     hidden, prob = torch.randn(5, 3, 8), torch.rand(5)
     both, alone = (

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from lit_dlm.heads.acceptance import AcceptanceConfig
-from lit_dlm.heads.projection import FeatureSettings, Projector, ProjectorConfig
+from lit_dlm.heads.projection import FeatureSettings, ProjectorConfig
 from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
 from lit_dlm.ops.files import write_folder
+from tests.projectors import random_orthogonal
 
 HEAD = AcceptanceConfig(width=16, num_layers=1, num_heads=2, ffn_width=16)
 
@@ -18,7 +19,7 @@ def scorer(**changes: object) -> AcceptanceScorer:
     torch.manual_seed(0)
     config = ProjectorConfig(hidden_size=8, hidden_rank=4, delta_rank=2, kind="random_orthogonal")
     return AcceptanceScorer(
-        Projector.random_orthogonal(config),
+        random_orthogonal(config),
         head=HEAD,
         **{"settings": ScorerSettings(features=FeatureSettings(entropy=False)), **changes},
     )

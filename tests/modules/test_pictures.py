@@ -16,7 +16,7 @@ from lit_dlm.backbones.resolution import load_tokenizer
 from lit_dlm.datamodules.preferences import RecordedPairs
 from lit_dlm.datamodules.supervised_sources import ModelFacts, RecordedDecodes
 from lit_dlm.decoding import ConfidencePolicy, Decoder, FixedQuota
-from lit_dlm.heads.projection import Projector, ProjectorConfig
+from lit_dlm.heads.projection import ProjectorConfig
 from lit_dlm.losses.corruption import RandomMasking, SemiAutoregressive, TraceMasking
 from lit_dlm.modules.decode import image_facts
 from lit_dlm.modules.finetune import FinetuneModule
@@ -39,6 +39,7 @@ from tests.decoding.states import decoded
 from tests.finetuning import Data, G, run, two_processes
 from tests.modules.supervised import batch_of, sft, slow_log_probs, tabom
 from tests.processes import in_two_processes
+from tests.projectors import random_orthogonal
 from tests.traces import write_shards
 from tests.vision.models import SMALL, VOCAB, picture, write_seeing
 
@@ -217,7 +218,7 @@ def test_a_trace_shows_what_its_decode_saw_or_the_picture_is_named(
     source = model_of(folder, "none")
     records = recorded(source)
     config = ProjectorConfig(hidden_size=64, hidden_rank=8, delta_rank=4, kind="random_orthogonal")
-    projector = Projector.random_orthogonal(config, seed=5)
+    projector = random_orthogonal(config, seed=5)
     tracelock = TraceLockModule(source, tokenizer="tiny", projector=projector)
     for step in range(records[0].num_steps):
         batch = collate_states(records, [record.state_at(step) for record in records])

@@ -42,6 +42,7 @@ from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from tests.finetuning import two_processes
 from tests.processes import in_two_processes
+from tests.projectors import random_orthogonal
 from tests.rollouts import MASK, VOCAB, DigitReward, G, fit, policy, rollout_data
 
 HEAD = AcceptanceConfig(width=16, num_layers=2, num_heads=2, ffn_width=16, dropout=0.5)
@@ -59,7 +60,7 @@ def actor(window: BlockWindow | None = None, **options: Any) -> TraceLockRLModul
         settings=DecodeSettings(eos_rule="fill", eos_gate=True),
     )
     sizes = ProjectorConfig(hidden_size=backbone.hidden_size, hidden_rank=6, delta_rank=3)
-    options = {"projector": Projector.random_orthogonal(sizes), "head": HEAD, **options}
+    options = {"projector": random_orthogonal(sizes), "head": HEAD, **options}
     return TraceLockRLModule(backbone, tokenizer="tiny", decoders={"drawn": decoder}, **options)
 
 
