@@ -12,7 +12,6 @@ from lit_dlm.decoding.decoder import Decoder as Decoder
 from lit_dlm.decoding.engine import (
     DecodeSettings as DecodeSettings,
     NotANumberError as NotANumberError,
-    decode as decode,
 )
 from lit_dlm.decoding.guidance import Guidance as Guidance
 from lit_dlm.decoding.layout import (

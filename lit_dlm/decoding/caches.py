@@ -131,16 +131,12 @@ class _PartCache(CacheScheme):
 class PrefixCache(_PartCache):
     """Keeps the columns before the block; computes the block and everything after it.
 
-    With a horizon, cells more than ``horizon`` after the block are neither computed nor seen.
+    Args:
+        horizon: cells after the block that steps compute and see (``further_horizon`` in dLLM-RL);
+            ``None``: all.
     """
 
     def __init__(self, *, horizon: int | None = None) -> None:
-        """Sets the scheme.
-
-        Args:
-            horizon: cells after the block that steps still see (``further_horizon`` in dLLM-RL);
-                ``None``: all.
-        """
         at_least(0, horizon=horizon)
         self.horizon = horizon
 
@@ -225,7 +221,6 @@ class CacheSession:
         self._ahead = [False] * num_rows
         """Whether a row has just entered a block whose first cell was still masked."""
         self._prompts: list[tuple[int, ...]] = [()] * num_rows
-        self.num_refreshes = [0] * num_rows  # of every row of the batch
         window.bounds(state.start, start=state.start, length=length, first=0)  # raises early
 
     @property
@@ -235,7 +230,7 @@ class CacheSession:
     def take(self, kept: Sequence[int], index: Tensor) -> None:
         """Keeps the rows ``kept`` and drops all others; ``index`` is ``kept`` on the device."""
         self._canvas.take(index)
-        for name in ("_firsts", "_begins", "_ahead", "_prompts", "num_refreshes"):
+        for name in ("_firsts", "_begins", "_ahead", "_prompts"):
             values = getattr(self, name)
             setattr(self, name, [values[row] for row in kept])
 
@@ -254,7 +249,6 @@ class CacheSession:
         # Without a begin, the row's next step counts as entering a block, which refreshes it.
         for row in replaced:
             self._begins[row] = None
-            self.num_refreshes[row] = 0
 
     def _bounds(self, window: Window, row: int, column: int, state: DecodeState) -> tuple[int, int]:
         """Returns the block of a window that contains a column of a row."""
@@ -333,7 +327,6 @@ class CacheSession:
             is_new = block != final
         self._ahead[row] = is_new and column == block
         self._begins[row] = begin
-        self.num_refreshes[row] += 1
         span = self._scheme.refresh_span(block, block_end, final, length)
         return span, "block" if is_new else "refresh"
 

@@ -12,11 +12,11 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 from lit_dlm.backbones.base import Backbone, BackboneSpec
 from lit_dlm.decoding.caches import CacheScheme, NoCache
-from lit_dlm.decoding.engine import DecodeSettings, decode, decode_queue
+from lit_dlm.decoding.engine import DecodeSettings, decode
 from lit_dlm.decoding.guidance import Guidance, GuidedBackbone
 from lit_dlm.decoding.layout import Layout, MarkerLayout, TemplateLayout
 from lit_dlm.decoding.policies.base import CommitPolicy
@@ -41,7 +41,20 @@ from lit_dlm.plugs import checked_plug
 
 
 class Decoder:
-    """The plugs of one decoding method."""
+    """The plugs of one decoding method.
+
+    Args:
+        policy: which proposals become final.
+        window: where a step may commit; by default the whole response, or the model's own
+            blocks if it has block attention.
+        quota: how many cells it commits; one per step by default.
+        sampler: which tokens are proposed; the most probable ones by default.
+        cache: what steps take from earlier forwards; nothing by default.
+        settings: rules of the loop.
+        layout: named regions of the response and the template that it starts from; lockstep
+            policies need one, any other policy may have one.
+        guidance: away from what the model would write without the prompt; excludes a cache.
+    """
 
     def __init__(
         self,
@@ -55,20 +68,6 @@ class Decoder:
         layout: Layout | None = None,
         guidance: Guidance | None = None,
     ) -> None:
-        """Puts the plugs together.
-
-        Args:
-            policy: which proposals become final.
-            window: where a step may commit; by default the whole response, or the model's own
-                blocks if it has block attention.
-            quota: how many cells it commits; one per step by default.
-            sampler: which tokens are proposed; the most probable ones by default.
-            cache: what steps take from earlier forwards; nothing by default.
-            settings: rules of the loop.
-            layout: named regions of the response and the template that it starts from; lockstep
-                policies need one, any other policy may have one.
-            guidance: away from what the model would write without the prompt; excludes a cache.
-        """
         self.policy = checked_plug(policy, CommitPolicy, option="policy")
         self._has_window = window is not None
         self.window = checked_plug(window or FullWindow(), Window, option="window")
@@ -121,17 +120,21 @@ class Decoder:
         return self.quota.counts_blocks or self.policy.counts_blocks
 
     def budget(self, num_masks: int) -> int:
-        """Returns the most steps of a row with so many masks."""
         budget = max(self.policy.budget(num_masks), self.window.steps)
         return self.settings.max_steps or budget
 
     def __call__(
         self, backbone: Backbone, canvas: Canvas, observers: Sequence[Observer] = ()
     ) -> DecodeResult:
-        """Decodes a canvas; see :func:`lit_dlm.decoding.engine.decode`."""
-        self.check(backbone)
-        canvas = self.prepared(canvas, backbone)
-        return decode(self.guided(backbone), canvas, self.on(backbone.spec), observers=observers)
+        """Decodes a canvas."""
+        waiting = [canvas]
+        (result,) = self.queue(
+            backbone,
+            lambda _slots: waiting.pop() if waiting else None,
+            num_slots=len(canvas.ids),
+            observers=cast(Sequence[QueueObserver], observers),  # no row is replaced
+        )
+        return result
 
     def queue(
         self,
@@ -141,14 +144,14 @@ class Decoder:
         num_slots: int,
         observers: Sequence[QueueObserver] = (),
     ) -> Iterator[DecodeResult]:
-        """Decodes rows as slots become free; see :func:`~lit_dlm.decoding.engine.decode_queue`."""
+        """Decodes rows as slots become free; see :func:`~lit_dlm.decoding.engine.decode`."""
         self.check(backbone)
 
         def prepared(count: int) -> Canvas | None:
             canvas = source(count)
             return None if canvas is None else self.prepared(canvas, backbone)
 
-        return decode_queue(
+        return decode(
             self.guided(backbone),
             prepared,
             self.on(backbone.spec),
@@ -157,7 +160,6 @@ class Decoder:
         )
 
     def guided(self, backbone: Backbone) -> Backbone:
-        """Returns the backbone, with the decoder's guidance if it has any."""
         return backbone if self.guidance is None else GuidedBackbone(backbone, self.guidance)
 
     def check(self, backbone: Backbone) -> None:

@@ -1,8 +1,7 @@
 """The one decode loop: the only place where a mask turns into a token.
 
-Trace generation, benchmarks, rollouts and validation samples all go through :func:`decode_queue`,
-a single batch through :func:`decode`. What differs between methods is in the plugs (window,
-quota, sampler, policy) and in the observers.
+Trace generation, benchmarks, rollouts and validation samples all go through :func:`decode`.
+What differs between methods is in the plugs (window, quota, sampler, policy) and in the observers.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -77,27 +76,8 @@ class NotANumberError(ValueError):
         self.rows = rows
 
 
-def decode(
-    backbone: Backbone,
-    canvas: Canvas,
-    decoder: Decoder,
-    *,
-    observers: Sequence[Observer] = (),
-) -> DecodeResult:
-    """Fills the masks of a canvas: :func:`decode_queue` for one batch."""
-    waiting = [canvas]
-    (result,) = decode_queue(
-        backbone,
-        lambda _slots: waiting.pop() if waiting else None,
-        decoder,
-        num_slots=len(canvas.ids),
-        observers=cast(Sequence[QueueObserver], observers),  # no row is replaced
-    )
-    return result
-
-
 @torch.no_grad()
-def decode_queue(
+def decode(
     backbone: Backbone,
     source: Callable[[int], Canvas | None],
     decoder: Decoder,
@@ -425,7 +405,6 @@ class _Row:
     seconds: float
     policy_seconds: float
     status: Status = "step_limit"
-    num_refreshes: int = 0
 
 
 class _Batch:
@@ -512,7 +491,6 @@ class _Batch:
             row.seconds += self._seconds
             row.policy_seconds += self._policy_seconds
             row.status = _STATUS.get(self.frontier[number], "step_limit")
-            row.num_refreshes = 0 if self.session is None else self.session.num_refreshes[number]
             self.ended.append(row)
         return ended
 
@@ -549,7 +527,6 @@ class _Batch:
         return result, entering
 
     def drop(self, ended: list[int]) -> None:
-        """Removes ended rows from the batch."""
         kept = [number for number in range(len(self.rows)) if number not in set(ended)]
         index = row_index(kept, self.state.ids.device)
         self.state = self.state.take(index)
@@ -570,7 +547,6 @@ class _Batch:
         )
         num_steps = torch.tensor([row.num_steps for row in rows], device=device)
         has_stalls = self._decoder.settings.stall_rule == "top1"
-        refreshes = torch.tensor([row.num_refreshes for row in rows], device=device)
         start, session = self.state.start, self.session
         return DecodeResult(
             ids=ids,
@@ -585,7 +561,6 @@ class _Batch:
             policy_seconds=torch.tensor([row.policy_seconds for row in rows], dtype=torch.float64),
             status=[row.status for row in rows],
             num_forwards=self._num_steps if session is None else session.num_forwards,
-            num_refreshes=None if session is None else refreshes,
             given=None if bool(editable[:, start:].all()) else ~editable,
         )
 

@@ -20,11 +20,10 @@ class FillCurves:
     # end. Given cells, such as a template's markers, do not count
     share: Tensor
 
-    def by_name(self, digits: int = 3) -> dict[str, list[float]]:
-        """Returns the curves as rounded numbers, for results."""
+    def by_name(self) -> dict[str, list[float]]:
         columns = self.share.T.tolist()
         return {
-            name: [round(value, digits) for value in column]
+            name: [round(value, 3) for value in column]
             for name, column in zip(self.names, columns, strict=True)
         }
 

@@ -21,6 +21,12 @@ class Region:
 
     name: str = ""
     """Unique in a layout; in a mapping of regions, the key."""
+    tau: float = 0.9
+    """Smallest probability with which a proposal is committed."""
+    max_fill_frac: float = 0.4
+    """Largest share of the region's masks that one pass commits; it may always commit one."""
+    weight: float = 1.0
+    """Weight of the region's tokens in ``BlockLayout.weights()``, for losses of your own."""
     length: int | None = None
     """In cells; ``None`` with a fraction or a marker, or to take the rest of the response."""
     fraction: float | None = None
@@ -28,12 +34,6 @@ class Region:
     marker: list[int] | str | None = None
     """Token ids in front of the region, which are not part of it; text is encoded once, with the
     tokenizer of the module that decodes."""
-    tau: float = 0.9
-    """Smallest probability with which a proposal is committed."""
-    max_fill_frac: float = 0.4
-    """Largest share of the region's masks that one pass commits; it may always commit one."""
-    weight: float = 1.0
-    """Weight of the region's tokens in ``BlockLayout.weights()``, for losses of your own."""
 
     def __post_init__(self) -> None:
         where = f"layout: region {self.name!r}: "
@@ -44,7 +44,6 @@ class Region:
         at_least(1, of=where, length=self.length, marker=size)
 
     def marker_ids(self) -> list[int]:
-        """Returns the token ids of the marker, none without a marker."""
         if isinstance(self.marker, str):
             raise ValueError(
                 f"layout: region {self.name!r}: marker: expected token ids, got the text "
@@ -54,9 +53,7 @@ class Region:
 
     def describe(self) -> dict[str, Any]:
         """Returns the settings as JSON types; length, fraction and marker only where given."""
-        rules = {name: getattr(self, name) for name in ("name", "tau", "max_fill_frac", "weight")}
-        places = {name: getattr(self, name) for name in ("length", "fraction", "marker")}
-        return rules | {name: value for name, value in places.items() if value is not None}
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 Regions = dict[str, Region] | list[Region]

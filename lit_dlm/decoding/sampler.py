@@ -44,6 +44,15 @@ class Sampler:
     the token was drawn with noise, Dream from the distribution after temperature, top-p and top-k.
     Filtering therefore changes the order of positions and not only the tokens, which is why every
     filter is explicit here and off by default.
+
+    Args:
+        temperature: 0 takes the most probable token; above 0 draws.
+        top_k: keep the ``k`` most probable tokens.
+        top_p: keep the nucleus of this probability.
+        score_on: distribution that confidence, entropy and margin are read from.
+        score_dtype: precision of these; LLaDA's release uses float64.
+        allowed_ids: first id that may be proposed and the first one after the last, such as
+            those of picture tokens; by default the model's words.
     """
 
     def __init__(
@@ -56,17 +65,6 @@ class Sampler:
         score_dtype: Literal["float32", "float64"] = "float32",
         allowed_ids: tuple[int, int] | None = None,
     ) -> None:
-        """Sets how tokens are proposed.
-
-        Args:
-            temperature: 0 takes the most probable token; above 0 draws.
-            top_k: keep the ``k`` most probable tokens.
-            top_p: keep the nucleus of this probability.
-            score_on: distribution that confidence, entropy and margin are read from.
-            score_dtype: precision of these; LLaDA's release uses float64.
-            allowed_ids: first id that may be proposed and the first one after the last, such as
-                those of picture tokens; by default the model's words.
-        """
         at_least(0, temperature=temperature)
         at_least(1, top_k=top_k)
         within("(0, 1]", top_p=top_p)

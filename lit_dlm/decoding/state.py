@@ -126,7 +126,6 @@ class DecodeState:
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def _by_row(self) -> dict[str, Tensor | RegionMap]:
-        """Returns the fields that have an entry for every row."""
         return {
             name: value
             for name, value in vars(self).items()
@@ -226,8 +225,6 @@ class DecodeResult:
     # prefix or dual cache and others do not; no row takes part in both. Prompts may add some under
     # a block cache
     num_forwards: int = 0
-    # (B,) int64 steps that refreshed the row's cache; None without a cache
-    num_refreshes: Tensor | None = None
     # (B,) float64 on the CPU: the part of seconds that the policy took to select
     policy_seconds: Tensor | None = None
     # (B, L) bool: cells that could not be written; None if the response has none

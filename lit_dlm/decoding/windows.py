@@ -77,16 +77,14 @@ class BlockWindow(Window):
 
     A row moves on as soon as its block is full, whatever the step number (the original Fast-dLLM
     loop, arXiv 2505.22618, does the same); rows of a batch may be in different blocks.
+
+    Args:
+        block_length: in tokens.
+        origin: where blocks are counted from; with ``sequence``, block models decode in the
+            blocks of their own generators, and a row's first block may begin in its prompt.
     """
 
     def __init__(self, block_length: int = 32, *, origin: BlockOrigin = "response") -> None:
-        """Sets the blocks.
-
-        Args:
-            block_length: in tokens.
-            origin: where blocks are counted from; with ``sequence``, block models decode in the
-                blocks of their own generators, and a row's first block may begin in its prompt.
-        """
         at_least(1, block_length=block_length)
         self.block_length = block_length
         self.origin: BlockOrigin = origin

@@ -9,11 +9,7 @@ from lit_dlm.rewards.base import (
     SpreadFilter as SpreadFilter,
 )
 from lit_dlm.rewards.graded import FormatReward as FormatReward, Graded as Graded
-from lit_dlm.rewards.judge import (
-    HttpStepJudge as HttpStepJudge,
-    Judge as Judge,
-    StepQuestion as StepQuestion,
-)
+from lit_dlm.rewards.judge import HttpStepJudge as HttpStepJudge
 from lit_dlm.rewards.lockstep import LockstepReward as LockstepReward
 from lit_dlm.rewards.process import ProcessReward as ProcessReward
 from lit_dlm.rewards.reward_model import RewardModel as RewardModel

@@ -91,7 +91,6 @@ class ProcessReward(Reward):
         return [min(first + chunk, length) for first in range(0, length, chunk)]
 
     def _ask(self, questions: Sequence[StepQuestion]) -> list[list[Grade | None]]:
-        """Returns ``k_sample`` opinions on each question."""
         asked = product(questions, range(self.k_sample))
         # The first error ends this: questions that were not asked yet are cancelled.
         found = self._pool.map(lambda one: self.judge.grade(*one), asked)

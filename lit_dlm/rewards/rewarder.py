@@ -68,10 +68,7 @@ class Rewarder:
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
 
     def score(self, groups: Sequence[Sequence[Rollout]]) -> list[list[RewardScore]]:
-        """Scores groups, in the order given; each has all responses to one prompt.
-
-        A group that the filters drop gets none of the rewards that come after them.
-        """
+        """Scores groups, in the order given; each has all responses to one prompt."""
         graded = self._graded(groups)
         early = [reward for reward in self.rewards if not reward.after_filters]
         late = [reward for reward in self.rewards if reward.after_filters]

@@ -68,8 +68,17 @@ def test_a_padded_batch_equals_the_slow_reference(scheme, shift, rule, window, b
         assert result.ids[row, -10:].tolist() == tokens
         steps.append(num_steps)
     assert result.num_steps.tolist() == steps
-    assert result.num_refreshes.tolist() == [-(-10 // block)] * 3
     assert (len(set(steps)) > 1) == (rule == "threshold")  # the rows did drift apart
+
+
+class CountedBlockCache(d.BlockCache):
+    """Counts the steps that enter a block, over all rows."""
+
+    num_refreshes = 0
+
+    def refresh_span(self, *columns: int) -> Any:
+        self.num_refreshes += 1
+        return super().refresh_span(*columns)
 
 
 @pytest.mark.parametrize("origin", ["sequence", "response"])
@@ -83,12 +92,12 @@ def test_the_block_cache_is_exact_in_a_padded_batch(origin, rule, changes):
     backbone = tiny_backbone(**{**in_blocks(origin), **changes})
     plugs = {"window": BlockWindow(4, origin=origin), **rules(rule, backbone)}
     plain = decoded(Decoder(**plugs), backbone, PROMPTS, 10)
-    cached = decoded(Decoder(cache=d.BlockCache(), **plugs), backbone, PROMPTS, 10)
+    cache = CountedBlockCache()
+    cached = decoded(Decoder(cache=cache, **plugs), backbone, PROMPTS, 10)
     assert torch.equal(cached.ids, plain.ids)
     assert torch.equal(cached.num_steps, plain.num_steps)
     # Response 10: from its own start 3 blocks; from the sequence's, ceil((P % 4 + 10) / 4).
-    expected = [3] * 3 if origin == "response" else [3, 3, 4]
-    assert cached.num_refreshes.tolist() == expected
+    assert cache.num_refreshes == (9 if origin == "response" else 10)
 
 
 @torch.no_grad()
@@ -172,7 +181,6 @@ def test_a_row_that_leaves_takes_its_cache_with_it(cache):
     decoder = Decoder(policy=ConfidencePolicy(), window=BlockWindow(4), cache=cache)
     result = decoder(backbone, replace(canvas, ids=ids, editable=editable))
     assert result.num_steps.tolist() == [8, 2, 8]
-    assert result.num_refreshes.tolist() == [2, 1, 2]
     # Steps 0-1 run all rows (0: a refresh), 2-7 the two that are left.
     assert result.num_forwards == 8
     for row in (0, 2):

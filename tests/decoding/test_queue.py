@@ -118,7 +118,6 @@ def rows(
                 int(result.num_steps[row]),
                 int(result.stalled_steps[row]),
                 result.status[row],
-                None if result.num_refreshes is None else int(result.num_refreshes[row]),
                 int(result.seeds[row]),
             )
     return found

@@ -23,7 +23,15 @@ class PCSamplerPolicy(TopQuotaPolicy):
     The score of cell ``i`` is ``exp(-decay i) min(-p log f, clip)`` with the probability ``p`` of
     its token and the token's frequency ``f`` in a background corpus; the code uses its logarithm,
     which does not underflow. The release adds 1e-9 to ``f``, and counts ``i`` from the start of a
-    block, which does not change the order inside the block.
+    block, which does not change the order inside the block. The counts are read at first use.
+
+    Args:
+        background: JSON file of counts in the release's format: ``num_token`` and, by token id,
+            ``p_baseline_dict``; an id that is missing has the count 1. Or ``tiny``, for the
+            answers that the embedded model was trained on.
+        decay: lambda in the paper: 0 for Sudoku, 0.5 for Countdown, 0.25 for other tasks.
+        clip: alpha in the paper, nats.
+        sha256: what the digest of the file must be; ``None`` accepts any.
     """
 
     def __init__(
@@ -34,16 +42,6 @@ class PCSamplerPolicy(TopQuotaPolicy):
         clip: float = 10.0,
         sha256: str | None = None,
     ) -> None:
-        """Sets the corpus and the rules; the counts are read at first use.
-
-        Args:
-            background: JSON file of counts in the release's format: ``num_token`` and, by token id,
-                ``p_baseline_dict``; an id that is missing has the count 1. Or ``tiny``, for the
-                answers that the embedded model was trained on.
-            decay: lambda in the paper: 0 for Sudoku, 0.5 for Countdown, 0.25 for other tasks.
-            clip: alpha in the paper, nats.
-            sha256: what the digest of the file must be; ``None`` accepts any.
-        """
         at_least(0, decay=decay)
         within("(0, inf)", clip=clip)
         self.background = str(background)

@@ -37,7 +37,7 @@ class TokenEditingPolicy(CommitPolicy):
         self.max_post_steps = max_post_steps
 
     def budget(self, num_masks: int) -> int:
-        """Returns the most steps: every mask may be a block of its own."""
+        # Every mask may be a block of its own.
         return num_masks * (1 + self.max_post_steps)
 
     def check_backbone(self, backbone: Backbone) -> None:

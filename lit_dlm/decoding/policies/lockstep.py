@@ -141,17 +141,15 @@ class BonusPolicy(LockstepPolicy):
 
     The release's "Gauss-Seidel": every probability of a later region gains ``0.1 * f``, where
     ``f`` is the share of cells that the earlier regions commit in this step.
+
+    Args:
+        batch_wide: take the share over all cells of the batch, prompts and padding included,
+            as the release does; a row then depends on its batch. By default it is the share of
+            the row's own response.
+        tau: see :class:`LockstepPolicy`.
     """
 
     def __init__(self, *, batch_wide: bool = False, tau: float | None = None) -> None:
-        """Sets the rules that the layout does not set.
-
-        Args:
-            batch_wide: take the share over all cells of the batch, prompts and padding included,
-                as the release does; a row then depends on its batch. By default it is the share of
-                the row's own response.
-            tau: see :class:`LockstepPolicy`.
-        """
         super().__init__(tau=tau)
         self.batch_wide = batch_wide
 

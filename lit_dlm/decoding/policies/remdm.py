@@ -21,6 +21,11 @@ class ReMDMPolicy(CommitPolicy):
     ``i`` with probability ``sigma_t exp(-psi_i) / sum exp(-psi)``, where ``psi`` is that earlier
     probability; here, as in the release, nothing is drawn. A token that is taken back in the step
     that would have written it is not written at all.
+
+    Args:
+        remasked: tokens that a step of the loop takes back; the release uses 1 and 4.
+        loop_steps: steps of the loop in every block; in the release as many as without a loop.
+        loop_from: share of a block that is written during the loop.
     """
 
     needs_quota = True
@@ -30,13 +35,6 @@ class ReMDMPolicy(CommitPolicy):
     def __init__(
         self, remasked: int = 1, *, loop_steps: int = 32, loop_from: float = 0.875
     ) -> None:
-        """Sets the loop.
-
-        Args:
-            remasked: tokens that a step of the loop takes back; the release uses 1 and 4.
-            loop_steps: steps of the loop in every block; in the release as many as without a loop.
-            loop_from: share of a block that is written during the loop.
-        """
         at_least(1, remasked=remasked, loop_steps=loop_steps)
         within("[0, 1]", loop_from=loop_from)
         self.remasked = remasked
@@ -44,7 +42,7 @@ class ReMDMPolicy(CommitPolicy):
         self.loop_from = loop_from
 
     def budget(self, num_masks: int) -> int:
-        """Returns the most steps: every mask may be a block of its own, with a loop."""
+        # Every mask may be a block of its own, with a loop.
         return num_masks * (1 + self.loop_steps)
 
     def select(

@@ -33,7 +33,22 @@ class TraceLockPolicy(CommitPolicy):
 
     A row in which none does is left to the stall rule, which commits its best-scored candidate
     (the release's fallback). The network's features describe the model's own distribution, as in
-    training, whatever the sampler scores.
+    training, whatever the sampler scores. Its weights are read at first use, so an unused policy
+    needs none.
+
+    Args:
+        path: folder exported by training, a hub id, or the name of an embedded model (``tiny``)
+            for the policy trained on outcomes that ships with it.
+        threshold: smallest acceptance probability with which a proposal is committed.
+        max_accept_per_step: most acceptances of a row in one step, which keeps the best ones; 4
+            in the release (a hidden default there), ``null`` for no cap.
+        temperature: above 0, every candidate is committed at random, with even odds at the
+            threshold; training on outcomes explores in this way.
+        release_compat: decides as the release does: the end-of-text gate knows only the end of
+            text that also pads (the first of the backbone's ``eos_ids``), not the end of turn;
+            it acts after the cap and not on the fallback, so a row whose proposals all end the
+            text commits one and opens the gate; a quota takes the most probable proposals.
+        scorer: the loaded policy; ``path`` is then not read.
     """
 
     forwards_per_step = 1
@@ -50,22 +65,6 @@ class TraceLockPolicy(CommitPolicy):
         release_compat: bool = False,
         scorer: AcceptanceScorer | None = None,
     ) -> None:
-        """Sets the rules; the weights are read at first use, so an unused policy needs none.
-
-        Args:
-            path: folder exported by training, a hub id, or the name of an embedded model (``tiny``)
-                for the policy trained on outcomes that ships with it.
-            threshold: smallest acceptance probability with which a proposal is committed.
-            max_accept_per_step: most acceptances of a row in one step, which keeps the best ones; 4
-                in the release (a hidden default there), ``null`` for no cap.
-            temperature: above 0, every candidate is committed at random, with even odds at the
-                threshold; training on outcomes explores in this way.
-            release_compat: decides as the release does: the end-of-text gate knows only the end of
-                text that also pads (the first of the backbone's ``eos_ids``), not the end of turn;
-                it acts after the cap and not on the fallback, so a row whose proposals all end the
-                text commits one and opens the gate; a quota takes the most probable proposals.
-            scorer: the loaded policy; ``path`` is then not read.
-        """
         if path is None and scorer is None:
             raise ValueError("TraceLockPolicy: expected path or scorer, got neither")
         within("(0, 1)" if temperature else "[0, 1]", threshold=threshold)
@@ -106,7 +105,6 @@ class TraceLockPolicy(CommitPolicy):
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """Hidden snapshots that the network reads."""
         return self.scorer.settings.hidden_layers
 
     @cached_property
@@ -117,11 +115,7 @@ class TraceLockPolicy(CommitPolicy):
             # Written positions are rows of the network too, so they need a proposal. The masked
             # ones that it sees are in the window, which has proposals anyway.
             requires.add("region")
-        if settings.features.entropy:
-            requires.add("raw_entropy")
-        if settings.features.margin:
-            requires.add("raw_margin")
-        return frozenset(requires)
+        return frozenset(requires | {f"raw_{name}" for name in settings.features.scores})
 
     def select(
         self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
@@ -193,7 +187,6 @@ class TraceLockPolicy(CommitPolicy):
         return self.scorer.training_facts.get("tasks", ())
 
     def check_backbone(self, backbone: Backbone) -> None:
-        """Refuses a backbone that the policy was not trained for."""
         facts = backbone_facts(backbone.spec, backbone)
         check_facts("acceptance policy", self.scorer.backbone, facts)
 

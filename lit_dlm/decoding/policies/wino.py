@@ -43,7 +43,6 @@ class WINOPolicy(CommitPolicy):
         self.threshold_back = threshold_back
 
     def check_backbone(self, backbone: Backbone) -> None:
-        """Refuses models for which the method is not defined."""
         spec = backbone.spec
         if spec.attention != "full" or spec.shift:
             raise ValueError(
