@@ -25,12 +25,9 @@ _MAX_LENGTH = 256
 class PositionState(IntEnum):
     """What a position of the canvas is before a step."""
 
-    PROMPT = 0
-    """Left of the response."""
-    LOCKED = 1
-    """In the response and no longer masked (written, or given from the start)."""
-    GEN = 2
-    """In the response and masked."""
+    PROMPT = 0  # left of the response
+    LOCKED = 1  # in the response and no longer masked (written, or given from the start)
+    GEN = 2  # in the response and masked
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,10 +88,6 @@ class Projector(nn.Module):
     hidden_bias: Tensor
     delta_weight: Tensor
     delta_bias: Tensor
-    hidden_inner_weight: Tensor
-    hidden_inner_bias: Tensor
-    delta_inner_weight: Tensor
-    delta_inner_bias: Tensor
 
     def __init__(self, config: ProjectorConfig) -> None:
         super().__init__()
@@ -111,13 +107,13 @@ class Projector(nn.Module):
         """
         snapshots, deltas = _normalised_snapshots(hidden, eps=self.config.norm_eps)
         if self.config.inner_width:
-            snapshots = F.gelu(
-                F.linear(snapshots, self.hidden_inner_weight, self.hidden_inner_bias)
-            )
-            deltas = F.gelu(F.linear(deltas, self.delta_inner_weight, self.delta_inner_bias))
-        z_hidden = F.linear(snapshots, self.hidden_weight, self.hidden_bias)
-        z_delta = F.linear(deltas, self.delta_weight, self.delta_bias)
-        return torch.cat([z_hidden.flatten(-2), z_delta.flatten(-2)], dim=-1)
+            snapshots = F.gelu(self._mapped("hidden_inner", snapshots))
+            deltas = F.gelu(self._mapped("delta_inner", deltas))
+        parts = [self._mapped("hidden", snapshots), self._mapped("delta", deltas)]
+        return torch.cat([part.flatten(-2) for part in parts], dim=-1)
+
+    def _mapped(self, name: str, values: Tensor) -> Tensor:
+        return F.linear(values, getattr(self, f"{name}_weight"), getattr(self, f"{name}_bias"))
 
     def digest(self) -> str:
         config = asdict(self.config)

@@ -17,8 +17,7 @@ Ties = Literal["strict", "position", "rank"]
 class RankingTerms(NamedTuple):
     """The ranking loss row by row; its mean is over rows with pairs."""
 
-    row_terms: Tensor
-    """``(B,)`` mean hinge over the pairs of each row, differentiable; 0 for a row without pairs."""
+    row_terms: Tensor  # (B,) mean hinge over the pairs of each row, differentiable; 0 without any
     num_pairs: Tensor  # (B,) int64 pairs of each row
     num_ordered: Tensor  # Scalar: pairs of the batch whose earlier member has the lower entropy
 
