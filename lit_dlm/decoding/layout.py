@@ -24,26 +24,7 @@ from lit_dlm.plugs import Plug
 
 
 class Layout(Plug):
-    """Decides where regions are."""
-
-    regions: list[Region]  # from left to right
-    rest: Region  # the rules of cells outside all regions
-
-    @abstractmethod
-    def encoded(self, encode: Callable[[str], list[int]]) -> Self:
-        """Returns the layout with its text markers encoded as token ids."""
-
-    @abstractmethod
-    def blocks(self, response: Tensor) -> BlockLayout:
-        """Returns the blocks of a response, given its ``(G,)`` int64 cells before step 0."""
-
-    @abstractmethod
-    def on(self, canvas: Canvas, *, mask_id: int) -> Canvas:
-        """Returns the canvas with the template written and the regions numbered."""
-
-
-class _RegionLayout(Layout):
-    """Base of all layouts: has the regions and numbers the columns of a canvas."""
+    """Decides where regions are: has them, and numbers the columns of a canvas."""
 
     needs: tuple[str, ...] = ()  # what every region must have; the last one needs no length
     takes: tuple[str, ...] = ()  # what a region may have; anything else would have no effect
@@ -58,11 +39,7 @@ class _RegionLayout(Layout):
         self.regions = as_regions(regions)
         *_, self.rest = as_regions([*self.regions, rest or Region(name="rest")])
         for region in self.regions:
-            given = {
-                name
-                for name in ("length", "fraction", "marker")
-                if getattr(region, name) is not None
-            }
+            given = region.describe().keys() & {"length", "fraction", "marker"}
             needs = set(self.needs) - ({"length"} if region is self.regions[-1] else set())
             if not needs <= given <= {*self.needs, *self.takes}:
                 raise ValueError(
@@ -71,6 +48,14 @@ class _RegionLayout(Layout):
                     f"{' and '.join(sorted(given)) or 'neither'}"
                 )
 
+    @abstractmethod
+    def blocks(self, response: Tensor) -> BlockLayout:
+        """Returns the blocks of a response, given its ``(G,)`` int64 cells before step 0."""
+
+    @abstractmethod
+    def on(self, canvas: Canvas, *, mask_id: int) -> Canvas:
+        """Returns the canvas with the template written and the regions numbered."""
+
     def describe(self) -> dict[str, Any]:
         return {
             "regions": [region.describe() for region in self.regions],
@@ -78,6 +63,7 @@ class _RegionLayout(Layout):
         }
 
     def encoded(self, encode: Callable[[str], list[int]]) -> Self:
+        """Returns the layout with its text markers encoded as token ids."""
         made = copy.copy(self)
         made.regions = [
             replace(region, marker=encode(region.marker))
@@ -91,7 +77,7 @@ class _RegionLayout(Layout):
         """Returns the canvas with the region numbers ``(B, G)`` or ``(G,)`` of its response."""
         regions = torch.full_like(canvas.ids, len(self.regions))
         regions[:, canvas.start :] = ids.to(regions.device)
-        return replace(canvas, regions=RegionMap(regions, (*self.regions, self.rest)))
+        return replace(canvas, regions=RegionMap.of(regions, (*self.regions, self.rest)))
 
     def _blocks(self, spans: Sequence[tuple[int, int]], length: int) -> BlockLayout:
         blocks = tuple(
@@ -101,7 +87,7 @@ class _RegionLayout(Layout):
         return BlockLayout(blocks=blocks, length=length)
 
 
-class _PlacedLayout(_RegionLayout):
+class _PlacedLayout(Layout):
     """A layout whose regions depend only on the length of the response."""
 
     @abstractmethod
@@ -196,7 +182,7 @@ class PictureLayout(_PlacedLayout):
         return replace(canvas, ids=ids, editable=editable)
 
 
-class MarkerLayout(_RegionLayout):
+class MarkerLayout(Layout):
     """Regions that begin after markers already on the canvas, wherever each row has them.
 
     Only the response is searched, as it is before the first step: a marker in the prompt, where

@@ -42,9 +42,7 @@ class FillCurves:
 
 def fill_curves(masked: Tensor, regions: Tensor, names: tuple[str, ...]) -> FillCurves:
     """Returns curves from ``(T + 1, G)`` masks and ``(G,)`` region numbers of ``BlockLayout``."""
-    zeros = torch.zeros(len(masked), len(names), dtype=torch.long)
-    left = zeros.scatter_add_(1, regions.expand(len(masked), -1), masked.long())
-    return _curves(left, names)
+    return _curves(masked.long() @ torch.nn.functional.one_hot(regions, len(names)), names)
 
 
 def _curves(left: Tensor, names: tuple[str, ...]) -> FillCurves:

@@ -6,7 +6,7 @@ Coordinates are those of the response: 0 is its first cell, whatever the length 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -125,14 +125,14 @@ class RegionMap:
 
     ids: Tensor  # (B, L) int64 region of every column; the rest's number on prompt columns too
     rules: tuple[Region, ...]  # the rules of every region, the rest's last
-    tau: Tensor = field(init=False)  # (R,) float64
-    max_fill_frac: Tensor = field(init=False)  # (R,) float64
+    tau: Tensor  # (R,) float64
+    max_fill_frac: Tensor  # (R,) float64
 
-    def __post_init__(self) -> None:
-        for name in ("tau", "max_fill_frac"):
-            values = [getattr(rule, name) for rule in self.rules]
-            tensor = torch.tensor(values, dtype=torch.float64, device=self.ids.device)
-            object.__setattr__(self, name, tensor)
+    @classmethod
+    def of(cls, ids: Tensor, rules: tuple[Region, ...]) -> RegionMap:
+        limits = [[rule.tau for rule in rules], [rule.max_fill_frac for rule in rules]]
+        tau, most = torch.tensor(limits, dtype=torch.float64, device=ids.device)
+        return cls(ids, rules, tau, most)
 
     def __len__(self) -> int:
         """R, the number of regions, the rest included."""
@@ -143,10 +143,7 @@ class RegionMap:
 
     def with_ids(self, ids: Tensor) -> RegionMap:
         """Returns a map of other rows ``(n, L)`` with the same rules."""
-        # The rules' tensors are shared: making them again would wait for the device.
-        made = object.__new__(RegionMap)
-        made.__dict__.update(self.__dict__, ids=ids)
-        return made
+        return replace(self, ids=ids)
 
     def counts(self, cells: Tensor) -> Tensor:
         """``(B, R)`` int64: how many of the ``(B, L)`` bool cells are in each region."""

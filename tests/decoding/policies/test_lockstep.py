@@ -25,7 +25,7 @@ def state_of(masks: list[list[int]], layout: FixedLayout, **changes: object) -> 
     state = state_with_masks(masks)
     ids = torch.full_like(state.ids, len(layout.regions))
     ids[:, state.start :] = layout.place(ids.shape[1] - state.start).region_ids()
-    regions = RegionMap(ids, (*layout.regions, layout.rest))
+    regions = RegionMap.of(ids, (*layout.regions, layout.rest))
     return replace(state, regions=regions, **changes)
 
 
@@ -154,7 +154,7 @@ def test_a_pass_equals_a_loop_over_rows_regions_and_cells(seed: int):
     masks = torch.randint(0, 2, (64, 30), generator=generator)
     state = state_with_masks(masks.tolist())
     ids = torch.randint(0, 4, state.ids.shape, generator=generator)
-    state = replace(state, regions=RegionMap(ids, tuple(rules)))
+    state = replace(state, regions=RegionMap.of(ids, tuple(rules)))
     # Sixteenths are exact, so that the reference compares the same numbers.
     prob = torch.randint(0, 17, ids.shape, generator=generator) / 16
     proposal = d.Proposal(ids=state.ids, prob=prob)
