@@ -87,10 +87,9 @@ def decode(
 ) -> Iterator[DecodeResult]:
     """Fills canvases row by row as slots become free (continuous batching).
 
-    One step: window, forward, proposal, end-of-text gate, selection, cap, stall rule, end-of-text
-    rule, write. A row that has ended is replaced by the next one of the source or, if there is
-    none, leaves the batch. The loop synchronises with the device once a step, for the leftmost mask
-    of every row. A row's results depend neither on its slot nor on the other rows of the batch.
+    A row that has ended is replaced by the next one of the source or, if there is none, leaves the
+    batch. The loop synchronises with the device once a step, for the leftmost mask of every row. A
+    row's results depend neither on its slot nor on the other rows of the batch.
 
     Args:
         source: returns a canvas of as many rows as requested, or of fewer if no more are left, or
@@ -417,16 +416,15 @@ class _Batch:
         self.session = decoder.cache.start(
             backbone, self.state, window=decoder.window, hidden_layers=hidden_layers
         )
+        # Leftmost mask of every row; negative where the row has ended
         self.frontier = _frontier(self.state.masked)
-        """Leftmost mask of every row; negative where the row has ended."""
         self._decoder, self._pad_id = decoder, backbone.spec.pad_id
         self._num_steps = 0
         self._seconds = self._policy_seconds = 0.0  # of a row that was there from the start
         self._written = torch.zeros_like(self.state.rows)  # (b,) steps that wrote something
         self._decided = torch.zeros_like(self.state.rows)  # (b,) steps that the policy decided
         self.rows = self._entered(self.state, range(len(canvas.ids)))
-        self.ended: list[_Row] = []
-        """Ended rows that no result contains yet."""
+        self.ended: list[_Row] = []  # that no result contains yet
         self._left: list[tuple[Tensor, ...]] = []
 
     def _entered(self, state: DecodeState, slots: Iterable[int]) -> list[_Row]:

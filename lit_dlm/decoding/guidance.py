@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from lit_dlm.backbones.base import Backbone, BackboneSpec, Denoised
 from lit_dlm.ops.options import at_least
 
 
+@dataclass(frozen=True, eq=False)
 class Guidance:
     """How far logits move away from those of an empty prompt; a forward takes each row twice.
 
@@ -19,11 +21,11 @@ class Guidance:
     MMaDA, arXiv:2505.15809).
     """
 
-    def __init__(self, scale: float, prompt_ids: Sequence[int]) -> None:
-        """Sets the scale, 0 or more, and the token ids of the prompt without its request."""
-        at_least(0, of="guidance.", scale=scale)
-        self.scale = scale
-        self.prompt_ids = list(prompt_ids)
+    scale: float
+    prompt_ids: list[int]  # of the prompt without its request
+
+    def __post_init__(self) -> None:
+        at_least(0, of="guidance.", scale=self.scale)
 
 
 class GuidedBackbone(Backbone):

@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lit_dlm.backbones.base import BackboneSpec, Denoised
 from lit_dlm.decoding.regions import RegionMap
@@ -41,10 +42,9 @@ def prompt_canvas(
     at_least(1, response_length=response_length)
     lengths = [len(prompt) for prompt in prompts]
     width = max(lengths)
-    ids = torch.full((len(prompts), width + response_length), spec.pad_id)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - lengths[row] : width] = torch.as_tensor(prompt, dtype=torch.long)
-    ids[:, width:] = spec.mask_id
+    rows = [torch.as_tensor(prompt, dtype=torch.long) for prompt in prompts]
+    ids = pad_sequence(rows, batch_first=True, padding_value=spec.pad_id, padding_side="left")
+    ids = torch.nn.functional.pad(ids, (0, response_length), value=spec.mask_id)
     columns = torch.arange(ids.shape[1])
     pad_mask = columns >= (width - torch.tensor(lengths))[:, None]
     return Canvas(

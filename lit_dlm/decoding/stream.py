@@ -84,10 +84,8 @@ class Occupancy(QueueObserver):
     requires: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
-        self.slot_steps = 0
-        """Steps of the observed batches, times their slots."""
-        self.row_steps = 0
-        """Steps of the rows of these batches, added up."""
+        self.slot_steps = 0  # steps of the observed batches, times their slots
+        self.row_steps = 0  # steps of the rows of these batches, added up
         self._num_slots = 0
 
     def on_start(self, state: DecodeState) -> None:

@@ -294,14 +294,13 @@ class ScheduleQuota(_StepsQuota):
         self.eps = eps
         # float32, as in the release: truncation makes the counts depend on it.
         times = torch.linspace(1.0, eps, (steps or steps_per_block or 0) + 1, dtype=torch.float32)
-        self._shares = (1.0 - times[1:] / times[:-1]).tolist()
+        self._shares = 1.0 - times[1:] / times[:-1]
+        self._shares[-1] = 1.0  # the last step takes the rest
 
     def counts(self, state: DecodeState, candidates: Tensor) -> Tensor | None:
         masks = candidates.sum(1)
-        # The last share takes the rest.
         step = state.block_step if self.steps is None else state.step
-        shares = torch.tensor([*self._shares[:-1], 1.0], dtype=torch.float32)
-        shares = shares.to(masks.device, non_blocking=True)
+        shares = self._shares.to(masks.device, non_blocking=True)
         return (masks * shares[step.clamp_max(len(shares) - 1)]).long()
 
 

@@ -116,10 +116,13 @@ class ThresholdPolicy(CommitPolicy):
     def select(
         self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
     ) -> Selection:
-        commit = candidates & (proposal.prob >= self.threshold)
+        commit = candidates & self.is_sure(proposal.prob)
         if quota is not None:
             commit = commit | top_quota(proposal.prob, candidates, quota)
         return Selection(commit, proposal.prob)
+
+    def is_sure(self, prob: Tensor) -> Tensor:
+        return prob >= self.threshold
 
 
 class DynamicPolicy(ThresholdPolicy):
@@ -132,12 +135,8 @@ class DynamicPolicy(ThresholdPolicy):
 
     needs_quota = True
 
-    def select(
-        self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
-    ) -> Selection:
-        assert quota is not None
-        commit = candidates & (proposal.prob > self.threshold)
-        return Selection(commit | top_quota(proposal.prob, candidates, quota), proposal.prob)
+    def is_sure(self, prob: Tensor) -> Tensor:
+        return prob > self.threshold
 
 
 class FactorPolicy(CommitPolicy):

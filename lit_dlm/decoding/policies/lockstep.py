@@ -1,9 +1,8 @@
 """Lockstep decoding: the regions of a response are filled together, each by its own rules.
 
-The idea is that of the Dream-7B Lockstep R/A release, defined anew: every row is treated on its
-own, a row without a commit is left to the stall rule, and a region that comes second has read what
-the first one wrote. In a row, a region with ``m`` masks commits those of its candidates that reach
-its threshold ``tau``, at most ``max(1, floor(max_fill_frac * m))``, the most probable ones first.
+The idea is that of the Dream-7B Lockstep R/A release, defined anew (``docs/lockstep.md``). In a
+row, a region with ``m`` masks commits those of its candidates that reach its threshold ``tau``, at
+most ``max(1, floor(max_fill_frac * m))``, the most probable ones first.
 """
 
 from __future__ import annotations
@@ -95,15 +94,13 @@ class JacobiPolicy(LockstepPolicy):
 class GaussSeidelPolicy(LockstepPolicy):
     """Region by region, each from a forward that has read the commits of the one before it.
 
-    With a reasoning and an answer region this is the two-forward step: R is committed, the model
-    runs again, A is committed. A step of the loop is one forward, so a sweep over the regions takes
-    one step for each region that commits, and every forward is counted. A region that commits
-    nothing takes no step: the canvas has not changed, so the next region in the sweep reads the
-    same forward. If a whole sweep would commit nothing, the stall rule commits the row's most
-    probable candidate, and the sweep continues after that candidate's region.
+    A sweep takes one step for each region that commits. A region that commits nothing takes none:
+    the canvas has not changed, so the next region reads the same forward. If a whole sweep would
+    commit nothing, the stall rule commits the row's most probable candidate, and the sweep
+    continues after that candidate's region.
 
-    The policy keeps no memory, so a row's place in the sweep is read from the state: it is after
-    the region that the last step wrote, or the last of these if a budget made it write several.
+    A row's place in the sweep is after the region that the last step wrote, or after the last of
+    these if a budget made it write several.
     """
 
     def choose(self, state: DecodeState, one_pass: RegionPass) -> Tensor:
@@ -120,8 +117,7 @@ class LaggedPolicy(LockstepPolicy):
     """The regions take turns, one forward each, whether the region's pass commits or not.
 
     The step number decides whose turn it is among the row's regions that still have candidates. A
-    region thus reads what the other wrote one forward ago. If the pass commits nothing, the stall
-    rule commits the row's most probable candidate.
+    region thus reads what the other wrote one forward ago.
     """
 
     def choose(self, state: DecodeState, one_pass: RegionPass) -> Tensor:
