@@ -559,7 +559,7 @@ class _Batch:
             policy_seconds=torch.tensor([row.policy_seconds for row in rows], dtype=torch.float64),
             status=[row.status for row in rows],
             num_forwards=self._num_steps if session is None else session.num_forwards,
-            given=None if bool(editable[:, start:].all()) else ~editable,
+            given=~editable,
         )
 
 

@@ -221,14 +221,13 @@ class DecodeResult:
     # (B,) float64 on the CPU, wall time: each step's time is shared equally by its rows
     seconds: Tensor
     status: list[Status]  # complete: no mask left; eos: stopped at an end of text; step_limit
+    given: Tensor  # (B, L) bool: cells that could not be written
     # Calls of the backbone for the batch. A step is one, or two if some rows of a batch refresh a
     # prefix or dual cache and others do not; no row takes part in both. Prompts may add some under
     # a block cache
     num_forwards: int = 0
     # (B,) float64 on the CPU: the part of seconds that the policy took to select
     policy_seconds: Tensor | None = None
-    # (B, L) bool: cells that could not be written; None if the response has none
-    given: Tensor | None = None
 
 
 class Observer(Protocol):

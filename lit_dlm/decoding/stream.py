@@ -101,7 +101,7 @@ class Occupancy(QueueObserver):
         return self.row_steps / max(self.slot_steps, 1)
 
 
-def text_cells(response: Tensor, eos_ids: Sequence[int], given: Tensor | None = None) -> Tensor:
+def text_cells(response: Tensor, eos_ids: Sequence[int], given: Tensor) -> Tensor:
     """``(B, G)`` bool: the cells before the first end of text, and all given cells.
 
     Where tokens were given, such as the markers of a template, an end of text ends only its part
@@ -112,8 +112,6 @@ def text_cells(response: Tensor, eos_ids: Sequence[int], given: Tensor | None = 
         given: ``(B, G)`` bool: cells whose tokens were set before the first step.
     """
     is_end = torch.isin(response, torch.tensor(list(eos_ids), device=response.device))
-    if given is None:
-        return is_end.cumsum(1) == 0
     ends = (is_end & ~given).cumsum(1)
     before = torch.where(given, ends, 0).cummax(1).values  # ends left of the last given cell
     return (ends == before) | given
@@ -135,10 +133,10 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._cut_at_eos = cut_at_eos
 
-    def __call__(self, response: Tensor, given: Tensor | None = None) -> Responses:
+    def __call__(self, response: Tensor, given: Tensor) -> Responses:
         """Reads ``(B, G)`` int64 responses; ``given`` cells were set before the first step."""
         response = response.cpu()
-        is_text = text_cells(response, self._spec.eos_ids, None if given is None else given.cpu())
+        is_text = text_cells(response, self._spec.eos_ids, given.cpu())
         is_written = response != self._spec.mask_id
         kept = is_written & is_text if self._cut_at_eos else is_written
         ids = [row[cells].tolist() for row, cells in zip(response, kept, strict=True)]
@@ -240,8 +238,7 @@ def decode_stream(
 
     def gathered() -> DecodedRows:
         joined = _joined(results, pad_id=backbone.spec.pad_id)
-        given = None if joined.given is None else joined.given[:, joined.start :]
-        responses = detokenizer(joined.ids[:, joined.start :], given)
+        responses = detokenizer(joined.ids[:, joined.start :], joined.given[:, joined.start :])
         return DecodedRows(numbers, joined, responses, is_last=not begun)
 
     decoded = decoder.queue(
@@ -277,23 +274,19 @@ def _joined(results: Sequence[DecodeResult], *, pad_id: int) -> DecodeResult:
     """Joins results one after the other, left-padded to the longest prompts among them."""
     last, start = results[-1], max(result.start for result in results)
 
-    def columns(values: Callable[[DecodeResult], Tensor], fill: int) -> Tensor:
-        return torch.cat([shifted(values(one), start - one.start, fill) for one in results])
-
-    def given(one: DecodeResult) -> Tensor:
-        in_prompt = torch.arange(one.ids.shape[1], device=one.ids.device) < one.start
-        return in_prompt.expand_as(one.ids) if one.given is None else one.given
+    def columns(name: str, fill: int) -> Tensor:
+        parts = [shifted(getattr(one, name), start - one.start, fill) for one in results]
+        return torch.cat(parts)
 
     tensors: dict[str, Any] = {
         name: torch.cat([getattr(result, name) for result in results])
         for name, value in vars(last).items()
         if isinstance(value, Tensor) and name not in ("ids", "given")
     }
-    has_given = any(one.given is not None for one in results)
     return replace(
         last,
-        ids=columns(lambda one: one.ids, pad_id),
-        given=columns(given, 1) if has_given else None,
+        ids=columns("ids", pad_id),
+        given=columns("given", 1),
         start=start,
         rows=[row for one in results for row in one.rows],
         status=[status for one in results for status in one.status],

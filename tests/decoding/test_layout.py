@@ -186,7 +186,8 @@ SPLIT = d.TemplateLayout([Region(name="R", length=2), Region(name="A", marker=[7
 def test_a_text_ends_before_its_first_end_and_given_cells_begin_a_part_of_their_own():
     """The marker stands in cell 3; a given end of text ends nothing."""
     response = torch.tensor([[5, 6, EOS, 7], [5, 6, 7, 8], [EOS, 5, EOS, 5]])
-    assert text_cells(response, [EOS]).int().tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]]
+    found = text_cells(response, [EOS], torch.zeros_like(response, dtype=torch.bool))
+    assert found.int().tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]]
     response = torch.tensor([[5, EOS, 6, 7, 8, EOS, 9], [5, 6, 6, EOS, 8, 9, EOS]])
     found = text_cells(response, [EOS], (torch.arange(7) == 3).expand(2, -1))
     assert found.int().tolist() == [[1, 0, 0, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0]]
@@ -195,11 +196,11 @@ def test_a_text_ends_before_its_first_end_and_given_cells_begin_a_part_of_their_
 def test_the_answer_behind_a_marker_is_kept_when_the_reasoning_ends_early():
     backbone = table_backbone([5, EOS, 7, 6, EOS], [0.9] * 5)
     result = decoded(Decoder(policy=ConfidencePolicy(), layout=SPLIT), backbone, [[4, 4]], 5)
-    assert result.given is not None
     assert result.given.int().tolist() == [[1, 1, 0, 0, 1, 0, 0]]
     cells = text_cells(result.ids[:, 2:], [EOS], result.given[:, 2:])
     assert result.ids[:, 2:][cells].tolist() == [5, 7, 6]
-    assert decoded(Decoder(policy=ConfidencePolicy()), backbone, [[4, 4]], 5).given is None
+    result = decoded(Decoder(policy=ConfidencePolicy()), backbone, [[4, 4]], 5)
+    assert not result.given[:, 2:].any()
 
 
 def test_an_end_of_text_may_not_fill_the_regions_behind_a_marker():

@@ -50,7 +50,8 @@ def test_completions_end_at_an_end_of_text_unless_that_is_switched_off(
         two, three = module.tokenizer.encode("23", add_special_tokens=False)
         end = backbone.spec.eos_ids[0]
         mask = backbone.spec.mask_id
-        found = module.detokenizer(torch.tensor([[two, end, three, end], [mask, two, mask, end]]))
+        ids = torch.tensor([[two, end, three, end], [mask, two, mask, end]])
+        found = module.detokenizer(ids, torch.zeros_like(ids, dtype=torch.bool))
         assert (found.texts, found.num_tokens) == ([text, "2"], [1, 1])
 
 

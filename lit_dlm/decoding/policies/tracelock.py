@@ -149,7 +149,9 @@ class TraceLockPolicy(CommitPolicy):
         visible = left_of_window_end(state.masked, candidates)
         if state.pad_mask is not None:
             visible = visible & state.pad_mask
-        states = position_states(state)
+        is_prompt = torch.arange(visible.shape[1], device=visible.device) < state.start
+        states = torch.where(is_prompt, int(PositionState.PROMPT), int(PositionState.LOCKED))
+        states = torch.where(state.masked, int(PositionState.GEN), states)
         if visible.device.type == "cpu":
             seen = scorer.seen(states, visible).flatten().nonzero().squeeze(1)
             features = self._features(proposal, lambda values: values.flatten(0, 1)[seen])
@@ -189,13 +191,6 @@ class TraceLockPolicy(CommitPolicy):
     def check_backbone(self, backbone: Backbone) -> None:
         facts = backbone_facts(backbone.spec, backbone)
         check_facts("acceptance policy", self.scorer.backbone, facts)
-
-
-def position_states(state: DecodeState) -> Tensor:
-    """``(b, L)`` int64 :class:`PositionState` of every column."""
-    is_prompt = torch.arange(state.ids.shape[1], device=state.ids.device) < state.start
-    states = torch.where(is_prompt, int(PositionState.PROMPT), int(PositionState.LOCKED))
-    return torch.where(state.masked, int(PositionState.GEN), states)
 
 
 def left_of_window_end(masked: Tensor, candidates: Tensor) -> Tensor:
