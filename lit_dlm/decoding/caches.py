@@ -14,21 +14,18 @@ block     ``[last s, e)``     ``[s, e)``              ``[0, e)``      yes
 part      ``[last s, e)``     a part of ``[s, e)``    ``[0, e)``      no
 ========  ==================  ======================  ==============  ==============
 
-A block model with a cache computes no block before a row enters it, and reads later ones as
-uniform. Policies that read them decode otherwise than without a cache: KLASS, which compares a cell
-with the step before, may wait one step more in each block.
-
 ``last s`` is where the row's previous block begins. Prefix and dual are Fast-dLLM's (arXiv
 2505.22618), the horizon is dLLM-RL's, block is for block-causal models (SDAR, arXiv 2510.06303),
 and part, for parts of their blocks, is Fast-dLLM v2's (arXiv 2509.26328). A refresh is an ordinary
 step and commits. The block scheme makes a finished block final in the forward that enters the next
-block; the reference spends a separate forward on it, with the same result.
+block; the reference spends a separate forward on it, with the same result. It computes no block
+before a row enters it and reads later ones as uniform, so KLASS, which compares a cell with the
+step before, may wait one step more in each block.
 
 Rows of a batch may be in different blocks, and one may refresh while another does not. Under the
-block scheme both share one forward, whose queries are as wide as a refresh: two blocks at most,
-once the prompt has run. A refresh of the other schemes is as wide as the canvas; a step then runs
-two forwards, each over its own rows, unless the attention takes rows of any lengths. A row's
-results do not depend on the other rows.
+block scheme both share one forward, two blocks wide at most once the prompt has run. A refresh of
+the other schemes is as wide as the canvas; a step then runs two forwards, each over its own rows,
+unless the attention takes rows of any lengths. A row's results do not depend on the other rows.
 
 Under the block scheme, responses to the same prompt share its forward: a prompt's cache depends on
 nothing after it, so it is copied from any row that has it, however far that row has got.
@@ -94,7 +91,7 @@ class _PartCache(CacheScheme):
 
     def fits(self, width: int, block_size: int) -> bool:
         """Whether a window of this width suits blocks of this size."""
-        return width == block_size
+        return True
 
     @abstractmethod
     def step_span(self, begin: int, end: int, length: int) -> Span:
@@ -113,17 +110,13 @@ class _PartCache(CacheScheme):
         hidden_layers: tuple[int, ...] = (),
     ) -> CacheSession | None:
         spec = backbone.spec
-        fits = (
-            isinstance(window, BlockWindow)
-            and self.fits(window.block_length, spec.block_size or 0)
-            and window.origin == spec.block_origin
-        )
-        if spec.attention != self.attention or (self.attention == "block" and not fits):
+        width = window.block_length if isinstance(window, BlockWindow) else 0
+        if spec.attention != self.attention or not self.fits(width, spec.block_size or 0):
+            place = f", in {self.parts}" if self.attention == "block" else ""
             raise ValueError(
-                f"cache: {type(self).__name__} is for {self.attention} attention"
-                + (f", in {self.parts}" if self.attention == "block" else "")
-                + f"; got {spec.family} with {spec.attention} attention (block_size "
-                f"{spec.block_size}, origin {spec.block_origin!r}) and {type(window).__name__}"
+                f"cache: {type(self).__name__} is for {self.attention} attention{place}; got "
+                f"{spec.family} with {spec.attention} attention (block_size {spec.block_size}, "
+                f"origin {spec.block_origin!r}) and {type(window).__name__}"
             )
         return CacheSession(backbone, state, self, window=window, hidden_layers=hidden_layers)
 
@@ -158,6 +151,9 @@ class BlockCache(_PartCache):
     attention = "block"
     commits_first = False
 
+    def fits(self, width: int, block_size: int) -> bool:
+        return width == block_size
+
     def refresh_span(self, begin: int, end: int, final: int, length: int) -> Span:
         return Span(final, end, end)
 
@@ -177,7 +173,7 @@ class SubBlockCache(BlockCache):
     parts = "parts of the model's own blocks"
 
     def fits(self, width: int, block_size: int) -> bool:
-        return width < block_size and block_size % width == 0
+        return 0 < width < block_size and block_size % width == 0
 
     def step_span(self, begin: int, end: int, length: int) -> Span:
         return Span(begin, end, length)

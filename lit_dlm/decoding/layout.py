@@ -1,9 +1,8 @@
 """Layouts: where the named regions of a response are, and which marker tokens it contains.
 
-A layout is a plug of a decoder like any other. It works on the canvas before the first step: it
-writes its template, if it has one, and numbers the regions. So every policy can decode the same
-template, and reports can draw the borders whatever the policy was. Markers are token ids; text is
-encoded only once, since encoding a decoded text need not return the same ids.
+A layout works on the canvas before the first step: it writes its template, if it has one, and
+numbers the regions, whatever the policy is. Markers are token ids; text is encoded only once, since
+encoding a decoded text need not return the same ids.
 """
 
 from __future__ import annotations

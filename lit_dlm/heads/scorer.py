@@ -1,7 +1,4 @@
-"""The whole acceptance policy as one object and one folder: projector, features and network.
-
-The folder is what training exports and decoding loads.
-"""
+"""Projector, features and network as one object and one folder, made to export and to decode."""
 
 from __future__ import annotations
 

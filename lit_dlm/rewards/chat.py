@@ -1,7 +1,4 @@
-"""A language model behind an HTTP endpoint that speaks the chat-completions protocol.
-
-vLLM, SGLang and llama.cpp servers have such endpoints.
-"""
+"""A language model behind an HTTP endpoint of chat completions (vLLM, SGLang, llama.cpp)."""
 
 from __future__ import annotations
 

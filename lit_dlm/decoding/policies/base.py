@@ -128,9 +128,8 @@ class ThresholdPolicy(CommitPolicy):
 class DynamicPolicy(ThresholdPolicy):
     """Dynamic remasking of dLLM-RL's block sampler (``low_confidence_dynamic``, arXiv 2509.06949).
 
-    Commits every candidate whose probability is *above* the threshold; if these are fewer than the
-    quota, the best ``quota`` ones. So it is never slower than static remasking, which is
-    ``ConfidencePolicy`` with the same quota.
+    As the base class, but a candidate must be *above* the threshold, and there must be a quota: so
+    it is never slower than static remasking, which is ``ConfidencePolicy`` with the same quota.
     """
 
     needs_quota = True
