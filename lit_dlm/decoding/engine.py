@@ -2,6 +2,8 @@
 
 Trace generation, benchmarks, rollouts and validation samples all go through :func:`decode`.
 What differs between methods is in the plugs (window, quota, sampler, policy) and in the observers.
+One step: window, forward, proposal, end-of-text gate, selection, cap, stall rule, end-of-text rule,
+write.
 """
 
 from __future__ import annotations

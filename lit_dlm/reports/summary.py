@@ -43,7 +43,7 @@ Columns = Mapping[str, Callable[[MethodSummary], str]]
 
 
 def pass_at_k(num_responses: int, num_right: int, k: int) -> float:
-    """Unbiased estimate of the chance that one of ``k`` responses is right (arXiv:2107.03374)."""
+    """Unbiased chance that one of ``k`` responses is right (arXiv:2107.03374, equation 1)."""
     return 1.0 - math.comb(num_responses - num_right, k) / math.comb(num_responses, k)
 
 
