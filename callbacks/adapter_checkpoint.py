@@ -75,7 +75,9 @@ class AdapterCheckpoint(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         is_due = trainer.max_epochs is None or not 0 <= trainer.max_epochs < self.every_n_epochs
-        is_due = is_due and self._needs_validation and not self._is_measured_apart(trainer)
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        has_score = any(isinstance(one, DiscriminationScore) for one in callbacks)
+        is_due = is_due and self._needs_validation and not (has_score and self.monitor == SCORE)
         if is_due and not _will_validate(trainer):
             raise ValueError(
                 f"AdapterCheckpoint.monitor: expected a run with validation, which logs "
@@ -140,11 +142,6 @@ class AdapterCheckpoint(Callback):
             pl_module.export(self.folder / "last")
             logger.warning("weights before the error: %s", self.folder / "last")
 
-    def _is_measured_apart(self, trainer: Trainer) -> bool:
-        """Whether a callback logs the monitored value on its own schedule."""
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        return self.monitor == SCORE and any(isinstance(c, DiscriminationScore) for c in callbacks)
-
     def _replaced(self, trainer: Trainer) -> list[Path]:
         """Returns what a new run deletes in the folder."""
         if trainer.ckpt_path is not None or trainer.global_step > 0:
@@ -160,8 +157,7 @@ class AdapterCheckpoint(Callback):
     def _is_best(self, trainer: Trainer, number: int) -> bool:
         """Notes the monitored value if this epoch logged it; returns whether it is the best."""
         found = trainer.callback_metrics.get(self.monitor or "", self._measured)
-        is_due = self._was_validated or not self._needs_validation
-        if found is None and is_due and not self._is_measured_apart(trainer):
+        if found is None and (self._was_validated or not self._needs_validation):
             raise ValueError(
                 f"monitor: nothing was logged as {self.monitor!r}, known: "
                 f"{', '.join(sorted(trainer.callback_metrics)) or 'nothing'}"

@@ -1,4 +1,9 @@
-"""Measures during fine-tuning how well a model tells certain from uncertain positions."""
+"""Measures during fine-tuning how well a model tells certain from uncertain positions.
+
+The Trajectory Discrimination Score (TABOM, arXiv:2605.11854) is the population variance of the
+predictive entropies of positions still masked, excluding those after the first end of text already
+written, averaged at every step over the decodes that have at least two such positions.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +14,16 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 
 from lit_dlm.decoding.caches import NoCache
+from lit_dlm.decoding.state import DecodeState, Observer, StepRecord
 from lit_dlm.decoding.stream import DecodePrompt, WorkQueue, decode_stream
-from lit_dlm.modules.discrimination import DiscriminationObserver, score_curve
 from lit_dlm.modules.finetune import TrainableModule
 from lit_dlm.modules.sharding import whole_weights
 from lit_dlm.ops.options import at_least, of_kind
 from lit_dlm.ops.precision import evaluating
-from lit_dlm.ops.sampling import sample_seed
+from lit_dlm.ops.sampling import entropy_variance, sample_seed
 from lit_dlm.reports.plots import plot_steps
 from lit_dlm.reports.results import write_json
 from lit_dlm.vision.base import insert_pictures
@@ -31,24 +37,67 @@ _BATCH_SIZE = 32
 logger = logging.getLogger(__name__)
 
 
+class DiscriminationObserver(Observer):
+    """Sums the variance of entropies over the rows of every step; watches any number of decodes."""
+
+    # Entropies of the whole response, also outside the decoder's window, under the model's own
+    # distribution, whatever the sampler scores.
+    requires: frozenset[str] = frozenset({"raw_entropy", "region"})
+
+    def __init__(self) -> None:
+        self.sums: list[Tensor] = []  # scalar sum of variances of each step
+        self.counts: list[Tensor] = []  # scalar number of rows that were averaged
+
+    def on_start(self, state: DecodeState) -> None:
+        self._step = 0
+
+    def on_step(self, record: StepRecord) -> None:
+        state, entropy = record.state, record.proposal.raw_entropy
+        assert entropy is not None
+        is_end = state.editable & torch.isin(state.ids, state.eos_ids)
+        behind_end = is_end.cumsum(1) > 0
+        variance, counts = entropy_variance(entropy, state.masked & ~behind_end)
+        step, self._step = self._step, self._step + 1
+        if step == len(self.sums):
+            zero = torch.zeros((), dtype=torch.float32, device=variance.device)
+            self.sums.append(zero)
+            self.counts.append(zero.long())
+        self.sums[step] = self.sums[step] + variance.float().sum()
+        self.counts[step] = self.counts[step] + counts.sum()
+
+    def totals(self) -> tuple[Tensor, Tensor]:
+        """``(T,)`` float64 sums and int64 counts, on the CPU."""
+        if not self.sums:
+            return torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.long)
+        return torch.stack(self.sums).double().cpu(), torch.stack(self.counts).cpu()
+
+
+def score_curve(sums: Tensor, counts: Tensor) -> tuple[float, list[float]]:
+    """Returns the mean over all steps that count, and the mean of each step (0 where none counts).
+
+    ``sums`` are ``(T,)`` floating point sums of variances, ``counts`` the ``(T,)`` rows in each.
+    """
+    curve = sums / counts.clamp_min(1)
+    counted = counts > 0
+    score = float(curve[counted].mean()) if bool(counted.any()) else 0.0
+    return score, curve.tolist()
+
+
 class DiscriminationScore(Callback):
     """Scores decodes of some prompts before training, after epochs and in ``validate``.
 
-    The module's first decoder decodes them. The Trajectory Discrimination Score is the variance of
-    the entropies of open positions, see :mod:`lit_dlm.modules.discrimination`. It is logged as
-    ``val/tds``; the curves over the steps go to ``discrimination.json`` and ``discrimination.png``.
+    The module's first decoder decodes them. The score is logged as ``val/tds``; the curves over the
+    steps go to ``discrimination.json`` and ``discrimination.png``.
 
     Args:
         folder: where the two files go.
         num_prompts: prompts to decode, over all processes together (64 in the paper).
-        every_n_epochs: epochs between two measurements.
     """
 
-    def __init__(self, folder: str, *, num_prompts: int = 64, every_n_epochs: int = 1) -> None:
-        at_least(1, num_prompts=num_prompts, every_n_epochs=every_n_epochs)
+    def __init__(self, folder: str, *, num_prompts: int = 64) -> None:
+        at_least(1, num_prompts=num_prompts)
         self.folder = Path(folder)
         self.num_prompts = num_prompts
-        self.every_n_epochs = every_n_epochs
         self.curves: dict[str, list[float]] = {}
         self.scores: dict[str, float] = {}
 
@@ -72,10 +121,9 @@ class DiscriminationScore(Callback):
             self._measure(trainer, pl_module, "start")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if (trainer.current_epoch + 1) % self.every_n_epochs == 0:
-            score = self._measure(trainer, pl_module, f"epoch {trainer.current_epoch}")
-            # Equal on all processes; Lightning warns about values of epochs that are not reduced.
-            pl_module.log(SCORE, score, sync_dist=True)
+        score = self._measure(trainer, pl_module, f"epoch {trainer.current_epoch}")
+        # Equal on all processes; Lightning warns about values of epochs that are not reduced.
+        pl_module.log(SCORE, score, sync_dist=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == TrainerFn.VALIDATING:
@@ -128,7 +176,7 @@ class DiscriminationScore(Callback):
     @staticmethod
     def _totals(
         trainer: Trainer, module: TrainableModule, observer: DiscriminationObserver
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Returns sums and counts over all processes, up to the last step with a count."""
         sums, counts = observer.totals()
         both = torch.stack([sums, counts.double()])
