@@ -188,7 +188,7 @@ class Interruption(Callback):
             is_repeated = _is_rl(trainer) and self._saved == self._began
             self._end_training(trainer, is_repeated=is_repeated)
 
-    def on_rollout_progress(self, text: str, done: int, total: int) -> bool:
+    def on_rollout_progress(self) -> None:
         """Ends a run during rollouts, which are repeated; several processes train a step first."""
         trainer = self._trainer
         assert trainer is not None
@@ -197,7 +197,6 @@ class Interruption(Callback):
             if self._number:
                 self._note_saved(trainer)
                 self._end_training(trainer, is_repeated=False)
-        return False
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._require_folder()

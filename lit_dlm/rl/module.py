@@ -46,11 +46,7 @@ _SECONDS = 10.0
 
 
 class RolloutProgress:
-    """Reports phase, progress and time left to callbacks that show them, else to the log.
-
-    Such a callback has a method ``on_rollout_progress(text, done, total)``, which returns whether
-    it has shown the text.
-    """
+    """Logs phase, progress and time left; calls ``on_rollout_progress()`` of callbacks."""
 
     def __init__(self, trainer: Trainer, step: int) -> None:
         self.trainer = trainer
@@ -65,16 +61,14 @@ class RolloutProgress:
             self._phase, self._began = phase, self._told
         if not self.trainer.is_global_zero:
             return
-        left = (now - self._began) / max(done, 1) * (total - done)
-        minutes, seconds = divmod(round(left), 60)
-        text = f"RL step {self.step}: {phase} {done}/{total}, {minutes}:{seconds:02d} left"
-        shown = [
-            taker(text, done, total)
-            for callback in self.trainer.callbacks  # type: ignore[attr-defined]
-            if callable(taker := getattr(callback, "on_rollout_progress", None))
-        ]
-        if not any(shown) and now - self._told >= _SECONDS:
-            logger.info(text)
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if callable(taker := getattr(callback, "on_rollout_progress", None)):
+                taker()
+        if now - self._told >= _SECONDS:
+            left = (now - self._began) / max(done, 1) * (total - done)
+            minutes, seconds = divmod(round(left), 60)
+            told = "RL step %d: %s %d/%d, %d:%02d left"
+            logger.info(told, self.step, phase, done, total, minutes, seconds)
             self._told = now
         if done >= total:
             self._told = now
