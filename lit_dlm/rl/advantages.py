@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -92,15 +91,6 @@ def outcome_rewards(totals: Tensor, steps: Tensor, members: Tensor) -> Tensor:
     return torch.where(members & (steps == last), totals[:, None], 0.0)
 
 
-class StepEstimates(NamedTuple):
-    """What the value model and the policy are trained on."""
-
-    returns: Tensor
-    """``(B, G)``: target of each token's value."""
-    advantages: Tensor
-    """``(B, G)``: advantage of each token."""
-
-
 @dataclass(frozen=True)
 class StepGAE:
     """Generalised advantage estimation over the steps of a decode.
@@ -120,8 +110,8 @@ class StepGAE:
 
     def compute(
         self, rewards: Tensor, values: Tensor, steps: Tensor, members: Tensor
-    ) -> StepEstimates:
-        """Computes the return and the advantage of every token.
+    ) -> tuple[Tensor, Tensor]:
+        """Computes the return (the target of its value) and the advantage of every token.
 
         Args:
             rewards: ``(B, G)`` floating point, reward of each token.
@@ -130,7 +120,7 @@ class StepGAE:
             members: ``(B, G)`` bool, cells that are trained; the others enter no mean.
 
         Returns:
-            In the dtype of ``values``, 0 outside the members.
+            ``(B, G)`` each, in the dtype of ``values``, 0 outside the members.
         """
         rewards, B = rewards.to(values.dtype), len(members)
         number = step_groups(steps, members)  # (B, G) from 0 in each row
@@ -160,6 +150,4 @@ class StepGAE:
         advantages = (
             rewards - values + self.gamma * next_value + self.gamma * self.lam * next_advantage
         )
-        return StepEstimates(
-            torch.where(members, returns, 0.0), torch.where(members, advantages, 0.0)
-        )
+        return torch.where(members, returns, 0.0), torch.where(members, advantages, 0.0)

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -68,20 +69,10 @@ class Ranks:
 
     def gather(self, data: bytes) -> list[bytes]:
         """Returns the bytes of every process, possibly none, by rank; all must call it."""
-        if self.world_size == 1:
-            return [data]
-        size = torch.tensor([len(data)], device=self.device)
-        sizes = [torch.zeros_like(size) for _ in range(self.world_size)]
-        torch.distributed.all_gather(sizes, size)
-        lengths = [int(one) for one in sizes]
-        # Buffers of one length: collectives need equal shapes.
-        own = torch.zeros(max(*lengths, 1), dtype=torch.uint8, device=self.device)
-        if data:
-            own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        buffers = [torch.empty_like(own) for _ in lengths]
-        torch.distributed.all_gather(buffers, own)
-        pairs = zip(buffers, lengths, strict=True)
-        return [buffer[:length].cpu().numpy().tobytes() for buffer, length in pairs]
+        found = [data] * self.world_size
+        if self.world_size > 1:
+            torch.distributed.all_gather_object(found, data)
+        return found
 
 
 ALONE = Ranks()
@@ -240,14 +231,10 @@ class RolloutEngine:
                 is_overlong=length + bool(self.overlong_margin)  # the end of text counts
                 >= self.response_length - self.overlong_margin,
                 num_tokens=min(length + 1, self.response_length),  # the end of text included
-                decode=self._text,
+                decode=partial(self.module.tokenizer.decode, skip_special_tokens=True),
             )
             for prompt, record, text, length in zip(prompts, records, texts, lengths, strict=True)
         ]
-
-    def _text(self, ids: Sequence[int]) -> str:
-        """Returns the text of response tokens, made as completions are."""
-        return str(self.module.tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
 class SampledLogProb(QueueObserver):
@@ -490,7 +477,7 @@ class OnlineRollouts:
 def gathered(records: Sequence[Trajectory], ranks: Ranks) -> list[Trajectory]:
     """Returns the records of all processes, in no order; every process must call it.
 
-    They are sent in the format of shards: compact, checked, and without pickles.
+    They are sent in the format of shards, compact and checked.
     """
     if ranks.world_size == 1:
         return list(records)

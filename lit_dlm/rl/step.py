@@ -323,14 +323,12 @@ def _along_steps(
             paid = torch.tensor(given, dtype=torch.float32)
             rewards[number, : len(given)] += paid * members[number, : len(given)]
     known = torch.zeros_like(rewards) if values is None else values
-    found = gae.compute(rewards, known, steps, members)
+    returns, advantages = gae.compute(rewards, known, steps, members)
     if value is not None and not value.needs_whole_trace(policy.corruption):
         # Only the items' own states have values.
         members = torch.zeros_like(members)
         members[items.record, items.cell] = True
-    return Estimates(
-        advantages=found.advantages, returns=found.returns, values=values, members=members
-    )
+    return Estimates(advantages=advantages, returns=returns, values=values, members=members)
 
 
 @torch.no_grad()
