@@ -52,10 +52,7 @@ class DPOModule(FinetuneModule):
         self, batch: SupervisedBatch, states: NoisyStates, stats: TokenStats
     ) -> LossTerms:
         with torch.no_grad(), self.backbone.using_adapter(None):
-            rows = lay_out(batch, states, self.backbone.spec)
-            reference = self.backbone.score_tokens(
-                rows.ids, rows.targets, rows.rows, **rows.context()
-            )
+            reference = self.score_rows(lay_out(batch, states, self.backbone.spec))
         assert states.coefficient is not None
         row, _ = states.supervised.nonzero(as_tuple=True)
         difference = reference.ce - stats.ce  # of log-probabilities, policy less reference
