@@ -216,12 +216,9 @@ def describe_stream(batch: Any) -> str:
 
 
 def describe_fit(trainer: Trainer, num_batches: int, began: tuple[float, float]) -> str:
-    """Returns the progress and the remaining time of ``fit``.
+    """Returns the progress and the remaining time of ``fit``, ``num_batches`` into an epoch.
 
-    Args:
-        trainer: the running trainer.
-        num_batches: batches done in this epoch.
-        began: when this run began, and the share done then.
+    ``began``: when this run began, and the share done then.
     """
     text = f"Epoch {trainer.current_epoch + 1}"
     if (trainer.max_epochs or -1) > 0:

@@ -91,9 +91,6 @@ class RecordedPairs(Decodes):
     methods: list[str] | None = None
     tasks: list[str] | None = None
 
-    def __post_init__(self) -> None:
-        self.only_correct = False
-
     def examples(self, model: ModelFacts) -> Iterator[SupervisedExample]:
         shards = Path(self.shards)
         records = {one.uid: one for one in TrajectoryShardReader(shards, features=False)}

@@ -276,11 +276,7 @@ class ResumableDataModule(LightningDataModule):
     ) -> ResumableLoader:
         """Returns a loader of shuffled batches, from the current point of training on.
 
-        Args:
-            make: makes a collated batch.
-            blocks: ``(N,)`` block of each example.
-            numbers: ``(N,)`` number of each example.
-            options: options of :class:`EpochPlan`.
+        ``blocks`` and ``numbers`` are ``(N,)``, ``options`` those of :class:`EpochPlan`.
         """
         trainer = self.trainer
         accumulate = 1 if trainer is None else trainer.accumulate_grad_batches
@@ -330,11 +326,7 @@ def set_accumulation(
 ) -> None:
     """Sets ``accumulate_grad_batches`` so that an update has a given number of rows, and logs it.
 
-    Args:
-        trainer: knows the number of processes.
-        rows_per_update: rows of all processes; ``None`` leaves the trainer's own setting.
-        batch_size: items in a batch of one process.
-        packing: rows in each item.
+    A batch of one process has ``batch_size`` items of ``packing`` rows each.
     """
     together = batch_size * packing * trainer.world_size
     if rows_per_update is not None:

@@ -210,7 +210,7 @@ def _prompt(
 class Decodes(SupervisedSource):
     """Base of sources that filter recorded decodes and make examples of them."""
 
-    only_correct: bool
+    only_correct: bool = False
     methods: list[str] | None
     tasks: list[str] | None = None
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 
@@ -30,7 +30,16 @@ _POSITIONS_PER_STATE = 16
 
 
 class AutoencoderModule(CheckedModule):
-    """Trains encoders and decoders of hidden snapshots; exports the best encoders."""
+    """Trains encoders and decoders of hidden snapshots; exports the best encoders.
+
+    Args:
+        hidden_rank: features kept of each snapshot.
+        delta_rank: features kept of each difference of neighbouring snapshots.
+        dropout: dropout of the codes in training.
+        seed: seed of the positions and of dropout.
+        export_dir: where the projector folder is written at the end; ``projector`` inside the
+            trainer's root directory by default.
+    """
 
     def __init__(
         self,
@@ -40,21 +49,9 @@ class AutoencoderModule(CheckedModule):
         delta_rank: int = 32,
         dropout: float = 0.1,
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-3),
-        lr_scheduler: LRSchedulerCallable | None = None,
         seed: int = 0,
         export_dir: str | None = None,
     ) -> None:
-        """Sets up training.
-
-        Args:
-            hidden_rank: features kept of each snapshot.
-            delta_rank: features kept of each difference of neighbouring snapshots.
-            dropout: dropout of the codes in training.
-            lr_scheduler: constructor of a schedule, stepped every optimiser step.
-            seed: seed of the positions and of dropout.
-            export_dir: where the projector folder is written at the end; ``projector`` inside the
-                trainer's root directory by default.
-        """
         super().__init__()
         self.backbone = backbone
         if isinstance(backbone, torch.nn.Module):
@@ -67,7 +64,6 @@ class AutoencoderModule(CheckedModule):
         )
         self.autoencoder = Autoencoder(config, dropout=dropout)
         self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
         self.seed = seed
         self.export_dir = None if export_dir is None else Path(export_dir)
 
@@ -100,11 +96,7 @@ class AutoencoderModule(CheckedModule):
         return loss
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = self.optimizer(self.autoencoder.parameters())
-        if self.lr_scheduler is None:
-            return optimizer
-        schedule: dict[str, Any] = {"scheduler": self.lr_scheduler(optimizer), "interval": "step"}
-        return {"optimizer": optimizer, "lr_scheduler": schedule}  # type: ignore[return-value]
+        return self.optimizer(self.autoencoder.parameters())
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         drop_backbone(checkpoint)

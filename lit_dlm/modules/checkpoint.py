@@ -72,12 +72,8 @@ def adapter_settings(module: nn.Module, *, trained_only: bool = False) -> dict[s
 
 
 def require_own_checkpoint(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-    """Refuses a checkpoint of another model.
-
-    Args:
-        checkpoint: the checkpoint as Lightning read it. Under FSDP2 it has no ``state_dict``: the
-            weights are already loaded, and missing ones were refused.
-    """
+    """Refuses a checkpoint of another model."""
+    # Under FSDP2 the weights are already loaded, and missing ones were refused.
     if "state_dict" in checkpoint:
         found = set(checkpoint["state_dict"])
         trained = {name for name, value in module.named_parameters() if value.requires_grad}
@@ -135,9 +131,7 @@ def copy_tokenizer(tokenizer: str, folder: Path) -> None:
 def export_trained(backbone: HFBackbone, tokenizer: str, folder: Path, *, write: bool) -> None:
     """Writes what was trained: the adapter if there is one, otherwise model and tokenizer.
 
-    Args:
-        write: whether this process copies the tokenizer. With sharded weights every process must
-            call this.
+    Every process must call it, and one of them copies the tokenizer (``write``).
     """
     if backbone.adapter is not None:
         backbone.save_adapter(folder)

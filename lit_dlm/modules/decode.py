@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Any, Literal
 
@@ -69,27 +69,23 @@ def default_batch(response_length: int) -> int:
     return max(8192 // response_length, 1)
 
 
+@dataclass(eq=False)
 class PromptStream(IterableDataset["PromptStream"]):
     """Prompts of one task for one decoding method, taken by each process when it has room.
 
     As a data set it yields itself, once for each batch of results.
     """
 
-    def __init__(
-        self,
-        examples: Sequence[PromptExample],
-        encode: Callable[[PromptExample], list[int]],
-        *,
-        method: str,
-        response_length: int,
-        batch_size: int,
-    ) -> None:
+    examples: Sequence[PromptExample]
+    encode: Callable[[PromptExample], list[int]]
+    _: KW_ONLY
+    method: str
+    response_length: int
+    batch_size: int
+
+    def __post_init__(self) -> None:
         # Longest prompts first: the canvas shrinks with them, and short ones end the work.
-        self.examples = sorted(examples, key=lambda example: -len(example.text))
-        self.encode = encode
-        self.method = method
-        self.response_length = response_length
-        self.batch_size = batch_size
+        self.examples = sorted(self.examples, key=lambda example: -len(example.text))
         self.queue = WorkQueue(len(self.examples), shared=True)
         self.decoded: Iterator[DecodedBatch] | None = None  # finished responses, set by the module
         self.is_done = False  # whether this process has returned its last batch
@@ -146,7 +142,7 @@ class StepReports(QueueObserver):
     requires: frozenset[str] = frozenset()
 
     def __init__(self, trainer: Trainer, stream: PromptStream, number: int) -> None:
-        """``number`` is the index of the stream among all streams of the run."""
+        # ``number`` is the index of the stream among all streams of the run.
         self._trainer, self._stream, self._number = trainer, stream, number
         self._num_rows = len(stream.examples) / stream.queue.num_processes
         self._num_begun = 0
@@ -185,9 +181,7 @@ def encoded_turns(
 ) -> list[int]:
     """Returns token ids of a chat up to where the model answers; the last turn is the user's.
 
-    Args:
-        pictures: pictures in the order of their marks in the text; the backbone numbers them.
-        uid: sample that errors name.
+    ``pictures`` are in the order of their marks in the text; the backbone numbers them.
     """
 
     def render(content: str) -> str:
@@ -235,7 +229,14 @@ class CheckedModule(LightningModule):
     """Base seed."""
 
     def setup(self, stage: str) -> None:
-        check_precision(self.trainer)
+        # Other "true" precisions set torch's default dtype and cast every module: heads and their
+        # optimisers would be rounded along with the decoder.
+        precision = str(self.trainer.precision)
+        if precision.endswith("-true") and precision != "32-true":
+            raise ValueError(
+                f"trainer.precision: expected 32-true, bf16-mixed or 16-mixed, got {precision}; "
+                "decoders have a dtype of their own (backbone: dtype: bfloat16)"
+            )
         use_own_files(self.trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -456,17 +457,3 @@ class DecodeModule(CheckedModule):
         is_given = torch.from_numpy(np.stack(given)).bool()
         cells = text_cells(tokens, self.backbone.spec.eos_ids, is_given).sum(1)
         return self.detokenizer(tokens, is_given).texts, cells.tolist()
-
-
-def check_precision(trainer: Trainer) -> None:
-    """Refuses "true" precisions other than 32 bits.
-
-    They set torch's default dtype and cast every module: heads and their optimisers would be
-    rounded along with the decoder, whose dtype is a setting of its own.
-    """
-    precision = str(trainer.precision)
-    if precision.endswith("-true") and precision != "32-true":
-        raise ValueError(
-            f"trainer.precision: expected 32-true, bf16-mixed or 16-mixed, got {precision}; "
-            "decoders have a dtype of their own (backbone: dtype: bfloat16)"
-        )

@@ -36,8 +36,6 @@ from lit_dlm.ops.schedules import warmup_cosine
 from lit_dlm.plugs import checked_plug
 from lit_dlm.trajectories.capture import TrajectoryCapture
 
-LossNorm = Literal["local", "global"]
-
 _VALIDATION_SEED = 1_000_003
 """Added to the seed for the fixed noise of validation."""
 
@@ -97,8 +95,7 @@ class TrainableModule(DecodeModule):
     ) -> None:
         """Stops all processes when the loss of one is not finite, before any weight has changed.
 
-        Args:
-            blamed: returns samples to name, called on failure only; by default all of the batch.
+        On failure ``blamed`` returns the samples to name; by default it is all of the batch.
         """
         is_finite = torch.isfinite(loss.detach())
         require_finite(
@@ -167,7 +164,7 @@ class FinetuneModule(TrainableModule):
         self,
         backbone: HFBackbone,
         *,
-        loss_norm: LossNorm = "local",
+        loss_norm: Literal["local", "global"] = "local",
         lr_floor: float = 0.0,
         **common: Any,
     ) -> None:
@@ -187,10 +184,7 @@ class FinetuneModule(TrainableModule):
         """Returns the loss of scored states; here it is the cross-entropy.
 
         Ids that the model may not produce (the mask) have probability 0 in it: no answer contains
-        them, and decoding never proposes them.
-
-        Args:
-            stats: scores of the states' targets, state by state.
+        them, and decoding never proposes them. ``stats`` scores the targets, state by state.
         """
         weight = states.weight[states.supervised].to(stats.ce.dtype)
         summed, units = (stats.ce * weight).sum(), states.num_units()

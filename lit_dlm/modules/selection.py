@@ -48,12 +48,8 @@ def step_candidates(
 ) -> tuple[Tensor, Tensor]:
     """Returns what a decode could commit in each state, and what its policy would see.
 
-    Args:
-        proposals: ``(B, L)`` int64 proposed tokens; outside the response, the tokens of the canvas.
-        selection: window and gate.
-
-    Returns:
-        ``(B, L)`` bool candidates (after window and gate) and ``(B, L)`` bool visible columns.
+    That is ``(B, L)`` bool each, candidates being those after window and gate. ``proposals`` are
+    ``(B, L)`` int64; outside the response they are the tokens of the canvas.
     """
     columns = torch.arange(batch.ids.shape[1], device=batch.ids.device)
     in_response = (columns >= batch.start) & batch.pad_mask

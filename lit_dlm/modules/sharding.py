@@ -158,10 +158,8 @@ def shard_trained(module: nn.Module, mesh: DeviceMesh, *, precision: str = "32-t
     """Shards every child of a module that has something to train; a second call does nothing.
 
     Adapters must be in place. With ``precision`` ``bf16-mixed``, decoders compute with bfloat16
-    copies of their shards and sum gradients in float32; heads are left to autocast.
-
-    Args:
-        mesh: the data-parallel processes; with replicas in two dimensions, replicas and shards.
+    copies of their shards and sum gradients in float32; heads are left to autocast. ``mesh`` has
+    the data-parallel processes; with replicas in two dimensions, replicas and shards.
     """
     trained = [child for child in module.children() if _is_trained(child.parameters())]
     if not trained or _is_trained(module.parameters(recurse=False)):

@@ -73,13 +73,10 @@ def collate_states(
     is_real: Sequence[bool] | None = None,
     features: Sequence[tuple[NDArray[np.floating], NDArray[np.int32]]] | None = None,
 ) -> StateBatch:
-    """Pads states to one canvas, on the CPU.
+    """Pads ``(G,)`` response canvases to one canvas, on the CPU.
 
-    Args:
-        traces: at least one; all with the same mask id.
-        states: ``(G,)`` response canvas of each.
-        is_real: ``False`` for copies that only fill the batch; all are real by default.
-        features: stored ``(R, F)`` features and ``(R,)`` proposals of each, all of one layout.
+    ``is_real`` is ``False`` for copies that only fill the batch. ``features`` are the stored
+    ``(R, F)`` features and ``(R,)`` proposals of each trace, all of one layout.
     """
     mask_ids = {trace.mask_id for trace in traces}
     if len(mask_ids) > 1:
@@ -148,12 +145,7 @@ def state_snapshots(
     hidden_layers: Sequence[int] = (-3, -2, -1),
     with_prompt: bool = False,
 ) -> Tensor:
-    """``(N, H, D)`` hidden snapshots at the response positions of all states, row by row.
-
-    Args:
-        batch: states, on the backbone's device.
-        with_prompt: whether to include prompt positions.
-    """
+    """``(N, H, D)`` hidden snapshots at the response positions of all states, row by row."""
     # Only hidden states are wanted: at least one column has to go through the head.
     column = torch.full_like(batch.ids[:, :1], batch.start)
     denoised = backbone.denoise(

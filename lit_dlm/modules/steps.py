@@ -26,12 +26,8 @@ def require_finite(
 ) -> None:
     """Raises in every process when one of them has met a number that is not finite.
 
-    Costs the reduction of one number, and one wait of the host for the device.
-
-    Args:
-        is_finite: scalar bool of this process.
-        blamed: returns the uids of this process's samples that the message should name, possibly
-            none; called on failure only.
+    Costs the reduction of one number, and one wait of the host for the device. On failure
+    ``blamed`` returns the uids of this process's samples that the message should name.
     """
     world_size = 1 if trainer is None else trainer.world_size
     bad = (~is_finite).float()
@@ -60,9 +56,6 @@ def require_finite_gradients(module: LightningModule, uids: Sequence[str] = ()) 
     """Stops all processes before an optimiser step that would make weights not finite.
 
     Clipping would spread one gradient that is not finite to all weights.
-
-    Args:
-        uids: samples of the step, where they are known.
     """
     if getattr(module.trainer.precision_plugin, "scaler", None) is not None:
         return  # float16 precision searches for a loss scale and skips such steps itself

@@ -148,13 +148,10 @@ def collate_supervised(
     spec: BackboneSpec,
     num_padding: int | None = None,
 ) -> SupervisedBatch:
-    """Left-pads prompts and fills responses, on the CPU.
+    """Left-pads prompts and fills responses, on the CPU; rejected responses have the next row.
 
-    Args:
-        examples: at least one; the rejected response of a pair has the next row.
-        response_length: most cells of a response; with a block model, blocks after those of the
-            last targets are cut off, which changes no prediction.
-        num_padding: cells of fill after an answer that may be targets; ``None`` for all.
+    With a block model, blocks after those of the last targets are cut off, which changes no
+    prediction: ``num_padding`` cells of fill after an answer may be targets, all with ``None``.
     """
     examples = [row for example in examples for row in example.rows()]
     longest = max(examples, key=lambda example: len(example.response_ids))
@@ -226,13 +223,9 @@ def _filled(
 def responses_of(
     batch: SupervisedBatch, spec: BackboneSpec, *, seed: int, num_padding: int | None
 ) -> Responses:
-    """Returns what a corruption sees of a batch.
+    """Returns what a corruption sees of a batch; a cell that holds a mask is never a target.
 
-    Args:
-        spec: attention layout, and the mask id: a cell that holds it is never a target.
-        seed: base seed of the noise.
-        num_padding: cells of fill after the answer that may be targets, counted from the end of its
-            ``answer_length``; ``None`` for all.
+    ``num_padding`` cells of fill after the ``answer_length`` may be targets, all with ``None``.
     """
     tokens = batch.ids[:, batch.start :]
     columns = torch.arange(tokens.shape[1], device=tokens.device)
@@ -300,15 +293,9 @@ def lay_out(
 
     Full attention sees the canvas of each state. A block model gets the clean canvas and a noisy
     copy of the response in one row, so that all its blocks are learnt in one forward
-    (:class:`~lit_dlm.ops.masking.TwoCopyLayout`). Causal states keep the clean canvas under a
-    causal mask.
-
-    Args:
-        item: ``(R,)`` int64 ascending: with a block model, states of the same number share a row,
-            with a noisy copy for each. By default each state has a row of its own.
-
-    Returns:
-        The rows: ``R`` of them, or one for each item.
+    (:class:`~lit_dlm.ops.masking.TwoCopyLayout`); states with the same number in ``item``, ``(R,)``
+    int64 ascending, share a row, with a noisy copy for each. Causal states keep the clean canvas
+    under a causal mask.
     """
     clean = batch.ids[states.sample]  # (R, L)
     pad_mask = None if batch.pad_mask is None else batch.pad_mask[states.sample]
@@ -357,10 +344,7 @@ def _two_copies(
     """Rows of a block model: the clean canvas, then noisy copies of the response.
 
     Noisy cells see the clean blocks before their own, so one row holds the states of all blocks.
-
-    Args:
-        canvas: canvas of each state; its mask is the padding mask.
-        hidden: ``(R, L)`` bool cells that each state hides.
+    ``canvas`` has a row for each state and a padding mask, ``hidden`` is ``(R, L)`` bool.
     """
     assert spec.block_size is not None
     clean, positions, pad_mask = canvas.ids, canvas.position_ids, canvas.mask

@@ -346,11 +346,9 @@ class TraceLockModule(DecodeModule):
                 self.export(by, monitor=monitor)
 
     def export(self, folder: str | Path, *, monitor: str | None = None) -> None:
-        """Writes the policy folder.
+        """Writes the policy folder: the best checkpoint by ``monitor`` (or ``export_monitor``).
 
-        Args:
-            monitor: the score whose best checkpoint is taken, ``export_monitor`` by default; if no
-                checkpoint monitors it, the present weights are taken.
+        If no checkpoint monitors it, the present weights are taken.
         """
         scorer, monitor = self.scorer, monitor or self.export_monitor
         facts: dict[str, Any] = {"seed": self.seed, "global_step": int(self.global_step)}

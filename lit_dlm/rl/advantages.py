@@ -77,15 +77,9 @@ class RawReward(Advantage):
 
 
 def outcome_rewards(totals: Tensor, steps: Tensor, members: Tensor) -> Tensor:
-    """Puts the reward of a response on every token that its last step wrote.
+    """Puts the ``(B,)`` rewards of responses on every token that the last step wrote.
 
-    Args:
-        totals: ``(B,)`` floating point.
-        steps: ``(B, G)`` int64 number of the step that wrote each cell.
-        members: ``(B, G)`` bool, cells that are trained.
-
-    Returns:
-        ``(B, G)`` in the dtype of ``totals``, 0 on all other cells.
+    ``steps`` are ``(B, G)`` int64, ``members`` bool: cells that are trained. Returns ``(B, G)``.
     """
     last = torch.where(members, steps, -1).amax(1, keepdim=True)
     return torch.where(members & (steps == last), totals[:, None], 0.0)
@@ -113,14 +107,13 @@ class StepGAE:
     ) -> tuple[Tensor, Tensor]:
         """Computes the return (the target of its value) and the advantage of every token.
 
-        Args:
-            rewards: ``(B, G)`` floating point, reward of each token.
-            values: ``(B, G)`` floating point, value of each token just before it was written.
-            steps: ``(B, G)`` int64 numbers of steps; only their order within a row matters.
-            members: ``(B, G)`` bool, cells that are trained; the others enter no mean.
+        All are ``(B, G)``; the results have the dtype of ``values``, and are 0 outside the members.
 
-        Returns:
-            ``(B, G)`` each, in the dtype of ``values``, 0 outside the members.
+        Args:
+            rewards: of each token.
+            values: of each token just before it was written.
+            steps: int64 numbers of steps; only their order within a row matters.
+            members: bool, cells that are trained; the others enter no mean.
         """
         rewards, B = rewards.to(values.dtype), len(members)
         number = step_groups(steps, members)  # (B, G) from 0 in each row

@@ -116,9 +116,8 @@ class ClippedPolicyLoss(PolicyLoss):
     ) -> LossTerms:
         """Adds up the policy term and the divergence from ``reference`` or the old policy.
 
-        Returns:
-            ``total``; in ``parts`` ``policy`` and, over the units with weight, ``ratio`` (mean),
-            ``clip_fraction`` (share whose gradient is cut) and ``kl`` (nats per unit).
+        In ``parts`` are ``policy`` and, over the units with weight, ``ratio`` (mean),
+        ``clip_fraction`` (share whose gradient is cut) and ``kl`` (nats per unit).
         """
         counted = weight > 0
         # Units without weight may hold anything; they must not produce 0 * inf.

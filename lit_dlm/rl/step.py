@@ -378,12 +378,8 @@ def shard_items(
     each. Items of smaller updates weigh more, so that every update is the mean over the rows of its
     own items; a batch that gets no item holds a copy of one with weight 0.
 
-    Args:
-        sizes: for each pass, the rows that each item counts for (:attr:`Items.size`); the items of
-            a pass are numbered after those of the passes before it.
-        batch_size: items per batch and process, however many rows they are.
-        accumulate: batches per update; the last update has only as many as it needs.
-        rank, world_size, seed: the shuffles follow from the seed, the same on all processes.
+    ``sizes`` are, for each pass, the rows that each item counts for (:attr:`Items.size`); the items
+    of a pass are numbered after those of the passes before it.
     """
     generator = np.random.default_rng(list(seed))
     slots = batch_size * accumulate * world_size
@@ -423,12 +419,9 @@ def fill_old_scores(
 ) -> Tensor:
     """Scores the batches of this process before the first update.
 
-    The batches are those of training, so that the first ratio is exactly 1. This also measures how
-    far the sampler's probabilities are from those of the training forward.
-
-    Returns:
-        ``(3,)`` float64 sums over this process's tokens: absolute and signed difference of
-        log-probabilities (sampler less training, the estimated divergence), and tokens compared.
+    The batches are those of training, so that the first ratio is exactly 1. Returns ``(3,)`` float64
+    sums over this process's tokens: absolute and signed difference of log-probabilities (sampler
+    less training forward, the estimated divergence), and tokens compared.
     """
     sampled = items.sampled_log_prob()
     M = len(items.weight)

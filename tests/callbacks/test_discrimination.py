@@ -95,7 +95,7 @@ def test_the_callback_measures_before_training_and_after_every_epoch(
 def test_the_best_adapter_is_picked_by_the_score_of_its_own_epoch(
     tmp_path: Path, is_first: bool, val_fraction: float
 ) -> None:
-    """Wherever the callback stands, and beside what the module itself logs in validation, if any."""
+    """Wherever the callback stands, beside what the module logs in validation, if any."""
     score = DiscriminationScore(str(tmp_path / "tds"), num_prompts=4)
     best = AdapterCheckpoint(str(tmp_path / "a"), monitor="val/tds", mode="max")
     optimizer = partial(torch.optim.AdamW, lr=0.05)
