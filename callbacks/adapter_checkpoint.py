@@ -18,8 +18,7 @@ from lit_dlm.modules.steps import NonFiniteError
 from lit_dlm.ops.options import at_least, of_kind
 from lit_dlm.reports.results import write_json
 
-_UNFINISHED = ".unfinished"
-"""File that exists in the folder while a run writes there."""
+_UNFINISHED = ".unfinished"  # file that exists in the folder while a run writes there
 
 logger = logging.getLogger(__name__)
 

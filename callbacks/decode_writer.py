@@ -33,8 +33,7 @@ from lit_dlm.vision.pictures import picture_from_text
 
 logger = logging.getLogger(__name__)
 
-_NUM_KEPT = 10_000
-"""Number of verdicts kept for equal completions of other methods."""
+_NUM_KEPT = 10_000  # number of verdicts kept for equal completions of other methods
 
 
 class GradingQueue:
@@ -50,8 +49,7 @@ class GradingQueue:
 
     def __init__(self, tasks: Mapping[str, Task], *, num_workers: int = 1) -> None:
         at_least(1, num_workers=num_workers)
-        self.isolation = require_code_execution(tasks.values())
-        """What model-written code runs in."""
+        self.isolation = require_code_execution(tasks.values())  # what model-written code runs in
         self.tasks = tasks
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="grading")
         self._verdicts: OrderedDict[tuple[str, bytes], Future[Verdict]] = OrderedDict()

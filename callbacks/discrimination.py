@@ -28,11 +28,9 @@ from lit_dlm.reports.plots import plot_steps
 from lit_dlm.reports.results import write_json
 from lit_dlm.vision.base import insert_pictures
 
-SCORE = "val/tds"
-"""Name under which the score is logged."""
+SCORE = "val/tds"  # name under which the score is logged
 
-_BATCH_SIZE = 32
-"""Prompts decoded together."""
+_BATCH_SIZE = 32  # prompts decoded together
 
 logger = logging.getLogger(__name__)
 

@@ -26,8 +26,7 @@ logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
-_PATIENCE = 3.0
-"""Seconds after which a second signal ends the run at once."""
+_PATIENCE = 3.0  # seconds after which a second signal ends the run at once
 _PR_SET_PDEATHSIG = 1
 
 

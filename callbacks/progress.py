@@ -18,8 +18,7 @@ from lit_dlm.modules.decode import PromptStream
 logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_LINES = 30.0
-_SECONDS_BETWEEN_VALUES = 0.5
-"""Reading values waits for the device."""
+_SECONDS_BETWEEN_VALUES = 0.5  # reading values waits for the device
 _SHOWN = re.compile(r"(train|rollout|val)/(loss|nelbo|reward|correct|accuracy)")
 """Names of logged values that show how training goes; ``time/reward``, in seconds, does not."""
 

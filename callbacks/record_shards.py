@@ -66,8 +66,7 @@ class RecordShards:
                 logger.warning("%s: deleted %d records, to be made anew", self.folder, dropped)
             logger.info("Trajectories go to %s", self.folder)
         trainer.strategy.barrier("shards_recovered")
-        self.held = completed_uids(self.folder)
-        """Uids that the folder held when this run began."""
+        self.held = completed_uids(self.folder)  # uids that the folder held when this run began
         budget = None
         if max_gigabytes is not None:
             size = sum(path.stat().st_size for path in self.folder.glob("*.tar"))

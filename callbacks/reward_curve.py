@@ -17,8 +17,7 @@ from lit_dlm.rl.module import TraceRLModule
 
 logger = logging.getLogger(__name__)
 
-_DRAW_SECONDS = 30.0
-"""Least time between two drawings of the plot, which is also drawn at the end."""
+_DRAW_SECONDS = 30.0  # least time between two drawings of the plot, which is also drawn at the end
 
 
 class RewardCurve(Callback):

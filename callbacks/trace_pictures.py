@@ -38,8 +38,7 @@ SUFFIXES: dict[str, str] = {
 
 
 _NUM_SAMPLES = 2
-_CELLS = 32
-"""Response length for prompts, where the data module does not define one."""
+_CELLS = 32  # response length for prompts, where the data module does not define one
 
 
 class TracePictures(Callback):

@@ -29,15 +29,13 @@ from lit_dlm.toy.generated import DrillSource, TrainingSource
 POOL_STEPS = 8
 """Batches whose problems are drawn together and sorted by prompt length, to save padding."""
 
-DRILL_EVERY = 5
-"""One in this many steps has drills, throughout the run."""
+DRILL_EVERY = 5  # one in this many steps has drills, throughout the run
 
 RESULT_HIDE_CHANCE, OTHER_HIDE_CHANCE = 0.8, 0.1
 """Probability that a drill hides a token of a result, and any other token."""
 
 
-SUFFIX_SHARE = 0.25
-"""Share of rows that hide a suffix instead of uniform cells."""
+SUFFIX_SHARE = 0.25  # share of rows that hide a suffix instead of uniform cells
 
 
 @dataclass(eq=False, kw_only=True)

@@ -19,19 +19,15 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 logger = logging.getLogger(__name__)
 
-_LENGTH_GROUP = 50
-"""Number of batches whose examples are sorted by length together."""
+_LENGTH_GROUP = 50  # number of batches whose examples are sorted by length together
 
 
 class ExampleRef(NamedTuple):
     """One slot of a batch."""
 
-    number: int
-    """Number of the example."""
-    epoch: int
-    """Pass over the data; examples with a random part differ from pass to pass."""
-    is_real: bool = True
-    """``False`` on a copy that only fills a batch."""
+    number: int  # number of the example
+    epoch: int  # pass over the data; examples with a random part differ from pass to pass
+    is_real: bool = True  # ``False`` on a copy that only fills a batch
 
 
 class Plan(DistributedSampler[list[ExampleRef]]):
@@ -53,23 +49,18 @@ class EpochPlan(Plan):
     by node and worker: each block is read once a pass.
     """
 
-    blocks: NDArray[np.integer]
-    """``(N,)`` block number of every example."""
+    blocks: NDArray[np.integer]  # ``(N,)`` block number of every example
     _: KW_ONLY
-    batch_size: int
-    """Examples per batch and rank."""
+    batch_size: int  # examples per batch and rank
     seed: int
-    numbers: NDArray[np.integer]
-    """``(N,)`` number of every example in its dataset."""
+    numbers: NDArray[np.integer]  # ``(N,)`` number of every example in its dataset
     rank: int = 0
     world_size: int = 1
-    accumulate: int = 1
-    """Batches of each rank that make an update."""
+    accumulate: int = 1  # batches of each rank that make an update
     readers: int = 0
     """Processes of each rank that take its batches in turn and read blocks of their own; 0 if it
     does not matter who reads what."""
-    blocks_per_group: int = 64
-    """Blocks whose examples are mixed."""
+    blocks_per_group: int = 64  # blocks whose examples are mixed
     lengths: NDArray[np.integer] | None = None
     """``(N,)`` length of every example, to put similar ones into one batch; by default lengths are
     mixed at random."""

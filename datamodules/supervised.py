@@ -283,8 +283,7 @@ def check_pairs(examples: Sequence[SupervisedExample], module: FinetuneModule) -
             )
 
 
-_ROWS = 256
-"""Number of examples checked together."""
+_ROWS = 256  # number of examples checked together
 
 
 def check_decodes(

@@ -32,8 +32,7 @@ from lit_dlm.vision.base import add_picture_folders, find_pictures
 
 Source = Literal["features", "tokens"]
 
-_BLOCKS_PER_GROUP = 64
-"""Stored blocks whose examples are mixed, at most."""
+_BLOCKS_PER_GROUP = 64  # stored blocks whose examples are mixed, at most
 _GROUP_BYTES = 2**30
 """Most bytes of a group's stored blocks; one with features of a released model has 30 MB."""
 _CACHED_RECORD_BLOCKS = 1024
@@ -44,18 +43,14 @@ _CACHED_RECORD_BLOCKS = 1024
 class StateIndex:
     """Every example of a set of shards, by number only: the records stay on disk."""
 
-    uids: list[str]
-    """Uid of each record; a record that is left out has no examples."""
-    tasks: list[str]
-    """Task of each record, empty where its meta names none."""
-    num_steps: NDArray[np.int32]
-    """``(number of records,)`` executed steps."""
+    uids: list[str]  # uid of each record; a record that is left out has no examples
+    tasks: list[str]  # task of each record, empty where its meta names none
+    num_steps: NDArray[np.int32]  # ``(number of records,)`` executed steps
     blocks: NDArray[np.int32]
     """``(number of records,)`` ascending: stored block of each record, counted over all shards."""
     starts: NDArray[np.int64]
     """``(number of records + 1,)`` first example of each record, then the number of all."""
-    steps: NDArray[np.int32]
-    """``(number of examples,)`` step of each, ascending within a record."""
+    steps: NDArray[np.int32]  # ``(number of examples,)`` step of each, ascending within a record
 
     def records_of(self, examples: NDArray[np.integer]) -> NDArray[np.int64]:
         """``(N,)`` number of each example's record."""

@@ -25,8 +25,7 @@ from lit_dlm.modules.steps import place_in_update
 logger = logging.getLogger(__name__)
 
 _MONITOR = "val/loss"
-_POSITIONS_PER_STATE = 16
-"""Random positions per state that enter the loss, on average over a batch."""
+_POSITIONS_PER_STATE = 16  # random positions per state that enter the loss, on average over a batch
 
 
 class AutoencoderModule(CheckedModule):

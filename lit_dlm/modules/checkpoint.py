@@ -40,8 +40,7 @@ from lit_dlm.vision.patches import CODEBOOK
 
 logger = logging.getLogger(__name__)
 
-ADAPTERS_KEY = "adapters"
-"""Key of a checkpoint that holds the settings of its adapters."""
+ADAPTERS_KEY = "adapters"  # key of a checkpoint that holds the settings of its adapters
 
 _WAY_OUT = (
     "expected one of the same model and lora settings; give the backbone the settings of that run, "
@@ -170,8 +169,7 @@ def _add_to_object(path: Path, key: str, value: str | int) -> None:
     path.write_text(json.dumps({**content, key: value}, indent=2, ensure_ascii=False))
 
 
-LAST = "last"
-"""Stem of the checkpoint that a run resumes from; the one before it is kept."""
+LAST = "last"  # stem of the checkpoint that a run resumes from; the one before it is kept
 
 _DIGESTS = "digests.json"
 _PLAN = ".metadata"

@@ -27,8 +27,7 @@ _BLOCK, _HALF = 24, 25
 
 _VIEWS = ("half", "complement")
 
-TEMPERATURE = 0.5
-"""Temperature of the softmax whose entropy is minimised, as in the release."""
+TEMPERATURE = 0.5  # temperature of the softmax whose entropy is minimised, as in the release
 
 
 @dataclass(eq=False, kw_only=True)

@@ -36,8 +36,7 @@ from lit_dlm.ops.schedules import warmup_cosine
 from lit_dlm.plugs import checked_plug
 from lit_dlm.trajectories.capture import TrajectoryCapture
 
-_VALIDATION_SEED = 1_000_003
-"""Added to the seed for the fixed noise of validation."""
+_VALIDATION_SEED = 1_000_003  # added to the seed for the fixed noise of validation
 
 logger = logging.getLogger(__name__)
 

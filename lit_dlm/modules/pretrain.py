@@ -20,10 +20,8 @@ from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.ops.muon import MuonAdamW
 from lit_dlm.ops.schedules import trapezoid
 
-_DRILL_WEIGHT = 0.7
-"""Factor on the drills' cross-entropy."""
-_MATRIX_LR, _OTHER_LR = 0.01, 3e-3
-"""Learning rates of Muon and AdamW."""
+_DRILL_WEIGHT = 0.7  # factor on the drills' cross-entropy
+_MATRIX_LR, _OTHER_LR = 0.01, 3e-3  # learning rates of Muon and AdamW
 
 logger = logging.getLogger(__name__)
 

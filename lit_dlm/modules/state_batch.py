@@ -132,8 +132,7 @@ def _spread(values: NDArray[Any], rows: NDArray[np.bool_]) -> Tensor:
 
 logger = logging.getLogger(__name__)
 
-STATES_PER_TRACE = 4
-"""Number of states of each trace that the projector is fitted on."""
+STATES_PER_TRACE = 4  # number of states of each trace that the projector is fitted on
 _BATCH_SIZE = 16
 
 

@@ -13,8 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-_MOST_NAMED = 16
-"""Most samples that a message about numbers that are not finite lists."""
+_MOST_NAMED = 16  # most samples that a message about numbers that are not finite lists
 
 
 class NonFiniteError(ValueError):

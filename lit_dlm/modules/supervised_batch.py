@@ -34,10 +34,8 @@ from lit_dlm.vision.base import PromptPictures, batch_pictures, batch_prompts
 class SupervisedExample:
     """One prompt with its response, tokenised. Host memory."""
 
-    uid: str
-    """Stable name of the sample."""
-    prompt_ids: NDArray[np.int32]
-    """``(P,)`` token ids, chat template included."""
+    uid: str  # stable name of the sample
+    prompt_ids: NDArray[np.int32]  # ``(P,)`` token ids, chat template included
     response_ids: NDArray[np.int32]
     """``(n,)`` token ids; may be shorter than the response region, whose rest is filled."""
     pictures: PromptPictures | None = None
@@ -52,10 +50,8 @@ class SupervisedExample:
     given: NDArray[np.bool_] | None = None
     """``(n,)`` bool, tokens that were on the canvas before the first step: shown in every state and
     never a target; ``None`` for none."""
-    epoch: int = 0
-    """Pass over the data; random masks differ from pass to pass."""
-    is_real: bool = True
-    """``False`` on a copy that only fills a batch: nothing of it is supervised."""
+    epoch: int = 0  # pass over the data; random masks differ from pass to pass
+    is_real: bool = True  # ``False`` on a copy that only fills a batch: nothing of it is supervised
     rejected: SupervisedExample | None = None
     """The worse response to the same prompt, in a preference pair."""
 

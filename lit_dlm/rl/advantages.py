@@ -97,10 +97,8 @@ class StepGAE:
     for a token ``k`` that step ``t`` wrote. The mean of ``A_k`` over a step is ``A*_t``.
     """
 
-    gamma: float = 1.0
-    """Discount per step, ``g``."""
-    lam: float = 1.0
-    """Weight of estimates over more steps, ``l``."""
+    gamma: float = 1.0  # discount per step, ``g``
+    lam: float = 1.0  # weight of estimates over more steps, ``l``
 
     def compute(
         self, rewards: Tensor, values: Tensor, steps: Tensor, members: Tensor

@@ -50,8 +50,7 @@ class RolloutValidation:
             for method in engines
         }
         self.num_prompts = len(problems)
-        self.last: dict[str, float] = {}
-        """Means of the last validation."""
+        self.last: dict[str, float] = {}  # means of the last validation
         self.begin()
 
     def begin(self) -> None:

@@ -56,8 +56,7 @@ class Ranks:
 
     rank: int = 0
     world_size: int = 1
-    device: torch.device = _CPU
-    """Where tensors that are sent between processes must be."""
+    device: torch.device = _CPU  # where tensors that are sent between processes must be
 
     def sum(self, values: Tensor) -> Tensor:
         """Returns the sum of a tensor over all processes, on the CPU; all must call it."""

@@ -419,9 +419,9 @@ def fill_old_scores(
 ) -> Tensor:
     """Scores the batches of this process before the first update.
 
-    The batches are those of training, so that the first ratio is exactly 1. Returns ``(3,)`` float64
-    sums over this process's tokens: absolute and signed difference of log-probabilities (sampler
-    less training forward, the estimated divergence), and tokens compared.
+    The batches are those of training, so that the first ratio is exactly 1. Returns ``(3,)``
+    float64 sums over this process's tokens: absolute and signed difference of log-probabilities
+    (sampler less training forward, the estimated divergence), and tokens compared.
     """
     sampled = items.sampled_log_prob()
     M = len(items.weight)
