@@ -210,7 +210,6 @@ def _will_validate(trainer: Trainer) -> bool:
 
 
 def _replace(source: Path, target: Path) -> None:
-    """Replaces the folder ``target`` by a copy of ``source``."""
     draft = target.with_name(f".{target.name}-partial")
     shutil.rmtree(draft, ignore_errors=True)
     shutil.copytree(source, draft)

@@ -90,7 +90,6 @@ class GradingQueue:
             yield decoded, verdicts
 
     def close(self) -> None:
-        """Stops the threads; what has not begun is dropped."""
         self._pool.shutdown(cancel_futures=True)
 
 
@@ -251,7 +250,6 @@ class DecodeWriter(BasePredictionWriter):
     def write_on_batch_end(
         self, trainer: Trainer, pl_module: Any, prediction: Any, *_: Any
     ) -> None:
-        """Hands a batch to the graders and writes every batch whose grades are complete."""
         if self._queue is None:
             self._write(prediction, None)
         else:
@@ -346,7 +344,6 @@ class DecodeWriter(BasePredictionWriter):
 
 
 def _report(trainer: Trainer, results: ResultFolder, run: RunRecord, order: Sequence[str]) -> None:
-    """Writes summary, tables and plot, and sends them to every logger."""
     run_dir = results.folder.parent
     summaries: Sequence[MethodSummary] = summarise_folder(results.folder, order)
     results.write_facts(_facts(run))

@@ -1,9 +1,7 @@
 """A second opinion on answers from a language model behind an HTTP endpoint.
 
-Results are graded by exact match, and every table reports that accuracy. This callback asks a
-judge about the same completions and stores its verdicts separately, for comparison with published
-numbers that were judged. The endpoint speaks the chat-completions protocol, as vLLM, SGLang and
-llama.cpp servers do; nothing is sent anywhere unless the callback is in the configuration.
+It is stored separately, for comparison with published numbers that were judged: every table reports
+the accuracy by exact match.
 """
 
 from __future__ import annotations

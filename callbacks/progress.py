@@ -26,9 +26,8 @@ _SHOWN = re.compile(r"(train|rollout|val)/(loss|nelbo|reward|correct|accuracy)")
 class TrainingLog(Callback):
     """Reports the progress of a run: values for the bar, and log lines where no bar is drawn.
 
-    A line is written at most every half minute. At its beginning, training logs how many parameters
-    are trained, at its end the last values. Training of fewer steps than ``log_every_n_steps`` is
-    logged at its last step, instead of not at all.
+    Training of fewer steps than ``log_every_n_steps`` is logged at its last step, instead of not at
+    all.
     """
 
     def __init__(self) -> None:
@@ -93,7 +92,6 @@ class TrainingLog(Callback):
             logger.info(told, describe_stream(batch), 100.0 * share, total, left)
 
     def _is_due(self, trainer: Trainer) -> bool:
-        """Whether a line is to be written now."""
         now = time.monotonic()
         if not trainer.is_global_zero or now - self._told_at < _SECONDS_BETWEEN_LINES:
             return False
@@ -128,8 +126,7 @@ class ProgressBar(RichProgressBar):
     """Rich progress bar for the whole run; nothing is drawn where there is no terminal.
 
     Lightning starts a new bar for each loader of ``predict``, whose remaining time is that of one
-    method only; here one bar covers all of them and names the one that is running. In ``fit`` each
-    epoch has a bar, whose description shows the progress and the remaining time of the run.
+    method only.
     """
 
     def __init__(self) -> None:
@@ -185,7 +182,6 @@ class ProgressBar(RichProgressBar):
         self.refresh()
 
     def on_decode_step(self, trainer: Trainer, batch: Any, done: Callable[[], float]) -> None:
-        """Advances the bar while a batch is decoded."""
         now = time.monotonic()
         if not self.is_disabled and now - self._values_at > _SECONDS_BETWEEN_VALUES:
             self._values_at = now

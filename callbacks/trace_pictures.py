@@ -1,8 +1,4 @@
-"""Writes pictures of decodes: the first ones of a predict run, and fixed prompts in training.
-
-The training prompts are decoded after each validation with the current weights, so that one can
-watch a model learn; the pictures go to files and to every logger that takes images.
-"""
+"""Writes pictures of decodes: the first ones of a predict run, and fixed prompts in training."""
 
 from __future__ import annotations
 
@@ -186,11 +182,7 @@ class TracePictures(Callback):
 
 
 def log_images(target: Any, images: Mapping[str, Path], *, step: int) -> None:
-    """Sends pictures, by tag, to a logger if it takes any.
-
-    TensorBoard's writer has ``add_image``, Lightning's W&B logger has ``log_image``; others, such
-    as the CSV logger, have neither and are skipped.
-    """
+    """Sends pictures, by tag, to a logger of W&B or TensorBoard; others, such as CSV, take none."""
     if hasattr(target, "log_image"):
         for tag, path in images.items():
             target.log_image(key=tag, images=[str(path)], step=step)

@@ -147,7 +147,6 @@ class PretrainDataModule(ResumableDataModule):
         return ids, pad_mask, start
 
     def _draw_drills(self, number: int, generator: torch.Generator) -> DrillBatch:
-        """Lines of equations whose results are mostly hidden."""
         assert self.drills is not None
         rng = random.Random(f"drills/{self.seed}/0/{number}")
         texts = [self.drills.draw_drill(rng) for _ in range(self.batch_size)]

@@ -73,7 +73,6 @@ class EpochPlan(Plan):
         self._pass: tuple[int, list[NDArray[np.int64]]] | None = None
 
     def __len__(self) -> int:
-        """Batches of one pass and rank."""
         return self._length
 
     def __iter__(self) -> Iterator[list[ExampleRef]]:
@@ -109,7 +108,6 @@ class EpochPlan(Plan):
         return self._pass[1]
 
     def _batches_by_reader(self) -> list[range]:
-        """Numbers of the batches of a pass that each reader of each rank gets."""
         count = len(self) * self.world_size
         if not self.readers:
             return [range(count)]
@@ -210,7 +208,6 @@ class _Listed(Dataset[Any]):
 def _planned_loader(
     make: Callable[[list[ExampleRef]], Any], plan: Plan, *, num_workers: int = 0
 ) -> ResumableLoader:
-    """Returns a loader over the batches that a function makes from what a plan lists."""
     return ResumableLoader(
         _Listed(),
         sampler=plan,

@@ -36,7 +36,6 @@ class RolloutDataModule(RolloutSettings, ResumableDataModule):
     _limit: int | float = 1.0  # of validation batches, as the trainer had it
 
     def setup(self, stage: str | None = None) -> None:
-        """Tokenises prompts and prepares engine, rewards and validation."""
         if self._source is not None or stage not in ("fit", "validate", None):
             return
         module, trainer = self._module, self._module.trainer

@@ -187,7 +187,6 @@ class SupervisedDataModule(ResumableDataModule):
             logger.warning(told, dropped["cut"], self.response_length, dropped["end"])
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Returns shuffled examples, from the current point of training on."""
         trainer, count = self.trainer, len(self.train_numbers)
         batches = 1 if trainer is None else trainer.world_size * trainer.accumulate_grad_batches
         if count < self.batch_size * batches:
@@ -200,13 +199,11 @@ class SupervisedDataModule(ResumableDataModule):
         return self.planned_training(self.batch, blocks, self.train_numbers, lengths=lengths)
 
     def _num_tokens(self, number: int) -> int:
-        """Returns the number of tokens of an example's training row."""
         example, spec = self.examples[number], self._shape["spec"]
         cells = max(needed_cells(row, **self._shape) for row in example.rows())
         return sum(row_tokens(len(example.prompt_ids), cells, spec))
 
     def val_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
-        """Returns the validation side in order; no loader if it is empty."""
         if not len(self.val_numbers):
             if self.trainer is not None and self.trainer.state.fn == TrainerFn.VALIDATING:
                 raise ValueError(
@@ -291,8 +288,8 @@ def check_decodes(
 ) -> None:
     """Refuses examples that lack the decode that the module's states or ties are made from.
 
-    A process that failed in the middle of an epoch would leave the others waiting. Warns if cuts
-    leave nothing to learn in some examples. Responses have at most ``response_length`` tokens.
+    Warns if cuts leave nothing to learn in some examples. Responses have at most
+    ``response_length`` tokens.
     """
     corruption = module.corruption
     needed = {}

@@ -1,8 +1,4 @@
-"""States of recorded decodes, as training examples of the acceptance policy.
-
-Two sources: ``features`` reads what was captured at the kept steps; ``tokens`` rebuilds the states
-of any step from the records alone and leaves the features to the module, which runs the backbone.
-"""
+"""States of recorded decodes, as training examples of the acceptance policy."""
 
 from __future__ import annotations
 
@@ -139,7 +135,7 @@ class TrajectoryDataModule(ResumableDataModule):
         more_shards: another folder whose records are mixed in, such as those of a second round
             that the policy itself decoded.
         source: ``features`` takes the stored features of kept steps, ``tokens`` rebuilds states
-            from the records.
+            from the records and leaves the features to the module, which runs the backbone.
         batch_size: states per batch and process.
         step_ratio: share of each record's steps that become examples; with ``tokens`` only.
         only_correct: leave out records whose ``meta["correct"]`` is false or null (ungraded).
@@ -175,7 +171,6 @@ class TrajectoryDataModule(ResumableDataModule):
     # -- examples --------------------------------------------------------------------------------
 
     def setup(self, stage: str | None = None) -> None:
-        """Lists the examples; features are read later."""
         refuse_overfit_batches(self.trainer, instead="shards with few records")
         if self._states is not None:
             return
@@ -212,7 +207,6 @@ class TrajectoryDataModule(ResumableDataModule):
         return self._states
 
     def _all_shards(self) -> Path | list[Path]:
-        """Returns what the reader takes: one folder, or the shards of several."""
         if len(self._folders) == 1:
             return self._folders[0]
         return shard_paths(self._folders)
@@ -295,7 +289,6 @@ class TrajectoryDataModule(ResumableDataModule):
     # -- loaders ---------------------------------------------------------------------------------
 
     def train_dataloader(self) -> DataLoader[StateBatch]:
-        """Returns shuffled states, from the current point of training on."""
         index = self.states.index
         return self.planned_training(
             self.states.batch,

@@ -1,8 +1,4 @@
-"""Decoding as a Lightning predict loop, in the base class of all modules but the autoencoder.
-
-Trace generation and benchmarks are the same loop with different observers and callbacks. Modules
-that are trained inherit ``predict_step`` from ``DecodeModule`` and can therefore decode too.
-"""
+"""Decoding as a Lightning predict loop, in the base class of all modules but the autoencoder."""
 
 from __future__ import annotations
 
@@ -128,7 +124,6 @@ class DecodedBatch:
         )
 
     def uid(self, row: int) -> str:
-        """Key of one decode: the example and the method."""
         return decode_uid(self.examples[row], self.method)
 
 
@@ -296,14 +291,12 @@ class DecodeModule(CheckedModule):
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, loaded at first use."""
         tokenizer = tokenizer_of(self.backbone, self.tokenizer_path, option="model.tokenizer")
         if self.chat_template:
             tokenizer.chat_template = self.chat_template
         return tokenizer
 
     def marker_ids(self, text: str) -> list[int]:
-        """Returns the token ids of a layout's marker."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -340,7 +333,6 @@ class DecodeModule(CheckedModule):
         self._whole.close()
 
     def capture(self) -> TrajectoryCapture | None:
-        """Returns an observer that captures decodes, or ``None`` if the module keeps no records."""
         if self.level is None:
             return None
         return TrajectoryCapture(vocab_size=self.backbone.vocab_size, level=self.level)
@@ -351,8 +343,6 @@ class DecodeModule(CheckedModule):
         return Detokenizer(self.backbone, self.tokenizer, cut_at_eos=self.cut_at_eos)
 
     def decode(self, batch: PromptBatch, observers: Sequence[Observer] = ()) -> DecodedRows:
-        """Decodes one batch of prompts."""
-
         def prompt(number: int) -> DecodePrompt:
             return self._prompt(batch.examples[number], batch.prompt_ids[number], batch.method)
 
@@ -447,7 +437,6 @@ class DecodeModule(CheckedModule):
         return placed
 
     def encode(self, example: PromptExample) -> list[int]:
-        """Returns the token ids of an example's prompt, for decoding."""
         return self.placed(example, self.prompt_ids(example))
 
     def texts(self, records: Sequence[Trajectory]) -> tuple[list[str], list[int]]:

@@ -1,7 +1,4 @@
-"""Base classes of fine-tuning and reinforcement learning, and SFT.
-
-A run whose loss or gradients are not finite stops before they reach the weights.
-"""
+"""Base classes of fine-tuning and reinforcement learning, and SFT."""
 
 from __future__ import annotations
 
@@ -84,7 +81,6 @@ class TrainableModule(DecodeModule):
         self._step_uids: list[str] = []  # since the last optimiser step
 
     def rollout_capture(self, method: str) -> TrajectoryCapture:
-        """The observer that records the rollouts of a decoder."""
         return TrajectoryCapture(vocab_size=self.backbone.vocab_size)
 
     # -- numbers ---------------------------------------------------------------------------------
@@ -213,11 +209,9 @@ class FinetuneModule(TrainableModule):
         return count.clamp_min(1.0 / world_size if self.loss_norm == "global" else 1.0)
 
     def terms(self, batch: SupervisedBatch, *, seed: int) -> LossTerms:
-        """Returns the loss of a batch, with the noise of a seed."""
         return self.loss_terms(batch, *self._scored(batch, seed=seed))
 
     def _scored(self, batch: SupervisedBatch, *, seed: int) -> tuple[NoisyStates, TokenStats]:
-        """Draws states of a batch and runs the backbone once."""
         spec = self.backbone.spec
         responses = responses_of(batch, spec, seed=seed, num_padding=self.num_padding)
         states = self.corruption.states(responses)

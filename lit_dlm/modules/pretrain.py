@@ -105,7 +105,6 @@ class PretrainModule(DecodeModule):
         return terms.total + _DRILL_WEIGHT * self._drill_loss(batch.drill)
 
     def _drill_loss(self, drill: DrillBatch) -> Tensor:
-        """Mean cross-entropy of the hidden cells of the drills."""
         shown = drill.ids.masked_fill(drill.hidden, self.backbone.spec.mask_id)
         stats = self.backbone.score_tokens(shown, drill.ids, drill.hidden, mask=drill.pad_mask)
         count = max(len(stats.ce), 1)

@@ -108,7 +108,6 @@ class AcceptanceScores(nn.Module):
         self.tau_prob.update(tau.sigmoid())
 
     def compute(self) -> dict[str, Tensor]:
-        """Scalars by the names under which they are logged."""
         proxy, even = self.proxy.compute(), self.even.compute()
         tau_mean = self.tau_mean.compute()
         tau_variance = (self.tau_square.compute() - tau_mean.square()).clamp_min(0.0)
@@ -130,7 +129,6 @@ class AcceptanceScores(nn.Module):
         return scores
 
     def reset(self) -> None:
-        """Resets all metrics for the next validation."""
         for metric in self.children():
             assert isinstance(metric, Metric)
             metric.reset()

@@ -1,7 +1,4 @@
-"""Checks and seeds of optimiser steps, and the batches that a resumed run trains on again.
-
-When a number is not finite, all processes stop together, before weights change.
-"""
+"""Checks and seeds of optimiser steps, and the batches that a resumed run trains on again."""
 
 from __future__ import annotations
 

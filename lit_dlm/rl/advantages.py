@@ -2,9 +2,6 @@
 
 A decode writes several tokens per step, so returns and advantages are first computed per step and
 then passed on to its tokens (TraceRL, arXiv:2509.06949, section on the diffusion value model).
-
-To add an advantage, write a class with a method ``compute`` and name it by its import path:
-``data.advantage: my_file.MyAdvantage`` (``examples/advantage.py``).
 """
 
 from __future__ import annotations

@@ -312,7 +312,6 @@ class TraceLockRLModule(TraceRLModule):
                 raise ValueError(f"{name}.{option}: expected {expected} where commits are trained")
 
     def check_objective(self) -> None:
-        """Refuses options of the objective that apply only to a backbone in training."""
         for name, default in (("normalise", None), ("temperature", "rollout")):
             if (value := getattr(self.objective, name)) != default:
                 raise ValueError(
@@ -336,7 +335,6 @@ class TraceLockRLModule(TraceRLModule):
         return CommitCapture(policy, vocab_size=self.backbone.vocab_size)
 
     def score(self, batch: CommitBatch) -> ItemScores:  # type: ignore[override]
-        """Returns log-probabilities of the decisions on a batch's candidates; differentiable."""
         return self._drawn(batch, self.scorer.head)
 
     def _drawn(self, batch: CommitBatch, head: torch.nn.Module) -> ItemScores:
@@ -355,7 +353,6 @@ class TraceLockRLModule(TraceRLModule):
 
     @torch.no_grad()
     def reference_log_prob(self, batch: CommitBatch) -> Tensor:  # type: ignore[override]
-        """Returns log-probabilities ``(M,)`` under the policy that training began with."""
         assert self.initial is not None
         return self._drawn(batch, self.initial).log_prob
 

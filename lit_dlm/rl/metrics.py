@@ -222,7 +222,6 @@ class Quotient(Metric):
         self.add_state("sums", torch.zeros(2, dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, numerator: Tensor, denominator: float) -> None:
-        """Adds to both; the denominator is 0 or more."""
         added = numerator.new_tensor([0.0, denominator], dtype=torch.float64)
         added[0] = numerator.detach()
         self.sums = self.sums + added  # not in place: stays float64 in a model of bfloat16
@@ -250,7 +249,6 @@ class ValueFit(Metric):
         self.add_state("sums", torch.zeros(4, dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, values: Tensor, returns: Tensor, counted: Tensor) -> None:
-        """Adds those of ``(N,)`` tokens that are ``counted``."""
         target = torch.where(counted, returns, 0.0).double()
         error = torch.where(counted, values.detach() - returns, 0.0).double()
         terms = (counted.double(), target, target**2, error**2)

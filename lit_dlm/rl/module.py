@@ -180,7 +180,6 @@ class TraceRLModule(TrainableModule):
         self.objective.check(self.backbone)
 
     def _check_value(self, value_backbone: HFBackbone | None) -> None:
-        """Refuses a value model that the policy or its states cannot have."""
         kind = None if self.value is None else self.value.backbone
         is_frozen = value_backbone is not None and not any(
             parameter.requires_grad for parameter in value_backbone.parameters()
@@ -439,7 +438,6 @@ class TraceRLModule(TrainableModule):
             self.log_dict(named, sync_dist=True)
 
     def on_validation_end(self) -> None:
-        """Unmerges the adapter and shards the weights again."""
         self._whole.close()
 
     # -- optimisation ----------------------------------------------------------------------------
@@ -457,7 +455,6 @@ class TraceRLModule(TrainableModule):
         return policy, value
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """One optimiser with a group for the policy and one for the value model."""
         policy, value = self.parameter_groups()
         groups: list[dict[str, Any]] = [{"params": policy}] if policy else []
         if policy and value:

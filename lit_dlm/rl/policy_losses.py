@@ -1,8 +1,4 @@
-"""Policy losses per predicted token: the clipped one of TraceRL, or one of your own.
-
-To add a loss, write a class with a method ``compute`` and name it by its import path:
-``model.policy_loss: my_file.MyLoss``.
-"""
+"""Policy losses per predicted token: the clipped one of TraceRL, or one of your own."""
 
 from __future__ import annotations
 

@@ -365,7 +365,6 @@ class Rollouts:
 
     @property
     def kept(self) -> list[Trajectory]:
-        """The records of groups that the filters keep."""
         return [record for record in self.records if record.meta["kept"]]
 
 

@@ -101,7 +101,6 @@ class RLStep:
     progress: RLProgress  # after this RL step
 
     def batch(self, number: int) -> RolloutBatch:
-        """Collates one of the batches, on the CPU."""
         items, factor = self.batches[number]
         return self.items.batch(
             items, factor=factor, num_slots=self.num_slots, is_empty=self.is_empty
