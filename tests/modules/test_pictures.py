@@ -13,8 +13,7 @@ from torch import Tensor
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.backbones.resolution import load_tokenizer
-from lit_dlm.datamodules.preferences import RecordedPairs
-from lit_dlm.datamodules.supervised_sources import ModelFacts, RecordedDecodes
+from lit_dlm.datamodules.supervised_sources import ModelFacts, RecordedDecodes, RecordedPairs
 from lit_dlm.decoding import ConfidencePolicy, Decoder, FixedQuota
 from lit_dlm.heads.projection import ProjectorConfig
 from lit_dlm.losses.corruption import RandomMasking, SemiAutoregressive, TraceMasking
