@@ -59,7 +59,7 @@ class Interruption(Callback):
         self._lock = lock
         self._number = 0
         self._since = 0.0
-        self._trainer: Trainer | None = None
+        self._trainer: Trainer
         self._former: dict[int, Any] = {}
         self._step = 0  # of the optimiser, when the last batch ended
         self._began = 0  # the same when the epoch began
@@ -86,7 +86,6 @@ class Interruption(Callback):
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        assert self._trainer is not None
         if self._number:
             if time.monotonic() - self._since > _PATIENCE:
                 raise Interrupted(128 + number)
@@ -190,7 +189,6 @@ class Interruption(Callback):
     def on_rollout_progress(self) -> None:
         """Ends a run during rollouts, which are repeated; several processes train a step first."""
         trainer = self._trainer
-        assert trainer is not None
         if trainer.world_size == 1:
             self._install(trainer)
             if self._number:

@@ -123,8 +123,6 @@ class HttpJudge(Callback):
 def parse_verdict(text: str) -> bool | None:
     """Reads ``{"verdict": "correct"}`` or ``"incorrect"``; anything else is ``None``."""
     try:
-        reply = json.loads(text.strip())
-    except (ValueError, RecursionError):
+        return {"correct": True, "incorrect": False}.get(json.loads(text.strip())["verdict"])
+    except (ValueError, TypeError, LookupError, RecursionError):
         return None
-    verdict = reply.get("verdict") if isinstance(reply, dict) else None
-    return {"correct": True, "incorrect": False}.get(verdict) if isinstance(verdict, str) else None

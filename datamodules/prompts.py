@@ -75,7 +75,7 @@ class PromptDataModule(LightningDataModule):
         self.done: Collection[str] = ()
         """Keys ``{uid}@{method}`` of decodes that need not be made, as set by a callback."""
         self._decodes: list[tuple[str, PromptExample]] = []
-        self._module: DecodeModule | None = None
+        self._module: DecodeModule
 
     @property
     def _lengths(self) -> list[int]:
@@ -178,11 +178,9 @@ class PromptDataModule(LightningDataModule):
     def length_of(self, example: PromptExample) -> int:
         if len(self._lengths) == 1:
             return self._lengths[0]
-        assert self._module is not None
         return drawn_length(self._lengths, example.prompt_uid, seed=self._module.seed)
 
     def encode(self, example: PromptExample) -> list[int]:
-        assert self._module is not None
         ids = self._module.encode(example)
         if len(ids) > self.max_prompt_length:
             raise ValueError(

@@ -6,8 +6,8 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import KW_ONLY, dataclass
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -65,23 +65,27 @@ def default_batch(response_length: int) -> int:
     return max(8192 // response_length, 1)
 
 
-@dataclass(eq=False)
 class PromptStream(IterableDataset["PromptStream"]):
     """Prompts of one task for one decoding method, taken by each process when it has room.
 
     As a data set it yields itself, once for each batch of results.
     """
 
-    examples: Sequence[PromptExample]
-    encode: Callable[[PromptExample], list[int]]
-    _: KW_ONLY
-    method: str
-    response_length: int
-    batch_size: int
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        examples: Sequence[PromptExample],
+        encode: Callable[[PromptExample], list[int]],
+        *,
+        method: str,
+        response_length: int,
+        batch_size: int,
+    ) -> None:
         # Longest prompts first: the canvas shrinks with them, and short ones end the work.
-        self.examples = sorted(self.examples, key=lambda example: -len(example.text))
+        self.examples = sorted(examples, key=lambda example: -len(example.text))
+        self.encode = encode
+        self.method = method
+        self.response_length = response_length
+        self.batch_size = batch_size
         self.queue = WorkQueue(len(self.examples), shared=True)
         self.decoded: Iterator[DecodedBatch] | None = None  # finished responses, set by the module
         self.is_done = False  # whether this process has returned its last batch
@@ -183,15 +187,11 @@ def encoded_turns(
         chat = [*turns[:-1], {**turns[-1], "content": content}]
         return str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
 
-    def tokenize(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False)
-
-    content = turns[-1]["content"]
     if not pictures:
-        ids: Any = tokenizer.apply_chat_template(
-            turns, add_generation_prompt=True, return_dict=False
-        )
-        return list(ids)
+        template = partial(tokenizer.apply_chat_template, return_dict=False)
+        return list(template(turns, add_generation_prompt=True))
+    tokenize = partial(tokenizer.encode, add_special_tokens=False)
+    content = turns[-1]["content"]
     with _named(uid):
         ids = vision_of(backbone, uid).encode(content, pictures, render=render, tokenize=tokenize)
     return list(ids)

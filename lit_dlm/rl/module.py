@@ -103,8 +103,8 @@ class TraceRLModule(TrainableModule):
             one of your own by its import path.
         value: value model; with ``null`` every token has the advantage of its response.
         value_backbone: a separate value model, with ``value.backbone: full``.
-        block_alignment: where blocks of training rows are counted from: ``absolute`` as in
-            decoding, ``response`` as in dLLM-RL; ``null`` leaves it to the backbone.
+        block_alignment: ``response`` counts blocks of training rows from its start, as in dLLM-RL;
+            ``null`` leaves it to the backbone.
         block_size: cells of a block in training rows; the model's own by default. A larger value
             trains the model for larger blocks, while rollouts still use the old size.
         packing: states of one response in one row, for block models; 1 keeps them apart. A packed
@@ -126,7 +126,7 @@ class TraceRLModule(TrainableModule):
         policy_loss: PolicyLoss | None = None,
         value: ValueObjective | None = None,
         value_backbone: HFBackbone | None = None,
-        block_alignment: Literal["absolute", "response"] | None = None,
+        block_alignment: Literal["response"] | None = None,
         block_size: int | None = None,
         packing: int = 1,
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(
@@ -497,16 +497,14 @@ class TraceRLModule(TrainableModule):
 
 
 def _row_spec(
-    spec: BackboneSpec, block_size: int | None, alignment: Literal["absolute", "response"] | None
+    spec: BackboneSpec, block_size: int | None, alignment: Literal["response"] | None
 ) -> BackboneSpec:
     """Returns the specification of training rows, whose blocks may differ from the model's."""
     for name, value in (("block_size", block_size), ("block_alignment", alignment)):
         if value is not None and spec.attention != "block":
             raise ValueError(f"{name}: only for block attention, got {spec.attention} attention")
     at_least(1, block_size=block_size)
-    origin = spec.block_origin
-    if alignment is not None:
-        origin = "sequence" if alignment == "absolute" else "response"
+    origin = alignment or spec.block_origin
     return replace(spec, block_size=block_size or spec.block_size, block_origin=origin)
 
 
