@@ -149,11 +149,7 @@ class PromptDataModule(LightningDataModule):
                 groups.setdefault(key, []).append(example)
         return [
             PromptStream(
-                examples,
-                self.encode,
-                method=method,
-                response_length=length,
-                batch_size=self.rows,
+                examples, self.encode, method=method, response_length=length, batch_size=self.rows
             )
             for (_, method, length), examples in groups.items()
         ]

@@ -21,12 +21,7 @@ from lit_dlm.losses.terms import LossTerms
 from lit_dlm.modules.checkpoint import export_trained
 from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.modules.steps import require_finite, require_finite_gradients
-from lit_dlm.modules.supervised_batch import (
-    SupervisedBatch,
-    TrainingRows,
-    lay_out,
-    responses_of,
-)
+from lit_dlm.modules.supervised_batch import SupervisedBatch, TrainingRows, lay_out, responses_of
 from lit_dlm.ops.fused_head import TokenStats
 from lit_dlm.ops.options import at_least, within
 from lit_dlm.ops.schedules import warmup_cosine

@@ -70,10 +70,7 @@ def step_candidates(
 def step_commits(logits: Tensor, candidates: Tensor, selection: SelectionSettings) -> Tensor:
     """Returns which ``(B, R)`` bool candidates are accepted under the cap; the best if none is."""
     commit = accepted(
-        logits,
-        candidates,
-        threshold=selection.threshold,
-        max_accept=selection.max_accept_per_step,
+        logits, candidates, threshold=selection.threshold, max_accept=selection.max_accept_per_step
     )
     fallback = top_quota(logits, candidates, 1)
     return torch.where(commit.any(1, keepdim=True), commit, fallback)

@@ -279,11 +279,7 @@ class TrainingRows:
 
 
 def lay_out(
-    batch: SupervisedBatch,
-    states: NoisyStates,
-    spec: BackboneSpec,
-    *,
-    item: Tensor | None = None,
+    batch: SupervisedBatch, states: NoisyStates, spec: BackboneSpec, *, item: Tensor | None = None
 ) -> TrainingRows:
     """Writes states as rows of one forward, according to the model's attention.
 
@@ -358,12 +354,7 @@ def _two_copies(
         clean, positions = clean[first], positions[first]
         pad_mask = None if pad_mask is None else pad_mask[first]
     layout = TwoCopyLayout.trace(
-        start,
-        L,
-        spec.block_size,
-        pad_mask=pad_mask,
-        origin=spec.block_origin,
-        device=clean.device,
+        start, L, spec.block_size, pad_mask=pad_mask, origin=spec.block_origin, device=clean.device
     )
     if copies > 1:
         layout = layout.packed(copies)

@@ -292,11 +292,7 @@ class RowBuilder:
         return found
 
     def _items(
-        self,
-        states: NoisyStates,
-        responses: Responses,
-        records: Sequence[Trajectory],
-        first: int,
+        self, states: NoisyStates, responses: Responses, records: Sequence[Trajectory], first: int
     ) -> Items:
         """Returns the items of a chunk of records that begins at number ``first``."""
         weight, kl_weight = self._weights(states, responses)

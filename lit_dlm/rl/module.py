@@ -229,10 +229,7 @@ class TraceRLModule(TrainableModule):
     # -- RL steps --------------------------------------------------------------------------------
 
     def roll_out_from(
-        self,
-        source: RolloutSource,
-        settings: RolloutSettings,
-        validation: RolloutValidation | None,
+        self, source: RolloutSource, settings: RolloutSettings, validation: RolloutValidation | None
     ) -> None:
         """Sets where rollouts and held-out scores come from; called by the data module."""
         self._source, self._settings, self.validation = source, settings, validation

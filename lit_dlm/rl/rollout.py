@@ -203,8 +203,7 @@ class RolloutEngine:
         known = [self._steps[uid] for p in prompts if (uid := p.example.uid) in self._steps]
         mean = sum(known) / max(len(known), 1)
         return sorted(
-            prompts,
-            key=lambda one: (-self._steps.get(one.example.uid, mean), -len(one.prompt_ids)),
+            prompts, key=lambda one: (-self._steps.get(one.example.uid, mean), -len(one.prompt_ids))
         )
 
     def record_step_counts(self, records: Sequence[Trajectory]) -> None:

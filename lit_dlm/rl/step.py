@@ -22,15 +22,7 @@ from lit_dlm.losses.states import Corruption, Responses
 from lit_dlm.rl.advantages import Advantage, StepGAE, outcome_rewards
 from lit_dlm.rl.items import Items, RolloutBatch, RowBuilder, joined, order_of_writing
 from lit_dlm.rl.metrics import rollout_facts
-from lit_dlm.rl.rollout import (
-    ALONE,
-    Ranks,
-    Report,
-    Rollouts,
-    RolloutSource,
-    groups_of,
-    in_order,
-)
+from lit_dlm.rl.rollout import ALONE, Ranks, Report, Rollouts, RolloutSource, groups_of, in_order
 from lit_dlm.rl.settings import PolicyObjective, RolloutSettings, ValueObjective
 from lit_dlm.trajectories.record import SIGNAL_DTYPES, Trajectory
 
@@ -160,11 +152,7 @@ def rl_step(
     # per token, propagated back along the steps of the decode.
     assert settings.advantage is not None
     estimates = fill_advantages(
-        policy,
-        items,
-        advantage=settings.advantage,
-        batch_size=settings.batch_size,
-        ranks=ranks,
+        policy, items, advantage=settings.advantage, batch_size=settings.batch_size, ranks=ranks
     )
     times["value"] = time.perf_counter() - begin
 
@@ -262,12 +250,7 @@ class Estimates:
 
 
 def fill_advantages(
-    policy: Policy,
-    items: Items,
-    *,
-    advantage: Advantage,
-    batch_size: int,
-    ranks: Ranks = ALONE,
+    policy: Policy, items: Items, *, advantage: Advantage, batch_size: int, ranks: Ranks = ALONE
 ) -> Estimates:
     """Fills in the advantage of every unit and, with a value model, its return.
 
@@ -410,11 +393,7 @@ def shard_items(
 
 @torch.no_grad()
 def fill_old_scores(
-    policy: Policy,
-    batches: Sequence[MicroBatch],
-    items: Items,
-    *,
-    report: Report = lambda *_: None,
+    policy: Policy, batches: Sequence[MicroBatch], items: Items, *, report: Report = lambda *_: None
 ) -> Tensor:
     """Scores the batches of this process before the first update.
 
