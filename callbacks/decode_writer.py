@@ -41,10 +41,6 @@ class GradingQueue:
 
     A completion that several methods share is graded once. The records of captured batches are made
     in these threads too.
-
-    Args:
-        tasks: the graders, by task name.
-        num_workers: threads.
     """
 
     def __init__(self, tasks: Mapping[str, Task], *, num_workers: int = 1) -> None:

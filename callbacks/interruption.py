@@ -50,13 +50,10 @@ class Interruption(Callback):
 
     An out-of-memory error of a GPU gets a note that names the option to lower. Training in one
     process, except RL, is then saved as it was after its last step.
-
-    Args:
-        lock: file in the folder of the run that exists while the run does.
     """
 
     def __init__(self, lock: Path | None = None) -> None:
-        self._lock = lock
+        self._lock = lock  # file in the folder of the run that exists while the run does
         self._number = 0
         self._since = 0.0
         self._trainer: Trainer

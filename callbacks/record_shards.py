@@ -36,15 +36,8 @@ class RecordShards:
     """Recovers a folder, writes this process's records in a thread, and merges the manifest.
 
     All processes must create one together. Records whose uid the folder holds already are left out,
-    so a restart never writes one twice.
-
-    Args:
-        folder: of the trajectory set.
-        trainer: the running trainer.
-        run: from :func:`describe_run`; a folder of other settings is refused.
-        max_gigabytes: stop with an error when the folder has grown beyond this.
-        is_stale: whether the record of a uid in the folder is deleted, to be written anew.
-        options: further options of :class:`TrajectoryShardWriter`.
+    so a restart never writes one twice; those that are ``is_stale`` are deleted first. A folder of
+    other settings than those of ``run`` is refused.
     """
 
     def __init__(

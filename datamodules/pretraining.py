@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from lit_dlm.backbones import load_tokenizer
-from lit_dlm.datamodules.resuming import ResumableDataModule, set_accumulation
+from lit_dlm.datamodules.resuming import ResumableDataModule
 from lit_dlm.modules.pretrain import DrillBatch, PretrainBatch
 from lit_dlm.ops.options import at_least
 from lit_dlm.ops.schedules import hidden_cells
@@ -47,8 +47,6 @@ class PretrainDataModule(ResumableDataModule):
         tokenizer: folder, embedded name or hub id.
         shares: share of each source; equal by default.
         batch_size: rows of a batch and process.
-        rows_per_update: rows of one update over any number of processes; the trainer's
-            ``accumulate_grad_batches`` is set to match. ``null`` leaves it alone.
         response_length: cells of every response.
         drills: task that provides drills, if any.
         dense_drill_steps: until this step also every second step has drills, not only every fifth.
@@ -59,7 +57,6 @@ class PretrainDataModule(ResumableDataModule):
     tokenizer: str
     shares: list[float] | None = None
     batch_size: int = 64
-    rows_per_update: int | None = None
     response_length: int = 32
     drills: DrillSource | None = None
     dense_drill_steps: int = 700
@@ -72,10 +69,6 @@ class PretrainDataModule(ResumableDataModule):
         if shares is not None and (len(shares) != len(self.sources) or min(shares) <= 0):
             raise ValueError(f"shares: expected {len(self.sources)} positive numbers, got {shares}")
         self._pool: tuple[int, list[list[tuple[list[int], list[int]]]]] | None = None
-
-    def setup(self, stage: str | None = None) -> None:
-        assert self.trainer is not None
-        set_accumulation(self.trainer, self.rows_per_update, batch_size=self.batch_size)
 
     def train_dataloader(self) -> DataLoader[PretrainBatch]:
         """Returns the endless stream from the trainer's step on; ``trainer.max_steps`` ends it."""

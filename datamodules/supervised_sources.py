@@ -213,7 +213,7 @@ class Decodes(SupervisedSource):
     """Base of sources that filter recorded decodes and make examples of them."""
 
     only_correct: bool = False
-    methods: list[str] | None
+    methods: list[str] | None = None
     tasks: list[str] | None = None
 
     def taken(

@@ -56,13 +56,9 @@ class StateIndex:
 class StateReader:
     """Makes batches of states from records on disk.
 
-    Blocks are read when an example needs them, and kept while there is room. The training plan
-    mixes the examples of few stored blocks at a time, so each is read about once per pass.
-
-    Args:
-        reader: random access to the blocks.
-        index: all examples.
-        cached_blocks: blocks that stay in memory, per loader worker.
+    Blocks are read when an example needs them, and ``cached_blocks`` of them are kept per loader
+    worker. The training plan mixes the examples of few stored blocks at a time, so each is read
+    about once per pass.
     """
 
     def __init__(

@@ -234,9 +234,8 @@ class Quotient(Metric):
 class ValueFit(Metric):
     """How well values fit returns, with equal weight on all tokens.
 
-    Args:
-        score: ``error``, the root of the mean squared error, or ``explained``, the share of the
-            returns' variance that the values explain (0 where the returns do not vary).
+    ``error`` is the root of the mean squared error, ``explained`` the share of the returns'
+    variance that the values explain (0 where the returns do not vary).
     """
 
     full_state_update = False
