@@ -63,18 +63,15 @@ class DiscriminationObserver(Observer):
         self.sums[step] = self.sums[step] + variance.float().sum()
         self.counts[step] = self.counts[step] + counts.sum()
 
-    def totals(self) -> tuple[Tensor, Tensor]:
-        """``(T,)`` float64 sums and int64 counts, on the CPU."""
-        if not self.sums:
-            return torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.long)
-        return torch.stack(self.sums).double().cpu(), torch.stack(self.counts).cpu()
+    def totals(self) -> Tensor:
+        """``(2, T)`` float64 sums of variances and numbers of rows, on the CPU."""
+        steps = [torch.stack(pair).double() for pair in zip(self.sums, self.counts, strict=True)]
+        return torch.stack(steps, 1).cpu() if steps else torch.zeros(2, 0, dtype=torch.float64)
 
 
-def score_curve(sums: Tensor, counts: Tensor) -> tuple[float, list[float]]:
-    """Returns the mean over all steps that count, and the mean of each step (0 where none counts).
-
-    ``sums`` are ``(T,)`` floating point sums of variances, ``counts`` the ``(T,)`` rows in each.
-    """
+def score_curve(totals: Tensor) -> tuple[float, list[float]]:
+    """Returns the mean over all steps that count, and that of each step (0 where none counts)."""
+    sums, counts = totals
     curve = sums / counts.clamp_min(1)
     counted = counts > 0
     score = float(curve[counted].mean()) if bool(counted.any()) else 0.0
@@ -157,8 +154,7 @@ class DiscriminationScore(Callback):
                     observers=[observer],
                 ):
                     pass
-        sums, counts = self._totals(trainer, module, observer)
-        score, curve = score_curve(sums, counts)
+        score, curve = score_curve(self._totals(trainer, module, observer))
         self.scores[label], self.curves[label] = score, curve
         if trainer.is_global_zero:
             logger.info("discrimination score, %s: %.4f", label, score)
@@ -174,17 +170,16 @@ class DiscriminationScore(Callback):
     @staticmethod
     def _totals(
         trainer: Trainer, module: TrainableModule, observer: DiscriminationObserver
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         """Returns sums and counts over all processes, up to the last step with a count."""
-        sums, counts = observer.totals()
-        both = torch.stack([sums, counts.double()])
+        both = observer.totals()
         if trainer.world_size > 1:
-            own = torch.tensor(len(sums), device=module.device)
+            own = torch.tensor(both.shape[1], device=module.device)
             most = int(trainer.strategy.reduce(own, reduce_op="max"))
-            both = torch.nn.functional.pad(both, (0, most - len(sums))).to(module.device)
+            both = torch.nn.functional.pad(both, (0, most - both.shape[1])).to(module.device)
             both = trainer.strategy.reduce(both, reduce_op="sum").cpu()
         steps = int((both[1] > 0).nonzero().max()) + 1 if bool((both[1] > 0).any()) else 0
-        return both[0, :steps], both[1, :steps].long()
+        return both[:, :steps]
 
     def state_dict(self) -> dict[str, Any]:
         return {"scores": dict(self.scores), "curves": dict(self.curves)}

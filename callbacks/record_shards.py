@@ -201,9 +201,6 @@ class RolloutWriter(Callback):
     folder without rollouts, except those of a run that was cut short before its first checkpoint,
     which it replaces. Nothing is written with ``source: shards``, whose rollouts are stored
     already.
-
-    Args:
-        folder: folder of the trajectory set.
     """
 
     def __init__(self, folder: str) -> None:

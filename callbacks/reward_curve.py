@@ -28,9 +28,6 @@ class RewardCurve(Callback):
     (``num_sanity_val_steps: -1``, as the module sets it); the validation in line ``n`` is that of
     the policy after ``n`` RL steps. The curve is part of checkpoints, so that a resumed run
     continues it.
-
-    Args:
-        folder: where the files go.
     """
 
     def __init__(self, folder: str) -> None:
@@ -92,11 +89,7 @@ def _is_new(name: str, trainer: Trainer, module: TraceRLModule) -> bool:
 
 
 class CalibrationPlot(Callback):
-    """Keeps ``calibration.json`` and ``calibration.png`` of the last validation.
-
-    Args:
-        folder: where the files go.
-    """
+    """Keeps ``calibration.json`` and ``calibration.png`` of the last validation in a folder."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()

@@ -77,7 +77,6 @@ class DParallelModule(FinetuneModule):
         block_size: see :class:`BlockComplements`.
         entropy_weight: beta; 2 in the release for LLaDA, 1 for Dream.
         num_padding: supervised cells after the answer; ``null`` for all, as in the release.
-        common: options of :class:`~lit_dlm.modules.finetune.FinetuneModule`.
     """
 
     def __init__(

@@ -46,7 +46,6 @@ class TrainableModule(DecodeModule):
         warmup_steps: optimiser steps of the warm-up.
         export_dir: where the last weights are written as an adapter or model folder; ``null``
             leaves that to callbacks.
-        common: options of :class:`~lit_dlm.modules.decode.DecodeModule`.
     """
 
     backbone: HFBackbone
@@ -147,7 +146,6 @@ class FinetuneModule(TrainableModule):
         loss_norm: ``local`` divides by the targets of each process's own batch; ``global`` by
             those of all processes together, as if they had one batch.
         lr_floor: factor on the learning rate at the end; 1 keeps it constant after the warm-up.
-        common: options of :class:`TrainableModule`.
     """
 
     def __init__(
@@ -298,7 +296,6 @@ class SFTModule(FinetuneModule):
     Args:
         backbone: with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.
         optimizer: constructor of the optimiser, given the trainable parameters.
-        common: options of :class:`FinetuneModule`.
     """
 
     def __init__(

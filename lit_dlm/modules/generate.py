@@ -49,7 +49,6 @@ class TraceModule(DecodeModule):
         projector_dir: folder of the projector, which is fitted if the folder does not exist; or
             the TraceLock release's ``best_val_loss.pt``. Needed at level ``features``.
         projector_prompts: number of prompts that it is fitted on.
-        common: options of :class:`~lit_dlm.modules.decode.DecodeModule`.
     """
 
     def __init__(

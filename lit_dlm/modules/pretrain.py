@@ -60,7 +60,6 @@ class PretrainModule(DecodeModule):
         export_dir: where the trained model is written; ``None`` exports nothing.
         export_dtype: dtype of the exported weights.
         compile: whether to compile the forward: 1.4 times faster on a CPU, needs a C++ compiler.
-        common: options of :class:`~lit_dlm.modules.decode.DecodeModule`.
     """
 
     backbone: HFBackbone

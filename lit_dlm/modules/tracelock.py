@@ -88,7 +88,6 @@ class TraceLockModule(DecodeModule):
         export_dir: where the policy folder is written at the end; ``policy`` inside the trainer's
             root directory by default. Best checkpoints by other scores go to
             ``{export_dir}_by/{score}``.
-        common: options of :class:`~lit_dlm.modules.decode.DecodeModule`.
     """
 
     tail_ids: Tensor

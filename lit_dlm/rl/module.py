@@ -111,7 +111,6 @@ class TraceRLModule(TrainableModule):
             row is one item in ``data.batch_size`` and ``packing`` rows in ``data.rows_per_update``.
         optimizer: constructor of the optimiser; its learning rate is the policy's.
         warmup_steps: optimiser steps of a linear warm-up.
-        common: options of :class:`~lit_dlm.modules.finetune.TrainableModule`.
     """
 
     def __init__(

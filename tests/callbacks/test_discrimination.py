@@ -47,7 +47,7 @@ def test_curve_equals_a_slow_loop_over_recorded_entropies() -> None:
         for step, found in values.items():
             if len(found) > 1:
                 by_step.setdefault(step, []).append(float(np.var(found)))
-    score, curve = score_curve(*observer.totals())
+    score, curve = score_curve(observer.totals())
     wanted = [float(np.mean(by_step[step])) for step in sorted(by_step)]
     assert saw_end
     assert curve[: len(wanted)] == pytest.approx(wanted, abs=2e-3)

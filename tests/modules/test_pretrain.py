@@ -38,11 +38,11 @@ def test_the_loss_falls_and_the_export_loads(tmp_path: Path) -> None:
     """With two batches an update."""
     model = module(warmup_steps=2, export_dir=str(tmp_path / "model"))
     held_back = drawn(batch_size=32).batch(1_000)
-    data = drawn(batch_size=4, rows_per_update=8, drills=TASK)
+    data = drawn(batch_size=4, drills=TASK)
     bounds = []
     for steps in (0, 12):
         if steps:
-            quiet(tmp_path, max_steps=steps).fit(model, data)
+            quiet(tmp_path, max_steps=steps, accumulate_grad_batches=2).fit(model, data)
         with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
             patch.setattr(model, "log", lambda *args, **kwargs: None)
             bounds.append(float(model.training_step(held_back)))
