@@ -18,7 +18,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from torch.optim import Optimizer
 
 from lit_dlm.modules.checkpoint import LAST
 
@@ -162,9 +161,7 @@ class Interruption(Callback):
                 if name.startswith(LAST):
                     self._saved = max(self._saved, saver._last_global_step_saved)
 
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, *_: Any, **__: Any) -> None:
         self._is_stepping = True
 
     def on_train_batch_end(
@@ -199,9 +196,7 @@ class Interruption(Callback):
         if self._lock is not None and not self._lock.exists():
             raise FileNotFoundError(errno.ENOENT, "deleted during the run", str(self._lock.parent))
 
-    def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any
-    ) -> None:
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         # Within training, the run ends after the next optimiser step instead.
         is_outside = trainer.sanity_checking or trainer.state.fn != "fit"
         if self._number and trainer.world_size == 1 and is_outside:
@@ -211,9 +206,7 @@ class Interruption(Callback):
         """Returns whether to end the decode; responses that have ended then make up a batch."""
         return bool(self._number)
 
-    def on_predict_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any
-    ) -> None:
+    def on_predict_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         if self._number:
             if trainer.is_global_zero:
                 logger.warning("ended; the same command decodes what is left")

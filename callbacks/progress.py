@@ -50,9 +50,7 @@ class TrainingLog(Callback):
         self._began, self._first = _beginning(trainer), trainer.global_step
         self._seconds, self._tokens = 0.0, 0
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, *_: Any, **__: Any) -> None:
         # The time between batches is for loading, rollouts or validation, and not counted.
         self._batch_at = time.monotonic()
 

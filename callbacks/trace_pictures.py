@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from lightning.pytorch import Callback, Trainer
@@ -25,13 +25,6 @@ from lit_dlm.trajectories.record import Trajectory
 logger = logging.getLogger(__name__)
 
 Kind = Literal["gif", "fill_order", "order", "statistics"]
-SUFFIXES: dict[str, str] = {
-    "gif": ".gif",
-    "fill_order": "-fill_order.png",
-    "order": "-order.png",
-    "statistics": "-statistics.png",
-}
-
 
 _NUM_SAMPLES = 2
 _CELLS = 32  # response length for prompts, where the data module does not define one
@@ -70,7 +63,8 @@ class TracePictures(Callback):
         super().__init__()
         at_least(1, every_n_validations=every_n_validations)
         self.folder = Path(folder)
-        self.kinds = list(SUFFIXES) if kinds is None else kinds
+        kinds = list(get_args(Kind)) if kinds is None else kinds
+        self.endings = {kind: ".gif" if kind == "gif" else f"-{kind}.png" for kind in kinds}
         self.prompts = list(prompts or [])
         self.method = method or ""
         self.every_n_validations = every_n_validations
@@ -172,7 +166,7 @@ class TracePictures(Callback):
         tagged: dict[str, Path] = {}
         for sample in samples:
             base = folder / file_name(sample.method) / file_name(sample.example)
-            paths = {kind: base.with_name(base.name + SUFFIXES[kind]) for kind in self.kinds}
+            paths = {k: base.with_name(base.name + end) for k, end in self.endings.items()}
             write_pictures([sample], pieces, paths, method=self._methods.get(sample.method))
             for kind, path in paths.items():
                 if kind != "gif":

@@ -76,9 +76,7 @@ class RolloutValidation:
         Responses to one prompt are averaged first. Scores of the first decoder have plain names,
         those of others begin with its name and a slash; a decoder without a response has none.
         """
-        # In float32 where the device has nothing better.
-        dtype = torch.float32 if ranks.device.type == "mps" else torch.float64
-        totals = ranks.sum(self._totals.to(dtype)).double()
+        totals = ranks.sum(self._totals)
         self.last = {}
         for number, (method, total) in enumerate(zip(self.engines, totals, strict=True)):
             prefix = f"{method}/" if number else ""

@@ -198,25 +198,20 @@ class RolloutSettings:
         self.advantage = checked_plug(
             self.advantage or GroupZScore(), Advantage, option="advantage"
         )
-        at_least(1, **{name: getattr(self, name) for name in _POSITIVE})
+        at_least(1, tasks=len(self.tasks), **{name: getattr(self, name) for name in _POSITIVE})
         within(f"[0, {self.response_length})", overlong_margin=self.overlong_margin)
-        alone = self.source == "online" and self.responses_per_prompt == 1
-        for is_wrong, message in (
-            (not self.tasks, "tasks: expected at least one task, got none"),
-            (
-                (self.source == "shards") != (self.shards is not None),
+        if (self.source == "shards") != (self.shards is not None):
+            raise ValueError(
                 "shards: needed with source 'shards' and only there, got "
-                f"{self.shards!r} with {self.source!r}",
-            ),
-            (
-                alone and not self.advantage.compute(torch.ones(1)).any(),
+                f"{self.shards!r} with {self.source!r}"
+            )
+        alone = self.source == "online" and self.responses_per_prompt == 1
+        if alone and not self.advantage.compute(torch.ones(1)).any():
+            raise ValueError(
                 "responses_per_prompt: expected at least 2 with advantage "
                 f"{type(self.advantage).__name__}, which compares the responses to a prompt and "
-                "gives 0 to one alone, got 1; use RawReward",
-            ),
-        ):
-            if is_wrong:
-                raise ValueError(message)
+                "gives 0 to one alone, got 1; use RawReward"
+            )
 
 
 _POSITIVE = (
