@@ -64,7 +64,9 @@ class TracePictures(Callback):
         at_least(1, every_n_validations=every_n_validations)
         self.folder = Path(folder)
         kinds = list(get_args(Kind)) if kinds is None else kinds
-        self.endings = {kind: ".gif" if kind == "gif" else f"-{kind}.png" for kind in kinds}
+        self.endings: dict[str, str] = {
+            kind: ".gif" if kind == "gif" else f"-{kind}.png" for kind in kinds
+        }
         self.prompts = list(prompts or [])
         self.method = method or ""
         self.every_n_validations = every_n_validations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.utils.rnn import pad_sequence
 
 from lit_dlm.backbones import BackboneSpec
 from lit_dlm.backbones.attention import position_ids_for
@@ -165,7 +167,9 @@ def collate_supervised(
         for example in examples
     )
     prompts, pictures = batch_prompts(every("prompt_ids"), every("pictures"))
-    ids, real = _left_padded(prompts, spec.pad_id)
+    pad = partial(pad_sequence, batch_first=True, padding_side="left")
+    ids = pad([torch.tensor(ids, dtype=torch.long) for ids in prompts], padding_value=spec.pad_id)
+    real = pad([torch.ones(len(ids), dtype=torch.bool) for ids in prompts])
     response = _filled(every("response_ids"), G, spec.eos_ids[0])
     real = F.pad(real, (0, G), value=True)
     from_the_left = np.tile(np.arange(G), (len(examples), 1))
@@ -187,17 +191,6 @@ def collate_supervised(
     if any(given is not None and given.any() for given in every("given")):
         batch.given = _filled(every("given"), G, False, instead=from_the_left < 0)
     return batch
-
-
-def _left_padded(prompts: Sequence[NDArray[np.int32]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """``(B, P)`` int64 prompts and bool real tokens."""
-    start = max(map(len, prompts))
-    ids = np.full((len(prompts), start), pad_id, dtype=np.int64)
-    real = np.ones(ids.shape, dtype=bool)
-    for row, prompt in enumerate(prompts):  # ragged lists, on the host
-        ids[row, start - len(prompt) :] = prompt
-        real[row, : start - len(prompt)] = False
-    return torch.from_numpy(ids), torch.from_numpy(real)
 
 
 def _filled(

@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -229,7 +228,9 @@ class RolloutEngine:
                 is_overlong=length + bool(self.overlong_margin)  # the end of text counts
                 >= self.response_length - self.overlong_margin,
                 num_tokens=min(length + 1, self.response_length),  # the end of text included
-                decode=partial(self.module.tokenizer.decode, skip_special_tokens=True),
+                decode=lambda ids: str(
+                    self.module.tokenizer.decode(list(ids), skip_special_tokens=True)
+                ),
             )
             for prompt, record, text, length in zip(prompts, records, texts, lengths, strict=True)
         ]
