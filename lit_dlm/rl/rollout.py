@@ -67,10 +67,20 @@ class Ranks:
 
     def gather(self, data: bytes) -> list[bytes]:
         """Returns the bytes of every process, possibly none, by rank; all must call it."""
-        found = [data] * self.world_size
-        if self.world_size > 1:
-            torch.distributed.all_gather_object(found, data)
-        return found
+        if self.world_size == 1:
+            return [data]
+        size = torch.tensor([len(data)], device=self.device)
+        sizes = [torch.zeros_like(size) for _ in range(self.world_size)]
+        torch.distributed.all_gather(sizes, size)
+        lengths = [int(one) for one in sizes]
+        # Buffers of one length: collectives need equal shapes.
+        own = torch.zeros(max(*lengths, 1), dtype=torch.uint8, device=self.device)
+        if data:
+            own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        buffers = [torch.empty_like(own) for _ in lengths]
+        torch.distributed.all_gather(buffers, own)
+        pairs = zip(buffers, lengths, strict=True)
+        return [buffer[:length].cpu().numpy().tobytes() for buffer, length in pairs]
 
 
 ALONE = Ranks()
@@ -475,7 +485,7 @@ class OnlineRollouts:
 def gathered(records: Sequence[Trajectory], ranks: Ranks) -> list[Trajectory]:
     """Returns the records of all processes, in no order; every process must call it.
 
-    They are sent in the format of shards, compact and checked.
+    They are sent in the format of shards: compact, checked, and without pickles.
     """
     if ranks.world_size == 1:
         return list(records)
