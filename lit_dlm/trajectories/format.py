@@ -101,11 +101,8 @@ def encode_block(
 ) -> bytes:
     """Encodes records as one block, without their features.
 
-    Args:
-        records: 1 to 65,535 records with the same mask id, vocabulary size, signals and kind of
-            features.
-        run_digest: 16 bytes that identify the run (see ``RunRecord.digest``).
-        level: zstd level.
+    They must have the same mask id, vocabulary size, signals and kind of features. ``run_digest``
+    is that of ``RunRecord.digest``, ``level`` that of zstd.
     """
     return pack(record_batch(records, run_digest=run_digest), level=level)
 
@@ -164,7 +161,10 @@ def record_batch(
         metadata["features"] = json.dumps(asdict(facts))
     if any(record.meta for record in records):
         columns["meta"] = pa.array([meta_text(record) for record in records])
-    for name in _signal_names(records):
+    signals = sorted(records[0].signals)
+    other = [record.uid for record in records if sorted(record.signals) != signals]
+    require(not other, f"all records need the same signals {signals}, unlike {other[:1]}")
+    for name in signals:
         columns[name] = list_column([record.signals[name] for record in records], COLUMNS[name][0])
     return pa.record_batch(columns).replace_schema_metadata(metadata)
 
@@ -192,14 +192,6 @@ def list_column(
     return _lists(values, [0 if part is None else len(part) for part in parts], mask)
 
 
-def _signal_names(records: Sequence[Trajectory]) -> list[str]:
-    """Names of the signals, which all records of a block share."""
-    names = sorted(records[0].signals)
-    other = [record.uid for record in records if sorted(record.signals) != names]
-    require(not other, f"all records need the same signals {names}, unlike {other[:1]}")
-    return names
-
-
 def feature_facts(records: Sequence[Trajectory]) -> FeatureFacts | None:
     """What the features of records share; ``None`` where no record has any."""
     found = [(record, record.features) for record in records if record.features is not None]
@@ -217,15 +209,20 @@ def meta_text(record: Trajectory) -> str | None:
     if not record.meta:
         return None
     try:
-        text = json.dumps(
-            record.meta, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
-        )
+        text = canonical_json(record.meta)
         text.encode()  # refuses a lone surrogate
-        return text
     except (TypeError, ValueError) as error:
         raise TrajectoryFormatError(
             f"trajectory {record.uid!r}: meta is not JSON: {error}"
         ) from error
+    return text
+
+
+def canonical_json(value: Any) -> str:
+    """The canonical text of a JSON value: sorted keys, no white space, UTF-8."""
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
 
 
 # -- columns to records ----------------------------------------------------------------------------
@@ -290,10 +287,8 @@ def known_columns(
 def records_of(block: Block, *, strict: bool = True) -> list[Trajectory]:
     """Returns the records of a block, whose arrays are views of one array per column.
 
-    Args:
-        block: the block.
-        strict: also recompute each record's content digest and check that uids are unique. The
-            rules for the arrays are always checked.
+    The rules for the arrays are always checked; ``strict`` also recomputes each record's content
+    digest and checks that uids are unique.
     """
     batch = block.batch
     flat = _read_flat(block)
@@ -661,13 +656,14 @@ def only_masked(record: Trajectory, features: StepFeatures) -> StepFeatures:
     """Converts features from layout ``generation`` to ``masked``, with zeros in all other rows."""
     assert features.layout == "generation"
     states, masked = _before(record, features.kept_steps)
-    scales = features.scales
-    if scales is not None:
-        scales = np.where(masked[..., None], scales, np.float16(0))
+
+    def only(values: NDArray[Any]) -> NDArray[Any]:
+        return np.where(masked[..., None], values, values.dtype.type(0))
+
     return replace(
         features,
-        features=np.where(masked[..., None], features.features, features.features.dtype.type(0)),
-        scales=scales,
+        features=only(features.features),
+        scales=None if features.scales is None else only(features.scales),
         proposals=np.where(masked, features.proposals, states),
         layout="masked",
     )

@@ -30,7 +30,7 @@ from lit_dlm.decoding import (
 )
 from lit_dlm.trajectories.capture import as_recorded
 from lit_dlm.trajectories.record import Trajectory, derive
-from lit_dlm.trajectories.store.provenance import RunRecord, hardware_facts
+from lit_dlm.trajectories.store.provenance import RunRecord
 
 
 class TraceRecorder:
@@ -132,7 +132,6 @@ def record_generate(
     uids: Sequence[str],
     metas: Sequence[Mapping[str, Any]] | None = None,
     attention_mask: Tensor | None = None,
-    mask_id: int | None = None,
 ) -> tuple[Any, list[Trajectory]]:
     """Records a plain generate loop by watching the inputs of the model's forwards.
 
@@ -150,20 +149,18 @@ def record_generate(
         uids: one name per row.
         metas: a small JSON object per row.
         attention_mask: ``(B, P)`` nonzero on real tokens, if prompts are padded.
-        mask_id: id of the mask token; that of the model's configuration by default.
 
     Returns:
         What ``generate`` returned, and one record per row.
     """
     config = getattr(model, "config", None)
     vocab_size = getattr(config, "vocab_size", None)
-    if mask_id is None:
-        mask_id = getattr(config, "mask_token_id", None)
+    mask_id = getattr(config, "mask_token_id", None)
     name = type(model).__name__
     if mask_id is None or vocab_size is None:
         raise ValueError(
-            f"the configuration of {name} must name vocab_size and, unless it is given, mask_id; "
-            f"got {vocab_size} and {mask_id}"
+            f"the configuration of {name} must name vocab_size and mask_token_id, got {vocab_size} "
+            f"and {mask_id}; let the loop call TraceRecorder itself"
         )
     recorder = TraceRecorder(mask_id=mask_id, vocab_size=vocab_size)
     B, P = prompt_ids.shape
@@ -203,14 +200,13 @@ def record_generate(
     return result, recorder.end(uids, metas)
 
 
-def foreign_run(method: str, decoder: Decoder | str, *, batch_size: int | None = None) -> RunRecord:
+def foreign_run(method: str, decoder: Decoder | str) -> RunRecord:
     """Returns the run record for records of a foreign loop.
 
     Args:
         method: the value of ``meta["method"]`` in the records.
         decoder: plugs that decide as the loop does, for verification by re-execution; or the reason
             why there are none, which verification then reports.
-        batch_size: rows of a batch, so that verification can form batches of the same size.
     """
     described = {"undescribed": decoder} if isinstance(decoder, str) else decoder.describe()
     return RunRecord(
@@ -219,7 +215,6 @@ def foreign_run(method: str, decoder: Decoder | str, *, batch_size: int | None =
         decode={"methods": {method: described}},
         randomness={},
         data={},
-        hardware={**hardware_facts(), "batch_size": batch_size},
     )
 
 

@@ -59,7 +59,7 @@ from lit_dlm.trajectories.store.files import (
 from lit_dlm.trajectories.store.provenance import (
     SAMPLE_SEED_RULE,
     RunRecord,
-    canonical_json,
+    differences,
     run_of_shard,
     tokenizer_digest,
 )
@@ -378,8 +378,13 @@ def _differences(batch: _Batch, execution: Execution) -> list[str]:
         # A chat template that was set for the run replaces the tokenizer's own.
         tokenizer.chat_template = run.tokenizer.get("chat_template", tokenizer.chat_template)
         facts["digest"] = tokenizer_digest(tokenizer)
-    lines = named_differences(run.model, model, "model")
-    lines += named_differences(run.tokenizer, facts, "tokenizer")
+    compared = [*differences(dict(run.model), model, "model")]
+    compared += differences(dict(run.tokenizer), facts, "tokenizer")
+    lines = [
+        f"{_spoken(key)}: {before} recorded, {after} now"
+        for key, before, after in compared
+        if "absent" not in (before, after)
+    ]
     base = run.randomness.get("seed")
     if run.randomness.get("sample_seed") == SAMPLE_SEED_RULE and isinstance(base, int):
         uids = [record.uid.removesuffix(f"@{batch.method}") for record in batch.records]
@@ -393,22 +398,10 @@ def _differences(batch: _Batch, execution: Execution) -> list[str]:
     return lines
 
 
-def named_differences(
-    recorded: Mapping[str, Any], current: Mapping[str, Any], prefix: str
-) -> list[str]:
-    """Lines such as ``model.dtype: "float32" recorded, "bfloat16" now`` for keys of both sides."""
-    lines = []
-    for key in sorted(recorded.keys() & current.keys()):
-        old, new = recorded[key], current[key]
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            lines += named_differences(old, new, f"{prefix}.{key}")
-        elif (before := canonical_json(old)) != (after := canonical_json(new)):
-            # Digests are named as such, since people look for them: "model.weights digest".
-            spoken = f"{prefix}.{key}".removesuffix(".digest")
-            if key == "digest" or key.endswith("_sha256"):
-                spoken = f"{spoken.removesuffix('_sha256')} digest"
-            lines.append(f"{spoken}: {before} recorded, {after} now")
-    return lines
+def _spoken(key: str) -> str:
+    """A key, in which digests are named as such, since people look for them."""
+    name = key.removesuffix(".digest").removesuffix("_sha256")
+    return key if name == key else f"{name} digest"
 
 
 def _captured(batch: _Batch) -> Callable[[int], frozenset[str]]:

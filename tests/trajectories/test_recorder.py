@@ -134,7 +134,7 @@ def test_a_plain_loop_is_recorded_and_executed_again(backbone, tmp_path, loop, s
         assert (record.num_steps, record.status, record.signals) == (steps, "complete", {})
     empty = [step for step in range(steps) if len(records[0].committed_at(step)) == 0]
     assert bool(empty) == (loop is dream_loop)
-    folder = write_set(tmp_path / "set", records, foreign_run("loop", decoder, batch_size=2))
+    folder = write_set(tmp_path / "set", records, foreign_run("loop", decoder))
     for level in (3, 4):
         found = verify(shards_in(folder), level=level, execution=Execution(backbone=backbone))
         assert (found.problems, found.differences) == ([], [])

@@ -17,12 +17,12 @@ import tarfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
-from itertools import chain, starmap
 from pathlib import Path
 from typing import Any
 
 import lit_dlm
 from lit_dlm.ops.files import write_atomically
+from lit_dlm.trajectories.format import canonical_json
 from lit_dlm.trajectories.record import TrajectoryFormatError
 from lit_dlm.trajectories.store.files import RUN_MEMBER, STRANGE
 
@@ -89,8 +89,12 @@ class RunRecord:
             for former in (path, *sorted(folder.glob("run-*.json"))):
                 stored = RunRecord.parse(former.read_bytes(), where=former)
                 then, now = stored.as_dict(), json.loads(self.text())
-                pairs = ((then[group], now[group], group) for group in ESSENTIAL)
-                if differing := list(chain.from_iterable(starmap(_differences, pairs))):
+                differing = [
+                    f"{key}: {before} in the folder, {after} now"
+                    for group in ESSENTIAL
+                    for key, before, after in differences(then[group], now[group], group)
+                ]
+                if differing:
                     raise ValueError(
                         f"{former}: the folder holds a run with other settings; use another folder "
                         "or the same settings. " + "; ".join(differing)
@@ -110,13 +114,6 @@ class RunRecord:
             return cls(**groups)
         except STRANGE as error:
             raise TrajectoryFormatError(f"{where}: not a run record: {error!r}") from error
-
-
-def canonical_json(value: Any) -> str:
-    """The canonical text of a JSON value: sorted keys, no white space, UTF-8."""
-    return json.dumps(
-        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
-    )
 
 
 def run_of_shard(shard: Path) -> tuple[RunRecord, str]:
@@ -203,17 +200,20 @@ def _driver() -> str | None:
         return None
 
 
-def _differences(stored: Any, current: Any, key: str) -> Iterator[str]:
-    """One line per key that differs; an open collection may have members on one side only."""
+def differences(stored: Any, current: Any, key: str) -> Iterator[tuple[str, str, str]]:
+    """Each key that differs, with both values as JSON, or ``absent``.
+
+    An open collection may have members on one side only.
+    """
     if isinstance(stored, dict) and isinstance(current, dict):
         common = stored.keys() & current.keys()
         for name in sorted(common if key in _OPEN else stored.keys() | current.keys()):
             inner = f"{key}.{name}"
             absent = {} if inner in _OPEN else _ABSENT
-            yield from _differences(stored.get(name, absent), current.get(name, absent), inner)
+            yield from differences(stored.get(name, absent), current.get(name, absent), inner)
     else:
         before, after = (
             "absent" if value is _ABSENT else canonical_json(value) for value in (stored, current)
         )
         if before != after:
-            yield f"{key}: {before} in the folder, {after} now"
+            yield key, before, after
