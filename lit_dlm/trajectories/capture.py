@@ -345,20 +345,14 @@ class CapturedDecode:
     def _trajectory(self, row: CapturedRow, uid: str, meta: dict[str, Any]) -> Trajectory:
         first, prompt, real, seeds = (facts[row.number] for facts in row.start.arrays)
         steps = slice(row.first_step, row.first_step + row.num_steps)
-        tokens, commit_step, events = derive(first, self.canvases.of(row.place, steps))
         record = Trajectory(
             uid=uid,
             prompt_ids=as_recorded(prompt[real], self.vocab_size),
-            tokens=tokens,
-            commit_step=commit_step,
-            num_steps=row.num_steps,
-            mask_id=self.mask_id,
             vocab_size=self.vocab_size,
             seed=int(seeds),
             status=row.status,  # type: ignore[arg-type]  # a RecordStatus
-            given=first != self.mask_id,
-            superseded=events,
             meta=meta,
+            **derive(first, self.canvases.of(row.place, steps), self.mask_id),
         )
         record.signals.update({name: table.numpy() for name, table in row.tables.items()})
         if self.signals:

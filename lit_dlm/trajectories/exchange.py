@@ -50,7 +50,6 @@ def tabom_row(record: Trajectory, tokenizer: Any) -> dict[str, Any]:
     none), ``non_ltr_positions`` are those in ``meta``, else those of
     :func:`lit_dlm.ops.cuts.non_ltr_positions`.
     """
-    _check_single_writes(record)
     order = record.commit_step
     computed = _non_ltr(order).nonzero()[0].tolist()
     method = record.meta.get("method", "default")
@@ -86,7 +85,7 @@ def step_map_row(record: Trajectory, tokenizer: Any) -> dict[str, Any]:
     cells that no step wrote are refused. ``prompt`` has the chat template, ``step_map`` counts from
     0, ``reward`` is present if the record was graded.
     """
-    _check_single_writes(record)
+    own = _own_fields(record)
     filled = np.flatnonzero(record.tokens != record.mask_id)
     length = int(filled[-1]) + 1 if len(filled) else 0
     if len(gaps := np.flatnonzero(record.commit_step[:length] < 0)):
@@ -102,7 +101,7 @@ def step_map_row(record: Trajectory, tokenizer: Any) -> dict[str, Any]:
         "prompt_ids": record.prompt_ids.tolist(),
         "response_ids": record.tokens[:length].tolist(),
         "response_length": record.num_generated,
-        **_own_fields(record),
+        **own,
     }
     reward = record.meta.get("score", record.meta.get("correct"))
     return row if reward is None else {**row, "reward": float(reward)}
@@ -157,16 +156,13 @@ def write_parquet(records: Iterable[Trajectory], path: Path, *, run_text: str | 
 
 def _own_fields(record: Trajectory) -> dict[str, Any]:
     """Fields that the other formats lack and an import needs."""
-    names = ("num_steps", "mask_id", "vocab_size", "seed", "status", "meta")
-    return {name: getattr(record, name) for name in names}
-
-
-def _check_single_writes(record: Trajectory) -> None:
     if record.superseded is not None:
         raise ValueError(
             f"trajectory {record.uid!r}: {len(record.superseded)} of its writes were overwritten, "
             "which this format cannot hold; export to parquet"
         )
+    names = ("num_steps", "mask_id", "vocab_size", "seed", "status", "meta")
+    return {name: getattr(record, name) for name in names}
 
 
 def _text(ids: Any, tokenizer: Any) -> str:
@@ -221,9 +217,7 @@ _ROW = {
 
 def _checked_row(row: Any, settings: ImportSettings) -> dict[str, Any]:
     """Returns the row with its lists as arrays, and missing fields from the settings."""
-    if not isinstance(row, dict):
-        raise ValueError(f"expected a JSON object, got {type(row).__name__}")
-    checked = {**row, "tokenizer": settings.tokenizer}
+    checked = {**json_object("row", row), "tokenizer": settings.tokenizer}
     for name, kind in _ROW.items():
         if row.get(name) is None:
             checked[name] = getattr(settings, name, None)

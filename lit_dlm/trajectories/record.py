@@ -228,23 +228,25 @@ class Trajectory:
             raise TrajectoryFormatError(f"trajectory {self.uid!r}: {wrong}")
 
 
-def derive(first: Int32, after: Int32) -> tuple[Int32, Int32, Int32 | None]:
-    """Returns the tokens, commit steps and superseded writes of a decode.
+def derive(first: Int32, after: Int32, mask_id: int) -> dict[str, Any]:
+    """Returns the fields of a record that follow from the canvases of its decode.
 
-    Args:
-        first: ``(G,)`` int32 response canvas before step 0.
-        after: ``(T, G)`` int32 canvas after every step.
+    ``first`` ``(G,)`` int32 is the response before step 0, ``after`` ``(T, G)`` after every step.
     """
     states = np.concatenate([first[None], after])
     step, position = np.nonzero(states[1:] != states[:-1])
     commit_step = np.full(len(first), -1, dtype=np.int32)
     commit_step[position] = step  # ascending steps: the last write wins
     early = step < commit_step[position]
-    if not early.any():
-        return states[-1].copy(), commit_step, None
     step, position = step[early], position[early]
-    writes = np.stack([step, position, after[step, position]], axis=1)
-    return states[-1].copy(), commit_step, writes.astype(np.int32)
+    return {
+        "tokens": states[-1].copy(),
+        "commit_step": commit_step,
+        "num_steps": len(after),
+        "mask_id": mask_id,
+        "given": first != mask_id,
+        "superseded": np.stack([step, position, after[step, position]], axis=1),
+    }
 
 
 def flatten(records: Sequence[Trajectory]) -> Columns:

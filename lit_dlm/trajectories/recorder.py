@@ -103,22 +103,16 @@ class TraceRecorder:
         for row, (uid, meta, seed) in enumerate(facts):
             num_steps = int(np.flatnonzero(is_open[:, row]).max(initial=-1)) + 1
             first, after = states[0, row, start:], states[1 : num_steps + 1, row, start:]
-            tokens, commit_step, superseded = derive(first, after)
             prompt = states[0, row, :start][self._real[row]]
             records.append(
                 Trajectory(
                     uid=uid,
                     prompt_ids=as_recorded(prompt, self.vocab_size),
-                    tokens=tokens,
-                    commit_step=commit_step,
-                    num_steps=num_steps,
-                    mask_id=mask_id,
                     vocab_size=self.vocab_size,
                     seed=seed % 2**64,
                     status="step_limit" if has_mask[-1, row] else "complete",
-                    given=first != mask_id,
-                    superseded=superseded,
                     meta=dict(meta),
+                    **derive(first, after, mask_id),
                 )
             )
         return records

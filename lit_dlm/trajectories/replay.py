@@ -1,17 +1,11 @@
-"""Replays records: the canvases of a batch, and how the regions of a response were filled.
-
-These are functions of the record; no model is run and nothing is compared, so nothing here shows
-that a model would do the same. :mod:`lit_dlm.trajectories.verify` checks that.
-"""
+"""How the regions of a recorded response were filled; no model is run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from lit_dlm.decoding.description import layout_from_description
 from lit_dlm.decoding.layout import Layout
@@ -20,21 +14,12 @@ from lit_dlm.decoding.regions import BlockLayout
 from lit_dlm.trajectories.record import Trajectory
 
 
-def states_at(records: Sequence[Trajectory], step: int) -> Tensor:
-    """``(B, G)`` int64 response canvases before a step; the final one if a record has ended."""
-    states = [record.state_at(min(step, record.num_steps)) for record in records]
-    return torch.from_numpy(np.stack(states)).long()
-
-
 def regions_of(record: Trajectory, decoder: Mapping[str, Any] | Layout) -> BlockLayout | None:
     """Returns the blocks of a record's response, or ``None`` for a decoder without a layout.
 
-    Markers are looked up in the response before step 0.
-
-    Args:
-        record: the record.
-        decoder: what ``Decoder.describe`` returned: an entry of ``methods`` in a run record, or
-            ``decoder`` in the settings of a result folder; or a layout.
+    Markers are looked up in the response before step 0. ``decoder`` is a layout, or what
+    ``Decoder.describe`` returned: an entry of ``methods`` in a run record, or ``decoder`` in the
+    settings of a result folder.
     """
     layout = decoder if isinstance(decoder, Layout) else layout_from_description(decoder)
     if layout is None:

@@ -43,11 +43,10 @@ from lit_dlm.decoding.policies.lockstep import LockstepPolicy
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.decoding.state import Canvas, DecodeResult, DecodeState, StepRecord, prompt_canvas
 from lit_dlm.ops.batches import first_column
-from lit_dlm.ops.options import at_least, within
+from lit_dlm.ops.options import within
 from lit_dlm.ops.sampling import sample_seed
 from lit_dlm.trajectories.capture import KeptSteps
 from lit_dlm.trajectories.record import Trajectory, TrajectoryFormatError
-from lit_dlm.trajectories.replay import states_at
 from lit_dlm.trajectories.store.files import (
     MANIFEST_FILE,
     RECORDS,
@@ -167,22 +166,26 @@ def verify(
     sample: int | None = None,
     track: Track = lambda items, _: items,
 ) -> Verification:
-    """Verifies shards up to a level.
+    """Verifies shards, with their side files beside them, up to a level.
 
     Neither file problems nor a model or tokenizer other than the run's stop the execution of what
     can be read: the result still says how far the records agree.
 
     Args:
-        shards: paths of shards, with their side files beside them.
+        shards: paths of shards.
         level: 0 to 4.
         execution: needed at levels 3 and 4.
         sample: execute only this many records, spread evenly over the set.
         track: shows progress.
     """
     within("[0, 4]", level=level)
-    at_least(1, sample=sample)
     paths = [Path(shard) for shard in shards]
-    problems = _file_problems(paths, level=level, track=track)
+    problems: list[str] = []
+    owners: dict[Path, dict[str, str]] = {}
+    for path in track(paths, "Files"):
+        problems += _shard_problems(path, level, owners.setdefault(path.parent, {}))
+    for folder in sorted({path.parent for path in paths}) if level >= 2 else ():
+        problems += _manifest_problems(folder, paths)
     try:
         # Takes what can be read; the rest is among the problems.
         reader = TrajectoryShardReader(paths, on_error="skip", features=False)
@@ -215,18 +218,6 @@ def verify(
 
 
 # -- files: levels 0 to 2 ------------------------------------------------------------------------
-
-
-def _file_problems(shards: Sequence[Path], *, level: int, track: Track) -> list[str]:
-    """Checks shards without running a model; one line per problem."""
-    problems: list[str] = []
-    owners: dict[Path, dict[str, str]] = {}
-    for shard in track(shards, "Files"):
-        problems += _shard_problems(shard, level, owners.setdefault(shard.parent, {}))
-    if level >= 2:
-        for folder in sorted({shard.parent for shard in shards}):
-            problems += _manifest_problems(folder, shards)
-    return problems
 
 
 def _shard_problems(shard: Path, level: int, owners: dict[str, str]) -> list[str]:
@@ -599,9 +590,10 @@ def _advanced(decision: Decision, ids: Tensor) -> DecodeState:
 
 def _recorded_after(records: Sequence[Trajectory], state: DecodeState, step: int) -> Tensor:
     """``(b, L)`` int64: the recorded canvases after a step."""
-    after = state.ids.clone()
     here = [records[row] for row in state.rows.tolist()]
-    after[:, state.start :] = states_at(here, step + 1).to(after.device)
+    responses = [record.state_at(min(step + 1, record.num_steps)) for record in here]
+    after = state.ids.clone()
+    after[:, state.start :] = torch.from_numpy(np.stack(responses)).to(after.device)
     return after
 
 

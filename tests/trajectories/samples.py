@@ -58,10 +58,8 @@ def small_record(tokens: Sequence[int], commit_step: Sequence[int], **changes: A
 def from_history(history: Any, *, prompt_ids: Any, **fields: Any) -> Trajectory:
     """The record of the ``(T + 1, G)`` canvases of a decode; tokens of row 0 count as given."""
     rows = np.ascontiguousarray(history, dtype=np.int32)
-    tokens, commit_step, superseded = derive(rows[0], rows[1:])
-    given = rows[0] != fields.get("mask_id", MASK)
-    facts = {"num_steps": len(rows) - 1, "given": given, "superseded": superseded, **fields}
-    record = small_record(tokens, commit_step, prompt_ids=prompt_ids, **facts)
+    facts = derive(rows[0], rows[1:], fields.get("mask_id", MASK))
+    record = small_record(prompt_ids=prompt_ids, **{**facts, **fields})
     record.validate()
     return record
 

@@ -1,18 +1,16 @@
 from functools import partial
 
-import numpy as np
 import pytest
-import torch
 
 from lit_dlm import decoding
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import Decoder, NoQuota, Region, prompt_canvas
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
-from lit_dlm.trajectories.replay import fill_curves_of, regions_of, states_at
+from lit_dlm.trajectories.replay import fill_curves_of, regions_of
 from lit_dlm.trajectories.verify import free_running, teacher_forced
 from tests.traces import MASK, VOCAB, small_backbone
-from tests.trajectories.samples import from_history, random_history, small_record
+from tests.trajectories.samples import small_record
 
 TEMPLATE = decoding.TemplateLayout(
     [
@@ -77,17 +75,6 @@ def test_markers_are_searched_in_what_stood_there_before_the_first_step():
     # A: cells 4 and 5, written in steps 2 and 1. The rest: cells 0, 1 and 2.
     assert curves.by_name() == {"A": [0, 0, 0.5, 1], "rest": [0, 0.667, 1, 1]}
     assert curves.lockstep_score() == pytest.approx((1 / 3 + 0.5 + 1) / 3)
-
-
-def test_a_batch_holds_every_record_and_its_last_canvas_once_it_has_ended():
-    rng = np.random.default_rng(11)
-    histories = [random_history(rng, num_steps=steps, remask=0.3) for steps in (3, 7, 5)]
-    records = [from_history(history, prompt_ids=[1]) for history in histories]
-    for step in range(8):
-        states = states_at(records, step)
-        assert states.dtype == torch.int64
-        expected = [history[min(step, len(history) - 1)] for history in histories]
-        np.testing.assert_array_equal(states, expected)
 
 
 def test_a_layout_may_be_absent_or_not_fit_and_its_weights_can_leave_a_region_out_of_a_loss():
