@@ -15,8 +15,7 @@ class RolloutProxy(Metric):
 
     The checkpoint metric of the TraceLock release (``rollout proxy F0.5``, arXiv 2605.24697): a
     proposal is accepted iff ``sigmoid(decision logit) >= threshold``. Beta below 1 weighs
-    precision, because a wrong acceptance cannot be undone. No window, cap or policy-made state
-    enters it, so it is a proxy of a decode and not a result of one.
+    precision, because a wrong acceptance cannot be undone. No window or cap enters it.
     """
 
     full_state_update = False
@@ -96,12 +95,10 @@ class ReplayScore(Metric):
         self.add_state("num_tokens", zero, dist_reduce_fx="sum")
 
     def update(self, commit: Tensor, label: Tensor, masked: Tensor, length: Tensor) -> None:
-        """Adds states.
+        """Adds states; rows without a commit do not count.
 
-        Args:
-            commit: ``(B, R)`` bool: what the policy commits; rows without a commit do not count.
-            label: ``(B, R)`` bool: the proposal is the trace's final token.
-            length: ``(B,)`` response positions of each row.
+        ``commit``, ``label`` (the proposal is the trace's final token) and ``masked`` are
+        ``(B, R)`` bool, ``length`` is ``(B,)`` response positions.
         """
         num_commits = commit.sum(1)
         chosen = num_commits > 0

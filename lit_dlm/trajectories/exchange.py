@@ -1,9 +1,8 @@
 """Reads and writes records in other tools' formats: TABOM's JSONL, dLLM-RL's JSON, and Parquet.
 
-The first two hold one integer per response position, the step that wrote it, so neither can hold
-overwritten writes, and the second cannot hold gaps. Records that do not fit are refused by name.
-Both get extra fields (exact token ids, lengths, uids), which the other tools ignore and an import
-reads back.
+The first two hold the step that wrote each position, so neither can hold overwritten writes, and
+the second cannot hold gaps. Both get extra fields (exact token ids, lengths, uids), which the other
+tools ignore and an import reads back.
 
 Token ids in a row take precedence over its texts. A row with only texts is tokenised, and refused
 if it has more or fewer tokens than steps: re-tokenised text is the known source of shifted step

@@ -2,15 +2,11 @@
 
 Without re-masking, two integer rows describe every canvas of a decode: the state before step ``t``
 shows the tokens whose commit step is below ``t``. With re-masking or token edits the writes that
-were later overwritten are kept as well. Masks, orders, labels and intermediate canvases are not
-stored but derived here.
+were later overwritten are kept as well. All else is derived here, without the model, so a replay
+proves nothing about it.
 
-Replay (:meth:`Trajectory.state_at`, :meth:`Trajectory.all_states`) is a function of the record
-alone. It proves nothing about the model; re-execution is a different operation.
-
-Many records are processed as a few long arrays (:class:`Columns`): the tokens of all records
-concatenated, likewise their commit steps. The rules of the format are implemented once, on these
-arrays; a single record is checked as a set of one.
+Many records are processed as a few long arrays (:class:`Columns`). The rules of the format are
+implemented once, on these arrays; a single record is checked as a set of one.
 """
 
 from __future__ import annotations
@@ -171,10 +167,7 @@ class Trajectory:
         return np.argwhere(self.all_states()[:-1] == self.mask_id)
 
     def commit_entropy(self, *, fill: float) -> NDArray[np.float32] | None:
-        """``(G,)`` entropy (nats) of each position at the step that wrote it, else ``fill``.
-
-        ``None`` if it was not recorded.
-        """
+        """``(G,)`` entropy (nats) at the step that wrote a position, else ``fill``; if recorded."""
         if "step_entropy" not in self.signals:
             return None
         step, position = self.masked_rows().T
@@ -308,10 +301,9 @@ def checked(records: Sequence[Trajectory]) -> Columns:
 
 
 def trusted(values: dict[str, Any]) -> Trajectory:
-    """Builds a record, without checks, from fields already checked and of the right dtypes.
+    """Builds a record from checked fields of the right dtypes, of which a reader has thousands.
 
-    The block reader builds tens of thousands of records a second from checked columns; the
-    constructor's checks would take most of that time.
+    The constructor would take most of its time.
     """
     record = object.__new__(Trajectory)
     object.__setattr__(record, "__dict__", values)
@@ -325,7 +317,6 @@ class StepFeatures:
     A response position at a kept step has ``F`` features (projected hidden snapshots and scores).
     They are stored as float16, or as int8 with one float16 scale per row and feature group, since
     groups have different ranges, and outliers in one row must not cost the others precision.
-    Labels, states and masks are functions of the record and are never stored.
     """
 
     kept_steps: NDArray[np.int32]  # (S,) int32, strictly ascending
@@ -375,13 +366,11 @@ class StepFeatures:
         layout: FeatureLayout = "generation",
         projector_digest: str = "",
     ) -> StepFeatures:
-        """Returns floating-point features in compact form.
+        """Returns finite floating-point ``features`` ``(S, R, F)`` in compact form.
 
         int8 is symmetric and rounds to nearest, with ``scale = absmax / 127`` per (step, row,
         group), rounded up to the next float16 so that no value is clipped. For Gaussian groups of
         256 the relative RMSE is 0.7 %.
-
-        The arguments are the fields; ``features`` are ``(S, R, F)``, floating point and finite.
         """
         values = np.asarray(features, dtype=np.float32)
         sizes = tuple(int(size) for size in groups)

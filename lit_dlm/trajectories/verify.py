@@ -8,11 +8,9 @@
 | 3 teacher-forced | weights | each recorded canvas leads to the recorded decision |
 | 4 free-running | weights, seed | decoding from the prompt reproduces the record |
 
-A level includes those below it, except that 4 replaces 3. Teacher-forced, every recorded canvas is
-fed to the model again, the step is decided by the same function that the decode loop calls, and the
-result is compared with the next recorded canvas: one difference does not lead to others.
-Free-running, the prompt is decoded again from its seed, and everything after the first difference
-follows from it.
+A level includes those below it, except that 4 replaces 3. Teacher-forced, the function that the
+decode loop calls decides a step from its recorded canvas: one difference does not lead to others.
+Free-running, everything after the first difference follows from it.
 
 Floating-point results differ between machines, batch sizes and dtypes, so a step may decide
 differently where two options were almost equal. Such a difference is explained by its margin: how
@@ -41,7 +39,7 @@ from lit_dlm.decoding.description import decoder_from_description
 from lit_dlm.decoding.engine import Decision, decide, initial_state, needs
 from lit_dlm.decoding.policies.lockstep import LockstepPolicy
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
-from lit_dlm.decoding.state import Canvas, DecodeResult, DecodeState, StepRecord, prompt_canvas
+from lit_dlm.decoding.state import Canvas, DecodeState, Observer, StepRecord, prompt_canvas
 from lit_dlm.ops.batches import first_column
 from lit_dlm.ops.options import within
 from lit_dlm.ops.sampling import sample_seed
@@ -109,8 +107,7 @@ class RecordVerdict:
     def conclude(self, *, independent: bool) -> RecordVerdict:
         """Sets the outcome and returns the verdict.
 
-        Without ``independent``, all differing steps after the first may follow from it, so their
-        number means nothing.
+        Unless steps are ``independent``, those after the first differing one may follow from it.
         """
         num = len(self.differing_steps)
         too_many = independent and num >= MANY_TIES and 2 * num > self.num_checked
@@ -300,7 +297,7 @@ class _Batch:
 def _batches(reader: TrajectoryShardReader, sample: int | None) -> Iterator[_Batch]:
     """Yields batches of records in stored order, each of one run, method, task, length and writer.
 
-    These are not the batches of the run, where each row that ended was replaced by the next.
+    In the run each row that ended was replaced by the next.
     """
     groups: dict[tuple[Any, ...], _Batch] = {}
     total = reader.num_records
@@ -418,15 +415,10 @@ def teacher_forced(
     captured: Callable[[int], frozenset[str]] = lambda _step: frozenset(),
     device: torch.device | str = "cpu",
 ) -> list[RecordVerdict]:
-    """Decides recorded steps again (V3).
+    """Decides recorded steps again (V3), of records with one response length and mask id.
 
-    Args:
-        backbone: the denoiser.
-        decoder: the plugs that the records were made with.
-        records: records of one batch: one response length, one mask id.
-        captured: what the run's capture required of each step, such as ``region``: more columns
-            in a matrix product can change its last bits.
-        device: where to compute.
+    ``captured`` is what the run's capture required of each step, such as ``region``: more columns
+    in a matrix product can change its last bits.
     """
     decoder.check(backbone)
     backbone = decoder.guided(backbone)
@@ -481,8 +473,7 @@ def free_running(
 ) -> list[RecordVerdict]:
     """Decodes the prompts again from their seeds (V4); arguments as in :func:`teacher_forced`.
 
-    A record is ``explained`` when the first step that differs was a near tie; later differences
-    follow from that one.
+    A record is ``explained`` when the first step that differs was a near tie.
     """
     canvas = canvas_of(records, backbone, device=device)
     observer = _FirstDifference(records, decoder, captured)
@@ -537,8 +528,8 @@ def _release(backbone: Backbone, canvas: Canvas) -> None:
         vision.release(canvas.ids[:, : canvas.start].flatten().tolist())
 
 
-class _FirstDifference:
-    """Observer that compares a decode with records, and judges the first difference of each."""
+class _FirstDifference(Observer):
+    """Compares a decode with records, and judges the first difference of each."""
 
     def __init__(
         self,
@@ -569,9 +560,6 @@ class _FirstDifference:
                 verdict.differ(step, float(margin[i]), _difference(after[i], record, i))
             else:  # follows from the first one
                 verdict.differing_steps.append(step)
-
-    def on_end(self, result: DecodeResult) -> None:
-        pass
 
 
 def _advanced(decision: Decision, ids: Tensor) -> DecodeState:
@@ -673,11 +661,11 @@ def compare_step(step: StepRecord, recorded: Tensor, decoder: Decoder) -> tuple[
     """Compares an executed step with the recorded canvas after it, ``(b, L)`` int64.
 
     Returns:
-        ``(b,)`` bool, whether the canvases differ, and ``(b,)`` float64, the largest margin among
-        the differing decisions of a row: 0 where nothing differs, infinite where no near tie can
-        explain a difference. Tokens: difference of the softmax values that the arg-max chose from.
-        Positions: distance of the policy's score (a probability, or nats for the entropy policy)
-        from the boundary of the selection or, for a token already set, of taking it back.
+        ``(b,)`` bool, whether the canvases differ, and ``(b,)`` float64, the largest margin of a
+        differing decision: 0 where nothing differs, infinite where no near tie explains it. Tokens:
+        difference of the softmax values that the arg-max chose from. Positions: distance of the
+        policy's score (a probability, or nats for the entropy policy) from the boundary of the
+        selection or, for a token already set, of taking it back.
     """
     ids = step.state.ids
     differing = step.new_ids != recorded

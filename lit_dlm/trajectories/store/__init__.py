@@ -6,15 +6,12 @@ by :class:`TrajectoryShardReader`, and kept in order by :func:`recover`, :func:`
 """
 
 from lit_dlm.trajectories.store.files import (
-    ShardName as ShardName,
-    SideFile as SideFile,
     completed_uids as completed_uids,
     shard_paths as shard_paths,
 )
 from lit_dlm.trajectories.store.provenance import RunRecord as RunRecord
 from lit_dlm.trajectories.store.reader import TrajectoryShardReader as TrajectoryShardReader
 from lit_dlm.trajectories.store.recovery import (
-    Recovered as Recovered,
     drop_shards as drop_shards,
     merge_manifest as merge_manifest,
     recover as recover,

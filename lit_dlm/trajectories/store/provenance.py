@@ -79,9 +79,9 @@ class RunRecord:
     def save(self, folder: str | Path) -> Path:
         """Writes ``run.json``, or checks the one that is there; returns the file of this record.
 
-        A folder of a run that differs in what decides the outcome is refused; the error names the
-        keys. The file is ``run-<digest>.json`` if the folder was begun with other software or
-        hardware, or with methods or tasks that not both runs have.
+        A folder of a run that differs in what decides the outcome is refused. The file is
+        ``run-<digest>.json`` if the folder was begun with other software, hardware, methods or
+        tasks.
         """
         folder = Path(folder)
         path = folder / RUN_FILE

@@ -97,11 +97,7 @@ class TrajectoryShardReader:
             yield from records
 
     def read_block(self, shard: str | Path, index: int) -> list[Trajectory]:
-        return self._read(Path(shard), index, features=self.features)[1]
-
-    def outline(self, shard: str | Path, index: int) -> tuple[Block, list[Trajectory]]:
-        """Reads a block without its features, which can be 30 MB beside 20 kB of records."""
-        return self._read(Path(shard), index, features=False)
+        return self.outline(shard, index, features=self.features)[1]
 
     def find(self, uids: Collection[str]) -> Iterator[Trajectory]:
         """Yields the records with these uids, in the order of the set; reads only their blocks."""
@@ -115,7 +111,11 @@ class TrajectoryShardReader:
             raise error
         logger.warning("skipped: %s", error)
 
-    def _read(self, path: Path, index: int, *, features: bool) -> tuple[Block, list[Trajectory]]:
+    def outline(
+        self, shard: str | Path, index: int, *, features: bool = False
+    ) -> tuple[Block, list[Trajectory]]:
+        """Reads a block, without its features, which can be 30 MB beside 20 kB of records."""
+        path = Path(shard)
         side = self._sides[path]
         entry = side.blocks[index]
         try:

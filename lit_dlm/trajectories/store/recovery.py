@@ -49,11 +49,10 @@ def recover(folder: str | Path) -> list[Recovered]:
 
     Each such file is read as far as possible; blocks that pass every check go into a new shard of
     the same series, records that a finished shard already holds are left out, and the file is
-    deleted. A finished shard without a side file (a crash between the two) is treated the same way,
-    but kept as ``.damaged`` if anything in it was lost. If two finished shards hold the same
-    records, written by two processes in one folder, the second ones are removed. Run it before a
-    folder is resumed, by one process, while no other starts to write there; running it again
-    changes nothing.
+    deleted. A finished shard without a side file is treated the same way, but kept as ``.damaged``
+    if anything in it was lost. If two finished shards hold the same records, written by two
+    processes, the second ones are removed. Run it before a folder is resumed, by one process, while
+    no other starts to write there; running it again changes nothing.
     """
     folder = Path(folder)
     if not folder.is_dir():
