@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from lit_dlm.backbones.base import Backbone, BackboneSpec
 from lit_dlm.decoding.caches import CacheScheme, NoCache
-from lit_dlm.decoding.engine import DecodeSettings, decode
+from lit_dlm.decoding.engine import DecodeSettings, Plugs, decode
 from lit_dlm.decoding.guidance import Guidance, GuidedBackbone
 from lit_dlm.decoding.layout import Layout, MarkerLayout, TemplateLayout
 from lit_dlm.decoding.policies.base import CommitPolicy
@@ -40,7 +40,7 @@ from lit_dlm.decoding.windows import (
 from lit_dlm.plugs import checked_plug
 
 
-class Decoder:
+class Decoder(Plugs):
     """The plugs of one decoding method.
 
     Args:
@@ -113,15 +113,6 @@ class Decoder:
     def draws(self) -> bool:
         """Whether another seed can give another response."""
         return self.sampler.temperature > 0.0 or self.policy.draws
-
-    @property
-    def counts_blocks(self) -> bool:
-        """Whether the quota or the policy reads the step and mask counts of a row's block."""
-        return self.quota.counts_blocks or self.policy.counts_blocks
-
-    def budget(self, num_masks: int) -> int:
-        budget = max(self.policy.budget(num_masks), self.window.steps)
-        return self.settings.max_steps or budget
 
     def __call__(
         self, backbone: Backbone, canvas: Canvas, observers: Sequence[Observer] = ()

@@ -12,14 +12,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone
-from lit_dlm.decoding.caches import CacheSession
+from lit_dlm.decoding.caches import CacheScheme, CacheSession
 from lit_dlm.decoding.policies.base import CommitPolicy
+from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.decoding.state import (
     Canvas,
     DecodeResult,
@@ -31,14 +32,11 @@ from lit_dlm.decoding.state import (
     Status,
     StepRecord,
 )
-from lit_dlm.decoding.windows import WindowView, masks_first
+from lit_dlm.decoding.windows import Quota, Window, WindowView, masks_first
 from lit_dlm.ops.batches import first_column, row_index
 from lit_dlm.ops.options import at_least, of_kind
 from lit_dlm.ops.precision import without_autocast
 from lit_dlm.ops.sampling import top_quota
-
-if TYPE_CHECKING:
-    from lit_dlm.decoding.decoder import Decoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +76,32 @@ class NotANumberError(ValueError):
         self.rows = rows
 
 
+class Plugs:
+    """The parts of a decoder that the loop uses."""
+
+    window: Window  # where a step may commit
+    quota: Quota  # how many cells it commits
+    sampler: Sampler  # which tokens are proposed
+    policy: CommitPolicy  # which of them become final
+    cache: CacheScheme  # what steps take from earlier forwards
+    settings: DecodeSettings
+
+    @property
+    def counts_blocks(self) -> bool:
+        """Whether the quota or the policy reads the step and mask counts of a row's block."""
+        return self.quota.counts_blocks or self.policy.counts_blocks
+
+    def budget(self, num_masks: int) -> int:
+        """Returns the most steps of a row with so many masks."""
+        budget = max(self.policy.budget(num_masks), self.window.steps)
+        return self.settings.max_steps or budget
+
+
 @torch.no_grad()
 def decode(
     backbone: Backbone,
     source: Callable[[int], Canvas | None],
-    decoder: Decoder,
+    plugs: Plugs,
     *,
     num_slots: int,
     observers: Sequence[QueueObserver] = (),
@@ -102,12 +121,12 @@ def decode(
         Whenever rows are replaced, the rows that have ended since the last result; at the end, all
         others. If an observer ends the decode, only those that have ended by then.
     """
-    _, hidden_layers = needs(decoder.policy, observers)
+    _, hidden_layers = needs(plugs.policy, observers)
     canvas = source(num_slots)
     if canvas is None:
         return
     has_more = len(canvas.ids) == num_slots
-    batch = _Batch(backbone, canvas, decoder, hidden_layers)
+    batch = _Batch(backbone, canvas, plugs, hidden_layers)
     for observer in observers:
         observer.on_start(batch.state)
     # Half-precision weights compute in their own dtype: a trainer's autocast would only add casts.
@@ -134,12 +153,12 @@ def decode(
                 clock = time.perf_counter()  # filling a slot is not part of a method's time
                 continue  # rows that have entered may have nothing to fill
         # Observers may require something else at every step.
-        requires, _ = needs(decoder.policy, observers)
+        requires, _ = needs(plugs.policy, observers)
         with without_autocast(batch.state.ids.device) if is_half else nullcontext():
             decision = decide(
                 backbone,
                 replace(batch.state, frontier=tuple(batch.frontier)),
-                decoder,
+                plugs,
                 requires=requires,
                 hidden_layers=hidden_layers,
                 session=batch.session,
@@ -180,7 +199,7 @@ class Decision:
 def decide(
     backbone: Backbone,
     state: DecodeState,
-    decoder: Decoder,
+    plugs: Plugs,
     *,
     requires: frozenset[str],
     hidden_layers: tuple[int, ...] = (),
@@ -190,9 +209,9 @@ def decide(
 
     Verification by re-execution calls this too, so it repeats the loop itself and not a copy.
     """
-    settings = decoder.settings
-    view = decoder.window.view(state)
-    state = enter_block(state, view, counts=decoder.counts_blocks)
+    settings = plugs.settings
+    view = plugs.window.view(state)
+    state = enter_block(state, view, counts=plugs.counts_blocks)
     # The head runs only at the window's columns, unless the whole response is required.
     columns = view.columns
     if "region" in requires:
@@ -204,22 +223,22 @@ def decide(
     if session is not None:
         denoised, forced = session.denoise(state, columns)
     else:
-        denoised = decoder.policy.denoise(backbone, state, columns, hidden_layers)
-    decoder.sampler.restrict(denoised, backbone.spec)
-    state, denoised = decoder.policy.remember(state, view.candidates, denoised)
-    proposal = decoder.sampler.propose(state, denoised, requires)
+        denoised = plugs.policy.denoise(backbone, state, columns, hidden_layers)
+    plugs.sampler.restrict(denoised, backbone.spec)
+    state, denoised = plugs.policy.remember(state, view.candidates, denoised)
+    proposal = plugs.sampler.propose(state, denoised, requires)
     # The gate comes before the policy, which then spends its quota on what may be committed.
     candidates = view.candidates
     if settings.eos_gate:
         candidates = end_of_text_gate(state, candidates, proposal.ids)
     if forced is not None:  # cells that only the refresh of a cache can predict
         candidates = torch.where(forced.any(1, keepdim=True), forced, candidates)
-    counts = decoder.quota.counts(state, view.candidates)
+    counts = plugs.quota.counts(state, view.candidates)
     with Span(state.ids.device) as policy_span:
-        selection = decoder.policy.select(state, candidates, proposal, counts)
+        selection = plugs.policy.select(state, candidates, proposal, counts)
     of_kind(selection, Selection, option="policy.select")
-    if selection.rewritten is not None and not decoder.policy.takes_back:
-        name = type(decoder.policy).__name__
+    if selection.rewritten is not None and not plugs.policy.takes_back:
+        name = type(plugs.policy).__name__
         raise ValueError(f"policy: {name} rewrites cells; expected takes_back = True in it")
     new_ids, commit, decided = _written(state, candidates, proposal, selection, forced, settings)
     if selection.memory is not None:
@@ -412,15 +431,15 @@ class _Batch:
     """The rows that are decoding, and the results of those that have ended."""
 
     def __init__(
-        self, backbone: Backbone, canvas: Canvas, decoder: Decoder, hidden_layers: tuple[int, ...]
+        self, backbone: Backbone, canvas: Canvas, plugs: Plugs, hidden_layers: tuple[int, ...]
     ) -> None:
         self.state = initial_state(backbone, canvas)
-        self.session = decoder.cache.start(
-            backbone, self.state, window=decoder.window, hidden_layers=hidden_layers
+        self.session = plugs.cache.start(
+            backbone, self.state, window=plugs.window, hidden_layers=hidden_layers
         )
         # Leftmost mask of every row; negative where the row has ended
         self.frontier = _frontier(self.state.masked)
-        self._decoder, self._pad_id = decoder, backbone.spec.pad_id
+        self._plugs, self._pad_id = plugs, backbone.spec.pad_id
         self._num_steps = 0
         self._seconds = self._policy_seconds = 0.0  # of a row that was there from the start
         self._written = torch.zeros_like(self.state.rows)  # (b,) steps that wrote something
@@ -436,7 +455,7 @@ class _Batch:
             _Row(
                 slot=slot,
                 prompt_length=prompt_length,
-                budget=self._decoder.budget(num_masks),
+                budget=self._plugs.budget(num_masks),
                 num_steps=-self._num_steps,
                 seconds=-self._seconds,
                 policy_seconds=-self._policy_seconds,
@@ -456,7 +475,7 @@ class _Batch:
             ids=record.new_ids,
             masked=masked,
             step=state.step + 1,
-            block_step=state.block_step + self._decoder.counts_blocks,
+            block_step=state.block_step + self._plugs.counts_blocks,
             # Not only commits: also an end-of-text fill and what a policy takes back.
             written=decision.wrote,
             held=decision.held,
@@ -546,7 +565,7 @@ class _Batch:
             torch.cat(parts)[index] for parts in zip(*self._left, strict=True)
         )
         num_steps = torch.tensor([row.num_steps for row in rows], device=device)
-        has_stalls = self._decoder.settings.stall_rule == "top1"
+        has_stalls = self._plugs.settings.stall_rule == "top1"
         start, session = self.state.start, self.session
         return DecodeResult(
             ids=ids,
@@ -556,7 +575,7 @@ class _Batch:
             num_steps=num_steps,
             idle_steps=num_steps - written,
             stalled_steps=num_steps - decided if has_stalls else torch.zeros_like(num_steps),
-            policy_forwards=num_steps * self._decoder.policy.forwards_per_step,
+            policy_forwards=num_steps * self._plugs.policy.forwards_per_step,
             seconds=torch.tensor([row.seconds for row in rows], dtype=torch.float64),
             policy_seconds=torch.tensor([row.policy_seconds for row in rows], dtype=torch.float64),
             status=[row.status for row in rows],
