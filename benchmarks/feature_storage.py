@@ -140,8 +140,9 @@ def main() -> None:
     settings = FeatureSettings()
     config = ProjectorConfig(hidden_size=WIDTH)
     projector = Projector(config)
+    generator = torch.Generator().manual_seed(0)
     for weight in (projector.hidden_weight, projector.delta_weight):
-        torch.nn.init.orthogonal_(weight)
+        torch.nn.init.orthogonal_(weight, generator=generator)
     groups = feature_groups(config, settings)
     spectrum = 1.0 / torch.arange(1, 513)
     basis = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(0)) * spectrum[:, None]
