@@ -214,6 +214,9 @@ class Autoregressive(Corruption):
 class TimeDelay(Corruption):
     """TABOM's states (arXiv:2605.11854): a recorded decode cut at a random step.
 
+    With a block model, blocks that the decode had not begun are in the state in which it began
+    them: all hidden, behind earlier blocks that are complete.
+
     Args:
         window: supervised steps from the cut on, as in the release; the paper counts tokens.
         cut_range: ``full`` draws any step, and late windows are shorter; ``reference`` keeps whole
@@ -252,6 +255,7 @@ class TimeDelay(Corruption):
             supervised=mask.supervised,
             weight=mask.supervised.float(),
             cut=cut,
+            blocks=responses.blocks,
         )
 
 

@@ -32,6 +32,7 @@ def entropy_ranking(
     margin: float = 0.0,
     ties: Ties = "strict",
     decode_entropy: Tensor | None = None,
+    blocks: Tensor | None = None,
 ) -> RankingTerms:
     """``mean over pairs of max(0, h_earlier - h_later + margin)`` of each row.
 
@@ -50,6 +51,7 @@ def entropy_ranking(
             left one counts as earlier. ``rank``: the one with the lower ``decode_entropy`` does, or
             the left one if these are equal (the paper's order).
         decode_entropy: ``(B, L)`` floating point, entropies recorded at decoding; for ``rank``.
+        blocks: ``(B, L)`` int64 blocks; if given, the members of a pair are of one block.
     """
     at = cut[:, None]
     usable = supervised & (steps >= 0) & (at >= 0) & (steps >= at)
@@ -66,6 +68,9 @@ def entropy_ranking(
     pair &= torch.ones(width, width, dtype=torch.bool, device=h.device).triu_(1)
     if ties == "strict":
         pair &= steps[:, :, None] < steps[:, None, :]
+    if blocks is not None:
+        blocks = blocks.gather(1, order)
+        pair &= blocks[:, :, None] == blocks[:, None, :]
     gap = h[:, :, None] - h[:, None, :]  # (B, n, n), earlier less later
     num_pairs = pair.sum((1, 2))
     hinge = (gap + margin).relu() * pair

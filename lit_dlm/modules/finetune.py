@@ -208,7 +208,9 @@ class FinetuneModule(TrainableModule):
         spec = self.backbone.spec
         responses = responses_of(batch, spec, seed=seed, num_padding=self.num_padding)
         states = self.corruption.states(responses)
-        rows = lay_out(batch, states, spec)
+        _, item, count = states.sample.unique_consecutive(return_inverse=True, return_counts=True)
+        # With as many states each, samples share one clean canvas among theirs at no cost.
+        rows = lay_out(batch, states, spec, item=item if (count == count[0]).all() else None)
         # Even where nothing is supervised: every process takes part in every backward.
         return states, self.score_rows(rows)
 

@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 class TABOMModule(FinetuneModule):
     """Cross-entropy in a window after a random cut, plus ``rank_weight`` times the ranking loss.
 
+    The paper's models have full attention. In a block model, whose blocks are seen in states of
+    their own, only positions of the same block are ranked; the decodes should have its blocks.
+
     Args:
         backbone: with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.
         window: supervised steps from the cut on, M.
@@ -64,11 +67,6 @@ class TABOMModule(FinetuneModule):
     ) -> None:
         corruption = TimeDelay(window=window, cut_range=cut_range, cut_sampler=cut_sampler)
         super().__init__(backbone, corruption=corruption, num_padding=num_padding, **common)
-        if backbone.spec.attention != "full":
-            raise ValueError(
-                "TABOMModule: expected a model with full attention, whose states a cut describes; "
-                f"got {backbone.spec.attention} attention"
-            )
         at_least(1, rank_window=rank_window)
         at_least(0, rank_weight=rank_weight)
         if rank_window is not None and rank_window > window:
@@ -102,6 +100,7 @@ class TABOMModule(FinetuneModule):
             margin=self.margin,
             ties=self.ties,
             decode_entropy=batch.decode_entropy,
+            blocks=states.blocks,
         )
         # A mean over rows with pairs, of this batch or of all processes' batches.
         summed, ranked_rows = ranking.row_terms.sum(), (ranking.num_pairs > 0).sum()

@@ -39,6 +39,7 @@ def slow_ranking(
     margin: float,
     ties: str,
     decode_entropy: list[list[float]],
+    blocks: list[list[int]] | None = None,
 ) -> Tensor:
     """One pair at a time."""
     rows = []
@@ -58,6 +59,8 @@ def slow_ranking(
                         earlier = i < j
                     elif ties == "rank":
                         earlier = (decode_entropy[b][i], i) < (decode_entropy[b][j], j)
+                if blocks is not None and blocks[b][i] != blocks[b][j]:
+                    continue
                 if usable and earlier:
                     hinges.append((entropy[b, i] - entropy[b, j] + margin).relu())
         if hinges:

@@ -29,7 +29,7 @@ from tests.finetuning import (
     two_processes,
 )
 from tests.losses.reference import entropy_of, slow_ranking
-from tests.modules.supervised import batch_of, sft, slow_log_probs, tabom
+from tests.modules.supervised import BLOCK, batch_of, sft, slow_log_probs, tabom
 from tests.processes import in_two_processes
 
 pytestmark = pytest.mark.slow  # training runs
@@ -55,6 +55,7 @@ def slow_loss(model: TABOMModule, batch: SupervisedBatch) -> Tensor:
         margin=model.margin,
         ties=model.ties,
         decode_entropy=batch.decode_entropy.tolist(),
+        blocks=None if states.blocks is None else states.blocks.tolist(),
     )
     return torch.stack(picked).mean() + model.rank_weight * ranking
 
@@ -67,6 +68,8 @@ SPARSE = {**EXPERTS, "attention": "full", "block_size": None}
     [
         *(({"shift": shift}, ties) for shift in (0, 1) for ties in ("strict", "rank")),
         (SPARSE, "strict"),
+        (BLOCK, "strict"),
+        ({**BLOCK, "shift": 1, "block_origin": "response"}, "rank"),
     ],
 )
 def test_loss_and_gradients_equal_a_slow_loop_on_full_logits(changes: Any, ties: Any) -> None:
