@@ -51,10 +51,10 @@ class Sizes:
 
     rows: int = 10_000  # of training
     control_updates: int = 200
-    full_updates: int = 600  # at most
-    block_updates: int = 200
+    block_updates: int = 800  # at most
+    full_updates: int = 200
     chunk: int = 100  # updates between two validations
-    target: int = 60  # per cent of the validation list at which training the full model stops
+    target: int = 60  # per cent of the validation list at which the conversion stops
     validation: int = 100
     traces: int = 600
     head_updates: int = 500  # of TraceLock's policy
@@ -68,8 +68,8 @@ class Sizes:
 CONFIGS = Path(__file__).parent / "real"
 START = {
     "control": FromAR(shift=1, attention="block", block_size=1),
-    "full": FromAR(shift=1),
     "block": FromAR(shift=1, attention="block", block_size=16),
+    "full": FromAR(shift=1),
 }
 """How each model starts from the parent; blocks of one cell decode autoregressively."""
 TEMPLATE = (
@@ -159,24 +159,25 @@ def follow_tokens(run: Run) -> None:
 
 
 def conversion(run: Run) -> None:
-    """Turns the control's attention from causal to full, until validation is good enough."""
-    adapt(run, "full", "annealed")
+    """Turns the control into a model with attention in blocks, until validation is good enough."""
+    level = ("--model.corruption", "RandomMasking", "--model.corruption.init_args.level", "block")
+    adapt(run, "block", "adapt", *level)
 
 
 def traces(run: Run) -> None:
     """Makes the decodes that TraceLock, SFT and TABOM learn from, and TraceLock's policies."""
     learners = (*run.tuned, "on-policy")
-    if "full" in run.decoded and all(run.kept(name) for name in learners):
+    if "block" in run.decoded and all(run.kept(name) for name in learners):
         return
-    model = run.merged("full")
-    run.command("full", "predict", "traces", *model, *stories("train", run.options.traces, 1))
+    model = run.merged("block")
+    run.command("block", "predict", "traces", *model, *stories("train", run.options.traces, 1))
     updates = run.options.head_updates
     limits = ("--trainer.max_steps", updates, "--trainer.val_check_interval", updates // 5)
-    run.command("full", "fit", "tracelock", *model, *limits)
+    run.command("block", "fit", "tracelock", *model, *limits)
     steps, prompts = run.options.outcome_steps, run.options.rl_prompts
     held = problems("stories.Stories", "train", run.options.validation, seed=101)
     run.command(
-        "full", "fit", "outcome", *model, *stories("train", 2 * steps * prompts, 3),
+        "block", "fit", "outcome", *model, *stories("train", 2 * steps * prompts, 3),
         *("--data.val_tasks", held, "--data.prompts_per_step", prompts),
         *("--trainer.max_epochs", steps, "--trainer.check_val_every_n_epoch", -(-steps // 4)),
     )  # fmt: skip
@@ -184,13 +185,13 @@ def traces(run: Run) -> None:
 
 def tuning(run: Run) -> None:
     """Runs SFT on the model's own right answers, and TABOM on the same ones with their order."""
-    source = {"shards": str(run.out / "full" / "traces"), "only_correct": True}
+    source = {"shards": str(run.out / "block" / "traces"), "only_correct": True}
     sources = json.dumps([{"class_path": "RecordedDecodes", "init_args": source}])
     limits = ("--trainer.max_steps", run.options.tuning_updates, "--data.sources", sources)
     for name, (kind, seed) in run.tuned.items():
         if not run.kept(name):
-            run.command(name, "fit", kind, *run.merged("full"), *limits, *seed_flags(seed))
-            run.keep(name, run.out / name / "adapter", "full")
+            run.command(name, "fit", kind, *run.merged("block"), *limits, *seed_flags(seed))
+            run.keep(name, run.out / name / "adapter", "block")
 
 
 def further(run: Run) -> None:
@@ -199,7 +200,7 @@ def further(run: Run) -> None:
     The latter gets twice the updates, which take about as long as the decodes, the teacher's
     forwards and the updates of the former.
     """
-    source = {"shards": str(run.out / "full" / "traces"), "only_correct": False}
+    source = {"shards": str(run.out / "block" / "traces"), "only_correct": False}
     own = {"class_path": "RecordedDecodes", "init_args": source}
     for name, config, passes, rows in (
         ("on-policy", "on_policy", 1, own),
@@ -215,9 +216,9 @@ def further(run: Run) -> None:
         limits = ("--trainer.max_steps", passes * run.options.tuning_updates)
         sources = ("--data.sources", json.dumps([rows]))
         run.command(
-            name, "fit", config, *run.merged("full"), *flags, *limits, *sources, *seed_flags(0)
+            name, "fit", config, *run.merged("block"), *flags, *limits, *sources, *seed_flags(0)
         )
-        run.keep(name, run.out / name / "adapter", "full")
+        run.keep(name, run.out / name / "adapter", "block")
 
 
 def reinforcement(run: Run) -> None:
@@ -227,26 +228,28 @@ def reinforcement(run: Run) -> None:
     for name, config in (("rl-trace", "rl"), ("rl-random", "rl_random")):
         if not run.kept(name):
             problems = stories("train", 2 * steps * prompts, 2)
-            run.command(name, "fit", config, *run.merged("full"), *limits, *problems)
-            run.keep(name, run.out / name / "policy" / "last", "full")
+            run.command(name, "fit", config, *run.merged("block"), *limits, *problems)
+            run.keep(name, run.out / name / "policy" / "last", "block")
 
 
 def decoding(run: Run) -> None:
-    """Decodes the test list with the full model and those trained from it."""
-    decode(run, "full", "decode_full")
+    """Decodes the test list with the converted model and those trained from it."""
+    decode(run, "block", "decode_block")
     few = ("--data.methods", json.dumps(["threshold_0.7", "threshold_0.9"]))
     for name in ("rl-trace", "rl-random", *run.tuned, "on-policy", "further"):
         decode(run, name, "decode", *few)
 
 
-def blocks(run: Run) -> None:
-    """Trains and decodes the other conversion: attention in blocks, whose cache is exact."""
-    if "block" not in run.decoded:
-        adapt(run, "block", "adapt")
-        decode(run, "block", "decode_block")
+def full_attention(run: Run) -> None:
+    """Trains and decodes the other conversion: full attention, causal at first."""
+    if "full" not in run.decoded:
+        adapt(run, "full", "annealed")
+        decode(run, "full", "decode_full")
 
 
-STAGES = (data, control, conversion, traces, tuning, reinforcement, further, decoding, blocks)
+STAGES = (
+    data, control, conversion, full_attention, traces, tuning, reinforcement, further, decoding,
+)  # fmt: skip
 
 
 def adapt(run: Run, name: str, config: str, *more: object) -> None:
@@ -276,7 +279,7 @@ def adapt(run: Run, name: str, config: str, *more: object) -> None:
             *("--data.sources", json.dumps([training_rows(run)])),
         )  # fmt: skip
         run.command(
-            f"{place}/{updates}", "predict", f"decode{'' if name == 'full' else f'_{name}'}",
+            f"{place}/{updates}", "predict", f"decode{'' if name == 'block' else f'_{name}'}",
             *parent, "--model.backbone.init_args.adapter", adapter,
             *("--data.methods", json.dumps([rule])),
             *stories("train", run.options.validation, 101),
@@ -284,7 +287,7 @@ def adapt(run: Run, name: str, config: str, *more: object) -> None:
         found = ResultFolder(run.out / place / str(updates) / "results").rows("stories", rule)
         right = sum(row.correct for row in found) / len(found)
         print(f"{name}: {right:.0%} of the validation list after {updates} updates", flush=True)
-        if name == "full" and right >= run.options.target / 100:
+        if name == "block" and right >= run.options.target / 100:
             break
     run.keep(name, adapter, None)
 
@@ -389,7 +392,7 @@ class Run:
         """Returns the flags of a model with its kept adapter merged into the weights."""
         folder, adapter = self.out / "models" / name, self.kept(name)
         if not (folder / "README.md").exists():  # which is written last
-            base = self.out / "bases" / name if name in START else self.out / "models" / "full"
+            base = self.out / "bases" / name if name in START else self.out / "models" / "block"
             words = ["merge", base, folder, "--adapter", adapter, "--dtype", "float32"]
             cli.main([*map(str, words), "--force"])
         return model_flags(folder)

@@ -122,7 +122,7 @@ def drawn(frame: Any, theme: Theme) -> Figure:
     axis = figure.subplots()
     keys = [frame.model.astype(str), frame.method.astype(str).str.partition("_")[0]]
     groups = list(frame.groupby(keys))
-    names = [family if model == "full" else f"{family}, {model}" for (model, family), _ in groups]
+    names = [family if model == "block" else f"{family}, {model}" for (model, family), _ in groups]
     for name, (_, part), style in zip(names, groups, method_styles(names, theme), strict=True):
         points = part.groupby("method", observed=True)[["forwards", "correct"]].mean()
         points = points.sort_values("forwards")

@@ -60,8 +60,8 @@ class NoisyStates:
     cut: Tensor | None = None
     """``(R,)`` int64 cut of a recorded decode, -1 where there is none."""
     blocks: Tensor | None = None
-    """``(R, G)`` int64 block of each cell, with a cut and block attention: each block is predicted in
-    a state of its own."""
+    """``(R, G)`` int64 block of each cell, with a cut and block attention: each block is predicted
+    in a state of its own."""
     causal: bool = False
     """Whether a cell sees only what is to its left."""
     share: Tensor | None = None

@@ -22,7 +22,7 @@ from tests.twins import write_twin
 pytestmark = [pytest.mark.docs, pytest.mark.timeout(900)]
 
 SIZES = {
-    "rows": 60, "control_updates": 2, "full_updates": 4, "block_updates": 2, "chunk": 2,
+    "rows": 60, "control_updates": 2, "block_updates": 4, "full_updates": 2, "chunk": 2,
     "target": 101, "validation": 2, "traces": 16, "head_updates": 5, "outcome_steps": 2,
     "tuning_updates": 2, "rl_steps": 1, "rl_prompts": 2, "test": 3,
 }  # fmt: skip
@@ -68,8 +68,8 @@ def test_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     decodes = pq.read_table(out / "real_model.parquet").to_pandas()
     sizes = decodes.groupby(["model", "task", "method"], observed=True).size()
-    assert set(sizes["full"]["stories"]) == {3}
-    assert set(sizes["full"]["stories"].index) >= {"confidence", "tracelock_0.8", "outcome_0.95"}
+    assert set(sizes["block"]["stories"]) == {3}
+    assert set(sizes["block"]["stories"].index) >= {"confidence", "tracelock_0.8", "outcome_0.95"}
     assert sizes["control", "stories", "autoregressive"] == 3
     assert set(decodes.model) == {
         "control", "full", "block", "sft-s0", "tabom-s0", "rl-trace", "rl-random", "on-policy",
@@ -77,11 +77,11 @@ def test_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
     facts = json.loads((out / "real_model.json").read_text())
     assert [line[:2] for line in facts["curves"]] == [
-        ["block", 2], ["control", 2], ["full", 2], ["full", 4]
+        ["block", 2], ["block", 4], ["control", 2], ["full", 2]
     ]  # fmt: skip
-    # Four updates of 16 rows: a prompt of up to 80 tokens and 48 cells.
-    cells = facts["costs"]["annealed adapt/full"]["cells"]
-    assert 4 * 16 * 48 < cells < 4 * 16 * (48 + 160)
+    # Four updates of 16 rows: a prompt of up to 160 tokens, 48 cells and a copy of these.
+    cells = facts["costs"]["adapt adapt/block"]["cells"]
+    assert 4 * 16 * 96 < cells < 4 * 16 * (96 + 160)
 
     before = (out / "costs.jsonl").read_bytes()
     experiment(monkeypatch, *arguments)
@@ -103,9 +103,9 @@ def test_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     follow_next_tokens(out / "models" / "control")
 
-    weights = out / "kept" / "full" / "adapter_model.safetensors"
+    weights = out / "kept" / "block" / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
-    with pytest.raises(SystemExit, match=r"full/adapter_model\.safetensors: expected sha256"):
+    with pytest.raises(SystemExit, match=r"block/adapter_model\.safetensors: expected sha256"):
         experiment(monkeypatch, *arguments)
     (out / "real_model.parquet").write_bytes(b"PAR0")
     with pytest.raises(SystemExit, match=r"--results: .*expected results of this experiment"):
