@@ -87,6 +87,7 @@ class RandomMasking(Corruption):
             supervised=chosen & maskable,
             maskable=maskable,
             t=t,
+            copies=self.copies,
         )
 
 
@@ -300,6 +301,7 @@ class CoupledMasking(Corruption):
             hidden=supervised | ~maskable,
             supervised=supervised,
             maskable=maskable,
+            copies=2 * self.pairs,
         )
 
 

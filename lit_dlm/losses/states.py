@@ -47,6 +47,8 @@ class NoisyStates:
 
     sample: Tensor
     """``(R,)`` int64 row of the batch that each state belongs to."""
+    copies: int = 1
+    """How many states in succession are certain to belong to one sample."""
     hidden: Tensor
     """``(R, G)`` bool: cells that the model sees as mask, those behind the answer among them."""
     supervised: Tensor

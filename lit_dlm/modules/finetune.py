@@ -208,9 +208,10 @@ class FinetuneModule(TrainableModule):
         spec = self.backbone.spec
         responses = responses_of(batch, spec, seed=seed, num_padding=self.num_padding)
         states = self.corruption.states(responses)
-        _, item, count = states.sample.unique_consecutive(return_inverse=True, return_counts=True)
-        # With as many states each, samples share one clean canvas among theirs at no cost.
-        rows = lay_out(batch, states, spec, item=item if (count == count[0]).all() else None)
+        item = None
+        if states.copies > 1:
+            item = torch.arange(len(states.sample), device=self.device) // states.copies
+        rows = lay_out(batch, states, spec, item=item)
         # Even where nothing is supervised: every process takes part in every backward.
         return states, self.score_rows(rows)
 
