@@ -23,7 +23,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,8 @@ class Sizes:
 
     rows: int = 10_000  # of training
     control_updates: int = 200
-    block_updates: int = 800  # at most
+    widening: int = 30  # updates at each size of blocks before the last
+    block_updates: int = 600  # at most, these included
     full_updates: int = 200
     chunk: int = 100  # updates between two validations
     target: int = 60  # per cent of the validation list at which the conversion stops
@@ -68,10 +69,12 @@ class Sizes:
 CONFIGS = Path(__file__).parent / "real"
 START = {
     "control": FromAR(shift=1, attention="block", block_size=1),
-    "block": FromAR(shift=1, attention="block", block_size=16),
+    "block": FromAR(shift=1, attention="block", block_size=8),
     "full": FromAR(shift=1),
 }
 """How each model starts from the parent; blocks of one cell decode autoregressively."""
+WIDENING = (2, 4)
+"""Sizes of blocks in which the block model's training begins."""
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -160,8 +163,7 @@ def follow_tokens(run: Run) -> None:
 
 def conversion(run: Run) -> None:
     """Turns the control into a model with attention in blocks, until validation is good enough."""
-    level = ("--model.corruption", "RandomMasking", "--model.corruption.init_args.level", "block")
-    adapt(run, "block", "adapt", *level)
+    adapt(run, "block", "widened")
 
 
 def traces(run: Run) -> None:
@@ -268,19 +270,30 @@ def adapt(run: Run, name: str, config: str, *more: object) -> None:
         )  # fmt: skip
     most = getattr(run.options, f"{name}_updates")
     chunk = run.options.chunk
-    start = ("--model.backbone.init_args.from_ar", json.dumps(asdict(START[name])))
-    parent = (*model_flags(run.out / "parent"), *start)
+    parent = model_flags(run.out / "parent")
+
+    def start(size: int | None) -> tuple[str, str]:
+        chosen = replace(START[name], block_size=size)
+        return "--model.backbone.init_args.from_ar", json.dumps(asdict(chosen))
+
     place, rule = f"adapt/{name}", "threshold_0.9" if name != "control" else "autoregressive"
-    for updates in (*range(chunk, most, chunk), most):
+    size = START[name].block_size
+    widths = {run.options.widening * (i + 1): w for i, w in enumerate(WIDENING)}
+    widths = widths if name == "block" else {}
+    ends = {*widths, *range(chunk, most, chunk), most}
+    for updates in sorted(ends):
         adapter = run.out / place / f"adapter-{updates}"
+        width = next((wide for end, wide in widths.items() if updates <= end), size)
         run.command(
-            place, "fit", config, *parent, *more,
+            place, "fit", config, *parent, *start(width), *more,
             *("--trainer.max_steps", updates, "--model.export_dir", adapter),
             *("--data.sources", json.dumps([training_rows(run)])),
         )  # fmt: skip
+        if width != size:
+            continue
         run.command(
             f"{place}/{updates}", "predict", f"decode{'' if name == 'block' else f'_{name}'}",
-            *parent, "--model.backbone.init_args.adapter", adapter,
+            *parent, *start(size), "--model.backbone.init_args.adapter", adapter,
             *("--data.methods", json.dumps([rule])),
             *stories("train", run.options.validation, 101),
         )  # fmt: skip

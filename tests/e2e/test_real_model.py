@@ -22,9 +22,9 @@ from tests.twins import write_twin
 pytestmark = [pytest.mark.docs, pytest.mark.timeout(900)]
 
 SIZES = {
-    "rows": 60, "control_updates": 2, "block_updates": 4, "full_updates": 2, "chunk": 2,
-    "target": 101, "validation": 2, "traces": 16, "head_updates": 5, "outcome_steps": 2,
-    "tuning_updates": 2, "rl_steps": 1, "rl_prompts": 2, "test": 3,
+    "rows": 60, "control_updates": 2, "widening": 1, "block_updates": 4, "full_updates": 2,
+    "chunk": 2, "target": 101, "validation": 2, "traces": 16, "head_updates": 5,
+    "outcome_steps": 2, "tuning_updates": 2, "rl_steps": 1, "rl_prompts": 2, "test": 3,
 }  # fmt: skip
 
 
@@ -76,12 +76,11 @@ def test_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "further",
     }  # fmt: skip
     facts = json.loads((out / "real_model.json").read_text())
-    assert [line[:2] for line in facts["curves"]] == [
-        ["block", 2], ["block", 4], ["control", 2], ["full", 2]
-    ]  # fmt: skip
-    # Four updates of 16 rows: a prompt of up to 160 tokens, 48 cells and a copy of these.
-    cells = facts["costs"]["adapt adapt/block"]["cells"]
-    assert 4 * 16 * 96 < cells < 4 * 16 * (96 + 160)
+    assert [line[:2] for line in facts["curves"]] == [["block", 4], ["control", 2], ["full", 2]]
+    # Four updates of 8 rows: a prompt of up to 160 tokens, 48 cells and three copies of these, each
+    # with up to 7 cells of the prompt.
+    cells = facts["costs"]["widened adapt/block"]["cells"]
+    assert 4 * 8 * 4 * 48 < cells < 4 * 8 * (160 + 4 * 48 + 3 * 7)
 
     before = (out / "costs.jsonl").read_bytes()
     experiment(monkeypatch, *arguments)
