@@ -51,7 +51,7 @@ class Sizes:
 
     rows: int = 10_000  # of training
     control_updates: int = 200
-    widening: int = 30  # updates at each size of blocks before the last
+    widening: int = 30  # updates in blocks of 2, before those in blocks of 4
     block_updates: int = 600  # at most, these included
     full_updates: int = 200
     chunk: int = 100  # updates between two validations
@@ -69,12 +69,10 @@ class Sizes:
 CONFIGS = Path(__file__).parent / "real"
 START = {
     "control": FromAR(shift=1, attention="block", block_size=1),
-    "block": FromAR(shift=1, attention="block", block_size=8),
+    "block": FromAR(shift=1, attention="block", block_size=4),
     "full": FromAR(shift=1),
 }
 """How each model starts from the parent; blocks of one cell decode autoregressively."""
-WIDENING = (2, 4)
-"""Sizes of blocks in which the block model's training begins."""
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -271,29 +269,22 @@ def adapt(run: Run, name: str, config: str, *more: object) -> None:
     most = getattr(run.options, f"{name}_updates")
     chunk = run.options.chunk
     parent = model_flags(run.out / "parent")
-
-    def start(size: int | None) -> tuple[str, str]:
-        chosen = replace(START[name], block_size=size)
-        return "--model.backbone.init_args.from_ar", json.dumps(asdict(chosen))
-
     place, rule = f"adapt/{name}", "threshold_0.9" if name != "control" else "autoregressive"
-    size = START[name].block_size
-    widths = {run.options.widening * (i + 1): w for i, w in enumerate(WIDENING)}
-    widths = widths if name == "block" else {}
-    ends = {*widths, *range(chunk, most, chunk), most}
-    for updates in sorted(ends):
+    narrow = [run.options.widening] if name == "block" else []
+    for updates in (*narrow, *range(chunk, most, chunk), most):
         adapter = run.out / place / f"adapter-{updates}"
-        width = next((wide for end, wide in widths.items() if updates <= end), size)
+        start = replace(START[name], block_size=2) if updates in narrow else START[name]
+        model = (*parent, "--model.backbone.init_args.from_ar", json.dumps(asdict(start)))
         run.command(
-            place, "fit", config, *parent, *start(width), *more,
+            place, "fit", config, *model, *more,
             *("--trainer.max_steps", updates, "--model.export_dir", adapter),
             *("--data.sources", json.dumps([training_rows(run)])),
         )  # fmt: skip
-        if width != size:
+        if updates in narrow:
             continue
         run.command(
             f"{place}/{updates}", "predict", f"decode{'' if name == 'block' else f'_{name}'}",
-            *parent, *start(size), "--model.backbone.init_args.adapter", adapter,
+            *model, "--model.backbone.init_args.adapter", adapter,
             *("--data.methods", json.dumps([rule])),
             *stories("train", run.options.validation, 101),
         )  # fmt: skip

@@ -76,11 +76,16 @@ def test_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "further",
     }  # fmt: skip
     facts = json.loads((out / "real_model.json").read_text())
-    assert [line[:2] for line in facts["curves"]] == [["block", 4], ["control", 2], ["full", 2]]
+    assert [line[:2] for line in facts["curves"]] == [
+        ["block", 2],
+        ["block", 4],
+        ["control", 2],
+        ["full", 2],
+    ]
     # Four updates of 8 rows: a prompt of up to 160 tokens, 48 cells and three copies of these, each
-    # with up to 7 cells of the prompt.
+    # with up to 3 cells of the prompt.
     cells = facts["costs"]["widened adapt/block"]["cells"]
-    assert 4 * 8 * 4 * 48 < cells < 4 * 8 * (160 + 4 * 48 + 3 * 7)
+    assert 4 * 8 * 4 * 48 < cells < 4 * 8 * (160 + 4 * 48 + 3 * 3)
 
     before = (out / "costs.jsonl").read_bytes()
     experiment(monkeypatch, *arguments)
