@@ -5,6 +5,7 @@ the CPU; times with the chip's limits, if its data sheet is known (``benchmarks/
 exit status is 1 if a check fails.
 
     python benchmarks/gpu.py                     # Dream-7B, LLaDA-8B, SDAR-4B on the first GPU
+    python benchmarks/gpu.py --parts speed       # one part only
     python benchmarks/gpu.py --folder /tmp/gpu   # also real_size.py's commands, on Dream-7B there
     python benchmarks/gpu.py --smoke             # small sizes on any device; times have no limits
 """
@@ -75,6 +76,7 @@ DREAM, LLADA, SDAR = (
     "GSAI-ML/LLaDA-8B-Instruct",
     "JetLM/SDAR-4B-Chat",
 )
+PARTS = ("numbers", "sequences", "decoding", "speed", "training", "reinforcement")
 _SMALL: dict[str, Any] = {
     "vocab_size": 1200, "hidden_size": 64, "intermediate_size": 96, "num_layers": 3,
     "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "mask_id": 3, "pad_id": 0, "eos_ids": (1,),
@@ -98,20 +100,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--smoke", action="store_true", help="small sizes on any device")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART")
     parser.add_argument("--folder", type=Path, help="receives 15 GB of weights, and runs on them")
     options = parser.parse_args(arguments)
     if not options.smoke and not torch.cuda.is_available():
         raise SystemExit("no GPU is visible; --smoke tries the script without one")
     checks = Checks(smoke=options.smoke)
     gc.disable()  # whatever holds a cache must be freed without it
-    parts = (checks.numbers, checks.sequences, checks.decoding, checks.speed, checks.training)
-    for part in (*parts, checks.reinforcement):
+    for part in options.parts:
         try:
-            part()
+            getattr(checks, part)()
         except Exception as error:  # the other parts still run
             traceback.print_exc()
-            checks.failed.append(part.__name__)
-            print(f"FAIL  {part.__name__}: {type(error).__name__}: {error}", flush=True)
+            checks.failed.append(part)
+            print(f"FAIL  {part}: {type(error).__name__}: {error}", flush=True)
         gc.collect()
     gc.enable()
     if options.folder is not None:
