@@ -22,8 +22,8 @@ from tests.twins import write_twin
 pytestmark = [pytest.mark.docs, pytest.mark.timeout(900)]
 
 SIZES = {
-    "rows": 60, "control_updates": 2, "update_rows": 8, "widening": 1,
-    "block_updates": 4, "full_updates": 2, "chunk": 2, "target": 101, "validation": 2, "traces": 16, "head_updates": 5,
+    "rows": 60, "control_updates": 2, "update_rows": 8, "widening": 1, "block_updates": 4,
+    "full_updates": 2, "chunk": 2, "target": 101, "validation": 2, "traces": 16, "head_updates": 5,
     "outcome_steps": 2, "tuning_updates": 2, "rl_steps": 1, "rl_prompts": 2, "test": 3,
 }  # fmt: skip
 
