@@ -198,14 +198,12 @@ def _prompt(
     templated: bool,
 ) -> dict[str, Any]:
     parts = [*(CHATS.keys() & row.fields.keys()), *(["pictures"] if pictures else [])]
-    raw = _raw_ids(model, turns[0]["content"].removeprefix(IMAGE_MARK))
+    text = turns[0]["content"].removeprefix(IMAGE_MARK)
     if templated:
         row.expect(not parts, "a prompt that is one text (templated)", parts)
-        return {"prompt_ids": raw}
-    added = list(model.tokenizer.get_added_vocab().values())
-    is_bare = not np.isin(raw[:1], added).any()
-    first = model.tokenizer.decode(raw[:1])
-    row.expect(is_bare, "a prompt without a chat template around it, or templated: true", first)
+        return {"prompt_ids": _raw_ids(model, text)}
+    first = next(filter(text.startswith, model.tokenizer.get_added_vocab()), None)
+    row.expect(not first, "a prompt without a chat template around it, or templated: true", first)
     return model.prompt(uid, turns, pictures)
 
 

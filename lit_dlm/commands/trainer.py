@@ -240,7 +240,7 @@ def _check_fit(command: str, options: Namespace) -> None:
 def main(arguments: Sequence[str], cli: type[CLI] = CLI) -> int:
     """Runs a subcommand with its options; returns 1 if a class or a file refused its input."""
     # Silences advertisements for other services, a deprecation inside Lightning itself, and its
-    # warnings about loaders that iterate over a queue.
+    # warnings about loaders that iterate over a queue or collate rows that are in memory.
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
         lambda record: "Tip:" not in record.getMessage()
     )
@@ -251,6 +251,7 @@ def main(arguments: Sequence[str], cli: type[CLI] = CLI) -> int:
         r"isinstance\(treespec, LeafSpec\)",
         "infer the batch indices",
         "`__len__`",
+        "does not have many workers",
         "than the logging interval",
         "across ranks is zero",  # a finished run that is started again has nothing left to do
     ):
