@@ -292,6 +292,8 @@ class Checks:
         one = self.canvas(backbone, 1, 128, cells)
         alone = self._forward(dual, backbone, one)
         self.tell("Dream-7B, 1 row, dual cache: x that", alone / floor, most=2.5, is_time=True)
+        bare = 1e3 * real_size.bare_seconds(backbone, 1, 32)
+        self.tell("the same: x transformers' forward of 32 tokens", alone / bare)
         equal, ragged = (
             self.canvas(backbone, rows, 160, cells, ragged=is_ragged) for is_ragged in (False, True)
         )

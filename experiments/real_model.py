@@ -255,7 +255,7 @@ def full_attention(run: Run) -> None:
 
 
 STAGES = (
-    data, control, conversion, full_attention, traces, tuning, reinforcement, further, decoding,
+    data, control, conversion, traces, tuning, reinforcement, further, decoding, full_attention,
 )  # fmt: skip
 
 

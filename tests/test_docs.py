@@ -110,6 +110,7 @@ def test_hashes_are_those_of_the_pinned_versions():
     [
         ("docs/finetuning.md", r"on three seeds.*does as well", r"(\d+\.\d) %", "tuning", 4),
         ("docs/benchmarks.md", r"\n- TraceLock at.*", r"\b0\.\d{3}\b", "benchmarks", 3),
+        ("README.md", r"\*A real model:.*?\.\*", r"\d+\.\d", "real_model", 9),
     ],
 )
 def test_numbers_in_prose_are_those_of_the_tables(

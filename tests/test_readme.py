@@ -185,6 +185,18 @@ def test_tables_of_the_policy_bench_are_those_of_the_kept_decodes(imported):
     assert early.strip() in (ROOT / "docs" / "tracelock_elsewhere.md").read_text()
 
 
+def test_rows_of_the_real_model_are_those_of_the_kept_decodes(imported):
+    results = imported("experiments/real_results.py")
+    rows: set[str] = set()
+    for name in ("real_model", "real_model_4"):
+        decoded, facts = results["read"](ROOT / "docs" / f"{name}.parquet")
+        rows |= set(results["tables"](decoded.to_pandas(), facts).splitlines())
+    page = (ROOT / "docs" / "real_model.md").read_text()
+    shown = re.findall(r"^\| [a-z-]+ \| [a-z-]+(?:_[\d.]+)? \|.*", page, re.MULTILINE)
+    assert len(shown) > 20
+    assert not set(shown) - rows
+
+
 def test_the_table_of_decoding_is_that_of_the_kept_decodes(imported):
     """And the lines of its files are counted."""
     bench = imported("experiments/policy_bench.py")
