@@ -193,9 +193,11 @@ def tuning(run: Run) -> None:
     source = {"shards": str(run.out / "block" / "traces"), "only_correct": True}
     sources = json.dumps([{"class_path": "RecordedDecodes", "init_args": source}])
     limits = ("--trainer.max_steps", run.options.tuning_updates, "--data.sources", sources)
+    at_once = "--data.batch_size", min(16, 2 * run.options.batch_rows)
     for name, (kind, seed) in run.tuned.items():
         if not run.kept(name):
-            run.command(name, "fit", kind, *run.merged("block"), *limits, *seed_flags(seed))
+            flags = *limits, *at_once, *seed_flags(seed)
+            run.command(name, "fit", kind, *run.merged("block"), *flags)
             run.keep(name, run.out / name / "adapter", "block")
 
 
@@ -213,11 +215,11 @@ def further(run: Run) -> None:
     ):
         if run.kept(name):
             continue
-        flags: list[object] = []
+        flags: list[object] = ["--data.batch_size", min(16, 2 * run.options.batch_rows)]
         if name == "on-policy":
             follow_tokens(run)
             _, teacher, *_ = run.merged("control")
-            flags = ["--model.teacher.init_args.path", teacher]
+            flags += ["--model.teacher.init_args.path", teacher]
         limits = ("--trainer.max_steps", passes * run.options.tuning_updates)
         sources = ("--data.sources", json.dumps([rows]))
         run.command(
@@ -231,7 +233,7 @@ def reinforcement(run: Run) -> None:
     steps, prompts = run.options.rl_steps, run.options.rl_prompts
     limits: list[object] = ["--trainer.max_epochs", steps, "--data.prompts_per_step", prompts]
     at_once = run.options.batch_rows
-    limits += ["--data.rollout_batch_size", 8 * at_once, "--data.batch_size", min(2 * at_once, 32)]
+    limits += ["--data.rollout_batch_size", 8 * at_once, "--data.batch_size", min(at_once, 32)]
     for name, config in (("rl-trace", "rl"), ("rl-random", "rl_random")):
         if not run.kept(name):
             problems = stories("train", 2 * steps * prompts, 2)
@@ -279,8 +281,8 @@ def adapt(run: Run, name: str, config: str, *more: object) -> None:
     place, rule = f"adapt/{name}", "threshold_0.9" if name != "control" else "autoregressive"
     widths = {run.options.widening * (i + 1): size for i, size in enumerate(WIDENING)}
     widths = widths if name == "block" else {}
-    rows, at_once = run.options.update_rows, run.options.batch_rows
-    rows, at_once = (rows, at_once) if name == "block" else (2 * rows, 4 * at_once)
+    times = 1 if name == "block" else 2
+    rows, at_once = times * run.options.update_rows, times * run.options.batch_rows
     for updates in sorted({*widths, *range(chunk, most, chunk), most}):
         adapter = run.out / place / f"adapter-{updates}"
         size = next((size for end, size in widths.items() if updates <= end), None)
