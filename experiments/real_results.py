@@ -34,7 +34,7 @@ SCHEMA = pa.schema(
     }
 )
 """One row for each decode of a test list."""
-RULES = ("confidence", "threshold", "eb-sampler")
+RULES = ("confidence", "credit", "eb-sampler", "factor", "sequential", "threshold")
 """How names of methods begin that are not learned."""
 PAIRS = (
     *(("sft", "block"), ("tabom", "block"), ("sft", "tabom")),
