@@ -124,13 +124,17 @@ def report(path: Path) -> None:
     decoded, facts = read(path)
     frame = decoded.to_pandas()
     print(tables(frame, facts))
-    save_themes(path.with_suffix(".png"), partial(drawn, frame[frame.task == "stories"]))
+    curves = [curve for curve in facts["curves"] if "rows" not in curve[0]]
+    save_themes(path.with_suffix(".png"), partial(drawn, frame, curves))
 
 
-def drawn(frame: Any, theme: Theme) -> Figure:
-    """Draws accuracy against forwards, a line for each model and family of methods."""
-    figure = Figure(figsize=(7.2, 4.6), layout="constrained")
-    axis = figure.subplots()
+def drawn(frame: Any, curves: Sequence[Sequence[Any]], theme: Theme) -> Figure:
+    """Draws accuracy against forwards, and validations of the conversions against updates.
+
+    There is a line for each model and family of methods; ``curves`` are those of the facts.
+    """
+    figure = Figure(figsize=(9.0, 4.6), layout="constrained")
+    axis, side = figure.subplots(1, 2, width_ratios=[3, 1])
     frame = frame[frame.method != "uncached_0.9"]
     models = frame.model.astype(str).str.replace(r"-s\d+$", "", regex=True)
     keys = [models, frame.method.astype(str).str.partition("_")[0]]
@@ -143,8 +147,16 @@ def drawn(frame: Any, theme: Theme) -> Figure:
     axis.set(xlabel="forwards", ylabel="right, %", xscale="log")
     axis.xaxis.set_major_formatter("{x:g}")
     axis.xaxis.set_minor_formatter("{x:g}")
-    tidy_axes(axis)
-    common_legend(figure, 3)
+    for name in dict.fromkeys(name for name, *_ in curves):
+        updates, shares = zip(*[curve[1:3] for curve in curves if curve[0] == name], strict=True)
+        right = [100 * share for share in shares]
+        side.plot(updates, right, color=theme.text, marker="o", markersize=4)
+        side.annotate(name, (updates[-1], right[-1]), (0, 6), textcoords="offset points")
+    side.set(xlabel="updates", ylabel="right of the validation, %", ylim=(-3, 100))
+    side.margins(x=0.25)
+    for panel in (axis, side):
+        tidy_axes(panel)
+    common_legend(figure, 4)
     return figure
 
 
