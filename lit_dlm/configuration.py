@@ -83,6 +83,8 @@ def _known_fault(message: str, at: str, classes: list[str], keys: list[str]) -> 
         if owners := [*classes, *filter(None, [found[2]])]:
             return at + _without_option(found[1], owners)
         name = found[1].partition(".")[0]
+        if name in ("model", "data"):  # which fit and predict have
+            return "--config: expected a decode file (configs/decode), got an experiment"
         return f"{at}unknown option '{name}'{nearest(name, keys)}"
     if found := re.search(r"Expected a dot import path string: (\w+)", message):
         names = [one.__name__ for one in _own_classes()]

@@ -73,6 +73,7 @@ MISTAKES = [
     # keys
     (f"{PREDICT} --config top", "unknown key 'modle.seed'; did you mean 'model"),
     ("generate 2+3 --config decoder", "unknown option 'polcy'; did you mean 'policy'?"),
+    ("generate 2+3 --config exp/benchmark_tiny", "--config: expected a decode file"),
     (f"{PREDICT} --config trainer", "unknown key 'trainer.max_stepz'; did you mean 'trainer.max_s"),
     (f"{PREDICT} --config five", "trainer: expected a mapping of the trainer's options, got 5"),
     (f"{PREDICT} --config beside", "data: expected a LightningDataModule: a class's name, or cla"),
