@@ -488,8 +488,11 @@ def run(case: Case, log: Path, name: str | None = None) -> tuple[int | None, boo
             time.sleep(0.002)
     status = os.waitstatus_to_exitcode(found[1]) if found[0] else None
     # Only at the start of a line: if a killed worker interrupts an import of torch's, torch itself
-    # logs a traceback with a prefix.
-    return status, b"\nTraceback (most recent call last)" in b"\n" + log.read_bytes()[begin:]
+    # logs a traceback with a prefix. If it dies while it asks for memory, Python's own thread that
+    # shares memory shows one.
+    text = b"\n" + log.read_bytes()[begin:]
+    traces = text.split(b"\nTraceback (most recent call last):\n")[1:]
+    return status, not all(b"resource_sharer.py" in one.partition(b"\n")[0] for one in traces)
 
 
 def in_job(case: Case, log: Path, url: str, fault: Fault) -> None:
