@@ -32,7 +32,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
                  "decodes, or of prompts for all decodes of them"},
     "--method": {"nargs": "+", "default": [], "help": "only these decoding methods"},
     "--tokenizer": {"help": "embedded name, folder or hub id (default: that of the run; 'none' "
-                    "shows token ids)"},
+                    "shows token ids, as does a run that has none)"},
 }  # fmt: skip
 _PICTURES: dict[str, dict[str, Any]] = {
     "--gif": {"help": "animation of the decode"},
@@ -109,9 +109,8 @@ def _write_pictures(viewed: ViewedSet, files: dict[str, Path], options: argparse
 
 def pieces_of(shards: Sequence[Path], tokenizer: str | None) -> TokenPieces:
     """Texts of a set's tokens; ``tokenizer`` is ``"none"`` for ids, ``None`` for the run's own."""
-    if tokenizer == "none":
+    if (loaded := tokenizer_of(shards, tokenizer)) is None:
         return TokenPieces(None)
-    loaded: Any = tokenizer_of(shards, tokenizer)
     run, vision = run_of_shard(shards[0])[0], None
     if (settings := run.model.get("vision")) is not None:
         from lit_dlm.backbones.resolution import resolve

@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
         "what a record says, step by step, which proves nothing about the model",
         shards=shards,
         uid="record to replay (default: the first)",
-        tokenizer="prints text: name or folder (default: that of the run; none: ids)",
+        tokenizer="prints text: name, folder or none (default: the run's; ids if it has none)",
     )
     command(
         "verify",
@@ -205,7 +205,7 @@ def _method_table(rows: list[dict[str, Any]]) -> Table:
 def _replay(options: argparse.Namespace) -> None:
     shards = shard_paths(options.shards)
     record = _find_record(shards, options.uid)
-    tokenizer = None if options.tokenizer == "none" else tokenizer_of(shards, options.tokenizer)
+    tokenizer = tokenizer_of(shards, options.tokenizer)
     console = PlainConsole()
     prompt = record.prompt_ids.tolist()
     console.print(f"{record.uid}: {record.num_steps} steps, {record.status}", style="bold")
@@ -397,7 +397,8 @@ def _export(options: argparse.Namespace) -> None:
             PlainConsole(stderr=True).print(told, soft_wrap=True)
         count = exchange.write_parquet(records, options.out, run_text=run_text)
     else:
-        tokenizer = tokenizer_of(shards, options.tokenizer)
+        if (tokenizer := tokenizer_of(shards, options.tokenizer)) is None:
+            raise ValueError(f"--tokenizer: {kind} holds texts; name one, as the run has none")
         make_row = exchange.tabom_row if kind == ".jsonl" else exchange.step_map_row
         rows = (make_row(record, tokenizer) for record in records)
         count = exchange.write_json_rows(rows, options.out, as_list=kind == ".json")
@@ -490,12 +491,17 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) ->
 
 
 def tokenizer_of(shards: Sequence[Path], name: str | None) -> Any:
-    """Loads a tokenizer by name, or the run's own, which must be on this machine."""
+    """Loads a tokenizer by name, or the run's own, which must be on this machine.
+
+    ``None``, which shows ids, for the name ``none`` and for the run of a foreign loop or import.
+    """
     from lit_dlm.backbones.resolution import embedded_names, load_tokenizer
 
     if name is not None:
-        return load_tokenizer(name)
+        return None if name == "none" else load_tokenizer(name)
     path = run_of_shard(shards[0])[0].tokenizer.get("path")
+    if path is None:
+        return None
     if isinstance(path, str) and (path in embedded_names() or Path(path).is_dir()):
         return load_tokenizer(path)
     raise ValueError(f"--tokenizer: the run's tokenizer {path!r} is not on this machine; name one")

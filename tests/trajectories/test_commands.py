@@ -9,7 +9,9 @@ import pytest
 
 from lit_dlm.backbones import load_backbone
 from lit_dlm.backbones.resolution import ASSETS
+from lit_dlm.reports import viewer_command as view
 from lit_dlm.trajectories.commands import main
+from lit_dlm.trajectories.recorder import foreign_run
 from lit_dlm.trajectories.store.files import shards_in
 from tests.trajectories.decoded_sets import DECODERS, LENGTH, NUM_TEXTS, decoded_set
 from tests.trajectories.samples import (
@@ -86,6 +88,19 @@ def test_replay_prints_each_step(folder, capsys):
     assert steps[0].split().count("·") == LENGTH - 1
     assert run("replay", folder) == 0
     assert "<|user|>Tom has 34 pens" in capsys.readouterr().out
+
+
+def test_records_of_a_foreign_loop_are_shown_as_ids(tmp_path, capsys):
+    """Its run names no tokenizer; formats that hold texts need one."""
+    write_shards(tmp_path, records_of(1), run=foreign_run("loop", "it is not described"))
+    (record,) = read_all(tmp_path)
+    assert run("replay", tmp_path) == 0
+    ids = [str(token) for token in record.prompt_ids]
+    assert capsys.readouterr().out.splitlines()[1] == f"[{', '.join(ids)}]"
+    assert view.main([str(tmp_path)]) == 0
+    assert f'" {record.tokens[0]}"' in (tmp_path / "traces.html").read_text()
+    assert run("export", tmp_path, "--out", tmp_path / "x.jsonl") == 2
+    assert "--tokenizer: .jsonl holds texts; name one" in capsys.readouterr().err
 
 
 def test_verify_passes_on_the_same_model_and_fails_on_another(folder, tmp_path, capsys):
