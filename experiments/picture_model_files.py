@@ -2,7 +2,7 @@
 
 The codebook holds black, the patches of drawn shapes, and k-means centres of the 2 x 2 patches of
 training digits. The classifier that judges drawn digits is scikit-learn's MLPClassifier, fitted
-to training digits. Needs ``pip install 'lit-dlm[pictures]'``; takes about half a minute.
+to training digits. Needs ``pip install 'scikit-learn>=1.5'``; takes about half a minute.
 """
 
 from __future__ import annotations

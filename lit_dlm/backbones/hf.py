@@ -75,6 +75,7 @@ from lit_dlm.backbones.weights import (
 )
 from lit_dlm.backbones.window_cache import WindowCache
 from lit_dlm.ops.batches import aligned, first_column, gather_rows, raw_columns
+from lit_dlm.ops.extras import pip_install, required
 from lit_dlm.ops.fused_head import TokenStats, token_stats
 from lit_dlm.ops.masking import with_own_key
 from lit_dlm.ops.options import one_of
@@ -197,8 +198,8 @@ class HFBackbone(nn.Module, Backbone):
             )
         if load_in_4bit and (trainable or find_spec("bitsandbytes") is None):
             raise ValueError(
-                "HFBackbone.load_in_4bit: expected bitsandbytes (pip install bitsandbytes) and not "
-                "trainable beside it"
+                "HFBackbone.load_in_4bit: expected bitsandbytes "
+                f"({pip_install(required('quantized'))}) and not trainable beside it"
             )
         one_of(*ROUTES, of="HFBackbone.", attn_implementation=attn_implementation)
         one_of(False, True, "selective", gradient_checkpointing=gradient_checkpointing)

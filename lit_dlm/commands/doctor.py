@@ -6,7 +6,6 @@ import argparse
 import os
 import platform
 import shutil
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from itertools import chain
@@ -17,6 +16,7 @@ from packaging.requirements import Requirement
 
 from lit_dlm.grading import SandboxError, cgroups
 from lit_dlm.grading.sandbox import METHODS, probe
+from lit_dlm.ops.extras import pip_install, required
 
 _GB = 10**9
 _EXTRAS = {
@@ -49,25 +49,19 @@ def main(arguments: Sequence[str]) -> int:
 def _versions() -> Iterator[Finding]:
     python = f"Python {platform.python_version()}"
     try:
-        requirements = [Requirement(line) for line in metadata.requires("lit-dlm") or []]
+        needed = {extra: required(extra) for extra in ("", *_EXTRAS)}
     except metadata.PackageNotFoundError:
         yield "note", "versions", f"{python}; lit-dlm is not installed", "not compared"
         return
-    missing: defaultdict[str, list[str]] = defaultdict(list)
-    for one in requirements:
-        for extra in ("", *_EXTRAS):
-            belongs = one.marker.evaluate({"extra": extra}) if one.marker else not extra
-            if belongs and not _is_met(one):
-                missing[extra].append(f"{one.name}{one.specifier}")
+    missing = {extra: [one for one in of if not _is_met(one)] for extra, of in needed.items()}
     torch = metadata.version("torch")
     state = f"lit-dlm {metadata.version('lit-dlm')}, {python}, torch {torch}"
-    wanted = " ".join(f"'{name}'" for name in missing[""])
-    told = f"pip install --upgrade {wanted}" if wanted else ""
-    yield "bad" if wanted else "ok", "versions", state, told
+    wanted = missing[""]
+    yield "bad" if wanted else "ok", "versions", state, pip_install(wanted) if wanted else ""
     for extra, consequence in _EXTRAS.items():
-        if extra in missing:
-            how = f"{consequence}; pip install 'lit-dlm[{extra}]'"
-            yield "note", "extra", f"{extra} lacks {', '.join(missing[extra])}", how
+        if lacking := missing[extra]:
+            how = f"{consequence}; {pip_install(lacking)}"
+            yield "note", "extra", f"{extra} lacks {', '.join(map(str, lacking))}", how
         else:
             yield "ok", "extra", f"{extra} is installed", ""
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from lit_dlm.grading import SandboxLimits
 from lit_dlm.grading.plus import Rule
+from lit_dlm.ops.extras import pip_install, required
 from lit_dlm.ops.options import one_of
 from lit_dlm.tasks.base import CodeTask, PromptExample
 from lit_dlm.tasks.plus import PlusTask
@@ -114,6 +115,6 @@ def _evalplus(module: str) -> Any:
         return import_module(f"evalplus.{module}")
     except ImportError as error:
         raise ValueError(
-            "the task 'mbpp+' needs the package evalplus 0.3.1: pip install 'lit-dlm[code]' "
+            f"the task 'mbpp+' needs the package evalplus: {pip_install(required('code'))} "
             f"({error.name or error} is missing)"
         ) from None

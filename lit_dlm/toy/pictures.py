@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lit_dlm.backbones.resolution import ASSETS
+from lit_dlm.ops.extras import pip_install, required
 from lit_dlm.tasks.base import PromptExample
 from lit_dlm.tasks.drawings import PictureScorer
 from lit_dlm.toy.generated import GeneratedTask, Problem
@@ -73,7 +74,7 @@ def digits(split: str) -> list[tuple[Pixels, int]]:
     except ImportError:
         raise ValueError(
             "digits of the split train: expected scikit-learn, which is absent; "
-            "pip install 'lit-dlm[pictures]'"
+            f"{pip_install(required('pictures'))}"
         ) from None
     found = load_digits()
     grey = np.round(found.images * 255 / 16).astype(np.uint8)

@@ -15,7 +15,7 @@ IDS = torch.tensor([[40, 41, 42, 43, 44, 45]])
 
 def test_without_bitsandbytes_one_line_says_so(monkeypatch: Any):
     monkeypatch.setattr("lit_dlm.backbones.hf.find_spec", {}.get)
-    with pytest.raises(ValueError, match="load_in_4bit: expected bitsandbytes"):
+    with pytest.raises(ValueError, match=r"bitsandbytes \(pip install 'bitsandbytes>=0.45'\)"):
         HFBackbone("tiny", load_in_4bit=True)
 
 

@@ -41,7 +41,7 @@ def test_every_digit_is_in_one_split(split: str, count: int):
 def test_without_scikit_learn_training_digits_are_refused(monkeypatch: pytest.MonkeyPatch):
     digits.cache_clear()
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(ValueError, match=r"expected scikit-learn, .* pip install"):
+    with pytest.raises(ValueError, match=r"absent; pip install 'scikit-learn>=1\.5'$"):
         digits("train")
 
 
