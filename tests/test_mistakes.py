@@ -115,7 +115,15 @@ MISTAKES = [
     (f"{PREDICT} --model.backbone.path ./nowhere", "path: './nowhere' is neither an existing fol"),
     (f"{PREDICT} --ckpt_path torn.ckpt", "torn.ckpt: the checkpoint is damaged (File is not a zi"),
     (f"{PREDICT} --ckpt_path no.ckpt", "no.ckpt: no such checkpoint"),
-    ("fit --config exp/tabom_tiny", "runs/tabom_tiny/traces: there is no such folder of shards"),
+    ("fit --config exp/tabom_tiny",
+     "runs/tabom_tiny/traces: there is no such folder of shards, or no trajectory shards are in "
+     "it; 'lit-dlm predict --config exp/distill_tiny' makes it"),
+    ("fit --config exp/tabom_tiny --run_dir mine",
+     "mine/traces: there is no such folder of shards, or no trajectory shards are in it; 'lit-dlm "
+     "recipes' tells what makes it"),
+    ("fit --config exp/tracelock_tiny",
+     "projector folder runs/tiny/projector: there is no such folder; 'lit-dlm predict --config "
+     "exp/generate_tiny' makes it"),
     (f"{LOCK} --model.projector runs/no/p", "projector folder runs/no/p: there is no such folder"),
     (_tasks("PromptsFile", "no.jsonl"), "path: there is no file or folder 'no.jsonl'"),
     (_tasks("GSM8K", "answers.jsonl"),

@@ -69,8 +69,11 @@ def main(arguments: Sequence[str]) -> int:
     failures: tuple[type[Exception], ...] = (*HfHubHTTPError.__bases__, HFValidationError)
     names = {path.name for path in options.folder.glob("*")}
     if not names & {"config.json", "adapter_config.json"} or "README.md" not in names:
+        made = "'lit-dlm export'"
+        if "adapter_config.json" in names:  # as 'fit' leaves it, without a card
+            made = f"'lit-dlm export MODEL FOLDER --adapter {options.folder} --only_adapter'"
         raise ValueError(
-            f"{options.folder}: expected a folder that 'lit-dlm export' wrote, or that of a policy"
+            f"{options.folder}: expected a folder that {made} wrote, or that of a policy"
         )
     hub = HfApi()
     try:

@@ -220,8 +220,9 @@ def decode_stream(
         longest = max(prompts, key=lambda one: len(one.ids))
         if limit is not None and len(longest.ids) + response_length > limit:
             raise ValueError(
-                f"response_length: prompt {longest.uid} has {len(longest.ids)} + {response_length} "
-                f"tokens of prompt and response, expected at most the model's {limit} positions"
+                f"response_length: prompt {longest.uid} has {len(longest.ids)} + "
+                f"{response_length} tokens of prompt and response, expected at most the {limit} "
+                "positions of the model"
             )
         begun.update(zip(taken, prompts, strict=True))
         if number_in:

@@ -150,6 +150,8 @@ def test_push_takes_what_export_wrote_and_an_adapter_loads_from_the_hub(
     model, adapter = twin
     folder = tmp_path / "a"
     assert "'lit-dlm export'" in fails(capsys, "push", str(tmp_path), "me/adapter")
+    told = fails(capsys, "push", adapter, "me/adapter")  # as fit leaves it
+    assert f"'lit-dlm export MODEL FOLDER --adapter {adapter} --only_adapter' wrote" in told
     assert not hub.files
     run("export", model, str(folder), "--adapter", adapter, "--only_adapter")
     run("push", str(folder), "me/adapter")

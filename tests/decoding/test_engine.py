@@ -151,8 +151,9 @@ def test_prompt_and_response_stay_within_the_positions_of_the_model():
     backbone = table_backbone([5, 6], [0.9, 0.8])
     backbone.max_positions = 4
     lit_dlm.generate(backbone, PROMPT, response_length=2)
-    for prompts, length in ((PROMPT, 100_000), ([[4], [4, 4, 4]], 2)):
-        with pytest.raises(ValueError, match=r"response_length: .* at most the 4 positions"):
+    for prompts, length, told in ((PROMPT, 5_000, "0 has 2"), ([[4], [4, 4, 4]], 2, "1 has 3")):
+        told = rf"^response_length: prompt {told} \+ {length} .* at most the 4 positions"
+        with pytest.raises(ValueError, match=told):
             lit_dlm.generate(backbone, prompts, response_length=length)
 
 

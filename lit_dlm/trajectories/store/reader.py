@@ -14,6 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from lit_dlm.ops.files import maker
 from lit_dlm.trajectories.format import Block, attach_features, read_block, records_of
 from lit_dlm.trajectories.record import Trajectory, TrajectoryFormatError
 from lit_dlm.trajectories.store.files import SideFile, claim_uids, shards_in, side_path
@@ -57,7 +58,7 @@ class TrajectoryShardReader:
         if not self._sides:
             raise TrajectoryFormatError(
                 f"{shards}: there is no such folder of shards, or no trajectory shards are in it; "
-                "lit-dlm recipes tells what makes them for an experiment"
+                + maker(Path(str(shards)))
             )
         self._starts = {
             path: list(accumulate((entry.num_records for entry in side.blocks), initial=0))
