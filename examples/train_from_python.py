@@ -1,4 +1,4 @@
-"""Fine-tunes an adapter on a list of answers, decodes with it, and loads it again."""
+"""Decodes, fine-tunes an adapter on a list of answers, loads it again and decodes with it."""
 
 import lightning as L
 from torch.optim import AdamW
@@ -17,12 +17,12 @@ rows = [  # the model adds from the left; these answers add from the right
 
 L.seed_everything(0)
 backbone = load_backbone("tiny", lora=LoRASettings(rank=8, targets="all"))
+print(lit_dlm.generate(backbone, QUESTION, tokenizer="tiny", response_length=32).texts[0])
 module = SFTModule(
     backbone, tokenizer="tiny", optimizer=lambda params: AdamW(params, lr=2e-3), warmup_steps=5
 )
 data = SupervisedDataModule([ResponsesList(rows)], response_length=32, batch_size=32)
 L.Trainer(max_epochs=6, devices=1, default_root_dir=RUN).fit(module, data)
-print(lit_dlm.generate(backbone, QUESTION, tokenizer="tiny", response_length=32).texts[0])
 
 module.export(f"{RUN}/adapter")
 again = load_backbone("tiny", adapter=f"{RUN}/adapter")
