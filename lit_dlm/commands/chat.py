@@ -19,6 +19,7 @@ from lit_dlm.decoding import Decoder
 from lit_dlm.decoding.caches import NoCache
 from lit_dlm.generation import generate
 from lit_dlm.ops.terminal import PlainConsole
+from lit_dlm.toy.vocabulary import told_of_tiny
 
 HELP = """\
 /policy NAME    decode as configs/decode/NAME says (or another file), such as threshold_09
@@ -113,6 +114,8 @@ class Chat:
             f"{tokens} tokens in {steps} steps ({tokens / steps:.1f} a step), "
             f"{tokens / seconds:.1f} tokens/s"
         )
+        if told := told_of_tiny(self.tokenizer, text):
+            self._say(told, "yellow")
 
     def _say(self, text: str, style: str = "dim") -> None:
         self.console.print(text, style=style, highlight=False, soft_wrap=True)

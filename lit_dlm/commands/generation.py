@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,9 @@ from lit_dlm.decoding import Decoder, DecodeResult, DecodeState, StepRecord
 from lit_dlm.generation import generate
 from lit_dlm.ops.terminal import PlainConsole, printable
 from lit_dlm.reports.pieces import TokenPieces
+from lit_dlm.toy.vocabulary import told_of_tiny
+
+logger = logging.getLogger(__name__)
 
 
 class LiveCanvas:
@@ -109,6 +113,8 @@ def main(arguments: Sequence[str]) -> int:
         if console.is_terminal:
             console.print(f"{prompt}  ({steps} forwards)", style="dim", highlight=False)
         console.print(text, highlight=False, soft_wrap=True)
+    if told := told_of_tiny(tokenizer, " ".join(prompts)):
+        logger.warning("%s", told)
     return 0
 
 

@@ -13,13 +13,9 @@ def required(extra: str = "") -> list[Requirement]:
 
     Raises ``PackageNotFoundError`` in a checkout that is not installed.
     """
-    found = [Requirement(line) for line in metadata.requires("lit-dlm") or []]
-    fitting = [
-        one for one in found if (one.marker.evaluate({"extra": extra}) if one.marker else not extra)
-    ]
-    for one in fitting:
-        one.marker = None  # it holds
-    return fitting
+    lines = metadata.requires("lit-dlm") or []
+    found = ((Requirement(line.partition(";")[0]), Requirement(line).marker) for line in lines)
+    return [one for one, when in found if (when.evaluate({"extra": extra}) if when else not extra)]
 
 
 def pip_install(requirements: Iterable[Requirement]) -> str:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from lit_dlm.backbones.resolution import ASSETS
 from lit_dlm.toy.generated import TrainingSource
+from lit_dlm.toy.word_problems import ITEMS, NAMES
 
 PAD, END, MASK = "<|pad|>", "<|endoftext|>", "<|mask|>"
 USER, ASSISTANT = "<|user|>", "<|assistant|>"
@@ -89,6 +92,22 @@ def build_tokenizer(
         tokenizer.add_tokens([*PICTURE_MARKS, *codes], special_tokens=True)
         tokenizer.chat_template = PICTURE_CHAT_TEMPLATE
     return tokenizer
+
+
+def told_of_tiny(tokenizer: PreTrainedTokenizerBase, text: str) -> str | None:
+    """Says what ``tiny`` is if a prompt has words that it never saw; ``None`` for other models."""
+    if Path(tokenizer.name_or_path) != ASSETS / "tiny":
+        return None
+    known = {token.strip("Ġ") for token in tokenizer.get_vocab()}  # Ġ stands for a space
+    words = [word for word in re.findall(r"[^\W\d_]{2,}", text) if word not in known]
+    if not words:
+        return None
+    return (
+        f"tiny never saw {', '.join(map(repr, words[:5]))}: it is a toy of half a million "
+        "parameters that knows small Python functions and sums told as stories, with "
+        f"{len(NAMES)} names ({', '.join(NAMES)}) and {len(ITEMS)} things ({', '.join(ITEMS)}); "
+        "with --response_length 32 it answers 'Tom has 34 pens, finds 7, loses 5. How many pens?'"
+    )
 
 
 def _texts(sources: Sequence[TrainingSource]) -> Iterator[str]:

@@ -100,6 +100,19 @@ def test_a_terminal_sees_the_decode_and_then_the_text():
     assert text.rstrip().splitlines()[-1].endswith("#### 36")
 
 
+def test_tiny_says_what_it_knows_when_a_word_is_strange_to_it(said, caplog):
+    """In a conversation where the answers are; beside a pipe, whose texts stay alone."""
+    assert said("generate", PENS).endswith("#### 36\n")
+    assert not caplog.messages
+    out = said("generate", f"Hello. {PENS}")
+    assert "never saw" not in out
+    (told,) = caplog.messages
+    assert told.startswith("tiny never saw 'Hello': it is a toy of half a million parameters")
+    assert told.endswith(f"with --response_length 32 it answers '{PENS}'")
+    out = said("chat", typed=f"{PENS}\nHello.\n")
+    assert out.count("tiny never saw") == out.count("tiny never saw 'Hello'") == 1
+
+
 def answer(messages: list[str], decoder: Decoder, length: int = 32) -> tuple[str, int]:
     """The answer of Python to turns of user and assistant in turn."""
     roles = ["user", "assistant"] * len(messages)

@@ -8,7 +8,7 @@ import pytest
 import lit_dlm
 from lit_dlm.backbones import load_tokenizer
 from lit_dlm.toy import Countdown, PythonFunctions, Sudoku, WordProblems
-from lit_dlm.toy.vocabulary import ASSISTANT, END, MASK, PAD, USER, build_tokenizer
+from lit_dlm.toy.vocabulary import ASSISTANT, END, MASK, PAD, USER, build_tokenizer, told_of_tiny
 
 ASSETS = Path(lit_dlm.__file__).parent / "assets"
 MAX_PROMPT, MAX_RESPONSE = 28, 32
@@ -68,3 +68,17 @@ def test_any_text_survives(text: str, tokenizer) -> None:
 def test_digits_are_single_tokens_and_variables_have_one_form(tokenizer) -> None:
     assert tokenizer.tokenize("34+7=41") == ["3", "4", "+", "7", "=", "4", "1"]
     assert tokenizer.tokenize("sum(v*v for v in xs if v>3)").count("v") == 4
+
+
+def test_words_that_tiny_never_saw_are_told_and_no_others(tokenizer) -> None:
+    told = told_of_tiny(tokenizer, "What is 2 and 2? How many pens, Anna?")
+    assert told is not None
+    assert told.startswith("tiny never saw 'What', 'and', 'Anna': it is a toy")
+    assert "8 names (Tom, " in told
+    assert "8 things (pens, " in told
+    rng = random.Random(3)
+    for source in SOURCES[:2]:
+        for _ in range(400):
+            prompt, _ = source.draw_pair(rng)
+            assert told_of_tiny(tokenizer, prompt) is None, prompt
+    assert told_of_tiny(load_tokenizer("tiny-planning"), "What is 2 and 2?") is None
