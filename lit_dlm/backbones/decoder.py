@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
+from inspect import signature
 from pathlib import Path
 from types import MethodType
 from typing import Any, Literal
@@ -156,6 +158,12 @@ def replace_parts(model: PreTrainedModel) -> None:
     for layer in model.model.layers:
         # Left at the module's own value, it would make an SDPA call without a mask causal.
         layer.self_attn.is_causal = False
+
+
+@cache
+def cache_argument(decoder: type[nn.Module]) -> str:
+    """Name of the forward's argument for keys and values, which transformers 5.24 renamed."""
+    return "cache" if "cache" in signature(decoder.forward).parameters else "past_key_values"
 
 
 class FusedRMSNorm(nn.RMSNorm):

@@ -45,6 +45,7 @@ from lit_dlm.backbones.attention import (
 from lit_dlm.backbones.base import UNKNOWN_ID, Backbone, Denoised
 from lit_dlm.backbones.decoder import (
     DType,
+    cache_argument,
     load_decoder,
     quantise,
     random_decoder,
@@ -744,6 +745,8 @@ class HFBackbone(nn.Module, Backbone):
         # A snapshot of the last layer needs all columns.
         if kept is not None and end not in layers:
             plan["kept"] = kept
+        if cache is not None:
+            plan[cache_argument(type(decoder))] = cache
         snapshots: dict[int, Tensor] = {}
         inputs = {"input_ids": ids}
         if self.vision is not None:
@@ -762,7 +765,6 @@ class HFBackbone(nn.Module, Backbone):
                 **inputs,
                 attention_mask=self._mask(visible, is_window=cache is not None),
                 position_ids=position_ids,
-                past_key_values=cache,
                 use_cache=cache is not None,
                 **plan,
             ).last_hidden_state

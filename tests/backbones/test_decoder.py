@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lit_dlm.backbones import HFBackbone, load_backbone, weights
-from lit_dlm.backbones.decoder import FusedRMSNorm, Linear
+from lit_dlm.backbones.decoder import FusedRMSNorm, Linear, cache_argument
 from tests.backbones.conftest import tiny_architecture
 from tests.backbones.folders import write
 from tests.backbones.reference import LLADA, random_tensors
@@ -130,3 +130,13 @@ def test_loading_goes_straight_to_the_device(tmp_path: Path):
     folder = write(tmp_path / "m", LLADA, random_tensors(LLADA))
     backbone = load_backbone(folder, device="meta")
     assert {p.device.type for p in backbone.parameters()} == {"meta"}
+
+
+def test_a_cache_goes_to_the_argument_that_transformers_has_for_it():
+    class Before(torch.nn.Module):
+        def forward(self, input_ids, past_key_values=None): ...
+
+    class Since(torch.nn.Module):  # 5.24, where the other name warns
+        def forward(self, input_ids, cache=None): ...
+
+    assert [cache_argument(Before), cache_argument(Since)] == ["past_key_values", "cache"]
