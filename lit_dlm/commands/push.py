@@ -27,7 +27,7 @@ step of a masked diffusion language model which proposed tokens become final. It
 {backbone}. Written by lit-dlm {version}. With this as `policy.yaml`
 
 ```yaml
-policy: {{class_path: TraceLockPolicy, init_args: {{path: {hub_id}, threshold: 0.99}}}}
+policy: {{class_path: TraceLockPolicy, init_args: {{path: {hub_id}}}}}
 quota: NoQuota
 ```
 

@@ -25,6 +25,7 @@ from lit_dlm.heads.projection import (
     num_features,
 )
 from lit_dlm.ops.files import fitting, read_folder, write_folder
+from lit_dlm.ops.options import at_least, within
 
 FORMAT = "lit-dlm/acceptance"
 FORMAT_VERSION = 1
@@ -49,6 +50,21 @@ class ScorerSettings:
     """What the network sees of each position."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class CommitSettings:
+    """Which accepted proposals a step commits; by default as in the release of arXiv 2605.24697."""
+
+    threshold: float = 0.99
+    """Acceptance probability at or above which a proposal is committed."""
+    max_accept_per_step: int | None = 4
+    """Most acceptances of a row in one step; ``None`` for no cap."""
+
+    def __post_init__(self) -> None:
+        of = f"{type(self).__name__}."
+        within("[0, 1]", of=of, threshold=self.threshold)
+        at_least(1, of=of, max_accept_per_step=self.max_accept_per_step)
+
+
 class AcceptanceScorer(nn.Module):
     """Projector and acceptance network in one module: from hidden snapshots to decision logits.
 
@@ -56,6 +72,7 @@ class AcceptanceScorer(nn.Module):
         projector: frozen; its number of snapshots must match the hidden layers.
         backbone: facts about the backbone it was trained for (JSON types).
         training: provenance (JSON types); decoding uses only its ``tasks``.
+        commits: what the policy was made for; decoders that say nothing else use it.
     """
 
     def __init__(
@@ -66,6 +83,7 @@ class AcceptanceScorer(nn.Module):
         settings: ScorerSettings | None = None,
         backbone: Mapping[str, Any] | None = None,
         training: Mapping[str, Any] | None = None,
+        commits: CommitSettings | None = None,
     ) -> None:
         super().__init__()
         self.settings = settings or ScorerSettings()
@@ -78,6 +96,7 @@ class AcceptanceScorer(nn.Module):
         self.head = AcceptanceHead(num_features(projector.config, self.settings.features), head)
         self.backbone = dict(backbone or {})
         self.training_facts = dict(training or {})
+        self.commits = commits or CommitSettings()
 
     def features(self, hidden: Tensor, prob: Tensor, **scalars: Tensor | None) -> Tensor:
         """Features ``(..., F)``; see :func:`lit_dlm.heads.projection.acceptance_features`."""
@@ -116,6 +135,7 @@ class AcceptanceScorer(nn.Module):
             "projector_digest": self.projector.digest(),
             "backbone": self.backbone,
             "training": self.training_facts,
+            "commits": asdict(self.commits),
         }
         tensors = {key: value.detach().float() for key, value in self.state_dict().items()}
         write_folder(Path(folder), record, tensors, config=_CONFIG_FILE, weights=_WEIGHTS_FILE)
@@ -143,6 +163,7 @@ class AcceptanceScorer(nn.Module):
                 settings=settings,
                 backbone=record["backbone"],
                 training=record["training"],
+                commits=CommitSettings(**record.get("commits", {})),  # older folders have none
             )
             scorer.load_state_dict(tensors)
         return scorer.eval()

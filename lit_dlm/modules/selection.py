@@ -20,27 +20,20 @@ from lit_dlm.decoding.policies.tracelock import left_of_window_end
 from lit_dlm.decoding.state import Canvas
 from lit_dlm.decoding.windows import default_window
 from lit_dlm.heads.acceptance import accepted
+from lit_dlm.heads.scorer import CommitSettings
 from lit_dlm.metrics.acceptance import CalibrationCurve, ReplayScore, RolloutProxy
 from lit_dlm.modules.state_batch import StateBatch
-from lit_dlm.ops.options import within
 from lit_dlm.ops.sampling import top_quota
 
 
 @dataclass(frozen=True, kw_only=True)
-class SelectionSettings:
+class SelectionSettings(CommitSettings):
     """How validation decodes; use what the benchmark will use."""
 
-    threshold: float = 0.99
-    """Acceptance probability at or above which a proposal is committed."""
-    max_accept_per_step: int | None = 4
-    """Most acceptances of a row in one step; ``None`` for no cap."""
     window: Window | None = None
     """Where a step may commit; by default the whole response, or a block model's own blocks."""
     settings: DecodeSettings = field(default_factory=DecodeSettings)
     """Engine options, of which only the end-of-text gate is used."""
-
-    def __post_init__(self) -> None:
-        within("[0, 1]", of="SelectionSettings.", threshold=self.threshold)
 
 
 def step_candidates(

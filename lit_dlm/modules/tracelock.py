@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from lit_dlm.backbones.base import Backbone, backbone_facts
 from lit_dlm.heads.acceptance import AcceptanceConfig, PositionState
 from lit_dlm.heads.projection import Projector
-from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
+from lit_dlm.heads.scorer import AcceptanceScorer, CommitSettings, ScorerSettings
 from lit_dlm.losses.acceptance import (
     AcceptanceLossSettings,
     acceptance_loss,
@@ -362,5 +362,9 @@ class TraceLockModule(DecodeModule):
             if best.best_model_score is not None:
                 facts[monitor] = float(best.best_model_score)
         scorer.training_facts = facts
+        chosen = self.selection or SelectionSettings()
+        scorer.commits = CommitSettings(
+            threshold=chosen.threshold, max_accept_per_step=chosen.max_accept_per_step
+        )
         scorer.save(folder)
         logger.info("wrote the acceptance policy to %s", folder)

@@ -375,5 +375,9 @@ class TraceLockRLModule(TraceRLModule):
             "rl_steps": (self.current or self).progress.step,
         }
         self.scorer.training_facts = facts
+        policies = [self.decoders[name].policy for name in (*self.val_methods, self.method)]
+        self.scorer.commits = next(
+            one for one in policies if isinstance(one, TraceLockPolicy)
+        ).commits
         if self._trainer is None or self.trainer.is_global_zero:
             self.scorer.save(folder)

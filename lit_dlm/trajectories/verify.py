@@ -723,7 +723,7 @@ def _position_gaps(step: StepRecord, decoder: Decoder) -> Tensor:
     scores = step.scores.double()
     threshold = getattr(decoder.policy, "threshold", None)
     if isinstance(decoder.policy, TraceLockPolicy):
-        scores = scores.sigmoid()
+        scores, threshold = scores.sigmoid(), decoder.policy.commits.threshold
     passed_over = step.candidates & ~step.commit
     weakest = scores.masked_fill(~step.commit, torch.inf).amin(1, keepdim=True)
     strongest = scores.masked_fill(~passed_over, -torch.inf).amax(1, keepdim=True)

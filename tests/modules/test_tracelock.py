@@ -13,7 +13,7 @@ from lit_dlm.datamodules.trajectories import TrajectoryDataModule
 from lit_dlm.decoding import Decoder, DecodeSettings, NoQuota, SlidingWindow, prompt_canvas
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.heads.acceptance import AcceptanceConfig
-from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
+from lit_dlm.heads.scorer import AcceptanceScorer, CommitSettings, ScorerSettings
 from lit_dlm.losses.acceptance import AcceptanceLossSettings
 from lit_dlm.metrics.acceptance import RolloutProxy
 from lit_dlm.modules.selection import SelectionSettings, step_candidates, step_commits
@@ -288,6 +288,7 @@ def test_every_score_has_its_best_checkpoint_and_policy(shards: Path, tmp_path: 
     assert 0.0 <= logged["val/calibration_error"] <= 1.0
     main = AcceptanceScorer.load(tmp_path / "policy")
     assert "val/replay_score" in main.training_facts
+    assert main.commits == CommitSettings(threshold=0.6)  # as validation decoded
     assert {path.name for path in (tmp_path / "policy_by").iterdir()} == {
         "rollout_proxy_f0_5", "average_precision",
     }  # fmt: skip

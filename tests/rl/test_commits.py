@@ -26,7 +26,7 @@ from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.grading import Verdict
 from lit_dlm.heads.acceptance import AcceptanceConfig, PositionState
 from lit_dlm.heads.projection import Projector, ProjectorConfig
-from lit_dlm.heads.scorer import AcceptanceScorer
+from lit_dlm.heads.scorer import AcceptanceScorer, CommitSettings
 from lit_dlm.ops.sampling import confidence, entropy, margin
 from lit_dlm.rewards import Rollout
 from lit_dlm.rewards.speed import ForwardPrice, RightAndFast
@@ -192,6 +192,7 @@ def test_a_policy_folder_decodes_as_the_module_did(tmp_path: Path) -> None:
     module.export(tmp_path / "policy")
     loaded = AcceptanceScorer.load(tmp_path / "policy")
     assert loaded.digest() == module.scorer.digest()
+    assert loaded.commits == CommitSettings(threshold=0.6, max_accept_per_step=None)
     again = actor(policy=str(tmp_path / "policy"))
     for one, other in zip(decoded(module), decoded(again), strict=True):
         np.testing.assert_array_equal(one.commit_step, other.commit_step)

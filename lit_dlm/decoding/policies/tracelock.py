@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from lit_dlm.backbones.resolution import embedded_names, is_hub_id, locate
 from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.state import DecodeState, Proposal, Selection
 from lit_dlm.heads.acceptance import PositionState, accepted
-from lit_dlm.heads.scorer import AcceptanceScorer
+from lit_dlm.heads.scorer import AcceptanceScorer, CommitSettings
 from lit_dlm.ops.options import at_least, within
 from lit_dlm.ops.sampling import top_quota, uniform_noise
 
@@ -39,9 +40,11 @@ class TraceLockPolicy(CommitPolicy):
     Args:
         path: folder exported by training, a hub id, or the name of an embedded model (``tiny``)
             for the policy trained on outcomes that ships with it.
-        threshold: smallest acceptance probability with which a proposal is committed.
-        max_accept_per_step: most acceptances of a row in one step, which keeps the best ones; 4
-            in the release (a hidden default there), ``null`` for no cap.
+        threshold: smallest acceptance probability with which a proposal is committed; by default
+            the one that the policy was made for, as its folder says (older folders: 0.99).
+        max_accept_per_step: most acceptances of a row in one step, which keeps the best ones, or
+            ``null`` for no cap; by default as the ``folder`` says (older ones: 4, as in the
+            release, where this is a hidden default).
         temperature: above 0, every candidate is committed at random, with even odds at the
             threshold; training on outcomes explores in this way.
         release_compat: decides as the release does: the end-of-text gate knows only the end of
@@ -59,8 +62,8 @@ class TraceLockPolicy(CommitPolicy):
         self,
         path: str | Path | None = None,
         *,
-        threshold: float = 0.99,
-        max_accept_per_step: int | None = 4,
+        threshold: float | None = None,
+        max_accept_per_step: int | Literal["folder"] | None = "folder",
         temperature: float = 0.0,
         release_compat: bool = False,
         scorer: AcceptanceScorer | None = None,
@@ -68,7 +71,8 @@ class TraceLockPolicy(CommitPolicy):
         if path is None and scorer is None:
             raise ValueError("TraceLockPolicy: expected path or scorer, got neither")
         within("(0, 1)" if temperature else "[0, 1]", threshold=threshold)
-        at_least(1, max_accept_per_step=max_accept_per_step)
+        if max_accept_per_step != "folder":
+            at_least(1, max_accept_per_step=max_accept_per_step)
         at_least(0, temperature=temperature)
         if temperature and (release_compat or max_accept_per_step is not None):
             raise ValueError(
@@ -104,6 +108,16 @@ class TraceLockPolicy(CommitPolicy):
         return AcceptanceScorer.load(path)
 
     @property
+    def commits(self) -> CommitSettings:
+        """What is in effect: the options given, in place of the folder's."""
+        given: dict[str, Any] = {}
+        if self.threshold is not None:
+            given["threshold"] = self.threshold
+        if self.max_accept_per_step != "folder":
+            given["max_accept_per_step"] = self.max_accept_per_step
+        return replace(self.scorer.commits, **given)
+
+    @property
     def hidden_layers(self) -> tuple[int, ...]:
         return self.scorer.settings.hidden_layers
 
@@ -124,8 +138,9 @@ class TraceLockPolicy(CommitPolicy):
         if self.temperature:
             noise = uniform_noise(state.seeds, state.step, state.positions, stream=_STREAM)
             return Selection(candidates & (noise < self.log_odds(logits).sigmoid()), logits)
+        rule = self.commits
         commit = accepted(
-            logits, candidates, threshold=self.threshold, max_accept=self.max_accept_per_step
+            logits, candidates, threshold=rule.threshold, max_accept=rule.max_accept_per_step
         )
         if self.release_compat:
             end_id = state.eos_ids[0]
@@ -138,7 +153,8 @@ class TraceLockPolicy(CommitPolicy):
 
     def log_odds(self, logits: Tensor) -> Tensor:
         """Returns the log-odds of the draws from decision logits of any shape."""
-        return (logits - math.log(self.threshold / (1.0 - self.threshold))) / self.temperature
+        threshold = self.commits.threshold
+        return (logits - math.log(threshold / (1.0 - threshold))) / self.temperature
 
     def decision_logits(self, state: DecodeState, candidates: Tensor, proposal: Proposal) -> Tensor:
         """``(b, L)`` float32 decision logits over the canvas; 0 where the network saw nothing."""
@@ -176,8 +192,7 @@ class TraceLockPolicy(CommitPolicy):
 
     def describe(self) -> dict[str, Any]:
         return {
-            "threshold": self.threshold,
-            "max_accept_per_step": self.max_accept_per_step,
+            **asdict(self.commits),
             # Listed only if they are on, as in older records.
             **({"temperature": self.temperature} if self.temperature else {}),
             **({"release_compat": True} if self.release_compat else {}),

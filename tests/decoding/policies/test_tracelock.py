@@ -1,3 +1,4 @@
+import json
 from functools import partial
 from pathlib import Path
 
@@ -8,8 +9,12 @@ from torch import Tensor
 import lit_dlm
 import lit_dlm.decoding as d
 from lit_dlm.decoding import Decoder, NoQuota, SlidingWindow
+from lit_dlm.decoding.decoder import with_option
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy, left_of_window_end
 from lit_dlm.heads.projection import acceptance_features, feature_groups
+from lit_dlm.heads.scorer import CommitSettings
+from lit_dlm.ops.files import write_folder
+from lit_dlm.toy.python_functions import PythonFunctions
 from lit_dlm.toy.sudoku import Sudoku
 from lit_dlm.toy.word_problems import WordProblems
 from lit_dlm.trajectories.capture import FeatureCapture, TrajectoryCapture
@@ -184,6 +189,30 @@ def test_loads_from_the_exported_folder_when_it_is_used(tmp_path: Path) -> None:
     assert torch.equal(stored, given)
 
 
+def test_what_is_not_given_is_as_the_folder_says(tmp_path: Path) -> None:
+    """A folder from before it said anything is read as the release decides."""
+    built = scorer(bias=50.0)
+    built.commits = CommitSettings(threshold=0.7, max_accept_per_step=None)
+    built.save(tmp_path / "new")
+    record = json.loads((tmp_path / "new/config.json").read_text())
+    assert record.pop("commits") == {"threshold": 0.7, "max_accept_per_step": None}
+    names = {"config": "config.json", "weights": "model.safetensors"}
+    write_folder(tmp_path / "old", record, built.state_dict(), **names)
+    for folder, options, threshold, cap, steps in (
+        ("new", {}, 0.7, None, 1),
+        ("new", {"threshold": 0.9}, 0.9, None, 1),
+        ("new", {"max_accept_per_step": 6}, 0.7, 6, 2),
+        ("old", {}, 0.99, 4, 3),
+        ("old", {"max_accept_per_step": None}, 0.99, None, 1),
+    ):
+        policy = TraceLockPolicy(tmp_path / folder, **options)
+        facts = {"threshold": threshold, "max_accept_per_step": cap, "weights": built.digest()}
+        assert policy.describe() == facts
+        assert decoded(decoder(policy), BACKBONE, [[3, 4]], G).num_steps.tolist() == [steps]
+    swept = with_option(decoder(TraceLockPolicy(tmp_path / "new")), "policy.threshold", 0.8)
+    assert swept.policy.describe()["max_accept_per_step"] is None
+
+
 @pytest.mark.parametrize(
     "options", [{"threshold": 1.2}, {"max_accept_per_step": 0}, {"path": None, "scorer": None}]
 )
@@ -286,13 +315,18 @@ def first_commit(logits, backbone: TableBackbone, options: dict, **plugs: object
 
 @pytest.mark.slow
 def test_policies_that_ship_decode_their_models_well() -> None:
-    """Forty problems each: nearly all right, in a third of the forwards of one by one."""
+    """Forty problems each: nearly all right, in a third of the forwards of one by one.
+
+    Nothing but the name is given, as in their cards.
+    """
+    functions = partial(PythonFunctions, allow_code_execution=True)
     for name, kind, cells, most, least in (
         ("tiny", WordProblems, 32, 11, 34),
+        ("tiny", functions, 32, 4, 38),
         ("tiny-planning", Sudoku, 20, 5, 38),
     ):
         task = kind(split="test", num_examples=40, seed=3)
-        decode = decoder(TraceLockPolicy(name, threshold=0.95, max_accept_per_step=None))
+        decode = decoder(TraceLockPolicy(name))
         prompts = [example.text for example in task.examples()]
         done = lit_dlm.generate(name, prompts, decode=decode, response_length=cells)
         right = sum(
