@@ -171,6 +171,8 @@ class DecodeWriter(BasePredictionWriter):
         if self.results is not None:
             if trainer.is_global_zero:
                 self._claim(self.results, run, pl_module, data.tasks)
+                skipped = self.results.facts().get("skipped", {}) | getattr(data, "skipped", {})
+                self.results.write_facts({**_facts(run), "skipped": skipped})
             if folder is None and pl_module.level is not None:
                 folder = self.results.folder.parent / "trajectories"
         if folder is not None:
@@ -301,7 +303,7 @@ class DecodeWriter(BasePredictionWriter):
         except BaseException as error:  # the threads must be joined whatever happens
             self.on_exception(trainer, pl_module, error)
             raise
-        run, shards = self._run, self._shards
+        shards = self._shards
         self._stop_grading()
         if shards is not None:
             shards.close(trainer)
@@ -312,7 +314,7 @@ class DecodeWriter(BasePredictionWriter):
             assert shards is not None
             _require_all(trainer, completed_uids(shards.folder), shards.folder)
         else:
-            _report(trainer, self.results, run, list(pl_module.decoders))
+            _report(trainer, self.results, list(pl_module.decoders))
             _require_all(trainer, self.results.decode_uids(), self.results.folder)
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
@@ -339,10 +341,9 @@ class DecodeWriter(BasePredictionWriter):
         self._queue, self._shards, self._run = None, None, None
 
 
-def _report(trainer: Trainer, results: ResultFolder, run: RunRecord, order: Sequence[str]) -> None:
+def _report(trainer: Trainer, results: ResultFolder, order: Sequence[str]) -> None:
     run_dir = results.folder.parent
     summaries: Sequence[MethodSummary] = summarise_folder(results.folder, order)
-    results.write_facts(_facts(run))
     write_report(summaries, run_dir, PlainConsole())
     if trainer.loggers and summaries:
         # Imported here: most runs have no logger, and this imports the loggers' packages.

@@ -15,6 +15,7 @@ from typing import Literal
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
+from lit_dlm.decoding.stream import prompt_limit
 from lit_dlm.modules.decode import (
     DecodeModule,
     PromptBatch,
@@ -43,7 +44,11 @@ class PromptDataModule(LightningDataModule):
             of them, by a hash of its uid.
         batch_size: prompts decoded together; one that ends is replaced by the next. By default as
             many as have 8,192 response cells, such as 32 of 256 each. Results do not depend on it.
-        max_prompt_length: most tokens of a prompt, chat template included; more are an error.
+        max_prompt_length: most tokens of a prompt, chat template included.
+        overlong: what happens to prompts with more, and to those that do not fit the model's
+            positions beside their response. ``refuse`` is an error that tells how many there are;
+            ``skip`` leaves them out, and the tables of a benchmark count them. Prompts are
+            tokenised at the start for this.
         responses_per_prompt: responses to each prompt, each with a seed of its own; tables then
             show their mean accuracy (avg@k) and pass@k. A larger number continues a run with fewer.
             Methods that draw nothing make one response, since all would be equal.
@@ -59,6 +64,7 @@ class PromptDataModule(LightningDataModule):
     response_length: int | list[int] = 256
     batch_size: int | None = None
     max_prompt_length: int = 2048
+    overlong: Literal["refuse", "skip"] = "refuse"
     responses_per_prompt: int = 1
     methods: list[str] | None = None
     assignment: Literal["each", "one"] = "each"
@@ -74,6 +80,8 @@ class PromptDataModule(LightningDataModule):
         """Number of prompts that are decoded together."""
         self.done: Collection[str] = ()
         """Keys ``{uid}@{method}`` of decodes that need not be made, as set by a callback."""
+        self.skipped: dict[str, int] = {}
+        """Number of prompts of each task that are left out as too long."""
         self._decodes: list[tuple[str, PromptExample]] = []
         self._module: DecodeModule
 
@@ -125,7 +133,29 @@ class PromptDataModule(LightningDataModule):
         check_uids(examples)
         counts = {name: len(group) for name, group in examples.items()}
         at_least(1, of="tasks: examples of ", **counts)
-        return examples if self.mix is None else self.mix.chosen(examples)
+        chosen = examples if self.mix is None else self.mix.chosen(examples)
+        return {name: self._fitting(name, group) for name, group in chosen.items()}
+
+    def _fitting(self, task: str, examples: Sequence[PromptExample]) -> list[PromptExample]:
+        """Returns the prompts that fit; the same ones in every part of a run that is resumed."""
+        excesses = [self._excess(one) for one in examples]
+        found = [one for one, (excess, _) in zip(examples, excesses, strict=True) if excess <= 0]
+        self.skipped[task] = count = len(examples) - len(found)
+        if count:
+            (excess, limit), uid = max(zip(excesses, (one.uid for one in examples), strict=True))
+            told = f"{count} of {len(examples)} prompts of {task} are too long; "
+            told += f"{uid} exceeds {limit} by {excess}"
+            if self.overlong == "refuse":
+                raise ValueError(f"overlong: {told}; 'skip' leaves them out and counts them")
+            logger.warning("left out: %s", told)
+        at_least(1, of="overlong: prompts left of ", **{task: len(found)})
+        return found
+
+    def _excess(self, example: PromptExample) -> tuple[int, str]:
+        """Returns by how many tokens a prompt is too long, and what limits it."""
+        length = self.length_of(example)
+        most, told = prompt_limit(self._module.backbone, length, self.max_prompt_length)
+        return len(self._module.prompt_ids(example)) - most, told
 
     def _is_assigned(self, example: PromptExample, methods: Sequence[str], method: str) -> bool:
         chosen = methods[zlib.crc32(example.uid.encode()) % len(methods)]
@@ -149,7 +179,11 @@ class PromptDataModule(LightningDataModule):
                 groups.setdefault(key, []).append(example)
         return [
             PromptStream(
-                examples, self.encode, method=method, response_length=length, batch_size=self.rows
+                examples,
+                self._module.encode,
+                method=method,
+                response_length=length,
+                batch_size=self.rows,
             )
             for (_, method, length), examples in groups.items()
         ]
@@ -157,16 +191,16 @@ class PromptDataModule(LightningDataModule):
     def first_batches(self, count: int, method: str) -> Iterator[PromptBatch]:
         """Yields batches of the first ``count`` examples, of every task in turn, done or not."""
         by_turns = chain.from_iterable(zip_longest(*(task.examples() for task in self.tasks)))
-        chosen = list(islice((example for example in by_turns if example is not None), count))
+        fitting = (one for one in by_turns if one is not None and self._excess(one)[0] <= 0)
         by_length: dict[int, list[PromptExample]] = {}
-        for example in chosen:
+        for example in islice(fitting, count):
             by_length.setdefault(self.length_of(example), []).append(example)
         for length, group in by_length.items():
             for first in range(0, len(group), self.rows):
                 examples = group[first : first + self.rows]
                 yield PromptBatch(
                     examples=examples,
-                    prompt_ids=[self.encode(example) for example in examples],
+                    prompt_ids=[self._module.encode(example) for example in examples],
                     method=method,
                     response_length=length,
                 )
@@ -175,15 +209,6 @@ class PromptDataModule(LightningDataModule):
         if len(self._lengths) == 1:
             return self._lengths[0]
         return drawn_length(self._lengths, example.prompt_uid, seed=self._module.seed)
-
-    def encode(self, example: PromptExample) -> list[int]:
-        ids = self._module.encode(example)
-        if len(ids) > self.max_prompt_length:
-            raise ValueError(
-                f"{example.uid}: the prompt has {len(ids)} tokens, expected at most "
-                f"max_prompt_length = {self.max_prompt_length}"
-            )
-        return ids
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from lit_dlm.datamodules.resuming import (
 )
 from lit_dlm.datamodules.supervised_sources import ModelFacts, SupervisedSource
 from lit_dlm.datamodules.trajectories import is_validation
+from lit_dlm.decoding.stream import prompt_limit
 from lit_dlm.losses.corruption import TimeDelay
 from lit_dlm.modules.dpo import DPOModule
 from lit_dlm.modules.finetune import FinetuneModule
@@ -60,7 +61,8 @@ class SupervisedDataModule(ResumableDataModule):
             block models, whose rows end with their answers.
         rows_per_update: examples of one update over any number of processes; the trainer's
             ``accumulate_grad_batches`` is set to match. ``null`` leaves it alone.
-        max_prompt_length: examples with longer prompts are left out.
+        max_prompt_length: examples with longer prompts are left out, as are those whose prompts do
+            not fit the model's positions beside a response.
         overlong: what happens to responses longer than ``response_length``: ``cut`` (as in the
             releases) or ``drop``.
         limit: most examples of all sources together; all by default.
@@ -161,10 +163,12 @@ class SupervisedDataModule(ResumableDataModule):
     def _read(self, facts: ModelFacts) -> Iterator[SupervisedExample]:
         dropped: Counter[str] = Counter()
         seen: set[str] = set()
+        lengths = (self.response_length, self.max_prompt_length)
+        most, limit = prompt_limit(facts.backbone, *lengths)
         for example in chain.from_iterable(one.examples(facts) for one in self.sources):
             if self.limit is not None and len(seen) == self.limit:
                 break
-            if len(example.prompt_ids) > self.max_prompt_length:
+            if len(example.prompt_ids) > most:
                 dropped["prompt"] += 1
                 continue
             if max(len(row.response_ids) for row in example.rows()) > self.response_length:
@@ -178,10 +182,11 @@ class SupervisedDataModule(ResumableDataModule):
                 raise ValueError(f"sources: two examples have the uid {example.uid!r}")
             seen.add(example.uid)
             yield example
-        for what, name in (("prompt", "max_prompt_length"), ("response", "response_length")):
+        budget = f"response_length = {self.response_length} tokens"
+        for what, bound in (("prompt", limit), ("response", budget)):
             if dropped[what]:
-                told = "left out %d examples whose %s has more than %s = %d tokens"
-                logger.warning(told, dropped[what], what, name, getattr(self, name))
+                told = "left out %d examples whose %s has more than %s"
+                logger.warning(told, dropped[what], what, bound)
         if dropped["cut"]:
             told = "cut %d responses to response_length, %d tokens, %d of them before their end"
             logger.warning(told, dropped["cut"], self.response_length, dropped["end"])

@@ -256,17 +256,21 @@ def test_short_command_runs(words: list[str], trajectories: Path, capsys):
 
 
 def test_the_command_of_gsm8k_runs_after_the_quickstart(trajectories: Path, monkeypatch):
-    """Beside the quickstart's folder, with other prompts and longer responses."""
+    """Beside the quickstart's folder, with longer responses; a prompt is too long, as most are."""
     found = commands(ROOT / "docs" / "benchmarks.md")
     (command,) = [words for words in found if "data/gsm8k" in words]
     source = trajectories.parent / "test.jsonl"
-    source.write_text(2 * '{"question": "2+2?", "answer": "4\\n#### 4"}\n')
+    questions = ["2+2?", "2+3-1?", f"2{200 * '+0'}+2?"]
+    rows = [json.dumps({"question": one, "answer": "4\n#### 4"}) for one in questions]
+    source.write_text("\n".join(rows))
     monkeypatch.chdir(trajectories.parent)
     monkeypatch.setenv("GSM8K_PATH", str(source))
     cli.main([*command, *QUIET])
     found = (trajectories.parent / "runs" / "gsm8k" / "summary.md").read_text()
     assert "### gsm8k" in found
-    assert "| threshold_09 |" in found
+    (row,) = [line for line in found.splitlines() if line.startswith("| threshold_09 |")]
+    assert row.endswith("| 2 | 1 |")
+    assert "| n | skipped |" in found
 
 
 def test_python_examples_run(capsys):

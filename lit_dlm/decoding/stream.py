@@ -295,6 +295,19 @@ def _joined(results: Sequence[DecodeResult], *, pad_id: int) -> DecodeResult:
     )
 
 
+def prompt_limit(backbone: object, response_length: int, most: int) -> tuple[int, str]:
+    """Returns how many tokens a prompt may have, and in words what sets this limit.
+
+    That is ``most`` (``max_prompt_length``), or what the response leaves of the model's positions.
+    """
+    positions = getattr(backbone, "max_positions", None)
+    if positions is None or most + response_length <= positions:
+        return most, f"max_prompt_length = {most} tokens"
+    room = max(positions - response_length, 0)
+    leaves = f"response_length = {response_length} leaves of the model's {positions} positions"
+    return room, f"the {room} tokens that {leaves}"
+
+
 def length_buckets(lengths: Sequence[int], *, batch_size: int) -> list[list[int]]:
     """Groups samples of similar length.
 

@@ -269,6 +269,7 @@ def _links(traced: Sequence[tuple[ReportedRun, SampleSet]]) -> dict[tuple[str, s
 
 def _told_facts(run: ReportedRun) -> dict[str, str]:
     facts: dict[str, Any] = {k: v for k, v in run.results.facts().items() if v is not None}
+    facts.pop("skipped", None)  # the tables have it
     versions = facts.pop("versions", {})
     if "commit" in versions:
         versions["commit"] = versions["commit"][:12]

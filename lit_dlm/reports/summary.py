@@ -21,6 +21,7 @@ class MethodSummary:
     task: str
     method: str
     n: int  # samples: prompts times responses to each
+    skipped: int = 0  # problems left out as too long; all else is over the others
     accuracy: float | None = None  # of the graded: share right, or mean score; avg@k
     stderr: float | None = None  # of the accuracy; prompts are independent
     interval: tuple[float, float] | None = None  # 95 %, see wilson_interval
@@ -115,10 +116,15 @@ def _pass_at(grades: Sequence[Sequence[bool]]) -> dict[str, float] | None:
 def summarise_folder(folder: Path, order: Sequence[str] = ()) -> list[MethodSummary]:
     """Summaries of a ``results`` folder by task; methods as in ``order``, then the others."""
     results = ResultFolder(folder)
+    skipped = results.facts().get("skipped", {})
     ordered = dict.fromkeys([*order, *(method for _, method in results.pairs())])
     place = {method: number for number, method in enumerate(ordered)}
     return [
-        replace(summarise(rows), isolation=results.settings(*pair).get("isolation"))
+        replace(
+            summarise(rows),
+            isolation=results.settings(*pair).get("isolation"),
+            skipped=skipped.get(pair[0], 0),
+        )
         for pair in sorted(results.pairs(), key=lambda pair: (pair[0], place[pair[1]]))
         if (rows := results.rows(*pair))
     ]
@@ -161,6 +167,8 @@ def table_rows(
     summaries: Sequence[MethodSummary], columns: Columns = COLUMNS
 ) -> list[tuple[str, ...]]:
     """The texts of the table of a task: names of columns, then one row per method."""
+    if any(one.skipped for one in summaries):
+        columns = {**columns, "skipped": lambda one: str(one.skipped)}
     if any(one.pass_at is not None for one in summaries):
         columns = {**columns, "pass@k": _pass_cell}
     cells = [tuple(tell(one) for tell in columns.values()) for one in summaries]

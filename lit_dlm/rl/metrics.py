@@ -104,7 +104,9 @@ def validation_of(
             f"{', '.join(reward.name for reward in settings.rewards)} does; add one to rewards, "
             "such as Graded with weight 0"
         )
-    problems = encoded_problems(module, tasks, max_length=settings.max_prompt_length)
+    problems = encoded_problems(
+        module, tasks, max_length=settings.max_prompt_length, response_length=response_length
+    )
     count = int(limit * len(problems))
     if isinstance(limit, int):
         count = math.ceil(limit / settings.val_responses)

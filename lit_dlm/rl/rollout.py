@@ -23,7 +23,13 @@ from torch import Tensor
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import DecodeResult, DecodeState, StepRecord
 from lit_dlm.decoding.state import QueueObserver
-from lit_dlm.decoding.stream import DecodePrompt, Occupancy, WorkQueue, decode_stream
+from lit_dlm.decoding.stream import (
+    DecodePrompt,
+    Occupancy,
+    WorkQueue,
+    decode_stream,
+    prompt_limit,
+)
 from lit_dlm.modules.decode import image_facts
 from lit_dlm.modules.finetune import TrainableModule
 from lit_dlm.ops.sampling import sample_seed
@@ -323,9 +329,12 @@ def groups_of(records: Sequence[Trajectory]) -> list[list[int]]:
 
 
 def encoded_problems(
-    module: TrainableModule, tasks: Sequence[Task], *, max_length: int
+    module: TrainableModule, tasks: Sequence[Task], *, max_length: int, response_length: int
 ) -> list[Problem]:
-    """Returns the encoded problems of some tasks that have at most ``max_length`` tokens."""
+    """Returns the encoded problems of some tasks that have at most ``max_length`` tokens.
+
+    Those that do not fit the model's positions beside their response are left out, too.
+    """
     examples = {task.name: list(task.examples()) for task in tasks}
     check_uids(examples)
     graded = [
@@ -334,19 +343,15 @@ def encoded_problems(
     if dropped := sum(map(len, examples.values())) - len(graded):
         logger.warning("left out %d prompts whose answers cannot be graded", dropped)
     every = [(one, module.prompt_ids(one)) for one in graded]
-    found = [(example, ids) for example, ids in every if len(ids) <= max_length]
+    most, limit = prompt_limit(module.backbone, response_length, max_length)
+    found = [(example, ids) for example, ids in every if len(ids) <= most]
     for example, _ in found:
         add_pictures(module.backbone, example.uid, example.images)
     if len(found) < len(every):
-        logger.warning(
-            "left out %d prompts with more than max_prompt_length = %d tokens",
-            len(every) - len(found),
-            max_length,
-        )
+        logger.warning("left out %d prompts with more than %s", len(every) - len(found), limit)
     if not found:
         raise ValueError(
-            f"tasks: no prompt of {', '.join(task.name for task in tasks)} has at most "
-            f"max_prompt_length = {max_length} tokens"
+            f"tasks: no prompt of {', '.join(task.name for task in tasks)} has at most {limit}"
         )
     return found
 
@@ -398,7 +403,10 @@ class OnlineRollouts:
             require_isolation=settings.require_isolation,
         )
         self.problems = encoded_problems(
-            module, settings.tasks, max_length=settings.max_prompt_length
+            module,
+            settings.tasks,
+            max_length=settings.max_prompt_length,
+            response_length=settings.response_length,
         )
         held = {one.digest for task in settings.val_tasks or () for one in task.examples()}
         if common := sum(example.digest in held for example, _ in self.problems):

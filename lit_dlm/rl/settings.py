@@ -147,7 +147,8 @@ class RolloutSettings:
         prompts_per_step: prompts of an RL step.
         responses_per_prompt: responses to each prompt.
         response_length: cells of every response.
-        max_prompt_length: prompts with more tokens are left out.
+        max_prompt_length: prompts with more tokens are left out, as are those that do not fit the
+            model's positions beside their response.
         rollout_batch_size: responses decoded together.
         batch_size: training items per batch and process; a packed row is one item.
         rows_per_update: most rows of one update over all processes, from which the trainer's

@@ -21,6 +21,7 @@ from lit_dlm.datamodules import PromptDataModule
 from lit_dlm.decoding import Decoder, RandomPolicy
 from lit_dlm.grading import Verdict
 from lit_dlm.reports.results import ResultFolder, ResultRow
+from lit_dlm.reports.summary import summarise_run
 from lit_dlm.tasks import PromptExample
 from lit_dlm.trajectories.store import TrajectoryShardReader, completed_uids
 from tests.callbacks.letters import LENGTH, Letters, trace_module
@@ -206,6 +207,25 @@ def test_a_second_run_does_only_what_is_missing(tmp_path):
     assert len(metas) == 20
     assert all(meta.keys() == {"task", "method"} for meta in metas)  # nothing is graded
     assert first < set(tmp_path.glob("*.tar"))
+
+
+def test_problems_that_are_too_long_are_counted_beside_the_accuracy_of_the_others(tmp_path):
+    """Letter 2, which is graded wrong, has a prompt of three tokens here; a resumed run skips it
+    as well."""
+
+    def go(count: int, **options) -> list[tuple[int, float, int]]:
+        task = Other(count, 2)
+        options |= {"max_prompt_length": 2, "overlong": "skip"}
+        predict(both(tmp_path), data=lambda _, **more: PromptDataModule([task], **more), **options)
+        summary = json.loads((tmp_path / "summary.json").read_text())
+        return [(one["n"], one["accuracy"], one["skipped"]) for one in summary]
+
+    assert go(4, methods=["random"]) == [(3, 1.0, 1)]
+    assert go(6) == [(5, 1.0, 1), (5, 1.0, 1)]
+    check(tmp_path, 10)
+    assert "| ms/sample | n | skipped |" in (tmp_path / "summary.md").read_text()
+    assert "| 5 | 1 |" in (tmp_path / "summary.md").read_text()
+    assert {one.skipped for one in summarise_run(tmp_path)} == {1}  # as lit-dlm report reads it
 
 
 class Other(Letters):

@@ -1,6 +1,7 @@
 """Which prompts are decoded by which method, how many of them, and in which order."""
 
 import random
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from lit_dlm.backbones import load_backbone
 from lit_dlm.datamodules import PromptDataModule
 from lit_dlm.datamodules.prompts import PromptMix, drawn_length, largest_remainder
 from lit_dlm.decoding import (
@@ -19,9 +21,12 @@ from lit_dlm.decoding import (
 )
 from lit_dlm.modules import DecodeModule
 from lit_dlm.tasks import PromptExample
+from lit_dlm.tasks.gsm8k import GSM8K
 from tests.callbacks.letters import Letters, trace_module
 from tests.fakes import TableBackbone, logits_for
 from tests.finetuning import quiet
+from tests.processes import ROOT
+from tests.shared_data import shared
 
 SEVEN = [f"letters/test/{n}" for n in range(7)]
 
@@ -97,14 +102,49 @@ def test_a_method_that_draws_nothing_gives_one_response():
     assert [Decoder(policy=policy).draws for policy in noisy] == [False, True]
 
 
-def test_long_prompts_come_first():
-    class Words(Letters):
-        def examples(self) -> list[PromptExample]:
-            given = super().examples()
-            return [replace(one, text=one.text * (1 + n % 3)) for n, one in enumerate(given)]
+class Words(Letters):
+    """One to three letters, the second prompt having two."""
 
+    def examples(self) -> list[PromptExample]:
+        given = super().examples()
+        return [replace(one, text=one.text * (1 + n % 3)) for n, one in enumerate(given)]
+
+
+def test_long_prompts_come_first():
     found = work(data(tasks=[Words(7)], methods=["confidence"]))
     assert [uid[-1] for _, uid in found] == [*"25", *"14", *"036"]
+
+
+def test_prompts_that_do_not_fit_are_refused_or_skipped_and_counted(
+    caplog: pytest.LogCaptureFixture,
+):
+    """With the template they have 2, 3 and 4 tokens in turn; 8 of 11 positions are a response's."""
+    module, options = trace_module(capture=False), {"tasks": [Words(7)], "response_length": 8}
+    module.backbone.max_positions = 11
+    with pytest.raises(ValueError, match=r"^overlong: 2 of 7 prompts of letters are too long; "):
+        work(data(**options), module)
+    for more, kept in (({}, "1403 6"), ({"max_prompt_length": 2}, "0 3 6")):
+        prompts = data(**options, **more, overlong="skip", methods=["random"])
+        uids = [f"letters/test/{number}" for number in kept.replace(" ", "")]
+        assert sorted(uid for _, uid in work(prompts, module)) == sorted(uids)
+        assert prompts.skipped == {"letters": 7 - len(uids)}
+        assert len(prompts.wanted) == len(uids)
+        first = [e.uid for batch in prompts.first_batches(2, "random") for e in batch.examples]
+        assert first == sorted(uids)[:2]
+    assert "left out: 4 of 7 prompts of letters are too long; letters/test/5 exc" in caplog.text
+    mixed = data(**options, overlong="skip", mix=PromptMix(total=7, weights={"letters": 1.0}))
+    assert len(work(mixed, module)) == 2 * 5
+
+
+def test_as_many_of_gsm8k_do_not_fit_the_embedded_model_as_the_page_says():
+    task = GSM8K(str(shared("gsm8k", "test.jsonl.gz")), split="test")
+    decoders = {"confidence": Decoder(policy=ConfidencePolicy())}
+    module = DecodeModule(load_backbone("tiny"), tokenizer="tiny", decoders=decoders)
+    with pytest.raises(ValueError, match="gsm8k/test/01077 exceeds the 256 tokens that") as error:
+        work(PromptDataModule([task]), module)
+    found, total = re.match(r"overlong: (\d+) of (\d+)", str(error.value)).groups()
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert f"{found} of the {int(total):,} problems do not fit beside a" in " ".join(page.split())
 
 
 @pytest.mark.parametrize(("batch_size", "sizes"), [(3, [3, 3, 1]), (7, [7]), (50, [7])])
@@ -140,7 +180,11 @@ def test_a_batch_has_8192_cells_unless_its_size_is_given(length: int | list[int]
         ({"batch_size": 0}, "batch_size"),
         ({"response_length": []}, "response_length"),
         ({"methods": ["three"]}, "methods"),
-        ({"max_prompt_length": 1}, "letters/test/0: the prompt has 2 tokens, .* = 1"),
+        ({"max_prompt_length": 1}, "overlong: 7 of 7 .*letters/test/6 exceeds max_prompt_.* by 1;"),
+        (
+            {"max_prompt_length": 1, "overlong": "skip"},
+            "overlong: prompts left of letters: .* got 0",
+        ),
         ({"mix": {"total": 0, "weights": {"letters": 1}}}, r"mix\.total"),
         ({"mix": {"total": 1, "weights": {"letters": 0}}}, r"mix\.weights\.letters"),
         ({"mix": {"total": 1, "weights": {"other": 1}}}, r"mix\.weights"),
@@ -150,10 +194,7 @@ def test_a_batch_has_8192_cells_unless_its_size_is_given(length: int | list[int]
 def test_bad_settings_are_named(options: dict, name: str):
     with pytest.raises(ValueError, match=name):  # noqa: PT012
         mix = {"mix": PromptMix(**options["mix"])} if "mix" in options else {}
-        prompts = data(**options | mix)
-        work(prompts)
-        stream = prompts.streams()[0]
-        stream.encode(stream.examples[0])
+        work(data(**options | mix))
 
 
 def test_lengths_are_drawn_by_prompt_and_evenly() -> None:

@@ -66,7 +66,7 @@ def test_uids_of_two_problems_must_differ() -> None:
     tasks = [WordProblems("train", num_examples=2), Copies("train")]
     message = "for row 0 of task 'word_problems' and row 0 of task 'copies'"
     with pytest.raises(ValueError, match=message):
-        encoded_problems(learner(), tasks, max_length=100)
+        encoded_problems(learner(), tasks, max_length=100, response_length=G)
 
 
 def test_problems_that_cannot_be_graded_are_left_out_with_a_warning(
@@ -77,9 +77,24 @@ def test_problems_that_cannot_be_graded_are_left_out_with_a_warning(
             one, *others = super().examples()
             return [replace(one, reference={"ungraded": "the tests import 'numpy'"}), *others]
 
-    found = encoded_problems(learner(), [Hopeless("train", num_examples=3)], max_length=100)
+    tasks = [Hopeless("train", num_examples=3)]
+    found = encoded_problems(learner(), tasks, max_length=100, response_length=G)
     assert len(found) == 2
     assert "left out 1 prompts whose answers cannot be graded" in caplog.text
+
+
+def test_problems_that_do_not_fit_beside_their_response_are_left_out_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A response leaves LIMIT positions, so that the problems are those of this limit."""
+    rl, tasks = learner(family={"max_positions": LIMIT + G}), [WordProblems("train", 20)]
+    given = {"max_length": 100, "response_length": G}
+    found = encoded_problems(rl, tasks, **given)
+    assert found == encoded_problems(learner(), tasks, **{**given, "max_length": LIMIT})
+    assert 0 < len(found) < 20
+    left_out = f"left out {20 - len(found)} prompts with more than"
+    assert f"{left_out} the {LIMIT} tokens that response_length = {G} leaves" in caplog.text
+    assert f"{left_out} max_prompt_length = {LIMIT} tokens" in caplog.text
 
 
 @pytest.mark.slow

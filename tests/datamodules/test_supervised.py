@@ -5,6 +5,7 @@ import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -273,6 +274,9 @@ def test_long_prompts_are_left_out_and_long_responses_cut_or_left_out(
     assert told in caplog.text
     assert "cut 6 responses to response_length, 5 tokens, 6 of them before" in caplog.text
     assert read(model, *given, response_length=5, overlong="drop") == []
+    short = replace(model, backbone=SimpleNamespace(max_positions=10))  # two beside a response
+    assert [len(e.prompt_ids) for e in read(short, *given)] == [1, 2, 1, 2]
+    assert "left out 4 examples whose prompt has more than the 2 tokens that resp" in caplog.text
     # The second of two ends at its third token; filters at the limit are told too.
     given[1] = replace(given[1], response_ids=np.array([5, 6, EOS, *[PAD] * 5], dtype=np.int32))
     read(model, *given, response_length=5, limit=2)

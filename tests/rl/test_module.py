@@ -207,8 +207,8 @@ def test_options_of_the_trainer_under_which_no_rl_step_is_whole_are_refused(tmp_
     for name, callback in early.items():
         with pytest.raises(ValueError, match=f"{name}_train_epoch_end: expected true"):
             fit(learner(), rollout_data(), tmp_path, callbacks=[callback])
-    with pytest.raises(ValueError, match=r"^response_length: .* 26 positions"):
-        fit(learner(family={"max_positions": 26}), rollout_data(), tmp_path)
+    with pytest.raises(ValueError, match=r"^tasks: no prompt .* the 2 tokens .* 10 positions"):
+        fit(learner(family={"max_positions": 10}), rollout_data(), tmp_path)
 
 
 def test_blocks_grow_in_training_before_they_do_in_rollouts(tmp_path: Path) -> None:

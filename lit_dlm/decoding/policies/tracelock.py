@@ -110,12 +110,9 @@ class TraceLockPolicy(CommitPolicy):
     @property
     def commits(self) -> CommitSettings:
         """What is in effect: the options given, in place of the folder's."""
-        given: dict[str, Any] = {}
-        if self.threshold is not None:
-            given["threshold"] = self.threshold
-        if self.max_accept_per_step != "folder":
-            given["max_accept_per_step"] = self.max_accept_per_step
-        return replace(self.scorer.commits, **given)
+        given = {"threshold": self.threshold, "max_accept_per_step": self.max_accept_per_step}
+        unset = {"threshold": None, "max_accept_per_step": "folder"}
+        return replace(self.scorer.commits, **dict(given.items() - unset.items()))
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
