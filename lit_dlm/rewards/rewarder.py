@@ -67,6 +67,12 @@ class Rewarder:
         require_code_execution(tasks.values(), isolation=require_isolation)
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
 
+    @property
+    def grades(self) -> bool:
+        """Whether any response gets a verdict."""
+        asks = any(one.needs_verdict for one in (*self.rewards, *self.filters))
+        return asks and any(task.is_graded for task in self.tasks.values())
+
     def score(self, groups: Sequence[Sequence[Rollout]]) -> list[list[RewardScore]]:
         """Scores groups, in the order given; each has all responses to one prompt."""
         graded = self._graded(groups)

@@ -76,12 +76,22 @@ class RolloutValidation:
         Responses to one prompt are averaged first. Scores of the first decoder have plain names,
         those of others begin with its name and a slash; a decoder without a response has none.
         """
-        totals = ranks.sum(self._totals)
-        self.last = {}
+        self.last = self._named(ranks.sum(self._totals))
+        return self.last
+
+    @property
+    def names(self) -> list[str]:
+        """Names of what :meth:`result` returns."""
+        totals = torch.ones_like(self._totals)
+        totals[..., _FACTS.index("graded")] = float(self.rewarder.grades)
+        return list(self._named(totals))
+
+    def _named(self, totals: Tensor) -> dict[str, float]:
+        found: dict[str, float] = {}
         for number, (method, total) in enumerate(zip(self.engines, totals, strict=True)):
             prefix = f"{method}/" if number else ""
-            self.last |= {f"{prefix}{name}": value for name, value in _means(total).items()}
-        return self.last
+            found |= {f"{prefix}{name}": value for name, value in _means(total).items()}
+        return found
 
     def close(self) -> None:
         self.rewarder.close()

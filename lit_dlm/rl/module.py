@@ -232,6 +232,8 @@ class TraceRLModule(TrainableModule):
     ) -> None:
         """Sets where rollouts and held-out scores come from; called by the data module."""
         self._source, self._settings, self.validation = source, settings, validation
+        if self.trainer.state.fn == "fit":
+            check_monitors(self.trainer, validation)
 
     def next_rl_step(self) -> RLStep:
         """Makes the RL step that the coming epoch trains on; every process must call it."""
@@ -520,6 +522,28 @@ def set_up_trainer(trainer: Trainer) -> None:
         # Lightning would use those of an earlier one.
         if isinstance(stopper, EarlyStopping) and not stopper.monitor.startswith("val/"):
             _set_true(stopper, "_check_on_train_epoch_end")
+
+
+def check_monitors(trainer: Trainer, validation: RolloutValidation | None) -> None:
+    """Refuses to monitor held-out scores that no validation logs, before the first rollout.
+
+    Where nothing is graded there is no accuracy, and the reward is monitored instead.
+    """
+    known = [] if validation is None else [f"val/{name}" for name in validation.names]
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        monitor = getattr(callback, "monitor", None) or ""
+        if not monitor.startswith("val/") or monitor in known:
+            continue
+        option, reward = (
+            f"{type(callback).__name__}.monitor",
+            f"{monitor[: -len('accuracy')]}reward",
+        )
+        if not monitor.endswith("accuracy") or reward not in known:
+            wanted = f"one of {', '.join(known)}" if known else "val_tasks, whose scores it names"
+            raise ValueError(f"{option}: expected {wanted}, got {monitor!r}")
+        told = "%s: nothing is graded on val_tasks, so %s replaces %s"
+        logger.warning(told, option, reward, monitor)
+        callback.monitor = reward
 
 
 def _set_true(callback: Callback, name: str) -> None:

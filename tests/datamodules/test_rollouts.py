@@ -10,7 +10,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -18,11 +18,17 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
 
 from lit_dlm.backbones.lora import LoRASettings
-from lit_dlm.callbacks import Interruption, RewardCurve, RolloutWriter
+from lit_dlm.callbacks import AdapterCheckpoint, Interruption, RewardCurve, RolloutWriter
 from lit_dlm.losses.corruption import CoupledMasking, RandomMasking
-from lit_dlm.rewards import SpreadFilter
+from lit_dlm.rewards import Graded, SpreadFilter
 from lit_dlm.rl.items import RolloutBatch
-from lit_dlm.rl.rollout import OnlineRollouts, StoredRollouts, draw_prompts, encoded_problems
+from lit_dlm.rl.rollout import (
+    OnlineRollouts,
+    RolloutEngine,
+    StoredRollouts,
+    draw_prompts,
+    encoded_problems,
+)
 from lit_dlm.rl.settings import PolicyObjective, ValueObjective
 from lit_dlm.tasks import PromptExample
 from lit_dlm.toy.word_problems import WordProblems
@@ -246,6 +252,35 @@ def test_nothing_graded_is_no_accuracy(tmp_path: Path) -> None:
     late.after_filters = True
     with pytest.raises(ValueError, match=r"val_tasks: .* digits does; add one to rewards"):
         fit(learner(), rollout_data(val_tasks=tasks, rewards=[late]), tmp_path, steps=1)
+
+
+def test_where_nothing_grades_the_reward_is_monitored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """dLLM-RL's settings monitor an accuracy. What is not logged is refused before any decode."""
+    tasks, methods = [WordProblems("test", num_examples=2)], {"one": decoder(policy())}
+    methods["two"] = methods["one"]
+
+    def go(monitor: str, val_tasks: Any = tasks, **options: Any) -> AdapterCheckpoint:
+        rl = learner(decoders=methods, val_method=["one", "two"])
+        best = AdapterCheckpoint(str(tmp_path / monitor), monitor=monitor, mode="max")
+        data = rollout_data(val_tasks=val_tasks, prompts_per_step=1, **options)
+        fit(rl, data, tmp_path, steps=1, callbacks=[best])
+        return best
+
+    assert go("val/two/accuracy").monitor == "val/two/reward"
+    assert "nothing is graded on val_tasks, so val/two/reward replaces val/two/acc" in caplog.text
+    assert go("val/accuracy", rewards=[DigitReward(), Graded()]).monitor == "val/accuracy"
+    for monitor, val_tasks, expected in (
+        ("val/acuracy", tasks, "one of val/reward, .*val/two/num_prompts, got 'val/acuracy'"),
+        ("val/three/accuracy", tasks, "one of val/reward, .*, got 'val/three/accuracy'"),
+        ("val/reward", None, "val_tasks, whose scores it names, got 'val/reward'"),
+    ):
+        with (
+            patch.object(RolloutEngine, "records", side_effect=AssertionError),
+            pytest.raises(ValueError, match=rf"^AdapterCheckpoint\.monitor: expected {expected}"),
+        ):
+            go(monitor, val_tasks)
 
 
 @pytest.mark.parametrize(("limit", "count"), [(2, 4), (0.4, 2), (0.1, 1), (1.0, 5)])

@@ -7,6 +7,7 @@ there for the next one, as for a user.
 
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
@@ -23,6 +24,7 @@ from lit_dlm import config_files
 from tests.cuda_rules import cuda_rules
 from tests.e2e.runs import ON_ONE_CPU, ROOT, write_jsonl
 from tests.e2e.witness import SEEN
+from tests.rewards.classifiers import save_classifier
 from tests.rewards.judge_server import JudgeServer
 from tests.twins import RELEASES, write_magvit_twin, write_twin
 
@@ -310,6 +312,27 @@ def test_experiment_runs_with_other_settings(
     path = EXPERIMENTS / f"{name}.yaml"
     workplace.run(path)
     workplace._start(path, config_of(path), f"--config=method/{method}", *more.split())
+
+
+def test_rewards_that_grade_nothing_are_trained_on_and_monitored(workplace: Workplace):
+    """The command of the page, with a classifier where its path points to; and a price alone."""
+    page = (ROOT / "docs" / "tracerl.md").read_text()
+    (shown,) = re.findall(r"^lit-dlm fit --config configs/(exp/.*?)\n```", page, re.M | re.S)[1:]
+    save_classifier(workplace.folder / "OWNER" / "REWARD_MODEL")
+    price = "[{class_path: lit_dlm.rewards.speed.ForwardPrice, init_args: {price: 0.01}}]"
+    for name, *flags in (
+        shlex.split(shown.replace("\\\n", "")),
+        ["exp/tracerl_trado.yaml", "--data.rewards", price],
+    ):
+        path = ROOT / "configs" / name
+        workplace.run(path)
+        run_dir = f"runs/ungraded/{path.stem}"
+        each = "--trainer.check_val_every_n_epoch=1"
+        workplace._start(path, config_of(path), f"--run_dir={run_dir}", each, *flags)
+        scores = json.loads((workplace.folder / run_dir / "policy" / "scores.json").read_text())
+        assert scores["monitor"] == "val/reward"
+        assert scores["scores"].keys() == {"epoch-00"}
+        assert (workplace.folder / run_dir / "policy" / "best").is_dir()
 
 
 @pytest.mark.parametrize(
