@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
 from lit_dlm.backbones import BackboneSpec
+from lit_dlm.backbones.base import UNKNOWN_ID
 from lit_dlm.datamodules.resuming import (
     ExampleRef,
     ResumableDataModule,
@@ -106,9 +107,16 @@ class SupervisedDataModule(ResumableDataModule):
             return
         module = self.trainer.lightning_module if self.trainer is not None else None
         module = of_kind(module, FinetuneModule, option="model")
+        spec = module.backbone.spec
+        if UNKNOWN_ID in (spec.mask_id, *spec.eos_ids):
+            name = "mask_id" if spec.mask_id == UNKNOWN_ID else "eos_ids"
+            raise ValueError(
+                f"model.backbone.spec_overrides: expected {name}, which neither config.json nor "
+                "the tokenizer of the model names, got none"
+            )
         facts = ModelFacts(
             tokenizer=module.tokenizer,
-            spec=module.backbone.spec,
+            spec=spec,
             vocab_size=module.backbone.vocab_size,
             backbone=module.backbone,
         )
@@ -163,8 +171,7 @@ class SupervisedDataModule(ResumableDataModule):
     def _read(self, facts: ModelFacts) -> Iterator[SupervisedExample]:
         dropped: Counter[str] = Counter()
         seen: set[str] = set()
-        lengths = (self.response_length, self.max_prompt_length)
-        most, limit = prompt_limit(facts.backbone, *lengths)
+        most, limit = prompt_limit(facts.backbone, self.response_length, self.max_prompt_length)
         for example in chain.from_iterable(one.examples(facts) for one in self.sources):
             if self.limit is not None and len(seen) == self.limit:
                 break
@@ -185,8 +192,8 @@ class SupervisedDataModule(ResumableDataModule):
         budget = f"response_length = {self.response_length} tokens"
         for what, bound in (("prompt", limit), ("response", budget)):
             if dropped[what]:
-                told = "left out %d examples whose %s has more than %s"
-                logger.warning(told, dropped[what], what, bound)
+                told = f"whose {what} has more than {bound}"
+                logger.warning("left out %d examples %s", dropped[what], told)
         if dropped["cut"]:
             told = "cut %d responses to response_length, %d tokens, %d of them before their end"
             logger.warning(told, dropped["cut"], self.response_length, dropped["end"])

@@ -56,7 +56,6 @@ from lit_dlm.backbones.experts import Piece, expert_biases, pieces
 from lit_dlm.backbones.lora import LoRASettings, differing_base, read_adapter_settings
 from lit_dlm.backbones.resolution import (
     EXPORT_KEY,
-    MASK_TOKEN,
     RELEASE_KEY,
     FromAR,
     Resolved,
@@ -206,7 +205,7 @@ class HFBackbone(nn.Module, Backbone):
         one_of(False, True, "selective", gradient_checkpointing=gradient_checkpointing)
         self.attn_implementation = attn_implementation
         self.spec_overrides = spec_overrides or {}
-        self.new_mask_token = None if from_ar is None else MASK_TOKEN
+        self.new_mask_token: str | None = None
         """Text of the mask token with ``from_ar``, else ``None``."""
         self._base_name = path
         self._weight_files: list[Path] = []
@@ -259,7 +258,7 @@ class HFBackbone(nn.Module, Backbone):
             )
 
     def _load(self, resolved: Resolved, dtype: torch.dtype, *, trains_all: bool) -> None:
-        self.architecture = resolved.architecture
+        self.architecture, self.new_mask_token = resolved.architecture, resolved.mask_token
         if self.architecture.family in FAMILIES:
             self._is_release = EXPORT_KEY not in resolved.config
             config = resolved.config.get(RELEASE_KEY, resolved.config if self._is_release else None)

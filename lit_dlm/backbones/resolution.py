@@ -227,7 +227,8 @@ class FromAR:
 
     As Dream was made from Qwen2.5 and SDAR from Qwen3: the decoder keeps its weights, attention
     becomes bidirectional, and a mask token ``<|mask|>`` is added after the tokenizer's last token,
-    unless there is one already (arXiv:2410.17891 describes the adaptation).
+    unless there is one already (arXiv:2410.17891 describes the adaptation). The tokenizer's end of
+    text joins those of the configuration, and its padding is taken where that names none.
     """
 
     shift: Literal[0, 1]
@@ -252,6 +253,8 @@ class Resolved:
     is added to an autoregressive checkpoint."""
     adds_mask: bool = False
     """Whether the mask token has no row of its own in the files."""
+    mask_token: str | None = None
+    """Text of the mask token of a model that starts from an autoregressive checkpoint."""
 
     @property
     def spec(self) -> BackboneSpec:
@@ -306,7 +309,7 @@ def resolve(
         facts = {"family": family_of(config, source=source, wanted=overrides.get("family"))}
         family = FAMILIES[facts["family"]]
         facts |= _family_facts(config, family, size, source)
-    rows = facts["vocab_size"]
+    rows, mask_token = facts["vocab_size"], None
     if EXPORT_KEY in config:
         facts |= config[EXPORT_KEY]
     else:
@@ -314,7 +317,13 @@ def resolve(
         if family is None:
             described["eos_token_id"] = _stop_ids(config, folder)
         if from_ar is not None:
-            mask = tokens.get(MASK_TOKEN, rows if size is None else size)
+            named = {} if folder is None else _named_tokens(folder)
+            ends = (*described["eos_token_id"], *_listed(tokens.get(named.get("eos_token", ""))))
+            described["eos_token_id"] = tuple(dict.fromkeys(ends))
+            if described.get("pad_token_id") is None:
+                described["pad_token_id"] = tokens.get(named.get("pad_token", ""))
+            mask_token = named.get("mask_token", MASK_TOKEN)
+            mask = tokens.get(mask_token, rows if size is None else size)
             described["mask_token_id"] = mask
             facts |= vars(from_ar) | {"vocab_size": max(rows, mask + 1)}
         facts |= _special_ids(described, tokens, overrides, family=family, source=source)
@@ -323,7 +332,8 @@ def resolve(
         layout="hf" if family is None else family.layout,
         config=config,
         file_vocab_size=rows,
-        adds_mask=from_ar is not None and MASK_TOKEN not in tokens,
+        adds_mask=mask_token is not None and tokens.get(mask_token, rows) >= rows,
+        mask_token=mask_token,
     )
 
 
@@ -492,6 +502,14 @@ def tokenizer_size(folder: Path) -> int | None:
     # Unigram models list pairs in the order of their ids.
     ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
     return max([*ids, *read_added_tokens(folder).values()]) + 1
+
+
+def _named_tokens(folder: Path) -> dict[str, str]:
+    """Returns ``eos_token``, ``pad_token`` and ``mask_token`` as far as a folder names them."""
+    said = _read_if_there(folder / "tokenizer_config.json")
+    found = {name: said.get(name) for name in ("eos_token", "pad_token", "mask_token")}
+    texts = {name: v.get("content") if isinstance(v, dict) else v for name, v in found.items()}
+    return {name: str(text) for name, text in texts.items() if text}
 
 
 def _read_if_there(path: Path) -> dict[str, Any]:

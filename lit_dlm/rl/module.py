@@ -534,11 +534,9 @@ def check_monitors(trainer: Trainer, validation: RolloutValidation | None) -> No
         monitor = getattr(callback, "monitor", None) or ""
         if not monitor.startswith("val/") or monitor in known:
             continue
-        option, reward = (
-            f"{type(callback).__name__}.monitor",
-            f"{monitor[: -len('accuracy')]}reward",
-        )
-        if not monitor.endswith("accuracy") or reward not in known:
+        option = f"{type(callback).__name__}.monitor"
+        reward = monitor.removesuffix("accuracy") + "reward"
+        if not monitor.endswith("/accuracy") or reward not in known:
             wanted = f"one of {', '.join(known)}" if known else "val_tasks, whose scores it names"
             raise ValueError(f"{option}: expected {wanted}, got {monitor!r}")
         told = "%s: nothing is graded on val_tasks, so %s replaces %s"

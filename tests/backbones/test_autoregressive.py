@@ -18,7 +18,13 @@ from lit_dlm.backbones import (
     load_tokenizer,
     resolve,
 )
+from lit_dlm.backbones.base import UNKNOWN_ID
+from lit_dlm.datamodules.supervised import SupervisedDataModule
+from lit_dlm.datamodules.supervised_sources import ResponsesList
+from lit_dlm.losses.corruption import RandomMasking
 from lit_dlm.modules.checkpoint import export_trained
+from lit_dlm.modules.finetune import SFTModule
+from tests.finetuning import run as tune
 
 SIZES: dict[str, Any] = {
     "vocab_size": 24,
@@ -44,10 +50,9 @@ def checkpoint(folder: Path, kind: str = "qwen2", **changes: Any) -> Any:
     return model
 
 
-def add_tokenizer(folder: Path, size: int, *, mask_token: str | None = None) -> None:
+def add_tokenizer(folder: Path, size: int, *added: str) -> None:
     tokenizer = Tokenizer(WordLevel({f"w{n}": n for n in range(size)}, unk_token="w0"))
-    if mask_token:
-        tokenizer.add_special_tokens([mask_token])
+    tokenizer.add_special_tokens(list(added))
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
@@ -89,7 +94,7 @@ def test_where_the_mask_goes_and_the_exported_tokenizer_knows_it(
     tmp_path: Path, size: int, token: str | None, mask_id: int, rows: int
 ):
     theirs = checkpoint(tmp_path / "ar")
-    add_tokenizer(tmp_path / "ar", size, mask_token=token)
+    add_tokenizer(tmp_path / "ar", size, *([token] if token else []))
     backbone = HFBackbone(str(tmp_path / "ar"), from_ar=FromAR(shift=0))
     assert (backbone.spec.mask_id, backbone.vocab_size) == (mask_id, rows)
     table = theirs.model.embed_tokens.weight
@@ -100,6 +105,68 @@ def test_where_the_mask_goes_and_the_exported_tokenizer_knows_it(
     assert tokenizer.mask_token_id == tokenizer.get_vocab()["<|mask|>"] == mask_id
     assert tokenizer.get_vocab()["w7"] == 7
     assert load_backbone(tmp_path / "dlm").spec == backbone.spec
+
+
+NAMED = {
+    "eos_token": "</s>",
+    "pad_token": {"__type": "AddedToken", "content": "<pad>"},
+    "mask_token": "[M]",
+}
+
+
+@pytest.mark.parametrize(
+    ("size", "config", "named", "eos_ids", "pad_id", "mask_id", "rows"),
+    [
+        (20, {"eos_token_id": None}, NAMED, (20,), 21, 22, 24),
+        (20, {"pad_token_id": 5}, NAMED, (2, 20), 5, 22, 24),
+        (20, {"eos_token_id": 20}, {"eos_token": "</s>"}, (20,), 20, 23, 24),
+        (20, {"eos_token_id": None}, {}, (UNKNOWN_ID,), 0, 23, 24),
+        (24, {"eos_token_id": None}, NAMED, (24,), 25, 26, 27),  # beyond the checkpoint's rows
+    ],
+)
+def test_the_tokenizer_names_what_the_configuration_does_not(
+    tmp_path: Path,
+    size: int,
+    config: dict[str, Any],
+    named: dict[str, Any],
+    eos_ids: tuple[int, ...],
+    pad_id: int,
+    mask_id: int,
+    rows: int,
+):
+    theirs = checkpoint(tmp_path / "ar", **config)
+    add_tokenizer(tmp_path / "ar", size, "</s>", "<pad>", "[M]")
+    (tmp_path / "ar" / "tokenizer_config.json").write_text(json.dumps(named))
+    backbone = HFBackbone(str(tmp_path / "ar"), from_ar=FromAR(shift=0))
+    spec = backbone.spec
+    assert (spec.eos_ids, spec.pad_id, spec.mask_id) == (eos_ids, pad_id, mask_id)
+    table, new = theirs.model.embed_tokens.weight, backbone.model.model.embed_tokens.weight
+    assert len(new) == backbone.vocab_size == rows
+    torch.testing.assert_close(new[mask_id], table[22] if mask_id == 22 else table.mean(0))
+    export_trained(backbone, str(tmp_path / "ar"), tmp_path / "dlm", write=True)
+    assert load_tokenizer(str(tmp_path / "dlm")).mask_token_id == mask_id
+
+
+def test_a_model_without_an_end_of_text_is_tuned_with_that_of_its_tokenizer(tmp_path: Path):
+    """Without any, the option that names one is told before the first batch."""
+    checkpoint(tmp_path, vocab_size=462, eos_token_id=None)
+    load_tokenizer("tiny").save_pretrained(tmp_path)
+    source = ResponsesList([{"prompt": f"{n}+1", "answer": str(n + 1)} for n in range(4)])
+    given = {"response_length": 8, "batch_size": 2}
+
+    def tuned(**options: Any) -> SFTModule:
+        start = {"from_ar": FromAR(shift=1), "trainable": True, **options}
+        backbone = HFBackbone(str(tmp_path), **start)
+        module = SFTModule(backbone, tokenizer=str(tmp_path), corruption=RandomMasking())
+        tune(module, SupervisedDataModule([source], **given), tmp_path, steps=1, total=1)
+        return module
+
+    assert tuned().backbone.spec.eos_ids == (1,)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": None}))
+    with pytest.raises(ValueError, match=r"model\.backbone\.spec_overrides: expected eos_ids, whi"):
+        tuned()
+    assert tuned(spec_overrides={"eos_ids": [1]}).backbone.spec.eos_ids == (1,)
 
 
 def test_the_export_is_a_diffusion_model(tmp_path: Path):
