@@ -111,8 +111,7 @@ class SupervisedDataModule(ResumableDataModule):
         if UNKNOWN_ID in (spec.mask_id, *spec.eos_ids):
             name = "mask_id" if spec.mask_id == UNKNOWN_ID else "eos_ids"
             raise ValueError(
-                f"model.backbone.spec_overrides: expected {name}, which neither config.json nor "
-                "the tokenizer of the model names, got none"
+                f"model.backbone.spec_overrides: expected {name}, as the model's files name none"
             )
         facts = ModelFacts(
             tokenizer=module.tokenizer,

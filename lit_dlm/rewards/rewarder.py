@@ -49,6 +49,7 @@ class Rewarder:
         self.rewards = tuple(checked_plug(one, Reward, option="rewards") for one in rewards)
         self.tasks = dict(tasks)
         self.filters = tuple(filters)
+        self._askers: tuple[Reward | GroupFilter, ...] = (*self.rewards, *self.filters)
         self.overlong_is_wrong = overlong_is_wrong
         names = [reward.name for reward in self.rewards]
         if not names:
@@ -70,7 +71,7 @@ class Rewarder:
     @property
     def grades(self) -> bool:
         """Whether any response gets a verdict."""
-        asks = any(one.needs_verdict for one in (*self.rewards, *self.filters))
+        asks = any(asker.needs_verdict for asker in self._askers)
         return asks and any(task.is_graded for task in self.tasks.values())
 
     def score(self, groups: Sequence[Sequence[Rollout]]) -> list[list[RewardScore]]:
@@ -95,8 +96,7 @@ class Rewarder:
 
     def _graded(self, groups: Sequence[Sequence[Rollout]]) -> list[list[Rollout]]:
         """Returns the groups with their verdicts, if a reward or filter needs them."""
-        askers: tuple[Reward | GroupFilter, ...] = (*self.rewards, *self.filters)
-        if not any(asker.needs_verdict for asker in askers):
+        if not any(asker.needs_verdict for asker in self._askers):
             return [list(group) for group in groups]
         unread: Future[Verdict] = Future()
         unread.set_result(Verdict(status="wrong", detail=OVERLONG))

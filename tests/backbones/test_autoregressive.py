@@ -164,7 +164,7 @@ def test_a_model_without_an_end_of_text_is_tuned_with_that_of_its_tokenizer(tmp_
     assert tuned().backbone.spec.eos_ids == (1,)
     path = tmp_path / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": None}))
-    with pytest.raises(ValueError, match=r"model\.backbone\.spec_overrides: expected eos_ids, whi"):
+    with pytest.raises(ValueError, match=r"model\.backbone\.spec_overrides: expected eos_ids, as "):
         tuned()
     assert tuned(spec_overrides={"eos_ids": [1]}).backbone.spec.eos_ids == (1,)
 

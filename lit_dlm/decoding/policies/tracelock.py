@@ -112,7 +112,8 @@ class TraceLockPolicy(CommitPolicy):
         """What is in effect: the options given, in place of the folder's."""
         given = {"threshold": self.threshold, "max_accept_per_step": self.max_accept_per_step}
         unset = {"threshold": None, "max_accept_per_step": "folder"}
-        return replace(self.scorer.commits, **dict(given.items() - unset.items()))
+        options: dict[str, Any] = dict(given.items() - unset.items())
+        return replace(self.scorer.commits, **options)
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
