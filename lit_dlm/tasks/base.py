@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+import re
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -143,6 +144,8 @@ class DatasetTask(Task):
         self.name = name or self.name
         self.split = split or self.split
         self._template = PromptTemplate(template, default=self.own_template)
+        self.template = self._template.given
+        self._shots = ""
         source = path or self.hub_id
         if source is None:
             raise ValueError(f"path: expected a local file or a hub id for {self.name!r}, got none")
@@ -150,11 +153,10 @@ class DatasetTask(Task):
         self._folder = given if given.is_dir() else given.parent
         if num_shots:
             has_same = shots_path in (None, source)
-            text = self._shots(num_shots, shots_path or source, has_same=has_same)
-            # Part of the template, so that results record them.
-            text = f"{{% raw %}}{text}{{% endraw %}}{self._template.given or self.own_template}"
-            self._template = PromptTemplate(text)
-        self.template = self._template.given
+            shots = self._worked_examples(num_shots, shots_path or source, has_same=has_same)
+            # For results, which record it; it is never rendered, since rows may hold any Jinja.
+            self.template = f"{{% raw %}}{shots}{{% endraw %}}{self.template or self.own_template}"
+            self._shots = re.sub("\r\n?", "\n", shots)  # line ends as Jinja writes them
         at_least(1, limit=limit)
         rows = self._rows(source, self.split, option="path")
         if seed is not None:
@@ -168,7 +170,7 @@ class DatasetTask(Task):
         )
         return self._usable(rows, split)
 
-    def _shots(self, count: int, source: str, *, has_same: bool) -> str:
+    def _worked_examples(self, count: int, source: str, *, has_same: bool) -> str:
         """Returns worked examples as one text; ``has_same``: prompts are from the same source."""
         if has_same and (self.split == "train" or Path(source).expanduser().is_file()):
             raise ValueError(f"shots_path: expected other problems than those of {self.name!r}")
@@ -191,12 +193,13 @@ class DatasetTask(Task):
         self, row: Row, key: str, question: str, reference: dict[str, Any], **fields: Any
     ) -> PromptExample:
         """Makes a problem; its template sees the question, ``fields`` and the row's own fields."""
+        rendered = self._template.render({**row.fields, "question": question, **fields})
         return PromptExample(
             uid=f"{self.name}/{self.split}/{key}",
             task=self.name,
             reference=reference,
             images=row.pictures(self._folder),
-            **self._template.render({**row.fields, "question": question, **fields}),
+            **{**rendered, "text": self._shots + rendered["text"]},
         )
 
     def examples(self) -> Sequence[PromptExample]:

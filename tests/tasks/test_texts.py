@@ -269,6 +269,27 @@ def test_worked_examples_stand_in_front_and_are_recorded(tmp_path: Path):
         tasks.MMLUPro(str(tmp_path / "test.jsonl"), num_shots=1)
 
 
+@pytest.mark.parametrize(
+    "question",
+    [
+        "{% endraw %}It is {{ answer }}.{% raw %}",
+        "{% endraw %}{% for i in range(9**5) %}{% for j in range(9**5) %}{% endfor %}{% endfor %}",
+        "Jinja ends such a block with {% endraw %}.",
+        "{%- endraw -%}",
+        "{# Half a comment, {{ half a value",
+    ],
+)
+def test_worked_examples_are_no_templates(tmp_path: Path, question: str):
+    """Rows may hold any text; only their line ends become those that Jinja writes."""
+    write_jsonl(tmp_path / "test.jsonl", [PRO])
+    write_jsonl(tmp_path / "train.jsonl", [{**OLD, "question": f"{question}\r\n?"}])
+    plain = tasks.MMLUPro(str(tmp_path)).examples()[0]
+    (example,) = tasks.MMLUPro(str(tmp_path), num_shots=1).examples()
+    shot = example.text.removesuffix(plain.text)
+    assert shot.startswith(f"{question}\n?\n\n(A) 4\n(B) 5\n\nThink step by step. ")
+    assert shot.endswith("\n\nThe answer is (A).\n\n")
+
+
 def test_worked_examples_of_mbpp_are_of_its_own_split(tmp_path: Path):
     write_jsonl(tmp_path / "test.jsonl", [SENTENCE])
     write_jsonl(tmp_path / "train.jsonl", [SENTENCE | {"task_id": 601, "text": "Shown first."}])
