@@ -133,7 +133,7 @@ class ResponsesList(SupervisedSource):
             for number, fields in enumerate(self.rows)
             if (origin := f"rows[{number}]")
         ]
-        return answered(rows, model, name="rows", folder=Path())
+        return answered(rows, model, name="rows")
 
 
 @dataclass(eq=False)
@@ -161,20 +161,14 @@ class ResponsesFile(SupervisedSource):
 
     def examples(self, model: ModelFacts) -> Iterator[SupervisedExample]:
         rows = read_rows(self.path, split=self.split, required=())
-        path = Path(self.path).expanduser()
-        return answered(
-            rows,
-            model,
-            name=path.name.partition(".")[0],
-            folder=path if path.is_dir() else path.parent,
-            templated=self.templated,
-        )
+        name = Path(self.path).expanduser().name.partition(".")[0]
+        return answered(rows, model, name=name, templated=self.templated)
 
 
 def answered(
-    rows: Iterable[Row], model: ModelFacts, *, name: str, folder: Path, templated: bool = False
+    rows: Iterable[Row], model: ModelFacts, *, name: str, templated: bool = False
 ) -> Iterator[SupervisedExample]:
-    """Yields examples of answered rows; paths of pictures are relative to ``folder``."""
+    """Yields examples of answered rows."""
     for number, row in enumerate(rows):
         turns, response = conversation(row)
         assert response is not None
@@ -182,7 +176,7 @@ def answered(
         uid = f"{name}/{number:06d}"
         yield SupervisedExample(
             uid=uid,
-            **_prompt(uid, row, turns, row.pictures(folder), model, templated=templated),
+            **_prompt(uid, row, turns, row.pictures(), model, templated=templated),
             response_ids=response_ids,
             steps=_step_map(row, response_ids, model.spec.eos_ids),
         )
@@ -338,13 +332,8 @@ class PreferencesFile(SupervisedSource):
 
     def examples(self, model: ModelFacts) -> Iterator[SupervisedExample]:
         rows = read_rows(self.path, split=self.split, required=SIDES)
-        path = Path(self.path).expanduser()
-        folder = path if path.is_dir() else path.parent
-        name = path.name.partition(".")[0]
-        sides = [
-            answered([_side(row, side) for row in rows], model, name=name, folder=folder)
-            for side in SIDES
-        ]
+        name = Path(self.path).expanduser().name.partition(".")[0]
+        sides = [answered([_side(row, side) for row in rows], model, name=name) for side in SIDES]
         for row, chosen, rejected in zip(rows, *sides, strict=True):
             is_pair = chosen.prompt_ids.tolist() == rejected.prompt_ids.tolist()
             row.expect(is_pair, "two answers to the same prompt", "two prompts")

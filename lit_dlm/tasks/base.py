@@ -149,8 +149,6 @@ class DatasetTask(Task):
         source = path or self.hub_id
         if source is None:
             raise ValueError(f"path: expected a local file or a hub id for {self.name!r}, got none")
-        given = Path(source).expanduser()
-        self._folder = given if given.is_dir() else given.parent
         if num_shots:
             has_same = shots_path in (None, source)
             shots = self._worked_examples(num_shots, shots_path or source, has_same=has_same)
@@ -198,7 +196,7 @@ class DatasetTask(Task):
             uid=f"{self.name}/{self.split}/{key}",
             task=self.name,
             reference=reference,
-            images=row.pictures(self._folder),
+            images=row.pictures(),
             **{**rendered, "text": self._shots + rendered["text"]},
         )
 

@@ -71,7 +71,7 @@ class LiveCodeBench(CodeTests):
             fields["test_method"] = "stdio"
             fields["test_input"] = [test["input"] for test in tests]
             fields["test_output"] = [test["output"] for test in tests]
-        example = super()._example(Row(index=row.index, origin=row.origin, fields=fields))
+        example = super()._example(replace(row, fields=fields))
         example.reference["method"] = fields.get("method")
         return example
 

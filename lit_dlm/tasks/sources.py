@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import csv
 import logging
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +25,15 @@ _UNREACHABLE: tuple[type[Exception], ...] = HfHubHTTPError.__bases__
 """Errors of connecting to the hub: OSErrors, or those of its client's HTTP library."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     """One record and where it came from."""
 
     index: int  # position in the source from 0; part of the sample's uid
     origin: str  # file and line (or data set and row), for error messages
     fields: dict[str, Any]
+    folders: tuple[Path, ...] = ()
+    """Where pictures lie, relative paths in the first; empty where the user wrote the row."""
 
     def expect(self, holds: bool, wanted: str, got: object) -> None:
         """Raises an error that names file and line, unless the row holds what it should."""
@@ -57,8 +61,8 @@ class Row:
         except (SyntaxError, ValueError) as error:
             raise ValueError(f"{self.origin}: {code[:60]!r} does not parse ({error})") from None
 
-    def pictures(self, folder: Path) -> tuple[Picture, ...]:
-        """Returns ``images`` or ``image``: paths in ``folder``, or as data sets hold them."""
+    def pictures(self) -> tuple[Picture, ...]:
+        """Returns ``images`` or ``image``: paths in the folders, or as data sets hold them."""
         given = self.fields.get("images") or self.fields.get("image") or []
         found = []
         for value in given if isinstance(given, list) else [given]:
@@ -66,12 +70,21 @@ class Row:
                 value = value.get("bytes") or value.get("path")
             is_right = isinstance(value, str | bytes)
             self.expect(is_right, "paths or pictures in field 'images'", value)
-            source = folder / value if isinstance(value, str) else value
             try:
-                found.append(Picture(source, name=None if isinstance(value, str) else self.origin))
-            except ValueError as error:
+                found.append(self._picture(value))
+            except (ValueError, OSError) as error:
                 raise ValueError(f"{self.origin}: {error}") from error
         return tuple(found)
+
+    def _picture(self, given: str | bytes) -> Picture:
+        if isinstance(given, bytes):
+            return Picture(given, name=self.origin)
+        path = Path(*self.folders[:1], given)
+        target, folders = Path(os.path.realpath(path)), map(os.path.realpath, self.folders)
+        # Data of others must not name other files of the user, through a link either.
+        if self.folders and not any(map(target.is_relative_to, folders)):
+            raise ValueError(f"expected a picture inside {self.folders[0]}, got {given!r:.200}")
+        return Picture(path)
 
 
 def read_rows(
@@ -117,17 +130,33 @@ def _read_local(path: Path, split: str, option: str) -> Iterator[Row]:
     if read is None or not path.is_file():
         wanted = f"a file ending in {', '.join(_READERS)}, or a folder with one named {split}"
         raise ValueError(f"{option}: expected {wanted}, got {str(path)!r}")
-    return read(path)
+    allowance = Allowance(path)
+    # A file may be a link into the hub's cache, where its pictures are then too.
+    folders = (path.parent, Path(os.path.realpath(path)).parent)
+    for index, (origin, fields) in enumerate(read(path)):
+        allowance.take(_memory_of([origin, fields]), 1)
+        yield Row(index=index, origin=origin, fields=fields, folders=folders)
 
 
-def _read_json_lines(path: Path) -> Iterator[Row]:
-    for index, (number, line) in enumerate(numbered_lines(path)):
+def _memory_of(value: object) -> int:
+    """Returns the bytes that a value takes, with all that it holds."""
+    total, left = 0, [value]
+    while left:  # not recursive: JSON may be nested almost as deeply as Python's stack allows
+        one = left.pop()
+        total += sys.getsizeof(one)
+        if isinstance(one, (dict, list, tuple)):
+            held = [*one, *one.values()] if isinstance(one, dict) else one
+            left += {id(part): part for part in held}.values()  # a small number exists once
+    return total
+
+
+def _read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, line in numbered_lines(path):
         origin = f"{path}, line {number}"
-        fields = json_object(origin, parsed_json(origin, line))
-        yield Row(index=index, origin=origin, fields=fields)
+        yield origin, json_object(origin, parsed_json(origin, line))
 
 
-def _read_json(path: Path) -> Iterator[Row]:
+def _read_json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         values = parsed_json(str(path), path.read_bytes())
     except ValueError as error:
@@ -135,30 +164,30 @@ def _read_json(path: Path) -> Iterator[Row]:
         raise ValueError(f"{error}{hint}") from None
     if not isinstance(values, list):
         raise ValueError(f"{path}: expected a JSON list of objects, got {type(values).__name__}")
-    for index, value in enumerate(values):
-        origin = f"{path}, item {index + 1}"
-        yield Row(index=index, origin=origin, fields=json_object(origin, value))
+    for number, value in enumerate(values, start=1):
+        origin = f"{path}, item {number}"
+        yield origin, json_object(origin, value)
 
 
-def _read_csv(path: Path) -> Iterator[Row]:
+def _read_csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file)
         try:
-            for index, fields in enumerate(reader):
+            for fields in reader:
                 origin = f"{path}, line {reader.line_num}"
-                row = Row(index=index, origin=origin, fields=dict(fields))
-                is_whole = None not in fields and None not in fields.values()
-                row.expect(is_whole, f"{len(reader.fieldnames or ())} values", [*fields.values()])
-                yield row
+                if None in fields or None in fields.values():
+                    wanted, got = len(reader.fieldnames or ()), [*fields.values()]
+                    raise ValueError(f"{origin}: expected {wanted} values, got {got!r:.200}")
+                yield origin, fields
         except (csv.Error, UnicodeDecodeError) as error:
             raise ValueError(f"{path}, after line {reader.line_num}: {error}") from None
 
 
-def _read_parquet(path: Path) -> Iterator[Row]:
+def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     import pyarrow
     import pyarrow.parquet
 
-    index, allowance = 0, Allowance(path)
+    number, allowance = 0, Allowance(path)
     try:
         file = pyarrow.parquet.ParquetFile(path)
         groups = map(file.metadata.row_group, range(file.num_row_groups))
@@ -175,14 +204,14 @@ def _read_parquet(path: Path) -> Iterator[Row]:
             ]
             allowance.take(sum(column.nbytes for column in plain), batch.num_rows)
             for fields in batch.to_pylist():
-                yield Row(index=index, origin=f"{path}, row {index + 1}", fields=fields)
-                index += 1
+                number += 1
+                yield f"{path}, row {number}", fields
     except (pyarrow.ArrowInvalid, OSError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{path}: not a readable parquet file ({reason})") from None
 
 
-_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+_READERS: dict[str, Callable[[Path], Iterator[tuple[str, dict[str, Any]]]]] = {
     ".jsonl": _read_json_lines,
     ".jsonl.gz": _read_json_lines,
     ".json": _read_json,
@@ -223,7 +252,10 @@ def _read_hub(source: str, *, config: str | None, split: str, option: str) -> li
             f"{option}: {source!r} is no local file, and it could not be loaded from the hub "
             f"({type(e).__name__}: {reason}). Give a local file, or check the name and the network"
         ) from None
+    cached = Path(constants.HF_HUB_CACHE, f"datasets--{source.replace('/', '--')}")
+    folders = (cached, Path(datasets.config.HF_DATASETS_CACHE, "downloads"))  # of archives
+    rows = f"{source}/{split}, row"
     return [
-        Row(index=index, origin=f"{source}/{split}, row {index + 1}", fields=dict(fields))
+        Row(index=index, origin=f"{rows} {index + 1}", fields=dict(fields), folders=folders)
         for index, fields in enumerate(found)
     ]

@@ -38,6 +38,7 @@ _ALWAYS_ALLOWED = 64 << 20
 _MOST_UNPACKED = 100
 """Bytes of memory allowed per byte of a file; texts compress to a tenth, pictures do not."""
 _BYTES_OF_ROW = 128
+_BYTES_OF_VALUE = 64
 _RELEASE_METHODS = {"confidence": "default"}
 """Names of our decoders in TABOM's release where they differ; its filters know no other names."""
 
@@ -425,9 +426,10 @@ class Allowance:
         self.most = _ALWAYS_ALLOWED + _MOST_UNPACKED * path.stat().st_size
         self._taken = 0
 
-    def take(self, size: int, rows: int) -> None:
+    def take(self, size: int, rows: int, *, at_once: int = 0) -> None:
+        """Counts rows; ``at_once`` is what alone may not be larger either."""
         self._taken += size + rows * _BYTES_OF_ROW
-        if self._taken > self.most:
+        if max(self._taken, at_once) > self.most:
             most = f"{self.most >> 20} MiB in a file of this size"
             raise ValueError(f"{self.path}: expected rows of at most {most}, got more")
 
@@ -443,7 +445,9 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
                     most = f"{_LONGEST_LINE >> 20} MiB"
                     raise ValueError(f"{path}, line {number}: expected at most {most}, got more")
                 has_row = bool(line.strip())
-                allowance.take(len(line), has_row)
+                # Parsed, its values may take far more than the line does.
+                values = sum(map(line.count, (b"[", b"{", b",")))
+                allowance.take(len(line), has_row, at_once=_BYTES_OF_VALUE * values)
                 if has_row:
                     yield number, line
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:

@@ -2,16 +2,19 @@
 
 import gzip
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import HfHubHTTPError
 from PIL import Image
 
-from lit_dlm.tasks.sources import read_rows
+from lit_dlm.tasks.sources import Row, read_rows
 from tests.vision.models import png
 
 ROWS = [{"id": i, "text": f"row {i}"} for i in range(5)]
@@ -57,13 +60,20 @@ def _once(text, count):
         (pa.nulls(1_000_000), r": expected rows of at most 64 MiB"),
         (pa.array([[None] * 1_000_000]), r": expected rows of at most 64 MiB"),
         (_once("a" * 100_000, 2000), r": expected rows of at most 64 MiB"),
+        (
+            pa.ListArray.from_arrays([0, 1000], _once("a" * 100_000, 1000)),
+            r": expected rows of at most 64 MiB",
+        ),
         (b'{"id": "%s"}\n' % (b"a" * 1_000_000) * 90, r": expected rows of at most \d\d MiB"),
+        (b'{"id": 0}\n' * 300_000, r": expected rows of at most 64 MiB"),
+        (b'{"id": [' + b"{}," * 1_000_000, r": expected rows of at most 64 MiB"),
         (b'{"id": "' + b" " * (33 << 20), r", line 1: expected at most 32 MiB, got more"),
     ],
-    ids=["nulls", "list", "texts", "lines", "line"],
+    ids=["nulls", "list", "texts", "row", "lines", "short lines", "values", "line"],
 )
 def test_a_small_file_does_not_fill_the_memory(tmp_path, content, told):
-    """Each has less than 100 kB."""
+    """Each has less than 100 kB. A row of an ``id`` takes 500 bytes, and the last is never parsed:
+    its list has no end."""
     path = tmp_path / ("a.jsonl.gz" if isinstance(content, bytes) else "a.parquet")
     if isinstance(content, bytes):
         path.write_bytes(gzip.compress(content))
@@ -72,6 +82,58 @@ def test_a_small_file_does_not_fill_the_memory(tmp_path, content, told):
     assert path.stat().st_size < 100_000
     with pytest.raises(ValueError, match=rf"{path.name}{told}"):
         _read(path)
+
+
+def test_short_rows_count_with_all_that_python_keeps_of_them(tmp_path):
+    """A file may take 64 MiB and 100 bytes a byte; 3 bytes a row become 400 and more."""
+    path = tmp_path / "a.csv"
+    path.write_text("id\n" + "1\n" * 400_000)
+    with pytest.raises(ValueError, match=r"a\.csv: expected rows of at most 140 MiB"):
+        _read(path)
+
+
+@pytest.mark.parametrize(
+    ("picture", "message"),
+    [
+        ("in.png", None),
+        ("../set/in.png", None),
+        ("near.png", None),
+        ("far.png", "inside .*, got 'far.png'"),
+        ("loop.png", "no such file"),
+        ("pipe.png", "no such file"),
+    ],
+)
+def test_links_to_pictures_do_not_leave_the_folder(tmp_path, picture, message):
+    """A row that the user wrote may name any file."""
+    folder, target = tmp_path / "set", tmp_path / "private.png"
+    folder.mkdir()
+    for path in (target, folder / "in.png"):
+        path.write_bytes(png(Image.new("RGB", (9, 8))))
+    (folder / "near.png").symlink_to("in.png")
+    (folder / "far.png").symlink_to(target)
+    (folder / "loop.png").symlink_to("loop.png")
+    os.mkfifo(folder / "pipe.png")
+    (folder / "a.jsonl").write_text(json.dumps({"id": 0, "image": picture}))
+    (row,) = _read(folder / "a.jsonl")
+    if message is None:
+        assert row.pictures()[0].size == (9, 8)
+    else:
+        with pytest.raises(ValueError, match=rf"a\.jsonl, line 1: .*{message}"):
+            row.pictures()
+    assert Row(index=0, origin="rows[0]", fields={"image": str(target)}).pictures()
+
+
+def test_a_snapshot_in_the_cache_of_the_hub_has_its_pictures(tmp_path):
+    """There every file is a link into one folder."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "1"
+    for folder in (blobs, snapshot):
+        folder.mkdir(parents=True)
+    (blobs / "0").write_text('{"id": 0, "image": "0.png"}')
+    (blobs / "1").write_bytes(png(Image.new("RGB", (9, 8))))
+    (snapshot / "a.jsonl").symlink_to("../../blobs/0")
+    (snapshot / "0.png").symlink_to("../../blobs/1")
+    (row,) = _read(snapshot / "a.jsonl")
+    assert row.pictures()[0].size == (9, 8)
 
 
 def test_csv_values_stay_text_and_a_folder_is_searched_for_the_split(tmp_path, monkeypatch):
@@ -122,7 +184,7 @@ def test_missing_local_files_never_reach_the_hub(source):
         _read(source, option="data_file")
 
 
-def test_hub_rows_have_an_origin(monkeypatch):
+def test_hub_rows_have_an_origin(monkeypatch, tmp_path):
     import datasets
 
     file = png(Image.new("RGB", (9, 8)))
@@ -139,8 +201,16 @@ def test_hub_rows_have_an_origin(monkeypatch):
     monkeypatch.setattr("lit_dlm.tasks.sources.HfApi", Mock())
     rows = _read("some/set")
     assert (rows[1].fields["text"], rows[1].origin) == ("row 1", "some/set/test, row 2")
-    seen = [[picture.size for picture in row.pictures(Path())] for row in rows[:3]]
+    seen = [[picture.size for picture in row.pictures()] for row in rows[:3]]
     assert seen == [[(9, 8)], [(9, 8)], [(9, 8), (9, 8)]]
+    outside = Path(tmp_path, "a.png")
+    outside.write_bytes(file)
+    cached = Path(HF_HUB_CACHE, "datasets--some--set", "a.png")
+    row = replace(rows[0], fields={"image": {"bytes": None, "path": str(outside)}})
+    with pytest.raises(ValueError, match=rf"row 1: expected a picture inside {cached.parent}"):
+        row.pictures()
+    with pytest.raises(ValueError, match=rf"row 1: {cached}: .*no such file"):
+        replace(row, fields={"image": str(cached)}).pictures()
     with pytest.raises(ValueError, match=r"path: 'no/set' .*reach the Hub\). Give a local file"):
         _read("no/set")
 
