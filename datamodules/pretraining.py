@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from lit_dlm.backbones import load_tokenizer
+from lit_dlm.backbones.chat_template import apply_chat_template
 from lit_dlm.datamodules.resuming import ResumableDataModule
 from lit_dlm.modules.pretrain import DrillBatch, PretrainBatch
 from lit_dlm.ops.options import at_least
@@ -110,11 +111,10 @@ class PretrainDataModule(ResumableDataModule):
             rng.choices(self.sources, shares)[0].draw_pair(rng)
             for _ in range(self.batch_size * POOL_STEPS)
         ]
-        prompts = self._tokenizer.apply_chat_template(
-            [[{"role": "user", "content": prompt}] for prompt, _ in pairs],
-            add_generation_prompt=True,
-            return_dict=False,
-        )
+        chats = [[{"role": "user", "content": prompt}] for prompt, _ in pairs]
+        template = partial(apply_chat_template, self._tokenizer, add_generation_prompt=True)
+        texts = [template(chat, tokenize=False) for chat in chats]
+        prompts = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
         completions = self._tokenizer([completion for _, completion in pairs])["input_ids"]
         rows = sorted(zip(prompts, completions, strict=True), key=lambda row: len(row[0]))
         batches = [rows[at : at + self.batch_size] for at in range(0, len(rows), self.batch_size)]

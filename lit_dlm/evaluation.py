@@ -18,6 +18,7 @@ from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 
 from lit_dlm.backbones import HFBackbone
+from lit_dlm.backbones.chat_template import apply_chat_template
 from lit_dlm.decoding import ConfidencePolicy, Decoder
 from lit_dlm.decoding.stream import length_buckets
 from lit_dlm.generation import generate
@@ -113,7 +114,8 @@ class DiffusionLM(TemplateLM):
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         return str(
-            self.tokenizer.apply_chat_template(
+            apply_chat_template(
+                self.tokenizer,
                 chat_history,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from lit_dlm.backbones import Backbone, load_backbone, tokenizer_of
+from lit_dlm.backbones.chat_template import apply_chat_template
 from lit_dlm.decoding import ConfidencePolicy, Decoder, Observer
 from lit_dlm.decoding.stream import (
     DecodePrompt,
@@ -125,7 +126,5 @@ def _token_ids(number: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase |
         )
     is_text = isinstance(prompt, str)
     messages: Any = [{"role": "user", "content": prompt}] if is_text else list(prompt)
-    encoded: Any = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=False
-    )
-    return list(encoded)
+    options = {"add_generation_prompt": True, "return_dict": False}
+    return list(apply_chat_template(tokenizer, messages, **options))

@@ -8,11 +8,14 @@ SDAR's).
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -40,6 +43,9 @@ ASSETS = Path(__file__).resolve().parents[1] / "assets"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 INDEX_FILE = "model.safetensors.index.json"
+_MOST_GROWTH = 512
+_GROWTH = {"NFKC": 11.0, "NFKD": 11.0, "NFC": 3.0, "NFD": 3.0, "ByteLevel": 2.0, "Metaspace": 4.0}
+"""Most growth by a step of a tokenizer whose settings do not matter."""
 _DESCRIPTION_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 
 
@@ -152,13 +158,37 @@ def load_tokenizer(path_or_id: str) -> PreTrainedTokenizerBase:
     from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer  # takes seconds
 
     folder = locate(path_or_id, weights=False)
-    if (folder / "tokenizer.json").is_file():
+    if (path := folder / "tokenizer.json").is_file():
+        steps = read_json_object(path)
+        for names in (("normalizer", "pre_tokenizer"), ("decoder",)):
+            if (growth := math.prod(_growth(steps.get(name)) for name in names)) > _MOST_GROWTH:
+                wanted = f"texts that become at most {_MOST_GROWTH} times as long"
+                raise ValueError(f"{path}: expected {wanted}, got {growth:.3g} ({names[0]})")
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         return Qwen2Tokenizer.from_pretrained(folder, local_files_only=True)
     raise ValueError(
         f"{path_or_id}: expected tokenizer.json, or vocab.json with merges.txt, in {folder}"
     )
+
+
+def _growth(step: Any) -> float:
+    """Returns how many times as many bytes a step of a tokenizer may make of a text."""
+    match step:
+        case {"type": "Sequence"}:
+            lists = [steps for steps in step.values() if isinstance(steps, list)]
+            return math.prod(map(_growth, chain(*lists)))
+        case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old:
+            return max(len(new.encode()) / len(old.encode()), 1.0)
+        case {"type": "Replace", "content": str(new)} | {"type": "Prepend", "prepend": str(new)}:
+            return 1.0 + 2 * len(new.encode())  # a pattern may match before and after a character
+        case {"type": "Precompiled", "precompiled_charsmap": str(table)}:
+            data = base64.b64decode(table)
+            texts = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
+            return max(map(len, texts)) / 3  # of one character, mostly of three bytes
+        case {"type": str(kind)}:
+            return _GROWTH.get(kind, 1.0)
+    return 1.0
 
 
 def tokenizer_of(

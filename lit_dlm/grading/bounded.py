@@ -15,13 +15,13 @@ from typing import Any, Literal
 
 from lit_dlm.grading.sandbox import BOOT, CHILD_FOLDER, SandboxError, bare_environment
 
-Kind = Literal["extraction", "math"]
+Kind = Literal["extraction", "math", "template"]
 
 
 class _Process:
     def __init__(self, kind: Kind) -> None:
         # Extraction needs the standard library alone and starts in milliseconds.
-        flags = ["-I", "-X", "utf8"] if kind == "math" else ["-I", "-S", "-X", "utf8"]
+        flags = ["-I", "-S", "-X", "utf8"] if kind == "extraction" else ["-I", "-X", "utf8"]
         self._process = subprocess.Popen(
             [sys.executable, *flags, "-c", BOOT, CHILD_FOLDER, "bounded", kind],
             stdin=subprocess.PIPE,
@@ -35,7 +35,7 @@ class _Process:
             needs = "; is math-verify installed?" if kind == "math" else ""
             raise SandboxError(f"the process for {kind} did not start{needs}")
 
-    def ask(self, question: Mapping[str, str | None], *, seconds: float) -> Any:
+    def ask(self, question: Mapping[str, Any], *, seconds: float) -> Any:
         assert self._process.stdin is not None
         request = json.dumps({"question": {**question}, "seconds": seconds})
         with contextlib.suppress(BrokenPipeError):
@@ -68,7 +68,7 @@ class BoundedProcesses:
         self._owner = os.getpid()
         atexit.register(self.close)
 
-    def ask(self, question: Mapping[str, str | None], *, seconds: float) -> Any:
+    def ask(self, question: Mapping[str, Any], *, seconds: float) -> Any:
         """Returns the answer of :mod:`.child.bounded`, or ``None`` if none came in time."""
         process = self._take()
         answer = None

@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from lit_dlm.backbones import Backbone, tokenizer_of
+from lit_dlm.backbones.chat_template import apply_chat_template
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import Decoder, DecodeResult, FillCurves, Observer, RegionFill
 from lit_dlm.decoding.decoder import Sweep, expanded
@@ -185,11 +186,11 @@ def encoded_turns(
 
     def render(content: str) -> str:
         chat = [*turns[:-1], {**turns[-1], "content": content}]
-        return str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
+        return str(apply_chat_template(tokenizer, chat, add_generation_prompt=True, tokenize=False))
 
     if not pictures:
-        template = partial(tokenizer.apply_chat_template, return_dict=False)
-        return list(template(turns, add_generation_prompt=True))
+        options = {"add_generation_prompt": True, "return_dict": False}
+        return list(apply_chat_template(tokenizer, turns, **options))
     tokenize = partial(tokenizer.encode, add_special_tokens=False)
     content = turns[-1]["content"]
     with _named(uid):

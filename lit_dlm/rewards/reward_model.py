@@ -12,6 +12,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from lit_dlm.backbones.chat_template import apply_chat_template
 from lit_dlm.backbones.decoder import DType
 from lit_dlm.backbones.resolution import load_tokenizer, locate
 from lit_dlm.ops.precision import without_autocast
@@ -77,7 +78,8 @@ class RewardModel(Reward):
         found: list[float] = []
         for first in range(0, len(group), _BATCH_SIZE):
             texts = [
-                self.tokenizer.apply_chat_template(
+                apply_chat_template(
+                    self.tokenizer,
                     [
                         *rollout.example.history,
                         {"role": "user", "content": rollout.example.text},

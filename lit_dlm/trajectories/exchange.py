@@ -27,6 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from lit_dlm.backbones.chat_template import apply_chat_template
 from lit_dlm.ops.files import replacing
 from lit_dlm.trajectories.format import COLUMNS, block_of, record_batch, records_of
 from lit_dlm.trajectories.record import MAX_LENGTH, STATUSES, Trajectory
@@ -174,9 +175,8 @@ def _user_text(record: Trajectory, tokenizer: Any) -> str:
     text = _text(record.prompt_ids, tokenizer)
     if getattr(tokenizer, "chat_template", None) is None:
         return text
-    around = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "\0"}], tokenize=False, add_generation_prompt=True
-    )
+    turns = [{"role": "user", "content": "\0"}]
+    around = apply_chat_template(tokenizer, turns, tokenize=False, add_generation_prompt=True)
     before, found, after = str(around).partition("\0")
     if found and text.startswith(before) and text.endswith(after):
         return text[len(before) : len(text) - len(after)]
@@ -411,8 +411,9 @@ def _ids(row: Mapping[str, Any], name: str, role: str, *, template: bool = False
         raise ValueError(f"expected one of the texts {keys}, or a turn of the {role} in messages")
     tokenizer = _fact(row, "tokenizer")
     if template and getattr(tokenizer, "chat_template", None) is not None:
-        turn = {"role": role, "content": texts[0]}
-        ids = tokenizer.apply_chat_template([turn], add_generation_prompt=True, return_dict=False)
+        chat = [{"role": role, "content": texts[0]}]
+        options = {"add_generation_prompt": True, "return_dict": False}
+        ids = apply_chat_template(tokenizer, chat, **options)
     else:
         ids = tokenizer.encode(texts[0], add_special_tokens=False)
     return np.array(ids, dtype=np.int64)

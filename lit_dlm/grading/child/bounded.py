@@ -1,7 +1,8 @@
 """Answers questions about untrusted text, one JSON line in, one out, until end of input.
 
-Compiling a text or comparing two formulas can take any amount of time and memory and can crash the
-interpreter. The kernel's alarm limits each question: nothing keeps running when the asker is gone.
+Compiling a text, comparing two formulas or rendering a template can take any amount of time and
+memory and can crash the interpreter. The kernel's alarm limits each question: nothing keeps running
+when the asker is gone.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import resource
 import signal
 import sys
@@ -17,16 +19,19 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 _START_SECONDS = 120.0
-_MEMORY_BYTES = {"extraction": 1 << 30, "math": 3 << 30}
+_MEMORY_BYTES = {"extraction": 1 << 30, "math": 3 << 30, "template": 1 << 30}
+_LONGEST_TEXT = 32 << 20
+_FAULTS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 def main() -> NoReturn:
-    """Answers the kind of questions that the command line names: ``extraction`` or ``math``."""
+    """Answers the kind of questions that the command line names, ``extraction`` or another."""
+    kinds = {"extraction": _answer_extraction, "math": _answer_math, "template": _answer_template}
     kind = sys.argv[1]
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.setitimer(signal.ITIMER_REAL, _START_SECONDS)
-    answer = _answer_math() if kind == "math" else _answer_extraction()
+    answer = kinds[kind]()
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES[kind],) * 2)
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     _say("ready")
@@ -64,3 +69,23 @@ def _answer_math() -> Callable[..., Any]:
         return bool(truth and candidate and verify(truth, candidate, timeout_seconds=None))
 
     return equal
+
+
+def _answer_template() -> Callable[..., Any]:
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's threads would count as memory
+    sys.modules["torch"] = None  # type: ignore[assignment]  # importing it would take seconds
+    from jinja2 import TemplateError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    def render(template: str, turns: list[dict[str, Any]], values: Any) -> dict[str, str]:
+        # As a tokenizer of transformers does.
+        chat = [{key: value for key, value in turn.items() if value is not None} for turn in turns]
+        try:
+            text = render_jinja_template([chat], chat_template=template, **values)[0][0]
+        except (TemplateError, *_FAULTS) as error:  # of the template or its expressions
+            return {"problem": " ".join(str(error).split())[:500]}
+        if len(text) > _LONGEST_TEXT:
+            return {"problem": f"it makes more than {_LONGEST_TEXT >> 20} Mi characters"}
+        return {"text": text}
+
+    return render
