@@ -6,8 +6,10 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
+from itertools import islice
 from typing import Any, NamedTuple
 
+from lit_dlm.grading import notation
 from lit_dlm.grading.bounded import shared_processes
 from lit_dlm.grading.verdict import Verdict
 
@@ -16,7 +18,17 @@ _NUMBER = re.compile(
     r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE](?P<power>[-+]?\d+))?"
 )
 _FRACTION = re.compile(r"([-+]?)\s?\\[dt]?frac\s*\{\s*(-?\d{1,400})\s*\}\s*\{\s*(-?\d{1,400})\s*\}")
-_EXPONENT = re.compile(r"\^\s*(?:\{[^{}]*\}|\w)")
+# What makes a formula of the one number of an answer: LaTeX that is not of words or layout.
+_OPERATION = re.compile(r"\^|\\(?!text|math|mbox|q?quad|left|right|approx|display|degree)[a-zA-Z]")
+# What makes one of the first number of a line: an operation, or another number to choose from.
+_GOES_ON = re.compile(
+    r" *(?:[-+*/^=_,;x]|and|to|\\(?:times|cdot|div|pm)) *[\d({\\$.-]"
+    r"|[^\d(]{0,40}\bor\b[^\d(]{0,40}\d"
+)
+_PERCENT = re.compile(r" *\\?%$")
+_BASE = re.compile(r"\d *_ *\{? *(\d+)")
+# Of a unit, such as a degree.
+_EXPONENT = re.compile(r"\^ *\{? *\\circ *\}?|(?<=[a-zA-Z])(\}?) *\^ *(?:\{[^{}]*\}|\w)")
 _BOX = re.compile(r"\\(?P<name>f?box(?:ed)?)(?![a-zA-Z])\s*")
 _CHOICE = re.compile(r"[Aa]nswer(?: is|:)[\s:*]*(\(?[A-Z]\)?(?![a-zA-Z]))")
 _LETTER = re.compile(r"(?:\\text\s*\{)?\(?([A-Z])\)?[.}]?")
@@ -56,10 +68,10 @@ def text_after_marker(text: str) -> str | None:
 def parse_number(text: str) -> Fraction | None:
     r"""The exact value of the last number of a short answer such as ``18 \text{ dollars}``.
 
-    Signs and words around it do not matter; ``\frac{a}{b}`` and ``a/b`` are exact fractions.
+    Signs and words around it do not matter; ``\frac{a}{b}``, ``a/b`` and ``2 1/3`` are exact.
     """
-    plain = re.sub(r"\\[!,;: ]", "", _without_currency(text))
-    if fraction := _FRACTION.fullmatch(plain.strip()):
+    plain = notation.tidy(_without_currency(text))
+    if fraction := _FRACTION.fullmatch(plain):
         sign, top, bottom = fraction.groups()
         return Fraction(int(f"{sign}1") * int(top), int(bottom)) if int(bottom) else None
     return _last_number(_EXPONENT.sub("", plain))
@@ -90,19 +102,37 @@ def _last_number(text: str) -> Fraction | None:
 
 
 def extract_number(completion: str) -> str | None:
-    r"""The final number of a worked solution, in the form ``18`` or ``1/3``; ``None`` without any.
+    r"""The final number of a worked solution, as ``18`` or ``1/3``; ``None`` without any.
 
     That is the one after the last ``####`` or in the last ``\boxed{}``, else the last of the text.
+    A formula there (``10^3``), or a choice (``18 or 20``), is returned as it is.
     """
-    value = parse_number(last_boxed(completion) or "")
-    if value is not None and completion.rfind(r"\boxed") > completion.rfind("####"):
-        return format_number(value)
-    marked = _without_currency(text_after_marker(completion) or "")
-    if (first := next(_find_numbers(marked), None)) is not None:
-        return format_number(Fraction(first))
-    if value is None:
-        value = _last_number(_without_currency(completion))
+    boxed = _final(last_boxed(completion) or "")
+    marked = _final(text_after_marker(completion) or "", is_line=True)
+    if boxed is not None and completion.rfind(r"\boxed") > completion.rfind("####"):
+        return boxed
+    if (found := boxed if marked is None else marked) is not None:
+        return found
+    value = _last_number(_without_currency(completion))
     return None if value is None else format_number(value)
+
+
+def _final(text: str, *, is_line: bool = False) -> str | None:
+    """Returns the number of an answer that holds one; a formula or a choice as it is.
+
+    Further numbers in the words of a line do not count.
+    """
+    plain = notation.normalised(text[:MAX_ANSWER_CHARACTERS].replace("**", ""))
+    plain = _without_currency(plain)
+    plain = _FRACTION.sub(r"\1\2/\3", _EXPONENT.sub("", plain))
+    numbers = [*islice(_find_numbers(plain), 2)]
+    if not numbers:
+        return None
+    rest = _NUMBER.split(plain, maxsplit=1)[-1]
+    is_formula = bool(_GOES_ON.match(rest)) if is_line else len(numbers) > 1
+    if is_formula or _OPERATION.search(plain):
+        return text.rstrip(".").strip("$ ")
+    return format_number(Fraction(numbers[0]))
 
 
 def format_number(value: Fraction) -> str:
@@ -120,12 +150,12 @@ def grade_numeric(completion: str, gold: str) -> Verdict:
     truth = parse_number(gold)
     if truth is None:
         raise ValueError(f"the reference answer must hold a number, got {gold!r}")
-    return judged(
-        extract_number(completion),
-        lambda answer: parse_number(answer) == truth,
-        expected=format_number(truth),
-        missing="no number in the text",
-    )
+    answer, expected = extract_number(completion), format_number(truth)
+    number = parse_number(answer or "")
+    if answer is not None and (number is None or format_number(number) != answer):
+        return _judged_formula(answer, expected)
+    missing = "no number in the text"
+    return judged(answer, lambda _: number == truth, expected=expected, missing=missing)
 
 
 def judged(
@@ -270,19 +300,29 @@ def grade_math(completion: str, gold: str) -> Verdict:
     answer = extract_math(completion)
     if answer is None:
         return Verdict(status="no_answer", detail="no boxed answer")
-    equal = _squeeze(answer) == _squeeze(gold)
-    # "20\\%" answers a question about a percentage as well as "20" does.
-    truth, candidate = (text.rstrip().removesuffix("%").rstrip("\\ ") for text in (gold, answer))
-    if not equal and len(candidate) <= MAX_ANSWER_CHARACTERS:
-        question = {"gold": truth, "answer": candidate}
-        equal = shared_processes("math").ask(question, seconds=MATH_SECONDS)
-    if equal is None:
-        return Verdict(status="timeout", answer=answer, detail="the comparison did not end")
-    return judged(answer, lambda _: equal, expected=gold, missing="")
+    return _judged_formula(answer, gold)
 
 
-def _squeeze(text: str) -> str:
-    return re.sub(r"\s+", "", text).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+def _judged_formula(answer: str, gold: str) -> Verdict:
+    equal: bool | None = answer == gold
+    readings = []
+    if len(answer) <= MAX_ANSWER_CHARACTERS:
+        readings = [tuple(map(notation.normalised, (gold, answer)))]
+        # A gold percentage is answered by its value, by its number and by both.
+        if _PERCENT.search(readings[0][0]):
+            readings.append(tuple(_PERCENT.sub("", text) for text in readings[0]))
+        bases = [{*_BASE.findall(text)} for text in readings[0]]
+        if all(bases) and bases[0] != bases[1]:
+            readings = []
+    for truth, candidate in readings:
+        if not equal:
+            equal = notation.squeezed(truth) == notation.squeezed(candidate)
+        if not equal:
+            question = {"gold": truth, "answer": candidate}
+            equal = shared_processes("math").ask(question, seconds=MATH_SECONDS)
+        if equal is None:
+            return Verdict(status="timeout", answer=answer, detail="the comparison did not end")
+    return judged(answer, lambda _: bool(equal), expected=gold, missing="")
 
 
 class Grader(NamedTuple):

@@ -66,7 +66,9 @@ def _answer_math() -> Callable[..., Any]:
         # math-verify's own limits rely on signals, which work only in main threads.
         truth = parse(f"\\boxed{{{gold}}}", parsing_timeout=None)
         candidate = parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
-        return bool(truth and candidate and verify(truth, candidate, timeout_seconds=None))
+        # By default 3.142857 is 22/7, and 1 <= x <= 3 is not [1, 3].
+        options = {"float_rounding": 9, "allow_set_relation_comp": True, "timeout_seconds": None}
+        return bool(truth and candidate and verify(truth, candidate, **options))
 
     return equal
 
