@@ -19,6 +19,11 @@ def _runs(completion: str) -> object:
 
 
 SQUARE = "def f(x):\n    return x * x"
+DOCUMENTED = 'def f(x):\n  """Squares.\n\n  ```{}\n  f(2)\n  ```\n  """\n  return x * x'
+USES_TWICE = "def f(x):\n    return twice(x) * x // 2"
+TWICE = "import math\n\ndef twice(x):\n    return math.floor(2 * x)"
+TWICE_TWO = "def twice(x):\n    return two() * x"
+TWO = "def two():\n    return 2"
 
 
 @pytest.mark.parametrize(
@@ -48,6 +53,31 @@ SQUARE = "def f(x):\n    return x * x"
         f"{SQUARE}\n\nExample:\n```\n>>> f(3)\n9\n```",
         "    return x * x\n```\nThis squares x.",
         "    return x * x\n\nExample:\n```python\nprint(f(2))\n```",
+        # Prose in front of code without fences.
+        f"Here is the function:\n\n{SQUARE}",
+        f"First import it:\n\nimport math\n\n{SQUARE}\n\nThis squares x.",
+        "The answer:\n@staticmethod\ndef f(x):\n    return x * x",
+        # Fences in a docstring, also of a language.
+        f"```python\n{DOCUMENTED.format('')}\n```\nDone.",
+        f"```python\n{DOCUMENTED.format('python')}\n```\nIt prints\n```\n9\n```",
+        f"~~~\n{DOCUMENTED.format('python')}\n~~~",
+        "```python\n    return x * x\n    ```\nDone.",  # where a docstring's would be
+        # Marks of other prompts.
+        f"[PYTHON]\n{SQUARE}\n[/PYTHON]\nThis squares x.",
+        f"[BEGIN]\n{SQUARE}\n[DONE]\nThis squares x.",
+        f"{SQUARE}\n[DONE]\n\nWrite another.\n[BEGIN]\ndef g(x):\n    return 0\n[DONE]",
+        f"Sure.\n[PYTHON]\n{SQUARE}",
+        # A helper in another block, and its helper.
+        f"```python\n{TWICE}\n```\nand\n```python\n{USES_TWICE}\n```",
+        f"```python\n{USES_TWICE}\n```\nwhere\n```python\n{TWICE}\n```",
+        f"```python\n{TWO}\n```\n```python\n{TWICE_TWO}\n```\n```python\n{USES_TWICE}\n```",
+        f"```python\n{USES_TWICE}\n```\n```python\n{TWICE_TWO}\n```\n```python\n{TWO}\n```",
+        "```python\nclass Twice:\n    n = 2\n```\n```python\ndef f(x):\n"
+        "    return Twice().n * x * x // 2\n```",
+        # What another block does, or defines once more, does not count.
+        f"```python\n{SQUARE}\n```\nTest:\n```python\ndef check():\n    1 / 0\ncheck()\n```",
+        "```python\ndef g(x):\n    return 0\n```\n```python\ndef g(x):\n    return x\n\n"
+        "def f(x):\n    return g(x) * x\n```",
     ],
 )
 def test_code_is_found_however_it_is_written(completion):
@@ -60,6 +90,7 @@ def test_blocks_of_other_languages_are_left_out():
 
 
 ADD = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
+DOC = 'def g():\n    """Prints.\n\n    ```python\n    g()\n    ```\n    """\n    print(1)\ng()'
 NOTHING, BROKEN = "the completion holds no code", "the code does not parse"
 
 
@@ -74,6 +105,21 @@ NOTHING, BROKEN = "the completion holds no code", "the code does not parse"
         ("- So:\n  ```python\n  n = 1\n  print(n)\n  ```", None, "n = 1\nprint(n)\n", ""),
         ("```python\nprint(1)\n```\n```python\nprint(2\n```", None, "print(1)\n", ""),
         ("```bash\nls\n```\n```python\nprint(1)", None, "print(1)", ""),
+        (
+            "It reads a number:\n\nn = int(input())\nprint(n)",
+            None,
+            "n = int(input())\nprint(n)",
+            "",
+        ),
+        ("[PYTHON]\nprint(1)\n[/PYTHON]\nDone.", None, "print(1)\n", ""),
+        (f"```python\n{DOC}\n```", None, f"{DOC}\n", ""),
+        (
+            "```python\ndef g(): pass\n```\n```python\ng()\n```",
+            None,
+            "def g(): pass\n\n\ng()\n",
+            "",
+        ),
+        ("I cannot do that:\nimport os ...", None, "I cannot do that:\nimport os ...", BROKEN),
         (" \n", None, None, NOTHING),
         ("```python\n\n```", None, "```python\n\n```", BROKEN),  # the text is all there is
         ("```python\nprint(\n```", None, "print(\n", BROKEN),

@@ -17,11 +17,17 @@ CANDIDATE_FILE = "<candidate>"  # file name under which model-written code is co
 
 _FENCE = re.compile(r"^[ \t]*(?P<fence>`{3,}|~{3,})[ \t]*(?P<tag>[\w+.-]*)[^\n]*$", re.MULTILINE)
 _TAGGED = re.compile(r"```(?:python|py)[23]?[^\S\n]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+_MARK = re.compile(r"^[ \t]*\[(?:(PYTHON|BEGIN)|/PYTHON|DONE)\][ \t]*$", re.MULTILINE)
+_START = re.compile(
+    r"^(?:@|(?:async )?def |class |import |from |[a-z]+ .*:$|[\w, ]+ = |\w+\()", re.M
+)
+_DEFINED = re.compile(r"^(?:def|class) (\w+)", re.M)
 _FUTURE = re.compile(r"^from __future__ import [^\n]*\n?", re.MULTILINE)
 _PYTHON_TAGS = {"", "python", "py", "python3", "python2", "py3"}
 _NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError)
-# Number of places tried for cutting off trailing text; each costs one parse.
-_MAX_CUTS = 40
+# Number of places tried for cutting off text behind code and in front of it, and for the end of a
+# block; each costs one parse.
+_MAX_CUTS, _MAX_STARTS, _MAX_ENDS = 40, 8, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,18 +40,22 @@ class ExtractedCode:
 
 
 def fenced_blocks(text: str) -> list[str]:
-    """The contents of all fenced Python blocks, in order; an unclosed last one runs to the end."""
-    blocks = []
-    opening: re.Match[str] | None = None
-    for match in _FENCE.finditer(text):
-        if opening is None:
-            opening = match
-        elif match["fence"][0] == opening["fence"][0] and not match["tag"]:
-            if opening["tag"].lower() in _PYTHON_TAGS:
-                blocks.append(text[opening.end() + 1 : match.start()])
-            opening = None
-    if opening is not None and opening["tag"].lower() in _PYTHON_TAGS:
-        blocks.append(text[opening.end() + 1 :])
+    """The contents of all fenced Python blocks, in order; an unclosed last one runs to the end.
+
+    A block ends at the first fence where it parses, since a docstring may hold fences, else at the
+    first fence.
+    """
+    blocks, place = [], 0
+    while opening := _FENCE.search(text, place):
+        kind, is_python = opening["fence"][0], opening["tag"].lower() in _PYTHON_TAGS
+        fences = _FENCE.finditer(text, opening.end())
+        closing = (one.span() for one in fences if one["fence"][0] == kind and not one["tag"])
+        ends = [*itertools.islice(closing, _MAX_ENDS)] or [(len(text), len(text))]
+        bodies = {text[opening.end() + 1 : start]: end for start, end in ends}
+        whole = (body for body in bodies if is_python and _parses(textwrap.dedent(body)))
+        best = next(whole, next(iter(bodies)))
+        blocks += [best] if is_python else []
+        place = bodies[best]
     return blocks
 
 
@@ -58,25 +68,35 @@ def extract_code(
     their fences stand on a line, go before others, which often show what it prints. Otherwise it
     must define the entry point: every block, last first, and then the whole text is tried as a
     module; then all of them, indented ones first, as the continuation of ``stub``. Text after the
-    code is cut off. The stub is the beginning of the module that the prompt showed and may end
-    within a definition; its imports and helpers are always put in front.
+    code is cut off and, where there are no blocks, prose before it. ``[PYTHON]`` or ``[BEGIN]`` may
+    open a block. Functions that the code calls are taken from other blocks. The stub is the
+    beginning of the module that the prompt showed and may end within a definition; its imports and
+    helpers are always put in front.
     """
-    blocks, tagged = fenced_blocks(completion)[::-1], _TAGGED.findall(completion)[::-1]
+    if "```" not in completion:
+        completion = _MARK.sub(lambda mark: "```python" if mark[1] else "```", completion)
+    blocks = fenced_blocks(completion)[::-1]
+    fenced = "".join(block for block in blocks if "```" in block)  # in docstrings
+    tagged = [text for text in _TAGGED.findall(completion)[::-1] if text not in fenced]
     texts = [*blocks, *tagged] if entry_point is not None else [*tagged, *blocks]
     pieces = [text for text in dict.fromkeys([*texts, completion]) if text.strip()]
     if not pieces:
         return ExtractedCode(code=None, problem="the completion holds no code")
+    # Prose may be in front of code without fences.
+    starts = itertools.islice(_START.finditer(completion), _MAX_STARTS if len(pieces) == 1 else 0)
+    later = [completion[start.start() :] for start in starts]
     whole = whole_part(stub).rstrip()
     head = f"{whole}\n\n\n" if whole else ""
-    found: Iterator[str] = (_behind(head, textwrap.dedent(piece)) for piece in pieces)
+    found: Iterator[str] = (_behind(head, textwrap.dedent(one)) for one in [*pieces, *later])
     if entry_point is not None:
         by_indent = sorted(pieces, key=lambda piece: piece.strip("\n")[0] not in " \t")
         found = itertools.chain(
             (_behind(head, text) for piece in pieces for text in _as_module(piece, entry_point)),
             (code for piece in by_indent for code in _as_continuation(stub, piece, entry_point)),
+            (_behind(head, text) for piece in later for text in _as_module(piece, entry_point)),
         )
     if (code := next(filter(_parses, found), None)) is not None:
-        return ExtractedCode(code=code)
+        return ExtractedCode(code=_with_helpers(code, pieces[::-1]))
     if entry_point is not None and any(_parses(textwrap.dedent(piece)) for piece in pieces):
         problem = f"no function {entry_point!r} is defined"
         return ExtractedCode(code=head + textwrap.dedent(pieces[0]), problem=problem)
@@ -88,6 +108,17 @@ def extract_code(
 def _behind(head: str, text: str) -> str:
     """Joins both, with the text's ``from __future__`` lines first, where Python requires them."""
     return "".join(_FUTURE.findall(text)) + head + _FUTURE.sub("", text)
+
+
+def _with_helpers(code: str, texts: list[str]) -> str:
+    """Puts other blocks that only define functions and classes in front of code that uses one."""
+    kinds = ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom
+    for text in 2 * texts[:_MAX_CUTS]:  # twice: helpers need helpers
+        names = {*_DEFINED.findall(text)} - {*_DEFINED.findall(code)}
+        is_used = any(re.search(rf"\b{name}\(", code) for name in names)
+        if is_used and _parses(text) and all(isinstance(n, kinds) for n in ast.parse(text).body):
+            code = _behind("", f"{text}\n\n{code}")
+    return code
 
 
 def _as_module(piece: str, entry_point: str) -> Iterator[str]:
