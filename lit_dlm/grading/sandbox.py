@@ -5,7 +5,7 @@ bare ``python -I -S`` without the run's environment, forks a *worker*, then read
 worker runs the candidate and answers calls; the tests run in the driver against proxies, so
 ``sys.exit``, printed markers, forged ``__eq__`` methods and reading frames have nothing to act on:
 the candidate's process holds no test, no expected value and no nonce, and the driver rebuilds
-results as exact builtin types. Nothing that a candidate wrote is compiled, parsed or compared in
+results as plain values. Nothing that a candidate wrote is compiled, parsed or compared in
 the run's own process. ``SECURITY.md`` says how much protection this gives on which system.
 """
 
@@ -129,7 +129,7 @@ def probe(method: IsolationMethod) -> None:
     job = {
         "mode": "check",
         # A module that is not loaded yet: the interpreter's files must be readable in there.
-        "code": "import fractions\ndef half(n):\n    return float(fractions.Fraction(n, 2))",
+        "code": "import statistics\ndef half(n):\n    return statistics.mean([0, n])",
         "check": "assert half(1) == 0.5",
         "entry_point": "half",
         "preamble": "",

@@ -71,6 +71,9 @@ assert all(map(lambda x: f(x) == x * x, [2, 3]))
 assert [y for y in zip(map(f, [2, 3]), [4, 9])] or True
 assert all(y == z for y, z in zip(map(f, [2, 3]), [4, 9]))
 """
+CHANGES = programs("changes.txt")
+"""Given a list that a call should sort in place."""
+CHANGE_CHECK = "data = [3, 1]\nf(data)\nassert data == [1, 3]"
 HEAVY_CHECK = "assert set(f(2)) == {4}\nassert sorted(f(3)) == [9]\nassert f(4) * 2 == 32"
 
 WITH_THREADS = """
@@ -210,6 +213,8 @@ def _jobs(targets: _Targets, limits: SandboxLimits, walls_only: bool) -> dict[st
         add(name, 0.5, run, _attack(body, targets), CHECK)
     for name in ENDS:
         add(name, 0.5, run, f"def f(x):\n    raise {name}", ITERATING_CHECK)
+    for name, code in CHANGES.items():
+        add(name, 0.5, run, code, CHANGE_CHECK)
     outputs = functools.partial(grade_by_outputs, limits=limits, **ALLOWED)
     for name, code in PROGRAMS.items():
         add(name, 0.5, outputs, code, ["2"], ["4"])
@@ -225,12 +230,11 @@ def _jobs(targets: _Targets, limits: SandboxLimits, walls_only: bool) -> dict[st
     for name, text in TEXTS.items():  # extraction has up to 10 s of its own
         add(name, 10.5, extract, text, CHECK, "f")
         add(f"{name} (as code)", 0.5, run, text, CHECK)
-    for name, text in ANSWERS.items():
-        add(name, 0.0, grade_numeric, text, "16")
     if importlib.util.find_spec("math_verify"):
         # A comparison that is ended costs the next one the start of its process.
         start = _timed(lambda: grade_math("\\boxed{x}", "16"), 0.0)["seconds_over"]
         for name, text in ANSWERS.items():
+            add(name, start + MATH_SECONDS, grade_numeric, text, "16")
             add(f"{name} (formula)", start + MATH_SECONDS, grade_math, text, "16")
     return jobs
 

@@ -100,6 +100,13 @@ class Node:
 def f(node): return 1 + f(node.left) if node else 0
 """
 TREE = "root = Node(1)\nroot.left = Node(2)\nroot.left.left = Node(3)\nassert f(root) == 3"
+# A worker that was taken over.
+CLAIMS = (
+    "import sandbox_child.worker as w\ndef f(xs): pass\n"
+    "w._Worker._answer = lambda *_: ['t', ['l'], ['d', 0, ['l']]]"
+)
+RETYPES = CLAIMS.replace("['t', ['l']", "['t', None").replace("0, ['l']", "0, ['s']")
+NESTED = "WireError: the value is nested too deeply or contains itself"
 RAISES = """
 def check(candidate):
     try:
@@ -120,8 +127,14 @@ def check(candidate):
         ("def f(x): raise KeyError('negative')", RAISES, "KeyError: 'negative'"),
         # In one process, ``all`` would take it for the end of ``map`` and be content.
         ("def f(x): raise StopIteration", "assert all(map(f, [2, 3]))", "StopIteration: "),
-        # Emptying the argument does not make the test's own copy easier.
+        # Emptying the argument does not make the test's own copy easier, nor does a reply that
+        # says so: what returns a value changes nothing.
         ("def f(xs): return xs.clear() or []", f"data = [3, 1]\n{SORTED}", SORTED),
+        (CLAIMS, f"data = [3, 1]\n{SORTED}", SORTED),
+        ("def f(xs): return xs.pop()", "data = [3, 1]\nassert f(data) == f(data) == 1", ""),
+        # One that returns nothing may change what it was given, to a value of the same type.
+        (RETYPES, "data = [3, 1]\nf(data)\nassert data", "the worker's reply is malformed"),
+        ("def f(xs): xs.append(xs)", "f([])", NESTED),
         # The tests judge with ``half`` of the preamble, not with the candidate's version of it.
         (SAME, HALVED, ""),
         ("def half(x): return 4\ndef f(x): return 0", HALVED, HALVED),
@@ -311,6 +324,19 @@ def test_honest_programs_are_right(level):
         if (verdict.status, str(verdict.answer).split()) != ("right", words.get(name, ["6"]))
     }
     assert [*failed] == (["a temporary file"] if level == "landlock" else []), failed
+
+
+def test_honest_functions_are_right() -> None:
+    """They change arguments in place, and take and return values of the standard library."""
+
+    def grade(text: str) -> str:
+        code, check = text.split("\n---\n")
+        return _check(code, check, PATIENT).detail
+
+    honest = programs("../honest_functions.txt")
+    with ThreadPoolExecutor(2) as pool:
+        told = dict(zip(honest, pool.map(grade, honest.values()), strict=True))
+    assert not {name: detail for name, detail in told.items() if detail}
 
 
 @pytest.mark.parametrize(

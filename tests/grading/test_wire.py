@@ -1,11 +1,15 @@
 """Encoding then decoding is the identity on plain values; hostile bytes never become objects."""
 
 import collections
+import datetime
 import functools
 import json
 import math
 import os
 import time
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -84,7 +88,9 @@ LIES = {
     [
         (type("Lies", (list,), LIES)([1, 2]), [1, 2]),
         (type("Lies", (int,), LIES)(7), 7),
-        (collections.namedtuple("Point", "x y")(1, 2), (1, 2)),
+        (type("Lies", (datetime.date,), LIES)(2024, 2, 29), datetime.date(2024, 2, 29)),
+        (type("Lies", (Decimal,), LIES)("1e-3"), Decimal("0.001")),
+        (type("Lies", (Fraction,), LIES)(1, 3), Fraction(1, 3)),
         (collections.Counter("aab"), {"a": 2, "b": 1}),
         (collections.OrderedDict(a=1), {"a": 1}),
     ],
@@ -94,6 +100,31 @@ def test_subclasses_become_their_plain_base(value, plain):
     back = _there_and_back(value)
     assert type(back) is type(plain)
     assert back == plain
+
+
+def test_named_tuples_are_tuples_with_their_fields() -> None:
+    """There and back again, with a field that has the name of a method of tuples."""
+    point = collections.namedtuple("Point", "x count")(1, [2])
+    back = _there_and_back(_there_and_back(point))
+    assert back == point == (1, [2])
+    assert (back.x, back.count, type(back).__bases__) == (1, [2], (tuple,))
+    with pytest.raises(AttributeError):
+        back.y  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(datetime.datetime(2024, 2, 29, 1, 2, 3, 4), datetime.time(1, 2, 3, 4)),
+        datetime.datetime(1, 1, 1, tzinfo=datetime.UTC),
+        *(datetime.timedelta.min, datetime.timedelta.max, datetime.timedelta(1, 2, 3)),
+        *(Decimal("1E+999999999"), Decimal("-0"), Decimal("sNaN"), Decimal("7" * 5000)),
+        *(Fraction(-1, 3), Fraction(2**60, 3)),
+    ],
+)
+def test_values_of_the_standard_library_survive(value: Any) -> None:
+    back = _there_and_back(value)
+    assert (type(back), repr(back)) == (type(value), repr(value))
 
 
 def test_iterators_are_drained_and_views_stay_views():
@@ -136,6 +167,11 @@ def test_unknown_objects_travel_by_handle():
     [
         *({}, {"a": 1}, [], [1], ["?"], ["i"], ["i", "zz"], ["b", "0"], ["d", 1], ["c", "x", 1]),
         *(["d", ["l"], 1], ["r", 1, 2, 0], ["k", ["l"]], ["m", 1], ["s", ["l"]]),
+        *(["a", "2024"], ["a", 1], ["a"], ["j", "2024-02-30"], ["j", "x", "y"], ["o", None]),
+        *(["u", 0, 0, 1e300], ["u", "x"], ["x", "one"], ["x", 1], ["x", ["f", 1, 2]], ["x"]),
+        *(["f", 1, 0], ["f", "1e999999999"], ["f", 0.5], ["f", 1, 2, 3], ["s", ["x", "sNaN"]]),
+        *(["p", 1], ["p", ["l", "__eq__"], 1], ["p", ["l", "x"]], ["p", ["l", "x", "y"], 1]),
+        *(["p", ["l", 1], 1], ["p", ["l", ""], 1], ["p", ["l", "a b"], 1], ["p", "", 1], ["p"]),
         *(["n", "len"], ["n", "__import__"], ["n", 3], ["h", 3], ["l", ["h"]]),
     ],
 )

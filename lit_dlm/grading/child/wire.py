@@ -1,7 +1,8 @@
 """Plain values on a pipe: tagged JSON, rebuilt with exact builtin types and nothing else.
 
 Model-written code hands its results to trusted code through this format, so decoding can only ever
-yield builtin objects: no class of the candidate, no ``__eq__`` of the candidate, no pickle.
+yield objects of the standard library's own types and of :class:`Named`: no class of the candidate,
+no ``__eq__`` of the candidate, no pickle.
 
 Scalars that JSON keeps exactly (``None``, ``bool``, small ``int``, ``float``, ``str``) are sent as
 they are; everything else is a list of a tag (:data:`_FORMS`) and encoded parts. Subclasses become
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import builtins
 import collections
+import datetime as dt
 import functools
 import json
 import os
@@ -20,12 +22,17 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from decimal import Decimal
+from fractions import Fraction
 from itertools import chain, islice
+from operator import index
 from typing import Any, NamedTuple
 
 _HEADER = struct.Struct(">I")
 _EXACT_INT = 1 << 53
 _PLAIN_TYPES = {int, float, str, bool, type(None)}
+CONTAINERS: tuple[Any, ...] = (list, dict, set, collections.deque, bytearray)
+"""What a call may change in place."""
 
 
 @functools.cache
@@ -45,6 +52,10 @@ class ChannelTimeoutError(Exception):
     """The other end did not answer by the deadline."""
 
 
+class Named(tuple[Any, ...]):
+    """A named tuple without its class: its fields are attributes of this one object."""
+
+
 class _Form(NamedTuple):
     kind: Any
     parts: Callable[[Any], Iterable[Any]]
@@ -53,6 +64,15 @@ class _Form(NamedTuple):
 
 def _pairs(parts: list[Any]) -> dict[Any, Any]:
     return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def _named(parts: list[Any]) -> Named:
+    value = Named(parts[1:])
+    # No name can change what operators look up: they ask the class, and for no such name.
+    if not all(type(name) is str and name.isidentifier() and name[0] != "_" for name in parts[0]):
+        raise ValueError("not the names of fields")
+    vars(value).update(zip(parts[0], value, strict=True), _fields=parts[0])
+    return value
 
 
 _FORMS = {
@@ -72,6 +92,14 @@ _FORMS = {
     "v": _Form(type({}.values()), iter, lambda parts: dict(enumerate(parts)).values()),
     "m": _Form(type({}.items()), iter, lambda parts: dict(parts).items()),
     "e": _Form(Iterator, iter, iter),  # drained by the encoder
+    "a": _Form(dt.datetime, lambda v: [v.isoformat()], lambda p: dt.datetime.fromisoformat(*p)),
+    "j": _Form(dt.date, lambda v: [v.isoformat()], lambda p: dt.date.fromisoformat(*p)),
+    "o": _Form(dt.time, lambda v: [v.isoformat()], lambda p: dt.time.fromisoformat(*p)),
+    "u": _Form(dt.timedelta, lambda v: [0, 0, v // v.resolution], lambda p: dt.timedelta(*p)),
+    # A text alone: of a fraction, a text such as 1e999999999 would be computed.
+    "x": _Form(Decimal, lambda v: [str(v)], lambda parts: Decimal(str.strip(*parts))),
+    "f": _Form(Fraction, Fraction.as_integer_ratio, lambda parts: Fraction(*map(index, parts))),
+    "p": _Form((), iter, _named),
     "n": _Form((), iter, lambda parts: _types()[parts[0]]),
 }
 """By tag: the type it stands for, which parts of a value are sent, and how to rebuild the value."""
@@ -103,6 +131,8 @@ class _Encoder:
         return self._encode_parts(value)
 
     def _encode_parts(self, value: Any) -> list[Any]:
+        if isinstance(value, tuple) and (names := getattr(value, "_fields", ())):
+            return ["p", self.encode(list(names)), *map(self.encode, tuple.__iter__(value))]
         for tag, form in _FORMS.items():
             if isinstance(value, form.kind):
                 # An iterator may have no end.
@@ -152,7 +182,7 @@ def decode(wire: Any, *, from_handle: Callable[[Any], Any] | None = None) -> Any
     # Whatever a constructor of _FORMS makes of hostile parts is an error of these kinds.
     try:
         return _decode(wire, from_handle)
-    except (TypeError, ValueError, LookupError, OverflowError, RecursionError) as error:
+    except (TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
         raise WireError(f"malformed value: {type(error).__name__}") from None
 
 

@@ -8,18 +8,23 @@ the candidate does to it, all that can change is which plain values are sent bac
 
 from __future__ import annotations
 
+import _io
+import _thread
 import builtins
 import contextlib
 import gc
+import io
 import os
 import sys
 import types
 from _sitebuiltins import Quitter
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from . import wire
 
 _MODULE = "candidate"
+_STANDARD_FILES = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
 
 
 class _Worker:
@@ -27,7 +32,7 @@ class _Worker:
         self._channel = channel
         self._value_bytes = int(config["value_bytes"])
         self._module = types.ModuleType(_MODULE)
-        self._objects: list[Any] = []
+        self._objects: dict[int, Any] = {}
         self.program: types.CodeType | None = None  # after it no request is answered
 
     def serve(self) -> None:
@@ -44,6 +49,11 @@ class _Worker:
                 self._channel.send({"id": request["id"], "error": _describe(error)})
 
     def _answer(self, request: dict[str, Any]) -> Any:
+        if "multiprocessing" in request.get("code", ""):
+            from multiprocessing.context import BaseContext
+
+            # Its pools of threads make locks in memory that processes share, and there is none.
+            BaseContext.Lock = lambda _: _thread.allocate_lock()  # type: ignore[assignment]
         if request["op"] == "load":
             return self._load(request["code"])
         if request["op"] == "program":
@@ -57,6 +67,20 @@ class _Worker:
             value = subject(*args, **kwargs)
         else:
             value = (setattr if request["op"] == "set" else getattr)(subject, *args)
+        encoded = self._encode(value)
+        if "in_place" not in request:
+            return encoded
+        changed = self._changed(request, args, kwargs) if value is None else ()
+        return ["t", encoded, ["d", *changed]]
+
+    def _changed(self, request: dict[str, Any], args: Any, kwargs: Any) -> Iterator[Any]:
+        """Yields the number and the new content, in turn, of containers that a call changed."""
+        before = [*request["args"][1:], *request["kwargs"][2::2]]
+        for number, (old, value) in enumerate(zip(before, (*args, *kwargs.values()), strict=True)):
+            if isinstance(value, wire.CONTAINERS) and (new := self._encode(value)) != old:
+                yield from (number, new)
+
+    def _encode(self, value: Any) -> Any:
         return wire.encode(value, max_bytes=self._value_bytes, to_handle=self._keep)
 
     def _object(self, target: int | str) -> Any:
@@ -64,8 +88,8 @@ class _Worker:
         return self._objects[target] if type(target) is int else getattr(self._module, str(target))
 
     def _keep(self, value: Any) -> int:
-        self._objects.append(value)
-        return len(self._objects) - 1
+        self._objects[id(value)] = value
+        return id(value)
 
     def _load(self, code: str) -> list[str]:
         # Dataclasses and pickles look up their module.
@@ -114,11 +138,18 @@ def main(read_fd: int, write_fd: int, config: dict[str, Any]) -> NoReturn:
     sys.exit()
 
 
+def _open(file: Any, *args: Any, **kwargs: Any) -> Any:
+    """Opens a file, also one that stands for a descriptor, which without /proc does not exist."""
+    standard = _STANDARD_FILES.get(str(file))
+    return _io.open(file if standard is None else os.dup(standard), *args, **kwargs)
+
+
 def _run_as_main(program: types.CodeType) -> None:
     """Runs a program as ``python main.py`` would; its exceptions are left to the interpreter."""
     gc.freeze()  # no copies of the driver's pages while the interpreter ends
     for name in ("exit", "quit"):  # which the module ``site`` would define
         setattr(builtins, name, Quitter(name, "Ctrl-D (i.e. EOF)"))
+    builtins.open = io.open = _open  # type: ignore[assignment]
     sys.argv[:] = ["main.py"]
     sys.modules["__main__"] = module = types.ModuleType("__main__")
     exec(program, module.__dict__)
