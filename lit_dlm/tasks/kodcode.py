@@ -68,8 +68,8 @@ class KodCode(CodeTask):
     ``test_code`` or ``test``, and the name of the function in ``entry_point`` or ``test_info``. A
     field ``solution`` may hold code that passes. Problems whose tests need other packages than the
     standard library, or pytest's fixtures, are ungraded, and left out of RL. The answer runs in its
-    own process, so tests of what it prints, or of how it changes a list argument, fail: of
-    KodCode's 232 demo rows, 218 solutions are right, 6 ungraded and 8 wrong for these reasons.
+    own process, so tests of what it prints, of files, or of a list from which it takes and returns
+    elements fail: of KodCode's 232 demo rows, 220 solutions are right, 6 ungraded and 6 wrong.
     Templates are also given ``test`` and ``entry_point``. TraceLock's filtered set is
     ``BOB12311/kodcode-humaneval-like``.
     """

@@ -53,7 +53,7 @@ class _Worker:
             from multiprocessing.context import BaseContext
 
             # Its pools of threads make locks in memory that processes share, and there is none.
-            BaseContext.Lock = lambda _: _thread.allocate_lock()  # type: ignore[assignment]
+            BaseContext.Lock = lambda _: _thread.allocate_lock()  # type: ignore
         if request["op"] == "load":
             return self._load(request["code"])
         if request["op"] == "program":
@@ -149,7 +149,7 @@ def _run_as_main(program: types.CodeType) -> None:
     gc.freeze()  # no copies of the driver's pages while the interpreter ends
     for name in ("exit", "quit"):  # which the module ``site`` would define
         setattr(builtins, name, Quitter(name, "Ctrl-D (i.e. EOF)"))
-    builtins.open = io.open = _open  # type: ignore[assignment]
+    builtins.open = io.open = _open
     sys.argv[:] = ["main.py"]
     sys.modules["__main__"] = module = types.ModuleType("__main__")
     exec(program, module.__dict__)
