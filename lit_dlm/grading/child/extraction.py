@@ -75,10 +75,7 @@ def extract_code(
     """
     if "```" not in completion:
         completion = _MARK.sub(lambda mark: "```python" if mark[1] else "```", completion)
-    blocks = fenced_blocks(completion)[::-1]
-    fenced = "".join(block for block in blocks if "```" in block)  # in docstrings
-    tagged = [text for text in _TAGGED.findall(completion)[::-1] if text not in fenced]
-    texts = [*blocks, *tagged] if entry_point is not None else [*tagged, *blocks]
+    texts = _blocks(completion, is_program=entry_point is None)
     pieces = [text for text in dict.fromkeys([*texts, completion]) if text.strip()]
     if not pieces:
         return ExtractedCode(code=None, problem="the completion holds no code")
@@ -103,6 +100,13 @@ def extract_code(
     return ExtractedCode(
         code=head + pieces[0], problem="the code does not parse", is_syntax_error=True
     )
+
+
+def _blocks(completion: str, *, is_program: bool) -> list[str]:
+    blocks = fenced_blocks(completion)[::-1]
+    fenced = "".join(block for block in blocks if "```" in block)  # in docstrings
+    tagged = [text for text in _TAGGED.findall(completion)[::-1] if text not in fenced]
+    return [*tagged, *blocks] if is_program else [*blocks, *tagged]
 
 
 def _behind(head: str, text: str) -> str:
