@@ -43,6 +43,8 @@ class AdapterCheckpoint(Callback):
         mode: whether a smaller or a larger value is better.
     """
 
+    writes_files = True
+
     def __init__(
         self,
         folder: str,

@@ -120,6 +120,8 @@ class DecodeWriter(BasePredictionWriter):
         max_gigabytes: stop the run with an error when the shards have grown beyond this.
     """
 
+    writes_files = True
+
     def __init__(
         self,
         run_dir: str | None = None,

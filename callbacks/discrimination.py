@@ -89,6 +89,8 @@ class DiscriminationScore(Callback):
         num_prompts: prompts to decode, over all processes together (64 in the paper).
     """
 
+    writes_files = True
+
     def __init__(self, folder: str, *, num_prompts: int = 64) -> None:
         at_least(1, num_prompts=num_prompts)
         self.folder = Path(folder)

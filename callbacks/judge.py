@@ -43,6 +43,8 @@ class HttpJudge(Callback):
         endpoint: options of :class:`~lit_dlm.rewards.chat.ChatEndpoint`.
     """
 
+    writes_files = True
+
     def __init__(self, run_dir: str, *, tasks: list[str], **endpoint: Any) -> None:
         super().__init__()
         at_least(1, tasks=len(tasks))

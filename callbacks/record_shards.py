@@ -203,6 +203,8 @@ class RolloutWriter(Callback):
     already.
     """
 
+    writes_files = True
+
     def __init__(self, folder: str) -> None:
         super().__init__()
         self.folder = Path(folder)

@@ -30,6 +30,8 @@ class RewardCurve(Callback):
     continues it.
     """
 
+    writes_files = True
+
     def __init__(self, folder: str) -> None:
         super().__init__()
         self.folder = Path(folder)
@@ -90,6 +92,8 @@ def _is_new(name: str, trainer: Trainer, module: TraceRLModule) -> bool:
 
 class CalibrationPlot(Callback):
     """Keeps ``calibration.json`` and ``calibration.png`` of the last validation in a folder."""
+
+    writes_files = True
 
     def __init__(self, folder: str) -> None:
         super().__init__()

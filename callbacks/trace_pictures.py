@@ -51,6 +51,8 @@ class TracePictures(Callback):
         every_n_validations: draw only after every n-th validation.
     """
 
+    writes_files = True
+
     def __init__(
         self,
         folder: str,

@@ -1,4 +1,4 @@
-"""The configuration parser, with one-line errors that name the nearest key, and saved files."""
+"""The configuration parser, with one-line errors that name the nearest key."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from pydoc import locate
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser, Namespace
-from lightning.pytorch import LightningModule, Trainer, callbacks, loggers
-from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
+from lightning.pytorch import callbacks, loggers
+from lightning.pytorch.cli import LightningArgumentParser
 from torch import optim
 
 from lit_dlm.config_files import nearest, with_files
-from lit_dlm.ops.files import write_atomically
 from lit_dlm.ops.terminal import printable
 from lit_dlm.plugs import Plug, difference
 
@@ -193,14 +191,3 @@ class Parser(LightningArgumentParser):
             super().error(message, ex)
         sys.stderr.write(f"lit-dlm: error: {printable(explain(message, self))}\n")
         raise SystemExit(2)
-
-
-class RunConfigCallback(SaveConfigCallback):
-    """Saves the resolved configuration as ``{default_root_dir}/{subcommand}.yaml``."""
-
-    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Writes a file that can be run again as is (the base class calls this on rank 0 only)."""
-        assert trainer.state.fn is not None
-        path = Path(trainer.default_root_dir) / f"{trainer.state.fn.value}.yaml"
-        text = self.parser.dump(self.config, skip_none=False, skip_validation=True)  # it was parsed
-        write_atomically(path, text)

@@ -39,8 +39,9 @@ import lit_dlm.rewards
 import lit_dlm.rl
 import lit_dlm.tasks
 import lit_dlm.toy
+from lit_dlm.config.saved import RunConfigCallback, claim
 from lit_dlm.config_files import FOLDER
-from lit_dlm.configuration import Parser, RunConfigCallback, explain
+from lit_dlm.configuration import Parser, explain
 from lit_dlm.modules.checkpoint import LAST, last_checkpoint, local, use_own_files
 from lit_dlm.ops.terminal import printable
 from lit_dlm.plan import check_run
@@ -152,10 +153,14 @@ class CLI(LightningCLI):
         planned = check_run(options.as_dict(), trains=self.subcommand == "fit")
         if planned is not None:
             rank_zero_only(logger.info)(planned)
-        if self.subcommand in ("fit", "predict"):
+        # A trial run leaves nothing in the folder, and so it takes no lock there.
+        if self.subcommand in ("fit", "predict") and not options.trainer.fast_dev_run:
             self.lock = rank_zero_only(_held.enter_context)(
                 locked(Path(options.run_dir), self.subcommand)
             )
+            if self.subcommand == "fit":
+                self._dump_config()
+                rank_zero_only(claim)(self.config_dump)
         torch.backends.cuda.matmul.allow_tf32 = options.tf32
 
     @staticmethod
@@ -169,6 +174,9 @@ class CLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         given = self.config_init[self.subcommand].trainer
+        if given.fast_dev_run:  # Lightning leaves out its own checkpoints and loggers
+            listed = given.callbacks if isinstance(given.callbacks, list) else [given.callbacks]
+            given.callbacks = [x for x in listed if not getattr(x, "writes_files", x is None)]
         # Defaults, not configuration: a file's list of callbacks is added to them.
         own = [lit_dlm.callbacks.Interruption(self.lock), lit_dlm.callbacks.TrainingLog()]
         self.trainer_defaults["callbacks"] = own
@@ -191,6 +199,11 @@ class CLI(LightningCLI):
             options["ckpt_path"] = last_checkpoint(folders)
             if options["ckpt_path"] is None:
                 names = " or ".join(dict.fromkeys(map(str, folders))) or "no folder of checkpoints"
+                if subcommand != "fit":
+                    raise ValueError(
+                        f"ckpt_path: expected {LAST}*.ckpt in {names}, got none; run 'lit-dlm fit' "
+                        "with this configuration and run_dir first"
+                    )
                 rank_zero_only(logger.info)("nothing to go on from in %s, starting anew", names)
         elif path is not None and path != "best":
             options["ckpt_path"] = local(path)
@@ -310,6 +323,9 @@ def _told(error: Exception) -> str | None:
         # Gloo's errors have no class of their own.
         reason = line.rpartition("] ")[2][:200]
         return f"another process of this run has ended, so this one ends, too ({reason})"
+    if twice := re.match(r"Found more than one stateful callback of type `(\w+)`", line):
+        differ = "two of ModelCheckpoint must differ in monitor, mode, every_n_epochs or the like"
+        return f"trainer.callbacks: a checkpoint cannot tell two of {twice[1]} apart; {differ}"
     if line.startswith("DataLoader worker"):
         return f"{line.rstrip('. ')}; the same command goes on (fit with --ckpt_path last)"
     frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]

@@ -1,0 +1,74 @@
+"""The saved configuration of a run, by which a run folder belongs to one set of settings."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import SaveConfigCallback
+
+from lit_dlm.modules.checkpoint import LAST
+from lit_dlm.ops.files import write_atomically
+from lit_dlm.ops.options import of_kind, setting_differences
+
+_COMPARED = re.compile(
+    r"(model|data|seed_everything|tf32)\b"
+    r"|trainer\.(precision|gradient_clip_val|accumulate_grad_batches)\b"
+)
+NOT_COMPARED = {
+    *("num_workers", "compile", "gradient_checkpointing", "attn_implementation", "export_dir"),
+    *("batch_size", "rollout_batch_size", "val_batch_size"),  # checkpoints refuse what matters
+    *("device", "url", "timeout_s", "deadline_s", "api_key_env"),  # of learned rewards and judges
+}
+"""Options, wherever they are, that may differ where a fit goes on."""
+
+
+def claim(config: dict[str, Any]) -> None:
+    """Refuses a ``fit`` in the folder of one with other settings, or whose checkpoints it ignores.
+
+    The folder is the trainer's ``default_root_dir``; the settings are those that decide weights.
+    """
+    folder = Path(config["trainer"]["default_root_dir"])
+    path = folder / "fit.yaml"
+    if not path.exists():
+        return
+    found = of_kind(yaml.safe_load(path.read_text(encoding="utf-8")), dict, option=str(path))
+    changes = filter(_decides, setting_differences(_anywhere(found), _anywhere(config)))
+    if told := [change.replace("init_args.", "") for change in changes]:
+        raise ValueError(
+            f"run_dir: {folder} holds a fit of other settings ({'; '.join(told[:3])}"
+            f"{'; ...' * bool(told[3:])}); choose another --run_dir, or remove {path}"
+        )
+    others = [path.parent for path in folder.glob("*/**/fit.yaml")]
+    held = [one for one in folder.rglob("*.ckpt") if not any(map(one.is_relative_to, others))]
+    has_last = any(one.name.startswith(LAST) for one in held)
+    if held and (config["ckpt_path"] is None or (config["ckpt_path"] == LAST and not has_last)):
+        raise ValueError(
+            f"run_dir: {folder} holds a fit, which goes on with --ckpt_path "
+            f"{LAST if has_last else held[-1]}; a new one needs another --run_dir"
+        )
+
+
+def _decides(change: str) -> bool:
+    key = change.partition(":")[0]
+    return bool(_COMPARED.match(key)) and not NOT_COMPARED.intersection(key.split("."))
+
+
+def _anywhere(config: dict[str, Any]) -> Any:
+    """Returns a configuration as it would be in another run folder."""
+    return json.loads(json.dumps(config).replace(f'"{config.get("run_dir")}/', '"${run_dir}/'))
+
+
+class RunConfigCallback(SaveConfigCallback):
+    """Saves the resolved configuration as ``{default_root_dir}/{subcommand}.yaml``."""
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Writes a file that can be run again as is (the base class calls this on rank 0 only)."""
+        assert trainer.state.fn is not None
+        path = Path(trainer.default_root_dir) / f"{trainer.state.fn.value}.yaml"
+        text = self.parser.dump(self.config, skip_none=False, skip_validation=True)  # it was parsed
+        write_atomically(path, text)
