@@ -71,9 +71,6 @@ class AdapterCheckpoint(Callback):
         if stage == "fit":
             of_kind(pl_module, TrainableModule, option="model")
 
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: Any) -> None:
-        self._replaced(trainer)  # refuses before time is spent
-
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         is_due = trainer.max_epochs is None or not 0 <= trainer.max_epochs < self.every_n_epochs
         callbacks = trainer.callbacks  # type: ignore[attr-defined]

@@ -220,10 +220,6 @@ class RolloutWriter(Callback):
         if self._is_replay:
             logger.info("RolloutWriter: writes nothing, the rollouts are those of %s", data.shards)
 
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: Any) -> None:
-        if not self._is_replay:
-            self._first_new_step(trainer, pl_module)  # refuses before time is spent
-
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         if self._is_replay:
             return

@@ -19,6 +19,20 @@ def _print_config(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return output.out
 
 
+def test_fits_into_one_run_folder_have_folders_of_their_own():
+    """Each is claimed by the first that is run there; two may share a ``run_dir``."""
+    owners: dict[str, str] = {}
+    for name in packaged("exp"):
+        config = load(name)
+        module = config["model"]["class_path"].rpartition(".")[2]
+        if module in ("DecodeModule", "TraceModule"):
+            continue
+        root = config["trainer"].get("default_root_dir", "${run_dir}")
+        folder = root.replace("${run_dir}", config["run_dir"])
+        assert owners.setdefault(folder, name) == name
+    assert {"runs/tiny", "runs/tiny/outcome", "runs/dream/autoencoder"} < owners.keys()
+
+
 @pytest.mark.parametrize("name", packaged("trainer"))
 def test_trainer_parses_on_top_of_an_experiment(name: str, capsys):
     assert "accelerator:" in _print_config(capsys, *BENCHMARK, f"--config={name}")

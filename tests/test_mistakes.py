@@ -45,6 +45,8 @@ FILES = {
     "key.jsonl": '{"prmpt": "2+3"}\n',
     "shards/train.jsonl": '{"prompt": "2+3"}\n',
     "torn.ckpt": "PK",
+    "torn/fit.yaml": "[",
+    "foreign/fit.yaml": "model: {seed: 3}\n",
 }
 
 
@@ -124,6 +126,14 @@ MISTAKES = [
     ("fit --config exp/tracelock_tiny",
      "projector folder runs/tiny/projector: there is no such folder; 'lit-dlm predict --config "
      "exp/generate_tiny' makes it"),
+    (f"{PREDICT} --ckpt_path last", "ckpt_path: expected last*.ckpt in any folder of checkpo"),
+    ("validate --config sft --run_dir new --ckpt_path last",
+     "ckpt_path: expected last*.ckpt in {here}/new/checkpoints; run 'lit-dlm fit' with the same"),
+    (f"{SFT} --trainer.callbacks+=ModelCheckpoint",
+     "trainer.callbacks: a checkpoint cannot tell two of ModelCheckpoint apart; two of ModelCheck"),
+    (f"{SFT} --run_dir foreign", "run_dir: foreign holds a fit of other settings (data: None, "),
+    (f"{SFT} --run_dir torn",
+     "while parsing a flow node expected the node content, but found '<stream end>' in \"torn/fit.y"),
     (f"{LOCK} --model.projector runs/no/p", "projector folder runs/no/p: there is no such folder"),
     (_tasks("PromptsFile", "no.jsonl"), "path: there is no file or folder 'no.jsonl'"),
     (_tasks("GSM8K", "answers.jsonl"),

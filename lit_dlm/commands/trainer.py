@@ -28,6 +28,7 @@ from lightning.pytorch.trainer.connectors import checkpoint_connector
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 # Imported so that configurations may use short class names.
 import lit_dlm.backbones.hf
@@ -129,7 +130,7 @@ _NEEDED = {
 """Methods that a command calls, and that Lightning's base classes do not implement."""
 _TOLD: tuple[type[Exception], ...] = (
     ValueError, OSError, OmegaConfBaseException, RuntimeError, TypeError, LookupError,
-    AttributeError, ImportError, MisconfigurationException,
+    AttributeError, ImportError, MisconfigurationException, YAMLError,
 )  # fmt: skip
 _held = ExitStack()  # the lock of the run folder
 
@@ -198,12 +199,10 @@ class CLI(LightningCLI):
             ]
             options["ckpt_path"] = last_checkpoint(folders)
             if options["ckpt_path"] is None:
-                names = " or ".join(dict.fromkeys(map(str, folders))) or "no folder of checkpoints"
+                names = " or ".join(dict.fromkeys(map(str, folders))) or "any folder of checkpoints"
                 if subcommand != "fit":
-                    raise ValueError(
-                        f"ckpt_path: expected {LAST}*.ckpt in {names}, got none; run 'lit-dlm fit' "
-                        "with this configuration and run_dir first"
-                    )
+                    way_out = "run 'lit-dlm fit' with the same --run_dir first, or give a file"
+                    raise ValueError(f"ckpt_path: expected {LAST}*.ckpt in {names}; {way_out}")
                 rank_zero_only(logger.info)("nothing to go on from in %s, starting anew", names)
         elif path is not None and path != "best":
             options["ckpt_path"] = local(path)
@@ -314,7 +313,7 @@ def _told(error: Exception) -> str | None:
         if absent := re.search(r"Environment variable '(\w+)' not found", str(error)):
             return f"{key}: expected the environment variable {absent[1]}, which is not set"
         return f"{key}: expected references like ${{run_dir}}, got {str(error).splitlines()[0]}"
-    if isinstance(error, ValueError | OSError | ImportError | MisconfigurationException):
+    if isinstance(error, (ValueError, OSError, ImportError, MisconfigurationException, YAMLError)):
         return explain(str(error))
     line = str(error).strip().partition("\n")[0]
     if isinstance(error, torch.OutOfMemoryError):

@@ -13,7 +13,8 @@ from lightning.pytorch.cli import SaveConfigCallback
 
 from lit_dlm.modules.checkpoint import LAST
 from lit_dlm.ops.files import write_atomically
-from lit_dlm.ops.options import of_kind, setting_differences
+from lit_dlm.ops.options import of_kind
+from lit_dlm.reports.results import setting_differences
 
 _COMPARED = re.compile(
     r"(model|data|seed_everything|tf32)\b"
@@ -36,9 +37,10 @@ def claim(config: dict[str, Any]) -> None:
     path = folder / "fit.yaml"
     if not path.exists():
         return
-    found = of_kind(yaml.safe_load(path.read_text(encoding="utf-8")), dict, option=str(path))
+    with path.open("rb") as file:  # errors name it
+        found = of_kind(yaml.safe_load(file), dict, option=str(path))
     changes = filter(_decides, setting_differences(_anywhere(found), _anywhere(config)))
-    if told := [change.replace("init_args.", "") for change in changes]:
+    if told := [change.replace("init_args.", "")[:160] for change in changes]:
         raise ValueError(
             f"run_dir: {folder} holds a fit of other settings ({'; '.join(told[:3])}"
             f"{'; ...' * bool(told[3:])}); choose another --run_dir, or remove {path}"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -39,15 +38,3 @@ def of_kind(value: object, kind: type[T], *, option: str) -> T:
     if not isinstance(value, kind):
         raise ValueError(f"{option}: expected {kind.__name__}, got {type(value).__name__}")
     return value
-
-
-def setting_differences(found: Any, wanted: Any, key: str = "") -> Iterator[str]:
-    """Yields the values that differ, in lines such as ``decoder.threshold: 0.9, now 0.8``."""
-    if isinstance(found, list) and isinstance(wanted, list) and len(found) == len(wanted):
-        found, wanted = dict(enumerate(found)), dict(enumerate(wanted))
-    if isinstance(found, dict) and isinstance(wanted, dict):
-        for name in sorted(found.keys() | wanted.keys()):
-            inner = f"{key}.{name}" if key else name
-            yield from setting_differences(found.get(name), wanted.get(name), inner)
-    elif found != wanted:
-        yield f"{key}: {found!r}, now {wanted!r}"

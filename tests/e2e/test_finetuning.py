@@ -37,9 +37,11 @@ def run_dir(distilled: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
+SIZES = ("--data.batch_size=8", "--data.val_fraction=0")
+
+
 def fit(name: str, run_dir: Path, *flags: str) -> None:
-    sizes = ("--data.batch_size=8", "--data.val_fraction=0")
-    run("fit", f"--config=exp/{name}", f"--run_dir={run_dir}", *sizes, *QUIET, *flags)
+    run("fit", f"--config=exp/{name}", f"--run_dir={run_dir}", *SIZES, *QUIET, *flags)
 
 
 def evaluate(run_dir: Path, *flags: str) -> dict[str, bool]:
@@ -69,7 +71,8 @@ def test_a_recipe_goes_on_from_its_last_checkpoint(
 ) -> None:
     """The second call trains the second epoch only; checkpoints hold nothing but the adapter.
 
-    They are no checkpoint of the model without one, and a new run does not mix with this one.
+    They are no checkpoint of the model without one, and a new run, or one of other settings, does
+    not mix with this one.
     """
     name, folder = "tabom_dream_prm12k_tiny", run_dir / "dream_prm12k"
     fit(name, run_dir, "--trainer.max_epochs", "1", "--ckpt_path", "last")
@@ -84,8 +87,14 @@ def test_a_recipe_goes_on_from_its_last_checkpoint(
     base = (f"--run_dir={run_dir}/base", f"--ckpt_path={folder}/checkpoints/last.ckpt")
     error = fails(capsys, *EVALUATE, *base, *QUIET)
     assert f"has no use here for {len(stored['state_dict'])} weights" in error
-    anew = (f"--config=exp/{name}", f"--run_dir={run_dir}", "--trainer.max_epochs=1")
-    error = fails(capsys, "fit", *anew, *QUIET)
+    again = ("fit", f"--config=exp/{name}", f"--run_dir={run_dir}", *SIZES, *QUIET)
+    error = fails(capsys, *again, "--trainer.max_epochs=1")
+    assert f"run_dir: {folder} holds a fit, which goes on with --ckpt_path last; a new " in error
+    error = fails(capsys, *again, "--ckpt_path=last", "--model.optimizer.lr=0.5")
+    changed = "(model.optimizer.lr: 0.001, now 0.5); choose another --run_dir, or remove "
+    assert f"{folder} holds a fit of other settings {changed}{folder / 'fit.yaml'}" in error
+    (folder / "fit.yaml").unlink()
+    error = fails(capsys, *again)
     assert f"{folder / 'adapters'}: expected a folder without weights" in error
 
 
