@@ -102,7 +102,7 @@ def decoder(size: int, **plugs: Any) -> dict[str, Any]:
 def reinforce(options: argparse.Namespace, arm: str, seed: int, folder: Path) -> None:
     """Runs TraceRL with an adapter; for ``widened``, the first half rolls out in blocks of 4."""
     widths = {"four": (4,), "eight": (8,), "widened": SIZES}[arm]
-    checkpoint: list[Any] = []
+    checkpoint: list[Any] = ["--ckpt_path", "last"]
     for number, width in enumerate(widths):
         run = folder if number == len(widths) - 1 else folder / "first"
         steps = STEPS * (number + 1) // len(widths)

@@ -127,7 +127,7 @@ def trained(options: argparse.Namespace, name: str, path: str, arm: str, seed: i
         call(
             folder / "done",
             *("fit", "--config", EXP / config, *model, *seed_flags(seed), "--run_dir", folder),
-            *("--trainer.max_epochs", setting.updates),
+            *("--ckpt_path", "last", "--trainer.max_epochs", setting.updates),
             *("--trainer.check_val_every_n_epoch", setting.updates),
             *("--model.decoders", json.dumps(rollout_decoders(setting.decoder))),
         )

@@ -282,19 +282,25 @@ def adapt(run: Run, name: str, config: str, *more: object) -> None:
     widths = {run.options.widening * (i + 1): size for i, size in enumerate(WIDENING)}
     widths = widths if name == "block" else {}
     times = 1 if name == "block" else 2
+    before: list[object] = []
     rows, at_once = times * run.options.update_rows, times * run.options.batch_rows
     for updates in sorted({*widths, *range(chunk, most, chunk), most}):
         adapter = run.out / place / f"adapter-{updates}"
         size = next((size for end, size in widths.items() if updates <= end), None)
         start = replace(START[name], block_size=size or START[name].block_size)
         model = (*parent, "--model.backbone.init_args.from_ar", json.dumps(asdict(start)))
+        # A fit of other blocks goes on in a folder of its own.
+        folder = run.out / (place if size is None else f"{place}-{size}")
         run.command(
-            place, "fit", config, *model, *more,
+            place, "fit", config, *model, *more, *before,
             *("--trainer.max_steps", updates, "--model.export_dir", adapter),
             *("--data.sources", json.dumps([training_rows(run)])),
             *("--data.rows_per_update", rows, "--data.batch_size", min(rows, at_once)),
+            folder=folder,
         )  # fmt: skip
+        before = []
         if size is not None:
+            before = ["--ckpt_path", folder / "checkpoints" / "last.ckpt"]
             continue
         run.command(
             f"{place}/{updates}", "predict", f"decode{'' if name == 'block' else f'_{name}'}",
@@ -368,12 +374,15 @@ class Run:
         with (self.out / "costs.jsonl").open("a") as file:
             file.write(json.dumps({"command": name, **line}) + "\n")
 
-    def command(self, name: str, verb: str, config: str, *flags: object) -> None:
+    def command(
+        self, name: str, verb: str, config: str, *flags: object, folder: Path | None = None
+    ) -> None:
         """Runs ``fit`` or ``predict`` with a configuration, only once with the same flags."""
-        folder, path = self.out / name, CONFIGS / f"{config}.yaml"
+        folder, path = folder or self.out / name, CONFIGS / f"{config}.yaml"
         words = [verb, "--config", path, "--run_dir", folder, *flags]
         at_once = ("--data.batch_size", 8 * self.options.batch_rows)
-        words += ["--ckpt_path", "last"] if verb == "fit" else at_once
+        if "--ckpt_path" not in flags:
+            words += ["--ckpt_path", "last"] if verb == "fit" else at_once
         text = " ".join([config, *map(str, words[4:])])
         done = folder / f"{config}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
         if not done.exists():

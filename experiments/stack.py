@@ -99,7 +99,7 @@ def measure(options: argparse.Namespace, chain: str, seed: int) -> list[Path]:
     call(
         folder / "distilled",
         *("fit", "--config", EXP / "tracelock_tiny.yaml", *path, *seed_flags(seed)),
-        *("--run_dir", folder),
+        *("--run_dir", folder, "--ckpt_path", "last"),
     )
     places = {"tracelock": "policy"}
     if chain in WITH_OUTCOMES:
@@ -137,7 +137,8 @@ def trained(options: argparse.Namespace, chain: str, seed: int) -> str:
         call(
             folder / "trained",
             *("fit", "--config", EXP / "tracerl_tiny.yaml", *path, *seed_flags(seed)),
-            *("--run_dir", folder, "--trainer.check_val_every_n_epoch", 12),
+            *("--run_dir", folder, "--ckpt_path", "last"),
+            *("--trainer.check_val_every_n_epoch", 12),
             *("--data.val_tasks", problems("WordProblems", "train", 300, seed=100)),
         )
     else:

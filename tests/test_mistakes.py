@@ -133,7 +133,7 @@ MISTAKES = [
      "trainer.callbacks: a checkpoint cannot tell two of ModelCheckpoint apart; two of ModelCheck"),
     (f"{SFT} --run_dir foreign", "run_dir: foreign holds a fit of other settings (data: None, "),
     (f"{SFT} --run_dir torn",
-     "while parsing a flow node expected the node content, but found '<stream end>' in \"torn/fit.y"),
+     "while parsing a flow node expected the node content, but found '<stream end>' in \"torn/fi"),
     (f"{LOCK} --model.projector runs/no/p", "projector folder runs/no/p: there is no such folder"),
     (_tasks("PromptsFile", "no.jsonl"), "path: there is no file or folder 'no.jsonl'"),
     (_tasks("GSM8K", "answers.jsonl"),
