@@ -154,7 +154,6 @@ class CLI(LightningCLI):
         planned = check_run(options.as_dict(), trains=self.subcommand == "fit")
         if planned is not None:
             rank_zero_only(logger.info)(planned)
-        # A trial run leaves nothing in the folder, and so it takes no lock there.
         if self.subcommand in ("fit", "predict") and not options.trainer.fast_dev_run:
             self.lock = rank_zero_only(_held.enter_context)(
                 locked(Path(options.run_dir), self.subcommand)
@@ -175,7 +174,7 @@ class CLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         given = self.config_init[self.subcommand].trainer
-        if given.fast_dev_run:  # Lightning leaves out its own checkpoints and loggers
+        if given.fast_dev_run:  # leaves no files, so Lightning drops its own savers and loggers
             listed = given.callbacks if isinstance(given.callbacks, list) else [given.callbacks]
             given.callbacks = [x for x in listed if not getattr(x, "writes_files", x is None)]
         # Defaults, not configuration: a file's list of callbacks is added to them.

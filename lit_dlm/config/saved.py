@@ -22,6 +22,7 @@ _COMPARED = re.compile(
 )
 NOT_COMPARED = {
     *("num_workers", "compile", "gradient_checkpointing", "attn_implementation", "export_dir"),
+    "total_steps",  # of a schedule, which follows the trainer's max_steps
     *("batch_size", "rollout_batch_size", "val_batch_size"),  # checkpoints refuse what matters
     *("device", "url", "timeout_s", "deadline_s", "api_key_env"),  # of learned rewards and judges
 }

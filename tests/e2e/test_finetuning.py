@@ -150,7 +150,7 @@ def test_a_run_goes_on_from_its_last_checkpoint(
         assert torch.load(stored, weights_only=True)["global_step"] == steps
     weights = [run_dir / folder / "adapter", run_dir / "whole"]
     bare = ("--trainer.enable_checkpointing=false", "--trainer.callbacks=[]")
-    export = f"--model.export_dir={weights[1]}"
-    fit(name, run_dir, "--trainer.max_steps=4", export, *bare)
+    place = (f"--trainer.default_root_dir={weights[1]}", f"--model.export_dir={weights[1]}")
+    fit(name, run_dir, "--trainer.max_steps=4", *place, *bare)
     resumed, whole = (load_file(path / "adapter_model.safetensors") for path in weights)
     torch.testing.assert_close(resumed, whole)
