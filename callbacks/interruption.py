@@ -272,6 +272,6 @@ def _is_followed(trainer: Trainer) -> bool:
 def _last(trainer: Trainer) -> Path | None:
     """Returns where ``--ckpt_path last`` looks first."""
     for saver in trainer.checkpoint_callbacks:
-        if isinstance(saver, ModelCheckpoint) and saver.dirpath and not trainer.fast_dev_run:
+        if isinstance(saver, ModelCheckpoint) and saver.dirpath and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             return Path(saver.dirpath) / f"{LAST}.ckpt"
     return None

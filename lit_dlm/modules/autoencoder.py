@@ -101,7 +101,7 @@ class AutoencoderModule(CheckedModule):
         drop_backbone(checkpoint)
 
     def on_fit_end(self) -> None:
-        if self.trainer.is_global_zero and not self.trainer.fast_dev_run:
+        if self.trainer.is_global_zero and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             self.export(self.export_dir or Path(self.trainer.default_root_dir) / "projector")
 
     def export(self, folder: str | Path) -> Projector:

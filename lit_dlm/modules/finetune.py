@@ -122,7 +122,7 @@ class TrainableModule(DecodeModule):
     # -- files -----------------------------------------------------------------------------------
 
     def on_fit_end(self) -> None:
-        if self.export_dir is not None and not self.trainer.fast_dev_run:
+        if self.export_dir is not None and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             self.export(self.export_dir)
             kind = "model" if self.backbone.adapter is None else "adapter"
             if self.trainer.is_global_zero:

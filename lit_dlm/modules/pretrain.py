@@ -128,7 +128,7 @@ class PretrainModule(DecodeModule):
         }
 
     def on_fit_end(self) -> None:
-        if self.export_dir is None or self.trainer.fast_dev_run:
+        if self.export_dir is None or self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         # Sharded weights are gathered one by one, so every process must take part.
         self.backbone.export(self.export_dir, dtype=self.export_dtype)

@@ -335,7 +335,7 @@ class TraceLockModule(DecodeModule):
         drop_backbone(checkpoint)
 
     def on_fit_end(self) -> None:
-        if self.trainer.fast_dev_run or not self.trainer.is_global_zero:
+        if self.trainer.fast_dev_run or not self.trainer.is_global_zero:  # type: ignore[attr-defined]
             return
         folder = self.export_dir or Path(self.trainer.default_root_dir) / "policy"
         self.export(folder)
