@@ -18,12 +18,12 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from lit_dlm.callbacks.interruption import Interrupted
 from lit_dlm.callbacks.record_shards import RecordShards, describe_run
 from lit_dlm.callbacks.trace_pictures import file_name
+from lit_dlm.config.components import source_digests
 from lit_dlm.grading import Verdict
 from lit_dlm.modules.decode import DecodedBatch, DecodeModule
 from lit_dlm.ops.files import write_atomically
 from lit_dlm.ops.options import at_least, of_kind, within
 from lit_dlm.ops.terminal import PlainConsole
-from lit_dlm.plugs import source_digests
 from lit_dlm.reports.command import write_report
 from lit_dlm.reports.results import ResultFolder, ResultRow
 from lit_dlm.reports.summary import MethodSummary, summarise_folder

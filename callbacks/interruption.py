@@ -19,7 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from lit_dlm.modules.checkpoint import LAST
+from lit_dlm.config.saved import LAST
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from lit_dlm.backbones import BackboneSpec
 from lit_dlm.backbones.base import UNKNOWN_ID
+from lit_dlm.config.components import checked_component
 from lit_dlm.datamodules.resuming import (
     ExampleRef,
     ResumableDataModule,
@@ -38,7 +39,6 @@ from lit_dlm.modules.supervised_batch import (
 )
 from lit_dlm.modules.tabom import TABOMModule
 from lit_dlm.ops.options import at_least, of_kind, within
-from lit_dlm.plugs import checked_plug
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class SupervisedDataModule(ResumableDataModule):
         at_least(1, max_prompt_length=self.max_prompt_length)
         within("[0, 1)", val_fraction=self.val_fraction)
         for source in self.sources:
-            checked_plug(source, SupervisedSource, option="sources")
+            checked_component(source, SupervisedSource, option="sources")
         self.examples: list[SupervisedExample] = []
         """What is trained and validated on; read by ``setup``."""
 

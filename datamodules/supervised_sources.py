@@ -17,11 +17,11 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_dlm.backbones import BackboneSpec
 from lit_dlm.backbones.hf import HFBackbone
+from lit_dlm.config.components import Component
 from lit_dlm.datamodules.trajectories import is_correct
 from lit_dlm.modules.decode import encoded_turns
 from lit_dlm.modules.supervised_batch import SupervisedExample
 from lit_dlm.ops.options import at_least
-from lit_dlm.plugs import Plug
 from lit_dlm.tasks import Task
 from lit_dlm.tasks.conversations import CHATS, conversation
 from lit_dlm.tasks.sources import Row, read_rows
@@ -80,7 +80,7 @@ class ModelFacts:
         return {"prompt_ids": np.array(ids, dtype=np.int32), "pictures": shown}
 
 
-class SupervisedSource(Plug):
+class SupervisedSource(Component):
     """Provides prompts with responses."""
 
     @abstractmethod

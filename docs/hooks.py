@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dlm.commands.recipes import described
-from lit_dlm.config_files import packaged
+from lit_dlm.config.files import packaged
 
 ROOT = Path(__file__).resolve().parents[1]
 _PICTURE = re.compile(

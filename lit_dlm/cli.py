@@ -8,20 +8,20 @@ import signal
 import sys
 from importlib import import_module
 
+from lit_dlm import __version__
+from lit_dlm.config.components import raised_in
 from lit_dlm.ops.terminal import PlainFormatter, printable
 
 # Read by torch: no checkpoint is unpickled, not even parts of sharded ones.
 os.environ.setdefault("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-TRAINER = "lit_dlm.commands.trainer"
+TRAINER = "lit_dlm.commands.run"
 
-_EPOCH = "one epoch of a configuration's validation or test"
 _EXPORT = "write a model for transformers, peft and the hub"
 COMMANDS = {
     "fit": (TRAINER, "train: distil, fine-tune, or reinforcement learning"),
-    "validate": (TRAINER, _EPOCH),
-    "test": (TRAINER, _EPOCH),
+    "validate": (TRAINER, "one epoch of a configuration's validation"),
     "predict": (TRAINER, "decode the prompts of tasks: benchmarks and trajectories"),
     "generate": ("lit_dlm.commands.generation", "decode prompts of the command line or stdin"),
     "chat": ("lit_dlm.commands.chat", "talk with a model and watch it unmask"),
@@ -50,7 +50,7 @@ Post-train and decode masked diffusion language models.
 
 {commands}
 
-'lit-dlm COMMAND --help' explains one of them.
+'lit-dlm COMMAND --help' explains one of them, '--version' names this one.
 """
 
 TRAINER_HELP = """usage: lit-dlm {command} --config FILE [--config FILE ...] [options]
@@ -61,8 +61,8 @@ TRAINER_HELP = """usage: lit-dlm {command} --config FILE [--config FILE ...] [op
   --run_dir FOLDER       receives all results (default: that of the configuration)
   --ckpt_path PATH       checkpoint to load; 'last' goes on from the newest, if there is one
   --trainer.max_steps N  any setting of the trainer, likewise --trainer.devices, ...
-  --model.init_args.X V  any setting of the model
-  --data.init_args.X V   any setting of the data
+  --model.X V            any setting of the model
+  --data.X V             any setting of the data
   --print_config         print the resolved configuration and stop
   --model.help CLASS     the settings of a model class; likewise --data.help CLASS
   --help_all             every option
@@ -78,9 +78,13 @@ def main(args: list[str] | None = None) -> None:
             names.setdefault(purpose, []).append(command)
         lines = [f"  {', '.join(one):19}  {purpose}" for purpose, one in names.items()]
         sys.stdout.write(HELP.format(commands="\n".join(lines)))
+    elif name == "--version":
+        sys.stdout.write(f"lit-dlm {__version__}\n")
     elif name not in COMMANDS:
-        known = ", ".join(COMMANDS)
-        sys.stderr.write(f"lit-dlm: error: unknown command '{name}'; known: {known}\n")
+        told = f"unknown command '{name}'; known: {', '.join(COMMANDS)}"
+        if name == "test":
+            told = "test: nothing to run; 'validate' scores a model, 'predict' runs benchmarks"
+        sys.stderr.write(f"lit-dlm: error: {told}\n")
         raise SystemExit(2)
     elif COMMANDS[name][0] == TRAINER and rest in (["--help"], ["-h"]):
         # The parser itself takes seconds to import.
@@ -116,7 +120,7 @@ def _run(name: str, rest: list[str]) -> int:
             raise
         hint = "; extras bring more: pip install 'lit-dlm[code,eval,log]'"
         hint = hint if isinstance(error, ModuleNotFoundError) else ""
-        told = printable(" ".join(str(error).split()))
-        sys.stderr.write(f"lit-dlm: error: {told}{hint}\n")
+        told = " ".join(str(error).split()) + raised_in(error)
+        sys.stderr.write(f"lit-dlm: error: {printable(told)}{hint}\n")
         return 1
     return int(status or 0)

@@ -22,7 +22,12 @@ if TYPE_CHECKING:  # the hostile set runs under interpreters without torch
 ROOT = Path(__file__).resolve().parents[1]
 FORKS = multiprocessing.get_context("forkserver")
 """Forks of a process that has imported everything and has no threads, so that none can hang."""
-FORKS.set_forkserver_preload(["lit_dlm.commands.trainer", "tests.e2e.runs", "torch._dynamo"])
+FORKS.set_forkserver_preload(
+    [
+        *("lit_dlm.commands.trainer", "lit_dlm.datamodules", "lit_dlm.rl", "lit_dlm.toy"),
+        *("tests.e2e.runs", "torch._dynamo"),
+    ]
+)
 
 
 def fork(folder: Path, function: Callable[..., Any], *args: object) -> BaseProcess:

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 import cli
-from lit_dlm.config_files import FOLDER, load, packaged
+from lit_dlm.config.files import FOLDER, load, packaged
 from tests.twins import RELEASES
 
 pytestmark = pytest.mark.slow  # every case builds the whole command line

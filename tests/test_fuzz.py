@@ -25,9 +25,9 @@ import yaml
 import zstandard
 from hypothesis import event, given, settings, strategies as st
 
-from lit_dlm import config_files
 from lit_dlm.backbones import load_tokenizer
 from lit_dlm.callbacks.judge import parse_verdict
+from lit_dlm.config.files import compose, load, resolved
 from lit_dlm.reports.results import ResultFolder
 from lit_dlm.reports.summary import summarise_folder
 from lit_dlm.tasks.sources import read_rows
@@ -377,10 +377,10 @@ _CONFIG = {
     "defaults": ["base.yaml"],
     "run_dir": "runs/x",
     "model": {
-        "class_path": "GenerateModule",
+        "class_path": "TraceModule",
         "init_args": {"decoders": {"a": {"policy": "ThresholdPolicy"}}, "seed": "${run_dir}"},
     },
-    "trainer": {"callbacks+": [{"class_path": "X"}], "max_steps": 3},
+    "trainer": {"callbacks+": [{"class_path": "Timer"}], "max_steps": 3},
 }
 _PLACEHOLDERS = ["${", "${run_dir", "${oc.env:HOME}", "a: b", "- ", "&a [*a]", "!!python/object:os"]
 _NAMES = ["base", "base.yaml", "again.yaml", ".yaml", "\0.yaml", "x" * 300 + ".yaml", "{", "? []"]
@@ -407,9 +407,10 @@ def test_a_configuration_is_a_mapping_or_an_error_that_names_a_file(data: Any) -
         path.write_bytes(text)
         arguments = ["--config", str(path), "--config", str(folder / "base.yaml")]
         arguments += ["--model.init_args.decoders.a.threshold", "0.9", "--trainer", "x.yaml"]
-        with _cleanly(".yaml", "configuration", refused_with=(ValueError, OSError)):
-            assert isinstance(config_files.load(str(path)), dict)
-            config_files.with_files(arguments)
+        names = (".yaml", "configuration", "unknown class", "references")
+        with _cleanly(*names, refused_with=(ValueError, OSError)):
+            assert isinstance(load(str(path)), dict)
+            resolved(compose(arguments).document)
 
 
 @pytest.mark.parametrize(
@@ -449,7 +450,7 @@ def test_a_null_in_parquet_is_an_error_that_names_its_row(column: str, tmp_path:
         (b"defaults: 5", "configuration '5': expected a file"),
         (b"defaults: [[x]]", "expected a file"),
         (b"a: {defaults: [], b+: 5}", r"configuration: b\+ appends 5 to \[\]: no lists"),
-        (b"a: \x80", r"own\.yaml: 'utf-8' codec"),
+        (b"a: \x80", r"own\.yaml: .*(utf|UTF)-8"),
     ],
 )
 def test_a_configuration_that_names_no_files_is_a_clear_error(
@@ -458,7 +459,7 @@ def test_a_configuration_that_names_no_files_is_a_clear_error(
     path = tmp_path / "own.yaml"
     path.write_bytes(text)
     with pytest.raises(ValueError, match=told):
-        config_files.load(str(path))
+        load(str(path))
 
 
 def test_results_without_a_forward_are_condensed(tmp_path: Path) -> None:

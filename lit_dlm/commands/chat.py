@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_dlm.backbones import HFBackbone
 from lit_dlm.commands.generation import add_decoding_arguments, built, live_canvas
-from lit_dlm.configuration import Parser
+from lit_dlm.config.files import compose
+from lit_dlm.config.parser import Parser
 from lit_dlm.decoding import Decoder
 from lit_dlm.decoding.caches import NoCache
 from lit_dlm.generation import generate
@@ -130,7 +131,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--response_length", type=PositiveInt, default=128, help="Cells to fill.")
     add_decoding_arguments(parser)
-    config = parser.parse_args(list(arguments))
+    config = parser.parse_composed(compose(arguments))
     console = PlainConsole()
     chat = Chat(*built(parser, config), config.response_length, config.seed, console)
     for line in _lines(console):
@@ -160,5 +161,5 @@ def _decoder(*options: str) -> Decoder:
     parser.add_argument("--config", action="config")
     parser.add_class_arguments(Decoder, None, sub_configs=True)
     parser.set_defaults({"policy": "ConfidencePolicy"})
-    found = parser.instantiate(parser.parse_args(list(options)))
+    found = parser.instantiate(parser.parse_composed(compose(options)))
     return Decoder(**{plug: found[plug] for plug in signature(Decoder).parameters})

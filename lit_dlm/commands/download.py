@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -13,10 +11,10 @@ from pathlib import Path
 from pydoc import locate as locate_class
 from typing import Any
 
-import yaml
 from huggingface_hub import constants
 
 from lit_dlm.backbones.resolution import hub_files, in_hub_cache, is_hub_id, is_local, locate
+from lit_dlm.commands.run import parsed
 from lit_dlm.ops.terminal import PlainConsole
 from lit_dlm.tasks.sources import on_hub, read_rows
 
@@ -127,17 +125,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--config", action="append", required=True, help="may be repeated")
     parser.add_argument("--yes", action="store_true", help="fetch; otherwise only print sizes")
     options, rest = parser.parse_known_args(list(arguments))
-    # Imported here, as Lightning takes seconds to import.
-    from lit_dlm.commands.trainer import main as run_trainer
-
     # Parsed as a run would be, so that overlays and flags count.
     configs = [f"--config={config}" for config in options.config]
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
-        run_trainer(["predict", *configs, *rest, "--print_config"])
-    if not text.getvalue():
-        return 2  # the parser has printed why
-    return _fetch(sources(yaml.safe_load(text.getvalue())), is_wanted=options.yes)
+    return _fetch(sources(parsed(["predict", *configs, *rest])), is_wanted=options.yes)
 
 
 def _fetch(named: Sequence[Source], *, is_wanted: bool) -> int:

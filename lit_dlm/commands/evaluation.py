@@ -13,7 +13,8 @@ from typing import Any
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 
 from lit_dlm.commands.generation import add_decoding_arguments, built
-from lit_dlm.configuration import Parser
+from lit_dlm.config.files import compose
+from lit_dlm.config.parser import Parser
 from lit_dlm.ops.files import write_atomically
 
 
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
         "without.",
     )
     add_decoding_arguments(parser)
-    config = parser.parse_args(list(arguments))
+    config = parser.parse_composed(compose(arguments))
     # Read when ``datasets`` is imported; model-written code must run in our sandbox only.
     os.environ.pop("HF_ALLOW_CODE_EVAL", None)
     import lm_eval

@@ -19,9 +19,9 @@ from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-import lit_dlm.decoding.policies.tracelock  # noqa: F401  # for its short class name
 from lit_dlm.backbones import HFBackbone, load_backbone, tokenizer_of
-from lit_dlm.configuration import Parser
+from lit_dlm.config.files import compose
+from lit_dlm.config.parser import Parser
 from lit_dlm.decoding import Decoder, DecodeResult, DecodeState, StepRecord
 from lit_dlm.generation import generate
 from lit_dlm.ops.terminal import PlainConsole, printable
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("prompts", nargs="*", type=str, default=[], help="User turns.")
     parser.add_argument("--response_length", type=PositiveInt, default=128, help="Cells to fill.")
     add_decoding_arguments(parser)
-    config = parser.parse_args(list(arguments))
+    config = parser.parse_composed(compose(arguments))
     prompts = config.prompts or [line.strip() for line in sys.stdin if line.strip()]
     if not prompts:
         raise ValueError("prompts: expected some as arguments, or lines on standard input")

@@ -18,18 +18,13 @@ def main(arguments: Sequence[str]) -> int:
         print(HELP, end="")  # noqa: T201
         return 0
     # Imported after --help, as torch and Lightning take seconds to import.
-    from lit_dlm.commands import trainer
+    from lit_dlm.commands.run import parsed
+
+    config = parsed(["fit", *arguments])
     from lit_dlm.plan import plan_of
 
-    class PlanCLI(trainer.CLI):
-        """Reads a configuration and prints its plan."""
-
-        def before_instantiate_classes(self) -> None:
-            plan = plan_of(self.config[self.subcommand].as_dict())
-            if plan is None:
-                wanted = "an HFBackbone, of which a plan can be made"
-                raise ValueError(f"model.backbone: expected {wanted}")
-            print(plan.table())  # noqa: T201
-            raise SystemExit(0)
-
-    return trainer.main(["fit", *arguments], PlanCLI)
+    plan = plan_of(config)
+    if plan is None:
+        raise ValueError("model.backbone: expected an HFBackbone, of which a plan can be made")
+    print(plan.table())  # noqa: T201
+    return 0

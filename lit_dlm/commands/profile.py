@@ -9,7 +9,8 @@ from typing import Any
 
 import yaml
 
-from lit_dlm.config_files import decoder_options, find, load
+from lit_dlm.commands import run
+from lit_dlm.config.files import decoder_options, find, load
 from lit_dlm.ops.files import write_atomically
 
 DEFAULT_STEPS: tuple[int | str, ...] = (5, 10, 20, 50)
@@ -113,16 +114,15 @@ def main(arguments: Sequence[str]) -> int:
         files.append(str(path))
     elif options.caches or options.steps != list(DEFAULT_STEPS):
         parser.error("--steps and --caches apply to the files of --policies")
-    # Imported after --help, as matplotlib and Lightning take seconds to import.
+    configs = (f"--config={file}" for file in files)
+    if status := run.main(["predict", *configs, f"--run_dir={run_dir}", *rest]):
+        return status
+    # Imported after the run's names are known, as matplotlib and Lightning take seconds to import.
     from lightning.pytorch.utilities import rank_zero_only
 
-    from lit_dlm.commands import trainer
     from lit_dlm.reports.profile import write_profile
     from lit_dlm.reports.summary import summarise_run
 
-    configs = (f"--config={file}" for file in files)
-    if status := trainer.main(["predict", *configs, f"--run_dir={run_dir}", *rest]):
-        return status
     if getattr(rank_zero_only, "rank", 0) == 0:  # set by the trainer
         write_profile(summarise_run(run_dir), run_dir)
         print(f"Profile: {run_dir / 'profile.md'}, profile.csv, profile.png")  # noqa: T201

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import yaml
 
-from lit_dlm.config_files import find, load, packaged
+from lit_dlm.config.files import find, load, packaged
 
 
 def main(arguments: Sequence[str]) -> int:

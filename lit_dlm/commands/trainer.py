@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -10,15 +9,14 @@ import socket
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from datetime import datetime
+from collections.abc import Sequence
+from contextlib import ExitStack
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
-from jsonargparse import Namespace, set_parsing_settings
+from jsonargparse import Namespace
 from jsonargparse._util import import_object
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -27,95 +25,16 @@ from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.trainer.connectors import checkpoint_connector
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
-# Imported so that configurations may use short class names.
-import lit_dlm.backbones.hf
 import lit_dlm.callbacks
-import lit_dlm.datamodules
-import lit_dlm.decoding.policies.tracelock
-import lit_dlm.modules
-import lit_dlm.rewards
-import lit_dlm.rl
-import lit_dlm.tasks
-import lit_dlm.toy
-from lit_dlm.config.saved import RunConfigCallback, claim
-from lit_dlm.config_files import FOLDER
-from lit_dlm.configuration import Parser, explain
-from lit_dlm.modules.checkpoint import LAST, last_checkpoint, local, use_own_files
+from lit_dlm.config.components import raised_in
+from lit_dlm.config.files import Composed
+from lit_dlm.config.parser import Parser, explain
+from lit_dlm.config.saved import LAST, RunConfigCallback, claim, with_references
+from lit_dlm.modules.checkpoint import last_checkpoint, local, use_own_files
+from lit_dlm.ops.locks import locked
 from lit_dlm.ops.terminal import printable
 from lit_dlm.plan import check_run
-from lit_dlm.trajectories.store.writer import lives, lock
-
-
-@contextmanager
-def locked(folder: Path, name: str) -> Iterator[Path]:
-    """Locks a folder against commands of this name; yields the lock file, gone with the process."""
-    path = folder / f".{name}.lock"
-    while True:
-        with _writable(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        is_free = lock(file)
-        owner = _owner(os.read(file, 4096))
-        if is_free is False or (is_free is None and _lives(owner)):
-            os.close(file)
-            hint = "" if is_free is False else f", or delete {path} if that process is dead"
-            raise ValueError(
-                f"{folder}: is in use by {_spoken(owner)}; wait for its end or choose another "
-                f"run_dir{hint}"
-            )
-        if os.fstat(file).st_nlink:
-            break
-        os.close(file)  # its owner has just ended and deleted it
-    if owner is not None:
-        logger.warning("%s: resuming after %s, which has died", folder, _spoken(owner))
-    facts = {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "since": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-    }
-    try:
-        with _writable(folder):
-            os.ftruncate(file, 0)
-            os.pwrite(file, json.dumps(facts).encode(), 0)
-        yield path
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(file)
-
-
-@contextmanager
-def _writable(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or error
-        raise ValueError(f"run_dir: {folder} cannot be written to ({reason})") from error
-
-
-def _owner(text: bytes) -> dict[str, Any] | None:
-    """Who wrote a lock; ``None`` for an empty file, ``{}`` if its process died while writing it."""
-    try:
-        return dict(json.loads(text)) if text else None
-    except (ValueError, TypeError):
-        return {}
-
-
-def _spoken(owner: dict[str, Any] | None) -> str:
-    if not owner:
-        return "another process"
-    return f"process {owner['pid']} on {owner['host']} since {owner['since']} ({owner['command']})"
-
-
-def _lives(owner: dict[str, Any] | None) -> bool:
-    """Whether the owner may still run, where the file system has no locks that would show it."""
-    if not owner:
-        return False
-    return owner["host"] != socket.gethostname() or lives(owner["pid"])
-
 
 logger = logging.getLogger(__name__)
 
@@ -129,8 +48,8 @@ _NEEDED = {
 }
 """Methods that a command calls, and that Lightning's base classes do not implement."""
 _TOLD: tuple[type[Exception], ...] = (
-    ValueError, OSError, OmegaConfBaseException, RuntimeError, TypeError, LookupError,
-    AttributeError, ImportError, MisconfigurationException, YAMLError,
+    ValueError, OSError, RuntimeError, TypeError, LookupError, AttributeError, ImportError,
+    MisconfigurationException,
 )  # fmt: skip
 _held = ExitStack()  # the lock of the run folder
 
@@ -141,12 +60,15 @@ class CLI(LightningCLI):
     lock: Path | None = None  # file that exists while the first process of a run does
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_argument(
-            "--run_dir", type=str, default="runs/default", help="Folder that receives all results."
-        )
+        parser.add_argument("--run_dir", type=str, help="Folder that receives all results.")
         parser.add_argument(
             "--tf32", type=bool, default=False, help="Whether GPUs multiply float32 in TF32."
         )
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        assert isinstance(parser, Parser)
+        self.document = args.document
+        self.config = parser.parse_composed(args, sys.argv[1])
 
     def before_instantiate_classes(self) -> None:
         options = self.config[self.subcommand]
@@ -160,7 +82,7 @@ class CLI(LightningCLI):
             )
             if self.subcommand == "fit":
                 self._dump_config()
-                rank_zero_only(claim)(self.config_dump)
+                rank_zero_only(claim)(with_references(self.config_dump, self.document))
         torch.backends.cuda.matmul.allow_tf32 = options.tf32
 
     @staticmethod
@@ -248,7 +170,22 @@ def _check_fit(command: str, options: Namespace) -> None:
         )
 
 
-def main(arguments: Sequence[str], cli: type[CLI] = CLI) -> int:
+class ParsingCLI(CLI):
+    """Reads a configuration, and builds nothing."""
+
+    def before_instantiate_classes(self) -> None: ...
+
+    def instantiate_classes(self) -> None: ...
+
+    def _run_subcommand(self, subcommand: str) -> None: ...
+
+
+def parsed(arguments: Sequence[str], composed: Composed) -> dict[str, Any]:
+    """Returns the configuration of a subcommand with all of its defaults."""
+    return dict(_cli(ParsingCLI, arguments, composed).config[arguments[0]].as_dict())
+
+
+def main(arguments: Sequence[str], composed: Composed) -> int:
     """Runs a subcommand with its options; returns 1 if a class or a file refused its input."""
     # Silences advertisements for other services, a deprecation inside Lightning itself, and its
     # warnings about loaders that iterate over a queue or collate rows that are in memory.
@@ -267,22 +204,8 @@ def main(arguments: Sequence[str], cli: type[CLI] = CLI) -> int:
         "across ranks is zero",  # a finished run that is started again has nothing left to do
     ):
         warnings.filterwarnings("ignore", message=f".*{message}")
-    # References such as ${run_dir} must work below the subcommand that Lightning adds.
-    set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
-    base = {"default_config_files": [str(FOLDER / "base.yaml")]}
-    sys.argv = [sys.argv[0], *arguments]  # for the processes that Lightning starts
     try:
-        cli(
-            LightningModule,
-            LightningDataModule,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            auto_configure_optimizers=False,
-            parser_class=Parser,
-            save_config_callback=RunConfigCallback,
-            save_config_kwargs={"overwrite": True, "save_to_log_dir": False},
-            parser_kwargs={"parser_mode": "omegaconf+", arguments[0]: base},
-        )
+        _cli(CLI, arguments, composed)
     except _TOLD + _errors_of_wandb() as error:
         # What fails while Lightning cleans up after an error is not the cause.
         cause = error.__context__ if isinstance(error.__context__, RuntimeError) else None
@@ -296,6 +219,25 @@ def main(arguments: Sequence[str], cli: type[CLI] = CLI) -> int:
     return 0
 
 
+def _cli(kind: type[CLI], arguments: Sequence[str], composed: Composed) -> CLI:
+    sys.argv = [sys.argv[0], *arguments]  # for the processes that Lightning starts
+    return kind(
+        LightningModule,
+        LightningDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        auto_configure_optimizers=False,
+        parser_class=Parser,
+        save_config_callback=RunConfigCallback,
+        save_config_kwargs={
+            "overwrite": True,
+            "save_to_log_dir": False,
+            "document": composed.document,
+        },
+        args=composed,
+    )
+
+
 def _errors_of_wandb() -> tuple[type[Exception], ...]:
     return (sys.modules["wandb.errors"].Error,) if "wandb.errors" in sys.modules else ()
 
@@ -305,15 +247,8 @@ def _told(error: Exception) -> str | None:
     if isinstance(error, _errors_of_wandb()):
         reason = " ".join(str(error).split())
         return f"trainer.logger: {reason}; WANDB_MODE=offline keeps the run in its folder"
-    if isinstance(error, OmegaConfBaseException):
-        if not error.full_key:
-            return explain(str(error))
-        key = str(error.full_key).partition(".")[2]  # after the subcommand
-        if absent := re.search(r"Environment variable '(\w+)' not found", str(error)):
-            return f"{key}: expected the environment variable {absent[1]}, which is not set"
-        return f"{key}: expected references like ${{run_dir}}, got {str(error).splitlines()[0]}"
-    if isinstance(error, (ValueError, OSError, ImportError, MisconfigurationException, YAMLError)):
-        return explain(str(error))
+    if isinstance(error, ValueError | OSError | ImportError | MisconfigurationException):
+        return explain(str(error)) + raised_in(error)
     line = str(error).strip().partition("\n")[0]
     if isinstance(error, torch.OutOfMemoryError):
         return "; ".join((line.partition(" GPU ")[0], *getattr(error, "__notes__", ())))

@@ -1,1 +1,1 @@
-"""Configurations of runs."""
+"""Configuration: files are composed, references resolved, types parsed; see :mod:`.files`."""

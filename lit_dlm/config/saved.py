@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ import yaml
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
 
-from lit_dlm.modules.checkpoint import LAST
+from lit_dlm.config.files import load, resolved, setting_differences
 from lit_dlm.ops.files import write_atomically
-from lit_dlm.ops.options import of_kind
-from lit_dlm.reports.results import setting_differences
 
+LAST = "last"
+"""Stem of the checkpoint that a run resumes from; the one before it is kept."""
 _COMPARED = re.compile(
     r"(model|data|seed_everything|tf32)\b"
     r"|trainer\.(precision|gradient_clip_val|accumulate_grad_batches)\b"
@@ -38,9 +39,7 @@ def claim(config: dict[str, Any]) -> None:
     path = folder / "fit.yaml"
     if not path.exists():
         return
-    with path.open("rb") as file:  # errors name it
-        found = of_kind(yaml.safe_load(file), dict, option=str(path))
-    changes = filter(_decides, setting_differences(_anywhere(found), _anywhere(config)))
+    changes = filter(_decides, setting_differences(_anywhere(load(str(path))), _anywhere(config)))
     if told := [change.replace("init_args.", "")[:160] for change in changes]:
         raise ValueError(
             f"run_dir: {folder} holds a fit of other settings ({'; '.join(told[:3])}"
@@ -63,15 +62,48 @@ def _decides(change: str) -> bool:
 
 def _anywhere(config: dict[str, Any]) -> Any:
     """Returns a configuration as it would be in another run folder."""
-    return json.loads(json.dumps(config).replace(f'"{config.get("run_dir")}/', '"${run_dir}/'))
+    run_dir = json.dumps(config.get("run_dir"))[:-1]
+    return json.loads(re.sub(rf'{re.escape(run_dir)}(?=[/"])', '"${run_dir}', json.dumps(config)))
+
+
+def with_references(config: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
+    """Returns a parsed configuration with references put back, so that it can run elsewhere.
+
+    These are paths in the run's folder and texts from the environment; they are recognised by name
+    and text, since parsing gives short forms their ``class_path`` and ``init_args``.
+    """
+    given = dict(_references(document, resolved(document)))
+    return {**_put_back(config, given), "run_dir": config["run_dir"]}
+
+
+def _references(document: Any, values: Any, key: str = "") -> Iterator[tuple[Any, str]]:
+    if isinstance(document, dict | list):
+        for one in document if isinstance(document, dict) else range(len(document)):
+            name = key if isinstance(document, list) else str(one)
+            yield from _references(document[one], values[one], name)
+    elif isinstance(document, str) and re.search(r"\$\{(run_dir\}|oc\.env:)", document):
+        yield (key, values), document
+
+
+def _put_back(value: Any, given: dict[Any, str], key: str = "") -> Any:
+    if isinstance(value, dict):
+        return {name: _put_back(item, given, str(name)) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_put_back(item, given, key) for item in value]
+    return given.get((key, value), value)
 
 
 class RunConfigCallback(SaveConfigCallback):
-    """Saves the resolved configuration as ``{default_root_dir}/{subcommand}.yaml``."""
+    """Saves the configuration as ``{default_root_dir}/{subcommand}.yaml``."""
+
+    def __init__(self, *args: Any, document: dict[str, Any], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._document = document
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Writes a file that can be run again as is (the base class calls this on rank 0 only)."""
         assert trainer.state.fn is not None
         path = Path(trainer.default_root_dir) / f"{trainer.state.fn.value}.yaml"
         text = self.parser.dump(self.config, skip_none=False, skip_validation=True)  # it was parsed
-        write_atomically(path, text)
+        config = with_references(yaml.safe_load(text), self._document)
+        write_atomically(path, yaml.safe_dump(config, allow_unicode=True, sort_keys=False))

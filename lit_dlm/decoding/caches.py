@@ -45,18 +45,18 @@ from lit_dlm.backbones.attention import position_ids_for
 from lit_dlm.backbones.base import Backbone, Denoised, Span
 from lit_dlm.backbones.cached import CachedCanvas
 from lit_dlm.backbones.hf import HFBackbone
+from lit_dlm.config.components import Component
 from lit_dlm.decoding.state import DecodeState
 from lit_dlm.decoding.windows import BlockWindow, Window
 from lit_dlm.ops.batches import row_index, token_batches
 from lit_dlm.ops.masking import block_numbers
 from lit_dlm.ops.options import at_least
-from lit_dlm.plugs import Plug
 
 PROMPT_TOKENS = 16_384
 """Most prompt tokens that run in one forward; a longer prompt runs alone."""
 
 
-class CacheScheme(Plug):
+class CacheScheme(Component):
     """Decides what a step computes and what it takes from earlier forwards."""
 
     commits_first: bool = False

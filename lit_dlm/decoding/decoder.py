@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from lit_dlm.backbones.base import Backbone, BackboneSpec
+from lit_dlm.config.components import checked_component
 from lit_dlm.decoding.caches import CacheScheme, NoCache
 from lit_dlm.decoding.engine import DecodeSettings, Plugs, decode
 from lit_dlm.decoding.guidance import Guidance, GuidedBackbone
@@ -37,7 +38,6 @@ from lit_dlm.decoding.windows import (
     check_window,
     default_window,
 )
-from lit_dlm.plugs import checked_plug
 
 
 class Decoder(Plugs):
@@ -68,14 +68,14 @@ class Decoder(Plugs):
         layout: Layout | None = None,
         guidance: Guidance | None = None,
     ) -> None:
-        self.policy = checked_plug(policy, CommitPolicy, option="policy")
+        self.policy = checked_component(policy, CommitPolicy, option="policy")
         self._has_window = window is not None
-        self.window = checked_plug(window or FullWindow(), Window, option="window")
-        self.quota = checked_plug(quota or FixedQuota(), Quota, option="quota")
+        self.window = checked_component(window or FullWindow(), Window, option="window")
+        self.quota = checked_component(quota or FixedQuota(), Quota, option="quota")
         self.sampler = sampler or Sampler()
-        self.cache = checked_plug(cache or NoCache(), CacheScheme, option="cache")
+        self.cache = checked_component(cache or NoCache(), CacheScheme, option="cache")
         self.settings = settings or DecodeSettings()
-        self.layout = layout and checked_plug(layout, Layout, option="layout")
+        self.layout = layout and checked_component(layout, Layout, option="layout")
         self.guidance = guidance
         self._check_policy()
         if guidance is not None and not isinstance(self.cache, NoCache):

@@ -17,12 +17,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from lit_dlm.config.components import Component
 from lit_dlm.decoding.regions import Block, BlockLayout, Region, RegionMap, Regions, as_regions
 from lit_dlm.decoding.state import Canvas
-from lit_dlm.plugs import Plug
 
 
-class Layout(Plug):
+class Layout(Component):
     """Decides where regions are: has them, and numbers the columns of a canvas."""
 
     needs: tuple[str, ...] = ()  # what every region must have; the last one needs no length

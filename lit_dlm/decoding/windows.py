@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from lit_dlm.backbones.base import BackboneSpec, BlockOrigin
+from lit_dlm.config.components import Component
 from lit_dlm.decoding.state import DecodeState
 from lit_dlm.ops.batches import first_column
 from lit_dlm.ops.options import at_least
-from lit_dlm.plugs import Plug
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class WindowView:
     num_blocks: int  # blocks in the whole response
 
 
-class Window(Plug):
+class Window(Component):
     """Decides where a step may commit."""
 
     steps: int = 0
@@ -201,7 +201,7 @@ class SteppedBlockWindow(Window):
         )
 
 
-class Quota(Plug):
+class Quota(Component):
     """Decides how many cells a step commits."""
 
     counts_blocks: bool = True

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lit_dlm.config.components import Component
 from lit_dlm.ops.sampling import uniform_noise
-from lit_dlm.plugs import Plug
 
 LossWeight = Literal["none", "1/t", "1/num_targets", "1/length"]
 """How the targets of a state are weighted. ``none``: every target of the batch alike. The others
@@ -89,7 +89,7 @@ class NoisyStates:
         return (self.supervised.any(1) if self.counted is None else self.counted).sum()
 
 
-class Corruption(Plug):
+class Corruption(Component):
     """Turns responses into training states."""
 
     @abstractmethod

@@ -35,6 +35,7 @@ from transformers import PreTrainedModel
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.lora import adapter_parameters
 from lit_dlm.backbones.resolution import locate, read_json_object
+from lit_dlm.config.saved import LAST
 from lit_dlm.ops.files import is_finite, sync_folder
 from lit_dlm.vision.patches import CODEBOOK
 
@@ -168,8 +169,6 @@ def _add_to_object(path: Path, key: str, value: str | int) -> None:
     content = read_json_object(path) if path.is_file() else {}
     path.write_text(json.dumps({**content, key: value}, indent=2, ensure_ascii=False))
 
-
-LAST = "last"  # stem of the checkpoint that a run resumes from; the one before it is kept
 
 _DIGESTS = "digests.json"
 _PLAN = ".metadata"

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lit_dlm.backbones.hf import HFBackbone
+from lit_dlm.config.components import checked_component
 from lit_dlm.losses.corruption import RandomMasking
 from lit_dlm.losses.states import Corruption, NoisyStates
 from lit_dlm.losses.terms import LossTerms
@@ -25,7 +26,6 @@ from lit_dlm.modules.supervised_batch import SupervisedBatch, TrainingRows, lay_
 from lit_dlm.ops.fused_head import TokenStats
 from lit_dlm.ops.options import at_least, within
 from lit_dlm.ops.schedules import warmup_cosine
-from lit_dlm.plugs import checked_plug
 from lit_dlm.trajectories.capture import TrajectoryCapture
 
 _VALIDATION_SEED = 1_000_003  # added to the seed for the fixed noise of validation
@@ -65,7 +65,7 @@ class TrainableModule(DecodeModule):
     ) -> None:
         super().__init__(backbone, **common)
         at_least(0, num_padding=num_padding, warmup_steps=warmup_steps)
-        self.corruption = checked_plug(
+        self.corruption = checked_component(
             corruption or RandomMasking(), Corruption, option="corruption"
         )
         self.num_padding = num_padding

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from importlib import metadata
+from importlib.util import find_spec
 
 from packaging.requirements import Requirement
 
@@ -21,3 +23,17 @@ def required(extra: str = "") -> list[Requirement]:
 def pip_install(requirements: Iterable[Requirement]) -> str:
     """Returns the command that installs the packages."""
     return " ".join(["pip install", *(f"'{one}'" for one in requirements)])
+
+
+def install_hint(told: str) -> str:
+    """Returns the command for optional packages that an error names, as the end of its line."""
+    try:
+        optional = [Requirement(line) for line in metadata.requires("lit-dlm") or []]
+    except metadata.PackageNotFoundError:
+        return ""
+    words = {word.replace("_", "-") for word in re.findall(r"[\w-]+", told)}
+    absent = {one.name: one for one in optional if one.marker and one.name in words}
+    wanted = [one for name, one in absent.items() if find_spec(name.replace("-", "_")) is None]
+    for one in wanted:
+        one.marker = None  # which extra needs it
+    return f"; {pip_install(wanted)}" if wanted else ""

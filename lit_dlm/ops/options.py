@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
+_MOST_LISTED = 20
 
 
 def at_least(least: float, *, of: str = "", **options: float | None) -> None:
@@ -30,7 +33,20 @@ def one_of(*choices: object, of: str = "", **options: object) -> None:
     wanted = " or ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
     for name, value in options.items():
         if value not in choices:
-            raise ValueError(f"{of}{name}: expected {wanted}, got {value!r}")
+            told = f"{of}{name}: expected {wanted}, got {value!r}"
+            raise ValueError(told + _similar(str(value), map(str, choices)))
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Returns a hint such as ``; did you mean 'threshold'?``, else all known names if few."""
+    names = sorted(set(known))
+    listed = f"; known: {', '.join(names)}" if 0 < len(names) <= _MOST_LISTED else ""
+    return _similar(name, names) or listed
+
+
+def _similar(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean '{close[0]}'?" if close else ""
 
 
 def of_kind(value: object, kind: type[T], *, option: str) -> T:

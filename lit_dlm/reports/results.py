@@ -22,6 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from lit_dlm.config.files import setting_differences
 from lit_dlm.ops.files import write_atomically
 from lit_dlm.trajectories.exchange import json_object, parsed_json
 
@@ -219,15 +220,3 @@ def drop_torn_line(path: Path) -> None:
         file.seek(0)
         data = file.read()
     os.truncate(path, data.rfind(b"\n") + 1)
-
-
-def setting_differences(found: Any, wanted: Any, key: str = "") -> Iterator[str]:
-    """Yields the values that differ, in lines such as ``decoder.threshold: 0.9, now 0.8``."""
-    if isinstance(found, list) and isinstance(wanted, list) and len(found) == len(wanted):
-        found, wanted = dict(enumerate(found)), dict(enumerate(wanted))
-    if isinstance(found, dict) and isinstance(wanted, dict):
-        for name in sorted(found.keys() | wanted.keys()):
-            inner = f"{key}.{name}" if key else name
-            yield from setting_differences(found.get(name), wanted.get(name), inner)
-    elif found != wanted:
-        yield f"{key}: {found!r}, now {wanted!r}"

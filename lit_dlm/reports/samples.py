@@ -8,7 +8,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from lit_dlm.config_files import nearest
+from lit_dlm.ops.options import nearest
 from lit_dlm.reports.results import ResultFolder, ResultRow
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store.files import prompt_uid, shard_paths, shards_in

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from lit_dlm.config.components import Component
 from lit_dlm.grading import Verdict
 from lit_dlm.ops.options import within
-from lit_dlm.plugs import Plug
 from lit_dlm.tasks import PromptExample
 from lit_dlm.trajectories.record import Trajectory
 
@@ -54,7 +54,7 @@ class RewardScore:
         return self.verdict is not None and self.verdict.status != "ungraded"
 
 
-class Reward(Plug):
+class Reward(Component):
     """Scores every response of a group; the scores of a run's rewards are added up.
 
     A reward is a function of its arguments alone: the same group gets the same scores, whatever
@@ -78,7 +78,7 @@ class Reward(Plug):
         """
 
 
-class GroupFilter(Plug):
+class GroupFilter(Component):
     """Keeps or drops all responses to one prompt."""
 
     needs_verdict: bool = False

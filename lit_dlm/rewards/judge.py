@@ -8,8 +8,8 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lit_dlm.config.components import Component
 from lit_dlm.grading.answers import last_boxed
-from lit_dlm.plugs import Plug
 from lit_dlm.rewards.chat import ChatEndpoint, UnavailableError
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class StepQuestion:
     shown: str  # the response up to the end of the part
 
 
-class Judge(Plug):
+class Judge(Component):
     """Judges whether a part of a response is good; called from several threads."""
 
     @abstractmethod

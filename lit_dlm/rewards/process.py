@@ -10,8 +10,8 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
+from lit_dlm.config.components import checked_component
 from lit_dlm.ops.options import at_least
-from lit_dlm.plugs import checked_plug
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
 from lit_dlm.rewards.judge import Grade, Judge, StepQuestion
 from lit_dlm.tasks import PromptExample
@@ -59,7 +59,7 @@ class ProcessReward(Reward):
             k_sample=k_sample,
             block_size=block_size,
         )
-        self.judge = checked_plug(judge, Judge, option="judge")
+        self.judge = checked_component(judge, Judge, option="judge")
         self.reward_chunk_length = reward_chunk_length
         self.k_sample = k_sample
         self.block_size = block_size

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from lit_dlm.config.components import checked_component
 from lit_dlm.grading import IsolationLevel, SandboxError, Verdict
 from lit_dlm.ops.options import at_least
-from lit_dlm.plugs import checked_plug
 from lit_dlm.rewards.base import GroupFilter, Reward, RewardScore, Rollout
 from lit_dlm.tasks import Task, require_code_execution
 
@@ -46,7 +46,7 @@ class Rewarder:
         num_workers: int = 1,
         require_isolation: IsolationLevel = "namespaces",
     ) -> None:
-        self.rewards = tuple(checked_plug(one, Reward, option="rewards") for one in rewards)
+        self.rewards = tuple(checked_component(one, Reward, option="rewards") for one in rewards)
         self.tasks = dict(tasks)
         self.filters = tuple(filters)
         self._askers: tuple[Reward | GroupFilter, ...] = (*self.rewards, *self.filters)

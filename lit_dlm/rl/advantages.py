@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lit_dlm.config.components import Component
 from lit_dlm.losses.states import step_groups
 from lit_dlm.ops.options import within
-from lit_dlm.plugs import Plug
 
 
-class Advantage(Plug):
+class Advantage(Component):
     """Turns the rewards of one prompt's responses into their advantages."""
 
     @abstractmethod

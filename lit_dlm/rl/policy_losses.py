@@ -10,13 +10,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lit_dlm.config.components import Component
 from lit_dlm.losses.terms import LossTerms
 from lit_dlm.ops.options import at_least, within
-from lit_dlm.plugs import Plug
 from lit_dlm.rl.items import Units
 
 
-class PolicyLoss(Plug):
+class PolicyLoss(Component):
     """Turns scored tokens into the loss of the policy."""
 
     has_divergence: ClassVar[bool] = True

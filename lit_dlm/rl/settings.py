@@ -9,11 +9,11 @@ import torch
 
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.lora import LoRASettings
+from lit_dlm.config.components import checked_component
 from lit_dlm.losses.bounds import BoundViews
 from lit_dlm.losses.corruption import TraceMasking
 from lit_dlm.losses.states import Corruption
 from lit_dlm.ops.options import at_least, within
-from lit_dlm.plugs import checked_plug
 from lit_dlm.rewards import GroupFilter, Reward
 from lit_dlm.rl.advantages import Advantage, GroupZScore
 from lit_dlm.rl.items import Normalise
@@ -45,7 +45,7 @@ class PolicyObjective(ClippedPolicyLoss):
             if self.kl_to == "initial" and not self.beta:
                 raise ValueError("objective.kl_to: 'initial' has no effect with objective.beta 0")
             return self
-        checked_plug(given, PolicyLoss, option="policy_loss")
+        checked_component(given, PolicyLoss, option="policy_loss")
         for one in fields(ClippedPolicyLoss):
             if getattr(self, one.name) != one.default:
                 raise ValueError(
@@ -195,8 +195,8 @@ class RolloutSettings:
         super().__init__()  # of the data module
         self.val_tasks, self.filters = self.val_tasks or [], self.filters or []
         for one in self.filters:
-            checked_plug(one, GroupFilter, option="filters")
-        self.advantage = checked_plug(
+            checked_component(one, GroupFilter, option="filters")
+        self.advantage = checked_component(
             self.advantage or GroupZScore(), Advantage, option="advantage"
         )
         at_least(1, tasks=len(self.tasks), **{name: getattr(self, name) for name in _POSITIVE})

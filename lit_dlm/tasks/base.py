@@ -19,13 +19,13 @@ import yaml
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from lit_dlm.config.components import Component, checked_component
 from lit_dlm.grading import IsolationLevel, SandboxLimits, Verdict, isolation_level
 from lit_dlm.grading.answers import GRADERS
 from lit_dlm.grading.child.extraction import whole_part
 from lit_dlm.grading.code import ExtractedCode, extract_code, python_block, ungradable
 from lit_dlm.grading.sandbox import require_permission, run_python_check
 from lit_dlm.ops.options import at_least, within
-from lit_dlm.plugs import Plug, checked_plug
 from lit_dlm.tasks.sources import Row, read_rows
 from lit_dlm.vision.pictures import Picture
 
@@ -76,7 +76,7 @@ class PromptExample:
         return [self, *(replace(self, uid=f"{self.uid}#{n}", response=n) for n in others)]
 
 
-class Task(Plug):
+class Task(Component):
     """A benchmark or a source of prompts."""
 
     name: str
@@ -276,7 +276,7 @@ def tasks_by_name(tasks: Sequence[Task], *, option: str = "tasks") -> dict[str, 
     """Returns the tasks of a run by name; ``option`` is the name of the setting, for errors."""
     found: dict[str, Task] = {}
     for task in tasks:
-        checked_plug(task, Task, option=option)
+        checked_component(task, Task, option=option)
         if task.name in found:
             both = [f"{type(t).__name__} of split {t.split!r}" for t in (found[task.name], task)]
             twice = f"{task.name!r} twice ({' and '.join(both)})"

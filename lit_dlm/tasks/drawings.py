@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
+from lit_dlm.config.components import Component
 from lit_dlm.grading.verdict import Status, Verdict
-from lit_dlm.plugs import Plug
 from lit_dlm.tasks.base import PromptExample
 from lit_dlm.tasks.prompts_file import PromptsFile
 from lit_dlm.vision.pictures import Picture, picture_from_text
 
 
-class PictureScorer(Plug):
+class PictureScorer(Component):
     """Judges drawn pictures; given by class path."""
 
     @abstractmethod

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from lit_dlm import config_files
 from lit_dlm.backbones import FromAR, HFBackbone
 from lit_dlm.backbones.architecture import FAMILIES
 from lit_dlm.backbones.resolution import load_tokenizer, read_added_tokens, read_config, resolve
 from lit_dlm.backbones.vision import token_vision
+from lit_dlm.config.files import load
 from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.vision.base import VisionSettings
 from tests.shared_data import shared
@@ -58,7 +58,7 @@ def test_tokens_of_pictures_begin_behind_the_tokenizer(tmp_path: Path):
     assert (words, RELEASES[MMADA].config["vocab_size"]) == (126349, 126349 + 115 + 8192)
     vision = token_vision(str(folder), codes)
     assert vision.first_id == Sampler().id_range(resolve(folder).spec)[1] == words
-    drawn = config_files.load("decode/draw_mmada")["sampler"]["allowed_ids"]
+    drawn = load("decode/draw_mmada")["sampler"]["allowed_ids"]
     assert drawn == [words, words + 8192]
     # The release's picture tokenizer stays in float32, whatever the model is.
     seeing: Any = HFBackbone(str(folder), dtype="bfloat16", vision=codes).to(torch.bfloat16)

@@ -20,7 +20,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import cli
-from lit_dlm import config_files
+from lit_dlm.config.files import load
 from tests.cuda_rules import cuda_rules
 from tests.e2e.runs import ON_ONE_CPU, ROOT, write_jsonl
 from tests.e2e.witness import SEEN
@@ -57,7 +57,7 @@ FILES = sorted(EXPERIMENTS.glob("*.yaml"), key=lambda path: (_order(path), path.
 
 @cache
 def config_of(path: Path) -> dict[str, Any]:
-    return config_files.load(str(path))
+    return load(str(path))
 
 
 SPOKEN = {"<t5000>": "\\boxed{3}", "<t5001>": "\\boxed{4}", "<t5002>": "```pythonĊprint(3)Ċ```"}
@@ -352,6 +352,6 @@ def test_other_tasks_run_behind_an_experiment(data: str, workplace: Workplace):
     flags += " --data.batch_size=4 --data.methods=[threshold_08]"
     cli.main(["predict", f"--config={path}", *flags.split(), *ON_ONE_CPU])
     summaries = json.loads((workplace.folder / "runs" / data / "summary.json").read_text())
-    num_tasks = len(config_files.load(f"data/{data}")["data"]["init_args"]["tasks"])
+    num_tasks = len(load(f"data/{data}")["data"]["init_args"]["tasks"])
     assert len(summaries) == num_tasks
     assert all(summary["accuracy"] is not None for summary in summaries)

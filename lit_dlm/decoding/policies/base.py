@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone, Denoised
+from lit_dlm.config.components import Component
 from lit_dlm.decoding.guidance import GuidedBackbone
 from lit_dlm.decoding.state import DecodeState, Proposal, Selection
 from lit_dlm.ops.options import at_least, within
 from lit_dlm.ops.sampling import rank_descending, top_quota, uniform_noise
-from lit_dlm.plugs import Plug
 
 
-class CommitPolicy(Plug):
+class CommitPolicy(Component):
     """Chooses which candidates become final. It never writes the canvas.
 
     Any class with a method ``select`` is one; see ``examples/commit_policy.py``.

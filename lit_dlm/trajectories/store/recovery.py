@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dlm.ops.files import write_atomically
+from lit_dlm.ops.locks import lives, lock
 from lit_dlm.trajectories.format import attach_features, read_block, records_of
 from lit_dlm.trajectories.record import Trajectory, TrajectoryFormatError
 from lit_dlm.trajectories.store.files import (
@@ -27,7 +28,7 @@ from lit_dlm.trajectories.store.files import (
     side_files,
     side_path,
 )
-from lit_dlm.trajectories.store.writer import OPEN_FILES, ShardFile, encoded, lives, lock
+from lit_dlm.trajectories.store.writer import OPEN_FILES, ShardFile, encoded
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import errno
-import fcntl
 import hashlib
 import logging
 import os
@@ -26,6 +25,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from lit_dlm.ops.files import sync_folder
+from lit_dlm.ops.locks import lock
 from lit_dlm.ops.options import at_least, within
 from lit_dlm.trajectories.format import encode_block, encode_features, meta_text
 from lit_dlm.trajectories.record import Trajectory
@@ -320,38 +320,12 @@ class TrajectoryShardWriter:
             self._shard = None
 
 
-def lives(pid: int) -> bool:
-    """Whether this machine runs a process with this id."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # of another user
-    return True
-
-
 def encoded(records: Sequence[Trajectory], *, run_digest: bytes) -> tuple[bytes, bytes | None]:
     """Encodes records, and their features or ``None`` if there are none."""
     features = None
     if any(record.features is not None for record in records):
         features = encode_features(records)
     return encode_block(records, run_digest=run_digest), features
-
-
-def lock(fd: int) -> bool | None:
-    """Takes the lock that says "a living process writes this file"; returns whether it did.
-
-    Record locks end with their process and are not inherited by forked children, such as loader
-    workers that outlive a killed parent by some seconds. ``None`` on a file system without locks.
-    """
-    try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    except OSError:
-        return None
-    return True
 
 
 def _kind(record: Trajectory) -> tuple[object, ...]:

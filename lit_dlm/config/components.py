@@ -5,26 +5,46 @@ from __future__ import annotations
 import hashlib
 import inspect
 import sys
+import sysconfig
+import traceback
 from abc import ABCMeta
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 
 
-class Plug(metaclass=ABCMeta):  # noqa: B024  (abstract methods are those of its members)
+class Component(metaclass=ABCMeta):  # noqa: B024  (abstract methods are those of its members)
     """Base of all classes that a class from outside the package may take the place of.
 
     A class counts as a policy, task, reward, ... if it has the abstract methods of that base and
     they take as many arguments; it need not derive from the base or have annotations. Type checkers
-    accept only derived classes. :func:`checked_plug` adds whatever else such a class leaves out.
+    accept only derived classes. :func:`checked_component` adds what else such a class leaves out.
     """
 
     @classmethod
     def __subclasshook__(cls, other: type) -> Any:
         """Whether a class has the methods; ``FullWindow`` and the like require it to derive."""
-        return (Plug in cls.__bases__ and difference(other, cls) is None) or NotImplemented
+        return (Component in cls.__bases__ and difference(other, cls) is None) or NotImplemented
+
+
+def raised_in(error: BaseException) -> str:
+    """Returns `` (FILE, line N)`` if an error comes from a class outside the package, else nothing.
+
+    Of the lines that it passed, those of libraries do not count: the class handed them its values.
+    """
+    while error.__cause__ is not None:
+        error = error.__cause__
+    package = str(Path(__file__).parents[1])
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename.startswith(package):
+            break
+        is_library = frame.filename.startswith((*_LIBRARIES, "<")) or "-packages" in frame.filename
+        if not is_library:
+            return f" ({type(error).__name__} in {frame.filename}, line {frame.lineno})"
+    return ""
 
 
 def source_digests(plugs: Iterable[object]) -> dict[str, str]:
@@ -67,7 +87,7 @@ def difference(kind: type, plug: type) -> str | None:
     return None
 
 
-def checked_plug(given: T, plug: type, *, option: str) -> T:
+def checked_component(given: T, plug: type, *, option: str) -> T:
     """Returns the object; adds a base's defaults for members that its class leaves out.
 
     The base's abstract methods are required, and so are attributes without a value. Errors call the

@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lit_dlm.config.components import checked_component
 from lit_dlm.decoding import CommitPolicy, Decoder, Selection
 from lit_dlm.generation import generate
-from lit_dlm.plugs import checked_plug
 from lit_dlm.rewards.base import Reward
 from lit_dlm.tasks import PromptExample
 from lit_dlm.tasks.base import check_uids
@@ -29,7 +29,7 @@ def test_a_class_with_select_alone_is_a_policy_and_own_values_win():
     class Costly(LeftmostPolicy):
         forwards_per_step = 1
 
-    assert checked_plug(Costly(), CommitPolicy, option="policy").forwards_per_step == 1
+    assert checked_component(Costly(), CommitPolicy, option="policy").forwards_per_step == 1
 
 
 def test_a_missing_member_is_named():
@@ -41,7 +41,7 @@ def test_a_missing_member_is_named():
     with pytest.raises(ValueError, match="policy: Nothing has no method 'select', which CommitPol"):
         Decoder(policy=Nothing())
     with pytest.raises(ValueError, match="rewards: Unnamed has no attribute 'name', which Reward"):
-        checked_plug(Unnamed(), Reward, option="rewards")
+        checked_component(Unnamed(), Reward, option="rewards")
 
 
 def test_double_uids_name_both_rows():

@@ -9,7 +9,8 @@ from lightning.pytorch.cli import OptimizerCallable
 
 import lit_dlm.modules
 import lit_dlm.rl  # noqa: F401
-from lit_dlm.configuration import Parser, explain
+from lit_dlm.config.files import compose
+from lit_dlm.config.parser import Parser, explain
 from lit_dlm.datamodules.supervised_sources import SupervisedSource
 from lit_dlm.decoding import CommitPolicy
 
@@ -43,7 +44,7 @@ def test_what_a_class_lacks_is_named(name: str, told: str, kind: Any, form: str)
     parser.add_argument("--policy", type=kind)
     with pytest.raises(Exception) as caught:  # noqa: PT011  (argparse's own error type)
         parser.parse_args([f"--policy={form.format(f'{__name__}.{name}')}"])
-    assert explain(str(caught.value), parser) == f"policy: {told}"
+    assert explain(str(caught.value)) == f"policy: {told}"
 
 
 RECORDED = (
@@ -56,13 +57,13 @@ def parsed(parser: Parser, folder: Path, document: str, *flags: str) -> Namespac
     """What comes of a file and more flags."""
     parser.add_argument("--config", action="config")
     (folder / "first.yaml").write_text(document)
-    return parser.parse_args([f"--config={folder / 'first.yaml'}", *flags])
+    return parser.parse_composed(compose([f"--config={folder / 'first.yaml'}", *flags]))
 
 
 @pytest.mark.parametrize(("again", "key"), [("TABOMFile", "path"), ("RecordedDecodes", "shards")])
 def test_a_list_given_again_replaces_the_one_of_the_file(tmp_path: Path, again: str, key: str):
     """Filter and methods were of the former; TABOMFile takes wrong rows by default."""
-    parser = Parser(parser_mode="omegaconf+")
+    parser = Parser()
     parser.add_argument("--sources", type=list[SupervisedSource])
     flag = f"--sources=[{{class_path: {again}, init_args: {{{key}: b}}}}]"
     (source,) = parsed(parser, tmp_path, f"sources: {RECORDED}", flag).sources
@@ -71,13 +72,13 @@ def test_a_list_given_again_replaces_the_one_of_the_file(tmp_path: Path, again: 
     assert settings["only_correct"] is (again == "RecordedDecodes")
 
 
-def test_a_class_with_settings_starts_anew_and_a_bare_name_keeps_what_both_have(tmp_path: Path):
+def test_another_class_keeps_the_settings_that_both_have(tmp_path: Path):
     first = "optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 0.5, weight_decay: 0.25}}"
     for flag, rate, decay in (
-        ("{class_path: torch.optim.SGD, init_args: {lr: 0.1}}", 0.1, 0.0),
+        ("{class_path: torch.optim.SGD, init_args: {lr: 0.1}}", 0.1, 0.25),
         ("torch.optim.SGD", 0.5, 0.25),
     ):
-        parser = Parser(parser_mode="omegaconf+")
+        parser = Parser()
         parser.add_argument("--optimizer", type=OptimizerCallable)
         settings = parsed(parser, tmp_path, first, f"--optimizer={flag}").optimizer.init_args
         assert (settings.lr, settings.weight_decay) == (rate, decay)
@@ -86,7 +87,7 @@ def test_a_class_with_settings_starts_anew_and_a_bare_name_keeps_what_both_have(
 
 def backbone_of(folder: Path, *flags: str) -> Namespace:
     """That of a model with an adapter of rank 3, and more flags."""
-    parser = Parser(parser_mode="omegaconf+")
+    parser = Parser()
     parser.add_subclass_arguments(LightningModule, "model")
     lora = "{rank: 3, targets: all}"
     backbone = f"{{class_path: HFBackbone, init_args: {{path: tiny, lora: {lora}}}}}"
@@ -106,10 +107,11 @@ def test_a_flag_inside_a_class_may_be_null_or_hold_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tasks", [None, ["it's", 'a "b" ü', "None"]])
 def test_a_flag_of_a_list_inside_a_class_keeps_its_value(tasks: list[str] | None) -> None:
-    parser = Parser(parser_mode="omegaconf+")
+    parser = Parser()
     parser.add_subclass_arguments(LightningDataModule, "data")
     data = f"--data={{class_path: SupervisedDataModule, init_args: {{sources: {RECORDED}}}}}"
     flag = f"--data.sources.init_args.tasks={json.dumps(tasks)}"
-    (source,) = parser.parse_args([data, flag]).data.init_args.sources
+    parser.add_argument("--config", action="config")
+    (source,) = parser.parse_composed(compose([data, flag])).data.init_args.sources
     assert source.init_args.tasks == tasks
     assert source.init_args.methods == ["x"]

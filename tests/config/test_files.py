@@ -1,0 +1,179 @@
+"""Files that name others, and what the command line makes of them."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lit_dlm.commands import recipes
+from lit_dlm.config.files import FOLDER, compose, find, load, merge, packaged, resolved
+
+PARTS = {
+    "part/base.yaml": "run_dir: a\nmodel: {init_args: {lr: 1, layers: [1, 2]}}\n",
+    "part/decoder.yaml": "policy: ThresholdPolicy\nquota: NoQuota\n",
+    "exp/one.yaml": (
+        "defaults: ../part/base.yaml\n"
+        "model: {init_args: {layers: [3], decoders: {x: ../part/decoder.yaml}}}\n"
+    ),
+    "exp/two.yaml": (
+        "defaults: [one.yaml]\nrun_dir: b\nmodel:\n  init_args:\n    layers+: [4]\n"
+        "    decoders:\n      y:\n        defaults: ../part/decoder.yaml\n"
+        "        policy: {init_args: {threshold: 0.5}}\n"
+    ),
+}
+
+HALF = {"class_path": "ThresholdPolicy", "init_args": {"threshold": 0.5}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in PARTS.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def test_a_file_starts_from_those_it_names_and_values_may_be_files(folder: Path):
+    plain = {"policy": "ThresholdPolicy", "quota": "NoQuota"}
+    decoders = {"x": plain, "y": {"policy": HALF, "quota": "NoQuota"}}
+    assert load(str(folder / "exp" / "two")) == {
+        "run_dir": "b",
+        "model": {"init_args": {"lr": 1, "layers": [3, 4], "decoders": decoders}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "merged"),
+    [
+        ({"a": {"b": 1}}, {"a": {"c": 2}}, {"a": {"b": 1, "c": 2}}),
+        ({"a": {"b": 1}, "d": 1}, {"a": None, "d": None}, {"d": None}),
+        ({"class_path": "A", "init_args": {"x": 1}}, {"init_args": {"y": 2}},
+         {"class_path": "A", "init_args": {"x": 1, "y": 2}}),
+        ({"class_path": "A", "init_args": {"x": 1}}, {"class_path": "B", "init_args": {"y": 2}},
+         {"class_path": "B", "init_args": {"y": 2}}),
+        ({"class_path": "CodeTask", "init_args": {"x": 1}},
+         {"class_path": "DatasetTask"}, {"class_path": "DatasetTask"}),
+        ({"class_path": "lit_dlm.tasks.base.DatasetTask", "init_args": {"x": 1}},
+         {"class_path": "HumanEval"}, {"class_path": "HumanEval"}),
+        ({"class_path": "lit_dlm.tasks.HumanEval", "init_args": {"x": 1}},
+         {"class_path": "HumanEval"}, {"class_path": "HumanEval", "init_args": {"x": 1}}),
+        ({"class_path": "own.HumanEval", "init_args": {"x": 1}},
+         {"class_path": "HumanEval"}, {"class_path": "HumanEval"}),
+        ({"init_args": {"x": 1}}, {"class_path": "A"}, {"init_args": {"x": 1}, "class_path": "A"}),
+        ("A", {"init_args": {"x": 1}}, {"class_path": "A", "init_args": {"x": 1}}),
+    ],
+)  # fmt: skip
+def test_mappings_are_merged_and_another_class_starts_anew(old, new, merged):
+    assert merge(old, new) == merged
+
+
+def test_packaged_files_are_found_from_any_folder_behind_own_ones(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    packed = FOLDER / "exp" / "benchmark_tiny.yaml"
+    assert find("exp/benchmark_tiny") == find("exp/benchmark_tiny.yaml") == packed
+    (tmp_path / "exp").mkdir()
+    (tmp_path / "exp" / "benchmark_tiny.yaml").write_text("run_dir: own\n")
+    assert find("exp/benchmark_tiny") == tmp_path / "exp" / "benchmark_tiny.yaml"
+
+
+@pytest.mark.parametrize(
+    ("flags", "options"),
+    [
+        # A flag wins over files on both sides of it, whatever it sets, with or without init_args.
+        (["--model.lr=2", "--model.init_args.layers", "[5]"], {"lr": "2", "layers": [5]}),
+        (["--model.decoders.x.quota=LinearQuota"],
+         {"decoders": {"x": {"policy": "ThresholdPolicy", "quota": "LinearQuota"}}}),
+        # A class given by its name alone may get settings.
+        (["--model.init_args.decoders.x.init_args.policy.init_args.threshold=5e-1"],
+         {"decoders": {"x": {"policy": {**HALF, "init_args": {"threshold": "5e-1"}},
+                             "quota": "NoQuota"}}}),
+        # Null takes an entry of a mapping away, and is a value of a class.
+        (["--model.decoders.x", "null", "--model.lr=null"], {"lr": None, "decoders": {}}),
+        (["--model.decoders.x", "part/decoder.yaml", "--model.layers=[part/decoder.yaml]"],
+         {"layers": [{"policy": "ThresholdPolicy", "quota": "NoQuota"}]}),
+    ],
+)  # fmt: skip
+def test_flags_go_into_the_document_wherever_they_stand(
+    folder: Path, monkeypatch, flags: list[str], options: dict
+):
+    monkeypatch.chdir(folder)
+    (folder / "more.yaml").write_text("model: {init_args: {layers: [6], lr: 7}}\nrun_dir: c\n")
+    composed = compose([*flags, "--config", "exp/one", "--run_dir", "3", "-c=more"])
+    plain = {"x": {"policy": "ThresholdPolicy", "quota": "NoQuota"}}
+    merged = {"lr": 7, "layers": [6], "decoders": plain, **options}
+    assert composed.document == {"run_dir": "3", "model": {"init_args": merged}}
+    assert composed.left == []
+
+
+def test_what_only_the_parser_can_place_is_left_to_it():
+    """Classes in place of others and what follows them, items to append, positional words."""
+    given = ["--config", "exp/tracerl_tiny", "2+3", "--print_config", "--model.backbone=Mine"]
+    given += ["--model.init_args.backbone.lora", "null", "--data.val_tasks+=[GSM8K]", "a=b"]
+    given += ["--model.help=SFTModule", "--model.value.lr=1", "--trainer.logger", "false"]
+    composed = compose(given, "base")
+    assert composed.left == [
+        *("2+3", "--model.backbone=Mine", "--model.init_args.backbone.lora=null"),
+        *('--data.val_tasks+=["GSM8K"]', "a=b", "--model.help=SFTModule", "--model.value.lr=1"),
+        *("--trainer.logger=false", "--print_config"),
+    ]
+    assert composed.document["trainer"]["default_root_dir"] == "${run_dir}"
+    assert resolved(composed.document)["trainer"]["default_root_dir"] == "runs/tracerl_tiny"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("--config method/as_released --config exp/tracerl_dream", "exp/tracerl_dream: names"),
+        ("--config exp/tracerl_tiny --data.tasks.0.init_args.split x",
+         "--data.tasks.0.split: lists are given as a whole, by --data.tasks"),
+        ("--config exp/tracerl_tiny --model.value.path ${run_dir}/x",
+         "--model.value.path: expected a value without references, got ${run_dir}/x"),
+        ("--config exp/tracerl_tiny --run_dir ${x}",
+         "run_dir: expected references like ${run_dir}, got Interpolation key 'x' not found"),
+        ("--config {a", "--config: while parsing a flow mapping"),
+        ("--config", "configuration '': expected a file"),
+    ],
+)  # fmt: skip
+def test_a_command_line_that_makes_no_sense_is_one_line(arguments: str, told: str):
+    with pytest.raises(ValueError, match=re.escape(told)):
+        resolved(compose(arguments.split(), "base").document)
+
+
+def test_a_region_of_a_layout_is_reached_by_a_flag():
+    region = "--model.init_args.decoders.jacobi-border-8.init_args.layout.init_args.regions.R"
+    options = compose(["--config", "exp/lockstep_tiny", f"{region}.tau=0.25"]).document["model"]
+    layout = options["init_args"]["decoders"]["jacobi-border-8"]["layout"]
+    assert layout["init_args"]["regions"]["R"] == {"length": 8, "tau": "0.25", "max_fill_frac": 1.0}
+
+
+@pytest.mark.parametrize("text", ["a: " + "[" * 100_000 + "]" * 100_000, "- " * 50_000 + "a"])
+def test_nesting_that_would_end_the_process_is_one_line(text: str, tmp_path: Path):
+    path = tmp_path / "deep.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"deep\.yaml: expected at most 50 levels"):
+        load(str(path))
+    with pytest.raises(ValueError, match="--config: expected at most 50 levels"):
+        compose(["--config", f"{{a: {'[' * 1000}"])
+
+
+def test_values_of_flags_may_name_packaged_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    composed = compose(["--backbone", "backbone/tiny.yaml", "--file", "other.yaml", "--flag", "-1"])
+    backbone = {"class_path": "HFBackbone", "init_args": {"path": "tiny"}}
+    assert composed.document == {"backbone": backbone, "file": "other.yaml", "flag": "-1"}
+
+
+def test_recipes_list_every_experiment_and_show_one(capsys: pytest.CaptureFixture[str]):
+    assert recipes.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [f"exp/{line.split()[0]}" for line in lines] == packaged("exp")
+    assert all("Needs: " in line for line in lines)
+    # No GPU's memory was measured at real size.
+    assert all("(estimated)" in line for line in lines if " GPU" in line.partition("Needs: ")[2])
+    on_cpu = [line for line in lines if "CPU core" in line]
+    assert not [line for line in on_cpu if not re.search("second|minute|hour", line)]
+    assert recipes.main(["tracerl_tiny_value"]) == 0
+    text = capsys.readouterr().out
+    assert "run_dir: runs/tracerl_tiny_value" in text
+    assert "defaults:" not in text
