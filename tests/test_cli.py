@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import cli
+import lit_dlm
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAINER_COMMANDS = {"fit", "validate", "predict"}
@@ -46,6 +47,49 @@ def test_help_of_commands_imports_nothing_that_takes_seconds():
     help_text, _, modules = done.stdout.rpartition("imported ")
     assert not [command for command in commands if f"lit-dlm {command}" not in help_text]
     assert not HEAVY & set(modules.split())
+
+
+IMPORTS = """
+import os, sys
+class Count:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            with open(os.environ["IMPORTS"], "a") as file:
+                file.write("torch\\n")
+sys.meta_path.insert(0, Count())
+"""
+"""Of every process that starts with it on its path, one line when it imports torch."""
+
+
+@pytest.mark.slow  # starts the command line
+@pytest.mark.parametrize(
+    ("command", "count"),
+    [
+        ("fit --config exp/tracelok_tiny", 0),
+        ("fit", 0),
+        ("fit --config exp/tracelock_tiny --data {class_path:\u00a0TrajectoryData}", 0),
+        ("plan --config exp/tracelok_tiny", 0),
+        ("fit --config exp/tracelock_tiny --run_dir ${nowhere}", 0),
+        ("predict --config exp/lockstep_tiny --print_config", 1),
+        ("predict --config exp/lockstep_tiny --model.levl tokens", 1),
+    ],
+)
+def test_names_are_looked_up_before_torch_is_imported(command: str, count: int, tmp_path: Path):
+    (tmp_path / "sitecustomize.py").write_text(IMPORTS)
+    environment = {"PYTHONPATH": str(tmp_path), "IMPORTS": str(tmp_path / "imports")}
+    words = command.replace("\u00a0", " ").split(" ")
+    done = subprocess.run(
+        [sys.executable, "cli.py", *words], cwd=ROOT, env=os.environ | environment,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert bool(done.returncode) != ("--print_config" in command), done.stderr
+    imported = tmp_path / "imports"
+    assert (imported.read_text().splitlines() if imported.exists() else []) == ["torch"] * count
+
+
+def test_the_version_is_told(capsys):
+    cli.main(["--version"])
+    assert capsys.readouterr().out == f"lit-dlm {lit_dlm.__version__}\n"
 
 
 @pytest.mark.slow  # builds the parser of every option

@@ -27,6 +27,19 @@ class Leftmost:
 
 class Chooses:
     def choose(self): ...
+
+class Breaks:
+    name = "breaks"
+
+    def __init__(self, text=None):
+        if text is None:
+            raise ValueError("no text")
+        {}[text]
+
+    def examples(self): ...
+    def extract(self, example, completion): ...
+    def grade(self, example, completion): ...
+    def reference_completion(self, example): ...
 """
 FILES = {
     "open.yaml": "trainer: [1\n",
@@ -56,8 +69,9 @@ def _tasks(name: str, path: str) -> str:
 
 MISTAKES = [
     # the command
-    ("genrate", "unknown command 'genrate'; known: fit, validate, test, predict, generate, "),
-    ("fit", "data: expected a class, got none; give --config FILE ('lit-dlm recipes' lists the"),
+    ("genrate", "unknown command 'genrate'; known: fit, validate, predict, generate, "),
+    ("test --config exp/generate_tiny", "test: nothing to run; 'validate' scores a model, 'pre"),
+    ("fit", "model and data: expected a class, got none; give --config FILE ('lit-dlm recipes' li"),
     # files of the configuration
     (
         "predict --config exp/tracelok_tiny",
@@ -70,19 +84,27 @@ MISTAKES = [
     ("fit --config empty", "{here}/empty.yaml: expected a mapping, got none"),
     (f"{PREDICT} --run_dir '${{oops'", "run_dir: expected references like ${run_dir}, got no viab"),
     (f"{PREDICT} --model.seed '${{oc.env:NOT_SET}}'",
-     "model.init_args.seed: expected the environment variable NOT_SET, which is not set"),
+     "model.seed: expected the environment variable NOT_SET, which is not set"),
     (f"{PREDICT} --run_dir own.py", "run_dir: own.py cannot be written to (File exists)"),
     # keys
-    (f"{PREDICT} --config top", "unknown key 'modle.seed'; did you mean 'model"),
+    (f"{PREDICT} --config top", "unknown option 'modle.seed'; did you mean 'model'?"),
     ("generate 2+3 --config decoder", "unknown option 'polcy'; did you mean 'policy'?"),
     ("generate 2+3 --config exp/benchmark_tiny", "--config: expected a decode file"),
-    (f"{PREDICT} --config trainer", "unknown key 'trainer.max_stepz'; did you mean 'trainer.max_s"),
+    (f"{PREDICT} --config trainer", "unknown option 'trainer.max_stepz'; did you mean 'train"),
     (f"{PREDICT} --config five", "trainer: expected a mapping of the trainer's options, got 5"),
     (f"{PREDICT} --config beside", "data: expected a LightningDataModule: a class's name, or cla"),
     (f"{PREDICT} --trainer.max_stepz 3",
-     "unknown option '--trainer.max_stepz'; did you mean '--trainer.max_steps'?"),
+     "unknown option 'trainer.max_stepz'; did you mean 'trainer.max_steps'?"),
     (f"{MINE}.settings.max_stepz 4", "model.decoders.settings: DecodeSettings has no option 'max_"),
     (f"{LOCK} --model.optimizer.lrr 1", "model.optimizer: AdamW has no option 'lrr'; did you mean"),
+    (f"{LOCK} --model.init_args.lr 1",
+     "model: TraceLockModule has no option 'lr'; did you mean 'model.optimizer.lr'?"),
+    (f"{LOCK} --optimizer SGD",
+     "unknown option 'optimizer'; did you mean 'model.optimizer' or 'model.optimizer.lr' or"),
+    (f"{LOCK} --optimizer.lr 1", "unknown option 'optimizer.lr'; did you mean 'model.optimizer.l"),
+    (f"{PREDICT} --tasks gsm8k", "unknown option 'tasks'; did you mean 'data.tasks'?"),
+    (f"{PREDICT} --data.tasks.0.init_args.split train",
+     "--data.tasks.0.split: lists are given as a whole, by --data.tasks"),
     (f"{SFT} --model.backbone.lora.rnk 4",
      "model.backbone.lora: LoRASettings has no option 'rnk'; did you mean 'rank'?"),
     # classes
@@ -100,9 +122,17 @@ MISTAKES = [
     (f"{PREDICT} '--data.tasks=[{{class_path: own.Chooses}}]'",
      "data.tasks: Chooses has no methods 'examples', 'extr"),
     ("generate x --policy Threshold", "policy: unknown class 'Threshold'; did you mean 'Threshol"),
-    (f"{PREDICT} --data.tasks gsm8k", "data.tasks: expected list, got gsm8k"),
+    (f"{PREDICT} '--data.tasks=[{{class_path: own.Breaks}}]'",
+     "no text (ValueError in {here}/own.py, line 13)"),
+    (f"{PREDICT} '--data.tasks=[{{class_path: own.Breaks, init_args: {{text: a}}}}]'",
+     "'a' (KeyError in {here}/own.py, line 14)"),
+    (f"{PREDICT} --data.tasks gsm8k", "data.tasks: expected a list, such as [gsm8k], got gsm8k"),
+    ("eval --tasks gsm8k", "tasks: expected a list, such as [gsm8k], got gsm8k"),
+    (f"{PREDICT} --data.methods [threshold_9]",
+     "methods: expected 'entropy', 'threshold_099', 'threshold_09', 'threshold_07' or 'blocks_09', "
+     "got 'threshold_9'; did you mean 'threshold_09'?"),
     # values
-    (f"{LOCK} --model.optimizer.lr fast", "model.optimizer.lr: expected float, got fast"),
+    (f"{LOCK} --model.optimizer.lr abc", "model.optimizer.lr: expected float, got abc"),
     (f"{PREDICT} --data.batch_size 0", "batch_size: expected at least 1, got 0"),
     (f"{PREDICT} --model.level tokns", "model.level: expected one of 'tokens', 'signals', 'feat"),
     (f"{PREDICT} --seed_everything x", "seed_everything: expected bool or int, got x"),
@@ -132,8 +162,7 @@ MISTAKES = [
     (f"{SFT} --trainer.callbacks+=ModelCheckpoint",
      "trainer.callbacks: a checkpoint cannot tell two of ModelCheckpoint apart; two of ModelCheck"),
     (f"{SFT} --run_dir foreign", "run_dir: foreign holds a fit of other settings (data: None, "),
-    (f"{SFT} --run_dir torn",
-     "while parsing a flow node expected the node content, but found '<stream end>' in \"torn/fi"),
+    (f"{SFT} --run_dir torn", "{here}/torn/fit.yaml: while parsing a flow node"),
     (f"{LOCK} --model.projector runs/no/p", "projector folder runs/no/p: there is no such folder"),
     (_tasks("PromptsFile", "no.jsonl"), "path: there is no file or folder 'no.jsonl'"),
     (_tasks("GSM8K", "answers.jsonl"),
@@ -153,6 +182,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.delitem(sys.modules, "own", raising=False)
     return tmp_path
 
 

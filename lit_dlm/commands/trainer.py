@@ -30,7 +30,7 @@ import lit_dlm.callbacks
 from lit_dlm.config.components import raised_in
 from lit_dlm.config.files import Composed
 from lit_dlm.config.parser import Parser, explain
-from lit_dlm.config.saved import LAST, RunConfigCallback, claim, with_references
+from lit_dlm.config.saved import LAST, RunConfigCallback, claim
 from lit_dlm.modules.checkpoint import last_checkpoint, local, use_own_files
 from lit_dlm.ops.locks import locked
 from lit_dlm.ops.terminal import printable
@@ -82,7 +82,7 @@ class CLI(LightningCLI):
             )
             if self.subcommand == "fit":
                 self._dump_config()
-                rank_zero_only(claim)(with_references(self.config_dump, self.document))
+                rank_zero_only(claim)(self.config_dump, self.document)
         torch.backends.cuda.matmul.allow_tf32 = options.tf32
 
     @staticmethod

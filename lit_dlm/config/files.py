@@ -192,6 +192,7 @@ def compose(arguments: Sequence[str], *first: str) -> Composed:
         elif is_behind or not _set(document, key, value):
             if "${" in text:
                 raise ValueError(f"{option}: expected a value without references, got {text}")
+            _require_known(value, key)
             changed.append(key)
             left.append(f"{option}={value if isinstance(value, str) else json.dumps(value)}")
     _require_known(document, "")

@@ -30,16 +30,18 @@ NOT_COMPARED = {
 """Options, wherever they are, that may differ where a fit goes on."""
 
 
-def claim(config: dict[str, Any]) -> None:
+def claim(config: dict[str, Any], document: dict[str, Any]) -> None:
     """Refuses a ``fit`` in the folder of one with other settings, or whose checkpoints it ignores.
 
-    The folder is the trainer's ``default_root_dir``; the settings are those that decide weights.
+    The folder is the trainer's ``default_root_dir``; the settings are those that decide weights. As
+    in the file, they have the references of the document.
     """
     folder = Path(config["trainer"]["default_root_dir"])
     path = folder / "fit.yaml"
     if not path.exists():
         return
-    changes = filter(_decides, setting_differences(_anywhere(load(str(path))), _anywhere(config)))
+    ours = with_references(config, document)
+    changes = filter(_decides, setting_differences(_anywhere(load(str(path))), _anywhere(ours)))
     if told := [change.replace("init_args.", "")[:160] for change in changes]:
         raise ValueError(
             f"run_dir: {folder} holds a fit of other settings ({'; '.join(told[:3])}"

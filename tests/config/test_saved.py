@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from lit_dlm.config.saved import claim
+from lit_dlm.config.saved import claim, with_references
+from tests.e2e.runs import problems, run
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -76,7 +77,7 @@ OTHER = {
 def test_a_fit_without_checkpoints_begins_anew_with_the_same_settings(change: Change, saved: Path):
     options = config(saved)
     change(options)
-    claim(options)
+    claim(options, {})
 
 
 @pytest.mark.parametrize(("told", "change"), OTHER.items(), ids=OTHER)
@@ -85,12 +86,12 @@ def test_other_settings_are_named(told: str, change: Change, ckpt_path: str | No
     options = config(saved, ckpt_path)
     change(options)
     with pytest.raises(ValueError, match="choose another --run_dir, or remove") as error:
-        claim(options)
+        claim(options, {})
     folder = saved / "second"
     assert str(error.value).startswith(f"run_dir: {folder} holds a fit of other settings ({told})")
     assert str(error.value).endswith(f"remove {folder}/fit.yaml")
     (folder / "fit.yaml").unlink()
-    claim(options)
+    claim(options, {})
 
 
 def test_three_differences_are_named(saved: Path):
@@ -99,7 +100,7 @@ def test_three_differences_are_named(saved: Path):
         change(options)
     first = r"\(data.rewards.0.model: 'judge', now 'x'; data.seed: 0, now 1; model[^;]*0.5; ...\)"
     with pytest.raises(ValueError, match=first):
-        claim(options)
+        claim(options, {})
 
 
 @pytest.mark.parametrize(
@@ -114,9 +115,9 @@ def test_a_fit_with_checkpoints_goes_on_or_is_left_alone(
     way_on = way_on or str(file)
     for refused in {None, "last"} - {way_on}:
         with pytest.raises(ValueError, match=f"goes on with --ckpt_path {way_on}; a new one"):
-            claim(config(saved, refused))
+            claim(config(saved, refused), {})
     for taken in (way_on, "elsewhere/last.ckpt"):
-        claim(config(saved, taken))
+        claim(config(saved, taken), {})
 
 
 def test_a_moved_folder_goes_on(saved: Path):
@@ -124,8 +125,50 @@ def test_a_moved_folder_goes_on(saved: Path):
     (saved / "second").rename(moved.with_name("second-later"))
     moved.mkdir()
     (saved / "second-later").rename(moved / "second")
-    claim(config(moved))
+    claim(config(moved), {})
     options = deepcopy(config(moved))
     options["model"]["init_args"]["policy"] = f"{saved}/policy"
     with pytest.raises(ValueError, match=r"model.policy: '\$\{run_dir\}/policy', now '/"):
-        claim(options)
+        claim(options, {})
+
+
+def test_what_is_saved_runs_in_another_folder(monkeypatch: pytest.MonkeyPatch):
+    """Texts like the folder's name that are no references stay, as do references to settings."""
+    monkeypatch.setenv("DATA", "/data")
+    composed = {
+        "run_dir": "tiny",
+        "trainer": {"default_root_dir": "${run_dir}", "every": "${model.number}"},
+        "model": {"number": "3", "decoders": {"x": {"path": "${run_dir}/p"}}},
+        "data": {"tasks": [{"file": "${oc.env:DATA}/a.jsonl"}], "path": "tiny"},
+    }
+    parsed = {
+        "run_dir": "tiny",
+        "trainer": {"default_root_dir": "tiny", "every": 3},
+        "model": {"number": 3, "decoders": {"x": {"init_args": {"path": "tiny/p"}}}},
+        "data": {"tasks": [{"class_path": "A", "file": "/data/a.jsonl"}], "path": "tiny"},
+    }
+    assert with_references(parsed, composed) == {
+        "run_dir": "tiny",
+        "trainer": {"default_root_dir": "${run_dir}", "every": 3},
+        "model": {"number": 3, "decoders": {"x": {"init_args": {"path": "${run_dir}/p"}}}},
+        "data": {
+            "tasks": [{"class_path": "A", "file": "${oc.env:DATA}/a.jsonl"}],
+            "path": "tiny",
+        },
+    }
+
+
+@pytest.mark.slow  # two runs of one step
+def test_a_saved_file_runs_in_the_folder_that_it_is_given(tmp_path: Path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    sources = (
+        f"--data.sources=[{{class_path: TaskReferences, init_args: {{tasks: {problems(8)}}}}}]"
+    )
+    run("fit", "--config=exp/sft_gt_tiny", f"--run_dir={old}", sources, "--trainer.max_steps=1")
+    before = {path: path.stat().st_mtime_ns for path in old.rglob("*")}
+    run("fit", f"--config={old}/fit.yaml", f"--run_dir={new}")
+    assert {path: path.stat().st_mtime_ns for path in old.rglob("*")} == before
+    names = [{path.relative_to(one) for path in one.rglob("*")} for one in (old, new)]
+    assert names[0] == names[1]
+    saved = (new / "fit.yaml").read_text()
+    assert saved == (old / "fit.yaml").read_text().replace(f"run_dir: {old}\n", f"run_dir: {new}\n")
