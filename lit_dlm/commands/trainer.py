@@ -234,7 +234,7 @@ def _cli(kind: type[CLI], arguments: Sequence[str], composed: Composed) -> CLI:
             "save_to_log_dir": False,
             "document": composed.document,
         },
-        args=composed,
+        args=composed,  # type: ignore[arg-type]  # for parse_arguments
     )
 
 
