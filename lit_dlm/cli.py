@@ -10,6 +10,7 @@ from importlib import import_module
 
 from lit_dlm import __version__
 from lit_dlm.config.components import raised_in
+from lit_dlm.ops.extras import install_hint
 from lit_dlm.ops.terminal import PlainFormatter, printable
 
 # Read by torch: no checkpoint is unpickled, not even parts of sharded ones.
@@ -118,9 +119,8 @@ def _run(name: str, rest: list[str]) -> int:
     except (ValueError, OSError, ModuleNotFoundError) as error:
         if os.environ.get("LIT_DLM_TRACEBACK"):
             raise
-        hint = "; extras bring more: pip install 'lit-dlm[code,eval,log]'"
-        hint = hint if isinstance(error, ModuleNotFoundError) else ""
-        told = " ".join(str(error).split()) + raised_in(error)
-        sys.stderr.write(f"lit-dlm: error: {printable(told)}{hint}\n")
+        told = " ".join(str(error).split())
+        told += install_hint(told) + raised_in(error)
+        sys.stderr.write(f"lit-dlm: error: {printable(told)}\n")
         return 1
     return int(status or 0)

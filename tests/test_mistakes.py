@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from lightning_utilities.core.imports import RequirementCache
 
 import cli
 
@@ -208,19 +209,25 @@ def test_a_mistake_is_one_line(command: str, told: str, folder: Path, refusal):
 
 
 @pytest.mark.parametrize(
-    ("command", "package"),
+    ("command", "module", "wanted"),
     [
-        (f"{PREDICT} --config trainer/wandb", "wandb"),
-        (f"{SFT} --model.backbone.load_in_4bit true", "bitsandbytes"),
-        (f"{SFT} --config method/adamw_8bit", "bitsandbytes"),
-        ("eval --tasks [gsm8k]", "lm_eval"),
+        (f"{PREDICT} --config trainer/wandb", "wandb", "wandb>=0.22"),
+        (f"{PREDICT} --config trainer/tensorboard", "tensorboard", "tensorboard>=2.20"),
+        (f"{SFT} --model.backbone.load_in_4bit true", "bitsandbytes", "bitsandbytes>=0.45"),
+        (f"{SFT} --config method/adamw_8bit", "bitsandbytes", "bitsandbytes>=0.45"),
+        ("eval --tasks [gsm8k]", "lm_eval", "lm-eval[ifeval]>=0.4.13"),
     ],
 )
-def test_a_missing_package_is_named(command: str, package: str, monkeypatch, refusal):
-    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+def test_a_missing_package_is_named(command: str, module: str, wanted: str, monkeypatch, refusal):
+    for name in [name for name in sys.modules if name.split(".")[0] == module]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, package, None)
-    assert package in refusal(command)
+    monkeypatch.setitem(sys.modules, module, None)
+    # Lightning looks once what is installed.
+    for name in ("pytorch.loggers.wandb._WANDB", "fabric.loggers.tensorboard._TENSORBOARD"):
+        absent = RequirementCache(f"{module}>=9999")
+        monkeypatch.setattr(f"lightning.{name}_AVAILABLE", absent)
+    monkeypatch.setattr("lightning.fabric.loggers.tensorboard._TENSORBOARDX_AVAILABLE", False)
+    assert f"pip install '{wanted}'" in refusal(command)
 
 
 def test_a_task_of_slurm_that_sees_one_gpu_of_several_is_told_the_flag(monkeypatch, refusal):

@@ -26,7 +26,8 @@ from lit_dlm.ops.terminal import printable
 _CALLABLE = re.compile(r"Type typing\.Callable\S* \S* expects a function or a callable class: ")
 _FRAME = re.compile(
     r"$|(- )?(Does not validate against|Subtypes:|Errors:|Given value|Expected a path but"
-    r"|Expected a <class 'NoneType'>|(Problem with given class_path|Parser key) \S+:$)"
+    r"|Expected a <class 'NoneType'>|(Problem with given class_path|Parser key) \S+:$"
+    r"|Subclass types expect one of:|a class path \(str\)|a dict with)"
 )
 """Lines around a fault: its place, members of a union that do not fit, the value."""
 _VALUE = re.compile(r"(?:Got|Given) value: (.*?)(?:\. Got value: .*)?$", re.MULTILINE)
@@ -72,7 +73,7 @@ def _vagueness(fault: str) -> int:
     """Orders the faults of a union's members: that a number was expected says the least."""
     if found := _CLASS.search(fault):
         return 1 if found[1] in NAMES or nearest(found[1], NAMES) else 3
-    return 2 if _KIND.search(fault) else 0
+    return 2 if _KIND.search(fault) or "Not a valid subclass" in fault else 0
 
 
 def _enclosing(lines: Sequence[tuple[int, str]], depth: int) -> Iterator[str]:

@@ -26,14 +26,13 @@ def pip_install(requirements: Iterable[Requirement]) -> str:
 
 
 def install_hint(told: str) -> str:
-    """Returns the command for optional packages that an error names, as the end of its line."""
+    """Returns the command for optional packages that an error names, if they are absent."""
     try:
-        optional = [Requirement(line) for line in metadata.requires("lit-dlm") or []]
+        lines = metadata.requires("lit-dlm") or []
     except metadata.PackageNotFoundError:
         return ""
+    optional = [Requirement(line.partition(";")[0]) for line in lines if "extra ==" in line]
     words = {word.replace("_", "-") for word in re.findall(r"[\w-]+", told)}
-    absent = {one.name: one for one in optional if one.marker and one.name in words}
-    wanted = [one for name, one in absent.items() if find_spec(name.replace("-", "_")) is None]
-    for one in wanted:
-        one.marker = None  # which extra needs it
-    return f"; {pip_install(wanted)}" if wanted else ""
+    named = [one for one in optional if one.name in words and f"'{one}'" not in told]
+    absent = [one for one in named if find_spec(one.name.replace("-", "_")) is None]
+    return f"; {pip_install(absent)}" if absent else ""
