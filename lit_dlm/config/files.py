@@ -54,6 +54,17 @@ def packaged(folder: str = "") -> list[str]:
     return [path.relative_to(FOLDER).with_suffix("").as_posix() for path in paths]
 
 
+def maker(folder: Path) -> str:
+    """Says what makes missing traces or their projector: the experiment whose run folder it is."""
+    options = ("trajectories_dir", "projector_dir")
+    written = [f"'{option}': '${{run_dir}}/{folder.name}'" for option in options]
+    for name in packaged("exp"):
+        lines = find(name).read_text(encoding="utf-8").splitlines()
+        if f"run_dir: {folder.parent}" in lines and any(one in str(load(name)) for one in written):
+            return f"'lit-dlm predict --config {name}' makes it"
+    return "'lit-dlm recipes' tells what makes it, with the same --run_dir"
+
+
 def _found(name: str, beside: Path | None) -> Path | None:
     folders = (beside or Path(), FOLDER)
     paths = (folder / file for folder in folders for file in (name, f"{name}.yaml"))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lit_dlm.config.files import maker
 from lit_dlm.ops.files import fitting, read_folder, write_folder
 
 _CONFIG_FILE = "projector.json"
@@ -136,6 +137,8 @@ class Projector(nn.Module):
         folder = Path(folder)
         if folder.is_file():
             return read_released(folder)
+        if not folder.exists():
+            raise ValueError(f"projector folder {folder}: there is no such folder; {maker(folder)}")
         record, tensors = read_folder(
             folder, config=_CONFIG_FILE, weights=_WEIGHTS_FILE, what="projector"
         )

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from lit_dlm.config_files import find, load, packaged
-
 if TYPE_CHECKING:  # torch takes seconds to import, and reports do not need it
     from torch import Tensor
 
@@ -132,8 +130,6 @@ def read_folder(
     folder: Path, *, config: str, weights: str, what: str
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Reads settings and tensors and checks them."""
-    if not folder.exists():
-        raise ValueError(f"{what} folder {folder}: there is no such folder; {maker(folder)}")
     for name in (config, weights):
         if not (folder / name).is_file():
             raise ValueError(f"{what} folder {folder}: {name} is missing")
@@ -152,17 +148,6 @@ def read_folder(
         )
     require_finite(folder / weights, tensors)
     return record, tensors
-
-
-def maker(folder: Path) -> str:
-    """Says what makes missing traces or their projector: the experiment whose run folder it is."""
-    options = ("trajectories_dir", "projector_dir")
-    written = [f"'{option}': '${{run_dir}}/{folder.name}'" for option in options]
-    for name in packaged("exp"):
-        lines = find(name).read_text(encoding="utf-8").splitlines()
-        if f"run_dir: {folder.parent}" in lines and any(one in str(load(name)) for one in written):
-            return f"'lit-dlm predict --config {name}' makes it"
-    return "'lit-dlm recipes' tells what makes it, with the same --run_dir"
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from lit_dlm.ops.files import maker
+from lit_dlm.config.files import maker
 from lit_dlm.trajectories.format import Block, attach_features, read_block, records_of
 from lit_dlm.trajectories.record import Trajectory, TrajectoryFormatError
 from lit_dlm.trajectories.store.files import SideFile, claim_uids, shards_in, side_path
