@@ -1,5 +1,6 @@
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -67,9 +68,9 @@ sys.meta_path.insert(0, Count())
     [
         ("fit --config exp/tracelok_tiny", 0),
         ("fit", 0),
-        ("fit --config exp/tracelock_tiny --data {class_path:\u00a0TrajectoryData}", 0),
+        ("fit --config exp/tracelock_tiny --data '{class_path: TrajectoryData}'", 0),
         ("plan --config exp/tracelok_tiny", 0),
-        ("fit --config exp/tracelock_tiny --run_dir ${nowhere}", 0),
+        ("fit --config exp/tracelock_tiny --run_dir '${nowhere}'", 0),
         ("predict --config exp/lockstep_tiny --print_config", 1),
         ("predict --config exp/lockstep_tiny --model.levl tokens", 1),
     ],
@@ -77,9 +78,8 @@ sys.meta_path.insert(0, Count())
 def test_names_are_looked_up_before_torch_is_imported(command: str, count: int, tmp_path: Path):
     (tmp_path / "sitecustomize.py").write_text(IMPORTS)
     environment = {"PYTHONPATH": str(tmp_path), "IMPORTS": str(tmp_path / "imports")}
-    words = command.replace("\u00a0", " ").split(" ")
     done = subprocess.run(
-        [sys.executable, "cli.py", *words], cwd=ROOT, env=os.environ | environment,
+        [sys.executable, "cli.py", *shlex.split(command)], cwd=ROOT, env=os.environ | environment,
         capture_output=True, text=True,
     )  # fmt: skip
     assert bool(done.returncode) != ("--print_config" in command), done.stderr

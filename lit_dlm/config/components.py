@@ -47,10 +47,10 @@ def raised_in(error: BaseException) -> str:
     return ""
 
 
-def source_digests(plugs: Iterable[object]) -> dict[str, str]:
+def source_digests(components: Iterable[object]) -> dict[str, str]:
     """Digests of the files outside the package that define the objects' classes, by class."""
     found = {}
-    for kind in map(type, plugs):
+    for kind in map(type, components):
         path = getattr(sys.modules.get(kind.__module__), "__file__", None)
         if path and kind.__module__.split(".")[0] != __name__.split(".")[0]:
             sha = hashlib.sha256(Path(path).read_bytes()).hexdigest()
@@ -58,9 +58,9 @@ def source_digests(plugs: Iterable[object]) -> dict[str, str]:
     return found
 
 
-def difference(kind: type, plug: type) -> str | None:
-    """Says how a class fails to implement a plug's abstract methods; ``None`` if it has them."""
-    names = sorted(getattr(plug, "__abstractmethods__", ()))
+def difference(kind: type, base: type) -> str | None:
+    """Says how a class fails to implement a base's abstract methods; ``None`` if it has them."""
+    names = sorted(getattr(base, "__abstractmethods__", ()))
     asked = {name: getattr(kind, name, None) for name in names}
     lacks = [
         f"'{name}'"
@@ -69,10 +69,10 @@ def difference(kind: type, plug: type) -> str | None:
     ]
     if lacks:
         told = f"method{'s' * (len(lacks) > 1)} {', '.join(lacks)}"
-        return f"{kind.__name__} has no {told}, which {plug.__name__} asks for"
+        return f"{kind.__name__} has no {told}, which {base.__name__} asks for"
     for name, method in asked.items():
         assert callable(method)
-        wanted = inspect.signature(getattr(plug, name)).parameters.values()
+        wanted = inspect.signature(getattr(base, name)).parameters.values()
         by_name = {one.name: None for one in wanted if one.kind is one.KEYWORD_ONLY}
         is_method = inspect.isfunction(inspect.getattr_static(kind, name))
         try:
@@ -82,28 +82,28 @@ def difference(kind: type, plug: type) -> str | None:
         except TypeError:
             return (
                 f"{kind.__name__}.{name} takes ({', '.join(inspect.signature(method).parameters)}) "
-                f"but {plug.__name__} asks for ({', '.join(one.name for one in wanted)})"
+                f"but {base.__name__} asks for ({', '.join(one.name for one in wanted)})"
             )
     return None
 
 
-def checked_component(given: T, plug: type, *, option: str) -> T:
+def checked_component(given: T, base: type, *, option: str) -> T:
     """Returns the object; adds a base's defaults for members that its class leaves out.
 
     The base's abstract methods are required, and so are attributes without a value. Errors call the
     object ``option``.
     """
-    if told := difference(type(given), plug):
+    if told := difference(type(given), base):
         raise ValueError(f"{option}: {told}")
-    members = {**dict.fromkeys(inspect.get_annotations(plug)), **vars(plug)}
+    members = {**dict.fromkeys(inspect.get_annotations(base)), **vars(base)}
     for name in members:
         # Properties are not evaluated, since their values may be read from disk.
         if name.startswith("_") or inspect.getattr_static(given, name, members) is not members:
             continue
-        if name not in vars(plug):
+        if name not in vars(base):
             raise ValueError(
                 f"{option}: {type(given).__name__} has no attribute '{name}', which "
-                f"{plug.__name__} asks for"
+                f"{base.__name__} asks for"
             )
         setattr(type(given), name, members[name])
     return given

@@ -9,7 +9,8 @@ A file is a mapping; it includes other files in one of two ways::
 
 ``defaults`` may be in any mapping. Names are relative to the file, then to the packaged ``configs``
 folder, with or without ``.yaml``. Files are joined before anything is parsed: mappings key by key,
-lists as a whole (``key+`` appends); null removes a mapping, and another class starts anew. So
+lists as a whole (``key+`` appends); null removes a mapping, and another class, but for a subclass
+of the user's, starts anew. So
 ``${run_dir}`` and the like may be in any part, and a second file can add one decoder to those of
 the first. Nothing here imports torch: a mistake in a name costs no more than Python's own start.
 """
@@ -24,6 +25,7 @@ from functools import reduce
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
+from pydoc import ErrorDuringImport, locate
 from typing import Any, NamedTuple
 
 import yaml
@@ -147,9 +149,21 @@ def merge(old: Any, new: Any) -> Any:
 
 
 def _of_one_class(old: dict[str, Any], new: dict[str, Any]) -> bool:
-    """Whether two settings are of one class; a file may give its short name or its import path."""
-    before, now = old.get("class_path"), new.get("class_path")
-    return None in (before, now) or _short(str(before)) == _short(str(now))
+    """Whether two settings are of one class, given by its short name or its import path.
+
+    So is a subclass from outside of the package, which is imported to know it.
+    """
+    if "class_path" not in old or "class_path" not in new:
+        return True
+    before, now = (str(one["class_path"]) for one in (old, new))
+    if _short(before) == _short(now) or "." not in _short(now):
+        return _short(before) == _short(now)
+    try:
+        kinds = [locate(NAMES.get(name, name)) for name in (now, before)]
+    except ErrorDuringImport:
+        return False  # the parser will report it
+    one, other = kinds
+    return isinstance(one, type) and isinstance(other, type) and issubclass(one, other)
 
 
 def _short(class_path: str) -> str:

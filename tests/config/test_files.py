@@ -7,6 +7,7 @@ import pytest
 
 from lit_dlm.commands import recipes
 from lit_dlm.config.files import FOLDER, compose, find, load, merge, packaged, resolved
+from lit_dlm.tasks.base import DatasetTask
 
 PARTS = {
     "part/base.yaml": "run_dir: a\nmodel: {init_args: {lr: 1, layers: [1, 2]}}\n",
@@ -21,6 +22,10 @@ PARTS = {
         "        policy: {init_args: {threshold: 0.5}}\n"
     ),
 }
+
+
+class Mine(DatasetTask): ...
+
 
 HALF = {"class_path": "ThresholdPolicy", "init_args": {"threshold": 0.5}}
 
@@ -58,6 +63,11 @@ def test_a_file_starts_from_those_it_names_and_values_may_be_files(folder: Path)
          {"class_path": "HumanEval"}, {"class_path": "HumanEval"}),
         ({"class_path": "lit_dlm.tasks.HumanEval", "init_args": {"x": 1}},
          {"class_path": "HumanEval"}, {"class_path": "HumanEval", "init_args": {"x": 1}}),
+        ({"class_path": "DatasetTask", "init_args": {"x": 1}},
+         {"class_path": f"{__name__}.Mine"}, {"class_path": f"{__name__}.Mine"}),
+        ({"class_path": "lit_dlm.tasks.base.DatasetTask", "init_args": {"x": 1}},
+         {"class_path": f"{__name__}.Mine"},
+         {"class_path": f"{__name__}.Mine", "init_args": {"x": 1}}),
         ({"class_path": "own.HumanEval", "init_args": {"x": 1}},
          {"class_path": "HumanEval"}, {"class_path": "HumanEval"}),
         ({"init_args": {"x": 1}}, {"class_path": "A"}, {"init_args": {"x": 1}, "class_path": "A"}),
@@ -162,6 +172,13 @@ def test_values_of_flags_may_name_packaged_files(tmp_path, monkeypatch):
     composed = compose(["--backbone", "backbone/tiny.yaml", "--file", "other.yaml", "--flag", "-1"])
     backbone = {"class_path": "HFBackbone", "init_args": {"path": "tiny"}}
     assert composed.document == {"backbone": backbone, "file": "other.yaml", "flag": "-1"}
+
+
+def test_every_packaged_reference_has_a_value():
+    """Also those of overlays, on an experiment that has their keys."""
+    for name in [*packaged("exp"), *packaged("trainer")]:
+        own = ["--config", name] if name.startswith("exp/") else ["-c=exp/sft_dream", "-c", name]
+        assert resolved(compose(own, "base").document)["run_dir"]
 
 
 def test_recipes_list_every_experiment_and_show_one(capsys: pytest.CaptureFixture[str]):
