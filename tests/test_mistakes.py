@@ -164,7 +164,7 @@ MISTAKES = [
     (f"{SFT} --trainer.callbacks+=ModelCheckpoint",
      "trainer.callbacks: a checkpoint cannot tell two of ModelCheckpoint apart; two of ModelCheck"),
     (f"{SFT} --run_dir foreign", "run_dir: foreign holds a fit of other settings (data: None, "),
-    (f"{SFT} --run_dir torn", "{here}/torn/fit.yaml: while parsing a flow node"),
+    (f"{SFT} --run_dir torn", "torn/fit.yaml: while parsing a flow node"),
     (f"{LOCK} --model.projector runs/no/p", "projector folder runs/no/p: there is no such folder"),
     (_tasks("PromptsFile", "no.jsonl"), "path: there is no file or folder 'no.jsonl'"),
     (_tasks("GSM8K", "answers.jsonl"),

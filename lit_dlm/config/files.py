@@ -87,10 +87,11 @@ def decoder_options(content: dict[str, Any]) -> dict[str, Any]:
 def _read(path: Path, within: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path in within:
         raise ValueError(f"{path}: names itself, by way of {within[-1]}")
-    return _included(_content(str(path), path.read_bytes()), path.parent, (*within, path))
+    return _included(mapping(str(path), path.read_bytes()), path.parent, (*within, path))
 
 
-def _content(where: str, text: bytes) -> dict[str, Any]:
+def mapping(where: str, text: bytes) -> dict[str, Any]:
+    """Parses a file without what it includes; errors name ``where``."""
     try:
         _require_shallow(where, text)
         content: Any = OmegaConf.to_container(OmegaConf.load(BytesIO(text)), resolve=False)
@@ -227,7 +228,7 @@ def compose(arguments: Sequence[str], *first: str) -> Composed:
 
 def _document(name: str) -> dict[str, Any]:
     is_inline = name.lstrip().startswith("{")
-    return decoder_options(_content("--config", name.encode()) if is_inline else load(name))
+    return decoder_options(mapping("--config", name.encode()) if is_inline else load(name))
 
 
 def _names_class(value: Any) -> bool:

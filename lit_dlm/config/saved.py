@@ -12,7 +12,7 @@ import yaml
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
 
-from lit_dlm.config.files import load, resolved, setting_differences
+from lit_dlm.config.files import mapping, resolved, setting_differences
 from lit_dlm.ops.files import write_atomically
 
 LAST = "last"
@@ -40,8 +40,8 @@ def claim(config: dict[str, Any], document: dict[str, Any]) -> None:
     path = folder / "fit.yaml"
     if not path.exists():
         return
-    ours = with_references(config, document)
-    changes = filter(_decides, setting_differences(_anywhere(load(str(path))), _anywhere(ours)))
+    found, ours = mapping(str(path), path.read_bytes()), with_references(config, document)
+    changes = filter(_decides, setting_differences(_anywhere(found), _anywhere(ours)))
     if told := [change.replace("init_args.", "")[:160] for change in changes]:
         raise ValueError(
             f"run_dir: {folder} holds a fit of other settings ({'; '.join(told[:3])}"
