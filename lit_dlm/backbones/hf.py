@@ -745,7 +745,7 @@ class HFBackbone(nn.Module, Backbone):
         if kept is not None and end not in layers:
             plan["kept"] = kept
         if cache is not None:
-            plan[cache_argument(type(decoder))] = cache
+            plan[cache_argument(decoder.__class__)] = cache
         snapshots: dict[int, Tensor] = {}
         inputs = {"input_ids": ids}
         if self.vision is not None:
