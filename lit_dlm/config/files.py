@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
@@ -279,6 +280,12 @@ def _set(document: dict[str, Any], key: str, value: Any) -> bool:
         place = inner
     options, name = _options(place), keys[-1]
     old = options.get(name)
+    if isinstance(old, list) and any(isinstance(one, dict) for one in old):
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, str) and os.path.isfile(one):  # the parser would read it as YAML
+                kind = "PromptsFile" if name.endswith("tasks") else "ResponsesFile"
+                wanted = f"[{{class_path: {kind}, init_args: {{path: {one}}}}}]"
+                raise ValueError(f"--{key}: expected classes, such as {wanted}, got a file")
     if isinstance(old, dict) and _names_class(old) and _names_class(value):
         return False
     if value is None and isinstance(old, dict) and options is place:
