@@ -64,8 +64,10 @@ FREE = {"hides faults": "child", "families of models belong to the backbones": "
 PERMITTED = {
     # Reads the plan of a sharded checkpoint with a list of all that it may name, before torch does.
     "pickles run code when loaded": {"lit_dlm/modules/checkpoint.py"},
-    # A thread hands whatever happened to its caller; a callback must join that thread.
+    # A thread hands whatever happened to its caller; a callback must join that thread. What the
+    # parsers of libraries raise becomes an error that names their file and has it as its cause.
     "hides faults": {
+        "lit_dlm/ops/files.py",
         "callbacks/decode_writer.py",
         "callbacks/record_shards.py",
         "lit_dlm/trajectories/store/writer.py",

@@ -30,6 +30,7 @@ from lit_dlm.backbones.experts import (
     from_llada_moe,
     llada2_key,
 )
+from lit_dlm.ops.options import at_least, of_declared_kinds, within
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -89,6 +90,17 @@ class Architecture(BackboneSpec):
     family: str = "custom"
 
     def __post_init__(self) -> None:
+        for name in ("eos_ids", "forbidden_ids"):  # YAML and JSON give lists
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        of = "Architecture."
+        of_declared_kinds(self)
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads")
+        for name in (*sizes, "head_dim", "max_positions", "block_size"):
+            at_least(1, of=of, **{name: getattr(self, name)})
+        within("[1, 1000]", of=of, num_layers=self.num_layers)  # each takes time to build
+        for name in ("rope_theta", "rms_norm_eps", "logit_scale"):
+            within("(0, inf)", of=of, **{name: getattr(self, name)})
+        within("[0, 1]", of=of, attention_dropout=self.attention_dropout)
         is_divided = self.head_dim is not None or self.hidden_size % self.num_heads == 0
         if not is_divided or self.num_heads % self.kv_heads:
             raise ValueError(
@@ -124,8 +136,6 @@ class Architecture(BackboneSpec):
 
     def spec(self) -> BackboneSpec:
         values = {field.name: getattr(self, field.name) for field in fields(BackboneSpec)}
-        for name in ("eos_ids", "forbidden_ids"):  # YAML and JSON give lists
-            values[name] = tuple(values[name])
         return BackboneSpec(**values)
 
     def config_fields(self) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from lit_dlm.backbones.experts import Piece, expert_biases
 from lit_dlm.backbones.resolution import Resolved
 from lit_dlm.backbones.weights import load_weights
 from lit_dlm.ops.batches import gather_rows
+from lit_dlm.ops.files import fitting
 from lit_dlm.ops.precision import without_autocast
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -60,10 +61,13 @@ def load_decoder(
     weights take minutes) and is filled tensor by tensor: the peak is the model plus one shard.
     """
     architecture = resolved.architecture
-    with torch.device("meta"):
+    with torch.device("meta"), fitting(files[0].parent / "config.json"):
         model = random_decoder(architecture, attn_implementation=attn_implementation, dtype=dtype)
         if resolved.file_vocab_size < architecture.vocab_size:
             model.resize_token_embeddings(resolved.file_vocab_size, mean_resizing=False)
+        wanted, held = model.num_parameters(), sum(path.stat().st_size for path in files)
+        if wanted > held:  # before memory is asked for
+            raise ValueError(f"{wanted} weights for {held} bytes of {files[0].name}, ...")
     model.to_empty(device=torch.get_default_device())
     ours = {**dict(model.named_parameters(remove_duplicate=False)), **expert_biases(model)}
     if architecture.tie_embeddings:  # leaving the meta device gave each its own memory

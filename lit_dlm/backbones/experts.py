@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lit_dlm.ops.options import of_declared_kinds, within
+
 if TYPE_CHECKING:  # checks before a run need only the facts, not torch
     from torch import Tensor, nn
 
@@ -39,6 +41,8 @@ class Experts:
     """Leading layers with an ordinary feed-forward."""
 
     def __post_init__(self) -> None:
+        of_declared_kinds(self)
+        within("[1, 1000]", of="experts.", number=self.number)
         per_group, rest = divmod(self.number, self.groups)
         most = per_group * self.groups_per_token
         if rest or not 1 <= self.per_token <= most or self.groups_per_token > self.groups:

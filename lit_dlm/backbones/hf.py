@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
@@ -76,6 +75,7 @@ from lit_dlm.backbones.weights import (
 from lit_dlm.backbones.window_cache import WindowCache
 from lit_dlm.ops.batches import aligned, first_column, gather_rows, raw_columns
 from lit_dlm.ops.extras import pip_install, required
+from lit_dlm.ops.files import copy_file, fitting
 from lit_dlm.ops.fused_head import TokenStats, token_stats
 from lit_dlm.ops.masking import with_own_key
 from lit_dlm.ops.options import one_of
@@ -259,11 +259,13 @@ class HFBackbone(nn.Module, Backbone):
 
     def _load(self, resolved: Resolved, dtype: torch.dtype, *, trains_all: bool) -> None:
         self.architecture, self.new_mask_token = resolved.architecture, resolved.mask_token
+        folder = locate(str(self._base_name))
         if self.architecture.family in FAMILIES:
             self._is_release = EXPORT_KEY not in resolved.config
             config = resolved.config.get(RELEASE_KEY, resolved.config if self._is_release else None)
-            self._release_config = config and _with_code(config, str(self._base_name))
-        self._weight_files = weight_files(locate(str(self._base_name)))
+            with fitting(folder / "config.json"):
+                self._release_config = config and _with_code(config, str(self._base_name))
+        self._weight_files = weight_files(folder)
         # Each of several processes may keep only a part, and converts what it keeps.
         is_one_of_several = int(os.environ.get("WORLD_SIZE", 1)) > 1
         if trains_all and is_one_of_several and not resolved.adds_mask:
@@ -353,7 +355,11 @@ class HFBackbone(nn.Module, Backbone):
     def load_adapter(self, path_or_id: str, *, trainable: bool = False) -> None:
         """Loads a low-rank adapter in PEFT layout from a folder or a hub id."""
         folder = locate(path_or_id)
-        settings = read_adapter_settings(folder)
+        settings, path = read_adapter_settings(folder), adapters.weights_file(folder)
+        # Each layer has at least one matrix, with a side of the hidden size.
+        if settings.rank * self.num_layers * self.hidden_size > path.stat().st_size:
+            told = f"expected the rank r of {path.name}, got {settings.rank}"
+            raise ValueError(f"{folder / adapters.CONFIG_FILE}: {told}")
         if trained_on := differing_base(folder, self._base_name):
             told = (
                 f"adapter: {folder} was trained on {trained_on}, expected one of {self._base_name} "
@@ -364,7 +370,8 @@ class HFBackbone(nn.Module, Backbone):
             logger.warning("%s; the folder may be a copy of it", told)
         self.add_adapter(settings)
         layout = key_layout(self.spec.family)
-        self._adapter_files = [adapters.load_adapter(self.model, folder, layout=layout)]
+        adapters.load_adapter(self.model, path, layout=layout)
+        self._adapter_files = [path]
         if (path := folder / _VISION_FILE).is_file():
             if not (weights := self._vision_weights()):
                 raise ValueError(f"{path}: expected HFBackbone.vision, a part of which it holds")
@@ -483,7 +490,7 @@ class HFBackbone(nn.Module, Backbone):
             if self._release_config is not None and is_local(str(self._base_name)):
                 source = locate(str(self._base_name))
                 for path in source.glob("*.py") if source.resolve() != folder.resolve() else ():
-                    shutil.copyfile(path, folder / path.name)
+                    copy_file(path, folder)
 
     def _exported_config(self, layout: ExportLayout, *, has_tower: bool) -> dict[str, Any]:
         """Returns what :meth:`export` writes as ``config.json``, except the dtype."""
@@ -808,7 +815,7 @@ def _given_visibility(mask: Tensor) -> Tensor:
 def _with_code(config: Mapping[str, Any], base_name: str) -> Mapping[str, Any]:
     """Returns a family's configuration; one from the hub refers to its code there."""
     if is_local(base_name):
-        return config
+        return {**config}
     places = {
         name: place if "--" in place else f"{unpinned(base_name)}--{place}"
         for name, place in config.get("auto_map", {}).items()

@@ -23,9 +23,10 @@ from transformers import PreTrainedModel
 
 from lit_dlm.backbones.architecture import LLADA_MODULES, KeyLayout, PEFTTask, original_key, our_key
 from lit_dlm.backbones.experts import expert_biases
-from lit_dlm.backbones.resolution import read_json_object, unpinned
-from lit_dlm.backbones.weights import load_weights, plain_tensor, save_weights
-from lit_dlm.ops.options import at_least, within
+from lit_dlm.backbones.resolution import unpinned
+from lit_dlm.backbones.weights import load_weights, plain_tensor, save_weights, write_json_object
+from lit_dlm.ops.files import fitting, read_json_object
+from lit_dlm.ops.options import at_least, of_declared_kinds, within
 from lit_dlm.ops.precision import without_autocast
 
 if TYPE_CHECKING:  # peft takes seconds to import, and most runs have no adapter
@@ -113,31 +114,34 @@ def read_adapter_settings(folder: Path) -> LoRASettings:
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise ValueError(f"{folder}: expected an adapter folder with {CONFIG_FILE}")
-    config = read_json_object(path)
-    asked = [option for option in _UNSUPPORTED if config.get(option)]
-    asked += [o for o, v in (("peft_type", "LORA"), ("bias", "none")) if config.get(o, v) != v]
-    if config.get("init_lora_weights") not in _KEEPS_BASE:
-        asked.append("init_lora_weights")
-    if asked:
-        raise ValueError(f"{path}: option {asked[0]}={config[asked[0]]!r} is not supported")
-    targets = config.get("target_modules") or []
-    if not isinstance(targets, str):
-        targets = _last_names(targets)
-    held = _last_names(config.get("target_parameters") or [])
-    if held:
-        if held != set(_EXPERT_WEIGHTS):
-            raise ValueError(
-                f"{path}: option target_parameters={config['target_parameters']!r} is not "
-                f"supported, expected {_EXPERT_WEIGHTS} of experts"
-            )
-        targets = [*targets, *_FEED_FORWARD]
-    return LoRASettings(
-        rank=config.get("r", 8),  # peft's defaults, here and below
-        alpha=config.get("lora_alpha", 8),
-        dropout=config.get("lora_dropout", 0.0),
-        targets=targets if isinstance(targets, str) else sorted(targets),
-        rslora=bool(config.get("use_rslora", False)),
-    )
+    with fitting(path):
+        config = read_json_object(path)
+        asked = [option for option in _UNSUPPORTED if config.get(option)]
+        asked += [o for o, v in (("peft_type", "LORA"), ("bias", "none")) if config.get(o, v) != v]
+        if config.get("init_lora_weights") not in _KEEPS_BASE:
+            asked.append("init_lora_weights")
+        if asked:
+            raise ValueError(f"{path}: option {asked[0]}={config[asked[0]]!r} is not supported")
+        targets = config.get("target_modules") or []
+        if not isinstance(targets, str):
+            targets = _last_names(targets)
+        held = _last_names(config.get("target_parameters") or [])
+        if held:
+            if held != set(_EXPERT_WEIGHTS):
+                raise ValueError(
+                    f"{path}: option target_parameters={config['target_parameters']!r} is not "
+                    f"supported, expected {_EXPERT_WEIGHTS} of experts"
+                )
+            targets = [*targets, *_FEED_FORWARD]
+        settings = LoRASettings(
+            rank=config.get("r", 8),  # peft's defaults, here and below
+            alpha=config.get("lora_alpha", 8),
+            dropout=config.get("lora_dropout", 0.0),
+            targets=targets if isinstance(targets, str) else sorted(targets),
+            rslora=bool(config.get("use_rslora", False)),
+        )
+        of_declared_kinds(settings)
+    return settings
 
 
 def differing_base(folder: Path, base: str | None) -> str | None:
@@ -149,7 +153,7 @@ def differing_base(folder: Path, base: str | None) -> str | None:
     trained_on = read_json_object(folder / CONFIG_FILE).get("base_model_name_or_path")
     if not trained_on or base is None:
         return None
-    one, other = Path(unpinned(trained_on)), Path(unpinned(base))
+    one, other = Path(unpinned(str(trained_on))), Path(unpinned(base))
     are_here = one.is_dir() and other.is_dir()
     is_same = one.resolve() == other.resolve() if are_here else one.name == other.name
     return None if is_same else str(trained_on)
@@ -317,21 +321,29 @@ def save_adapter(
         targets, _ = settings.beside_experts()
     folder.mkdir(parents=True, exist_ok=True)
     save_weights(tensors, folder / WEIGHTS_FILE)
-    peft_config(
+    config = peft_config(
         settings,
         target_modules=targets,
         target_parameters=sorted(f"{one}.{name}" for one in experts for name in _EXPERT_WEIGHTS),
         task_type=task,
         base_model_name_or_path=base_name and unpinned(base_name),
         inference_mode=True,
-    ).save_pretrained(str(folder))
+    ).to_dict()
+    # As peft's own writer, which would follow a link.
+    plain = {key: sorted(one) if isinstance(one, set) else one for key, one in config.items()}
+    write_json_object(folder / CONFIG_FILE, plain)
 
 
-def load_adapter(model: nn.Module, folder: Path, *, layout: KeyLayout) -> Path:
-    """Reads a PEFT folder's weights, named as in ``layout`` or transformers; returns the file."""
+def weights_file(folder: Path) -> Path:
+    """Returns the file of a PEFT folder's weights."""
     path = folder / WEIGHTS_FILE
     if not path.is_file():
         raise ValueError(f"{folder}: expected {WEIGHTS_FILE} (pickled weights are not read)")
+    return path
+
+
+def load_adapter(model: nn.Module, path: Path, *, layout: KeyLayout) -> None:
+    """Reads the weights of a PEFT folder, named as in ``layout`` or transformers."""
     wanted = dict(adapter_parameters(model))
 
     def ours(key: str) -> str:
@@ -341,7 +353,6 @@ def load_adapter(model: nn.Module, folder: Path, *, layout: KeyLayout) -> Path:
         return next((one for one in keys if one in wanted), key)
 
     load_weights([path], wanted, rename=ours)
-    return path
 
 
 # -- adding an adapter to its weights ------------------------------------------------------------

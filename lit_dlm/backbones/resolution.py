@@ -9,13 +9,13 @@ SDAR's).
 from __future__ import annotations
 
 import base64
-import json
 import logging
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from itertools import chain
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,6 +33,7 @@ from lit_dlm.backbones.architecture import (
 )
 from lit_dlm.backbones.base import UNKNOWN_ID, Backbone, BackboneSpec
 from lit_dlm.backbones.experts import FIXED, WORDS, Experts, Piece, pieces
+from lit_dlm.ops.files import fitting, read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -115,32 +116,28 @@ def in_hub_cache(hub_id: str, *, weights: bool = True) -> bool:
     """Whether a hub model is in the cache, with its weights if wanted; uses no network."""
     try:
         folder = Path(_snapshot(hub_id, local_files_only=True))
+        if weights and (folder / INDEX_FILE).is_file():
+            weight_files(folder)
     except ValueError:
         return False
-    files = list(folder.glob("*.safetensors"))  # an adapter's file has another name
-    if (folder / INDEX_FILE).is_file():
-        files = weight_files(folder)
-    return not weights or (bool(files) and all(file.is_file() for file in files))
+    # An adapter's file has another name.
+    return not weights or any(path.is_file() for path in folder.glob("*.safetensors"))
 
 
 def _patterns(weights: bool) -> list[str]:
     return [*_DESCRIPTION_FILES, *(["*.safetensors"] if weights else [])]
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Reads one of a model's description files."""
-    try:
-        return {**json.loads(path.read_text(encoding="utf-8"))}
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path}: expected a JSON object ({error})") from error
-
-
 def weight_files(folder: Path) -> list[Path]:
     """Returns a model folder's safetensors files: those that an index names, else the only one."""
-    index = folder / INDEX_FILE
-    if index.is_file():
-        names = set(read_json_object(index)["weight_map"].values())
-        return [folder / name for name in sorted(names)]
+    path = folder / INDEX_FILE
+    if path.is_file():
+        with fitting(path):
+            names = sorted(set(read_json_object(path)["weight_map"].values()))
+            for name in names:
+                if Path(name).name != name or not (folder / name).is_file():
+                    raise ValueError(f"{path}: expected names of files beside it, got {name!r}")
+        return [folder / name for name in names]
     single = folder / "model.safetensors"
     if not single.is_file():
         raise ValueError(
@@ -155,21 +152,38 @@ def load_tokenizer(path_or_id: str) -> PreTrainedTokenizerBase:
     Custom tokenizer classes named in a checkpoint (Dream, LLaDA) are not needed: a
     ``tokenizer.json`` is complete, and ``vocab.json`` with ``merges.txt`` is read as Qwen2's.
     """
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer  # takes seconds
 
     folder = locate(path_or_id, weights=False)
-    if (path := folder / "tokenizer.json").is_file():
+    whole, parts = folder / "tokenizer.json", (folder / "vocab.json", folder / "merges.txt")
+    if not whole.is_file() and not all(path.is_file() for path in parts):
+        raise ValueError(
+            f"{path_or_id}: expected tokenizer.json, or vocab.json with merges.txt, in {folder}"
+        )
+    if whole.is_file():
+        _require_bounded_growth(whole)
+    kind = PreTrainedTokenizerFast if whole.is_file() else Qwen2Tokenizer
+    try:
+        with fitting(folder / "tokenizer_config.json" if whole.is_file() else parts[1]):
+            tokenizer = kind.from_pretrained(folder, local_files_only=True)
+            tokenizer("")  # uses settings that nothing has looked at
+    except ValueError:  # another file may be the wrong one
+        tokenizer_size(folder)
+        if whole.is_file():
+            with fitting(whole):
+                Tokenizer.from_file(str(whole))
+        raise
+    return tokenizer
+
+
+def _require_bounded_growth(path: Path) -> None:
+    with fitting(path):
         steps = read_json_object(path)
         for names in (("normalizer", "pre_tokenizer"), ("decoder",)):
             if (growth := math.prod(_growth(steps.get(name)) for name in names)) > _MOST_GROWTH:
                 wanted = f"texts that become at most {_MOST_GROWTH} times as long"
                 raise ValueError(f"{path}: expected {wanted}, got {growth:.3g} ({names[0]})")
-        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-        return Qwen2Tokenizer.from_pretrained(folder, local_files_only=True)
-    raise ValueError(
-        f"{path_or_id}: expected tokenizer.json, or vocab.json with merges.txt, in {folder}"
-    )
 
 
 def _growth(step: Any) -> float:
@@ -322,49 +336,51 @@ def resolve(
         folder = locate(str(path_or_config), weights=False)
         config, source = read_config(folder), f"{path_or_config}: "
         added_tokens = read_added_tokens(folder)
-    tokens = added_tokens or {}
-    size = None if folder is None else tokenizer_size(folder)
-    model_type = config.get("model_type")
+    with fitting((folder or Path()) / "config.json"):
+        tokens = added_tokens or {}
+        size = None if folder is None else tokenizer_size(folder)
+        model_type = config.get("model_type")
 
-    if from_ar is not None and (model_type not in PLAIN_DECODERS or EXPORT_KEY in config):
-        raise ValueError(
-            f"{source}from_ar: expected an autoregressive {', '.join(PLAIN_DECODERS)} checkpoint, "
-            f"got a diffusion model of model_type {model_type!r}"
+        if from_ar is not None and (model_type not in PLAIN_DECODERS or EXPORT_KEY in config):
+            raise ValueError(
+                f"{source}from_ar: expected an autoregressive {', '.join(PLAIN_DECODERS)} "
+                f"checkpoint, got a diffusion model of model_type {model_type!r} in config.json"
+            )
+        family = None
+        if model_type in PLAIN_DECODERS:
+            facts = {"family": model_type, "decoder": model_type}
+            facts |= _hf_sizes(config, source, decoder=model_type)
+        else:
+            facts = {"family": family_of(config, source=source, wanted=overrides.get("family"))}
+            family = FAMILIES[facts["family"]]
+            facts |= _family_facts(config, family, size, source)
+        rows, mask_token = facts["vocab_size"], None
+        if EXPORT_KEY in config:
+            facts |= config[EXPORT_KEY]
+        else:
+            described = dict(config)
+            if family is None:
+                described["eos_token_id"] = _stop_ids(config, folder)
+            if from_ar is not None:
+                named = {} if folder is None else _named_tokens(folder)
+                end = _listed(tokens.get(named.get("eos_token", "")))
+                ends = dict.fromkeys((*described["eos_token_id"], *end))
+                described["eos_token_id"] = tuple(ends)
+                if described.get("pad_token_id") is None:
+                    described["pad_token_id"] = tokens.get(named.get("pad_token", ""))
+                mask_token = named.get("mask_token", MASK_TOKEN)
+                mask = tokens.get(mask_token, rows if size is None else size)
+                described["mask_token_id"] = mask
+                facts |= vars(from_ar) | {"vocab_size": max(rows, mask + 1)}
+            facts |= _special_ids(described, tokens, overrides, family=family, source=source)
+        return Resolved(
+            architecture=Architecture(**{**facts, **overrides}),
+            layout="hf" if family is None else family.layout,
+            config=config,
+            file_vocab_size=rows,
+            adds_mask=mask_token is not None and tokens.get(mask_token, rows) >= rows,
+            mask_token=mask_token,
         )
-    family = None
-    if model_type in PLAIN_DECODERS:
-        facts = {"family": model_type, "decoder": model_type}
-        facts |= _hf_sizes(config, source, decoder=model_type)
-    else:
-        facts = {"family": family_of(config, source=source, wanted=overrides.get("family"))}
-        family = FAMILIES[facts["family"]]
-        facts |= _family_facts(config, family, size, source)
-    rows, mask_token = facts["vocab_size"], None
-    if EXPORT_KEY in config:
-        facts |= config[EXPORT_KEY]
-    else:
-        described = dict(config)
-        if family is None:
-            described["eos_token_id"] = _stop_ids(config, folder)
-        if from_ar is not None:
-            named = {} if folder is None else _named_tokens(folder)
-            ends = (*described["eos_token_id"], *_listed(tokens.get(named.get("eos_token", ""))))
-            described["eos_token_id"] = tuple(dict.fromkeys(ends))
-            if described.get("pad_token_id") is None:
-                described["pad_token_id"] = tokens.get(named.get("pad_token", ""))
-            mask_token = named.get("mask_token", MASK_TOKEN)
-            mask = tokens.get(mask_token, rows if size is None else size)
-            described["mask_token_id"] = mask
-            facts |= vars(from_ar) | {"vocab_size": max(rows, mask + 1)}
-        facts |= _special_ids(described, tokens, overrides, family=family, source=source)
-    return Resolved(
-        architecture=Architecture(**{**facts, **overrides}),
-        layout="hf" if family is None else family.layout,
-        config=config,
-        file_vocab_size=rows,
-        adds_mask=mask_token is not None and tokens.get(mask_token, rows) >= rows,
-        mask_token=mask_token,
-    )
 
 
 def _family_facts(
@@ -515,23 +531,31 @@ def read_added_tokens(folder: Path) -> dict[str, int]:
     Reads ``tokenizer_config.json``, ``added_tokens.json`` and ``tokenizer.json``; the later file
     wins. No tokenizer is built.
     """
-    described = _read_if_there(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
-    found = {entry["content"]: int(number) for number, entry in described.items()}
-    found |= _read_if_there(folder / "added_tokens.json")
-    listed = _read_if_there(folder / "tokenizer.json").get("added_tokens", [])
-    return found | {entry["content"]: int(entry["id"]) for entry in listed}
+    found: dict[str, int] = {}
+    with fitting(path := folder / "tokenizer_config.json"):
+        described = _read_if_there(path).get("added_tokens_decoder", {})
+        found |= {entry["content"]: int(number) for number, entry in described.items()}
+    with fitting(path := folder / "added_tokens.json"):
+        found |= {text: index(number) for text, number in _read_if_there(path).items()}
+    with fitting(path := folder / "tokenizer.json"):
+        listed = _read_if_there(path).get("added_tokens", [])
+        found |= {entry["content"]: index(entry["id"]) for entry in listed}
+    return found
 
 
 def tokenizer_size(folder: Path) -> int | None:
     """Returns a folder's largest token id plus one; ``None`` without a vocabulary file."""
-    vocabulary = _read_if_there(folder / "tokenizer.json").get("model", {}).get("vocab")
+    added = read_added_tokens(folder).values()
+    with fitting(path := folder / "tokenizer.json"):
+        vocabulary = _read_if_there(path).get("model", {}).get("vocab")
     if vocabulary is None:
-        vocabulary = _read_if_there(folder / "vocab.json") or None
+        vocabulary = _read_if_there(path := folder / "vocab.json") or None
     if vocabulary is None:
         return None
-    # Unigram models list pairs in the order of their ids.
-    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-    return max([*ids, *read_added_tokens(folder).values()]) + 1
+    with fitting(path):
+        # Unigram models list pairs in the order of their ids.
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        return index(max([*ids, *added])) + 1
 
 
 def _named_tokens(folder: Path) -> dict[str, str]:
@@ -555,8 +579,10 @@ def _listed(value: Any) -> tuple[int, ...]:
 
 def _stop_ids(config: Mapping[str, Any], folder: Path | None) -> tuple[int, ...]:
     """Returns the end-of-text ids; ``generation_config.json`` alone may say where samplers stop."""
-    stops = {} if folder is None else _read_if_there(folder / "generation_config.json")
-    named = (*_listed(config.get("eos_token_id")), *_listed(stops.get("eos_token_id")))
+    named = _listed(config.get("eos_token_id"))
+    if folder is not None:
+        with fitting(path := folder / "generation_config.json"):
+            named += tuple(map(index, _listed(_read_if_there(path).get("eos_token_id"))))
     return tuple(dict.fromkeys(named))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from lit_dlm.backbones.resolution import locate, read_added_tokens, resolve
 from lit_dlm.backbones.weights import load_weights
+from lit_dlm.ops.files import fitting
 from lit_dlm.vision.base import VisionSettings
 from lit_dlm.vision.magvit import Magvit
 from lit_dlm.vision.patches import CODEBOOK, PatchTokenizer
@@ -24,7 +25,8 @@ def tower_vision(
             f"HFBackbone.vision: expected a LLaDA-V or MMaDA checkpoint, got "
             f"{config.get('model_type')}"
         )
-    vision = TowerVision(settings, config)
+    with fitting(files[0].parent / "config.json"):
+        vision = TowerVision(settings, config)
     weights = vision.stored_weights()
     load_weights(files, weights, rename=lambda key: key if key in weights else None)
     return vision
@@ -54,7 +56,8 @@ def token_vision(
     if found is None or (settings.path is None and not (found / CODEBOOK).is_file()):
         raise ValueError("vision.path: expected the picture tokenizer, such as showlab/magvitv2")
     has_patches = (found / CODEBOOK).is_file()
-    tokenizer = PatchTokenizer(found / CODEBOOK) if has_patches else Magvit(found)
+    with fitting(found / (CODEBOOK if has_patches else "*.safetensors")):
+        tokenizer = PatchTokenizer(found / CODEBOOK) if has_patches else Magvit(found)
     marks = {} if folder is None else read_added_tokens(folder)
     return TokenVision(
         settings, first_id=first_id, tokenizer=tokenizer, vocab_size=vocab_size, marks=marks

@@ -54,7 +54,7 @@ def load_weights(
 
     Returns the tensors that are a file's own memory, by our key.
     """
-    place = files[0].parent if files else "weights"
+    place = files[0].parent if len(files) > 1 else files[0]
     missing = set(parameters) - optional
     unknown: list[str] = []
     mapped: dict[str, Tensor] = {}

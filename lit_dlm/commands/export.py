@@ -14,9 +14,10 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from lit_dlm.backbones.decoder import DType
 from lit_dlm.backbones.hf import ExportLayout, HFBackbone, load_backbone
-from lit_dlm.backbones.resolution import is_local, locate, read_json_object, unpinned
+from lit_dlm.backbones.resolution import is_local, locate, unpinned
 from lit_dlm.modules.checkpoint import copy_tokenizer
-from lit_dlm.ops.files import write_atomically
+from lit_dlm.ops.files import read_json_object, write_atomically
+from lit_dlm.ops.options import one_of
 from lit_dlm.reports.results import ResultFolder, write_json
 from lit_dlm.reports.summary import MethodSummary, markdown_tables, summarise_run
 from lit_dlm.vision.base import VisionSettings
@@ -86,8 +87,9 @@ def main(arguments: Sequence[str], command: str = "export") -> int:
     if not options.force:
         other = "config.json" if options.only_adapter else "adapter_config.json"
         _require_own(options.folder, other=other)
-    stored = read_json_object(locate(options.model, weights=False) / "config.json")
+    stored = read_json_object(path := locate(options.model, weights=False) / "config.json")
     dtype: Any = options.dtype or stored.get("dtype") or stored.get("torch_dtype") or "float32"
+    one_of(*get_args(DType), of=f"{path}: ", dtype=dtype)
     sees = "siglip" in str(stored.get("mm_vision_tower"))
     backbone = load_backbone(
         options.model,

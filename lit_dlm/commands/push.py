@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lit_dlm.ops.files import write_atomically
+from lit_dlm.ops.files import own_file, read_json_object, write_atomically
 
 if TYPE_CHECKING:  # torch and the hub's client take seconds to import
     from lit_dlm.heads.scorer import AcceptanceScorer
@@ -58,9 +58,11 @@ def main(arguments: Sequence[str]) -> int:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    from lit_dlm.backbones.resolution import read_json_object
     from lit_dlm.heads.scorer import FORMAT, AcceptanceScorer
 
+    for path in options.folder.rglob("*"):
+        if path.is_symlink() or not path.is_dir():
+            own_file(path)
     config = options.folder / "config.json"
     if config.is_file() and read_json_object(config).get("format") == FORMAT:
         scorer = AcceptanceScorer.load(options.folder)

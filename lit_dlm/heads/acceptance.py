@@ -47,7 +47,8 @@ class AcceptanceConfig:
 
     def __post_init__(self) -> None:
         of = "AcceptanceConfig."
-        at_least(1, of=of, num_layers=self.num_layers, num_heads=self.num_heads)
+        at_least(1, of=of, width=self.width, num_heads=self.num_heads, ffn_width=self.ffn_width)
+        within("[1, 1000]", of=of, num_layers=self.num_layers)
         if self.width % (2 * self.num_heads):
             raise ValueError(
                 "AcceptanceConfig.width: expected a multiple of 2 * num_heads = "

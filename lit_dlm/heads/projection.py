@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from lit_dlm.config.files import maker
 from lit_dlm.ops.files import fitting, read_folder, write_folder
+from lit_dlm.ops.options import within
 
 _CONFIG_FILE = "projector.json"
 _WEIGHTS_FILE = "projector.safetensors"
@@ -46,6 +47,7 @@ class ProjectorConfig:
     """Added to the variance in the layer normalisation; 1e-5, torch's own, in the release."""
 
     def __post_init__(self) -> None:
+        within("[1, 1000]", of="ProjectorConfig.", num_snapshots=self.num_snapshots)
         for name, rank in (("hidden_rank", self.hidden_rank), ("delta_rank", self.delta_rank)):
             if not 1 <= rank <= self.hidden_size:
                 raise ValueError(
@@ -143,8 +145,9 @@ class Projector(nn.Module):
             folder, config=_CONFIG_FILE, weights=_WEIGHTS_FILE, what="projector"
         )
         with fitting(folder / _CONFIG_FILE):
-            projector = cls(ProjectorConfig(**record["config"]))
-            projector.load_state_dict(tensors)
+            with torch.device("meta"):  # sizes of others get no memory before weights fit them
+                projector = cls(ProjectorConfig(**record["config"]))
+            projector.load_state_dict(tensors, assign=True)
         return projector
 
 

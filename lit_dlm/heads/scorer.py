@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from lit_dlm.heads.acceptance import (
@@ -25,7 +26,7 @@ from lit_dlm.heads.projection import (
     num_features,
 )
 from lit_dlm.ops.files import fitting, read_folder, write_folder
-from lit_dlm.ops.options import at_least, within
+from lit_dlm.ops.options import at_least, of_declared_kinds, within
 
 FORMAT = "lit-dlm/acceptance"
 FORMAT_VERSION = 1
@@ -157,13 +158,16 @@ class AcceptanceScorer(nn.Module):
                 hidden_layers=tuple(stored["hidden_layers"]),
                 features=FeatureSettings(**stored["features"]),
             )
-            scorer = cls(
-                Projector(ProjectorConfig(**record["projector"])),
-                head=AcceptanceConfig(**record["head"]),
-                settings=settings,
-                backbone=record["backbone"],
-                training=record["training"],
-                commits=CommitSettings(**record.get("commits", {})),  # older folders have none
-            )
-            scorer.load_state_dict(tensors)
+            with torch.device("meta"):  # sizes of others get no memory before weights fit them
+                scorer = cls(
+                    Projector(ProjectorConfig(**record["projector"])),
+                    head=AcceptanceConfig(**record["head"]),
+                    settings=settings,
+                    backbone=record["backbone"],
+                    training=record["training"],
+                    commits=CommitSettings(**record.get("commits", {})),  # older folders have none
+                )
+            for part in (settings, settings.features, scorer.head.config, scorer.commits):
+                of_declared_kinds(part)
+            scorer.load_state_dict(tensors, assign=True)
         return scorer.eval()

@@ -34,9 +34,16 @@ from transformers import PreTrainedModel
 
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.lora import adapter_parameters
-from lit_dlm.backbones.resolution import locate, read_json_object
+from lit_dlm.backbones.resolution import locate
 from lit_dlm.config.saved import LAST
-from lit_dlm.ops.files import is_finite, sync_folder
+from lit_dlm.ops.files import (
+    copy_file,
+    is_finite,
+    own_file,
+    read_json_object,
+    sync_folder,
+    write_atomically,
+)
 from lit_dlm.vision.patches import CODEBOOK
 
 logger = logging.getLogger(__name__)
@@ -125,7 +132,7 @@ def copy_tokenizer(tokenizer: str, folder: Path) -> None:
     # Copied, because transformers would add how the tokenizer was loaded if it saved the files.
     for path in sorted(source.iterdir()):
         if path.name in TOKENIZER_FILES and source.resolve() != folder.resolve():
-            shutil.copyfile(path, folder / path.name)
+            copy_file(path, folder)
 
 
 def export_trained(backbone: HFBackbone, tokenizer: str, folder: Path, *, write: bool) -> None:
@@ -150,7 +157,7 @@ def _name_mask(folder: Path, text: str, mask_id: int) -> None:
     """Adds a model's new mask token to the exported tokenizer, unless it is already there."""
     path = folder / "tokenizer.json"
     if path.is_file():
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(own_file(path)))
         if tokenizer.id_to_token(mask_id) is None:
             tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False)])
         if tokenizer.token_to_id(text) != mask_id:
@@ -159,15 +166,15 @@ def _name_mask(folder: Path, text: str, mask_id: int) -> None:
                 *(folder, text, tokenizer.token_to_id(text), mask_id),
             )
             return
-        tokenizer.save(str(path))
+        write_atomically(path, tokenizer.to_str(pretty=True))
     else:
         _add_to_object(folder / "added_tokens.json", text, mask_id)
     _add_to_object(folder / "tokenizer_config.json", "mask_token", text)
 
 
 def _add_to_object(path: Path, key: str, value: str | int) -> None:
-    content = read_json_object(path) if path.is_file() else {}
-    path.write_text(json.dumps({**content, key: value}, indent=2, ensure_ascii=False))
+    content = read_json_object(own_file(path)) if path.is_file() else {}
+    write_atomically(path, json.dumps({**content, key: value}, indent=2, ensure_ascii=False))
 
 
 _DIGESTS = "digests.json"

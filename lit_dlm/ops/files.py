@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,6 +47,25 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     sync_folder(path.parent)
+
+
+def copy_file(source: Path, folder: Path) -> None:
+    """Copies a file into a folder, where readers see all of it or what was there before."""
+    with replacing(folder / source.name) as partial:
+        shutil.copyfile(own_file(source), partial)
+
+
+def own_file(path: Path) -> Path:
+    """Returns the regular file at a path; refuses one outside, which must not be published.
+
+    A snapshot in the hub's cache links to the blobs of its repository, or of all of them.
+    """
+    folder, file = path.parent.resolve(), path.resolve()
+    is_cached = folder.parent.name == "snapshots"
+    roots = (folder, *(above / "blobs" for above in folder.parents[1:3] if is_cached))
+    if not file.is_file() or not any(file.is_relative_to(root) for root in roots):
+        raise ValueError(f"{path}: expected a regular file of this folder, got {file}")
+    return file
 
 
 def sync_folder(folder: Path) -> None:
@@ -129,36 +150,61 @@ def write_folder(
 def read_folder(
     folder: Path, *, config: str, weights: str, what: str
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Reads settings and tensors and checks them."""
+    """Reads settings and tensors (float32) and checks them."""
+    import torch
+
     for name in (config, weights):
         if not (folder / name).is_file():
             raise ValueError(f"{what} folder {folder}: {name} is missing")
-    try:
-        text = (folder / config).read_text(encoding="utf-8")
-        record = json.loads(text)
-        with safe_open(folder / weights, framework="pt") as file:
-            digest = (file.metadata() or {}).get(DIGEST)
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no dict
-    except (ValueError, RecursionError, SafetensorError) as error:
-        raise ValueError(f"{what} folder {folder}: not an export ({error})") from None
-    if tensors_digest(tensors, text) != digest:
+    record = read_json_object(folder / config)
+    with fitting(folder / weights), safe_open(folder / weights, framework="pt") as file:
+        digest = (file.metadata() or {}).get(DIGEST)
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no dict
+    if tensors_digest(tensors, (folder / config).read_text(encoding="utf-8")) != digest:
         raise ValueError(
             f"{what} folder {folder}: damaged, or {config} and {weights} are of two exports: the "
             "digest differs; expected the files as training wrote them"
         )
     require_finite(folder / weights, tensors)
-    return record, tensors
+    # Copied to aligned memory, as parameters are: elsewhere products may have other last bits.
+    return record, {key: one.to(dtype=torch.float32, copy=True) for key, one in tensors.items()}
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Reads one of a model's description files, which holds no infinities or NaN."""
+    if not path.is_file():  # a pipe or a device has no end
+        raise ValueError(f"{path}: expected a regular file")
+    try:
+        text = path.read_text(encoding="utf-8")
+        return {**json.loads(text, parse_float=_finite, parse_constant=_finite)}
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path}: expected a JSON object ({error})") from error
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is not finite")
+    return number
 
 
 @contextmanager
 def fitting(place: Path) -> Iterator[None]:
-    """Names the file in the error if what was read does not fit the classes that take it."""
+    """Names the file in the error if what was read does not fit the code that takes it.
+
+    One line of ours that names a file of the same folder passes.
+    """
     try:
         yield
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
+    except Exception as error:  # libraries raise whatever their parsers run into
+        told, reason = str(error), " ".join(str(error).split())
+        is_told = place.name in told or f"{place.parent}/" in told
+        is_told = is_told and isinstance(error, ValueError) and told == reason
+        # No fault of the file: a disk that fails, a GPU without memory.
+        is_elsewhere = isinstance(error, OSError) and error.errno is not None
+        if is_told or is_elsewhere or type(error).__name__ == "OutOfMemoryError":
+            raise
         raise ValueError(
-            f"{place}: other settings than this version writes ({type(error).__name__}: {reason})"
+            f"{place}: expected what this version reads, got {type(error).__name__}: {reason}"
         ) from error
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 T = TypeVar("T")
 _MOST_LISTED = 20
@@ -54,3 +54,17 @@ def of_kind(value: object, kind: type[T], *, option: str) -> T:
     if not isinstance(value, kind):
         raise ValueError(f"{option}: expected {kind.__name__}, got {type(value).__name__}")
     return value
+
+
+def of_declared_kinds(options: Any) -> None:
+    """Refuses fields of a dataclass with values of other types than declared, as in files."""
+    from huggingface_hub.dataclasses import type_validator  # it takes time to import
+
+    for name, kind in get_type_hints(type(options)).items():
+        value = getattr(options, name)
+        try:
+            type_validator(name, value, float | int if kind is float else kind)
+        except TypeError:
+            told = kind.__name__ if isinstance(kind, type) else kind
+            of = type(options).__name__
+            raise ValueError(f"{of}.{name}: expected {told}, got {value!r}") from None

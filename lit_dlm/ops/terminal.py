@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
+import traceback
 from typing import Any
 
 from rich.console import Console
@@ -32,8 +34,18 @@ class PlainConsole(Console):
         return super().render_str(printable(text), **options)
 
 
-class PlainFormatter(logging.Formatter):
-    """Formats messages, which may contain uids and errors, as printable text."""
+class PlainRecord(logging.LogRecord):
+    """A log record of printable text, whichever library wrote it and whose handler shows it."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.exc_info:  # formatters take the text that is there
+            self.exc_text = printable(logging.Formatter().formatException(self.exc_info))
+
+    def getMessage(self) -> str:  # noqa: N802 - the name in logging
+        return printable(super().getMessage())
+
+
+def show_traceback(*raised: Any) -> None:
+    """Prints a traceback as printable text; a ``sys.excepthook``."""
+    sys.stderr.write(printable("".join(traceback.format_exception(*raised))))

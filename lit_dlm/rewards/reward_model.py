@@ -14,7 +14,8 @@ from transformers import (
 
 from lit_dlm.backbones.chat_template import apply_chat_template
 from lit_dlm.backbones.decoder import DType
-from lit_dlm.backbones.resolution import load_tokenizer, locate
+from lit_dlm.backbones.resolution import load_tokenizer, locate, weight_files
+from lit_dlm.ops.files import fitting
 from lit_dlm.ops.precision import without_autocast
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
 
@@ -63,13 +64,15 @@ class RewardModel(Reward):
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        model: PreTrainedModel = AutoModelForSequenceClassification.from_pretrained(
-            locate(self.path),
-            dtype=getattr(torch, self.dtype),
-            trust_remote_code=False,
-            use_safetensors=True,
-            local_files_only=True,
-        )
+        files = weight_files(folder := locate(self.path))
+        with fitting(folder / f"config.json and {files[0].name}"):
+            model: PreTrainedModel = AutoModelForSequenceClassification.from_pretrained(
+                folder,
+                dtype=getattr(torch, self.dtype),
+                trust_remote_code=False,
+                use_safetensors=True,
+                local_files_only=True,
+            )
         model.config.pad_token_id = self.tokenizer.pad_token_id
         return model.eval().to(self.device or "cpu")
 

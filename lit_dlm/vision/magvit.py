@@ -140,7 +140,7 @@ class Magvit(nn.Module):
         super().__init__()
         weights: dict[str, Tensor] = {}
         if folder is not None:
-            for path in sorted(folder.glob("*.safetensors")):
+            for path in sorted(filter(Path.is_file, folder.glob("*.safetensors"))):
                 weights |= load_file(path)
             if "encoder.quant_conv.weight" not in weights:
                 raise ValueError(f"vision.path: expected the weights of MAGVIT-v2, got {folder}")

@@ -1,6 +1,7 @@
 """What other programs read: transformers, peft and the hub of an export, EvalPlus of results."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import cli
 from lit_dlm.backbones import HFBackbone, LoRASettings, load_backbone, load_tokenizer
 from lit_dlm.backbones.base import backbone_facts
+from lit_dlm.backbones.resolution import ASSETS
 from lit_dlm.decoding import Decoder, NoQuota
 from lit_dlm.decoding.description import decoder_from_description
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.heads.acceptance import AcceptanceConfig
 from lit_dlm.heads.projection import ProjectorConfig
 from lit_dlm.heads.scorer import AcceptanceScorer
+from lit_dlm.modules.checkpoint import _name_mask
 from lit_dlm.reports.results import ResultFolder
 from lit_dlm.tasks import HumanEvalPlus
 from tests.e2e.runs import SHARED, fails, problems, run
@@ -268,3 +271,100 @@ def test_files_of_somebody_else_are_not_overwritten(capsys: Any, tmp_path: Path,
     run("export", "tiny", str(tmp_path), "--force")
     assert "Written by lit-dlm" in (tmp_path / "README.md").read_text()
     run("export", "tiny", str(tmp_path))  # is our own now
+
+
+SECRET = b'{"key of the user": 1}'
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    """A file of the user, outside of every model folder."""
+    path = tmp_path / "id_rsa"
+    path.write_bytes(SECRET)
+    return path
+
+
+def folder_with(path: Path, **links: Path) -> Path:
+    """A copy of the embedded model, with links in it."""
+    shutil.copytree(ASSETS / "tiny", path, ignore=shutil.ignore_patterns("*policy", *links))
+    for name, place in links.items():
+        (path / name).symlink_to(place)
+    return path
+
+
+@pytest.mark.parametrize("name", ["vocab.json", "codebook.png", "chat_template.jinja"])
+def test_a_link_out_of_a_models_folder_is_not_exported(
+    capsys: Any, name: str, victim: Path, tmp_path: Path
+):
+    model = folder_with(tmp_path / "model", **{name: victim})
+    told = fails(capsys, "export", str(model), str(tmp_path / "out"))
+    assert f"{model / name}: expected a regular file of this folder, got {victim}" in told
+    assert all(SECRET not in path.read_bytes() for path in (tmp_path / "out").iterdir())
+
+
+def test_a_link_to_code_out_of_a_release_is_not_exported(capsys: Any, victim: Path, tmp_path: Path):
+    model = write_twin(tmp_path / "dream", DREAM)
+    (model / "modeling_dream.py").symlink_to(victim)
+    assert "modeling_dream.py: expected" in fails(capsys, "export", str(model), str(tmp_path / "x"))
+    assert not (tmp_path / "x" / "modeling_dream.py").exists()
+
+
+def test_no_export_writes_or_reads_through_a_link(twin: Any, victim: Path, tmp_path: Path):
+    model, adapter = twin
+    out = folder_with(
+        tmp_path / "out",
+        **dict.fromkeys(["tokenizer.json", "config.json", "generation_config.json"], victim),
+    )
+    run("export", "tiny", str(out), "--force")
+    assert load_tokenizer(str(out)).get_vocab() == load_tokenizer("tiny").get_vocab()
+    (tmp_path / "adapter").mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors", "README.md"):
+        (tmp_path / "adapter" / name).symlink_to(victim)
+    options = ["--adapter", adapter, "--only_adapter", "--force"]
+    run("export", model, str(tmp_path / "adapter"), *options)
+    assert not any(
+        path.is_symlink() for path in (*out.iterdir(), *(tmp_path / "adapter").iterdir())
+    )
+    assert victim.read_bytes() == SECRET
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "added_tokens.json"])
+def test_a_new_mask_is_not_named_through_a_link(name: str, victim: Path, tmp_path: Path):
+    """What is left in the folder of an export, as nothing of the tokenizer replaces it."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).symlink_to(victim)
+    with pytest.raises(ValueError, match=f"{name}: expected a regular file of this folder"):
+        _name_mask(tmp_path / "out", "<|mask|>", 7)
+    assert victim.read_bytes() == SECRET
+
+
+@pytest.mark.parametrize("blobs", ["models--me--tiny/blobs", "blobs/5f"])
+def test_links_of_the_hubs_cache_to_its_blobs_are_exported(blobs: str, tmp_path: Path):
+    snapshot = tmp_path / "models--me--tiny" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (tmp_path / blobs).mkdir(parents=True)
+    for path in (ASSETS / "tiny").glob("*.*"):
+        shutil.copyfile(path, tmp_path / blobs / f"of-{path.name}")
+        (snapshot / path.name).symlink_to(tmp_path / blobs / f"of-{path.name}")
+    run("export", str(snapshot), str(tmp_path / "out"))
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / "out" / name).read_bytes() == (ASSETS / "tiny" / name).read_bytes()
+        assert not (tmp_path / "out" / name).is_symlink()
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "more"])
+def test_push_uploads_no_file_from_elsewhere(
+    hub: HubServer, capsys: Any, name: str, victim: Path, tmp_path: Path
+):
+    model = folder_with(tmp_path / "model")
+    (model / name).symlink_to(victim if name == "notes.txt" else victim.parent)
+    assert f"{name}: expected a regular file of" in fails(capsys, "push", str(model), "me/model")
+    assert not hub.files
+
+
+def test_the_dtype_of_a_models_files_is_one_of_weights(capsys: Any, tmp_path: Path):
+    model = folder_with(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "dtype": "save"}))
+    told = fails(capsys, "export", str(model), str(tmp_path / "out"))
+    assert f"{model / 'config.json'}: dtype: expected 'float32', 'bfloat16'" in told

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 from rich.table import Table
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from lit_dlm import cli
 from lit_dlm.commands import generation
-from lit_dlm.ops.terminal import PlainConsole, PlainFormatter, printable
+from lit_dlm.ops.terminal import PlainConsole, printable
 from lit_dlm.reports import command, viewer_command
 from lit_dlm.trajectories import commands
 from tests.reports.sample_sets import record, write_run
@@ -41,9 +42,40 @@ def test_a_console_shows_markup_in_lines_and_cells():
     assert console.file.getvalue().count(SHOWN) == 3
 
 
-def test_messages_of_the_log_and_errors_are_escaped(capsys: pytest.CaptureFixture[str]):
-    entry = logging.LogRecord("", logging.INFO, "", 0, "%s: left out", (EVIL,), None)
-    assert PlainFormatter().format(entry) == f"{SHOWN}: left out"
+@pytest.fixture(autouse=True)
+def _hooks_of_the_process(monkeypatch: pytest.MonkeyPatch):
+    """Restores what the command line sets for its process."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    factory = logging.getLogRecordFactory()
+    yield
+    logging.setLogRecordFactory(factory)
+
+
+def test_messages_and_tracebacks_of_any_library_are_escaped(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        cli.main(["view", "absent"])
+    capsys.readouterr()
+    library = logging.getLogger("a_library")
+    library.propagate = False  # as transformers, it shows its messages itself
+    shown = logging.StreamHandler()
+    shown.setFormatter(logging.Formatter("[a_library] %(message)s"))
+    library.addHandler(shown)
+    library.warning("%s: left out", EVIL)
+    assert capsys.readouterr().err == f"[a_library] {SHOWN}: left out\n"
+    template = "{{ raise_exception(evil) }}"
+    try:
+        render_jinja_template([[]], chat_template=template, evil=EVIL)
+    except Exception as error:
+        library.exception("failed")
+        sys.excepthook(type(error), error, error.__traceback__)
+    told = capsys.readouterr().err
+    assert told.count(f"TemplateError: {SHOWN}") == 2
+    assert told.count("Traceback (most recent call last)") == 2
+    assert not set("\x1b\x07\u202e") & set(told)
+    library.removeHandler(shown)
+
+
+def test_errors_are_escaped(capsys: pytest.CaptureFixture[str]):
     for words in (["view"], ["fit", "--config"], ["traj", "replay"]):
         with pytest.raises(SystemExit):
             cli.main([*words, EVIL])

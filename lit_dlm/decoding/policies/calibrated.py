@@ -63,7 +63,7 @@ class PCSamplerPolicy(TopQuotaPolicy):
             table = torch.ones(max(known) + 2, dtype=torch.float64)
             table[list(known)] = torch.tensor(list(known.values()), dtype=torch.float64)
             rarity = -(table / counts["num_token"]).log()
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
             raise ValueError(
                 f"background: expected a JSON file with num_token and p_baseline_dict, or 'tiny', "
                 f"got {self.background!r} ({error!r})"
