@@ -12,87 +12,17 @@ from hypothesis import given, strategies as st
 import lit_dlm.decoding as d
 from lit_dlm.backbones import attention
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.decoding import BlockWindow, Decoder
+from lit_dlm.decoding import Decoder
 from lit_dlm.decoding.stream import Occupancy, WorkQueue, length_buckets
-from lit_dlm.decoding.windows import SteppedBlockWindow
 from tests.backbones.reference import slow_varlen_attn
-from tests.decoding.models import in_blocks, tiny_backbone
+from tests.decoding.cases import CASES
+from tests.decoding.models import tiny_backbone
 from tests.decoding.states import Recorder, streamed
 
 RESPONSE = 12
 LENGTHS = [9, 8, 30, 2, 1, 7, 3, 31, 2, 1, 5, 6, 12, 1, 1]
 """Prompts grow and shrink by more than an eighth of the canvas, so it must follow them."""
 PROMPTS = [[5 + (7 * row + i) % 80 for i in range(length)] for row, length in enumerate(LENGTHS)]
-
-
-FULL = {"policy": d.ThresholdPolicy(0.15), "quota": d.NoQuota()}
-BLOCK = {"policy": d.DynamicPolicy(0.15), "quota": d.EvenQuota(steps_per_block=4)}
-CASES = {
-    "plain": ({}, FULL),
-    "shifted": ({"shift": 1}, FULL),
-    "arange": ({"positions": "arange"}, FULL),
-    "warm": ({}, {**FULL, "sampler": d.Sampler(temperature=1.0, top_k=9)}),
-    "random": ({}, {"policy": d.RandomPolicy(), "quota": d.FixedQuota(5)}),
-    "scheduled": ({}, {"policy": d.ConfidencePolicy(), "quota": d.ScheduleQuota(5)}),
-    "entropy": (
-        {},
-        {"policy": d.EntropyPolicy(), "quota": d.FixedQuota(2), "window": BlockWindow(5)},
-    ),
-    "sliding": (
-        {},
-        {"policy": d.MarginPolicy(), "quota": d.ScheduleQuota(5), "window": d.SlidingWindow(4)},
-    ),
-    "stopped": ({}, {**FULL, "settings": d.DecodeSettings(eos_rule="stop", max_steps=4)}),
-    "klass": ({}, {**FULL, "policy": d.KLASSPolicy(0.05, max_kl=0.5), "window": BlockWindow(6)}),
-    "klass, cached": (
-        {"shift": 1},
-        {
-            "policy": d.KLASSPolicy(0.05, max_kl=0.5, history=1),
-            "quota": d.NoQuota(),
-            "window": BlockWindow(5),
-            "cache": d.DualCache(),
-        },
-    ),
-    "wino": ({}, {**FULL, "policy": d.WINOPolicy(0.2), "window": BlockWindow(6)}),
-    "wino, stepped": (
-        {},
-        {**FULL, "policy": d.WINOPolicy(0.2), "window": SteppedBlockWindow(6, steps=24)},
-    ),
-    "remdm": (
-        {},
-        {
-            "policy": d.ReMDMPolicy(2, loop_steps=3),
-            "window": BlockWindow(5),
-            "cache": d.DualCache(),
-        },
-    ),
-    "edited": (
-        {**in_blocks("sequence"), "edits_tokens": True},
-        {
-            "policy": d.TokenEditingPolicy(0.02, edit_threshold=0.0, max_post_steps=3),
-            "quota": d.NoQuota(),
-            "cache": d.BlockCache(),
-        },
-    ),
-    "parts of blocks": (
-        {**in_blocks("sequence"), "block_size": 8},
-        {
-            **FULL,
-            "window": BlockWindow(4, origin="sequence"),
-            "cache": d.SubBlockCache(),
-        },
-    ),
-    "credit": ({}, {**FULL, "policy": d.CreditPolicy(0.2, alpha=2.0), "window": BlockWindow(5)}),
-    "prefix": ({}, {**FULL, "window": BlockWindow(5), "cache": d.PrefixCache()}),
-    "dual": ({"shift": 1}, {**FULL, "window": BlockWindow(5), "cache": d.DualCache()}),
-    **{
-        f"blocks of the {origin}": (
-            in_blocks(origin),
-            {**BLOCK, "window": BlockWindow(4, origin=origin), "cache": d.BlockCache()},
-        )
-        for origin in ("sequence", "response")
-    },
-}
 
 
 def built(case: str) -> tuple[HFBackbone, Decoder]:

@@ -1,0 +1,152 @@
+"""What 20 ragged rows get over 5 slots, step by step: whatever carries them must not change it."""
+
+import hashlib
+import json
+
+import pytest
+
+import lit_dlm.decoding as d
+from lit_dlm.decoding import BlockWindow
+from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
+from lit_dlm.trajectories.capture import TrajectoryCapture
+from tests.decoding.cases import CASES, FULL
+from tests.decoding.models import in_blocks, scorer, tiny_backbone
+from tests.decoding.states import Recorder, streamed
+
+LENGTHS = [9, 8, 30, 2, 1, 7, 3, 31, 2, 1, 5, 6, 12, 1, 1, 17, 4, 22, 9, 3]
+PROMPTS = [[5 + (7 * row + i) % 80 for i in range(length)] for row, length in enumerate(LENGTHS)]
+HALVES = d.FractionLayout([d.Region(name="a", fraction=0.5), d.Region(name="b", fraction=0.5)])
+FOURS = {**FULL, "window": BlockWindow(4)}
+FOURS_OF_SEQUENCE = {**FULL, "window": BlockWindow(4, origin="sequence")}
+IDLE = d.DecodeSettings(stall_rule="idle", max_steps=6)
+ENDING = d.DecodeSettings(eos_rule="fill", eos_gate=True, max_commits_per_step=2)
+LOCKSTEP = {"quota": d.NoQuota(), "layout": HALVES}
+
+MORE = {
+    "fill gate cap": ({}, {**FOURS, "settings": ENDING}),
+    "idle": ({}, {**FULL, "policy": d.ThresholdPolicy(0.5), "settings": IDLE}),
+    "drawn 64": (
+        {},
+        {
+            "policy": d.RandomPolicy(),
+            "sampler": d.Sampler(temperature=1.0, score_on="filtered", score_dtype="float64"),
+        },
+    ),
+    "remdm 64": (
+        {},
+        {
+            "policy": d.ReMDMPolicy(1, loop_steps=2),
+            "window": BlockWindow(6),
+            "sampler": d.Sampler(score_dtype="float64"),
+        },
+    ),
+    "edited full": (
+        {"edits_tokens": True},
+        {**FOURS, "policy": d.TokenEditingPolicy(0.02, edit_threshold=0.0, max_post_steps=2)},
+    ),
+    "guided": ({}, {**FOURS, "guidance": d.Guidance(scale=1.5, prompt_ids=[7, 8])}),
+    "gauss-seidel": ({}, {**LOCKSTEP, "policy": d.GaussSeidelPolicy(tau=0.13)}),
+    "lagged": ({}, {**LOCKSTEP, "policy": d.LaggedPolicy(tau=0.13)}),
+    "horizon": ({"shift": 1}, {**FOURS, "cache": d.PrefixCache(horizon=3)}),
+    "filled blocks": (
+        in_blocks("sequence"),
+        {
+            **FOURS_OF_SEQUENCE,
+            "cache": d.BlockCache(),
+            "settings": d.DecodeSettings(eos_rule="fill"),
+        },
+    ),
+    "budget": ({}, {**FOURS, "policy": d.ThresholdPolicy(0.2), "quota": d.BudgetQuota(6)}),
+    "tracelock": ({}, {"quota": d.NoQuota(), "window": d.SlidingWindow(6)}),
+}
+DIGESTS = {
+    "plain": "cbc34f87429c",
+    "shifted": "dd7e1cd7b9cc",
+    "arange": "cbc34f87429c",
+    "warm": "c2f76c25bcb0",
+    "random": "6759eacb8dd3",
+    "scheduled": "afe6619e60fa",
+    "entropy": "82df1a977356",
+    "sliding": "e9ea62c03f99",
+    "stopped": "cbc34f87429c",
+    "klass": "3a280163d0e5",
+    "klass, cached": "8258aeead2a9",
+    "wino": "5d5ad613ae1a",
+    "wino, stepped": "f9e2a33fdb43",
+    "remdm": "f4be961abe2d",
+    "edited": "a4376c0869c7",
+    "parts of blocks": "ad8c11117bd1",
+    "credit": "0419a2dc25b3",
+    "prefix": "6b7ce97dbffe",
+    "dual": "2470cb19a8c7",
+    "blocks of the sequence": "6f4bb7d50b47",
+    "blocks of the response": "03d31c0cc60d",
+    "fill gate cap": "7b2054743226",
+    "idle": "336796ae14a8",
+    "drawn 64": "17a153f67b55",
+    "remdm 64": "c95563cfb664",
+    "edited full": "eb8c3c3e166b",
+    "guided": "7e4b5f0c3d78",
+    "gauss-seidel": "438110bddf69",
+    "lagged": "a7a52c433021",
+    "horizon": "c0de2d978648",
+    "filled blocks": "a00f746014ba",
+    "budget": "0c7ab130563d",
+    "tracelock": "f3bc4f05a61a",
+}
+
+
+class Everything(Recorder):
+    """Keeps the whole numbers of every step of every row, by seed: scores depend on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: dict[int, list] = {}
+        self.refills: list = []
+
+    def on_step(self, record: d.StepRecord) -> None:
+        state = record.state
+        columns = (state.ids, state.masked, record.candidates, record.commit, record.new_ids)
+        for row, seed in enumerate(state.seeds.tolist()):
+            of_row = [int(part[row]) for part in (state.rows, state.step, state.block)]
+            window = (state.window[row] - state.start).unique().tolist()
+            cells = [part[row, state.start :].long().tolist() for part in columns]
+            self.steps.setdefault(seed, []).append([*of_row, window, *cells])
+
+    def on_refill(self, result: d.DecodeResult, state: d.DecodeState) -> None:
+        self.refills.append([result.rows, state.rows.tolist(), result.num_forwards])
+
+
+def everything(case: str) -> dict:
+    """Steps, results, records and refills of all rows."""
+    changes, plugs = {**CASES, **MORE}[case]
+    backbone = tiny_backbone(**changes)
+    if case == "tracelock":
+        policy = TraceLockPolicy(
+            scorer=scorer(backbone, spread=8.0), threshold=0.5, max_accept_per_step=3
+        )
+        plugs = {**plugs, "policy": policy}
+    seen, capture = Everything(), TrajectoryCapture(vocab_size=97, level="tokens")
+    results, records = {}, {}
+    decoder = d.Decoder(**plugs)
+    for ended in streamed(decoder, backbone, PROMPTS, 12, 5, seen, capture):
+        result = ended.result
+        counts = ("seeds", "num_steps", "idle_steps", "stalled_steps", "policy_forwards")
+        for row, number in enumerate(ended.numbers):
+            results[number] = [
+                *(int(getattr(result, name)[row]) for name in counts),
+                result.ids[row, result.start - len(PROMPTS[number]) :].tolist(),
+                result.given[row, result.start :].long().tolist(),
+                result.status[row],
+                result.rows[row],
+                result.num_forwards,
+            ]
+        for record in capture.trajectories([str(number) for number in ended.numbers]):
+            records[record.uid] = [record.tokens.tolist(), record.commit_step.tolist()]
+    return {"steps": seen.steps, "results": results, "records": records, "refills": seen.refills}
+
+
+@pytest.mark.parametrize("case", [*CASES, *MORE])
+def test_rows_get_what_they_always_got(case):
+    found = json.dumps(everything(case), sort_keys=True)
+    assert hashlib.sha256(found.encode()).hexdigest()[:12] == DIGESTS[case]
