@@ -23,7 +23,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -54,7 +53,7 @@ from lit_dlm.decoding import (
     StepRecord,
     engine,
 )
-from lit_dlm.decoding.engine import initial_state
+from lit_dlm.decoding.state import initial_state
 
 _FRONTIER = engine._frontier
 DREAM, SDAR = "Dream-org/Dream-v0-Instruct-7B", "JetLM/SDAR-8B-Chat"
@@ -434,7 +433,7 @@ def sampling_counts(
     sampler: Sampler, *, rows: int = 64, cells: int = 4, vocab: int = 151_936
 ) -> Counts:
     """Returns the counts of proposing tokens for a block of every row, from bfloat16 logits."""
-    spec = SimpleNamespace(spec=BackboneSpec(family="counted", mask_id=0, pad_id=1, eos_ids=(2,)))
+    spec = BackboneSpec(family="counted", mask_id=0, pad_id=1, eos_ids=(2,))
     canvas = Canvas(
         ids=torch.empty(rows, 2 * cells, dtype=torch.long, device="meta"),
         editable=torch.empty(rows, 2 * cells, dtype=torch.bool, device="meta"),

@@ -31,6 +31,7 @@ from lit_dlm.decoding.state import (
     Selection,
     Status,
     StepRecord,
+    initial_state,
 )
 from lit_dlm.decoding.windows import Quota, Window, WindowView, masks_first
 from lit_dlm.ops.batches import first_column, row_index
@@ -96,6 +97,12 @@ class Plugs:
         budget = max(self.policy.budget(num_masks), self.window.steps)
         return self.settings.max_steps or budget
 
+    def begin(self, backbone: Backbone, canvas: Canvas) -> DecodeState:
+        """Returns the state of a canvas before step 0."""
+        state = initial_state(backbone.spec, canvas)
+        dtype = getattr(torch, self.sampler.score_dtype)
+        return replace(state, memory=self.policy.new_memory(state, backbone.vocab_size, dtype))
+
 
 @torch.no_grad()
 def decode(
@@ -139,7 +146,7 @@ def decode(
             replaced = ended[: 0 if canvas is None else len(canvas.ids)]
             has_more = len(replaced) == len(ended)
             if canvas is not None:
-                result, entering = batch.refill(replaced, initial_state(backbone, canvas))
+                result, entering = batch.refill(replaced, plugs.begin(backbone, canvas))
                 for observer in observers:
                     observer.on_refill(result, entering)
                 yield result
@@ -192,7 +199,7 @@ class Decision:
     wrote: Tensor  # (b, L) bool: cells that the step changes
     # (b,) bool: the end-of-text rule ends the row after this step; None without it
     ended: Tensor | None
-    held: Tensor | None  # (b, L) bool: see :class:`DecodeState`
+    held: Tensor  # (b, L) bool: see :class:`DecodeState`
     policy_span: Span  # time that the policy took
 
 
@@ -247,10 +254,9 @@ def decide(
     if settings.eos_rule != "none":
         fill = settings.eos_rule == "fill"
         new_ids, ended = _apply_eos_rule(state, new_ids, fill=fill, hold=selection.hold)
-    held = None
+    held = torch.zeros_like(state.masked)
     if selection.hold is not None:
-        first, hold = view.columns[:, :1], selection.hold[:, None]
-        held = torch.zeros_like(state.masked).scatter_(1, first, hold)
+        held = held.scatter_(1, view.columns[:, :1], selection.hold[:, None])
     is_plain = selection.rewritten is None and ended is None
     record = StepRecord(
         state=state,
@@ -335,41 +341,6 @@ def needs(
     return requires, asked.pop()
 
 
-def initial_state(backbone: Backbone, canvas: Canvas) -> DecodeState:
-    """Returns the state before step 0."""
-    spec = backbone.spec
-    ids, device = canvas.ids, canvas.ids.device
-    stray = (ids == spec.mask_id) & ~canvas.editable
-    if bool(stray.any()):
-        row, column = stray.nonzero()[0].tolist()
-        raise ValueError(
-            f"canvas: row {row}, column {column} holds the mask id {spec.mask_id} but may not be "
-            "written; a prompt must not contain the mask token"
-        )
-    if canvas.pad_mask is None:
-        positions = torch.arange(ids.shape[1], device=device).expand_as(ids)
-    else:
-        positions = (canvas.pad_mask.long().cumsum(1) - 1).clamp_min(0)
-    zeros = torch.zeros(len(ids), dtype=torch.long, device=device)
-    return DecodeState(
-        ids=ids,
-        editable=canvas.editable,
-        masked=canvas.editable & (ids == spec.mask_id),
-        positions=positions,
-        rows=torch.arange(len(ids), device=device),
-        seeds=canvas.seeds,
-        step=zeros,
-        start=canvas.start,
-        mask_id=spec.mask_id,
-        eos_ids=torch.tensor(spec.eos_ids, device=device),
-        pad_mask=canvas.pad_mask,
-        block=zeros - 1,
-        block_step=zeros,
-        block_masks=zeros,
-        regions=canvas.regions,
-    )
-
-
 def enter_block(state: DecodeState, view: WindowView, *, counts: bool) -> DecodeState:
     """Enters the blocks of a window; ``counts`` restarts step and mask counts in new blocks."""
     if not counts:
@@ -433,7 +404,7 @@ class _Batch:
     def __init__(
         self, backbone: Backbone, canvas: Canvas, plugs: Plugs, hidden_layers: tuple[int, ...]
     ) -> None:
-        self.state = initial_state(backbone, canvas)
+        self.state = plugs.begin(backbone, canvas)
         self.session = plugs.cache.start(
             backbone, self.state, window=plugs.window, hidden_layers=hidden_layers
         )

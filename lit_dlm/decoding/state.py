@@ -77,19 +77,16 @@ class DecodeState:
     block: Tensor  # (b,) int64 block that the row's window is in
     block_step: Tensor  # (b,) int64 steps that the row has already spent in this block
     block_masks: Tensor  # (b,) int64 candidates in the block when the row entered it
+    written: Tensor  # (b, L) bool: cells that the row's previous step wrote
+    held: Tensor  # (b, L) bool: one column of each window that is held even if it is full
     num_blocks: int = 1  # blocks of the response under the current window
     # Leftmost masked column of every row, on the host, from which a cache plans its forwards
     frontier: tuple[int, ...] = ()
-    # (b, L) bool: cells that the previous step wrote; None means none
-    written: Tensor | None = None
     regions: RegionMap | None = None  # the regions of the decoder's layout; None without one
     # (b, ...) floating point: what the policy remembers of a row's earlier steps, zeros in a new
-    # row; None before the first step, and if it remembers nothing
+    # row; None if it remembers nothing
     memory: Tensor | None = None
-    # (b, K) int64 columns of this step's window; None before the first step
-    window: Tensor | None = None
-    # (b, L) bool: one column of each window that is held even if it is full; None holds none
-    held: Tensor | None = None
+    window: Tensor | None = None  # (b, K) int64 columns of a step's window; None between steps
 
     @property
     def inside(self) -> Tensor:
@@ -105,54 +102,91 @@ class DecodeState:
     @property
     def unfinished(self) -> Tensor:
         """``(b, L)`` bool cells by which windows are placed: masked, or one of each held window."""
-        return self.masked if self.held is None else self.masked | self.held
+        return self.masked | self.held
 
     def take(self, index: Tensor) -> DecodeState:
         """Returns the state of the rows ``index``, ``(n,)`` int64."""
-        parts: dict[str, Any] = {name: value[index] for name, value in self._by_row().items()}
-        return replace(self, **parts)
+        parts: dict[str, Any] = {
+            name: value[index]
+            for name in (*BY_ROW, *BY_COLUMN, "memory", "regions")
+            if (value := getattr(self, name)) is not None
+        }
+        return replace(self, window=None, **parts)
 
     def put(self, index: Tensor, entering: DecodeState) -> DecodeState:
         """Returns the state with the rows ``(n,)`` int64 replaced by others of the same length."""
-        changes: dict[str, Tensor | RegionMap] = {}
-        for name, old in self._by_row().items():
-            new = getattr(entering, name)
-            if isinstance(old, RegionMap):
-                changes[name] = old.with_ids(old.ids.index_copy(0, index, new.ids))
-            elif new is None:  # nothing written or kept yet
-                changes[name] = old.index_fill(0, index, False)
-            else:
-                changes[name] = old.index_copy(0, index, new)
-        return replace(self, **changes)  # type: ignore[arg-type]
-
-    def _by_row(self) -> dict[str, Tensor | RegionMap]:
-        return {
-            name: value
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor | RegionMap) and name != "eos_ids"
+        parts: dict[str, Any] = {
+            name: old.index_copy(0, index, getattr(entering, name))
+            for name in (*BY_ROW, *BY_COLUMN)
+            if (old := getattr(self, name)) is not None
         }
+        if self.memory is not None:
+            new = entering.memory
+            if new is None:  # a policy from outside need not say what it begins with
+                new = torch.zeros_like(self.memory[index])
+            parts["memory"] = self.memory.index_copy(0, index, new)
+        if self.regions is not None and entering.regions is not None:
+            ids = self.regions.ids.index_copy(0, index, entering.regions.ids)
+            parts["regions"] = self.regions.with_ids(ids)
+        return replace(self, window=None, **parts)
 
     def shifted(self, by: int, *, pad_id: int) -> DecodeState:
         """Returns the same rows with ``by`` more columns of left padding, or fewer if negative."""
         if by == 0:
             return self
         pad_mask = torch.ones_like(self.masked) if self.pad_mask is None else self.pad_mask
-        fill = {"ids": pad_id, "positions": 0}
+        padded = replace(self, pad_mask=pad_mask)
         columns: dict[str, Any] = {
-            name: shifted(value, by, fill.get(name, 0))
-            for name in ("ids", "editable", "masked", "positions", "written", "held")
-            if (value := getattr(self, name)) is not None
+            name: shifted(getattr(padded, name), by, pad_id if name == "ids" else 0)
+            for name in BY_COLUMN
         }
         regions = self.regions
         if regions is not None:
             regions = regions.with_ids(shifted(regions.ids, by, len(regions) - 1))
-        return replace(
-            self,
-            **columns,
-            pad_mask=shifted(pad_mask, by),
-            regions=regions,
-            start=self.start + by,
+        return replace(self, **columns, regions=regions, start=self.start + by, window=None)
+
+
+BY_ROW = ("rows", "seeds", "step", "block", "block_step", "block_masks")
+"""Fields of a state with one number for each row, ``(b,)``."""
+BY_COLUMN = ("ids", "editable", "masked", "positions", "written", "held", "pad_mask")
+"""Fields of a state with a value for each column of each row, ``(b, L)``."""
+
+
+def initial_state(spec: BackboneSpec, canvas: Canvas) -> DecodeState:
+    """Returns the state before step 0, without what a policy remembers."""
+    ids, device = canvas.ids, canvas.ids.device
+    stray = (ids == spec.mask_id) & ~canvas.editable
+    if bool(stray.any()):
+        row, column = stray.nonzero()[0].tolist()
+        raise ValueError(
+            f"canvas: row {row}, column {column} holds the mask id {spec.mask_id} but may not be "
+            "written; a prompt must not contain the mask token"
         )
+    if canvas.pad_mask is None:
+        positions = torch.arange(ids.shape[1], device=device).expand_as(ids)
+    else:
+        positions = (canvas.pad_mask.long().cumsum(1) - 1).clamp_min(0)
+    masked = canvas.editable & (ids == spec.mask_id)
+    zeros = torch.zeros(len(ids), dtype=torch.long, device=device)
+    return DecodeState(
+        ids=ids,
+        editable=canvas.editable,
+        masked=masked,
+        positions=positions,
+        rows=torch.arange(len(ids), device=device),
+        seeds=canvas.seeds,
+        step=zeros,
+        start=canvas.start,
+        mask_id=spec.mask_id,
+        eos_ids=torch.tensor(spec.eos_ids, device=device),
+        pad_mask=canvas.pad_mask,
+        block=zeros - 1,
+        block_step=zeros,
+        block_masks=zeros,
+        written=torch.zeros_like(masked),
+        held=torch.zeros_like(masked),
+        regions=canvas.regions,
+    )
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from torch import Tensor
 from lit_dlm.backbones.base import Backbone
 from lit_dlm.decoding.decoder import Decoder
 from lit_dlm.decoding.description import decoder_from_description
-from lit_dlm.decoding.engine import Decision, decide, initial_state, needs
+from lit_dlm.decoding.engine import Decision, decide, needs
 from lit_dlm.decoding.policies.lockstep import LockstepPolicy
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.decoding.state import Canvas, DecodeState, Observer, StepRecord, prompt_canvas
@@ -428,7 +428,7 @@ def teacher_forced(
     num_steps = torch.tensor([record.num_steps for record in records], device=device)
     with torch.no_grad():
         canvas = decoder.prepared(canvas_of(records, backbone, device=device), backbone)
-        state = initial_state(backbone, canvas)
+        state = plugs.begin(backbone, canvas)
         session = decoder.cache.start(
             backbone, state, window=plugs.window, hidden_layers=hidden_layers
         )
@@ -609,8 +609,7 @@ def _judge_step(
     num_equal = (wrote & (step.new_ids == after)).sum(1).tolist()
     differs, margin = compare_step(step, after, decoder)
     is_open = (state.editable & (step.new_ids == state.mask_id)).any(1)
-    if decision.held is not None:
-        is_open = is_open | decision.held.any(1)
+    is_open = is_open | decision.held.any(1)
     has_ended = torch.zeros_like(is_open) if decision.ended is None else decision.ended
     for i, row in enumerate(state.rows.tolist()):
         verdict = verdicts[row]

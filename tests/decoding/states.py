@@ -35,6 +35,8 @@ def state_with_masks(
         mask_id=MASK,
         eos_ids=torch.tensor([EOS]),
         pad_mask=None,
+        written=torch.zeros_like(editable),
+        held=torch.zeros_like(editable),
         num_blocks=num_blocks,
         **{name: torch.full((b,), count) for name, count in counts.items()},
     )

@@ -2,12 +2,15 @@
 
 import hashlib
 import json
+from dataclasses import fields, replace
 
 import pytest
+import torch
 
 import lit_dlm.decoding as d
 from lit_dlm.decoding import BlockWindow
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
+from lit_dlm.decoding.state import BY_COLUMN, BY_ROW
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from tests.decoding.cases import CASES, FULL
 from tests.decoding.models import in_blocks, scorer, tiny_backbone
@@ -150,3 +153,35 @@ def everything(case: str) -> dict:
 def test_rows_get_what_they_always_got(case):
     found = json.dumps(everything(case), sort_keys=True)
     assert hashlib.sha256(found.encode()).hexdigest()[:12] == DIGESTS[case]
+
+
+def test_every_field_of_a_state_that_follows_its_rows_is_listed():
+    backbone, decoder = tiny_backbone(), d.Decoder(policy=d.TokenEditingPolicy())
+    prompts = PROMPTS[:3]
+    canvas = d.prompt_canvas(prompts, response_length=4, spec=backbone.spec, seeds=range(3))
+    state = decoder.begin(backbone, canvas)
+    tensors = {one.name: getattr(state, one.name) for one in fields(state)}
+    shapes = {name: value.shape for name, value in tensors.items() if torch.is_tensor(value)}
+    assert {name for name, shape in shapes.items() if shape == (3,)} == set(BY_ROW)
+    assert {name for name, shape in shapes.items() if shape == (3, 34)} == set(BY_COLUMN)
+    assert shapes.keys() - {*BY_ROW, *BY_COLUMN} == {"eos_ids", "memory"}
+
+
+def test_a_row_in_a_used_slot_begins_like_one_in_a_new_slot():
+    """Four of six cells stand before the first step, so WINO may take several of them back."""
+    backbone = tiny_backbone()
+    decoder = d.Decoder(policy=d.WINOPolicy(0.01), quota=d.NoQuota())
+
+    def canvas_of(numbers: list[int]) -> d.Canvas:
+        prompts = [PROMPTS[0]] * len(numbers)
+        canvas = d.prompt_canvas(prompts, response_length=6, spec=backbone.spec, seeds=numbers)
+        stand = torch.arange(canvas.ids.shape[1]) >= canvas.start + 2
+        return replace(canvas, ids=torch.where(stand, 7, canvas.ids))
+
+    taken = iter([[0], [1], [2]])
+    results = list(
+        decoder.queue(backbone, lambda _: next(map(canvas_of, taken), None), num_slots=1)
+    )
+    alone = decoder(backbone, canvas_of([0]))
+    assert int(alone.num_steps) > 1
+    assert [int(result.num_steps) for result in results] == [int(alone.num_steps)] * 3

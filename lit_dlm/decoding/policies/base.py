@@ -47,6 +47,13 @@ class CommitPolicy(Component):
         """Names of tasks that a learned policy was trained on, if known; empty for heuristics."""
         return ()
 
+    def new_memory(self, state: DecodeState, vocab_size: int, dtype: torch.dtype) -> Tensor | None:
+        """Returns what it remembers before a row's first step, ``(b, ...)`` zeros, if anything.
+
+        ``dtype`` is that of the sampler's scores.
+        """
+        return None
+
     def budget(self, num_masks: int) -> int:
         """Returns the most steps of a row with so many masks, if ``max_steps`` is not set."""
         return num_masks
@@ -76,6 +83,7 @@ class CommitPolicy(Component):
 
         A policy that remembers earlier steps returns the state with a new ``memory``, which the
         next step receives. The policy itself stores nothing, since it decodes several batches.
+        Before a row's first step, the memory is what :meth:`new_memory` returned.
 
         Args:
             candidates: ``(b, L)`` bool, those of the window.

@@ -49,6 +49,9 @@ class TokenEditingPolicy(CommitPolicy):
                 "spec.edits_tokens, such as LLaDA2.1 (spec_overrides says it of your own)"
             )
 
+    def new_memory(self, state: DecodeState, vocab_size: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(len(state.ids), 1, dtype=dtype, device=state.ids.device)
+
     def select(
         self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
     ) -> Selection:
@@ -60,8 +63,8 @@ class TokenEditingPolicy(CommitPolicy):
         differs = standing & (proposal.ids != state.ids)
         edit = differs & (prob > self.edit_threshold)
         is_full = ~candidates.any(1)
-        before = prob.new_zeros(len(prob), 1) if state.memory is None else state.memory
-        steps = (before + 1.0) * is_full[:, None]
+        assert state.memory is not None
+        steps = (state.memory + 1.0) * is_full[:, None]
         goes_on = (~is_full | edit.any(1)) & (steps[:, 0] < self.max_post_steps)
         missing = self.edit_threshold - prob
         missing = torch.where(differs, missing, missing.clamp_min(0.0))

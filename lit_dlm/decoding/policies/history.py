@@ -40,15 +40,17 @@ class KLASSPolicy(CommitPolicy):
         self.max_kl = max_kl
         self.history = history
 
+    def new_memory(self, state: DecodeState, vocab_size: int, dtype: torch.dtype) -> Tensor:
+        b, G = len(state.ids), state.ids.shape[1] - state.start
+        return torch.zeros(b, G, vocab_size + self.history, device=state.ids.device)
+
     def remember(
         self, state: DecodeState, candidates: Tensor, denoised: Denoised
     ) -> tuple[DecodeState, Denoised]:
         """Stores distributions and the last divergences: ``(b, G, V + history)`` float32."""
         probs = denoised.logits.float().softmax(-1)  # (b, G, V): see requires
-        memory = state.memory
-        if memory is None:
-            memory = probs.new_zeros(*probs.shape[:2], probs.shape[2] + self.history)
-        before, kls = memory.split([probs.shape[2], self.history], -1)
+        assert state.memory is not None
+        before, kls = state.memory.split([probs.shape[2], self.history], -1)
         # From the zeros of a new row it is some 20 nats, so that the row has to wait.
         kl = (probs * ((probs + 1e-12).log() - (before + 1e-12).log())).sum(-1, keepdim=True)
         memory = torch.cat([probs, kls[..., 1:], kl], -1)
@@ -92,15 +94,16 @@ class CreditPolicy(ThresholdPolicy):
         self.beta = beta
         self.gamma = gamma
 
+    def new_memory(self, state: DecodeState, vocab_size: int, dtype: torch.dtype) -> Tensor:
+        cells = 1 + state.ids.shape[1] - state.start
+        return torch.zeros(len(state.ids), cells, vocab_size, device=state.ids.device)
+
     def remember(
         self, state: DecodeState, candidates: Tensor, denoised: Denoised
     ) -> tuple[DecodeState, Denoised]:
         """Stores the credit of every token: ``(b, 1 + G, V)`` float32, entry 0 for prompt cells."""
-        logits, columns = denoised.logits.float(), denoised.columns
-        memory = state.memory
-        if memory is None:
-            cells = 1 + state.ids.shape[1] - state.start
-            memory = logits.new_zeros(len(logits), cells, logits.shape[2])
+        logits, columns, memory = denoised.logits.float(), denoised.columns, state.memory
+        assert memory is not None
         row = torch.arange(len(columns), device=columns.device)[:, None]
         cell = (columns - state.start + 1).clamp_min(0)
         prob, token = logits.softmax(-1).max(-1, keepdim=True)

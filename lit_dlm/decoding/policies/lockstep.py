@@ -105,10 +105,8 @@ class GaussSeidelPolicy(LockstepPolicy):
 
     def choose(self, state: DecodeState, one_pass: RegionPass) -> Tensor:
         regions, commit = one_pass.regions, one_pass.commit()
-        begin = torch.zeros_like(state.rows)
-        if state.written is not None:
-            written = torch.where(state.written, regions.ids + 1, 0).amax(1)
-            begin = written.remainder(len(regions))
+        # The region after the last one written; before the first step nothing is, so the first.
+        begin = torch.where(state.written, regions.ids + 1, 0).amax(1).remainder(len(regions))
         chosen = _first_from(begin, regions.counts(commit) > 0)
         return commit & (regions.ids == chosen[:, None])
 

@@ -44,16 +44,17 @@ class ReMDMPolicy(CommitPolicy):
         # Every mask may be a block of its own, with a loop.
         return num_masks * (1 + self.loop_steps)
 
+    def new_memory(self, state: DecodeState, vocab_size: int, dtype: torch.dtype) -> Tensor:
+        cells = 1 + state.ids.shape[1] - state.start
+        return torch.zeros(len(state.ids), cells, dtype=dtype, device=state.ids.device)
+
     def select(
         self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
     ) -> Selection:
         """Selects; memory ``(b, G + 1)`` has probabilities when written, then the loop's steps."""
         assert quota is not None
-        pad = (state.start, 0)
-        memory = state.memory
-        if memory is None:
-            cells = 1 + state.ids.shape[1] - state.start
-            memory = proposal.prob.new_zeros(len(quota), cells)
+        pad, memory = (state.start, 0), state.memory
+        assert memory is not None
         written, looped = torch.nn.functional.pad(memory[:, :-1], pad), memory[:, -1].long()
         looped = looped.masked_fill(state.block_step == 0, 0)
         was_in = (looped > 0) & (looped <= self.loop_steps)

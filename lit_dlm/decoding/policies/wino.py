@@ -89,6 +89,10 @@ class WINOPolicy(CommitPolicy):
         rows = torch.where(state.standing, shadows + state.ids.shape[1], own)
         return rows.gather(1, columns)
 
+    def new_memory(self, state: DecodeState, vocab_size: int, dtype: torch.dtype) -> Tensor:
+        length = state.ids.shape[1] - state.start
+        return torch.zeros(len(state.ids), length, device=state.ids.device)
+
     def remember(
         self, state: DecodeState, candidates: Tensor, denoised: Denoised
     ) -> tuple[DecodeState, Denoised]:
@@ -110,7 +114,9 @@ class WINOPolicy(CommitPolicy):
         commit = torch.where(draft.any(1, keepdim=True), draft, best)
         backing = torch.nn.functional.pad(state.memory, (state.start, 0))
         doubted = standing & (backing < self.threshold_back)
-        before = standing if state.written is None else state.written & ~state.masked
+        # Before its first step a row has written nothing: what stands was given to it.
+        is_first = (state.step == 0)[:, None]
+        before = torch.where(is_first, standing, state.written & ~state.masked)
         fewer = (before.sum(1) - 1).clamp_min(0) * (commit.sum(1) > 1)
         back = top_quota(-backing, doubted, fewer)
         return Selection(

@@ -1,6 +1,7 @@
 """Policies with a memory against slow loops over one row, which know of no batch."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -129,6 +130,7 @@ def test_credit_carries_a_token_that_has_just_been_overtaken():
     fades to 1.254 as token 4 takes over with 0.5 to 0.4 and gains 0.871. At alpha 2 the odds are
     0.4 (2.254)^2 = 2.03 against 0.5 (1.871)^2 = 1.75, beside 0.1: 0.5234."""
     policy, state = CreditPolicy(alpha=2.0), state_with_masks([[1]])
+    state = replace(state, memory=policy.new_memory(state, 5, torch.float32))
     tables = [[1e-9, 1e-9, 0.1, 0.5, 0.4]] * 2 + [[1e-9, 1e-9, 0.1, 0.4, 0.5]]
     for table in tables:
         logits = torch.tensor([[table]]).log()
