@@ -51,11 +51,11 @@ from lit_dlm.decoding import (
     Sampler,
     SlidingWindow,
     StepRecord,
-    engine,
 )
-from lit_dlm.decoding.state import initial_state
+from lit_dlm.decoding.engine import Batch
+from lit_dlm.decoding.state import RUNNING, STEP_LIMIT, initial_state
 
-_FRONTIER = engine._frontier
+_LOOK = Batch.look
 DREAM, SDAR = "Dream-org/Dream-v0-Instruct-7B", "JetLM/SDAR-8B-Chat"
 BANDWIDTH = 4.0e12
 """Bytes/s."""
@@ -365,18 +365,22 @@ class _Steps:
         if tensor.ndim == 0:
             return False
         case = self.case
+        if tensor.shape == (2, case.rows):  # a look
+            return [[0] * case.rows] * 2
         if tensor.ndim == 2:  # masks and tokens of the prompt
             others = tensor.shape[1] - 2
             return [[case.response, case.prompt, *[row] * others] for row in range(case.rows)]
         return [0] * case.rows  # columns of the first tokens
 
-    def frontier(self, *arguments: Any) -> list[int]:
-        """Returns every row's first masked column, which the loop asks for before each step."""
-        _FRONTIER(*arguments)  # to be counted
+    def look(self, batch: Batch) -> None:
+        """Tells the batch every row's first masked column, as it asks before each step."""
+        _LOOK(batch)  # to be counted
         case = self.case
         at = case.prompt + case.begin - case.skipped + self._asked
+        is_over = self._asked == case.skipped + case.steps
         self._asked += 1
-        return [at + 7 * row % case.phases for row in range(case.rows)]
+        batch.first_mask = [at + 7 * row % case.phases for row in range(case.rows)]
+        batch.status = [STEP_LIMIT if is_over else RUNNING] * case.rows
 
     def on_start(self, state: DecodeState) -> None:
         """Drops what was counted while the cache was set up."""
@@ -384,7 +388,7 @@ class _Steps:
 
     def on_step(self, record: StepRecord) -> None:
         first, last = self.case.skipped - 1, self.case.skipped - 1 + self.case.steps
-        if self._asked - 1 in (first, last):  # the frontier is read before every step
+        if self._asked - 1 in (first, last):  # it looks before every step
             self.counted, self.counter.counts = self.counter.counts, Counts()
 
     def on_end(self, result: DecodeResult) -> None:
@@ -415,8 +419,11 @@ def decode_counts(case: DecodeCase, **options: Any) -> Counts:
         steps.counter.ranges = found or {}
         return found
 
-    asked, seen = (engine, "_frontier", steps.frontier), (CachedCanvas, "_ranges", watched)
-    with steps.counter, patch.object(*asked), patch.object(*seen):
+    look, seen = (
+        (Batch, "look", lambda batch: steps.look(batch)),
+        (CachedCanvas, "_ranges", watched),
+    )
+    with steps.counter, patch.object(*look), patch.object(*seen):
         decoder(backbone, canvas, observers=[steps])
     return steps.counted
 

@@ -83,27 +83,33 @@ class TwoForwards(BlockCache):
 
     def start(self, *args: object, **options: object) -> CacheSession:
         session = super().start(*args, **options)  # type: ignore[arg-type]
-        assert session is not None
         session.__class__ = _TwoForwardSession
         return session
 
 
 class _TwoForwardSession(CacheSession):
-    def denoise(self, state: DecodeState, columns: Tensor) -> tuple[Denoised, Tensor | None]:
+    _parts: tuple[dict[int, Span], dict[int, Span]] | None = None
+
+    def prepare(self, state: DecodeState, first_mask: Sequence[int]) -> None:
         if self._begins[0] is None:
-            return super().denoise(state, columns)  # the prompts, which are not timed
-        spans: tuple[dict[int, Span], dict[int, Span]] = ({}, {})
-        for row, column in enumerate(state.frontier):
+            super().prepare(state, first_mask)  # the prompts, which are not timed
+            return
+        self._parts = {}, {}
+        for row, column in enumerate(first_mask):
             begin, end = self._window.bounds(
                 column, start=state.start, length=state.ids.shape[1], first=self._firsts[row]
             )
             last = self._begins[row]
             assert last is not None
-            spans[begin != last][row] = Span(last, end, end)
+            self._parts[begin != last][row] = Span(last, end, end)
             self._begins[row] = begin
-        for entered, part in enumerate(spans):
+
+    def denoise(self, state: DecodeState, columns: Tensor) -> tuple[Denoised, Tensor | None]:
+        if self._parts is None:
+            return super().denoise(state, columns)
+        for entered, part in enumerate(self._parts):
             if part:
-                rows = list(part) if len(part) < len(state.frontier) else None
+                rows = list(part) if len(part) < len(state.ids) else None
                 self._canvas.forward(
                     state.ids, list(part.values()), rows=rows, block_causal=bool(entered)
                 )

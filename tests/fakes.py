@@ -47,6 +47,7 @@ class TableBackbone:
         pad_mask: Tensor | None = None,
         columns: Tensor | None = None,
         hidden_layers: Sequence[int] = (),
+        response_start: int | None = None,
     ) -> Denoised:
         self.canvases.append(ids.clone())
         if isinstance(self.table, Tensor):

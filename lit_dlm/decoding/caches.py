@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 import numpy as np
 import torch
@@ -51,6 +51,9 @@ from lit_dlm.decoding.windows import BlockWindow, Window
 from lit_dlm.ops.batches import row_index, token_batches
 from lit_dlm.ops.masking import block_numbers
 from lit_dlm.ops.options import at_least
+
+if TYPE_CHECKING:
+    from lit_dlm.decoding.policies.base import CommitPolicy
 
 PROMPT_TOKENS = 16_384
 """Most prompt tokens that run in one forward; a longer prompt runs alone."""
@@ -70,16 +73,93 @@ class CacheScheme(Component):
         state: DecodeState,
         *,
         window: Window,
+        policy: CommitPolicy,
         hidden_layers: tuple[int, ...] = (),
-    ) -> CacheSession | None:
-        """Starts the cache of a decode; returns ``None`` if every step runs the whole canvas."""
+    ) -> Forwards:
+        """Starts the forwards of a decode, with nothing computed yet."""
+
+
+class Forwards(Protocol):
+    """The forwards of one decode: what a cache is to a step."""
+
+    backbone: Backbone
+
+    @property
+    def num_forwards(self) -> int:
+        """Calls of the backbone so far."""
+        ...
+
+    def prepare(self, state: DecodeState, first_mask: Sequence[int]) -> None:
+        """Does on the host what the next step needs: plans it, and runs the prompts of new rows.
+
+        ``first_mask`` are the leftmost unfinished columns of the rows.
+        """
+        ...
+
+    def denoise(self, state: DecodeState, columns: Tensor) -> tuple[Denoised, Tensor | None]:
+        """Runs the forward of a prepared step, for ``(b, K)`` int64 columns.
+
+        Also returns the ``(b, L)`` bool cells that this step must commit, as the only commit of
+        their row; ``None`` if no row has one.
+        """
+        ...
+
+    def take(self, kept: Sequence[int], index: Tensor) -> None:
+        """Keeps the rows ``kept`` and drops all others; ``index`` is ``kept`` on the device."""
+        ...
+
+    def put(self, replaced: Sequence[int], state: DecodeState, *, by: int) -> None:
+        """Puts new rows in slots; the canvas has grown by ``by`` columns on the left."""
+        ...
 
 
 class NoCache(CacheScheme):
     """Every step runs the whole canvas."""
 
-    def start(self, *_args: Any, **_options: Any) -> None:
-        """Returns ``None``: nothing is kept."""
+    def start(
+        self,
+        backbone: Backbone,
+        state: DecodeState,
+        *,
+        window: Window,
+        policy: CommitPolicy,
+        hidden_layers: tuple[int, ...] = (),
+    ) -> WholeCanvas:
+        return WholeCanvas(backbone, policy, hidden_layers)
+
+
+class WholeCanvas:
+    """Forwards over the whole canvas, which keep nothing."""
+
+    def __init__(
+        self, backbone: Backbone, policy: CommitPolicy, hidden_layers: tuple[int, ...]
+    ) -> None:
+        self.backbone = backbone
+        self.num_forwards = 0
+        self._policy, self._hidden_layers = policy, hidden_layers
+
+    def prepare(self, state: DecodeState, first_mask: Sequence[int]) -> None:
+        """There is nothing to plan."""
+
+    def denoise(self, state: DecodeState, columns: Tensor) -> tuple[Denoised, None]:
+        self.num_forwards += 1
+        if self._policy.denoise is not None:
+            own = self._policy.denoise(self.backbone, state, columns, self._hidden_layers)
+            return own, None
+        denoised = self.backbone.denoise(
+            state.ids,
+            pad_mask=state.pad_mask,
+            columns=columns,
+            hidden_layers=self._hidden_layers,
+            response_start=state.start,
+        )
+        return denoised, None
+
+    def take(self, kept: Sequence[int], index: Tensor) -> None:
+        """There is nothing to drop."""
+
+    def put(self, replaced: Sequence[int], state: DecodeState, *, by: int) -> None:
+        """There is nothing to replace."""
 
 
 class _PartCache(CacheScheme):
@@ -107,8 +187,9 @@ class _PartCache(CacheScheme):
         state: DecodeState,
         *,
         window: Window,
+        policy: CommitPolicy,
         hidden_layers: tuple[int, ...] = (),
-    ) -> CacheSession | None:
+    ) -> CacheSession:
         spec = backbone.spec
         width = window.block_length if isinstance(window, BlockWindow) else 0
         if spec.attention != self.attention or not self.fits(width, spec.block_size or 0):
@@ -191,6 +272,7 @@ class CacheSession:
         window: Window,
         hidden_layers: tuple[int, ...],
     ) -> None:
+        self.backbone = backbone
         self._spec = backbone.spec
         self._block_causal = self._spec.attention == "block"
         self._block_size = self._spec.block_size if self._block_causal else None
@@ -275,18 +357,16 @@ class CacheSession:
             device=state.ids.device,
         ).expand_as(state.ids)
 
-    def denoise(self, state: DecodeState, columns: Tensor) -> tuple[Denoised, Tensor | None]:
-        """Runs the forwards of one step, for ``(b, K)`` int64 columns.
-
-        Also returns the ``(b, L)`` bool cells that this step must commit, as the only commit of
-        their row; ``None`` if no row has one.
-        """
+    def prepare(self, state: DecodeState, first_mask: Sequence[int]) -> None:
         new = [row for row, begin in enumerate(self._begins) if begin is None]
-        found = [self._span(row, column, state) for row, column in enumerate(state.frontier)]
-        spans, kinds = map(list, zip(*found, strict=True))
-        entered = [row for row, kind in enumerate(kinds) if kind != "step"]  # they refresh
+        found = [self._span(row, column, state) for row, column in enumerate(first_mask)]
+        self._spans, self._kinds = map(list, zip(*found, strict=True))
         if self._block_causal and new:
-            self._run_prompts(state, new, spans)
+            self._run_prompts(state, new, self._spans)
+
+    def denoise(self, state: DecodeState, columns: Tensor) -> tuple[Denoised, Tensor | None]:
+        spans, kinds = self._spans, self._kinds
+        entered = [row for row, kind in enumerate(kinds) if kind != "step"]  # they refresh
         # Rows that refresh and rows that step have spans of different widths: one forward would
         # pad all rows to the widest. Block-causal refreshes are two blocks wide at most.
         is_alike = self._block_causal or len(entered) in (0, len(spans))

@@ -100,7 +100,7 @@ class Decoder(Plugs):
         for part, is_missing in missing.items():
             if is_missing and getattr(self.policy, f"needs_{part}"):
                 raise ValueError(f"{part}: {name} needs one, got none")
-        if type(self.policy).denoise is CommitPolicy.denoise:
+        if self.policy.denoise is None:
             return
         for part, beside in (("cache", self.cache), ("guidance", self.guidance)):
             if not isinstance(beside, NoCache | None):

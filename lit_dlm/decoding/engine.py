@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -18,15 +18,19 @@ import torch
 from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone
-from lit_dlm.decoding.caches import CacheScheme, CacheSession
+from lit_dlm.decoding.caches import CacheScheme, Forwards
 from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.decoding.state import (
+    BROKEN,
+    COMPLETE,
+    EOS,
+    RUNNING,
+    STEP_LIMIT,
     Canvas,
     DecodeResult,
     DecodeState,
     Observer,
-    Proposal,
     QueueObserver,
     Selection,
     Status,
@@ -34,7 +38,7 @@ from lit_dlm.decoding.state import (
     initial_state,
 )
 from lit_dlm.decoding.windows import Quota, Window, WindowView, masks_first
-from lit_dlm.ops.batches import first_column, row_index
+from lit_dlm.ops.batches import first_column, reads_are_free, row_index
 from lit_dlm.ops.options import at_least, of_kind
 from lit_dlm.ops.precision import without_autocast
 from lit_dlm.ops.sampling import top_quota
@@ -87,11 +91,6 @@ class Plugs:
     cache: CacheScheme  # what steps take from earlier forwards
     settings: DecodeSettings
 
-    @property
-    def counts_blocks(self) -> bool:
-        """Whether the quota or the policy reads the step and mask counts of a row's block."""
-        return self.quota.counts_blocks or self.policy.counts_blocks
-
     def budget(self, num_masks: int) -> int:
         """Returns the most steps of a row with so many masks."""
         budget = max(self.policy.budget(num_masks), self.window.steps)
@@ -100,8 +99,13 @@ class Plugs:
     def begin(self, backbone: Backbone, canvas: Canvas) -> DecodeState:
         """Returns the state of a canvas before step 0."""
         state = initial_state(backbone.spec, canvas)
+        budgets = [self.budget(number) for number in state.masked.sum(1).tolist()]
         dtype = getattr(torch, self.sampler.score_dtype)
-        return replace(state, memory=self.policy.new_memory(state, backbone.vocab_size, dtype))
+        return replace(
+            state,
+            budget=row_index(budgets, state.ids.device),
+            memory=self.policy.new_memory(state, backbone.vocab_size, dtype),
+        )
 
 
 @torch.no_grad()
@@ -116,7 +120,7 @@ def decode(
     """Fills canvases row by row as slots become free (continuous batching).
 
     A row that has ended is replaced by the next one of the source or, if there is none, leaves the
-    batch. The loop synchronises with the device once a step, for the leftmost mask of every row. A
+    batch. The host waits for the device once a step, to look where rows are and which have ended. A
     row's results depend neither on its slot nor on the other rows of the batch.
 
     Args:
@@ -132,21 +136,22 @@ def decode(
     canvas = source(num_slots)
     if canvas is None:
         return
-    has_more = len(canvas.ids) == num_slots
-    batch = _Batch(backbone, canvas, plugs, hidden_layers)
+    has_more, is_stopped = len(canvas.ids) == num_slots, False
+    batch = Batch(backbone, canvas, plugs, hidden_layers)
     for observer in observers:
         observer.on_start(batch.state)
-    # Half-precision weights compute in their own dtype: a trainer's autocast would only add casts.
-    is_half = getattr(backbone, "dtype", torch.float32).itemsize == 2
+    batch.look()
     clock = time.perf_counter()
     while True:
         ended = batch.end_rows()
+        if is_stopped:
+            break
         if ended:
             canvas = source(len(ended)) if has_more else None
-            replaced = ended[: 0 if canvas is None else len(canvas.ids)]
-            has_more = len(replaced) == len(ended)
+            num_new = 0 if canvas is None else len(canvas.ids)
+            has_more = num_new == len(ended)
             if canvas is not None:
-                result, entering = batch.refill(replaced, plugs.begin(backbone, canvas))
+                result, entering = batch.refill(ended[:num_new], canvas)
                 for observer in observers:
                     observer.on_refill(result, entering)
                 yield result
@@ -155,39 +160,30 @@ def decode(
             # Once the source is empty the batch shrinks: a row without work would still cost a row
             # in every later forward.
             if not has_more:
-                batch.drop(ended[len(replaced) :])
+                batch.drop(ended[num_new:])
             if canvas is not None:
+                batch.look()  # rows that have entered may have nothing to fill
                 clock = time.perf_counter()  # filling a slot is not part of a method's time
-                continue  # rows that have entered may have nothing to fill
+                continue
         # Observers may require something else at every step.
         requires, _ = needs(plugs.policy, observers)
-        with without_autocast(batch.state.ids.device) if is_half else nullcontext():
-            decision = decide(
-                backbone,
-                replace(batch.state, frontier=tuple(batch.frontier)),
-                plugs,
-                requires=requires,
-                hidden_layers=hidden_layers,
-                session=batch.session,
-            )
-        # Nothing from here to the frontier may read a value from the device: the frontier is the
-        # one transfer that the host waits for, and it comes after all launches of the step.
-        looked = time.perf_counter()
-        asked = [observer.on_step(decision.record) for observer in observers]
-        clock += time.perf_counter() - looked  # nor are observers part of it
-        batch.write(decision)
+        batch.prepare()
+        record = batch.step(requires)
+        # Nothing from here to the look may read a value from the device: the look is the one
+        # transfer that the host waits for, and it comes after all launches of the step.
+        watched = time.perf_counter()
+        answers = [observer.on_step(record) for observer in observers]  # all are called
+        is_stopped = any(answers)
+        clock += time.perf_counter() - watched  # nor are observers part of it
+        batch.look()
         now = time.perf_counter()
-        batch.add_seconds(now - clock, decision.policy_span)
+        batch.add_seconds(now - clock)
         clock = now
-        if any(asked):
-            batch.end_rows()
-            break
-    if not batch.ended:
-        return
-    result = batch.result()
-    for observer in observers:
-        observer.on_end(result)
-    yield result
+    if batch.has_ended_rows:
+        result = batch.result()
+        for observer in observers:
+            observer.on_end(result)
+        yield result
 
 
 @dataclass(frozen=True)
@@ -195,69 +191,67 @@ class Decision:
     """What one step decides, before anything is written."""
 
     record: StepRecord  # the step as observers see it; its state has entered the window's block
-    decided: Tensor  # (b,) bool: the policy decided; elsewhere the stall rule did
-    wrote: Tensor  # (b, L) bool: cells that the step changes
+    by_policy: Tensor  # (b,) bool: the policy decided; elsewhere the stall rule did
     # (b,) bool: the end-of-text rule ends the row after this step; None without it
     ended: Tensor | None
     held: Tensor  # (b, L) bool: see :class:`DecodeState`
-    policy_span: Span  # time that the policy took
 
 
 def decide(
-    backbone: Backbone,
     state: DecodeState,
     plugs: Plugs,
+    forwards: Forwards,
     *,
     requires: frozenset[str],
-    hidden_layers: tuple[int, ...] = (),
-    session: CacheSession | None = None,
+    policy_timer: AbstractContextManager[object] | None = None,
 ) -> Decision:
-    """Decides one step: window, forward, proposal, gate, selection, cap, stall and end rules.
+    """Decides one step of all rows; nothing in it waits for a GPU.
 
     Verification by re-execution calls this too, so it repeats the loop itself and not a copy.
     """
-    settings = plugs.settings
+    policy, sampler, rules = plugs.policy, plugs.sampler, plugs.settings
+    # 1. The window: where a row may write now.
     view = plugs.window.view(state)
-    state = enter_block(state, view, counts=plugs.counts_blocks)
-    # The head runs only at the window's columns, unless the whole response is required.
-    columns = view.columns
-    if "region" in requires:
-        region = torch.arange(state.start, state.ids.shape[1], device=columns.device)
-        columns = region.expand(len(state.rows), -1)
-    elif columns.device.type == "cpu" and "window" not in requires:
-        columns = columns.gather(1, masks_first(state, columns))
-    forced = None
-    if session is not None:
-        denoised, forced = session.denoise(state, columns)
-    else:
-        denoised = plugs.policy.denoise(backbone, state, columns, hidden_layers)
-    plugs.sampler.restrict(denoised, backbone.spec)
-    state, denoised = plugs.policy.remember(state, view.candidates, denoised)
-    proposal = plugs.sampler.propose(state, denoised, requires)
-    # The gate comes before the policy, which then spends its quota on what may be committed.
-    candidates = view.candidates
-    if settings.eos_gate:
+    state, candidates = enter_block(state, view), view.candidates
+    # 2. The forward, of the window's columns. What the policy remembers may change the logits.
+    columns = columns_to_predict(state, view, requires)
+    denoised, forced = forwards.denoise(state, columns)
+    sampler.restrict(denoised, forwards.backbone.spec)
+    state, denoised = policy.remember(state, candidates, denoised)
+    # 3. The proposal: a token for each column, and how probable it is.
+    proposal = sampler.propose(state, denoised, requires)
+    # 4. What may be committed, and how much: the quota counts all candidates of the window. The
+    #    gate comes before the policy, which then spends its quota on what may be committed.
+    counts = plugs.quota.counts(state, candidates)
+    if rules.eos_gate:
         candidates = end_of_text_gate(state, candidates, proposal.ids)
     if forced is not None:  # cells that only the refresh of a cache can predict
         candidates = torch.where(forced.any(1, keepdim=True), forced, candidates)
-    counts = plugs.quota.counts(state, view.candidates)
-    with Span(state.ids.device) as policy_span:
-        selection = plugs.policy.select(state, candidates, proposal, counts)
+    # 5. What is committed: the policy selects, the rules of the loop have the last word.
+    with policy_timer or nullcontext():
+        selection = policy.select(state, candidates, proposal, counts)
     of_kind(selection, Selection, option="policy.select")
-    if selection.rewritten is not None and not plugs.policy.takes_back:
-        name = type(plugs.policy).__name__
+    if selection.rewritten is not None and not policy.takes_back:
+        name = type(policy).__name__
         raise ValueError(f"policy: {name} rewrites cells; expected takes_back = True in it")
-    new_ids, commit, decided = _written(state, candidates, proposal, selection, forced, settings)
-    if selection.memory is not None:
-        state = replace(state, memory=selection.memory)
-    ended = None
-    if settings.eos_rule != "none":
-        fill = settings.eos_rule == "fill"
-        new_ids, ended = _apply_eos_rule(state, new_ids, fill=fill, hold=selection.hold)
-    held = torch.zeros_like(state.masked)
+    commit, by_policy = committed(candidates, selection, forced, rules)
+    # 6. The canvas after the step: commits, what the policy rewrites, the end of the text.
+    new_ids = torch.where(commit, proposal.ids, state.ids)
+    if selection.rewritten is not None:
+        new_ids = torch.where(state.standing, selection.rewritten, new_ids)
+        commit = (new_ids != state.ids) & (new_ids == proposal.ids) & (new_ids != state.mask_id)
+    held, ended = torch.zeros_like(state.masked), None
     if selection.hold is not None:
         held = held.scatter_(1, view.columns[:, :1], selection.hold[:, None])
-    is_plain = selection.rewritten is None and ended is None
+    if rules.eos_rule != "none":
+        ended = text_ends(state, new_ids)
+        if selection.hold is not None:
+            ended = ended & ~selection.hold
+        if rules.eos_rule == "fill":
+            is_left = ended[:, None] & state.editable & (new_ids == state.mask_id)
+            new_ids = torch.where(is_left, state.eos_ids[0], new_ids)
+    if selection.memory is not None:
+        state = replace(state, memory=selection.memory)
     record = StepRecord(
         state=state,
         proposal=proposal,
@@ -267,55 +261,71 @@ def decide(
         new_ids=new_ids,
         denoised=denoised if "logits" in requires else None,
     )
-    wrote = commit if is_plain else new_ids != state.ids
-    return Decision(record, decided, wrote, ended, held, policy_span)
+    return Decision(record, by_policy, ended, held)
 
 
-def _written(
-    state: DecodeState,
-    candidates: Tensor,
-    proposal: Proposal,
-    selection: Selection,
-    forced: Tensor | None,
-    settings: DecodeSettings,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Applies cap, forced cells, stall rule, rewriting; returns canvas, commits and ``decided``."""
+def advance(decision: Decision, *, new_ids: Tensor | None = None) -> DecodeState:
+    """Returns the state before the next step.
+
+    ``new_ids`` ``(b, L)`` take the place of the step's own, where a record says what it wrote.
+    """
+    record, state = decision.record, decision.record.state
+    ids = record.new_ids if new_ids is None else new_ids
+    # Not only commits: also an end-of-text fill and what a policy takes back.
+    written = ids != state.ids
+    masked = state.editable & (ids == state.mask_id)
+    step = state.step + 1
+    # Of several reasons to end, the last one below is the row's: a broken row is never complete,
+    # and a row that has no masks left is, whatever ended it.
+    status = (step >= state.budget) * STEP_LIMIT
+    if decision.ended is not None:
+        status = status.masked_fill(decision.ended, EOS)
+    status = status.masked_fill(~(masked | decision.held).any(1), COMPLETE)
+    status = status.masked_fill(record.proposal.prob.sum(1).isnan(), BROKEN)
+    return replace(
+        state,
+        ids=ids,
+        masked=masked,
+        step=step,
+        status=status,
+        block_step=state.block_step + 1,
+        written=written,
+        held=decision.held,
+        num_wrote=state.num_wrote + written.any(1),
+        num_decided=state.num_decided + decision.by_policy,
+    )
+
+
+def columns_to_predict(state: DecodeState, view: WindowView, requires: frozenset[str]) -> Tensor:
+    """``(b, K)`` int64 columns that go through the head: the window's, or the whole response."""
+    columns = view.columns
+    if "region" in requires:
+        region = torch.arange(state.start, state.ids.shape[1], device=columns.device)
+        return region.expand(len(state.rows), -1)
+    if reads_are_free(columns.device) and "window" not in requires:
+        return columns.gather(1, masks_first(state, columns))
+    return columns
+
+
+def committed(
+    candidates: Tensor, selection: Selection, forced: Tensor | None, rules: DecodeSettings
+) -> tuple[Tensor, Tensor]:
+    """Applies cap, forced cells and stall rule; ``(b, L)`` commits and ``(b,)`` ``by_policy``."""
     # A policy may select more than the candidates; cap and stall rule see only candidates.
     commit = selection.commit & candidates
-    if settings.max_commits_per_step is not None:
-        commit = top_quota(selection.scores, commit, settings.max_commits_per_step)
+    if rules.max_commits_per_step is not None:
+        commit = top_quota(selection.scores, commit, rules.max_commits_per_step)
     if forced is not None:
         commit = commit | forced
-    decided = commit.any(1)
-    if selection.rewritten is not None:
-        decided = torch.ones_like(decided)
-    # On the CPU, asking first costs less than the ranking, which is mostly not needed.
-    if settings.stall_rule == "top1" and (decided.device.type != "cpu" or not bool(decided.all())):
+    by_policy = commit.any(1)
+    if selection.rewritten is not None:  # such a policy ensures progress itself
+        by_policy = torch.ones_like(by_policy)
+    # Asking first costs less than the ranking, which is mostly not needed.
+    is_needed = not reads_are_free(by_policy.device) or not bool(by_policy.all())
+    if rules.stall_rule == "top1" and is_needed:
         best = top_quota(selection.scores, candidates, 1)
-        commit = torch.where(decided[:, None], commit, best)
-    new_ids = torch.where(commit, proposal.ids, state.ids)
-    if selection.rewritten is not None:
-        new_ids = torch.where(state.standing, selection.rewritten, new_ids)
-        commit = (new_ids != state.ids) & (new_ids == proposal.ids) & (new_ids != state.mask_id)
-    return new_ids, commit, decided
-
-
-_COMPLETE, _ENDED, _BROKEN = -1, -2, -3
-
-
-def _frontier(masked: Tensor, ended: Tensor | None = None, prob: Tensor | None = None) -> list[int]:
-    """Returns the leftmost mask of every row, negative if the row is done; waits for the device.
-
-    This one transfer tells the host which rows are left and in which block each of them is, how the
-    others ended, and which have a probability that is not a number.
-    """
-    has_masks, column = masked.view(torch.uint8).max(1)
-    if ended is not None:
-        column = column.masked_fill(ended, _ENDED)
-    column = column.masked_fill(has_masks == 0, _COMPLETE)
-    if prob is not None:
-        column = column.masked_fill(prob.sum(1).isnan(), _BROKEN)
-    return column.tolist()
+        commit = torch.where(by_policy[:, None], commit, best)
+    return commit, by_policy
 
 
 _SCORES = ("prob", "entropy", "margin")
@@ -341,10 +351,8 @@ def needs(
     return requires, asked.pop()
 
 
-def enter_block(state: DecodeState, view: WindowView, *, counts: bool) -> DecodeState:
-    """Enters the blocks of a window; ``counts`` restarts step and mask counts in new blocks."""
-    if not counts:
-        return replace(state, block=view.block, num_blocks=view.num_blocks, window=view.columns)
+def enter_block(state: DecodeState, view: WindowView) -> DecodeState:
+    """Enters the blocks of a window; the counts of steps and masks restart in new blocks."""
     entered = view.block != state.block
     return replace(
         state,
@@ -367,141 +375,131 @@ def end_of_text_gate(state: DecodeState, candidates: Tensor, proposals: Tensor) 
     return torch.where(keep_all[:, None], candidates, other)
 
 
-def _apply_eos_rule(
-    state: DecodeState, new_ids: Tensor, *, fill: bool, hold: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Ends rows that have an end of text with no mask before it, unless they are held."""
+def text_ends(state: DecodeState, new_ids: Tensor) -> Tensor:
+    """``(b,)`` bool: rows with an end of text behind all given cells and no mask before it."""
     columns = torch.arange(new_ids.shape[1], device=new_ids.device)
     given = (~state.editable & (columns >= state.start)).long() * columns
     is_eos = torch.isin(new_ids, state.eos_ids) & (columns > given.amax(1, keepdim=True))
     is_eos = is_eos & state.editable
     masked = state.editable & (new_ids == state.mask_id)
     before = columns < first_column(is_eos)[:, None]
-    ended = is_eos.any(1) & ~(masked & before).any(1)
-    if hold is not None:
-        ended = ended & ~hold
-    if fill:
-        new_ids = torch.where(masked & ended[:, None], state.eos_ids[0], new_ids)
-    return new_ids, ended
+    return is_eos.any(1) & ~(masked & before).any(1)
 
 
-@dataclass(kw_only=True, eq=False)
-class _Row:
-    """What the host knows of a row; until it ends, counts are minus the batch's at its entry."""
+@dataclass(kw_only=True)
+class Row:
+    """What the host knows of a row: its slot, and the batch's clocks when it entered."""
 
     slot: int
     prompt_length: int
-    budget: int
-    num_steps: int
     seconds: float
     policy_seconds: float
-    status: Status = "step_limit"
 
 
-class _Batch:
-    """The rows that are decoding, and the results of those that have ended."""
+_STATUS: dict[int, Status] = {COMPLETE: "complete", EOS: "eos", STEP_LIMIT: "step_limit"}
+
+
+class Batch:
+    """The rows that are decoding, and the results of those that have ended.
+
+    Steps change only ``state``. The host knows of it what it saw at the last :meth:`look`.
+    """
 
     def __init__(
         self, backbone: Backbone, canvas: Canvas, plugs: Plugs, hidden_layers: tuple[int, ...]
     ) -> None:
         self.state = plugs.begin(backbone, canvas)
-        self.session = plugs.cache.start(
-            backbone, self.state, window=plugs.window, hidden_layers=hidden_layers
+        self.first_mask: list[int] = []
+        """The leftmost unfinished column of every row, at the last look."""
+        self.status: list[int] = []
+        """The status of every row, at the last look."""
+        self._backbone, self._plugs = backbone, plugs
+        self._forwards = plugs.cache.start(
+            backbone,
+            self.state,
+            window=plugs.window,
+            policy=plugs.policy,
+            hidden_layers=hidden_layers,
         )
-        # Leftmost mask of every row; negative where the row has ended
-        self.frontier = _frontier(self.state.masked)
-        self._plugs, self._pad_id = plugs, backbone.spec.pad_id
-        self._num_steps = 0
         self._seconds = self._policy_seconds = 0.0  # of a row that was there from the start
-        self._written = torch.zeros_like(self.state.rows)  # (b,) steps that wrote something
-        self._decided = torch.zeros_like(self.state.rows)  # (b,) steps that the policy decided
+        self._policy_timer = Stopwatch(canvas.ids.device)
         self.rows = self._entered(self.state, range(len(canvas.ids)))
-        self.ended: list[_Row] = []  # that no result contains yet
-        self._left: list[tuple[Tensor, ...]] = []
+        self._ended: list[DecodeResult] = []  # that no result contains yet
 
-    def _entered(self, state: DecodeState, slots: Iterable[int]) -> list[_Row]:
+    def _entered(self, state: DecodeState, slots: Iterable[int]) -> list[Row]:
         length = state.ids.shape[1] - state.start
-        facts = torch.stack([state.masked.sum(1), state.positions[:, -1] + 1 - length], 1)
+        prompt_lengths = (state.positions[:, -1] + 1 - length).tolist()
         return [
-            _Row(
+            Row(
                 slot=slot,
                 prompt_length=prompt_length,
-                budget=self._plugs.budget(num_masks),
-                num_steps=-self._num_steps,
-                seconds=-self._seconds,
-                policy_seconds=-self._policy_seconds,
+                seconds=self._seconds,
+                policy_seconds=self._policy_seconds,
             )
-            for slot, (num_masks, prompt_length) in zip(slots, facts.tolist(), strict=True)
+            for slot, prompt_length in zip(slots, prompt_lengths, strict=True)
         ]
 
-    def write(self, decision: Decision) -> None:
-        """Writes what a step decided and updates the counts; waits for the device."""
-        record, state = decision.record, decision.record.state
-        masked = state.editable & (record.new_ids == state.mask_id)
-        self._num_steps += 1
-        self._written += decision.wrote.any(1)
-        self._decided += decision.decided
-        self.state = replace(
-            state,
-            ids=record.new_ids,
-            masked=masked,
-            step=state.step + 1,
-            block_step=state.block_step + self._plugs.counts_blocks,
-            # Not only commits: also an end-of-text fill and what a policy takes back.
-            written=decision.wrote,
-            held=decision.held,
-        )
-        self.frontier = _frontier(self.state.unfinished, decision.ended, record.proposal.prob)
-        broken = [row for row, column in enumerate(self.frontier) if column == _BROKEN]
+    def look(self) -> None:
+        """Tells the host where rows are and how they have ended; waits for the device."""
+        looked = torch.stack([first_column(self.state.unfinished), self.state.status])
+        self.first_mask, self.status = looked.tolist()
+        broken = [row for row, status in enumerate(self.status) if status == BROKEN]
         if broken:
-            raise NotANumberError(state.rows[broken].tolist(), step=int(state.step[broken[0]]))
+            last_step = int(self.state.step[broken[0]]) - 1
+            raise NotANumberError([self.rows[row].slot for row in broken], step=last_step)
 
-    def add_seconds(self, seconds: float, policy_span: Span) -> None:
+    def prepare(self) -> None:
+        """Does what the host has to do before a step: plans, prompts of new rows."""
+        with self._own_precision():
+            self._forwards.prepare(self.state, self.first_mask)
+
+    def step(self, requires: frozenset[str]) -> StepRecord:
+        """Takes a step."""
+        with self._own_precision():
+            decision = decide(
+                self.state,
+                self._plugs,
+                self._forwards,
+                requires=requires,
+                policy_timer=self._policy_timer,
+            )
+        self.state = advance(decision)
+        return decision.record
+
+    def _own_precision(self) -> AbstractContextManager[object]:
+        # Half-precision weights compute in their own dtype: a trainer's autocast would add casts.
+        is_half = getattr(self._backbone, "dtype", torch.float32).itemsize == 2
+        return without_autocast(self.state.ids.device) if is_half else nullcontext()
+
+    def add_seconds(self, seconds: float) -> None:
         """Divides the time of a finished step equally among its rows."""
         self._seconds += seconds / len(self.rows)
-        self._policy_seconds += policy_span.seconds() / len(self.rows)
+        self._policy_seconds += self._policy_timer.seconds() / len(self.rows)
 
     def end_rows(self) -> list[int]:
-        """Stores the results of rows that are done or out of steps; returns the rows' numbers."""
-        ended = [
-            number
-            for number, (row, column) in enumerate(zip(self.rows, self.frontier, strict=True))
-            if column < 0 or self._num_steps + row.num_steps >= row.budget
-        ]
-        if not ended:
-            return ended
-        # Stored before any row moves, which changes slots and columns.
-        index = row_index(ended, self.state.ids.device)
-        state = self.state
-        parts = (state.ids, state.editable, state.seeds, self._written, self._decided)
-        self._left.append(tuple(part[index] for part in parts))
-        for number in ended:
-            row = self.rows[number]
-            row.num_steps += self._num_steps
-            row.seconds += self._seconds
-            row.policy_seconds += self._policy_seconds
-            row.status = _STATUS.get(self.frontier[number], "step_limit")
-            self.ended.append(row)
+        """Stores the results of the rows that have ended; returns the rows' numbers."""
+        ended = [number for number, status in enumerate(self.status) if status != RUNNING]
+        if ended:
+            self._ended.append(self._result(ended))
         return ended
 
-    def refill(
-        self, replaced: list[int], entering: DecodeState
-    ) -> tuple[DecodeResult, DecodeState]:
+    def refill(self, ended: list[int], canvas: Canvas) -> tuple[DecodeResult, DecodeState]:
         """Replaces ended rows; returns the result of all that have ended, and the new rows."""
         result = self.result()
-        ended, self.ended, self._left = self.ended, [], []
-        slots = [self.rows[number].slot for number in replaced]
-        for number, row in zip(replaced, self._entered(entering, slots), strict=True):
+        state, entering = self.state, self._plugs.begin(self._backbone, canvas)
+        slots = [self.rows[number].slot for number in ended]
+        for number, row in zip(ended, self._entered(entering, slots), strict=True):
             self.rows[number] = row
-        self._written[replaced] = 0
-        self._decided[replaced] = 0
+        present = {number for number, status in enumerate(self.status) if status == RUNNING}
+        longest = max(self.rows[number].prompt_length for number in present.union(ended))
         # For prompts of other lengths the canvas grows on the left, or shrinks if at least an
-        # eighth of it would be padding in every row. All columns known on the host move with it.
-        by = max(row.prompt_length for row in self.rows if row not in ended) - self.state.start
-        by = by if by > 0 or -8 * by >= self.state.ids.shape[1] else 0
-        index = row_index(replaced, self.state.ids.device)
-        state = self.state.shifted(by, pad_id=self._pad_id)
-        entering = entering.shifted(state.start - entering.start, pad_id=self._pad_id)
+        # eighth of it would be padding in every row.
+        by = longest - state.start
+        by = by if by > 0 or -8 * by >= state.ids.shape[1] else 0
+        pad_id = self._backbone.spec.pad_id
+        state = state.shifted(by, pad_id=pad_id)
+        entering = entering.shifted(state.start - entering.start, pad_id=pad_id)
+        index = row_index(ended, state.ids.device)
         entering = replace(entering, rows=state.rows[index])
         if state.pad_mask is not None or entering.pad_mask is not None:
             state, entering = (
@@ -509,56 +507,53 @@ class _Batch:
                 for one in (state, entering)
             )
         self.state = state.put(index, entering)
-        if self.session is not None:
-            self.session.put(replaced, self.state, by=by)
-        self.frontier = [column + by for column in self.frontier]
-        for number, column in zip(replaced, _frontier(entering.masked), strict=True):
-            self.frontier[number] = column
+        self._forwards.put(ended, self.state, by=by)
         return result, entering
 
     def drop(self, ended: list[int]) -> None:
+        """Lets rows that have ended leave the batch."""
         kept = [number for number in range(len(self.rows)) if number not in set(ended)]
         index = row_index(kept, self.state.ids.device)
         self.state = self.state.take(index)
-        self._written, self._decided = self._written[index], self._decided[index]
-        if self.session is not None:
-            self.session.take(kept, index)
+        self._forwards.take(kept, index)
         self.rows = [self.rows[number] for number in kept]
-        self.frontier = [self.frontier[number] for number in kept]
+        self.first_mask = [self.first_mask[number] for number in kept]
+        self.status = [self.status[number] for number in kept]
+
+    @property
+    def has_ended_rows(self) -> bool:
+        """Whether rows have ended that no result contains yet."""
+        return bool(self._ended)
 
     def result(self) -> DecodeResult:
-        """Returns the result of the rows that have ended, in the order of their slots."""
-        order = sorted(range(len(self.ended)), key=lambda number: self.ended[number].slot)
-        rows = [self.ended[number] for number in order]
-        device = self.state.ids.device
-        index = row_index(order, device)
-        ids, editable, seeds, written, decided = (
-            torch.cat(parts)[index] for parts in zip(*self._left, strict=True)
-        )
-        num_steps = torch.tensor([row.num_steps for row in rows], device=device)
+        """Returns the result of the rows that have ended since the last one, by their slots."""
+        ended, self._ended = self._ended, []
+        joined = DecodeResult.joined(ended, pad_id=self._backbone.spec.pad_id)
+        return replace(joined.by_slot(), num_forwards=self._forwards.num_forwards)
+
+    def _result(self, ended: list[int]) -> DecodeResult:
+        state, rows = self.state.take(row_index(ended, self.state.ids.device)), self.rows
+        seconds = [self._seconds - rows[number].seconds for number in ended]
+        policy_seconds = [self._policy_seconds - rows[number].policy_seconds for number in ended]
         has_stalls = self._plugs.settings.stall_rule == "top1"
-        start, session = self.state.start, self.session
         return DecodeResult(
-            ids=ids,
-            rows=[row.slot for row in rows],
-            start=start,
-            seeds=seeds,
-            num_steps=num_steps,
-            idle_steps=num_steps - written,
-            stalled_steps=num_steps - decided if has_stalls else torch.zeros_like(num_steps),
-            policy_forwards=num_steps * self._plugs.policy.forwards_per_step,
-            seconds=torch.tensor([row.seconds for row in rows], dtype=torch.float64),
-            policy_seconds=torch.tensor([row.policy_seconds for row in rows], dtype=torch.float64),
-            status=[row.status for row in rows],
-            num_forwards=self._num_steps if session is None else session.num_forwards,
-            given=~editable,
+            ids=state.ids,
+            rows=[rows[number].slot for number in ended],
+            start=state.start,
+            seeds=state.seeds,
+            num_steps=state.step,
+            idle_steps=state.step - state.num_wrote,
+            stalled_steps=(state.step - state.num_decided) * has_stalls,
+            policy_forwards=state.step * self._plugs.policy.forwards_per_step,
+            seconds=torch.tensor(seconds, dtype=torch.float64),
+            policy_seconds=torch.tensor(policy_seconds, dtype=torch.float64),
+            status=[_STATUS[self.status[number]] for number in ended],
+            num_forwards=self._forwards.num_forwards,
+            given=~state.editable,
         )
 
 
-_STATUS: dict[int, Status] = {_COMPLETE: "complete", _ENDED: "eos"}
-
-
-class Span:
+class Stopwatch:
     """Measures the seconds between entering and leaving a ``with`` block.
 
     On a CPU this is a clock; on CUDA, two events in the stream, so that the work is timed and not
@@ -570,7 +565,7 @@ class Span:
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(count)]
         self._clock = 0.0
 
-    def __enter__(self) -> Span:
+    def __enter__(self) -> Stopwatch:
         if self._events:
             self._events[0].record()
         self._clock = time.perf_counter()

@@ -12,10 +12,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lit_dlm.backbones.base import BackboneSpec, Denoised
 from lit_dlm.decoding.regions import RegionMap
-from lit_dlm.ops.batches import shifted
+from lit_dlm.ops.batches import row_index, shifted
 from lit_dlm.ops.options import at_least
 
 Status = Literal["complete", "eos", "step_limit"]
+RUNNING, COMPLETE, EOS, STEP_LIMIT, BROKEN = range(5)
+"""What ``DecodeState.status`` says of a row; ``BROKEN``: a probability was not a number."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def prompt_canvas(
 
 @dataclass(frozen=True)
 class DecodeState:
-    """What the plugs see before a step: the ``b`` rows that are still decoding."""
+    """All that steps change, for the ``b`` rows that are decoding; plugs see it before a step."""
 
     ids: Tensor  # (b, L) int64 canvas, the input of this step's forward
     editable: Tensor  # (b, L) bool
@@ -79,9 +81,11 @@ class DecodeState:
     block_masks: Tensor  # (b,) int64 candidates in the block when the row entered it
     written: Tensor  # (b, L) bool: cells that the row's previous step wrote
     held: Tensor  # (b, L) bool: one column of each window that is held even if it is full
+    status: Tensor  # (b,) int64: ``RUNNING``, or how the row has ended
+    budget: Tensor  # (b,) int64 most steps of the row
+    num_wrote: Tensor  # (b,) int64 steps that wrote something
+    num_decided: Tensor  # (b,) int64 steps that the policy decided, and not the stall rule
     num_blocks: int = 1  # blocks of the response under the current window
-    # Leftmost masked column of every row, on the host, from which a cache plans its forwards
-    frontier: tuple[int, ...] = ()
     regions: RegionMap | None = None  # the regions of the decoder's layout; None without one
     # (b, ...) floating point: what the policy remembers of a row's earlier steps, zeros in a new
     # row; None if it remembers nothing
@@ -146,14 +150,17 @@ class DecodeState:
         return replace(self, **columns, regions=regions, start=self.start + by, window=None)
 
 
-BY_ROW = ("rows", "seeds", "step", "block", "block_step", "block_masks")
+BY_ROW = (
+    *("rows", "seeds", "step", "budget", "status", "block", "block_step", "block_masks"),
+    *("num_wrote", "num_decided"),
+)
 """Fields of a state with one number for each row, ``(b,)``."""
 BY_COLUMN = ("ids", "editable", "masked", "positions", "written", "held", "pad_mask")
 """Fields of a state with a value for each column of each row, ``(b, L)``."""
 
 
 def initial_state(spec: BackboneSpec, canvas: Canvas) -> DecodeState:
-    """Returns the state before step 0, without what a policy remembers."""
+    """Returns the state before step 0, for a policy that needs a step for each mask at most."""
     ids, device = canvas.ids, canvas.ids.device
     stray = (ids == spec.mask_id) & ~canvas.editable
     if bool(stray.any()):
@@ -185,6 +192,10 @@ def initial_state(spec: BackboneSpec, canvas: Canvas) -> DecodeState:
         block_masks=zeros,
         written=torch.zeros_like(masked),
         held=torch.zeros_like(masked),
+        status=(~masked.any(1)).long() * COMPLETE,
+        budget=masked.sum(1),
+        num_wrote=zeros,
+        num_decided=zeros,
         regions=canvas.regions,
     )
 
@@ -256,12 +267,43 @@ class DecodeResult:
     seconds: Tensor
     status: list[Status]  # complete: no mask left; eos: stopped at an end of text; step_limit
     given: Tensor  # (B, L) bool: cells that could not be written
-    # Calls of the backbone for the batch. A step is one, or two if some rows of a batch refresh a
-    # prefix or dual cache and others do not; no row takes part in both. Prompts may add some under
-    # a block cache
-    num_forwards: int = 0
+    # Calls of the backbone for the batch so far. A step is one, or two if some rows of a batch
+    # refresh a prefix or dual cache and others do not; no row takes part in both. Prompts may add
+    # some under a block cache
+    num_forwards: int
     # (B,) float64 on the CPU: the part of seconds that the policy took to select
-    policy_seconds: Tensor | None = None
+    policy_seconds: Tensor
+
+    @staticmethod
+    def joined(results: Sequence[DecodeResult], *, pad_id: int) -> DecodeResult:
+        """Joins results one after the other, left-padded to the longest prompts among them."""
+        start = max(one.start for one in results)
+        parts: dict[str, Any] = {
+            name: torch.cat([getattr(one, name) for one in results]) for name in _COUNTS
+        }
+        for name, fill in (("ids", pad_id), ("given", 1)):
+            parts[name] = torch.cat(
+                [shifted(getattr(one, name), start - one.start, fill) for one in results]
+            )
+        rows = [row for one in results for row in one.rows]
+        status = [status for one in results for status in one.status]
+        return replace(results[-1], start=start, rows=rows, status=status, **parts)
+
+    def by_slot(self) -> DecodeResult:
+        """Returns the same rows in the order of their slots."""
+        order = sorted(range(len(self.rows)), key=self.rows.__getitem__)
+        parts: dict[str, Any] = {}
+        for name in (*_COUNTS, "ids", "given"):
+            value = getattr(self, name)
+            parts[name] = value[row_index(order, value.device)]
+        rows, status = ([values[row] for row in order] for values in (self.rows, self.status))
+        return replace(self, rows=rows, status=status, **parts)
+
+
+_COUNTS = (
+    *("seeds", "num_steps", "idle_steps", "stalled_steps", "policy_forwards"),
+    *("seconds", "policy_seconds"),
+)
 
 
 class Observer(Protocol):

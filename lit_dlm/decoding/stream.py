@@ -8,9 +8,9 @@ decodes a prompt changes neither its noise nor its result.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,6 @@ from lit_dlm.decoding.state import (
     StepRecord,
     prompt_canvas,
 )
-from lit_dlm.ops.batches import shifted
 from lit_dlm.vision.pictures import picture_to_text
 from lit_dlm.vision.tokens import TokenVision
 
@@ -238,7 +237,7 @@ def decode_stream(
         )
 
     def gathered() -> DecodedRows:
-        joined = _joined(results, pad_id=backbone.spec.pad_id)
+        joined = DecodeResult.joined(results, pad_id=backbone.spec.pad_id)
         responses = detokenizer(joined.ids[:, joined.start :], joined.given[:, joined.start :])
         return DecodedRows(numbers, joined, responses, is_last=not begun)
 
@@ -269,30 +268,6 @@ def decode_stream(
     except NotANumberError as error:
         uids = [begun[number_in[slot]].uid for slot in error.rows]
         raise ValueError(f"{', '.join(uids)}: {error}") from error
-
-
-def _joined(results: Sequence[DecodeResult], *, pad_id: int) -> DecodeResult:
-    """Joins results one after the other, left-padded to the longest prompts among them."""
-    last, start = results[-1], max(result.start for result in results)
-
-    def columns(name: str, fill: int) -> Tensor:
-        parts = [shifted(getattr(one, name), start - one.start, fill) for one in results]
-        return torch.cat(parts)
-
-    tensors: dict[str, Any] = {
-        name: torch.cat([getattr(result, name) for result in results])
-        for name, value in vars(last).items()
-        if isinstance(value, Tensor) and name not in ("ids", "given")
-    }
-    return replace(
-        last,
-        ids=columns("ids", pad_id),
-        given=columns("given", 1),
-        start=start,
-        rows=[row for one in results for row in one.rows],
-        status=[status for one in results for status in one.status],
-        **tensors,
-    )
 
 
 def prompt_limit(backbone: object, response_length: int, most: int) -> tuple[int, str]:

@@ -204,9 +204,6 @@ class SteppedBlockWindow(Window):
 class Quota(Component):
     """Decides how many cells a step commits."""
 
-    counts_blocks: bool = True
-    """Whether it reads the steps and masks of a row's block (``block_step``, ``block_masks``)."""
-
     @abstractmethod
     def counts(self, state: DecodeState, candidates: Tensor) -> Tensor | None:
         """``(b,)`` int64 commits per row, or ``None`` when the policy decides alone."""
@@ -215,16 +212,12 @@ class Quota(Component):
 class NoQuota(Quota):
     """The policy decides how many."""
 
-    counts_blocks = False
-
     def counts(self, state: DecodeState, candidates: Tensor) -> Tensor | None:
         return None
 
 
 class FixedQuota(Quota):
     """The same number of commits in every step."""
-
-    counts_blocks = False
 
     def __init__(self, tokens_per_step: int = 1) -> None:
         at_least(1, tokens_per_step=tokens_per_step)
@@ -314,8 +307,6 @@ class BudgetQuota(Quota):
     lets the block's first step commit only one cell, by what a cap holds back, and by the steps of
     a policy that takes tokens back.
     """
-
-    counts_blocks = False
 
     def __init__(self, steps: int) -> None:
         at_least(1, steps=steps)

@@ -71,6 +71,14 @@ def first_column(is_in: Tensor) -> Tensor:
     return is_in.bool().view(torch.uint8).argmax(1)
 
 
+def reads_are_free(device: torch.device) -> bool:
+    """Whether the host may read a value of a device without waiting for work to end.
+
+    On a CPU, a question that saves work is worth asking. A GPU would run dry meanwhile.
+    """
+    return device.type == "cpu"
+
+
 def row_index(rows: Sequence[int], device: torch.device) -> Tensor:
     """``(n,)`` int64: row numbers moved to a device, without the host waiting."""
     return torch.tensor(rows).to(device, non_blocking=True)

@@ -36,7 +36,7 @@ from torch import Tensor
 from lit_dlm.backbones.base import Backbone
 from lit_dlm.decoding.decoder import Decoder
 from lit_dlm.decoding.description import decoder_from_description
-from lit_dlm.decoding.engine import Decision, decide, needs
+from lit_dlm.decoding.engine import Decision, advance, decide, needs
 from lit_dlm.decoding.policies.lockstep import LockstepPolicy
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.decoding.state import Canvas, DecodeState, Observer, StepRecord, prompt_canvas
@@ -429,8 +429,12 @@ def teacher_forced(
     with torch.no_grad():
         canvas = decoder.prepared(canvas_of(records, backbone, device=device), backbone)
         state = plugs.begin(backbone, canvas)
-        session = decoder.cache.start(
-            backbone, state, window=plugs.window, hidden_layers=hidden_layers
+        forwards = decoder.cache.start(
+            backbone,
+            state,
+            window=plugs.window,
+            policy=decoder.policy,
+            hidden_layers=hidden_layers,
         )
         for step in count():
             # A row ends where its record does, whatever this model would do.
@@ -444,21 +448,15 @@ def teacher_forced(
                 break
             if len(keep) < len(state.rows):
                 state = state.take(keep)
-                if session is not None:
-                    session.take(keep.tolist(), keep)
-            state = replace(state, frontier=tuple(first_column(state.unfinished).tolist()))
+                forwards.take(keep.tolist(), keep)
+            forwards.prepare(state, first_column(state.unfinished).tolist())
             decision = decide(
-                backbone,
-                state,
-                plugs,
-                requires=requires | captured(step) | {"logits"},
-                hidden_layers=hidden_layers,
-                session=session,
+                state, plugs, forwards, requires=requires | captured(step) | {"logits"}
             )
             after = _recorded_after(records, decision.record.state, step)
             _judge_step(verdicts, records, decision, after, decoder, step)
             # Continue with the recorded tokens: one difference must not cause others.
-            state = _advanced(decision, after)
+            state = advance(decision, new_ids=after)
     _release(backbone, canvas)
     return [verdict.conclude(independent=True) for verdict in verdicts]
 
@@ -560,20 +558,6 @@ class _FirstDifference(Observer):
                 verdict.differ(step, float(margin[i]), _difference(after[i], record, i))
             else:  # follows from the first one
                 verdict.differing_steps.append(step)
-
-
-def _advanced(decision: Decision, ids: Tensor) -> DecodeState:
-    """The state before the next step, with the recorded canvas."""
-    state = decision.record.state
-    return replace(
-        state,
-        ids=ids,
-        masked=state.editable & (ids == state.mask_id),
-        step=state.step + 1,
-        block_step=state.block_step + 1,
-        written=ids != state.ids,
-        held=decision.held,
-    )
 
 
 def _recorded_after(records: Sequence[Trajectory], state: DecodeState, step: int) -> Tensor:

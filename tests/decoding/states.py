@@ -37,6 +37,10 @@ def state_with_masks(
         pad_mask=None,
         written=torch.zeros_like(editable),
         held=torch.zeros_like(editable),
+        status=torch.zeros(b, dtype=torch.long),
+        budget=torch.full((b,), 999),
+        num_wrote=torch.zeros(b, dtype=torch.long),
+        num_decided=torch.zeros(b, dtype=torch.long),
         num_blocks=num_blocks,
         **{name: torch.full((b,), count) for name, count in counts.items()},
     )

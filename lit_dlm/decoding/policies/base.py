@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone, Denoised
 from lit_dlm.config.components import Component
-from lit_dlm.decoding.guidance import GuidedBackbone
 from lit_dlm.decoding.state import DecodeState, Proposal, Selection
 from lit_dlm.ops.options import at_least, within
 from lit_dlm.ops.sampling import rank_descending, top_quota, uniform_noise
@@ -30,12 +29,13 @@ class CommitPolicy(Component):
     needs_quota: bool = False
     takes_quota: bool = True
     needs_layout: bool = False
-    counts_blocks: bool = False
-    """Whether it reads the steps that a row has spent in its block (``block_step``)."""
     takes_back: bool = False
     """Whether it may take tokens back or replace them (``Selection.rewritten``)."""
     forwards_per_step: int = 0
     """Forwards of a learned head in one step: 0 for heuristics."""
+    denoise: Callable[[Backbone, DecodeState, Tensor, tuple[int, ...]], Denoised] | None = None
+    """Its own forward of a step, for ``(b, K)`` int64 columns, with those hidden layers; excludes
+    caches and guidance. ``None``: the backbone's."""
 
     @property
     def draws(self) -> bool:
@@ -57,24 +57,6 @@ class CommitPolicy(Component):
     def budget(self, num_masks: int) -> int:
         """Returns the most steps of a row with so many masks, if ``max_steps`` is not set."""
         return num_masks
-
-    def denoise(
-        self,
-        backbone: Backbone,
-        state: DecodeState,
-        columns: Tensor,
-        hidden_layers: tuple[int, ...],
-    ) -> Denoised:
-        """Runs the forward of a step without a cache, for ``(b, K)`` int64 columns."""
-        # Only block models and guidance need to know where the response begins.
-        asks = backbone.spec.attention == "block" or isinstance(backbone, GuidedBackbone)
-        return backbone.denoise(
-            state.ids,
-            pad_mask=state.pad_mask,
-            columns=columns,
-            hidden_layers=hidden_layers,
-            **({"response_start": state.start} if asks else {}),
-        )
 
     def remember(
         self, state: DecodeState, candidates: Tensor, denoised: Denoised
@@ -255,8 +237,6 @@ class NoisyConfidencePolicy(TopQuotaPolicy):
     As in the release of MMaDA, each step multiplies the remaining temperature by
     ``1 - (s + 1) / S``, so the noise is gone sooner than with MaskGIT's own ``1 - s / S``.
     """
-
-    counts_blocks = True
 
     def __init__(self, steps: int, temperature: float = 1.0) -> None:
         """Sets the steps of a block and the factor of the noise before its first step."""

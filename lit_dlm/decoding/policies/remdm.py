@@ -28,7 +28,6 @@ class ReMDMPolicy(CommitPolicy):
     """
 
     needs_quota = True
-    counts_blocks = True
     takes_back = True
 
     def __init__(

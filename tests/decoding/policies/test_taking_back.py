@@ -27,7 +27,14 @@ class Summed(TableBackbone):
         self.spec = fake_spec(edits_tokens=True, **spec)
 
     def denoise(
-        self, ids: Tensor, *, pad_mask=None, columns=None, hidden_layers=(), position_ids=None
+        self,
+        ids: Tensor,
+        *,
+        pad_mask=None,
+        columns=None,
+        hidden_layers=(),
+        response_start=None,
+        position_ids=None,
     ) -> Denoised:
         if pad_mask is None:
             pad_mask = torch.ones_like(ids, dtype=torch.bool)
