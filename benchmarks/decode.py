@@ -43,6 +43,7 @@ from lit_dlm.decoding import (
     EvenQuota,
     NoCache,
     PrefixCache,
+    decode,
     prompt_canvas,
 )
 
@@ -153,7 +154,7 @@ def measure(backbone: HFBackbone, args: argparse.Namespace, *, batch: int) -> li
             if cuda:
                 torch.cuda.reset_peak_memory_stats()
             begin = measurement.clock()
-            result = decoder(backbone, canvas)
+            result = decode(backbone, decoder, canvas)
             total = measurement.clock() - begin
             for name in ("denoise", "encode", "head"):
                 delattr(backbone, name)
@@ -162,7 +163,8 @@ def measure(backbone: HFBackbone, args: argparse.Namespace, *, batch: int) -> li
             elif args.ragged:
                 begin = measurement.clock()
                 rows = [
-                    decoder(backbone, canvas_of(range(row, row + 1))).ids for row in range(batch)
+                    decode(backbone, decoder, canvas_of(range(row, row + 1))).ids
+                    for row in range(batch)
                 ]
                 seconds = measurement.clock() - begin
                 same = (

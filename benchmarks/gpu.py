@@ -61,6 +61,7 @@ from lit_dlm.decoding import (
     SlidingWindow,
     StepRecord,
     ThresholdPolicy,
+    decode,
     prompt_canvas,
 )
 from lit_dlm.modules.sharding import ShardedStrategy
@@ -248,8 +249,10 @@ class Checks:
         """Checks that tokens agree with a cache, on the CPU and in records; counts host waits."""
         backbone = self.model(SDAR, layers=2, dtype="float32")
         canvas = self.canvas(backbone, 5, 24, 32, ragged=True)
-        plain = Decoder(policy=ConfidencePolicy(), **{**_BLOCKS, "cache": None})(backbone, canvas)
-        cached = Decoder(policy=ConfidencePolicy(), **_BLOCKS)(backbone, canvas)
+        whole, blocks = (
+            Decoder(policy=ConfidencePolicy(), **_BLOCKS | cache) for cache in ({"cache": None}, {})
+        )
+        plain, cached = (decode(backbone, decoder, canvas) for decoder in (whole, blocks))
         self.tell("block cache, float32: other cells", _differ(plain, cached), most=0.0)
 
         sampled = Decoder(
@@ -258,7 +261,7 @@ class Checks:
             **_BLOCKS,
         )
         capture, canvases = TrajectoryCapture(vocab_size=backbone.vocab_size), _Canvases()
-        here = sampled(backbone, canvas, [capture, canvases])
+        here = decode(backbone, sampled, canvas, [capture, canvases])
         records = capture.trajectories([str(row) for row in range(5)])
         wrong = sum(
             int((torch.from_numpy(records[row].state_at(step + 1)) != cells).sum())
@@ -267,13 +270,13 @@ class Checks:
         )
         self.tell("captured states: other cells than a synchronous copy", wrong, most=0.0)
         on_cpu = copy.deepcopy(backbone).cpu()
-        there = sampled(on_cpu, self.canvas(on_cpu, 5, 24, 32, ragged=True))
+        there = decode(on_cpu, sampled, self.canvas(on_cpu, 5, 24, 32, ragged=True))
         self.tell("draws, float32: share other than the CPU's", _differ(here, there), most=0.02)
         if self.device == "cuda":
             torch.cuda.set_sync_debug_mode("warn")
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                steps = int(sampled(backbone, canvas).num_steps.max())
+                steps = int(decode(backbone, sampled, canvas).num_steps.max())
             torch.cuda.set_sync_debug_mode("default")
             waits = sum("synchroniz" in str(warning.message) for warning in caught)
             self.tell("waits of the host per step", waits / steps, most=1.5)
@@ -449,8 +452,8 @@ class Checks:
 
     def _forward(self, decoder: Decoder, backbone: HFBackbone, canvas: Canvas) -> float:
         """Returns milliseconds per forward, including everything around it."""
-        forwards = decoder(backbone, canvas).num_forwards
-        return 1e3 * median_seconds(lambda: decoder(backbone, canvas), 2) / forwards
+        forwards = decode(backbone, decoder, canvas).num_forwards
+        return 1e3 * median_seconds(lambda: decode(backbone, decoder, canvas), 2) / forwards
 
     def _floor(self, backbone: HFBackbone) -> float:
         """Returns the milliseconds that reading layers and head takes."""

@@ -51,8 +51,9 @@ from lit_dlm.decoding import (
     Sampler,
     SlidingWindow,
     StepRecord,
+    decode,
 )
-from lit_dlm.decoding.engine import Batch
+from lit_dlm.decoding.batch import Batch
 from lit_dlm.decoding.state import RUNNING, STEP_LIMIT, initial_state
 
 _LOOK = Batch.look
@@ -424,7 +425,7 @@ def decode_counts(case: DecodeCase, **options: Any) -> Counts:
         (CachedCanvas, "_ranges", watched),
     )
     with steps.counter, patch.object(*look), patch.object(*seen):
-        decoder(backbone, canvas, observers=[steps])
+        decode(backbone, decoder, canvas, [steps])
     return steps.counted
 
 

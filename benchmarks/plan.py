@@ -29,6 +29,7 @@ from lit_dlm.decoding import (
     DualCache,
     EntropyPolicy,
     FullWindow,
+    decode,
     prompt_canvas,
 )
 from lit_dlm.plan import GIB, plan_of
@@ -107,7 +108,7 @@ def measured(arguments: argparse.Namespace, name: str) -> int:
                 seeds=range(arguments.rows),
                 device=backbone.device,
             )
-            decoder(backbone, canvas)
+            decode(backbone, decoder, canvas)
             return measurement.peak() - before
         scored = (torch.arange(arguments.length) >= prompt).expand_as(ids)
         trained = [weight for weight in backbone.train().parameters() if weight.requires_grad]

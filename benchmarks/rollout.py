@@ -49,10 +49,11 @@ from lit_dlm.decoding import (
     Proposal,
     Sampler,
     StepRecord,
+    decode,
     prompt_canvas,
 )
+from lit_dlm.decoding.api import DecodePrompt, Occupancy, WorkQueue, decode_stream
 from lit_dlm.decoding.caches import CacheSession
-from lit_dlm.decoding.stream import DecodePrompt, Occupancy, WorkQueue, decode_stream
 
 MASK, PAD, EOS, OTHER = 2, 0, 1, 5
 MEAN, CAP, SIGMA = 700, 2000, 1.0
@@ -220,7 +221,7 @@ def refill(options: argparse.Namespace) -> dict[str, float]:
                 seeds=range(first, min(first + options.rows, len(prompts))),
                 device=backbone.device,
             )
-            decoder(backbone, canvas, [counted["without"]])
+            decode(backbone, decoder, canvas, [counted["without"]])
 
     runs = {"with": queued, "without": batches}
     seconds = measurement.in_turns(runs, options.repetitions, clock)
@@ -245,7 +246,7 @@ def out_of_phase(options: argparse.Namespace) -> dict[str, float]:
     def run(name: str, backbone: HFBackbone, cache: BlockCache) -> Callable[[], float]:
         decoder = decoder_of(options, never, cache)
 
-        def decode() -> float:
+        def measured() -> float:
             canvas = prompt_canvas(
                 prompts,
                 response_length=response,
@@ -253,10 +254,10 @@ def out_of_phase(options: argparse.Namespace) -> dict[str, float]:
                 seeds=range(64),
                 device=backbone.device,
             )
-            decoder(backbone, canvas, [clocks[name]])
+            decode(backbone, decoder, canvas, [clocks[name]])
             return clocks[name].seconds
 
-        return decode
+        return measured
 
     runs = {
         "one": run("one", block_backbone(options), BlockCache()),

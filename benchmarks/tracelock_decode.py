@@ -25,7 +25,7 @@ import torch
 
 from lit_dlm.backbones import load_tokenizer
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.decoding import Decoder, EntropyPolicy, NoQuota, ThresholdPolicy, prompt_canvas
+from lit_dlm.decoding import Decoder, EntropyPolicy, NoQuota, ThresholdPolicy, decode, prompt_canvas
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.decoding.state import Canvas, DecodeResult
 from lit_dlm.heads.acceptance import AcceptanceConfig, AcceptanceHead
@@ -120,7 +120,7 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     for repetition in range(options.repetitions + 1):
         for name, decoder in decoders.items():
             cpu, wall = time.process_time(), time.perf_counter()
-            results[name] = [decoder(backbone, canvas) for canvas in work]
+            results[name] = [decode(backbone, decoder, canvas) for canvas in work]
             cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
             inside = sum(_policy_seconds(result) for result in results[name])
             if repetition:  # the first one warms up

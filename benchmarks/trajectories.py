@@ -45,7 +45,7 @@ import per_step_store
 from tracelock_decode import canvases
 
 from lit_dlm.backbones import HFBackbone
-from lit_dlm.decoding import Decoder, EntropyPolicy
+from lit_dlm.decoding import Decoder, EntropyPolicy, decode
 from lit_dlm.toy.word_problems import WordProblems
 from lit_dlm.trajectories import Trajectory
 from lit_dlm.trajectories.capture import TrajectoryCapture
@@ -220,7 +220,7 @@ def capture(options: argparse.Namespace) -> tuple[list[Trajectory], Figures]:
     batches = canvases(backbone, examples, batch=options.batch, length=options.length)
     records: list[Trajectory] = []
     plain, inside, making, pairs = [], [], [], []
-    decoder(backbone, batches[0])
+    decode(backbone, decoder, batches[0])
     for round_number in range(max(options.repeats, 2)):
         canvas = batches[round_number % len(batches)]
         observer = TimedCapture(vocab_size=backbone.vocab_size)
@@ -228,7 +228,7 @@ def capture(options: argparse.Namespace) -> tuple[list[Trajectory], Figures]:
         # Whichever comes first meets a colder cache: take turns.
         for on in (False, True) if round_number % 2 else (True, False):
             begin = time.thread_time()
-            result = decoder(backbone, canvas, [observer] if on else [])
+            result = decode(backbone, decoder, canvas, [observer] if on else [])
             seconds[on] = time.thread_time() - begin
         steps = int(result.num_steps.max())
         begin = time.perf_counter()

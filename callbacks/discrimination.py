@@ -16,9 +16,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from lit_dlm.decoding.api import DecodePrompt, WorkQueue, decode_stream
 from lit_dlm.decoding.caches import NoCache
 from lit_dlm.decoding.state import DecodeState, Observer, StepRecord
-from lit_dlm.decoding.stream import DecodePrompt, WorkQueue, decode_stream
 from lit_dlm.modules.finetune import TrainableModule
 from lit_dlm.modules.sharding import whole_weights
 from lit_dlm.ops.options import at_least, of_kind

@@ -15,7 +15,7 @@ from typing import Literal
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
-from lit_dlm.decoding.stream import prompt_limit
+from lit_dlm.decoding.api import prompt_limit
 from lit_dlm.modules.decode import (
     DecodeModule,
     PromptBatch,

@@ -25,7 +25,7 @@ from lit_dlm.datamodules.resuming import (
 )
 from lit_dlm.datamodules.supervised_sources import ModelFacts, SupervisedSource
 from lit_dlm.datamodules.trajectories import is_validation
-from lit_dlm.decoding.stream import prompt_limit
+from lit_dlm.decoding.api import prompt_limit
 from lit_dlm.losses.corruption import TimeDelay
 from lit_dlm.modules.dpo import DPOModule
 from lit_dlm.modules.finetune import FinetuneModule

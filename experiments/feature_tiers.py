@@ -31,7 +31,7 @@ from lightning.pytorch import Trainer
 from lit_dlm.backbones import load_tokenizer
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.datamodules.trajectories import TrajectoryDataModule
-from lit_dlm.decoding import Decoder, EntropyPolicy, prompt_canvas
+from lit_dlm.decoding import Decoder, EntropyPolicy, decode, prompt_canvas
 from lit_dlm.heads.acceptance import AcceptanceConfig
 from lit_dlm.heads.projection import (
     FeatureSettings,
@@ -83,7 +83,7 @@ def decoded(backbone: HFBackbone) -> tuple[list[Trajectory], Projector]:
         )
         if projector is None:
             capture = TrajectoryCapture(vocab_size=backbone.vocab_size)
-            Decoder(policy=EntropyPolicy())(backbone, canvas, [capture])
+            decode(backbone, Decoder(policy=EntropyPolicy()), canvas, [capture])
             config = ProjectorConfig(
                 hidden_size=backbone.hidden_size, hidden_rank=48, delta_rank=16
             )
@@ -105,7 +105,7 @@ def decoded(backbone: HFBackbone) -> tuple[list[Trajectory], Projector]:
         capture = TrajectoryCapture(
             vocab_size=backbone.vocab_size, level="features", features=features
         )
-        Decoder(policy=EntropyPolicy())(backbone, canvas, [capture])
+        decode(backbone, Decoder(policy=EntropyPolicy()), canvas, [capture])
         traces += capture.trajectories([f"{example.uid}@entropy" for example in batch])
     assert projector is not None
     return traces, projector

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from lit_dlm.backbones import HFBackbone
 from lit_dlm.backbones.chat_template import apply_chat_template
 from lit_dlm.decoding import ConfidencePolicy, Decoder
-from lit_dlm.decoding.stream import length_buckets
+from lit_dlm.decoding.api import length_buckets
 from lit_dlm.generation import generate
 from lit_dlm.likelihood import log_likelihood_bound
 from lit_dlm.ops.sampling import sample_seed

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lit_dlm.backbones import Backbone, load_backbone, tokenizer_of
 from lit_dlm.backbones.chat_template import apply_chat_template
 from lit_dlm.decoding import ConfidencePolicy, Decoder, Observer
-from lit_dlm.decoding.stream import (
+from lit_dlm.decoding.api import (
     DecodePrompt,
     Detokenizer,
     WorkQueue,

@@ -21,6 +21,7 @@ from lit_dlm.decoding import (
     FixedQuota,
     RandomPolicy,
     Sampler,
+    decode,
     prompt_canvas,
 )
 from lit_dlm.rewards import GroupFilter, Reward, RewardScore, Rollout
@@ -101,7 +102,12 @@ def decoded(
         spec=backbone.spec,
         seeds=range(100 * step, 100 * step + count // 2 * 2),
     )
-    decoder(backbone, per_step=per_step, cache=cache)(backbone, canvas, [capture, sampled])
+    decode(
+        backbone,
+        decoder(backbone, per_step=per_step, cache=cache),
+        canvas,
+        [capture, sampled],
+    )
     metas = [
         {"rl_step": step, "prompt": row // 2, "response": row % 2}
         | {"reward": float(row % 2), "correct": row % 2 > 0, "kept": True}

@@ -9,7 +9,7 @@ import torch
 
 from lit_dlm.backbones.architecture import Architecture
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.decoding import Decoder, EntropyPolicy, prompt_canvas
+from lit_dlm.decoding import Decoder, EntropyPolicy, decode, prompt_canvas
 from lit_dlm.heads.projection import (
     FeatureSettings,
     Projector,
@@ -76,7 +76,7 @@ def recorded(
     canvas = prompt_canvas(
         prompts, response_length=response_length, spec=backbone.spec, seeds=range(num_records)
     )
-    (decoder or Decoder(policy=EntropyPolicy()))(backbone, canvas, [capture])
+    decode(backbone, decoder or Decoder(policy=EntropyPolicy()), canvas, [capture])
     return capture.trajectories(
         [f"fake/train/{row:05d}@entropy" for row in range(num_records)],
         [{"task": "fake", "correct": row % 3 > 0} for row in range(num_records)],

@@ -15,7 +15,7 @@ lit_dlm.datamodules: pretraining.PretrainDataModule prompts.PromptDataModule
     trajectories.TrajectoryDataModule
 lit_dlm.datamodules.supervised_sources: PreferencesFile RecordedDecodes RecordedPairs ResponsesFile
     ResponsesList TABOMFile TaskReferences
-lit_dlm.decoding: decoder.Decoder decoder.Sweep engine.DecodeSettings guidance.Guidance
+lit_dlm.decoding: decoder.Decoder decoder.Sweep decoder.DecodeSettings guidance.Guidance
     policies.calibrated.PCSamplerPolicy policies.editing.TokenEditingPolicy
     policies.history.CreditPolicy policies.history.KLASSPolicy policies.remdm.ReMDMPolicy
     policies.tracelock.TraceLockPolicy policies.wino.WINOPolicy regions.Region sampler.Sampler

@@ -1,5 +1,6 @@
 """The one decode loop, its plugs, caches and observers."""
 
+from lit_dlm.decoding.batch import NotANumberError as NotANumberError
 from lit_dlm.decoding.caches import (
     BlockCache as BlockCache,
     CacheScheme as CacheScheme,
@@ -8,11 +9,7 @@ from lit_dlm.decoding.caches import (
     PrefixCache as PrefixCache,
     SubBlockCache as SubBlockCache,
 )
-from lit_dlm.decoding.decoder import Decoder as Decoder
-from lit_dlm.decoding.engine import (
-    DecodeSettings as DecodeSettings,
-    NotANumberError as NotANumberError,
-)
+from lit_dlm.decoding.decoder import Decoder as Decoder, DecodeSettings as DecodeSettings
 from lit_dlm.decoding.guidance import Guidance as Guidance
 from lit_dlm.decoding.layout import (
     FixedLayout as FixedLayout,
@@ -22,6 +19,7 @@ from lit_dlm.decoding.layout import (
     PictureLayout as PictureLayout,
     TemplateLayout as TemplateLayout,
 )
+from lit_dlm.decoding.loop import decode as decode, decode_queue as decode_queue
 from lit_dlm.decoding.policies.base import (
     CommitPolicy as CommitPolicy,
     ConfidencePolicy as ConfidencePolicy,

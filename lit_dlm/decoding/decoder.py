@@ -10,19 +10,20 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import torch
 
 from lit_dlm.backbones.base import Backbone, BackboneSpec
 from lit_dlm.config.components import checked_component
 from lit_dlm.decoding.caches import CacheScheme, NoCache
-from lit_dlm.decoding.engine import DecodeSettings, Plugs, decode
 from lit_dlm.decoding.guidance import Guidance, GuidedBackbone
 from lit_dlm.decoding.layout import Layout, MarkerLayout, TemplateLayout
 from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.sampler import Sampler
-from lit_dlm.decoding.state import Canvas, DecodeResult, Observer, QueueObserver
+from lit_dlm.decoding.state import Canvas, DecodeState, initial_state
 from lit_dlm.decoding.windows import (
     BlockWindow,
     BudgetQuota,
@@ -38,9 +39,37 @@ from lit_dlm.decoding.windows import (
     check_window,
     default_window,
 )
+from lit_dlm.ops.batches import row_index
+from lit_dlm.ops.options import at_least
 
 
-class Decoder(Plugs):
+@dataclass(frozen=True, kw_only=True)
+class DecodeSettings:
+    """Rules of the loop: step budget, end of the text, stall rule. Recorded with every result."""
+
+    max_steps: int | None = None
+    """Most steps that a row may take; ``None``: one per mask, or as many as the window has or a
+    policy that takes tokens back may need."""
+    stall_rule: Literal["top1", "idle"] = "top1"
+    """For a row without a commit: ``top1`` commits its best-scored candidate, ``idle`` commits
+    nothing in this step (some releases then stop at the budget with masks left)."""
+    eos_rule: Literal["none", "stop", "fill"] = "none"
+    """Once an end of text is committed and no mask precedes it: ``stop`` ends the row and keeps the
+    masks after it, ``fill`` ends the row and fills them with end of text, ``none`` continues. With
+    given cells, only an end of text behind all of them counts."""
+    eos_gate: bool = False
+    """Until a row holds an end of text, commit one only when all its candidates propose one; not
+    for the first cell of a block that only the refresh of a cache predicts (right shift)."""
+    max_commits_per_step: int | None = None
+    """Cap on the commits of a row in one step; those that the policy scores best are kept."""
+
+    def __post_init__(self) -> None:
+        at_least(1, max_steps=self.max_steps, max_commits_per_step=self.max_commits_per_step)
+        if self.stall_rule == "idle" and self.max_steps is None:
+            raise ValueError("max_steps: expected a number with stall_rule 'idle', got None")
+
+
+class Decoder:
     """The plugs of one decoding method.
 
     Args:
@@ -114,40 +143,22 @@ class Decoder(Plugs):
         """Whether another seed can give another response."""
         return self.sampler.temperature > 0.0 or self.policy.draws
 
-    def __call__(
-        self, backbone: Backbone, canvas: Canvas, observers: Sequence[Observer] = ()
-    ) -> DecodeResult:
-        """Decodes a canvas."""
-        waiting = [canvas]
-        (result,) = self.queue(
-            backbone,
-            lambda _slots: waiting.pop() if waiting else None,
-            num_slots=len(canvas.ids),
-            observers=cast(Sequence[QueueObserver], observers),  # no row is replaced
-        )
-        return result
+    def budget(self, num_masks: int) -> int:
+        """Returns the most steps of a row with so many masks."""
+        budget = max(self.policy.budget(num_masks), self.window.steps)
+        return self.settings.max_steps or budget
 
-    def queue(
-        self,
-        backbone: Backbone,
-        source: Callable[[int], Canvas | None],
-        *,
-        num_slots: int,
-        observers: Sequence[QueueObserver] = (),
-    ) -> Iterator[DecodeResult]:
-        """Decodes rows as slots become free; see :func:`~lit_dlm.decoding.engine.decode`."""
-        self.check(backbone)
-
-        def prepared(count: int) -> Canvas | None:
-            canvas = source(count)
-            return None if canvas is None else self.prepared(canvas, backbone)
-
-        return decode(
-            self.guided(backbone),
-            prepared,
-            self.on(backbone.spec),
-            num_slots=num_slots,
-            observers=observers,
+    def begin(self, backbone: Backbone, canvas: Canvas) -> DecodeState:
+        """Returns the state of a canvas before step 0, with the template of the layout."""
+        if self.layout is not None:
+            canvas = self.layout.on(canvas, mask_id=backbone.spec.mask_id)
+        state = initial_state(backbone.spec, canvas)
+        budgets = [self.budget(number) for number in state.masked.sum(1).tolist()]
+        dtype = getattr(torch, self.sampler.score_dtype)
+        return replace(
+            state,
+            budget=row_index(budgets, state.ids.device),
+            memory=self.policy.new_memory(state, backbone.vocab_size, dtype),
         )
 
     def guided(self, backbone: Backbone) -> Backbone:
@@ -207,12 +218,6 @@ class Decoder(Plugs):
         made = copy.copy(self)
         made.layout = self.layout.encoded(encode)
         return made
-
-    def prepared(self, canvas: Canvas, backbone: Backbone) -> Canvas:
-        """Returns the canvas with the layout's template and regions; idempotent."""
-        if self.layout is None:
-            return canvas
-        return self.layout.on(canvas, mask_id=backbone.spec.mask_id)
 
     def describe(self) -> dict[str, Any]:
         """Returns all settings as JSON types: of each plug its ``describe()`` or its attributes.

@@ -18,8 +18,7 @@ from typing import Any
 from lit_dlm import decoding
 from lit_dlm.backbones.resolution import ASSETS
 from lit_dlm.decoding import caches, layout, sampler, windows
-from lit_dlm.decoding.decoder import Decoder
-from lit_dlm.decoding.engine import DecodeSettings
+from lit_dlm.decoding.decoder import Decoder, DecodeSettings
 from lit_dlm.decoding.guidance import Guidance
 from lit_dlm.decoding.policies import tracelock
 from lit_dlm.decoding.policies.base import CommitPolicy

@@ -296,7 +296,7 @@ class DecodeResult:
         for name in (*_COUNTS, "ids", "given"):
             value = getattr(self, name)
             parts[name] = value[row_index(order, value.device)]
-        rows, status = ([values[row] for row in order] for values in (self.rows, self.status))
+        rows, status = [self.rows[row] for row in order], [self.status[row] for row in order]
         return replace(self, rows=rows, status=status, **parts)
 
 

@@ -21,9 +21,7 @@ from lit_dlm.backbones import Backbone, tokenizer_of
 from lit_dlm.backbones.chat_template import apply_chat_template
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import Decoder, DecodeResult, FillCurves, Observer, RegionFill
-from lit_dlm.decoding.decoder import Sweep, expanded
-from lit_dlm.decoding.state import DecodeState, QueueObserver, StepRecord
-from lit_dlm.decoding.stream import (
+from lit_dlm.decoding.api import (
     DecodedRows,
     DecodePrompt,
     Detokenizer,
@@ -32,6 +30,8 @@ from lit_dlm.decoding.stream import (
     decode_stream,
     text_cells,
 )
+from lit_dlm.decoding.decoder import Sweep, expanded
+from lit_dlm.decoding.state import DecodeState, QueueObserver, StepRecord
 from lit_dlm.modules.checkpoint import (
     ADAPTERS_KEY,
     adapter_settings,

@@ -15,9 +15,9 @@ from torchmetrics.classification import BinaryAUROC, BinaryAveragePrecision
 
 from lit_dlm.backbones.base import Backbone
 from lit_dlm.decoding import DecodeSettings, Window
-from lit_dlm.decoding.engine import end_of_text_gate
 from lit_dlm.decoding.policies.tracelock import left_of_window_end
 from lit_dlm.decoding.state import Canvas, initial_state
+from lit_dlm.decoding.step import end_of_text_gate
 from lit_dlm.decoding.windows import default_window
 from lit_dlm.heads.acceptance import accepted
 from lit_dlm.heads.scorer import CommitSettings

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lit_dlm.backbones import BackboneSpec
 from lit_dlm.backbones.attention import position_ids_for
-from lit_dlm.decoding.stream import text_cells
+from lit_dlm.decoding.api import text_cells
 from lit_dlm.losses.corruption import hidden_prompt
 from lit_dlm.losses.states import NoisyStates, Responses
 from lit_dlm.ops.batches import TensorBatch, first_column

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import DecodeResult, DecodeState, StepRecord
+from lit_dlm.decoding.api import DecodePrompt, Occupancy, WorkQueue, decode_stream, prompt_limit
 from lit_dlm.decoding.state import QueueObserver
-from lit_dlm.decoding.stream import DecodePrompt, Occupancy, WorkQueue, decode_stream, prompt_limit
 from lit_dlm.modules.decode import image_facts
 from lit_dlm.modules.finetune import TrainableModule
 from lit_dlm.ops.sampling import sample_seed

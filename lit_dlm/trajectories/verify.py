@@ -36,10 +36,11 @@ from torch import Tensor
 from lit_dlm.backbones.base import Backbone
 from lit_dlm.decoding.decoder import Decoder
 from lit_dlm.decoding.description import decoder_from_description
-from lit_dlm.decoding.engine import Decision, advance, decide, needs
+from lit_dlm.decoding.loop import decode
 from lit_dlm.decoding.policies.lockstep import LockstepPolicy
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.decoding.state import Canvas, DecodeState, Observer, StepRecord, prompt_canvas
+from lit_dlm.decoding.step import Decision, advance, decide, needs
 from lit_dlm.ops.batches import first_column
 from lit_dlm.ops.options import within
 from lit_dlm.ops.sampling import sample_seed
@@ -421,18 +422,17 @@ def teacher_forced(
     in a matrix product can change its last bits.
     """
     decoder.check(backbone)
-    backbone = decoder.guided(backbone)
-    plugs = decoder.on(backbone.spec)
+    backbone, decoder = decoder.guided(backbone), decoder.on(backbone.spec)
     requires, hidden_layers = needs(decoder.policy)
     verdicts = [RecordVerdict(uid=record.uid) for record in records]
     num_steps = torch.tensor([record.num_steps for record in records], device=device)
     with torch.no_grad():
-        canvas = decoder.prepared(canvas_of(records, backbone, device=device), backbone)
-        state = plugs.begin(backbone, canvas)
+        canvas = canvas_of(records, backbone, device=device)
+        state = decoder.begin(backbone, canvas)
         forwards = decoder.cache.start(
             backbone,
             state,
-            window=plugs.window,
+            window=decoder.window,
             policy=decoder.policy,
             hidden_layers=hidden_layers,
         )
@@ -451,7 +451,7 @@ def teacher_forced(
                 forwards.take(keep.tolist(), keep)
             forwards.prepare(state, first_column(state.unfinished).tolist())
             decision = decide(
-                state, plugs, forwards, requires=requires | captured(step) | {"logits"}
+                state, decoder, forwards, requires=requires | captured(step) | {"logits"}
             )
             after = _recorded_after(records, decision.record.state, step)
             _judge_step(verdicts, records, decision, after, decoder, step)
@@ -475,7 +475,7 @@ def free_running(
     """
     canvas = canvas_of(records, backbone, device=device)
     observer = _FirstDifference(records, decoder, captured)
-    result = decoder(backbone, canvas, [observer])
+    result = decode(backbone, decoder, canvas, [observer])
     _release(backbone, canvas)
     response = result.ids[:, result.start :].cpu().numpy()
     for row, (record, verdict) in enumerate(zip(records, observer.verdicts, strict=True)):

@@ -16,7 +16,14 @@ from lit_dlm.callbacks.discrimination import (
     DiscriminationScore,
     score_curve,
 )
-from lit_dlm.decoding import Decoder, EntropyPolicy, Sampler, SequentialPolicy, prompt_canvas
+from lit_dlm.decoding import (
+    Decoder,
+    EntropyPolicy,
+    Sampler,
+    SequentialPolicy,
+    decode,
+    prompt_canvas,
+)
 from lit_dlm.losses.corruption import RandomMasking
 from lit_dlm.modules.finetune import SFTModule
 from lit_dlm.modules.tabom import TABOMModule
@@ -33,7 +40,7 @@ def test_curve_equals_a_slow_loop_over_recorded_entropies() -> None:
     capture = TrajectoryCapture(vocab_size=VOCAB, level="signals")
     prompts = [torch.arange(3, 4 + row) for row in range(6)]
     canvas = prompt_canvas(prompts, response_length=8, spec=backbone.spec, seeds=range(6))
-    Decoder(policy=EntropyPolicy())(backbone, canvas, [observer, capture])
+    decode(backbone, Decoder(policy=EntropyPolicy()), canvas, [observer, capture])
     by_step: dict[int, list[float]] = {}
     saw_end = False
     for record in capture.trajectories([f"x/{row}" for row in range(6)]):
@@ -61,7 +68,8 @@ def test_the_score_reads_the_model_whatever_the_sampler_scores() -> None:
     canvas = prompt_canvas([[3], [4, 5]], response_length=8, spec=backbone.spec, seeds=[0, 1])
     for sampler in (Sampler(), Sampler(top_p=0.3, score_on="filtered")):
         observer = DiscriminationObserver()
-        Decoder(policy=SequentialPolicy(), sampler=sampler)(backbone, canvas, [observer])
+        decoder = Decoder(policy=SequentialPolicy(), sampler=sampler)
+        decode(backbone, decoder, canvas, [observer])
         totals.append(observer.totals()[0])
     assert totals[0].sum() > 0
     assert torch.equal(*totals)

@@ -5,9 +5,17 @@ from typing import Any
 
 import torch
 
-from lit_dlm.decoding import Decoder, DecodeResult, DecodeState, Observer, StepRecord, prompt_canvas
+from lit_dlm.decoding import (
+    Decoder,
+    DecodeResult,
+    DecodeState,
+    Observer,
+    StepRecord,
+    decode,
+    prompt_canvas,
+)
+from lit_dlm.decoding.api import DecodedRows, DecodePrompt, WorkQueue, decode_stream
 from lit_dlm.decoding.state import QueueObserver
-from lit_dlm.decoding.stream import DecodedRows, DecodePrompt, WorkQueue, decode_stream
 from tests.fakes import EOS, MASK
 
 
@@ -92,7 +100,7 @@ def decoded(
         seeds=range(seed, seed + len(prompts)),
         device=getattr(backbone, "device", "cpu"),
     )
-    return decoder(backbone, canvas, observers)
+    return decode(backbone, decoder, canvas, observers)
 
 
 def streamed(

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import lit_dlm.decoding as d
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.decoding import BlockWindow, ConfidencePolicy, Decoder, DualCache, PrefixCache
+from lit_dlm.decoding import BlockWindow, ConfidencePolicy, Decoder, DualCache, PrefixCache, decode
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from tests.backbones.folders import FAST_DLLM, weights_of, write
 from tests.decoding.models import SPARSE, in_blocks, scorer, tiny_backbone
@@ -179,7 +179,7 @@ def test_a_row_that_leaves_takes_its_cache_with_it(cache):
     ids, editable = canvas.ids.clone(), canvas.editable.clone()
     ids[1, -8:-2], editable[1, -8:-2] = 9, False
     decoder = Decoder(policy=ConfidencePolicy(), window=BlockWindow(4), cache=cache)
-    result = decoder(backbone, replace(canvas, ids=ids, editable=editable))
+    result = decode(backbone, decoder, replace(canvas, ids=ids, editable=editable))
     assert result.num_steps.tolist() == [8, 2, 8]
     # Steps 0-1 run all rows (0: a refresh), 2-7 the two that are left.
     assert result.num_forwards == 8

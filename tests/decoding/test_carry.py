@@ -180,8 +180,8 @@ def test_a_row_in_a_used_slot_begins_like_one_in_a_new_slot():
 
     taken = iter([[0], [1], [2]])
     results = list(
-        decoder.queue(backbone, lambda _: next(map(canvas_of, taken), None), num_slots=1)
+        d.decode_queue(backbone, decoder, lambda _: next(map(canvas_of, taken), None), num_slots=1)
     )
-    alone = decoder(backbone, canvas_of([0]))
+    alone = d.decode(backbone, decoder, canvas_of([0]))
     assert int(alone.num_steps) > 1
     assert [int(result.num_steps) for result in results] == [int(alone.num_steps)] * 3

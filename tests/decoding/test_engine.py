@@ -81,7 +81,9 @@ def test_only_an_end_of_text_behind_the_given_cells_ends_an_answer(eos_rule: str
         ids=ids, editable=ids == MASK, seeds=torch.zeros(1, dtype=torch.long), start=1
     )
     backbone = table_backbone([5, EOS, 5, 6, EOS, 5], [0.8, 0.9, 0.5, 0.6, 0.7, 0.5], prompt=1)
-    result = Decoder(**SURE, settings=d.DecodeSettings(eos_rule=eos_rule))(backbone, canvas)
+    result = d.decode(
+        backbone, Decoder(**SURE, settings=d.DecodeSettings(eos_rule=eos_rule)), canvas
+    )
     assert result.ids[0].tolist() == [4, 5, EOS, 7, 6, EOS, EOS if eos_rule == "fill" else MASK]
     assert result.num_steps.tolist() == [4]
 
@@ -92,7 +94,7 @@ def test_number_of_steps_is_the_number_of_forwards_of_that_row():
     canvas = d.prompt_canvas(PROMPT * 2, response_length=3, spec=backbone.spec, seeds=[0, 1])
     ids, editable = canvas.ids.clone(), canvas.editable.clone()
     ids[0, 2:4], editable[0, 2:4] = 5, False
-    result = Decoder(**SURE)(backbone, replace(canvas, ids=ids, editable=editable))
+    result = d.decode(backbone, Decoder(**SURE), replace(canvas, ids=ids, editable=editable))
     assert result.num_steps.tolist() == [1, 3]
     # The finished row has left the batch.
     assert [len(ids) for ids in backbone.canvases] == [2, 1, 1]

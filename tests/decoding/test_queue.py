@@ -13,7 +13,7 @@ import lit_dlm.decoding as d
 from lit_dlm.backbones import attention
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import Decoder
-from lit_dlm.decoding.stream import Occupancy, WorkQueue, length_buckets
+from lit_dlm.decoding.api import Occupancy, WorkQueue, length_buckets
 from tests.backbones.reference import slow_varlen_attn
 from tests.decoding.cases import CASES
 from tests.decoding.models import tiny_backbone
@@ -188,7 +188,7 @@ def test_a_prompt_with_nothing_to_fill_ends_at_once():
         ids = torch.where(full & canvas.editable, 7, canvas.ids)
         return replace(canvas, ids=ids, editable=canvas.editable & ~full)
 
-    results = list(decoder.queue(backbone, source, num_slots=2))
+    results = list(d.decode_queue(backbone, decoder, source, num_slots=2))
     steps = {
         int(seed): int(count)
         for result in results

@@ -19,6 +19,7 @@ from lit_dlm.decoding import (
     Sampler,
     ScheduleQuota,
     ThresholdPolicy,
+    decode,
     prompt_canvas,
 )
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
@@ -95,7 +96,7 @@ def test_decoding_does_not_follow_the_default_dtype(name: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         with default_dtype(dtype):
             watch = Watch()
-            result = DECODERS[name](backbone, canvas, [watch])
+            result = decode(backbone, DECODERS[name], canvas, [watch])
         found.append((result.ids, result.num_steps, watch.ended(), *watch.scores))
     torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
 

@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_dlm.datamodules.trajectories import TrajectoryDataModule
-from lit_dlm.decoding import Decoder, DecodeSettings, NoQuota, SlidingWindow, prompt_canvas
+from lit_dlm.decoding import Decoder, DecodeSettings, NoQuota, SlidingWindow, decode, prompt_canvas
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.heads.acceptance import AcceptanceConfig
 from lit_dlm.heads.scorer import AcceptanceScorer, CommitSettings, ScorerSettings
@@ -244,7 +244,7 @@ def test_exported_policy_is_the_best_checkpoint(shards: Path, tmp_path: Path) ->
     backbone = small_backbone()
     canvas = prompt_canvas([[5, 6]], response_length=8, spec=backbone.spec, seeds=[0])
     decoder = Decoder(policy=TraceLockPolicy(tmp_path / "policy", threshold=0.5), quota=NoQuota())
-    assert decoder(backbone, canvas).policy_forwards.tolist() > [0]
+    assert decode(backbone, decoder, canvas).policy_forwards.tolist() > [0]
 
 
 def test_validation_scores_match_a_slow_reference(shards: Path, tmp_path: Path) -> None:

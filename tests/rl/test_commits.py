@@ -20,6 +20,7 @@ from lit_dlm.decoding import (
     DecodeSettings,
     NoQuota,
     Sampler,
+    decode,
     prompt_canvas,
 )
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
@@ -75,7 +76,7 @@ def decoded(module: TraceLockRLModule, numbers: range = range(8)) -> list[Trajec
         spec=module.backbone.spec,
         seeds=list(numbers),
     )
-    module.decoders["drawn"](module.backbone, canvas, [capture])
+    decode(module.backbone, module.decoders["drawn"], canvas, [capture])
     facts = {"rl_step": 0, "kept": True}
     metas = [
         {**facts, "prompt": n // 2, "response": n % 2, "reward": float(n % 2), "correct": n % 2 > 0}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from lit_dlm import decoding
 from lit_dlm.backbones import HFBackbone, load_tokenizer
-from lit_dlm.decoding import Decoder, DecodeSettings, NoQuota, prompt_canvas
+from lit_dlm.decoding import Decoder, DecodeSettings, NoQuota, decode, prompt_canvas
 from lit_dlm.ops.sampling import sample_seed
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
@@ -79,7 +79,7 @@ def decoded_set(
                 seeds=[sample_seed(0, uid) for uid in uids],
             )
             capture = TrajectoryCapture(vocab_size=backbone.vocab_size, level="signals")
-            decoder(backbone, canvas, [capture])
+            decode(backbone, decoder, canvas, [capture])
             records += capture.trajectories(
                 [f"{uid}@{method}" for uid in uids],
                 [{"task": "task", "method": method}] * len(uids),

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lit_dlm import decoding
-from lit_dlm.decoding import Decoder, DecodeSettings, NoQuota, prompt_canvas
-from lit_dlm.decoding.stream import DecodePrompt, WorkQueue, decode_stream
+from lit_dlm.decoding import Decoder, DecodeSettings, NoQuota, decode, prompt_canvas
+from lit_dlm.decoding.api import DecodePrompt, WorkQueue, decode_stream
 from lit_dlm.trajectories import Trajectory, capture as capture_module
 from lit_dlm.trajectories.capture import FeatureCapture, KeptSteps, TrajectoryCapture
 from lit_dlm.trajectories.format import decode_block, encode_block
@@ -50,7 +50,7 @@ class Watcher:
 
 def run(decoder: Decoder, observers, prompts=PROMPTS, seeds=SEEDS) -> decoding.DecodeResult:
     canvas = prompt_canvas(prompts, response_length=G, spec=fake_spec(), seeds=seeds)
-    return decoder(TableBackbone(logits, VOCAB), canvas, observers)
+    return decode(TableBackbone(logits, VOCAB), decoder, canvas, observers)
 
 
 _THRESHOLD = {"policy": decoding.ThresholdPolicy(0.5), "quota": NoQuota()}
@@ -260,7 +260,7 @@ def test_only_steps_that_are_kept_look_at_the_whole_response():
     decoder = Decoder(policy=decoding.ConfidencePolicy(), window=decoding.BlockWindow(2))
     capture = observer("features", step_ratio=0.3)
     canvas = prompt_canvas([[3]], response_length=G, spec=fake_spec(), seeds=[11])
-    decoder(Counting(logits, VOCAB), canvas, [capture])
+    decode(Counting(logits, VOCAB), decoder, canvas, [capture])
     kept = KeptSteps(11, ratio=0.3).steps(G)
     assert 0 < len(kept) < G
     assert asked == [G if step in kept else 2 - step % 2 for step in range(G)]

@@ -4,7 +4,7 @@ import pytest
 
 from lit_dlm import decoding
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.decoding import Decoder, NoQuota, Region, prompt_canvas
+from lit_dlm.decoding import Decoder, NoQuota, Region, decode, prompt_canvas
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.replay import fill_curves_of, regions_of
@@ -30,7 +30,7 @@ def backbone():
 def decoded(backbone: HFBackbone, decoder: Decoder) -> tuple[list[Trajectory], decoding.RegionFill]:
     capture, fill = TrajectoryCapture(vocab_size=VOCAB), decoding.RegionFill()
     canvas = prompt_canvas(PROMPTS, response_length=11, spec=backbone.spec, seeds=[1, 2, 3])
-    decoder(backbone, canvas, [capture, fill])
+    decode(backbone, decoder, canvas, [capture, fill])
     return capture.trajectories(["a", "b", "c"]), fill
 
 

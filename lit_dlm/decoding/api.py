@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone
+from lit_dlm.decoding.batch import NotANumberError
 from lit_dlm.decoding.decoder import Decoder
-from lit_dlm.decoding.engine import NotANumberError
+from lit_dlm.decoding.loop import decode_queue
 from lit_dlm.decoding.state import (
     Canvas,
     DecodeResult,
@@ -241,8 +242,9 @@ def decode_stream(
         responses = detokenizer(joined.ids[:, joined.start :], joined.given[:, joined.start :])
         return DecodedRows(numbers, joined, responses, is_last=not begun)
 
-    decoded = decoder.queue(
+    decoded = decode_queue(
         backbone,
+        decoder,
         source,
         num_slots=queue.slots(batch_size),
         observers=cast(Sequence[QueueObserver], observers),

@@ -1,0 +1,238 @@
+"""The rows that decode together: their steps, looks at them, and how they leave and enter."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+
+from lit_dlm.backbones.base import Backbone
+from lit_dlm.decoding.decoder import Decoder
+from lit_dlm.decoding.state import (
+    BROKEN,
+    COMPLETE,
+    EOS,
+    RUNNING,
+    STEP_LIMIT,
+    Canvas,
+    DecodeResult,
+    DecodeState,
+    Status,
+    StepRecord,
+)
+from lit_dlm.decoding.step import advance, decide
+from lit_dlm.ops.batches import first_column, row_index
+from lit_dlm.ops.precision import without_autocast
+
+
+class NotANumberError(ValueError):
+    """Probabilities of a decode are not numbers; ``rows`` are the slots concerned."""
+
+    def __init__(self, rows: list[int], *, step: int) -> None:
+        super().__init__(
+            f"the model's probabilities are not numbers at step {step} (rows {rows} of the batch); "
+            "look at its weights and at the precision it computes in"
+        )
+        self.rows = rows
+
+
+@dataclass(kw_only=True)
+class Row:
+    """What the host knows of a row: its slot, and the batch's clocks when it entered."""
+
+    slot: int
+    prompt_length: int
+    seconds: float
+    policy_seconds: float
+
+
+_STATUS: dict[int, Status] = {COMPLETE: "complete", EOS: "eos", STEP_LIMIT: "step_limit"}
+
+
+class Batch:
+    """The rows that are decoding, and the results of those that have ended.
+
+    Steps change only ``state``. The host knows of it what it saw at the last :meth:`look`.
+    """
+
+    def __init__(
+        self, backbone: Backbone, canvas: Canvas, decoder: Decoder, hidden_layers: tuple[int, ...]
+    ) -> None:
+        self.state = decoder.begin(backbone, canvas)
+        self.first_mask: list[int] = []
+        """The leftmost unfinished column of every row, at the last look."""
+        self.status: list[int] = []
+        """The status of every row, at the last look."""
+        self._backbone, self._decoder = backbone, decoder
+        self._forwards = decoder.cache.start(
+            backbone,
+            self.state,
+            window=decoder.window,
+            policy=decoder.policy,
+            hidden_layers=hidden_layers,
+        )
+        self._seconds = self._policy_seconds = 0.0  # of a row that was there from the start
+        self._policy_timer = Stopwatch(canvas.ids.device)
+        self.rows = self._entered(self.state, range(len(canvas.ids)))
+        self._ended: list[DecodeResult] = []  # that no result contains yet
+
+    def _entered(self, state: DecodeState, slots: Iterable[int]) -> list[Row]:
+        length = state.ids.shape[1] - state.start
+        prompt_lengths = (state.positions[:, -1] + 1 - length).tolist()
+        return [
+            Row(
+                slot=slot,
+                prompt_length=prompt_length,
+                seconds=self._seconds,
+                policy_seconds=self._policy_seconds,
+            )
+            for slot, prompt_length in zip(slots, prompt_lengths, strict=True)
+        ]
+
+    def look(self) -> None:
+        """Tells the host where rows are and how they have ended; waits for the device."""
+        looked = torch.stack([first_column(self.state.unfinished), self.state.status])
+        self.first_mask, self.status = looked.tolist()
+        broken = [row for row, status in enumerate(self.status) if status == BROKEN]
+        if broken:
+            last_step = int(self.state.step[broken[0]]) - 1
+            raise NotANumberError([self.rows[row].slot for row in broken], step=last_step)
+
+    def prepare(self) -> None:
+        """Does what the host has to do before a step: plans, prompts of new rows."""
+        with self._own_precision():
+            self._forwards.prepare(self.state, self.first_mask)
+
+    def step(self, requires: frozenset[str]) -> StepRecord:
+        """Takes a step."""
+        with self._own_precision():
+            decision = decide(
+                self.state,
+                self._decoder,
+                self._forwards,
+                requires=requires,
+                policy_timer=self._policy_timer,
+            )
+        self.state = advance(decision)
+        return decision.record
+
+    def _own_precision(self) -> AbstractContextManager[object]:
+        # Half-precision weights compute in their own dtype: a trainer's autocast would add casts.
+        is_half = getattr(self._backbone, "dtype", torch.float32).itemsize == 2
+        return without_autocast(self.state.ids.device) if is_half else nullcontext()
+
+    def add_seconds(self, seconds: float) -> None:
+        """Divides the time of a finished step equally among its rows."""
+        self._seconds += seconds / len(self.rows)
+        self._policy_seconds += self._policy_timer.seconds() / len(self.rows)
+
+    def end_rows(self) -> list[int]:
+        """Stores the results of the rows that have ended; returns the rows' numbers."""
+        ended = [number for number, status in enumerate(self.status) if status != RUNNING]
+        if ended:
+            self._ended.append(self._result(ended))
+        return ended
+
+    def refill(self, ended: list[int], canvas: Canvas) -> tuple[DecodeResult, DecodeState]:
+        """Replaces ended rows; returns the result of all that have ended, and the new rows."""
+        result = self.result()
+        state, entering = self.state, self._decoder.begin(self._backbone, canvas)
+        slots = [self.rows[number].slot for number in ended]
+        for number, row in zip(ended, self._entered(entering, slots), strict=True):
+            self.rows[number] = row
+        present = {number for number, status in enumerate(self.status) if status == RUNNING}
+        longest = max(self.rows[number].prompt_length for number in present.union(ended))
+        # For prompts of other lengths the canvas grows on the left, or shrinks if at least an
+        # eighth of it would be padding in every row.
+        by = longest - state.start
+        by = by if by > 0 or -8 * by >= state.ids.shape[1] else 0
+        pad_id = self._backbone.spec.pad_id
+        state = state.shifted(by, pad_id=pad_id)
+        entering = entering.shifted(state.start - entering.start, pad_id=pad_id)
+        index = row_index(ended, state.ids.device)
+        entering = replace(entering, rows=state.rows[index])
+        if state.pad_mask is not None or entering.pad_mask is not None:
+            state, entering = (
+                replace(one, pad_mask=torch.ones_like(one.masked)) if one.pad_mask is None else one
+                for one in (state, entering)
+            )
+        self.state = state.put(index, entering)
+        self._forwards.put(ended, self.state, by=by)
+        return result, entering
+
+    def drop(self, ended: list[int]) -> None:
+        """Lets rows that have ended leave the batch."""
+        kept = [number for number in range(len(self.rows)) if number not in set(ended)]
+        index = row_index(kept, self.state.ids.device)
+        self.state = self.state.take(index)
+        self._forwards.take(kept, index)
+        self.rows = [self.rows[number] for number in kept]
+        self.first_mask = [self.first_mask[number] for number in kept]
+        self.status = [self.status[number] for number in kept]
+
+    @property
+    def has_ended_rows(self) -> bool:
+        """Whether rows have ended that no result contains yet."""
+        return bool(self._ended)
+
+    def result(self) -> DecodeResult:
+        """Returns the result of the rows that have ended since the last one, by their slots."""
+        ended, self._ended = self._ended, []
+        joined = DecodeResult.joined(ended, pad_id=self._backbone.spec.pad_id)
+        return replace(joined.by_slot(), num_forwards=self._forwards.num_forwards)
+
+    def _result(self, ended: list[int]) -> DecodeResult:
+        state, rows = self.state.take(row_index(ended, self.state.ids.device)), self.rows
+        seconds = [self._seconds - rows[number].seconds for number in ended]
+        policy_seconds = [self._policy_seconds - rows[number].policy_seconds for number in ended]
+        has_stalls = self._decoder.settings.stall_rule == "top1"
+        return DecodeResult(
+            ids=state.ids,
+            rows=[rows[number].slot for number in ended],
+            start=state.start,
+            seeds=state.seeds,
+            num_steps=state.step,
+            idle_steps=state.step - state.num_wrote,
+            stalled_steps=(state.step - state.num_decided) * has_stalls,
+            policy_forwards=state.step * self._decoder.policy.forwards_per_step,
+            seconds=torch.tensor(seconds, dtype=torch.float64),
+            policy_seconds=torch.tensor(policy_seconds, dtype=torch.float64),
+            status=[_STATUS[self.status[number]] for number in ended],
+            num_forwards=self._forwards.num_forwards,
+            given=~state.editable,
+        )
+
+
+class Stopwatch:
+    """Measures the seconds between entering and leaving a ``with`` block.
+
+    On a CPU this is a clock; on CUDA, two events in the stream, so that the work is timed and not
+    its launch, and nothing waits until :meth:`seconds` is called.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        count = 2 if device.type == "cuda" else 0
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(count)]
+        self._clock = 0.0
+
+    def __enter__(self) -> Stopwatch:
+        if self._events:
+            self._events[0].record()
+        self._clock = time.perf_counter()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._clock = time.perf_counter() - self._clock
+        if self._events:
+            self._events[1].record()
+
+    def seconds(self) -> float:
+        """Returns the time; on CUDA this waits for the end of the block."""
+        if not self._events:
+            return self._clock
+        start, end = self._events
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3

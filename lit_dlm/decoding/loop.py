@@ -1,0 +1,114 @@
+"""The one decode loop: rows that end are replaced by the next ones of a source.
+
+Trace generation, benchmarks, rollouts and validation samples all go through
+:func:`decode_queue`. A turn of the loop: a look, rows that have ended leave, others enter, a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import cast
+
+import torch
+
+from lit_dlm.backbones.base import Backbone
+from lit_dlm.decoding.batch import Batch
+from lit_dlm.decoding.decoder import Decoder
+from lit_dlm.decoding.state import Canvas, DecodeResult, Observer, QueueObserver
+from lit_dlm.decoding.step import needs
+
+
+def decode(
+    backbone: Backbone, decoder: Decoder, canvas: Canvas, observers: Sequence[Observer] = ()
+) -> DecodeResult:
+    """Decodes a canvas, whose rows are not replaced."""
+    canvases = iter([canvas])
+    (result,) = decode_queue(
+        backbone,
+        decoder,
+        lambda _slots: next(canvases, None),
+        num_slots=len(canvas.ids),
+        observers=cast(Sequence[QueueObserver], observers),
+    )
+    return result
+
+
+@torch.no_grad()
+def decode_queue(
+    backbone: Backbone,
+    decoder: Decoder,
+    source: Callable[[int], Canvas | None],
+    *,
+    num_slots: int,
+    observers: Sequence[QueueObserver] = (),
+) -> Iterator[DecodeResult]:
+    """Fills canvases row by row as slots become free (continuous batching).
+
+    A row that has ended is replaced by the next one of the source or, if there is none, leaves the
+    batch. The host waits for the device once a step, to look where rows are and which have ended. A
+    row's results depend neither on its slot nor on the other rows of the batch.
+
+    Args:
+        source: returns a canvas of as many rows as requested, or of fewer if no more are left, or
+            ``None``. Its rows replace ended ones in the order of their slots; all responses have
+            the same length.
+
+    Yields:
+        Whenever rows are replaced, the rows that have ended since the last result; at the end, all
+        others. If an observer ends the decode, only those that have ended by then.
+    """
+    decoder.check(backbone)
+    decoder = decoder.on(backbone.spec)
+    _, hidden_layers = needs(decoder.policy, observers)
+    canvas = source(num_slots)
+    if canvas is None:
+        return
+    has_more, is_stopped = len(canvas.ids) == num_slots, False
+    batch = Batch(decoder.guided(backbone), canvas, decoder, hidden_layers)
+    for observer in observers:
+        observer.on_start(batch.state)
+    batch.look()
+    clock = time.perf_counter()
+    while True:
+        ended = batch.end_rows()
+        if is_stopped:
+            break
+        if ended:
+            canvas = source(len(ended)) if has_more else None
+            num_new = 0 if canvas is None else len(canvas.ids)
+            has_more = num_new == len(ended)
+            if canvas is not None:
+                result, entering = batch.refill(ended[:num_new], canvas)
+                for observer in observers:
+                    observer.on_refill(result, entering)
+                yield result
+            elif len(ended) == len(batch.rows):
+                break
+            # Once the source is empty the batch shrinks: a row without work would still cost a row
+            # in every later forward.
+            if not has_more:
+                batch.drop(ended[num_new:])
+            if canvas is not None:
+                batch.look()  # rows that have entered may have nothing to fill
+                clock = time.perf_counter()  # filling a slot is not part of a method's time
+                continue
+        # Observers may require something else at every step.
+        requires, _ = needs(decoder.policy, observers)
+        batch.prepare()
+        record = batch.step(requires)
+        # Nothing from here to the look may read a value from the device: the look is the one
+        # transfer that the host waits for, and it comes after all launches of the step.
+        watched = time.perf_counter()
+        answers = [observer.on_step(record) for observer in observers]  # all are called
+        is_stopped = any(answers)
+        clock += time.perf_counter() - watched  # nor are observers part of it
+        batch.look()
+        now = time.perf_counter()
+        batch.add_seconds(now - clock)
+        clock = now
+    if batch.has_ended_rows:
+        result = batch.result()
+        for observer in observers:
+            observer.on_end(result)
+        yield result
