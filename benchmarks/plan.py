@@ -29,6 +29,7 @@ from lit_dlm.decoding import (
     DualCache,
     EntropyPolicy,
     FullWindow,
+    NoCache,
     decode,
     prompt_canvas,
 )
@@ -98,7 +99,7 @@ def measured(arguments: argparse.Namespace, name: str) -> int:
             decoder = Decoder(
                 policy=EntropyPolicy(),
                 window=BlockWindow(WIDTH) if is_cached else FullWindow(),
-                cache=DualCache() if is_cached else None,
+                cache=DualCache() if is_cached else NoCache(),
                 settings=DecodeSettings(max_steps=2),
             )
             canvas = prompt_canvas(

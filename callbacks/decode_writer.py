@@ -214,7 +214,7 @@ class DecodeWriter(BasePredictionWriter):
                     settings["isolation"] = self._queue.isolation
                 if grading := getattr(task, "grading", None):
                     settings["grading"] = grading
-                if own := source_digests([task, *module.decoders[method].plugs().values()]):
+                if own := source_digests([task, *module.decoders[method].parts.values()]):
                     settings["sources"] = own
                 results.claim(task.name, method, settings)
         logger.info("Results go to %s", results.folder)

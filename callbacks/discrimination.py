@@ -17,7 +17,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lit_dlm.decoding.api import DecodePrompt, WorkQueue, decode_stream
-from lit_dlm.decoding.caches import NoCache
 from lit_dlm.decoding.state import DecodeState, Observer, StepRecord
 from lit_dlm.modules.finetune import TrainableModule
 from lit_dlm.modules.sharding import whole_weights
@@ -107,7 +106,7 @@ class DiscriminationScore(Callback):
         module = of_kind(pl_module, TrainableModule, option="model")
         at_least(1, of="DiscriminationScore: model.", decoders=len(module.decoders))
         name, decoder = next(iter(module.decoders.items()))
-        if module.backbone.spec.attention == "block" and not isinstance(decoder.cache, NoCache):
+        if module.backbone.spec.attention == "block" and decoder.cache.keeps:
             raise ValueError(
                 f"DiscriminationScore: model.decoders.{name}.cache: expected NoCache, because a "
                 "block model with a cache does not compute later blocks"

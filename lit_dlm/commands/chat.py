@@ -58,16 +58,16 @@ class Chat:
         return True
 
     def _obey(self, command: str, value: str) -> bool:
-        plugs = self.decoder.plugs()
+        decoder = self.decoder
         if command == "policy" and value:
-            cache = plugs["cache"]
-            plugs = _decoder("--config", _file(value, "decode")).plugs()
-            if isinstance(plugs["cache"], NoCache):
-                plugs["cache"] = cache  # keep the previous one
+            decoder = _decoder("--config", _file(value, "decode"))
+            if not decoder.cache.keeps:
+                decoder = decoder.replace(cache=self.decoder.cache)  # keep the previous one
         elif command == "cache" and value == "none":
-            plugs["cache"] = None
+            decoder = decoder.replace(cache=NoCache())
         elif command == "cache" and value:
-            plugs["cache"] = _decoder("--cache", _file(value, "decode/cache")).cache
+            cache = _decoder("--cache", _file(value, "decode/cache")).cache
+            decoder = decoder.replace(cache=cache)
         elif command == "length" and value.isdigit() and int(value):
             self.response_length = int(value)
         elif command == "new":
@@ -78,7 +78,6 @@ class Chat:
             known = command in ("help", "policy", "cache", "length")
             self._say(HELP if known else f"unknown command '/{command}'\n{HELP}")
             return True
-        decoder = Decoder(**plugs)
         decoder.on(self.backbone.spec).check(self.backbone)
         self.decoder = decoder
         self._say(

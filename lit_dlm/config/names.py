@@ -25,8 +25,8 @@ lit_dlm.decoding.policies.base: ConfidencePolicy DynamicPolicy EBSamplerPolicy E
     EntropyPolicy FactorPolicy MarginPolicy NoisyConfidencePolicy RandomPolicy SequentialPolicy
     ThresholdPolicy
 lit_dlm.decoding.policies.lockstep: BonusPolicy GaussSeidelPolicy JacobiPolicy LaggedPolicy
-lit_dlm.decoding.windows: BlockWindow BudgetQuota CosineQuota EvenQuota FixedQuota FullWindow
-    NoQuota ScheduleQuota SlidingWindow SteppedBlockWindow
+lit_dlm.decoding.quotas: BudgetQuota CosineQuota EvenQuota FixedQuota NoQuota ScheduleQuota
+lit_dlm.decoding.windows: BlockWindow FullWindow SlidingWindow SteppedBlockWindow
 lit_dlm.heads: projection.FeatureSettings scorer.ScorerSettings
 lit_dlm.losses: acceptance.AcceptanceLossSettings bounds.BoundViews
 lit_dlm.losses.corruption: Autoregressive CoupledMasking CoupledViews MaskedPrompt RandomMasking

@@ -48,6 +48,15 @@ from lit_dlm.decoding.policies.lockstep import (
 )
 from lit_dlm.decoding.policies.remdm import ReMDMPolicy as ReMDMPolicy
 from lit_dlm.decoding.policies.wino import WINOPolicy as WINOPolicy
+from lit_dlm.decoding.quotas import (
+    BudgetQuota as BudgetQuota,
+    CosineQuota as CosineQuota,
+    EvenQuota as EvenQuota,
+    FixedQuota as FixedQuota,
+    NoQuota as NoQuota,
+    Quota as Quota,
+    ScheduleQuota as ScheduleQuota,
+)
 from lit_dlm.decoding.region_fill import FillCurves as FillCurves, RegionFill as RegionFill
 from lit_dlm.decoding.regions import Block as Block, BlockLayout as BlockLayout, Region as Region
 from lit_dlm.decoding.sampler import Sampler as Sampler
@@ -63,14 +72,7 @@ from lit_dlm.decoding.state import (
 )
 from lit_dlm.decoding.windows import (
     BlockWindow as BlockWindow,
-    BudgetQuota as BudgetQuota,
-    CosineQuota as CosineQuota,
-    EvenQuota as EvenQuota,
-    FixedQuota as FixedQuota,
     FullWindow as FullWindow,
-    NoQuota as NoQuota,
-    Quota as Quota,
-    ScheduleQuota as ScheduleQuota,
     SlidingWindow as SlidingWindow,
     Window as Window,
 )

@@ -67,13 +67,7 @@ class Batch:
         self.status: list[int] = []
         """The status of every row, at the last look."""
         self._backbone, self._decoder = backbone, decoder
-        self._forwards = decoder.cache.start(
-            backbone,
-            self.state,
-            window=decoder.window,
-            policy=decoder.policy,
-            hidden_layers=hidden_layers,
-        )
+        self._forwards = decoder.forwards(backbone, self.state, hidden_layers)
         self._seconds = self._policy_seconds = 0.0  # of a row that was there from the start
         self._policy_timer = Stopwatch(canvas.ids.device)
         self.rows = self._entered(self.state, range(len(canvas.ids)))

@@ -65,6 +65,10 @@ class CacheScheme(Component):
     commits_first: bool = False
     """Whether, under a right shift, a refresh commits only the block's first cell, whatever the
     policy selects, as the releases do: later steps do not run the column that predicts it."""
+    keeps: bool = True
+    """Whether anything is kept; otherwise every step computes the whole canvas."""
+    in_parts: bool = False
+    """Whether the window goes through parts of the model's blocks."""
 
     @abstractmethod
     def start(
@@ -115,6 +119,8 @@ class Forwards(Protocol):
 
 class NoCache(CacheScheme):
     """Every step runs the whole canvas."""
+
+    keeps = False
 
     def start(
         self,
@@ -191,7 +197,7 @@ class _PartCache(CacheScheme):
         hidden_layers: tuple[int, ...] = (),
     ) -> CacheSession:
         spec = backbone.spec
-        width = window.block_length if isinstance(window, BlockWindow) else 0
+        width = 0 if window.blocks is None else window.blocks[0]
         if spec.attention != self.attention or not self.fits(width, spec.block_size or 0):
             place = f", in {self.parts}" if self.attention == "block" else ""
             raise ValueError(
@@ -251,6 +257,7 @@ class SubBlockCache(BlockCache):
     """
 
     commits_first = True
+    in_parts = True
     parts = "parts of the model's own blocks"
 
     def fits(self, width: int, block_size: int) -> bool:
@@ -289,8 +296,7 @@ class CacheSession:
         )
         self._window, self._scheme = window, scheme
         self._blocks_of: Window = window
-        self._has_parts = isinstance(scheme, SubBlockCache)
-        if self._has_parts:
+        if scheme.in_parts:
             assert self._block_size is not None
             self._blocks_of = BlockWindow(self._block_size, origin=self._spec.block_origin)
         self._commits_first = backbone.spec.shift == 1 and scheme.commits_first
@@ -389,11 +395,11 @@ class CacheSession:
         begin, end = self._bounds(self._window, row, column, state)
         block, block_end = self._bounds(self._blocks_of, row, column, state)
         last, length = self._begins[row], state.ids.shape[1]
-        is_open = self._has_parts and (column == begin or self._ahead[row])
+        is_open = self._scheme.in_parts and (column == begin or self._ahead[row])
         # If the row is still in the block of its last step, the surroundings are in the cache.
         if begin == last and not is_open:
             # A part attends to nothing after its block.
-            seen = block_end if self._has_parts else length
+            seen = block_end if self._scheme.in_parts else length
             return self._scheme.step_span(begin, end, seen), "step"
         # Columns left of the row's previous block are final in the cache.
         final = self._firsts[row] if self._block_causal else 0

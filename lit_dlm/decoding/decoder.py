@@ -7,7 +7,6 @@ A :class:`Sweep` is one decoder and a list of values, the points of an accuracy-
 
 from __future__ import annotations
 
-import copy
 import inspect
 import json
 from collections.abc import Callable, Mapping
@@ -18,27 +17,14 @@ import torch
 
 from lit_dlm.backbones.base import Backbone, BackboneSpec
 from lit_dlm.config.components import checked_component
-from lit_dlm.decoding.caches import CacheScheme, NoCache
+from lit_dlm.decoding.caches import CacheScheme, Forwards, NoCache
 from lit_dlm.decoding.guidance import Guidance, GuidedBackbone
-from lit_dlm.decoding.layout import Layout, MarkerLayout, TemplateLayout
+from lit_dlm.decoding.layout import Layout
 from lit_dlm.decoding.policies.base import CommitPolicy
+from lit_dlm.decoding.quotas import FixedQuota, Quota
 from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.decoding.state import Canvas, DecodeState, initial_state
-from lit_dlm.decoding.windows import (
-    BlockWindow,
-    BudgetQuota,
-    CosineQuota,
-    EvenQuota,
-    FixedQuota,
-    FullWindow,
-    NoQuota,
-    Quota,
-    ScheduleQuota,
-    SlidingWindow,
-    Window,
-    check_window,
-    default_window,
-)
+from lit_dlm.decoding.windows import FullWindow, Window, check_window, default_window
 from lit_dlm.ops.batches import row_index
 from lit_dlm.ops.options import at_least
 
@@ -70,7 +56,7 @@ class DecodeSettings:
 
 
 class Decoder:
-    """The plugs of one decoding method.
+    """The parts of one decoding method; :meth:`replace` gives one with others.
 
     Args:
         policy: which proposals become final.
@@ -98,25 +84,27 @@ class Decoder:
         guidance: Guidance | None = None,
     ) -> None:
         self.policy = checked_component(policy, CommitPolicy, option="policy")
-        self._has_window = window is not None
-        self.window = checked_component(window or FullWindow(), Window, option="window")
-        self.quota = checked_component(quota or FixedQuota(), Quota, option="quota")
+        self.window = window and checked_component(window, Window, option="window")
+        self.quota = checked_component(quota or _ONE_PER_STEP, Quota, option="quota")
         self.sampler = sampler or Sampler()
         self.cache = checked_component(cache or NoCache(), CacheScheme, option="cache")
         self.settings = settings or DecodeSettings()
         self.layout = layout and checked_component(layout, Layout, option="layout")
         self.guidance = guidance
         self._check_policy()
-        if guidance is not None and not isinstance(self.cache, NoCache):
+        if guidance is not None and self.cache.keeps:
             raise ValueError(
                 f"guidance: expected no cache beside it, got {type(self.cache).__name__}"
             )
-        if not isinstance(quota, NoQuota | None) and not self.policy.takes_quota:
+        # A policy that decides alone goes with the default quota, not with one that is asked for.
+        is_asked = self.quota.is_given and self.quota is not _ONE_PER_STEP
+        if is_asked and not self.policy.takes_quota:
             raise ValueError(
                 f"quota: {type(policy).__name__} decides alone, expected NoQuota, got "
                 f"{type(quota).__name__}"
             )
-        if isinstance(layout, TemplateLayout | MarkerLayout) and self.settings.eos_rule != "none":
+        ends_by_region = self.layout is not None and self.layout.ends_by_region
+        if ends_by_region and self.settings.eos_rule != "none":
             raise ValueError(
                 f"settings.eos_rule: expected 'none' with {type(layout).__name__}, where an end of "
                 f"text ends a region and not the response, got {self.settings.eos_rule!r}"
@@ -125,18 +113,28 @@ class Decoder:
     def _check_policy(self) -> None:
         """Refuses a policy without what it needs, or beside what its own forward excludes."""
         name = type(self.policy).__name__
-        missing = {"layout": self.layout is None, "quota": isinstance(self.quota, NoQuota)}
+        missing = {"layout": self.layout is None, "quota": not self.quota.is_given}
         for part, is_missing in missing.items():
             if is_missing and getattr(self.policy, f"needs_{part}"):
                 raise ValueError(f"{part}: {name} needs one, got none")
         if self.policy.denoise is None:
             return
-        for part, beside in (("cache", self.cache), ("guidance", self.guidance)):
-            if not isinstance(beside, NoCache | None):
+        cache = self.cache if self.cache.keeps else None
+        for part, beside in (("cache", cache), ("guidance", self.guidance)):
+            if beside is not None:
                 raise ValueError(
                     f"{part}: expected none with {name}, which runs columns of its own, got "
                     f"{type(beside).__name__}"
                 )
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """All parts by name; ``None`` where there is none."""
+        return {name: getattr(self, name) for name in (*_PLUGS, "settings", "guidance")}
+
+    def replace(self, **parts: Any) -> Decoder:
+        """Returns a decoder with other parts by name, and with the same ones otherwise."""
+        return Decoder(**{**self.parts, **parts})
 
     @property
     def draws(self) -> bool:
@@ -145,7 +143,9 @@ class Decoder:
 
     def budget(self, num_masks: int) -> int:
         """Returns the most steps of a row with so many masks."""
-        budget = max(self.policy.budget(num_masks), self.window.steps)
+        budget = self.policy.budget(num_masks)
+        if self.window is not None:
+            budget = max(budget, self.window.steps)
         return self.settings.max_steps or budget
 
     def begin(self, backbone: Backbone, canvas: Canvas) -> DecodeState:
@@ -161,63 +161,47 @@ class Decoder:
             memory=self.policy.new_memory(state, backbone.vocab_size, dtype),
         )
 
+    def forwards(
+        self, backbone: Backbone, state: DecodeState, hidden_layers: tuple[int, ...]
+    ) -> Forwards:
+        """Starts the forwards of a decode, from its state before step 0."""
+        assert self.window is not None  # see on()
+        return self.cache.start(
+            backbone,
+            state,
+            window=self.window,
+            policy=self.policy,
+            hidden_layers=hidden_layers,
+        )
+
     def guided(self, backbone: Backbone) -> Backbone:
         return backbone if self.guidance is None else GuidedBackbone(backbone, self.guidance)
 
     def check(self, backbone: Backbone) -> None:
         """Reads a learned policy from disk, and refuses what does not fit the backbone."""
-        window, allowed = self.on(backbone.spec).window, self.sampler.allowed_ids
+        window, allowed = self.window or default_window(backbone.spec), self.sampler.allowed_ids
         check_window(window, backbone.spec)
         if allowed is not None and allowed[1] > backbone.vocab_size:
             raise ValueError(
                 f"sampler.allowed_ids: expected ids of the model's {backbone.vocab_size}, "
                 f"got {allowed}"
             )
-        is_scheduled = isinstance(self.quota, ScheduleQuota) and self.quota.steps is not None
-        if is_scheduled and isinstance(window, BlockWindow):  # the first blocks would take them all
-            raise ValueError(
-                "quota: ScheduleQuota with BlockWindow needs steps_per_block, got steps"
-            )
-        is_sliding = isinstance(window, SlidingWindow)
-        is_shared = is_sliding and isinstance(self.quota, EvenQuota | BudgetQuota)
-        is_cosine = isinstance(self.quota, CosineQuota) and not isinstance(window, FullWindow)
-        if is_shared or is_cosine:
-            raise ValueError(
-                f"window: expected one that keeps the steps of {type(self.quota).__name__}, such "
-                f"as FullWindow, got {type(window).__name__}"
-            )
+        self.quota.check(window)
         if self.policy.takes_back and self.cache.commits_first and backbone.spec.shift:
             raise ValueError(
                 f"cache: {type(self.cache).__name__} predicts the first cell of a block only where "
                 f"it is refreshed, so {type(self.policy).__name__} could not write that cell again "
                 f"in a model with a right shift; expected NoCache"
             )
-        check = getattr(self.policy, "check_backbone", None)
-        if callable(check):
-            check(backbone)
-
-    def plugs(self) -> dict[str, Any]:
-        """Returns the arguments of the constructor by name, without a window if none was given."""
-        parts = dict(vars(self))
-        if not parts.pop("_has_window"):
-            del parts["window"]
-        return parts
+        self.policy.check_backbone(backbone)
 
     def on(self, spec: BackboneSpec) -> Decoder:
-        """Returns the decoder, with the model's default window if it was given none."""
-        if self._has_window:
-            return self
-        named = copy.copy(self)
-        named.window, named._has_window = default_window(spec), True
-        return named
+        """Returns the decoder, with the model's own window if it was given none."""
+        return self if self.window is not None else self.replace(window=default_window(spec))
 
     def encoded(self, encode: Callable[[str], list[int]]) -> Decoder:
         """Returns the decoder with the text markers of its layout encoded as token ids."""
-        if self.layout is None:
-            return self
-        made = copy.copy(self)
-        made.layout = self.layout.encoded(encode)
-        return made
+        return self if self.layout is None else self.replace(layout=self.layout.encoded(encode))
 
     def describe(self) -> dict[str, Any]:
         """Returns all settings as JSON types: of each plug its ``describe()`` or its attributes.
@@ -225,9 +209,11 @@ class Decoder:
         Cache, layout and guidance are listed only where there is one.
         """
         plugs = {name: getattr(self, name) for name in _PLUGS}
-        absent = [name for name, one in plugs.items() if one is None or isinstance(one, NoCache)]
+        plugs["window"] = self.window or FullWindow()
+        if not self.cache.keeps:
+            del plugs["cache"]
         return {
-            **{name: _describe(one) for name, one in plugs.items() if name not in absent},
+            **{name: _describe(one) for name, one in plugs.items() if one is not None},
             **({} if self.guidance is None else {"guidance": {**vars(self.guidance)}}),
             "settings": asdict(self.settings),
         }
@@ -252,6 +238,7 @@ def _describe(plug: object) -> dict[str, Any]:
 
 
 _PLUGS = ("policy", "window", "quota", "sampler", "cache", "layout")
+_ONE_PER_STEP = FixedQuota()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,4 +288,4 @@ def with_option(decoder: Decoder, option: str, value: Any) -> Decoder:
             f"sweep.option: {option!r} is unknown; expected {'|'.join(_PLUGS)}|settings and of "
             f"{part} one of: {', '.join(arguments) or 'none'}"
         )
-    return Decoder(**{**decoder.plugs(), part: type(plug)(**{**arguments, name: value})})
+    return decoder.replace(**{part: type(plug)(**{**arguments, name: value})})

@@ -17,7 +17,7 @@ from typing import Any
 
 from lit_dlm import decoding
 from lit_dlm.backbones.resolution import ASSETS
-from lit_dlm.decoding import caches, layout, sampler, windows
+from lit_dlm.decoding import caches, layout, quotas, sampler, windows
 from lit_dlm.decoding.decoder import Decoder, DecodeSettings
 from lit_dlm.decoding.guidance import Guidance
 from lit_dlm.decoding.policies import tracelock
@@ -29,7 +29,7 @@ from lit_dlm.heads.scorer import AcceptanceScorer
 _PLUGS: dict[str, tuple[type, *tuple[ModuleType, ...]]] = {
     "policy": (CommitPolicy, decoding, tracelock),
     "window": (windows.Window, windows),
-    "quota": (windows.Quota, windows),
+    "quota": (quotas.Quota, quotas),
     "sampler": (Sampler, sampler),
     "cache": (caches.CacheScheme, caches),
     "layout": (layout.Layout, layout),

@@ -27,6 +27,7 @@ class Layout(Component):
 
     needs: tuple[str, ...] = ()  # what every region must have; the last one needs no length
     takes: tuple[str, ...] = ()  # what a region may have; anything else would have no effect
+    ends_by_region: bool = False  # whether an end of text ends a region and not the response
 
     def __init__(self, regions: Regions, *, rest: Region | None = None) -> None:
         """Sets the regions.
@@ -138,6 +139,7 @@ class TemplateLayout(FixedLayout):
     """
 
     takes = ("marker",)
+    ends_by_region = True
 
     def on(self, canvas: Canvas, *, mask_id: int) -> Canvas:
         canvas = super().on(canvas, mask_id=mask_id)
@@ -190,6 +192,7 @@ class MarkerLayout(Layout):
     """
 
     needs = ("marker",)
+    ends_by_region = True
 
     def blocks(self, response: Tensor) -> BlockLayout:
         found = []

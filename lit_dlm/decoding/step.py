@@ -57,6 +57,7 @@ def decide(
     Verification by re-execution calls this too, so it repeats the loop itself and not a copy.
     """
     policy, sampler, rules = decoder.policy, decoder.sampler, decoder.settings
+    assert decoder.window is not None  # see Decoder.on
     # 1. The window: where a row may write now.
     view = decoder.window.view(state)
     state, candidates = enter_block(state, view), view.candidates

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 from lit_dlm.backbones import Backbone
-from lit_dlm.decoding.caches import NoCache
 from lit_dlm.heads.projection import (
     PCAFitter,
     Projector,
@@ -71,7 +70,7 @@ class TraceModule(DecodeModule):
                 f"projector_dir: needed at level 'features' and only there, got {projector_dir!r} "
                 f"at level '{level}'"
             )
-        cached = [name for name, one in self.decoders.items() if not isinstance(one.cache, NoCache)]
+        cached = [name for name, one in self.decoders.items() if one.cache.keeps]
         if level == "features" and cached:
             raise ValueError(
                 f"decoders.{cached[0]}.cache: expected NoCache at level 'features', which keeps "

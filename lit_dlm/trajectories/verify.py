@@ -429,13 +429,7 @@ def teacher_forced(
     with torch.no_grad():
         canvas = canvas_of(records, backbone, device=device)
         state = decoder.begin(backbone, canvas)
-        forwards = decoder.cache.start(
-            backbone,
-            state,
-            window=decoder.window,
-            policy=decoder.policy,
-            hidden_layers=hidden_layers,
-        )
+        forwards = decoder.forwards(backbone, state, hidden_layers)
         for step in count():
             # A row ends where its record does, whatever this model would do.
             running = num_steps[state.rows] > step

@@ -58,6 +58,9 @@ class CommitPolicy(Component):
         """Returns the most steps of a row with so many masks, if ``max_steps`` is not set."""
         return num_masks
 
+    def check_backbone(self, backbone: Backbone) -> None:
+        """Raises ``ValueError`` for a backbone that it cannot decide for."""
+
     def remember(
         self, state: DecodeState, candidates: Tensor, denoised: Denoised
     ) -> tuple[DecodeState, Denoised]:
