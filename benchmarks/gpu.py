@@ -36,11 +36,10 @@ from torch.nn.functional import cross_entropy
 
 from lit_dlm.backbones.architecture import Architecture
 from lit_dlm.backbones.base import Span
-from lit_dlm.backbones.cached import CachedCanvas
+from lit_dlm.backbones.cache import CachedCanvas, WindowCache
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.backbones.resolution import resolve
-from lit_dlm.backbones.window_cache import WindowCache
 from lit_dlm.datamodules.rollouts import RolloutDataModule
 from lit_dlm.decoding import (
     BlockCache,

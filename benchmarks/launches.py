@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lit_dlm.backbones.base import BackboneSpec, Denoised
-from lit_dlm.backbones.cached import CachedCanvas
+from lit_dlm.backbones.cache import CachedCanvas
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.resolution import resolve
 from lit_dlm.decoding import (

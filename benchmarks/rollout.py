@@ -35,7 +35,7 @@ from torch import Tensor
 
 from lit_dlm.backbones import Architecture, HFBackbone
 from lit_dlm.backbones.base import Denoised, Span
-from lit_dlm.backbones.window_cache import WindowCache
+from lit_dlm.backbones.cache import WindowCache
 from lit_dlm.decoding import (
     BlockCache,
     BlockWindow,
@@ -89,31 +89,31 @@ class TwoForwards(BlockCache):
 
 
 class _TwoForwardSession(CacheSession):
-    _parts: tuple[dict[int, Span], dict[int, Span]] | None = None
-
     def prepare(self, state: DecodeState, first_mask: Sequence[int]) -> None:
-        if self._begins[0] is None:
+        if self._rows[0].begin is None:
             super().prepare(state, first_mask)  # the prompts, which are not timed
             return
-        self._parts = {}, {}
-        for row, column in enumerate(first_mask):
+        parts: tuple[dict[int, Span], dict[int, Span]] = ({}, {})
+        for number, (row, column) in enumerate(zip(self._rows, first_mask, strict=True)):
             begin, end = self._window.bounds(
-                column, start=state.start, length=state.ids.shape[1], first=self._firsts[row]
+                column, start=state.start, length=state.ids.shape[1], first=row.first
             )
-            last = self._begins[row]
-            assert last is not None
-            self._parts[begin != last][row] = Span(last, end, end)
-            self._begins[row] = begin
+            assert row.begin is not None
+            parts[begin != row.begin][number] = Span(row.begin, end, end)
+            row.begin = begin
+        self._plans = [
+            self._canvas.plan(
+                list(part.values()),
+                rows=list(part) if len(part) < len(first_mask) else None,
+                block_causal=bool(entered),
+            )
+            for entered, part in enumerate(parts)
+            if part
+        ]
 
     def denoise(self, state: DecodeState, columns: Tensor) -> tuple[Denoised, Tensor | None]:
-        if self._parts is None:
-            return super().denoise(state, columns)
-        for entered, part in enumerate(self._parts):
-            if part:
-                rows = list(part) if len(part) < len(state.ids) else None
-                self._canvas.forward(
-                    state.ids, list(part.values()), rows=rows, block_causal=bool(entered)
-                )
+        for plan in self._plans:
+            self._canvas.run(state.ids, plan)
         return self._canvas.read(columns), None
 
 

@@ -231,7 +231,7 @@ class DiffusionLM(TemplateLM):
                 for window in get_rolling_token_windows(
                     token_list=self.tok_encode(request.args[0]),
                     prefix_token=self.prefix_token_id,
-                    max_seq_len=self.backbone.max_positions - 1,  # besides the context
+                    max_seq_len=self.backbone.architecture.max_positions - 1,  # besides the context
                     context_len=1,
                 )
             ]
@@ -243,7 +243,7 @@ class DiffusionLM(TemplateLM):
     def _check_lengths(self, asked: Iterable[tuple[int, str]]) -> None:
         """Refuses requests (tokens, name) if the longest has more tokens than the model allows."""
         length, name = max(asked, default=(0, ""))
-        if length > (limit := self.backbone.max_positions):
+        if length > (limit := self.backbone.architecture.max_positions):
             raise ValueError(
                 f"{name}: expected at most the {limit} positions of the model, got {length} tokens "
                 "of prompt and response"

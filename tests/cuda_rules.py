@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.library import Library, fallthrough_kernel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lit_dlm.backbones import attention, cached, hf
+from lit_dlm.backbones import attention, cache, hf
 from lit_dlm.ops import fused_head
 
 HALF = (torch.bfloat16, torch.float16)
@@ -60,7 +60,7 @@ def cuda_rules(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
         patch.setattr(torch.cuda, "get_device_capability", lambda _device=None: capability)
         patch.setattr(hf, "sequences_from", on_gpu)
         patch.setattr(hf, "_WIDE", sys.maxsize)
-        patch.setattr(cached, "_FEW_BLOCKS", sys.maxsize)
+        patch.setattr(cache, "_FEW_BLOCKS", sys.maxsize)
         patch.setattr(attention, "one_by_one", attention.together)
         patch.setattr(fused_head, "_has_tensor_cores", lambda _tensor: True)
         try:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lit_dlm.backbones.base import BackboneSpec, Denoised
+from lit_dlm.backbones.base import Backbone, BackboneSpec, Denoised
 
 MASK, PAD, EOS = 0, 1, 2
 
@@ -21,7 +21,7 @@ def fake_spec(**changes: object) -> BackboneSpec:
     return BackboneSpec(**{"family": "fake", **ids, **changes})  # type: ignore[arg-type]
 
 
-class TableBackbone:
+class TableBackbone(Backbone):
     """Logits from a function of the canvas ``(B, L) -> (B, L, V)``, or one fixed table ``(L, V)``.
 
     ``forwards`` counts the calls and ``canvases`` keeps every input.
@@ -29,6 +29,7 @@ class TableBackbone:
 
     hidden_size = 4
     num_layers = 2
+    device = torch.device("cpu")
 
     def __init__(self, table: Tensor | Callable[[Tensor], Tensor], vocab_size: int = 0) -> None:
         self.spec = fake_spec()
@@ -48,6 +49,7 @@ class TableBackbone:
         columns: Tensor | None = None,
         hidden_layers: Sequence[int] = (),
         response_start: int | None = None,
+        position_ids: Tensor | None = None,
     ) -> Denoised:
         self.canvases.append(ids.clone())
         if isinstance(self.table, Tensor):

@@ -10,7 +10,7 @@ from torch import Tensor
 from lit_dlm.backbones import Architecture, HFBackbone
 from lit_dlm.backbones.attention import sequences_from
 from lit_dlm.backbones.base import Span
-from lit_dlm.backbones.cached import CachedCanvas
+from lit_dlm.backbones.cache import CachedCanvas
 from lit_dlm.decoding import BlockCache, BlockWindow, ConfidencePolicy, Decoder
 from tests.backbones.reference import slow_varlen_attn
 from tests.cuda_rules import autocast_lists, cuda_rules

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_ch
 from lit_dlm.ops.options import one_of
 
 if TYPE_CHECKING:  # checks before a run need only the facts, not torch
+    import torch
     from torch import Tensor
 
 UNKNOWN_ID = -1
@@ -95,6 +96,19 @@ class Backbone(Protocol):
     num_layers: int
     vocab_size: int
 
+    max_positions: int | None = None
+    """Most tokens of a canvas; ``None`` if there is no limit."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it takes its canvases."""
+        ...
+
+    @property
+    def is_half(self) -> bool:
+        """Whether its weights are of 16 bits: then autocast would only add casts."""
+        return False
+
     def denoise(
         self,
         ids: Tensor,
@@ -103,18 +117,21 @@ class Backbone(Protocol):
         columns: Tensor | None = None,
         hidden_layers: Sequence[int] = (),
         response_start: int | None = None,
+        position_ids: Tensor | None = None,
     ) -> Denoised:
         """Runs one forward; returns aligned logits and, if requested, aligned hidden snapshots.
 
         Args:
             ids: ``(B, L)`` int64 canvas.
             pad_mask: ``(B, L)`` bool, ``True`` on real tokens; ``None`` when there is no padding.
+                Or ``(B, 1, L, L)`` bool, which position sees which.
             columns: ``(B, K)`` int64 canvas columns to predict, which may differ between rows;
                 ``None`` means all. Only these rows pass through the head.
             hidden_layers: indices into the tuple of ``num_layers + 1`` hidden states (embedding
                 first; the last one after the final norm); negative ones count from the end.
             response_start: canvas column of the first response cell, for block models whose blocks
                 count from there (``spec.block_origin``).
+            position_ids: ``(B, L)`` int64, with a ``pad_mask`` of four dimensions.
         """
         ...
 

@@ -42,6 +42,7 @@ from lit_dlm.backbones.attention import (
     sequences_from,
 )
 from lit_dlm.backbones.base import UNKNOWN_ID, Backbone, Denoised
+from lit_dlm.backbones.cache import WindowCache
 from lit_dlm.backbones.decoder import (
     DType,
     cache_argument,
@@ -72,7 +73,6 @@ from lit_dlm.backbones.weights import (
     save_weights,
     write_json_object,
 )
-from lit_dlm.backbones.window_cache import WindowCache
 from lit_dlm.ops.batches import aligned, first_column, gather_rows, raw_columns
 from lit_dlm.ops.extras import pip_install, required
 from lit_dlm.ops.files import copy_file, fitting
@@ -296,6 +296,10 @@ class HFBackbone(nn.Module, Backbone):
     @property
     def dtype(self) -> torch.dtype:
         return self._late or self.model.lm_head.weight.dtype
+
+    @property
+    def is_half(self) -> bool:
+        return self.dtype.itemsize == 2
 
     def convert(self) -> None:
         """Converts weights that were left in the dtype of their files.

@@ -205,7 +205,7 @@ def decode_stream(
             If one ends the decode, the responses that have ended by then are the last.
     """
     detokenizer = detokenizer or Detokenizer(backbone)
-    limit, vision = getattr(backbone, "max_positions", None), getattr(backbone, "vision", None)
+    limit, vision = backbone.max_positions, getattr(backbone, "vision", None)
     begun: dict[int, DecodePrompt] = {}  # by number
     number_in: dict[int, int] = {}  # by slot
     entering: list[int] = []  # numbers that take the slots of the next result, in their order
@@ -234,7 +234,7 @@ def decode_stream(
             response_length=response_length,
             spec=backbone.spec,
             seeds=[one.seed for one in prompts],
-            device=getattr(backbone, "device", "cpu"),
+            device=backbone.device,
         )
 
     def gathered() -> DecodedRows:

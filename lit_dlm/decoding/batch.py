@@ -39,7 +39,7 @@ class NotANumberError(ValueError):
         self.rows = rows
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True)
 class Row:
     """What the host knows of a row: its slot, and the batch's clocks when it entered."""
 
@@ -71,18 +71,13 @@ class Batch:
         self._seconds = self._policy_seconds = 0.0  # of a row that was there from the start
         self._policy_timer = Stopwatch(canvas.ids.device)
         self.rows = self._entered(self.state, range(len(canvas.ids)))
-        self._ended: list[DecodeResult] = []  # that no result contains yet
+        self.ended: list[DecodeResult] = []  # that no result contains yet
 
     def _entered(self, state: DecodeState, slots: Iterable[int]) -> list[Row]:
         length = state.ids.shape[1] - state.start
         prompt_lengths = (state.positions[:, -1] + 1 - length).tolist()
         return [
-            Row(
-                slot=slot,
-                prompt_length=prompt_length,
-                seconds=self._seconds,
-                policy_seconds=self._policy_seconds,
-            )
+            Row(slot, prompt_length, self._seconds, self._policy_seconds)
             for slot, prompt_length in zip(slots, prompt_lengths, strict=True)
         ]
 
@@ -115,8 +110,9 @@ class Batch:
 
     def _own_precision(self) -> AbstractContextManager[object]:
         # Half-precision weights compute in their own dtype: a trainer's autocast would add casts.
-        is_half = getattr(self._backbone, "dtype", torch.float32).itemsize == 2
-        return without_autocast(self.state.ids.device) if is_half else nullcontext()
+        if self._backbone.is_half:
+            return without_autocast(self.state.ids.device)
+        return nullcontext()
 
     def add_seconds(self, seconds: float) -> None:
         """Divides the time of a finished step equally among its rows."""
@@ -127,7 +123,7 @@ class Batch:
         """Stores the results of the rows that have ended; returns the rows' numbers."""
         ended = [number for number, status in enumerate(self.status) if status != RUNNING]
         if ended:
-            self._ended.append(self._result(ended))
+            self.ended.append(self._result(ended))
         return ended
 
     def refill(self, ended: list[int], canvas: Canvas) -> tuple[DecodeResult, DecodeState]:
@@ -167,14 +163,9 @@ class Batch:
         self.first_mask = [self.first_mask[number] for number in kept]
         self.status = [self.status[number] for number in kept]
 
-    @property
-    def has_ended_rows(self) -> bool:
-        """Whether rows have ended that no result contains yet."""
-        return bool(self._ended)
-
     def result(self) -> DecodeResult:
         """Returns the result of the rows that have ended since the last one, by their slots."""
-        ended, self._ended = self._ended, []
+        ended, self.ended = self.ended, []
         joined = DecodeResult.joined(ended, pad_id=self._backbone.spec.pad_id)
         return replace(joined.by_slot(), num_forwards=self._forwards.num_forwards)
 

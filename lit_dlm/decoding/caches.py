@@ -35,7 +35,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -43,8 +44,7 @@ from torch import Tensor
 
 from lit_dlm.backbones.attention import position_ids_for
 from lit_dlm.backbones.base import Backbone, Denoised, Span
-from lit_dlm.backbones.cached import CachedCanvas
-from lit_dlm.backbones.hf import HFBackbone
+from lit_dlm.backbones.cache import CacheableBackbone, CachedCanvas, WindowPlan
 from lit_dlm.config.components import Component
 from lit_dlm.decoding.state import DecodeState
 from lit_dlm.decoding.windows import BlockWindow, Window
@@ -78,27 +78,24 @@ class CacheScheme(Component):
         *,
         window: Window,
         policy: CommitPolicy,
-        hidden_layers: tuple[int, ...] = (),
+        hidden_layers: tuple[int, ...],
     ) -> Forwards:
         """Starts the forwards of a decode, with nothing computed yet."""
 
 
-class Forwards(Protocol):
+class Forwards:
     """The forwards of one decode: what a cache is to a step."""
 
-    backbone: Backbone
-
-    @property
-    def num_forwards(self) -> int:
+    def __init__(self, backbone: Backbone) -> None:
+        self.backbone = backbone
+        self.num_forwards = 0
         """Calls of the backbone so far."""
-        ...
 
     def prepare(self, state: DecodeState, first_mask: Sequence[int]) -> None:
         """Does on the host what the next step needs: plans it, and runs the prompts of new rows.
 
         ``first_mask`` are the leftmost unfinished columns of the rows.
         """
-        ...
 
     def denoise(self, state: DecodeState, columns: Tensor) -> tuple[Denoised, Tensor | None]:
         """Runs the forward of a prepared step, for ``(b, K)`` int64 columns.
@@ -106,15 +103,13 @@ class Forwards(Protocol):
         Also returns the ``(b, L)`` bool cells that this step must commit, as the only commit of
         their row; ``None`` if no row has one.
         """
-        ...
+        raise NotImplementedError
 
     def take(self, kept: Sequence[int], index: Tensor) -> None:
         """Keeps the rows ``kept`` and drops all others; ``index`` is ``kept`` on the device."""
-        ...
 
     def put(self, replaced: Sequence[int], state: DecodeState, *, by: int) -> None:
         """Puts new rows in slots; the canvas has grown by ``by`` columns on the left."""
-        ...
 
 
 class NoCache(CacheScheme):
@@ -129,23 +124,19 @@ class NoCache(CacheScheme):
         *,
         window: Window,
         policy: CommitPolicy,
-        hidden_layers: tuple[int, ...] = (),
+        hidden_layers: tuple[int, ...],
     ) -> WholeCanvas:
         return WholeCanvas(backbone, policy, hidden_layers)
 
 
-class WholeCanvas:
-    """Forwards over the whole canvas, which keep nothing."""
+class WholeCanvas(Forwards):
+    """Forwards over the whole canvas: nothing is planned and nothing kept."""
 
     def __init__(
         self, backbone: Backbone, policy: CommitPolicy, hidden_layers: tuple[int, ...]
     ) -> None:
-        self.backbone = backbone
-        self.num_forwards = 0
+        super().__init__(backbone)
         self._policy, self._hidden_layers = policy, hidden_layers
-
-    def prepare(self, state: DecodeState, first_mask: Sequence[int]) -> None:
-        """There is nothing to plan."""
 
     def denoise(self, state: DecodeState, columns: Tensor) -> tuple[Denoised, None]:
         self.num_forwards += 1
@@ -160,12 +151,6 @@ class WholeCanvas:
             response_start=state.start,
         )
         return denoised, None
-
-    def take(self, kept: Sequence[int], index: Tensor) -> None:
-        """There is nothing to drop."""
-
-    def put(self, replaced: Sequence[int], state: DecodeState, *, by: int) -> None:
-        """There is nothing to replace."""
 
 
 class _PartCache(CacheScheme):
@@ -194,8 +179,13 @@ class _PartCache(CacheScheme):
         *,
         window: Window,
         policy: CommitPolicy,
-        hidden_layers: tuple[int, ...] = (),
+        hidden_layers: tuple[int, ...],
     ) -> CacheSession:
+        if not isinstance(backbone, CacheableBackbone):
+            raise ValueError(
+                f"cache: {type(self).__name__} is for backbones that run parts of a canvas, which "
+                f"{type(backbone).__name__} does not"
+            )
         spec = backbone.spec
         width = 0 if window.blocks is None else window.blocks[0]
         if spec.attention != self.attention or not self.fits(width, spec.block_size or 0):
@@ -205,7 +195,7 @@ class _PartCache(CacheScheme):
                 f"{spec.family} with {spec.attention} attention (block_size {spec.block_size}, "
                 f"origin {spec.block_origin!r}) and {type(window).__name__}"
             )
-        return CacheSession(backbone, state, self, window=window, hidden_layers=hidden_layers)
+        return CacheSession(backbone, state, self, window, hidden_layers)
 
 
 class PrefixCache(_PartCache):
@@ -267,78 +257,203 @@ class SubBlockCache(BlockCache):
         return Span(begin, end, length)
 
 
-class CacheSession:
+@dataclass(kw_only=True)
+class CachedRow:
+    """What the host knows of a row whose surroundings are in the cache."""
+
+    first: int
+    """Column of its first real token."""
+    begin: int | None = None
+    """First column of the part that its last step computed; ``None``: it has taken no step."""
+    is_open: bool = False
+    """Whether it has just entered a block whose first cell was still masked."""
+    prompt: tuple[int, ...] = ()
+    """Where its prompt stands and its tokens before the first block, to find equal ones."""
+
+
+class CacheSession(Forwards):
     """The cache of one decode, for the rows that are still in it."""
 
     def __init__(
         self,
-        backbone: Backbone,
+        backbone: CacheableBackbone,
         state: DecodeState,
         scheme: _PartCache,
-        *,
         window: Window,
         hidden_layers: tuple[int, ...],
     ) -> None:
-        self.backbone = backbone
-        self._spec = backbone.spec
-        self._block_causal = self._spec.attention == "block"
-        self._block_size = self._spec.block_size if self._block_causal else None
+        super().__init__(backbone)
+        self._spec = spec = backbone.spec
+        self._block_causal = spec.attention == "block"
         num_rows, length = state.ids.shape
         self._canvas = CachedCanvas(
-            cast(HFBackbone, backbone),
+            backbone,
             num_rows=num_rows,
             length=length,
             pad_mask=state.pad_mask,
             positions=self._positions(state),
             blocks=self._blocks(state),
-            block_size=self._block_size,
+            block_size=spec.block_size if self._block_causal else None,
             hidden_layers=hidden_layers,
         )
         self._window, self._scheme = window, scheme
+        # The blocks that are refreshed: the model's own where the window goes through their parts.
         self._blocks_of: Window = window
         if scheme.in_parts:
-            assert self._block_size is not None
-            self._blocks_of = BlockWindow(self._block_size, origin=self._spec.block_origin)
-        self._commits_first = backbone.spec.shift == 1 and scheme.commits_first
-        self._firsts = self._first_columns(state)
-        self._begins: list[int | None] = [None] * num_rows
-        self._ahead = [False] * num_rows
-        """Whether a row has just entered a block whose first cell was still masked."""
-        self._prompts: list[tuple[int, ...]] = [()] * num_rows
+            assert spec.block_size is not None
+            self._blocks_of = BlockWindow(spec.block_size, origin=spec.block_origin)
+        self._commits_first = spec.shift == 1 and scheme.commits_first
+        self._rows = [CachedRow(first=first) for first in self._first_columns(state)]
+        self._plans: list[WindowPlan] = []  # the forwards of the coming step
+        self._entered: list[int] = []  # rows that enter a block in it
         window.bounds(state.start, start=state.start, length=length, first=0)  # raises early
 
-    @property
-    def num_forwards(self) -> int:
-        return self._canvas.num_forwards
+    def prepare(self, state: DecodeState, first_mask: Sequence[int]) -> None:
+        new = [number for number, row in enumerate(self._rows) if row.begin is None]
+        spans: list[Span] = []
+        refreshed: list[int] = []
+        self._entered = []
+        for number, (row, column) in enumerate(zip(self._rows, first_mask, strict=True)):
+            span, kind = self._span(row, column, state)
+            spans.append(span)
+            if kind != "step":
+                refreshed.append(number)
+            if kind == "block":
+                self._entered.append(number)
+        if self._block_causal and new:
+            self._run_prompts(state, new, spans)
+        self._plans = self._planned(spans, refreshed)
+
+    def denoise(self, state: DecodeState, columns: Tensor) -> tuple[Denoised, Tensor | None]:
+        for plan in self._plans:
+            self._canvas.run(state.ids, plan, columns=columns)
+        self.num_forwards = self._canvas.num_forwards
+        forced = self._first_cells(state) if self._commits_first and self._entered else None
+        return self._canvas.read(columns), forced
 
     def take(self, kept: Sequence[int], index: Tensor) -> None:
-        """Keeps the rows ``kept`` and drops all others; ``index`` is ``kept`` on the device."""
         self._canvas.take(index)
-        for name in ("_firsts", "_begins", "_ahead", "_prompts"):
-            values = getattr(self, name)
-            setattr(self, name, [values[row] for row in kept])
+        self._rows = [self._rows[number] for number in kept]
 
     def put(self, replaced: Sequence[int], state: DecodeState, *, by: int) -> None:
-        """Puts new rows in slots; the canvas has grown by ``by`` columns on the left."""
-        index = row_index(replaced, state.ids.device)
         self._canvas.shift(by)
         self._canvas.put(
-            index,
+            row_index(replaced, state.ids.device),
             pad_mask=state.pad_mask,
             positions=self._positions(state),
             blocks=self._blocks(state),
         )
-        self._firsts = self._first_columns(state)
-        self._begins = [None if begin is None else begin + by for begin in self._begins]
+        for row, first in zip(self._rows, self._first_columns(state), strict=True):
+            row.first, row.begin = first, None if row.begin is None else row.begin + by
         # Without a begin, the row's next step counts as entering a block, which refreshes it.
-        for row in replaced:
-            self._begins[row] = None
+        for number in replaced:
+            self._rows[number] = CachedRow(first=self._rows[number].first)
 
-    def _bounds(self, window: Window, row: int, column: int, state: DecodeState) -> tuple[int, int]:
+    # -- what a step computes --------------------------------------------------------------------
+
+    def _span(
+        self, row: CachedRow, column: int, state: DecodeState
+    ) -> tuple[Span, Literal["step", "refresh", "block"]]:
+        """Returns the span that a row computes, by its leftmost mask, and what that refreshes."""
+        scheme, length = self._scheme, state.ids.shape[1]
+        begin, end = self._bounds(self._window, row, column, state)
+        block, block_end = self._bounds(self._blocks_of, row, column, state)
+        # A part is computed alone only once its first cell is known.
+        is_open = scheme.in_parts and (column == begin or row.is_open)
+        # If the row is still in the part of its last step, the surroundings are in the cache.
+        if begin == row.begin and not is_open:
+            # A part attends to nothing after its block.
+            return scheme.step_span(begin, end, block_end if scheme.in_parts else length), "step"
+        # Columns left of the row's previous block are final in the cache.
+        final, is_new = row.first if self._block_causal else 0, True
+        if row.begin is not None:
+            final, _ = self._bounds(self._blocks_of, row, row.begin, state)
+            is_new = block != final
+        row.begin, row.is_open = begin, is_new and column == block
+        span = scheme.refresh_span(block, block_end, final, length)
+        return span, "block" if is_new else "refresh"
+
+    def _bounds(
+        self, window: Window, row: CachedRow, column: int, state: DecodeState
+    ) -> tuple[int, int]:
         """Returns the block of a window that contains a column of a row."""
-        return window.bounds(
-            column, start=state.start, length=state.ids.shape[1], first=self._firsts[row]
-        )
+        return window.bounds(column, start=state.start, length=state.ids.shape[1], first=row.first)
+
+    def _planned(self, spans: list[Span], refreshed: list[int]) -> list[WindowPlan]:
+        """Plans the forwards of a step, of which ``refreshed`` are the rows that refresh."""
+        # Rows that refresh and rows that step have spans of different widths: one forward would
+        # pad all rows to the widest. Block-causal refreshes are two blocks wide at most.
+        is_alike = self._block_causal or len(refreshed) in (0, len(spans))
+        if is_alike or self._canvas.takes_sequences(spans):
+            several_blocks = self._block_causal and bool(refreshed)
+            return [self._canvas.plan(spans, block_causal=several_blocks)]
+        others = [number for number in range(len(spans)) if number not in refreshed]
+        return [
+            self._canvas.plan([spans[number] for number in rows], rows=rows)
+            for rows in (refreshed, others)
+        ]
+
+    def _first_cells(self, state: DecodeState) -> Tensor:
+        """Returns the first cell of each block that a row has just entered, where it is masked."""
+        at = torch.tensor([self._entered, [self._rows[number].begin for number in self._entered]])
+        row, column = at.to(state.ids.device, non_blocking=True)
+        forced = torch.zeros_like(state.masked)
+        forced[row, column] = state.masked[row, column]
+        return forced
+
+    # -- prompts ---------------------------------------------------------------------------------
+
+    def _run_prompts(self, state: DecodeState, new: list[int], spans: list[Span]) -> None:
+        """Runs what comes before the first block of new rows, each distinct prompt once.
+
+        In one forward with the others, every row would get as many queries as a prompt has tokens,
+        and many prompts at once would need more memory than the rest of the decode. The spans of
+        the new rows are shortened by what has run.
+        """
+        begins = {
+            number: self._bounds(self._blocks_of, self._rows[number], begin, state)[0]
+            for number in new
+            if (begin := self._rows[number].begin) is not None
+        }
+        sources = self._sources(state, begins)
+        prompts = [
+            (number, Span(first, begin, begin))
+            for number, begin in begins.items()
+            if number not in sources and begin > (first := self._rows[number].first)
+        ]
+        sizes = np.array([[span.end - span.begin, 0] for _, span in prompts]).reshape(-1, 2)
+        is_first = len(new) == len(spans) and not sources and sizes.sum() <= PROMPT_TOKENS
+        if is_first and not self._canvas.takes_sequences(spans):
+            return  # the forward of the step runs them
+        for numbers in token_batches(sizes, PROMPT_TOKENS) if prompts else ():
+            rows, windows = zip(*(prompts[number] for number in sorted(numbers)), strict=True)
+            self._canvas.forward(state.ids, windows, rows=rows, block_causal=True)
+        # Copied after all prompts have run: a source may itself be a new row.
+        for end in set(begins.values()):
+            self._canvas.copy({to: of for to, of in sources.items() if begins[to] == end}, end)
+        for number, begin in begins.items():
+            spans[number] = spans[number]._replace(begin=begin)
+
+    def _sources(self, state: DecodeState, begins: Mapping[int, int]) -> dict[int, int]:
+        """Maps each new row whose prompt another row also has to the row to copy it from."""
+        ids = state.ids[row_index(list(begins), state.ids.device)].tolist()
+        for (number, begin), tokens in zip(begins.items(), ids, strict=True):
+            row = self._rows[number]
+            row.prompt = (state.start - row.first, *tokens[row.first : begin])
+        if self._spec.positions != "cumsum":  # rows may count positions otherwise
+            return {}
+        known: dict[tuple[int, ...], int] = {}
+        for number in sorted(range(len(self._rows)), key=lambda number: number in begins):
+            # Old rows first: their prompts are in the cache already.
+            known.setdefault(self._rows[number].prompt, number)
+        return {
+            number: of
+            for number, begin in begins.items()
+            if (of := known[self._rows[number].prompt]) != number
+            and begin > self._rows[number].first
+        }
+
+    # -- what a canvas needs to know of its rows -------------------------------------------------
 
     @staticmethod
     def _first_columns(state: DecodeState) -> list[int]:
@@ -354,119 +469,12 @@ class CacheSession:
 
     def _blocks(self, state: DecodeState) -> Tensor | None:
         """``(b, L)`` int64 block of every column; ``None`` if the model is not block-causal."""
-        if self._block_size is None:
+        if not self._block_causal:
             return None
+        assert self._spec.block_size is not None
         return block_numbers(
             state.ids.shape[1] if state.pad_mask is None else state.pad_mask,
-            self._block_size,
+            self._spec.block_size,
             origin=state.start if self._spec.block_origin == "response" else None,
             device=state.ids.device,
         ).expand_as(state.ids)
-
-    def prepare(self, state: DecodeState, first_mask: Sequence[int]) -> None:
-        new = [row for row, begin in enumerate(self._begins) if begin is None]
-        found = [self._span(row, column, state) for row, column in enumerate(first_mask)]
-        self._spans, self._kinds = map(list, zip(*found, strict=True))
-        if self._block_causal and new:
-            self._run_prompts(state, new, self._spans)
-
-    def denoise(self, state: DecodeState, columns: Tensor) -> tuple[Denoised, Tensor | None]:
-        spans, kinds = self._spans, self._kinds
-        entered = [row for row, kind in enumerate(kinds) if kind != "step"]  # they refresh
-        # Rows that refresh and rows that step have spans of different widths: one forward would
-        # pad all rows to the widest. Block-causal refreshes are two blocks wide at most.
-        is_alike = self._block_causal or len(entered) in (0, len(spans))
-        forced = self._first_cells(state, kinds) if self._commits_first else None
-        if is_alike or self._canvas.takes_sequences(spans):
-            several_blocks = self._block_causal and bool(entered)
-            self._canvas.forward(state.ids, spans, block_causal=several_blocks, columns=columns)
-        else:
-            others = [row for row in range(len(spans)) if row not in entered]
-            for rows in (entered, others):
-                self._canvas.forward(
-                    state.ids, [spans[row] for row in rows], rows=rows, columns=columns
-                )
-        return self._canvas.read(columns), forced
-
-    def _span(
-        self, row: int, column: int, state: DecodeState
-    ) -> tuple[Span, Literal["step", "refresh", "block"]]:
-        """Returns the span that a row computes, by its leftmost mask, and what that refreshes."""
-        begin, end = self._bounds(self._window, row, column, state)
-        block, block_end = self._bounds(self._blocks_of, row, column, state)
-        last, length = self._begins[row], state.ids.shape[1]
-        is_open = self._scheme.in_parts and (column == begin or self._ahead[row])
-        # If the row is still in the block of its last step, the surroundings are in the cache.
-        if begin == last and not is_open:
-            # A part attends to nothing after its block.
-            seen = block_end if self._scheme.in_parts else length
-            return self._scheme.step_span(begin, end, seen), "step"
-        # Columns left of the row's previous block are final in the cache.
-        final = self._firsts[row] if self._block_causal else 0
-        is_new = last is None
-        if last is not None:
-            final, _ = self._bounds(self._blocks_of, row, last, state)
-            is_new = block != final
-        self._ahead[row] = is_new and column == block
-        self._begins[row] = begin
-        span = self._scheme.refresh_span(block, block_end, final, length)
-        return span, "block" if is_new else "refresh"
-
-    def _run_prompts(self, state: DecodeState, new: list[int], spans: list[Span]) -> None:
-        """Runs what comes before the first block of new rows, each distinct prompt once.
-
-        In one forward with the others, every row would get as many queries as a prompt has tokens,
-        and many prompts at once would need more memory than the rest of the decode.
-        """
-        begins = {
-            row: self._bounds(self._blocks_of, row, begin, state)[0]
-            for row in new
-            if (begin := self._begins[row]) is not None
-        }
-        sources = self._sources(state, begins)
-        prompts = [
-            (row, Span(self._firsts[row], begin, begin))
-            for row, begin in begins.items()
-            if row not in sources and begin > self._firsts[row]
-        ]
-        sizes = np.array([[span.end - span.begin, 0] for _, span in prompts]).reshape(-1, 2)
-        is_first = len(new) == len(spans) and not sources and sizes.sum() <= PROMPT_TOKENS
-        if is_first and not self._canvas.takes_sequences(spans):
-            return  # the forward of the step runs them
-        for numbers in token_batches(sizes, PROMPT_TOKENS) if prompts else ():
-            rows, windows = zip(*(prompts[number] for number in sorted(numbers)), strict=True)
-            self._canvas.forward(state.ids, windows, rows=rows, block_causal=True)
-        # Copied after all prompts have run: a source may itself be a new row.
-        for end in set(begins.values()):
-            self._canvas.copy({to: of for to, of in sources.items() if begins[to] == end}, end)
-        for row, begin in begins.items():
-            spans[row] = Span(begin, spans[row].end, spans[row].kv_end)
-
-    def _sources(self, state: DecodeState, begins: Mapping[int, int]) -> dict[int, int]:
-        """Maps each new row whose prompt another row also has to the row to copy it from."""
-        ids = state.ids[row_index(list(begins), state.ids.device)].tolist()
-        for (row, begin), tokens in zip(begins.items(), ids, strict=True):
-            first = self._firsts[row]
-            self._prompts[row] = (state.start - first, *tokens[first:begin])
-        if self._spec.positions != "cumsum":  # rows may count positions otherwise
-            return {}
-        known: dict[tuple[int, ...], int] = {}
-        for row in sorted(range(len(self._prompts)), key=lambda row: row in begins):
-            # Old rows first: their prompts are in the cache already.
-            known.setdefault(self._prompts[row], row)
-        return {
-            row: of
-            for row, begin in begins.items()
-            if (of := known[self._prompts[row]]) != row and begin > self._firsts[row]
-        }
-
-    def _first_cells(self, state: DecodeState, kinds: Sequence[str]) -> Tensor | None:
-        """Returns the first cell of each block that a row has just entered, where it is masked."""
-        rows = [row for row, kind in enumerate(kinds) if kind == "block"]
-        if not rows:
-            return None
-        at = torch.tensor([rows, [self._begins[row] for row in rows]])
-        row, column = at.to(state.ids.device, non_blocking=True)
-        forced = torch.zeros_like(state.masked)
-        forced[row, column] = state.masked[row, column]
-        return forced

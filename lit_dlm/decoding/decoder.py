@@ -164,7 +164,7 @@ class Decoder:
     def forwards(
         self, backbone: Backbone, state: DecodeState, hidden_layers: tuple[int, ...]
     ) -> Forwards:
-        """Starts the forwards of a decode, from its state before step 0."""
+        """Starts the forwards of a decode from its state before step 0."""
         assert self.window is not None  # see on()
         return self.cache.start(
             backbone,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,9 +39,15 @@ class GuidedBackbone(Backbone):
         self.hidden_size = backbone.hidden_size
         self.num_layers = backbone.num_layers
         self.vocab_size = backbone.vocab_size
+        self.max_positions = backbone.max_positions
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.backbone, name)
+    @property
+    def device(self) -> torch.device:
+        return self.backbone.device
+
+    @property
+    def is_half(self) -> bool:
+        return self.backbone.is_half
 
     def denoise(
         self,
@@ -52,7 +57,9 @@ class GuidedBackbone(Backbone):
         columns: Tensor | None = None,
         hidden_layers: Sequence[int] = (),
         response_start: int | None = None,
+        position_ids: Tensor | None = None,
     ) -> Denoised:
+        assert position_ids is None, "a policy with a forward of its own excludes guidance"
         # One forward over the rows, followed by the same rows with the other prompt.
         assert response_start is not None, "guidance asks where the response begins"
         prompt = ids.new_tensor(self.guidance.prompt_ids)

@@ -107,7 +107,7 @@ def decode_queue(
         now = time.perf_counter()
         batch.add_seconds(now - clock)
         clock = now
-    if batch.has_ended_rows:
+    if batch.ended:
         result = batch.result()
         for observer in observers:
             observer.on_end(result)

@@ -10,9 +10,8 @@ from safetensors.torch import load_file
 from lit_dlm.backbones import attention
 from lit_dlm.backbones.attention import Packing
 from lit_dlm.backbones.base import Span
-from lit_dlm.backbones.cached import CachedCanvas
+from lit_dlm.backbones.cache import CachedCanvas, WindowCache, WindowPlan
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.backbones.window_cache import WindowCache, WindowPlan
 from lit_dlm.ops.masking import block_numbers
 from tests.backbones.reference import slow_varlen_attn
 

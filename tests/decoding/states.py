@@ -98,7 +98,7 @@ def decoded(
         response_length=length,
         spec=backbone.spec,
         seeds=range(seed, seed + len(prompts)),
-        device=getattr(backbone, "device", "cpu"),
+        device=backbone.device,
     )
     return decode(backbone, decoder, canvas, observers)
 

@@ -9,7 +9,7 @@ from weakref import WeakSet
 import pytest
 from lightning.pytorch import Callback
 
-from lit_dlm.backbones.window_cache import WindowCache
+from lit_dlm.backbones.cache import WindowCache
 from lit_dlm.decoding import BlockCache, CacheScheme, DualCache, PrefixCache
 from lit_dlm.rl.settings import ValueObjective
 from lit_dlm.toy.word_problems import WordProblems

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lit_dlm.backbones import Architecture, HFBackbone, load_backbone
-from lit_dlm.backbones.window_cache import WindowCache, WindowPlan
+from lit_dlm.backbones.cache import WindowCache, WindowPlan
 from lit_dlm.losses.terms import masked_nelbo
 from lit_dlm.modules.checkpoint import export_trained
 from lit_dlm.modules.decode import DecodeModule

@@ -72,7 +72,7 @@ class WINOPolicy(CommitPolicy):
         found = backbone.denoise(
             torch.cat([state.ids, torch.full_like(window, state.mask_id)], 1),
             pad_mask=visible[:, None],
-            position_ids=torch.cat([places, places.gather(1, window)], 1),  # type: ignore[call-arg]
+            position_ids=torch.cat([places, places.gather(1, window)], 1),
             columns=self._rows(state, window, columns),
             hidden_layers=hidden_layers,
         )

@@ -1,5 +1,10 @@
 """Forwards over parts of a canvas, with everything else taken from earlier forwards.
 
+All cache schemes of masked diffusion decoding are cases of one rule: a forward over some columns
+writes its keys and values there and attends to all columns before a given end. transformers' own
+caches only append; here a forward may overwrite any columns of preallocated buffers, different ones
+in each row.
+
 :class:`CachedCanvas` holds, for one batch, the keys and values of every column and the last raw
 hidden row of every column. A forward over a window replaces both inside the window; predictions
 can then be read at any column. Outside the window they come from the hidden row of the last forward
@@ -10,26 +15,150 @@ windows to run is decided elsewhere (:mod:`lit_dlm.decoding.caches`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import Cache
 
 from lit_dlm.backbones.attention import Packing, Sequences
-from lit_dlm.backbones.base import Denoised, Span
-from lit_dlm.backbones.window_cache import WindowCache, WindowPlan
+from lit_dlm.backbones.base import Backbone, Denoised, Span
 from lit_dlm.ops.batches import aligned, first_column, gather_rows, raw_columns, shifted
-
-if TYPE_CHECKING:
-    from lit_dlm.backbones.hf import HFBackbone
 
 _LAST, _HIDDEN = "last hidden rows", "snapshots"
 """Names of further buffers: raw ``(B, L, D)`` after the final norm, snapshots ``(B, L, H, D)``."""
 _FEW_BLOCKS = 4
 """Most blocks of a window that attention takes one by one. If there are more, as in a prompt, each
 would fill only a small part of a kernel's tile; under one mask they fill it together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowPlan:
+    """Where the next forward writes, and how far it sees."""
+
+    rows: Tensor
+    """``(n,)`` int64 rows of the buffers that take part in the forward. Unless all do, their keys
+    and values are copied for attention."""
+    columns: Tensor
+    """``(n, W)`` int64 column that each query is written to, or ``(1, T)`` with a packing."""
+    kv_end: int
+    """Attention receives the keys and values of columns ``[0, kv_end)``."""
+    packing: Packing | None = None
+    """Where windows of different widths lie in one row of ``T`` queries."""
+    visible: Tensor | None = None
+    """Which of these columns each query sees, ``(n, 1, 1 or W, kv_end)`` bool; ``None`` if all."""
+    sequences: Sequences | None = None
+    """What each query sees, for attention without a mask, which receives whole buffers."""
+
+    @property
+    def at(self) -> Tensor:
+        """Row of each query, to go with :attr:`columns`: ``(n, 1)`` or ``(1, T)``."""
+        return self.rows[:, None] if self.packing is None else self.packing.rows
+
+
+class WindowCache(Cache):
+    """Preallocated key and value buffers for a batch of canvases.
+
+    Writes happen in place, so this is for decoding only. Columns that were never written hold
+    zeros; the attention mask must hide them. It is in no reference cycle, so that its memory is
+    freed as soon as its decode ends.
+    """
+
+    plan: WindowPlan
+    """Plan of the next forward; to be set before it."""
+
+    def __init__(self, *, length: int, num_rows: int) -> None:
+        super().__init__(layers=[])
+        self.length = length
+        self.num_rows = num_rows
+        self.buffers: dict[int | str, tuple[Tensor, ...]] = {}
+        """Keys and values by layer, ``(B, L, kv heads, head dim)``: a window is written in whole
+        rows, and the buffers of all rows form one long sequence. By name, anything else that is
+        kept for each column of a canvas, ``(B, L, ...)``."""
+
+    def write(
+        self, name: int | str, *windows: Tensor, columns: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """Writes windows ``(n, W, ...)``, or ``(1, T, ...)`` with a packing; returns the buffers.
+
+        ``columns`` ``(n, K)`` int64 replace those of the plan.
+        """
+        if name not in self.buffers:  # at the first write, in its dtype and on its device
+            self.buffers[name] = tuple(
+                new.new_zeros(self.num_rows, self.length, *new.shape[2:]) for new in windows
+            )
+        places = self.plan.columns if columns is None else columns
+        for buffer, new in zip(self.buffers[name], windows, strict=True):
+            buffer[self.plan.at, places] = new
+        return self.buffers[name]
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *_args: object,
+        **_kwargs: object,
+    ) -> tuple[Tensor, Tensor]:
+        """Writes a window ``(n, h, W, d)`` or ``(1, h, T, d)``; returns what attention reads."""
+        # Under autocast, rotated keys are float32; attention would round them in every forward.
+        new_keys, new_values = key_states.to(value_states.dtype), value_states
+        # Written first: the window's own keys are among those that it sees.
+        keys, values = self.write(layer_idx, new_keys.transpose(1, 2), new_values.transpose(1, 2))
+        plan = self.plan
+        if plan.sequences is None:
+            keys, values = keys[:, : plan.kv_end], values[:, : plan.kv_end]
+            if len(plan.rows) < self.num_rows:
+                keys, values = keys[plan.rows], values[plan.rows]
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
+    def take(self, index: Tensor) -> None:
+        """Keeps only the rows ``index``, ``(n,)`` int64."""
+        self.num_rows = len(index)
+        for name, buffers in self.buffers.items():
+            self.buffers[name] = tuple(buffer[index] for buffer in buffers)
+
+    def copy(self, to: Tensor, of: Tensor, end: int) -> None:
+        """Copies rows ``of`` to rows ``to``, ``(n,)`` int64, in the columns before ``end``."""
+        for buffers in self.buffers.values():
+            for buffer in buffers:
+                buffer[to, :end] = buffer[of, :end]
+
+    def shift(self, by: int) -> None:
+        """Adds ``by`` columns on the left; a negative number removes columns there."""
+        self.length += by
+        for name, buffers in self.buffers.items():
+            self.buffers[name] = tuple(shifted(buffer, by) for buffer in buffers)
+
+
+@runtime_checkable
+class CacheableBackbone(Backbone, Protocol):
+    """A backbone whose layers can run over a part of a canvas, against cached keys and values."""
+
+    @property
+    def sequences_from(self) -> int | None:
+        """Number of keys from which attention takes sequences instead of a mask, if it can."""
+        ...
+
+    def encode(
+        self,
+        ids: Tensor,
+        visible: Tensor | None,
+        position_ids: Tensor | None,
+        *,
+        hidden_layers: Sequence[int] = (),
+        cache: WindowCache | None = None,
+        kept: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Runs the layers, as :meth:`lit_dlm.backbones.hf.HFBackbone.encode` says."""
+        ...
+
+    def head(self, rows: Tensor) -> Tensor:
+        """``(..., V)`` logits of rows ``(..., D)`` after the final norm."""
+        ...
 
 
 class CachedCanvas:
@@ -45,7 +174,7 @@ class CachedCanvas:
 
     def __init__(
         self,
-        backbone: HFBackbone,
+        backbone: CacheableBackbone,
         *,
         num_rows: int,
         length: int,
@@ -69,10 +198,11 @@ class CachedCanvas:
     def take(self, index: Tensor) -> None:
         """Keeps only the rows ``index``, ``(n,)`` int64."""
         self._cache.take(index)
-        for name in ("_pad_mask", "_positions", "_blocks", "_starts"):
-            value = getattr(self, name)
-            if value is not None:
-                setattr(self, name, value[index])
+        self._positions = self._positions[index]
+        if self._blocks is not None:
+            self._blocks = self._blocks[index]
+        if self._pad_mask is not None and self._starts is not None:
+            self._pad_mask, self._starts = self._pad_mask[index], self._starts[index]
 
     def shift(self, by: int) -> None:
         """Adds ``by`` columns on the left of the canvas; a negative number removes padding."""
@@ -80,10 +210,8 @@ class CachedCanvas:
             return
         self.length += by
         self._cache.shift(by)
-        for name in ("_positions", "_blocks"):
-            value = getattr(self, name)
-            if value is not None:
-                setattr(self, name, shifted(value, by))
+        # Blocks and padding of all rows come with the new rows, see put().
+        self._positions = shifted(self._positions, by)
 
     def put(
         self, index: Tensor, *, pad_mask: Tensor | None, positions: Tensor, blocks: Tensor | None
@@ -117,27 +245,28 @@ class CachedCanvas:
         block_causal: bool = False,
         columns: Tensor | None = None,
     ) -> None:
-        """Runs one window of each row; if widths differ, only attention pads to the widest.
+        """Plans a forward, see :meth:`plan`, and runs it, see :meth:`run`."""
+        self.run(ids, self.plan(spans, rows=rows, block_causal=block_causal), columns=columns)
+
+    def run(self, ids: Tensor, plan: WindowPlan, *, columns: Tensor | None = None) -> None:
+        """Runs a planned forward.
 
         Args:
             ids: ``(B, L)`` int64 canvas.
-            rows: rows of the batch that take part, one for each window; ``None`` means all.
-            block_causal: the windows hold several blocks, and a query sees those up to its own.
             columns: ``(B, K)`` int64 columns that will be read before the next forward over the
                 same windows; only these go through the end of the last layer. All by default.
         """
-        plan, visible = self._plan(spans, rows, block_causal)
         self._cache.plan = plan
         places, kept = plan.columns, None
         begins, width = places[:, :1], places.shape[1]
         if columns is not None and plan.packing is None and columns.shape[1] < width:
             read = raw_columns(columns, self.backbone.spec.shift, starts=self._starts)
-            read = read if rows is None else read[plan.rows]
+            read = read if len(plan.rows) == self._cache.num_rows else read[plan.rows]
             # A predictor left of the window keeps its row from the refresh.
             kept = (read - begins).clamp(0, width - 1)
         last, hidden = self.backbone.encode(
             ids[plan.at, places],
-            visible,
+            plan.visible,
             self._positions[plan.at, places],
             hidden_layers=self.hidden_layers,
             cache=self._cache,
@@ -149,10 +278,19 @@ class CachedCanvas:
         if hidden is not None:
             self._cache.write(_HIDDEN, hidden)
 
-    def _plan(
-        self, spans: Sequence[Span], rows: Sequence[int] | None, block_causal: bool
-    ) -> tuple[WindowPlan, Tensor | None]:
-        """Plans a forward's reads and writes, and its mask ``(n, 1, 1 or W, kv_end)``, if any."""
+    def plan(
+        self,
+        spans: Sequence[Span],
+        *,
+        rows: Sequence[int] | None = None,
+        block_causal: bool = False,
+    ) -> WindowPlan:
+        """Plans one window of each row; if widths differ, only attention pads to the widest.
+
+        Args:
+            rows: rows of the batch that take part, one for each window; ``None`` means all.
+            block_causal: the windows hold several blocks, and a query sees those up to its own.
+        """
         widths = [span.end - span.begin for span in spans]
         width, kv_end = max(widths), max(span.kv_end for span in spans)
         is_packed = sum(widths) < len(spans) * width
@@ -187,10 +325,14 @@ class CachedCanvas:
             )
         else:
             sequences = self._sequences(part, ranges)
-        plan = WindowPlan(
-            rows=taken, columns=places, kv_end=kv_end, packing=packing, sequences=sequences
+        return WindowPlan(
+            rows=taken,
+            columns=places,
+            kv_end=kv_end,
+            packing=packing,
+            visible=visible,
+            sequences=sequences,
         )
-        return plan, visible
 
     def _sequences(self, part: Mapping[str, Tensor], ranges: Mapping[str, list[int]]) -> Sequences:
         """Returns the sequences of :meth:`_ranges`; ``part`` has the same numbers on the device."""
