@@ -321,6 +321,7 @@ class Observer(Protocol):
     def on_step(self, record: StepRecord) -> bool | None:
         """Called after each step. Must not synchronise with the device.
 
+        The tensors of a record are valid until the next step: whoever keeps some copies them.
         Returning True ends the decode: rows that have not ended are dropped.
         """
         ...

@@ -18,7 +18,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
-from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
@@ -435,7 +434,6 @@ class KeptSteps:
 
 MAX_CHUNK_BYTES = 64 * 2**20
 """Device memory of one buffer; longer decodes spill to the host in parts of this size."""
-_STEPS_AT_ONCE = 16
 
 
 class HostCopies:
@@ -499,11 +497,8 @@ class StepParts:
 class StepBuffer:
     """Values ``(T, B, G)`` of a decode whose number of steps is not known beforehand.
 
-    The values of rows that have left the batch are arbitrary. Adding a step is one append to a
-    list. The tensors of several steps are then copied into the buffer by one operation, since
-    launching an operation right after a forward, with cold caches, takes far longer than the copy
-    itself. A tensor that was passed in must therefore not be written to afterwards, which holds for
-    everything that the decode loop shows its observers.
+    The values of rows that have left the batch are arbitrary. A step is copied when it is added:
+    the tensors of a record are valid only until the next step.
 
     Nothing here waits for the device while a decode runs. On CUDA a full buffer is copied to pinned
     memory on a separate stream, beside the decode; on the CPU the buffer itself is handed over.
@@ -525,25 +520,29 @@ class StepBuffer:
         self._sent = self._at = 0  # steps of the chunk
         self._first_step = 0
         self._parts: list[Tensor] = []
-        self._waiting: list[tuple[Tensor, Tensor]] = []
-        self._room = min(_STEPS_AT_ONCE, self._chunk_steps)
 
     def append(self, rows: Tensor, values: Tensor) -> None:
-        """Stores one step.
+        """Copies one step.
 
         Args:
-            rows: ``(b,)`` int64, ascending: places of the rows in the batch. Steps with equal
-                rows should pass the same tensor.
-            values: ``(b, at least G)``, of which the last G columns are taken; must not be
-                written to afterwards.
+            rows: ``(b,)`` int64, ascending: places of the rows in the batch.
+            values: ``(b, at least G)``, of which the last G columns are taken.
         """
-        self._waiting.append((rows, values[:, values.shape[1] - self.num_columns :]))
-        if len(self._waiting) == self._room:
-            self._settle()
+        values = values[:, values.shape[1] - self.num_columns :]
+        if self._chunk is None or self._at == self._chunk_steps:
+            self._send()
+            shape = (self._chunk_steps, self.num_rows, self.num_columns)
+            self._chunk = torch.empty(shape, dtype=self.dtype, device=values.device)
+            self._sent = self._at = 0
+        step = self._chunk[self._at]
+        if len(values) == self.num_rows:  # all rows are present, in order
+            step.copy_(values)
+        else:
+            step.index_copy_(0, rows, values.to(self.dtype))
+        self._at += 1
 
     def parts(self) -> StepParts:
         """Returns all steps not forgotten, after sending to the host those not there yet."""
-        self._settle()
         self._send()
         return StepParts(self._first_step, tuple(self._parts), self.num_columns)
 
@@ -556,25 +555,3 @@ class StepBuffer:
         if self._chunk is not None and self._at > self._sent:
             self._parts.append(self._copies.add(self._chunk[self._sent : self._at]))
             self._sent = self._at
-
-    def _settle(self) -> None:
-        """Copies the waiting steps into the buffer, which has room for them."""
-        waiting, self._waiting = self._waiting, []
-        if not waiting:
-            return
-        if self._chunk is None or self._at == self._chunk_steps:
-            self._send()
-            shape = (self._chunk_steps, self.num_rows, self.num_columns)
-            self._chunk = torch.empty(shape, dtype=self.dtype, device=waiting[0][1].device)
-            self._sent = self._at = 0
-        for _, group in groupby(waiting, key=lambda step: id(step[0])):
-            same_rows = list(group)
-            rows, values = same_rows[0][0], [value for _, value in same_rows]
-            target = self._chunk[self._at : self._at + len(values)]
-            stacked = torch.stack(values)
-            if stacked.shape[1] == self.num_rows:  # all rows are present, in order
-                target.copy_(stacked)
-            else:
-                target.index_copy_(1, rows, stacked.to(self.dtype))
-            self._at += len(values)
-        self._room = min(_STEPS_AT_ONCE, self._chunk_steps - self._at or self._chunk_steps)
