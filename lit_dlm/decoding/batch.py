@@ -13,14 +13,11 @@ from lit_dlm.backbones.base import Backbone
 from lit_dlm.decoding.decoder import Decoder
 from lit_dlm.decoding.state import (
     BROKEN,
-    COMPLETE,
-    EOS,
     RUNNING,
-    STEP_LIMIT,
+    STATUS,
     Canvas,
     DecodeResult,
     DecodeState,
-    Status,
     StepRecord,
 )
 from lit_dlm.decoding.step import advance, decide
@@ -47,9 +44,6 @@ class Row:
     prompt_length: int
     seconds: float
     policy_seconds: float
-
-
-_STATUS: dict[int, Status] = {COMPLETE: "complete", EOS: "eos", STEP_LIMIT: "step_limit"}
 
 
 class Batch:
@@ -170,7 +164,9 @@ class Batch:
         return replace(joined.by_slot(), num_forwards=self._forwards.num_forwards)
 
     def _result(self, ended: list[int]) -> DecodeResult:
-        state, rows = self.state.take(row_index(ended, self.state.ids.device)), self.rows
+        # What the policy remembers of rows that have ended may be large, and nobody asks for it.
+        state = replace(self.state, memory=None).take(row_index(ended, self.state.ids.device))
+        rows = self.rows
         seconds = [self._seconds - rows[number].seconds for number in ended]
         policy_seconds = [self._policy_seconds - rows[number].policy_seconds for number in ended]
         has_stalls = self._decoder.settings.stall_rule == "top1"
@@ -185,7 +181,7 @@ class Batch:
             policy_forwards=state.step * self._decoder.policy.forwards_per_step,
             seconds=torch.tensor(seconds, dtype=torch.float64),
             policy_seconds=torch.tensor(policy_seconds, dtype=torch.float64),
-            status=[_STATUS[self.status[number]] for number in ended],
+            status=[STATUS[self.status[number]] for number in ended],
             num_forwards=self._forwards.num_forwards,
             given=~state.editable,
         )

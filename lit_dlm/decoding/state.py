@@ -18,6 +18,8 @@ from lit_dlm.ops.options import at_least
 Status = Literal["complete", "eos", "step_limit"]
 RUNNING, COMPLETE, EOS, STEP_LIMIT, BROKEN = range(5)
 """What ``DecodeState.status`` says of a row; ``BROKEN``: a probability was not a number."""
+STATUS: dict[int, Status] = {COMPLETE: "complete", EOS: "eos", STEP_LIMIT: "step_limit"}
+"""How results and records call the end of a row."""
 
 
 @dataclass(frozen=True)

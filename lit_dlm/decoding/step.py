@@ -169,8 +169,9 @@ def committed(
     if selection.rewritten is not None:  # such a policy ensures progress itself
         by_policy = torch.ones_like(by_policy)
     # Asking first costs less than the ranking, which is mostly not needed.
-    is_needed = not reads_are_free(by_policy.device) or not bool(by_policy.all())
-    if rules.stall_rule == "top1" and is_needed:
+    if rules.stall_rule == "top1" and not (
+        reads_are_free(by_policy.device) and bool(by_policy.all())
+    ):
         best = top_quota(selection.scores, candidates, 1)
         commit = torch.where(by_policy[:, None], commit, best)
     return commit, by_policy

@@ -39,7 +39,14 @@ from lit_dlm.decoding.description import decoder_from_description
 from lit_dlm.decoding.loop import decode
 from lit_dlm.decoding.policies.lockstep import LockstepPolicy
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
-from lit_dlm.decoding.state import Canvas, DecodeState, Observer, StepRecord, prompt_canvas
+from lit_dlm.decoding.state import (
+    STATUS,
+    Canvas,
+    DecodeState,
+    Observer,
+    StepRecord,
+    prompt_canvas,
+)
 from lit_dlm.decoding.step import Decision, advance, decide, needs
 from lit_dlm.ops.batches import first_column
 from lit_dlm.ops.options import within
@@ -586,15 +593,13 @@ def _judge_step(
     num_tokens = wrote.sum(1).tolist()
     num_equal = (wrote & (step.new_ids == after)).sum(1).tolist()
     differs, margin = compare_step(step, after, decoder)
-    is_open = (state.editable & (step.new_ids == state.mask_id)).any(1)
-    is_open = is_open | decision.held.any(1)
-    has_ended = torch.zeros_like(is_open) if decision.ended is None else decision.ended
+    statuses = advance(decision).status.tolist()
     for i, row in enumerate(state.rows.tolist()):
         verdict = verdicts[row]
         verdict.num_checked += 1
         verdict.num_tokens += num_tokens[i]
         verdict.num_equal += num_equal[i]
-        status = "complete" if not is_open[i] else "eos" if has_ended[i] else "step_limit"
+        status = STATUS.get(statuses[i], "step_limit")  # or the row goes on
         if differs[i]:
             verdict.differ(number, float(margin[i]), _difference(after[i], step, i))
         elif wrong_end := _wrong_end(records[row], number, status, decoder):
