@@ -185,3 +185,18 @@ def test_a_row_in_a_used_slot_begins_like_one_in_a_new_slot():
     alone = d.decode(backbone, decoder, canvas_of([0]))
     assert int(alone.num_steps) > 1
     assert [int(result.num_steps) for result in results] == [int(alone.num_steps)] * 3
+
+
+class Counting(d.ConfidencePolicy):
+    """Remembers how many steps a row has taken, and does not say what it begins with."""
+
+    def select(self, state, candidates, proposal, quota):
+        before = torch.zeros(len(state.ids), 1) if state.memory is None else state.memory
+        assert torch.equal(before[:, 0], state.step.float())
+        return replace(super().select(state, candidates, proposal, quota), memory=before + 1)
+
+
+def test_a_policy_that_does_not_say_what_it_begins_with_finds_zeros_in_a_used_slot():
+    decoder = d.Decoder(policy=Counting(), quota=d.FixedQuota(5))
+    ended = streamed(decoder, tiny_backbone(), PROMPTS[:3], 12, 1)
+    assert [rows.result.num_steps.tolist() for rows in ended] == [[3]] * 3
