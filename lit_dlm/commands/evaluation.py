@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,34 @@ from lit_dlm.config.parser import Parser
 from lit_dlm.ops.files import write_atomically
 
 
+@dataclass(kw_only=True)
+class EvaluationOptions:
+    """Options of the command, besides those of a model and a decoder.
+
+    Args:
+        tasks: Such as [ifeval, gsm8k].
+        run_dir: Receives the results.
+        include_path: Tasks of your own.
+        limit: Items per task.
+        response_length: Cells to fill; the task's own number by default.
+        num_draws: Masked copies per log-likelihood.
+        antithetic: Whether to draw in pairs.
+        check_greedy: Whether log-likelihoods say if the text would be decoded; multiple choice is
+            faster without.
+    """
+
+    tasks: list[str]
+    run_dir: str = "runs/eval"
+    include_path: str | None = None
+    num_fewshot: NonNegativeInt | None = None
+    limit: PositiveInt | None = None
+    response_length: PositiveInt | None = None
+    apply_chat_template: bool = True
+    num_draws: PositiveInt = 128
+    antithetic: bool = True
+    check_greedy: bool = True
+
+
 def main(arguments: Sequence[str]) -> int:
     """Runs the command with the arguments after its name."""
     parser = Parser(
@@ -27,29 +56,7 @@ def main(arguments: Sequence[str]) -> int:
         "--cache and --settings. Tasks that run model-written code are refused: 'lit-dlm predict' "
         "has them, in a sandbox. A run that was interrupted goes on.",
     )
-    parser.add_argument("--tasks", type=list[str], required=True, help="Such as [ifeval, gsm8k].")
-    parser.add_argument("--run_dir", type=str, default="runs/eval", help="Receives the results.")
-    parser.add_argument("--include_path", type=str | None, default=None, help="Tasks of your own.")
-    parser.add_argument("--num_fewshot", type=NonNegativeInt | None, default=None)
-    parser.add_argument("--limit", type=PositiveInt | None, default=None, help="Items per task.")
-    parser.add_argument(
-        "--response_length",
-        type=PositiveInt | None,
-        default=None,
-        help="Cells to fill; the task's own number by default.",
-    )
-    parser.add_argument("--apply_chat_template", type=bool, default=True)
-    parser.add_argument(
-        "--num_draws", type=PositiveInt, default=128, help="Masked copies per log-likelihood."
-    )
-    parser.add_argument("--antithetic", type=bool, default=True, help="Whether to draw in pairs.")
-    parser.add_argument(
-        "--check_greedy",
-        type=bool,
-        default=True,
-        help="Whether log-likelihoods say if the text would be decoded; multiple choice is faster "
-        "without.",
-    )
+    parser.add_class_arguments(EvaluationOptions, None, sub_configs=True)
     add_decoding_arguments(parser)
     config = parser.parse_composed(compose(arguments))
     # Read when ``datasets`` is imported; model-written code must run in our sandbox only.
