@@ -6,6 +6,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 @register_model("lit-dlm")
+@dataclass(eq=False, repr=False)
 class DiffusionLM(TemplateLM):
     """A masked diffusion model that decodes with our engine and scores with a Monte-Carlo bound.
 
@@ -52,34 +54,24 @@ class DiffusionLM(TemplateLM):
         answers: a file that receives every answer as it comes; those in it are not computed again.
     """
 
-    def __init__(
-        self,
-        backbone: HFBackbone,
-        tokenizer: PreTrainedTokenizerBase,
-        decoder: Decoder | None = None,
-        *,
-        response_length: int | None = None,
-        batch_size: int = 16,
-        seed: int = 0,
-        num_draws: int = 128,
-        antithetic: bool = True,
-        check_greedy: bool = True,
-        answers: Path | None = None,
-    ) -> None:
+    backbone: HFBackbone
+    tokenizer: PreTrainedTokenizerBase = field()  # required, unlike the base's ``None``
+    decoder: Decoder = field(default_factory=lambda: Decoder(policy=ConfidencePolicy()))
+    _: KW_ONLY
+    response_length: int | None = None
+    batch_size: int = 16
+    seed: int = 0
+    num_draws: int = 128
+    antithetic: bool = True
+    check_greedy: bool = True
+    answers: Path | None = None
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self.backbone = backbone
-        self.tokenizer = tokenizer
-        self.decoder = (decoder or Decoder(policy=ConfidencePolicy())).on(backbone.spec)
-        self.response_length = response_length
-        self.batch_size = batch_size
-        self.seed = seed
-        self.num_draws = num_draws
-        self.antithetic = antithetic
-        self.check_greedy = check_greedy
+        self.decoder = self.decoder.on(self.backbone.spec)
         self.num_steps: list[int] = []  # forwards of every text, in the order of the requests
-        self._device = backbone.device
-        self._path = answers
-        self._answers = _read_answers(answers)
+        self._device = self.backbone.device
+        self._answers = _read_answers(self.answers)
 
     def settings(self) -> dict[str, Any]:
         return {
@@ -260,16 +252,16 @@ class DiffusionLM(TemplateLM):
     ) -> list[dict[str, Any]]:
         """Returns the answers in the order of the keys; those not in the file are computed."""
         settings = ""
-        if self._path is not None:
+        if self.answers is not None:
             settings = json.dumps(self.settings(), sort_keys=True)
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self.answers.parent.mkdir(parents=True, exist_ok=True)
         names = [f"{sample_seed(0, settings + verb + key):016x}" for key in keys]
         left = [[row for row in rows if names[row] not in self._answers] for rows in batches]
         for rows in track([rows for rows in left if rows], verb, disable=is_quiet):
             for row, found in zip(rows, answer(rows), strict=True):
                 self._answers[names[row]] = found
-                if self._path is not None:
-                    with self._path.open("a", encoding="utf-8") as file:
+                if self.answers is not None:
+                    with self.answers.open("a", encoding="utf-8") as file:
                         file.write(json.dumps([names[row], found], ensure_ascii=False) + "\n")
         return [self._answers[name] for name in names]
 

@@ -201,7 +201,9 @@ def compose(arguments: Sequence[str], *first: str) -> Composed:
     named, words = parser.parse_known_args(list(arguments))
     document = reduce(merge, map(load, first), dict[str, Any]())
     for number, name in enumerate(named.config):
-        content = _document(name)
+        is_inline = name.lstrip().startswith("{")
+        text = mapping("--config", name.encode()) if is_inline else load(name)
+        content = decoder_options(text)
         if number and all(_names_class(content.get(part)) for part in ("model", "data")):
             raise ValueError(
                 f"--config {name}: names the classes of model and data, and so would undo what "
@@ -225,11 +227,6 @@ def compose(arguments: Sequence[str], *first: str) -> Composed:
     _require_known(document, "")
     left.sort(key=lambda flag: flag.startswith("--print_config"))  # what follows would not be seen
     return Composed(document, document, left)
-
-
-def _document(name: str) -> dict[str, Any]:
-    is_inline = name.lstrip().startswith("{")
-    return decoder_options(mapping("--config", name.encode()) if is_inline else load(name))
 
 
 def _names_class(value: Any) -> bool:
