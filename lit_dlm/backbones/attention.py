@@ -54,6 +54,19 @@ def position_ids_for(pad_mask: Tensor, positions: Literal["cumsum", "arange"]) -
     return torch.arange(pad_mask.shape[1], device=pad_mask.device).expand_as(pad_mask)
 
 
+def canvas_blocks(
+    spec: BackboneSpec, ids: Tensor, pad_mask: Tensor | None, response_start: int | None
+) -> Tensor:
+    """``(1, L)`` or ``(B, L)`` int64: the block of every column of a block model's canvas."""
+    assert spec.block_size is not None
+    return block_numbers(
+        ids.shape[1] if pad_mask is None else pad_mask,
+        spec.block_size,
+        origin=response_start if spec.block_origin == "response" else None,
+        device=ids.device,
+    )
+
+
 def attention_visibility(
     spec: BackboneSpec,
     ids: Tensor,
@@ -68,16 +81,8 @@ def attention_visibility(
     # None if every query sees every key: a mask would rule out the fastest kernels.
     if spec.attention == "full":
         return None if pad_mask is None else key_visibility(pad_mask)
-    counts_from_response = spec.block_origin == "response"
-    assert spec.block_size is not None
-    assert response_start is not None or not counts_from_response
-    blocks = block_numbers(
-        ids.shape[1] if pad_mask is None else pad_mask,
-        spec.block_size,
-        origin=response_start if counts_from_response else None,
-        device=ids.device,
-    )
-    return block_causal_visibility(blocks, pad_mask)
+    assert response_start is not None or spec.block_origin == "sequence"
+    return block_causal_visibility(canvas_blocks(spec, ids, pad_mask, response_start), pad_mask)
 
 
 AttentionRoute = Literal["auto", "sdpa", "varlen"]

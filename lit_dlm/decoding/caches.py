@@ -42,14 +42,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_dlm.backbones.attention import position_ids_for
+from lit_dlm.backbones.attention import canvas_blocks, position_ids_for
 from lit_dlm.backbones.base import Backbone, Denoised, Span
 from lit_dlm.backbones.cache import CacheableBackbone, CachedCanvas, WindowPlan
 from lit_dlm.config.components import Component
 from lit_dlm.decoding.state import DecodeState
 from lit_dlm.decoding.windows import BlockWindow, Window
 from lit_dlm.ops.batches import row_index, token_batches
-from lit_dlm.ops.masking import block_numbers
 from lit_dlm.ops.options import at_least
 
 if TYPE_CHECKING:
@@ -471,10 +470,5 @@ class CacheSession(Forwards):
         """``(b, L)`` int64 block of every column; ``None`` if the model is not block-causal."""
         if not self._block_causal:
             return None
-        assert self._spec.block_size is not None
-        return block_numbers(
-            state.ids.shape[1] if state.pad_mask is None else state.pad_mask,
-            self._spec.block_size,
-            origin=state.start if self._spec.block_origin == "response" else None,
-            device=state.ids.device,
-        ).expand_as(state.ids)
+        blocks = canvas_blocks(self._spec, state.ids, state.pad_mask, state.start)
+        return blocks.expand_as(state.ids)

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.utils.rnn import pad_sequence
 
 from lit_dlm.backbones import BackboneSpec
-from lit_dlm.backbones.attention import position_ids_for
+from lit_dlm.backbones.attention import canvas_blocks, position_ids_for
 from lit_dlm.decoding.api import text_cells
 from lit_dlm.losses.corruption import hidden_prompt
 from lit_dlm.losses.states import NoisyStates, Responses
@@ -25,7 +25,6 @@ from lit_dlm.ops.cuts import non_ltr_positions
 from lit_dlm.ops.masking import (
     TwoCopyLayout,
     block_causal_visibility,
-    block_numbers,
     wants_block_mask,
 )
 from lit_dlm.ops.sampling import sample_seed
@@ -234,10 +233,7 @@ def responses_of(
             maskable &= is_last | F.pad(text[:, :-1], (1, 0), value=True)
     blocks = None
     if spec.attention == "block":
-        assert spec.block_size is not None
-        origin = batch.start if spec.block_origin == "response" else None
-        canvas = batch.ids.shape[1] if batch.pad_mask is None else batch.pad_mask
-        blocks = block_numbers(canvas, spec.block_size, origin=origin, device=tokens.device)
+        blocks = canvas_blocks(spec, batch.ids, batch.pad_mask, batch.start)
         blocks = blocks[:, batch.start :].expand_as(tokens)
     has_prompt = None
     if batch.pad_mask is not None:

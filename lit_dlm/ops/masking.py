@@ -75,7 +75,7 @@ class TwoCopyLayout:
     source: Tensor  # (N,) int64 canvas column that each slot of the row holds
     copy: Tensor  # (N,) int64 number of the noisy copy from 0, -1 on the clean one
     blocks: Tensor  # (S, N) int64 block numbers; a noisy slot has that of its clean twin
-    real: Tensor | None  # (S or B, N) bool, True on slots that take part; None when all do
+    real: Tensor  # (S or B, N) bool, True on slots that take part
 
     @classmethod
     def trace(
@@ -96,10 +96,11 @@ class TwoCopyLayout:
         shared block take part. They hold prompt tokens and are not targets. Without this copy, the
         tail would have to be read from the clean half, where it has seen the answer.
         """
-        canvas: int | Tensor = length if pad_mask is None else pad_mask
+        if pad_mask is None:
+            pad_mask = torch.ones(1, length, dtype=torch.bool, device=device)
         from_response = origin == "response"
         blocks = block_numbers(
-            canvas, block_size, origin=response_start if from_response else None, device=device
+            pad_mask, block_size, origin=response_start if from_response else None
         )
         early = 0 if from_response else min(block_size - 1, response_start)
         columns = torch.arange(length, device=blocks.device)
@@ -109,15 +110,14 @@ class TwoCopyLayout:
             source=source,
             copy=torch.cat([torch.full_like(columns, -1), torch.zeros_like(noisy)]),
             blocks=blocks[:, source],
-            real=None if pad_mask is None else pad_mask.bool()[:, source],
+            real=pad_mask.bool()[:, source],
         )
         if early == 0:
             return layout
         # The early columns of earlier blocks are not part of the noisy copy.
         first_block = blocks[:, response_start : response_start + 1]
         taken = ~layout.is_noisy | (layout.blocks >= first_block)
-        real = taken if layout.real is None else taken & layout.real
-        return replace(layout, real=real)
+        return replace(layout, real=taken & layout.real)
 
     @property
     def is_noisy(self) -> Tensor:
@@ -133,22 +133,21 @@ class TwoCopyLayout:
             source=self.source[slots],
             copy=torch.cat([self.copy[clean], number]),
             blocks=self.blocks[:, slots],
-            real=None if self.real is None else self.real[:, slots],
+            real=self.real[:, slots],
         )
 
     def in_whole_tiles(self) -> TwoCopyLayout:
         """Returns the layout with unused slots at its end, up to a multiple of :data:`TILE`."""
         extra = (0, -len(self.copy) % TILE)
-        real = torch.ones_like(self.blocks, dtype=torch.bool) if self.real is None else self.real
-        source, blocks, real = (F.pad(part, extra) for part in (self.source, self.blocks, real))
+        parts = (self.source, self.blocks, self.real)
+        source, blocks, real = (F.pad(part, extra) for part in parts)
         return TwoCopyLayout(source, F.pad(self.copy, extra, value=-1), blocks, real)
 
-    def _used(self, num_copies: Tensor | None) -> Tensor | None:
+    def _used(self, num_copies: Tensor | None) -> Tensor:
         """Returns the slots that take part if rows use only some of the copies."""
         if num_copies is None:
             return self.real
-        used = self.copy < num_copies[:, None]  # (B, N)
-        return used if self.real is None else used & self.real
+        return (self.copy < num_copies[:, None]) & self.real  # (B, N)
 
     def visibility(self, num_copies: Tensor | None = None) -> Tensor:
         """``(S or B, 1, N, N)`` bool, ``True`` where the query (third axis) may see the key.
@@ -170,7 +169,6 @@ class TwoCopyLayout:
         """
         copy, length, device = self.copy, len(self.copy), self.copy.device
         real = self._used(num_copies)
-        real = torch.ones(1, length, dtype=torch.bool, device=device) if real is None else real
         blocks = self.blocks.expand(len(real), -1)
         own = copy * 2**32 + blocks  # noisy slots with equal numbers see each other
 
