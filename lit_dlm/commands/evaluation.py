@@ -7,9 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 
@@ -62,13 +60,14 @@ def main(arguments: Sequence[str]) -> int:
     # Read when ``datasets`` is imported; model-written code must run in our sandbox only.
     os.environ.pop("HF_ALLOW_CODE_EVAL", None)
     import lm_eval
+    from lm_eval.tasks import TaskManager
     from lm_eval.utils import make_table
 
     from lit_dlm.evaluation import DiffusionLM
 
-    manager = _known_tasks(config.include_path, with_own=False)
-    if not set(config.tasks) <= set(manager.all_tasks):
-        manager = _known_tasks(config.include_path, with_own=True)
+    manager = TaskManager(include_path=config.include_path, include_defaults=False)
+    if not set(config.tasks) <= set(manager.all_tasks):  # lm-eval's own thousands take seconds
+        manager = TaskManager(include_path=config.include_path)
     if unknown := [name for name in config.tasks if name not in manager.all_tasks]:
         raise ValueError(
             f"tasks: lm-eval knows no {', '.join(map(repr, unknown))}; a folder with tasks of your "
@@ -117,11 +116,3 @@ def main(arguments: Sequence[str]) -> int:
     told += [f"{len(steps)} texts, {sum(steps) / len(steps):.2f} forwards each"] if steps else []
     sys.stdout.write("\n".join([*told, f"Results and samples: {folder}"]) + "\n")
     return 0
-
-
-@cache
-def _known_tasks(folder: str | None, *, with_own: bool) -> Any:
-    """Tasks of a folder and, if ``with_own``, lm-eval's own thousands, which takes seconds."""
-    from lm_eval.tasks import TaskManager
-
-    return TaskManager(include_path=folder, include_defaults=with_own)

@@ -47,10 +47,6 @@ _NEEDED = {
     "predict": {"model": "predict_step", "data": "predict_dataloader"},
 }
 """Methods that a command calls, and that Lightning's base classes do not implement."""
-_TOLD: tuple[type[Exception], ...] = (
-    ValueError, OSError, RuntimeError, TypeError, LookupError, AttributeError, ImportError,
-    MisconfigurationException,
-)  # fmt: skip
 _held = ExitStack()  # the lock of the run folder
 
 
@@ -206,7 +202,7 @@ def main(arguments: Sequence[str], composed: Composed) -> int:
         warnings.filterwarnings("ignore", message=f".*{message}")
     try:
         _cli(CLI, arguments, composed)
-    except _TOLD + _errors_of_wandb() as error:
+    except Exception as error:
         # What fails while Lightning cleans up after an error is not the cause.
         cause = error.__context__ if isinstance(error.__context__, RuntimeError) else None
         told = (cause and _told(cause)) or _told(error)
@@ -238,13 +234,9 @@ def _cli(kind: type[CLI], arguments: Sequence[str], composed: Composed) -> CLI:
     )
 
 
-def _errors_of_wandb() -> tuple[type[Exception], ...]:
-    return (sys.modules["wandb.errors"].Error,) if "wandb.errors" in sys.modules else ()
-
-
 def _told(error: Exception) -> str | None:
     """One line about an error that is not a fault of the program, else ``None``."""
-    if isinstance(error, _errors_of_wandb()):
+    if "wandb.errors" in sys.modules and isinstance(error, sys.modules["wandb.errors"].Error):
         reason = " ".join(str(error).split())
         return f"trainer.logger: {reason}; WANDB_MODE=offline keeps the run in its folder"
     if isinstance(error, ValueError | OSError | ImportError | MisconfigurationException):
