@@ -236,9 +236,9 @@ class Checks:
                 blocks=block_numbers(length, 4, device=self.device).expand(rows, -1),
                 block_size=4,
             )
-            canvas.forward(ids, [Span(0, 800, 800)] * rows, block_causal=True)
+            canvas.run(ids, canvas.plan([Span(0, 800, 800)] * rows, block_causal=True))
             spans = [Span(796, 800 + 4 * (row % 2), 800 + 4 * (row % 2)) for row in range(rows)]
-            canvas.forward(ids, spans, block_causal=True)
+            canvas.run(ids, canvas.plan(spans, block_causal=True))
             logits.append(canvas.read(columns[:, 796:800]).logits)
         told = logits[1].isfinite()
         error = (logits[0] - logits[1])[told].float().norm() / logits[1][told].float().norm()

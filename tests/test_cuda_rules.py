@@ -137,8 +137,8 @@ def test_windows_under_autocast_equal_those_of_the_other_route(dtype: str):
     def run(route: str) -> Tensor:
         model = _block_model(dtype, route)
         canvas = CachedCanvas(model, num_rows=2, length=8, pad_mask=None, positions=columns)
-        canvas.forward(ids, [Span(0, 8, 8)] * 2)
-        canvas.forward(ids, [Span(2, 6, 8), Span(3, 5, 6)])
+        canvas.run(ids, canvas.plan([Span(0, 8, 8)] * 2))
+        canvas.run(ids, canvas.plan([Span(2, 6, 8), Span(3, 5, 6)]))
         return canvas.read(columns).logits[..., 4:]
 
     with cuda_rules(), torch.autocast("cpu", BF16):

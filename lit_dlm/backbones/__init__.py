@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from lit_dlm.backbones.lora import LoRASettings as LoRASettings
     from lit_dlm.backbones.resolution import (
         FromAR as FromAR,
-        Resolved as Resolved,
         load_tokenizer as load_tokenizer,
         resolve as resolve,
         tokenizer_of as tokenizer_of,
@@ -33,7 +32,6 @@ _ON_FIRST_USE = {
     "FromAR": "resolution",
     "HFBackbone": "hf",
     "LoRASettings": "lora",
-    "Resolved": "resolution",
     "load_backbone": "hf",
     "load_tokenizer": "resolution",
     "tokenizer_of": "resolution",

@@ -294,13 +294,12 @@ _LLADA2 = Family(
     options=LLADA2_OPTIONS,
     **_LING_TOKENS,
 )
-_FAST_DLLM = Family(
+_FAST_DLLM = replace(
+    _SDAR,
     model_types=("Fast_dLLM_Qwen",),
     decoder="qwen2",
     mask_tokens=("|<MASK>|",),
-    eos_tokens=("<|endoftext|>", "<|im_end|>"),
     shift=1,
-    attention="block",
     block=("bd_size", 32),
 )
 FAMILIES: dict[str, Family] = {
@@ -379,9 +378,7 @@ _BLOCK_NAMES = {
 }
 # ``ff_out`` names two matrices: the head here, the down projection in a block.
 _TOP_NAMES = {"wte": "model.embed_tokens", "ln_f": "model.norm", "ff_out": "lm_head"}
-_LLADA_BLOCK = re.compile(r"transformer\.blocks\.(\d+)\.(\w+)\.(.+)")
-_LLADA_TOP = re.compile(r"transformer\.(\w+)\.(.+)")
-_HF_BLOCK = re.compile(r"model\.layers\.(\d+)\.((?:\w+\.)?\w+)\.([^.]+)")
+_HF_BLOCK = re.compile(r"model\.layers\.(\d+)\.((?:\w+\.)?\w+)\.([^.]+|lora_.+)")
 _DECODER_PARTS = ("embed_tokens.", "layers.", "norm.", "transformer.", "word_embeddings.")
 _VISION_PARTS = ("model.vision_tower.", "model.mm_projector.", "model.image_newline")
 
@@ -402,20 +399,12 @@ def whole_key(key: str) -> str | None:
     return full if key.startswith(_DECODER_PARTS) else key
 
 
-def our_key(key: str, layout: KeyLayout) -> str:
-    """Returns an adapter's key, whose ``model.`` may be missing, under transformers' names."""
-    if layout != "llada":
-        return whole_key(key) or key
-    bare = key.removeprefix("model.")
-    if (block := _LLADA_BLOCK.fullmatch(bare)) and block[2] in _BLOCK_NAMES:
-        return f"model.layers.{block[1]}.{_BLOCK_NAMES[block[2]]}.{block[3]}"
-    if (top := _LLADA_TOP.fullmatch(bare)) and top[1] in _TOP_NAMES:
-        return f"{_TOP_NAMES[top[1]]}.{top[2]}"
-    return key
-
-
 def original_key(key: str, layout: KeyLayout) -> str:
-    """Returns the family's name for ``{module}.{parameter}``; :func:`our_key` inverts LLaDA's."""
+    """Returns the family's name for ``{module}.{parameter}``, also of an adapter in a layer.
+
+    Adapters of LLaDA2 keep transformers' names: as its q, k and v are one matrix, the adapter of
+    that would have another rank.
+    """
     if layout != "llada":
         return llada2_key(key) if layout == "llada2" else key
     module, _, parameter = key.rpartition(".")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
-from lit_dlm.ops.options import one_of
+from lit_dlm.ops.options import of_declared_kinds
 
 if TYPE_CHECKING:  # checks before a run need only the facts, not torch
     import torch
@@ -62,12 +62,7 @@ class BackboneSpec:
     def __post_init__(self) -> None:
         if self.mask_id not in (*self.forbidden_ids, UNKNOWN_ID):
             object.__setattr__(self, "forbidden_ids", (*self.forbidden_ids, self.mask_id))
-        # Overrides come as plain values, which no parser has checked.
-        of = "BackboneSpec."
-        one_of(0, 1, of=of, shift=self.shift)
-        one_of("full", "block", of=of, attention=self.attention)
-        one_of("sequence", "response", of=of, block_origin=self.block_origin)
-        one_of("cumsum", "arange", of=of, positions=self.positions)
+        of_declared_kinds(self)
         if not self.eos_ids or (self.attention == "block" and not self.block_size):
             raise ValueError(
                 "BackboneSpec: expected eos_ids, and a block_size with block attention, got "

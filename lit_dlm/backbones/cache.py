@@ -185,7 +185,6 @@ class CachedCanvas:
         hidden_layers: Sequence[int] = (),
     ) -> None:
         self.backbone = backbone
-        self.length = length
         self.hidden_layers = tuple(hidden_layers)
         self.num_forwards = 0
         self._pad_mask = pad_mask
@@ -208,7 +207,6 @@ class CachedCanvas:
         """Adds ``by`` columns on the left of the canvas; a negative number removes padding."""
         if by == 0:
             return
-        self.length += by
         self._cache.shift(by)
         # Blocks and padding of all rows come with the new rows, see put().
         self._positions = shifted(self._positions, by)
@@ -235,18 +233,6 @@ class CachedCanvas:
         rows = torch.tensor([list(sources), list(sources.values())])
         to, of = rows.to(self._positions.device, non_blocking=True)
         self._cache.copy(to, of, end)
-
-    def forward(
-        self,
-        ids: Tensor,
-        spans: Sequence[Span],
-        *,
-        rows: Sequence[int] | None = None,
-        block_causal: bool = False,
-        columns: Tensor | None = None,
-    ) -> None:
-        """Plans a forward, see :meth:`plan`, and runs it, see :meth:`run`."""
-        self.run(ids, self.plan(spans, rows=rows, block_causal=block_causal), columns=columns)
 
     def run(self, ids: Tensor, plan: WindowPlan, *, columns: Tensor | None = None) -> None:
         """Runs a planned forward.
@@ -319,7 +305,7 @@ class CachedCanvas:
             visible = self._visible(
                 None if rows is None else taken,
                 # Past the canvas there are only cells of a grid that are dropped.
-                window.clamp_max(self.length - 1) if block_causal else None,
+                window.clamp_max(self._cache.length - 1) if block_causal else None,
                 None if is_whole else part["kv_ends"][:, None],
                 kv_end,
             )
@@ -338,11 +324,11 @@ class CachedCanvas:
         """Returns the sequences of :meth:`_ranges`; ``part`` has the same numbers on the device."""
         of, num_keys = part["rows"][part["of"]], part["num_keys"]
         # The buffers of all rows form one long sequence of keys; left padding is skipped.
-        key_starts = of * self.length
+        key_starts = of * self._cache.length
         if self._starts is not None:
             key_starts = key_starts + self._starts[of]
             num_keys = (num_keys - self._starts[of]).clamp_min(1)  # padding must see something, too
-        end = self._cache.num_rows * self.length
+        end = self._cache.num_rows * self._cache.length
         return Sequences(
             query_starts=part["query_starts"].int(),
             key_starts=F.pad(key_starts, (0, 1), value=end).int(),
@@ -360,13 +346,8 @@ class CachedCanvas:
         With ``columns`` ``(n, W)``, queries see blocks up to their own, else all keys; ``kv_ends``
         ``(n, 1)`` are where these end, if that differs between rows.
         """
-
-        def of_rows(values: Tensor) -> Tensor:
-            return values if rows is None else values[rows]
-
-        visible = None
-        if self._pad_mask is not None:
-            visible = of_rows(self._pad_mask)[:, None, :kv_end]
+        taken = slice(None) if rows is None else rows
+        visible = None if self._pad_mask is None else self._pad_mask[taken, None, :kv_end]
         if kv_ends is None and columns is None:
             return None if visible is None else visible[:, None]
         keys = torch.arange(kv_end, device=self._positions.device)
@@ -375,7 +356,7 @@ class CachedCanvas:
             visible = before if visible is None else visible & before
         if columns is not None:
             assert self._blocks is not None
-            blocks = of_rows(self._blocks)
+            blocks = self._blocks[taken]
             seen = blocks.gather(1, columns)[:, :, None] >= blocks[:, None, :kv_end]
             if visible is not None:
                 seen = seen & visible
@@ -400,7 +381,7 @@ class CachedCanvas:
         for window, (begin, end, kv_end) in enumerate(spans):
             step = self._block_size if block_causal and self._block_size else end - begin
             # A prompt's first block may be cut short on the left, a canvas's last on the right.
-            whole = begin if end == self.length else end
+            whole = begin if end == self._cache.length else end
             first = begin + step - (begin - whole) % step
             for start, stop in pairwise([begin, *range(first, end, step), end]):
                 starts.append(starts[-1] + stop - start)

@@ -7,8 +7,9 @@ tensor and uses torch's grouped matrix products; files store each matrix separat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lit_dlm.ops.options import of_declared_kinds, within
@@ -169,26 +170,18 @@ def pieces(
     """Returns the pieces of our tensors that tensors of a file stack; ``own_key`` names these."""
     found: dict[str, list[Piece]] = {}
     for key, shape in shapes.items():
-        for name, index, part in _split(key, shape):
-            found.setdefault(own_key(name), []).append(Piece(key, index, part))
-    return found
-
-
-def _split(
-    key: str, shape: tuple[int, ...]
-) -> Iterator[tuple[str, tuple[int | slice, ...], tuple[int, ...]]]:
-    """Yields each matrix of a tensor of all experts; any other tensor as a whole."""
-    module, _, last = key.rpartition(".")
-    if not module.endswith(".experts"):
-        yield key, (), shape
-        return
-    count, rows, columns = shape
-    names = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
-    rows //= len(names)
-    for number in range(count):
-        for place, name in enumerate(names):
+        module, _, last = key.rpartition(".")
+        if not module.endswith(".experts"):
+            found.setdefault(own_key(key), []).append(Piece(key, (), shape))
+            continue
+        count, rows, columns = shape  # each expert's matrix is a tensor of the file
+        names = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+        rows //= len(names)
+        for number, (place, name) in product(range(count), enumerate(names)):
             index = (number, slice(place * rows, (place + 1) * rows))
-            yield f"{module}.{number}.{name}.weight", index, (rows, columns)
+            own = own_key(f"{module}.{number}.{name}.weight")
+            found.setdefault(own, []).append(Piece(key, index, (rows, columns)))
+    return found
 
 
 def expert_biases(model: nn.Module) -> dict[str, Tensor]:

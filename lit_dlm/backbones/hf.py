@@ -359,7 +359,9 @@ class HFBackbone(nn.Module, Backbone):
     def load_adapter(self, path_or_id: str, *, trainable: bool = False) -> None:
         """Loads a low-rank adapter in PEFT layout from a folder or a hub id."""
         folder = locate(path_or_id)
-        settings, path = read_adapter_settings(folder), adapters.weights_file(folder)
+        settings, path = read_adapter_settings(folder), folder / adapters.WEIGHTS_FILE
+        if not path.is_file():
+            raise ValueError(f"{folder}: expected {path.name} (pickled weights are not read)")
         # Each layer has at least one matrix, with a side of the hidden size.
         if settings.rank * self.num_layers * self.hidden_size > path.stat().st_size:
             told = f"expected the rank r of {path.name}, got {settings.rank}"
@@ -373,8 +375,7 @@ class HFBackbone(nn.Module, Backbone):
                 raise ValueError(told)
             logger.warning("%s; the folder may be a copy of it", told)
         self.add_adapter(settings)
-        layout = key_layout(self.spec.family)
-        adapters.load_adapter(self.model, path, layout=layout)
+        adapters.load_adapter(self.model, path, layout=self._names("original"))
         self._adapter_files = [path]
         if (path := folder / _VISION_FILE).is_file():
             if not (weights := self._vision_weights()):
@@ -405,8 +406,6 @@ class HFBackbone(nn.Module, Backbone):
         assert self.adapter is not None
         is_original = layout == "original" or (layout is None and self._is_release)
         names = self._names("original" if is_original else "hf")
-        if names == "llada2":  # q, k and v are one matrix there: its adapter has another rank
-            names = "hf"
         tensors = adapters.adapter_tensors(self.model, layout=names)
         trained = {
             key: plain_tensor(parameter)
@@ -594,13 +593,9 @@ class HFBackbone(nn.Module, Backbone):
             position_ids: ``(B, L)`` int64; by default the spec's rule for a two-dimensional mask,
                 else column numbers.
         """
-        starts, visible = None, None
-        if mask is not None and mask.ndim == 2:
-            starts, visible = self._starts(mask), key_visibility(mask)
-            if position_ids is None:
-                position_ids = position_ids_for(mask, self.spec.positions)
-        elif mask is not None:
-            visible = _given_visibility(mask)
+        visible, position_ids, starts = self._context(
+            input_ids, mask, position_ids, None, in_blocks=False
+        )
         last, _ = self.encode(input_ids, visible, position_ids)
         return self._head(aligned(last, self.spec.shift, starts=starts))
 
@@ -701,19 +696,29 @@ class HFBackbone(nn.Module, Backbone):
         mask: Tensor | BlockMask | None,
         position_ids: Tensor | None,
         response_start: int | None,
+        *,
+        in_blocks: bool = True,
     ) -> tuple[Tensor | BlockMask | None, Tensor | None, Tensor | None]:
         """Returns who sees whom, position ids, and where rows start if that matters."""
         if isinstance(mask, BlockMask):
             return mask, position_ids, None
         if mask is not None and mask.ndim != 2:
-            return _given_visibility(mask), position_ids, None
-        visible = attention_visibility(self.spec, ids, pad_mask=mask, response_start=response_start)
-        if mask is not None and position_ids is None:
+            if mask.ndim != 4 or mask.dtype != torch.bool:
+                raise ValueError(
+                    "mask: expected (B, L), or a boolean (B, 1, L, L), "
+                    f"got {mask.dtype} {tuple(mask.shape)}"
+                )
+            return with_own_key(mask), position_ids, None
+        visible = None if mask is None else key_visibility(mask)
+        if in_blocks:
+            visible = attention_visibility(
+                self.spec, ids, pad_mask=mask, response_start=response_start
+            )
+        if mask is None:
+            return visible, position_ids, None
+        if position_ids is None:
             position_ids = position_ids_for(mask, self.spec.positions)
-        return visible, position_ids, self._starts(mask)
-
-    def _starts(self, pad_mask: Tensor | None) -> Tensor | None:
-        return None if pad_mask is None or not self.spec.shift else first_column(pad_mask)
+        return visible, position_ids, first_column(mask) if self.spec.shift else None
 
     def encode(
         self,
@@ -750,13 +755,12 @@ class HFBackbone(nn.Module, Backbone):
         plan: dict[str, Any] = {}
         if cache is not None:
             plan["packing"] = cache.plan.packing
+            plan[cache_argument(decoder.__class__)] = cache
             if cache.plan.sequences is not None:
                 plan["sequences"] = cache.plan.sequences.grouped(self._groups)
         # A snapshot of the last layer needs all columns.
         if kept is not None and end not in layers:
             plan["kept"] = kept
-        if cache is not None:
-            plan[cache_argument(decoder.__class__)] = cache
         snapshots: dict[int, Tensor] = {}
         inputs = {"input_ids": ids}
         if self.vision is not None:
@@ -804,16 +808,6 @@ class HFBackbone(nn.Module, Backbone):
     def _head(self, rows: Tensor) -> Tensor:
         logits = self.model.lm_head(rows)
         return logits if self.spec.logit_scale == 1.0 else logits * self.spec.logit_scale
-
-
-def _given_visibility(mask: Tensor) -> Tensor:
-    """Checks a caller's own attention mask; a query without keys then sees itself."""
-    if mask.ndim != 4 or mask.dtype != torch.bool:
-        raise ValueError(
-            "mask: expected (B, L), or a boolean (B, 1, L, L), "
-            f"got {mask.dtype} {tuple(mask.shape)}"
-        )
-    return with_own_key(mask)
 
 
 def _with_code(config: Mapping[str, Any], base_name: str) -> Mapping[str, Any]:

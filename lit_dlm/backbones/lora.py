@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
-from lit_dlm.backbones.architecture import LLADA_MODULES, KeyLayout, PEFTTask, original_key, our_key
+from lit_dlm.backbones.architecture import LLADA_MODULES, KeyLayout, original_key, whole_key
 from lit_dlm.backbones.experts import expert_biases
 from lit_dlm.backbones.resolution import unpinned
 from lit_dlm.backbones.weights import load_weights, plain_tensor, save_weights, write_json_object
@@ -291,12 +291,10 @@ def adapter_parameters(model: nn.Module, name: str = POLICY) -> Iterator[tuple[s
 
 def adapter_tensors(model: nn.Module, *, layout: KeyLayout) -> dict[str, Tensor]:
     """Returns the policy's adapter as PEFT stores it; if sharded, all processes must call this."""
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in adapter_parameters(model):
-        module, _, rest = name.partition(".lora_")
-        own = original_key(f"{module}.weight", layout).removesuffix(".weight")
-        tensors[f"{_PREFIX}{own}.lora_{rest}"] = plain_tensor(parameter)
-    return tensors
+    return {
+        _PREFIX + original_key(name, layout): plain_tensor(parameter)
+        for name, parameter in adapter_parameters(model)
+    }
 
 
 def save_adapter(
@@ -305,7 +303,7 @@ def save_adapter(
     folder: Path,
     *,
     layout: KeyLayout,
-    task: PEFTTask,
+    task: str,
     base_name: str | None,
 ) -> None:
     """Writes the result of :func:`adapter_tensors` as a PEFT folder."""
@@ -334,25 +332,15 @@ def save_adapter(
     write_json_object(folder / CONFIG_FILE, plain)
 
 
-def weights_file(folder: Path) -> Path:
-    """Returns the file of a PEFT folder's weights."""
-    path = folder / WEIGHTS_FILE
-    if not path.is_file():
-        raise ValueError(f"{folder}: expected {WEIGHTS_FILE} (pickled weights are not read)")
-    return path
-
-
 def load_adapter(model: nn.Module, path: Path, *, layout: KeyLayout) -> None:
     """Reads the weights of a PEFT folder, named as in ``layout`` or transformers."""
     wanted = dict(adapter_parameters(model))
-
-    def ours(key: str) -> str:
-        module, _, rest = key.removeprefix(_PREFIX).partition(".lora_")
-        names = {our_key(f"{module}.weight", one) for one in (layout, "hf")}
-        keys = [f"{name.removesuffix('.weight')}.lora_{rest}" for name in names]
-        return next((one for one in keys if one in wanted), key)
-
-    load_weights([path], wanted, rename=ours)
+    ours: dict[str | None, str] = {}
+    for name in wanted:
+        ours |= {name: name, original_key(name, layout): name}
+    load_weights(
+        [path], wanted, rename=lambda key: ours.get(whole_key(key.removeprefix(_PREFIX)), key)
+    )
 
 
 # -- adding an adapter to its weights ------------------------------------------------------------

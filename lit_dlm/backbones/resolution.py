@@ -161,9 +161,15 @@ def load_tokenizer(path_or_id: str) -> PreTrainedTokenizerBase:
         raise ValueError(
             f"{path_or_id}: expected tokenizer.json, or vocab.json with merges.txt, in {folder}"
         )
+    kind: type[PreTrainedTokenizerBase] = Qwen2Tokenizer
     if whole.is_file():
-        _require_bounded_growth(whole)
-    kind = PreTrainedTokenizerFast if whole.is_file() else Qwen2Tokenizer
+        kind = PreTrainedTokenizerFast
+        with fitting(whole):
+            steps = read_json_object(whole)
+            for names in (("normalizer", "pre_tokenizer"), ("decoder",)):
+                if (growth := math.prod(_growth(steps.get(name)) for name in names)) > _MOST_GROWTH:
+                    wanted = f"texts that become at most {_MOST_GROWTH} times as long"
+                    raise ValueError(f"{whole}: expected {wanted}, got {growth:.3g} ({names[0]})")
     try:
         with fitting(folder / "tokenizer_config.json" if whole.is_file() else parts[1]):
             tokenizer = kind.from_pretrained(folder, local_files_only=True)
@@ -175,15 +181,6 @@ def load_tokenizer(path_or_id: str) -> PreTrainedTokenizerBase:
                 Tokenizer.from_file(str(whole))
         raise
     return tokenizer
-
-
-def _require_bounded_growth(path: Path) -> None:
-    with fitting(path):
-        steps = read_json_object(path)
-        for names in (("normalizer", "pre_tokenizer"), ("decoder",)):
-            if (growth := math.prod(_growth(steps.get(name)) for name in names)) > _MOST_GROWTH:
-                wanted = f"texts that become at most {_MOST_GROWTH} times as long"
-                raise ValueError(f"{path}: expected {wanted}, got {growth:.3g} ({names[0]})")
 
 
 def _growth(step: Any) -> float:
@@ -430,8 +427,7 @@ def _need(config: Mapping[str, Any], *options: str, source: str) -> list[Any]:
 
 def _hf_sizes(config: Mapping[str, Any], source: str, *, decoder: str) -> dict[str, Any]:
     """Reads sizes under transformers' names (Dream, SDAR, LLaDA-V, plain decoders, our exports)."""
-    options: dict[str, Any] = dict(_HF_OPTIONS)
-    options |= FIXED.get(decoder, _NO_EXPERTS)
+    options: dict[str, Any] = _HF_OPTIONS | FIXED.get(decoder, _NO_EXPERTS)
     if decoder == "qwen2":  # Qwen2 has biases of its own
         options["attention_bias"] = False
     if decoder != "llama":

@@ -426,7 +426,7 @@ class CacheSession(Forwards):
             return  # the forward of the step runs them
         for numbers in token_batches(sizes, PROMPT_TOKENS) if prompts else ():
             rows, windows = zip(*(prompts[number] for number in sorted(numbers)), strict=True)
-            self._canvas.forward(state.ids, windows, rows=rows, block_causal=True)
+            self._canvas.run(state.ids, self._canvas.plan(windows, rows=rows, block_causal=True))
         # Copied after all prompts have run: a source may itself be a new row.
         for end in set(begins.values()):
             self._canvas.copy({to: of for to, of in sources.items() if begins[to] == end}, end)

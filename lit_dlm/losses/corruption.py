@@ -241,7 +241,7 @@ class TimeDelay(Corruption):
 
     def states(self, responses: Responses) -> NoisyStates:
         last, steps = self.last_cuts(responses), responses.steps
-        zero = torch.zeros(len(steps), 1, dtype=torch.long, device=steps.device)
+        zero = torch.zeros_like(steps[:, :1])
         noise = uniform_noise(responses.seeds, 0, zero, stream=_CUT)[:, 0]
         if self.cut_sampler == "non_ltr":
             listed = responses.non_ltr
@@ -319,11 +319,9 @@ class CoupledViews(Corruption):
         maskable = responses.maskable
         B, G = maskable.shape
         device = maskable.device
-        zero = torch.zeros(B, 1, dtype=torch.long, device=device)
-        t = self.min_t + (self.max_t - self.min_t) * uniform_noise(
-            responses.seeds, 0, zero, stream=_PAIR
-        )
         cells = torch.arange(G, device=device).expand(B, -1)
+        level = uniform_noise(responses.seeds, 0, cells[:, :1], stream=_PAIR)  # one for each row
+        t = self.min_t + (self.max_t - self.min_t) * level
         part = (uniform_noise(responses.seeds, 0, cells, stream=_CELL) < t) & maskable
         supervised = torch.stack([maskable, part, maskable & ~part], 1)  # (B, 3, G)
         factor = torch.stack([torch.ones_like(t), 1 / t, 1 / (1 - t)], 1)  # (B, 3, 1)

@@ -54,7 +54,7 @@ class AutoencoderModule(CheckedModule):
         super().__init__()
         self.backbone = backbone
         if isinstance(backbone, torch.nn.Module):
-            backbone.requires_grad_(False)
+            backbone.requires_grad_(False).eval()  # a trainer does not change the mode
         config = ProjectorConfig(
             hidden_size=backbone.hidden_size,
             hidden_rank=hidden_rank,
@@ -65,10 +65,6 @@ class AutoencoderModule(CheckedModule):
         self.optimizer = optimizer
         self.seed = seed
         self.export_dir = None if export_dir is None else Path(export_dir)
-
-    def on_train_start(self) -> None:
-        if isinstance(self.backbone, torch.nn.Module):
-            self.backbone.eval()
 
     def training_step(self, batch: StateBatch, batch_idx: int) -> Tensor:
         place = place_in_update(self.trainer, batch_idx)

@@ -41,6 +41,7 @@ from lit_dlm.ops.files import (
     is_finite,
     own_file,
     read_json_object,
+    require_finite,
     sync_folder,
     write_atomically,
 )
@@ -261,9 +262,8 @@ class CheckpointFiles(TorchCheckpointIO):
                 raise ValueError(f"{path}: {told}") from error
             return self.load_checkpoint(former, map_location)
         require_training(path, found)
-        for key, value in found["state_dict"].items():
-            if isinstance(value, torch.Tensor) and not is_finite(value):
-                raise ValueError(f"{path}: {key} has numbers that are not finite")
+        weights = {k: v for k, v in found["state_dict"].items() if isinstance(v, torch.Tensor)}
+        require_finite(path, weights)
         return dict(found)
 
 

@@ -7,7 +7,7 @@ Rollouts gather more: :func:`whole_weights` and :func:`decoding_weights`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -176,9 +176,14 @@ def shard_trained(module: nn.Module, mesh: DeviceMesh, *, precision: str = "32-t
 
 
 def _shard(child: nn.Module, mesh: DeviceMesh, mixed: MixedPrecisionPolicy) -> None:
-    whole = _frozen_of_towers(child)
+    # Frozen tower weights stay whole, so that no process waits for another's pictures.
+    towers = [part for part in child.modules() if isinstance(part, Vision)]
+    whole = {value for part in towers for value in part.parameters() if not value.requires_grad}
     parts = [part for part in child.modules() if not whole.issuperset(part.parameters())]
-    layers = _decoder_layers(parts)
+    # Layers are found by the name of their class, which works through any adapter wrapping.
+    models = [part for part in parts if isinstance(part, PreTrainedModel)]
+    names = {name for model in models for name in model._no_split_modules or ()}
+    layers = [part for part in parts if type(part).__name__ in names]
     # Inner parts before the outer ones that hold them: each shards what is left.
     outer = [part for part in reversed(parts) if hasattr(part, "forward_methods")]
     for part in dict.fromkeys((*layers, *outer, child)):
@@ -200,19 +205,6 @@ def _shard(child: nn.Module, mesh: DeviceMesh, mixed: MixedPrecisionPolicy) -> N
 
 def _is_trained(parameters: Iterable[nn.Parameter]) -> bool:
     return any(value.requires_grad for value in parameters)
-
-
-def _frozen_of_towers(child: nn.Module) -> set[nn.Parameter]:
-    """Returns frozen tower weights: whole, so that no process waits for another's pictures."""
-    towers = [part for part in child.modules() if isinstance(part, Vision)]
-    return {value for part in towers for value in part.parameters() if not value.requires_grad}
-
-
-def _decoder_layers(parts: Sequence[nn.Module]) -> list[nn.Module]:
-    """Finds layers by the name of their class, which works through any adapter wrapping."""
-    models = [part for part in parts if isinstance(part, PreTrainedModel)]
-    names = {name for model in models for name in model._no_split_modules or ()}
-    return [part for part in parts if type(part).__name__ in names]
 
 
 @contextmanager

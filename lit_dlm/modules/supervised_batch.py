@@ -166,7 +166,9 @@ def collate_supervised(
         for example in examples
     )
     prompts, pictures = batch_prompts(every("prompt_ids"), every("pictures"))
-    ids, real = _left_padded(prompts, spec.pad_id)
+    pad = partial(pad_sequence, batch_first=True, padding_side="left")
+    ids = pad([torch.tensor(one, dtype=torch.long) for one in prompts], padding_value=spec.pad_id)
+    real = pad([torch.ones(len(one), dtype=torch.bool) for one in prompts])
     response = _filled(every("response_ids"), G, spec.eos_ids[0])
     real = F.pad(real, (0, G), value=True)
     from_the_left = np.tile(np.arange(G), (len(examples), 1))
@@ -188,13 +190,6 @@ def collate_supervised(
     if any(given is not None and given.any() for given in every("given")):
         batch.given = _filled(every("given"), G, False, instead=from_the_left < 0)
     return batch
-
-
-def _left_padded(prompts: Sequence[NDArray[np.int32]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """``(B, P)`` int64 prompts and bool real tokens."""
-    pad = partial(pad_sequence, batch_first=True, padding_side="left")
-    ids = pad([torch.tensor(one, dtype=torch.long) for one in prompts], padding_value=pad_id)
-    return ids, pad([torch.ones(len(one), dtype=torch.bool) for one in prompts])
 
 
 def _filled(

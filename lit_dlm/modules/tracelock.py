@@ -111,6 +111,8 @@ class TraceLockModule(DecodeModule):
         **common: Any,
     ) -> None:
         super().__init__(backbone, **common)
+        if isinstance(backbone, torch.nn.Module):
+            backbone.eval()  # a trainer does not change the mode
         within("(0, 1]", min_crop_ratio=min_crop_ratio)
         if not isinstance(projector, Projector):
             projector = Projector.load(projector)
@@ -204,10 +206,6 @@ class TraceLockModule(DecodeModule):
 
     # -- training --------------------------------------------------------------------------------
 
-    def on_train_start(self) -> None:
-        if isinstance(self.backbone, torch.nn.Module):
-            self.backbone.eval()
-
     def training_step(self, batch: StateBatch, batch_idx: int) -> Tensor:
         seen = self.observe(batch)
         visible = self._cropped(seen, self._crop_shares(batch, batch_idx))
@@ -220,9 +218,10 @@ class TraceLockModule(DecodeModule):
             is_correct=batch.is_correct,
             settings=self.loss_settings,
         )
-        terms = acceptance_loss(
-            output.logits, output.tau, seen.label, weight, norm=self._mean_weight(weight)
-        )
+        norm = weight.sum()
+        if self.trainer.world_size > 1:  # the mean of all processes, so that they train like one
+            norm = self.all_gather(norm.detach()).mean()  # type: ignore[union-attr]
+        terms = acceptance_loss(output.logits, output.tau, seen.label, weight, norm=norm)
         self.log("train/loss", terms.total.detach(), prog_bar=True)
         self.log_dict({f"train/{name}": value for name, value in terms.parts.items()})
         self.log("train/tau", output.tau.detach().mean())
@@ -249,14 +248,6 @@ class TraceLockModule(DecodeModule):
         ratio = self.min_crop_ratio + (1.0 - self.min_crop_ratio) * shares
         decidable = seen.decidable & ~seen.is_tail
         return prefix_crop(ratio, seen.in_response, decidable, seen.label) & seen.present
-
-    def _mean_weight(self, weight: Tensor) -> Tensor | None:
-        """Returns the mean of all processes' sums of weights, so that they train like one."""
-        if self.trainer.world_size == 1:
-            return None
-        total = self.all_gather(weight.sum().detach())
-        assert isinstance(total, Tensor)
-        return total.mean()
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = self.optimizer(self.scorer.head.parameters())

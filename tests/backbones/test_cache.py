@@ -85,11 +85,11 @@ def test_cached_blocks_equal_the_references(parity: Path):
 
     masked = ids.clone()
     masked[:, 12:16] = 3
-    canvas.forward(masked, [Span(0, 16, 16)], block_causal=True)
+    canvas.run(masked, canvas.plan([Span(0, 16, 16)], block_causal=True))
     check("out.b4_masked", range(12, 16))
-    canvas.forward(ids, [Span(12, 16, 16)])
+    canvas.run(ids, canvas.plan([Span(12, 16, 16)]))
     check("out.b4_nostore", range(12, 16))
-    canvas.forward(ids, [Span(12, 20, 20)], block_causal=True)
+    canvas.run(ids, canvas.plan([Span(12, 20, 20)], block_causal=True))
     check("out.b5", range(16, 20))
 
 
@@ -110,8 +110,8 @@ def test_rows_with_different_spans_equal_rows_alone(
 
     def run(rows: list[int], backbone: HFBackbone = reference) -> torch.Tensor:
         canvas = canvas_of(backbone, 10, pad_mask=pad_mask[rows], hidden_layers=(-2,))
-        canvas.forward(ids[rows], [Span(0, 10, 10)] * len(rows))
-        canvas.forward(changed[rows], [spans[row] for row in rows])
+        canvas.run(ids[rows], canvas.plan([Span(0, 10, 10)] * len(rows)))
+        canvas.run(changed[rows], canvas.plan([spans[row] for row in rows]))
         denoised = canvas.read(torch.arange(10).expand(len(rows), -1))
         return torch.cat([denoised.logits[..., 4:], denoised.hidden.flatten(2)], -1)
 
@@ -130,11 +130,11 @@ def test_blocks_out_of_phase_equal_rows_alone(make_backbone, attn: str, called: 
 
     def run(rows: list[int]) -> torch.Tensor:
         canvas = canvas_of(backbone, 8, pad_mask=pad_mask[rows], block_size=2)
-        canvas.forward(ids[rows], [Span(0, 6, 6)] * len(rows), block_causal=True)
+        canvas.run(ids[rows], canvas.plan([Span(0, 6, 6)] * len(rows), block_causal=True))
         changed = ids[rows].clone()
         changed[:, 5] = 9
         spans = [Span(4, 6, 6), Span(4, 8, 8)]
-        canvas.forward(changed, [spans[row] for row in rows], block_causal=rows != [0])
+        canvas.run(changed, canvas.plan([spans[row] for row in rows], block_causal=rows != [0]))
         return canvas.read(torch.arange(8).expand(len(rows), -1)).logits[..., 4:]
 
     together = run([0, 1])
@@ -150,9 +150,9 @@ def test_a_forward_over_a_part_of_the_rows_leaves_the_others_alone(make_backbone
     ids = torch.randint(4, 32, (3, 8), generator=torch.Generator().manual_seed(2))
     canvas = canvas_of(backbone, 8, rows=3)
     everything = torch.arange(8).expand(3, -1)
-    canvas.forward(ids, [Span(0, 8, 8)] * 3)
+    canvas.run(ids, canvas.plan([Span(0, 8, 8)] * 3))
     before = canvas.read(everything).logits
-    canvas.forward(ids.roll(1, 1), [Span(2, 5, 8)], rows=[1])
+    canvas.run(ids.roll(1, 1), canvas.plan([Span(2, 5, 8)], rows=[1]))
     after = canvas.read(everything).logits
     assert torch.equal(after[[0, 2]], before[[0, 2]])
     assert torch.equal(after[1, [0, 1, 5, 6, 7]], before[1, [0, 1, 5, 6, 7]])
@@ -162,7 +162,7 @@ def test_a_forward_over_a_part_of_the_rows_leaves_the_others_alone(make_backbone
 @torch.no_grad()
 def test_a_column_that_no_forward_covered_is_predicted_uniformly(make_backbone):
     canvas = canvas_of(make_backbone(), 8)
-    canvas.forward(torch.full((1, 8), 5), [Span(0, 4, 4)])
+    canvas.run(torch.full((1, 8), 5), canvas.plan([Span(0, 4, 4)]))
     assert canvas.read(torch.tensor([[6]])).logits.unique().tolist() == [-torch.inf, 0.0]
 
 
@@ -207,8 +207,8 @@ def test_under_autocast_keys_are_kept_in_half_precision_and_predict_the_same(mak
     ids = torch.arange(3, 11)[None]
     canvas = canvas_of(backbone, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        canvas.forward(ids, [Span(0, 8, 8)])
-        canvas.forward(ids, [Span(4, 8, 8)])
+        canvas.run(ids, canvas.plan([Span(0, 8, 8)]))
+        canvas.run(ids, canvas.plan([Span(4, 8, 8)]))
         found = canvas.read(torch.arange(8)[None]).logits
         expected = backbone.denoise(ids).logits
     assert {one.dtype for one in canvas._cache.buffers[0]} == {torch.bfloat16}
