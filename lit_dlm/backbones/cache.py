@@ -15,7 +15,7 @@ windows to run is decided elsewhere (:mod:`lit_dlm.decoding.caches`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from itertools import accumulate, pairwise
 from typing import Protocol, runtime_checkable
 
@@ -161,47 +161,38 @@ class CacheableBackbone(Backbone, Protocol):
         ...
 
 
+@dataclass(eq=False)
 class CachedCanvas:
-    """Keys, values and hidden rows of a batch of canvases while they are decoded.
+    """Keys, values and hidden rows of a batch of canvases while they are decoded."""
 
-    Args:
-        pad_mask: ``(B, L)`` bool, ``True`` on real tokens, or ``None`` without padding.
-        positions: ``(B, L)`` int64 position ids.
-        blocks: ``(B, L)`` int64 block of every column, for a block-causal model.
-        block_size: block length of such a model.
-        hidden_layers: snapshots to keep for every column.
-    """
+    backbone: CacheableBackbone
+    _: KW_ONLY
+    num_rows: InitVar[int]
+    length: InitVar[int]
+    pad_mask: Tensor | None
+    """``(B, L)`` bool, ``True`` on real tokens, or ``None`` without padding."""
+    positions: Tensor
+    """``(B, L)`` int64 position ids."""
+    blocks: Tensor | None = None
+    """``(B, L)`` int64 block of every column, for a block-causal model."""
+    block_size: int | None = None
+    """Block length of such a model."""
+    hidden_layers: Sequence[int] = ()
+    """Snapshots to keep for every column."""
+    num_forwards: int = field(default=0, init=False)
 
-    def __init__(
-        self,
-        backbone: CacheableBackbone,
-        *,
-        num_rows: int,
-        length: int,
-        pad_mask: Tensor | None,
-        positions: Tensor,
-        blocks: Tensor | None = None,
-        block_size: int | None = None,
-        hidden_layers: Sequence[int] = (),
-    ) -> None:
-        self.backbone = backbone
-        self.hidden_layers = tuple(hidden_layers)
-        self.num_forwards = 0
-        self._pad_mask = pad_mask
-        self._positions = positions
-        self._blocks = blocks
-        self._block_size = block_size
-        self._starts = None if pad_mask is None else first_column(pad_mask)
+    def __post_init__(self, num_rows: int, length: int) -> None:
+        self._starts = None if self.pad_mask is None else first_column(self.pad_mask)
         self._cache = WindowCache(length=length, num_rows=num_rows)
 
     def take(self, index: Tensor) -> None:
         """Keeps only the rows ``index``, ``(n,)`` int64."""
         self._cache.take(index)
-        self._positions = self._positions[index]
-        if self._blocks is not None:
-            self._blocks = self._blocks[index]
-        if self._pad_mask is not None and self._starts is not None:
-            self._pad_mask, self._starts = self._pad_mask[index], self._starts[index]
+        self.positions = self.positions[index]
+        if self.blocks is not None:
+            self.blocks = self.blocks[index]
+        if self.pad_mask is not None and self._starts is not None:
+            self.pad_mask, self._starts = self.pad_mask[index], self._starts[index]
 
     def shift(self, by: int) -> None:
         """Adds ``by`` columns on the left of the canvas; a negative number removes padding."""
@@ -209,7 +200,7 @@ class CachedCanvas:
             return
         self._cache.shift(by)
         # Blocks and padding of all rows come with the new rows, see put().
-        self._positions = shifted(self._positions, by)
+        self.positions = shifted(self.positions, by)
 
     def put(
         self, index: Tensor, *, pad_mask: Tensor | None, positions: Tensor, blocks: Tensor | None
@@ -219,9 +210,9 @@ class CachedCanvas:
         The rest is ``(B, L)`` for all rows. Position ids are read in the new rows only: the others
         keep those with which their cached keys were made.
         """
-        self._pad_mask, self._blocks = pad_mask, blocks
+        self.pad_mask, self.blocks = pad_mask, blocks
         self._starts = None if pad_mask is None else first_column(pad_mask)
-        self._positions = self._positions.index_copy(0, index, positions[index])
+        self.positions = self.positions.index_copy(0, index, positions[index])
         for name in (_LAST, _HIDDEN):
             for buffer in self._cache.buffers.get(name, ()):
                 buffer[index] = 0
@@ -231,7 +222,7 @@ class CachedCanvas:
         if not sources:
             return
         rows = torch.tensor([list(sources), list(sources.values())])
-        to, of = rows.to(self._positions.device, non_blocking=True)
+        to, of = rows.to(self.positions.device, non_blocking=True)
         self._cache.copy(to, of, end)
 
     def run(self, ids: Tensor, plan: WindowPlan, *, columns: Tensor | None = None) -> None:
@@ -253,7 +244,7 @@ class CachedCanvas:
         last, hidden = self.backbone.encode(
             ids[plan.at, places],
             plan.visible,
-            self._positions[plan.at, places],
+            self.positions[plan.at, places],
             hidden_layers=self.hidden_layers,
             cache=self._cache,
             kept=kept,
@@ -288,7 +279,7 @@ class CachedCanvas:
             "kv_ends": [span.kv_end for span in spans],
         }
         numbers |= (_packing_numbers(widths) if is_packed else {}) | (ranges or {})
-        part = _on_device(numbers, self._positions.device)
+        part = _on_device(numbers, self.positions.device)
         taken, begins = part["rows"], part["begins"][:, None]  # (n,) and (n, 1)
         window = begins + torch.arange(width, device=begins.device)  # (n, W)
         places, packing = window, None
@@ -347,16 +338,16 @@ class CachedCanvas:
         ``(n, 1)`` are where these end, if that differs between rows.
         """
         taken = slice(None) if rows is None else rows
-        visible = None if self._pad_mask is None else self._pad_mask[taken, None, :kv_end]
+        visible = None if self.pad_mask is None else self.pad_mask[taken, None, :kv_end]
         if kv_ends is None and columns is None:
             return None if visible is None else visible[:, None]
-        keys = torch.arange(kv_end, device=self._positions.device)
+        keys = torch.arange(kv_end, device=self.positions.device)
         if kv_ends is not None:
             before = (keys < kv_ends)[:, None]
             visible = before if visible is None else visible & before
         if columns is not None:
-            assert self._blocks is not None
-            blocks = self._blocks[taken]
+            assert self.blocks is not None
+            blocks = self.blocks[taken]
             seen = blocks.gather(1, columns)[:, :, None] >= blocks[:, None, :kv_end]
             if visible is not None:
                 seen = seen & visible
@@ -379,7 +370,7 @@ class CachedCanvas:
             return None
         starts, windows, num_keys = [0], [], []
         for window, (begin, end, kv_end) in enumerate(spans):
-            step = self._block_size if block_causal and self._block_size else end - begin
+            step = self.block_size if block_causal and self.block_size else end - begin
             # A prompt's first block may be cut short on the left, a canvas's last on the right.
             whole = begin if end == self._cache.length else end
             first = begin + step - (begin - whole) % step

@@ -43,7 +43,7 @@ from lit_dlm.modules.steps import drop_half_update, require_finite_gradients, se
 from lit_dlm.ops.sampling import sample_seed
 from lit_dlm.tasks import PromptExample
 from lit_dlm.tasks.base import template_text
-from lit_dlm.trajectories.capture import CapturedDecode, Level, TrajectoryCapture
+from lit_dlm.trajectories.capture import CapturedDecode, FeatureCapture, Level, TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.vision.base import vision_of
 from lit_dlm.vision.pictures import Picture
@@ -283,6 +283,7 @@ class DecodeModule(CheckedModule):
         self.seed = seed
         self.register_state_dict_post_hook(drop_frozen_decoders)
         self.level: Level | None = level
+        self._features: FeatureCapture | None = None  # with level ``features``
         self._whole = ExitStack()
 
     @cached_property
@@ -331,7 +332,9 @@ class DecodeModule(CheckedModule):
     def capture(self) -> TrajectoryCapture | None:
         if self.level is None:
             return None
-        return TrajectoryCapture(vocab_size=self.backbone.vocab_size, level=self.level)
+        return TrajectoryCapture(
+            vocab_size=self.backbone.vocab_size, level=self.level, features=self._features
+        )
 
     @property
     def detokenizer(self) -> Detokenizer:

@@ -84,7 +84,6 @@ class TraceModule(DecodeModule):
         self.delta_rank = delta_rank
         self.projector_dir = projector_dir
         self.projector_prompts = projector_prompts
-        self._features: FeatureCapture | None = None
 
     def on_predict_start(self) -> None:
         super().on_predict_start()
@@ -143,9 +142,3 @@ class TraceModule(DecodeModule):
                 )
             )
         return fitter.finish()
-
-    def capture(self) -> TrajectoryCapture:
-        assert self.level is not None
-        return TrajectoryCapture(
-            vocab_size=self.backbone.vocab_size, level=self.level, features=self._features
-        )

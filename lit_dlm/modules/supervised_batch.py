@@ -226,22 +226,20 @@ def responses_of(
             text = text_cells(tokens, spec.eos_ids, batch.given)
             is_last = batch.given.flip(1).cumsum(1).flip(1) == 0
             maskable &= is_last | F.pad(text[:, :-1], (1, 0), value=True)
+    real = batch.pad_mask
+    if real is None:
+        real = torch.ones_like(batch.ids, dtype=torch.bool)
     blocks = None
     if spec.attention == "block":
         blocks = canvas_blocks(spec, batch.ids, batch.pad_mask, batch.start)
         blocks = blocks[:, batch.start :].expand_as(tokens)
-    has_prompt = None
-    if batch.pad_mask is not None:
-        has_prompt = batch.pad_mask[:, : batch.start].any(1)
-    elif batch.start == 0:
-        has_prompt = torch.zeros_like(batch.answer_length, dtype=torch.bool)
     return Responses(
         maskable=maskable,
         seeds=batch.seeds(seed),
         steps=batch.steps,
         blocks=blocks,
         non_ltr=batch.non_ltr,
-        has_prompt=has_prompt,
+        has_prompt=real[:, : batch.start].any(1),
     )
 
 
