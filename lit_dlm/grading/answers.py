@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lit_dlm.grading import notation
 from lit_dlm.grading.bounded import shared_processes
@@ -176,89 +176,9 @@ def _stripped(completion: str) -> str | None:
 def grade_exact(completion: str, gold: str) -> Verdict:
     """Grades a completion that must be the answer itself, apart from white space at its ends."""
     wanted = gold.strip()
-    return judged(_stripped(completion), wanted.__eq__, expected=wanted, missing=_EMPTY)
-
-
-_EMPTY = "the completion is empty"
-_VQA_NUMBERS = {"none": "0", "zero": "0", "one": "1", "two": "2", "three": "3", "four": "4"}
-_VQA_NUMBERS |= {"five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9", "ten": "10"}
-_VQA_MARKS = ';/[]"{}()=+\\_-><@`,?!'
-_CONTRACTIONS = (
-    "ain't aren't can't could've couldn't didn't doesn't don't hadn't hasn't haven't he'd he's "
-    "how'd how'll how's i'd've i'm i've isn't it'd it'll ma'am mightn't might've mustn't "
-    "must've needn't not've o'clock oughtn't shan't should've shouldn't somebody'll "
-    "somebody's someone'd someone'll someone's something'd something'll that's there'd "
-    "there're there's they'd they'll they're they've 'twas wasn't we've weren't what'll "
-    "what're what's what've when's where'd where's where've who'd who'll who's who've why'll "
-    "why're why's won't would've wouldn't y'all you'd you'll you're you've"
-)
-_VQA_CONTRACTIONS = dict(
-    zip(_CONTRACTIONS.replace("'", "").split(), _CONTRACTIONS.split(), strict=True)
-)
-
-
-def normalised_vqa(answer: str) -> str:
-    """Normalises a short answer as VQA compares it (arXiv:1505.00468; its evaluation code).
-
-    Lower case, number words as digits, no articles, no full stops except in numbers, apostrophes
-    restored in contractions. A punctuation mark is removed if it is next to a space anywhere in the
-    answer, or if a comma is between digits; otherwise it becomes a space.
-    """
-    text = given = " ".join(answer.split())
-    for mark in _VQA_MARKS:
-        drops = f"{mark} " in given or f" {mark}" in given or re.search(r"\d,\d", given)
-        text = text.replace(mark, "" if drops else " ")
-    text = re.sub(r"\.(?!\d)", "", text).lower()
-    words = (_VQA_NUMBERS.get(word, word) for word in text.split())
-    kept = (word for word in words if word not in ("a", "an", "the"))
-    return " ".join(_VQA_CONTRACTIONS.get(word, word) for word in kept)
-
-
-def grade_vqa(completion: str, answers: Sequence[str]) -> Verdict:
-    """Grades a short answer by those that people gave (VQA accuracy, arXiv:1505.00468).
-
-    The score is the mean over all people of ``min(n / 3, 1)``, where ``n`` is how many of the
-    others gave the same answer; 0.5 or more is right.
-    """
-    answer = normalised_vqa(completion)
-    if not answer:
-        return Verdict(status="no_answer", detail=_EMPTY, score=0.0)
-    same = [normalised_vqa(one) == answer for one in answers]
-    total = sum(same)
-    if len(answers) == 1:
-        score = float(total)
-    else:
-        score = sum(min((total - one) / 3, 1.0) for one in same) / len(same)
-    detail = "" if total else f"expected {max(answers, key=[*answers].count)}"
-    return Verdict(
-        status="right" if score >= 0.5 else "wrong", answer=answer, detail=detail, score=score
+    return judged(
+        _stripped(completion), wanted.__eq__, expected=wanted, missing="the completion is empty"
     )
-
-
-def grade_relaxed(completion: str, gold: str) -> Verdict:
-    """Grades a short answer about a chart: numbers may be off by 5 % (ChartQA, arXiv:2203.10244).
-
-    Unless both sides are numbers, and the gold answer is not zero, they must be the same text apart
-    from case.
-    """
-    wanted = gold.strip()
-    truth = _plain_number(wanted)
-
-    def is_right(answer: str) -> bool:
-        found = _plain_number(answer)
-        if found is not None and truth:
-            return abs(found - truth) <= abs(truth) / 20
-        return answer.lower() == wanted.lower()
-
-    return judged(_stripped(completion), is_right, expected=wanted, missing=_EMPTY)
-
-
-def _plain_number(text: str) -> Fraction | None:
-    """Returns the exact value of a text that is a number and nothing else; ``12 %`` is 0.12."""
-    match = re.fullmatch(r"([-+]?(?:\d+\.?\d*|\.\d+))(\s*%)?", text.replace(",", ""))
-    if match is None or len(match[1]) > _MAX_DIGITS:
-        return None
-    return Fraction(match[1]) / (100 if match[2] else 1)
 
 
 def extract_choice(completion: str, num_options: int) -> str | None:
@@ -329,7 +249,7 @@ class Grader(NamedTuple):
     """How completions are compared with an answer."""
 
     extract: Callable[[str], str | None]
-    grade: Callable[[str, Any], Verdict] | None
+    grade: Callable[[str, str], Verdict] | None
 
 
 GRADERS = {
@@ -337,6 +257,4 @@ GRADERS = {
     "exact": Grader(_stripped, grade_exact),
     "numeric": Grader(extract_number, grade_numeric),
     "math": Grader(extract_math, grade_math),
-    "vqa": Grader(_stripped, grade_vqa),
-    "chartqa": Grader(_stripped, grade_relaxed),
 }

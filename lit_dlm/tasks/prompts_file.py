@@ -24,8 +24,7 @@ class PromptsFile(DatasetTask):
             (:func:`~lit_dlm.tasks.sources.read_rows`); with answers if they are graded.
         grading: how a completion is judged: ``none`` never calls anything right or wrong,
             ``exact`` compares the whole text, ``numeric`` the final number, ``math`` the boxed
-            expression, ``vqa`` a short answer with the row's ``answers`` of several people (texts,
-            or objects with an ``answer``), ``chartqa`` a short answer that may be off by 5 %.
+            expression.
     """
 
     name = "prompts"
@@ -34,12 +33,11 @@ class PromptsFile(DatasetTask):
         self,
         path: str,
         *,
-        grading: Literal["none", "exact", "numeric", "math", "vqa", "chartqa"] = "none",
+        grading: Literal["none", "exact", "numeric", "math"] = "none",
         **options: Any,
     ) -> None:
         self.grading = grading
         self.is_graded = grading != "none"
-        self.is_soft = grading == "vqa"
         super().__init__(path, **options)
 
     def _usable(self, rows: list[Row], split: str) -> list[Row]:
@@ -62,16 +60,9 @@ class PromptsFile(DatasetTask):
         return key
 
     def _example(self, row: Row) -> PromptExample:
-        is_vqa = self.grading == "vqa"
-        turns, answer = conversation(row, needs_answer=self.is_graded and not is_vqa, short=True)
+        turns, answer = conversation(row, needs_answer=self.is_graded, short=True)
         reference: dict[str, Any] = {}
-        if is_vqa:
-            given = row.get("answers", list, "a list of texts")
-            people = [one.get("answer") if isinstance(one, dict) else one for one in given]
-            has_texts = bool(people) and all(isinstance(one, str) for one in people)
-            row.expect(has_texts, "a list of texts in field 'answers'", given)
-            reference["answer"] = people
-        elif self.is_graded:
+        if self.is_graded:
             assert answer is not None
             is_right = self.grading != "numeric" or parse_number(answer) is not None
             row.expect(is_right, "an answer with a number", answer)
@@ -86,6 +77,4 @@ class PromptsFile(DatasetTask):
                 "got grading: none; ResponsesFile takes answers without it"
             )
         answer = example.reference["answer"]
-        if self.grading == "vqa":
-            return str(max(answer, key=answer.count))
         return f"\\boxed{{{answer}}}" if self.grading == "math" else answer

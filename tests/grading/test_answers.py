@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lit_dlm.grading import answers
-from lit_dlm.grading.answers import grade_math, grade_numeric, grade_vqa, last_boxed, parse_number
+from lit_dlm.grading.answers import grade_math, grade_numeric, last_boxed, parse_number
 from tests.tasks.rows import DATA
 
 LLADA = DATA / "llada_generations" / "gsm8k_llada8b_instruct_256_128.jsonl.gz"
@@ -89,22 +89,6 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
         ("extract_math", "#### $x^2$.", "x^2"),
         ("extract_math", "\\boxed{} #### 3", "3"),
         ("extract_math", "3", None),
-        ("normalised_vqa", "The  Two\n dogs.", "2 dogs"),
-        ("normalised_vqa", "dont know", "don't know"),
-        (
-            "normalised_vqa",
-            "black/white",
-            "black white",
-        ),  # no space beside: it becomes one
-        ("normalised_vqa", "yes, sir", "yes sir"),
-        ("normalised_vqa", "b;-c-d", "b c d"),
-        (
-            "normalised_vqa",
-            "1,000 a-b",
-            "1000 ab",
-        ),  # a grouping comma takes all marks
-        ("normalised_vqa", "3.5", "3.5"),
-        ("normalised_vqa", "none", "0"),
     ],
 )
 def test_what_is_read_from_a_text(read: str, text: str, found: object):
@@ -140,31 +124,15 @@ def test_format_number_is_read_back_exactly():
         ("exact", " yes\n", "yes", "right"),
         ("exact", "Yes", "yes", "wrong"),
         ("exact", " \n", "yes", "no_answer"),
-        ("vqa", " ", ["x"], "no_answer"),
-        ("relaxed", "95", "100", "right"),
-        ("relaxed", "94.99", "100", "wrong"),
-        ("relaxed", "105.0", "100", "right"),
-        ("relaxed", "12 %", "0.12", "right"),
-        ("relaxed", "12", "12%", "wrong"),
-        ("relaxed", "1,050", "1000", "right"),
-        ("relaxed", "0.01", "0", "wrong"),  # five per cent of nothing
-        ("relaxed", "0", "0", "right"),
-        ("relaxed", "-95", "-100", "right"),
-        ("relaxed", "germany", "Germany", "right"),
-        ("relaxed", "Germany.", "Germany", "wrong"),
-        ("relaxed", "about 100", "100", "wrong"),
-        ("relaxed", " ", "x", "no_answer"),
     ],
 )
-def test_short_answers_by_hand(grade: str, completion: str, gold, status: str):
+def test_short_answers_by_hand(grade: str, completion: str, gold: str, status: str):
     assert getattr(answers, f"grade_{grade}")(completion, gold).status == status
 
 
 def test_verdicts_name_what_was_expected():
     wrong = grade_numeric("#### 17", "18.0")
     assert (wrong.status, wrong.answer, wrong.detail) == ("wrong", "17", "expected 18")
-    # A tie is told alike in every process.
-    assert grade_vqa("red", ["blue", "green"]).detail == "expected blue"
     with pytest.raises(ValueError, match="must hold a number, got 'x'"):
         grade_numeric("1", "x")
 
@@ -481,21 +449,3 @@ def test_real_generations_are_graded_as_counted_by_hand():
         if row["ground_truth"] is not None
     ]
     assert (len(found), sum(verdict.is_correct for verdict in found)) == (1128, 890)
-
-
-@pytest.mark.parametrize(
-    ("completion", "answers", "score"),
-    [
-        ("Two.", ["2"] * 10, 1.0),
-        # Two of ten said so: eight people see 2 others (2/3 each), two see 1 (1/3 each).
-        ("red", ["red"] * 2 + ["blue"] * 8, (8 * 2 / 3 + 2 * 1 / 3) / 10),
-        # Three: seven see 3, three see 2.
-        ("a red", ["red"] * 3 + ["blue"] * 7, (7 * 1 + 3 * 2 / 3) / 10),
-        ("green", ["red"] * 10, 0.0),
-        ("red", ["Red"], 1.0),
-    ],
-)
-def test_vqa_accuracy_by_hand(completion: str, answers: list[str], score: float):
-    verdict = grade_vqa(completion, answers)
-    assert verdict.score == pytest.approx(score)
-    assert verdict.is_correct == (score >= 0.5)

@@ -39,8 +39,6 @@ ROWS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("PromptsFile", {"prompt": "p", "answer": [2]}, {"grading": "exact"}, "'answer'"),
     ("PromptsFile", {"prompt": "p", "answer": None}, {"grading": "exact"}, "'answer', got None"),
     ("PromptsFile", ASKED, {"grading": "numeric"}, "a number, got 'x'"),
-    ("PromptsFile", ASKED, {"grading": "vqa"}, "'answers'"),
-    ("PromptsFile", ASKED | {"answers": ["x", 2]}, {"grading": "vqa"}, "'answers'"),
     ("PromptsFile", {"messages": [SYSTEM, USER]}, {"grading": "exact"}, "assistant's as the last"),
     ("PromptsFile", {"messages": [SYSTEM]}, {}, "user's as the last of 'messages'"),
     ("PromptsFile", {"conversations": [{"from": "cat"}]}, {}, "'conversations'"),
