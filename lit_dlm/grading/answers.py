@@ -154,17 +154,14 @@ def grade_numeric(completion: str, gold: str) -> Verdict:
     number = parse_number(answer or "")
     if answer is not None and (number is None or format_number(number) != answer):
         return _judged_formula(answer, expected)
-    missing = "no number in the text"
-    return judged(answer, lambda _: number == truth, expected=expected, missing=missing)
+    return judged(answer, number == truth, expected=expected, missing="no number in the text")
 
 
-def judged(
-    answer: str | None, is_right: Callable[[str], bool], *, expected: str, missing: str
-) -> Verdict:
+def judged(answer: str | None, is_right: bool, *, expected: str, missing: str) -> Verdict:
     """Judges an extracted answer; ``missing`` says what a completion without one lacks."""
     if answer is None:
         return Verdict(status="no_answer", detail=missing)
-    if is_right(answer):
+    if is_right:
         return Verdict(status="right", answer=answer)
     return Verdict(status="wrong", answer=answer, detail=f"expected {expected}")
 
@@ -175,10 +172,8 @@ def _stripped(completion: str) -> str | None:
 
 def grade_exact(completion: str, gold: str) -> Verdict:
     """Grades a completion that must be the answer itself, apart from white space at its ends."""
-    wanted = gold.strip()
-    return judged(
-        _stripped(completion), wanted.__eq__, expected=wanted, missing="the completion is empty"
-    )
+    answer, wanted = _stripped(completion), gold.strip()
+    return judged(answer, answer == wanted, expected=wanted, missing="the completion is empty")
 
 
 def extract_choice(completion: str, num_options: int) -> str | None:
@@ -195,12 +190,6 @@ def extract_choice(completion: str, num_options: int) -> str | None:
         if text and (found := _LETTER.fullmatch(text.strip().replace("*", ""))):
             return found[1] if ord(found[1]) - ord("A") < num_options else None
     return None
-
-
-def grade_choice(completion: str, gold: str, num_options: int) -> Verdict:
-    """Grades a solution by the letter of the option that it ends with (:func:`extract_choice`)."""
-    answer = extract_choice(completion, num_options)
-    return judged(answer, gold.__eq__, expected=gold, missing="no letter of an option")
 
 
 def extract_math(completion: str) -> str | None:
@@ -242,7 +231,7 @@ def _judged_formula(answer: str, gold: str) -> Verdict:
             equal = shared_processes("math").ask(question, seconds=MATH_SECONDS)
         if equal is None:
             return Verdict(status="timeout", answer=answer, detail="the comparison did not end")
-    return judged(answer, lambda _: bool(equal), expected=gold, missing="")
+    return judged(answer, bool(equal), expected=gold, missing="")
 
 
 class Grader(NamedTuple):

@@ -15,7 +15,7 @@ from string import ascii_uppercase
 from typing import Any
 
 from lit_dlm.grading import Verdict
-from lit_dlm.grading.answers import extract_choice, grade_choice
+from lit_dlm.grading.answers import extract_choice, judged
 from lit_dlm.tasks.base import DatasetTask, PromptExample
 from lit_dlm.tasks.sources import Row
 from lit_dlm.vision.pictures import IMAGE_MARK
@@ -77,8 +77,8 @@ class MultipleChoice(DatasetTask):
         return extract_choice(completion, example.reference["num_options"])
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
-        reference = example.reference
-        return grade_choice(completion, reference["answer"], reference["num_options"])
+        answer, wanted = self.extract(example, completion), example.reference["answer"]
+        return judged(answer, answer == wanted, expected=wanted, missing="no letter of an option")
 
 
 class GPQA(MultipleChoice):

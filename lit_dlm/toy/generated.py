@@ -103,7 +103,7 @@ class GeneratedTask(Task):
     def grade(self, example: PromptExample, completion: str) -> Verdict:
         wanted = str(example.reference[self.answer_field])
         answer = self.extract(example, completion)
-        return judged(answer, wanted.__eq__, expected=wanted, missing=self.missing)
+        return judged(answer, answer == wanted, expected=wanted, missing=self.missing)
 
     def is_of_split(self, problem: Problem, split: str) -> bool:
         return is_held_out(problem.key) == (split == "test")
