@@ -42,12 +42,6 @@ class PlusProblem:
     alternative: Callable[..., Any] | None = None  # for the rule either: another right output
 
 
-@dataclass(frozen=True)
-class _Expected:
-    truths: list[str]  # what the reference returned; "" if it is too large to send
-    seconds: list[float]
-
-
 class PlusGrader:
     """Grades candidates by reference solutions; ``limits`` apply to a run over all inputs."""
 
@@ -59,7 +53,9 @@ class PlusGrader:
             value_bytes=1 << 28,  # Mbpp/255 returns lists of millions of tuples
         )
         self._allow = allow_code_execution
-        self._expected: dict[str, _Expected] = {}
+        # Of a reference: ``truths``, what it returned, "" if it is too large to send, and seconds
+        # ``taken``.
+        self._expected: dict[str, dict[str, Any]] = {}
         self._locks: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
 
@@ -83,8 +79,8 @@ class PlusGrader:
         if not inputs:
             return Verdict(status="right", answer=code), 0
         expected = self._expected_of(problem, part, inputs)
-        kept = [index for index, truth in enumerate(expected.truths) if truth]
-        spent = [expected.seconds[index] for index in kept]
+        kept = [index for index, truth in enumerate(expected["truths"]) if truth]
+        spent = [expected["taken"][index] for index in kept]
         seconds = max(self._limits.wall_seconds, _RUN_FACTOR * sum(spent))
         other = problem.alternative
         job = {
@@ -93,7 +89,7 @@ class PlusGrader:
             "entry_point": problem.entry_point,
             "calls": [wire.encode(tuple(inputs[index])) for index in kept],
             "call_seconds": [max(_LEAST_SECONDS, _REFERENCE_FACTOR * s) for s in spent],
-            "truths": [expected.truths[index] for index in kept],
+            "truths": [expected["truths"][index] for index in kept],
             "rule": problem.rule,
             "atol": problem.atol,
             "alternatives": [other and wire.encode(other(*inputs[index])) for index in kept],
@@ -107,7 +103,7 @@ class PlusGrader:
 
     def _expected_of(
         self, problem: PlusProblem, part: str, inputs: Sequence[Sequence[Any]]
-    ) -> _Expected:
+    ) -> dict[str, Any]:
         key = f"{problem.name}/{part}/{problem.entry_point}"
         # Threads that grade other problems do not wait for this reference.
         with self._lock:
@@ -117,7 +113,7 @@ class PlusGrader:
                 self._expected[key] = self._computed(problem, inputs)
             return self._expected[key]
 
-    def _computed(self, problem: PlusProblem, inputs: Sequence[Sequence[Any]]) -> _Expected:
+    def _computed(self, problem: PlusProblem, inputs: Sequence[Sequence[Any]]) -> dict[str, Any]:
         job = {
             "mode": "record",
             "code": problem.reference_code,
@@ -134,4 +130,4 @@ class PlusGrader:
         # EvalPlus compares these too, in one process. They are 1 input of 41,015 in MBPP+.
         if num_left_out := head["truths"].count(""):
             logger.info("%s: %d outputs are too large and left out", problem.name, num_left_out)
-        return _Expected(head["truths"], head["taken"])
+        return head
