@@ -126,17 +126,21 @@ def isolation_level() -> IsolationLevel:
 
 def probe(method: IsolationMethod) -> None:
     """Runs a small test behind the walls of one method."""
-    job = {
-        "mode": "check",
-        # A module that is not loaded yet: the interpreter's files must be readable in there.
-        "code": "import statistics\ndef half(n):\n    return statistics.mean([0, n])",
-        "check": "assert half(1) == 0.5",
-        "entry_point": "half",
-        "preamble": "",
-    }
-    head = _run_driver(job, SandboxLimits(), method)
+    # A module that is not loaded yet: the interpreter's files must be readable in there.
+    code = "import statistics\ndef half(n):\n    return statistics.mean([0, n])"
+    head = _run_driver(_check_job(code, "assert half(1) == 0.5", "half"), SandboxLimits(), method)
     if head["status"] != "right":
         raise SandboxError(f"the probe gave {head['status']}: {head['detail']}")
+
+
+def _check_job(code: str, check: str, entry_point: str, preamble: str = "") -> dict[str, Any]:
+    return {
+        "mode": "check",
+        "code": code,
+        "check": check,
+        "entry_point": entry_point,
+        "preamble": preamble,
+    }
 
 
 def run_job(job: dict[str, Any], limits: SandboxLimits) -> dict[str, Any]:
@@ -320,13 +324,7 @@ def run_python_check(
             compile(source, f"<{name}>", "exec", dont_inherit=True)
         except SyntaxError as error:
             raise ValueError(f"{name}: expected Python, got {error.msg} ({error.text})") from None
-    job = {
-        "mode": "check",
-        "code": code,
-        "check": check,
-        "entry_point": entry_point,
-        "preamble": preamble,
-    }
+    job = _check_job(code, check, entry_point, preamble)
     head = run_job(job, limits or SandboxLimits())
     score = head["passed"] / head["total"] if head.get("total") else None
     return Verdict(status=head["status"], answer=code, detail=head["detail"], score=score)

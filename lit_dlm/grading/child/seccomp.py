@@ -127,12 +127,8 @@ def build_program(machine: str) -> bytes:
 def install() -> None:
     """Loads the filter into the calling process, which must have set ``no_new_privs``."""
     code = build_program(os.uname().machine)
-
-    class Program(ctypes.Structure):
-        _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_void_p)]
-
     buffer = ctypes.create_string_buffer(code, len(code))
-    program = Program(len(code) // 8, ctypes.cast(buffer, ctypes.c_void_p))
+    program = struct.pack("HP", len(code) // 8, ctypes.addressof(buffer))
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0) != 0:
+    if libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, program, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "the system-call filter was refused")
