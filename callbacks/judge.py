@@ -114,12 +114,8 @@ class HttpJudge(Callback):
             f"Question:\n{example.question}\n\nReference solution:\n{reference}\n\n"
             f"Candidate:\n{completion}"
         )
-        text = self.endpoint.ask(
-            [{"role": "system", "content": _INSTRUCTION}, {"role": "user", "content": question}],
-            temperature=0.0,
-            max_tokens=_MAX_TOKENS,
-        )
-        return parse_verdict(text)
+        settings = {"temperature": 0.0, "max_tokens": _MAX_TOKENS}
+        return parse_verdict(self.endpoint.ask(_INSTRUCTION, question, **settings))
 
 
 def parse_verdict(text: str) -> bool | None:

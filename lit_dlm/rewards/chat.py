@@ -9,7 +9,6 @@ import os
 import threading
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from http.client import HTTPException, HTTPResponse, IncompleteRead
 from typing import Any
@@ -55,22 +54,26 @@ class ChatEndpoint:
     ) -> None:
         at_least(0, deadline_s=deadline_s)
         one_of("http", "https", url=urlsplit(url).scheme)
-        token = os.environ.get(api_key_env) if api_key_env else None
-        if api_key_env and not token:
-            raise ValueError(f"api_key_env: the environment variable {api_key_env} is not set")
+        self.headers = {"Content-Type": "application/json"}
+        if api_key_env:
+            if not (token := os.environ.get(api_key_env)):
+                raise ValueError(f"api_key_env: the environment variable {api_key_env} is not set")
+            self.headers["Authorization"] = f"Bearer {token}"
         self.url = url
         self.model = model
         self.timeout_s = timeout_s
         self.deadline_s = deadline_s
-        self.headers = {"Content-Type": "application/json"}
-        if token:
-            self.headers["Authorization"] = f"Bearer {token}"
         self._silent_since: float | None = None
         self._opener = urllib.request.build_opener(_Bounded)
 
-    def ask(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> str:
-        """Returns the reply to messages, with the protocol's sampling settings; thread-safe."""
-        body = {"model": self.model, **settings, "messages": list(messages)}
+    def ask(self, instruction: str, question: str | list[dict[str, Any]], **settings: Any) -> str:
+        """Returns the reply to a system and a user turn; thread-safe.
+
+        ``settings`` are the protocol's, such as those of sampling.
+        """
+        turns = [("system", instruction), ("user", question)]
+        messages = [{"role": role, "content": content} for role, content in turns]
+        body = {"model": self.model, **settings, "messages": messages}
         reply = self._post(json.dumps(body).encode())
         try:
             return str(json.loads(reply)["choices"][0]["message"]["content"])

@@ -82,15 +82,10 @@ class HttpStepJudge(Judge):
     def grade(self, question: StepQuestion, sample: int) -> Grade | None:
         # Each request has its own seed, so that servers that honour seeds repeat their replies.
         key = f"0/{question.uid}/{question.part}/{sample}".encode()
+        seed = int.from_bytes(hashlib.sha256(key).digest()[:4], "little") >> 1
+        asked = write_question(question)
         try:
-            reply = self.endpoint.ask(
-                [
-                    {"role": "system", "content": _INSTRUCTION},
-                    {"role": "user", "content": write_question(question)},
-                ],
-                **_SAMPLING,
-                seed=int.from_bytes(hashlib.sha256(key).digest()[:4], "little") >> 1,
-            )
+            reply = self.endpoint.ask(_INSTRUCTION, asked, **_SAMPLING, seed=seed)
         except ValueError as error:
             if isinstance(error, UnavailableError) and self.on_silence == "outcome":
                 logger.warning("%s: %s; its outcome counts instead", question.uid, error)

@@ -39,8 +39,8 @@ def test_verdicts_are_kept_counted_and_asked_once(tmp_path: Path) -> None:
     judge = HttpJudge(str(tmp_path), url="http://x", model="judge-7b", tasks=["sums"])
     asked: list[str] = []
 
-    def ask(messages: list[dict[str, str]], **_: Any) -> str:
-        asked.append(messages[1]["content"])
+    def ask(_instruction: str, question: str, **_: Any) -> str:
+        asked.append(question)
         return REPLIES.get(asked[-1].rpartition("Candidate:\n")[2], "hm")
 
     judge.endpoint.ask = ask  # type: ignore[method-assign,assignment]
