@@ -419,9 +419,8 @@ class DecodeModule(CheckedModule):
     def prompt_ids(self, example: PromptExample) -> list[int]:
         """Returns the templated chat and the answer's start, as ids; pictures are numbered."""
         tokenizer = self.tokenizer
-        turns = [*example.history, {"role": "user", "content": example.text}]
         ids = encoded_turns(
-            tokenizer, turns, example.images, backbone=self.backbone, uid=example.uid
+            tokenizer, example.turns, example.images, backbone=self.backbone, uid=example.uid
         )
         if example.answer_start:
             ids = [*ids, *tokenizer.encode(example.answer_start, add_special_tokens=False)]

@@ -78,25 +78,16 @@ class RewardModel(Reward):
 
     @torch.no_grad()
     def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
+        texts = []
+        for one in group:
+            answer = {"role": "assistant", "content": one.example.answer_start + one.text}
+            turns = [*one.example.turns, answer]
+            texts.append(apply_chat_template(self.tokenizer, turns, tokenize=False))
         found: list[float] = []
-        for first in range(0, len(group), _BATCH_SIZE):
-            texts = [
-                apply_chat_template(
-                    self.tokenizer,
-                    [
-                        *rollout.example.history,
-                        {"role": "user", "content": rollout.example.text},
-                        {
-                            "role": "assistant",
-                            "content": rollout.example.answer_start + rollout.text,
-                        },
-                    ],
-                    tokenize=False,
-                )
-                for rollout in group[first : first + _BATCH_SIZE]
-            ]
+        for first in range(0, len(texts), _BATCH_SIZE):
+            some = texts[first : first + _BATCH_SIZE]
             batch = self.tokenizer(
-                texts, add_special_tokens=False, padding=True, return_tensors="pt"
+                some, add_special_tokens=False, padding=True, return_tensors="pt"
             ).to(self.model.device)
             # In the reward model's own dtype, whatever the policy's precision.
             with without_autocast(self.model.device):

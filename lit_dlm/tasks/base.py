@@ -56,10 +56,14 @@ class PromptExample:
         return self.uid.removesuffix(f"#{self.response}") if self.response else self.uid
 
     @property
+    def turns(self) -> list[dict[str, str]]:
+        """The earlier turns and the user turn, before any chat template."""
+        return [*self.history, {"role": "user", "content": self.text}]
+
+    @property
     def question(self) -> str:
         """The user turn behind the earlier turns, if there are any, as one text for judges."""
-        turns = [*self.history, {"role": "user", "content": self.text}]
-        spoken = "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
+        spoken = "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in self.turns)
         return spoken if self.history else self.text
 
     @property
