@@ -136,9 +136,7 @@ def _standardise(grades: dict[tuple[int, int], float]) -> dict[tuple[int, int], 
 def _written_last(rollout: Rollout, first: int, last: int) -> NDArray[np.int64]:
     """Returns those of the cells ``first:last`` that were written last."""
     steps = rollout.trajectory.commit_step[first:last]
-    if not len(steps) or steps.max() < 0:
-        return np.zeros(0, dtype=np.int64)
-    return first + np.flatnonzero(steps == steps.max())
+    return first + np.flatnonzero((steps >= 0) & (steps == steps.max(initial=-1)))
 
 
 def _question(rollout: Rollout, part: int, end: int, pictures: tuple[str, ...]) -> StepQuestion:

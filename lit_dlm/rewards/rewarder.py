@@ -79,7 +79,7 @@ class Rewarder:
         graded = self._graded(groups)
         early = [reward for reward in self.rewards if not reward.after_filters]
         late = [reward for reward in self.rewards if reward.after_filters]
-        scored = [_added(early, _unpaid(group), group) for group in graded]
+        scored = [_added(early, [_unpaid(one) for one in group], group) for group in graded]
 
         def with_late(scores: list[RewardScore], group: list[Rollout]) -> list[RewardScore]:
             is_kept = all(keep.keep(scores) for keep in self.filters)
@@ -125,11 +125,8 @@ class Rewarder:
             raise type(error)(f"{rollout.trajectory.uid}: {error}") from error
 
 
-def _unpaid(group: Sequence[Rollout]) -> list[RewardScore]:
-    return [
-        RewardScore(total=0.0, verdict=rollout.verdict, is_correct=rollout.is_correct)
-        for rollout in group
-    ]
+def _unpaid(rollout: Rollout) -> RewardScore:
+    return RewardScore(total=0.0, verdict=rollout.verdict, is_correct=rollout.is_correct)
 
 
 def _added(

@@ -14,7 +14,6 @@ from lit_dlm.rl.policy_losses import (
     PolicyLoss as PolicyLoss,
 )
 from lit_dlm.rl.spg import SPG as SPG
-from lit_dlm.rl.step import rl_step as rl_step
 from lit_dlm.rl.wd1 import (
     SoftmaxWeights as SoftmaxWeights,
     WeightedLikelihood as WeightedLikelihood,

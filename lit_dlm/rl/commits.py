@@ -275,11 +275,9 @@ class TraceLockRLModule(TraceRLModule):
         if policy is not None:
             self.scorer = TraceLockPolicy(policy).scorer  # of a folder or the hub
             check_facts("acceptance policy", self.scorer.backbone, facts)
+        elif projector is None:
+            raise ValueError("policy: expected a folder to start from, or a projector, got none")
         else:
-            if projector is None:
-                raise ValueError(
-                    "policy: expected a folder to start from, or a projector, got none"
-                )
             if not isinstance(projector, Projector):
                 projector = Projector.load(projector)
             self.scorer = AcceptanceScorer(projector, head=head, settings=settings, backbone=facts)
@@ -290,10 +288,9 @@ class TraceLockRLModule(TraceRLModule):
             )
         self.scorer.eval()
         self.rows = CommitRows(self.corruption, self.row_spec, seed=self.seed)
-        needs_initial = self.objective.kl_to == "initial"
-        self.initial = (
-            copy.deepcopy(self.scorer.head).requires_grad_(False) if needs_initial else None
-        )
+        self.initial = None
+        if self.objective.kl_to == "initial":
+            self.initial = copy.deepcopy(self.scorer.head).requires_grad_(False)
         for decoder in self.decoders.values():
             if isinstance(decoder.policy, TraceLockPolicy):
                 decoder.policy.scorer, decoder.policy.is_in_training = self.scorer, True
@@ -367,17 +364,15 @@ class TraceLockRLModule(TraceRLModule):
         """Writes the policy folder, which every TraceLock decoder loads."""
         tasks = self.trainer.datamodule.tasks if self._trainer else []  # type: ignore[attr-defined]
         before = self.scorer.training_facts.get("tasks", ())
-        facts: dict[str, Any] = {
+        self.scorer.training_facts = {
             "seed": self.seed,
             "trained_on": "outcomes",
             "tasks": sorted({*before, *(task.name for task in tasks)}),
             # During an RL step, the progress of the module is that before it.
             "rl_steps": (self.current or self).progress.step,
         }
-        self.scorer.training_facts = facts
-        policies = [self.decoders[name].policy for name in (*self.val_methods, self.method)]
-        self.scorer.commits = next(
-            one for one in policies if isinstance(one, TraceLockPolicy)
-        ).commits
+        policies = (self.decoders[name].policy for name in (*self.val_methods, self.method))
+        policy = next(one for one in policies if isinstance(one, TraceLockPolicy))
+        self.scorer.commits = policy.commits
         if self._trainer is None or self.trainer.is_global_zero:
             self.scorer.save(folder)

@@ -153,9 +153,8 @@ class Items(Units):
             replace(one, response_ids=one.response_ids[:length], steps=None)
             for one in _examples([self.records[number] for number in used.tolist()])
         ]
-        filled = {name: getattr(self, name) for name in _FILLED}
         found: dict[str, Tensor] = {
-            name: value[units] for name, value in filled.items() if value is not None
+            name: value[units] for name in _FILLED if (value := getattr(self, name)) is not None
         }
         if self.unit is not None and self.coefficient is not None:
             cells, _ = _ranges(self._ends[2], numbers)

@@ -94,8 +94,9 @@ class Sudoku(PuzzleTask):
         tagged = _TAGGED.findall(completion)
         grids = []
         for run in _GRID_RUN.findall(tagged[-1] if tagged else completion):
-            grids += _grids_of_run(run)
-        return grids[-1] if grids else None
+            lines = filter(None, (re.sub(r"\D", "", line) for line in run.splitlines()))
+            grids += _GRID.findall("\n".join(lines))
+        return grids[-1].replace("\n", "") if grids else None
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
         """Accepts any valid grid; others score the share of blanks filled as in the solution."""
@@ -109,8 +110,3 @@ class Sudoku(PuzzleTask):
         score = sum(grid[i] == solution[i] for i in blanks) / max(len(blanks), 1)
         reason = "a given cell was changed" if not agrees(grid, puzzle) else "a digit repeats"
         return Verdict(status="wrong", answer=grid, detail=reason, score=min(score, 0.99))
-
-
-def _grids_of_run(run: str) -> list[str]:
-    lines = filter(None, (re.sub(r"\D", "", line) for line in run.splitlines()))
-    return [grid.replace("\n", "") for grid in _GRID.findall("\n".join(lines))]
