@@ -180,16 +180,13 @@ class DecodeWriter(BasePredictionWriter):
         if folder is not None:
             self._shards = RecordShards(folder, trainer, run, **self._options)
         data.done = self._held(trainer)
-        self._tell_if_done(data, folder if self.results is None else self.results.folder)
+        wanted = set(getattr(data, "wanted", ()))
+        if wanted and wanted.issubset(data.done):
+            told = "All %d responses are in %s: nothing is decoded (remove it to start anew)"
+            place = folder if self.results is None else self.results.folder
+            logger.info(told, len(wanted), place)
         # No process may write before all have listed what the folders hold.
         trainer.strategy.barrier("work_listed")
-
-    @staticmethod
-    def _tell_if_done(data: Any, folder: Path | None) -> None:
-        wanted = getattr(data, "wanted", ())
-        if wanted and not set(wanted).difference(data.done):
-            told = "All %d responses are in %s: nothing is decoded (remove it to start anew)"
-            logger.info(told, len(wanted), folder)
 
     def _claim(
         self, results: ResultFolder, run: RunRecord, module: DecodeModule, tasks: Sequence[Task]

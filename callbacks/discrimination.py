@@ -42,8 +42,8 @@ class DiscriminationObserver(Observer):
     requires: frozenset[str] = frozenset({"raw_entropy", "region"})
 
     def __init__(self) -> None:
-        self.sums: list[Tensor] = []  # scalar sum of variances of each step
-        self.counts: list[Tensor] = []  # scalar number of rows that were averaged
+        self.steps: dict[int, Tensor] = {}
+        """``(2,)`` float32 of each step: sum of variances, number of rows that were averaged."""
 
     def on_start(self, state: DecodeState) -> None:
         self._step = 0
@@ -55,17 +55,13 @@ class DiscriminationObserver(Observer):
         behind_end = is_end.cumsum(1) > 0
         variance, counts = entropy_variance(entropy, state.masked & ~behind_end)
         step, self._step = self._step, self._step + 1
-        if step == len(self.sums):
-            zero = torch.zeros((), dtype=torch.float32, device=variance.device)
-            self.sums.append(zero)
-            self.counts.append(zero.long())
-        self.sums[step] = self.sums[step] + variance.float().sum()
-        self.counts[step] = self.counts[step] + counts.sum()
+        both = torch.stack([variance.float().sum(), counts.sum().float()])
+        self.steps[step] = self.steps.get(step, 0.0) + both
 
     def totals(self) -> Tensor:
         """``(2, T)`` float64 sums of variances and numbers of rows, on the CPU."""
-        steps = [torch.stack(pair).double() for pair in zip(self.sums, self.counts, strict=True)]
-        return torch.stack(steps, 1).cpu() if steps else torch.zeros(2, 0, dtype=torch.float64)
+        steps = [step.double().cpu()[:, None] for step in self.steps.values()]
+        return torch.cat([torch.zeros(2, 0, dtype=torch.float64), *steps], 1)
 
 
 def score_curve(totals: Tensor) -> tuple[float, list[float]]:

@@ -208,20 +208,16 @@ class RolloutWriter(Callback):
     def __init__(self, folder: str) -> None:
         super().__init__()
         self.folder = Path(folder)
-        self._is_replay = False
         self._shards: RecordShards | None = None
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        if stage != "fit":
-            return
-        of_kind(pl_module, TraceRLModule, option="model")
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        self._is_replay = data.source == "shards"
-        if self._is_replay:
-            logger.info("RolloutWriter: writes nothing, the rollouts are those of %s", data.shards)
+        if stage == "fit":
+            of_kind(pl_module, TraceRLModule, option="model")
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        if self._is_replay:
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if data.source == "shards":
+            logger.info("RolloutWriter: writes nothing, the rollouts are those of %s", data.shards)
             return
         first = self._first_new_step(trainer, pl_module)
         trainer.strategy.barrier("rollouts_looked_at")  # before the first process deletes some
@@ -261,10 +257,8 @@ class RolloutWriter(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         if self._shards is not None:
-            shards, self._shards = self._shards, None
-            shards.close(trainer)
+            self._shards.close(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         if self._shards is not None:
-            shards, self._shards = self._shards, None
-            shards.close_after(exception)
+            self._shards.close_after(exception)

@@ -75,6 +75,8 @@ class PromptDataModule(LightningDataModule):
         at_least(1, tasks=len(self.tasks), batch_size=self.batch_size)
         at_least(1, responses_per_prompt=self.responses_per_prompt)
         tasks_by_name(self.tasks)
+        lengths = self.response_length
+        self._lengths = [lengths] if isinstance(lengths, int) else lengths
         at_least(1, response_length=min(self._lengths, default=0))
         self.rows = self.batch_size or default_batch(max(self._lengths))
         """Number of prompts that are decoded together."""
@@ -84,11 +86,6 @@ class PromptDataModule(LightningDataModule):
         """Number of prompts of each task that are left out as too long."""
         self._decodes: list[tuple[str, PromptExample]] = []
         self._module: DecodeModule
-
-    @property
-    def _lengths(self) -> list[int]:
-        lengths = self.response_length
-        return [lengths] if isinstance(lengths, int) else lengths
 
     def task(self, name: str) -> Task:
         return next(task for task in self.tasks if task.name == name)
@@ -206,8 +203,6 @@ class PromptDataModule(LightningDataModule):
                 )
 
     def length_of(self, example: PromptExample) -> int:
-        if len(self._lengths) == 1:
-            return self._lengths[0]
         return drawn_length(self._lengths, example.prompt_uid, seed=self._module.seed)
 
 

@@ -31,10 +31,10 @@ class ExampleRef(NamedTuple):
 
 
 class Plan(DistributedSampler[list[ExampleRef]]):
-    """Batches of one rank; a distributed sampler, so that Lightning does not replace it."""
+    """Batches of one rank; a distributed sampler, so that Lightning does not replace it.
 
-    def set_epoch(self, epoch: int) -> None:
-        """Does nothing: the pass follows from the number of batches that are done."""
+    The epoch that Lightning sets is not read: the pass follows from the number of batches done.
+    """
 
 
 @dataclass(eq=False)

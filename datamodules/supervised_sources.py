@@ -173,32 +173,24 @@ def answered(
         turns, response = conversation(row)
         assert response is not None
         response_ids = _response_ids(model, response)
-        uid = f"{name}/{number:06d}"
+        uid, pictures = f"{name}/{number:06d}", row.pictures()
+        text = turns[0]["content"].removeprefix(IMAGE_MARK)
+        prompt: dict[str, Any] = {}
+        if templated:
+            parts = [*(CHATS.keys() & row.fields.keys()), *(["pictures"] if pictures else [])]
+            row.expect(not parts, "a prompt that is one text (templated)", parts)
+            prompt["prompt_ids"] = _raw_ids(model, text)
+        else:
+            start = next(filter(text.startswith, model.tokenizer.get_added_vocab()), None)
+            wanted = "a prompt without a chat template around it, or templated: true"
+            row.expect(not start, wanted, start)
+            prompt = model.prompt(uid, turns, pictures)
         yield SupervisedExample(
             uid=uid,
-            **_prompt(uid, row, turns, row.pictures(), model, templated=templated),
+            **prompt,
             response_ids=response_ids,
             steps=_step_map(row, response_ids, model.spec.eos_ids),
         )
-
-
-def _prompt(
-    uid: str,
-    row: Row,
-    turns: list[dict[str, str]],
-    pictures: Sequence[Picture],
-    model: ModelFacts,
-    *,
-    templated: bool,
-) -> dict[str, Any]:
-    parts = [*(CHATS.keys() & row.fields.keys()), *(["pictures"] if pictures else [])]
-    text = turns[0]["content"].removeprefix(IMAGE_MARK)
-    if templated:
-        row.expect(not parts, "a prompt that is one text (templated)", parts)
-        return {"prompt_ids": _raw_ids(model, text)}
-    first = next(filter(text.startswith, model.tokenizer.get_added_vocab()), None)
-    row.expect(not first, "a prompt without a chat template around it, or templated: true", first)
-    return model.prompt(uid, turns, pictures)
 
 
 class Decodes(SupervisedSource):

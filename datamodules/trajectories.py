@@ -170,7 +170,8 @@ class TrajectoryDataModule(ResumableDataModule):
         refuse_overfit_batches(self.trainer, instead="shards with few records")
         if self._states is not None:
             return
-        reader = TrajectoryShardReader(self._all_shards(), features=self.source == "features")
+        shards = self._folders[0] if len(self._folders) == 1 else shard_paths(self._folders)
+        reader = TrajectoryShardReader(shards, features=self.source == "features")
         index = self._build_index(reader)
         is_val = np.repeat(
             [is_validation(uid, seed=self.seed, fraction=self.val_fraction) for uid in index.uids],
@@ -201,11 +202,6 @@ class TrajectoryDataModule(ResumableDataModule):
         """What reads the examples; available after ``setup``."""
         assert self._states is not None
         return self._states
-
-    def _all_shards(self) -> Path | list[Path]:
-        if len(self._folders) == 1:
-            return self._folders[0]
-        return shard_paths(self._folders)
 
     def _build_index(self, reader: TrajectoryShardReader) -> StateIndex:
         backbone = getattr(getattr(self.trainer, "lightning_module", None), "backbone", None)

@@ -127,23 +127,17 @@ class TokenPieces:
 
     def joined(self, ids: Sequence[int]) -> list[tuple[int, int, str]]:
         """Characters that several tokens form: (first position, number of positions, text)."""
-        groups, first = [], 0
-        while first < len(ids):
-            if not self.is_partial(ids[first]):
-                first += 1
-                continue
+        groups, done = [], 0
+        for first in range(len(ids)):
             # A UTF-8 character has at most four bytes, so a fifth token starts another one.
-            for end in range(first + 2, min(first + 4, len(ids)) + 1):
-                if not self.is_partial(ids[end - 1]):
-                    end = first
+            for end in range(first + 1, min(first + 4, len(ids)) + 1):
+                if first < done or not self.is_partial(ids[end - 1]):
                     break
                 text = self._decode(ids[first:end])
                 if _LOST not in text:
                     groups.append((first, end - first, text))
+                    done = end
                     break
-            else:
-                end = first
-            first = max(end, first + 1)
         return groups
 
     def texts(self, ids: Sequence[int]) -> list[str]:

@@ -32,7 +32,7 @@ from lit_dlm.trajectories.store.recovery import merge_manifest, recover
 from lit_dlm.trajectories.store.writer import TrajectoryShardWriter
 
 if TYPE_CHECKING:
-    from lit_dlm.trajectories.verify import Execution, RecordVerdict, Verification
+    from lit_dlm.trajectories.verify import Execution, Verification
 
 _SHOWN = 20
 _LEVELS = ("integrity", "structure", "authenticity", "teacher-forced", "free-running")
@@ -318,7 +318,15 @@ def _print_verification(result: Verification) -> None:
     name = _LEVELS[result.level]
     if result.level >= 3:
         console.print(_table(f"Level {result.level}, {name}", (), _agreement_rows(result)))
-        _print_failures(console, [v for v in result.verdicts if v.outcome != "exact"])
+        found = [v for v in result.verdicts if v.outcome != "exact"]
+        rows = [
+            (v.uid, v.outcome, f"{v.num_agreeing}/{v.num_checked}", f"{v.margin:.4f}", v.reason)
+            for v in sorted(found, key=lambda v: v.outcome != "failed")[:_SHOWN]
+        ]
+        if rows:
+            title = f"{len(found)} records that are not exact, of which {len(rows)} are shown"
+            columns = ("uid", "outcome", "steps", "margin", "first difference")
+            console.print(_table(title, columns, rows))
     verdict, style = ("FAILED", "bold red") if result.failed else ("passed", "bold green")
     text = f"{verdict}: level {result.level} ({name}), {result.num_records} records"
     console.print(text, style=style, highlight=False)
@@ -335,18 +343,6 @@ def _agreement_rows(result: Verification) -> list[tuple[str, str]]:
         ("steps that agree", f"{agreeing:,} of {checked:,} ({agreeing / max(checked, 1):.2%})"),
         ("tokens that agree", f"{tokens:.2%}"),
     ]
-
-
-def _print_failures(console: PlainConsole, verdicts: list[RecordVerdict]) -> None:
-    ordered = sorted(verdicts, key=lambda v: v.outcome != "failed")
-    rows = [
-        (v.uid, v.outcome, f"{v.num_agreeing}/{v.num_checked}", f"{v.margin:.4f}", v.reason)
-        for v in ordered[:_SHOWN]
-    ]
-    columns = ("uid", "outcome", "steps", "margin", "first difference")
-    if rows:
-        title = f"{len(ordered)} records that are not exact, of which {len(rows)} are shown"
-        console.print(_table(title, columns, rows))
 
 
 # -- recover ---------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -146,11 +146,8 @@ class Trajectory:
     def committed_at(self, step: int) -> NDArray[np.int64]:
         """``(K,)`` int64: the positions that step ``step`` wrote, ascending."""
         self._check_step(step, self.num_steps - 1)
-        last = np.flatnonzero(self.commit_step == step)
-        if self.superseded is None:
-            return last
-        early = self.superseded[self.superseded[:, 0] == step, 1]
-        return np.union1d(last, early).astype(np.int64)
+        steps, positions, _ = self.events().T
+        return positions[steps == step].astype(np.int64)
 
     def events(self) -> Int32:
         """All writes, ``(K, 3)`` int32 rows (step, position, token), sorted by (step, position)."""
@@ -187,8 +184,6 @@ class Trajectory:
     def validate(self) -> None:
         """Checks every rule of the format; an error names the sample and the field."""
         checked([self])
-        if self.features is not None:
-            self.features.validate(self.uid, self.num_prompt, self.num_generated, self.num_steps)
 
     def with_meta(self, **values: Any) -> Trajectory:
         """A copy whose ``meta`` has ``values`` added."""
@@ -292,11 +287,13 @@ def _check_shapes(records: Sequence[Trajectory]) -> None:
 
 
 def checked(records: Sequence[Trajectory]) -> Columns:
-    """Concatenates records and checks every rule of the format except those for features."""
+    """Concatenates records and checks every rule of the format."""
     flat = flatten(records)
     flat.check()
-    for record, rows in zip(records, flat.masked_row_counts().tolist(), strict=True):
-        record._check_fields(rows)
+    for r, rows in zip(records, flat.masked_row_counts().tolist(), strict=True):
+        r._check_fields(rows)
+        if r.features is not None:
+            r.features.validate(r.uid, r.num_prompt, r.num_generated, r.num_steps)
     return flat
 
 
@@ -382,13 +379,10 @@ class StepFeatures:
                 f"features: expected shape (S, R, {sum(sizes)}) for groups {sizes}, finite and at "
                 f"most {limit:g}, got {values.shape} and {largest:g}"
             )
-        codes: NDArray[Any] = values
-        scales: NDArray[np.float16] | None = None
-        if scheme == "int8":
-            codes, scales = _int8(values, sizes)
+        codes, scales = _int8(values, sizes) if scheme == "int8" else (values, None)
         return cls(
             kept_steps=np.ascontiguousarray(kept_steps, dtype=np.int32),
-            features=codes.astype(np.float16, copy=False) if scales is None else codes,
+            features=values.astype(np.float16) if scales is None else codes,
             scales=scales,
             groups=sizes,
             proposals=np.ascontiguousarray(proposals, dtype=np.int32),
@@ -400,21 +394,18 @@ class StepFeatures:
         """Checks shapes and ranges against the record ``uid``."""
         rows = num_generated + (num_prompt if self.layout == "all" else 0)
         shape = (len(self.kept_steps), rows)
-        expected: dict[str, tuple[object, bool]] = {
-            "layout": (self.layout, self.layout in ("generation", "all", "masked")),
-            "features": (self.features.shape, self.features.shape == (*shape, sum(self.groups))),
-            "proposals": (self.proposals.shape, self.proposals.shape == shape),
-            "dtype": (
-                self.features.dtype,
-                self.features.dtype == (np.float16 if self.scales is None else np.int8),
-            ),
-        }
-        if self.scales is not None:
-            wanted = (*shape, len(self.groups))
-            expected["scales"] = (self.scales.shape, self.scales.shape == wanted)
-        steps = np.concatenate([[-1], self.kept_steps, [num_steps]])
-        expected["kept_steps"] = (self.kept_steps, bool((np.diff(steps) > 0).all()))
-        for name, (found, fits) in expected.items():
+        values, scales, kept = self.features, self.scales, self.kept_steps
+        dtype = np.float16 if scales is None else np.int8
+        scale_shape = None if scales is None else scales.shape
+        is_ascending = (np.diff([-1, *kept, num_steps]) > 0).all()
+        for name, found, fits in (
+            ("layout", self.layout, self.layout in get_args(FeatureLayout)),
+            ("features", values.shape, values.shape == (*shape, sum(self.groups))),
+            ("proposals", self.proposals.shape, self.proposals.shape == shape),
+            ("dtype", values.dtype, values.dtype == dtype),
+            ("scales", scale_shape, scale_shape in (None, (*shape, len(self.groups)))),
+            ("kept_steps", kept, is_ascending),
+        ):
             if not fits:
                 raise ValueError(
                     f"trajectory {uid!r}: features.{name} does not fit layout {self.layout!r} and "

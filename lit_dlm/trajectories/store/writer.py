@@ -322,10 +322,9 @@ class TrajectoryShardWriter:
 
 def encoded(records: Sequence[Trajectory], *, run_digest: bytes) -> tuple[bytes, bytes | None]:
     """Encodes records, and their features or ``None`` if there are none."""
-    features = None
-    if any(record.features is not None for record in records):
-        features = encode_features(records)
-    return encode_block(records, run_digest=run_digest), features
+    block = encode_block(records, run_digest=run_digest)  # checks the features, too
+    has_features = any(record.features is not None for record in records)
+    return block, encode_features(records) if has_features else None
 
 
 def _kind(record: Trajectory) -> tuple[object, ...]:
