@@ -260,35 +260,62 @@ class DecodeWriter(BasePredictionWriter):
 
     def _write(self, decoded: DecodedBatch, verdicts: Sequence[Verdict] | None) -> None:
         if self.results is not None and verdicts is not None:
-            self._write_rows(self.results, decoded, verdicts)
+            self._write_rows(decoded, verdicts)
         # After the rows: a killed run can then only lack records, and rows without a record are
         # found and made again.
         if self._shards is not None:
             facts = None if verdicts is None else [grade_facts(verdict) for verdict in verdicts]
             self._shards.put_batch(decoded, facts)
 
-    def _write_rows(
-        self, results: ResultFolder, decoded: DecodedBatch, verdicts: Sequence[Verdict]
-    ) -> None:
-        assert self._queue is not None
-        run_dir = results.folder.parent
-        named: list[dict[str, str] | None] = [None] * len(verdicts)
-        if self._shards is not None:
-            folder = os.path.relpath(self._shards.folder, run_dir)
-            named = [
-                {"set": folder, "uid": record.uid, "digest": record.digest().hex()}
-                for record in decoded.trajectories
-            ]
-        soft = {name for name, task in self._queue.tasks.items() if task.is_soft}
-        rows = [
-            _row(decoded, number, verdict, named[number], soft)
-            for number, verdict in enumerate(verdicts)
-        ]
+    def _write_rows(self, decoded: DecodedBatch, verdicts: Sequence[Verdict]) -> None:
+        assert self.results is not None
+        rows = [self._row(decoded, number, verdict) for number, verdict in enumerate(verdicts)]
+        pictures = self.results.folder.parent / "pictures"
         for row in rows:
             if picture := picture_from_text(row.completion):
-                path = run_dir / "pictures" / file_name(row.method) / file_name(row.uid)
+                path = pictures / file_name(row.method) / file_name(row.uid)
                 write_atomically(path.with_name(path.name + ".png"), picture.read())
-        results.append(rows, rank=self._rank)
+        self.results.append(rows, rank=self._rank)
+
+    def _row(self, decoded: DecodedBatch, number: int, verdict: Verdict) -> ResultRow:
+        """Returns the row of a sample, which names its record if there is one."""
+        assert self._queue is not None
+        assert self.results is not None
+        trajectory = None
+        if self._shards is not None:
+            record = decoded.trajectories[number]
+            folder = os.path.relpath(self._shards.folder, self.results.folder.parent)
+            trajectory = {"set": folder, "uid": record.uid, "digest": record.digest().hex()}
+        example, result = decoded.examples[number], decoded.result
+        fill = None if decoded.fill is None else decoded.fill[number]
+        seconds = result.policy_seconds
+        return ResultRow(
+            uid=example.uid,
+            task=example.task,
+            method=decoded.method,
+            correct=verdict.is_correct,
+            verdict=verdict.status,
+            detail=verdict.detail,
+            answer=verdict.answer,
+            completion=decoded.completions[number],
+            nfe=int(result.num_steps[number]),
+            policy_forwards=int(result.policy_forwards[number]),
+            idle_steps=int(result.idle_steps[number]),
+            stalled_steps=int(result.stalled_steps[number]),
+            num_tokens=decoded.num_tokens[number],
+            response_length=result.ids.shape[1] - result.start,
+            seconds=float(result.seconds[number]),
+            status=result.status[number],
+            seed=int(result.seeds[number]),
+            policy_seconds=0.0 if seconds is None else float(seconds[number]),
+            trajectory=trajectory,
+            fill=None if fill is None else fill.by_name(),
+            lockstep=None if fill is None else fill.lockstep_score(),
+            prompt=example.text,
+            response=example.response,
+            problem=example.digest,
+            score=verdict.score if self._queue.tasks[example.task].is_soft else None,
+        )
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -395,43 +422,3 @@ def _facts(run: RunRecord) -> dict[str, Any]:
             if run.software[name] is not None
         },
     }
-
-
-def _row(
-    decoded: DecodedBatch,
-    number: int,
-    verdict: Verdict,
-    trajectory: dict[str, str] | None,
-    soft: Collection[str],
-) -> ResultRow:
-    """Returns the row of a sample, with the verdict's score if its task is in ``soft``."""
-    example, result = decoded.examples[number], decoded.result
-    fill = None if decoded.fill is None else decoded.fill[number]
-    seconds = result.policy_seconds
-    return ResultRow(
-        uid=example.uid,
-        task=example.task,
-        method=decoded.method,
-        correct=verdict.is_correct,
-        verdict=verdict.status,
-        detail=verdict.detail,
-        answer=verdict.answer,
-        completion=decoded.completions[number],
-        nfe=int(result.num_steps[number]),
-        policy_forwards=int(result.policy_forwards[number]),
-        idle_steps=int(result.idle_steps[number]),
-        stalled_steps=int(result.stalled_steps[number]),
-        num_tokens=decoded.num_tokens[number],
-        response_length=result.ids.shape[1] - result.start,
-        seconds=float(result.seconds[number]),
-        status=result.status[number],
-        seed=int(result.seeds[number]),
-        policy_seconds=0.0 if seconds is None else float(seconds[number]),
-        trajectory=trajectory,
-        fill=None if fill is None else fill.by_name(),
-        lockstep=None if fill is None else fill.lockstep_score(),
-        prompt=example.text,
-        response=example.response,
-        problem=example.digest,
-        score=verdict.score if example.task in soft else None,
-    )

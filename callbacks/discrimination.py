@@ -65,12 +65,15 @@ class DiscriminationObserver(Observer):
 
 
 def score_curve(totals: Tensor) -> tuple[float, list[float]]:
-    """Returns the mean over all steps that count, and that of each step (0 where none counts)."""
+    """Returns the mean over all steps that count, and that of each step (0 where none counts).
+
+    The curve ends with the last step that counts.
+    """
     sums, counts = totals
     curve = sums / counts.clamp_min(1)
-    counted = counts > 0
-    score = float(curve[counted].mean()) if bool(counted.any()) else 0.0
-    return score, curve.tolist()
+    counted = (counts > 0).nonzero()[:, 0].tolist()
+    score = float(curve[counted].mean()) if counted else 0.0
+    return score, curve[: max(counted, default=-1) + 1].tolist()
 
 
 class DiscriminationScore(Callback):
@@ -151,7 +154,13 @@ class DiscriminationScore(Callback):
                     observers=[observer],
                 ):
                     pass
-        score, curve = score_curve(self._totals(trainer, module, observer))
+        both = observer.totals()
+        if trainer.world_size > 1:
+            own = torch.tensor(both.shape[1], device=module.device)
+            most = int(trainer.strategy.reduce(own, reduce_op="max"))
+            both = torch.nn.functional.pad(both, (0, most - both.shape[1])).to(module.device)
+            both = trainer.strategy.reduce(both, reduce_op="sum").cpu()
+        score, curve = score_curve(both)
         self.scores[label], self.curves[label] = score, curve
         if trainer.is_global_zero:
             logger.info("discrimination score, %s: %.4f", label, score)
@@ -163,20 +172,6 @@ class DiscriminationScore(Callback):
                 ylabel="variance of open entropies, nats²",
             )
         return score
-
-    @staticmethod
-    def _totals(
-        trainer: Trainer, module: TrainableModule, observer: DiscriminationObserver
-    ) -> Tensor:
-        """Returns sums and counts over all processes, up to the last step with a count."""
-        both = observer.totals()
-        if trainer.world_size > 1:
-            own = torch.tensor(both.shape[1], device=module.device)
-            most = int(trainer.strategy.reduce(own, reduce_op="max"))
-            both = torch.nn.functional.pad(both, (0, most - both.shape[1])).to(module.device)
-            both = trainer.strategy.reduce(both, reduce_op="sum").cpu()
-        steps = int((both[1] > 0).nonzero().max()) + 1 if bool((both[1] > 0).any()) else 0
-        return both[:, :steps]
 
     def state_dict(self) -> dict[str, Any]:
         return {"scores": dict(self.scores), "curves": dict(self.curves)}

@@ -105,7 +105,8 @@ class PromptDataModule(LightningDataModule):
             for examples in self._examples().values()
             for method in methods
             for example in examples
-            if self._is_assigned(example, methods, method)
+            if self.assignment == "each"
+            or method == methods[zlib.crc32(example.uid.encode()) % len(methods)]
             for response in example.responses(counts[method])
         ]
 
@@ -153,10 +154,6 @@ class PromptDataModule(LightningDataModule):
         length = self.length_of(example)
         most, told = prompt_limit(self._module.backbone, length, self.max_prompt_length)
         return len(self._module.prompt_ids(example)) - most, told
-
-    def _is_assigned(self, example: PromptExample, methods: Sequence[str], method: str) -> bool:
-        chosen = methods[zlib.crc32(example.uid.encode()) % len(methods)]
-        return self.assignment == "each" or chosen == method
 
     @property
     def wanted(self) -> list[str]:

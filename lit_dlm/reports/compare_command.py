@@ -86,10 +86,9 @@ def method_pairs(
         pairs = [(task, a, b) for task, one, two in both if a in one and b in two]
     else:
         pairs = [(task, name, name) for task, one, two in both for name in one if name in two]
-        alone = [
+        pairs = pairs or [
             (task, one[0], two[0]) for task, one, two in both if [len(one), len(two)] == [1, 1]
         ]
-        pairs = pairs or alone
     if pairs:
         return pairs
     wanted = f"{a!r} of A and {b!r} of B" if a else "methods of equal name, or --a and --b,"

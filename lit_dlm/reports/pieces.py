@@ -11,7 +11,6 @@ import base64
 import hashlib
 import re
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,15 +72,6 @@ def _cell(text: str) -> str:
 _LOST = "\ufffd"  # what decoders write for bytes that are not a character
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 _METASPACE = "\u2581"
-
-
-@cache
-def _byte_alphabet() -> dict[str, int]:
-    """Maps the printable stand-ins of byte-level vocabularies to their bytes."""
-    # Imported here, as transformers takes seconds to import.
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    return {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 class TokenPieces:
@@ -173,5 +163,9 @@ def _bytes_of(name: str) -> bytes | None:
     """Bytes of a token of a byte-level or byte-fallback vocabulary; ``None`` for other tokens."""
     if fallback := _BYTE_FALLBACK.fullmatch(name):
         return bytes.fromhex(fallback[1])
-    alphabet = _byte_alphabet()
+    # Imported here, as transformers takes seconds to import.
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    # The printable stand-ins of byte-level vocabularies.
+    alphabet = {character: byte for byte, character in bytes_to_unicode().items()}
     return bytes(alphabet[character] for character in name) if set(name) <= set(alphabet) else None

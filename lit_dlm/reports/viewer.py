@@ -27,9 +27,8 @@ import base64
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,8 +60,7 @@ META_SIGNALS = ("value", "advantage", "token_rewards")
 on; a shorter list leaves the others without one."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class ViewedSet:
+class ViewedSet(NamedTuple):
     """Samples with the texts of their tokens."""
 
     samples: SampleSet
@@ -87,9 +85,8 @@ def page_data(sets: Sequence[ViewedSet], *, title: str) -> dict[str, Any]:
             MAX_PROPOSALS,
         )
     content: dict[str, Any] = {"title": title, "sets": [], "samples": []}
-    for number, viewed in enumerate(sets):
-        shown = viewed.samples
-        table = TokenTable(viewed.pieces, (sample.record for sample in shown.samples))
+    for number, (shown, pieces) in enumerate(sets):
+        table = TokenTable(pieces, (sample.record for sample in shown.samples))
         used = {sample.method for sample in shown.samples}
         content["sets"].append(
             {
@@ -170,13 +167,7 @@ def sample_columns(
     early = [] if record.superseded is None else record.superseded.tolist()
     content: dict[str, Any] = {
         "uid": record.uid,
-        "example": sample.example,
-        "task": sample.task,
-        "method": sample.method,
-        "correct": sample.correct,
-        "verdict": sample.verdict,
-        "detail": sample.detail,
-        "answer": sample.answer,
+        **{name: value for name, value in vars(sample).items() if name != "record"},
         "reward": record.meta.get("reward"),
         "status": record.status,
         "steps": record.num_steps,

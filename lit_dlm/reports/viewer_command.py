@@ -73,9 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.compare is not None:
         examples = {sample.example for sample in shown.samples}
         found.append(load_samples(options.compare, methods=methods, examples=examples))
-    sets = [
-        ViewedSet(samples=one, pieces=pieces_of(one.shards, options.tokenizer)) for one in found
-    ]
+    sets = [ViewedSet(one, pieces_of(one.shards, options.tokenizer)) for one in found]
     pictures = {kind: path for kind in KINDS if (path := getattr(options, kind)) is not None}
     if pictures:
         _write_pictures(sets[0], pictures, options)
@@ -93,7 +91,7 @@ def _write_pictures(viewed: ViewedSet, files: dict[str, Path], options: argparse
     # Imported here, as matplotlib and torchmetrics take seconds to import.
     from lit_dlm.reports.pictures import write_pictures
 
-    shown = viewed.samples
+    shown, pieces = viewed
     first = shown.samples[0]
     wanted = options.method or [first.method]
     decodes = [
@@ -101,7 +99,7 @@ def _write_pictures(viewed: ViewedSet, files: dict[str, Path], options: argparse
     ]
     decodes = sorted(decodes, key=lambda sample: wanted.index(sample.method))[:MAX_TOGETHER]
     method = shown.methods.get(decodes[0].method)
-    write_pictures(decodes, viewed.pieces, files, method=method, theme=options.theme)
+    write_pictures(decodes, pieces, files, method=method, theme=options.theme)
     for kind, path in files.items():
         names = decodes if kind == "gif" else decodes[:1]
         print(printable(f"{path}: {', '.join(one.record.uid for one in names)}"))  # noqa: T201

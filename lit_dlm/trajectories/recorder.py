@@ -203,13 +203,8 @@ def foreign_run(method: str, decoder: Decoder | str) -> RunRecord:
             why there are none, which verification then reports.
     """
     described = {"undescribed": decoder} if isinstance(decoder, str) else decoder.describe()
-    return RunRecord(
-        model={},
-        tokenizer={},
-        decode={"methods": {method: described}},
-        randomness={},
-        data={},
-    )
+    decode = {"methods": {method: described}}
+    return RunRecord(model={}, tokenizer={}, decode=decode, randomness={}, data={})
 
 
 def llada_decoder(

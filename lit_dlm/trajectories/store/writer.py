@@ -209,7 +209,6 @@ class TrajectoryShardWriter:
         self._pending: list[Trajectory] = []
         self._pending_bytes = 0
         self._pending_since = 0.0
-        self._pending_kind: tuple[object, ...] = ()
         self._shard: ShardFile | None = None
         self._closed = False
 
@@ -235,11 +234,10 @@ class TrajectoryShardWriter:
         meta_text(record)
         if record.uid in self._uids:
             raise ValueError(f"trajectory {record.uid!r}: this uid is already in {self.folder}")
-        if self._pending and _kind(record) != self._pending_kind:
+        if self._pending and _kind(record) != _kind(self._pending[0]):
             self._write_pending()  # a block holds one vocabulary, set of signals, feature layout
         if not self._pending:
             self._pending_since = time.monotonic()
-            self._pending_kind = _kind(record)
         self._uids.add(record.uid)
         self._pending.append(record)
         self._pending_bytes += record_bytes(record)
