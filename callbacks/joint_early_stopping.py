@@ -39,7 +39,7 @@ class JointEarlyStopping(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
             return
-        improved = False
+        self.waited += 1
         for name in self.monitors:
             if name not in trainer.callback_metrics:
                 known = ", ".join(sorted(trainer.callback_metrics))
@@ -47,8 +47,7 @@ class JointEarlyStopping(Callback):
             score = float(trainer.callback_metrics[name])
             if score > self.best.get(name, -math.inf):
                 self.best[name] = score
-                improved = True
-        self.waited = 0 if improved else self.waited + 1
+                self.waited = 0
         if self.waited >= self.patience:
             trainer.should_stop = True
             logger.info(

@@ -218,6 +218,7 @@ class Decodes(SupervisedSource):
                 )
             find_pictures(model.backbone, record.uid, record.meta)
             count += 1
+            listed = record.meta.get("non_ltr_positions")  # came with an imported decode
             yield SupervisedExample(
                 uid=record.uid,
                 prompt_ids=record.prompt_ids,
@@ -226,7 +227,7 @@ class Decodes(SupervisedSource):
                 given=record.given,
                 steps=record.commit_step,
                 decode_entropy=record.commit_entropy(fill=0.0),
-                non_ltr=_listed_non_ltr(record),
+                non_ltr=None if listed is None else np.isin(np.arange(len(record.tokens)), listed),
             )
         reasons = ", ".join(f"{number} by {reason}" for reason, number in left_out.items())
         if not count:
@@ -390,12 +391,6 @@ class RecordedPairs(Decodes):
             )
         for chosen, rejected in pairs:
             yield _pair(chosen, rejected)
-
-
-def _listed_non_ltr(record: Trajectory) -> NDArray[np.bool_] | None:
-    """Returns the list that came with an imported decode as ``(G,)`` bool, ``None`` without one."""
-    listed = record.meta.get("non_ltr_positions")
-    return None if listed is None else np.isin(np.arange(record.num_generated), listed)
 
 
 def _raw_ids(model: ModelFacts, text: str) -> NDArray[np.int32]:

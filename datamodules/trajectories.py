@@ -159,9 +159,8 @@ class TrajectoryDataModule(ResumableDataModule):
         at_least(1, batch_size=self.batch_size)
         within("(0, 1)", val_fraction=self.val_fraction)
         within("[0, 1]", step_ratio=self.step_ratio)
-        folders = [self.shards, *([self.more_shards] if self.more_shards is not None else [])]
-        self._folders = [Path(folder) for folder in folders]
-        self._name = ", ".join(map(str, folders))
+        self._folders = [Path(one) for one in (self.shards, self.more_shards) if one is not None]
+        self._name = ", ".join(map(str, self._folders))
         self._states: StateReader | None = None
 
     # -- examples --------------------------------------------------------------------------------

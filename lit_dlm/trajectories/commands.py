@@ -317,7 +317,17 @@ def _print_verification(result: Verification) -> None:
             console.print(f"  ... and {len(lines) - _SHOWN} more")
     name = _LEVELS[result.level]
     if result.level >= 3:
-        console.print(_table(f"Level {result.level}, {name}", (), _agreement_rows(result)))
+        checked = sum(v.num_checked for v in result.verdicts)
+        agreeing = sum(v.num_agreeing for v in result.verdicts)
+        count = len(result.verdicts)
+        tokens = sum(v.token_agreement for v in result.verdicts) / max(count, 1)
+        facts = [
+            ("records executed", f"{count:,} of {result.num_records:,}"),
+            *[(name, f"{number:,}") for name, number in result.counts.items()],
+            ("steps that agree", f"{agreeing:,} of {checked:,} ({agreeing / max(checked, 1):.2%})"),
+            ("tokens that agree", f"{tokens:.2%}"),
+        ]
+        console.print(_table(f"Level {result.level}, {name}", (), facts))
         found = [v for v in result.verdicts if v.outcome != "exact"]
         rows = [
             (v.uid, v.outcome, f"{v.num_agreeing}/{v.num_checked}", f"{v.margin:.4f}", v.reason)
@@ -330,19 +340,6 @@ def _print_verification(result: Verification) -> None:
     verdict, style = ("FAILED", "bold red") if result.failed else ("passed", "bold green")
     text = f"{verdict}: level {result.level} ({name}), {result.num_records} records"
     console.print(text, style=style, highlight=False)
-
-
-def _agreement_rows(result: Verification) -> list[tuple[str, str]]:
-    checked = sum(v.num_checked for v in result.verdicts)
-    agreeing = sum(v.num_agreeing for v in result.verdicts)
-    count = len(result.verdicts)
-    tokens = sum(v.token_agreement for v in result.verdicts) / max(count, 1)
-    return [
-        ("records executed", f"{count:,} of {result.num_records:,}"),
-        *[(name, f"{number:,}") for name, number in result.counts.items()],
-        ("steps that agree", f"{agreeing:,} of {checked:,} ({agreeing / max(checked, 1):.2%})"),
-        ("tokens that agree", f"{tokens:.2%}"),
-    ]
 
 
 # -- recover ---------------------------------------------------------------------------------------

@@ -142,13 +142,9 @@ def write_parquet(records: Iterable[Trajectory], path: Path, *, run_text: str | 
                     )
                 elif schema.metadata != pa.schema([], facts).metadata:
                     raise ValueError(f"{group[0].uid!r}: another mask id or vocabulary than before")
-                columns = [
-                    batch.column(name).cast(kind)
-                    if name in batch.schema.names
-                    else pa.nulls(len(group), kind)
-                    for name, kind in kinds.items()
-                ]
-                file.write_table(pa.Table.from_arrays(columns, schema=schema))
+                parts = [schema.empty_table(), pa.Table.from_batches([batch])]
+                table = pa.concat_tables(parts, promote_options="permissive")
+                file.write_table(table.select(schema.names).combine_chunks())
                 count += len(group)
         if file is None:
             pq.write_table(schema.empty_table(), partial)
