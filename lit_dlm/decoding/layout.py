@@ -52,9 +52,18 @@ class Layout(Component):
     def blocks(self, response: Tensor) -> BlockLayout:
         """Returns the blocks of a response, given its ``(G,)`` int64 cells before step 0."""
 
-    @abstractmethod
     def on(self, canvas: Canvas, *, mask_id: int) -> Canvas:
-        """Returns the canvas with the template written and the regions numbered."""
+        """Returns the canvas with the template, if any, written and the regions numbered."""
+        regions = torch.full_like(canvas.ids, len(self.regions))
+        rows = []
+        for row, cells in enumerate(canvas.ids[:, canvas.start :].cpu()):  # once per decode
+            try:
+                rows.append(self.blocks(cells).region_ids())
+            except ValueError as error:
+                told = str(error).removeprefix("layout: ")
+                raise ValueError(f"layout: row {row}: {told}") from error
+        regions[:, canvas.start :] = torch.stack(rows).to(regions.device)
+        return replace(canvas, regions=RegionMap.of(regions, (*self.regions, self.rest)))
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -73,12 +82,6 @@ class Layout(Component):
         ]
         return made
 
-    def _canvas(self, canvas: Canvas, ids: Tensor) -> Canvas:
-        """Returns the canvas with the region numbers ``(B, G)`` or ``(G,)`` of its response."""
-        regions = torch.full_like(canvas.ids, len(self.regions))
-        regions[:, canvas.start :] = ids.to(regions.device)
-        return replace(canvas, regions=RegionMap.of(regions, (*self.regions, self.rest)))
-
     def _blocks(self, spans: Sequence[tuple[int, int]], length: int) -> BlockLayout:
         blocks = tuple(
             Block(name=region.name, start=start, end=end, weight=region.weight)
@@ -87,27 +90,14 @@ class Layout(Component):
         return BlockLayout(blocks=blocks, length=length)
 
 
-class _PlacedLayout(Layout):
-    """A layout whose regions depend only on the length of the response."""
-
-    @abstractmethod
-    def place(self, length: int) -> BlockLayout:
-        """Returns the blocks of a response of ``length`` cells."""
-
-    def blocks(self, response: Tensor) -> BlockLayout:
-        return self.place(len(response))
-
-    def on(self, canvas: Canvas, *, mask_id: int) -> Canvas:
-        return self._canvas(canvas, self.place(canvas.ids.shape[1] - canvas.start).region_ids())
-
-
-class FixedLayout(_PlacedLayout):
+class FixedLayout(Layout):
     """Regions of given lengths, one after the other; the last one may take what is left."""
 
     needs = ("length",)
 
-    def place(self, length: int) -> BlockLayout:
-        return self._blocks([(begin, end) for _, begin, end in self._places(length)], length)
+    def blocks(self, response: Tensor) -> BlockLayout:
+        places = self._places(len(response))
+        return self._blocks([(begin, end) for _, begin, end in places], len(response))
 
     def _places(self, length: int) -> list[tuple[int, int, int]]:
         """Returns where each region's marker begins, where the region begins, and where it ends."""
@@ -121,12 +111,13 @@ class FixedLayout(_PlacedLayout):
         return places
 
 
-class FractionLayout(_PlacedLayout):
+class FractionLayout(Layout):
     """Regions that each take a share of the response; what is left is the rest."""
 
     needs = ("fraction",)
 
-    def place(self, length: int) -> BlockLayout:
+    def blocks(self, response: Tensor) -> BlockLayout:
+        length = len(response)
         shares = accumulate((region.fraction or 0.0 for region in self.regions), initial=0.0)
         borders = [int(share * length + 0.5) for share in shares]
         return self._blocks(list(pairwise(borders)), length)
@@ -159,7 +150,7 @@ class TemplateLayout(FixedLayout):
         return replace(canvas, ids=ids, editable=editable)
 
 
-class PictureLayout(_PlacedLayout):
+class PictureLayout(Layout):
     """The tokens of a picture, followed by the token that marks its end.
 
     The sampler's ``allowed_ids`` restrict the proposals to picture tokens.
@@ -173,8 +164,8 @@ class PictureLayout(_PlacedLayout):
     def describe(self) -> dict[str, Any]:
         return {"end_id": self.end_id}
 
-    def place(self, length: int) -> BlockLayout:
-        return self._blocks([(0, length - 1)], length)
+    def blocks(self, response: Tensor) -> BlockLayout:
+        return self._blocks([(0, len(response) - 1)], len(response))
 
     def on(self, canvas: Canvas, *, mask_id: int) -> Canvas:
         canvas = super().on(canvas, mask_id=mask_id)
@@ -211,14 +202,3 @@ class MarkerLayout(Layout):
         ends = [begin for begin, _ in found[1:]] + [len(response)]
         spans = [(behind, end) for (_, behind), end in zip(found, ends, strict=True)]
         return self._blocks(spans, len(response))
-
-    def on(self, canvas: Canvas, *, mask_id: int) -> Canvas:
-        response = canvas.ids[:, canvas.start :].cpu()
-        rows = []
-        for row, cells in enumerate(response):  # once per decode: regions differ by row
-            try:
-                rows.append(self.blocks(cells).region_ids())
-            except ValueError as error:
-                told = str(error).removeprefix("layout: ")
-                raise ValueError(f"layout: row {row}: {told}") from error
-        return self._canvas(canvas, torch.stack(rows))

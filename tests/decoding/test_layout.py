@@ -39,7 +39,7 @@ def regions_on(layout: d.Layout, on: d.Canvas) -> list[list[int]]:
 
 def test_token_counts_are_taken_in_order_and_what_is_left_is_in_no_region():
     layout = FixedLayout([Region(name="R", length=3), Region(name="A", length=2)])
-    assert spans(layout.place(8)) == [("R", 0, 3), ("A", 3, 5)]
+    assert spans(layout.blocks(torch.zeros(8))) == [("R", 0, 3), ("A", 3, 5)]
     # Cells behind them are in no region: they have the number behind the last one.
     assert regions_on(layout, canvas([0] * 8)) == [[0, 0, 0, 1, 1, 2, 2, 2]]
     half = FractionLayout([Region(name="R", fraction=0.5)])
@@ -56,7 +56,10 @@ def test_token_counts_are_taken_in_order_and_what_is_left_is_in_no_region():
 def test_fractions_are_rounded_to_cells_and_fill_the_response(length, borders):
     """0.75 of 10 is 7.5, rounded up to 8; 0.75 of 5 is 3.75."""
     layout = FractionLayout([Region(name="R", fraction=0.75), Region(name="A", fraction=0.25)])
-    assert spans(layout.place(length)) == [("R", 0, borders[0]), ("A", borders[0], borders[1])]
+    assert spans(layout.blocks(torch.zeros(length))) == [
+        ("R", 0, borders[0]),
+        ("A", borders[0], borders[1]),
+    ]
 
 
 def test_a_template_stands_on_the_canvas_and_is_never_changed():
@@ -130,11 +133,14 @@ MORE_THAN_ALL = [Region(**R, fraction=0.8), Region(name="A", fraction=0.3)]
         (lambda: FixedLayout([Region(name="rest")]), "different names"),
         (lambda: FixedLayout([Region(**R), Region(name="A")]), "'R': FixedLayout expects length"),
         (lambda: FixedLayout([Region(**R, fraction=0.5)]), "expects length, got fraction"),
-        (lambda: FixedLayout([Region(**R, length=9)]).place(8), "'R': .* got 0 to 8"),
-        (lambda: FixedLayout([Region(**R, length=8), Region(name="A")]).place(8), "'A'"),
-        (lambda: FractionLayout(MORE_THAN_ALL).place(10), "'A'"),
+        (lambda: FixedLayout([Region(**R, length=9)]).blocks(torch.zeros(8)), "'R': .* got 0 to 8"),
+        (
+            lambda: FixedLayout([Region(**R, length=8), Region(name="A")]).blocks(torch.zeros(8)),
+            "'A'",
+        ),
+        (lambda: FractionLayout(MORE_THAN_ALL).blocks(torch.zeros(10)), "'A'"),
         (lambda: FractionLayout([Region(**R)]), "expects fraction, got neither"),
-        (lambda: FractionLayout([Region(**R, fraction=0.01)]).place(8), "'R'"),
+        (lambda: FractionLayout([Region(**R, fraction=0.01)]).blocks(torch.zeros(8)), "'R'"),
         (lambda: d.MarkerLayout([Region(**R)]), "expects marker"),
         (lambda: Region(**R, tau=1.5), "'R': tau"),
         (lambda: Region(**R, max_fill_frac=0.0), "max_fill_frac"),
