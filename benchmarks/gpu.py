@@ -229,12 +229,9 @@ class Checks:
             columns = torch.arange(length, device=self.device).expand(rows, -1)
             canvas = CachedCanvas(
                 backbone,
-                num_rows=rows,
-                length=length,
                 pad_mask=None,
                 positions=columns,
                 blocks=block_numbers(length, 4, device=self.device).expand(rows, -1),
-                block_size=4,
             )
             canvas.run(ids, canvas.plan([Span(0, 800, 800)] * rows, block_causal=True))
             spans = [Span(796, 800 + 4 * (row % 2), 800 + 4 * (row % 2)) for row in range(rows)]

@@ -53,7 +53,7 @@ from lit_dlm.decoding import (
     prompt_canvas,
 )
 from lit_dlm.decoding.api import DecodePrompt, Occupancy, WorkQueue, decode_stream
-from lit_dlm.decoding.caches import CacheSession
+from lit_dlm.decoding.caches import CacheSession, Forwards
 
 MASK, PAD, EOS, OTHER = 2, 0, 1, 5
 MEAN, CAP, SIGMA = 700, 2000, 1.0
@@ -79,11 +79,11 @@ class EndingSampler(Sampler):
         return replace(proposal, ids=torch.where(ended, EOS, ids))
 
 
-class TwoForwards(BlockCache):
+class TwoForwards(Decoder):
     """The older scheme: rows that enter a block and the others run one after the other."""
 
-    def start(self, *args: object, **options: object) -> CacheSession:
-        session = super().start(*args, **options)  # type: ignore[arg-type]
+    def forwards(self, *args: Any) -> Forwards:
+        session = super().forwards(*args)
         session.__class__ = _TwoForwardSession
         return session
 
@@ -243,8 +243,10 @@ def out_of_phase(options: argparse.Namespace) -> dict[str, float]:
     never = torch.full((64,), response + 1)
     clocks = {"one": Clock(), "two": Clock()}
 
-    def run(name: str, backbone: HFBackbone, cache: BlockCache) -> Callable[[], float]:
-        decoder = decoder_of(options, never, cache)
+    def run(name: str, backbone: HFBackbone) -> Callable[[], float]:
+        decoder = decoder_of(options, never, BlockCache())
+        if name == "two":
+            decoder = TwoForwards(**decoder.parts)
 
         def measured() -> float:
             canvas = prompt_canvas(
@@ -260,8 +262,8 @@ def out_of_phase(options: argparse.Namespace) -> dict[str, float]:
         return measured
 
     runs = {
-        "one": run("one", block_backbone(options), BlockCache()),
-        "two": run("two", block_backbone(options, before=True), TwoForwards()),
+        "one": run("one", block_backbone(options)),
+        "two": run("two", block_backbone(options, before=True)),
     }
     taken = [{name: run() for name, run in runs.items()} for _ in range(options.phase_repetitions)]
     seconds = {name: statistics.median(one[name] for one in taken) for name in runs}

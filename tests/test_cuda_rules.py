@@ -136,7 +136,7 @@ def test_windows_under_autocast_equal_those_of_the_other_route(dtype: str):
 
     def run(route: str) -> Tensor:
         model = _block_model(dtype, route)
-        canvas = CachedCanvas(model, num_rows=2, length=8, pad_mask=None, positions=columns)
+        canvas = CachedCanvas(model, pad_mask=None, positions=columns)
         canvas.run(ids, canvas.plan([Span(0, 8, 8)] * 2))
         canvas.run(ids, canvas.plan([Span(2, 6, 8), Span(3, 5, 6)]))
         return canvas.read(columns).logits[..., 4:]

@@ -15,7 +15,7 @@ windows to run is decided elsewhere (:mod:`lit_dlm.decoding.caches`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import accumulate, pairwise
 from typing import Protocol, runtime_checkable
 
@@ -167,21 +167,18 @@ class CachedCanvas:
 
     backbone: CacheableBackbone
     _: KW_ONLY
-    num_rows: InitVar[int]
-    length: InitVar[int]
     pad_mask: Tensor | None
     """``(B, L)`` bool, ``True`` on real tokens, or ``None`` without padding."""
     positions: Tensor
     """``(B, L)`` int64 position ids."""
     blocks: Tensor | None = None
     """``(B, L)`` int64 block of every column, for a block-causal model."""
-    block_size: int | None = None
-    """Block length of such a model."""
     hidden_layers: Sequence[int] = ()
     """Snapshots to keep for every column."""
     num_forwards: int = field(default=0, init=False)
 
-    def __post_init__(self, num_rows: int, length: int) -> None:
+    def __post_init__(self) -> None:
+        num_rows, length = self.positions.shape
         self._starts = None if self.pad_mask is None else first_column(self.pad_mask)
         self._cache = WindowCache(length=length, num_rows=num_rows)
 
@@ -370,7 +367,7 @@ class CachedCanvas:
             return None
         starts, windows, num_keys = [0], [], []
         for window, (begin, end, kv_end) in enumerate(spans):
-            step = self.block_size if block_causal and self.block_size else end - begin
+            step = (self.backbone.spec.block_size if block_causal else None) or end - begin
             # A prompt's first block may be cut short on the left, a canvas's last on the right.
             whole = begin if end == self._cache.length else end
             first = begin + step - (begin - whole) % step

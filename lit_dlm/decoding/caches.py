@@ -61,103 +61,17 @@ PROMPT_TOKENS = 16_384
 class CacheScheme(Component):
     """Decides what a step computes and what it takes from earlier forwards."""
 
-    commits_first: bool = False
+    attention: str = "full"
+    """What the model must have."""
+    parts: str = "the model's own blocks"
+    """What the window must go through in a block-causal model."""
+    commits_first: bool = True
     """Whether, under a right shift, a refresh commits only the block's first cell, whatever the
     policy selects, as the releases do: later steps do not run the column that predicts it."""
     keeps: bool = True
     """Whether anything is kept; otherwise every step computes the whole canvas."""
     in_parts: bool = False
     """Whether the window goes through parts of the model's blocks."""
-
-    @abstractmethod
-    def start(
-        self,
-        backbone: Backbone,
-        state: DecodeState,
-        *,
-        window: Window,
-        policy: CommitPolicy,
-        hidden_layers: tuple[int, ...],
-    ) -> Forwards:
-        """Starts the forwards of a decode, with nothing computed yet."""
-
-
-class Forwards:
-    """The forwards of one decode: what a cache is to a step."""
-
-    def __init__(self, backbone: Backbone) -> None:
-        self.backbone = backbone
-        self.num_forwards = 0
-        """Calls of the backbone so far."""
-
-    def prepare(self, state: DecodeState, first_mask: Sequence[int]) -> None:
-        """Does on the host what the next step needs: plans it, and runs the prompts of new rows.
-
-        ``first_mask`` are the leftmost unfinished columns of the rows.
-        """
-
-    def denoise(self, state: DecodeState, columns: Tensor) -> tuple[Denoised, Tensor | None]:
-        """Runs the forward of a prepared step, for ``(b, K)`` int64 columns.
-
-        Also returns the ``(b, L)`` bool cells that this step must commit, as the only commit of
-        their row; ``None`` if no row has one.
-        """
-        raise NotImplementedError
-
-    def take(self, kept: Sequence[int], index: Tensor) -> None:
-        """Keeps the rows ``kept`` and drops all others; ``index`` is ``kept`` on the device."""
-
-    def put(self, replaced: Sequence[int], state: DecodeState, *, by: int) -> None:
-        """Puts new rows in slots; the canvas has grown by ``by`` columns on the left."""
-
-
-class NoCache(CacheScheme):
-    """Every step runs the whole canvas."""
-
-    keeps = False
-
-    def start(
-        self,
-        backbone: Backbone,
-        state: DecodeState,
-        *,
-        window: Window,
-        policy: CommitPolicy,
-        hidden_layers: tuple[int, ...],
-    ) -> WholeCanvas:
-        return WholeCanvas(backbone, policy, hidden_layers)
-
-
-class WholeCanvas(Forwards):
-    """Forwards over the whole canvas: nothing is planned and nothing kept."""
-
-    def __init__(
-        self, backbone: Backbone, policy: CommitPolicy, hidden_layers: tuple[int, ...]
-    ) -> None:
-        super().__init__(backbone)
-        self._policy, self._hidden_layers = policy, hidden_layers
-
-    def denoise(self, state: DecodeState, columns: Tensor) -> tuple[Denoised, None]:
-        self.num_forwards += 1
-        if self._policy.denoise is not None:
-            own = self._policy.denoise(self.backbone, state, columns, self._hidden_layers)
-            return own, None
-        denoised = self.backbone.denoise(
-            state.ids,
-            pad_mask=state.pad_mask,
-            columns=columns,
-            hidden_layers=self._hidden_layers,
-            response_start=state.start,
-        )
-        return denoised, None
-
-
-class _PartCache(CacheScheme):
-    """Base of the schemes that keep something; they differ in the part that a forward runs."""
-
-    attention = "full"  # that a model must have
-    commits_first = True
-    parts = "the model's own blocks"  # that the window must go through
 
     def fits(self, width: int, block_size: int) -> bool:
         """Whether a window of this width suits blocks of this size."""
@@ -171,33 +85,18 @@ class _PartCache(CacheScheme):
         """Returns the span of the step that enters a block; nothing left of ``final`` changes."""
         return Span(0, length, length)
 
-    def start(
-        self,
-        backbone: Backbone,
-        state: DecodeState,
-        *,
-        window: Window,
-        policy: CommitPolicy,
-        hidden_layers: tuple[int, ...],
-    ) -> CacheSession:
-        if not isinstance(backbone, CacheableBackbone):
-            raise ValueError(
-                f"cache: {type(self).__name__} is for backbones that run parts of a canvas, which "
-                f"{type(backbone).__name__} does not"
-            )
-        spec = backbone.spec
-        width = 0 if window.blocks is None else window.blocks[0]
-        if spec.attention != self.attention or not self.fits(width, spec.block_size or 0):
-            place = f", in {self.parts}" if self.attention == "block" else ""
-            raise ValueError(
-                f"cache: {type(self).__name__} is for {self.attention} attention{place}; got "
-                f"{spec.family} with {spec.attention} attention (block_size {spec.block_size}, "
-                f"origin {spec.block_origin!r}) and {type(window).__name__}"
-            )
-        return CacheSession(backbone, state, self, window, hidden_layers)
+
+class NoCache(CacheScheme):
+    """Every step runs the whole canvas."""
+
+    commits_first = False
+    keeps = False
+
+    def step_span(self, begin: int, end: int, length: int) -> Span:
+        return Span(0, length, length)
 
 
-class PrefixCache(_PartCache):
+class PrefixCache(CacheScheme):
     """Keeps the columns before the block; computes the block and everything after it.
 
     Args:
@@ -214,14 +113,14 @@ class PrefixCache(_PartCache):
         return Span(begin, last, last)
 
 
-class DualCache(_PartCache):
+class DualCache(CacheScheme):
     """Keeps the columns before and after the block; computes only the block."""
 
     def step_span(self, begin: int, end: int, length: int) -> Span:
         return Span(begin, end, length)
 
 
-class BlockCache(_PartCache):
+class BlockCache(CacheScheme):
     """Keeps finished blocks of a block-causal model: exact, since they never see later ones."""
 
     attention = "block"
@@ -256,6 +155,49 @@ class SubBlockCache(BlockCache):
         return Span(begin, end, length)
 
 
+class Forwards:
+    """The forwards of one decode; here over the whole canvas, with nothing planned or kept."""
+
+    def __init__(
+        self, backbone: Backbone, policy: CommitPolicy, hidden_layers: tuple[int, ...]
+    ) -> None:
+        self.backbone = backbone
+        self.num_forwards = 0
+        """Calls of the backbone so far."""
+        self._policy, self._hidden_layers = policy, hidden_layers
+
+    def prepare(self, state: DecodeState, first_mask: Sequence[int]) -> None:
+        """Does on the host what the next step needs: plans it, and runs the prompts of new rows.
+
+        ``first_mask`` are the leftmost unfinished columns of the rows.
+        """
+
+    def denoise(self, state: DecodeState, columns: Tensor) -> tuple[Denoised, Tensor | None]:
+        """Runs the forward of a prepared step, for ``(b, K)`` int64 columns.
+
+        Also returns the ``(b, L)`` bool cells that this step must commit, as the only commit of
+        their row; ``None`` if no row has one.
+        """
+        self.num_forwards += 1
+        if self._policy.denoise is not None:
+            own = self._policy.denoise(self.backbone, state, columns, self._hidden_layers)
+            return own, None
+        denoised = self.backbone.denoise(
+            state.ids,
+            pad_mask=state.pad_mask,
+            columns=columns,
+            hidden_layers=self._hidden_layers,
+            response_start=state.start,
+        )
+        return denoised, None
+
+    def take(self, kept: Sequence[int], index: Tensor) -> None:
+        """Keeps the rows ``kept`` and drops all others; ``index`` is ``kept`` on the device."""
+
+    def put(self, replaced: Sequence[int], state: DecodeState, *, by: int) -> None:
+        """Puts new rows in slots; the canvas has grown by ``by`` columns on the left."""
+
+
 @dataclass(kw_only=True)
 class CachedRow:
     """What the host knows of a row whose surroundings are in the cache."""
@@ -275,24 +217,34 @@ class CacheSession(Forwards):
 
     def __init__(
         self,
-        backbone: CacheableBackbone,
+        backbone: Backbone,
         state: DecodeState,
-        scheme: _PartCache,
+        scheme: CacheScheme,
         window: Window,
+        policy: CommitPolicy,
         hidden_layers: tuple[int, ...],
     ) -> None:
-        super().__init__(backbone)
+        super().__init__(backbone, policy, hidden_layers)
+        if not isinstance(backbone, CacheableBackbone):
+            raise ValueError(
+                f"cache: {type(scheme).__name__} is for backbones that run parts of a canvas, "
+                f"which {type(backbone).__name__} does not"
+            )
         self._spec = spec = backbone.spec
+        width = 0 if window.blocks is None else window.blocks[0]
+        if spec.attention != scheme.attention or not scheme.fits(width, spec.block_size or 0):
+            place = f", in {scheme.parts}" if scheme.attention == "block" else ""
+            raise ValueError(
+                f"cache: {type(scheme).__name__} is for {scheme.attention} attention{place}; got "
+                f"{spec.family} with {spec.attention} attention (block_size {spec.block_size}, "
+                f"origin {spec.block_origin!r}) and {type(window).__name__}"
+            )
         self._block_causal = spec.attention == "block"
-        num_rows, length = state.ids.shape
         self._canvas = CachedCanvas(
             backbone,
-            num_rows=num_rows,
-            length=length,
             pad_mask=state.pad_mask,
             positions=self._positions(state),
             blocks=self._blocks(state),
-            block_size=spec.block_size if self._block_causal else None,
             hidden_layers=hidden_layers,
         )
         self._window, self._scheme = window, scheme
@@ -305,7 +257,8 @@ class CacheSession(Forwards):
         self._rows = [CachedRow(first=first) for first in self._first_columns(state)]
         self._plans: list[WindowPlan] = []  # the forwards of the coming step
         self._entered: list[int] = []  # rows that enter a block in it
-        window.bounds(state.start, start=state.start, length=length, first=0)  # raises early
+        # Raises for a window without blocks, before anything has run.
+        window.bounds(state.start, start=state.start, length=state.ids.shape[1], first=0)
 
     def prepare(self, state: DecodeState, first_mask: Sequence[int]) -> None:
         new = [number for number, row in enumerate(self._rows) if row.begin is None]

@@ -17,7 +17,7 @@ import torch
 
 from lit_dlm.backbones.base import Backbone, BackboneSpec
 from lit_dlm.config.components import checked_component
-from lit_dlm.decoding.caches import CacheScheme, Forwards, NoCache
+from lit_dlm.decoding.caches import CacheScheme, CacheSession, Forwards, NoCache
 from lit_dlm.decoding.guidance import Guidance, GuidedBackbone
 from lit_dlm.decoding.layout import Layout
 from lit_dlm.decoding.policies.base import CommitPolicy
@@ -166,13 +166,10 @@ class Decoder:
     ) -> Forwards:
         """Starts the forwards of a decode from its state before step 0."""
         assert self.window is not None  # see on()
-        return self.cache.start(
-            backbone,
-            state,
-            window=self.window,
-            policy=self.policy,
-            hidden_layers=hidden_layers,
-        )
+        if not self.cache.keeps:
+            return Forwards(backbone, self.policy, hidden_layers)
+        parts = (self.cache, self.window, self.policy)
+        return CacheSession(backbone, state, *parts, hidden_layers)
 
     def guided(self, backbone: Backbone) -> Backbone:
         return backbone if self.guidance is None else GuidedBackbone(backbone, self.guidance)

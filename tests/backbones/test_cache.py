@@ -1,5 +1,6 @@
 """Windows over a cached canvas: parity with the reference's cached forwards, and buffers."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,13 @@ def canvas_of(
     **options: Any,
 ) -> CachedCanvas:
     real = torch.ones(rows, length, dtype=torch.bool) if pad_mask is None else pad_mask
+    if block_size is not None:
+        backbone.spec = replace(backbone.spec, block_size=block_size)
     return CachedCanvas(
         backbone,
-        num_rows=len(real),
-        length=length,
         pad_mask=pad_mask,
         positions=(real.long().cumsum(1) - 1).clamp_min(0),
         blocks=None if block_size is None else block_numbers(real, block_size),
-        block_size=block_size,
         **options,
     )
 
