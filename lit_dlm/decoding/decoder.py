@@ -130,7 +130,7 @@ class Decoder:
     @property
     def parts(self) -> dict[str, Any]:
         """All parts by name; ``None`` where there is none."""
-        return {name: getattr(self, name) for name in (*_PLUGS, "settings", "guidance")}
+        return {name: getattr(self, name) for name in (*PLUGS, "settings", "guidance")}
 
     def replace(self, **parts: Any) -> Decoder:
         """Returns a decoder with other parts by name, and with the same ones otherwise."""
@@ -205,7 +205,7 @@ class Decoder:
 
         Cache, layout and guidance are listed only where there is one.
         """
-        plugs = {name: getattr(self, name) for name in _PLUGS}
+        plugs = {name: getattr(self, name) for name in PLUGS}
         plugs["window"] = self.window or FullWindow()
         if not self.cache.keeps:
             del plugs["cache"]
@@ -234,7 +234,15 @@ def _describe(plug: object) -> dict[str, Any]:
     return {"name": name, **settings}
 
 
-_PLUGS = ("policy", "window", "quota", "sampler", "cache", "layout")
+PLUGS: dict[str, type] = {
+    "policy": CommitPolicy,
+    "window": Window,
+    "quota": Quota,
+    "sampler": Sampler,
+    "cache": CacheScheme,
+    "layout": Layout,
+}
+"""The base class of each plug."""
 _ONE_PER_STEP = FixedQuota()
 
 
@@ -277,12 +285,12 @@ def expanded(decoders: Mapping[str, Decoder], sweep: Mapping[str, Sweep]) -> dic
 def with_option(decoder: Decoder, option: str, value: Any) -> Decoder:
     """Returns a copy with another value of ``{plug}.{option}``; unchanged plugs are shared."""
     part, _, name = option.partition(".")
-    plug: Any = getattr(decoder, part) if part in (*_PLUGS, "settings") else None
+    plug: Any = getattr(decoder, part) if part in (*PLUGS, "settings") else None
     parameters = [] if plug is None else inspect.signature(type(plug)).parameters
     arguments = {key: vars(plug)[key] for key in parameters if key in vars(plug)}
     if name not in arguments:
         raise ValueError(
-            f"sweep.option: {option!r} is unknown; expected {'|'.join(_PLUGS)}|settings and of "
+            f"sweep.option: {option!r} is unknown; expected {'|'.join(PLUGS)}|settings and of "
             f"{part} one of: {', '.join(arguments) or 'none'}"
         )
     return decoder.replace(**{part: type(plug)(**{**arguments, name: value})})

@@ -1,7 +1,7 @@
 """Rebuilds a decoder from its description: the inverse of ``Decoder.describe``.
 
 A description comes from a file that somebody else may have written, so a class is looked up by name
-among the plugs listed here. A plug from outside the package is described by its import path and is
+among the package's own. A plug from outside the package is described by its import path and is
 imported only from modules that the caller names.
 """
 
@@ -12,38 +12,23 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
+from pkgutil import resolve_name
 from typing import Any
 
-from lit_dlm import decoding
 from lit_dlm.backbones.resolution import ASSETS
-from lit_dlm.decoding import caches, layout, quotas, sampler, windows
-from lit_dlm.decoding.decoder import Decoder, DecodeSettings
+from lit_dlm.config.names import NAMES
+from lit_dlm.decoding.decoder import PLUGS, Decoder, DecodeSettings
 from lit_dlm.decoding.guidance import Guidance
-from lit_dlm.decoding.policies import tracelock
-from lit_dlm.decoding.policies.base import CommitPolicy
+from lit_dlm.decoding.layout import Layout
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
-from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.heads.scorer import AcceptanceScorer
-
-_PLUGS: dict[str, tuple[type, *tuple[ModuleType, ...]]] = {
-    "policy": (CommitPolicy, decoding, tracelock),
-    "window": (windows.Window, windows),
-    "quota": (quotas.Quota, quotas),
-    "sampler": (Sampler, sampler),
-    "cache": (caches.CacheScheme, caches),
-    "layout": (layout.Layout, layout),
-}
-"""For each plug, its base class and the modules whose classes a description may name."""
-_OPTIONAL = {"cache", "layout", "guidance"}
 
 
 def plugs(part: str) -> dict[str, type]:
     """Returns the classes that a description may name, by name."""
-    base, *modules = _PLUGS[part]
-    members = [value for module in modules for value in vars(module).values()]
-    classes = [one for one in members if isinstance(one, type) and base in one.__mro__]
-    return {one.__name__: one for one in classes if not inspect.isabstract(one)}
+    ours = [name for name, path in NAMES.items() if path.startswith("lit_dlm.decoding.")]
+    classes = {name: resolve_name(NAMES[name]) for name in ours}
+    return {name: one for name, one in classes.items() if PLUGS[part] in one.__mro__}
 
 
 def decoder_from_description(
@@ -60,11 +45,11 @@ def decoder_from_description(
         plug_modules: modules that plugs from outside the package may be imported from, such as
             ``my_package.policies``.
     """
-    parts = {*_PLUGS, "guidance", "settings"}
-    _check_names("decoder", description, parts, parts - _OPTIONAL)
+    parts = {*PLUGS, "guidance", "settings"}
+    _check_names("decoder", description, parts, parts - {"cache", "layout", "guidance"})
     built = {
         part: _plug(part, description[part], policy_folders, plug_modules)
-        for part in _PLUGS
+        for part in PLUGS
         if part in description
     }
     for part, cls in (("settings", DecodeSettings), ("guidance", Guidance)):
@@ -81,11 +66,11 @@ def decoder_from_description(
     return decoder
 
 
-def layout_from_description(description: Mapping[str, Any]) -> layout.Layout | None:
+def layout_from_description(description: Mapping[str, Any]) -> Layout | None:
     """Builds only the layout of a described decoder, if any; no policy weights are needed."""
     if "layout" not in description:
         return None
-    found: layout.Layout = _plug("layout", description["layout"], (), ())
+    found: Layout = _plug("layout", description["layout"], (), ())
     return found
 
 
