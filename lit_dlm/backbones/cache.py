@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -121,12 +121,6 @@ class WindowCache(Cache):
         for name, buffers in self.buffers.items():
             self.buffers[name] = tuple(buffer[index] for buffer in buffers)
 
-    def copy(self, to: Tensor, of: Tensor, end: int) -> None:
-        """Copies rows ``of`` to rows ``to``, ``(n,)`` int64, in the columns before ``end``."""
-        for buffers in self.buffers.values():
-            for buffer in buffers:
-                buffer[to, :end] = buffer[of, :end]
-
     def shift(self, by: int) -> None:
         """Adds ``by`` columns on the left; a negative number removes columns there."""
         self.length += by
@@ -220,7 +214,8 @@ class CachedCanvas:
             return
         rows = torch.tensor([list(sources), list(sources.values())])
         to, of = rows.to(self.positions.device, non_blocking=True)
-        self._cache.copy(to, of, end)
+        for buffer in chain(*self._cache.buffers.values()):
+            buffer[to, :end] = buffer[of, :end]
 
     def run(self, ids: Tensor, plan: WindowPlan, *, columns: Tensor | None = None) -> None:
         """Runs a planned forward.

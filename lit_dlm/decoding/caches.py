@@ -63,8 +63,6 @@ class CacheScheme(Component):
 
     attention: str = "full"
     """What the model must have."""
-    parts: str = "the model's own blocks"
-    """What the window must go through in a block-causal model."""
     commits_first: bool = True
     """Whether, under a right shift, a refresh commits only the block's first cell, whatever the
     policy selects, as the releases do: later steps do not run the column that predicts it."""
@@ -72,10 +70,6 @@ class CacheScheme(Component):
     """Whether anything is kept; otherwise every step computes the whole canvas."""
     in_parts: bool = False
     """Whether the window goes through parts of the model's blocks."""
-
-    def fits(self, width: int, block_size: int) -> bool:
-        """Whether a window of this width suits blocks of this size."""
-        return True
 
     @abstractmethod
     def step_span(self, begin: int, end: int, length: int) -> Span:
@@ -126,9 +120,6 @@ class BlockCache(CacheScheme):
     attention = "block"
     commits_first = False
 
-    def fits(self, width: int, block_size: int) -> bool:
-        return width == block_size
-
     def refresh_span(self, begin: int, end: int, final: int, length: int) -> Span:
         return Span(final, end, end)
 
@@ -146,10 +137,6 @@ class SubBlockCache(BlockCache):
 
     commits_first = True
     in_parts = True
-    parts = "parts of the model's own blocks"
-
-    def fits(self, width: int, block_size: int) -> bool:
-        return 0 < width < block_size and block_size % width == 0
 
     def step_span(self, begin: int, end: int, length: int) -> Span:
         return Span(begin, end, length)
@@ -231,15 +218,17 @@ class CacheSession(Forwards):
                 f"which {type(backbone).__name__} does not"
             )
         self._spec = spec = backbone.spec
-        width = 0 if window.blocks is None else window.blocks[0]
-        if spec.attention != scheme.attention or not scheme.fits(width, spec.block_size or 0):
-            place = f", in {scheme.parts}" if scheme.attention == "block" else ""
+        self._block_causal = spec.attention == "block"
+        # A block model's window goes through its blocks or through parts of them, see check_window.
+        is_in_parts = self._block_causal and window.blocks != (spec.block_size, spec.block_origin)
+        if spec.attention != scheme.attention or is_in_parts != scheme.in_parts:
+            place = f", in {'parts of ' * scheme.in_parts}the model's own blocks"
+            place = place if scheme.attention == "block" else ""
             raise ValueError(
                 f"cache: {type(scheme).__name__} is for {scheme.attention} attention{place}; got "
                 f"{spec.family} with {spec.attention} attention (block_size {spec.block_size}, "
                 f"origin {spec.block_origin!r}) and {type(window).__name__}"
             )
-        self._block_causal = spec.attention == "block"
         self._canvas = CachedCanvas(
             backbone,
             pad_mask=state.pad_mask,
@@ -262,16 +251,13 @@ class CacheSession(Forwards):
 
     def prepare(self, state: DecodeState, first_mask: Sequence[int]) -> None:
         new = [number for number, row in enumerate(self._rows) if row.begin is None]
-        spans: list[Span] = []
-        refreshed: list[int] = []
-        self._entered = []
-        for number, (row, column) in enumerate(zip(self._rows, first_mask, strict=True)):
-            span, kind = self._span(row, column, state)
-            spans.append(span)
-            if kind != "step":
-                refreshed.append(number)
-            if kind == "block":
-                self._entered.append(number)
+        steps = [
+            self._span(row, column, state)
+            for row, column in zip(self._rows, first_mask, strict=True)
+        ]
+        spans = [span for span, _ in steps]
+        refreshed = [number for number, (_, kind) in enumerate(steps) if kind != "step"]
+        self._entered = [number for number in refreshed if steps[number][1] == "block"]
         if self._block_causal and new:
             self._run_prompts(state, new, spans)
         self._plans = self._planned(spans, refreshed)
