@@ -24,6 +24,8 @@ from lit_dlm.ops.sampling import (
     survivors,
 )
 
+Keys = tuple[Tensor, Tensor, Tensor]
+"""Seeds and steps ``(n,)`` and positions ``(n, 1)``: what the noise of cells depends on."""
 CHUNK_ELEMENTS = 1_000_000
 """Logits scored at a time: few enough to stay in a CPU's cache, and negligible beside the logits
 of a window with a large vocabulary."""
@@ -102,7 +104,7 @@ class Sampler:
         parts = []
         for raw, keys in self._chunks(state, denoised.logits, denoised.columns):
             values, names = self._filtered(raw)
-            values = self._perturbed(values, names, *keys)
+            values = self._perturbed(values, names, keys)
             if names is not None:
                 values = torch.full_like(raw, -torch.inf, dtype=values.dtype).scatter(
                     1, names, values
@@ -122,7 +124,7 @@ class Sampler:
         for raw, keys in self._chunks(state, denoised.logits, columns):
             part = slice(first, first + len(raw))
             first = part.stop
-            found = self._scores(raw, *keys, requires)
+            found = self._scores(raw, keys, requires)
             if len(raw) == columns.numel():
                 scores = found
                 break
@@ -139,8 +141,8 @@ class Sampler:
 
     def _chunks(
         self, state: DecodeState, logits: Tensor, columns: Tensor
-    ) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor, Tensor]]]:
-        """Yields logits ``(n, V)``, steps and seeds ``(n,)`` and positions ``(n, 1)`` of cells."""
+    ) -> Iterator[tuple[Tensor, Keys]]:
+        """Yields logits ``(n, V)`` of cells, and what their noise depends on."""
         V = logits.shape[-1]
         flat, dtype = logits.reshape(-1, V), getattr(torch, self.score_dtype)
         steps = state.step[:, None].expand_as(columns).flatten()
@@ -152,49 +154,38 @@ class Sampler:
         size = max(elements // V, 1)
         for first in range(0, len(seeds), size):
             part = slice(first, first + size)
-            yield flat[part].to(dtype), (steps[part], seeds[part], positions[part, None])
+            yield flat[part].to(dtype), (seeds[part], steps[part], positions[part, None])
 
     def _filtered(self, raw: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns the logits to draw proposals from, and their ids; see :func:`survivors`."""
         logits = raw if self.temperature in (0.0, 1.0) else raw / self.temperature
         return survivors(logits, top_k=self.top_k, top_p=self.top_p)
 
-    def _perturbed(
-        self, values: Tensor, names: Tensor | None, steps: Tensor, seeds: Tensor, positions: Tensor
-    ) -> Tensor:
+    def _perturbed(self, values: Tensor, names: Tensor | None, keys: Keys) -> Tensor:
         """Adds noise to the logits of the remaining ids, in float64; greedy samplers add none."""
         if self.temperature == 0.0:
             return values
         if self._draws_by_runs(values):
-            return perturbed_by_runs(values, _run_noise(values, steps, seeds, positions))
+            return perturbed_by_runs(values, _run_noise(values, keys))
         tokens = torch.arange(values.shape[1], device=values.device)
         if names is not None:
             tokens = names[:, None]
-        return gumbel_noise(seeds, steps, positions, tokens)[:, 0].add_(values)
+        return gumbel_noise(*keys, tokens)[:, 0].add_(values)
 
     def _draws_by_runs(self, values: Tensor) -> bool:
         # Under a filter a draw would depend on how many ids ``survivors`` looked at.
         is_filtered = self.top_k is not None or (self.top_p is not None and self.top_p < 1.0)
         return values.shape[1] > RUN and not is_filtered
 
-    def _scores(
-        self,
-        raw: Tensor,
-        steps: Tensor,
-        seeds: Tensor,
-        positions: Tensor,
-        requires: frozenset[str],
-    ) -> dict[str, Tensor]:
+    def _scores(self, raw: Tensor, keys: Keys, requires: frozenset[str]) -> dict[str, Tensor]:
         """Returns proposed ids and the required scores, ``(n,)`` each, from logits ``(n, V)``."""
         values, names = raw, None
         if self.score_on == "filtered" or self.temperature > 0.0 or "drawn" in requires:
             values, names = self._filtered(raw)
-        if self.temperature == 0.0:
-            place = arg_max(values)
-        elif self._draws_by_runs(values):
-            place = draw_by_runs(values, _run_noise(values, steps, seeds, positions))
+        if self.temperature > 0.0 and self._draws_by_runs(values):
+            place = draw_by_runs(values, _run_noise(values, keys))
         else:
-            place = self._perturbed(values, names, steps, seeds, positions).argmax(-1)
+            place = arg_max(self._perturbed(values, names, keys))
         ids = place if names is None else names.gather(1, place[:, None])[:, 0]
         scored = (raw, ids) if self.score_on == "raw" else (values, place)
         found = {"ids": ids}
@@ -209,5 +200,6 @@ class Sampler:
         return found
 
 
-def _run_noise(values: Tensor, steps: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+def _run_noise(values: Tensor, keys: Keys) -> Tensor:
+    seeds, steps, positions = keys
     return cell_gumbel_noise(seeds, steps, positions[:, 0], RUN - (-values.shape[1] // RUN))
