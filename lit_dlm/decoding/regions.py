@@ -139,11 +139,7 @@ class RegionMap:
         return len(self.rules)
 
     def __getitem__(self, rows: Tensor) -> RegionMap:
-        return self.with_ids(self.ids[rows])
-
-    def with_ids(self, ids: Tensor) -> RegionMap:
-        """Returns a map of other rows ``(n, L)`` with the same rules."""
-        return replace(self, ids=ids)
+        return replace(self, ids=self.ids[rows])
 
     def counts(self, cells: Tensor) -> Tensor:
         """``(B, R)`` int64: how many of the ``(B, L)`` bool cells are in each region."""

@@ -133,7 +133,7 @@ class DecodeState:
             parts["memory"] = self.memory.index_copy(0, index, new)
         if self.regions is not None and entering.regions is not None:
             ids = self.regions.ids.index_copy(0, index, entering.regions.ids)
-            parts["regions"] = self.regions.with_ids(ids)
+            parts["regions"] = replace(self.regions, ids=ids)
         return replace(self, window=None, **parts)
 
     def shifted(self, by: int, *, pad_id: int) -> DecodeState:
@@ -148,7 +148,7 @@ class DecodeState:
         }
         regions = self.regions
         if regions is not None:
-            regions = regions.with_ids(shifted(regions.ids, by, len(regions) - 1))
+            regions = replace(regions, ids=shifted(regions.ids, by, len(regions) - 1))
         return replace(self, **columns, regions=regions, start=self.start + by, window=None)
 
 

@@ -107,7 +107,11 @@ class GaussSeidelPolicy(LockstepPolicy):
         regions, commit = one_pass.regions, one_pass.commit()
         # The region after the last one written; before the first step nothing is, so the first.
         begin = torch.where(state.written, regions.ids + 1, 0).amax(1).remainder(len(regions))
-        chosen = _first_from(begin, regions.counts(commit) > 0)
+        is_open = regions.counts(commit) > 0  # (b, R)
+        numbers = torch.arange(len(regions), device=begin.device)
+        # The first open region from ``begin`` on, cyclically; any if none is open.
+        away = (numbers - begin[:, None]).remainder(len(regions))
+        chosen = away.masked_fill(~is_open, len(regions)).argmin(1)
         return commit & (regions.ids == chosen[:, None])
 
 
@@ -170,10 +174,3 @@ def _rank_in_region(scores: Tensor, candidates: Tensor, regions: RegionMap) -> T
     ordered = torch.empty_like(regions.ids).scatter_(1, ranks, regions.ids)
     seen = torch.nn.functional.one_hot(ordered, len(regions)).cumsum(1) - 1  # (b, L, R)
     return seen.gather(2, ordered[..., None])[..., 0].gather(1, ranks)
-
-
-def _first_from(begin: Tensor, open_regions: Tensor) -> Tensor:
-    """``(b,)`` int64: the first open region from ``begin`` on, cyclically; any if none is open."""
-    count = open_regions.shape[1]
-    away = (torch.arange(count, device=begin.device) - begin[:, None]).remainder(count)
-    return away.masked_fill(~open_regions, count).argmin(1)
