@@ -69,25 +69,20 @@ class WINOPolicy(CommitPolicy):
         # A window that is cut short repeats its last column: only one shadow per cell is seen.
         visible[:, L:, L:] = window.diff(dim=1, prepend=window[:, :1] - 1)[:, None] != 0
         places = position_ids_for(real, backbone.spec.positions)
+        # For each column its own row, or that of its shadow if it is written.
+        numbers = torch.arange(K, device=window.device).expand_as(window)
+        shadows = torch.zeros_like(state.ids)
+        shadows = shadows.scatter_reduce(1, window, numbers, "amin", include_self=False)
+        rows = torch.where(state.standing, shadows + L, cells)
         found = backbone.denoise(
             torch.cat([state.ids, torch.full_like(window, state.mask_id)], 1),
             pad_mask=visible[:, None],
             position_ids=torch.cat([places, places.gather(1, window)], 1),
-            columns=self._rows(state, window, columns),
+            columns=rows.gather(1, columns),
             hidden_layers=hidden_layers,
         )
         hidden = None if found.hidden is None else found.hidden[:, :L]
         return Denoised(logits=found.logits, columns=columns, hidden=hidden)
-
-    @staticmethod
-    def _rows(state: DecodeState, window: Tensor, columns: Tensor) -> Tensor:
-        """``(b, K)`` int64: for each column its own, or that of its shadow if it is written."""
-        shadows = torch.zeros_like(state.ids)
-        numbers = torch.arange(window.shape[1], device=window.device).expand_as(window)
-        shadows = shadows.scatter_reduce(1, window, numbers, "amin", include_self=False)
-        own = torch.arange(state.ids.shape[1], device=window.device)
-        rows = torch.where(state.standing, shadows + state.ids.shape[1], own)
-        return rows.gather(1, columns)
 
     def new_memory(self, state: DecodeState, vocab_size: int, dtype: torch.dtype) -> Tensor:
         length = state.ids.shape[1] - state.start
