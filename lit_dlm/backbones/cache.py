@@ -210,8 +210,6 @@ class CachedCanvas:
 
     def copy(self, sources: Mapping[int, int], end: int) -> None:
         """Copies columns before ``end`` between rows; ``sources`` maps targets to their sources."""
-        if not sources:
-            return
         rows = torch.tensor([list(sources), list(sources.values())])
         to, of = rows.to(self.positions.device, non_blocking=True)
         for buffer in chain(*self._cache.buffers.values()):

@@ -367,7 +367,7 @@ class CacheSession(Forwards):
             rows, windows = zip(*(prompts[number] for number in sorted(numbers)), strict=True)
             self._canvas.run(state.ids, self._canvas.plan(windows, rows=rows, block_causal=True))
         # Copied after all prompts have run: a source may itself be a new row.
-        for end in set(begins.values()):
+        for end in {begins[number] for number in sources}:
             self._canvas.copy({to: of for to, of in sources.items() if begins[to] == end}, end)
         for number, begin in begins.items():
             spans[number] = spans[number]._replace(begin=begin)
