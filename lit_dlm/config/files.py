@@ -202,8 +202,8 @@ def compose(arguments: Sequence[str], *first: str) -> Composed:
     document = reduce(merge, map(load, first), dict[str, Any]())
     for number, name in enumerate(named.config):
         is_inline = name.lstrip().startswith("{")
-        text = mapping("--config", name.encode()) if is_inline else load(name)
-        content = decoder_options(text)
+        content = mapping("--config", name.encode()) if is_inline else load(name)
+        content = decoder_options(content)
         if number and all(_names_class(content.get(part)) for part in ("model", "data")):
             raise ValueError(
                 f"--config {name}: names the classes of model and data, and so would undo what "
