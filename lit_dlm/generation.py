@@ -73,9 +73,8 @@ def generate(
     """
     if isinstance(prompts, str) or not prompts or not all(prompts):
         raise ValueError("prompts: expected a list of prompts, none of them empty")
-    if tokenizer is None and isinstance(backbone, str):
-        tokenizer = backbone
     if isinstance(backbone, str):
+        tokenizer = backbone if tokenizer is None else tokenizer
         backbone = load_backbone(backbone)
     if isinstance(tokenizer, str):
         tokenizer = tokenizer_of(backbone, tokenizer)

@@ -117,9 +117,8 @@ class _Model:
         """Bytes of a number in the results of products, in gathered weights and in caches."""
         # Sharded decoders receive their inputs, too, in the dtype that they compute in.
         self.stream = self.computed if self.is_sharded else self.weight
-        self.copies: dict[str, int] = {}
-        if self.computed < self.stream and self.trains_all:  # autocast keeps such copies
-            self.copies["bfloat16 weights"] = self.computed * self.num_base
+        is_copied = self.computed < self.stream and self.trains_all  # autocast keeps such copies
+        self.copies = {"bfloat16 weights": self.computed * self.num_base} if is_copied else {}
 
     @property
     def num_trained(self) -> int:
@@ -323,9 +322,8 @@ def _models(
 ) -> tuple[_Model, _Model | None]:
     """Returns the policy, and what runs a forward for values: the policy, another, or ``None``."""
     policy = _Model(_options(settings["backbone"]), trainer)
-    values = None
-    if given := settings.get("value_backbone"):
-        values = _Model(_options(given), trainer)
+    given = settings.get("value_backbone")
+    values = _Model(_options(given), trainer) if given else None
     if not settings.get("value"):
         return policy, values
     value = _options(settings["value"])

@@ -85,10 +85,11 @@ class _Forbidden(NamedTuple):
         known = sorted(set(ids))
         return cls(known, torch.tensor(known, dtype=torch.long).to(device, non_blocking=True))
 
-    def within(self, part: slice) -> Tensor | None:
-        """Returns those in a slice of the vocabulary, relative to its start; ``None`` if none."""
+    def fill(self, values: Tensor, part: slice, value: float) -> None:
+        """Fills the columns of those ids in values of one slice of the vocabulary."""
         first, last = (bisect_left(self.ids, bound) for bound in (part.start, part.stop))
-        return None if first == last else self.there[first:last] - part.start
+        if first < last:
+            values.index_fill_(1, self.there[first:last] - part.start, value)
 
 
 class _FusedHead(torch.autograd.Function):
@@ -120,9 +121,7 @@ class _FusedHead(torch.autograd.Function):
             top[chunk] = highest
             logits.sub_(highest[:, None])
             torch.exp(logits, out=probs)
-            inside = forbidden.within(part)
-            if inside is not None:
-                logits.index_fill_(1, inside, 0.0)  # exp(-inf) is 0, but 0 * -inf is not
+            forbidden.fill(logits, part, 0.0)  # exp(-inf) is 0, but 0 * -inf is not
             # Earlier sums are relative to a lower top; exp(-1e4) is 0 in every dtype.
             fall = (before - highest).clamp_min_(-1e4)
             kept = fall.exp()
@@ -163,10 +162,8 @@ class _FusedHead(torch.autograd.Function):
                     grad_ce=None if grad_ce is None else grad_ce[chunk, None],
                     grad_entropy=None if grad_entropy is None else grad_entropy[chunk, None],
                 )
-                inside = ctx.forbidden.within(part)
-                if inside is not None:
-                    # A forbidden target has an infinite loss but no logit to blame.
-                    grad.index_fill_(1, inside, 0.0)
+                # A forbidden target has an infinite loss but no logit to blame.
+                ctx.forbidden.fill(grad, part, 0.0)
                 if grad_rows is not None:
                     _add_product(grad_rows[chunk], grad, weight[part], ctx.scale)
                 if grad_weight is not None:
@@ -260,7 +257,5 @@ def _logit_slices(
             _products(picked, weight[part], out=logits)
             if scale != 1.0:
                 logits *= scale
-            inside = forbidden.within(part)
-            if inside is not None:
-                logits.index_fill_(1, inside, float("-inf"))
+            forbidden.fill(logits, part, float("-inf"))
             yield chunk, part, logits, spare_buffer[: size[0] * size[1]].view(size)
