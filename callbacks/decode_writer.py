@@ -181,7 +181,7 @@ class DecodeWriter(BasePredictionWriter):
             self._shards = RecordShards(folder, trainer, run, **self._options)
         data.done = self._held(trainer)
         wanted = set(getattr(data, "wanted", ()))
-        if wanted and wanted.issubset(data.done):
+        if set() < wanted <= set(data.done):
             told = "All %d responses are in %s: nothing is decoded (remove it to start anew)"
             place = folder if self.results is None else self.results.folder
             logger.info(told, len(wanted), place)

@@ -243,29 +243,24 @@ def read_tabom(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
             row = _checked_row(json.loads(line), settings)
             prompt = _ids(row, "prompt_token_ids", "user", template=True)
             tokens = _ids(row, "response_token_ids", "assistant")
-            tokens, order = _ordered(row, tokens)
+            listed = row["decoding_order"]
+            order = np.empty(0, np.int64) if listed is None else listed
+            lacking = len(order) - len(tokens)
+            # A text does not say where the answer ends.
+            if lacking < 0 or (lacking and row["response_token_ids"] is None):
+                told = f"decoding_order has {len(order)} entries for {len(tokens)} tokens"
+                raise ValueError(told)
+            if lacking:
+                tokens = np.append(tokens, np.full(lacking, _fact(row, "pad_id")))
             given = _cells(row, "given_positions", len(tokens))
             name = f"{Path(path.name.removesuffix('.gz')).stem}/{number}"
             record = _record(row, name, prompt, tokens, order, given)
             if row["non_ltr_positions"] is not None:
-                listed = _cells(row, "non_ltr_positions", len(tokens))
-                if not np.array_equal(listed, _non_ltr(record.commit_step)):
-                    kept = np.flatnonzero(listed).tolist()
+                cells = _cells(row, "non_ltr_positions", len(tokens))
+                if not np.array_equal(cells, _non_ltr(record.commit_step)):
+                    kept = np.flatnonzero(cells).tolist()
                     record = record.with_meta(non_ltr_positions=kept)
         yield record
-
-
-def _ordered(row: dict[str, Any], tokens: Any) -> tuple[Any, Any]:
-    """Returns a row's tokens, padded if need be, and their order, of equal length."""
-    order = np.empty(0, np.int64) if row["decoding_order"] is None else row["decoding_order"]
-    count = len(order)
-    has_ids = row["response_token_ids"] is not None  # a text does not say where the answer ends
-    if count < len(tokens) or (count > len(tokens) and not has_ids):
-        raise ValueError(f"decoding_order has {count} entries for {len(tokens)} tokens")
-    if count > len(tokens):
-        pads = np.full(count - len(tokens), _fact(row, "pad_id"))
-        tokens = np.concatenate([tokens, pads])
-    return tokens, order
 
 
 def read_step_map(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:

@@ -239,6 +239,36 @@ def derive(first: Int32, after: Int32, mask_id: int) -> dict[str, Any]:
 
 def flatten(records: Sequence[Trajectory]) -> Columns:
     """Concatenates records into flat arrays; raises ``TrajectoryFormatError`` if shapes differ."""
+    _check_shapes(records)
+    nothing = np.empty((0, 3), dtype=np.int32)
+    events = [nothing if r.superseded is None else r.superseded for r in records]
+    given = None
+    if any(r.given is not None for r in records):
+        given = np.concatenate(
+            [np.zeros(len(r.tokens), dtype=bool) if r.given is None else r.given for r in records]
+        )
+    lengths = [
+        (r.num_prompt, r.num_generated, r.num_steps, len(own))
+        for r, own in zip(records, events, strict=True)
+    ]
+    num_prompt, num_generated, num_steps, num_events = np.array(lengths, dtype=np.int64).T.copy()
+    return Columns(
+        uids=[r.uid for r in records],
+        num_prompt=num_prompt,
+        num_generated=num_generated,
+        num_steps=num_steps,
+        prompts=np.concatenate([r.prompt_ids for r in records]),
+        tokens=np.concatenate([r.tokens for r in records]),
+        commit_step=np.concatenate([r.commit_step for r in records]),
+        given=given,
+        num_events=num_events,
+        events=np.concatenate(events),
+        mask_id=records[0].mask_id,
+        vocab_size=records[0].vocab_size,
+    )
+
+
+def _check_shapes(records: Sequence[Trajectory]) -> None:
     first = records[0]
     for r in records:
         shape = r.tokens.shape
@@ -254,32 +284,6 @@ def flatten(records: Sequence[Trajectory]) -> Columns:
                 f"trajectory {r.uid!r}: expected the mask id and vocabulary of its block, lengths "
                 f"and steps up to {MAX_LENGTH}, and commit_step and given of the shape of tokens"
             )
-    nothing = np.empty((0, 3), dtype=np.int32)
-    events = [nothing if r.superseded is None else r.superseded for r in records]
-    given = None
-    if any(r.given is not None for r in records):
-        given = np.concatenate(
-            [np.zeros(len(r.tokens), dtype=bool) if r.given is None else r.given for r in records]
-        )
-    sizes = [
-        (r.num_prompt, r.num_generated, r.num_steps, len(own))
-        for r, own in zip(records, events, strict=True)
-    ]
-    num_prompt, num_generated, num_steps, num_events = np.array(sizes, dtype=np.int64).T.copy()
-    return Columns(
-        uids=[r.uid for r in records],
-        num_prompt=num_prompt,
-        num_generated=num_generated,
-        num_steps=num_steps,
-        prompts=np.concatenate([r.prompt_ids for r in records]),
-        tokens=np.concatenate([r.tokens for r in records]),
-        commit_step=np.concatenate([r.commit_step for r in records]),
-        given=given,
-        num_events=num_events,
-        events=np.concatenate(events),
-        mask_id=first.mask_id,
-        vocab_size=first.vocab_size,
-    )
 
 
 def checked(records: Sequence[Trajectory]) -> Columns:
