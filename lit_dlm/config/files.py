@@ -162,7 +162,7 @@ def _of_one_class(old: dict[str, Any], new: dict[str, Any]) -> bool:
         return _short(before) == _short(now)
     try:
         kinds = [locate(NAMES.get(name, name)) for name in (now, before)]
-    except ErrorDuringImport:
+    except (ErrorDuringImport, AttributeError):  # the latter for a module that may not be imported
         return False  # the parser will report it
     one, other = kinds
     return isinstance(one, type) and isinstance(other, type) and issubclass(one, other)
