@@ -66,25 +66,31 @@ def default_batch(response_length: int) -> int:
     return max(8192 // response_length, 1)
 
 
-@dataclass(eq=False)
 class PromptStream(IterableDataset["PromptStream"]):
     """Prompts of one task for one decoding method, taken by each process when it has room.
 
-    As a data set it yields itself, once for each batch of results.
+    As a data set it yields itself, once for each batch of results. So it is no dataclass: of those
+    Lightning would make a copy for each batch.
     """
 
-    examples: Sequence[PromptExample]
-    encode: Callable[[PromptExample], list[int]]
-    method: str
-    response_length: int
-    batch_size: int
-    decoded: Iterator[DecodedBatch] | None = None  # finished responses, set by the module
-    is_done: bool = False  # whether this process has returned its last batch
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        examples: Sequence[PromptExample],
+        encode: Callable[[PromptExample], list[int]],
+        *,
+        method: str,
+        response_length: int,
+        batch_size: int,
+    ) -> None:
         # Longest prompts first: the canvas shrinks with them, and short ones end the work.
-        self.examples = sorted(self.examples, key=lambda example: -len(example.text))
+        self.examples = sorted(examples, key=lambda example: -len(example.text))
+        self.encode = encode
+        self.method = method
+        self.response_length = response_length
+        self.batch_size = batch_size
         self.queue = WorkQueue(len(self.examples), shared=True)
+        self.decoded: Iterator[DecodedBatch] | None = None  # finished responses, set by the module
+        self.is_done = False  # whether this process has returned its last batch
 
     def __iter__(self) -> Iterator[PromptStream]:
         if self.queue.reserve(self.queue.slots(self.batch_size)):
