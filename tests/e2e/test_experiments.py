@@ -302,7 +302,7 @@ LLADA = "--model.backbone=backbone/llada.yaml --model.tokenizer=GSAI-ML/LLaDA-8B
         ("tracerl_dream", "as_released", "--run_dir=runs/released"),
         ("tracerl_trado", "as_released_block", "--run_dir=runs/released_block"),
         ("tabom_dream_prm12k", "as_released_tabom", f"--run_dir=runs/tabom_released {SHARDS}"),
-        ("sft_dream", "as_released_sft", LLADA),
+        ("sft_dream", "as_released_sft", f"--run_dir=runs/sft_released {LLADA}"),
     ],
 )
 def test_experiment_runs_with_other_settings(
