@@ -69,7 +69,7 @@ test-eval: install  ## Run the tests of lm-eval and scikit-learn, which the othe
 	test -d $(VENV)-eval || $(PYTHON) -m venv $(VENV)-eval
 	ls -d $(abspath $(VENV))/lib/python3*/site-packages > $$(ls -d $(VENV)-eval/lib/python3*/site-packages)/base.pth
 	$(VENV)-eval/bin/pip install --quiet --constraint constraints.txt 'lm-eval[ifeval]>=0.4.13'
-	$(VENV)-eval/bin/python -m pytest tests/test_evaluation.py tests/toy/test_pictures.py \
+	$(VENV)-eval/bin/python -m pytest tests/commands/test_lm_eval.py tests/toy/test_pictures.py \
 	  'tests/e2e/test_experiments.py::test_experiment_runs[pretrain_pictures]'
 
 test-lowest:  ## Run the unit tests on the lowest versions that pyproject.toml allows

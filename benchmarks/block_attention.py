@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
-from lit_dlm.ops.masking import TILE, TwoCopyLayout
+from lit_dlm.tensors.masking import TILE, TwoCopyLayout
 
 PROMPT, RESPONSES = 128, (64, 128, 256, 512, 1024, 2000)
 STATES, HEADS, WIDTH = 4, 32, 128

@@ -23,7 +23,7 @@ import measurement
 import numpy as np
 import torch
 
-from lit_dlm.heads.projection import (
+from lit_dlm.backbones.projection import (
     FeatureSettings,
     Projector,
     ProjectorConfig,

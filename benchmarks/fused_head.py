@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import linear_cross_entropy
 from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
 
-from lit_dlm.ops.fused_head import token_stats
+from lit_dlm.tensors.fused_head import token_stats
 
 GIB = 2.0**30
 

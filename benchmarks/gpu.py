@@ -63,12 +63,12 @@ from lit_dlm.decoding import (
     decode,
     prompt_canvas,
 )
-from lit_dlm.modules.sharding import ShardedStrategy
-from lit_dlm.ops.fused_head import token_stats
-from lit_dlm.ops.masking import block_numbers
 from lit_dlm.rewards import Reward, RewardScore, Rollout
 from lit_dlm.rl.module import TraceRLModule
+from lit_dlm.tensors.fused_head import token_stats
+from lit_dlm.tensors.masking import block_numbers
 from lit_dlm.toy.word_problems import WordProblems
+from lit_dlm.training.sharding import ShardedStrategy
 from lit_dlm.trajectories.capture import TrajectoryCapture
 
 DREAM, LLADA, SDAR = (

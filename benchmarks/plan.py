@@ -22,6 +22,7 @@ import torch
 from lit_dlm.backbones.architecture import Architecture
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.lora import LoRASettings
+from lit_dlm.commands.memory import GIB, plan_of
 from lit_dlm.decoding import (
     BlockWindow,
     Decoder,
@@ -33,7 +34,6 @@ from lit_dlm.decoding import (
     decode,
     prompt_canvas,
 )
-from lit_dlm.plan import GIB, plan_of
 
 CASES: dict[str, dict[str, Any]] = {
     "all weights": {"trainable": True},

@@ -55,7 +55,6 @@ from lit_dlm.decoding import (
     EvenQuota,
     Sampler,
 )
-from lit_dlm.losses.corruption import TraceMasking
 from lit_dlm.rewards import Graded, Rewarder, Rollout
 from lit_dlm.rl.advantages import GroupZScore
 from lit_dlm.rl.items import Items, RolloutBatch, RowBuilder, training_rows
@@ -63,6 +62,7 @@ from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.rollout import RolloutEngine, rollout_prompts, score_facts
 from lit_dlm.rl.step import MicroBatch, fill_advantages, fill_old_scores
 from lit_dlm.toy import PythonFunctions
+from lit_dlm.training.masking import TraceMasking
 from lit_dlm.trajectories.record import Trajectory
 
 _WRONG = "def f(*arguments):\n    return None"

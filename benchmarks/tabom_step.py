@@ -2,7 +2,7 @@
 
 One step is cross-entropy and entropy ranking of the supervised rows of a batch and their gradient
 with respect to the hidden states; the head is frozen, as under LoRA. Ours scores the rows with
-``lit_dlm.ops.fused_head``. The full-logits form computes logits and ``log_softmax`` of the whole
+``lit_dlm.tensors.fused_head``. The full-logits form computes logits and ``log_softmax`` of the whole
 batch, as the release does, and leaves the rest to autograd; it needs about 8 GB at the default
 sizes. A second baseline selects the supervised rows first and then does the same with them; the
 ratios to it show the gain of the chunked head alone (``rows_memory_ratio``, ``rows_time_ratio``).
@@ -22,8 +22,8 @@ import measurement
 import torch
 from torch import Tensor
 
-from lit_dlm.losses.ranking import entropy_ranking
-from lit_dlm.ops.fused_head import token_stats
+from lit_dlm.finetuning.ranking import entropy_ranking
+from lit_dlm.tensors.fused_head import token_stats
 
 
 def main() -> None:

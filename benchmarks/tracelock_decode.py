@@ -25,13 +25,13 @@ import torch
 
 from lit_dlm.backbones import load_tokenizer
 from lit_dlm.backbones.hf import HFBackbone
+from lit_dlm.backbones.projection import FeatureSettings, ProjectorConfig, num_features
 from lit_dlm.decoding import Decoder, EntropyPolicy, NoQuota, ThresholdPolicy, decode, prompt_canvas
-from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.decoding.state import Canvas, DecodeResult
-from lit_dlm.heads.acceptance import AcceptanceConfig, AcceptanceHead
-from lit_dlm.heads.projection import FeatureSettings, ProjectorConfig, num_features
 from lit_dlm.tasks import PromptExample
 from lit_dlm.toy import WordProblems
+from lit_dlm.tracelock.network import AcceptanceConfig, AcceptanceHead
+from lit_dlm.tracelock.policy import TraceLockPolicy
 
 DREAM = {
     "width": 3584, "layers": 28, "heads": 28, "kv_heads": 4, "inner": 18944, "vocab": 152064

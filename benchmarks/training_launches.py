@@ -19,18 +19,18 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lit_dlm.backbones.lora import LoRASettings
+from lit_dlm.backbones.projection import Projector, ProjectorConfig
 from lit_dlm.decoding import ConfidencePolicy, Decoder
-from lit_dlm.heads.acceptance import AcceptanceConfig
-from lit_dlm.heads.projection import Projector, ProjectorConfig
-from lit_dlm.modules.finetune import FinetuneModule, SFTModule
-from lit_dlm.modules.state_batch import StateBatch
-from lit_dlm.modules.supervised_batch import SupervisedBatch
-from lit_dlm.modules.tabom import TABOMModule
-from lit_dlm.modules.tracelock import TraceLockModule
-from lit_dlm.ops import fused_head, precision
+from lit_dlm.finetuning.sft import FinetuneModule, SFTModule
+from lit_dlm.finetuning.tabom import TABOMModule
 from lit_dlm.rl.items import RolloutBatch
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.settings import ValueObjective
+from lit_dlm.tensors import fused_head, precision
+from lit_dlm.tracelock.module import TraceLockModule
+from lit_dlm.tracelock.network import AcceptanceConfig
+from lit_dlm.tracelock.states import StateBatch
+from lit_dlm.training.layout import SupervisedBatch
 
 ROWS, PROMPT, RESPONSE = 8, 256, 256
 SUPERVISED = ROWS * RESPONSE // 2

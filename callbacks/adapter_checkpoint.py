@@ -13,10 +13,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lit_dlm.callbacks.discrimination import SCORE, DiscriminationScore
-from lit_dlm.modules.finetune import TrainableModule
-from lit_dlm.modules.steps import NonFiniteError
-from lit_dlm.ops.options import at_least, of_kind
+from lit_dlm.finetuning.sft import TrainableModule
 from lit_dlm.reports.results import write_json
+from lit_dlm.system.options import at_least, of_kind
+from lit_dlm.training.steps import NonFiniteError
 
 _UNFINISHED = ".unfinished"  # file that exists in the folder while a run writes there
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lit_dlm.backbones import HFBackbone
-from lit_dlm.ops.options import at_least
-from lit_dlm.ops.sampling import sample_seed
+from lit_dlm.system.options import at_least
+from lit_dlm.tensors.sampling import sample_seed
 
 
 class AttentionAnnealing(Callback):

@@ -20,13 +20,13 @@ from lit_dlm.callbacks.record_shards import RecordShards, describe_run
 from lit_dlm.callbacks.trace_pictures import file_name
 from lit_dlm.config.components import source_digests
 from lit_dlm.grading import Verdict
-from lit_dlm.modules.decode import DecodedBatch, DecodeModule
-from lit_dlm.ops.files import write_atomically
-from lit_dlm.ops.options import at_least, of_kind, within
-from lit_dlm.ops.terminal import PlainConsole
+from lit_dlm.predict.decode import DecodedBatch, DecodeModule
 from lit_dlm.reports.command import write_report
 from lit_dlm.reports.results import ResultFolder, ResultRow
 from lit_dlm.reports.summary import MethodSummary, summarise_folder
+from lit_dlm.system.files import write_atomically
+from lit_dlm.system.options import at_least, of_kind, within
+from lit_dlm.system.terminal import PlainConsole
 from lit_dlm.tasks import PromptExample, Task, require_code_execution
 from lit_dlm.trajectories.store import RunRecord, completed_uids
 from lit_dlm.vision.pictures import picture_from_text

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from lit_dlm.decoding.api import DecodePrompt, WorkQueue, decode_stream
 from lit_dlm.decoding.state import DecodeState, Observer, StepRecord
-from lit_dlm.modules.finetune import TrainableModule
-from lit_dlm.modules.sharding import whole_weights
-from lit_dlm.ops.options import at_least, of_kind
-from lit_dlm.ops.precision import evaluating
-from lit_dlm.ops.sampling import entropy_variance, sample_seed
+from lit_dlm.finetuning.sft import TrainableModule
 from lit_dlm.reports.plots import plot_steps
 from lit_dlm.reports.results import write_json
+from lit_dlm.system.options import at_least, of_kind
+from lit_dlm.tensors.precision import evaluating
+from lit_dlm.tensors.sampling import entropy_variance, sample_seed
+from lit_dlm.training.sharding import whole_weights
 from lit_dlm.vision.base import insert_pictures
 
 SCORE = "val/tds"  # name under which the score is logged

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lit_dlm.ops.options import at_least
+from lit_dlm.system.options import at_least
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, RichProgressBar
 from rich import get_console
 
-from lit_dlm.modules.decode import PromptStream
+from lit_dlm.predict.decode import PromptStream
 
 logger = logging.getLogger(__name__)
 

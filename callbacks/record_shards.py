@@ -10,11 +10,11 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 
 from lit_dlm.callbacks.adapter_checkpoint import require_no_former_run
-from lit_dlm.modules.decode import DecodedBatch, DecodeModule
-from lit_dlm.modules.generate import TraceModule
-from lit_dlm.ops.options import of_kind
+from lit_dlm.predict.decode import DecodedBatch, DecodeModule
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.rollout import rl_step_of
+from lit_dlm.system.options import of_kind
+from lit_dlm.tracelock.generate import TraceModule
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import (
     BackgroundWriter,

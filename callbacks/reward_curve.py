@@ -10,10 +10,10 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lit_dlm.modules.tracelock import TraceLockModule
-from lit_dlm.ops.options import of_kind
 from lit_dlm.reports.plots import plot_calibration, plot_run, write_calibration, write_points
 from lit_dlm.rl.module import TraceRLModule
+from lit_dlm.system.options import of_kind
+from lit_dlm.tracelock.module import TraceLockModule
 
 logger = logging.getLogger(__name__)
 

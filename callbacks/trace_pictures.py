@@ -12,12 +12,12 @@ import numpy as np
 from lightning.pytorch import Callback, Trainer
 from PIL import Image
 
-from lit_dlm.modules.decode import DecodedBatch, DecodeModule, PromptBatch
-from lit_dlm.ops.options import at_least, of_kind, one_of
+from lit_dlm.predict.decode import DecodedBatch, DecodeModule, PromptBatch
 from lit_dlm.reports.pictures import write_pictures
 from lit_dlm.reports.pieces import TokenPieces
 from lit_dlm.reports.samples import Sample, SampleSet
 from lit_dlm.reports.viewer import ViewedSet, write_viewer
+from lit_dlm.system.options import at_least, of_kind, one_of
 from lit_dlm.tasks import PromptExample
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory

@@ -22,9 +22,9 @@ from transformers import PreTrainedTokenizerBase
 from lit_dlm.backbones import load_tokenizer
 from lit_dlm.backbones.chat_template import apply_chat_template
 from lit_dlm.datamodules.resuming import ResumableDataModule
-from lit_dlm.modules.pretrain import DrillBatch, PretrainBatch
-from lit_dlm.ops.options import at_least
-from lit_dlm.ops.schedules import hidden_cells
+from lit_dlm.finetuning.pretrain import DrillBatch, PretrainBatch
+from lit_dlm.system.options import at_least
+from lit_dlm.tensors.schedules import hidden_cells
 from lit_dlm.toy.generated import DrillSource, TrainingSource
 
 POOL_STEPS = 8

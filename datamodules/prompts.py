@@ -16,14 +16,14 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
 from lit_dlm.decoding.api import prompt_limit
-from lit_dlm.modules.decode import (
+from lit_dlm.predict.decode import (
     DecodeModule,
     PromptBatch,
     PromptStream,
     decode_uid,
     default_batch,
 )
-from lit_dlm.ops.options import at_least, of_kind, one_of, within
+from lit_dlm.system.options import at_least, of_kind, one_of, within
 from lit_dlm.tasks import PromptExample, Task, tasks_by_name
 from lit_dlm.tasks.base import check_uids
 

@@ -14,13 +14,13 @@ from lit_dlm.datamodules.resuming import (
     computed_loader,
     set_accumulation,
 )
-from lit_dlm.ops.options import of_kind
 from lit_dlm.rewards import LockstepReward, RewardModel
 from lit_dlm.rl.items import RolloutBatch
 from lit_dlm.rl.metrics import RolloutValidation, validation_of
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.rollout import OnlineRollouts, RolloutSource, StoredRollouts
 from lit_dlm.rl.settings import RolloutSettings
+from lit_dlm.system.options import of_kind
 
 logger = logging.getLogger(__name__)
 

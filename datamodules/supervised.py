@@ -26,10 +26,11 @@ from lit_dlm.datamodules.resuming import (
 from lit_dlm.datamodules.supervised_sources import ModelFacts, SupervisedSource
 from lit_dlm.datamodules.trajectories import is_validation
 from lit_dlm.decoding.api import prompt_limit
-from lit_dlm.losses.corruption import TimeDelay
-from lit_dlm.modules.dpo import DPOModule
-from lit_dlm.modules.finetune import FinetuneModule
-from lit_dlm.modules.supervised_batch import (
+from lit_dlm.finetuning.dpo import DPOModule
+from lit_dlm.finetuning.sft import FinetuneModule
+from lit_dlm.finetuning.tabom import TABOMModule
+from lit_dlm.system.options import at_least, of_kind, within
+from lit_dlm.training.layout import (
     SupervisedBatch,
     SupervisedExample,
     collate_supervised,
@@ -37,8 +38,7 @@ from lit_dlm.modules.supervised_batch import (
     responses_of,
     row_tokens,
 )
-from lit_dlm.modules.tabom import TABOMModule
-from lit_dlm.ops.options import at_least, of_kind, within
+from lit_dlm.training.masking import TimeDelay
 
 logger = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
+from lit_dlm.backbones.projection import feature_groups
 from lit_dlm.datamodules.resuming import ExampleRef, ResumableDataModule, refuse_overfit_batches
-from lit_dlm.heads.projection import feature_groups
-from lit_dlm.modules.state_batch import StateBatch, collate_states, states_at
-from lit_dlm.modules.tracelock import TraceLockModule
-from lit_dlm.ops.options import at_least, within
+from lit_dlm.system.options import at_least, within
+from lit_dlm.tracelock.module import TraceLockModule
+from lit_dlm.tracelock.states import StateBatch, collate_states, states_at
 from lit_dlm.trajectories.format import FeatureFacts
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader

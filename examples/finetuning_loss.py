@@ -17,19 +17,19 @@ from typing import Any
 
 from torch import Tensor
 
+from lit_dlm import SFTModule
 from lit_dlm.backbones import HFBackbone
-from lit_dlm.losses.states import NoisyStates
-from lit_dlm.losses.terms import LossTerms
-from lit_dlm.modules import SFTModule
-from lit_dlm.modules.supervised_batch import SupervisedBatch
-from lit_dlm.ops.fused_head import TokenStats
+from lit_dlm.tensors.fused_head import TokenStats
+from lit_dlm.training.layout import SupervisedBatch
+from lit_dlm.training.states import NoisyStates
+from lit_dlm.training.terms import LossTerms
 
 
 class CertainModule(SFTModule):
     """Adds the entropy of predictions that are already right to the cross-entropy.
 
     Args:
-        backbone: see :class:`~lit_dlm.modules.SFTModule`, also for ``common``.
+        backbone: see :class:`~lit_dlm.finetuning.sft.SFTModule`, also for ``common``.
         certainty: weight of the entropy.
     """
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lit_dlm.losses.terms import LossTerms
+from lit_dlm.training.terms import LossTerms
 
 
 class Reinforce:

@@ -4,14 +4,14 @@ import lightning as L
 from torch.optim import AdamW
 
 import lit_dlm
+from lit_dlm import TraceLockModule, TraceModule
 from lit_dlm.backbones import load_backbone
 from lit_dlm.callbacks import DecodeWriter
 from lit_dlm.datamodules import PromptDataModule, TrajectoryDataModule
 from lit_dlm.decoding import Decoder, NoQuota, ThresholdPolicy
-from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
-from lit_dlm.heads.acceptance import AcceptanceConfig
-from lit_dlm.modules import TraceLockModule, TraceModule
 from lit_dlm.toy import WordProblems
+from lit_dlm.tracelock.network import AcceptanceConfig
+from lit_dlm.tracelock.policy import TraceLockPolicy
 
 RUN, TASK = "runs/tracelock_from_python", WordProblems("train", 200)
 backbone = load_backbone("tiny")

@@ -4,9 +4,9 @@ import lightning as L
 from torch.optim import AdamW
 
 import lit_dlm
+from lit_dlm import SFTModule
 from lit_dlm.backbones import LoRASettings, load_backbone
 from lit_dlm.datamodules import ResponsesList, SupervisedDataModule
-from lit_dlm.modules import SFTModule
 
 RUN, QUESTION = "runs/from_python", ["Tom has 34 pens, finds 7. How many pens?"]
 rows = [  # the model adds from the left; these answers add from the right

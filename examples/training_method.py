@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from lit_dlm.losses.states import NoisyStates, Responses
-from lit_dlm.ops.sampling import uniform_noise
+from lit_dlm.tensors.sampling import uniform_noise
+from lit_dlm.training.states import NoisyStates, Responses
 
 
 class SuffixMasking:

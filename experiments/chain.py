@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 
 from lit_dlm import cli
-from lit_dlm.ops.files import write_atomically
 from lit_dlm.reports.results import ResultFolder
+from lit_dlm.system.files import write_atomically
 
 EXP = Path(cli.__file__).resolve().parent / "configs" / "exp"
 BARE = (

@@ -30,10 +30,7 @@ from lightning.pytorch import Trainer
 
 from lit_dlm.backbones import load_tokenizer
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.datamodules.trajectories import TrajectoryDataModule
-from lit_dlm.decoding import Decoder, EntropyPolicy, decode, prompt_canvas
-from lit_dlm.heads.acceptance import AcceptanceConfig
-from lit_dlm.heads.projection import (
+from lit_dlm.backbones.projection import (
     FeatureSettings,
     PCAFitter,
     Projector,
@@ -41,11 +38,14 @@ from lit_dlm.heads.projection import (
     acceptance_features,
     feature_groups,
 )
-from lit_dlm.heads.scorer import ScorerSettings
-from lit_dlm.modules.state_batch import state_snapshots, trace_states
-from lit_dlm.modules.tracelock import MONITOR, TraceLockModule
-from lit_dlm.ops.files import write_atomically
+from lit_dlm.datamodules.trajectories import TrajectoryDataModule
+from lit_dlm.decoding import Decoder, EntropyPolicy, decode, prompt_canvas
+from lit_dlm.system.files import write_atomically
 from lit_dlm.toy import WordProblems
+from lit_dlm.tracelock.module import MONITOR, TraceLockModule
+from lit_dlm.tracelock.network import AcceptanceConfig
+from lit_dlm.tracelock.scorer import ScorerSettings
+from lit_dlm.tracelock.states import state_snapshots, trace_states
 from lit_dlm.trajectories.capture import FeatureCapture, KeptSteps, TrajectoryCapture
 from lit_dlm.trajectories.format import only_masked
 from lit_dlm.trajectories.record import StepFeatures, Trajectory

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.losses.corruption import TimeDelay
-from lit_dlm.losses.states import NoisyStates
-from lit_dlm.modules.finetune import FinetuneModule
-from lit_dlm.modules.supervised_batch import SupervisedBatch, lay_out, responses_of
-from lit_dlm.ops.fused_head import TokenStats
+from lit_dlm.finetuning.sft import FinetuneModule
+from lit_dlm.tensors.fused_head import TokenStats
+from lit_dlm.training.layout import SupervisedBatch, lay_out, responses_of
+from lit_dlm.training.masking import TimeDelay
+from lit_dlm.training.states import NoisyStates
 
 
 class OnPolicyModule(FinetuneModule):
@@ -29,7 +29,7 @@ class OnPolicyModule(FinetuneModule):
         backbone: the student, with a ``lora`` or trainable ``adapter``.
         teacher: a frozen model with the same vocabulary, whose attention is causal or has blocks
             of one cell.
-        common: options of :class:`~lit_dlm.modules.finetune.FinetuneModule`.
+        common: options of :class:`~lit_dlm.finetuning.sft.FinetuneModule`.
     """
 
     def __init__(self, backbone: HFBackbone, *, teacher: HFBackbone, **common: Any) -> None:

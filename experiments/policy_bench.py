@@ -48,10 +48,10 @@ from chain import (
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from lit_dlm.ops.files import write_atomically
 from lit_dlm.reports.plots import Theme, common_legend, read_points, save_themes, tidy_axes
 from lit_dlm.reports.results import ResultFolder, ResultRow
 from lit_dlm.reports.significance import holm
+from lit_dlm.system.files import write_atomically
 from lit_dlm.trajectories.store import TrajectoryShardReader
 
 

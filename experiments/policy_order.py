@@ -25,11 +25,11 @@ from torch import Tensor
 
 from lit_dlm.backbones import load_tokenizer
 from lit_dlm.decoding import CommitPolicy, Decoder, NoQuota, Observer, ThresholdPolicy
-from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.decoding.state import DecodeResult, DecodeState, StepRecord
 from lit_dlm.generation import generate
-from lit_dlm.ops.files import write_atomically
+from lit_dlm.system.files import write_atomically
 from lit_dlm.toy import WordProblems
+from lit_dlm.tracelock.policy import TraceLockPolicy
 
 KEPT = Path("docs/policy_order.json")
 KINDS = ("number", "sign", "result", "mark", "answer", "end")

@@ -22,11 +22,11 @@ from policy_order import right_answers
 from torch import Tensor
 
 from lit_dlm.decoding import Decoder, NoQuota, RandomPolicy, SequentialPolicy, ThresholdPolicy
-from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.decoding.state import DecodeResult, DecodeState, StepRecord
-from lit_dlm.ops.files import write_atomically
-from lit_dlm.ops.sampling import sample_seed
+from lit_dlm.system.files import write_atomically
+from lit_dlm.tensors.sampling import sample_seed
 from lit_dlm.toy import WordProblems
+from lit_dlm.tracelock.policy import TraceLockPolicy
 
 HEURISTICS = ("confidence", "entropy", "margin")
 

@@ -40,9 +40,9 @@ from torch import Tensor, nn
 from lit_dlm import cli
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.resolution import FromAR
-from lit_dlm.modules.checkpoint import export_trained
-from lit_dlm.ops.files import write_atomically
 from lit_dlm.reports.results import ResultFolder
+from lit_dlm.system.files import write_atomically
+from lit_dlm.training.checkpoint import export_trained
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from chain import between, standard_error, table
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from lit_dlm.ops.files import write_atomically
 from lit_dlm.reports.plots import Theme, common_legend, method_styles, save_themes, tidy_axes
 from lit_dlm.reports.results import ResultFolder, ResultRow
 from lit_dlm.reports.summary import wilson_interval
+from lit_dlm.system.files import write_atomically
 
 Point = tuple[NDArray[Any], NDArray[Any]]
 """Forwards and verdicts of a method, both ``(runs, problems)``."""

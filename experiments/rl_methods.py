@@ -25,8 +25,8 @@ import torch
 from chain import BARE, EXP, call, points, problems, seed_flags, table
 from numpy.typing import NDArray
 
-from lit_dlm.ops.files import write_atomically
 from lit_dlm.reports.results import ResultFolder
+from lit_dlm.system.files import write_atomically
 
 RATE = "--model.optimizer.init_args.lr"
 

@@ -32,7 +32,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from lit_dlm.ops.files import write_atomically
+from lit_dlm.system.files import write_atomically
 
 PROMPTS = ("question", "problem", "instruction")
 ANSWERS = ("solution", "answer", "output")

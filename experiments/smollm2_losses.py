@@ -26,8 +26,8 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from lit_dlm.backbones import HFBackbone, load_backbone
 from lit_dlm.likelihood import log_likelihood_bound, masked_draws
-from lit_dlm.ops.files import write_atomically
 from lit_dlm.reports.plots import Theme, method_styles, read_curves, save_themes, tidy_axes
+from lit_dlm.system.files import write_atomically
 
 Row = tuple[list[int], list[int]]
 """Tokens of a prompt and of its response."""

@@ -44,9 +44,9 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from policy_bench import block, cells, swept, top
 
-from lit_dlm.ops.files import write_atomically
 from lit_dlm.reports.plots import Theme, common_legend, method_styles, save_themes, tidy_axes
 from lit_dlm.reports.summary import pass_at_k
+from lit_dlm.system.files import write_atomically
 
 MODELS = ("weak", "full")
 METHODS: dict[str, tuple[str, ...]] = {

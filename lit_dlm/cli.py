@@ -10,8 +10,8 @@ from importlib import import_module
 
 from lit_dlm import __version__
 from lit_dlm.config.components import raised_in
-from lit_dlm.ops.extras import install_hint
-from lit_dlm.ops.terminal import PlainRecord, printable, show_traceback
+from lit_dlm.system.extras import install_hint
+from lit_dlm.system.terminal import PlainRecord, printable, show_traceback
 
 # Read by torch: no checkpoint is unpickled, not even parts of sharded ones.
 os.environ.setdefault("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")

@@ -16,8 +16,8 @@ from lit_dlm.decoding.api import (
     decode_stream,
     length_buckets,
 )
-from lit_dlm.ops.precision import evaluating
-from lit_dlm.ops.sampling import sample_seed
+from lit_dlm.tensors.precision import evaluating
+from lit_dlm.tensors.sampling import sample_seed
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.ops.sampling import uniform_noise
+from lit_dlm.tensors.sampling import uniform_noise
 
 _COUNT, _ORDER = 0, 1
 """Steps of the noise: for the offset of the numbers of masks, and for the order of the cells."""

@@ -25,7 +25,7 @@ from torch.library import Library, fallthrough_kernel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lit_dlm.backbones import attention, cache, hf
-from lit_dlm.ops import fused_head
+from lit_dlm.tensors import fused_head
 
 HALF = (torch.bfloat16, torch.float16)
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)

@@ -13,9 +13,9 @@ from lit_dlm.backbones import Architecture, HFBackbone
 from lit_dlm.backbones.experts import Experts
 from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.datamodules.supervised import SupervisedDataModule
-from lit_dlm.losses.states import NoisyStates
-from lit_dlm.modules.finetune import FinetuneModule
-from lit_dlm.modules.supervised_batch import SupervisedBatch, SupervisedExample
+from lit_dlm.finetuning.sft import FinetuneModule
+from lit_dlm.training.layout import SupervisedBatch, SupervisedExample
+from lit_dlm.training.states import NoisyStates
 
 VOCAB, G = 24, 8
 MASK, PAD, EOS = 2, 0, 1

@@ -2,7 +2,7 @@
 
 import torch
 
-from lit_dlm.heads.projection import Projector, ProjectorConfig
+from lit_dlm.backbones.projection import Projector, ProjectorConfig
 
 
 def random_orthogonal(config: ProjectorConfig, *, seed: int = 0) -> Projector:

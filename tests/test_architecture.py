@@ -63,11 +63,11 @@ def test_no_test_imports_another():
 FREE = {"hides faults": "child", "families of models belong to the backbones": "backbones"}
 PERMITTED = {
     # Reads the plan of a sharded checkpoint with a list of all that it may name, before torch does.
-    "pickles run code when loaded": {"lit_dlm/modules/checkpoint.py"},
+    "pickles run code when loaded": {"lit_dlm/training/checkpoint.py"},
     # A thread hands whatever happened to its caller; a callback must join that thread. What the
     # parsers of libraries raise becomes an error that names their file and has it as its cause.
     "hides faults": {
-        "lit_dlm/ops/files.py",
+        "lit_dlm/system/files.py",
         "callbacks/decode_writer.py",
         "callbacks/record_shards.py",
         "lit_dlm/trajectories/store/writer.py",

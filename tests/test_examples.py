@@ -21,8 +21,8 @@ from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, PreTraine
 import cli
 from lit_dlm import generate
 from lit_dlm.decoding import Decoder, NoQuota
-from lit_dlm.modules.checkpoint import CheckpointFiles
 from lit_dlm.tasks import Task
+from lit_dlm.training.checkpoint import CheckpointFiles
 from lit_dlm.vision.pictures import picture_to_text
 from tests.e2e.runs import write_jsonl
 

@@ -29,10 +29,10 @@ from lit_dlm.backbones import HFBackbone, LoRASettings, load_tokenizer, tokenize
 from lit_dlm.backbones.resolution import ASSETS
 from lit_dlm.callbacks.judge import parse_verdict
 from lit_dlm.config.files import compose, load, resolved
-from lit_dlm.heads.scorer import AcceptanceScorer
 from lit_dlm.reports.results import ResultFolder
 from lit_dlm.reports.summary import summarise_folder
 from lit_dlm.tasks.sources import read_rows
+from lit_dlm.tracelock.scorer import AcceptanceScorer
 from lit_dlm.trajectories import Trajectory, TrajectoryFormatError
 from lit_dlm.trajectories.exchange import (
     ImportSettings,

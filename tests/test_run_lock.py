@@ -9,17 +9,17 @@ from unittest.mock import Mock
 
 import pytest
 
-from lit_dlm.modules.checkpoint import CheckpointFiles
-from lit_dlm.ops.files import write_atomically
-from lit_dlm.ops.locks import locked
 from lit_dlm.reports.results import ResultFolder
+from lit_dlm.system.files import write_atomically
+from lit_dlm.system.locks import locked
+from lit_dlm.training.checkpoint import CheckpointFiles
 from tests.e2e.runs import fails
 from tests.reports.rows import row
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from lit_dlm.ops.locks import locked
+from lit_dlm.system.locks import locked
 with locked(Path(sys.argv[1]), "fit"):
     print("held", flush=True)
     time.sleep(60)
@@ -53,7 +53,7 @@ def test_a_folder_is_held_by_one_process_until_it_dies(tmp_path: Path, caplog):
 
 def test_without_locks_of_the_file_system_the_owner_is_asked_for(tmp_path: Path, monkeypatch):
     """A dead process of this host gives way; one of another host may live."""
-    monkeypatch.setattr("lit_dlm.ops.locks.lock", lambda file: None)
+    monkeypatch.setattr("lit_dlm.system.locks.lock", lambda file: None)
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     path = tmp_path / ".fit.lock"
@@ -103,7 +103,7 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path, monkeypatch
         with pytest.raises(ValueError, match=f"^run_dir: {folder} cannot"), locked(folder, "fit"):
             pass
     full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    monkeypatch.setattr("lit_dlm.ops.locks.os.pwrite", full)
+    monkeypatch.setattr("lit_dlm.system.locks.os.pwrite", full)
     with pytest.raises(ValueError, match=r"^run_dir: .* \(No space"), locked(tmp_path / "d", "fit"):
         pass
     assert not list((tmp_path / "d").iterdir())

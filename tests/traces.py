@@ -9,14 +9,14 @@ import torch
 
 from lit_dlm.backbones.architecture import Architecture
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.decoding import Decoder, EntropyPolicy, decode, prompt_canvas
-from lit_dlm.heads.projection import (
+from lit_dlm.backbones.projection import (
     FeatureSettings,
     Projector,
     ProjectorConfig,
     acceptance_features,
     feature_groups,
 )
+from lit_dlm.decoding import Decoder, EntropyPolicy, decode, prompt_canvas
 from lit_dlm.trajectories.capture import FeatureCapture, TrajectoryCapture
 from lit_dlm.trajectories.record import FeatureLayout, FeatureScheme, Trajectory
 from lit_dlm.trajectories.store import RunRecord, TrajectoryShardWriter

@@ -30,7 +30,7 @@ from lit_dlm.backbones.experts import (
     from_llada_moe,
     llada2_key,
 )
-from lit_dlm.ops.options import at_least, of_declared_kinds, within
+from lit_dlm.system.options import at_least, of_declared_kinds, within
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

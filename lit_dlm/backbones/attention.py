@@ -31,7 +31,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from lit_dlm.backbones.base import BackboneSpec
-from lit_dlm.ops.masking import block_causal_visibility, block_numbers
+from lit_dlm.tensors.masking import block_causal_visibility, block_numbers
 
 # On Hopper torch prefers cuDNN, whose backward under a mask gives NaN at some lengths in torch 2.13
 # (github.com/pytorch/pytorch/issues/196678).

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
-from lit_dlm.ops.options import of_declared_kinds
+from lit_dlm.system.options import of_declared_kinds
 
 if TYPE_CHECKING:  # checks before a run need only the facts, not torch
     import torch

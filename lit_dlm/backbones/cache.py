@@ -26,7 +26,7 @@ from transformers import Cache
 
 from lit_dlm.backbones.attention import Packing, Sequences
 from lit_dlm.backbones.base import Backbone, Denoised, Span
-from lit_dlm.ops.batches import aligned, first_column, gather_rows, raw_columns, shifted
+from lit_dlm.tensors.batches import aligned, first_column, gather_rows, raw_columns, shifted
 
 _LAST, _HIDDEN = "last hidden rows", "snapshots"
 """Names of further buffers: raw ``(B, L, D)`` after the final norm, snapshots ``(B, L, H, D)``."""

@@ -22,9 +22,9 @@ from lit_dlm.backbones.attention import AttentionRoute
 from lit_dlm.backbones.experts import Piece, expert_biases
 from lit_dlm.backbones.resolution import Resolved
 from lit_dlm.backbones.weights import load_weights
-from lit_dlm.ops.batches import gather_rows
-from lit_dlm.ops.files import fitting
-from lit_dlm.ops.precision import without_autocast
+from lit_dlm.system.files import fitting
+from lit_dlm.tensors.batches import gather_rows
+from lit_dlm.tensors.precision import without_autocast
 
 DType = Literal["float32", "bfloat16", "float16"]
 

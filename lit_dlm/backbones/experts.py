@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lit_dlm.ops.options import of_declared_kinds, within
+from lit_dlm.system.options import of_declared_kinds, within
 
 if TYPE_CHECKING:  # checks before a run need only the facts, not torch
     from torch import Tensor, nn

@@ -73,13 +73,13 @@ from lit_dlm.backbones.weights import (
     save_weights,
     write_json_object,
 )
-from lit_dlm.ops.batches import aligned, first_column, gather_rows, raw_columns
-from lit_dlm.ops.extras import pip_install, required
-from lit_dlm.ops.files import copy_file, fitting
-from lit_dlm.ops.fused_head import TokenStats, token_stats
-from lit_dlm.ops.masking import with_own_key
-from lit_dlm.ops.options import one_of
-from lit_dlm.ops.precision import is_autocast
+from lit_dlm.system.extras import pip_install, required
+from lit_dlm.system.files import copy_file, fitting
+from lit_dlm.system.options import one_of
+from lit_dlm.tensors.batches import aligned, first_column, gather_rows, raw_columns
+from lit_dlm.tensors.fused_head import TokenStats, token_stats
+from lit_dlm.tensors.masking import with_own_key
+from lit_dlm.tensors.precision import is_autocast
 from lit_dlm.vision.base import Vision, VisionSettings
 
 logger = logging.getLogger(__name__)
@@ -630,7 +630,7 @@ class HFBackbone(nn.Module, Backbone):
         """Returns cross-entropy, entropy and log-probability of chosen cells; keeps no logits.
 
         Training uses this in place of :meth:`denoise`: the prediction is the same, but only the
-        chosen rows pass the head, a chunk at a time (:mod:`lit_dlm.ops.fused_head`), in float32.
+        chosen rows pass the head, a chunk at a time (:mod:`lit_dlm.tensors.fused_head`), in float32.
         There is one entry per chosen cell, row by row; a forbidden target has infinite
         cross-entropy. Differentiable. ``canvas[rows] = stats.ce`` puts entries back on a canvas.
 

@@ -25,9 +25,9 @@ from lit_dlm.backbones.architecture import LLADA_MODULES, KeyLayout, original_ke
 from lit_dlm.backbones.experts import expert_biases
 from lit_dlm.backbones.resolution import unpinned
 from lit_dlm.backbones.weights import load_weights, plain_tensor, save_weights, write_json_object
-from lit_dlm.ops.files import fitting, read_json_object
-from lit_dlm.ops.options import at_least, of_declared_kinds, within
-from lit_dlm.ops.precision import without_autocast
+from lit_dlm.system.files import fitting, read_json_object
+from lit_dlm.system.options import at_least, of_declared_kinds, within
+from lit_dlm.tensors.precision import without_autocast
 
 if TYPE_CHECKING:  # peft takes seconds to import, and most runs have no adapter
     from peft import LoraConfig

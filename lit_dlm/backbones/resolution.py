@@ -33,7 +33,7 @@ from lit_dlm.backbones.architecture import (
 )
 from lit_dlm.backbones.base import UNKNOWN_ID, Backbone, BackboneSpec
 from lit_dlm.backbones.experts import FIXED, WORDS, Experts, Piece, pieces
-from lit_dlm.ops.files import fitting, read_json_object
+from lit_dlm.system.files import fitting, read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,7 +8,7 @@ from typing import Any
 
 from lit_dlm.backbones.resolution import locate, read_added_tokens, resolve
 from lit_dlm.backbones.weights import load_weights
-from lit_dlm.ops.files import fitting
+from lit_dlm.system.files import fitting
 from lit_dlm.vision.base import VisionSettings
 from lit_dlm.vision.magvit import Magvit
 from lit_dlm.vision.patches import CODEBOOK, PatchTokenizer

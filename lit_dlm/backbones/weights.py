@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lit_dlm.backbones.resolution import INDEX_FILE
-from lit_dlm.ops.files import (
+from lit_dlm.system.files import (
     DIGEST,
     add_tensor,
     require_finite,

@@ -19,7 +19,7 @@ from lit_dlm.config.parser import Parser
 from lit_dlm.decoding import Decoder
 from lit_dlm.decoding.caches import NoCache
 from lit_dlm.generation import generate
-from lit_dlm.ops.terminal import PlainConsole
+from lit_dlm.system.terminal import PlainConsole
 from lit_dlm.toy.vocabulary import told_of_tiny
 
 HELP = """\

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 
 from lit_dlm.grading import SandboxError, cgroups
 from lit_dlm.grading.sandbox import METHODS, probe
-from lit_dlm.ops.extras import pip_install, required
+from lit_dlm.system.extras import pip_install, required
 
 _GB = 10**9
 _EXTRAS = {

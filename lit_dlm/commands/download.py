@@ -15,7 +15,7 @@ from huggingface_hub import constants
 
 from lit_dlm.backbones.resolution import hub_files, in_hub_cache, is_hub_id, is_local, locate
 from lit_dlm.commands.run import parsed
-from lit_dlm.ops.terminal import PlainConsole
+from lit_dlm.system.terminal import PlainConsole
 from lit_dlm.tasks.sources import on_hub, read_rows
 
 _WANTED = {

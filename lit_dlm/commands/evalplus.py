@@ -8,8 +8,8 @@ import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from lit_dlm.ops.files import write_atomically
 from lit_dlm.reports.results import ResultFolder, ResultRow
+from lit_dlm.system.files import write_atomically
 
 logger = logging.getLogger(__name__)
 

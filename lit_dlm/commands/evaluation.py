@@ -14,7 +14,7 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lit_dlm.commands.generation import add_decoding_arguments, built
 from lit_dlm.config.files import compose
 from lit_dlm.config.parser import Parser
-from lit_dlm.ops.files import write_atomically
+from lit_dlm.system.files import write_atomically
 
 
 @dataclass(kw_only=True)
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import make_table
 
-    from lit_dlm.evaluation import DiffusionLM
+    from lit_dlm.commands.lm_eval import DiffusionLM
 
     manager = TaskManager(include_path=config.include_path, include_defaults=False)
     if not set(config.tasks) <= set(manager.all_tasks):  # lm-eval's own thousands take seconds

@@ -15,11 +15,11 @@ from huggingface_hub import EvalResult, ModelCardData
 from lit_dlm.backbones.decoder import DType
 from lit_dlm.backbones.hf import ExportLayout, HFBackbone, load_backbone
 from lit_dlm.backbones.resolution import is_local, locate, unpinned
-from lit_dlm.modules.checkpoint import copy_tokenizer
-from lit_dlm.ops.files import read_json_object, write_atomically
-from lit_dlm.ops.options import one_of
 from lit_dlm.reports.results import ResultFolder, write_json
 from lit_dlm.reports.summary import MethodSummary, markdown_tables, summarise_run
+from lit_dlm.system.files import read_json_object, write_atomically
+from lit_dlm.system.options import one_of
+from lit_dlm.training.checkpoint import copy_tokenizer
 from lit_dlm.vision.base import VisionSettings
 
 logger = logging.getLogger(__name__)

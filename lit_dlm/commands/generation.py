@@ -24,8 +24,8 @@ from lit_dlm.config.files import compose
 from lit_dlm.config.parser import Parser
 from lit_dlm.decoding import Decoder, DecodeResult, DecodeState, StepRecord
 from lit_dlm.generation import generate
-from lit_dlm.ops.terminal import PlainConsole, printable
 from lit_dlm.reports.pieces import TokenPieces
+from lit_dlm.system.terminal import PlainConsole, printable
 from lit_dlm.toy.vocabulary import told_of_tiny
 
 logger = logging.getLogger(__name__)

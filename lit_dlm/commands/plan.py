@@ -21,7 +21,7 @@ def main(arguments: Sequence[str]) -> int:
     from lit_dlm.commands.run import parsed
 
     config = parsed(["fit", *arguments])
-    from lit_dlm.plan import plan_of
+    from lit_dlm.commands.memory import plan_of
 
     plan = plan_of(config)
     if plan is None:

@@ -11,7 +11,7 @@ import yaml
 
 from lit_dlm.commands import run
 from lit_dlm.config.files import decoder_options, find, load
-from lit_dlm.ops.files import write_atomically
+from lit_dlm.system.files import write_atomically
 
 DEFAULT_STEPS: tuple[int | str, ...] = (5, 10, 20, 50)
 CACHES = {"none": None, "prefix": "PrefixCache", "dual": "DualCache", "block": "BlockCache"}

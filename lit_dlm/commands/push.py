@@ -9,10 +9,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lit_dlm.ops.files import own_file, read_json_object, write_atomically
+from lit_dlm.system.files import own_file, read_json_object, write_atomically
 
 if TYPE_CHECKING:  # torch and the hub's client take seconds to import
-    from lit_dlm.heads.scorer import AcceptanceScorer
+    from lit_dlm.tracelock.scorer import AcceptanceScorer
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    from lit_dlm.heads.scorer import FORMAT, AcceptanceScorer
+    from lit_dlm.tracelock.scorer import FORMAT, AcceptanceScorer
 
     for path in options.folder.rglob("*"):
         if path.is_symlink() or not path.is_dir():

@@ -27,14 +27,14 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lit_dlm.callbacks
+from lit_dlm.commands.memory import check_run
 from lit_dlm.config.components import raised_in
 from lit_dlm.config.files import Composed
 from lit_dlm.config.parser import Parser, explain
 from lit_dlm.config.saved import LAST, RunConfigCallback, claim
-from lit_dlm.modules.checkpoint import last_checkpoint, local, use_own_files
-from lit_dlm.ops.locks import locked
-from lit_dlm.ops.terminal import printable
-from lit_dlm.plan import check_run
+from lit_dlm.system.locks import locked
+from lit_dlm.system.terminal import printable
+from lit_dlm.training.checkpoint import last_checkpoint, local, use_own_files
 
 logger = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lit_dlm.config.names import NAMES
-from lit_dlm.ops.options import nearest
+from lit_dlm.system.options import nearest
 
 FOLDER = (Path(__file__).parents[1] / "configs").resolve()
 """The configurations of this package; in a checkout, a link to the folder at its top."""

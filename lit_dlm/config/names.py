@@ -4,7 +4,7 @@ from __future__ import annotations
 
 _CLASSES = """
 lit_dlm.backbones: architecture.Architecture experts.Experts hf.HFBackbone lora.LoRASettings
-    resolution.FromAR
+    projection.FeatureSettings resolution.FromAR
 lit_dlm.callbacks: adapter_checkpoint.AdapterCheckpoint attention_annealing.AttentionAnnealing
     decode_writer.DecodeWriter discrimination.DiscriminationScore interruption.Interruption
     joint_early_stopping.JointEarlyStopping judge.HttpJudge progress.ProgressBar
@@ -15,32 +15,28 @@ lit_dlm.datamodules: pretraining.PretrainDataModule prompts.PromptDataModule
     trajectories.TrajectoryDataModule
 lit_dlm.datamodules.supervised_sources: PreferencesFile RecordedDecodes RecordedPairs ResponsesFile
     ResponsesList TABOMFile TaskReferences
-lit_dlm.decoding: decoder.Decoder decoder.Sweep decoder.DecodeSettings guidance.Guidance
+lit_dlm.decoding: decoder.DecodeSettings decoder.Decoder decoder.Sweep guidance.Guidance
     policies.calibrated.PCSamplerPolicy policies.editing.TokenEditingPolicy
     policies.history.CreditPolicy policies.history.KLASSPolicy policies.remdm.ReMDMPolicy
-    policies.tracelock.TraceLockPolicy policies.wino.WINOPolicy regions.Region sampler.Sampler
+    policies.wino.WINOPolicy regions.Region sampler.Sampler
 lit_dlm.decoding.caches: BlockCache DualCache NoCache PrefixCache SubBlockCache
 lit_dlm.decoding.layout: FixedLayout FractionLayout MarkerLayout PictureLayout TemplateLayout
 lit_dlm.decoding.policies.base: ConfidencePolicy DynamicPolicy EBSamplerPolicy EntropyBoundedPolicy
     EntropyPolicy FactorPolicy MarginPolicy NoisyConfidencePolicy RandomPolicy SequentialPolicy
     ThresholdPolicy
-lit_dlm.decoding.policies.lockstep: BonusPolicy GaussSeidelPolicy JacobiPolicy LaggedPolicy
 lit_dlm.decoding.quotas: BudgetQuota CosineQuota EvenQuota FixedQuota NoQuota ScheduleQuota
 lit_dlm.decoding.windows: BlockWindow FullWindow SlidingWindow SteppedBlockWindow
-lit_dlm.heads: projection.FeatureSettings scorer.ScorerSettings
-lit_dlm.losses: acceptance.AcceptanceLossSettings bounds.BoundViews
-lit_dlm.losses.corruption: Autoregressive CoupledMasking CoupledViews MaskedPrompt RandomMasking
-    SemiAutoregressive TimeDelay TraceMasking
-lit_dlm.modules: autoencoder.AutoencoderModule decode.CheckedModule decode.DecodeModule
-    dparallel.BlockComplements dparallel.DParallelModule dpo.DPOModule finetune.FinetuneModule
-    finetune.SFTModule finetune.TrainableModule generate.TraceModule pretrain.PretrainModule
-    selection.SelectionSettings sharding.ShardedStrategy tabom.TABOMModule tracelock.TraceLockModule
-lit_dlm.ops: muon.MuonAdamW
+lit_dlm.finetuning: dparallel.BlockComplements dparallel.DParallelModule dpo.DPOModule
+    muon.MuonAdamW pretrain.PretrainModule sft.FinetuneModule sft.SFTModule sft.TrainableModule
+    tabom.TABOMModule
+lit_dlm.lockstep: reward.LockstepReward
+lit_dlm.lockstep.policy: BonusPolicy GaussSeidelPolicy JacobiPolicy LaggedPolicy
+lit_dlm.predict: decode.CheckedModule decode.DecodeModule
 lit_dlm.rewards: base.MeanCorrectnessFilter base.SpreadFilter graded.FormatReward graded.Graded
-    judge.HttpStepJudge lockstep.LockstepReward process.ProcessReward reward_model.RewardModel
-    speed.ForwardPrice speed.RightAndFast
-lit_dlm.rl: commits.TraceLockRLModule espo.ESPO module.TraceRLModule policy_losses.ClippedPolicyLoss
-    settings.PolicyObjective spg.SPG wd1.SoftmaxWeights wd1.WeightedLikelihood
+    judge.HttpStepJudge process.ProcessReward reward_model.RewardModel speed.ForwardPrice
+    speed.RightAndFast
+lit_dlm.rl: espo.ESPO module.TraceRLModule policy_losses.ClippedPolicyLoss settings.PolicyObjective
+    spg.SPG wd1.SoftmaxWeights wd1.WeightedLikelihood
 lit_dlm.rl.advantages: GroupMean GroupZScore LeaveOneOut RawReward
 lit_dlm.tasks: alpaca.Alpaca code_tests.CodeTests drawings.DrawingPrompts gsm8k.GSM8K
     humaneval.HumanEval humaneval.HumanEvalPlus kodcode.KodCode livecodebench.LiveCodeBench
@@ -49,6 +45,12 @@ lit_dlm.tasks.multiple_choice: GPQA MMLUPro MMMU MultipleChoice SEEDBench
 lit_dlm.toy: addition.Addition countdown.Countdown pictures.DigitDrawings pictures.DigitScorer
     pictures.PictureQuestions python_functions.PythonFunctions sudoku.Sudoku
     word_problems.WordProblems
+lit_dlm.tracelock: autoencoder.AutoencoderModule generate.TraceModule loss.AcceptanceLossSettings
+    module.TraceLockModule outcome.TraceLockRLModule policy.TraceLockPolicy scorer.ScorerSettings
+    selection.SelectionSettings
+lit_dlm.training: bounds.BoundViews sharding.ShardedStrategy
+lit_dlm.training.masking: Autoregressive CoupledMasking CoupledViews MaskedPrompt RandomMasking
+    SemiAutoregressive TimeDelay TraceMasking
 lit_dlm.vision: base.VisionSettings
 lightning.pytorch.callbacks: BackboneFinetuning BatchSizeFinder DeviceStatsMonitor
     EMAWeightAveraging EarlyStopping GradientAccumulationScheduler LambdaCallback LearningRateFinder

@@ -19,9 +19,9 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lit_dlm.config.components import Component, difference
 from lit_dlm.config.files import Composed
 from lit_dlm.config.names import NAMES
-from lit_dlm.ops.extras import install_hint
-from lit_dlm.ops.options import nearest
-from lit_dlm.ops.terminal import printable
+from lit_dlm.system.extras import install_hint
+from lit_dlm.system.options import nearest
+from lit_dlm.system.terminal import printable
 
 _CALLABLE = re.compile(r"Type typing\.Callable\S* \S* expects a function or a callable class: ")
 _FRAME = re.compile(

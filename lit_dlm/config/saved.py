@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
 
 from lit_dlm.config.files import mapping, resolved, setting_differences
-from lit_dlm.ops.files import write_atomically
+from lit_dlm.system.files import write_atomically
 
 LAST = "last"
 """Stem of the checkpoint that a run resumes from; the one before it is kept."""

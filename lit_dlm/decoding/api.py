@@ -167,7 +167,7 @@ class DecodePrompt(NamedTuple):
 
     uid: str
     ids: Sequence[int]
-    seed: int  # usually :func:`~lit_dlm.ops.sampling.sample_seed` of the uid
+    seed: int  # usually :func:`~lit_dlm.tensors.sampling.sample_seed` of the uid
 
 
 @dataclass(frozen=True)

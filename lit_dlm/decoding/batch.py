@@ -21,8 +21,8 @@ from lit_dlm.decoding.state import (
     StepRecord,
 )
 from lit_dlm.decoding.step import advance, decide
-from lit_dlm.ops.batches import first_column, row_index
-from lit_dlm.ops.precision import without_autocast
+from lit_dlm.tensors.batches import first_column, row_index
+from lit_dlm.tensors.precision import without_autocast
 
 
 class NotANumberError(ValueError):

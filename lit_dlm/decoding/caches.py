@@ -48,8 +48,8 @@ from lit_dlm.backbones.cache import CacheableBackbone, CachedCanvas, WindowPlan
 from lit_dlm.config.components import Component
 from lit_dlm.decoding.state import DecodeState
 from lit_dlm.decoding.windows import BlockWindow, Window
-from lit_dlm.ops.batches import row_index, token_batches
-from lit_dlm.ops.options import at_least
+from lit_dlm.system.options import at_least
+from lit_dlm.tensors.batches import row_index, token_batches
 
 if TYPE_CHECKING:
     from lit_dlm.decoding.policies.base import CommitPolicy

@@ -25,8 +25,8 @@ from lit_dlm.decoding.quotas import FixedQuota, Quota
 from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.decoding.state import Canvas, DecodeState, initial_state
 from lit_dlm.decoding.windows import FullWindow, Window, check_window, default_window
-from lit_dlm.ops.batches import row_index
-from lit_dlm.ops.options import at_least
+from lit_dlm.system.options import at_least
+from lit_dlm.tensors.batches import row_index
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,8 @@ from lit_dlm.config.names import NAMES
 from lit_dlm.decoding.decoder import PLUGS, Decoder, DecodeSettings
 from lit_dlm.decoding.guidance import Guidance
 from lit_dlm.decoding.layout import Layout
-from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
-from lit_dlm.heads.scorer import AcceptanceScorer
+from lit_dlm.tracelock.policy import TraceLockPolicy
+from lit_dlm.tracelock.scorer import AcceptanceScorer
 
 
 def plugs(part: str) -> dict[str, type]:

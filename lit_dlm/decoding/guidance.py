@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone, BackboneSpec, Denoised
-from lit_dlm.ops.options import at_least
+from lit_dlm.system.options import at_least
 
 
 @dataclass(frozen=True, eq=False)

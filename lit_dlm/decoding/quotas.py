@@ -12,7 +12,7 @@ from torch import Tensor
 from lit_dlm.config.components import Component
 from lit_dlm.decoding.state import DecodeState
 from lit_dlm.decoding.windows import Window
-from lit_dlm.ops.options import at_least
+from lit_dlm.system.options import at_least
 
 
 class Quota(Component):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_dlm.ops.options import at_least, within
+from lit_dlm.system.options import at_least, within
 
 
 @dataclass(frozen=True, kw_only=True)

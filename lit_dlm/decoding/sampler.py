@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lit_dlm.backbones.base import BackboneSpec, Denoised
 from lit_dlm.decoding.state import DecodeState, Proposal
-from lit_dlm.ops.options import at_least, within
-from lit_dlm.ops.sampling import (
+from lit_dlm.system.options import at_least, within
+from lit_dlm.tensors.sampling import (
     RUN,
     arg_max,
     cell_gumbel_noise,

@@ -12,8 +12,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lit_dlm.backbones.base import BackboneSpec, Denoised
 from lit_dlm.decoding.regions import RegionMap
-from lit_dlm.ops.batches import row_index, shifted
-from lit_dlm.ops.options import at_least
+from lit_dlm.system.options import at_least
+from lit_dlm.tensors.batches import row_index, shifted
 
 Status = Literal["complete", "eos", "step_limit"]
 RUNNING, COMPLETE, EOS, STEP_LIMIT, BROKEN = range(5)

@@ -28,9 +28,9 @@ from lit_dlm.decoding.state import (
     StepRecord,
 )
 from lit_dlm.decoding.windows import WindowView, masks_first
-from lit_dlm.ops.batches import first_column, reads_are_free
-from lit_dlm.ops.options import of_kind
-from lit_dlm.ops.sampling import top_quota
+from lit_dlm.system.options import of_kind
+from lit_dlm.tensors.batches import first_column, reads_are_free
+from lit_dlm.tensors.sampling import top_quota
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torch import Tensor
 from lit_dlm.backbones.base import BackboneSpec, BlockOrigin
 from lit_dlm.config.components import Component
 from lit_dlm.decoding.state import DecodeState
-from lit_dlm.ops.batches import first_column
-from lit_dlm.ops.options import at_least
+from lit_dlm.system.options import at_least
+from lit_dlm.tensors.batches import first_column
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from lit_dlm.grading.cgroups import memory_cgroup
 from lit_dlm.grading.child import isolate
 from lit_dlm.grading.child.driver import READY
 from lit_dlm.grading.verdict import Verdict
-from lit_dlm.ops.options import at_least
+from lit_dlm.system.options import at_least
 
 logger = logging.getLogger(__name__)
 

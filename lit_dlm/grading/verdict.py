@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lit_dlm.ops.options import one_of
+from lit_dlm.system.options import one_of
 
 Status = Literal[
     "right", "wrong", "no_answer", "syntax_error", "runtime_error", "timeout", "ungraded"

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import matplotlib as mpl
 from PIL import Image, ImageDraw, ImageFont
 
-from lit_dlm.ops.files import write_atomically
 from lit_dlm.reports.pieces import TokenPieces
 from lit_dlm.reports.plots import THEMES, Theme
 from lit_dlm.reports.samples import Sample
+from lit_dlm.system.files import write_atomically
 from lit_dlm.trajectories.record import Trajectory
 
 MAX_FRAMES = 120  # a longer decode skips steps

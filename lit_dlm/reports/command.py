@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from lit_dlm.ops.files import write_atomically
-from lit_dlm.ops.terminal import PlainConsole, printable
 from lit_dlm.reports.pieces import fill, render
 from lit_dlm.reports.results import ResultFolder, ResultRow, write_json
 from lit_dlm.reports.samples import SampleSet, load_samples
@@ -24,6 +22,8 @@ from lit_dlm.reports.summary import (
     table_rows,
 )
 from lit_dlm.reports.tables import print_table
+from lit_dlm.system.files import write_atomically
+from lit_dlm.system.terminal import PlainConsole, printable
 
 logger = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from rich.box import SIMPLE_HEAD
 
 from lit_dlm.config.files import setting_differences
-from lit_dlm.ops.files import write_atomically
-from lit_dlm.ops.terminal import PlainConsole
 from lit_dlm.reports.results import ResultFolder
 from lit_dlm.reports.significance import PairedComparison, compare_rows, holm
 from lit_dlm.reports.summary import markdown_table
 from lit_dlm.reports.tables import print_table
+from lit_dlm.system.files import write_atomically
+from lit_dlm.system.terminal import PlainConsole
 
 HEADERS = ("method", "right, %", "only one", "B - A (95 %)", "p (Holm)", "steps")
 NOTE = (

@@ -22,9 +22,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from lit_dlm.ops.files import write_atomically
 from lit_dlm.reports.results import write_json
 from lit_dlm.reports.summary import MethodSummary, by_task
+from lit_dlm.system.files import write_atomically
 
 Curve = Sequence[tuple[int, float]]  # (optimiser step, value), by step
 _NUMBER = re.compile(r"[-_ ]?([0-9]*\.?[0-9]+)$")

@@ -13,9 +13,9 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from matplotlib import image
 from matplotlib.figure import Figure
 
-from lit_dlm.ops.files import write_atomically
 from lit_dlm.reports.plots import common_legend, draw_methods, family, save_figure, tidy_axes
 from lit_dlm.reports.summary import Columns, MethodSummary, by_task, markdown_tables, percent
+from lit_dlm.system.files import write_atomically
 
 
 def tokens_per_second(one: MethodSummary) -> float:

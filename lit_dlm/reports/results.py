@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dlm.config.files import setting_differences
-from lit_dlm.ops.files import write_atomically
+from lit_dlm.system.files import write_atomically
 from lit_dlm.trajectories.exchange import json_object, parsed_json
 
 FACTS_FILE = "run.json"

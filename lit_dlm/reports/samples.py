@@ -8,8 +8,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from lit_dlm.ops.options import nearest
 from lit_dlm.reports.results import ResultFolder, ResultRow
+from lit_dlm.system.options import nearest
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store.files import prompt_uid, shard_paths, shards_in
 from lit_dlm.trajectories.store.provenance import run_of_shard

@@ -33,10 +33,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lit_dlm.ops.files import write_atomically
 from lit_dlm.reports.pieces import TokenPieces, render
 from lit_dlm.reports.regions import regions_of
 from lit_dlm.reports.samples import Sample, SampleSet
+from lit_dlm.system.files import write_atomically
 from lit_dlm.trajectories.record import Trajectory
 
 logger = logging.getLogger(__name__)

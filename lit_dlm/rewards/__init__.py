@@ -1,5 +1,6 @@
 """Rewards: what rollouts are worth, from verdicts, formats and judges."""
 
+from lit_dlm.lockstep.reward import LockstepReward as LockstepReward
 from lit_dlm.rewards.base import (
     GroupFilter as GroupFilter,
     MeanCorrectnessFilter as MeanCorrectnessFilter,
@@ -10,7 +11,6 @@ from lit_dlm.rewards.base import (
 )
 from lit_dlm.rewards.graded import FormatReward as FormatReward, Graded as Graded
 from lit_dlm.rewards.judge import HttpStepJudge as HttpStepJudge
-from lit_dlm.rewards.lockstep import LockstepReward as LockstepReward
 from lit_dlm.rewards.process import ProcessReward as ProcessReward
 from lit_dlm.rewards.reward_model import RewardModel as RewardModel
 from lit_dlm.rewards.rewarder import Rewarder as Rewarder

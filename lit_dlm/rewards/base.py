@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lit_dlm.config.components import Component
 from lit_dlm.grading import Verdict
-from lit_dlm.ops.options import within
+from lit_dlm.system.options import within
 from lit_dlm.tasks import PromptExample
 from lit_dlm.trajectories.record import Trajectory
 

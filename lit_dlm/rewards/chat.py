@@ -15,7 +15,7 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
-from lit_dlm.ops.options import at_least, one_of
+from lit_dlm.system.options import at_least, one_of
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lit_dlm.config.components import checked_component
-from lit_dlm.ops.options import at_least
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
 from lit_dlm.rewards.judge import Grade, Judge, StepQuestion
+from lit_dlm.system.options import at_least
 from lit_dlm.tasks import PromptExample
 from lit_dlm.vision.pictures import picture_to_text
 

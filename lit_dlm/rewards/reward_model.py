@@ -15,9 +15,9 @@ from transformers import (
 from lit_dlm.backbones.chat_template import apply_chat_template
 from lit_dlm.backbones.decoder import DType
 from lit_dlm.backbones.resolution import load_tokenizer, locate, weight_files
-from lit_dlm.ops.files import fitting
-from lit_dlm.ops.precision import without_autocast
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
+from lit_dlm.system.files import fitting
+from lit_dlm.tensors.precision import without_autocast
 
 # Responses of a group read together.
 _BATCH_SIZE = 16

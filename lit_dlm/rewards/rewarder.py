@@ -11,8 +11,8 @@ import numpy as np
 
 from lit_dlm.config.components import checked_component
 from lit_dlm.grading import IsolationLevel, SandboxError, Verdict
-from lit_dlm.ops.options import at_least
 from lit_dlm.rewards.base import GroupFilter, Reward, RewardScore, Rollout
+from lit_dlm.system.options import at_least
 from lit_dlm.tasks import Task, require_code_execution
 
 # Detail of the verdict on an overlong response.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lit_dlm.ops.options import at_least
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
+from lit_dlm.system.options import at_least
 
 
 class ForwardPrice(Reward):

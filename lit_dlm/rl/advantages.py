@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lit_dlm.config.components import Component
-from lit_dlm.losses.states import step_groups
-from lit_dlm.ops.options import within
+from lit_dlm.system.options import within
+from lit_dlm.training.states import step_groups
 
 
 class Advantage(Component):

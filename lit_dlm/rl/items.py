@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from lit_dlm.backbones import BackboneSpec
-from lit_dlm.losses.bounds import BoundViews
-from lit_dlm.losses.corruption import Autoregressive
-from lit_dlm.losses.states import NEVER, Corruption, NoisyStates, Responses, step_groups
-from lit_dlm.modules.supervised_batch import (
+from lit_dlm.tensors.batches import TensorBatch
+from lit_dlm.training.bounds import BoundViews
+from lit_dlm.training.layout import (
     SupervisedBatch,
     SupervisedExample,
     TrainingRows,
@@ -29,7 +28,8 @@ from lit_dlm.modules.supervised_batch import (
     responses_of,
     whole_blocks,
 )
-from lit_dlm.ops.batches import TensorBatch
+from lit_dlm.training.masking import Autoregressive
+from lit_dlm.training.states import NEVER, Corruption, NoisyStates, Responses, step_groups
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.vision.base import prompt_pictures
 

@@ -25,22 +25,22 @@ from torch.optim import Optimizer
 from lit_dlm.backbones import BackboneSpec
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import Decoder
-from lit_dlm.heads.value import ValueHead
-from lit_dlm.losses.bounds import BoundViews
-from lit_dlm.losses.corruption import CoupledViews, TraceMasking
-from lit_dlm.losses.states import Corruption
-from lit_dlm.losses.terms import value_loss
-from lit_dlm.modules.finetune import TrainableModule
-from lit_dlm.modules.sharding import decoding_weights, whole_weights
-from lit_dlm.modules.supervised_batch import TrainingRows
-from lit_dlm.ops.options import at_least, one_of
-from lit_dlm.ops.precision import evaluating
+from lit_dlm.finetuning.sft import TrainableModule
 from lit_dlm.rl.items import RolloutBatch, RowBuilder, training_rows
 from lit_dlm.rl.metrics import RolloutValidation, UpdateScores
 from lit_dlm.rl.policy_losses import PolicyLoss
 from lit_dlm.rl.rollout import Ranks, RolloutSource
 from lit_dlm.rl.settings import PolicyObjective, RolloutSettings, ValueObjective
 from lit_dlm.rl.step import ItemScores, RLProgress, RLStep, rl_step
+from lit_dlm.rl.value import ValueHead
+from lit_dlm.system.options import at_least, one_of
+from lit_dlm.tensors.precision import evaluating
+from lit_dlm.training.bounds import BoundViews
+from lit_dlm.training.layout import TrainingRows
+from lit_dlm.training.masking import CoupledViews, TraceMasking
+from lit_dlm.training.sharding import decoding_weights, whole_weights
+from lit_dlm.training.states import Corruption
+from lit_dlm.training.terms import value_loss
 
 _SECONDS = 10.0
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lit_dlm.config.components import Component
-from lit_dlm.losses.terms import LossTerms
-from lit_dlm.ops.options import at_least, within
 from lit_dlm.rl.items import Units
+from lit_dlm.system.options import at_least, within
+from lit_dlm.training.terms import LossTerms
 
 
 class PolicyLoss(Component):

@@ -24,15 +24,15 @@ from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import DecodeResult, DecodeState, StepRecord
 from lit_dlm.decoding.api import DecodePrompt, Occupancy, WorkQueue, decode_stream, prompt_limit
 from lit_dlm.decoding.state import QueueObserver
-from lit_dlm.modules.decode import image_facts
-from lit_dlm.modules.finetune import TrainableModule
-from lit_dlm.ops.sampling import sample_seed
+from lit_dlm.finetuning.sft import TrainableModule
+from lit_dlm.predict.decode import image_facts
 from lit_dlm.rewards import Rewarder
 from lit_dlm.rewards.base import RewardScore, Rollout
 from lit_dlm.rl.items import SAMPLED
 from lit_dlm.rl.settings import RolloutSettings
 from lit_dlm.tasks import PromptExample, Task, tasks_by_name
 from lit_dlm.tasks.base import check_uids
+from lit_dlm.tensors.sampling import sample_seed
 from lit_dlm.trajectories.format import (
     attach_features,
     encode_block,

@@ -10,15 +10,15 @@ import torch
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.config.components import checked_component
-from lit_dlm.losses.bounds import BoundViews
-from lit_dlm.losses.corruption import TraceMasking
-from lit_dlm.losses.states import Corruption
-from lit_dlm.ops.options import at_least, within
 from lit_dlm.rewards import GroupFilter, Reward
 from lit_dlm.rl.advantages import Advantage, GroupZScore
 from lit_dlm.rl.items import Normalise
 from lit_dlm.rl.policy_losses import ClippedPolicyLoss, PolicyLoss
+from lit_dlm.system.options import at_least, within
 from lit_dlm.tasks import Task
+from lit_dlm.training.bounds import BoundViews
+from lit_dlm.training.masking import TraceMasking
+from lit_dlm.training.states import Corruption
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lit_dlm.ops.options import within
 from lit_dlm.rl.items import Units
 from lit_dlm.rl.wd1 import WeightedLikelihood
+from lit_dlm.system.options import within
 
 
 class SPG(WeightedLikelihood):

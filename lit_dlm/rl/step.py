@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_dlm.losses.bounds import BoundViews
-from lit_dlm.losses.states import Corruption, Responses
 from lit_dlm.rl.advantages import Advantage, StepGAE, outcome_rewards
 from lit_dlm.rl.items import Items, RolloutBatch, RowBuilder, joined, order_of_writing
 from lit_dlm.rl.metrics import rollout_facts
 from lit_dlm.rl.rollout import ALONE, Ranks, Report, Rollouts, RolloutSource, groups_of, in_order
 from lit_dlm.rl.settings import PolicyObjective, RolloutSettings, ValueObjective
+from lit_dlm.training.bounds import BoundViews
+from lit_dlm.training.states import Corruption, Responses
 from lit_dlm.trajectories.record import SIGNAL_DTYPES, Trajectory
 
 logger = logging.getLogger(__name__)

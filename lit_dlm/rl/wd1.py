@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lit_dlm.losses.terms import LossTerms
 from lit_dlm.rl.advantages import Advantage
 from lit_dlm.rl.policy_losses import PolicyLoss
+from lit_dlm.training.terms import LossTerms
 
 
 class SoftmaxWeights(Advantage):

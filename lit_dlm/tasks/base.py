@@ -25,7 +25,7 @@ from lit_dlm.grading.answers import GRADERS
 from lit_dlm.grading.child.extraction import whole_part
 from lit_dlm.grading.code import ExtractedCode, extract_code, python_block, ungradable
 from lit_dlm.grading.sandbox import require_permission, run_python_check
-from lit_dlm.ops.options import at_least, within
+from lit_dlm.system.options import at_least, within
 from lit_dlm.tasks.sources import Row, read_rows
 from lit_dlm.vision.pictures import Picture
 

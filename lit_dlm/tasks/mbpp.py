@@ -14,8 +14,8 @@ from typing import Any
 
 from lit_dlm.grading import SandboxLimits
 from lit_dlm.grading.plus import Rule
-from lit_dlm.ops.extras import pip_install, required
-from lit_dlm.ops.options import one_of
+from lit_dlm.system.extras import pip_install, required
+from lit_dlm.system.options import one_of
 from lit_dlm.tasks.base import CodeTask, PromptExample
 from lit_dlm.tasks.plus import PlusTask
 from lit_dlm.tasks.sources import Row

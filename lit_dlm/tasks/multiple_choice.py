@@ -56,7 +56,7 @@ class MultipleChoice(DatasetTask):
             texts = [row.text(name).strip() for name in ("Correct Answer", *_WRONG)]
             order = list(range(len(texts)))
             # Imported here: torch takes seconds to import, and tasks are made before it is needed.
-            from lit_dlm.ops.sampling import sample_seed
+            from lit_dlm.tensors.sampling import sample_seed
 
             random.Random(sample_seed(0, f"{self.name}/{key}")).shuffle(order)
             return [texts[number] for number in order], order.index(0)

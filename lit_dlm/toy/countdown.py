@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from lit_dlm.grading import Verdict
-from lit_dlm.ops.options import one_of, within
+from lit_dlm.system.options import one_of, within
 from lit_dlm.tasks.base import PromptExample
 from lit_dlm.tasks.sources import Row
 from lit_dlm.toy.countdown_arithmetic import (

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from lit_dlm.grading import Verdict
 from lit_dlm.grading.answers import judged
-from lit_dlm.ops.options import one_of
+from lit_dlm.system.options import one_of
 from lit_dlm.tasks.base import PromptExample, PromptTemplate, Task
 from lit_dlm.tasks.sources import Row, read_rows
 from lit_dlm.vision.pictures import Picture

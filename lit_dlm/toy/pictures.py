@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lit_dlm.backbones.resolution import ASSETS
-from lit_dlm.ops.extras import pip_install, required
+from lit_dlm.system.extras import pip_install, required
 from lit_dlm.tasks.base import PromptExample
 from lit_dlm.tasks.drawings import PictureScorer
 from lit_dlm.toy.generated import GeneratedTask, Problem

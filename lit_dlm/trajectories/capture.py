@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lit_dlm.decoding import DecodeResult, DecodeState, StepRecord
-from lit_dlm.ops.options import within
-from lit_dlm.ops.sampling import uniform_noise
+from lit_dlm.system.options import within
+from lit_dlm.tensors.sampling import uniform_noise
 from lit_dlm.trajectories.format import only_masked
 from lit_dlm.trajectories.record import (
     FeatureLayout,

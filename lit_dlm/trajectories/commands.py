@@ -22,8 +22,8 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-from lit_dlm.ops.options import at_least
-from lit_dlm.ops.terminal import PlainConsole, printable
+from lit_dlm.system.options import at_least
+from lit_dlm.system.terminal import PlainConsole, printable
 from lit_dlm.trajectories.record import Trajectory, TrajectoryFormatError
 from lit_dlm.trajectories.store.files import shard_paths, side_files
 from lit_dlm.trajectories.store.provenance import RunRecord, run_of_shard

@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from lit_dlm.backbones.chat_template import apply_chat_template
-from lit_dlm.ops.files import replacing
+from lit_dlm.system.files import replacing
 from lit_dlm.trajectories.format import COLUMNS, block_of, record_batch, records_of
 from lit_dlm.trajectories.record import MAX_LENGTH, STATUSES, Trajectory
 from lit_dlm.trajectories.store.files import STRANGE
@@ -49,7 +49,7 @@ def tabom_row(record: Trajectory, tokenizer: Any) -> dict[str, Any]:
 
     ``prompt`` is without the chat template, ``decoding_order`` has the step of each position (-1:
     none), ``non_ltr_positions`` are those in ``meta``, else those of
-    :func:`lit_dlm.ops.cuts.non_ltr_positions`.
+    :func:`lit_dlm.tensors.cuts.non_ltr_positions`.
     """
     order = record.commit_step
     computed = _non_ltr(order).nonzero()[0].tolist()
@@ -74,7 +74,7 @@ def tabom_row(record: Trajectory, tokenizer: Any) -> dict[str, Any]:
 def _non_ltr(order: NDArray[np.int32]) -> NDArray[np.bool_]:
     import torch  # imported here, as most of this module does not need it
 
-    from lit_dlm.ops.cuts import non_ltr_positions
+    from lit_dlm.tensors.cuts import non_ltr_positions
 
     return non_ltr_positions(torch.from_numpy(order)).numpy()
 

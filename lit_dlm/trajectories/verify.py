@@ -37,8 +37,6 @@ from lit_dlm.backbones.base import Backbone
 from lit_dlm.decoding.decoder import Decoder
 from lit_dlm.decoding.description import decoder_from_description
 from lit_dlm.decoding.loop import decode
-from lit_dlm.decoding.policies.lockstep import LockstepPolicy
-from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.decoding.state import (
     STATUS,
     Canvas,
@@ -48,9 +46,11 @@ from lit_dlm.decoding.state import (
     prompt_canvas,
 )
 from lit_dlm.decoding.step import Decision, advance, decide, needs
-from lit_dlm.ops.batches import first_column
-from lit_dlm.ops.options import within
-from lit_dlm.ops.sampling import sample_seed
+from lit_dlm.lockstep.policy import LockstepPolicy
+from lit_dlm.system.options import within
+from lit_dlm.tensors.batches import first_column
+from lit_dlm.tensors.sampling import sample_seed
+from lit_dlm.tracelock.policy import TraceLockPolicy
 from lit_dlm.trajectories.capture import KeptSteps
 from lit_dlm.trajectories.record import Trajectory, TrajectoryFormatError
 from lit_dlm.trajectories.store.files import (

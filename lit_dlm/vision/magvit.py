@@ -25,7 +25,7 @@ from transformers.models.janus.modeling_janus import (
     JanusVQVAEResnetBlock,
 )
 
-from lit_dlm.ops.precision import without_autocast
+from lit_dlm.tensors.precision import without_autocast
 
 _BLOCK = JanusVQVAEConfig()  # blocks read from it only that there is no dropout
 

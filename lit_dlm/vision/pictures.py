@@ -15,7 +15,7 @@ from pathlib import Path
 
 from PIL import Image, ImageOps
 
-from lit_dlm.ops.files import replacing
+from lit_dlm.system.files import replacing
 
 IMAGE_MARK = "<image>"
 """Marks the place of a picture in the text of a prompt; those without a mark go before the text."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lit_dlm.backbones import HFBackbone, LoRASettings, load_backbone
-from lit_dlm.modules.sharding import decoding_weights
+from lit_dlm.training.sharding import decoding_weights
 from tests.twins import write_twin
 
 IDS = torch.tensor([[40, 41, 42, 43, 44, 45]])

@@ -21,9 +21,9 @@ from lit_dlm.backbones import (
 from lit_dlm.backbones.base import UNKNOWN_ID
 from lit_dlm.datamodules.supervised import SupervisedDataModule
 from lit_dlm.datamodules.supervised_sources import ResponsesList
-from lit_dlm.losses.corruption import RandomMasking
-from lit_dlm.modules.checkpoint import export_trained
-from lit_dlm.modules.finetune import SFTModule
+from lit_dlm.finetuning.sft import SFTModule
+from lit_dlm.training.checkpoint import export_trained
+from lit_dlm.training.masking import RandomMasking
 from tests.finetuning import run as tune
 
 SIZES: dict[str, Any] = {

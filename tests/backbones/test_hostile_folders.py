@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 
 from lit_dlm.backbones import HFBackbone, tokenizer_of
 from lit_dlm.backbones.lora import LoRASettings
+from lit_dlm.backbones.projection import Projector, ProjectorConfig
 from lit_dlm.backbones.resolution import ASSETS, load_tokenizer
-from lit_dlm.heads.projection import Projector, ProjectorConfig
-from lit_dlm.heads.scorer import AcceptanceScorer
-from lit_dlm.ops.files import write_folder
 from lit_dlm.rewards import RewardModel
+from lit_dlm.system.files import write_folder
+from lit_dlm.tracelock.scorer import AcceptanceScorer
 from lit_dlm.vision.base import VisionSettings
 from tests.backbones.folders import SPARSE, VARIANTS, weights_of, write
 from tests.rewards.classifiers import save_classifier

@@ -11,9 +11,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 import lit_dlm
+from lit_dlm import DecodeModule
 from lit_dlm.backbones import HFBackbone, load_tokenizer, resolution, tokenizer_of
 from lit_dlm.backbones.resolution import locate
-from lit_dlm.modules import DecodeModule
 from lit_dlm.tasks import PromptExample
 from tests.shared_data import shared
 

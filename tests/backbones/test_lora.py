@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lit_dlm.backbones import HFBackbone, LoRASettings, load_backbone, lora
 from lit_dlm.backbones.lora import adapter_parameters, read_adapter_settings
-from lit_dlm.modules.checkpoint import export_trained
+from lit_dlm.training.checkpoint import export_trained
 from tests.backbones.folders import IDS, randomise, write
 from tests.backbones.reference import HF, LLADA, random_tensors, raw_logits
 from tests.shared_data import shared

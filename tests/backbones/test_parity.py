@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lit_dlm.backbones import load_backbone
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.ops.batches import aligned, first_column
-from lit_dlm.ops.masking import TwoCopyLayout
+from lit_dlm.tensors.batches import aligned, first_column
+from lit_dlm.tensors.masking import TwoCopyLayout
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "dream": {"eos_ids": [1]},

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from lit_dlm.backbones import HFBackbone, attention
-from lit_dlm.ops.masking import TwoCopyLayout, wants_block_mask
+from lit_dlm.tensors.masking import TwoCopyLayout, wants_block_mask
 from tests.backbones.conftest import tiny_architecture
 
 

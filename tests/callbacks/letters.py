@@ -1,10 +1,10 @@
 """A task of letters, and runs that record its decodes."""
 
+from lit_dlm import DecodeModule
 from lit_dlm.decoding import ConfidencePolicy, Decoder, RandomPolicy
 from lit_dlm.grading import Verdict
-from lit_dlm.modules import DecodeModule
-from lit_dlm.modules.generate import TraceModule
 from lit_dlm.tasks import PromptExample, Task
+from lit_dlm.tracelock.generate import TraceModule
 from tests.fakes import TableBackbone, logits_for
 
 LENGTH = 4

@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import LambdaCallback
 from safetensors.torch import load_file
 
 from lit_dlm.callbacks.adapter_checkpoint import AdapterCheckpoint
-from lit_dlm.losses.corruption import RandomMasking
-from lit_dlm.modules.finetune import SFTModule
+from lit_dlm.finetuning.sft import SFTModule
+from lit_dlm.training.masking import RandomMasking
 from tests.finetuning import Data, Watch, examples, run, small
 
 WEIGHTS = "adapter_model.safetensors"

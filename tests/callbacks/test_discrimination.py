@@ -24,9 +24,9 @@ from lit_dlm.decoding import (
     decode,
     prompt_canvas,
 )
-from lit_dlm.losses.corruption import RandomMasking
-from lit_dlm.modules.finetune import SFTModule
-from lit_dlm.modules.tabom import TABOMModule
+from lit_dlm.finetuning.sft import SFTModule
+from lit_dlm.finetuning.tabom import TABOMModule
+from lit_dlm.training.masking import RandomMasking
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from tests.finetuning import VOCAB, Data, examples, run, small, two_processes
 from tests.processes import in_two_processes

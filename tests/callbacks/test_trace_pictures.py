@@ -11,13 +11,13 @@ from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lit_dlm import DecodeModule
 from lit_dlm.callbacks import TracePictures, trace_pictures
 from lit_dlm.callbacks.trace_pictures import log_images
 from lit_dlm.datamodules import PromptDataModule
 from lit_dlm.decoding import BlockWindow, ConfidencePolicy, Decoder
 from lit_dlm.decoding.caches import DualCache
-from lit_dlm.modules import DecodeModule
-from lit_dlm.modules.generate import TraceModule
+from lit_dlm.tracelock.generate import TraceModule
 from tests.callbacks.letters import LENGTH, ByteTokenizer, Letters, Table, both_decoders
 from tests.finetuning import quiet
 from tests.reports.sample_sets import WordTokenizer

@@ -95,7 +95,7 @@ def test_sizes_are_told_and_yes_fetches_models_whole_and_data_by_their_split(hub
 
 
 def test_a_policy_of_the_hub_counts_and_what_the_run_makes_does_not():
-    kind = "lit_dlm.decoding.policies.tracelock.TraceLockPolicy"
+    kind = "lit_dlm.tracelock.policy.TraceLockPolicy"
     paths = ["me/policy", "out/policy", "runs/other/policy"]
     decoders = [{"class_path": kind, "init_args": {"path": path}} for path in paths]
     found = sources({"run_dir": "out", "decoders": decoders})

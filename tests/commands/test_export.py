@@ -14,16 +14,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import cli
 from lit_dlm.backbones import HFBackbone, LoRASettings, load_backbone, load_tokenizer
 from lit_dlm.backbones.base import backbone_facts
+from lit_dlm.backbones.projection import ProjectorConfig
 from lit_dlm.backbones.resolution import ASSETS
 from lit_dlm.decoding import Decoder, NoQuota
 from lit_dlm.decoding.description import decoder_from_description
-from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
-from lit_dlm.heads.acceptance import AcceptanceConfig
-from lit_dlm.heads.projection import ProjectorConfig
-from lit_dlm.heads.scorer import AcceptanceScorer
-from lit_dlm.modules.checkpoint import _name_mask
 from lit_dlm.reports.results import ResultFolder
 from lit_dlm.tasks import HumanEvalPlus
+from lit_dlm.tracelock.network import AcceptanceConfig
+from lit_dlm.tracelock.policy import TraceLockPolicy
+from lit_dlm.tracelock.scorer import AcceptanceScorer
+from lit_dlm.training.checkpoint import _name_mask
 from tests.e2e.runs import SHARED, fails, problems, run
 from tests.hub_server import HubServer
 from tests.projectors import random_orthogonal

@@ -12,8 +12,8 @@ import pytest
 import cli
 from lit_dlm import decoding
 from lit_dlm.decoding import ConfidencePolicy, Decoder, NoQuota, ThresholdPolicy
-from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.generation import generate
+from lit_dlm.tracelock.policy import TraceLockPolicy
 from tests.e2e.runs import ROOT, fails
 
 PENS = "Tom has 34 pens, finds 7, loses 5. How many pens?"

@@ -10,7 +10,7 @@ import torch
 import lit_dlm
 from lit_dlm.backbones import load_tokenizer
 from lit_dlm.datamodules.pretraining import POOL_STEPS, PretrainDataModule
-from lit_dlm.modules.pretrain import PretrainBatch
+from lit_dlm.finetuning.pretrain import PretrainBatch
 from lit_dlm.toy.sudoku import Sudoku
 from lit_dlm.toy.word_problems import WordProblems
 

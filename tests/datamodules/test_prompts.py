@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from lit_dlm import DecodeModule
 from lit_dlm.backbones import load_backbone
 from lit_dlm.datamodules import PromptDataModule
 from lit_dlm.datamodules.prompts import PromptMix, drawn_length, largest_remainder
@@ -19,7 +20,6 @@ from lit_dlm.decoding import (
     RandomPolicy,
     Sampler,
 )
-from lit_dlm.modules import DecodeModule
 from lit_dlm.tasks import PromptExample
 from lit_dlm.tasks.gsm8k import GSM8K
 from tests.callbacks.letters import Letters, trace_module

@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lit_dlm.datamodules.resuming import EpochPlan, FixedPlan, set_accumulation
 from lit_dlm.datamodules.supervised import SupervisedDataModule
 from lit_dlm.datamodules.trajectories import TrajectoryDataModule
-from lit_dlm.modules.steps import drop_half_update
+from lit_dlm.training.steps import drop_half_update
 from tests.finetuning import Unread
 
 

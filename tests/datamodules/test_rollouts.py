@@ -19,7 +19,6 @@ from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, ModelChec
 
 from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.callbacks import AdapterCheckpoint, Interruption, RewardCurve, RolloutWriter
-from lit_dlm.losses.corruption import CoupledMasking, RandomMasking
 from lit_dlm.rewards import Graded, SpreadFilter
 from lit_dlm.rl.items import RolloutBatch
 from lit_dlm.rl.rollout import (
@@ -32,6 +31,7 @@ from lit_dlm.rl.rollout import (
 from lit_dlm.rl.settings import PolicyObjective, ValueObjective
 from lit_dlm.tasks import PromptExample
 from lit_dlm.toy.word_problems import WordProblems
+from lit_dlm.training.masking import CoupledMasking, RandomMasking
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from tests.finetuning import trained

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from lit_dlm.backbones.projection import Projector
 from lit_dlm.datamodules import trajectories
 from lit_dlm.datamodules.resuming import EpochPlan
 from lit_dlm.datamodules.trajectories import TrajectoryDataModule, is_validation
-from lit_dlm.heads.acceptance import AcceptanceConfig
-from lit_dlm.heads.projection import Projector
-from lit_dlm.modules.tracelock import TraceLockModule
+from lit_dlm.tracelock.module import TraceLockModule
+from lit_dlm.tracelock.network import AcceptanceConfig
 from lit_dlm.trajectories import Trajectory
 from lit_dlm.trajectories.record import TrajectoryFormatError
 from lit_dlm.trajectories.store import TrajectoryShardReader

@@ -9,9 +9,9 @@ from lit_dlm.backbones.attention import AttentionRoute
 from lit_dlm.backbones.base import backbone_facts
 from lit_dlm.backbones.experts import Experts
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.heads.acceptance import AcceptanceConfig
-from lit_dlm.heads.projection import ProjectorConfig
-from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
+from lit_dlm.backbones.projection import ProjectorConfig
+from lit_dlm.tracelock.network import AcceptanceConfig
+from lit_dlm.tracelock.scorer import AcceptanceScorer, ScorerSettings
 from tests.backbones.conftest import tiny_architecture
 from tests.fakes import PAD, TableBackbone, logits_for
 from tests.projectors import random_orthogonal

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import lit_dlm.decoding as d
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import BlockWindow, ConfidencePolicy, Decoder, DualCache, PrefixCache, decode
-from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
+from lit_dlm.tracelock.policy import TraceLockPolicy
 from tests.backbones.folders import FAST_DLLM, weights_of, write
 from tests.decoding.models import SPARSE, in_blocks, scorer, tiny_backbone
 from tests.decoding.slow_cache import slow_decode

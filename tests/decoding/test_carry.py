@@ -9,8 +9,8 @@ import torch
 
 import lit_dlm.decoding as d
 from lit_dlm.decoding import BlockWindow
-from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.decoding.state import BY_COLUMN, BY_ROW
+from lit_dlm.tracelock.policy import TraceLockPolicy
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from tests.decoding.cases import CASES, FULL
 from tests.decoding.models import in_blocks, scorer, tiny_backbone

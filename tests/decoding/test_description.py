@@ -12,8 +12,8 @@ from lit_dlm.decoding import ConfidencePolicy, Decoder, NoQuota, Region
 from lit_dlm.decoding.caches import CacheScheme
 from lit_dlm.decoding.decoder import Sweep, expanded, with_option
 from lit_dlm.decoding.description import decoder_from_description, layout_from_description, plugs
-from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.reports.plots import family
+from lit_dlm.tracelock.policy import TraceLockPolicy
 from tests.decoding.models import scorer
 from tests.plugs import AlternatePolicy
 

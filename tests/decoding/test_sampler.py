@@ -6,7 +6,7 @@ import torch
 
 from lit_dlm.backbones.base import Denoised
 from lit_dlm.decoding import Proposal, Sampler, sampler as module
-from lit_dlm.ops.sampling import RUN, cell_gumbel_noise, gumbel_noise, keep_top_k, keep_top_p
+from lit_dlm.tensors.sampling import RUN, cell_gumbel_noise, gumbel_noise, keep_top_k, keep_top_p
 from tests.decoding.states import state_with_masks
 from tests.fakes import PeakMemory
 

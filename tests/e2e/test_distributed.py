@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lit_dlm.backbones import Architecture, HFBackbone
-from lit_dlm.modules.checkpoint import copy_tokenizer
 from lit_dlm.reports.plots import read_points
+from lit_dlm.training.checkpoint import copy_tokenizer
 from tests.e2e.runs import (
     ARCHITECTURE,
     QUIET,

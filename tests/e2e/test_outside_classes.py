@@ -16,8 +16,8 @@ OWN = """
 import torch
 from lit_dlm.decoding import BlockWindow, FixedQuota, Selection
 from lit_dlm.grading import Verdict
-from lit_dlm.losses.states import NoisyStates
-from lit_dlm.losses.terms import LossTerms
+from lit_dlm.training.states import NoisyStates
+from lit_dlm.training.terms import LossTerms
 from lit_dlm.rewards.base import RewardScore
 from lit_dlm.tasks import PromptExample
 from lit_dlm.toy import WordProblems

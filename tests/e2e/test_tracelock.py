@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
 
-from lit_dlm.heads.scorer import AcceptanceScorer
+from lit_dlm.tracelock.scorer import AcceptanceScorer
 from lit_dlm.trajectories.store import TrajectoryShardReader, completed_uids
 from tests.e2e.runs import added, assert_same_weights, fails, killed, problems, results, run, traces
 from tests.processes import in_two_processes
@@ -220,7 +220,7 @@ def test_a_foreign_checkpoint_changes_no_settings_and_must_fit(
     """
     path = begun / "foreign.ckpt"
     command = [*FIT[:-1], f"--ckpt_path={path}", f"--run_dir={begun}"]
-    theirs = {"_class_path": "lit_dlm.modules.decode.DecodeModule", "export_dir": "elsewhere"}
+    theirs = {"_class_path": "lit_dlm.predict.decode.DecodeModule", "export_dir": "elsewhere"}
 
     torch.save({**_last(whole), "hyper_parameters": theirs}, path)
     run(*command)
@@ -293,7 +293,7 @@ def test_ranks_that_cannot_be_are_refused_before_anything_is_decoded(
     tmp_path: Path, rank: int, message: str, capsys, caplog
 ) -> None:
     few = [f"--model.hidden_rank={rank}", "--model.projector_prompts=1"]
-    with caplog.at_level(logging.INFO, logger="lit_dlm.modules.generate"):
+    with caplog.at_level(logging.INFO, logger="lit_dlm.tracelock.generate"):
         command = [*GENERATE, *few, "--data.response_length=16", f"--run_dir={tmp_path}"]
         assert message in fails(capsys, *command, "--data.batch_size=12")
     assert "decoded" not in caplog.text

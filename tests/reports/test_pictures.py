@@ -8,10 +8,10 @@ import pytest
 import torch
 from PIL import Image
 
-from lit_dlm.metrics.acceptance import CalibrationCurve
 from lit_dlm.reports import plots
 from lit_dlm.reports.animation import MAX_FRAMES, animation_frames, lay_out
 from lit_dlm.reports.pictures import write_pictures
+from lit_dlm.tracelock.metrics import CalibrationCurve
 from tests.reports.sample_sets import EOS, MASK, ids_of, record, remasked, sample, tiny_pieces
 
 

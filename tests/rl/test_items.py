@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_dlm.losses.corruption import (
+from lit_dlm.rl.items import Items, RowBuilder, joined, order_of_writing, training_rows
+from lit_dlm.rl.step import fill_old_scores, shard_items
+from lit_dlm.training.masking import (
     CoupledMasking,
     CoupledViews,
     MaskedPrompt,
     RandomMasking,
     TraceMasking,
 )
-from lit_dlm.rl.items import Items, RowBuilder, joined, order_of_writing, training_rows
-from lit_dlm.rl.step import fill_old_scores, shard_items
 from lit_dlm.trajectories.record import Trajectory
 from tests.rollouts import (
     EOS,

@@ -23,14 +23,14 @@ from lit_dlm.decoding import (
     RandomPolicy,
     Sampler,
 )
-from lit_dlm.losses.corruption import Autoregressive, CoupledViews, RandomMasking, TraceMasking
-from lit_dlm.losses.terms import LossTerms
 from lit_dlm.rewards import Reward, RewardScore, Rollout
 from lit_dlm.rl.advantages import LeaveOneOut, RawReward
 from lit_dlm.rl.items import RolloutBatch, training_rows
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.settings import PolicyObjective, ValueObjective
 from lit_dlm.toy.word_problems import WordProblems
+from lit_dlm.training.masking import Autoregressive, CoupledViews, RandomMasking, TraceMasking
+from lit_dlm.training.terms import LossTerms
 from tests.rollouts import G, decoded, every, fit, learner, module, policy, prepared, rollout_data
 
 BLOCK = {"attention": "block", "block_size": 4}

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_dlm.losses.bounds import BoundViews
 from lit_dlm.rl.advantages import RawReward
 from lit_dlm.rl.espo import ESPO
 from lit_dlm.rl.items import Items
@@ -17,6 +16,7 @@ from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.settings import PolicyObjective, ValueObjective
 from lit_dlm.rl.spg import SPG
 from lit_dlm.rl.wd1 import SoftmaxWeights, WeightedLikelihood
+from lit_dlm.training.bounds import BoundViews
 from tests.rollouts import MASK, answer_cells, decoded, every, module, policy, prepared
 
 COUPLED, BLOCKWISE = BoundViews(num_states=2, coupled=True), BoundViews(num_states=3, block_size=3)

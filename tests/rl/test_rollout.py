@@ -22,7 +22,6 @@ from lit_dlm.decoding import (
     ThresholdPolicy,
 )
 from lit_dlm.grading import Verdict
-from lit_dlm.modules.sharding import shard_trained
 from lit_dlm.rewards import GroupFilter, Reward, RewardScore, Rollout
 from lit_dlm.rl.advantages import RawReward
 from lit_dlm.rl.module import RolloutProgress
@@ -37,6 +36,7 @@ from lit_dlm.rl.rollout import (
     score_facts,
 )
 from lit_dlm.tasks import PromptExample
+from lit_dlm.training.sharding import shard_trained
 from lit_dlm.trajectories.format import encode_block
 from tests.processes import in_processes
 from tests.rollouts import EOS, G, learner, rollout_data

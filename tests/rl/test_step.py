@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from lit_dlm.losses.corruption import RandomMasking, TraceMasking
 from lit_dlm.rewards import Reward, RewardScore, Rollout
 from lit_dlm.rl.advantages import GroupZScore, RawReward
 from lit_dlm.rl.rollout import Rollouts
@@ -27,6 +26,7 @@ from lit_dlm.rl.step import (
     rl_step,
     shard_items,
 )
+from lit_dlm.training.masking import RandomMasking, TraceMasking
 from lit_dlm.trajectories.record import Trajectory
 from tests.rollouts import (
     FAMILIES,

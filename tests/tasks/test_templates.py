@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from lit_dlm import DecodeModule
 from lit_dlm.backbones import HFBackbone
 from lit_dlm.datamodules.supervised_sources import ModelFacts, TaskReferences
-from lit_dlm.modules import DecodeModule
 from lit_dlm.tasks import GSM8K, MATH, MBPP, CodeTests, HumanEval, SEEDBench
 from lit_dlm.tasks.base import PromptTemplate, shipped_templates
 from lit_dlm.toy import WordProblems

@@ -6,7 +6,7 @@ from pathlib import Path
 from lit_dlm import decoding
 from lit_dlm.backbones import HFBackbone, load_tokenizer
 from lit_dlm.decoding import Decoder, DecodeSettings, NoQuota, decode, prompt_canvas
-from lit_dlm.ops.sampling import sample_seed
+from lit_dlm.tensors.sampling import sample_seed
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import merge_manifest

@@ -13,12 +13,12 @@ import torch
 from lit_dlm import decoding
 from lit_dlm.backbones import load_backbone, load_tokenizer
 from lit_dlm.backbones.hf import HFBackbone
+from lit_dlm.backbones.projection import Projector, ProjectorConfig
 from lit_dlm.decoding import Decoder, DecodeSettings, NoQuota
-from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.decoding.windows import SteppedBlockWindow
-from lit_dlm.heads.acceptance import AcceptanceConfig
-from lit_dlm.heads.projection import Projector, ProjectorConfig
-from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
+from lit_dlm.tracelock.network import AcceptanceConfig
+from lit_dlm.tracelock.policy import TraceLockPolicy
+from lit_dlm.tracelock.scorer import AcceptanceScorer, ScorerSettings
 from lit_dlm.trajectories.store.files import shards_in
 from lit_dlm.trajectories.store.provenance import run_of_shard
 from lit_dlm.trajectories.store.reader import TrajectoryShardReader

@@ -11,8 +11,8 @@ from torch import Tensor
 from lit_dlm.backbones.base import Backbone, Denoised
 from lit_dlm.config.components import Component
 from lit_dlm.decoding.state import DecodeState, Proposal, Selection
-from lit_dlm.ops.options import at_least, within
-from lit_dlm.ops.sampling import rank_descending, top_quota, uniform_noise
+from lit_dlm.system.options import at_least, within
+from lit_dlm.tensors.sampling import rank_descending, top_quota, uniform_noise
 
 
 class CommitPolicy(Component):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lit_dlm.decoding.policies.base import TopQuotaPolicy
 from lit_dlm.decoding.state import DecodeState, Proposal
-from lit_dlm.ops.options import at_least, within
+from lit_dlm.system.options import at_least, within
 
 
 class PCSamplerPolicy(TopQuotaPolicy):

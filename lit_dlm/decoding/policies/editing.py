@@ -8,8 +8,8 @@ from torch import Tensor
 from lit_dlm.backbones.base import Backbone
 from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.state import DecodeState, Proposal, Selection
-from lit_dlm.ops.options import at_least, within
-from lit_dlm.ops.sampling import top_quota
+from lit_dlm.system.options import at_least, within
+from lit_dlm.tensors.sampling import top_quota
 
 
 class TokenEditingPolicy(CommitPolicy):

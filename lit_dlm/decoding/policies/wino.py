@@ -11,8 +11,8 @@ from lit_dlm.backbones.attention import position_ids_for
 from lit_dlm.backbones.base import Backbone, Denoised
 from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.state import DecodeState, Proposal, Selection
-from lit_dlm.ops.options import within
-from lit_dlm.ops.sampling import top_quota
+from lit_dlm.system.options import within
+from lit_dlm.tensors.sampling import top_quota
 
 _SHARE, _LEAST, _MOST = 0.7, 5, 20
 """A step drafts at most this share of the masks of the window, within these bounds: a rule of the

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from lit_dlm.ops.files import write_atomically
+from lit_dlm.system.files import write_atomically
 from lit_dlm.trajectories.record import TrajectoryFormatError
 
 SIDE_FORMAT, VERSION = "lit-dlm/trajectory-shard", 2

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import lit_dlm
-from lit_dlm.ops.files import write_atomically
+from lit_dlm.system.files import write_atomically
 from lit_dlm.trajectories.format import canonical_json
 from lit_dlm.trajectories.record import TrajectoryFormatError
 from lit_dlm.trajectories.store.files import RUN_MEMBER, STRANGE

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_dlm.ops.files import write_atomically
-from lit_dlm.ops.locks import lives, lock
+from lit_dlm.system.files import write_atomically
+from lit_dlm.system.locks import lives, lock
 from lit_dlm.trajectories.format import attach_features, read_block, records_of
 from lit_dlm.trajectories.record import Trajectory, TrajectoryFormatError
 from lit_dlm.trajectories.store.files import (

@@ -24,9 +24,9 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from lit_dlm.ops.files import sync_folder
-from lit_dlm.ops.locks import lock
-from lit_dlm.ops.options import at_least, within
+from lit_dlm.system.files import sync_folder
+from lit_dlm.system.locks import lock
+from lit_dlm.system.options import at_least, within
 from lit_dlm.trajectories.format import encode_block, encode_features, meta_text
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store.files import (

@@ -1,0 +1,1 @@
+"""Fine-tuning on answers and on trajectories: SFT, TABOM, dParallel, DPO; pretraining."""

@@ -1,0 +1,139 @@
+"""dParallel: fine-tuning on a model's own answers so that it is certain of many cells at once.
+
+Certainty-forcing distillation (arXiv:2509.26488): cross-entropy on states of semi-autoregressive
+decoding, plus the entropy of those predictions that are already right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_dlm.backbones.hf import HFBackbone
+from lit_dlm.finetuning.sft import FinetuneModule
+from lit_dlm.system.options import at_least
+from lit_dlm.tensors.fused_head import TokenStats, token_stats
+from lit_dlm.tensors.sampling import uniform_noise
+from lit_dlm.training.layout import SupervisedBatch, TrainingRows
+from lit_dlm.training.states import NEVER, Corruption, NoisyStates, Responses, group_rows
+from lit_dlm.training.terms import LossTerms
+
+_BLOCK, _HALF = 24, 25
+"""Streams of noise; ``BoundViews``, which is never used in the same run, uses 24 as well."""
+
+_VIEWS = ("half", "complement")
+
+TEMPERATURE = 0.5  # temperature of the softmax whose entropy is minimised, as in the release
+
+
+@dataclass(eq=False, kw_only=True)
+class BlockComplements(Corruption):
+    """States with a random half of a random block hidden, and with the block's other half hidden.
+
+    Earlier blocks are shown and later ones hidden. The two states of a sample are adjacent rows.
+    For an answer of whole blocks, the release may also draw the empty block after it.
+
+    Args:
+        block_size: cells of a block, 32 in the release for LLaDA; ``None`` takes the whole answer
+            as one block, as its recipe for Dream does.
+    """
+
+    block_size: int | None = 32
+
+    def __post_init__(self) -> None:
+        at_least(1, block_size=self.block_size)
+
+    def states(self, responses: Responses) -> NoisyStates:
+        maskable = responses.maskable
+        size = self.block_size or maskable.shape[1]
+        blocks = torch.where(maskable, (maskable.cumsum(1) - 1) // size, NEVER)
+        sample, block, _ = group_rows(blocks, 1, responses.seeds, stream=_BLOCK)
+        blocks, block = blocks[sample], block[:, None]
+        cells = torch.arange(maskable.shape[1], device=maskable.device).expand(len(sample), -1)
+        half = uniform_noise(responses.seeds[sample], 0, cells, stream=_HALF) < 0.5
+        inside = blocks == block
+        supervised = torch.stack([inside & half, inside & ~half], 1).flatten(0, 1)
+        return NoisyStates(
+            sample=sample.repeat_interleave(2),
+            hidden=supervised | (blocks > block).repeat_interleave(2, 0),
+            supervised=supervised,
+            weight=supervised.float(),
+        )
+
+
+class DParallelModule(FinetuneModule):
+    """Cross-entropy of both halves, plus ``entropy_weight`` times the entropy of right predictions.
+
+    Each of the four terms is a mean over its own cells: the targets of all first or all second
+    states, or those among them whose prediction is right (``argmax = target``). No gradient flows
+    through this choice.
+
+    Args:
+        backbone: with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.
+        block_size: see :class:`BlockComplements`.
+        entropy_weight: beta; 2 in the release for LLaDA, 1 for Dream.
+        num_padding: supervised cells after the answer; ``null`` for all, as in the release.
+    """
+
+    def __init__(
+        self,
+        backbone: HFBackbone,
+        *,
+        block_size: int | None = 32,
+        entropy_weight: float = 2.0,
+        num_padding: int | None = None,
+        **common: Any,
+    ) -> None:
+        corruption = BlockComplements(block_size=block_size)
+        super().__init__(backbone, corruption=corruption, num_padding=num_padding, **common)
+        if backbone.spec.attention != "full":
+            raise ValueError(
+                "DParallelModule: expected a model with full attention, which sees both halves of "
+                f"a block; got {backbone.spec.attention} attention"
+            )
+        at_least(0, entropy_weight=entropy_weight)
+        self.entropy_weight = entropy_weight
+
+    def score_rows(self, rows: TrainingRows) -> TokenStats:
+        """Returns scores with entropies of sharpened predictions; the rest is at temperature 1."""
+        spec, head = self.backbone.spec, self.backbone.model.lm_head
+        stats, hidden = self.backbone.score_with_rows(
+            rows.ids, rows.targets, rows.rows, **rows.context()
+        )
+        sharpened = token_stats(
+            hidden,
+            head.weight,
+            rows.targets[rows.rows],
+            logit_scale=spec.logit_scale / TEMPERATURE,
+            forbidden_ids=spec.forbidden_ids,
+        )
+        return stats._replace(entropy=sharpened.entropy)
+
+    def loss_terms(
+        self, batch: SupervisedBatch, states: NoisyStates, stats: TokenStats
+    ) -> LossTerms:
+        sums = super().loss_terms(batch, states, stats).sums  # for the log: both halves together
+        row, _ = states.supervised.nonzero(as_tuple=True)
+        means: dict[str, Tensor] = {}
+        for number, view in enumerate(_VIEWS):
+            targets = row % 2 == number
+            right = targets & stats.is_top
+            for name, values, cells in (
+                ("ce", stats.ce, targets),
+                ("entropy", stats.entropy, right),
+            ):
+                summed = torch.where(cells, values, 0.0).sum()
+                means[f"{name}_{view}"] = summed / self.divisor(cells.sum())
+                sums[f"{name}_{view}"] = (summed.detach(), cells.sum())
+        return LossTerms(self.combined(means), sums=sums)
+
+    def combined(self, parts: Mapping[str, Tensor]) -> Tensor:
+        ce, entropy = (
+            torch.stack([parts[f"{name}_{view}"] for view in _VIEWS]).sum()
+            for name in ("ce", "entropy")
+        )
+        return ce + self.entropy_weight * entropy

@@ -1,1 +1,0 @@
-"""Small networks on a frozen backbone: projection, features and the acceptance policy."""

@@ -1,0 +1,1 @@
+"""Lockstep R/A decoding: reasoning and answer regions that are decoded together."""

@@ -1,1 +1,0 @@
-"""Losses, and the corruptions that make the states they are computed on."""

@@ -1,1 +1,0 @@
-"""Metrics that torchmetrics does not have."""

@@ -1,0 +1,1 @@
+"""Decoding as a Lightning predict loop."""

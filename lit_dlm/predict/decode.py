@@ -1,0 +1,452 @@
+"""Decoding as a Lightning predict loop, in the base class of all modules but the autoencoder."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.optim import Optimizer
+from torch.utils.data import IterableDataset
+from transformers import PreTrainedTokenizerBase
+
+from lit_dlm.backbones import Backbone, tokenizer_of
+from lit_dlm.backbones.chat_template import apply_chat_template
+from lit_dlm.backbones.hf import HFBackbone
+from lit_dlm.decoding import Decoder, DecodeResult, FillCurves, Observer, RegionFill
+from lit_dlm.decoding.api import (
+    DecodedRows,
+    DecodePrompt,
+    Detokenizer,
+    Occupancy,
+    WorkQueue,
+    decode_stream,
+    text_cells,
+)
+from lit_dlm.decoding.decoder import Sweep, expanded
+from lit_dlm.decoding.state import DecodeState, QueueObserver, StepRecord
+from lit_dlm.tasks import PromptExample
+from lit_dlm.tasks.base import template_text
+from lit_dlm.tensors.sampling import sample_seed
+from lit_dlm.training.checkpoint import (
+    ADAPTERS_KEY,
+    adapter_settings,
+    require_own_checkpoint,
+    use_own_files,
+)
+from lit_dlm.training.sharding import drop_frozen_decoders, shard_trained, whole_weights
+from lit_dlm.training.steps import drop_half_update, require_finite_gradients, seed_batch
+from lit_dlm.trajectories.capture import CapturedDecode, FeatureCapture, Level, TrajectoryCapture
+from lit_dlm.trajectories.record import Trajectory
+from lit_dlm.vision.base import vision_of
+from lit_dlm.vision.pictures import Picture
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class PromptBatch:
+    """Prompts of one task for one decoding method."""
+
+    examples: list[PromptExample]
+    prompt_ids: list[list[int]]  # token ids after the chat template, one list per example
+    method: str  # name of the decoder to use
+    response_length: int  # cells to fill
+
+
+def default_batch(response_length: int) -> int:
+    """Returns the default number of prompts decoded together: as many as have 8,192 cells."""
+    return max(8192 // response_length, 1)
+
+
+class PromptStream(IterableDataset["PromptStream"]):
+    """Prompts of one task for one decoding method, taken by each process when it has room.
+
+    As a data set it yields itself, once for each batch of results. So it is no dataclass: of those
+    Lightning would make a copy for each batch.
+    """
+
+    def __init__(
+        self,
+        examples: Sequence[PromptExample],
+        encode: Callable[[PromptExample], list[int]],
+        *,
+        method: str,
+        response_length: int,
+        batch_size: int,
+    ) -> None:
+        # Longest prompts first: the canvas shrinks with them, and short ones end the work.
+        self.examples = sorted(examples, key=lambda example: -len(example.text))
+        self.encode = encode
+        self.method = method
+        self.response_length = response_length
+        self.batch_size = batch_size
+        self.queue = WorkQueue(len(self.examples), shared=True)
+        self.decoded: Iterator[DecodedBatch] | None = None  # finished responses, set by the module
+        self.is_done = False  # whether this process has returned its last batch
+
+    def __iter__(self) -> Iterator[PromptStream]:
+        if self.queue.reserve(self.queue.slots(self.batch_size)):
+            while not self.is_done:
+                yield self
+
+    def __len__(self) -> int:
+        """Returns the largest number of batches that a process can yield."""
+        return -(-len(self.examples) // self.batch_size)
+
+
+@dataclass
+class DecodedBatch:
+    """What ``predict_step`` returns: one entry per example in every list and tensor."""
+
+    examples: list[PromptExample]
+    method: str
+    decoder: Mapping[str, Any]  # settings of the decoder, as JSON types
+    result: DecodeResult
+    # Text of each response, cut at its first end of text if the module has cut_at_eos
+    completions: list[str]
+    num_tokens: list[int]  # response tokens before the first end of text (the useful ones)
+    captured: CapturedDecode | None = None  # what records are made of, if the module captures
+    fill: list[FillCurves] | None = None  # how regions were filled, if there is a layout
+
+    @cached_property
+    def trajectories(self) -> list[Trajectory]:
+        """One record per example; made at first use, by the thread that needs them."""
+        if self.captured is None:
+            return []
+        return self.captured.trajectories(
+            [self.uid(row) for row in range(len(self.examples))],
+            [
+                {"task": example.task, "method": self.method, **image_facts(example)}
+                for example in self.examples
+            ],
+        )
+
+    def uid(self, row: int) -> str:
+        return decode_uid(self.examples[row], self.method)
+
+
+class StepReports(QueueObserver):
+    """Notifies callbacks of every step of ``predict``; any of them may end the decode.
+
+    It calls ``on_decode_step(trainer, batch, done)``; ``True`` ends the decode. ``done()`` waits
+    for the device and returns the filled part of all ``trainer.num_predict_batches``, in batches.
+    """
+
+    requires: frozenset[str] = frozenset()
+
+    def __init__(self, trainer: Trainer, stream: PromptStream, number: int) -> None:
+        # ``number`` is the index of the stream among all streams of the run.
+        self._trainer, self._stream, self._number = trainer, stream, number
+        self._num_rows = len(stream.examples) / stream.queue.num_processes
+        self._num_begun = 0
+        self._takers: list[Callable[[Trainer, PromptStream, Callable[[], float]], bool | None]] = [
+            taker
+            for callback in trainer.callbacks  # type: ignore[attr-defined]
+            if callable(taker := getattr(callback, "on_decode_step", None))
+        ]
+
+    def on_start(self, state: DecodeState) -> None:
+        self._num_begun = len(state.rows)
+
+    def on_step(self, record: StepRecord) -> bool:
+        def done() -> float:
+            cells = record.new_ids[:, record.state.start :]
+            filled = float((cells != record.state.mask_id).float().mean(1).sum())
+            rows = self._num_begun - len(cells) + filled
+            counts = self._trainer.num_predict_batches
+            share = min(rows / self._num_rows, 1.0)
+            return sum(counts[: self._number]) + share * counts[self._number]
+
+        asked = [take(self._trainer, self._stream, done) for take in self._takers]  # all are called
+        return any(asked)
+
+    def on_refill(self, result: DecodeResult, state: DecodeState) -> None:
+        self._num_begun += len(state.rows)
+
+
+def encoded_turns(
+    tokenizer: PreTrainedTokenizerBase,
+    turns: list[dict[str, str]],
+    pictures: Sequence[Picture] = (),
+    *,
+    backbone: Any,
+    uid: str,
+) -> list[int]:
+    """Returns token ids of a chat up to where the model answers; the last turn is the user's.
+
+    ``pictures`` are in the order of their marks in the text; the backbone numbers them.
+    """
+
+    def render(content: str) -> str:
+        chat = [*turns[:-1], {**turns[-1], "content": content}]
+        return str(apply_chat_template(tokenizer, chat, add_generation_prompt=True, tokenize=False))
+
+    if not pictures:
+        options = {"add_generation_prompt": True, "return_dict": False}
+        return list(apply_chat_template(tokenizer, turns, **options))
+    tokenize = partial(tokenizer.encode, add_special_tokens=False)
+    content = turns[-1]["content"]
+    with _named(uid):
+        ids = vision_of(backbone, uid).encode(content, pictures, render=render, tokenize=tokenize)
+    return list(ids)
+
+
+@contextmanager
+def _named(uid: str) -> Iterator[None]:
+    """Adds the sample's uid to errors about its pictures."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{uid}: {str(error).removeprefix(f'{uid}: ')}") from error
+
+
+def image_facts(example: PromptExample) -> dict[str, Any]:
+    """Returns what a record says about the pictures of its prompt: their digests, if it has any."""
+    return {"images": [one.digest for one in example.images]} if example.images else {}
+
+
+def decode_uid(example: PromptExample, method: str) -> str:
+    """Key of one decode, ``{example uid}@{method}``."""
+    return f"{example.uid}@{method}"
+
+
+class CheckedModule(LightningModule):
+    """Base of all modules: repeatable steps, finite gradients, checkpoints of trained weights."""
+
+    strict_loading = False
+    seed: int
+    """Base seed."""
+
+    def setup(self, stage: str) -> None:
+        # Other "true" precisions set torch's default dtype and cast every module: heads and their
+        # optimisers would be rounded along with the decoder.
+        precision = str(self.trainer.precision)
+        if precision.endswith("-true") and precision != "32-true":
+            raise ValueError(
+                f"trainer.precision: expected 32-true, bf16-mixed or 16-mixed, got {precision}; "
+                "decoders have a dtype of their own (backbone: dtype: bfloat16)"
+            )
+        use_own_files(self.trainer)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        seed_batch(self, self.seed, batch_idx)  # for dropout, so that a resumed run repeats it
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        require_finite_gradients(self)  # in all processes, before any weight changes
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        drop_half_update(self, checkpoint)
+
+
+class DecodeModule(CheckedModule):
+    """A frozen backbone and named decoders, run by ``predict``.
+
+    Args:
+        backbone: the denoiser.
+        decoders: decoding methods by name.
+        tokenizer: folder, embedded name or hub id of the tokenizer.
+        seed: base seed; every sample's own seed follows from it and the sample's uid.
+        level: what ``predict`` keeps of every decode: ``tokens`` (its trajectory, from which it can
+            be replayed), ``signals`` (also the scores of every step), or nothing.
+        sweep: more decoding methods: a decoder for each of several values of one option.
+        chat_template: the text around the turns of a prompt: a shipped name such as
+            ``dllm-rl-trado-thinking``, a file or a Jinja text; the tokenizer's own by default.
+        cut_at_eos: whether a completion is cut at its first end of text. The TraceLock release
+            (arXiv 2605.24697) grades all cells instead, without special tokens.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        *,
+        tokenizer: str,
+        decoders: dict[str, Decoder] | None = None,
+        seed: int = 0,
+        level: Literal["tokens", "signals"] | None = None,
+        sweep: dict[str, Sweep] | None = None,
+        chat_template: str | None = None,
+        cut_at_eos: bool = True,
+    ) -> None:
+        super().__init__()
+        self.cut_at_eos = cut_at_eos
+        self.chat_template = chat_template and template_text(
+            chat_template, kind="chat", option="chat_template"
+        )
+        self.backbone = backbone
+        self.tokenizer_path = tokenizer
+        self.decoders = {
+            name: decoder.on(backbone.spec).encoded(self.marker_ids)
+            for name, decoder in expanded(decoders or {}, sweep or {}).items()
+        }
+        self.seed = seed
+        self.register_state_dict_post_hook(drop_frozen_decoders)
+        self.level: Level | None = level
+        self._features: FeatureCapture | None = None  # with level ``features``
+        self._whole = ExitStack()
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        tokenizer = tokenizer_of(self.backbone, self.tokenizer_path, option="model.tokenizer")
+        if self.chat_template:
+            tokenizer.chat_template = self.chat_template
+        return tokenizer
+
+    def marker_ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Stores the settings of the trained adapters, which their weights alone do not show."""
+        checkpoint[ADAPTERS_KEY] = adapter_settings(self, trained_only=True)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        require_own_checkpoint(self, checkpoint)
+        super().on_load_checkpoint(checkpoint)
+
+    def configure_model(self) -> None:
+        """Shards what is trained if the strategy is FSDP2 (``ModelParallelStrategy``)."""
+        is_trained = any(parameter.requires_grad for parameter in self.parameters())
+        # Outside of fit, a model without anything to train stays whole on every process.
+        if self.device_mesh is not None and (is_trained or self.trainer.state.fn == "fit"):
+            mesh = self.device_mesh
+            if "replicate" not in (mesh.mesh_dim_names or ()):
+                mesh = mesh["data_parallel"]
+            shard_trained(self, mesh, precision=str(self.trainer.precision))
+        # Weights whose conversion was deferred get their dtype now, before a checkpoint is read.
+        for part in self.modules():
+            if isinstance(part, HFBackbone):
+                part.convert()
+
+    def on_predict_start(self) -> None:
+        # Sharded weights are gathered: processes decode different numbers of steps.
+        self._whole.enter_context(whole_weights(self))
+
+    def on_predict_end(self) -> None:
+        done = time.perf_counter()
+        self.trainer.strategy.barrier("decoded")
+        if self.trainer.world_size > 1:
+            logger.info("waited %.1f s for the other processes", time.perf_counter() - done)
+        self._whole.close()
+
+    def capture(self) -> TrajectoryCapture | None:
+        if self.level is None:
+            return None
+        return TrajectoryCapture(
+            vocab_size=self.backbone.vocab_size, level=self.level, features=self._features
+        )
+
+    @property
+    def detokenizer(self) -> Detokenizer:
+        """Turns responses into the texts that graders receive."""
+        return Detokenizer(self.backbone, self.tokenizer, cut_at_eos=self.cut_at_eos)
+
+    def decode(self, batch: PromptBatch, observers: Sequence[Observer] = ()) -> DecodedRows:
+        def prompt(number: int) -> DecodePrompt:
+            return self._prompt(batch.examples[number], batch.prompt_ids[number], batch.method)
+
+        (rows,) = decode_stream(
+            self.backbone,
+            self.decoders[batch.method],
+            WorkQueue(len(batch.examples)),
+            prompt,
+            response_length=batch.response_length,
+            batch_size=len(batch.examples),
+            detokenizer=self.detokenizer,
+            observers=observers,
+        )
+        return rows
+
+    def _prompt(self, example: PromptExample, ids: list[int], method: str) -> DecodePrompt:
+        return DecodePrompt(decode_uid(example, method), ids, sample_seed(self.seed, example.uid))
+
+    def predict_step(
+        self, batch: PromptStream, batch_idx: int = 0, dataloader_idx: int = 0
+    ) -> DecodedBatch:
+        """Decodes until a batch of responses has ended; the others continue in the next call."""
+        if batch.decoded is None:
+            reports = StepReports(self.trainer, batch, dataloader_idx)
+            batch.decoded = self._decoded(batch, reports)
+        # If a decode is ended before its first response, Lightning's loop takes the StopIteration
+        # for the end of the data.
+        return next(batch.decoded)
+
+    def _decoded(self, stream: PromptStream, reports: StepReports) -> Iterator[DecodedBatch]:
+        decoder = self.decoders[stream.method]
+        capture, occupancy = self.capture(), Occupancy()
+        fill = None if decoder.layout is None else RegionFill()
+
+        def prompt(number: int) -> DecodePrompt:
+            example = stream.examples[number]
+            return self._prompt(example, stream.encode(example), stream.method)
+
+        num_ended = num_tokens = 0
+        seconds = 0.0
+        for rows in decode_stream(
+            self.backbone,
+            decoder,
+            stream.queue,
+            prompt,
+            response_length=stream.response_length,
+            batch_size=stream.batch_size,
+            detokenizer=self.detokenizer,
+            observers=[one for one in (capture, fill, occupancy, reports) if one is not None],
+        ):
+            num_ended += len(rows.numbers)
+            num_tokens += sum(rows.responses.num_tokens)
+            seconds += float(rows.result.seconds.sum())
+            stream.is_done = rows.is_last
+            if rows.is_last:
+                logger.info(
+                    "%s, %s: %d responses, %.0f tokens/s, %.0f %% of the batch at work",
+                    stream.examples[0].task,
+                    stream.method,
+                    num_ended,
+                    num_tokens / max(seconds, 1e-9),
+                    100.0 * occupancy.share,
+                )
+            yield DecodedBatch(
+                examples=[stream.examples[number] for number in rows.numbers],
+                method=stream.method,
+                decoder=decoder.describe(),
+                result=rows.result,
+                completions=rows.responses.texts,
+                num_tokens=rows.responses.num_tokens,
+                captured=None if capture is None else capture.captured(),
+                fill=None if fill is None else fill.curves(),
+            )
+
+    def prompt_ids(self, example: PromptExample) -> list[int]:
+        """Returns the templated chat and the answer's start, as ids; pictures are numbered."""
+        tokenizer = self.tokenizer
+        ids = encoded_turns(
+            tokenizer, example.turns, example.images, backbone=self.backbone, uid=example.uid
+        )
+        if example.answer_start:
+            ids = [*ids, *tokenizer.encode(example.answer_start, add_special_tokens=False)]
+        return ids
+
+    def placed(self, example: PromptExample, ids: list[int]) -> list[int]:
+        """Returns a prompt for decoding; its pictures are registered until the decode has ended."""
+        if not example.images:
+            return ids
+        with _named(example.uid):
+            placed: list[int] = vision_of(self.backbone, example.uid).insert(ids, example.images)
+        return placed
+
+    def encode(self, example: PromptExample) -> list[int]:
+        return self.placed(example, self.prompt_ids(example))
+
+    def texts(self, records: Sequence[Trajectory]) -> tuple[list[str], list[int]]:
+        """Returns texts and lengths in cells of recorded decodes with equally long responses."""
+        tokens = torch.from_numpy(np.stack([record.tokens for record in records])).long()
+        given = [np.zeros_like(r.tokens) if r.given is None else r.given for r in records]
+        is_given = torch.from_numpy(np.stack(given)).bool()
+        cells = text_cells(tokens, self.backbone.spec.eos_ids, is_given).sum(1)
+        return self.detokenizer(tokens, is_given).texts, cells.tolist()

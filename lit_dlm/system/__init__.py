@@ -1,0 +1,1 @@
+"""Files, terminals and checks of options."""

@@ -1,0 +1,1 @@
+"""TraceLock: a learned commit policy, from traces or from outcomes of its own decodes."""

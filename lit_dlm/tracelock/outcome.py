@@ -1,0 +1,378 @@
+"""TraceLock trained on outcomes: the actor is the acceptance network, its actions are commits.
+
+Rollouts, rewards, filters, advantages and resuming work as in :mod:`lit_dlm.rl.step`. In a rollout
+the model is frozen and the acceptance network *draws* the commits. An item is one decode, its
+states are the steps, and its units are the candidates of a step, each with the log-probability that
+it was committed or left. The record's features hold what the network saw at each step.
+
+Similar policies, with confidences as their only input and other rewards: arXiv 2512.09106,
+2510.05725.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.cli import OptimizerCallable
+from torch import Tensor
+from torch.nn import functional as F
+
+from lit_dlm.backbones.base import backbone_facts, check_facts
+from lit_dlm.backbones.hf import HFBackbone
+from lit_dlm.backbones.projection import Projector, feature_groups
+from lit_dlm.decoding import Decoder, DecodeState, StepRecord
+from lit_dlm.rl.items import Items, RolloutBatch, RowBuilder
+from lit_dlm.rl.module import TraceRLModule
+from lit_dlm.rl.rollout import RolloutSource, StoredRollouts
+from lit_dlm.rl.step import ItemScores
+from lit_dlm.tracelock.network import AcceptanceConfig, PositionState
+from lit_dlm.tracelock.policy import TraceLockPolicy, left_of_window_end
+from lit_dlm.tracelock.scorer import AcceptanceScorer, ScorerSettings
+from lit_dlm.training.checkpoint import drop_backbone
+from lit_dlm.trajectories.capture import FeatureCapture, StepBuffer, TrajectoryCapture
+from lit_dlm.trajectories.record import Trajectory
+
+HELD_BYTES = 2**30
+"""Bytes of an RL step's features that stay in memory; the rest goes to a file without a name. Of
+several processes each has the features of all in memory."""
+
+
+class CommitCapture(TrajectoryCapture):
+    """Records what the acceptance network saw at every step, and what became of each candidate.
+
+    The signals ``step_commit`` (1 committed, 0 not, -1 no candidate) and ``step_log_odds`` have an
+    entry for every cell that is masked before a step.
+    """
+
+    def __init__(self, policy: TraceLockPolicy, *, vocab_size: int) -> None:
+        scorer = policy.scorer
+        features = FeatureCapture(
+            function=scorer.features,
+            hidden_layers=scorer.settings.hidden_layers,
+            groups=feature_groups(scorer.projector.config, scorer.settings.features),
+            projector_digest=scorer.projector.digest(),
+            step_ratio=1.0,
+            scheme="fp16",
+            layout="masked",
+            scores=scorer.settings.features.scores,
+        )
+        super().__init__(vocab_size=vocab_size, level="features", features=features)
+        self.policy = policy
+        self._held = 0  # bytes of features in memory
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open while its records are read
+
+    def on_start(self, state: DecodeState) -> None:
+        super().on_start(state)
+        shape = (len(state.rows), state.ids.shape[1] - state.start)
+        self._signals["step_commit"] = StepBuffer(*shape, torch.int8, self._copies)
+        self._signals["step_log_odds"] = StepBuffer(*shape, torch.float32, self._copies)
+
+    def on_step(self, record: StepRecord) -> None:
+        commit = torch.where(record.candidates, record.commit.to(torch.int8), -1)
+        self._signals["step_commit"].append(record.state.rows, commit)
+        log_odds = self.policy.log_odds(record.scores)
+        self._signals["step_log_odds"].append(record.state.rows, log_odds)
+        super().on_step(record)
+
+    def trajectories(
+        self, uids: Sequence[str], metas: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[Trajectory]:
+        """Returns the records, with features beyond :data:`HELD_BYTES` mapped from a file."""
+        records = super().trajectories(uids, metas)
+        begin, placed = self._file.seek(0, 2), {}
+        for number, record in enumerate(records):
+            size = 0 if record.features is None else record.features.features.nbytes
+            if self._held + size <= HELD_BYTES:
+                self._held += size
+            elif record.features is not None:
+                placed[number] = self._file.tell() - begin
+                self._file.write(record.features.features.tobytes())
+        if not placed:
+            return records
+        self._file.flush()
+        mapped = np.memmap(self._file, np.uint8, "r", begin)  # one for all: each keeps a file open
+        for number, offset in placed.items():
+            stored = records[number].features
+            assert stored is not None
+            part = mapped[offset : offset + stored.features.nbytes]
+            part = part.view(stored.features.dtype).reshape(stored.features.shape)
+            records[number] = replace(records[number], features=replace(stored, features=part))
+        return records
+
+    def _due(self) -> list[int]:
+        return list(self._open)  # every step is kept, so there is no plan to consult
+
+    def _required(self, settings: FeatureCapture) -> frozenset[str]:
+        # Only cells in the window are candidates, so the scores of the others are not needed.
+        return super()._required(settings) - {"region"}
+
+
+@dataclass(eq=False, kw_only=True)
+class CommitItems(Items):
+    """Decodes of an RL step, one item each; a state is a step, a unit is one of its candidates."""
+
+    step: Tensor  # (K,) int64 step of each state
+    visible: Tensor  # (K, G) bool: masked cells that the network saw
+    commit: Tensor  # (K, G) bool: cells that the step committed
+    log_odds: Tensor  # (M,) float32 log-odds of each unit when it was drawn
+
+    def sampled_log_prob(self) -> Tensor:
+        return draw_log_prob(self.log_odds, self.commit[self.supervised])
+
+    def batch(self, numbers: Tensor, **options: Any) -> CommitBatch:
+        found = super().batch(numbers, **options)
+        states = torch.cat([(self.item == number).nonzero()[:, 0] for number in numbers])
+        return CommitBatch(
+            **vars(found),
+            visible=self.visible[states],
+            commit=self.commit[states],
+            features=torch.from_numpy(self._features(states)),
+        )
+
+    def _features(self, states: Tensor) -> np.ndarray:
+        """Returns ``(n, F)`` float32 features of the visible cells, state by state."""
+        records = self.item_record[self.item[states]].tolist()
+        steps, visible = self.step[states].tolist(), self.visible[states].numpy()
+        rows = []
+        for record, step, seen in zip(records, steps, visible, strict=True):
+            stored = self.records[record].features
+            assert stored is not None
+            rows.append(stored.features[step, seen[: stored.features.shape[1]]])
+        return np.concatenate(rows).astype(np.float32)
+
+    def _needed_length(self, units: Tensor) -> int:
+        return self.hidden.shape[1]  # the network may see beyond a block of the model
+
+
+@dataclass(eq=False, kw_only=True)
+class CommitBatch(RolloutBatch):
+    """Decodes of one micro-batch."""
+
+    visible: Tensor  # (K, G) bool
+    commit: Tensor  # (K, G) bool
+    features: Tensor  # (n, F) float32 of the visible cells, state by state
+
+
+@dataclass(eq=False)
+class CommitRows(RowBuilder):
+    """Turns records of :class:`CommitCapture` into items."""
+
+    def items(self, records: Sequence[Trajectory], *, epoch: int = 0) -> CommitItems:
+        if graded := [one.uid for one in records if "token_rewards" in one.meta]:
+            raise ValueError(
+                f"{graded[0]}: expected rewards of responses, got rewards per token, which belong "
+                "to a cell's last token and not to the commits that are trained on"
+            )
+        length = max((record.num_generated for record in records), default=0)
+        tables = [_steps_of(record, length) for record in records]
+        hidden, commit, log_odds = (torch.cat(parts) for parts in zip(*tables, strict=True))
+        counts = torch.tensor([record.num_steps for record in records])
+        candidates = log_odds.isfinite()
+        # A step that commits only its best candidate drew it or used the stall rule. Together these
+        # have the probability that no other candidate is drawn.
+        best = log_odds.masked_fill(~candidates, -torch.inf).argmax(1, keepdim=True)
+        is_best = torch.zeros_like(commit).scatter_(1, best, value=True)
+        is_alone = (commit == (is_best & candidates)).all(1, keepdim=True)
+        units = candidates & ~(is_best & is_alone)
+        # States without a unit add nothing to the loss, and items are found through their units.
+        kept = units.any(1)
+        hidden, commit, log_odds, candidates, units = (
+            part[kept] for part in (hidden, commit, log_odds, candidates, units)
+        )
+        state, cell = units.nonzero(as_tuple=True)
+        record = torch.arange(len(records)).repeat_interleave(counts)[kept]
+        taken, item = record.unique(return_inverse=True)
+        return CommitItems(
+            records=records,
+            spec=self.spec,
+            item=item,
+            hidden=hidden,
+            supervised=units,
+            record=record[state],
+            cell=cell,
+            unit_item=item[state],
+            weight=torch.ones(len(cell)),
+            kl_weight=torch.ones(len(cell)),
+            size=torch.ones(len(taken), dtype=torch.float64),
+            step=torch.cat([torch.arange(count) for count in counts.tolist()])[kept],
+            visible=hidden & left_of_window_end(hidden, candidates),
+            commit=commit,
+            log_odds=log_odds[units],
+        )
+
+
+def _steps_of(record: Trajectory, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns a record's ``(T, G)`` masked cells, commits and log-odds, NaN where no candidate."""
+    shape = (record.num_steps, length)
+    hidden = np.zeros(shape, dtype=np.bool_)
+    commit = np.zeros(shape, dtype=np.bool_)
+    log_odds = np.full(shape, np.nan, dtype=np.float32)
+    step, position = record.masked_rows().T
+    done = record.signals["step_commit"]
+    hidden[step, position] = True
+    commit[step, position] = done == 1
+    log_odds[step, position] = np.where(done < 0, np.nan, record.signals["step_log_odds"])
+    return torch.from_numpy(hidden), torch.from_numpy(commit), torch.from_numpy(log_odds)
+
+
+def draw_log_prob(log_odds: Tensor, commit: Tensor) -> Tensor:
+    """Returns ``log Bernoulli(commit; sigmoid(log_odds))`` for tensors of any shape."""
+    return F.logsigmoid(torch.where(commit, log_odds, -log_odds))
+
+
+class TraceLockRLModule(TraceRLModule):
+    """Trains the acceptance network of TraceLock on what its decodes are worth.
+
+    The decoder of rollouts draws its commits (``temperature`` of its :class:`TraceLockPolicy`).
+    All TraceLock decoders use the weights in training; their own ``path`` is not read.
+
+    Args:
+        backbone: the frozen denoiser.
+        policy: folder of the policy to start from; ``null`` starts from random weights.
+        projector: folder of the projector, for a policy with random weights.
+        head: architecture of a policy with random weights.
+        settings: inputs of a policy with random weights.
+        optimizer: constructor of the optimiser.
+        common: options of :class:`~lit_dlm.rl.module.TraceRLModule`, except those of states, policy
+            loss and value model.
+    """
+
+    def __init__(
+        self,
+        backbone: HFBackbone,
+        *,
+        policy: str | None = None,
+        projector: str | Projector | None = None,
+        head: AcceptanceConfig | None = None,
+        settings: ScorerSettings | None = None,
+        optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(
+            params, lr=5e-4, weight_decay=0.0
+        ),
+        **common: Any,
+    ) -> None:
+        super().__init__(
+            backbone,
+            optimizer=optimizer,
+            corruption=None,
+            policy_loss=None,
+            value=None,
+            value_backbone=None,
+            block_alignment=None,
+            block_size=None,
+            packing=1,
+            num_padding=0,
+            **common,
+        )
+        backbone.requires_grad_(False)
+        facts = backbone_facts(backbone.spec, backbone)
+        if policy is not None:
+            self.scorer = TraceLockPolicy(policy).scorer  # of a folder or the hub
+            check_facts("acceptance policy", self.scorer.backbone, facts)
+        elif projector is None:
+            raise ValueError("policy: expected a folder to start from, or a projector, got none")
+        else:
+            if not isinstance(projector, Projector):
+                projector = Projector.load(projector)
+            self.scorer = AcceptanceScorer(projector, head=head, settings=settings, backbone=facts)
+        if self.scorer.settings.layout != "masked":
+            raise ValueError(
+                "settings.layout: expected masked, whose features a record can hold, got "
+                f"{self.scorer.settings.layout}"
+            )
+        self.scorer.eval()
+        self.rows = CommitRows(self.corruption, self.row_spec, seed=self.seed)
+        self.initial = None
+        if self.objective.kl_to == "initial":
+            self.initial = copy.deepcopy(self.scorer.head).requires_grad_(False)
+        for decoder in self.decoders.values():
+            if isinstance(decoder.policy, TraceLockPolicy):
+                decoder.policy.scorer, decoder.policy.is_in_training = self.scorer, True
+        self._check_rollouts(self.decoders[self.method])
+
+    def _check_rollouts(self, decoder: Decoder) -> None:
+        """Refuses a decoder whose commits do not follow from the draws alone."""
+        name, rules = f"decoders.{self.method}", decoder.settings
+        for option, is_right, expected in (
+            ("policy", isinstance(decoder.policy, TraceLockPolicy), "TraceLockPolicy"),
+            ("policy.temperature", getattr(decoder.policy, "temperature", 0) > 0, "above 0"),
+            ("settings.max_commits_per_step", rules.max_commits_per_step is None, "null"),
+            ("settings.stall_rule", rules.stall_rule == "top1", "top1"),
+        ):
+            if not is_right:
+                raise ValueError(f"{name}.{option}: expected {expected} where commits are trained")
+
+    def check_objective(self) -> None:
+        for name, default in (("normalise", None), ("temperature", "rollout")):
+            if (value := getattr(self.objective, name)) != default:
+                raise ValueError(
+                    f"objective.{name}: expected {default} where commits are trained, got {value}"
+                )
+
+    def roll_out_from(self, source: RolloutSource, *others: Any) -> None:
+        if isinstance(source, StoredRollouts):
+            raise ValueError("source: expected online where commits are trained, got shards")
+        super().roll_out_from(source, *others)
+
+    def train(self, mode: bool = True) -> TraceLockRLModule:
+        super().train(mode)
+        self.scorer.eval()  # dropout would turn ratios into noise
+        return self
+
+    def rollout_capture(self, method: str) -> TrajectoryCapture:
+        policy = self.decoders[method].policy
+        if not isinstance(policy, TraceLockPolicy) or not policy.temperature:
+            return super().rollout_capture(method)
+        return CommitCapture(policy, vocab_size=self.backbone.vocab_size)
+
+    def score(self, batch: CommitBatch) -> ItemScores:  # type: ignore[override]
+        return self._drawn(batch, self.scorer.head)
+
+    def _drawn(self, batch: CommitBatch, head: torch.nn.Module) -> ItemScores:
+        states = torch.where(batch.hidden, int(PositionState.GEN), int(PositionState.LOCKED))
+        features = batch.features
+        if features.device.type != "cpu":  # with packed rows the host would wait for their number
+            dense = features.new_zeros(*batch.visible.shape, features.shape[1])
+            features = dense.index_put(batch.visible.nonzero(as_tuple=True), features)
+        logits = head(features, states, batch.visible).decision_logits[batch.supervised]
+        policy = self.decoders[self.method].policy
+        assert isinstance(policy, TraceLockPolicy)
+        log_odds = policy.log_odds(logits)
+        log_prob = draw_log_prob(log_odds, batch.commit[batch.supervised])
+        entropy = F.softplus(log_odds) - log_odds * log_odds.sigmoid()
+        return ItemScores(log_prob, entropy, None)
+
+    @torch.no_grad()
+    def reference_log_prob(self, batch: CommitBatch) -> Tensor:  # type: ignore[override]
+        assert self.initial is not None
+        return self._drawn(batch, self.initial).log_prob
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        drop_backbone(checkpoint)
+
+    def parameter_groups(self) -> tuple[list[Tensor], list[Tensor]]:
+        return list(self.scorer.head.parameters()), []
+
+    def export(self, folder: str | Path) -> None:
+        """Writes the policy folder, which every TraceLock decoder loads."""
+        tasks = self.trainer.datamodule.tasks if self._trainer else []  # type: ignore[attr-defined]
+        before = self.scorer.training_facts.get("tasks", ())
+        self.scorer.training_facts = {
+            "seed": self.seed,
+            "trained_on": "outcomes",
+            "tasks": sorted({*before, *(task.name for task in tasks)}),
+            # During an RL step, the progress of the module is that before it.
+            "rl_steps": (self.current or self).progress.step,
+        }
+        policies = (self.decoders[name].policy for name in (*self.val_methods, self.method))
+        policy = next(one for one in policies if isinstance(one, TraceLockPolicy))
+        self.scorer.commits = policy.commits
+        if self._trainer is None or self.trainer.is_global_zero:
+            self.scorer.save(folder)

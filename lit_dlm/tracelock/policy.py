@@ -1,0 +1,218 @@
+"""TraceLock: a learned commit policy over a frozen denoiser (arXiv 2605.24697).
+
+The release decodes in a window that starts at the leftmost mask ("soft crop"), with an end-of-text
+gate; here the window, the gate and the fill of an ended answer belong to the decode loop, so that
+all methods can be compared under the same rules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lit_dlm.backbones.base import Backbone, backbone_facts, check_facts
+from lit_dlm.backbones.resolution import embedded_names, is_hub_id, locate
+from lit_dlm.decoding.policies.base import CommitPolicy
+from lit_dlm.decoding.state import DecodeState, Proposal, Selection
+from lit_dlm.system.options import at_least, within
+from lit_dlm.tensors.sampling import top_quota, uniform_noise
+from lit_dlm.tracelock.network import PositionState, accepted
+from lit_dlm.tracelock.scorer import AcceptanceScorer, CommitSettings
+
+_STREAM = 23  # separate from the draws of samplers and captures
+
+
+class TraceLockPolicy(CommitPolicy):
+    """Commits every candidate whose acceptance probability reaches a threshold.
+
+    A row in which none does is left to the stall rule, which commits its best-scored candidate
+    (the release's fallback). The network's features describe the model's own distribution, as in
+    training, whatever the sampler scores. Its weights are read at first use, so an unused policy
+    needs none.
+
+    Args:
+        path: folder exported by training, a hub id, or the name of an embedded model (``tiny``)
+            for the policy trained on outcomes that ships with it.
+        threshold: smallest acceptance probability with which a proposal is committed; by default
+            the one that the policy was made for, as its folder says (older folders: 0.99).
+        max_accept_per_step: most acceptances of a row in one step, which keeps the best ones, or
+            ``null`` for no cap; by default as the ``folder`` says (older ones: 4, as in the
+            release, where this is a hidden default).
+        temperature: above 0, every candidate is committed at random, with even odds at the
+            threshold; training on outcomes explores in this way.
+        release_compat: decides as the release does: the end-of-text gate knows only the end of
+            text that also pads (the first of the backbone's ``eos_ids``), not the end of turn;
+            it acts after the cap and not on the fallback, so a row whose proposals all end the
+            text commits one and opens the gate; a quota takes the most probable proposals.
+        scorer: the loaded policy; ``path`` is then not read.
+    """
+
+    forwards_per_step = 1
+    is_in_training = False
+    """Whether the weights change, so that the records of a run cannot name them."""
+
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        *,
+        threshold: float | None = None,
+        max_accept_per_step: int | Literal["folder"] | None = "folder",
+        temperature: float = 0.0,
+        release_compat: bool = False,
+        scorer: AcceptanceScorer | None = None,
+    ) -> None:
+        if path is None and scorer is None:
+            raise ValueError("TraceLockPolicy: expected path or scorer, got neither")
+        within("(0, 1)" if temperature else "[0, 1]", threshold=threshold)
+        if max_accept_per_step != "folder":
+            at_least(1, max_accept_per_step=max_accept_per_step)
+        at_least(0, temperature=temperature)
+        if temperature and (release_compat or max_accept_per_step is not None):
+            raise ValueError(
+                "TraceLockPolicy.temperature: expected max_accept_per_step null and release_compat "
+                "off where commits are drawn, since neither is a part of the draw"
+            )
+        self.path = path
+        if scorer is not None:
+            self.scorer = scorer.eval()
+        self.threshold = threshold
+        self.max_accept_per_step = max_accept_per_step
+        self.temperature = temperature
+        self.release_compat = release_compat
+        self.takes_quota = not temperature  # draws have no order
+
+    @property
+    def draws(self) -> bool:
+        return self.temperature > 0.0
+
+    @cached_property
+    def scorer(self) -> AcceptanceScorer:
+        """The learned policy, read from its folder or the hub at first use."""
+        path = str(self.path)
+        if path in embedded_names():
+            path = str(locate(path) / "outcome_policy")
+        elif is_hub_id(path):
+            path = str(locate(path))
+        if not Path(path).is_dir():
+            raise ValueError(
+                f"policy.path: expected a folder with a trained policy, got none at {path}; "
+                "make it first with fit --config exp/tracelock_tiny, or that of your model"
+            )
+        return AcceptanceScorer.load(path)
+
+    @property
+    def commits(self) -> CommitSettings:
+        """What is in effect: the options given, in place of the folder's."""
+        given = {"threshold": self.threshold, "max_accept_per_step": self.max_accept_per_step}
+        unset = {"threshold": None, "max_accept_per_step": "folder"}
+        options: dict[str, Any] = dict(given.items() - unset.items())
+        return replace(self.scorer.commits, **options)
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        return self.scorer.settings.hidden_layers
+
+    @cached_property
+    def requires(self) -> frozenset[str]:  # type: ignore[override]
+        settings = self.scorer.settings
+        requires = {"hidden", "raw_prob"}
+        if settings.layout != "masked":
+            # Written positions are rows of the network too, so they need a proposal. The masked
+            # ones that it sees are in the window, which has proposals anyway.
+            requires.add("region")
+        return frozenset(requires | {f"raw_{name}" for name in settings.features.scores})
+
+    def select(
+        self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
+    ) -> Selection:
+        logits = self.decision_logits(state, candidates, proposal)
+        if self.temperature:
+            noise = uniform_noise(state.seeds, state.step, state.positions, stream=_STREAM)
+            return Selection(candidates & (noise < self.log_odds(logits).sigmoid()), logits)
+        rule = self.commits
+        commit = accepted(
+            logits, candidates, threshold=rule.threshold, max_accept=rule.max_accept_per_step
+        )
+        if self.release_compat:
+            end_id = state.eos_ids[0]
+            has_end = (state.editable & (state.ids == end_id)).any(1)
+            commit = commit & (has_end[:, None] | (proposal.ids != end_id))
+        if quota is not None:
+            order = proposal.prob if self.release_compat else logits
+            commit = commit | top_quota(order, candidates, quota)
+        return Selection(commit, logits)
+
+    def log_odds(self, logits: Tensor) -> Tensor:
+        """Returns the log-odds of the draws from decision logits of any shape."""
+        threshold = self.commits.threshold
+        return (logits - math.log(threshold / (1.0 - threshold))) / self.temperature
+
+    def decision_logits(self, state: DecodeState, candidates: Tensor, proposal: Proposal) -> Tensor:
+        """``(b, L)`` float32 decision logits over the canvas; 0 where the network saw nothing."""
+        assert proposal.hidden is not None
+        scorer = self.scorer
+        if scorer.projector.hidden_bias.device != proposal.hidden.device:
+            scorer.to(proposal.hidden.device)
+        visible = left_of_window_end(state.masked, candidates)
+        if state.pad_mask is not None:
+            visible = visible & state.pad_mask
+        is_prompt = torch.arange(visible.shape[1], device=visible.device) < state.start
+        states = torch.where(is_prompt, int(PositionState.PROMPT), int(PositionState.LOCKED))
+        states = torch.where(state.masked, int(PositionState.GEN), states)
+        if visible.device.type == "cpu":
+            seen = scorer.seen(states, visible).flatten().nonzero().squeeze(1)
+            features = self._features(proposal, lambda values: values.flatten(0, 1)[seen])
+        else:  # on a GPU, the host would have to wait
+            first = 0 if scorer.settings.layout == "all" else state.start
+            states, visible = states[:, first:], visible[:, first:]
+            features = self._features(proposal, lambda values: values[:, first:])
+        output = scorer(features, states, visible)
+        logits = torch.where(visible, output.decision_logits, 0.0)
+        return torch.nn.functional.pad(logits, (state.ids.shape[1] - logits.shape[1], 0))
+
+    def _features(self, proposal: Proposal, rows: Callable[[Tensor], Tensor]) -> Tensor:
+        """Returns features of the rows that ``rows`` selects from ``(b, L, ...)`` tensors."""
+        assert proposal.hidden is not None
+        assert proposal.raw_prob is not None
+        return self.scorer.features(
+            rows(proposal.hidden),
+            rows(proposal.raw_prob),
+            entropy=None if proposal.raw_entropy is None else rows(proposal.raw_entropy),
+            margin=None if proposal.raw_margin is None else rows(proposal.raw_margin),
+        )
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            **asdict(self.commits),
+            # Listed only if they are on, as in older records.
+            **({"temperature": self.temperature} if self.temperature else {}),
+            **({"release_compat": True} if self.release_compat else {}),
+            **({} if self.is_in_training else {"weights": self.scorer.digest()}),
+        }
+
+    @property
+    def trained_on(self) -> Sequence[str]:
+        return self.scorer.training_facts.get("tasks", ())
+
+    def check_backbone(self, backbone: Backbone) -> None:
+        facts = backbone_facts(backbone.spec, backbone)
+        check_facts("acceptance policy", self.scorer.backbone, facts)
+
+
+def left_of_window_end(masked: Tensor, candidates: Tensor) -> Tensor:
+    """``(b, L)`` bool: columns that the network may see, all up to the end of the window.
+
+    The window follows from its candidates: it ends before the first masked column right of the last
+    candidate, or with the canvas if there is none. If the end-of-text gate has removed candidates,
+    it thus ends before the first masked column after the last one that is left.
+    """
+    still_inside = candidates.flip(1).cumsum(1).flip(1) > 0
+    beyond = masked & ~still_inside
+    return beyond.cumsum(1) == 0

@@ -1,0 +1,1 @@
+"""What all training shares: states, rows of a forward, checkpoints, sharded weights."""

@@ -1,0 +1,117 @@
+"""States from which bounds on the log-likelihood of a whole response are estimated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lit_dlm.system.options import at_least
+from lit_dlm.tensors.sampling import uniform_noise
+from lit_dlm.training.states import Corruption, NoisyStates, Responses
+
+_LEVEL, _CELL, _BLOCK = 22, 23, 24
+"""Streams of noise; dParallel, which is never used in the same run, uses 24 as well."""
+
+
+@dataclass(eq=False, kw_only=True)
+class BoundViews(Corruption):
+    """States of one estimate of a response's evidence lower bound, in nats per token.
+
+    Each state has a noise level and one mask of its own: ``l`` of the ``L`` cells are hidden, ``l``
+    uniform from 1, and each counts ``L / l`` times (LLaDA, arXiv:2502.09992, eq. 14). This is the
+    optimal allocation of a budget (VRPO, arXiv:2505.19223, section 3). With a block model every
+    block has a level of its own, and one state holds all blocks.
+
+    Args:
+        num_states: levels per response.
+        coupled: every state comes with its complement. ``l`` is uniform from 0, and the two halves
+            count ``(L + 1) / l`` and ``(L + 1) / (L - l)`` times, halved (ESPO's code,
+            arXiv:2512.03759), so that every token is predicted once per pair.
+        block_size: hides cells of one block of the answer and all cells after it, as in decoding
+            block by block (SPG, arXiv:2510.09541); blocks differ between the states. For models
+            with full attention. This is an estimate for such decodes, not a bound.
+    """
+
+    num_states: int = 4
+    coupled: bool = False
+    block_size: int | None = None
+
+    def __post_init__(self) -> None:
+        at_least(1, num_states=self.num_states, block_size=self.block_size)
+        if self.coupled and self.block_size is not None:
+            raise ValueError(
+                "BoundViews.block_size: expected null with coupled, since the complement would "
+                f"show blocks behind hidden ones, got {self.block_size}"
+            )
+
+    def states(self, responses: Responses) -> NoisyStates:
+        maskable, n = responses.maskable, self.num_states
+        B = len(maskable)
+        sample = torch.arange(B, device=maskable.device).repeat_interleave(n)
+        copy = torch.arange(B * n, device=maskable.device)[:, None] % n
+        maskable, seeds = maskable[sample], responses.seeds[sample]
+        segments, behind = self._segments(responses, sample, copy)
+        members = maskable & (segments >= 0)
+        rank, size = _ranks(members, segments.clamp_min(0), seeds, copy, n)
+        level = uniform_noise(seeds, 0, segments.clamp_min(0) * n + copy, stream=_LEVEL)
+        least = 0 if self.coupled else 1
+        count = least + (level * (size + 1 - least)).floor()  # per segment, (R, G)
+        hidden = members & (rank < count)
+        length = maskable.sum(1, keepdim=True).clamp_min(1)
+        if self.block_size is not None:
+            hidden |= behind
+            factor = length / hidden.sum(1, keepdim=True).clamp_min(1)
+        else:
+            factor = (size + 1 - least) / count.clamp_min(1) if self.coupled else size / count
+            factor = torch.where(members, factor, 0.0)
+        supervised, coefficient = hidden, factor / (n * length)
+        if self.coupled:
+            rest = (size + 1) / (size - count).clamp_min(1) / (n * length)
+            supervised = torch.stack([hidden, members & ~hidden], 1).flatten(0, 1)
+            coefficient = torch.stack([coefficient, rest], 1).flatten(0, 1) / 2
+            sample, maskable = (one.repeat_interleave(2, 0) for one in (sample, maskable))
+        return NoisyStates(
+            sample=sample,
+            hidden=supervised | ~maskable,
+            supervised=supervised,
+            weight=supervised.float(),
+            view_of=sample,
+            coefficient=torch.where(supervised, coefficient, 0.0).float(),
+            whole=True,
+        )
+
+    def _segments(
+        self, responses: Responses, sample: Tensor, copy: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Returns ``(R, G)`` int64 parts with a level each, -1 for none, and bool cells to hide."""
+        maskable, blocks = responses.maskable[sample], responses.blocks
+        nowhere = torch.zeros_like(maskable)
+        if self.block_size is None:
+            if blocks is None:
+                return nowhere.long(), nowhere
+            return (blocks - blocks.amin(1, keepdim=True))[sample], nowhere
+        if blocks is not None:
+            raise ValueError("BoundViews.block_size: a block model has blocks of its own; use null")
+        block = (maskable.cumsum(1) - 1).div(self.block_size, rounding_mode="floor")
+        num_blocks = (block.amax(1, keepdim=True) + 1).clamp_min(1)
+        first = uniform_noise(responses.seeds[sample], 0, torch.zeros_like(copy), stream=_BLOCK)
+        chosen = ((first * num_blocks).long() + copy) % num_blocks
+        return torch.where(block == chosen, 0, -1), maskable & (block > chosen)
+
+
+def _ranks(
+    members: Tensor, segments: Tensor, seeds: Tensor, copy: Tensor, n: int
+) -> tuple[Tensor, Tensor]:
+    """Returns each member's random rank in its segment and the segment's size, ``(R, G)`` int64."""
+    G = members.shape[1]
+    cells = torch.arange(G, device=members.device)
+    noise = uniform_noise(seeds, 0, cells * n + copy, stream=_CELL)
+    segments = torch.where(members, segments, G)  # all others form a segment after the last
+    order = noise.argsort(1)
+    order = order.gather(1, segments.gather(1, order).argsort(dim=1, stable=True))
+    size = torch.zeros(len(members), G + 1, dtype=torch.long, device=members.device)
+    size.scatter_add_(1, segments, torch.ones_like(segments))
+    start = (size.cumsum(1) - size).gather(1, segments)
+    return order.argsort(1) - start, size.gather(1, segments)

@@ -1,0 +1,373 @@
+"""Corruptions: which training states a response has, what they hide and what they predict.
+
+A corruption knows neither model nor layout. Everything random is a hash of the sample's seed, so it
+depends neither on the batch nor on what was drawn before. States of policy objectives (complements,
+views, masked prompts) come from corruptions as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lit_dlm.system.options import at_least
+from lit_dlm.tensors.cuts import CutRange, last_cuts, non_ltr_cuts, non_ltr_positions, uniform_cuts
+from lit_dlm.tensors.masking import time_delay_mask
+from lit_dlm.tensors.sampling import uniform_noise
+from lit_dlm.training.states import (
+    NEVER,
+    Corruption,
+    LossWeight,
+    NoisyStates,
+    Responses,
+    group_rows,
+    step_groups,
+    weighted_states,
+)
+
+_LEVEL, _CELL, _CUT, _ROWS, _PAIR, _PROMPT = 16, 17, 18, 19, 20, 21
+"""Streams of noise, apart from those of decoding."""
+
+
+@dataclass(eq=False, kw_only=True)
+class RandomMasking(Corruption):
+    """Hides each cell with a probability, its noise level, which is drawn first.
+
+    Cells that may not be a target (padding) are also hidden, as they are when decoding begins.
+
+    Args:
+        min_t: smallest noise level.
+        max_t: largest noise level.
+        level: which cells share a noise level: those of a ``row`` (LLaDA), those of a ``block`` of
+            a block model, or none (``token``, as in dLLM-RL for block models: in effect masking at
+            a rate of one half).
+        copies: states per sample (35 in dLLM-RL for Dream).
+        weight: how targets are weighted.
+    """
+
+    min_t: float = 0.0
+    max_t: float = 1.0
+    level: Literal["row", "block", "token"] = "row"
+    copies: int = 1
+    weight: LossWeight = "none"
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.min_t <= self.max_t <= 1.0 or self.max_t == 0.0:
+            raise ValueError(
+                "min_t, max_t: expected 0 <= min_t <= max_t <= 1 and max_t above 0 (nothing is "
+                f"ever a target there), got {self.min_t}, {self.max_t}"
+            )
+        at_least(1, copies=self.copies)
+
+    def states(self, responses: Responses) -> NoisyStates:
+        B, G = responses.maskable.shape
+        device = responses.maskable.device
+        sample = torch.arange(B, device=device).repeat_interleave(self.copies)
+        place = cells = torch.arange(G, device=device).expand(len(sample), -1)
+        if self.level == "block":
+            if responses.blocks is None:
+                raise ValueError("RandomMasking.level: 'block' needs a model with block attention")
+            place = responses.blocks[sample]
+        elif self.level == "row":
+            place = torch.zeros_like(cells)
+        copy = torch.arange(B * self.copies, device=device)[:, None] % self.copies
+        seeds = responses.seeds[sample]
+        # The key of a cell and copy is independent of G, which differs between batches.
+        noise = uniform_noise(seeds, 0, place * self.copies + copy, stream=_LEVEL)
+        t = self.min_t + (self.max_t - self.min_t) * noise
+        chosen = uniform_noise(seeds, 0, cells * self.copies + copy, stream=_CELL) < t
+        maskable = responses.maskable[sample]
+        return weighted_states(
+            self.weight,
+            sample,
+            hidden=chosen | ~maskable,
+            supervised=chosen & maskable,
+            maskable=maskable,
+            t=t,
+            copies=self.copies,
+        )
+
+
+@dataclass(eq=False, kw_only=True)
+class SemiAutoregressive(Corruption):
+    """States of decoding block by block (dLLM-RL's semi-autoregressive SFT, arXiv:2509.06949).
+
+    With full attention every block needs a state of its own: earlier blocks are shown, later ones
+    hidden. Blocks are cells, also of recorded decodes, where the release has steps.
+
+    Args:
+        block_size: cells of a block, for models with full attention (a block model has its own).
+        rows_per_sample: states per sample and pass with full attention, drawn among its blocks;
+            ``None`` takes them all.
+        weight: how targets are weighted.
+    """
+
+    block_size: int | None = None
+    rows_per_sample: int | None = None
+    weight: LossWeight = "1/num_targets"
+
+    def __post_init__(self) -> None:
+        at_least(1, block_size=self.block_size, rows_per_sample=self.rows_per_sample)
+        self.noise = RandomMasking(min_t=0.1, max_t=0.9, level="token", weight=self.weight)
+
+    def states(self, responses: Responses) -> NoisyStates:
+        noisy = self.noise.states(responses)
+        if responses.blocks is not None:
+            return noisy  # noisy blocks see clean earlier ones, so one state teaches all
+        if self.block_size is None:
+            raise ValueError(
+                "SemiAutoregressive.block_size: expected a number with full attention, got null"
+            )
+        maskable = responses.maskable
+        groups = torch.where(maskable, (maskable.cumsum(1) - 1) // self.block_size, NEVER)
+        sample, group, _ = group_rows(groups, self.rows_per_sample, responses.seeds, stream=_ROWS)
+        groups = groups[sample]
+        supervised = noisy.supervised[sample] & (groups == group[:, None])
+        return weighted_states(
+            self.weight,
+            sample,
+            hidden=supervised | (groups > group[:, None]),
+            supervised=supervised,
+            maskable=maskable[sample],
+        )
+
+
+@dataclass(eq=False, kw_only=True)
+class TraceMasking(Corruption):
+    """The states of a recorded decode: each predicts what its step wrote (arXiv:2509.06949).
+
+    With a block model, state ``r`` shows what the first ``r`` groups of steps of each block wrote
+    and supervises the next one. With full attention the groups are those of the whole response.
+    Cells that no step wrote stay hidden.
+
+    Args:
+        shrink: consecutive distinct steps that form a group.
+        rows_per_sample: states per sample and pass, drawn among all; ``None`` takes them all.
+        weight: how targets are weighted.
+        padding: cells after the answer, which are no targets: ``hidden`` in every state, as in
+            dLLM-RL's scripts for block models, or ``replayed``: shown once they were written, so
+            that a state is exactly what its step saw. States without a target are left out.
+    """
+
+    shrink: int = 1
+    rows_per_sample: int | None = None
+    weight: LossWeight = "1/num_targets"
+    padding: Literal["hidden", "replayed"] = "hidden"
+
+    def __post_init__(self) -> None:
+        at_least(1, shrink=self.shrink, rows_per_sample=self.rows_per_sample)
+
+    def states(self, responses: Responses) -> NoisyStates:
+        maskable = responses.maskable
+        groups = step_groups(
+            responses.steps,
+            maskable if self.padding == "hidden" else torch.ones_like(maskable),
+            shrink=self.shrink,
+            segments=responses.blocks,
+        )
+        sample, group, share = group_rows(
+            groups, self.rows_per_sample, responses.seeds, stream=_ROWS, targets=maskable
+        )
+        groups, maskable = groups[sample], maskable[sample]
+        return weighted_states(
+            self.weight,
+            sample,
+            hidden=groups >= group[:, None],
+            supervised=(groups == group[:, None]) & maskable,
+            maskable=maskable,
+            share=share,
+        )
+
+
+@dataclass(eq=False, kw_only=True)
+class Autoregressive(Corruption):
+    """Next-token prediction: nothing is hidden and attention is causal.
+
+    For models whose raw row ``i - 1`` predicts token ``i`` (Dream's shift). The first token of a
+    response without a prompt is no target, since nothing comes before it.
+
+    Args:
+        weight: how targets are weighted.
+    """
+
+    weight: LossWeight = "1/num_targets"
+
+    def states(self, responses: Responses) -> NoisyStates:
+        maskable = responses.maskable
+        supervised = maskable
+        if responses.has_prompt is not None:
+            supervised = maskable.clone()
+            supervised[:, 0] &= responses.has_prompt
+        return weighted_states(
+            self.weight,
+            torch.arange(len(maskable), device=maskable.device),
+            hidden=torch.zeros_like(maskable),
+            supervised=supervised,
+            maskable=maskable,
+            causal=True,
+        )
+
+
+@dataclass(eq=False, kw_only=True)
+class TimeDelay(Corruption):
+    """TABOM's states (arXiv:2605.11854): a recorded decode cut at a random step.
+
+    With a block model, blocks that the decode had not begun are in the state in which it began
+    them: all hidden, behind earlier blocks that are complete.
+
+    Args:
+        window: supervised steps from the cut on, as in the release; the paper counts tokens.
+        cut_range: ``full`` draws any step, and late windows are shorter; ``reference`` keeps whole
+            windows before the last step, which is then never learnt, and leaves samples of
+            ``window`` steps or fewer without a target.
+        cut_sampler: ``uniform``, or ``non_ltr`` to draw among the steps that decoded out of order.
+    """
+
+    window: int = 32
+    cut_range: CutRange = "full"
+    cut_sampler: Literal["uniform", "non_ltr"] = "uniform"
+
+    def __post_init__(self) -> None:
+        at_least(1, window=self.window)
+
+    def last_cuts(self, responses: Responses) -> Tensor:
+        """``(B,)`` int64: the largest cut of each response, -1 where nothing is to be learnt."""
+        return last_cuts(
+            responses.steps, responses.maskable, window=self.window, cut_range=self.cut_range
+        )
+
+    def states(self, responses: Responses) -> NoisyStates:
+        last, steps = self.last_cuts(responses), responses.steps
+        zero = torch.zeros_like(steps[:, :1])
+        noise = uniform_noise(responses.seeds, 0, zero, stream=_CUT)[:, 0]
+        if self.cut_sampler == "non_ltr":
+            listed = responses.non_ltr
+            is_non_ltr = non_ltr_positions(steps) if listed is None else listed
+            cut = non_ltr_cuts(last, steps, is_non_ltr, noise)
+        else:
+            cut = uniform_cuts(last, noise)
+        mask = time_delay_mask(steps, responses.maskable, cut, window=self.window)
+        return NoisyStates(
+            sample=torch.arange(len(steps), device=steps.device),
+            hidden=mask.hidden,
+            supervised=mask.supervised,
+            weight=mask.supervised.float(),
+            cut=cut,
+            blocks=responses.blocks,
+        )
+
+
+@dataclass(eq=False, kw_only=True)
+class CoupledMasking(Corruption):
+    """Random states and their complements: every target is predicted exactly once per pair.
+
+    This is the coupled objective that TraceRL is compared with (arXiv:2509.06949), and the
+    complementary masks of Fast-dLLM v2's fine-tuning (arXiv:2509.26328: per block from 0.001 to 1,
+    every target alike). With a block model the complement is taken in every block at once, since a
+    state holds all blocks.
+
+    Args:
+        level: which cells share a noise level: ``row``, ``block`` or ``token``.
+        pairs: pairs per sample.
+        min_t: smallest noise level.
+        max_t: largest noise level.
+        weight: how targets are weighted.
+    """
+
+    level: Literal["row", "block", "token"] = "row"
+    pairs: int = 1
+    min_t: float = 0.1
+    max_t: float = 0.9
+    weight: LossWeight = "1/num_targets"
+
+    def __post_init__(self) -> None:
+        self.noise = RandomMasking(
+            min_t=self.min_t, max_t=self.max_t, level=self.level, copies=self.pairs
+        )
+
+    def states(self, responses: Responses) -> NoisyStates:
+        first = self.noise.states(responses)
+        maskable = responses.maskable[first.sample]
+        other = maskable & ~first.supervised
+        supervised = torch.stack([first.supervised, other], 1).flatten(0, 1)
+        sample = first.sample.repeat_interleave(2)
+        maskable = responses.maskable[sample]
+        return weighted_states(
+            self.weight,
+            sample,
+            hidden=supervised | ~maskable,
+            supervised=supervised,
+            maskable=maskable,
+            copies=2 * self.pairs,
+        )
+
+
+class CoupledViews(Corruption):
+    """Coupled-GRPO's estimate of token log-probabilities (DiffuCoder, arXiv:2506.20639).
+
+    Three views of a response: all of it hidden, a random part hidden at noise level ``t``, and the
+    complement of that part. A token's log-probability is the mean of the one in the first view and
+    the one in the view that hides it, the latter weighted by ``1 / t`` or ``1 / (1 - t)``.
+    """
+
+    min_t, max_t = 0.2, 0.8  # as in the release
+
+    def states(self, responses: Responses) -> NoisyStates:
+        maskable = responses.maskable
+        B, G = maskable.shape
+        device = maskable.device
+        cells = torch.arange(G, device=device).expand(B, -1)
+        level = uniform_noise(responses.seeds, 0, cells[:, :1], stream=_PAIR)  # one for each row
+        t = self.min_t + (self.max_t - self.min_t) * level
+        part = (uniform_noise(responses.seeds, 0, cells, stream=_CELL) < t) & maskable
+        supervised = torch.stack([maskable, part, maskable & ~part], 1)  # (B, 3, G)
+        factor = torch.stack([torch.ones_like(t), 1 / t, 1 / (1 - t)], 1)  # (B, 3, 1)
+        coefficient = (supervised * factor / 2).float().flatten(0, 1)
+        supervised = supervised.flatten(0, 1)
+        sample = torch.arange(B, device=device).repeat_interleave(3)
+        return NoisyStates(
+            sample=sample,
+            hidden=supervised | ~maskable[sample],
+            supervised=supervised,
+            weight=supervised.float(),
+            view_of=sample,
+            coefficient=coefficient,
+        )
+
+
+class MaskedPrompt(Corruption):
+    """diffu-GRPO's one-step estimate (d1, arXiv:2504.12216): the whole response is hidden.
+
+    Prompt tokens are hidden at random as well, anew in every pass over the rollouts, so that one
+    set of rollouts can be used for many updates.
+    """
+
+    rate = 0.15  # as in the paper
+
+    def states(self, responses: Responses) -> NoisyStates:
+        maskable = responses.maskable
+        return NoisyStates(
+            sample=torch.arange(len(maskable), device=maskable.device),
+            hidden=torch.ones_like(maskable),
+            supervised=maskable,
+            weight=maskable.float(),
+            prompt_rate=self.rate,
+            seeds=responses.seeds,
+        )
+
+
+def hidden_prompt(states: NoisyStates, positions: torch.Tensor) -> torch.Tensor | None:
+    """Returns ``(R, P)`` bool prompt tokens that a state hides, ``None`` if prompts are whole.
+
+    Args:
+        positions: ``(R, P)`` int64 position of each prompt column within its sample, negative on
+            padding.
+    """
+    if states.prompt_rate <= 0.0:
+        return None
+    assert states.seeds is not None
+    noise = uniform_noise(states.seeds, 0, positions.clamp_min(0), stream=_PROMPT)
+    return (noise < states.prompt_rate) & (positions >= 0)

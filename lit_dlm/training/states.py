@@ -1,0 +1,212 @@
+"""What corruptions take and return: responses, states, weights of targets, groups of cells."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lit_dlm.config.components import Component
+from lit_dlm.tensors.sampling import uniform_noise
+
+LossWeight = Literal["none", "1/t", "1/num_targets", "1/length"]
+"""How the targets of a state are weighted. ``none``: every target of the batch alike. The others
+average over states: ``1/num_targets`` the mean of each state that has a target, ``1/length`` its
+sum divided by the length of the answer, ``1/t`` likewise with each target divided by its noise
+level (the bound of MDLM, 2406.07524, and LLaDA, 2502.09992). In the last two a state whose noise
+hid nothing counts as 0: without it the others would weigh too much."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Responses:
+    """Finished responses of a batch, of ``G`` cells each."""
+
+    maskable: Tensor
+    """``(B, G)`` bool: cells that may be a target."""
+    seeds: Tensor
+    """``(B,)`` int64 seed of each sample in this pass over the data."""
+    steps: Tensor
+    """``(B, G)`` int64 step that wrote each cell, -1 where none did; in rows without a decode one
+    cell per step from the left."""
+    blocks: Tensor | None = None
+    """``(B, G)`` int64 block of each cell, for a model with block attention; else ``None``."""
+    non_ltr: Tensor | None = None
+    """``(B, G)`` bool, cells that the data's own lists call decoded out of order; ``None`` derives
+    them from the steps."""
+    has_prompt: Tensor | None = None
+    """``(B,)`` bool, rows with a real token before the response; ``None`` if all have one."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class NoisyStates:
+    """States to train on, in ``R`` rows; a sample may have several, or none."""
+
+    sample: Tensor
+    """``(R,)`` int64 row of the batch that each state belongs to."""
+    copies: int = 1
+    """How many states in succession are certain to belong to one sample."""
+    hidden: Tensor
+    """``(R, G)`` bool: cells that the model sees as mask, those behind the answer among them."""
+    supervised: Tensor
+    """``(R, G)`` bool: cells to predict."""
+    weight: Tensor
+    """``(R, G)`` float32 weight of each target; its sum is divided by the number of units."""
+    per_row: bool = False
+    """Whether a unit is a state; otherwise it is a target."""
+    counted: Tensor | None = None
+    """``(R,)`` bool: with ``per_row``, states that are units; ``None`` for those with targets."""
+    cut: Tensor | None = None
+    """``(R,)`` int64 cut of a recorded decode, -1 where there is none."""
+    blocks: Tensor | None = None
+    """``(R, G)`` int64 block of each cell, with a cut and block attention: each block is predicted
+    in a state of its own."""
+    causal: bool = False
+    """Whether a cell sees only what is to its left."""
+    share: Tensor | None = None
+    """``(R,)`` float32: how many states of its sample each one represents, if only some were drawn;
+    ``None`` if each represents itself."""
+    view_of: Tensor | None = None
+    """``(R,)`` int64: states with the same number are views of one estimate, in which the scores of
+    a cell are added up; ``None`` if every state is scored by itself."""
+    coefficient: Tensor | None = None
+    """``(R, G)`` float32 factor of each target's score in that sum; with ``view_of`` only."""
+    whole: bool = False
+    """Whether the scores of all cells of an estimate are added up to a score of the response."""
+    prompt_rate: float = 0.0
+    """Probability that a prompt token is hidden, by noise of the state's seed."""
+    seeds: Tensor | None = None
+    """``(R,)`` int64 seed of each state's prompt noise, where ``prompt_rate`` is positive."""
+
+    def num_units(self) -> Tensor:
+        """Returns the scalar that the weighted sum of a batch is divided by."""
+        # Fixed by the states, not by the scores: processes agree on it before any backward.
+        if not self.per_row:
+            return self.supervised.sum()
+        return (self.supervised.any(1) if self.counted is None else self.counted).sum()
+
+
+class Corruption(Component):
+    """Turns responses into training states."""
+
+    @abstractmethod
+    def states(self, responses: Responses) -> NoisyStates:
+        """Draws the states."""
+
+
+def weighted_states(
+    weight: LossWeight,
+    sample: Tensor,
+    *,
+    hidden: Tensor,
+    supervised: Tensor,
+    maskable: Tensor,
+    t: Tensor | None = None,
+    **more: Any,
+) -> NoisyStates:
+    """Makes states with targets weighted by a rule.
+
+    Args:
+        maskable: ``(R, G)`` bool, cells of the answer.
+        t: ``(R, G)`` noise levels; ``None`` where there are none.
+        more: further fields of the states.
+    """
+    value = supervised.float()
+    if weight == "1/num_targets":
+        value = value / supervised.sum(1, keepdim=True).clamp_min(1)
+    elif weight != "none":
+        value = value / maskable.sum(1, keepdim=True).clamp_min(1)
+    if weight == "1/t":
+        if t is None:
+            raise ValueError("weight: '1/t' needs a noise level, which these states do not have")
+        # A level of 0 hides nothing, so the limit never changes a target.
+        value = value / t.clamp_min(1e-6).float()
+    return NoisyStates(
+        sample=sample,
+        hidden=hidden,
+        supervised=supervised,
+        weight=value,
+        per_row=weight != "none",
+        # In a bound, a state of an answer counts even if its noise hid nothing.
+        counted=maskable.any(1) if weight in ("1/t", "1/length") else None,
+        **more,
+    )
+
+
+NEVER = torch.iinfo(torch.long).max
+"""Group of cells that belong to none: after all others, so that they stay hidden."""
+
+
+def step_groups(
+    steps: Tensor, members: Tensor, *, shrink: int = 1, segments: Tensor | None = None
+) -> Tensor:
+    """Returns ``(B, G)`` int64 groups of each row from 0, :data:`NEVER` for cells without one.
+
+    Args:
+        steps: ``(B, G)`` integer step of each cell, -1 for none.
+        members: ``(B, G)`` bool, cells that take part.
+        shrink: consecutive distinct steps that form a group (TraceRL's shrinkage).
+        segments: ``(B, G)`` integer; if given, groups are counted from 0 in each segment.
+    """
+    G = steps.shape[1]
+    steps = steps.long()
+    members = members & (steps >= 0)
+    key = torch.where(members, steps, G + steps.amax() + 1)
+    order = key.argsort(dim=1, stable=True)
+    starts = torch.zeros_like(members)
+    starts[:, 0] = True
+    if segments is not None:
+        segments = torch.where(members, segments, NEVER)
+        # Stable sorts by step, then by segment: cells of a segment lie together, by step.
+        order = order.gather(1, segments.gather(1, order).argsort(dim=1, stable=True))
+        starts |= _changes(segments.gather(1, order))
+    number = (_changes(key.gather(1, order)) | starts).long().cumsum(1)
+    first = torch.where(starts, number, 0).cummax(1).values
+    groups = torch.empty_like(steps)
+    groups.scatter_(1, order, torch.div(number - first, shrink, rounding_mode="floor"))
+    return torch.where(members, groups, NEVER)
+
+
+def _changes(values: Tensor) -> Tensor:
+    """``(B, G)`` bool, where a value differs from the one to its left; never in column 0."""
+    return F.pad(values[:, 1:] != values[:, :-1], (1, 0))
+
+
+def group_rows(
+    groups: Tensor,
+    rows_per_sample: int | None,
+    seeds: Tensor,
+    *,
+    stream: int,
+    targets: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Lists the groups of every sample, or ``rows_per_sample`` of them at random.
+
+    Args:
+        groups: ``(B, G)`` int64 from :func:`step_groups`.
+        seeds: ``(B,)`` int64 sample seeds.
+        targets: ``(B, G)`` bool; groups without such a cell are left out. All are taken by default.
+
+    Returns:
+        ``sample`` and ``group``, ``(R,)`` int64 each, and ``share``, ``(R,)`` float32: the number
+        of the sample's groups divided by the number drawn. If there is no group at all, one row of
+        sample 0 with a group without cells.
+    """
+    count = torch.where(groups == NEVER, -1, groups).amax(1) + 1  # (B,)
+    numbers = torch.arange(int(count.max()), device=groups.device).expand(len(groups), -1)
+    chosen = groups != NEVER if targets is None else targets & (groups != NEVER)
+    cells = torch.where(chosen, groups, numbers.shape[1])  # all others mark a column to drop
+    exists = F.pad(torch.zeros_like(numbers, dtype=torch.bool), (0, 1)).scatter_(1, cells, True)
+    exists = exists[:, :-1]
+    total = exists.sum(1)
+    if rows_per_sample is not None:
+        noise = uniform_noise(seeds, 0, numbers, stream=stream).masked_fill(~exists, 2.0)
+        exists = exists & (noise.argsort(1).argsort(1) < rows_per_sample)
+    sample, group = exists.nonzero(as_tuple=True)
+    if not len(sample):
+        # A forward must run all the same: other processes wait for its backward.
+        return sample.new_zeros(1), group.new_full((1,), NEVER - 1), total.new_ones(1).float()
+    return sample, group, (total.float() / exists.sum(1).clamp_min(1))[sample]

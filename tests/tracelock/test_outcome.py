@@ -1,0 +1,325 @@
+"""Training of the acceptance network on outcomes, against loops over records, steps and cells."""
+
+import os
+import re
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from lit_dlm.backbones.projection import Projector, ProjectorConfig
+from lit_dlm.callbacks import AdapterCheckpoint, RolloutWriter
+from lit_dlm.decoding import (
+    BlockWindow,
+    Decoder,
+    DecodeSettings,
+    NoQuota,
+    Sampler,
+    decode,
+    prompt_canvas,
+)
+from lit_dlm.grading import Verdict
+from lit_dlm.rewards import Rollout
+from lit_dlm.rewards.speed import ForwardPrice, RightAndFast
+from lit_dlm.rl import commits
+from lit_dlm.rl.advantages import GroupMean
+from lit_dlm.rl.rollout import Ranks, gathered
+from lit_dlm.rl.settings import PolicyObjective
+from lit_dlm.rl.step import fill_advantages, fill_old_scores, shard_items
+from lit_dlm.tasks import PromptExample
+from lit_dlm.tensors.sampling import confidence, entropy, margin
+from lit_dlm.tracelock.network import AcceptanceConfig, PositionState
+from lit_dlm.tracelock.outcome import TraceLockRLModule
+from lit_dlm.tracelock.policy import TraceLockPolicy
+from lit_dlm.tracelock.scorer import AcceptanceScorer, CommitSettings
+from lit_dlm.trajectories import format as blocks
+from lit_dlm.trajectories.record import Trajectory
+from lit_dlm.trajectories.store import TrajectoryShardReader
+from tests.finetuning import two_processes
+from tests.processes import in_two_processes
+from tests.projectors import random_orthogonal
+from tests.rollouts import MASK, VOCAB, DigitReward, G, fit, policy, rollout_data
+
+HEAD = AcceptanceConfig(width=16, num_layers=2, num_heads=2, ffn_width=16, dropout=0.5)
+
+
+def actor(window: BlockWindow | None = None, **options: Any) -> TraceLockRLModule:
+    torch.manual_seed(3)
+    backbone = policy(lora=False, **options.pop("family", {}))
+    drawn = TraceLockPolicy("none", threshold=0.6, temperature=0.7, max_accept_per_step=None)
+    decoder = Decoder(
+        policy=drawn,
+        window=window,
+        quota=NoQuota(),
+        sampler=Sampler(),
+        settings=DecodeSettings(eos_rule="fill", eos_gate=True),
+    )
+    sizes = ProjectorConfig(hidden_size=backbone.hidden_size, hidden_rank=6, delta_rank=3)
+    options = {"projector": random_orthogonal(sizes), "head": HEAD, **options}
+    return TraceLockRLModule(backbone, tokenizer="tiny", decoders={"drawn": decoder}, **options)
+
+
+def decoded(module: TraceLockRLModule, numbers: range = range(8)) -> list[Trajectory]:
+    """Two responses each to prompts of one to four tokens, with rewards 1 and 0."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, VOCAB, (1 + n % 4,), generator=generator) for n in range(4)]
+    capture = module.rollout_capture("drawn")
+    canvas = prompt_canvas(
+        [prompts[number // 2] for number in numbers],
+        response_length=G,
+        spec=module.backbone.spec,
+        seeds=list(numbers),
+    )
+    decode(module.backbone, module.decoders["drawn"], canvas, [capture])
+    facts = {"rl_step": 0, "kept": True}
+    metas = [
+        {**facts, "prompt": n // 2, "response": n % 2, "reward": float(n % 2), "correct": n % 2 > 0}
+        for n in numbers
+    ]
+    return capture.trajectories([f"r{n}" for n in numbers], metas)
+
+
+def reference(module: TraceLockRLModule, record: Trajectory) -> list[Tensor]:
+    """Log-probability of what every step did with each candidate; a forward per step."""
+    found, scorer, P = [], module.scorer, record.num_prompt
+    drawn = module.decoders["drawn"]
+    assert isinstance(drawn.policy, TraceLockPolicy)
+    for step in range(record.num_steps):
+        ids = torch.tensor([*record.prompt_ids.tolist(), *record.state_at(step).tolist()])[None]
+        masked = ids[0, P:] == MASK
+        with torch.no_grad():
+            layers = scorer.settings.hidden_layers
+            out = module.backbone.denoise(ids, response_start=P, hidden_layers=layers)
+        logits = out.logits[0, P:]
+        logits[:, MASK] = -torch.inf
+        proposal = logits.argmax(-1)
+        scores = {"entropy": entropy(logits), "margin": margin(logits)}
+        features = scorer.features(out.hidden[0, P:], confidence(logits, proposal), **scores)
+        features = features.half().float()  # as records keep them
+        cells = masked.nonzero()[:, 0].tolist()
+        if isinstance(drawn.window, BlockWindow):
+            block = cells[0] // drawn.window.block_length
+            cells = [c for c in cells if c // drawn.window.block_length == block]
+        visible = torch.zeros(1, G, dtype=torch.bool)
+        state = torch.where(masked, int(PositionState.GEN), int(PositionState.LOCKED))[None]
+        ends = torch.isin(ids[0, P:], torch.tensor(module.backbone.spec.eos_ids))
+        proposes_end = torch.isin(proposal, torch.tensor(module.backbone.spec.eos_ids))
+        if not ends.any() and not all(proposes_end[c] for c in cells):
+            cells = [c for c in cells if not proposes_end[c]]
+        # The window is known by its last candidate: what lies right of it is not seen.
+        open_cells = masked.nonzero()[:, 0].tolist()
+        visible[0, [c for c in open_cells if c <= cells[-1]]] = True
+        output = scorer.head(features[None].masked_fill(~visible[..., None], 0.0), state, visible)
+        odds = drawn.policy.log_odds(output.decision_logits[0])
+        written = set(record.committed_at(step).tolist())
+        best = max(cells, key=lambda c: (odds[c].item(), -c))
+        committed = [c for c in cells if c in written and record.tokens[c] == proposal[c]]
+        if committed == [best]:
+            cells = [c for c in cells if c != best]
+        found += [
+            torch.log(odds[c].sigmoid() if c in committed else 1 - odds[c].sigmoid()) for c in cells
+        ]
+    return found
+
+
+@pytest.mark.parametrize("window", [None, BlockWindow(3)], ids=["whole", "blocks"])
+def test_scores_losses_and_gradients_equal_a_loop_over_steps(window: BlockWindow | None) -> None:
+    module = actor(window)
+    records = decoded(module)
+    items = module.rows.items(records)
+    estimates = fill_advantages(module, items, advantage=GroupMean(0.25, 1.5), batch_size=4)
+    assert sorted(set(items.advantage.tolist())) == [-1.5, 1.5]  # +-0.5 / 0.25, clipped
+    batches = shard_items(items.size.numpy(), batch_size=len(items))
+    mismatch = fill_old_scores(module, batches, items)
+    assert mismatch[0] / mismatch[2] < 2e-3  # features of float16 against those of the decode
+    batch = items.batch(torch.arange(len(items)), num_slots=len(items))
+    module.train()
+    loss = module.training_step(batch)
+    loss.backward()
+    expected = [reference(module, record) for record in records]
+    torch.testing.assert_close(
+        module.score(batch).log_prob,
+        torch.stack([*chain.from_iterable(expected)]),
+        atol=2e-5,
+        rtol=2e-5,
+    )
+    found = {name: value.grad for name, value in module.scorer.head.named_parameters()}
+    module.scorer.head.zero_grad()
+    sign = [1.5 if record.meta["reward"] else -1.5 for record in records]
+    slow = -sum(a * torch.stack(own).sum() for a, own in zip(sign, expected, strict=True))
+    (slow / len(records)).backward()
+    for name, value in module.scorer.head.named_parameters():
+        assert value.grad is not None
+        torch.testing.assert_close(found[name], value.grad, atol=1e-4, rtol=1e-4)
+    assert estimates.members.any()
+
+
+def test_draws_do_not_depend_on_the_batch_and_features_travel_with_records(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = actor()
+    records = decoded(module)
+    alone = [decoded(module, range(n, n + 1))[0] for n in range(8)]
+    for one, other in zip(records, alone, strict=True):
+        np.testing.assert_array_equal(one.commit_step, other.commit_step)
+    assert len({tuple(record.commit_step) for record in records}) > 4
+
+    class Two(Ranks):
+        def gather(self, data: bytes) -> list[bytes]:
+            return [data, b""]
+
+    monkeypatch.setattr(commits, "HELD_BYTES", records[0].features.nbytes)
+    open_files = len(os.listdir("/proc/self/fd"))
+    spilled = decoded(module)
+    assert len(os.listdir("/proc/self/fd")) <= open_files + 2  # the file, and its map
+    assert isinstance(spilled[-1].features.features, np.memmap)
+    # Sixteen records would not fit into one block.
+    limit = 12 * blocks.unpack(blocks.encode_features(records)).nbytes // 8
+    monkeypatch.setattr(blocks, "MAX_RAW_BYTES", limit)
+    for one, other in zip(gathered(spilled * 2, Two(0, 2)), records * 2, strict=True):
+        assert one.features is not None
+        assert other.features is not None
+        np.testing.assert_array_equal(one.features.features, other.features.features)
+
+
+def test_a_policy_folder_decodes_as_the_module_did(tmp_path: Path) -> None:
+    module = actor()
+    module.export(tmp_path / "policy")
+    loaded = AcceptanceScorer.load(tmp_path / "policy")
+    assert loaded.digest() == module.scorer.digest()
+    assert loaded.commits == CommitSettings(threshold=0.6, max_accept_per_step=None)
+    again = actor(policy=str(tmp_path / "policy"))
+    for one, other in zip(decoded(module), decoded(again), strict=True):
+        np.testing.assert_array_equal(one.commit_step, other.commit_step)
+
+
+WORDS = {"vocab_size": 462, "forbidden_ids": (0, 3, 4)}
+
+
+def learning(folder: Path, *, steps: int, resume: Path | None = None, **options: Any) -> Any:
+    module = actor(family=WORDS, objective=PolicyObjective(kl_to="initial", beta=0.1))
+    sizes = {"batch_size": 6, "rows_per_update": 12, "passes": 2}
+    rewards = [DigitReward(), ForwardPrice(0.01)]
+    data = rollout_data(rewards=rewards, advantage=GroupMean(0.1, 3.0), **sizes)
+    saver = ModelCheckpoint(folder, filename="last", enable_version_counter=False)
+    module.scorer.training_facts = {"tasks": ["sudoku"]}
+    before = module.scorer.digest()
+    savers = [saver, AdapterCheckpoint(str(folder / "policy"))]
+    fit(module, data, folder, steps=steps, resume=resume, callbacks=savers, **options)
+    assert module.scorer.digest() != before
+    facts = AcceptanceScorer.load(folder / "policy" / "last").training_facts
+    assert (facts["rl_steps"], facts["tasks"]) == (steps, ["sudoku", "word_problems"])
+    state = torch.load(folder / "last.ckpt", weights_only=True)["state_dict"]
+    assert all(name.startswith("scorer.") or "initial" in name for name in state)
+    return {name: value.detach().numpy().copy() for name, value in module.scorer.named_parameters()}
+
+
+def on_two_processes(rank: int, folder: Path) -> Any:
+    torch.set_num_threads(1)
+    return learning(folder, steps=2, devices=2, strategy=two_processes("ddp"))
+
+
+@pytest.mark.slow
+@pytest.mark.ddp
+def test_resumed_and_divided_training_end_in_the_same_policy(tmp_path: Path) -> None:
+    whole = learning(tmp_path / "whole", steps=2)
+    learning(tmp_path / "part", steps=1)
+    resumed = learning(tmp_path / "part", steps=2, resume=tmp_path / "part" / "last.ckpt")
+    both = in_two_processes(on_two_processes, tmp_path / "both")
+    for name, value in whole.items():
+        np.testing.assert_array_equal(value, resumed[name])
+        np.testing.assert_allclose(value, both[0][name], atol=2e-5)
+        np.testing.assert_array_equal(both[0][name], both[1][name])
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("policy.temperature", {"policy": TraceLockPolicy("none", max_accept_per_step=None)}),
+        ("settings.max_commits_per_step", {"settings": DecodeSettings(max_commits_per_step=2)}),
+    ],
+)
+def test_rollouts_are_draws_alone(name: str, change: dict[str, Any]) -> None:
+    drawn = TraceLockPolicy("none", temperature=1.0, max_accept_per_step=None)
+    plugs = {"policy": drawn, "quota": NoQuota(), **change}
+    with pytest.raises(ValueError, match=rf"decoders\.drawn\.{re.escape(name)}: expected"):
+        TraceLockRLModule(
+            policy(lora=False),
+            tokenizer="tiny",
+            decoders={"drawn": Decoder(**plugs)},
+            projector=Projector(ProjectorConfig(hidden_size=16, hidden_rank=6, delta_rank=3)),
+            head=HEAD,
+        )
+
+
+def test_what_training_of_commits_cannot_have_is_refused(tmp_path: Path) -> None:
+    for name, value in (("normalise", "response_length"), ("temperature", 3.0)):
+        with pytest.raises(ValueError, match=rf"objective\.{name}: expected .* got {value}"):
+            actor(objective=PolicyObjective(**{name: value}))
+    with pytest.raises(ValueError, match=r"objective\.kl_to: .* with objective\.beta 0"):
+        actor(objective=PolicyObjective(kl_to="initial", beta=0.0))
+    folder = tmp_path / "rollouts"
+    module, data = actor(family=WORDS), rollout_data(prompts_per_step=1)
+    saver = ModelCheckpoint(tmp_path, filename="last", enable_version_counter=False)
+    fit(module, data, tmp_path, steps=1, callbacks=[RolloutWriter(str(folder)), saver])
+    stored = rollout_data(source="shards", shards=str(folder))
+    with pytest.raises(ValueError, match=r"source: expected online .* got shards"):
+        fit(actor(family=WORDS), stored, tmp_path, steps=1)
+    # The folder is that of the run that goes on, whose policy is another one by now.
+    again, data = actor(family=WORDS), rollout_data(prompts_per_step=1)
+    resume = {"callbacks": [RolloutWriter(str(folder))], "resume": tmp_path / "last.ckpt"}
+    fit(again, data, tmp_path, steps=2, **resume)
+    assert {record.meta["rl_step"] for record in TrajectoryShardReader(folder)} == {0, 1}
+
+
+def test_rewards_per_token_are_refused() -> None:
+    rl = actor()
+    record = decoded(rl, range(2))[0]
+    record = replace(record, meta={**record.meta, "token_rewards": [1.0] * G})
+    with pytest.raises(ValueError, match="r0: expected rewards of responses"):
+        rl.rows.items([record])
+
+
+def test_a_price_is_paid_for_every_forward_and_the_product_only_for_right_answers() -> None:
+    rollouts = decoded(actor(), range(2))
+    group = [
+        Rollout(
+            trajectory=record,
+            example=PromptExample(uid="t/0", task="t", text="", reference=""),
+            text="",
+            is_overlong=False,
+            num_tokens=1,
+            decode=lambda ids: "",
+            verdict=Verdict(status=status),
+        )
+        for record, status in zip(rollouts, ("right", "wrong"), strict=True)
+    ]
+    steps = [record.num_steps for record in rollouts]
+    assert [s.total for s in ForwardPrice(0.5).score(group)] == [-0.5 * n for n in steps]
+    assert [s.total for s in RightAndFast().score(group)] == [1 - steps[0] / G, 0.0]
+    with pytest.raises(ValueError, match="price"):
+        ForwardPrice(-0.1)
+
+
+def test_a_decode_that_leaves_no_choice_is_no_item_and_moves_no_other() -> None:
+    module = actor()
+    records = decoded(module)
+    alone = records[0]
+    # As if its best candidate alone had been committed in every step.
+    done, odds = (alone.signals[name].copy() for name in ("step_commit", "step_log_odds"))
+    steps = alone.masked_rows()[:, 0]
+    done[:] = -1
+    first = np.flatnonzero(np.diff(steps, prepend=-1))
+    done[first], odds[first] = 1, 0.0
+    forced = replace(alone, signals={"step_commit": done, "step_log_odds": odds})
+    items = module.rows.items([records[1], forced, records[2]])
+    assert items.item_record.tolist() == [0, 2]
+    expected = [*reference(module, records[1]), *reference(module, records[2])]
+    found = module.eval().score(items.batch(torch.arange(2))).log_prob
+    torch.testing.assert_close(found, torch.stack(expected), atol=2e-5, rtol=2e-5)

@@ -1,0 +1,82 @@
+"""Modules of fine-tuning that learn at a constant rate, and their batches."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_dlm.backbones import HFBackbone
+from lit_dlm.finetuning.sft import FinetuneModule, SFTModule
+from lit_dlm.finetuning.tabom import TABOMModule
+from lit_dlm.predict.decode import DecodeModule
+from lit_dlm.training.layout import (
+    SupervisedBatch,
+    SupervisedExample,
+    collate_supervised,
+    responses_of,
+)
+from lit_dlm.training.states import Corruption, NoisyStates
+from tests.finetuning import G, examples, small
+
+BLOCK = {"attention": "block", "block_size": 3, "decoder": "qwen3"}
+LEARNING: dict[str, Any] = {
+    "tokenizer": "tiny",
+    "optimizer": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "warmup_steps": 0,
+    "lr_floor": 1.0,
+}
+
+
+def sft(
+    corruption: Corruption | None = None, backbone: HFBackbone | None = None, **options: Any
+) -> SFTModule:
+    return SFTModule(backbone or small(), corruption=corruption, **{**LEARNING, **options})
+
+
+def tabom(backbone: HFBackbone | None = None, **options: Any) -> TABOMModule:
+    values = {**LEARNING, "window": 4, "rank_window": 3, "margin": 0.2, **options}
+    return TABOMModule(backbone or small(), **values)
+
+
+def batch_of(
+    model: HFBackbone | DecodeModule, given: Sequence[SupervisedExample] | int, **options: Any
+) -> SupervisedBatch:
+    """Of the given examples, or of so many."""
+    given = examples(given) if isinstance(given, int) else given
+    spec = getattr(model, "backbone", model).spec
+    return collate_supervised(given, response_length=G, spec=spec, **options)
+
+
+def slow_log_probs(
+    model: FinetuneModule,
+    batch: SupervisedBatch,
+    forward: Callable[[Tensor, int], Tensor] | None = None,
+) -> tuple[NoisyStates, Tensor]:
+    """States and their ``(S, cells, V)`` log-probabilities, by a forward on each true canvas.
+
+    A block model is asked block by block: earlier blocks are clean, later ones are not looked at.
+
+    Args:
+        forward: logits of a canvas of a sample.
+    """
+    backbone, start = model.backbone, batch.start
+    responses = responses_of(batch, backbone.spec, seed=0, num_padding=model.num_padding)
+    states = model.corruption.states(responses)
+    found = []
+    for hidden, row in zip(states.hidden, states.sample.tolist(), strict=True):
+        prompt, clean = batch.ids[row, :start], batch.ids[row, start:]
+        if batch.pad_mask is not None:
+            prompt = prompt[batch.pad_mask[row, :start]]
+        blocks = torch.zeros_like(clean) if responses.blocks is None else responses.blocks[row]
+        logits = []
+        for block in blocks.unique():
+            shown = clean.masked_fill(hidden & (blocks >= block), backbone.spec.mask_id)
+            canvas = torch.cat([prompt, shown])
+            if forward is None:
+                rows = backbone.denoise(canvas[None], response_start=len(prompt)).logits[0]
+            else:
+                rows = forward(canvas, row)
+            logits.append(rows[len(prompt) :][blocks == block])
+        found.append(torch.cat(logits).log_softmax(-1))
+    return states, torch.stack(found)
