@@ -62,7 +62,7 @@ class LockstepPolicy(CommitPolicy):
             regions=regions,
             candidates=candidates,
             prob=prob,
-            tau=self.thresholds(state).to(prob.dtype),
+            tau=self.limit(state).to(prob.dtype),
             # The cells of a region share one threshold, so the best candidates are the best of
             # those that reach it.
             in_cap=candidates & (rank < caps.gather(1, regions.ids)),
@@ -75,7 +75,7 @@ class LockstepPolicy(CommitPolicy):
             commit = commit | top_quota(order, candidates, quota)
         return Selection(commit, prob)
 
-    def thresholds(self, state: DecodeState) -> Tensor:
+    def limit(self, state: DecodeState) -> Tensor:
         """``(b, L)`` float64: the threshold of every column's region, without any bonus."""
         assert state.regions is not None
         tau = state.regions.tau

@@ -149,6 +149,12 @@ class TraceLockPolicy(CommitPolicy):
             commit = commit | top_quota(order, candidates, quota)
         return Selection(commit, logits)
 
+    def limit(self, state: DecodeState) -> float:
+        return self.commits.threshold
+
+    def scale(self, scores: Tensor) -> Tensor:
+        return scores.double().sigmoid()
+
     def log_odds(self, logits: Tensor) -> Tensor:
         """Returns the log-odds of the draws from decision logits of any shape."""
         threshold = self.commits.threshold

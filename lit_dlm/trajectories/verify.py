@@ -46,11 +46,9 @@ from lit_dlm.decoding.state import (
     prompt_canvas,
 )
 from lit_dlm.decoding.step import Decision, advance, decide, needs
-from lit_dlm.lockstep.policy import LockstepPolicy
 from lit_dlm.system.options import within
 from lit_dlm.tensors.batches import first_column
 from lit_dlm.tensors.sampling import sample_seed
-from lit_dlm.tracelock.policy import TraceLockPolicy
 from lit_dlm.trajectories.capture import KeptSteps
 from lit_dlm.trajectories.record import Trajectory, TrajectoryFormatError
 from lit_dlm.trajectories.store.files import (
@@ -702,17 +700,13 @@ def _token_gaps(step: StepRecord, recorded: Tensor, decoder: Decoder) -> Tensor:
 
 def _position_gaps(step: StepRecord, decoder: Decoder) -> Tensor:
     """``(b, L)`` how far each candidate's score is from being decided the other way."""
-    scores = step.scores.double()
-    threshold = getattr(decoder.policy, "threshold", None)
-    if isinstance(decoder.policy, TraceLockPolicy):
-        scores, threshold = scores.sigmoid(), decoder.policy.commits.threshold
+    scores = decoder.policy.scale(step.scores)
     passed_over = step.candidates & ~step.commit
     weakest = scores.masked_fill(~step.commit, torch.inf).amin(1, keepdim=True)
     strongest = scores.masked_fill(~passed_over, -torch.inf).amax(1, keepdim=True)
     # A committed cell would give way to the best one passed over, and vice versa.
     gaps = torch.where(step.commit, scores - strongest, weakest - scores).clamp_min(0.0)
-    if isinstance(decoder.policy, LockstepPolicy):
-        threshold = decoder.policy.thresholds(step.state)
-    if threshold is not None:
-        gaps = torch.minimum(gaps, (scores - threshold).abs())
+    limit = decoder.policy.limit(step.state)
+    if limit is not None:
+        gaps = torch.minimum(gaps, (scores - limit).abs())
     return gaps.masked_fill(~step.candidates, torch.inf)

@@ -78,6 +78,17 @@ class CommitPolicy(Component):
         """
         return state, denoised
 
+    def limit(self, state: DecodeState) -> Tensor | float | None:
+        """The scaled score that commits a candidate, one number or ``(b, L)``, if there is one.
+
+        Verification reads from it how near a commit was to being decided the other way.
+        """
+        return getattr(self, "threshold", None)
+
+    def scale(self, scores: Tensor) -> Tensor:
+        """Returns the scores of :meth:`select` in float64, on the scale of :meth:`limit`."""
+        return scores.double()
+
     @abstractmethod
     def select(
         self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
