@@ -630,8 +630,8 @@ class HFBackbone(nn.Module, Backbone):
         """Returns cross-entropy, entropy and log-probability of chosen cells; keeps no logits.
 
         Training uses this in place of :meth:`denoise`: the prediction is the same, but only the
-        chosen rows pass the head, a chunk at a time (:mod:`lit_dlm.tensors.fused_head`), in float32.
-        There is one entry per chosen cell, row by row; a forbidden target has infinite
+        chosen rows pass the head, a chunk at a time (:mod:`lit_dlm.tensors.fused_head`), in
+        float32. There is one entry per chosen cell, row by row; a forbidden target has infinite
         cross-entropy. Differentiable. ``canvas[rows] = stats.ce`` puts entries back on a canvas.
 
         Args:

@@ -272,9 +272,9 @@ def lay_out(
 
     Full attention sees the canvas of each state. A block model gets the clean canvas and a noisy
     copy of the response in one row, so that all its blocks are learnt in one forward
-    (:class:`~lit_dlm.tensors.masking.TwoCopyLayout`); states with the same number in ``item``, ``(R,)``
-    int64 ascending, share a row, with a noisy copy for each. Causal states keep the clean canvas
-    under a causal mask.
+    (:class:`~lit_dlm.tensors.masking.TwoCopyLayout`); states with the same number in ``item``,
+    ``(R,)`` int64 ascending, share a row, with a noisy copy for each. Causal states keep the clean
+    canvas under a causal mask.
     """
     clean = batch.ids[states.sample]  # (R, L)
     pad_mask = None if batch.pad_mask is None else batch.pad_mask[states.sample]

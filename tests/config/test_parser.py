@@ -7,7 +7,7 @@ from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 
-import lit_dlm.modules
+import lit_dlm.finetuning.sft
 import lit_dlm.rl  # noqa: F401
 from lit_dlm.config.files import compose
 from lit_dlm.config.parser import Parser, explain
