@@ -2,10 +2,11 @@
 
 One step is cross-entropy and entropy ranking of the supervised rows of a batch and their gradient
 with respect to the hidden states; the head is frozen, as under LoRA. Ours scores the rows with
-``lit_dlm.tensors.fused_head``. The full-logits form computes logits and ``log_softmax`` of the whole
-batch, as the release does, and leaves the rest to autograd; it needs about 8 GB at the default
-sizes. A second baseline selects the supervised rows first and then does the same with them; the
-ratios to it show the gain of the chunked head alone (``rows_memory_ratio``, ``rows_time_ratio``).
+``lit_dlm.tensors.fused_head``. The full-logits form computes logits and ``log_softmax`` of the
+whole batch, as the release does, and leaves the rest to autograd; it needs about 8 GB at the
+default sizes. A second baseline selects the supervised rows first and then does the same with them;
+the ratios to it show the gain of the chunked head alone (``rows_memory_ratio``,
+``rows_time_ratio``).
 
 All forms run in this process in turns. Memory is the growth of the peak resident set over the step.
 Ratios are medians of ours over medians of the baseline's: below 1 is in our favour.

@@ -14,7 +14,6 @@ from lit_dlm.datamodules.resuming import (
     computed_loader,
     set_accumulation,
 )
-from lit_dlm.rewards import LockstepReward, RewardModel
 from lit_dlm.rl.items import RolloutBatch
 from lit_dlm.rl.metrics import RolloutValidation, validation_of
 from lit_dlm.rl.module import TraceRLModule
@@ -43,10 +42,7 @@ class RolloutDataModule(RolloutSettings, ResumableDataModule):
             size = {"batch_size": self.batch_size, "packing": module.rows.copies}
             set_accumulation(trainer, self.rows_per_update, **size)
         for reward in self.rewards:
-            if isinstance(reward, RewardModel) and reward.device is None:
-                reward.device = str(trainer.strategy.root_device)
-            if isinstance(reward, LockstepReward):
-                reward.layout = reward.layout.encoded(module.marker_ids)
+            reward.setup(module)
         if self.shards is not None:
             logger.warning(
                 "source 'shards' takes prompts, rewards and kept groups as they are stored in %s: "

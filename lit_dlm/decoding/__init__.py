@@ -51,6 +51,7 @@ from lit_dlm.decoding.quotas import (
     Quota as Quota,
     ScheduleQuota as ScheduleQuota,
 )
+from lit_dlm.decoding.region_fill import FillCurves as FillCurves, RegionFill as RegionFill
 from lit_dlm.decoding.regions import Block as Block, BlockLayout as BlockLayout, Region as Region
 from lit_dlm.decoding.sampler import Sampler as Sampler
 from lit_dlm.decoding.state import (
@@ -68,11 +69,4 @@ from lit_dlm.decoding.windows import (
     FullWindow as FullWindow,
     SlidingWindow as SlidingWindow,
     Window as Window,
-)
-from lit_dlm.lockstep.fill import FillCurves as FillCurves, RegionFill as RegionFill
-from lit_dlm.lockstep.policy import (
-    BonusPolicy as BonusPolicy,
-    GaussSeidelPolicy as GaussSeidelPolicy,
-    JacobiPolicy as JacobiPolicy,
-    LaggedPolicy as LaggedPolicy,
 )

@@ -9,26 +9,23 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from lit_dlm.backbones.resolution import ASSETS
 from lit_dlm.config.names import NAMES
 from lit_dlm.decoding.decoder import PLUGS, Decoder, DecodeSettings
 from lit_dlm.decoding.guidance import Guidance
 from lit_dlm.decoding.layout import Layout
-from lit_dlm.tracelock.policy import TraceLockPolicy
-from lit_dlm.tracelock.scorer import AcceptanceScorer
 
 
-def plugs(part: str) -> dict[str, type]:
-    """Returns the classes that a description may name, by name."""
-    ours = [name for name, path in NAMES.items() if path.startswith("lit_dlm.decoding.")]
-    classes = {name: resolve_name(NAMES[name]) for name in ours}
-    return {name: one for name, one in classes.items() if PLUGS[part] in one.__mro__}
+def known_class(part: str, name: str) -> type | None:
+    """Returns the class of the package that a description names, if it can be this part."""
+    path = NAMES.get(name, "")
+    found: type | None = resolve_name(path) if path.startswith("lit_dlm.") else None
+    return found if found is not None and PLUGS[part] in found.__mro__ else None
 
 
 def decoder_from_description(
@@ -82,9 +79,9 @@ def _plug(
 ) -> Any:
     settings = dict(entry)
     name = str(settings.pop("name", None))
-    cls: Callable[..., Any] = plugs(part).get(name) or _imported(part, name, plug_modules)
-    if cls is TraceLockPolicy:
-        settings["scorer"] = _find_scorer(str(settings.pop("weights", "")), policy_folders)
+    cls: Any = known_class(part, name) or _imported(part, name, plug_modules)
+    if find := getattr(cls, "find_weights", None):  # of a learned policy
+        settings |= find(str(settings.pop("weights", "")), policy_folders)
     _check_names(f"{part} {name}", settings, set(inspect.signature(cls).parameters))
     return cls(**settings)
 
@@ -93,7 +90,7 @@ def _imported(part: str, path: str, plug_modules: Sequence[str]) -> type:
     """Imports a class from outside the package; its module runs, so the caller must name it."""
     module, _, name = path.rpartition(".")
     if module not in plug_modules:
-        known = ", ".join(sorted(plugs(part)))
+        known = ", ".join(sorted(name for name in NAMES if known_class(part, name)))
         raise ValueError(
             f"decoder description: {part} {path!r} is none of {known}; if it comes from outside of "
             f"the package and you trust it, name its module with --plugs {module or 'MODULE'}"
@@ -114,23 +111,3 @@ def _check_names(
             f"decoder description: {where}: expected {', '.join(sorted(needed or known))}, got "
             f"{', '.join(sorted(found))}"
         )
-
-
-def _find_scorer(digest: str, folders: Sequence[str | Path]) -> AcceptanceScorer:
-    """Loads the policy whose weights have this digest."""
-    shipped = [
-        path.parent
-        for path in sorted(ASSETS.glob("**/config.json"))
-        if '"lit-dlm/acceptance"' in path.read_text(encoding="utf-8")
-    ]
-    seen = []
-    for folder in [*map(Path, folders), *shipped]:
-        scorer = TraceLockPolicy(folder).scorer
-        found = scorer.digest()
-        if found == digest:
-            return scorer
-        seen.append(f"{folder} has {found[:16]}...")
-    raise ValueError(
-        f"decoder description: no policy has the weights digest {digest[:16]}...; give the folder "
-        f"of the exported policy ({'; '.join(seen) or 'none was given'})"
-    )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from lit_dlm.decoding.layout import Layout
-from lit_dlm.lockstep.replay import fill_curves_of, regions_of
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
+from lit_dlm.trajectories.regions import fill_curves_of, regions_of
 
 
 class LockstepReward(Reward):
@@ -26,6 +27,9 @@ class LockstepReward(Reward):
     def __init__(self, layout: Layout, *, weight: float = 0.1) -> None:
         self.layout = layout
         self.weight = weight
+
+    def setup(self, module: Any) -> None:
+        self.layout = self.layout.encoded(module.marker_ids)
 
     def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
         return [RewardScore(total=self._pay(rollout)) for rollout in group]

@@ -28,9 +28,9 @@ def regions_of(record: Trajectory, method: Mapping[str, Any] | None = None) -> l
         return _named(record)
     if method and "layout" in method:
         # Imported here, as torch takes seconds to import.
-        from lit_dlm.trajectories import replay
+        from lit_dlm.trajectories import regions
 
-        layout = replay.regions_of(record, method)
+        layout = regions.regions_of(record, method)
         assert layout is not None
         return [Region(block.name, block.start, block.end) for block in layout.blocks]
     return _blocks(record, (method or {}).get("window") or {})

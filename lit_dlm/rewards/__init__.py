@@ -1,6 +1,5 @@
 """Rewards: what rollouts are worth, from verdicts, formats and judges."""
 
-from lit_dlm.lockstep.reward import LockstepReward as LockstepReward
 from lit_dlm.rewards.base import (
     GroupFilter as GroupFilter,
     MeanCorrectnessFilter as MeanCorrectnessFilter,

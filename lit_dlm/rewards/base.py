@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,6 +70,9 @@ class Reward(Component):
     after_filters: bool = False
     """Whether it is so costly that groups which the filters drop should never reach it. Its
     ``total`` must then be 0: the filters see the same scores before and after it."""
+
+    def setup(self, module: Any) -> None:
+        """Called once before the first rollouts, with the LightningModule that makes them."""
 
     @abstractmethod
     def score(self, group: Sequence[Rollout]) -> list[RewardScore]:

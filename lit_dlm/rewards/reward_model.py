@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from transformers import (
@@ -51,6 +52,9 @@ class RewardModel(Reward):
         self.dtype = dtype
         self.device = device
         self.weight = weight
+
+    def setup(self, module: Any) -> None:
+        self.device = self.device or str(module.trainer.strategy.root_device)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone, backbone_facts, check_facts
-from lit_dlm.backbones.resolution import embedded_names, is_hub_id, locate
+from lit_dlm.backbones.resolution import ASSETS, embedded_names, is_hub_id, locate
 from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.state import DecodeState, Proposal, Selection
 from lit_dlm.system.options import at_least, within
@@ -202,6 +202,25 @@ class TraceLockPolicy(CommitPolicy):
             **({"release_compat": True} if self.release_compat else {}),
             **({} if self.is_in_training else {"weights": self.scorer.digest()}),
         }
+
+    @classmethod
+    def find_weights(cls, digest: str, folders: Sequence[str | Path]) -> dict[str, Any]:
+        """Loads the policy that has this digest, from these folders or those that are shipped."""
+        shipped = [
+            path.parent
+            for path in sorted(ASSETS.glob("**/config.json"))
+            if '"lit-dlm/acceptance"' in path.read_text(encoding="utf-8")
+        ]
+        seen = []
+        for folder in [*map(Path, folders), *shipped]:
+            scorer = cls(folder).scorer
+            if scorer.digest() == digest:
+                return {"scorer": scorer}
+            seen.append(f"{folder} has {scorer.digest()[:16]}...")
+        raise ValueError(
+            f"decoder description: no policy has the weights digest {digest[:16]}...; give the "
+            f"folder of the exported policy ({'; '.join(seen)})"
+        )
 
     @property
     def trained_on(self) -> Sequence[str]:

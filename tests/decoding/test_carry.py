@@ -10,6 +10,7 @@ import torch
 import lit_dlm.decoding as d
 from lit_dlm.decoding import BlockWindow
 from lit_dlm.decoding.state import BY_COLUMN, BY_ROW
+from lit_dlm.lockstep import GaussSeidelPolicy, LaggedPolicy
 from lit_dlm.tracelock.policy import TraceLockPolicy
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from tests.decoding.cases import CASES, FULL
@@ -48,8 +49,8 @@ MORE = {
         {**FOURS, "policy": d.TokenEditingPolicy(0.02, edit_threshold=0.0, max_post_steps=2)},
     ),
     "guided": ({}, {**FOURS, "guidance": d.Guidance(scale=1.5, prompt_ids=[7, 8])}),
-    "gauss-seidel": ({}, {**LOCKSTEP, "policy": d.GaussSeidelPolicy(tau=0.13)}),
-    "lagged": ({}, {**LOCKSTEP, "policy": d.LaggedPolicy(tau=0.13)}),
+    "gauss-seidel": ({}, {**LOCKSTEP, "policy": GaussSeidelPolicy(tau=0.13)}),
+    "lagged": ({}, {**LOCKSTEP, "policy": LaggedPolicy(tau=0.13)}),
     "horizon": ({"shift": 1}, {**FOURS, "cache": d.PrefixCache(horizon=3)}),
     "filled blocks": (
         in_blocks("sequence"),

@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 import lit_dlm.decoding as d
-from lit_dlm.decoding import FixedLayout, GaussSeidelPolicy, JacobiPolicy, LaggedPolicy, Region
+from lit_dlm.decoding import FixedLayout, Region
 from lit_dlm.decoding.regions import RegionMap
+from lit_dlm.lockstep import BonusPolicy, GaussSeidelPolicy, JacobiPolicy, LaggedPolicy
 from lit_dlm.lockstep.policy import LockstepPolicy
 from tests.decoding.models import hashed
 from tests.decoding.states import Recorder, as_rows_alone, decoded, state_with_masks
@@ -61,12 +62,12 @@ REST = state_of([[1] * 6], FixedLayout(ONE, rest=OUTSIDE))
         (JacobiPolicy(tau=1.0), WHOLE, [EXAMPLE], [[]]),
         # The release's worked example: R commits two of eight cells, bonus 0.1 * 2/8 = 0.025.
         # 0.915 + 0.025 = 0.940 and 0.90 + 0.025 = 0.925 reach 0.92, 0.5 does not.
-        (d.BonusPolicy(), WHOLE, [EXAMPLE], [[0, 1, 4, 5]]),
+        (BonusPolicy(), WHOLE, [EXAMPLE], [[0, 1, 4, 5]]),
         # Row 1 commits no cell in R: a row's own share gives it no bonus. Over the batch it is 2 of
         # 20 columns (two of each row are prompt), bonus 0.01 for both: 0.915 passes (0.925), 0.90
         # does not (0.910).
-        (d.BonusPolicy(), TWO_ROWS, BOTH, [[0, 1, 4, 5], []]),
-        (d.BonusPolicy(batch_wide=True), TWO_ROWS, BOTH, [[0, 1, 4], [4]]),
+        (BonusPolicy(), TWO_ROWS, BOTH, [[0, 1, 4, 5], []]),
+        (BonusPolicy(batch_wide=True), TWO_ROWS, BOTH, [[0, 1, 4], [4]]),
         # Cap floor(0.4 * 4) = 1 in each region of each row; equal rows get equal commits (in the
         # release row 0 took all). With three masks left floor(1.2) = 1, with one max(1, 0) = 1.
         (
@@ -167,7 +168,7 @@ def test_a_pass_equals_a_loop_over_rows_regions_and_cells(seed: int):
 # -- whole decodes ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", [JacobiPolicy, GaussSeidelPolicy, LaggedPolicy, d.BonusPolicy])
+@pytest.mark.parametrize("policy", [JacobiPolicy, GaussSeidelPolicy, LaggedPolicy, BonusPolicy])
 @pytest.mark.parametrize("sampler", [d.Sampler(), d.Sampler(temperature=0.8, top_p=0.9)])
 @pytest.mark.parametrize("tau", [0.3, 1.0])
 def test_a_padded_batch_equals_its_rows_alone_and_ends_in_time(policy, tau, sampler):

@@ -6,10 +6,10 @@ import pytest
 
 from lit_dlm.decoding import FixedLayout, Region
 from lit_dlm.grading import Verdict
+from lit_dlm.lockstep import LockstepReward
 from lit_dlm.rewards import (
     FormatReward,
     Graded,
-    LockstepReward,
     MeanCorrectnessFilter,
     RewardScore,
     SpreadFilter,

@@ -81,7 +81,8 @@ class CommitPolicy(Component):
     def limit(self, state: DecodeState) -> Tensor | float | None:
         """The scaled score that commits a candidate, one number or ``(b, L)``, if there is one.
 
-        Verification reads from it how near a commit was to being decided the other way.
+        Verification reads from it how near a commit was to being decided the other way. By default
+        it is the attribute ``threshold``, if the policy has one.
         """
         return getattr(self, "threshold", None)
 

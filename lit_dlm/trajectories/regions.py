@@ -9,8 +9,8 @@ import torch
 
 from lit_dlm.decoding.description import layout_from_description
 from lit_dlm.decoding.layout import Layout
+from lit_dlm.decoding.region_fill import FillCurves, fill_curves
 from lit_dlm.decoding.regions import BlockLayout
-from lit_dlm.lockstep.fill import FillCurves, fill_curves
 from lit_dlm.trajectories.record import Trajectory
 
 

@@ -4,7 +4,8 @@ from torch import Tensor
 
 import lit_dlm.decoding as d
 from lit_dlm.decoding import Decoder, FillCurves, Region, RegionFill
-from lit_dlm.lockstep.fill import fill_curves
+from lit_dlm.decoding.region_fill import fill_curves
+from lit_dlm.lockstep import JacobiPolicy
 from tests.decoding.models import table_backbone
 from tests.decoding.states import decoded, streamed
 from tests.fakes import TableBackbone, logits_for
@@ -12,7 +13,7 @@ from tests.fakes import TableBackbone, logits_for
 HALVES = d.FixedLayout(
     [Region(name="R", length=2, max_fill_frac=1.0), Region(name="A", length=2, max_fill_frac=1.0)]
 )
-JACOBI = Decoder(policy=d.JacobiPolicy(), quota=d.NoQuota(), layout=HALVES)
+JACOBI = Decoder(policy=JacobiPolicy(), quota=d.NoQuota(), layout=HALVES)
 
 
 def followed(decoder: Decoder, rows: int = 1) -> RegionFill:
