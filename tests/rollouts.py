@@ -33,7 +33,7 @@ from lit_dlm.rl.step import MicroBatch, fill_advantages, fill_old_scores, shard_
 from lit_dlm.toy.word_problems import WordProblems
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
-from tests.finetuning import EOS, EXPERTS, MASK, PAD, VOCAB, G, quiet, small  # noqa: F401 - for others
+from tests.finetuning.runs import EOS, EXPERTS, MASK, PAD, VOCAB, G, quiet, small  # noqa: F401 - for others
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llada": {},

@@ -20,7 +20,7 @@ from lit_dlm.decoding import Decoder, EntropyPolicy, decode, prompt_canvas
 from lit_dlm.trajectories.capture import FeatureCapture, TrajectoryCapture
 from lit_dlm.trajectories.record import FeatureLayout, FeatureScheme, Trajectory
 from lit_dlm.trajectories.store import RunRecord, TrajectoryShardWriter
-from tests.finetuning import EOS, MASK, PAD, SIZES, VOCAB  # noqa: F401 - for others
+from tests.finetuning.runs import EOS, MASK, PAD, SIZES, VOCAB  # noqa: F401 - for others
 from tests.projectors import random_orthogonal
 
 PROJECTOR = ProjectorConfig(hidden_size=16, hidden_rank=6, delta_rank=3, kind="random_orthogonal")

@@ -15,6 +15,7 @@ from huggingface_hub import constants
 
 from lit_dlm.backbones.resolution import hub_files, in_hub_cache, is_hub_id, is_local, locate
 from lit_dlm.commands.run import parsed
+from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.system.terminal import PlainConsole
 from lit_dlm.tasks.sources import on_hub, read_rows
 
@@ -109,7 +110,7 @@ def _of_class(class_path: str, options: dict[str, Any], at: str) -> Iterator[Sou
         for key in ("path", "adapter", "vision.path"):
             if isinstance(named.get(key), str):
                 yield Source("model", named[key], f"{at}.init_args.{key}")
-    elif module.startswith("lit_dlm.decoding.policies.") and is_hub_id(str(options.get("path"))):
+    elif CommitPolicy in getattr(found, "__mro__", ()) and is_hub_id(str(options.get("path"))):
         yield Source("policy", options["path"], f"{at}.init_args.path")
 
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from lit_dlm.config.components import checked_component
 from lit_dlm.grading import IsolationLevel, SandboxError, Verdict
 from lit_dlm.rewards.base import GroupFilter, Reward, RewardScore, Rollout
 from lit_dlm.system.options import at_least
@@ -46,7 +45,7 @@ class Rewarder:
         num_workers: int = 1,
         require_isolation: IsolationLevel = "namespaces",
     ) -> None:
-        self.rewards = tuple(checked_component(one, Reward, option="rewards") for one in rewards)
+        self.rewards = tuple(rewards)
         self.tasks = dict(tasks)
         self.filters = tuple(filters)
         self._askers: tuple[Reward | GroupFilter, ...] = (*self.rewards, *self.filters)

@@ -194,6 +194,8 @@ class RolloutSettings:
     def __post_init__(self) -> None:
         super().__init__()  # of the data module
         self.val_tasks, self.filters = self.val_tasks or [], self.filters or []
+        for reward in self.rewards:
+            checked_component(reward, Reward, option="rewards")
         for one in self.filters:
             checked_component(one, GroupFilter, option="filters")
         self.advantage = checked_component(

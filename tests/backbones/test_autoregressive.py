@@ -24,7 +24,7 @@ from lit_dlm.datamodules.supervised_sources import ResponsesList
 from lit_dlm.finetuning.sft import SFTModule
 from lit_dlm.training.checkpoint import export_trained
 from lit_dlm.training.masking import RandomMasking
-from tests.finetuning import run as tune
+from tests.finetuning.runs import run as tune
 
 SIZES: dict[str, Any] = {
     "vocab_size": 24,

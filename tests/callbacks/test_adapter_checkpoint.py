@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from lit_dlm.callbacks.adapter_checkpoint import AdapterCheckpoint
 from lit_dlm.finetuning.sft import SFTModule
 from lit_dlm.training.masking import RandomMasking
-from tests.finetuning import Data, Watch, examples, run, small
+from tests.finetuning.runs import Data, Watch, examples, run, small
 
 WEIGHTS = "adapter_model.safetensors"
 

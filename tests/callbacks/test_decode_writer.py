@@ -26,7 +26,7 @@ from lit_dlm.tasks import PromptExample
 from lit_dlm.trajectories.store import TrajectoryShardReader, completed_uids
 from tests.callbacks.letters import LENGTH, Letters, trace_module
 from tests.fakes import MASK
-from tests.finetuning import quiet
+from tests.finetuning.runs import quiet
 from tests.processes import in_two_processes
 
 pytestmark = pytest.mark.slow  # whole predict loops

@@ -28,7 +28,7 @@ from lit_dlm.finetuning.sft import SFTModule
 from lit_dlm.finetuning.tabom import TABOMModule
 from lit_dlm.training.masking import RandomMasking
 from lit_dlm.trajectories.capture import TrajectoryCapture
-from tests.finetuning import VOCAB, Data, examples, run, small, two_processes
+from tests.finetuning.runs import VOCAB, Data, examples, run, small, two_processes
 from tests.processes import in_two_processes
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lit_dlm.callbacks import Interruption
-from tests.finetuning import quiet
+from tests.finetuning.runs import quiet
 
 pytestmark = pytest.mark.slow  # training runs
 

@@ -6,7 +6,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_dlm.callbacks.joint_early_stopping import JointEarlyStopping
-from tests.finetuning import quiet
+from tests.finetuning.runs import quiet
 
 
 def run(callback: JointEarlyStopping, *scores: tuple[float, float]) -> list[bool]:

@@ -18,7 +18,7 @@ from lit_dlm.callbacks import ProgressBar, TrainingLog
 from lit_dlm.datamodules import PromptDataModule
 from tests.callbacks.letters import LENGTH, Letters, trace_module
 from tests.fakes import TableBackbone, logits_for
-from tests.finetuning import quiet
+from tests.finetuning.runs import quiet
 
 NUM_BATCHES = 4
 

@@ -19,7 +19,7 @@ from lit_dlm.decoding import BlockWindow, ConfidencePolicy, Decoder
 from lit_dlm.decoding.caches import DualCache
 from lit_dlm.tracelock.generate import TraceModule
 from tests.callbacks.letters import LENGTH, ByteTokenizer, Letters, Table, both_decoders
-from tests.finetuning import quiet
+from tests.finetuning.runs import quiet
 from tests.reports.sample_sets import WordTokenizer
 
 

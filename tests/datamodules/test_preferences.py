@@ -11,7 +11,7 @@ from lit_dlm.backbones import BackboneSpec, load_tokenizer
 from lit_dlm.datamodules.supervised import SupervisedDataModule
 from lit_dlm.datamodules.supervised_sources import ModelFacts, PreferencesFile, RecordedPairs
 from tests.e2e.runs import write_jsonl
-from tests.finetuning import EOS, MASK, PAD
+from tests.finetuning.runs import EOS, MASK, PAD
 from tests.traces import VOCAB, recorded, small_backbone, write_shards
 
 

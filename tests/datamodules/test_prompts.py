@@ -24,7 +24,7 @@ from lit_dlm.tasks import PromptExample
 from lit_dlm.tasks.gsm8k import GSM8K
 from tests.callbacks.letters import Letters, trace_module
 from tests.fakes import TableBackbone, logits_for
-from tests.finetuning import quiet
+from tests.finetuning.runs import quiet
 from tests.processes import ROOT
 from tests.shared_data import shared
 

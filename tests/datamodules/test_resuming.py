@@ -14,7 +14,7 @@ from lit_dlm.datamodules.resuming import EpochPlan, FixedPlan, set_accumulation
 from lit_dlm.datamodules.supervised import SupervisedDataModule
 from lit_dlm.datamodules.trajectories import TrajectoryDataModule
 from lit_dlm.training.steps import drop_half_update
-from tests.finetuning import Unread
+from tests.finetuning.runs import Unread
 
 
 def trainer(world_size: int, accumulate: int = 1) -> Any:

@@ -34,7 +34,7 @@ from lit_dlm.toy.word_problems import WordProblems
 from lit_dlm.training.masking import CoupledMasking, RandomMasking
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader
-from tests.finetuning import trained
+from tests.finetuning.runs import trained
 from tests.rollouts import DigitReward, DropAll, G, decoder, fit, learner, policy, rollout_data
 
 LIMIT = 18

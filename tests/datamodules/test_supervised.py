@@ -29,7 +29,7 @@ from lit_dlm.toy import WordProblems
 from lit_dlm.training.masking import TimeDelay, TraceMasking
 from lit_dlm.trajectories.exchange import tabom_row
 from lit_dlm.trajectories.store import merge_manifest
-from tests.finetuning import EOS, MASK, PAD, Data, G, examples, quiet, small
+from tests.finetuning.runs import EOS, MASK, PAD, Data, G, examples, quiet, small
 from tests.traces import VOCAB, recorded, small_backbone, write_shards
 
 

@@ -17,7 +17,7 @@ from lit_dlm.tracelock.network import AcceptanceConfig
 from lit_dlm.trajectories import Trajectory
 from lit_dlm.trajectories.record import TrajectoryFormatError
 from lit_dlm.trajectories.store import TrajectoryShardReader
-from tests.finetuning import quiet
+from tests.finetuning.runs import quiet
 from tests.projectors import random_orthogonal
 from tests.traces import (
     PROJECTOR,

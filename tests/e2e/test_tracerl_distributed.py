@@ -20,7 +20,7 @@ from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.settings import ValueObjective
 from lit_dlm.toy.word_problems import WordProblems
 from lit_dlm.trajectories.store import TrajectoryShardReader
-from tests.finetuning import trained, two_processes
+from tests.finetuning.runs import trained, two_processes
 from tests.processes import in_two_processes
 from tests.rollouts import FAMILIES, DigitReward, DropAll, fit, learner, policy, rollout_data
 

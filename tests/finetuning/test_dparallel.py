@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lit_dlm.finetuning.dparallel import TEMPERATURE, BlockComplements, DParallelModule
 from lit_dlm.training.layout import SupervisedBatch
-from tests.finetuning import VOCAB, small
+from tests.finetuning.runs import VOCAB, small
 from tests.training.reference import responses
 from tests.training.supervised import BLOCK, LEARNING, batch_of, slow_log_probs
 

@@ -14,7 +14,7 @@ from lit_dlm.datamodules.supervised import check_pairs
 from lit_dlm.finetuning.dpo import DPOModule
 from lit_dlm.training.layout import SupervisedBatch, SupervisedExample
 from lit_dlm.training.masking import RandomMasking
-from tests.finetuning import G, examples, small
+from tests.finetuning.runs import G, examples, small
 from tests.training.supervised import LEARNING, batch_of, sft, slow_log_probs
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.e2e.runs import ROOT
-from tests.finetuning import small
+from tests.finetuning.runs import small
 from tests.training.supervised import LEARNING, batch_of, slow_log_probs
 
 

@@ -35,7 +35,7 @@ from lit_dlm.vision.pictures import PictureFolder
 from lit_dlm.vision.tower import TowerVision
 from tests import rollouts
 from tests.decoding.states import decoded
-from tests.finetuning import Data, G, run, two_processes
+from tests.finetuning.runs import Data, G, run, two_processes
 from tests.processes import in_two_processes
 from tests.projectors import random_orthogonal
 from tests.traces import write_shards

@@ -12,7 +12,7 @@ from lit_dlm.backbones import Architecture, HFBackbone
 from lit_dlm.datamodules.pretraining import PretrainDataModule
 from lit_dlm.finetuning.pretrain import PretrainModule
 from lit_dlm.toy.word_problems import WordProblems
-from tests.finetuning import quiet
+from tests.finetuning.runs import quiet
 
 TINY = str(Path(lit_dlm.__file__).parent / "assets" / "tiny")
 TASK = WordProblems("train")

@@ -27,7 +27,7 @@ from lit_dlm.training.masking import (
 )
 from lit_dlm.training.states import Corruption
 from lit_dlm.training.steps import NonFiniteError
-from tests.finetuning import VOCAB, Data, G, examples, run, small, trained, two_processes
+from tests.finetuning.runs import VOCAB, Data, G, examples, run, small, trained, two_processes
 from tests.processes import in_two_processes
 from tests.training.supervised import BLOCK, batch_of, sft, slow_log_probs, tabom
 

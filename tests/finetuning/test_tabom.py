@@ -16,7 +16,7 @@ from lit_dlm.training.layout import SupervisedBatch, SupervisedExample
 from lit_dlm.training.masking import RandomMasking
 from lit_dlm.training.sharding import whole_weights
 from lit_dlm.training.terms import LossTerms
-from tests.finetuning import (
+from tests.finetuning.runs import (
     EXPERTS,
     VOCAB,
     Data,

@@ -21,7 +21,7 @@ from lit_dlm.tracelock.selection import SelectionSettings, step_candidates, step
 from lit_dlm.tracelock.states import collate_states, states_at
 from lit_dlm.training.steps import NonFiniteError
 from lit_dlm.trajectories.record import Trajectory
-from tests.finetuning import quiet
+from tests.finetuning.runs import quiet
 from tests.traces import (
     EOS,
     MASK,

@@ -27,13 +27,13 @@ from lit_dlm.decoding import (
 from lit_dlm.grading import Verdict
 from lit_dlm.rewards import Rollout
 from lit_dlm.rewards.speed import ForwardPrice, RightAndFast
-from lit_dlm.rl import commits
 from lit_dlm.rl.advantages import GroupMean
 from lit_dlm.rl.rollout import Ranks, gathered
 from lit_dlm.rl.settings import PolicyObjective
 from lit_dlm.rl.step import fill_advantages, fill_old_scores, shard_items
 from lit_dlm.tasks import PromptExample
 from lit_dlm.tensors.sampling import confidence, entropy, margin
+from lit_dlm.tracelock import outcome
 from lit_dlm.tracelock.network import AcceptanceConfig, PositionState
 from lit_dlm.tracelock.outcome import TraceLockRLModule
 from lit_dlm.tracelock.policy import TraceLockPolicy
@@ -41,7 +41,7 @@ from lit_dlm.tracelock.scorer import AcceptanceScorer, CommitSettings
 from lit_dlm.trajectories import format as blocks
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader
-from tests.finetuning import two_processes
+from tests.finetuning.runs import two_processes
 from tests.processes import in_two_processes
 from tests.projectors import random_orthogonal
 from tests.rollouts import MASK, VOCAB, DigitReward, G, fit, policy, rollout_data
@@ -174,7 +174,7 @@ def test_draws_do_not_depend_on_the_batch_and_features_travel_with_records(
         def gather(self, data: bytes) -> list[bytes]:
             return [data, b""]
 
-    monkeypatch.setattr(commits, "HELD_BYTES", records[0].features.nbytes)
+    monkeypatch.setattr(outcome, "HELD_BYTES", records[0].features.nbytes)
     open_files = len(os.listdir("/proc/self/fd"))
     spilled = decoded(module)
     assert len(os.listdir("/proc/self/fd")) <= open_files + 2  # the file, and its map

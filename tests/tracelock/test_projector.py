@@ -12,7 +12,7 @@ from lit_dlm.datamodules.trajectories import TrajectoryDataModule
 from lit_dlm.tracelock.autoencoder import AutoencoderModule
 from lit_dlm.tracelock.states import cached_projector, state_snapshots, trace_states
 from lit_dlm.training.steps import NonFiniteError
-from tests.finetuning import quiet, trained
+from tests.finetuning.runs import quiet, trained
 from tests.traces import recorded, small_backbone, small_projector, write_shards
 
 CONFIG = ProjectorConfig(hidden_size=16, hidden_rank=6, delta_rank=3)

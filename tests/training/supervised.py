@@ -17,7 +17,7 @@ from lit_dlm.training.layout import (
     responses_of,
 )
 from lit_dlm.training.states import Corruption, NoisyStates
-from tests.finetuning import G, examples, small
+from tests.finetuning.runs import G, examples, small
 
 BLOCK = {"attention": "block", "block_size": 3, "decoder": "qwen3"}
 LEARNING: dict[str, Any] = {

@@ -15,7 +15,7 @@ from lit_dlm.predict.decode import DecodeModule
 from lit_dlm.rl.module import VALUE, TraceRLModule
 from lit_dlm.rl.settings import ValueObjective
 from lit_dlm.training.checkpoint import ADAPTERS_KEY
-from tests.finetuning import Data, examples, quiet, run, small, trained
+from tests.finetuning.runs import Data, examples, quiet, run, small, trained
 from tests.rollouts import decoder
 
 WAY_OUT = r"backbone\.init_args\.adapter=RUN_DIR/adapter"

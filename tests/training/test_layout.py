@@ -10,7 +10,7 @@ from lit_dlm.tensors.cuts import non_ltr_positions
 from lit_dlm.training.layout import responses_of
 from lit_dlm.training.masking import RandomMasking, SemiAutoregressive, TraceMasking
 from lit_dlm.training.states import Corruption
-from tests.finetuning import EOS, MASK, G, examples, small
+from tests.finetuning.runs import EOS, MASK, G, examples, small
 from tests.training.supervised import BLOCK, batch_of, sft
 
 

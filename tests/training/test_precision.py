@@ -28,7 +28,7 @@ from lit_dlm.tracelock.network import AcceptanceConfig
 from lit_dlm.tracelock.policy import TraceLockPolicy
 from lit_dlm.tracelock.scorer import AcceptanceScorer, ScorerSettings
 from tests import rollouts
-from tests.finetuning import Data, examples, quiet, run, small, trained
+from tests.finetuning.runs import Data, examples, quiet, run, small, trained
 from tests.traces import small_backbone, small_projector
 from tests.training.supervised import sft, tabom
 

@@ -27,7 +27,7 @@ from lit_dlm.training.sharding import (
     whole_weights,
 )
 from lit_dlm.training.terms import masked_nelbo
-from tests.finetuning import EXPERTS, quiet, small
+from tests.finetuning.runs import EXPERTS, quiet, small
 from tests.processes import in_processes, in_two_processes, own_megabytes
 
 STEPS, ROWS, LENGTH = 2, 4, 9

@@ -2,7 +2,7 @@ from functools import partial
 
 import pytest
 
-from lit_dlm import decoding
+from lit_dlm import decoding, lockstep
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import Decoder, NoQuota, Region, decode, prompt_canvas
 from lit_dlm.trajectories.capture import TrajectoryCapture
@@ -39,7 +39,7 @@ def decoded(backbone: HFBackbone, decoder: Decoder) -> tuple[list[Trajectory], d
 def test_lockstep_decodes_are_recorded_replayed_and_executed_again(backbone, policy, cache):
     """With markers, a cache and drawn tokens: the record alone brings the same decode."""
     decoder = Decoder(
-        policy=getattr(decoding, f"{policy}Policy")(),
+        policy=getattr(lockstep, f"{policy}Policy")(),
         quota=NoQuota(),
         sampler=decoding.Sampler(temperature=0.7),
         cache=getattr(decoding, f"{cache}Cache")(),
@@ -59,7 +59,7 @@ def test_lockstep_decodes_are_recorded_replayed_and_executed_again(backbone, pol
 def test_a_record_of_another_policy_does_not_pass_for_a_gauss_seidel_decode(backbone):
     own, other = (
         Decoder(policy=policy, quota=NoQuota(), layout=TEMPLATE)
-        for policy in (decoding.JacobiPolicy(), decoding.GaussSeidelPolicy())
+        for policy in (lockstep.JacobiPolicy(), lockstep.GaussSeidelPolicy())
     )
     records, _ = decoded(backbone, own)
     assert {v.outcome for v in teacher_forced(backbone, other, records)} == {"failed"}
