@@ -293,7 +293,7 @@ class DecodeCase:
     """A batch in the middle of its responses; every step fills a cell of each row."""
 
     release: str
-    plugs: dict[str, Any]
+    components: dict[str, Any]
     rows: int
     prompt: int
     response: int
@@ -315,36 +315,36 @@ _VARLEN = {"attn_implementation": "varlen"}  # what ``auto`` is on a GPU
 CASES = {
     "dream_b1_dual": DecodeCase(
         release=DREAM,
-        plugs={"window": BlockWindow(32), "cache": DualCache()},
+        components={"window": BlockWindow(32), "cache": DualCache()},
         rows=1, prompt=512, response=512, begin=260,
     ),
     "dream_b16_dual": DecodeCase(
         release=DREAM,
-        plugs={"window": BlockWindow(32), "cache": DualCache()},
+        components={"window": BlockWindow(32), "cache": DualCache()},
         rows=16, prompt=512, response=512, begin=256, steps=32, phases=32, options=_VARLEN,
     ),
     "dream_b16": DecodeCase(
-        release=DREAM, plugs={"window": SlidingWindow(128)},
+        release=DREAM, components={"window": SlidingWindow(128)},
         rows=16, prompt=512, response=512, begin=256,
     ),
     "dream_b16_padded": DecodeCase(
-        release=DREAM, plugs={"window": SlidingWindow(128)},
+        release=DREAM, components={"window": SlidingWindow(128)},
         rows=16, prompt=512, response=512, begin=256, is_padded=True,
     ),
     "sdar_b1": DecodeCase(
         release=SDAR,
-        plugs={"window": BlockWindow(4, origin="sequence"), "cache": BlockCache()},
+        components={"window": BlockWindow(4, origin="sequence"), "cache": BlockCache()},
         rows=1, prompt=1024, response=1024, begin=376, steps=4,
     ),
     "sdar_b64": DecodeCase(
         release=SDAR,
-        plugs={"window": BlockWindow(4, origin="sequence"), "cache": BlockCache()},
+        components={"window": BlockWindow(4, origin="sequence"), "cache": BlockCache()},
         rows=64, prompt=1024, response=1024, begin=376, steps=4, is_padded=True,
         phases=4, options=_VARLEN,
     ),
     "sdar_b64_prompts": DecodeCase(
         release=SDAR,
-        plugs={"window": BlockWindow(4, origin="sequence"), "cache": BlockCache()},
+        components={"window": BlockWindow(4, origin="sequence"), "cache": BlockCache()},
         rows=64, prompt=512, response=1024, begin=0, steps=1, skipped=0, is_padded=True,
         options=_VARLEN,
     ),
@@ -411,7 +411,7 @@ def decode_counts(case: DecodeCase, **options: Any) -> Counts:
     decoder = Decoder(
         policy=ConfidencePolicy(),
         settings=DecodeSettings(max_steps=case.skipped + case.steps),
-        **case.plugs,
+        **case.components,
     )
     plain = CachedCanvas._ranges
 

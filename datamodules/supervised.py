@@ -302,26 +302,26 @@ def check_decodes(
     Warns if cuts leave nothing to learn in some examples. Responses have at most
     ``response_length`` tokens.
     """
-    corruption = module.corruption
+    masking = module.masking
     needed = {}
     if isinstance(module, TABOMModule) and module.ties == "rank":
         needed["decode_entropy"] = "ties 'rank' needs trajectories of level 'signals'"
-    if isinstance(corruption, TimeDelay):
+    if isinstance(masking, TimeDelay):
         needed["steps"] = "TimeDelay needs trajectories"
     for name, told in needed.items():
         lacking = next((one.uid for one in examples if getattr(one, name) is None), None)
         if lacking is not None:
             raise ValueError(f"{lacking}: {told}; the {name} of a decode are expected, got none")
-    if not isinstance(corruption, TimeDelay) or not examples:
+    if not isinstance(masking, TimeDelay) or not examples:
         return
     without, spec = 0, module.backbone.spec
     for first in range(0, len(examples), _ROWS):
         some = examples[first : first + _ROWS]
         batch = collate_supervised(some, response_length=response_length, spec=spec)
         responses = responses_of(batch, spec, seed=0, num_padding=module.num_padding)
-        without += int((corruption.last_cuts(responses) < 0).sum())
+        without += int((masking.last_cuts(responses) < 0).sum())
     told = (
-        f"cut_range: {corruption.cut_range!r} with a window of {corruption.window} leaves "
+        f"cut_range: {masking.cut_range!r} with a window of {masking.window} leaves "
         f"{without} of {len(examples)} samples without a cut"
     )
     if without == len(examples):

@@ -4,7 +4,7 @@ In the folder of this file, add these lines to an experiment with ``SFTModule``:
 
     model:
       init_args:
-        corruption: {class_path: training_method.SuffixMasking, init_args: {least: 1}}
+        masking: {class_path: training_method.SuffixMasking, init_args: {least: 1}}
 """
 
 from __future__ import annotations

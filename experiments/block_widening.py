@@ -62,7 +62,7 @@ def main() -> None:
 
 def convert(options: argparse.Namespace) -> None:
     """Fine-tunes all weights on reference answers, with attention in blocks of 4."""
-    corruption = {"class_path": "SemiAutoregressive", "init_args": {"weight": "1/length"}}
+    masking = {"class_path": "SemiAutoregressive", "init_args": {"weight": "1/length"}}
     tasks = json.loads(problems("WordProblems", "train", 20_000))
     source = {"class_path": "TaskReferences", "init_args": {"tasks": tasks}}
     blocks = {"attention": "block", "block_size": 4, "block_origin": "sequence"}
@@ -72,7 +72,7 @@ def convert(options: argparse.Namespace) -> None:
         *("--model.backbone.init_args.lora", "null"),
         *("--model.backbone.init_args.trainable", "true"),
         *("--model.backbone.init_args.spec_overrides", json.dumps(blocks)),
-        *("--model.corruption", json.dumps(corruption), "--model.num_padding", 4),
+        *("--model.masking", json.dumps(masking), "--model.num_padding", 4),
         *("--model.export_dir", options.out / "model", "--data.sources", json.dumps([source])),
         *("--data.batch_size", 64, "--trainer.max_steps", 1500, *BARE),
     )
@@ -84,7 +84,7 @@ def model(options: argparse.Namespace, size: int) -> list[Any]:
     return [*path, "--model.backbone.init_args.spec_overrides", json.dumps({"block_size": size})]
 
 
-def decoder(size: int, **plugs: Any) -> dict[str, Any]:
+def decoder(size: int, **components: Any) -> dict[str, Any]:
     """Returns a decoder that commits at a threshold in blocks of ``size``, with an exact cache."""
     return {
         "policy": {"class_path": "ThresholdPolicy", "init_args": {"threshold": THRESHOLD}},
@@ -95,7 +95,7 @@ def decoder(size: int, **plugs: Any) -> dict[str, Any]:
         },
         "cache": {"class_path": "BlockCache"},
         "settings": {"eos_rule": "fill"},
-        **plugs,
+        **components,
     }
 
 

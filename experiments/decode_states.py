@@ -66,7 +66,7 @@ class Setting:
     updates: int
     """Optimiser updates of fine-tuning; RL steps of reinforcement learning."""
     decoder: dict[str, Any] | None = None
-    """Plugs that rollouts and validation get; ``None`` fine-tunes on recorded decodes."""
+    """Components that rollouts and validation get; ``None`` fine-tunes on recorded decodes."""
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -147,20 +147,20 @@ def trained(options: argparse.Namespace, name: str, path: str, arm: str, seed: i
         folder / "done",
         *("fit", "--config", EXP / "sft_sd_tiny.yaml", *model, *seed_flags(seed)),
         *("--run_dir", distilled, "--trainer.default_root_dir", folder, *BARE),
-        *("--trainer.max_steps", setting.updates, "--model.corruption", json.dumps(states)),
+        *("--trainer.max_steps", setting.updates, "--model.masking", json.dumps(states)),
         *("--model.export_dir", folder / "adapter", "--data.response_length", setting.length),
         *("--data.sources", recorded(distilled)),
     )
     return folder / "adapter"
 
 
-def rollout_decoders(plugs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the decoders of ``tracerl_tiny.yaml`` with other plugs; evaluation has no chance."""
+def rollout_decoders(components: dict[str, Any]) -> dict[str, Any]:
+    """Returns the decoders of ``tracerl_tiny.yaml`` with other parts; evaluation has no chance."""
     common = {
         "policy": {"class_path": "ThresholdPolicy", "init_args": {"threshold": 0.6}},
         "quota": "NoQuota",
         "settings": {"eos_rule": "fill"},
-        **plugs,
+        **components,
     }
     return {
         "rollout": {**common, "sampler": {"temperature": 1.0, "score_on": "raw"}},

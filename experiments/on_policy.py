@@ -33,13 +33,13 @@ class OnPolicyModule(FinetuneModule):
     """
 
     def __init__(self, backbone: HFBackbone, *, teacher: HFBackbone, **common: Any) -> None:
-        super().__init__(backbone, corruption=TimeDelay(window=2**30), **common)
+        super().__init__(backbone, masking=TimeDelay(window=2**30), **common)
         self.teacher = teacher.requires_grad_(False)
 
     def _scored(self, batch: SupervisedBatch, *, seed: int) -> tuple[NoisyStates, TokenStats]:
         spec = self.backbone.spec
         responses = responses_of(batch, spec, seed=seed, num_padding=self.num_padding)
-        states = self.corruption.states(responses)
+        states = self.masking.states(responses)
         rows = lay_out(batch, states, spec)
         stats, hidden = self.backbone.score_with_rows(
             rows.ids, rows.targets, rows.rows, **rows.context()

@@ -231,8 +231,8 @@ def make(options: argparse.Namespace, name: str) -> None:
     for seed in options.train_seeds:
         train(options, name, seed)
     policies = copy.deepcopy(POLICIES)
-    for plugs in policies["pc-sampler"].values():
-        plugs["policy"]["init_args"]["background"] = token_counts(
+    for components in policies["pc-sampler"].values():
+        components["policy"]["init_args"]["background"] = token_counts(
             run_of(options, name, options.train_seeds[0])
         )
     rules, folder = cells(policies, WINDOWS), run_of(options, name, -1)
@@ -253,9 +253,9 @@ def cells(
 ) -> dict[str, dict[str, Any]]:
     """Returns decoders for all settings of some policies in some windows."""
     return {
-        f"{policy}_{setting}_{window}": {**plugs, **WINDOWS[window]}
+        f"{policy}_{setting}_{window}": {**components, **WINDOWS[window]}
         for policy, settings in policies.items()
-        for (setting, plugs), window in itertools.product(settings.items(), windows)
+        for (setting, components), window in itertools.product(settings.items(), windows)
     }
 
 
@@ -325,11 +325,13 @@ def distil(options: argparse.Namespace, name: str, seed: int, folder: Path) -> N
     )
 
 
-def decoder_flags(plugs: dict[str, Any]) -> list[str]:
+def decoder_flags(components: dict[str, Any]) -> list[str]:
     """Returns flags that set parts of the decoders for rollouts and validation."""
     return [
         word
-        for decoder, (part, value) in itertools.product(("rollout", "evaluation"), plugs.items())
+        for decoder, (part, value) in itertools.product(
+            ("rollout", "evaluation"), components.items()
+        )
         for word in (f"--model.decoders.{decoder}.init_args.{part}", json.dumps(value))
     ]
 
@@ -374,7 +376,9 @@ def decode(
     if which == "test":
         split, count, list_seed = ("test", SIZE, options.list_seed)
     for window in WINDOWS:  # a configuration may not hold all of them at once
-        here = {cell: plugs for cell, plugs in decoders.items() if cell.endswith(f"_{window}")}
+        here = {
+            cell: components for cell, components in decoders.items() if cell.endswith(f"_{window}")
+        }
         if not here:
             continue
         folder = list_folder(options, which, by) / window

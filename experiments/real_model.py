@@ -160,7 +160,7 @@ def control(run: Run) -> None:
 
 def follow_tokens(run: Run) -> None:
     """Trains the adapter of the control."""
-    adapt(run, "control", "adapt", "--model.corruption", "Autoregressive", "--model.num_padding", 0)
+    adapt(run, "control", "adapt", "--model.masking", "Autoregressive", "--model.num_padding", 0)
 
 
 def conversion(run: Run) -> None:

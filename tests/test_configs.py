@@ -83,7 +83,7 @@ def test_what_departs_from_a_release_takes_its_values(overlay: str, name: str, c
         assert told == [1.0, "reference", None, "old", 0.01]
         is_block = overlay == "as_released_block"
         assert options["block_alignment"] == ("response" if is_block else None)
-        assert options["corruption"]["init_args"].get("rows_per_sample") is None
+        assert options["masking"]["init_args"].get("rows_per_sample") is None
         few = name == "sdar_value"  # on four GPUs
         assert data["rows_per_update"] == (128 if few else 256 if is_block else 2048)
 

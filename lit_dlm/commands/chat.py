@@ -161,4 +161,4 @@ def _decoder(*options: str) -> Decoder:
     parser.add_class_arguments(Decoder, None, sub_configs=True)
     parser.set_defaults({"policy": "ConfidencePolicy"})
     found = parser.instantiate(parser.parse_composed(compose(options)))
-    return Decoder(**{plug: found[plug] for plug in signature(Decoder).parameters})
+    return Decoder(**{component: found[component] for component in signature(Decoder).parameters})

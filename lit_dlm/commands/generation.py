@@ -131,8 +131,8 @@ def built(parser: Parser, config: Namespace) -> tuple[HFBackbone, PreTrainedToke
     else:
         backbone, name = instances.backbone.to(device).eval(), name.init_args.path
     tokenizer = tokenizer_of(backbone, config.tokenizer or name)
-    plugs = {plug: instances[plug] for plug in signature(Decoder).parameters}
-    return backbone, tokenizer, Decoder(**plugs)
+    components = {component: instances[component] for component in signature(Decoder).parameters}
+    return backbone, tokenizer, Decoder(**components)
 
 
 @dataclass(kw_only=True)

@@ -163,8 +163,8 @@ class _Model:
         length = sum(row_tokens(run["prompt"], run["response"], a.spec(), copies=packed))
         rows = run.get("batch_size", 1)
         if "responses_per_prompt" not in run:  # this many states of every example
-            rows *= _options(run.get("corruption")).get("copies", 1)
-        views = _options(run.get("corruption"))
+            rows *= _options(run.get("masking")).get("copies", 1)
+        views = _options(run.get("masking"))
         rows *= views.get("num_states", 1) * (2 if views.get("coupled") else 1)
         rows *= 2 * run["num_states"] if "num_states" in run else 1  # of both sides of a pair
         scored = rows * packed * run["response"]

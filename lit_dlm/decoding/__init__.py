@@ -1,4 +1,4 @@
-"""The one decode loop, its plugs, caches and observers."""
+"""The one decode loop, its components, caches and observers."""
 
 from lit_dlm.decoding.batch import NotANumberError as NotANumberError
 from lit_dlm.decoding.caches import (

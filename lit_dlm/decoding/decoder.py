@@ -1,4 +1,4 @@
-"""A decoder: one choice of every plug, ready to be named in a configuration.
+"""A decoder: one choice of every component, ready to be named in a configuration.
 
 A :class:`Sweep` is one decoder and a list of values, the points of an accuracy-steps curve: a sweep
 ``threshold`` of ``policy.threshold`` over 0.5 and 0.7 gives the methods ``threshold_05`` and
@@ -130,7 +130,7 @@ class Decoder:
     @property
     def parts(self) -> dict[str, Any]:
         """All parts by name; ``None`` where there is none."""
-        return {name: getattr(self, name) for name in (*PLUGS, "settings", "guidance")}
+        return {name: getattr(self, name) for name in (*COMPONENTS, "settings", "guidance")}
 
     def replace(self, **parts: Any) -> Decoder:
         """Returns a decoder with other parts by name, and with the same ones otherwise."""
@@ -201,26 +201,26 @@ class Decoder:
         return self if self.layout is None else self.replace(layout=self.layout.encoded(encode))
 
     def describe(self) -> dict[str, Any]:
-        """Returns all settings as JSON types: of each plug its ``describe()`` or its attributes.
+        """Returns all settings as JSON types: of each part its ``describe()`` or its attributes.
 
         Cache, layout and guidance are listed only where there is one.
         """
-        plugs = {name: getattr(self, name) for name in PLUGS}
-        plugs["window"] = self.window or FullWindow()
+        components = {name: getattr(self, name) for name in COMPONENTS}
+        components["window"] = self.window or FullWindow()
         if not self.cache.keeps:
-            del plugs["cache"]
+            del components["cache"]
         return {
-            **{name: _describe(one) for name, one in plugs.items() if one is not None},
+            **{name: _describe(one) for name, one in components.items() if one is not None},
             **({} if self.guidance is None else {"guidance": {**vars(self.guidance)}}),
             "settings": asdict(self.settings),
         }
 
 
-def _describe(plug: object) -> dict[str, Any]:
-    """Returns a plug's class and settings: our classes by bare name, others by import path."""
-    public = {key: value for key, value in vars(plug).items() if not key.startswith("_")}
-    settings = getattr(plug, "describe", lambda: public)()
-    cls = type(plug)
+def _describe(component: object) -> dict[str, Any]:
+    """Returns a component's class and settings: our classes by bare name, others by import path."""
+    public = {key: value for key, value in vars(component).items() if not key.startswith("_")}
+    settings = getattr(component, "describe", lambda: public)()
+    cls = type(component)
     is_ours = cls.__module__.split(".")[0] == __name__.split(".")[0]
     name = cls.__name__ if is_ours else f"{cls.__module__}.{cls.__qualname__}"
     for key, value in settings.items():
@@ -234,7 +234,7 @@ def _describe(plug: object) -> dict[str, Any]:
     return {"name": name, **settings}
 
 
-PLUGS: dict[str, type] = {
+COMPONENTS: dict[str, type] = {
     "policy": CommitPolicy,
     "window": Window,
     "quota": Quota,
@@ -242,7 +242,7 @@ PLUGS: dict[str, type] = {
     "cache": CacheScheme,
     "layout": Layout,
 }
-"""The base class of each plug."""
+"""The base class of each component."""
 _ONE_PER_STEP = FixedQuota()
 
 
@@ -283,14 +283,14 @@ def expanded(decoders: Mapping[str, Decoder], sweep: Mapping[str, Sweep]) -> dic
 
 
 def with_option(decoder: Decoder, option: str, value: Any) -> Decoder:
-    """Returns a copy with another value of ``{plug}.{option}``; unchanged plugs are shared."""
+    """Returns a copy with another value of ``{component}.{option}``; the others are shared."""
     part, _, name = option.partition(".")
-    plug: Any = getattr(decoder, part) if part in (*PLUGS, "settings") else None
-    parameters = [] if plug is None else inspect.signature(type(plug)).parameters
-    arguments = {key: vars(plug)[key] for key in parameters if key in vars(plug)}
+    component: Any = getattr(decoder, part) if part in (*COMPONENTS, "settings") else None
+    parameters = [] if component is None else inspect.signature(type(component)).parameters
+    arguments = {key: vars(component)[key] for key in parameters if key in vars(component)}
     if name not in arguments:
         raise ValueError(
-            f"sweep.option: {option!r} is unknown; expected {'|'.join(PLUGS)}|settings and of "
+            f"sweep.option: {option!r} is unknown; expected {'|'.join(COMPONENTS)}|settings and of "
             f"{part} one of: {', '.join(arguments) or 'none'}"
         )
-    return decoder.replace(**{part: type(plug)(**{**arguments, name: value})})
+    return decoder.replace(**{part: type(component)(**{**arguments, name: value})})

@@ -1,7 +1,7 @@
 """Rebuilds a decoder from its description: the inverse of ``Decoder.describe``.
 
 A description comes from a file that somebody else may have written, so a class is looked up by name
-among the package's own. A plug from outside the package is described by its import path and is
+among the package's own. A component from outside the package is described by its import path and is
 imported only from modules that the caller names.
 """
 
@@ -16,7 +16,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from lit_dlm.config.names import NAMES
-from lit_dlm.decoding.decoder import PLUGS, Decoder, DecodeSettings
+from lit_dlm.decoding.decoder import COMPONENTS, Decoder, DecodeSettings
 from lit_dlm.decoding.guidance import Guidance
 from lit_dlm.decoding.layout import Layout
 
@@ -25,28 +25,28 @@ def known_class(part: str, name: str) -> type | None:
     """Returns the class of the package that a description names, if it can be this part."""
     path = NAMES.get(name, "")
     found: type | None = resolve_name(path) if path.startswith("lit_dlm.") else None
-    return found if found is not None and PLUGS[part] in found.__mro__ else None
+    return found if found is not None and COMPONENTS[part] in found.__mro__ else None
 
 
 def decoder_from_description(
     description: Mapping[str, Any],
     *,
     policy_folders: Sequence[str | Path] = (),
-    plug_modules: Sequence[str] = (),
+    component_modules: Sequence[str] = (),
 ) -> Decoder:
     """Builds the decoder that a run record or result file describes.
 
     Args:
         policy_folders: exported learned policies, folders or hub ids; the one whose weights have
             the recorded digest is used. Those that ship with the package need not be listed.
-        plug_modules: modules that plugs from outside the package may be imported from, such as
-            ``my_package.policies``.
+        component_modules: modules that components from outside the package may be imported from,
+            such as ``my_package.policies``.
     """
-    parts = {*PLUGS, "guidance", "settings"}
+    parts = {*COMPONENTS, "guidance", "settings"}
     _check_names("decoder", description, parts, parts - {"cache", "layout", "guidance"})
     built = {
-        part: _plug(part, description[part], policy_folders, plug_modules)
-        for part in PLUGS
+        part: _component(part, description[part], policy_folders, component_modules)
+        for part in COMPONENTS
         if part in description
     }
     for part, cls in (("settings", DecodeSettings), ("guidance", Guidance)):
@@ -67,33 +67,33 @@ def layout_from_description(description: Mapping[str, Any]) -> Layout | None:
     """Builds only the layout of a described decoder, if any; no policy weights are needed."""
     if "layout" not in description:
         return None
-    found: Layout = _plug("layout", description["layout"], (), ())
+    found: Layout = _component("layout", description["layout"], (), ())
     return found
 
 
-def _plug(
+def _component(
     part: str,
     entry: Mapping[str, Any],
     policy_folders: Sequence[str | Path],
-    plug_modules: Sequence[str],
+    component_modules: Sequence[str],
 ) -> Any:
     settings = dict(entry)
     name = str(settings.pop("name", None))
-    cls: Any = known_class(part, name) or _imported(part, name, plug_modules)
+    cls: Any = known_class(part, name) or _imported(part, name, component_modules)
     if find := getattr(cls, "find_weights", None):  # of a learned policy
         settings |= find(str(settings.pop("weights", "")), policy_folders)
     _check_names(f"{part} {name}", settings, set(inspect.signature(cls).parameters))
     return cls(**settings)
 
 
-def _imported(part: str, path: str, plug_modules: Sequence[str]) -> type:
+def _imported(part: str, path: str, component_modules: Sequence[str]) -> type:
     """Imports a class from outside the package; its module runs, so the caller must name it."""
     module, _, name = path.rpartition(".")
-    if module not in plug_modules:
+    if module not in component_modules:
         known = ", ".join(sorted(name for name in NAMES if known_class(part, name)))
         raise ValueError(
             f"decoder description: {part} {path!r} is none of {known}; if it comes from outside of "
-            f"the package and you trust it, name its module with --plugs {module or 'MODULE'}"
+            f"the package and you trust it, name its module with --components {module or 'MODULE'}"
         )
     found = None
     with suppress(ImportError):

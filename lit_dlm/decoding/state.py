@@ -62,7 +62,7 @@ def prompt_canvas(
 
 @dataclass(frozen=True)
 class DecodeState:
-    """All that steps change, for the ``b`` rows that are decoding; plugs see it before a step."""
+    """All that steps change, for the ``b`` rows that are decoding; as it is before a step."""
 
     ids: Tensor  # (b, L) int64 canvas, the input of this step's forward
     editable: Tensor  # (b, L) bool

@@ -19,7 +19,7 @@ from lit_dlm.system.options import at_least
 from lit_dlm.tensors.fused_head import TokenStats, token_stats
 from lit_dlm.tensors.sampling import uniform_noise
 from lit_dlm.training.layout import SupervisedBatch, TrainingRows
-from lit_dlm.training.states import NEVER, Corruption, NoisyStates, Responses, group_rows
+from lit_dlm.training.states import NEVER, Masking, NoisyStates, Responses, group_rows
 from lit_dlm.training.terms import LossTerms
 
 _BLOCK, _HALF = 24, 25
@@ -31,7 +31,7 @@ TEMPERATURE = 0.5  # temperature of the softmax whose entropy is minimised, as i
 
 
 @dataclass(eq=False, kw_only=True)
-class BlockComplements(Corruption):
+class BlockComplements(Masking):
     """States with a random half of a random block hidden, and with the block's other half hidden.
 
     Earlier blocks are shown and later ones hidden. The two states of a sample are adjacent rows.
@@ -88,8 +88,8 @@ class DParallelModule(FinetuneModule):
         num_padding: int | None = None,
         **common: Any,
     ) -> None:
-        corruption = BlockComplements(block_size=block_size)
-        super().__init__(backbone, corruption=corruption, num_padding=num_padding, **common)
+        masking = BlockComplements(block_size=block_size)
+        super().__init__(backbone, masking=masking, num_padding=num_padding, **common)
         if backbone.spec.attention != "full":
             raise ValueError(
                 "DParallelModule: expected a model with full attention, which sees both halves of "

@@ -37,7 +37,7 @@ class DPOModule(FinetuneModule):
     def __init__(
         self, backbone: HFBackbone, *, beta: float = 0.1, num_states: int = 8, **common: Any
     ) -> None:
-        super().__init__(backbone, corruption=BoundViews(num_states=num_states), **common)
+        super().__init__(backbone, masking=BoundViews(num_states=num_states), **common)
         within("(0, inf)", beta=beta)
         adapter, vision = backbone.adapter, backbone.vision
         if adapter is None or (vision is not None and vision.settings.train != "none"):

@@ -23,7 +23,7 @@ from lit_dlm.tensors.schedules import warmup_cosine
 from lit_dlm.training.checkpoint import export_trained
 from lit_dlm.training.layout import SupervisedBatch, TrainingRows, lay_out, responses_of
 from lit_dlm.training.masking import RandomMasking
-from lit_dlm.training.states import Corruption, NoisyStates
+from lit_dlm.training.states import Masking, NoisyStates
 from lit_dlm.training.steps import require_finite, require_finite_gradients
 from lit_dlm.training.terms import LossTerms
 from lit_dlm.trajectories.capture import TrajectoryCapture
@@ -38,7 +38,7 @@ class TrainableModule(DecodeModule):
 
     Args:
         backbone: with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.
-        corruption: which states are trained on, random masking by default; noise is drawn anew in
+        masking: which states are trained on, random masking by default; noise is drawn anew in
             every pass over the data.
         num_padding: cells of fill after an answer that are supervised, counted from its end;
             ``null`` for all (``post_num`` in dLLM-RL). They teach a model to end.
@@ -54,7 +54,7 @@ class TrainableModule(DecodeModule):
         self,
         backbone: HFBackbone,
         *,
-        corruption: Corruption | None = None,
+        masking: Masking | None = None,
         num_padding: int | None = 0,
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(
             params, lr=2e-5, weight_decay=0.01
@@ -65,9 +65,7 @@ class TrainableModule(DecodeModule):
     ) -> None:
         super().__init__(backbone, **common)
         at_least(0, num_padding=num_padding, warmup_steps=warmup_steps)
-        self.corruption = checked_component(
-            corruption or RandomMasking(), Corruption, option="corruption"
-        )
+        self.masking = checked_component(masking or RandomMasking(), Masking, option="masking")
         self.num_padding = num_padding
         self.optimizer = optimizer
         self.warmup_steps = warmup_steps
@@ -207,7 +205,7 @@ class FinetuneModule(TrainableModule):
     def _scored(self, batch: SupervisedBatch, *, seed: int) -> tuple[NoisyStates, TokenStats]:
         spec = self.backbone.spec
         responses = responses_of(batch, spec, seed=seed, num_padding=self.num_padding)
-        states = self.corruption.states(responses)
+        states = self.masking.states(responses)
         item = None
         if states.copies > 1:
             item = torch.arange(len(states.sample), device=self.device) // states.copies

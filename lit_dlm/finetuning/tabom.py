@@ -65,8 +65,8 @@ class TABOMModule(FinetuneModule):
         num_padding: int | None = None,
         **common: Any,
     ) -> None:
-        corruption = TimeDelay(window=window, cut_range=cut_range, cut_sampler=cut_sampler)
-        super().__init__(backbone, corruption=corruption, num_padding=num_padding, **common)
+        masking = TimeDelay(window=window, cut_range=cut_range, cut_sampler=cut_sampler)
+        super().__init__(backbone, masking=masking, num_padding=num_padding, **common)
         at_least(1, rank_window=rank_window)
         at_least(0, rank_weight=rank_weight)
         if rank_window is not None and rank_window > window:

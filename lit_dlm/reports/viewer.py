@@ -109,10 +109,10 @@ def page_data(sets: Sequence[ViewedSet], *, title: str) -> dict[str, Any]:
 def method_line(method: Any) -> str:
     """A described decoder in one line, such as ``ThresholdPolicy(threshold=0.9), FullWindow``."""
     parts = []
-    for plug, settings in (method or {}).items():
-        if plug == "settings" or not isinstance(settings, dict) or "name" not in settings:
+    for component, settings in (method or {}).items():
+        if component == "settings" or not isinstance(settings, dict) or "name" not in settings:
             continue
-        if plug == "sampler" and not settings.get("temperature"):
+        if component == "sampler" and not settings.get("temperature"):
             continue  # greedy
         values = [
             f"{key}={value}"

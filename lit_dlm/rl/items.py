@@ -29,7 +29,7 @@ from lit_dlm.training.layout import (
     whole_blocks,
 )
 from lit_dlm.training.masking import Autoregressive
-from lit_dlm.training.states import NEVER, Corruption, NoisyStates, Responses, step_groups
+from lit_dlm.training.states import NEVER, Masking, NoisyStates, Responses, step_groups
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.vision.base import prompt_pictures
 
@@ -43,7 +43,7 @@ models, else the number of targets of a state, with the divergence left undivide
 # Signal that holds the sampler's own log-probability of every token.
 SAMPLED = "commit_log_prob"
 
-# Records whose states are drawn at a time: a corruption's tensors are much larger than the items.
+# Records whose states are drawn at a time: a masking's tensors are much larger than the items.
 _CHUNK = 64
 
 
@@ -240,9 +240,9 @@ def _examples(records: Sequence[Trajectory], *, epoch: int = 0) -> list[Supervis
 
 @dataclass(eq=False)
 class RowBuilder:
-    """Turns records into items with any corruption; the trainer need not know which."""
+    """Turns records into items with any masking; the trainer need not know which."""
 
-    corruption: Corruption  # which states of a response are trained on
+    masking: Masking  # which states of a response are trained on
     spec: BackboneSpec  # its block origin decides where blocks of training rows begin
     _: KW_ONLY
     seed: int = 0  # of the states' noise
@@ -252,18 +252,18 @@ class RowBuilder:
 
     def __post_init__(self) -> None:
         is_block = self.spec.attention == "block"
-        if isinstance(self.corruption, BoundViews) and self.normalise is not None:
+        if isinstance(self.masking, BoundViews) and self.normalise is not None:
             raise ValueError(
                 "objective.normalise: expected null with BoundViews, whose score of a response is "
                 f"a mean over its tokens, got {self.normalise!r}"
             )
         self.normalise = self.normalise or ("max_gen_length" if is_block else "group_mean")
-        _check(self.corruption, self.spec, self.copies)
+        _check(self.masking, self.spec, self.copies)
 
     def responses(
         self, records: Sequence[Trajectory], *, epoch: int = 0, length: int | None = None
     ) -> Responses:
-        """Returns records as a corruption sees them, with ``length`` cells (default: the most)."""
+        """Returns records as a masking sees them, with ``length`` cells (default: the most)."""
         batch = collate_supervised(
             _examples(records, epoch=epoch),
             response_length=length or max(record.num_generated for record in records),
@@ -282,7 +282,7 @@ class RowBuilder:
             chunk = records[first : first + _CHUNK]
             responses = self.responses(chunk, epoch=epoch, length=length)
             longest = max(longest, int(responses.maskable.sum(1).max()))
-            states = self.corruption.states(responses)
+            states = self.masking.states(responses)
             parts.append(self._items(states, responses, records, first))
         found = joined(parts)
         if self.normalise == "reference" and self.spec.attention == "block":
@@ -374,17 +374,17 @@ class RowBuilder:
         return weight, one if undivided else weight
 
 
-def _check(corruption: Corruption, spec: BackboneSpec, copies: int) -> None:
+def _check(masking: Masking, spec: BackboneSpec, copies: int) -> None:
     """Refuses states that cannot be trained on with rollouts of a model."""
-    weight = inspect.signature(type(corruption).__init__).parameters.get("weight")
-    if isinstance(corruption, Autoregressive):
+    weight = inspect.signature(type(masking).__init__).parameters.get("weight")
+    if isinstance(masking, Autoregressive):
         raise ValueError(
-            "corruption: Autoregressive hides nothing, so a rollout's tokens would be scored where "
+            "masking: Autoregressive hides nothing, so a rollout's tokens would be scored where "
             "they can be seen; expected states with masks, such as TraceMasking"
         )
-    if weight is not None and getattr(corruption, "weight", weight.default) != weight.default:
+    if weight is not None and getattr(masking, "weight", weight.default) != weight.default:
         raise ValueError(
-            "corruption.weight: has no part in training on rollouts, whose terms "
+            "masking.weight: has no part in training on rollouts, whose terms "
             "objective.normalise weighs; leave it out"
         )
     if copies < 1 or (copies > 1 and spec.attention != "block"):

@@ -1,7 +1,7 @@
 """TraceRL: policy optimisation on the states that a rollout went through (arXiv:2509.06949).
 
 An epoch is one RL step: at its beginning the module calls :func:`~lit_dlm.rl.step.rl_step`, then it
-trains on the batches returned. It does not know which corruption drew their states (traces, random
+trains on the batches returned. It does not know which masking drew their states (traces, random
 masks, complements, views) or where the rollouts come from.
 """
 
@@ -39,7 +39,7 @@ from lit_dlm.training.bounds import BoundViews
 from lit_dlm.training.layout import TrainingRows
 from lit_dlm.training.masking import CoupledViews, TraceMasking
 from lit_dlm.training.sharding import decoding_weights, whole_weights
-from lit_dlm.training.states import Corruption
+from lit_dlm.training.states import Masking
 from lit_dlm.training.terms import value_loss
 
 _SECONDS = 10.0
@@ -92,7 +92,7 @@ class TraceRLModule(TrainableModule):
         backbone: the policy: with ``lora``, with a trainable ``adapter``, or fully ``trainable``.
             Dropout must be 0.
         decoders: decoding methods by name.
-        corruption: the states trained on: ``TraceMasking`` (TraceRL; by default every step, exactly
+        masking: the states trained on: ``TraceMasking`` (TraceRL; by default every step, exactly
             as it was decoded), ``RandomMasking``, ``CoupledMasking``, ``CoupledViews``
             (coupled-GRPO), ``MaskedPrompt`` (diffu-GRPO) or ``BoundViews`` (bounds of responses).
         method: decoder of rollouts; the first one by default.
@@ -118,7 +118,7 @@ class TraceRLModule(TrainableModule):
         backbone: HFBackbone,
         *,
         decoders: dict[str, Decoder],
-        corruption: Corruption | None = None,
+        masking: Masking | None = None,
         method: str | None = None,
         val_method: str | list[str] | None = None,
         objective: PolicyObjective | None = None,
@@ -136,7 +136,7 @@ class TraceRLModule(TrainableModule):
     ) -> None:
         super().__init__(
             backbone,
-            corruption=corruption or TraceMasking(padding="replayed"),
+            masking=masking or TraceMasking(padding="replayed"),
             decoders=decoders,
             optimizer=optimizer,
             warmup_steps=warmup_steps,
@@ -150,12 +150,12 @@ class TraceRLModule(TrainableModule):
         for name in self.val_methods:
             one_of(*self.decoders, val_method=name)
         self.objective = objective or PolicyObjective()
-        self.policy_loss = self.objective.loss(policy_loss, self.corruption)
+        self.policy_loss = self.objective.loss(policy_loss, self.masking)
         self.value = value
         self.row_spec = _row_spec(backbone.spec, block_size, block_alignment)
         self.check_objective()
         self.rows = RowBuilder(
-            self.corruption,
+            self.masking,
             self.row_spec,
             seed=self.seed,
             num_padding=self.num_padding,
@@ -190,8 +190,8 @@ class TraceRLModule(TrainableModule):
             )
         if is_frozen:
             raise ValueError("value_backbone: nothing is trainable; set trainable or lora")
-        if kind is not None and isinstance(self.corruption, CoupledViews | BoundViews):
-            name = type(self.corruption).__name__
+        if kind is not None and isinstance(self.masking, CoupledViews | BoundViews):
+            name = type(self.masking).__name__
             raise ValueError(f"value: {name} has no state of its own per token; use null")
         if kind == "lora" and self.backbone.adapter is None:
             raise ValueError(

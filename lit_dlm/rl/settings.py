@@ -18,7 +18,7 @@ from lit_dlm.system.options import at_least, within
 from lit_dlm.tasks import Task
 from lit_dlm.training.bounds import BoundViews
 from lit_dlm.training.masking import TraceMasking
-from lit_dlm.training.states import Corruption
+from lit_dlm.training.states import Masking
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class PolicyObjective(ClippedPolicyLoss):
         if self.temperature != "rollout":
             within("(0, inf)", temperature=float(self.temperature))
 
-    def loss(self, given: PolicyLoss | None, corruption: Corruption) -> PolicyLoss:
+    def loss(self, given: PolicyLoss | None, masking: Masking) -> PolicyLoss:
         """Returns the loss to train on: ``given``, or else this clipped one."""
         if given is None:
             if self.kl_to == "initial" and not self.beta:
@@ -52,10 +52,10 @@ class PolicyObjective(ClippedPolicyLoss):
                     f"objective.{one.name}: belongs to the clipped loss, which policy_loss "
                     f"{type(given).__name__} replaces; set it there or leave it out"
                 )
-        if given.needs_bounds and not isinstance(corruption, BoundViews):
+        if given.needs_bounds and not isinstance(masking, BoundViews):
             raise ValueError(
-                f"corruption: expected BoundViews with policy_loss {type(given).__name__}, which "
-                f"compares whole responses, got {type(corruption).__name__}"
+                f"masking: expected BoundViews with policy_loss {type(given).__name__}, which "
+                f"compares whole responses, got {type(masking).__name__}"
             )
         if not given.has_divergence and self.kl_to != "old":
             raise ValueError(
@@ -109,15 +109,15 @@ class ValueObjective:
         within("[0, 0]", of="value.lora.", dropout=self.lora.dropout)  # two forwards are compared
         at_least(0, of="value.", lr=self.lr)
 
-    def trace(self, corruption: Corruption) -> TraceMasking:
+    def trace(self, masking: Masking) -> TraceMasking:
         """Returns the states whose values make returns and advantages.
 
         ``shrink`` is that of the traces that are trained on, or 1 where other states are.
         """
-        shrink = corruption.shrink if isinstance(corruption, TraceMasking) else 1
+        shrink = masking.shrink if isinstance(masking, TraceMasking) else 1
         return TraceMasking(shrink=shrink, padding="replayed")
 
-    def needs_whole_trace(self, corruption: Corruption) -> bool:
+    def needs_whole_trace(self, masking: Masking) -> bool:
         """Whether advantages need the values of more states than those that are trained on.
 
         With ``gamma = lam = 1`` the values of later steps cancel, and a token's advantage is its
@@ -125,9 +125,9 @@ class ValueObjective:
         """
         return not (
             self.gamma == self.lam == 1.0
-            and isinstance(corruption, TraceMasking)
-            and corruption.rows_per_sample is not None
-            and corruption.padding == "replayed"
+            and isinstance(masking, TraceMasking)
+            and masking.rows_per_sample is not None
+            and masking.padding == "replayed"
         )
 
 

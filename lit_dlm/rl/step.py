@@ -23,7 +23,7 @@ from lit_dlm.rl.metrics import rollout_facts
 from lit_dlm.rl.rollout import ALONE, Ranks, Report, Rollouts, RolloutSource, groups_of, in_order
 from lit_dlm.rl.settings import PolicyObjective, RolloutSettings, ValueObjective
 from lit_dlm.training.bounds import BoundViews
-from lit_dlm.training.states import Corruption, Responses
+from lit_dlm.training.states import Masking, Responses
 from lit_dlm.trajectories.record import SIGNAL_DTYPES, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Policy(Protocol):
     method: str  # of the decoder that rolls out
     objective: PolicyObjective
     value: ValueObjective | None
-    corruption: Corruption
+    masking: Masking
     rows: RowBuilder
 
     @property
@@ -132,7 +132,7 @@ def rl_step(
     times = rollouts.times
 
     # Items: the states that each kept response went through in its decode (or others, depending on
-    # the corruption), drawn anew in each pass.
+    # the masking), drawn anew in each pass.
     begin = time.perf_counter()
     kept = rollouts.kept
     by_pass = [policy.rows.items(kept, epoch=n) for n in range(settings.passes) if kept]
@@ -270,9 +270,9 @@ def fill_advantages(
         compared[group] = found
     responses = policy.rows.responses(records)
     graded = next((one.uid for one in records if "token_rewards" in one.meta), None)
-    if graded is not None and isinstance(policy.corruption, BoundViews):
+    if graded is not None and isinstance(policy.masking, BoundViews):
         raise ValueError(
-            f"{graded}: rewards per token need states of tokens; expected another corruption than "
+            f"{graded}: rewards per token need states of tokens; expected another masking than "
             "BoundViews, or rewards of responses"
         )
     if policy.value is None and graded is None:
@@ -295,7 +295,7 @@ def _along_steps(
     """Propagates rewards back along the steps; without values, as undiscounted rewards-to-go."""
     value, shrink, gae = policy.value, 1, StepGAE()
     if value is not None:
-        shrink, gae = value.trace(policy.corruption).shrink, StepGAE(value.gamma, value.lam)
+        shrink, gae = value.trace(policy.masking).shrink, StepGAE(value.gamma, value.lam)
     # A response's advantage is paid at its last step, rewards per token at their tokens.
     steps, members = order_of_writing(responses, shrink=shrink)
     rewards = outcome_rewards(compared, steps, members)
@@ -306,7 +306,7 @@ def _along_steps(
             rewards[number, : len(given)] += paid * members[number, : len(given)]
     known = torch.zeros_like(rewards) if values is None else values
     returns, advantages = gae.compute(rewards, known, steps, members)
-    if value is not None and not value.needs_whole_trace(policy.corruption):
+    if value is not None and not value.needs_whole_trace(policy.masking):
         # Only the items' own states have values.
         members = torch.zeros_like(members)
         members[items.record, items.cell] = True
@@ -325,9 +325,9 @@ def _values(policy: Policy, items: Items, batch_size: int, ranks: Ranks) -> Tens
     found = torch.zeros(len(records), items.hidden.shape[1], dtype=torch.float32)
     mine = torch.arange(ranks.rank, len(records), ranks.world_size)
     numbers = torch.isin(items.item_record, mine).nonzero()[:, 0]
-    if policy.value.needs_whole_trace(policy.corruption) and len(mine):
+    if policy.value.needs_whole_trace(policy.masking) and len(mine):
         rows = RowBuilder(
-            policy.value.trace(policy.corruption),
+            policy.value.trace(policy.masking),
             policy.rows.spec,
             num_padding=policy.rows.num_padding,
             copies=policy.rows.copies,

@@ -260,7 +260,7 @@ class TraceLockRLModule(TraceRLModule):
         super().__init__(
             backbone,
             optimizer=optimizer,
-            corruption=None,
+            masking=None,
             policy_loss=None,
             value=None,
             value_backbone=None,
@@ -287,7 +287,7 @@ class TraceLockRLModule(TraceRLModule):
                 f"{self.scorer.settings.layout}"
             )
         self.scorer.eval()
-        self.rows = CommitRows(self.corruption, self.row_spec, seed=self.seed)
+        self.rows = CommitRows(self.masking, self.row_spec, seed=self.seed)
         self.initial = None
         if self.objective.kl_to == "initial":
             self.initial = copy.deepcopy(self.scorer.head).requires_grad_(False)

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from lit_dlm.system.options import at_least
 from lit_dlm.tensors.sampling import uniform_noise
-from lit_dlm.training.states import Corruption, NoisyStates, Responses
+from lit_dlm.training.states import Masking, NoisyStates, Responses
 
 _LEVEL, _CELL, _BLOCK = 22, 23, 24
 """Streams of noise; dParallel, which is never used in the same run, uses 24 as well."""
 
 
 @dataclass(eq=False, kw_only=True)
-class BoundViews(Corruption):
+class BoundViews(Masking):
     """States of one estimate of a response's evidence lower bound, in nats per token.
 
     Each state has a noise level and one mask of its own: ``l`` of the ``L`` cells are hidden, ``l``

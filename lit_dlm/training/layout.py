@@ -211,7 +211,7 @@ def _filled(
 def responses_of(
     batch: SupervisedBatch, spec: BackboneSpec, *, seed: int, num_padding: int | None
 ) -> Responses:
-    """Returns what a corruption sees of a batch; a cell that holds a mask is never a target.
+    """Returns what a masking sees of a batch; a cell that holds a mask is never a target.
 
     ``num_padding`` cells of fill after the ``answer_length`` may be targets, all with ``None``.
     """
@@ -299,7 +299,7 @@ def lay_out(
         return replace(canvas, ids=shown, response_start=batch.start)
     if states.prompt_rate:
         raise ValueError(
-            "corruption: hidden prompt tokens need a model with full attention, "
+            "masking: hidden prompt tokens need a model with full attention, "
             f"got {spec.attention} attention"
         )
     columns = torch.arange(clean.shape[1], device=clean.device)
@@ -311,7 +311,7 @@ def lay_out(
         return _two_copies(canvas, hidden, item, spec, batch.start)
     if spec.shift != 1:
         raise ValueError(
-            "corruption: autoregressive training predicts the next token, which needs a model "
+            "masking: autoregressive training predicts the next token, which needs a model "
             f"with shift 1, got shift {spec.shift}"
         )
     return replace(canvas, mask=block_causal_visibility(columns[None], pad_mask))

@@ -1,8 +1,8 @@
-"""Corruptions: which training states a response has, what they hide and what they predict.
+"""Maskings: which training states a response has, what they hide and what they predict.
 
-A corruption knows neither model nor layout. Everything random is a hash of the sample's seed, so it
+A masking knows neither model nor layout. Everything random is a hash of the sample's seed, so it
 depends neither on the batch nor on what was drawn before. States of policy objectives (complements,
-views, masked prompts) come from corruptions as well.
+views, masked prompts) come from maskings as well.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from lit_dlm.tensors.masking import time_delay_mask
 from lit_dlm.tensors.sampling import uniform_noise
 from lit_dlm.training.states import (
     NEVER,
-    Corruption,
     LossWeight,
+    Masking,
     NoisyStates,
     Responses,
     group_rows,
@@ -33,7 +33,7 @@ _LEVEL, _CELL, _CUT, _ROWS, _PAIR, _PROMPT = 16, 17, 18, 19, 20, 21
 
 
 @dataclass(eq=False, kw_only=True)
-class RandomMasking(Corruption):
+class RandomMasking(Masking):
     """Hides each cell with a probability, its noise level, which is drawn first.
 
     Cells that may not be a target (padding) are also hidden, as they are when decoding begins.
@@ -92,7 +92,7 @@ class RandomMasking(Corruption):
 
 
 @dataclass(eq=False, kw_only=True)
-class SemiAutoregressive(Corruption):
+class SemiAutoregressive(Masking):
     """States of decoding block by block (dLLM-RL's semi-autoregressive SFT, arXiv:2509.06949).
 
     With full attention every block needs a state of its own: earlier blocks are shown, later ones
@@ -136,7 +136,7 @@ class SemiAutoregressive(Corruption):
 
 
 @dataclass(eq=False, kw_only=True)
-class TraceMasking(Corruption):
+class TraceMasking(Masking):
     """The states of a recorded decode: each predicts what its step wrote (arXiv:2509.06949).
 
     With a block model, state ``r`` shows what the first ``r`` groups of steps of each block wrote
@@ -183,7 +183,7 @@ class TraceMasking(Corruption):
 
 
 @dataclass(eq=False, kw_only=True)
-class Autoregressive(Corruption):
+class Autoregressive(Masking):
     """Next-token prediction: nothing is hidden and attention is causal.
 
     For models whose raw row ``i - 1`` predicts token ``i`` (Dream's shift). The first token of a
@@ -212,7 +212,7 @@ class Autoregressive(Corruption):
 
 
 @dataclass(eq=False, kw_only=True)
-class TimeDelay(Corruption):
+class TimeDelay(Masking):
     """TABOM's states (arXiv:2605.11854): a recorded decode cut at a random step.
 
     With a block model, blocks that the decode had not begun are in the state in which it began
@@ -261,7 +261,7 @@ class TimeDelay(Corruption):
 
 
 @dataclass(eq=False, kw_only=True)
-class CoupledMasking(Corruption):
+class CoupledMasking(Masking):
     """Random states and their complements: every target is predicted exactly once per pair.
 
     This is the coupled objective that TraceRL is compared with (arXiv:2509.06949), and the
@@ -305,7 +305,7 @@ class CoupledMasking(Corruption):
         )
 
 
-class CoupledViews(Corruption):
+class CoupledViews(Masking):
     """Coupled-GRPO's estimate of token log-probabilities (DiffuCoder, arXiv:2506.20639).
 
     Three views of a response: all of it hidden, a random part hidden at noise level ``t``, and the
@@ -338,7 +338,7 @@ class CoupledViews(Corruption):
         )
 
 
-class MaskedPrompt(Corruption):
+class MaskedPrompt(Masking):
     """diffu-GRPO's one-step estimate (d1, arXiv:2504.12216): the whole response is hidden.
 
     Prompt tokens are hidden at random as well, anew in every pass over the rollouts, so that one

@@ -1,4 +1,4 @@
-"""What corruptions take and return: responses, states, weights of targets, groups of cells."""
+"""What maskings take and return: responses, states, weights of targets, groups of cells."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class NoisyStates:
         return (self.supervised.any(1) if self.counted is None else self.counted).sum()
 
 
-class Corruption(Component):
+class Masking(Component):
     """Turns responses into training states."""
 
     @abstractmethod

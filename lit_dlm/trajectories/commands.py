@@ -81,8 +81,8 @@ def parser() -> argparse.ArgumentParser:
         adapter="levels 3, 4: low-rank adapter of the run, folder or hub id",
         policy=repeated
         | {"type": Path, "metavar": "FOLDER", "help": "exported policy; found by its digest"},
-        plugs=repeated
-        | {"metavar": "MODULE", "help": "plugs of your own that the run names; runs its code"},
+        components=repeated
+        | {"metavar": "MODULE", "help": "components of your own that the run names; runs its code"},
         sample={"type": int, "metavar": "N", "help": "execute only N records"},
         device={"default": "cpu", "help": "default: cpu"},
     )
@@ -303,7 +303,7 @@ def _execution(shards: Sequence[Path], options: argparse.Namespace) -> Execution
         backbone=backbone,
         tokenizer=load_tokenizer(options.backbone),
         policy_folders=[*options.policy, *exported],
-        plug_modules=options.plugs,
+        component_modules=options.components,
         device=options.device,
     )
 

@@ -3,8 +3,8 @@
 :class:`TraceRecorder` works with any loop: it is shown the canvas before the first step and after
 every step. :func:`record_generate` does this for a plain ``generate`` of Dream or LLaDA by watching
 the inputs of the model's forwards. :func:`foreign_run` describes such records so that they can be
-stored, and re-executed if :func:`llada_decoder` or :func:`dream_decoder` finds plugs that decide
-as the loop does.
+stored, and re-executed if :func:`llada_decoder` or :func:`dream_decoder` finds components that
+decide as the loop does.
 """
 
 from __future__ import annotations
@@ -199,8 +199,8 @@ def foreign_run(method: str, decoder: Decoder | str) -> RunRecord:
 
     Args:
         method: the value of ``meta["method"]`` in the records.
-        decoder: plugs that decide as the loop does, for verification by re-execution; or the reason
-            why there are none, which verification then reports.
+        decoder: components that decide as the loop does, for verification by re-execution; or the
+            reason why there are none, which verification then reports.
     """
     described = {"undescribed": decoder} if isinstance(decoder, str) else decoder.describe()
     decode = {"methods": {method: described}}

@@ -130,8 +130,8 @@ class Execution:
     tokenizer: Any = None  # compared with that of the run; not compared when None
     policy_folders: Sequence[str | Path] = ()
     """Folders of exported policies, which are matched by the digest of their weights."""
-    plug_modules: Sequence[str] = ()
-    """Modules that plugs from outside the package may be imported from."""
+    component_modules: Sequence[str] = ()
+    """Modules that components from outside the package may be imported from."""
     device: torch.device | str = "cpu"
 
 
@@ -351,7 +351,7 @@ def _decoder_of(batch: _Batch, execution: Execution) -> Decoder:
             return decoder_from_description(
                 recorded,
                 policy_folders=execution.policy_folders,
-                plug_modules=execution.plug_modules,
+                component_modules=execution.component_modules,
             )
     except ValueError as error:
         reason = error

@@ -157,7 +157,7 @@ def test_a_model_without_an_end_of_text_is_tuned_with_that_of_its_tokenizer(tmp_
     def tuned(**options: Any) -> SFTModule:
         start = {"from_ar": FromAR(shift=1), "trainable": True, **options}
         backbone = HFBackbone(str(tmp_path), **start)
-        module = SFTModule(backbone, tokenizer=str(tmp_path), corruption=RandomMasking())
+        module = SFTModule(backbone, tokenizer=str(tmp_path), masking=RandomMasking())
         tune(module, SupervisedDataModule([source], **given), tmp_path, steps=1, total=1)
         return module
 

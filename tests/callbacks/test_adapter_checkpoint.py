@@ -35,7 +35,7 @@ def fitted(
 ) -> SFTModule:
     """A run of three batches an epoch."""
     fast: Any = {"optimizer": partial(torch.optim.AdamW, lr=0.05), "warmup_steps": 0}
-    model = SFTModule(small(), tokenizer="tiny", corruption=RandomMasking(), **fast)
+    model = SFTModule(small(), tokenizer="tiny", masking=RandomMasking(), **fast)
     options = {"total": steps, **options}
     run(model, given or data(), tmp_path, steps=steps, callbacks=callbacks, **options)
     return model

@@ -87,7 +87,7 @@ def test_the_callback_measures_before_training_and_after_every_epoch(
 ) -> None:
     monkeypatch.setattr("lit_dlm.callbacks.discrimination._BATCH_SIZE", 3)
     callback = DiscriminationScore(str(tmp_path / "tds"), num_prompts=4)
-    module = tuned(SFTModule, corruption=RandomMasking())
+    module = tuned(SFTModule, masking=RandomMasking())
     run(module, Data(examples(), batch_size=4), tmp_path, steps=4, callbacks=(callback,))
     found = json.loads((tmp_path / "tds" / "discrimination.json").read_text())
     assert list(found["scores"]) == ["start", "epoch 0", "epoch 1"]
@@ -122,7 +122,7 @@ def _measure(rank: int, folder: Path) -> tuple[float, dict[str, float], list[str
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         options = {"devices": 2, "strategy": two_processes("ddp"), "callbacks": (callback,)}
-        module, data = tuned(SFTModule, corruption=RandomMasking()), Data(examples(), batch_size=2)
+        module, data = tuned(SFTModule, masking=RandomMasking()), Data(examples(), batch_size=2)
         trainer = run(module, data, folder, steps=2, total=2, **options)
     advice = [str(one.message) for one in seen if "sync_dist" in str(one.message)]
     return float(trainer.callback_metrics["val/tds"]), callback.scores, advice
@@ -137,6 +137,6 @@ def test_two_processes_log_the_score_of_one(tmp_path: Path) -> None:
     assert logged == pytest.approx(measured["epoch 0"], rel=1e-6)
     assert advice == []
     alone = DiscriminationScore(str(tmp_path / "alone"), num_prompts=4)
-    module, data = tuned(SFTModule, corruption=RandomMasking()), Data(examples(), batch_size=2)
+    module, data = tuned(SFTModule, masking=RandomMasking()), Data(examples(), batch_size=2)
     run(module, data, tmp_path, steps=1, total=1, callbacks=(alone,))
     assert measured["start"] == pytest.approx(alone.scores["start"], rel=1e-6)

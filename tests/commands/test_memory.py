@@ -124,7 +124,7 @@ def test_all_experts_are_counted_and_those_adapted_again(recompute: bool) -> Non
 def test_states_of_a_bound_are_rows_and_pairs_have_two_responses() -> None:
     bound = {"class_path": "BoundViews", "init_args": {"num_states": 3, "coupled": True}}
     for data, model in (
-        ({"responses_per_prompt": 8}, {"corruption": bound}),
+        ({"responses_per_prompt": 8}, {"masking": bound}),
         ({}, {"num_states": 3}),
     ):
         plain, options = (config(data=data, trainable=True) for _ in range(2))

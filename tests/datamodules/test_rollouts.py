@@ -378,8 +378,8 @@ def test_overlong_prompts_go_as_a_whole(tmp_path: Path, caplog: pytest.LogCaptur
 
 LEARNING: dict[str, dict[str, Any]] = {
     "value": {"value": ValueObjective(backbone="head", lr=0.05)},
-    "random": {"corruption": RandomMasking(min_t=0.1, max_t=0.9, copies=4)},
-    "coupled": {"corruption": CoupledMasking(pairs=2)},
+    "random": {"masking": RandomMasking(min_t=0.1, max_t=0.9, copies=4)},
+    "coupled": {"masking": CoupledMasking(pairs=2)},
 }
 
 

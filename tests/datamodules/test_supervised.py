@@ -394,8 +394,8 @@ def tabom(**options: Any) -> TABOMModule:
 def test_a_sample_whose_decode_lacks_what_is_needed_is_named() -> None:
     """Cuts need steps, and ties by rank need entropies, of the third of four as well."""
     delayed, traced = (
-        SFTModule(small(), tokenizer="tiny", corruption=corruption)
-        for corruption in (TimeDelay(window=4), TraceMasking())
+        SFTModule(small(), tokenizer="tiny", masking=masking)
+        for masking in (TimeDelay(window=4), TraceMasking())
     )
     for name, module, message in (
         ("steps", tabom(), "TimeDelay needs"),

@@ -90,10 +90,10 @@ def test_the_block_cache_is_exact_in_a_padded_batch(origin, rule, changes):
     What lies right of the block is computed only without a cache; no policy sees it.
     """
     backbone = tiny_backbone(**{**in_blocks(origin), **changes})
-    plugs = {"window": BlockWindow(4, origin=origin), **rules(rule, backbone)}
-    plain = decoded(Decoder(**plugs), backbone, PROMPTS, 10)
+    components = {"window": BlockWindow(4, origin=origin), **rules(rule, backbone)}
+    plain = decoded(Decoder(**components), backbone, PROMPTS, 10)
     cache = CountedBlockCache()
-    cached = decoded(Decoder(cache=cache, **plugs), backbone, PROMPTS, 10)
+    cached = decoded(Decoder(cache=cache, **components), backbone, PROMPTS, 10)
     assert torch.equal(cached.ids, plain.ids)
     assert torch.equal(cached.num_steps, plain.num_steps)
     # Response 10: from its own start 3 blocks; from the sequence's, ceil((P % 4 + 10) / 4).
@@ -144,8 +144,8 @@ def test_sixteen_rows_in_different_blocks_share_every_forward():
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_tracelock_decodes_with_every_cache_and_rows_do_not_matter(scheme, changes):
     backbone = tiny_backbone(**changes)
-    plugs = {"window": BlockWindow(4), "cache": SCHEMES[scheme]}
-    as_rows_alone(Decoder(**plugs, **rules("tracelock", backbone)), backbone, PROMPTS, 10)
+    components = {"window": BlockWindow(4), "cache": SCHEMES[scheme]}
+    as_rows_alone(Decoder(**components, **rules("tracelock", backbone)), backbone, PROMPTS, 10)
 
 
 @pytest.mark.parametrize("shift", [0, 1])
@@ -189,7 +189,7 @@ def test_a_row_that_leaves_takes_its_cache_with_it(cache):
 
 
 @pytest.mark.parametrize(
-    ("changes", "plugs", "message"),
+    ("changes", "components", "message"),
     [
         ({}, {"cache": d.BlockCache()}, "BlockCache is for block attention"),
         (in_blocks("sequence"), {"cache": DualCache()}, "DualCache is for full attention"),
@@ -206,8 +206,8 @@ def test_a_row_that_leaves_takes_its_cache_with_it(cache):
         ({}, {"cache": DualCache(), "window": d.SlidingWindow(4)}, "SlidingWindow has no blocks"),
     ],
 )
-def test_a_scheme_that_does_not_fit_is_refused(changes, plugs, message):
-    decoder = Decoder(policy=ConfidencePolicy(), **plugs)
+def test_a_scheme_that_does_not_fit_is_refused(changes, components, message):
+    decoder = Decoder(policy=ConfidencePolicy(), **components)
     with pytest.raises(ValueError, match=message):
         decoded(decoder, tiny_backbone(**changes), PROMPTS[:1], 8)
     with pytest.raises(ValueError, match="horizon"):

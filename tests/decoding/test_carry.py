@@ -123,16 +123,16 @@ class Everything(Recorder):
 
 def everything(case: str) -> dict:
     """Steps, results, records and refills of all rows."""
-    changes, plugs = {**CASES, **MORE}[case]
+    changes, components = {**CASES, **MORE}[case]
     backbone = tiny_backbone(**changes)
     if case == "tracelock":
         policy = TraceLockPolicy(
             scorer=scorer(backbone, spread=8.0), threshold=0.5, max_accept_per_step=3
         )
-        plugs = {**plugs, "policy": policy}
+        components = {**components, "policy": policy}
     seen, capture = Everything(), TrajectoryCapture(vocab_size=97, level="tokens")
     results, records = {}, {}
-    decoder = d.Decoder(**plugs)
+    decoder = d.Decoder(**components)
     for ended in streamed(decoder, backbone, PROMPTS, 12, 5, seen, capture):
         result = ended.result
         counts = ("seeds", "num_steps", "idle_steps", "stalled_steps", "policy_forwards")

@@ -19,8 +19,8 @@ from lit_dlm.decoding.description import (
 from lit_dlm.lockstep import BonusPolicy, GaussSeidelPolicy
 from lit_dlm.reports.plots import family
 from lit_dlm.tracelock.policy import TraceLockPolicy
+from tests.components import AlternatePolicy
 from tests.decoding.models import scorer
-from tests.plugs import AlternatePolicy
 
 SURE, TWO = ConfidencePolicy(), [Region(name="R", length=8), Region(name="A", tau=0.95)]
 SETTINGS = Decoder(policy=SURE).describe()["settings"]
@@ -68,9 +68,9 @@ def stored(decoder: Decoder) -> dict[str, Any]:
     return json.loads(json.dumps(decoder.describe()))
 
 
-@pytest.mark.parametrize("plugs", DECODERS)
-def test_a_description_gives_a_decoder_of_the_same_description(plugs) -> None:
-    decoder = Decoder(**plugs)
+@pytest.mark.parametrize("components", DECODERS)
+def test_a_description_gives_a_decoder_of_the_same_description(components) -> None:
+    decoder = Decoder(**components)
     assert decoder_from_description(stored(decoder)).describe() == decoder.describe()
 
 
@@ -88,7 +88,7 @@ def test_a_layout_comes_back_from_the_description_of_its_decoder(layout: d.Layou
     assert layout_from_description(Decoder(policy=SURE).describe()) is None
 
 
-def test_every_plug_of_the_package_can_be_named() -> None:
+def test_every_component_of_the_package_can_be_named() -> None:
     """A new policy, window, quota or cache that is exported but not listed would be forgotten."""
     protocols = {
         "policy": d.CommitPolicy,
@@ -113,15 +113,17 @@ def test_an_attribute_that_records_cannot_hold_is_named() -> None:
         Decoder(policy=Holds()).describe()
 
 
-def test_a_plug_from_outside_is_imported_only_from_modules_that_were_named() -> None:
+def test_a_component_from_outside_is_imported_only_from_modules_that_were_named() -> None:
     decoder = Decoder(policy=AlternatePolicy(first=1))
     described = stored(decoder)
-    assert described["policy"] == {"name": "tests.plugs.AlternatePolicy", "first": 1}
-    rebuilt = decoder_from_description(described, plug_modules=["tests.plugs"])
+    assert described["policy"] == {"name": "tests.components.AlternatePolicy", "first": 1}
+    rebuilt = decoder_from_description(described, component_modules=["tests.components"])
     assert isinstance(rebuilt.policy, AlternatePolicy)
     assert rebuilt.describe() == decoder.describe()
-    with pytest.raises(ValueError, match=r"trust it, name its module with --plugs tests\.plugs"):
-        decoder_from_description(described, plug_modules=["tests"])
+    with pytest.raises(
+        ValueError, match=r"trust it, name its module with --components tests\.components"
+    ):
+        decoder_from_description(described, component_modules=["tests"])
 
 
 @pytest.mark.parametrize(
@@ -132,8 +134,8 @@ def test_a_plug_from_outside_is_imported_only_from_modules_that_were_named() -> 
         ("policy", {"name": "ConfidencePolicy.__init__"}, "policy .* is none of BonusPolicy, "),
         ("policy", {"name": None}, "policy .* is none of BonusPolicy, "),
         ("policy", {"name": "subprocess.Popen"}, "is none of"),
-        ("policy", {"name": "tests.plugs.Missing"}, "expected a class, got None"),
-        ("policy", {"name": "tests.plugs.torch"}, "expected a class, got <module"),
+        ("policy", {"name": "tests.components.Missing"}, "expected a class, got None"),
+        ("policy", {"name": "tests.components.torch"}, "expected a class, got <module"),
         ("policy", {"name": "nowhere.Policy"}, "expected a class, got None"),
         (
             "policy",
@@ -150,7 +152,7 @@ def test_what_names_no_decoder_is_refused(part: str, said: Any, message: str) ->
     if said is None:
         del description[part]
     with pytest.raises(ValueError, match=message):
-        decoder_from_description(description, plug_modules=["tests.plugs", "nowhere"])
+        decoder_from_description(description, component_modules=["tests.components", "nowhere"])
 
 
 def test_a_learned_policy_is_found_by_its_digest_among_the_folders(tmp_path: Path) -> None:
@@ -188,7 +190,7 @@ def test_a_sweep_is_one_decoder_per_value_and_leaves_its_base_alone() -> None:
     ("option", "value"),
     [("window.width", 3), ("settings.max_commits_per_step", 2), ("quota.tokens_per_step", 4)],
 )
-def test_any_plug_has_options(option: str, value: int) -> None:
+def test_any_component_has_options(option: str, value: int) -> None:
     base = Decoder(policy=d.EntropyPolicy(), window=d.SlidingWindow(8), settings=d.DecodeSettings())
     part, name = option.split(".")
     assert with_option(base, option, value).describe()[part][name] == value

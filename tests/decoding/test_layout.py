@@ -166,9 +166,10 @@ def test_weights_follow_the_blocks():
 def test_a_layout_changes_nothing_for_a_policy_that_does_not_read_it():
     backbone = table_backbone([5, 6, 7, 5], [0.6, 0.9, 0.7, 0.8])
     layout = FixedLayout([Region(name="R", length=2), Region(name="A")])
-    plugs = {"policy": ConfidencePolicy(), "window": d.BlockWindow(2)}
+    components = {"policy": ConfidencePolicy(), "window": d.BlockWindow(2)}
     one, two = (
-        decoded(Decoder(**plugs, layout=used), backbone, [[4, 4]], 4) for used in (None, layout)
+        decoded(Decoder(**components, layout=used), backbone, [[4, 4]], 4)
+        for used in (None, layout)
     )
     assert torch.equal(one.ids, two.ids)
     assert torch.equal(one.num_steps, two.num_steps)

@@ -57,14 +57,14 @@ RULES = {
         ([[], [], []], [MASK, MASK], 0, 3, "step_limit"),
     ),
 }
-"""Tokens and probabilities of the cells, plugs and settings; what each step commits and the end."""
+"""Tokens and probabilities of the cells, components, settings; what each step commits; the end."""
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_rules_of_the_loop_by_hand(rule: str):
-    (tokens, probs, plugs, settings), (commits, ids, stalled, idle, status) = RULES[rule]
+    (tokens, probs, components, settings), (commits, ids, stalled, idle, status) = RULES[rule]
     recorder = Recorder()
-    decoder = Decoder(**plugs, settings=d.DecodeSettings(**settings))
+    decoder = Decoder(**components, settings=d.DecodeSettings(**settings))
     result = decoded(decoder, table_backbone(tokens, probs), PROMPT, len(tokens), recorder)
     assert recorder.commits() == [[2 + cell for cell in cells] for cells in commits]
     assert result.ids[0].tolist() == [4, 4, *ids]

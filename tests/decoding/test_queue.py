@@ -26,8 +26,8 @@ PROMPTS = [[5 + (7 * row + i) % 80 for i in range(length)] for row, length in en
 
 
 def built(case: str) -> tuple[HFBackbone, Decoder]:
-    changes, plugs = CASES[case]
-    return tiny_backbone(**changes), Decoder(**plugs)
+    changes, components = CASES[case]
+    return tiny_backbone(**changes), Decoder(**components)
 
 
 def rows(
@@ -102,9 +102,9 @@ def test_responses_to_one_prompt_share_its_forward(origin, monkeypatch):
     Two of them have the same whole blocks, but not in the same columns.
     """
     monkeypatch.setattr(d.caches, "PROMPT_TOKENS", 24)
-    changes, plugs = CASES[f"blocks of the {origin}"]
+    changes, components = CASES[f"blocks of the {origin}"]
     backbone = tiny_backbone(**changes)
-    decoder = Decoder(**plugs, sampler=d.Sampler(temperature=1.0))
+    decoder = Decoder(**components, sampler=d.Sampler(temperature=1.0))
     several = [prompt for prompt in PROMPTS if len(prompt) in (9, 31, 12)]
     prompts = [prompt for prompt in [*several, [*several[0], 7]] for _ in range(4)]
     sizes = count_windows(backbone, monkeypatch)
@@ -124,10 +124,10 @@ def test_responses_to_one_prompt_share_its_forward(origin, monkeypatch):
 def test_the_kernel_for_sequences_gives_the_same_rows(case, monkeypatch: pytest.MonkeyPatch):
     """Rows drift apart, end, leave and are replaced; query heads that share keys go together."""
     monkeypatch.setattr(attention, "varlen_attn", slow_varlen_attn)
-    changes, plugs = CASES[case]
+    changes, components = CASES[case]
     changes = {**changes, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
-    expected = rows(tiny_backbone(**changes), Decoder(**plugs), 3)
-    assert rows(tiny_backbone("varlen", **changes), Decoder(**plugs), 3) == expected
+    expected = rows(tiny_backbone(**changes), Decoder(**components), 3)
+    assert rows(tiny_backbone("varlen", **changes), Decoder(**components), 3) == expected
 
 
 def test_a_place_is_filled_as_soon_as_its_row_ends():

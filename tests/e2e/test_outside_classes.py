@@ -139,9 +139,9 @@ def test_reward_filter_advantage_and_policy_loss_train() -> None:
     assert "own.Reinforce" in Path("run/fit.yaml").read_text()
 
 
-def test_source_and_corruption_train() -> None:
+def test_source_and_masking_train() -> None:
     sources = "--data.sources=[{class_path: own.Sums, init_args: {count: 40}}]"
-    flags = ("--model.corruption=own.Whole", sources, "--trainer.max_steps=2", *QUIET)
+    flags = ("--model.masking=own.Whole", sources, "--trainer.max_steps=2", *QUIET)
     cli.main(["fit", "--config=exp/sft_gt_tiny", "--run_dir=run", *flags])
     assert Path("run/adapter/adapter_model.safetensors").is_file()
     # Inside of an optimiser's step: the traceback shows it, no checkpoint is blamed.
@@ -149,7 +149,7 @@ def test_source_and_corruption_train() -> None:
         "fit",
         "--config=exp/sft_gt_tiny",
         "--run_dir=broken",
-        "--model.corruption=own.Broken",
+        "--model.masking=own.Broken",
     )
     with pytest.raises(TypeError, match="a fault of one's own"):
         cli.main([*command, sources, *QUIET])

@@ -109,7 +109,7 @@ class Watch(Callback):
         self.losses: list[float] = []
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        draw = pl_module.corruption.states
+        draw = pl_module.masking.states
         self.cuts: list[int] = []
 
         def watched(responses: Any) -> NoisyStates:
@@ -117,7 +117,7 @@ class Watch(Callback):
             self.cuts = [] if states.cut is None else states.cut.tolist()
             return states
 
-        pl_module.corruption.states = watched
+        pl_module.masking.states = watched
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: SupervisedBatch, batch_idx: int

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: every corruption on both attention layouts, and what a run leaves.
+"""Supervised fine-tuning: every masking on both attention layouts, and what a run leaves.
 
 Losses and gradients that are not finite stop a run: samples are named, nothing is lost.
 """
@@ -25,7 +25,7 @@ from lit_dlm.training.masking import (
     SemiAutoregressive,
     TraceMasking,
 )
-from lit_dlm.training.states import Corruption
+from lit_dlm.training.states import Masking
 from lit_dlm.training.steps import NonFiniteError
 from tests.finetuning.runs import VOCAB, Data, G, examples, run, small, trained, two_processes
 from tests.processes import in_two_processes
@@ -33,7 +33,7 @@ from tests.training.supervised import BLOCK, batch_of, sft, slow_log_probs, tabo
 
 
 @pytest.mark.parametrize(
-    "corruption",
+    "masking",
     [
         RandomMasking(copies=2, weight="1/t", min_t=0.2),
         SemiAutoregressive(block_size=3),
@@ -49,9 +49,9 @@ from tests.training.supervised import BLOCK, batch_of, sft, slow_log_probs, tabo
     ids=["full", "block", "block_from_response"],
 )
 def test_loss_equals_direct_forwards_on_the_true_states(
-    changes: dict[str, Any], shift: int, corruption: Corruption
+    changes: dict[str, Any], shift: int, masking: Masking
 ) -> None:
-    model = sft(corruption, small(**changes, shift=shift))
+    model = sft(masking, small(**changes, shift=shift))
     batch = batch_of(model, 3)
     states, log_probs = slow_log_probs(model, batch)
     total, counts = 0.0, states.supervised.sum(1).tolist()
@@ -59,7 +59,7 @@ def test_loss_equals_direct_forwards_on_the_true_states(
         token = batch.ids[states.sample[number], batch.start + cell]
         total -= float(log_probs[number, cell, token].detach() * states.weight[number, cell])
     assert not states.weight[~states.supervised].any()
-    bound = corruption.weight in ("1/t", "1/length")
+    bound = masking.weight in ("1/t", "1/length")
     units = sum(1 if states.per_row else count for count in counts if count or bound)
     found = model.terms(batch, seed=0)
     # Other shapes of the same products, in float32.

@@ -105,10 +105,10 @@ def trace(steps: list[int], *, tokens: list[int] | None = None, prompt: int = 2)
     )
 
 
-def builder(corruption: Any = None, *, block: bool = False, **options: Any) -> RowBuilder:
+def builder(masking: Any = None, *, block: bool = False, **options: Any) -> RowBuilder:
     changes: dict[str, Any] = {"attention": "block", "block_size": 4, "block_origin": "response"}
     spec = policy(lora=False, **(changes if block else {})).spec
-    return RowBuilder(corruption or TraceMasking(padding="replayed"), spec, **options)
+    return RowBuilder(masking or TraceMasking(padding="replayed"), spec, **options)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_views_become_one_item_whose_scores_are_added_up() -> None:
     """In any order of the items, and in two passes that are put together."""
     backbone = policy().eval()
     records = decoded(backbone, 6)
-    rl = module(backbone, corruption=CoupledViews(), seed=3)
+    rl = module(backbone, masking=CoupledViews(), seed=3)
     items = joined([rl.rows.items(records), rl.rows.items(records, epoch=1)])
     assert items.item_record.tolist() == [*range(6), *range(6)]
     assert items.size.tolist() == [1.0] * 12
@@ -223,22 +223,22 @@ def test_masked_prompts_differ_between_passes_and_not_between_batches() -> None:
     assert any(MASK in prompt for prompt in alone)
 
 
-@pytest.mark.parametrize("corruption", [RandomMasking(copies=2), CoupledMasking(level="block")])
-def test_rows_do_not_depend_on_what_they_are_drawn_with(corruption: Any) -> None:
-    rows = builder(corruption, block=True)
+@pytest.mark.parametrize("masking", [RandomMasking(copies=2), CoupledMasking(level="block")])
+def test_rows_do_not_depend_on_what_they_are_drawn_with(masking: Any) -> None:
+    rows = builder(masking, block=True)
     records = decoded(policy(attention="block", block_size=4, block_origin="response"), 6)
     whole, part = rows.items(records), rows.items(records[4:5])
     assert whole.hidden[whole.item_record[whole.item] == 4].equal(part.hidden)
 
 
-@pytest.mark.parametrize("corruption", [TraceMasking(), RandomMasking(copies=4), CoupledViews()])
+@pytest.mark.parametrize("masking", [TraceMasking(), RandomMasking(copies=4), CoupledViews()])
 @pytest.mark.parametrize("block", [False, True])
 def test_given_tokens_are_shown_in_every_state_and_never_predicted(
-    block: bool, corruption: Any
+    block: bool, masking: Any
 ) -> None:
     """The mark behind a picture stands there before the first step."""
     record = replace(trace([2, 0, 1, -1]), given=np.array([False, False, False, True]))
-    made = builder(corruption, block=block)
+    made = builder(masking, block=block)
     items = made.items([record])
     assert set(items.cell.tolist()) <= {0, 1, 2}
     rows = training_rows(items.batch(every(items)), made.spec)

@@ -85,7 +85,7 @@ def compared(rl: TraceRLModule, total: Tensor, slow: Tensor) -> None:
 def test_espo_clips_ratios_of_responses_and_squares_their_divergence() -> None:
     """Old bounds a little off, so that half of the ratios are outside of 0.9 to 1.1."""
     loss, objective = ESPO(clip=0.1, beta=0.5), PolicyObjective(kl_to="initial")
-    rl = module(policy(), corruption=COUPLED, policy_loss=loss, objective=objective)
+    rl = module(policy(), masking=COUPLED, policy_loss=loss, objective=objective)
     items, _ = prepared(rl, decoded(rl.backbone, 6))
     assert len(items.cell) == len(items) == 6
     off = torch.tensor([0.3, -0.3, 0.05, -0.05, -0.2, 0.2], dtype=torch.float64)
@@ -98,7 +98,7 @@ def test_espo_clips_ratios_of_responses_and_squares_their_divergence() -> None:
 def test_spg_takes_the_lower_bound_of_good_responses_and_the_upper_one_of_bad(
     beta: float, mix: float
 ) -> None:
-    rl = module(policy(), corruption=BLOCKWISE, policy_loss=SPG(beta=beta, mix=mix))
+    rl = module(policy(), masking=BLOCKWISE, policy_loss=SPG(beta=beta, mix=mix))
     items, _ = prepared(rl, decoded(rl.backbone, 6))
     assert (items.advantage > 0).sum() == 3
     total = rl.training_step(items.batch(every(items), num_slots=1))
@@ -107,7 +107,7 @@ def test_spg_takes_the_lower_bound_of_good_responses_and_the_upper_one_of_bad(
 
 def test_packed_states_of_a_block_model_have_the_scores_of_its_bound() -> None:
     """Blocks before a state's own are shown; each block has a level of its own."""
-    rl = module(policy(attention="block", block_size=4), corruption=BoundViews(num_states=2))
+    rl = module(policy(attention="block", block_size=4), masking=BoundViews(num_states=2))
     items, _ = prepared(rl, decoded(rl.backbone, 4), advantage=RawReward())
     torch.testing.assert_close(items.kl_weight, items.kl_weight.round())
     flipped = every(items).flip(0)
@@ -140,10 +140,10 @@ def test_wd1_weighs_responses_by_two_softmaxes_of_their_group() -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
-    ("^corruption: expected BoundViews with policy_loss ESPO", {"policy_loss": ESPO()}),
-    ("^corruption: expected BoundViews with policy_loss SPG", {"policy_loss": SPG()}),
+    ("^masking: expected BoundViews with policy_loss ESPO", {"policy_loss": ESPO()}),
+    ("^masking: expected BoundViews with policy_loss SPG", {"policy_loss": SPG()}),
     (r"^objective\.kl_to: .*WeightedLikelihood", {"policy_loss": WeightedLikelihood()}),
-    (r"^objective\.kl_to: .*SPG", {"policy_loss": SPG(), "corruption": BLOCKWISE}),
+    (r"^objective\.kl_to: .*SPG", {"policy_loss": SPG(), "masking": BLOCKWISE}),
 ]
 
 
@@ -157,11 +157,11 @@ def test_options_that_a_method_cannot_have_are_refused_by_name() -> None:
         (r"^objective\.normalise", {"objective": PolicyObjective(normalise="group_mean")}),
     ):
         with pytest.raises(ValueError, match=message):
-            module(policy(), corruption=COUPLED, **options)
+            module(policy(), masking=COUPLED, **options)
     for wrong, name in ((lambda: SPG(beta=0.5), "beta"), (lambda: SPG(mix=2.0), "mix")):
         with pytest.raises(ValueError, match=f"^{name}"):
             wrong()
-    rl = module(policy(), corruption=COUPLED)
+    rl = module(policy(), masking=COUPLED)
     records = decoded(rl.backbone, 2)
     records = [replace(one, meta={**one.meta, "token_rewards": [1.0]}) for one in records]
     with pytest.raises(ValueError, match=r"^r0\.0: rewards per token .*BoundViews"):

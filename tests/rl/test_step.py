@@ -153,7 +153,7 @@ def test_values_are_read_at_the_states_of_the_decode(name: str, kind: Any) -> No
     backbone = policy(**FAMILIES[name]).eval()
     own = policy(**FAMILIES[name], initializer_range=0.2).eval() if kind == "full" else None
     value = ValueObjective(backbone=kind)
-    rl = module(backbone, corruption=RandomMasking(min_t=0.5), value=value, value_backbone=own)
+    rl = module(backbone, masking=RandomMasking(min_t=0.5), value=value, value_backbone=own)
     rl.double().eval()
     with torch.no_grad():
         rl.value_head.weight.normal_()
@@ -194,9 +194,9 @@ def test_capped_rows_cap_the_values(name: str, monkeypatch: pytest.MonkeyPatch) 
     records = decoded(backbone, 6, per_step=1)
     tables, forwards = [], []
     for rows, given in ((None, {}), (2, {}), (2, {"gamma": 0.9})):
-        corruption = TraceMasking(padding="replayed", rows_per_sample=rows)
+        masking = TraceMasking(padding="replayed", rows_per_sample=rows)
         value = ValueObjective(backbone="head", **given)
-        rl = module(backbone, corruption=corruption, value=value)
+        rl = module(backbone, masking=masking, value=value)
         rl.double().eval()
         torch.nn.init.normal_(rl.value_head.weight, generator=torch.Generator().manual_seed(0))
         values = Mock(wraps=rl.values)
@@ -301,8 +301,8 @@ def test_capped_rows_have_the_gradient_of_all_on_average() -> None:
     records = [max(decoded(policy().eval(), 12), key=lambda record: len(answer_cells(record)))]
 
     def gradients(rows_per_sample: int | None, seeds: range) -> dict[Any, torch.Tensor]:
-        corruption = TraceMasking(padding="replayed", rows_per_sample=rows_per_sample)
-        rl, found = module(policy(), corruption=corruption).eval(), {}
+        masking = TraceMasking(padding="replayed", rows_per_sample=rows_per_sample)
+        rl, found = module(policy(), masking=masking).eval(), {}
         for rl.rows.seed in seeds:
             items = rl.rows.items(records)
             rows = frozenset(tuple(row) for row in items.supervised.tolist())

@@ -247,12 +247,12 @@ def test_resumed_and_divided_training_end_in_the_same_policy(tmp_path: Path) -> 
 )
 def test_rollouts_are_draws_alone(name: str, change: dict[str, Any]) -> None:
     drawn = TraceLockPolicy("none", temperature=1.0, max_accept_per_step=None)
-    plugs = {"policy": drawn, "quota": NoQuota(), **change}
+    components = {"policy": drawn, "quota": NoQuota(), **change}
     with pytest.raises(ValueError, match=rf"decoders\.drawn\.{re.escape(name)}: expected"):
         TraceLockRLModule(
             policy(lora=False),
             tokenizer="tiny",
-            decoders={"drawn": Decoder(**plugs)},
+            decoders={"drawn": Decoder(**components)},
             projector=Projector(ProjectorConfig(hidden_size=16, hidden_rank=6, delta_rank=3)),
             head=HEAD,
         )

@@ -156,8 +156,8 @@ def test_features_of_capture_and_of_decoding_are_those_of_raw_logits(
     built.features = spied(shown, built.features)  # type: ignore[method-assign]
     sampler = d.Sampler(temperature=temperature, score_on=score_on, **filters)
     policy = TraceLockPolicy(scorer=built, threshold=0.5)
-    plugs = Decoder(policy=policy, quota=NoQuota(), sampler=sampler)
-    decoded(plugs, BACKBONE, [[3, 4]], G, capture, recorder)
+    components = Decoder(policy=policy, quota=NoQuota(), sampler=sampler)
+    decoded(components, BACKBONE, [[3, 4]], G, capture, recorder)
     assert len(shown) == len(kept) == len(recorder.records) > 1
     for one, other, record in zip(shown, kept, recorder.records, strict=True):
         assert torch.equal(one, other.flatten(0, 1))
@@ -243,7 +243,7 @@ GATED = {}, {"quota": NoQuota(), "settings": d.DecodeSettings(eos_gate=True)}
 
 
 @pytest.mark.parametrize(
-    ("plugs", "bias", "token", "steps"),
+    ("components", "bias", "token", "steps"),
     [
         (RELEASED, 50.0, 5, 16),  # 64 / 4 where all is accepted
         # Nothing is: the quota stays below one until the last step, when a single mask is left.
@@ -254,12 +254,12 @@ GATED = {}, {"quota": NoQuota(), "settings": d.DecodeSettings(eos_gate=True)}
         (GATED, 50.0, EOS, 16),
     ],
 )
-def test_steps_of_a_model_that_proposes_one_token(plugs, bias, token, steps) -> None:
-    options, others = plugs
+def test_steps_of_a_model_that_proposes_one_token(components, bias, token, steps) -> None:
+    options, others = components
     policy = TraceLockPolicy(scorer=scorer(bias=bias), **options)
     backbone = table_backbone([token] * 64, [0.9] * 64, prompt=1)
-    plugs = Decoder(policy=policy, window=SlidingWindow(32), **others)
-    result = decoded(plugs, backbone, [[3]], 64)
+    components = Decoder(policy=policy, window=SlidingWindow(32), **others)
+    result = decoded(components, backbone, [[3]], 64)
     assert result.num_steps.tolist() == [steps]
     if others is GATED[1]:
         assert result.stalled_steps.tolist() == [0]
@@ -295,8 +295,8 @@ def from_the_left(level: float, proposal: d.Proposal) -> Tensor:
 )
 def test_the_gate_of_the_release_and_ours(logits, options, backbone, commits, ours) -> None:
     gates = {"settings": d.DecodeSettings(eos_gate=True)}
-    for more, plugs, expected in (({"release_compat": True}, {}, commits), ({}, gates, ours)):
-        assert first_commit(logits, backbone, {**options, **more}, **plugs) == expected
+    for more, components, expected in (({"release_compat": True}, {}, commits), ({}, gates, ours)):
+        assert first_commit(logits, backbone, {**options, **more}, **components) == expected
 
 
 def test_release_quota_takes_the_most_probable() -> None:
@@ -304,12 +304,12 @@ def test_release_quota_takes_the_most_probable() -> None:
     assert first_commit(logits, MIXED, options, quota=d.FixedQuota(1)) == [1]
 
 
-def first_commit(logits, backbone: TableBackbone, options: dict, **plugs: object) -> list[int]:
+def first_commit(logits, backbone: TableBackbone, options: dict, **components: object) -> list[int]:
     """What the first step commits, of a policy whose decision logits are a function."""
     policy, recorder = TraceLockPolicy(scorer=scorer(), **options), Recorder()
     policy.decision_logits = lambda state, candidates, proposal: logits(proposal)
-    plugs = {"policy": policy, "quota": NoQuota(), **plugs}
-    decoded(Decoder(**plugs), backbone, [[3]], len(backbone.table) - 1, recorder)
+    components = {"policy": policy, "quota": NoQuota(), **components}
+    decoded(Decoder(**components), backbone, [[3]], len(backbone.table) - 1, recorder)
     return recorder.commits()[0]
 
 

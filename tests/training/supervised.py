@@ -16,7 +16,7 @@ from lit_dlm.training.layout import (
     collate_supervised,
     responses_of,
 )
-from lit_dlm.training.states import Corruption, NoisyStates
+from lit_dlm.training.states import Masking, NoisyStates
 from tests.finetuning.runs import G, examples, small
 
 BLOCK = {"attention": "block", "block_size": 3, "decoder": "qwen3"}
@@ -29,9 +29,9 @@ LEARNING: dict[str, Any] = {
 
 
 def sft(
-    corruption: Corruption | None = None, backbone: HFBackbone | None = None, **options: Any
+    masking: Masking | None = None, backbone: HFBackbone | None = None, **options: Any
 ) -> SFTModule:
-    return SFTModule(backbone or small(), corruption=corruption, **{**LEARNING, **options})
+    return SFTModule(backbone or small(), masking=masking, **{**LEARNING, **options})
 
 
 def tabom(backbone: HFBackbone | None = None, **options: Any) -> TABOMModule:
@@ -62,7 +62,7 @@ def slow_log_probs(
     """
     backbone, start = model.backbone, batch.start
     responses = responses_of(batch, backbone.spec, seed=0, num_padding=model.num_padding)
-    states = model.corruption.states(responses)
+    states = model.masking.states(responses)
     found = []
     for hidden, row in zip(states.hidden, states.sample.tolist(), strict=True):
         prompt, clean = batch.ids[row, :start], batch.ids[row, start:]

@@ -9,7 +9,7 @@ import torch
 from lit_dlm.tensors.cuts import non_ltr_positions
 from lit_dlm.training.layout import responses_of
 from lit_dlm.training.masking import RandomMasking, SemiAutoregressive, TraceMasking
-from lit_dlm.training.states import Corruption
+from lit_dlm.training.states import Masking
 from tests.finetuning.runs import EOS, MASK, G, examples, small
 from tests.training.supervised import BLOCK, batch_of, sft
 
@@ -104,19 +104,19 @@ def test_blocks_behind_the_last_targets_are_left_out(
 @pytest.mark.parametrize("padding", [0, 1])
 @pytest.mark.parametrize("origin", ["sequence", "response"])
 @pytest.mark.parametrize(
-    "corruption",
+    "masking",
     [
         RandomMasking(copies=3, weight="1/t", min_t=0.2, level="block"),
         SemiAutoregressive(weight="1/length"),
         TraceMasking(shrink=2, rows_per_sample=2, padding="replayed"),
     ],
-    ids=lambda corruption: type(corruption).__name__,
+    ids=lambda masking: type(masking).__name__,
 )
 def test_what_is_left_out_changes_no_loss_and_no_noise(
-    corruption: Corruption, origin: str, padding: int
+    masking: Masking, origin: str, padding: int
 ) -> None:
     """Answers of 2, 3, 4 and 2 of 8 cells, a batch at full length and one that was cut."""
-    model = sft(corruption, small(**{**BLOCK, "block_origin": origin}), num_padding=padding)
+    model = sft(masking, small(**{**BLOCK, "block_origin": origin}), num_padding=padding)
     ended = np.full(G, EOS)
     given = [
         replace(
@@ -137,10 +137,10 @@ def test_noise_of_a_sample_does_not_depend_on_the_length_of_its_batch() -> None:
     model = small(**BLOCK)
     first, second = (replace(e, response_ids=e.response_ids[:3], steps=None) for e in examples(2))
     long = replace(second, response_ids=np.full(G, 5))
-    corruption = RandomMasking(copies=2, level="token")
+    masking = RandomMasking(copies=2, level="token")
     hidden = []
     for other in (second, long):
         batch = batch_of(model, [first, other], num_padding=0)
-        states = corruption.states(responses_of(batch, model.spec, seed=0, num_padding=0))
+        states = masking.states(responses_of(batch, model.spec, seed=0, num_padding=0))
         hidden.append(states.hidden[:2, :3].tolist())
     assert hidden[0] == hidden[1]

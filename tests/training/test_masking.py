@@ -1,4 +1,4 @@
-"""Corruptions: which cells they hide and supervise, and that their noise belongs to the sample."""
+"""Maskings: which cells they hide and supervise, and that their noise belongs to the sample."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ from tests.training.reference import responses, rows
 
 
 def unordered(maskable: torch.Tensor) -> Responses:
-    """Where no corruption asks for the steps."""
+    """Where no masking asks for the steps."""
     return responses(*maskable.shape, maskable=maskable)
 
 
@@ -46,10 +46,10 @@ VIEWS = [
 ]
 
 
-@pytest.mark.parametrize("corruption", [*ALL, *VIEWS], ids=lambda c: type(c).__name__)
-def test_noise_belongs_to_the_sample_and_not_to_the_batch(corruption: Any) -> None:
-    whole = corruption.states(responses())
-    part = corruption.states(responses(B=2, seeds=torch.tensor([103, 101])))
+@pytest.mark.parametrize("masking", [*ALL, *VIEWS], ids=lambda c: type(c).__name__)
+def test_noise_belongs_to_the_sample_and_not_to_the_batch(masking: Any) -> None:
+    whole = masking.states(responses())
+    part = masking.states(responses(B=2, seeds=torch.tensor([103, 101])))
     for row, number in enumerate([3, 1]):
         for name in ("hidden", "supervised", "weight"):
             one = getattr(whole, name)[whole.sample == number]
@@ -57,21 +57,21 @@ def test_noise_belongs_to_the_sample_and_not_to_the_batch(corruption: Any) -> No
             assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("corruption", ALL[:-3], ids=lambda c: type(c).__name__)
+@pytest.mark.parametrize("masking", ALL[:-3], ids=lambda c: type(c).__name__)
 def test_only_hidden_cells_of_the_answer_are_targets_and_padding_stays_hidden(
-    corruption: Any,
+    masking: Any,
 ) -> None:
-    states = corruption.states(responses())
+    states = masking.states(responses())
     assert not (states.supervised & ~states.hidden).any()
     assert not states.supervised[:, 6:].any()
     assert states.hidden[:, 6:].all()
     assert ((states.weight > 0) == states.supervised).all()
 
 
-@pytest.mark.parametrize("corruption", [RandomMasking(), TimeDelay(window=2)])
-def test_another_seed_gives_other_states(corruption: Any) -> None:
-    one = corruption.states(responses(B=64))
-    two = corruption.states(responses(B=64, seeds=torch.arange(64)))
+@pytest.mark.parametrize("masking", [RandomMasking(), TimeDelay(window=2)])
+def test_another_seed_gives_other_states(masking: Any) -> None:
+    one = masking.states(responses(B=64))
+    two = masking.states(responses(B=64, seeds=torch.arange(64)))
     assert not torch.equal(one.hidden, two.hidden)
 
 
@@ -103,11 +103,11 @@ def test_only_states_with_targets_count_in_a_mean_of_their_targets() -> None:
     one_cell = unordered(torch.ones(16, 1, dtype=torch.bool))
     weight: Any
     for weight, wanted in (("1/num_targets", None), ("1/length", 16)):
-        for corruption in (
+        for masking in (
             RandomMasking(weight=weight),
             SemiAutoregressive(block_size=1, weight=weight),
         ):
-            states = corruption.states(one_cell)
+            states = masking.states(one_cell)
             targets = int(states.supervised.sum())
             assert 0 < targets < 16
             assert states.num_units() == (wanted or targets)
@@ -115,9 +115,9 @@ def test_only_states_with_targets_count_in_a_mean_of_their_targets() -> None:
 
 def test_sliced_blocks_show_what_comes_before_and_hide_what_comes_after() -> None:
     """At a level of 1, which hides every cell of its block."""
-    corruption = SemiAutoregressive(block_size=4)
-    corruption.noise.min_t = corruption.noise.max_t = 1.0
-    states = corruption.states(responses(B=1))
+    masking = SemiAutoregressive(block_size=4)
+    masking.noise.min_t = masking.noise.max_t = 1.0
+    states = masking.states(responses(B=1))
     assert states.hidden.equal(rows("11111111", "00001111"))
     assert states.supervised.equal(rows("11110000", "00001100"))
 

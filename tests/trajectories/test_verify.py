@@ -29,8 +29,8 @@ from lit_dlm.trajectories.verify import (
     teacher_forced,
     verify,
 )
+from tests.components import AlternatePolicy
 from tests.fakes import EOS, MASK, TableBackbone, fake_spec, logits_for
-from tests.plugs import AlternatePolicy
 from tests.trajectories.decoded_sets import DECODERS, LENGTH, NUM_TEXTS, decoded_set, write_set
 from tests.trajectories.samples import flip, read_all, small_record
 
@@ -91,8 +91,11 @@ def test_the_same_settings_are_exact_for_every_kind_of_decoder(folder, backbone)
 def test_rows_of_a_block_model_in_different_blocks_are_exact(tmp_path):
     """The decoder names no window, its record that of the model; the rows drift apart."""
     block = HFBackbone("tiny", spec_overrides={"attention": "block", "block_size": 4})
-    plugs = {"policy": decoding.DynamicPolicy(0.5), "quota": decoding.EvenQuota(steps_per_block=4)}
-    bare = Decoder(cache=decoding.BlockCache(), **plugs)
+    components = {
+        "policy": decoding.DynamicPolicy(0.5),
+        "quota": decoding.EvenQuota(steps_per_block=4),
+    }
+    bare = Decoder(cache=decoding.BlockCache(), **components)
     folder = decoded_set(tmp_path / "set", {"cached": bare.on(block.spec)}, block, batch_size=4)
     assert_exact(folder, block)
     records = read_all(folder)
@@ -318,8 +321,8 @@ def test_another_record_under_the_same_uid_is_not_authentic(small, tmp_path):
 def test_a_policy_from_outside_of_the_package_decides_again(backbone, tmp_path):
     decoder = Decoder(policy=AlternatePolicy(), window=decoding.FullWindow())
     folder = decoded_set(tmp_path / "set", {"alternate": decoder}, backbone)
-    assert_exact(folder, backbone, plug_modules=["tests.plugs"])
-    with pytest.raises(ValueError, match=r"method 'alternate': .* --plugs tests\.plugs"):
+    assert_exact(folder, backbone, component_modules=["tests.components"])
+    with pytest.raises(ValueError, match=r"method 'alternate': .* --components tests\.components"):
         check(folder, backbone)
 
 

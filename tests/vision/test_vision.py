@@ -78,8 +78,12 @@ def test_rows_hidden_states_and_logits_are_those_of_the_release(backbone: HFBack
 @pytest.mark.parametrize("cache", [None, d.PrefixCache(), d.DualCache()])
 def test_padded_rows_decode_as_alone(small: HFBackbone, cache):
     """Prompts with one picture, none and two, side by side and each on its own."""
-    plugs = {"policy": d.ConfidencePolicy(), "quota": d.FixedQuota(2), "window": d.BlockWindow(4)}
-    decoder = d.Decoder(**plugs, cache=cache)
+    components = {
+        "policy": d.ConfidencePolicy(),
+        "quota": d.FixedQuota(2),
+        "window": d.BlockWindow(4),
+    }
+    decoder = d.Decoder(**components, cache=cache)
     one = prompt(small, CASES["one_tile"][0], PICTURES[0])
     two = prompt(small, CASES["two"][0], picture(20, 60), PICTURES[0])
     together = as_rows_alone(decoder, small, [one, [5, 6, 7], two], 8)

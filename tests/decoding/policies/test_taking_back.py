@@ -282,7 +282,7 @@ def test_edits_under_a_block_cache_are_those_without_it():
 
 
 @pytest.mark.parametrize(
-    ("spec", "plugs", "told"),
+    ("spec", "components", "told"),
     [
         ({}, {"policy": d.WINOPolicy(), "cache": d.DualCache()}, "cache: .*WINOPolicy"),
         (
@@ -304,9 +304,9 @@ def test_edits_under_a_block_cache_are_those_without_it():
         ),
     ],
 )
-def test_what_a_method_cannot_have_is_refused_by_name(spec, plugs, told):
+def test_what_a_method_cannot_have_is_refused_by_name(spec, components, told):
     with pytest.raises(ValueError, match=f"^{told}"):
-        Decoder(**plugs).check(tiny_backbone(**spec))
+        Decoder(**components).check(tiny_backbone(**spec))
 
 
 def test_a_loop_outlasts_the_steps_of_a_schedule():
