@@ -98,7 +98,6 @@ def decoded(backbone: HFBackbone) -> tuple[list[Trajectory], Projector]:
             hidden_layers=(-3, -2, -1),
             groups=feature_groups(projector.config, settings),
             projector_digest=projector.digest(),
-            step_ratio=1.0,
             scheme="fp16",
             layout="all",
         )

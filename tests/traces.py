@@ -17,7 +17,7 @@ from lit_dlm.backbones.projection import (
     feature_groups,
 )
 from lit_dlm.decoding import Decoder, EntropyPolicy, decode, prompt_canvas
-from lit_dlm.trajectories.capture import FeatureCapture, TrajectoryCapture
+from lit_dlm.trajectories.capture import FeatureCapture, KeptSteps, TrajectoryCapture
 from lit_dlm.trajectories.record import FeatureLayout, FeatureScheme, Trajectory
 from lit_dlm.trajectories.store import RunRecord, TrajectoryShardWriter
 from tests.finetuning.runs import EOS, MASK, PAD, SIZES, VOCAB  # noqa: F401 - for others
@@ -50,7 +50,7 @@ def feature_capture(
         hidden_layers=(-3, -2, -1),
         groups=feature_groups(projector.config, settings),
         projector_digest=projector.digest(),
-        step_ratio=step_ratio,
+        steps=partial(KeptSteps, ratio=step_ratio),
         scheme=scheme,
         layout=layout,
         scores=frozenset(n for n in ("entropy", "margin") if getattr(settings, n)),

@@ -26,7 +26,7 @@ from lit_dlm.tracelock.states import (
     state_snapshots,
     trace_states,
 )
-from lit_dlm.trajectories.capture import FeatureCapture, Level, TrajectoryCapture
+from lit_dlm.trajectories.capture import FeatureCapture, KeptSteps, Level, TrajectoryCapture
 from lit_dlm.trajectories.record import FeatureScheme, Trajectory
 from lit_dlm.vision.base import add_pictures
 
@@ -99,7 +99,7 @@ class TraceModule(DecodeModule):
             hidden_layers=self.settings.hidden_layers,
             groups=feature_groups(projector.config, self.settings.features),
             projector_digest=projector.digest(),
-            step_ratio=self.step_ratio,
+            steps=partial(KeptSteps, ratio=self.step_ratio),
             scheme=self.scheme,
             layout=self.settings.layout,
             scores=self.settings.features.scores,

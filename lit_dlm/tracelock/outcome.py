@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from lit_dlm.backbones.base import backbone_facts, check_facts
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.projection import Projector, feature_groups
-from lit_dlm.decoding import Decoder, DecodeState, StepRecord
+from lit_dlm.decoding import Decoder
 from lit_dlm.rl.items import Items, RolloutBatch, RowBuilder
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.rollout import RolloutSource, StoredRollouts
@@ -36,7 +36,7 @@ from lit_dlm.tracelock.network import AcceptanceConfig, PositionState
 from lit_dlm.tracelock.policy import TraceLockPolicy, left_of_window_end
 from lit_dlm.tracelock.scorer import AcceptanceScorer, ScorerSettings
 from lit_dlm.training.checkpoint import drop_backbone
-from lit_dlm.trajectories.capture import FeatureCapture, StepBuffer, TrajectoryCapture
+from lit_dlm.trajectories.capture import FeatureCapture, StepSignal, TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
 
 HELD_BYTES = 2**30
@@ -58,28 +58,22 @@ class CommitCapture(TrajectoryCapture):
             hidden_layers=scorer.settings.hidden_layers,
             groups=feature_groups(scorer.projector.config, scorer.settings.features),
             projector_digest=scorer.projector.digest(),
-            step_ratio=1.0,
             scheme="fp16",
             layout="masked",
             scores=scorer.settings.features.scores,
+            whole_response=False,  # the network scores candidates alone
         )
-        super().__init__(vocab_size=vocab_size, level="features", features=features)
-        self.policy = policy
+        signals: dict[str, StepSignal] = {
+            "step_commit": lambda step: torch.where(
+                step.candidates, step.commit.to(torch.int8), -1
+            ),
+            "step_log_odds": lambda step: policy.log_odds(step.scores),
+        }
+        super().__init__(
+            vocab_size=vocab_size, level="features", features=features, signals=signals
+        )
         self._held = 0  # bytes of features in memory
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open while its records are read
-
-    def on_start(self, state: DecodeState) -> None:
-        super().on_start(state)
-        shape = (len(state.rows), state.ids.shape[1] - state.start)
-        self._signals["step_commit"] = StepBuffer(*shape, torch.int8, self._copies)
-        self._signals["step_log_odds"] = StepBuffer(*shape, torch.float32, self._copies)
-
-    def on_step(self, record: StepRecord) -> None:
-        commit = torch.where(record.candidates, record.commit.to(torch.int8), -1)
-        self._signals["step_commit"].append(record.state.rows, commit)
-        log_odds = self.policy.log_odds(record.scores)
-        self._signals["step_log_odds"].append(record.state.rows, log_odds)
-        super().on_step(record)
 
     def trajectories(
         self, uids: Sequence[str], metas: Sequence[Mapping[str, Any]] | None = None
@@ -105,13 +99,6 @@ class CommitCapture(TrajectoryCapture):
             part = part.view(stored.features.dtype).reshape(stored.features.shape)
             records[number] = replace(records[number], features=replace(stored, features=part))
         return records
-
-    def _due(self) -> list[int]:
-        return list(self._open)  # every step is kept, so there is no plan to consult
-
-    def _required(self, settings: FeatureCapture) -> frozenset[str]:
-        # Only cells in the window are candidates, so the scores of the others are not needed.
-        return super()._required(settings) - {"region"}
 
 
 @dataclass(eq=False, kw_only=True)

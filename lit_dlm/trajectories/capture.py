@@ -15,7 +15,7 @@ masked position of every step, and probability, selection score and margin of ev
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import Any, Literal
@@ -30,6 +30,8 @@ from lit_dlm.system.options import within
 from lit_dlm.tensors.sampling import uniform_noise
 from lit_dlm.trajectories.format import only_masked
 from lit_dlm.trajectories.record import (
+    MAX_LENGTH,
+    SIGNAL_DTYPES,
     FeatureLayout,
     FeatureScheme,
     StepFeatures,
@@ -52,11 +54,31 @@ class FeatureCapture:
     hidden_layers: tuple[int, ...]  # snapshots to request from the backbone
     groups: tuple[int, ...]  # sizes of the feature groups, which sum to F
     projector_digest: str  # digest of the function, stored beside the features
-    step_ratio: float = 0.1  # fraction of steps that keep features
+    steps: Callable[[int], Container[int]] = lambda _seed: range(MAX_LENGTH + 1)
+    """Which steps keep features: called with the seed (int64) of a row, so that its batch cannot
+    matter. By default all; :class:`KeptSteps` chooses some."""
+    whole_response: bool = True
+    """Whether all response positions need scores, or only the candidates of a kept step."""
     scheme: FeatureScheme = "int8"  # how features are stored
     layout: FeatureLayout = "generation"  # see StepFeatures.layout
     scores: frozenset[str] = frozenset({"entropy", "margin"})
     """Scores that the function needs besides the probability."""
+
+
+StepSignal = Callable[[StepRecord], Tensor]
+"""Returns the values ``(b, at least G)`` of a step, of which the last G columns are kept."""
+
+
+def _entropy(step: StepRecord) -> Tensor:
+    assert step.proposal.entropy is not None
+    return step.proposal.entropy
+
+
+_STEP_SIGNALS: dict[str, StepSignal] = {
+    "step_prob": lambda step: step.proposal.prob,
+    "step_entropy": _entropy,
+    "step_proposal": lambda step: step.proposal.ids,
+}
 
 
 class TrajectoryCapture:
@@ -68,11 +90,14 @@ class TrajectoryCapture:
         vocab_size: int,
         level: Level = "tokens",
         features: FeatureCapture | None = None,
+        signals: Mapping[str, StepSignal] | None = None,
     ) -> None:
+        """Sets up an observer; ``signals`` are further ``step_*`` by name, at any level."""
         assert (level == "features") == (features is not None), "features belong to that level"
         self.vocab_size = vocab_size
         self.level = level
         self.features = features
+        self.step_signals = {**(_STEP_SIGNALS if level == "signals" else {}), **(signals or {})}
         self.hidden_layers: tuple[int, ...] = features.hidden_layers if features else ()
         needs = {"signals": {"region", "entropy"}, "features": {"hidden"}}
         self.requires: frozenset[str] = frozenset(needs.get(level, ()))
@@ -85,18 +110,17 @@ class TrajectoryCapture:
         self._copies = HostCopies(device)
         buffer = partial(StepBuffer, B, G, copies=self._copies)
         self._canvas = buffer(torch.int32)
-        self._signals: dict[str, StepBuffer] = {}  # step_* by name
+        self._signals = {
+            name: buffer(getattr(torch, SIGNAL_DTYPES[name].name)) for name in self.step_signals
+        }
         self._tables: dict[str, Tensor] = {}  # commit_* by name, (B, G) float16
         if self.level == "signals":
-            self._signals["step_prob"] = buffer(torch.float16)
-            self._signals["step_entropy"] = buffer(torch.float16)
-            self._signals["step_proposal"] = buffer(torch.int32)
             for name in ("commit_prob", "commit_margin", "commit_score"):
                 self._tables[name] = torch.full((B, G), torch.nan, device=device).half()
         self._mask_id = state.mask_id
         self._step = 0
         self._open: dict[int, CapturedRow] = {}
-        self._plans: dict[int, KeptSteps] = {}
+        self._plans: dict[int, Container[int]] = {}
         self._ended, self._captured = [], None
         self._kept: list[KeptStep] = []
         self._enter(state, range(B))
@@ -113,15 +137,17 @@ class TrajectoryCapture:
             self._open[place] = CapturedRow(start, number, place, self._step)
         if self.features is not None:
             for seed, place in zip(state.seeds.tolist(), places, strict=True):
-                self._plans[place] = KeptSteps(seed, ratio=self.features.step_ratio)
+                self._plans[place] = self.features.steps(seed)
             self.requires = self._required(self.features)
 
     def on_step(self, record: StepRecord) -> None:
         """Copies what the level keeps; never waits for the device."""
         state = record.state
         self._canvas.append(state.rows, record.new_ids)
-        if self.level == "signals":
-            self._add_signals(record)
+        for name, signal in self.step_signals.items():
+            self._signals[name].append(state.rows, signal(record))
+        if self._tables:
+            self._note_commits(record)
         if self.features is not None and (rows := self._due()):
             self._kept.append(self._features_of(self.features, record, rows))
         self._step += 1
@@ -188,13 +214,10 @@ class TrajectoryCapture:
 
     # -- signals -------------------------------------------------------------------------------
 
-    def _add_signals(self, record: StepRecord) -> None:
+    def _note_commits(self, record: StepRecord) -> None:
+        """Overwrites the ``commit_*`` values of the positions that this step wrote."""
         state, proposal = record.state, record.proposal
         rows, response = state.rows, slice(state.start, None)
-        assert proposal.entropy is not None
-        self._signals["step_prob"].append(rows, proposal.prob)
-        self._signals["step_entropy"].append(rows, proposal.entropy)
-        self._signals["step_proposal"].append(rows, proposal.ids)
         passed_over = record.candidates & ~record.commit
         best = record.scores.masked_fill(~passed_over, -torch.inf).amax(1, keepdim=True)
         written = (record.new_ids != state.ids)[:, response]
@@ -225,7 +248,8 @@ class TrajectoryCapture:
         if not self._due():
             return frozenset({"hidden"})
         scores = {f"raw_{name}" for name in settings.scores}
-        return frozenset({"hidden", "region", "raw_prob"} | scores)
+        region = {"region"} if settings.whole_response else set()
+        return frozenset({"hidden", "raw_prob"} | region | scores)
 
     def _features_of(
         self, settings: FeatureCapture, record: StepRecord, rows: list[int]
@@ -410,7 +434,8 @@ class KeptSteps:
         self._planned = 0
         self._steps: set[int] = set()
 
-    def __contains__(self, step: int) -> bool:
+    def __contains__(self, step: object) -> bool:
+        assert isinstance(step, int)
         while step >= self._start(self._planned):
             self._plan()
         return step in self._steps

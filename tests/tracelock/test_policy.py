@@ -149,7 +149,6 @@ def test_features_of_capture_and_of_decoding_are_those_of_raw_logits(
         hidden_layers=(-3, -2, -1),
         groups=feature_groups(built.projector.config, built.settings.features),
         projector_digest="digest",
-        step_ratio=1.0,
         scores=frozenset({"entropy", "margin"}),
     )
     capture = TrajectoryCapture(vocab_size=8, level="features", features=features)

@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -78,7 +79,7 @@ def observer(level: str = "tokens", **changes) -> TrajectoryCapture:
         "hidden_layers": (-2, -1),
         "groups": (4, 4, 1, 1),
         "projector_digest": "digest",
-        "step_ratio": 0.5,
+        "steps": partial(KeptSteps, ratio=0.5),
         "scores": frozenset({"entropy"}),
     }
     features = FeatureCapture(**settings | changes) if level == "features" else None
@@ -236,7 +237,7 @@ def test_no_step_at_level_features_waits_for_the_device(monkeypatch):
         tensors = {name: t.to("meta") for name, t in vars(value).items() if isinstance(t, Tensor)}
         return replace(value, **tensors)
 
-    watcher, capture = Watcher(), observer("features", step_ratio=1.0)
+    watcher, capture = Watcher(), observer("features", steps=lambda _seed: range(G))
     run(DECODERS["one"], [watcher, capture], PROMPTS[:2], SEEDS[:2])
     step = watcher.records[0]
     monkeypatch.setattr(capture_module.HostCopies, "add", lambda _self, x: torch.empty(x.shape))
@@ -258,7 +259,7 @@ def test_only_steps_that_are_kept_look_at_the_whole_response():
             return super().denoise(ids, columns=columns, **options)
 
     decoder = Decoder(policy=decoding.ConfidencePolicy(), window=decoding.BlockWindow(2))
-    capture = observer("features", step_ratio=0.3)
+    capture = observer("features", steps=partial(KeptSteps, ratio=0.3))
     canvas = prompt_canvas([[3]], response_length=G, spec=fake_spec(), seeds=[11])
     decode(Counting(logits, VOCAB), decoder, canvas, [capture])
     kept = KeptSteps(11, ratio=0.3).steps(G)
