@@ -33,9 +33,9 @@ install: $(VENV)/.installed  ## Make .venv and install the project with its deve
 
 # Traces, TraceLock and benchmark of one embedded model.
 main-job-%:
-	$(BIN)/lit-dlm predict --config configs/exp/generate_$*.yaml --run_dir $(RUN_DIR)/$*
-	$(BIN)/lit-dlm fit --config configs/exp/tracelock_$*.yaml --run_dir $(RUN_DIR)/$* --ckpt_path last
-	$(BIN)/lit-dlm predict --config configs/exp/benchmark_$*.yaml --run_dir $(RUN_DIR)/$*
+	$(BIN)/lit-dlm predict --config exp/generate_$* --run_dir $(RUN_DIR)/$*
+	$(BIN)/lit-dlm fit --config exp/tracelock_$* --run_dir $(RUN_DIR)/$* --ckpt_path last
+	$(BIN)/lit-dlm predict --config exp/benchmark_$* --run_dir $(RUN_DIR)/$*
 
 quickstart: $(VENV)/.runs  ## The main job on two embedded models: traces, TraceLock, benchmark (about 6 minutes)
 	@mkdir -p $(RUN_DIR)
@@ -47,16 +47,16 @@ quickstart: $(VENV)/.runs  ## The main job on two embedded models: traces, Trace
 
 vision: $(VENV)/.runs  ## Pictures on the embedded model: questions, TraceLock, TraceRL, drawing (about 3 minutes)
 	$(MAKE) main-job-pictures RUN_DIR=$(VISION_DIR)
-	$(BIN)/lit-dlm predict --config configs/exp/draw_pictures.yaml --run_dir $(VISION_DIR)/drawing
-	$(BIN)/lit-dlm fit --config configs/exp/tracerl_draw_pictures.yaml --run_dir $(VISION_DIR)/rl --ckpt_path last
+	$(BIN)/lit-dlm predict --config exp/draw_pictures --run_dir $(VISION_DIR)/drawing
+	$(BIN)/lit-dlm fit --config exp/tracerl_draw_pictures --run_dir $(VISION_DIR)/rl --ckpt_path last
 	$(BIN)/lit-dlm report $(VISION_DIR)/pictures $(VISION_DIR)/drawing --out $(VISION_DIR)
 	$(BIN)/python experiments/picture_examples.py --questions $(VISION_DIR)/pictures --drawings $(VISION_DIR)/drawing --out $(VISION_DIR)/pictures.png
 
 tiny-model: $(VENV)/.runs  ## Train the embedded models again (about two hours on two cores)
-	$(BIN)/lit-dlm fit --config configs/exp/pretrain_tiny.yaml --ckpt_path last
-	$(BIN)/lit-dlm fit --config configs/exp/pretrain_planning.yaml --ckpt_path last
+	$(BIN)/lit-dlm fit --config exp/pretrain_tiny --ckpt_path last
+	$(BIN)/lit-dlm fit --config exp/pretrain_planning --ckpt_path last
 	$(BIN)/pip install --quiet scikit-learn
-	$(BIN)/lit-dlm fit --config configs/exp/pretrain_pictures.yaml --ckpt_path last
+	$(BIN)/lit-dlm fit --config exp/pretrain_pictures --ckpt_path last
 
 test: install  ## Run all tests (about ten minutes on two cores)
 	$(BIN)/python -m pytest -m "not gpu and not docs" -n 2 --dist loadscope --no-loadscope-reorder

@@ -209,7 +209,7 @@ def measure(folder: Path, model: str, *, accelerator: str, small: bool) -> None:
         told = folder / "phases.json"
         told.unlink(missing_ok=True)
         shutil.rmtree(folder / "runs" / model / run, ignore_errors=True)  # it would be resumed
-        command = [sys.executable, str(ROOT / "cli.py"), *_flags(model, run, ROOT / "configs/exp")]
+        command = [sys.executable, str(ROOT / "cli.py"), *_flags(model, run)]
         command += [f"--trainer.accelerator={accelerator}", "--trainer.devices=1"]
         command += ["--trainer.strategy=auto", "--trainer.enable_progress_bar=false"]
         command += ["--trainer.callbacks+=real_size.Clock", f"--trainer.callbacks.file={told}"]
@@ -234,11 +234,11 @@ def measure(folder: Path, model: str, *, accelerator: str, small: bool) -> None:
         keep(run, [*json.loads(told.read_text()), total])
 
 
-def _flags(model: str, run: str, configs: Path) -> list[str]:
+def _flags(model: str, run: str) -> list[str]:
     command, options = RUNS[model][run]
     start, _, name = command.rpartition(" ")
     flags = [f"--{option}={value}" for option, value in options.items()]
-    return [*start.split(), str(configs / f"{name}.yaml"), f"--run_dir=runs/{model}/{run}", *flags]
+    return [*start.split(), f"exp/{name}", f"--run_dir=runs/{model}/{run}", *flags]
 
 
 class Clock(Callback):
@@ -380,7 +380,7 @@ def markdown(found: Mapping[str, Any], models: Sequence[str]) -> str:
                 if "error" in phase:
                     notes.append(f"{model}: two layers against float32, {phase['error']:.1e}")
             if run != "write":
-                parts = _flags(model, run, Path("configs/exp"))
+                parts = _flags(model, run)
                 commands.append(f"# {model}/{run}\nlit-dlm {shlex.join(parts)}")
     return "\n".join([*lines, "", *notes, "", "```bash", *commands, "```"])
 

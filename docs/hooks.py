@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lit_dlm.commands.recipes import described
+from lit_dlm.commands.recipes import described, folder
 from lit_dlm.config.files import packaged
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,11 +44,16 @@ def intro() -> str:
 
 
 def recipes() -> str:
-    """The experiments as a table."""
-    lines = ["| experiment | what | needs | expected |", "|---|---|---|---|"]
-    for path in packaged("exp"):
-        name, what, *fields = described(path)
-        told = {key: text for key, _, text in (field.partition(": ") for field in fields)}
-        cells = (f"`{name.strip()}`", what, told.get("Needs", ""), told.get("Expected", ""))
-        lines.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
+    """The experiments as a table for each method; below one, what follows it on a command line."""
+    lines = []
+    for method, names in groupby(packaged("exp"), key=folder):
+        lines += [
+            f"\n## {method}\n",
+            "| experiment | what | needs | expected |",
+            "|---|---|---|---|",
+        ]
+        for name, what, *fields in (row for one in names for row in described(one)):
+            told = {key: text for key, _, text in (field.partition(": ") for field in fields)}
+            cells = (f"`{name.strip()}`", what, told.get("Needs", ""), told.get("Expected", ""))
+            lines.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
     return "\n".join(lines)

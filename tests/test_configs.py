@@ -40,7 +40,7 @@ def test_trainer_parses_on_top_of_an_experiment(name: str, capsys):
 
 def test_backbones_that_no_experiment_names_are_valid(capsys):
     """Of the others each is that of an experiment, and runs with it."""
-    used = "".join(path.read_text() for path in (FOLDER / "exp").glob("*.yaml"))
+    used = "".join(path.read_text() for path in (FOLDER / "exp").rglob("*.yaml"))
     used += "".join(path.read_text() for path in (FOLDER / "method").glob("*.yaml"))
     names = {name for name in packaged("backbone") if f"{name}.yaml" not in used}
     for name in names - {"backbone/from_ar"}:

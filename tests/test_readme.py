@@ -77,7 +77,7 @@ OTHERS = [words for told, words in TRAINED.items() if not PLAIN.fullmatch(told)]
 def test_experiments_of_pages_exist():
     named = [found[1] for told in TRAINED if (found := PLAIN.fullmatch(told))]
     assert len(named) > 20
-    assert not set(named) - {path.stem for path in (ROOT / "configs" / "exp").glob("*.yaml")}
+    assert not set(named) - {path.stem for path in (ROOT / "configs" / "exp").rglob("*.yaml")}
 
 
 @pytest.mark.parametrize("words", OTHERS, ids=range(len(OTHERS)))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from itertools import groupby, pairwise
 
 import yaml
 
-from lit_dlm.config.files import find, load, packaged
+from lit_dlm.config.files import find, load, packaged, variants
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -18,8 +19,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("name", nargs="?", help="such as tracelock_tiny, or any configuration file")
     name = parser.parse_args(arguments).name
     if name is None:
-        for recipe in packaged("exp"):
-            print("  ".join(described(recipe)))  # noqa: T201
+        for method, recipes in groupby(packaged("exp"), key=folder):
+            print(f"{method}:")  # noqa: T201
+            for recipe in recipes:
+                for line in described(recipe):
+                    print("  " + "  ".join(line))  # noqa: T201
         return 0
     known = f"exp/{name}"
     content = load(known if known in packaged("exp") else name)
@@ -27,9 +31,24 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def described(name: str) -> list[str]:
-    """Name, summary, needs and expected result of a packaged experiment, from its head comment."""
+def folder(name: str) -> str:
+    """Returns the method of a packaged experiment, by the folder that it lies in."""
+    return find(name).parent.name
+
+
+def described(name: str) -> list[list[str]]:
+    """Name, summary, needs and expected result of an experiment, and of it with its overlays.
+
+    What follows it on a command line is described by the heads of the files that it names.
+    """
+    rows = [[name.removeprefix("exp/").ljust(26), *_head(name)]]
+    for words in variants(name):
+        files = [word for flag, word in pairwise(words) if flag == "--config"]
+        rows.append([f"  {' '.join(words)}".ljust(26), *_head(files[-1])])
+    return rows
+
+
+def _head(name: str) -> list[str]:
     lines = find(name).read_text(encoding="utf-8").splitlines()
     head = [line.removeprefix("# ") for line in lines if line.startswith("# ")]
-    fields = [line for line in head[1:] if line.startswith(("Needs:", "Expected:"))]
-    return [name.removeprefix("exp/").ljust(28), head[0], *fields]
+    return [head[0], *(line for line in head[1:] if line.startswith(("Needs:", "Expected:")))]

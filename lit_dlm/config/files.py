@@ -8,11 +8,12 @@ A file is a mapping; it includes other files in one of two ways::
         backbone: ../backbone/dream.yaml       # a value: the contents of that file
 
 ``defaults`` may be in any mapping. Names are relative to the file, then to the packaged ``configs``
-folder, with or without ``.yaml``. Files are joined before anything is parsed: mappings key by key,
-lists as a whole (``key+`` appends); null removes a mapping, and another class, but for a subclass
-of the user's, starts anew. So
-``${run_dir}`` and the like may be in any part, and a second file can add one decoder to those of
-the first. Nothing here imports torch: a mistake in a name costs no more than Python's own start.
+folder, with or without ``.yaml``; experiments lie in a folder for each method, and are found
+without its name too. Files are joined before anything is parsed: mappings key by key, lists as a
+whole (``key+`` appends); null removes a mapping, and another class, but for a subclass of the
+user's, starts anew. So ``${run_dir}`` and the like may be in any part, and a second file can add
+one decoder to those of the first. Nothing here imports torch: a mistake in a name costs no more
+than Python's own start.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from pydoc import ErrorDuringImport, locate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import yaml
 from omegaconf import OmegaConf
@@ -42,36 +43,68 @@ _DEEPEST = 50
 _UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, OSError, RecursionError)
 
 
+def _refuse(place: str, told: str) -> NoReturn:
+    raise ValueError(f"{place}: {told}")
+
+
 def find(name: str, beside: Path | None = None) -> Path:
     """Returns the path of a file, or of a packaged one such as ``exp/tracelock_tiny``."""
     if found := _found(name, beside):
         return found
-    searched = f"{(beside or Path()).resolve()} and {FOLDER}"
     hint = nearest(name.removesuffix(".yaml"), packaged())
-    raise ValueError(f"configuration '{name}': expected a file, got none in {searched}{hint}")
+    if name.rpartition("/")[0].endswith("exp"):
+        # Many a variant is an experiment and an overlay, whose names resemble no single file.
+        hint += "; 'lit-dlm recipes' lists experiments and what may follow them"
+    searched = f"{(beside or Path()).resolve()} and {FOLDER}"
+    _refuse(f"configuration '{name}'", f"expected a file, got none in {searched}{hint}")
+
+
+def _found(name: str, beside: Path | None) -> Path | None:
+    for folder in (beside or Path(), FOLDER):
+        named = folder / name
+        candidates = [named, folder / f"{name}.yaml"]
+        if named.parent.name == "exp":  # in the folder of some method; a test keeps names unique
+            file = f"{named.name.removesuffix('.yaml')}.yaml"
+            candidates += [one / file for one in sorted(named.parent.glob("*/"))]
+        for path in candidates:
+            if path.is_file():
+                return path.resolve()
+    return None
 
 
 def packaged(folder: str = "") -> list[str]:
-    """Returns the names of the packaged files below a folder, such as ``exp/tracelock_tiny``."""
+    """Returns the packaged files below a folder by the names that find them: ``exp/sft_dream``."""
     paths = sorted((FOLDER / folder).rglob("*.yaml"))
-    return [path.relative_to(FOLDER).with_suffix("").as_posix() for path in paths]
+    names = (path.relative_to(FOLDER).with_suffix("").as_posix() for path in paths)
+    return [re.sub(r"^exp/\w+/", "exp/", name) for name in names]
+
+
+def variants(name: str) -> list[list[str]]:
+    """Returns what may follow an experiment on a command line, by the lines ``Also:`` of its head.
+
+    These are flags such as ``--config domain/planning``, and the run folder if they share none.
+    """
+    lines = find(name).read_text(encoding="utf-8").splitlines()
+    mark = "# Also: "
+    return [line.removeprefix(mark).split() for line in lines if line.startswith(mark)]
 
 
 def maker(folder: Path) -> str:
     """Says what makes missing traces or their projector: the experiment whose run folder it is."""
+    run_dir = str(folder.parent)
     options = ("trajectories_dir", "projector_dir")
     written = [f"'{option}': '${{run_dir}}/{folder.name}'" for option in options]
     for name in packaged("exp"):
-        lines = find(name).read_text(encoding="utf-8").splitlines()
-        if f"run_dir: {folder.parent}" in lines and any(one in str(load(name)) for one in written):
-            return f"'lit-dlm predict --config {name}' makes it"
+        for words in (["--config", name, *more] for more in ([], *variants(name))):
+            files = [word for flag, word in pairwise(words) if flag == "--config"]
+            texts = [" ".join(words), *(find(one).read_text(encoding="utf-8") for one in files)]
+            # Texts are searched first: to compose all experiments would take seconds.
+            if re.search(rf"run_dir:? {re.escape(run_dir)}$", "\n".join(texts), re.MULTILINE):
+                document = compose(words).document
+                told = str(document)
+                if document["run_dir"] == run_dir and any(one in told for one in written):
+                    return f"'lit-dlm predict {' '.join(words)}' makes it"
     return "'lit-dlm recipes' tells what makes it, with the same --run_dir"
-
-
-def _found(name: str, beside: Path | None) -> Path | None:
-    folders = (beside or Path(), FOLDER)
-    paths = (folder / file for folder in folders for file in (name, f"{name}.yaml"))
-    return next((path.resolve() for path in paths if path.is_file()), None)
 
 
 def load(name: str) -> dict[str, Any]:
@@ -87,7 +120,7 @@ def decoder_options(content: dict[str, Any]) -> dict[str, Any]:
 
 def _read(path: Path, within: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path in within:
-        raise ValueError(f"{path}: names itself, by way of {within[-1]}")
+        _refuse(str(path), f"names itself, by way of {within[-1]}")
     return _included(mapping(str(path), path.read_bytes()), path.parent, (*within, path))
 
 
@@ -95,12 +128,13 @@ def mapping(where: str, text: bytes) -> dict[str, Any]:
     """Parses a file without what it includes; errors name ``where``."""
     try:
         _require_shallow(where, text)
+        # OmegaConf's reader and not yaml's: 1e-3 is a number, and a key given twice is refused.
+        # References are kept: what they mean depends on files and flags that come later.
         content: Any = OmegaConf.to_container(OmegaConf.load(BytesIO(text)), resolve=False)
     except _UNREADABLE as error:
-        raise ValueError(f"{where}: {' '.join(str(error).split())}") from error
+        _refuse(where, " ".join(str(error).split()))
     if not isinstance(content, dict) or not content:
-        got = "none" if not content else type(content).__name__
-        raise ValueError(f"{where}: expected a mapping, got {got}")
+        _refuse(where, f"expected a mapping, got {type(content).__name__ if content else 'none'}")
     return content
 
 
@@ -111,12 +145,13 @@ def _require_shallow(where: str, text: bytes) -> None:
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > _DEEPEST:
-            raise ValueError(f"{where}: expected at most {_DEEPEST} levels, got more")
+            _refuse(where, f"expected at most {_DEEPEST} levels, got more")
 
 
 def _included(value: Any, folder: Path, within: tuple[Path, ...] = ()) -> Any:
     """Returns the value with every file name in it replaced by the file's contents."""
     if isinstance(value, str) and value.endswith(".yaml"):
+        # What is not there stays a text: some options take the name of a YAML file.
         found = _found(value, folder)
         return _read(found, within) if found else value
     if isinstance(value, list):
@@ -131,7 +166,12 @@ def _included(value: Any, folder: Path, within: tuple[Path, ...] = ()) -> Any:
 
 
 def merge(old: Any, new: Any) -> Any:
-    """Merges one configuration over another, as the module's docstring says; changes neither."""
+    """Merges one configuration over another, as the module's docstring says; changes neither.
+
+    Lists are whole: item by item, a shorter list would keep the end of the longer one, and settings
+    of one class would go to the class that stands in its place. :func:`_set` does the same for
+    flags, which jsonargparse would merge into the items of an old list of equal length.
+    """
     if not isinstance(new, dict):
         return new
     if isinstance(old, str) and "init_args" in new:
@@ -141,19 +181,23 @@ def merge(old: Any, new: Any) -> Any:
         if value is None and isinstance(merged.get(key), dict):
             del merged[key]
         elif str(key).endswith("+"):
-            before = merged.get(key[:-1]) or []
-            if not isinstance(before, list) or not isinstance(value, list):
-                raise ValueError(f"configuration: {key} appends {value!r} to {before!r}: no lists")
-            merged[key[:-1]] = [*before, *value]
+            merged[key[:-1]] = _appended(merged.get(key[:-1]) or [], value, key)
         else:
             merged[key] = merge(merged.get(key), value)
     return merged
 
 
+def _appended(before: Any, value: Any, key: str) -> list[Any]:
+    if not isinstance(before, list) or not isinstance(value, list):
+        _refuse("configuration", f"{key} appends {value!r} to {before!r}: no lists")
+    return [*before, *value]
+
+
 def _of_one_class(old: dict[str, Any], new: dict[str, Any]) -> bool:
     """Whether two settings are of one class, given by its short name or its import path.
 
-    So is a subclass from outside of the package, which is imported to know it.
+    So is a subclass from outside of the package: what an experiment sets for the class that it
+    derives from stays, as users expect of one that adds a loss. Only such a class is imported.
     """
     if "class_path" not in old or "class_path" not in new:
         return True
@@ -161,11 +205,10 @@ def _of_one_class(old: dict[str, Any], new: dict[str, Any]) -> bool:
     if _short(before) == _short(now) or "." not in _short(now):
         return _short(before) == _short(now)
     try:
-        kinds = [locate(NAMES.get(name, name)) for name in (now, before)]
+        kind, base = (locate(NAMES.get(name, name)) for name in (now, before))
     except (ErrorDuringImport, AttributeError):  # the latter for a module that may not be imported
         return False  # the parser will report it
-    one, other = kinds
-    return isinstance(one, type) and isinstance(other, type) and issubclass(one, other)
+    return isinstance(kind, type) and isinstance(base, type) and issubclass(kind, base)
 
 
 def _short(class_path: str) -> str:
@@ -201,31 +244,16 @@ def compose(arguments: Sequence[str], *first: str) -> Composed:
     named, words = parser.parse_known_args(list(arguments))
     document = reduce(merge, map(load, first), dict[str, Any]())
     for number, name in enumerate(named.config):
+        # A configuration may be given in line, in braces; so is one that another process hands on.
         is_inline = name.lstrip().startswith("{")
         content = mapping("--config", name.encode()) if is_inline else load(name)
         content = decoder_options(content)
         if number and all(_names_class(content.get(part)) for part in ("model", "data")):
-            raise ValueError(
-                f"--config {name}: names the classes of model and data, and so would undo what "
-                f"--config {named.config[0]} sets; give it first"
-            )
+            told = "names the classes of model and data, and so would undo what --config "
+            _refuse(f"--config {name}", f"{told}{named.config[0]} sets; give it first")
         document = merge(document, content)
-    left: list[str] = []
-    changed: list[str] = []  # places of classes that the parser will replace
-    for flag in _joined(words):
-        option, equals, text = flag.partition("=")
-        key, value = option.removeprefix("--").replace(".init_args.", "."), _value(text)
-        is_behind = any(f"{key}.".startswith(f"{place}.") for place in changed)
-        if not (equals and option.startswith("--")):
-            left.append(flag)
-        elif is_behind or not _set(document, key, value):
-            if "${" in text:
-                raise ValueError(f"{option}: expected a value without references, got {text}")
-            _require_known(value, key)
-            changed.append(key)
-            left.append(f"{option}={value if isinstance(value, str) else json.dumps(value)}")
+    left = _apply(document, _joined(words))
     _require_known(document, "")
-    left.sort(key=lambda flag: flag.startswith("--print_config"))  # what follows would not be seen
     return Composed(document, document, left)
 
 
@@ -245,6 +273,29 @@ def _joined(words: Iterable[str]) -> list[str]:
     return joined
 
 
+def _apply(document: dict[str, Any], words: Iterable[str]) -> list[str]:
+    """Sets flags in the document; returns the words that are left to the parser."""
+    left: list[str] = []
+    changed: list[str] = []  # places of classes that the parser will replace
+    for word in words:
+        option, equals, text = word.partition("=")
+        if not equals or not option.startswith("--"):
+            left.append(word)
+            continue
+        key, value = option.removeprefix("--").replace(".init_args.", "."), _value(text)
+        # Behind a class that the parser is to change, a setting is one of the new class.
+        is_behind = any(f"{key}.".startswith(f"{place}.") for place in changed)
+        if not is_behind and _set(document, key, value):
+            continue
+        if "${" in text:  # references are resolved in the document, before the parser sees it
+            _refuse(option, f"expected a value without references, got {text}")
+        _require_known(value, key)
+        changed.append(key)
+        left.append(f"{option}={value if isinstance(value, str) else json.dumps(value)}")
+    # The parser prints and ends at this flag: what follows would not be seen.
+    return sorted(left, key=lambda word: word.startswith("--print_config"))
+
+
 def _value(text: str) -> Any:
     """Returns a list or mapping, with the contents of files that it names, null, or the text.
 
@@ -261,35 +312,38 @@ def _value(text: str) -> Any:
 
 def _set(document: dict[str, Any], key: str, value: Any) -> bool:
     """Sets a flag in the document, if its mapping is there; returns whether it is."""
-    place, keys = document, key.split(".")
-    if keys[-1] in ("help", "class_path", "init_args") or key.endswith("+"):
+    name = key.rpartition(".")[2]
+    place = _parent(document, key)
+    if place is None or name in ("help", "class_path", "init_args") or key.endswith("+"):
         return False
+    options = _options(place)
+    old = options.get(name)
+    if isinstance(old, list) and any(isinstance(one, dict) for one in old):
+        _require_classes(key, value)
+    if isinstance(old, dict) and _names_class(old) and _names_class(value):
+        return False  # the parser knows which settings both classes have, and keeps these
+    if value is None and isinstance(old, dict) and options is place:
+        del options[name]  # an entry, such as a decoder; to an option of a class, None is a value
+    else:
+        options[name] = value
+    return True
+
+
+def _parent(document: dict[str, Any], key: str) -> dict[str, Any] | None:
+    """Returns the mapping that a flag's last name is in, if files have it."""
+    place, keys = document, key.split(".")
     for name, after in pairwise(keys):
         options = _options(place)
         inner = options.get(name)
         if isinstance(inner, list) and after.isdecimal():
             whole = ".".join(keys[: keys.index(after)])
-            raise ValueError(f"--{key}: lists are given as a whole, by --{whole}")
+            _refuse(f"--{key}", f"lists are given as a whole, by --{whole}")
         if isinstance(inner, str) and inner.replace(".", "").isidentifier():
             inner = options[name] = {"class_path": inner}  # a class given by its name alone
         if not isinstance(inner, dict):
-            return False
+            return None
         place = inner
-    options, name = _options(place), keys[-1]
-    old = options.get(name)
-    if isinstance(old, list) and any(isinstance(one, dict) for one in old):
-        for one in value if isinstance(value, list) else [value]:
-            if isinstance(one, str) and os.path.isfile(one):  # the parser would read it as YAML
-                kind = "PromptsFile" if name.endswith("tasks") else "ResponsesFile"
-                wanted = f"[{{class_path: {kind}, init_args: {{path: {one}}}}}]"
-                raise ValueError(f"--{key}: expected classes, such as {wanted}, got a file")
-    if isinstance(old, dict) and _names_class(old) and _names_class(value):
-        return False
-    if value is None and isinstance(old, dict) and options is place:
-        del options[name]
-    else:
-        options[name] = value
-    return True
+    return place
 
 
 def _options(place: dict[str, Any]) -> dict[str, Any]:
@@ -298,12 +352,21 @@ def _options(place: dict[str, Any]) -> dict[str, Any]:
     return place.setdefault("init_args", {}) if is_class else place
 
 
+def _require_classes(key: str, value: Any) -> None:
+    """Refuses a user's data file among classes: the parser would read the file itself as YAML."""
+    for one in value if isinstance(value, list) else [value]:
+        if isinstance(one, str) and os.path.isfile(one):
+            kind = "PromptsFile" if key.endswith("tasks") else "ResponsesFile"
+            wanted = f"[{{class_path: {kind}, init_args: {{path: {one}}}}}]"
+            _refuse(f"--{key}", f"expected classes, such as {wanted}, got a file")
+
+
 def _require_known(value: Any, at: str) -> None:
     """Refuses a class path that is neither an import path nor a short name."""
     if isinstance(value, dict):
         name = str(value.get("class_path", "."))
         if "." not in name and name not in NAMES:
-            raise ValueError(f"{at}: unknown class '{name}'{nearest(name, NAMES)}")
+            _refuse(at, f"unknown class '{name}'{nearest(name, NAMES)}")
         for key, item in value.items():
             _require_known(item, at if key == "init_args" else f"{at}.{key}".lstrip("."))
     elif isinstance(value, list):
@@ -320,7 +383,7 @@ def resolved(document: dict[str, Any]) -> dict[str, Any]:
         told = f"references like ${{run_dir}}, got {str(error).splitlines()[0]}"
         if absent := re.search(r"Environment variable '(\w+)' not found", str(error)):
             told = f"the environment variable {absent[1]}, which is not set"
-        raise ValueError(f"{place}: expected {told}") from error
+        _refuse(place, f"expected {told}")
 
 
 def setting_differences(found: Any, wanted: Any, key: str = "") -> Iterator[str]:

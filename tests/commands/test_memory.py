@@ -260,7 +260,7 @@ def test_released_sizes_are_as_counted_by_hand() -> None:
 NUMBERS = {"one": 1, "two": 2, "four": 4, "eight": 8}
 HEADERS = [
     (path.stem, *found.groups()[:2], "trainer/fsdp" in found[3])
-    for path in sorted((FOLDER / "exp").glob("*.yaml"))
+    for path in sorted((FOLDER / "exp").rglob("*.yaml"))
     if (found := re.search(r"(\w+) GPUs? with (\d+) GB(.*)", path.read_text()))
 ]
 

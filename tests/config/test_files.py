@@ -80,8 +80,9 @@ def test_mappings_are_merged_and_another_class_starts_anew(old, new, merged):
 
 def test_packaged_files_are_found_from_any_folder_behind_own_ones(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    packed = FOLDER / "exp" / "benchmark_tiny.yaml"
-    assert find("exp/benchmark_tiny") == find("exp/benchmark_tiny.yaml") == packed
+    packed = FOLDER / "exp" / "benchmark" / "benchmark_tiny.yaml"
+    names = ["exp/benchmark_tiny", "exp/benchmark_tiny.yaml", "exp/benchmark/benchmark_tiny"]
+    assert {find(name) for name in names} == {packed}
     (tmp_path / "exp").mkdir()
     (tmp_path / "exp" / "benchmark_tiny.yaml").write_text("run_dir: own\n")
     assert find("exp/benchmark_tiny") == tmp_path / "exp" / "benchmark_tiny.yaml"
@@ -181,16 +182,25 @@ def test_every_packaged_reference_has_a_value():
         assert resolved(compose(own, "base").document)["run_dir"]
 
 
+def test_experiments_have_names_of_their_own_in_folders_by_method():
+    """They are found without the folder."""
+    folders = {path.parent.name for path in (FOLDER / "exp").rglob("*.yaml")}
+    assert folders == {"tracelock", "finetuning", "rl", "lockstep", "benchmark", "embedded"}
+    names = packaged("exp")
+    assert len(set(names)) == len(names)
+
+
 def test_recipes_list_every_experiment_and_show_one(capsys: pytest.CaptureFixture[str]):
     assert recipes.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [f"exp/{line.split()[0]}" for line in lines] == packaged("exp")
-    assert all("Needs: " in line for line in lines)
+    named = [line for line in lines if re.match(r"  \w", line)]
+    assert [f"exp/{line.split()[0]}" for line in named] == packaged("exp")
+    assert all("Needs: " in line for line in named)
     # No GPU's memory was measured at real size.
     assert all("(estimated)" in line for line in lines if " GPU" in line.partition("Needs: ")[2])
     on_cpu = [line for line in lines if "CPU core" in line]
     assert not [line for line in on_cpu if not re.search("second|minute|hour", line)]
-    assert recipes.main(["tracerl_tiny_value"]) == 0
+    assert recipes.main(["tracerl_tiny"]) == 0
     text = capsys.readouterr().out
-    assert "run_dir: runs/tracerl_tiny_value" in text
+    assert "run_dir: runs/tracerl_tiny" in text
     assert "defaults:" not in text

@@ -16,7 +16,7 @@ FILES = sorted((ROOT / "configs" / "decode").glob("*.yaml"))
 def test_every_decode_file_parses_and_brings_its_cache(capsys: pytest.CaptureFixture[str]):
     """One start for all files: ``threshold_09_dual`` is Fast-dLLM's threshold with its cache."""
     decoders = ", ".join(f"{path.stem}: {path}" for path in FILES)
-    base = str(ROOT / "configs" / "exp" / "benchmark_tiny.yaml")
+    base = "exp/benchmark_tiny"
     flag = f"--model.init_args.decoders={{{decoders}}}"
     with pytest.raises(SystemExit) as done:
         cli.main(["predict", "--config", base, flag, "--print_config"])

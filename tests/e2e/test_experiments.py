@@ -20,7 +20,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import cli
-from lit_dlm.config.files import load
+from lit_dlm.config.files import find, load
 from tests.cuda_rules import cuda_rules
 from tests.e2e.runs import ON_ONE_CPU, ROOT, write_jsonl
 from tests.e2e.witness import SEEN
@@ -52,7 +52,7 @@ def _order(path: Path) -> tuple[bool, int]:
     return path.stem.endswith("round2") or "_outcome_" in path.stem, stage
 
 
-FILES = sorted(EXPERIMENTS.glob("*.yaml"), key=lambda path: (_order(path), path.stem))
+FILES = sorted(EXPERIMENTS.rglob("*.yaml"), key=lambda path: (_order(path), path.stem))
 
 
 @cache
@@ -309,7 +309,7 @@ def test_experiment_runs_with_other_settings(
     name: str, method: str, more: str, workplace: Workplace
 ):
     """A release's values, and a backbone of another family, whose answers end in another token."""
-    path = EXPERIMENTS / f"{name}.yaml"
+    path = find(f"exp/{name}")
     workplace.run(path)
     workplace._start(path, config_of(path), f"--config=method/{method}", *more.split())
 
@@ -324,7 +324,7 @@ def test_rewards_that_grade_nothing_are_trained_on_and_monitored(workplace: Work
         shlex.split(shown.replace("\\\n", "")),
         ["exp/tracerl_trado.yaml", "--data.rewards", price],
     ):
-        path = ROOT / "configs" / name
+        path = find(name)
         workplace.run(path)
         run_dir = f"runs/ungraded/{path.stem}"
         each = "--trainer.check_val_every_n_epoch=1"
@@ -346,7 +346,7 @@ def test_rewards_that_grade_nothing_are_trained_on_and_monitored(workplace: Work
 def test_other_tasks_run_behind_an_experiment(data: str, workplace: Workplace):
     """One batch of every task, on the experiment's twin; all are graded."""
     family = "llada" if data.endswith("llada") else "dream"
-    path = EXPERIMENTS / f"benchmark_tabom_{family}.yaml"
+    path = find(f"exp/benchmark_tabom_{family}")
     workplace.run(path)
     flags = f"--config=data/{data} --run_dir=runs/{data} --data.response_length=16"
     flags += " --data.batch_size=4 --data.methods=[threshold_08]"

@@ -16,7 +16,7 @@ from lit_dlm.trajectories.exchange import tabom_row
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from tests.e2e.runs import QUIET, ROOT, fails, problems, results, run, write_jsonl
 
-EXP = ROOT / "configs" / "exp"
+EXP = ROOT / "configs" / "exp" / "finetuning"
 EVALUATE = ("predict", "--config=exp/evaluate_tiny")
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unpainted")]

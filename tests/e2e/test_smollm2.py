@@ -61,7 +61,7 @@ def test_losses_of_a_converted_model(tmp_path: Path, monkeypatch: pytest.MonkeyP
     sizes = ["--trainer.max_steps=4", "--trainer.val_check_interval=4"]
     sizes += ["--trainer.limit_val_batches=1", "--data.val_fraction=0.2"]
     sizes += ["--data.max_prompt_length=200", "--data.response_length=16"]
-    run("fit", "--config", str(ROOT / "configs/exp/sft_smollm2.yaml"), *sizes)
+    run("fit", "--config", "exp/sft_smollm2", *sizes)
 
     paths = ["--data", str(data), "--out", "losses", "--runs", f"full={data / 'full'}"]
     script("smollm2_losses.py", monkeypatch, *paths, "--rows", "2", "--draws", "4")

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from lit_dlm.trajectories.store import TrajectoryShardReader
-from tests.e2e.runs import ON_ONE_CPU, ROOT, fails, run, write_jsonl
+from tests.e2e.runs import ON_ONE_CPU, fails, run, write_jsonl
 from tests.twins import write_twin
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unpainted")]
@@ -38,7 +38,7 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def command(name: str, *flags: str, file: str = "questions.jsonl") -> list[str]:
     return [
         "predict",
-        f"--config={ROOT / 'configs/exp/benchmark_llada_v.yaml'}",
+        "--config=exp/benchmark_llada_v",
         *ON_ONE_CPU,
         f"--run_dir={name}",
         "--model.level=tokens",
