@@ -10,7 +10,7 @@ On a CPU, ratios use the process's own CPU seconds (over all threads), which oth
 machine disturbs less. Results stay in ``results.json``; what has one is not run again.
 
     OMP_NUM_THREADS=2 python benchmarks/real_size.py /tmp/sizes
-    python benchmarks/real_size.py /tmp/sizes --markdown    # prints the tables of docs/real_size.md
+    python benchmarks/real_size.py /tmp/sizes --markdown    # prints the tables of its page
     python benchmarks/real_size.py /tmp/small --small       # the same on small twins, in minutes
 """
 

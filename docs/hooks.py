@@ -10,7 +10,9 @@ from typing import Any
 from lit_dlm.commands.recipes import described, folder
 from lit_dlm.config.files import packaged
 
-ROOT = Path(__file__).resolve().parents[1]
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+_LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>\.\./[^)#]+)[^)]*\)")
 _PICTURE = re.compile(
     r'<picture><source media="[^"]+" srcset="(?P<dark>[^"]+)"><img\s+src="(?P<light>[^"]+)"'
     r'\s+alt="(?P<alt>[^"]+)"(?P<size> width="\d+")?></picture>'
@@ -19,14 +21,21 @@ _PICTURE = re.compile(
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """What is no page is named instead of linked."""
-    if page.file.src_uri == "recipes.md":
+    if page.file.src_uri == "reference/recipes.md":
         markdown = markdown.replace("@@RECIPES@@", recipes())
     if page.file.src_uri == "index.md":
         markdown = markdown.replace('--8<-- "README.md:intro"', intro())
     markdown = _PICTURE.sub(_themed, markdown)
-    return re.sub(r"(!?)\[([^\]]*)\]\((\.\./[^)]+)\)", r"\2 (`\3`)", markdown).replace(
-        "(`../", "(`"
-    )
+    folder = DOCS / Path(page.file.src_uri).parent
+    return _LINK.sub(lambda link: _named_if_outside(link, folder), markdown)
+
+
+def _named_if_outside(link: re.Match[str], folder: Path) -> str:
+    """A link out of the docs, which the site does not hold, as the path that it leads to."""
+    target = (folder / link["target"]).resolve()
+    if target.is_relative_to(DOCS):
+        return link[0]
+    return f"{link['text']} (`{target.relative_to(ROOT)}`)"
 
 
 def _themed(picture: re.Match[str]) -> str:

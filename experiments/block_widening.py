@@ -44,7 +44,7 @@ THRESHOLD = 0.8
 def main() -> None:
     """Makes what is missing, then prints the table."""
     options = parser(__doc__, 0, 1, 2).parse_args()
-    kept = (options.out or Path("docs")) / "block_widening.parquet"
+    kept = (options.out or Path("docs/results/rl")) / "block_widening.parquet"
     if options.out:
         convert(options)
         runs = []

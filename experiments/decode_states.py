@@ -3,7 +3,7 @@
 Every setting trains the same adapter twice for each seed: on states that the recorded decode went
 through, and on states with random cells hidden, from the same problems, with as many rows, updates
 and targets' tokens to read. Then both decode a list of fresh problems at the same numbers of
-forwards. ``docs/decode_states.md`` has the plan, which was written before the first run, and the
+forwards. Its page in ``docs/results`` has the plan, which was written before the first run, and the
 results.
 
     lit-dlm fit --config exp/pretrain_tiny --run_dir runs/weak --trainer.max_steps 1400
@@ -102,7 +102,7 @@ def main() -> None:
         words.add_argument(f"--{name}", help=f"folder of the {name} model, see the page")
     words.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     options = words.parse_args()
-    kept = (options.out or Path("docs")) / "decode_states.parquet"
+    kept = (options.out or Path("docs/results/decode_states")) / "decode_states.parquet"
     if options.out:
         for model in {SETTINGS[name].model for name in options.settings} & vars(options).keys():
             if getattr(options, model) is None:

@@ -189,7 +189,8 @@ def main() -> None:
     if options.out is not None:
         figures = measure()
         write_atomically(options.out, json.dumps(figures, indent=1) + "\n")
-    print(markdown(json.loads((options.out or Path("docs/feature_tiers.json")).read_text())))
+    kept = options.out or Path("docs/results/elsewhere/feature_tiers.json")
+    print(markdown(json.loads(kept.read_text())))
 
 
 def measure() -> dict[str, Any]:

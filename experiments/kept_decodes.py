@@ -1,7 +1,8 @@
 """Keeps all decodes of benchmarks in one file, and prints a docs page's tables from it.
 
-python experiments/kept_decodes.py docs/lockstep.parquet runs/lockstep/results  # keeps decodes
-python experiments/kept_decodes.py docs/lockstep.parquet  # prints the tables
+file=docs/results/lockstep/lockstep.parquet
+python experiments/kept_decodes.py $file runs/lockstep/results  # keeps decodes
+python experiments/kept_decodes.py $file                        # prints the tables
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def main() -> None:
     words.add_argument("--arms", nargs="+", help="only these")
     options = words.parse_args()
     options.list_seed = LIST_SEED
-    kept = (options.out or Path("docs")) / "outcome_ablations.parquet"
+    kept = (options.out or Path("docs/results/outcome_policies")) / "outcome_ablations.parquet"
     if options.out:
         runs = []
         for seed in options.train_seeds:

@@ -1,8 +1,8 @@
 """What every commit policy is worth: accuracy against forwards, in three kinds of windows.
 
 Settings are chosen on a validation list and reported on a test list of distinct problems; learned
-policies are trained with several seeds. ``docs/policy_bench.md`` has the plan, which was written
-before the runs, and ``docs/policy_bench_results.md`` the results. Everything runs through the
+policies are trained with several seeds. ``docs/results/policies`` has the plan, which was written
+before the runs, and the results. Everything runs through the
 command line. What is on disk is not made again, so an interrupted run resumes; several processes
 can share the work, each with its own values of ``--task`` and its own ``--results``.
 
@@ -10,11 +10,11 @@ can share the work, each with its own values of ``--task`` and its own ``--resul
     python experiments/policy_bench.py  # prints and draws the published results
 
 ``--extra`` decodes the validation lists with policies from a file, which belong neither to the plan
-nor to the contests. ``experiments/taking_back.yaml`` is one, with results in ``docs/decoding.md``:
+nor to the contests. ``experiments/taking_back.yaml`` is one, with a page of results:
 
     python experiments/policy_bench.py --out runs/policy_bench --task words functions
-        --extra experiments/taking_back.yaml --results docs/taking_back.parquet
-    python experiments/policy_bench.py --listed --results docs/taking_back.parquet
+        --extra experiments/taking_back.yaml --results docs/results/take_back/taking_back.parquet
+    python experiments/policy_bench.py --listed --results docs/results/take_back/taking_back.parquet
 """
 
 from __future__ import annotations
@@ -184,9 +184,7 @@ def main() -> None:
     words.add_argument("--task", nargs="+", choices=TASKS, default=list(TASKS))
     for name in ("addition", "countdown"):
         words.add_argument(f"--{name}", help=f"folder of the {name} model, see the page")
-    words.add_argument(
-        "--results", type=Path, help="one row a decode [policy_bench.parquet in OUT, or in docs]"
-    )
+    words.add_argument("--results", type=Path, help="one row a decode [in OUT, or beside the page]")
     words.add_argument(
         "--extra",
         type=Path,
@@ -203,7 +201,7 @@ def main() -> None:
         if options.out is None or options.results is None:
             words.error("--extra: needs --out and --results, which keep it from the contests")
         options.out, options.listed = options.out / options.extra.stem, True
-    results = options.results or (options.out or Path("docs")) / NAME
+    results = options.results or (options.out or Path("docs/results/policies")) / NAME
     if options.out is not None:
         for name in options.task:
             needed = TASKS[name].model

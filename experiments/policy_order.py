@@ -5,7 +5,7 @@ Decodes word problems on whole responses with a confidence threshold and with th
 what its cell holds in the end: a number of the problem, a sign, a result, the mark before the
 answer, the answer or the end of the text.
 
-    python experiments/policy_order.py --bench runs/policy_bench  # writes docs/policy_order.json
+    python experiments/policy_order.py --bench runs/policy_bench  # writes KEPT
     python experiments/policy_order.py  # prints the table of the kept file
 """
 
@@ -31,7 +31,7 @@ from lit_dlm.system.files import write_atomically
 from lit_dlm.toy import WordProblems
 from lit_dlm.tracelock.policy import TraceLockPolicy
 
-KEPT = Path("docs/policy_order.json")
+KEPT = Path("docs/results/outcome_policies/policy_order.json")
 KINDS = ("number", "sign", "result", "mark", "answer", "end")
 SURE = 0.95
 """Probability from which a proposal counts as sure; this threshold would commit it at once."""

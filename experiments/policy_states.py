@@ -3,7 +3,7 @@
 In its own decodes a policy decides which proposals stand, which favours its score. Here left to
 right, random order and a threshold decode word problems, while TraceLock, confidence, entropy and
 margin score every proposal. A proposal stands if its cell holds it in the end; only decodes with a
-right answer count. ``docs/outcome_policies.md`` has the result.
+right answer count. ``docs/results/outcome_policies`` has the result.
 """
 
 from __future__ import annotations

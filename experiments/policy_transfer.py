@@ -21,7 +21,7 @@ LENGTHS = (32, 64)
 def main() -> None:
     """Makes what is missing, then prints the table."""
     options = parser(__doc__, 0, 1, 2).parse_args()
-    kept = (options.out or Path("docs")) / "policy_transfer.parquet"
+    kept = (options.out or Path("docs/results/elsewhere")) / "policy_transfer.parquet"
     if options.out:
         runs = []
         for seed in options.train_seeds:

@@ -1,8 +1,8 @@
 """The whole system on a real pretrained model: SmolLM2-135M-Instruct on word problems.
 
 The autoregressive parent is fine-tuned as a control and converted into diffusion models, which are
-traced, fine-tuned, trained by reinforcement learning and decoded; ``docs/real_model.md`` has the
-plan and the results. Everything runs through the command line with the configurations in ``real/``.
+traced, fine-tuned, trained by reinforcement learning and decoded; ``docs/results/real_model`` has
+the plan and the results. Everything runs through the command line with the files in ``real/``.
 What is on disk is not made again, so the same command resumes an interrupted run. If its folder is
 gone, ``--kept`` and ``--results`` of that run still avoid training its adapters again and decoding
 again the models in its results.
@@ -97,12 +97,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--batch_rows", type=int, default=4, help="rows in memory at a time")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], help="of SFT and TABOM")
-    parser.add_argument("--results", type=Path, help=f"[{NAME} in OUT, or in docs]")
+    parser.add_argument("--results", type=Path, help=f"[{NAME} in OUT, or beside the page]")
     for size in fields(Sizes):
         parser.add_argument(f"--{size.name}", type=int, default=size.default)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    results = options.results or (options.out or Path("docs")) / NAME
+    results = options.results or (options.out or Path("docs/results/real_model")) / NAME
     if options.out is not None:
         run = Run(options, results)
         for stage in STAGES:

@@ -1,6 +1,6 @@
 """Takes pictures of a run's report and viewer: wide and on a phone, light and dark.
 
-``python experiments/screens.py runs/quickstart docs/screens`` shows what ``lit-dlm report``
+``screens.py runs/quickstart docs/how-to/view/screens`` shows what ``lit-dlm report``
 wrote to a folder. Needs Chromium and its driver, and selenium (``make install``).
 """
 

@@ -71,7 +71,7 @@ def main() -> None:
     words.add_argument("--chains", nargs="+", choices=CHAINS, default=list(CHAINS))
     options = words.parse_args()
     options.list_seed = 31
-    kept = (options.out or Path("docs")) / "stack.parquet"
+    kept = (options.out or Path("docs/results/stack")) / "stack.parquet"
     if options.out:
         if not options.model:
             words.error("--model: needed for runs")

@@ -80,7 +80,7 @@ def main() -> None:
     words.add_argument("--weak", help="folder of the model that was stopped early")
     words.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     options = words.parse_args()
-    kept = (options.out or Path("docs")) / "tuning.parquet"
+    kept = (options.out or Path("docs/results/tuning")) / "tuning.parquet"
     if options.out:
         if not options.weak and "weak" in options.models:
             words.error("--weak: needed for runs")

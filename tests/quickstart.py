@@ -6,7 +6,7 @@ from pathlib import Path
 from lit_dlm.reports.summary import MethodSummary
 
 ROOT = Path(__file__).resolve().parents[1]
-KEPT = ROOT / "docs" / "quickstart.json"
+KEPT = ROOT / "docs" / "start" / "quickstart" / "quickstart.json"
 
 
 def kept_summaries() -> list[MethodSummary]:

@@ -13,9 +13,9 @@ import lit_dlm
 from lit_dlm.decoding import Decoder, NoQuota
 
 ROOT = Path(__file__).resolve().parents[1]
-ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
-GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
-PAGES = sorted(ROOT.glob("docs/*.md")) + sorted(ROOT.glob("*.md"))
+ARCHITECTURE = (ROOT / "docs" / "concepts" / "architecture.md").read_text()
+GLOSSARY = (ROOT / "docs" / "concepts" / "glossary.md").read_text()
+PAGES = sorted(ROOT.glob("docs/**/*.md")) + sorted(ROOT.glob("*.md"))
 
 
 @cache
@@ -39,7 +39,7 @@ def test_architecture_names_functions_that_are_where_it_says():
     assert not [(path, name) for path, name in named if name not in defined(path)]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_linked_and_named_files_exist(page: Path):
     text = page.read_text()
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
@@ -50,8 +50,9 @@ def test_linked_and_named_files_exist(page: Path):
 
 
 def test_every_page_is_once_in_the_navigation():
-    named = re.findall(r"\w+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2])
-    assert sorted(named) == sorted(path.name for path in ROOT.glob("docs/*.md"))
+    named = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2])
+    docs = ROOT / "docs"
+    assert sorted(named) == sorted(str(path.relative_to(docs)) for path in docs.rglob("*.md"))
 
 
 def test_every_picture_has_a_dark_version_and_a_page():
@@ -107,10 +108,16 @@ def test_hashes_are_those_of_the_pinned_versions():
 @pytest.mark.parametrize(
     ("page", "part", "numbers", "source", "count"),
     [
-        ("docs/finetuning.md", r"on three seeds.*does as well", r"(\d+\.\d) %", "tuning", 4),
-        ("docs/benchmarks.md", r"\n- TraceLock at.*", r"\b0\.\d{3}\b", "benchmarks", 3),
-        ("README.md", r"\n- TraceLock has.*?H100", r"\d+\.\d\b", "real_model", 8),
-        ("README.md", r"\n- On six small.*?Countdown", r"\d\.\d", "policy_bench_results", 3),
+        (
+            "docs/how-to/finetune.md",
+            r"on three seeds.*does as well",
+            r"(\d+\.\d) %",
+            "results/tuning/index",
+            4,
+        ),
+        ("docs/how-to/benchmark.md", r"\n- TraceLock at.*", r"\b0\.\d{3}\b", "how-to/benchmark", 3),
+        ("README.md", r"\n- TraceLock has.*?H100", r"\d+\.\d\b", "results/real_model/index", 8),
+        ("README.md", r"\n- On six small.*?Countdown", r"\d\.\d", "results/policies/index", 3),
     ],
 )
 def test_numbers_in_prose_are_those_of_the_tables(

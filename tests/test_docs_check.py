@@ -52,7 +52,9 @@ def test_the_quickstart_gives_the_table():
 
 
 @pytest.mark.usefixtures("quickstart")
-@pytest.mark.parametrize("page", ["docs/trajectories.md", "docs/viewer.md", "docs/benchmarks.md"])
+@pytest.mark.parametrize(
+    "page", ["docs/how-to/trajectories.md", "docs/how-to/view.md", "docs/how-to/benchmark.md"]
+)
 def test_what_a_command_prints_is_what_the_page_shows(page: str):
     text = (ROOT / page).read_text()
     prompted = r"\$ (lit-dlm (?:traj|compare) (?:.*\\\n)*.*)\n((?:(?!```|\$ ).*\n)+)"
@@ -72,7 +74,7 @@ def test_what_a_command_prints_is_what_the_page_shows(page: str):
 
 
 def test_fine_tuning_the_shipped_model_changes_little_as_the_page_says():
-    page = (ROOT / "docs" / "finetuning.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "finetune.md").read_text()
     (block,) = re.findall(
         r"```\n(lit-dlm predict --config exp/distill_tiny.*?)```", page, re.DOTALL
     )
@@ -89,7 +91,7 @@ def test_fine_tuning_the_shipped_model_changes_little_as_the_page_says():
 
 def test_caches_are_as_much_faster_as_the_page_says():
     """Ratios of one process; 15 % to either side for what else a machine does."""
-    page = (ROOT / "docs" / "models.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "models.md").read_text()
     prefix, low, high = map(
         float, re.findall(r"([\d.]+) times as\nmany .*and ([\d.]+) to ([\d.]+) times", page)[0]
     )

@@ -28,7 +28,7 @@ from tests.e2e.runs import write_jsonl
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "examples"
-PAGE = (ROOT / "docs" / "python.md").read_text()
+PAGE = (ROOT / "docs" / "start" / "first_script.md").read_text()
 QUIET = ("--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false")
 
 

@@ -60,7 +60,9 @@ def essence(words: list[str]) -> str:
     return re.sub(r"configs/(\S+)\.yaml", r"\1", plain)
 
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+RESULTS = DOCS / "results"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 TRAINED = {
     essence(words): words
     for path in PAGES
@@ -69,7 +71,7 @@ TRAINED = {
 }
 
 
-PLAIN = re.compile(r"\w+ --config exp/(\w+)")
+PLAIN = re.compile(r"\w+ --config exp/(?:\w+/)?(\w+)")
 """A command of an experiment as it is: tests/e2e/test_experiments.py runs all of these."""
 OTHERS = [words for told, words in TRAINED.items() if not PLAIN.fullmatch(told)]
 
@@ -93,14 +95,14 @@ def test_command_parses(words: list[str], capsys, monkeypatch, tmp_path: Path):
     error = capsys.readouterr().err
     if done.value.code:
         # The one wrong command is shown together with its error.
-        shown = re.search(r"lit-dlm: error: .*", (ROOT / "docs" / "quickstart.md").read_text())
+        shown = re.search(r"lit-dlm: error: .*", (DOCS / "start" / "quickstart.md").read_text())
         assert shown is not None
         assert error.strip().splitlines()[-1] == shown[0]
 
 
 @pytest.mark.parametrize("card", ["tiny", "tiny-planning"])
 def test_policies_of_cards_have_the_figures_of_their_decodes(card: str):
-    decodes = pq.read_table(ROOT / "docs" / "outcome_policies.parquet").to_pandas()
+    decodes = pq.read_table(RESULTS / "outcome_policies" / "outcome_policies.parquet").to_pandas()
     tasks = {"tiny": ["word_problems", "python_functions"], "tiny-planning": ["sudoku"]}[card]
     policy = (
         (ROOT / "lit_dlm" / "assets" / card / "README.md").read_text().partition("## Policy")[2]
@@ -124,7 +126,7 @@ def test_other_commands_exist():
 
 
 def test_the_table_is_that_of_the_kept_run():
-    page = (ROOT / "docs" / "quickstart.md").read_text()
+    page = (DOCS / "start" / "quickstart.md").read_text()
     mark = r"\n*<!-- /?quickstart-output -->\n*"
     assert re.split(mark, page)[1] == table()
 
@@ -137,37 +139,37 @@ def test_the_table_is_that_of_the_kept_run():
         ("smollm2.json", "smollm2_losses", "smollm2", 1),
         ("policy_states.json", "policy_states", "outcome_policies", 1),
         ("policy_order.json", "policy_order", "outcome_policies", 2),
-        ("feature_tiers.json", "feature_tiers", "tracelock_elsewhere", 1),
-        ("rl_methods.json", "rl_methods", "tracerl_results", 1),
-        ("lockstep.parquet", "kept_decodes", "lockstep_results", 3),
-        ("token_editing.parquet", "kept_decodes", "decoding", 1),
+        ("feature_tiers.json", "feature_tiers", "elsewhere", 1),
+        ("rl_methods.json", "rl_methods", "rl", 1),
+        ("lockstep.parquet", "kept_decodes", "lockstep", 3),
+        ("token_editing.parquet", "kept_decodes", "take_back", 1),
         ("countdown_worked.parquet", "kept_decodes", "countdown", 2),
         ("countdown_direct.parquet", "kept_decodes", "countdown", 2),
-        ("block_widening.parquet", "block_widening", "tracerl_results", 1),
-        ("policy_transfer.parquet", "policy_transfer", "tracelock_elsewhere", 1),
+        ("block_widening.parquet", "block_widening", "rl", 1),
+        ("policy_transfer.parquet", "policy_transfer", "elsewhere", 1),
         ("outcome_ablations.parquet", "outcome_ablations", "outcome_policies", 1),
     ],
 )
 def test_tables_are_those_of_the_kept_results(
     kept: str, program: str, page: str, count: int, imported
 ):
-    script, path = imported(f"experiments/{program}.py"), ROOT / "docs" / kept
+    script, path = imported(f"experiments/{program}.py"), RESULTS / page / kept
     if path.suffix == ".json":
         results = json.loads(path.read_text())
     else:
         results = script.get("read_decodes", pq.read_table)(path)
     tables = script["markdown"](results).split("\n\n")
-    text = (ROOT / "docs" / f"{page}.md").read_text()
+    text = (RESULTS / page / "index.md").read_text()
     assert len(tables) == count
     assert not [table for table in tables if table.strip() not in text]
 
 
 def test_tables_of_tuning_are_those_of_the_kept_results(imported):
     script = imported("experiments/tuning.py")
-    kept = ROOT / "docs" / "tuning.parquet"
+    kept = RESULTS / "tuning" / "tuning.parquet"
     scores = json.loads(kept.with_suffix(".json").read_text())
     tables = script["markdown"](script["read_decodes"](kept), scores).split("\n\n")
-    page = (ROOT / "docs" / "tuning.md").read_text()
+    page = (RESULTS / "tuning" / "index.md").read_text()
     assert len(tables) == 4
     assert not [table for table in tables if table.strip() not in page]
 
@@ -175,39 +177,34 @@ def test_tables_of_tuning_are_those_of_the_kept_results(imported):
 def test_tables_of_the_policy_bench_are_those_of_the_kept_decodes(imported):
     """On its page and on that of what policies learn."""
     bench = imported("experiments/policy_bench.py")
-    kept = ROOT / "docs" / "policy_bench.parquet"
-    page = (ROOT / "docs" / "policy_bench_results.md").read_text()
+    kept = RESULTS / "policies" / "policy_bench.parquet"
+    page = (RESULTS / "policies" / "index.md").read_text()
     results = bench["read"](kept)
     tables = [bench["contests_table"](results), bench["summary_table"](results, bench["NEAR"])]
     tables.append(bench["fronts_table"](results))
     assert not [table for table in tables if table.strip() not in page]
     curves = bench["curve_table"](json.loads(kept.with_suffix(".json").read_text()))
-    assert curves.strip() in (ROOT / "docs" / "outcome_policies.md").read_text()
-    early = bench["contests_table"](bench["read"](ROOT / "docs" / "addition_early.parquet"))
-    assert early.strip() in (ROOT / "docs" / "tracelock_elsewhere.md").read_text()
+    assert curves.strip() in (RESULTS / "outcome_policies" / "index.md").read_text()
+    early = bench["contests_table"](bench["read"](RESULTS / "elsewhere" / "addition_early.parquet"))
+    assert early.strip() in (RESULTS / "elsewhere" / "index.md").read_text()
 
 
 def test_rows_of_the_real_model_are_those_of_the_kept_decodes(imported):
     results = imported("experiments/real_results.py")
     rows: set[str] = set()
     for name in ("real_model", "real_model_4"):
-        decoded, facts = results["read"](ROOT / "docs" / f"{name}.parquet")
+        decoded, facts = results["read"](RESULTS / "real_model" / f"{name}.parquet")
         rows |= set(results["tables"](decoded.to_pandas(), facts).splitlines())
-    page = (ROOT / "docs" / "real_model.md").read_text()
+    page = (RESULTS / "real_model" / "index.md").read_text()
     shown = re.findall(r"^\| [a-z-]+ \| [a-z-]+(?:_[\d.]+)? \|.*", page, re.MULTILINE)
     assert len(shown) > 20
     assert not set(shown) - rows
 
 
-def test_the_table_of_decoding_is_that_of_the_kept_decodes(imported):
-    """And the lines of its files are counted."""
+def test_the_table_of_taking_back_is_that_of_the_kept_decodes(imported):
     bench = imported("experiments/policy_bench.py")
-    page = (ROOT / "docs" / "decoding.md").read_text()
-    assert bench["listing"](ROOT / "docs" / "taking_back.parquet").strip() in page
-    named = re.findall(r"`(lit_dlm/\S+\.py)` \| (\d+) \|", page)
-    assert len(named) == 3
-    for path, count in named:
-        assert len((ROOT / path).read_text().splitlines()) == int(count) <= 150
+    page = (RESULTS / "take_back" / "index.md").read_text()
+    assert bench["listing"](RESULTS / "take_back" / "taking_back.parquet").strip() in page
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +224,12 @@ def trajectories(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 SHORT = [
     words
-    for page in ("README", "docs/quickstart", "docs/trajectories", "docs/benchmarks")
+    for page in (
+        "README",
+        "docs/start/quickstart",
+        "docs/how-to/trajectories",
+        "docs/how-to/benchmark",
+    )
     for words in commands(ROOT / f"{page}.md")
     if words and words[0] in ("traj", "view", "report", "compare", "generate")
 ]
@@ -257,7 +259,7 @@ def test_short_command_runs(words: list[str], trajectories: Path, capsys):
 
 def test_the_command_of_gsm8k_runs_after_the_quickstart(trajectories: Path, monkeypatch):
     """Beside the quickstart's folder, with longer responses; a prompt is too long, as most are."""
-    found = commands(ROOT / "docs" / "benchmarks.md")
+    found = commands(DOCS / "how-to" / "benchmark.md")
     (command,) = [words for words in found if "data/gsm8k" in words]
     source = trajectories.parent / "test.jsonl"
     questions = ["2+2?", "2+3-1?", f"2{200 * '+0'}+2?"]
@@ -274,7 +276,7 @@ def test_the_command_of_gsm8k_runs_after_the_quickstart(trajectories: Path, monk
 
 
 def test_python_examples_run(capsys):
-    for page in ("README.md", "docs/models.md"):
+    for page in ("README.md", "docs/how-to/models.md"):
         for code in (body for kind, body in blocks(ROOT / page) if kind == "python"):
             exec(compile(code, page, "exec"), {})
     output = capsys.readouterr().out

@@ -17,10 +17,10 @@ def test_the_site_builds_without_a_warning(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
     monkeypatch.chdir(ROOT)
     build(config.load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path), strict=True))
-    pages = {path.parent.name: path.read_text() for path in tmp_path.glob("*/index.html")}
+    pages = {path.parent.name: path.read_text() for path in tmp_path.rglob("index.html")}
     assert "make quickstart" in pages["quickstart"]  # a section of the README
     assert "benchmark_tiny" in pages["recipes"]
-    assert 'id="lit_dlm.rl.step.rl_step"' in pages["reference"]
+    assert 'id="lit_dlm.rl.step.rl_step"' in pages["api"]
     assert "stack_dark.png#only-dark" in pages["stack"]
     assert not [name for name, page in pages.items() if "--8<--" in page or "@@" in page]
 

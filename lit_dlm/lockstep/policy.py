@@ -1,8 +1,8 @@
 """Lockstep decoding: the regions of a response are filled together, each by its own rules.
 
-The idea is that of the Dream-7B Lockstep R/A release, defined anew (``docs/lockstep.md``). In a
-row, a region with ``m`` masks commits those of its candidates that reach its threshold ``tau``, at
-most ``max(1, floor(max_fill_frac * m))``, the most probable ones first.
+The idea is that of the Dream-7B Lockstep R/A release, defined anew (``docs/how-to/lockstep.md``).
+In a row, a region with ``m`` masks commits those of its candidates that reach its threshold
+``tau``, at most ``max(1, floor(max_fill_frac * m))``, the most probable ones first.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 ``pyarrow.ipc.open_stream(zstandard.decompress(block)).read_all()`` opens it: one row for each
 record, columns as in :data:`COLUMNS`, and what all rows share in the metadata of the schema.
-``docs/trajectory_format.md`` has the rules. Features of kept steps are in a separate member,
-packed in the same way: one row for each record of the block, in the same order, with ``uid`` and
-``digest`` repeated. Which steps were kept is a column of the block.
+``docs/reference/trajectory_format.md`` has the rules. Features of kept steps are in a separate
+member, packed in the same way: one row for each record of the block, in the same order, with
+``uid`` and ``digest`` repeated. Which steps were kept is a column of the block.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def test_as_many_of_gsm8k_do_not_fit_the_embedded_model_as_the_page_says():
     with pytest.raises(ValueError, match="gsm8k/test/01077 exceeds the 256 tokens that") as error:
         work(PromptDataModule([task]), module)
     found, total = re.match(r"overlong: (\d+) of (\d+)", str(error.value)).groups()
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "benchmark.md").read_text()
     assert f"{found} of the {int(total):,} problems do not fit beside a" in " ".join(page.split())
 
 

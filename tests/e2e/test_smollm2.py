@@ -1,4 +1,4 @@
-"""The path of ``docs/smollm2.md`` on a small Llama: data, conversion, losses."""
+"""The path of ``docs/results/smollm2/index.md`` on a small Llama: data, conversion, losses."""
 
 import gzip
 import json

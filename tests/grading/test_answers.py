@@ -420,7 +420,7 @@ TABLES = {
 ROWS = [(*key, line) for key, lines in TABLES.items() for line in lines.split("\n")[1:-1]]
 
 
-PAGE = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "benchmark.md").read_text(encoding="utf-8")
 DISPUTED = re.findall(r"^\| `(.+)` \| `(.+)` \| (right|wrong) \|", PAGE, re.MULTILINE)
 ROWS += [("math", status, f"{gold} ← {answer}") for gold, answer, status in DISPUTED]
 

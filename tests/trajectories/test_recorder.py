@@ -233,10 +233,10 @@ def test_misuse_of_a_recorder_is_named():
 
 
 def test_the_example_of_the_documentation_runs(tmp_path, monkeypatch, capsys):
-    text = (Path(__file__).parents[2] / "docs" / "trajectory_format.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "trajectory_format.md").read_text()
     code = text.partition("## 9.")[2].partition("```python\n")[2].partition("```")[0]
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, "docs/trajectory_format.md", "exec"), {})
+    exec(compile(code, "docs/reference/trajectory_format.md", "exec"), {})
     assert traj(["inspect", "runs/mine"]) == 0
     text = capsys.readouterr().out
     assert "it writes from left to right in plain Python" in text
