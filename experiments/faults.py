@@ -632,7 +632,7 @@ def measured(out: Path, times: int, seed: int, only: list[str]) -> list[dict[str
 
 
 def table(cases: list[dict[str, Any]]) -> str:
-    """Returns the table of docs/concepts/reliability.md."""
+    """Returns the table of docs/results/faults/index.md."""
     sums = ("survived", "lost", "doubled", "changed", "unclear")
     lines = [f"| fault | job | times | {' | '.join(sums)} |", "|---|---|" + "---:|" * 6]
     for name, fault in FAULTS.items():

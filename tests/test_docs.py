@@ -15,7 +15,11 @@ from lit_dlm.decoding import Decoder, NoQuota
 ROOT = Path(__file__).resolve().parents[1]
 ARCHITECTURE = (ROOT / "docs" / "concepts" / "architecture.md").read_text()
 GLOSSARY = (ROOT / "docs" / "concepts" / "glossary.md").read_text()
-PAGES = sorted(ROOT.glob("docs/**/*.md")) + sorted(ROOT.glob("*.md"))
+PAGES = [
+    *sorted(ROOT.glob("docs/**/*.md")),
+    *sorted(ROOT.glob("*.md")),
+    ROOT / "experiments/README.md",
+]
 
 
 @cache
@@ -53,6 +57,18 @@ def test_every_page_is_once_in_the_navigation():
     named = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2])
     docs = ROOT / "docs"
     assert sorted(named) == sorted(str(path.relative_to(docs)) for path in docs.rglob("*.md"))
+
+
+def test_numbers_of_the_list_of_results_are_on_their_pages():
+    folder = ROOT / "docs" / "results"
+    rows = re.findall(
+        r"^\| \[.*?\]\((\S+)\) \| .*? \| (.*?) \|", (folder / "index.md").read_text(), re.M
+    )
+    assert sorted(page for page, _ in rows) == sorted(
+        str(path.relative_to(folder)) for path in folder.glob("*/index.md")
+    )
+    wanted = [(page, number) for page, told in rows for number in re.findall(r"\d+\.\d+", told)]
+    assert not [(page, one) for page, one in wanted if one not in (folder / page).read_text()]
 
 
 def test_every_picture_has_a_dark_version_and_a_page():
