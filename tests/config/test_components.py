@@ -1,4 +1,6 @@
-from dataclasses import replace
+import copy
+import pickle
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -30,6 +32,22 @@ def test_a_class_with_select_alone_is_a_policy_and_own_values_win():
         forwards_per_step = 1
 
     assert checked_component(Costly(), CommitPolicy, option="policy").forwards_per_step == 1
+
+
+@dataclass(frozen=True, slots=True)
+class SettledPolicy(LeftmostPolicy):
+    width: int = 3
+
+
+@pytest.mark.parametrize("kind", [LeftmostPolicy, SettledPolicy])
+def test_a_users_class_stays_as_it_is_and_its_objects_can_be_copied(kind):
+    made = checked_component(kind(), CommitPolicy, option="policy")
+    assert not hasattr(kind, "requires")
+    for policy in (made, pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
+        assert isinstance(policy, kind)
+        assert policy.requires == frozenset()
+        assert type(policy).denoise is CommitPolicy.denoise
+        assert getattr(policy, "width", 3) == 3
 
 
 def test_a_missing_member_is_named():
