@@ -20,6 +20,7 @@ from lit_dlm.predict.decode import (
     DecodeModule,
     PromptBatch,
     PromptStream,
+    StreamCalls,
     decode_uid,
     default_batch,
 )
@@ -162,7 +163,7 @@ class PromptDataModule(LightningDataModule):
 
     def predict_dataloader(self) -> list[DataLoader[PromptStream]]:
         """One loader per task, method and length that has work left; none when all is done."""
-        return [DataLoader(stream, batch_size=None) for stream in self.streams()]
+        return [DataLoader(StreamCalls(stream), batch_size=None) for stream in self.streams()]
 
     def streams(self) -> list[PromptStream]:
         """Returns the remaining work, which the processes share."""

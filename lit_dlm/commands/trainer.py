@@ -1,4 +1,4 @@
-"""``lit-dlm fit``, ``validate``, ``test`` and ``predict``: the LightningCLI of this project."""
+"""``lit-dlm fit``, ``validate`` and ``predict``: the LightningCLI of this project."""
 
 from __future__ import annotations
 
@@ -7,22 +7,19 @@ import os
 import re
 import socket
 import sys
-import traceback
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
-from itertools import takewhile
 from pathlib import Path
+from pydoc import locate
 from typing import Any
 
 import torch
 from jsonargparse import Namespace
-from jsonargparse._util import import_object
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
-from lightning.pytorch.trainer.connectors import checkpoint_connector
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -38,9 +35,6 @@ from lit_dlm.training.checkpoint import last_checkpoint, local, use_own_files
 
 logger = logging.getLogger(__name__)
 
-_RESTORES = checkpoint_connector.__file__
-_TORCH = str(Path(torch.__file__).parent)
-_OPTIMISERS = str(Path(torch.optim.__file__).parent)
 _BASES: dict[str, type] = {"model": LightningModule, "data": LightningDataModule}
 _NEEDED = {
     "fit": {"model": "training_step", "data": "train_dataloader"},
@@ -148,7 +142,7 @@ def _check_port(trainer: Trainer) -> None:
 
 def _check_fit(command: str, options: Namespace) -> None:
     for key, needed in _NEEDED.get(command, {}).items():
-        kind = import_object(options[key].class_path)
+        kind: Any = locate(options[key].class_path)
         if getattr(kind, needed) is getattr(_BASES[key], needed):
             raise ValueError(
                 f"{key}: expected a class with {needed}, as {command} asks for, got "
@@ -191,7 +185,7 @@ def main(arguments: Sequence[str], composed: Composed) -> int:
     # Lightning passes its messages to the root logger as well, which has a handler here.
     if logging.getLogger().hasHandlers():
         logging.getLogger("lightning").handlers.clear()
-    for message in (
+    for pattern in (
         r"isinstance\(treespec, LeafSpec\)",
         "infer the batch indices",
         "`__len__`",
@@ -199,16 +193,16 @@ def main(arguments: Sequence[str], composed: Composed) -> int:
         "than the logging interval",
         "across ranks is zero",  # a finished run that is started again has nothing left to do
     ):
-        warnings.filterwarnings("ignore", message=f".*{message}")
+        warnings.filterwarnings("ignore", message=f".*{pattern}")
     try:
         _cli(CLI, arguments, composed)
     except Exception as error:
         # What fails while Lightning cleans up after an error is not the cause.
         cause = error.__context__ if isinstance(error.__context__, RuntimeError) else None
-        told = (cause and _told(cause)) or _told(error)
-        if told is None or os.environ.get("LIT_DLM_TRACEBACK"):
+        message = (cause and _message(cause)) or _message(error)
+        if message is None or os.environ.get("LIT_DLM_TRACEBACK"):
             raise
-        sys.stderr.write(f"lit-dlm: error: {printable(told)}\n")
+        sys.stderr.write(f"lit-dlm: error: {printable(message)}\n")
         return 1
     finally:
         _held.close()
@@ -234,7 +228,7 @@ def _cli(kind: type[CLI], arguments: Sequence[str], composed: Composed) -> CLI:
     )
 
 
-def _told(error: Exception) -> str | None:
+def _message(error: Exception) -> str | None:
     """One line about an error that is not a fault of the program, else ``None``."""
     if "wandb.errors" in sys.modules and isinstance(error, sys.modules["wandb.errors"].Error):
         reason = " ".join(str(error).split())
@@ -244,8 +238,8 @@ def _told(error: Exception) -> str | None:
     line = str(error).strip().partition("\n")[0]
     if isinstance(error, torch.OutOfMemoryError):
         return "; ".join((line.partition(" GPU ")[0], *getattr(error, "__notes__", ())))
+    # The rest has no class of its own, so its words are all there is to know it by.
     if isinstance(error, torch.distributed.DistError) or "/gloo/" in line:
-        # Gloo's errors have no class of their own.
         reason = line.rpartition("] ")[2][:200]
         return f"another process of this run has ended, so this one ends, too ({reason})"
     if twice := re.match(r"Found more than one stateful callback of type `(\w+)`", line):
@@ -253,12 +247,4 @@ def _told(error: Exception) -> str | None:
         return f"trainer.callbacks: a checkpoint cannot tell two of {twice[1]} apart; {differ}"
     if line.startswith("DataLoader worker"):
         return f"{line.rstrip('. ')}; the same command goes on (fit with --ckpt_path last)"
-    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    # Only the deepest frames, all in torch: training itself runs inside an optimiser's step.
-    deepest = takewhile(lambda code: code.co_filename.startswith(_TORCH), reversed(frames))
-    if any(code.co_filename.startswith(_OPTIMISERS) for code in deepest) or any(
-        code.co_filename == _RESTORES and "restore" in code.co_name for code in frames
-    ):
-        reason = f"{type(error).__name__}: {line}"
-        return f"ckpt_path: the state of training does not fit this run ({reason})"
     return None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -32,6 +33,7 @@ from lit_dlm.decoding.api import (
 )
 from lit_dlm.decoding.decoder import Sweep, expanded
 from lit_dlm.decoding.state import DecodeState, QueueObserver, StepRecord
+from lit_dlm.system.files import fitting
 from lit_dlm.tasks import PromptExample
 from lit_dlm.tasks.base import template_text
 from lit_dlm.tensors.sampling import sample_seed
@@ -66,11 +68,11 @@ def default_batch(response_length: int) -> int:
     return max(8192 // response_length, 1)
 
 
-class PromptStream(IterableDataset["PromptStream"]):
-    """Prompts of one task for one decoding method, taken by each process when it has room.
+class PromptStream:
+    """Prompts of one task for one decoder, taken by each process when it has room.
 
-    As a data set it yields itself, once for each batch of results. So it is no dataclass: of those
-    Lightning would make a copy for each batch.
+    It is the batch of every ``predict_step`` until its responses are decoded. So it is no
+    dataclass: of those Lightning would make a copy for each batch.
     """
 
     def __init__(
@@ -92,14 +94,22 @@ class PromptStream(IterableDataset["PromptStream"]):
         self.decoded: Iterator[DecodedBatch] | None = None  # finished responses, set by the module
         self.is_done = False  # whether this process has returned its last batch
 
+
+class StreamCalls(IterableDataset[PromptStream]):
+    """The calls of ``predict_step`` for a stream: one for each batch of results."""
+
+    def __init__(self, stream: PromptStream) -> None:
+        self.stream = stream
+
     def __iter__(self) -> Iterator[PromptStream]:
-        if self.queue.reserve(self.queue.slots(self.batch_size)):
-            while not self.is_done:
-                yield self
+        # A process that comes when others have taken all prompts makes no call.
+        if self.stream.queue.reserve(self.stream.queue.slots(self.stream.batch_size)):
+            while not self.stream.is_done:
+                yield self.stream
 
     def __len__(self) -> int:
-        """Returns the largest number of batches that a process can yield."""
-        return -(-len(self.examples) // self.batch_size)
+        """Returns the largest number of calls that a process can make."""
+        return -(-len(self.stream.examples) // self.stream.batch_size)
 
 
 @dataclass
@@ -243,7 +253,29 @@ class CheckedModule(LightningModule):
         require_finite_gradients(self)  # in all processes, before any weight changes
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        drop_half_update(self, checkpoint)
+        trainer = self._trainer
+        with fitting(Path("ckpt_path" if trainer is None else str(trainer.ckpt_path))):
+            drop_half_update(self, checkpoint)
+
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:
+        """Loads weights; those of a network of another size are refused in one line."""
+        try:
+            return super().load_state_dict(*args, **options)
+        except RuntimeError as error:  # torch lists every weight, after a heading
+            reason = (str(error).split("\n")[1:2] or [str(error)])[0].strip()
+            raise ValueError(f"ckpt_path: expected weights of this model ({reason})") from error
+
+    def on_train_start(self) -> None:
+        # Here the states are restored. Torch takes those of any optimiser that has as many
+        # parameters, and fails in its first step only.
+        for optimizer in self.trainer.optimizers:
+            kind = type(optimizer).__name__
+            for group in optimizer.param_groups:
+                if missing := sorted(optimizer.defaults.keys() - group.keys()):
+                    raise ValueError(
+                        f"ckpt_path: expected the state of {kind}, got that of another optimiser, "
+                        f"without {missing[0]}"
+                    )
 
 
 class DecodeModule(CheckedModule):
