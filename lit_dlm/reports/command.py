@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from lit_dlm.reports.pieces import fill, render
+from lit_dlm.reports.pages import fill, render
 from lit_dlm.reports.results import ResultFolder, ResultRow, write_json
 from lit_dlm.reports.samples import SampleSet, load_samples
 from lit_dlm.reports.summary import (

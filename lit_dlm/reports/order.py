@@ -13,9 +13,9 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from torchmetrics.functional import kendall_rank_corrcoef
 
+from lit_dlm.reports.parts import Part
 from lit_dlm.reports.pieces import TokenPieces
 from lit_dlm.reports.plots import Theme
-from lit_dlm.reports.regions import Region
 from lit_dlm.trajectories.record import Trajectory
 
 
@@ -59,21 +59,21 @@ def last_writes(record: Trajectory) -> NDArray[np.int32]:
     return writer
 
 
-def writes_per_step(record: Trajectory, region: Region) -> NDArray[np.int64]:
-    """``(T,)`` int64: tokens that each step wrote inside a region, overwritten ones included."""
+def writes_per_step(record: Trajectory, part: Part) -> NDArray[np.int64]:
+    """``(T,)`` int64: tokens that each step wrote inside a part, overwritten ones included."""
     step, position, token = record.events().T
-    inside = (position >= region.start) & (position < region.end) & (token != record.mask_id)
+    inside = (position >= part.start) & (position < part.end) & (token != record.mask_id)
     return np.bincount(step[inside], minlength=record.num_steps)
 
 
-def fill_rate(record: Trajectory, region: Region) -> NDArray[np.float64]:
-    """``(T + 1,)`` float64: the share of a region that holds a token after ``t`` steps."""
-    filled = last_writes(record)[:, region.start : region.end] != -1
+def fill_rate(record: Trajectory, part: Part) -> NDArray[np.float64]:
+    """``(T + 1,)`` float64: the share of a part that holds a token after ``t`` steps."""
+    filled = last_writes(record)[:, part.start : part.end] != -1
     return filled.mean(1)
 
 
 def fill_order_figure(
-    record: Trajectory, regions: Sequence[Region], pieces: TokenPieces, theme: Theme
+    record: Trajectory, parts: Sequence[Part], pieces: TokenPieces, theme: Theme
 ) -> Figure:
     """Heat map: the canvas after every step, each token coloured by the step that wrote it."""
     writer = last_writes(record)
@@ -113,7 +113,7 @@ def fill_order_figure(
         axis.set_xticks(range(G), labels, rotation=90, family="monospace", fontsize=8)
         axis.tick_params(axis="x", length=0)
         axis.set_xlabel("response position, with its final token")
-    _bands(axis, regions, theme)
+    _bands(axis, parts, theme)
     bar = figure.colorbar(image, ax=axis, pad=0.01, fraction=0.05)
     bar.ax.yaxis.set_major_locator(MaxNLocator(integer=True))
     bar.set_label("written in step")
@@ -122,13 +122,13 @@ def fill_order_figure(
 
 
 def order_figure(
-    record: Trajectory, regions: Sequence[Region], pieces: TokenPieces, theme: Theme
+    record: Trajectory, parts: Sequence[Part], pieces: TokenPieces, theme: Theme
 ) -> Figure:
     """Scatter of commit step against position, with Kendall's tau; special tokens are hollow."""
     figure = Figure(figsize=(5.4, 3.6), layout="constrained")
     axis = figure.add_subplot()
     text, written = text_positions(record, pieces), record.commit_step >= 0
-    for number, part in enumerate(regions or [Region("", 0, record.num_generated)]):
+    for number, part in enumerate(parts or [Part("", 0, record.num_generated)]):
         place = np.arange(part.start, part.end)
         place = place[written[part.start : part.end]]
         solid, hollow = place[text[place]], place[~text[place]]
@@ -145,23 +145,23 @@ def order_figure(
     axis.set_title(title, fontsize=11)
     axis.yaxis.set_major_locator(MaxNLocator(integer=True))
     axis.grid(alpha=0.5)
-    if 1 < len(regions) <= 8:
+    if 1 < len(parts) <= 8:
         axis.legend(fontsize="small")
     return figure
 
 
 def statistics_figure(
-    record: Trajectory, regions: Sequence[Region], _: TokenPieces, theme: Theme
+    record: Trajectory, parts: Sequence[Part], _: TokenPieces, theme: Theme
 ) -> Figure:
-    """Four panels: tokens per step, tokens in all, share filled, confidences; each by region."""
-    if not regions or len(regions) > 8:
-        regions = [Region("response", 0, record.num_generated)]
+    """Four panels: tokens per step, tokens in all, share filled, confidences; each by part."""
+    if not parts or len(parts) > 8:
+        parts = [Part("response", 0, record.num_generated)]
     figure = Figure(figsize=(8.4, 5.2), layout="constrained")
     axes = figure.subplots(2, 2)
     (pace, total), (filled, confidence) = axes
     steps = np.arange(record.num_steps + 1)
     below = np.zeros(record.num_steps)
-    for part, colour in zip(regions, theme.series, strict=False):
+    for part, colour in zip(parts, theme.series, strict=False):
         counts = writes_per_step(record, part)
         pace.bar(steps[1:], counts, bottom=below, color=colour, width=0.85, label=part.name)
         below += counts
@@ -174,7 +174,7 @@ def statistics_figure(
     confidence.set(xlabel="confidence when written", ylabel="tokens", xlim=(0, 1))
     if "commit_prob" in record.signals:
         prob = record.signals["commit_prob"].astype(np.float64)
-        groups = [prob[part.start : part.end] for part in regions]
+        groups = [prob[part.start : part.end] for part in parts]
         confidence.hist(
             [group[np.isfinite(group)] for group in groups],
             bins=np.linspace(0, 1, 21).tolist(),
@@ -190,21 +190,21 @@ def statistics_figure(
         axis.set_axisbelow(True)
     for axis in axes.flat[:3]:
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if len(regions) > 1:
+    if len(parts) > 1:
         handles, labels = pace.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     return figure
 
 
-def _bands(axis: Axes, regions: Sequence[Region], theme: Theme) -> None:
+def _bands(axis: Axes, parts: Sequence[Part], theme: Theme) -> None:
     above = axis.get_xaxis_transform()
-    for number, part in enumerate(regions):
+    for number, part in enumerate(parts):
         colour = theme.series[number % len(theme.series)]
         if part.start > 0:
             axis.axvline(part.start - 0.5, color=theme.text, linewidth=1, alpha=0.7)
         line: Any = {"color": colour, "linewidth": 4, "clip_on": False, "solid_capstyle": "butt"}
         axis.plot([part.start - 0.4, part.end - 0.6], [1.02, 1.02], transform=above, **line)
-        if len(regions) <= 16:
+        if len(parts) <= 16:
             middle = (part.start + part.end - 1) / 2
             told: Any = {"ha": "center", "va": "bottom", "fontsize": 8, "color": theme.text}
             axis.text(middle, 1.04, part.name, transform=above, **told)

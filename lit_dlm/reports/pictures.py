@@ -8,9 +8,9 @@ from typing import Any
 
 from lit_dlm.reports.animation import write_gif
 from lit_dlm.reports.order import fill_order_figure, order_figure, statistics_figure
+from lit_dlm.reports.parts import parts_of
 from lit_dlm.reports.pieces import TokenPieces
 from lit_dlm.reports.plots import THEMES, plot_style, save_figure
-from lit_dlm.reports.regions import regions_of
 from lit_dlm.reports.samples import Sample
 
 FIGURES = {"fill_order": fill_order_figure, "order": order_figure, "statistics": statistics_figure}
@@ -33,10 +33,10 @@ def write_pictures(
     record = samples[0].record
     if not all(sample.record.num_generated for sample in samples):
         raise ValueError(f"trajectory {record.uid!r}: an empty response has no picture")
-    regions = regions_of(record, method)
+    parts = parts_of(record, method)
     for kind, path in files.items():
         if kind == "gif":
             write_gif(path, samples, pieces, theme=theme)
             continue
         with plot_style(THEMES[theme]):
-            save_figure(FIGURES[kind](record, regions, pieces, THEMES[theme]), path)
+            save_figure(FIGURES[kind](record, parts, pieces, THEMES[theme]), path)

@@ -1,73 +1,19 @@
 """Token ids as pieces of text, one piece per position of a canvas.
 
 A token that holds only a part of a character has no text of its own; its bytes are shown until its
-neighbours complete the character. Pages make no requests, and allow only their own script and
-style, by digest.
+neighbours complete the character.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
-from markupsafe import Markup
 
 from lit_dlm.trajectories.record import Trajectory
 
 if TYPE_CHECKING:
     from PIL import Image
-
-ASSETS = Path(__file__).resolve().parent / "assets"
-
-
-def render(name: str, *, scripts: Sequence[str], **context: Any) -> str:
-    """Fills ``assets/{name}/page.html`` with the styles and the scripts beside it."""
-    script = _text(*(f"{name}/{part}" for part in scripts))
-    return fill(
-        f"{name}/page.html",
-        style=Markup(_text("base.css", f"{name}/style.css")),
-        script=Markup(f'(() => {{\n"use strict";\n{script}\n}})();'),
-        **context,
-    )
-
-
-def fill(path: str, **context: Any) -> str:
-    """Fills a template in ``assets``; HTML templates escape all texts, whatever a model wrote."""
-    environment = Environment(
-        loader=FileSystemLoader(ASSETS),
-        autoescape=select_autoescape(),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters |= {"digest": _digest, "data_uri": _data_uri, "cell": _cell}
-    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    return environment.get_template(path).render(**context)
-
-
-def _text(*assets: str) -> str:
-    return "\n".join((ASSETS / path).read_text(encoding="utf-8") for path in assets)
-
-
-def _digest(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _data_uri(png: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(png).decode()
-
-
-def _cell(text: str) -> str:
-    """Cuts a text to 160 characters and escapes it for a Markdown table cell."""
-    line = " ".join(text.split())[:160]
-    return re.sub(r"[\\`*_\[\]<>|]", r"\\\g<0>", line)
-
 
 _LOST = "\ufffd"  # what decoders write for bytes that are not a character
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")

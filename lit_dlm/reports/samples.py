@@ -57,12 +57,10 @@ def load_samples(
     """
     rows, shards = _open(path)
     reader = TrajectoryShardReader(shards, features=False)
+    # A benchmark that was stopped may have recorded decodes whose results it had not yet written.
     known = [uid for uid in reader.uids if rows is None or uid in rows]
-    there = {*known, *map(prompt_uid, known)}
-    of_method = set(map(_method, known))
-    for kind, wanted, held in (("sample", names, there), ("method", methods, of_method)):
-        if missing := [name for name in wanted if name not in held]:
-            raise ValueError(f"{path}: no {kind} {missing[0]!r}{nearest(missing[0], held)}")
+    _refuse_unknown(path, "sample", names, {*known, *map(prompt_uid, known)})
+    _refuse_unknown(path, "method", methods, set(map(_method, known)))
     fitting = [
         uid
         for uid in known
@@ -71,30 +69,34 @@ def load_samples(
         if examples is None or prompt_uid(uid) in examples
     ]
     if not fitting:
-        raise ValueError(
-            f"{path}: no decode of the prompts asked for, such as {min(examples or ['?'])!r}"
-        )
+        example = min(examples or ["?"])
+        raise ValueError(f"{path}: no decode of the requested prompts, such as {example!r}")
     kept = _chosen(fitting, limit)
     records = {record.uid: record for record in reader.find(set(kept))}
+    decoders: dict[str, Any] = {}
+    for shard in shards:  # each names its own: later runs into a folder may have other decoders
+        decoders |= run_of_shard(shard)[0].decode.get("methods") or {}
     return SampleSet(
         label=path.resolve().name,
         source=path,
         shards=shards,
         samples=[_sample(records[uid], (rows or {}).get(uid)) for uid in kept],
         num_available=len(fitting),
-        methods={
-            name: decoder
-            for shard in shards
-            for name, decoder in (run_of_shard(shard)[0].decode.get("methods") or {}).items()
-        },
+        methods=decoders,
     )
+
+
+def _refuse_unknown(path: Path, kind: str, requested: Collection[str], known: set[str]) -> None:
+    for name in requested:
+        if name not in known:
+            raise ValueError(f"{path}: no {kind} {name!r}{nearest(name, known)}")
 
 
 def _open(path: Path) -> tuple[dict[str, ResultRow] | None, list[Path]]:
     """Result rows by the uid of their trajectory, if there are results; and the shards."""
     run = path.parent if path.name == "results" else path
     if (run / "results").is_dir():
-        return _of_results(run)
+        return _open_results(run)
     is_set = path.suffix == ".tar" or (path.is_dir() and shards_in(path))
     if path.exists() and not is_set:
         inside = sorted({one.parent for one in (*path.glob("*/*.tar"), *path.glob("*/results"))})
@@ -106,13 +108,13 @@ def _open(path: Path) -> tuple[dict[str, ResultRow] | None, list[Path]]:
     return None, shard_paths([path])
 
 
-def _of_results(run: Path) -> tuple[dict[str, ResultRow], list[Path]]:
+def _open_results(run: Path) -> tuple[dict[str, ResultRow], list[Path]]:
     results = ResultFolder(run / "results")
-    found = [row for pair in results.pairs() for row in results.rows(*pair)]
-    rows = {row.trajectory["uid"]: row for row in found if row.trajectory is not None}
+    all_rows = [row for pair in results.pairs() for row in results.rows(*pair)]
+    rows = {row.trajectory["uid"]: row for row in all_rows if row.trajectory is not None}
     if not rows:
         raise ValueError(
-            f"{run}: {len(found)} results, but none names a trajectory; decode with model.level "
+            f"{run}: {len(all_rows)} results, but none names a trajectory; decode with model.level "
             "set to keep them"
         )
     sets = dict.fromkeys(row.trajectory["set"] for row in rows.values() if row.trajectory)
@@ -132,9 +134,11 @@ def _chosen(uids: Sequence[str], limit: int | None) -> list[str]:
         groups.setdefault(example.partition("/")[0], {}).setdefault(example, []).append(uid)
     turns = zip_longest(*(task.values() for task in groups.values()), fillvalue=[])
     in_turn = [uid for prompts in turns for decodes in prompts for uid in decodes]
-    taken = set(in_turn[:limit])
+    # Chosen in turn, so that a limit shows something of every task; listed task by task, so that a
+    # reader finds the decodes of one prompt next to each other.
+    chosen = set(in_turn[:limit])
     ordered = (uid for task in groups.values() for decodes in task.values() for uid in decodes)
-    return [uid for uid in ordered if uid in taken]
+    return [uid for uid in ordered if uid in chosen]
 
 
 def _sample(record: Trajectory, row: ResultRow | None) -> Sample:
@@ -148,6 +152,7 @@ def _sample(record: Trajectory, row: ResultRow | None) -> Sample:
             correct=correct if isinstance(correct, bool) else None,
         )
     assert row.trajectory is not None
+    # A shard that was written again has equal uids; a grade beside another text would mislead.
     if record.digest().hex() != row.trajectory["digest"]:
         raise ValueError(f"{record.uid}: the results name another decode than the shards hold")
     return Sample(

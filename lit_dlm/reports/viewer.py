@@ -33,8 +33,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lit_dlm.reports.pieces import TokenPieces, render
-from lit_dlm.reports.regions import regions_of
+from lit_dlm.reports.pages import render
+from lit_dlm.reports.parts import parts_of
+from lit_dlm.reports.pieces import TokenPieces
 from lit_dlm.reports.samples import Sample, SampleSet
 from lit_dlm.system.files import write_atomically
 from lit_dlm.trajectories.record import Trajectory
@@ -178,7 +179,7 @@ def sample_columns(
         "joined": table.pieces.joined(record.tokens.tolist()),
         "prompt_joined": table.pieces.joined(record.prompt_ids.tolist()),
         "signals": {name: _packed(values, "<f2") for name, values in signals},
-        "regions": [[part.name, part.start, part.end] for part in regions_of(record, method)],
+        "regions": parts_of(record, method),
         "given": given,
         "early": [[step, position, table.index(token)] for step, position, token in early],
         "frames": _frames(table.pieces, record),

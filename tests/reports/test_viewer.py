@@ -138,7 +138,7 @@ def test_command_writes_page_and_pictures(tmp_path: Path, capsys: pytest.Capture
     assert main([str(run), "--method", "b", "a", "--gif", str(tmp_path / "x.gif")]) == 0
     assert "x.gif: t/test/0@b, t/test/0@a" in capsys.readouterr().out
     apart = sets.write_set(tmp_path / "apart", [sets.record(ids, range(5), uid="t/test/9@a")])
-    with pytest.raises(ValueError, match=r"/apart: no decode of the prompts"):
+    with pytest.raises(ValueError, match=r"/apart: no decode of the requested prompts"):
         main([str(run), "--compare", str(apart)])
     with pytest.raises(ValueError, match="--limit: expected 0 or more, got -1"):
         main([str(run), "--limit", "-1"])

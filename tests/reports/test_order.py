@@ -3,7 +3,7 @@ import pytest
 
 from lit_dlm.reports import order
 from lit_dlm.reports.order import left_to_rightness
-from lit_dlm.reports.regions import Region, regions_of
+from lit_dlm.reports.parts import Part
 from tests.reports.sample_sets import EOS, MASK, ids_of, record, remasked, tiny_pieces
 
 
@@ -34,40 +34,9 @@ def test_tau_of_the_text_leaves_the_end_of_text_fill_out():
 
 
 def test_writes_pace_and_fill_follow_masking_again_and_given_tokens():
-    one, whole = remasked(), Region("all", 0, 3)
+    one, whole = remasked(), Part("all", 0, 3)
     written = [[-1, -2, -1], [0, -2, -1], [-1, -2, -1], [-1, -2, -1], [3, -2, -1]]
     assert order.last_writes(one).tolist() == written
     assert order.writes_per_step(one, whole).tolist() == [1, 0, 0, 1]
     assert order.fill_rate(one, whole) == pytest.approx([1 / 3, 2 / 3, 1 / 3, 1 / 3, 2 / 3])
-    assert order.fill_rate(one, Region("end", 2, 3)) == pytest.approx([0, 0, 0, 0, 0])
-
-
-TEN = [7] * 10
-WINDOW = {"name": "BlockWindow", "block_length": 4}
-HALF = {"name": "r", "tau": 0.9, "max_fill_frac": 0.4, "weight": 1.0, "fraction": 0.5}
-REST = {"name": "rest", "tau": 0.9, "max_fill_frac": 0.4, "weight": 1.0}
-LAYOUT = {"name": "FractionLayout", "regions": [HALF, {**HALF, "name": "a"}], "rest": REST}
-
-
-@pytest.mark.parametrize(
-    ("method", "meta", "expected"),
-    [
-        (None, {}, []),
-        ({"window": {"name": "FullWindow"}}, {}, []),
-        ({"window": WINDOW}, {}, [("block 1", 0, 4), ("block 2", 4, 8), ("block 3", 8, 10)]),
-        # Prompt of 3, blocks of 4: the first block holds prompt 0..2 and response 0.
-        ({"window": {**WINDOW, "origin": "sequence"}}, {},
-         [("block 1", 0, 1), ("block 2", 1, 5), ("block 3", 5, 9), ("block 4", 9, 10)]),
-        ({"window": WINDOW, "layout": LAYOUT}, {}, [("r", 0, 5), ("a", 5, 10)]),
-        ({"window": WINDOW, "layout": LAYOUT}, {"regions": [["x", 2, 9]]}, [("x", 2, 9)]),
-    ],
-)  # fmt: skip
-def test_named_regions_win_over_the_layout_and_that_over_blocks(method, meta, expected):
-    found = regions_of(record(TEN, range(10), meta=meta), method)
-    assert found == [Region(*one) for one in expected]
-
-
-@pytest.mark.parametrize("bad", ["x", [["x", 2, 11]], [["x", 3, 3]], [[1, 2]]])
-def test_malformed_regions_are_refused(bad: object):
-    with pytest.raises(ValueError, match=r"t/test/0@m.*'regions'"):
-        regions_of(record(TEN, range(10), meta={"regions": bad}))
+    assert order.fill_rate(one, Part("end", 2, 3)) == pytest.approx([0, 0, 0, 0, 0])
