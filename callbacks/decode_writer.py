@@ -173,8 +173,8 @@ class DecodeWriter(BasePredictionWriter):
         if self.results is not None:
             if trainer.is_global_zero:
                 self._claim(self.results, run, pl_module, data.tasks)
-                skipped = self.results.facts().get("skipped", {}) | getattr(data, "skipped", {})
-                self.results.write_facts({**_facts(run), "skipped": skipped})
+                skipped = self.results.metadata().get("skipped", {}) | getattr(data, "skipped", {})
+                self.results.write_metadata({**_facts(run), "skipped": skipped})
             if folder is None and pl_module.level is not None:
                 folder = self.results.folder.parent / "trajectories"
         if folder is not None:

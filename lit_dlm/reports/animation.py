@@ -28,8 +28,8 @@ STEP_MILLISECONDS = 250
 HOLD_MILLISECONDS = 2500  # how long the last frame is shown
 
 
-class Cell(NamedTuple):
-    """Place of a response position on the canvas, in character columns and rows."""
+class TextBox(NamedTuple):
+    """Where a response position is drawn, in rows and columns of characters."""
 
     row: int
     column: int
@@ -80,13 +80,13 @@ def _stride(samples: Sequence[Sample]) -> int:
     return max(1, -(-steps // (MAX_FRAMES - 2)))
 
 
-def lay_out(record: Trajectory, pieces: TokenPieces, *, columns: int) -> list[Cell]:
-    """Places the response so that nothing moves while it fills up, one cell per position.
+def lay_out(record: Trajectory, pieces: TokenPieces, *, columns: int) -> list[TextBox]:
+    """Places the response so that nothing moves while it fills up, one box per position.
 
     Each is as wide as its final token; special tokens and what stays empty get one column, no text.
     """
     tokens = record.tokens.tolist()
-    cells, row, column = [], 0, 0
+    boxes, row, column = [], 0, 0
     for token, shown in zip(tokens, pieces.texts(tokens), strict=True):
         text = "" if token == record.mask_id else shown
         body = text.strip("\n")
@@ -94,15 +94,15 @@ def lay_out(record: Trajectory, pieces: TokenPieces, *, columns: int) -> list[Ce
         after = len(text) - before - len(body)
         lines = body.expandtabs(4).split("\n")
         width = min(max(1, len(lines[0])), columns) if body or not text else 0
-        if before:
+        if before:  # a token such as "\n#### " begins a line and stands on it
             row, column = row + before, 0
         elif column + width > columns:
             row, column = row + 1, 0
-        cells.append(Cell(row, column, width, lines[0]))
+        boxes.append(TextBox(row, column, width, lines[0]))
         column += width
         if after or len(lines) > 1:
             row, column = row + after + len(lines) - 1, 0
-    return cells
+    return boxes
 
 
 class _Painter:
@@ -125,13 +125,13 @@ class _Painter:
         records = [sample.record for sample in samples]
         self.states = [record.all_states() for record in records]
         self.drawn = [pieces.drawn(record) for record in records]
-        self.cells = [
+        self.boxes = [
             [] if drawn else lay_out(record, pieces, columns=_COLUMNS)
             for record, drawn in zip(records, self.drawn, strict=True)
         ]
         rows = [
-            _PICTURE_LINES if drawn else max((cell.row for cell in cells), default=0) + 1
-            for cells, drawn in zip(self.cells, self.drawn, strict=True)
+            _PICTURE_LINES if drawn else max((box.row for box in boxes), default=0) + 1
+            for boxes, drawn in zip(self.boxes, self.drawn, strict=True)
         ]
         self.heights = [round(_LINE * (1.35 + count)) + _MARGIN for count in rows]
         self.top = _MARGIN + _LINE * len(lines) + _MARGIN // 2
@@ -142,52 +142,55 @@ class _Painter:
         image = Image.new("RGB", self.size, self.theme.background)
         draw = ImageDraw.Draw(image)
         for number, text in enumerate(self.prompt):
-            place = (_MARGIN, _MARGIN + number * _LINE)
-            draw.text(place, text, font=self.font, fill=self.theme.muted)
+            at = (_MARGIN, _MARGIN + number * _LINE)
+            draw.text(at, text, font=self.font, fill=self.theme.muted)
         top = self.top
         for number, sample in enumerate(self.samples):
             last = sample.record.num_steps
+            # A decode that ended earlier stands still while others go on.
             done, before = min(step, last), min(max(since, 0), last)
-            self._head(draw, sample, done, top)
+            self._draw_head(draw, sample, done, top)
             if drawn := self.drawn[number]:
                 side = _LINE * (_PICTURE_LINES - 1)
                 picture = drawn[done].resize((side, side), Image.Resampling.NEAREST)
                 image.paste(picture, (_MARGIN, round(top + 1.35 * _LINE)))
-            self._cells(draw, number, done, before, top + 1.2 * _LINE)
+            self._draw_response(draw, number, done, before, top + 1.2 * _LINE)
             top += self.heights[number]
         return image
 
-    def _head(self, draw: ImageDraw.ImageDraw, sample: Sample, done: int, top: float) -> None:
+    def _draw_head(self, draw: ImageDraw.ImageDraw, sample: Sample, done: int, top: float) -> None:
         theme, total, right = self.theme, sample.record.num_steps, self.size[0] - _MARGIN
         title, count = sample.method or sample.record.uid, f"step {done}/{total}"
         draw.text((_MARGIN, top), title, font=self.small, fill=theme.accent)
-        place = right - self.small.getlength(count), top
-        draw.text(place, count, font=self.small, fill=theme.muted)
+        at = right - self.small.getlength(count), top
+        draw.text(at, count, font=self.small, fill=theme.muted)
         base = top + _LINE * 0.85
         draw.rectangle((_MARGIN, base - 3, right, base - 1), fill=theme.line)
         end = _MARGIN + (right - _MARGIN) * done / max(total, 1)
         draw.rectangle((_MARGIN, base - 3, end, base - 1), fill=theme.accent)
 
-    def _cells(
+    def _draw_response(
         self, draw: ImageDraw.ImageDraw, number: int, done: int, before: int, top: float
     ) -> None:
         theme, record, states = self.theme, self.samples[number].record, self.states[number]
-        for position, cell in enumerate(self.cells[number]):
-            if cell.width == 0:
+        for position, box in enumerate(self.boxes[number]):
+            if box.width == 0:
                 continue
-            left, upper = _MARGIN + cell.column * self.advance, top + cell.row * _LINE
-            right = left + cell.width * self.advance
-            box = (left + 1, upper + 2, right - 1, upper + _LINE - 3)
+            left, upper = _MARGIN + box.column * self.advance, top + box.row * _LINE
+            right = left + box.width * self.advance
+            area = (left + 1, upper + 2, right - 1, upper + _LINE - 3)
             token = int(states[done, position])
             is_new = token != states[before, position]
             if token == record.mask_id:
-                draw.rounded_rectangle(box, radius=3, fill=theme.mask)
+                draw.rounded_rectangle(area, radius=3, fill=theme.mask)
             elif self.is_special(token):
                 if is_new:
-                    draw.rounded_rectangle(box, radius=3, outline=theme.accent)
+                    draw.rounded_rectangle(area, radius=3, outline=theme.accent)
             else:
                 if is_new:
-                    draw.rounded_rectangle(box, radius=3, fill=theme.accent)
+                    draw.rounded_rectangle(area, radius=3, fill=theme.accent)
                 ink = theme.accent_text if is_new else theme.text
-                text = cell.text[: cell.width] if token == record.tokens[position] else "~"
+                # The box has the room of the final token; one that will be overwritten may need
+                # more, and is only hinted at.
+                text = box.text[: box.width] if token == record.tokens[position] else "~"
                 draw.text((left, upper + 1), text, font=self.font, fill=ink)

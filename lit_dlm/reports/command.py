@@ -53,7 +53,7 @@ class SampleGroup:
 
     task: str
     methods: tuple[str, ...]
-    told: str
+    counts: str  # in words, the heading of the group
     num_wrong: int  # in all, for one method; the page shows NUM_SAMPLES at most
     samples: Sequence[tuple[ResultRow, ...]]  # one row per method
 
@@ -62,8 +62,8 @@ class SampleGroup:
         return [rows[0] for rows in self.samples if is_wrong(rows[0])]
 
 
-class Picture(NamedTuple):
-    """A PNG picture for light and for dark pages."""
+class Plot(NamedTuple):
+    """A plot as PNG, for light and for dark pages."""
 
     title: str
     light: bytes
@@ -105,25 +105,29 @@ def write_report(summaries: Sequence[MethodSummary], folder: Path, console: Plai
 
 def labelled(runs: Sequence[tuple[Path, list[MethodSummary]]]) -> list[ReportedRun]:
     """Names the methods of runs in common tables, after their run if another one has them, too."""
-    uses = Counter((one.task, one.method) for _, found in runs for one in found)
+    uses = Counter((one.task, one.method) for _, summaries in runs for one in summaries)
     paths = [folder.resolve().parts for folder, _ in runs]
     reported = []
-    for (folder, found), parts in zip(runs, paths, strict=True):
+    for (folder, summaries), parts in zip(runs, paths, strict=True):
+        # The shortest end that is no other run's: seed0/bench beside seed1/bench, not bench twice.
         ends = [parts[-n:] for n in range(1, len(parts) + 1)]
         own = (end for end in ends if [path[-len(end) :] for path in paths].count(end) == 1)
         run, labels = "/".join(next(own, ends[0])), {}
-        for one in found:
+        for one in summaries:
             is_shared = uses[one.task, one.method] > 1
             labels[one.task, one.method] = f"{run}/{one.method}" if is_shared else one.method
-        reported.append(ReportedRun(folder=folder, name=run, summaries=found, labels=labels))
+        reported.append(ReportedRun(folder=folder, name=run, summaries=summaries, labels=labels))
     return reported
 
 
 def merge_runs(runs: Sequence[ReportedRun]) -> list[MethodSummary]:
     """Returns the summaries of several runs, with their names in common tables, task by task."""
-    found = [(run.labels[one.task, one.method], one) for run in runs for one in run.summaries]
-    tasks = list(dict.fromkeys(one.task for _, one in found))
-    merged = [replace(one, method=label) for label, one in found]
+    merged = [
+        replace(one, method=run.labels[one.task, one.method])
+        for run in runs
+        for one in run.summaries
+    ]
+    tasks = list(dict.fromkeys(one.task for one in merged))
     return sorted(merged, key=lambda one: tasks.index(one.task))
 
 
@@ -136,11 +140,11 @@ def failures_first(task: str, method: str, rows: Sequence[ResultRow]) -> SampleG
     """Wrong samples, then ungraded, then right ones, each by uid."""
     ordered = sorted(rows, key=lambda row: (not is_wrong(row), row.correct, row.uid))
     shown, num_wrong = ordered[:NUM_SAMPLES], sum(map(is_wrong, rows))
-    told = f"{method}: {num_wrong} of {len(rows)} wrong"
-    told += f", {len(shown)} shown" * (len(shown) < len(rows))
+    counts = f"{method}: {num_wrong} of {len(rows)} wrong"
+    counts += f", {len(shown)} shown" * (len(shown) < len(rows))
     samples = [(row,) for row in shown]
     return SampleGroup(
-        task=task, methods=(method,), told=told, num_wrong=num_wrong, samples=samples
+        task=task, methods=(method,), counts=counts, num_wrong=num_wrong, samples=samples
     )
 
 
@@ -151,12 +155,14 @@ def disagreement(
     other = {row.uid: row for row in two}
     pairs = [(row, other[row.uid]) for row in one if row.uid in other]
     split = [pair for pair in pairs if pair[0].correct != pair[1].correct]
+    # What the better method lost comes first: there lies what another decoder could still gain.
     split.sort(key=lambda pair: (pair[0].correct, pair[0].uid))
     by_first = sum(pair[0].correct for pair in split)
-    told = f"{by_first} right by {methods[0]} alone, {len(split) - by_first} by {methods[1]} alone"
-    told += f", {NUM_SAMPLES} shown" * (len(split) > NUM_SAMPLES)
+    counts = f"{by_first} right by {methods[0]} alone, "
+    counts += f"{len(split) - by_first} by {methods[1]} alone"
+    counts += f", {NUM_SAMPLES} shown" * (len(split) > NUM_SAMPLES)
     shown = split[:NUM_SAMPLES]
-    return SampleGroup(task=task, methods=methods, told=told, num_wrong=0, samples=shown)
+    return SampleGroup(task=task, methods=methods, counts=counts, num_wrong=0, samples=shown)
 
 
 def write_pages(
@@ -167,16 +173,16 @@ def write_pages(
     shown = {
         row.prompt_uid for one in (*best, *others, *splits) for rows in one.samples for row in rows
     }
-    found = [(run, _traces(run, shown)) for run in runs]
-    traced = [(run, samples) for run, samples in found if samples is not None]
+    traces = [(run, _traces(run, shown)) for run in runs]
+    traced = [(run, samples) for run, samples in traces if samples is not None]
     fronts = _fronts(merged)
     content = {
         "title": title,
         "best": best,
         "disagreements": splits,
         "others": sorted(others, key=lambda group: -group.num_wrong),
-        "facts": {run.name: _told_facts(run) for run in runs},
-        "notes": _notes(found),
+        "metadata": {run.name: _metadata(run) for run in runs},
+        "notes": _notes(traces),
         "links": _links(traced),
     }
     page = render(
@@ -185,7 +191,7 @@ def write_pages(
         tables=[(task, table_rows(group)) for task, group in by_task(merged)],
         max_text=MAX_TEXT,
         fronts=fronts,
-        curves=[picture for run in runs for picture in _curves(run)],
+        curves=[plot for run in runs for plot in _curves(run)],
         **content,
     )
     write_atomically(folder / "report.html", page)
@@ -203,14 +209,15 @@ def write_pages(
     return ["report.html", "report.md", TRACES_PAGE]
 
 
-def _notes(found: Sequence[tuple[ReportedRun, SampleSet | None]]) -> list[str]:
+def _notes(traces: Sequence[tuple[ReportedRun, SampleSet | None]]) -> list[str]:
+    # Verdicts on code depend on the walls it ran behind: what one refuses, another lets pass.
     notes = [
         f"Code of {one.task} ran in {one.isolation} when it was graded."
-        for run, _ in found
+        for run, _ in traces
         for one in run.summaries
         if one.isolation is not None
     ]
-    if without := [run.name for run, samples in found if samples is None]:
+    if without := [run.name for run, samples in traces if samples is None]:
         notes.append(f"There are no trajectories of {', '.join(without)}, so no traces to open.")
     return list(dict.fromkeys(notes))
 
@@ -227,6 +234,7 @@ def _groups(
             ordered = _by_accuracy(group)
             rows = {one.method: run.results.rows(task, one.method) for one in group}
             for name in rows:
+                # Without grades no method is the best, and all of them are others.
                 groups = best if name in ordered[:1] else others
                 groups.append(failures_first(task, run.labels[task, name], rows[name]))
             if len(ordered) > 1:
@@ -251,6 +259,7 @@ def _traces(run: ReportedRun, shown: set[str]) -> SampleSet | None:
     folders = {run.folder / row.trajectory["set"] for row in rows if row.trajectory is not None}
     if missing := sorted(str(folder) for folder in folders if not folder.is_dir()):
         logger.warning("%s: not here, so there are no traces to open", ", ".join(missing))
+    # Some folders alone would give links that open nothing: all of a run's, or none.
     if missing or not folders:
         return None
     return replace(load_samples(run.folder, examples=shown), label=run.name)
@@ -262,42 +271,43 @@ def _links(traced: Sequence[tuple[ReportedRun, SampleSet]]) -> dict[tuple[str, s
         for sample in samples.samples:
             label = run.labels.get((sample.task, sample.method), sample.method)
             address = f"{TRACES_PAGE}#uid={quote(sample.record.uid, safe='')}"
+            # A row's uid is that of its record without the method, which the table has as a label.
             uid = sample.record.uid.removesuffix(f"@{sample.method}")
             links[sample.task, label, uid] = address + f"&set={number}" * (number > 0)
     return links
 
 
-def _told_facts(run: ReportedRun) -> dict[str, str]:
-    facts: dict[str, Any] = {k: v for k, v in run.results.facts().items() if v is not None}
-    facts.pop("skipped", None)  # the tables have it
-    versions = facts.pop("versions", {})
+def _metadata(run: ReportedRun) -> dict[str, str]:
+    values: dict[str, Any] = {k: v for k, v in run.results.metadata().items() if v is not None}
+    values.pop("skipped", None)  # the tables have it
+    versions = values.pop("versions", {})
     if "commit" in versions:
         versions["commit"] = versions["commit"][:12]
-    if "parameters" in facts:
-        facts["parameters"] = f"{facts['parameters']:,}"
+    if "parameters" in values:
+        values["parameters"] = f"{values['parameters']:,}"
     if versions:
-        facts["versions"] = ", ".join(map(" ".join, versions.items()))
-    return {key: str(value) for key, value in facts.items()}
+        values["versions"] = ", ".join(map(" ".join, versions.items()))
+    return {key: str(value) for key, value in values.items()}
 
 
-def _fronts(merged: Sequence[MethodSummary]) -> list[Picture]:
-    """One picture per task, shown side by side, or one below the other on a phone."""
+def _fronts(merged: Sequence[MethodSummary]) -> list[Plot]:
+    """A plot per task, shown side by side, or one below the other on a phone."""
     from lit_dlm.reports.plots import THEMES, figure_bytes, front_figure
 
-    pictures = []
+    plots = []
     for task, group in by_task(merged):
         drawn = [figure for theme in THEMES.values() if (figure := front_figure(group, theme))]
         if drawn:
             title = f"{task}: accuracy against average steps; bars are 95 % intervals"
-            pictures.append(Picture(title, *map(figure_bytes, drawn)))
-    return pictures
+            plots.append(Plot(title, *map(figure_bytes, drawn)))
+    return plots
 
 
-def _curves(run: ReportedRun) -> list[Picture]:
+def _curves(run: ReportedRun) -> list[Plot]:
     from lit_dlm.reports.plots import THEMES, curve_figure, figure_bytes, read_curves
 
-    pictures = []
+    plots = []
     for name, curve in list(read_curves(run.folder).items())[:MAX_CURVES]:
         drawn = (figure_bytes(curve_figure(curve, one), dpi=110) for one in THEMES.values())
-        pictures.append(Picture(f"{name}, training of {run.name}", *drawn))
-    return pictures
+        plots.append(Plot(f"{name}, training of {run.name}", *drawn))
+    return plots

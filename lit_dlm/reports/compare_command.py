@@ -29,8 +29,7 @@ NOTE = (
 MAX_DIFFERENCES = 8
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the command with the arguments after its name; returns the exit status."""
+def _parser() -> argparse.ArgumentParser:
     command = argparse.ArgumentParser(
         prog="lit-dlm compare",
         description="Compares two benchmark runs on the samples that both have: accuracy with an "
@@ -45,6 +44,12 @@ def main(arguments: Sequence[str]) -> int:
     command.add_argument(
         "--out", type=Path, metavar="FILE", help="also write the table as Markdown"
     )
+    return command
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command with the arguments after its name; returns the exit status."""
+    command = _parser()
     options = command.parse_args(list(arguments))
     is_one_run = options.first.resolve() == options.second.resolve()
     if (options.a is None) != (options.b is None) or (is_one_run and options.a is None):
@@ -54,18 +59,17 @@ def main(arguments: Sequence[str]) -> int:
         for path in (options.first, options.second)
     )
     pairs = method_pairs(first, second, a=options.a, b=options.b)
-    found = [compare_rows(first.rows(task, a), second.rows(task, b)) for task, a, b in pairs]
-    adjusted = holm([one.p_value for one in found])  # over all comparisons
-    found = [replace(one, p_adjusted=p) for one, p in zip(found, adjusted, strict=True)]
+    compared = [compare_rows(first.rows(task, a), second.rows(task, b)) for task, a, b in pairs]
+    # Over all of them: whoever looks at ten comparisons finds one with p < 0.1 by chance.
+    adjusted = holm([one.p_value for one in compared])
+    compared = [replace(one, p_adjusted=p) for one, p in zip(compared, adjusted, strict=True)]
     console = PlainConsole()
     if options.out is not None:
-        write_atomically(options.out, markdown(found, options.first, options.second))
+        write_atomically(options.out, markdown(compared, options.first, options.second))
     if options.json:
-        console.print_json(
-            json.dumps([asdict(comparison) for comparison in found]), ensure_ascii=True
-        )
+        console.print_json(json.dumps([*map(asdict, compared)]), ensure_ascii=True)
         return 0
-    for title, rows in tables(found):
+    for title, rows in tables(compared):
         print_table(console, title, HEADERS, rows, box=SIMPLE_HEAD)
     console.print(f"A: {options.first}   B: {options.second}", style="bold", highlight=False)
     console.print(NOTE, highlight=False)
@@ -85,35 +89,42 @@ def method_pairs(
     if a and b:
         pairs = [(task, a, b) for task, one, two in both if a in one and b in two]
     else:
-        pairs = [(task, name, name) for task, one, two in both for name in one if name in two]
-        pairs = pairs or [
-            (task, one[0], two[0]) for task, one, two in both if [len(one), len(two)] == [1, 1]
-        ]
-    if pairs:
-        return pairs
-    wanted = f"{a!r} of A and {b!r} of B" if a else "methods of equal name, or --a and --b,"
-    raise ValueError(
-        f"expected {wanted} on a common task; {first.folder.parent} has {_told(of_a)}; "
-        f"{second.folder.parent} has {_told(of_b)}"
-    )
+        pairs = _of_equal_name(both) or _only_ones(both)
+    if not pairs:
+        wanted = f"{a!r} of A and {b!r} of B" if a else "methods of equal name, or --a and --b,"
+        raise ValueError(
+            f"expected {wanted} on a common task; {first.folder.parent} has {_listed(of_a)}; "
+            f"{second.folder.parent} has {_listed(of_b)}"
+        )
+    return pairs
+
+
+def _of_equal_name(both: list[tuple[str, list[str], list[str]]]) -> list[tuple[str, str, str]]:
+    return [(task, name, name) for task, one, two in both for name in one if name in two]
+
+
+def _only_ones(both: list[tuple[str, list[str], list[str]]]) -> list[tuple[str, str, str]]:
+    # Two fine-tunings may each name their single method after themselves.
+    return [(task, one[0], two[0]) for task, one, two in both if len(one) == len(two) == 1]
 
 
 def _methods(results: ResultFolder) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    methods: dict[str, list[str]] = {}
     for task, method in results.pairs():
         if results.completed(task, method):
-            found.setdefault(task, []).append(method)
-    return found
+            methods.setdefault(task, []).append(method)
+    return methods
 
 
-def _told(found: dict[str, list[str]]) -> str:
-    return "; ".join(f"{task}: {', '.join(names)}" for task, names in found.items()) or "no results"
+def _listed(methods: dict[str, list[str]]) -> str:
+    listed = (f"{task}: {', '.join(names)}" for task, names in methods.items())
+    return "; ".join(listed) or "no results"
 
 
-def tables(found: Sequence[PairedComparison]) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
+def tables(compared: Sequence[PairedComparison]) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
     """Yields title and rows of the table of each task; a row has a line for A and one for B."""
-    for task, compared in groupby(found, key=lambda one: one.task):
-        group = list(compared)
+    for task, of_task in groupby(compared, key=lambda one: one.task):
+        group = list(of_task)
         counts = {
             f"{task}, n =": [one.n for one in group],
             ", only in A:": [one.left_out_a for one in group],
@@ -135,19 +146,19 @@ def _row(one: PairedComparison) -> tuple[str, ...]:
         f"{100 * one.accuracy_a:.1f}\n{100 * one.accuracy_b:.1f}",
         f"{one.only_a}\n{one.only_b}",
         f"{100 * (one.accuracy_b - one.accuracy_a):+.1f}\n({low:+.1f} to {high:+.1f})",
-        f"{_spoken_p(one.p_value)}\n({_spoken_p(one.p_adjusted)})",
+        f"{_p_text(one.p_value)}\n({_p_text(one.p_adjusted)})",
         f"{one.nfe_a:.1f}\n{one.nfe_b:.1f}",
     )
 
 
-def _spoken_p(p: float) -> str:
+def _p_text(p: float) -> str:
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def markdown(found: Sequence[PairedComparison], a: Path, b: Path) -> str:
+def markdown(compared: Sequence[PairedComparison], a: Path, b: Path) -> str:
     """The same tables as Markdown."""
     texts = []
-    for title, rows in tables(found):
+    for title, rows in tables(compared):
         cells = [[text.replace("\n", "<br>") for text in row] for row in rows]
         texts.append(markdown_table(title, HEADERS, *cells, heading="##"))
     return "\n".join(["# Comparison", "", f"A: `{a}`, B: `{b}`", "", *texts, NOTE, ""])

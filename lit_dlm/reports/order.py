@@ -30,12 +30,14 @@ def left_to_rightness(
     chosen = record.commit_step >= 0
     if positions is not None:
         chosen &= positions
-    place = np.flatnonzero(chosen)
-    steps = record.commit_step[place]
+    index = np.flatnonzero(chosen)
+    steps = record.commit_step[index]
+    # Without two distinct steps every pair is a tie, and tau-b divides by zero.
     if len(np.unique(steps)) < 2:
         return None
+    # The variant b: tokens of one step are ties and neither for nor against the order of writing.
     tau = kendall_rank_corrcoef(
-        torch.from_numpy(place.astype(np.float32)), torch.from_numpy(steps.astype(np.float32))
+        torch.from_numpy(index.astype(np.float32)), torch.from_numpy(steps.astype(np.float32))
     )
     assert isinstance(tau, torch.Tensor)
     return float(tau)
@@ -53,6 +55,7 @@ def last_writes(record: Trajectory) -> NDArray[np.int32]:
     writer = np.full(states.shape, -1, dtype=np.int32)
     if record.given is not None:
         writer[:, record.given] = -2
+    # Events are in order of their steps, so that a later write stands over an earlier one.
     for step, position, _ in record.events().tolist():
         writer[step + 1 :, position] = step
     writer[states == record.mask_id] = -1  # also where a step took a token back
@@ -103,7 +106,7 @@ def fill_order_figure(
         axis.plot(position[remasked], step[remasked] + 1, "x", **crosses)
         axis.legend(loc="upper right", fontsize="small")
     axis.set_xlabel("response position")
-    if G <= 96:
+    if G <= 96:  # beyond that, labels would run into each other at the widest figure
         labels = []
         tokens = zip(record.tokens.tolist(), text_positions(record, pieces), strict=True)
         for token_id, is_text in tokens:
@@ -129,9 +132,9 @@ def order_figure(
     axis = figure.add_subplot()
     text, written = text_positions(record, pieces), record.commit_step >= 0
     for number, part in enumerate(parts or [Part("", 0, record.num_generated)]):
-        place = np.arange(part.start, part.end)
-        place = place[written[part.start : part.end]]
-        solid, hollow = place[text[place]], place[~text[place]]
+        index = np.arange(part.start, part.end)
+        index = index[written[part.start : part.end]]
+        solid, hollow = index[text[index]], index[~text[index]]
         colour = theme.series[number % len(theme.series)]
         axis.scatter(solid, record.commit_step[solid] + 1, s=16, color=colour, label=part.name)
         axis.scatter(
@@ -161,7 +164,7 @@ def statistics_figure(
     (pace, total), (filled, confidence) = axes
     steps = np.arange(record.num_steps + 1)
     below = np.zeros(record.num_steps)
-    for part, colour in zip(parts, theme.series, strict=False):
+    for part, colour in zip(parts, theme.series, strict=False):  # there are at least as many
         counts = writes_per_step(record, part)
         pace.bar(steps[1:], counts, bottom=below, color=colour, width=0.85, label=part.name)
         below += counts
@@ -173,6 +176,7 @@ def statistics_figure(
     filled.set(xlabel="step", ylabel="filled, %", ylim=(0, 103))
     confidence.set(xlabel="confidence when written", ylabel="tokens", xlim=(0, 1))
     if "commit_prob" in record.signals:
+        # Stored as float16, in which the edges of the bins are not exact.
         prob = record.signals["commit_prob"].astype(np.float64)
         groups = [prob[part.start : part.end] for part in parts]
         confidence.hist(
@@ -182,8 +186,8 @@ def statistics_figure(
             color=theme.series[: len(groups)],
         )
     else:
-        told: Any = {"ha": "center", "va": "center", "color": theme.muted}
-        confidence.text(0.5, 0.5, "not recorded", **told)
+        style: Any = {"ha": "center", "va": "center", "color": theme.muted}
+        confidence.text(0.5, 0.5, "not recorded", **style)
         confidence.set(xticks=[], yticks=[])
     for axis in axes.flat:
         axis.grid(alpha=0.5)
@@ -206,5 +210,5 @@ def _bands(axis: Axes, parts: Sequence[Part], theme: Theme) -> None:
         axis.plot([part.start - 0.4, part.end - 0.6], [1.02, 1.02], transform=above, **line)
         if len(parts) <= 16:
             middle = (part.start + part.end - 1) / 2
-            told: Any = {"ha": "center", "va": "bottom", "fontsize": 8, "color": theme.text}
-            axis.text(middle, 1.04, part.name, transform=above, **told)
+            style: Any = {"ha": "center", "va": "bottom", "fontsize": 8, "color": theme.text}
+            axis.text(middle, 1.04, part.name, transform=above, **style)

@@ -21,6 +21,7 @@ ASSETS = Path(__file__).resolve().parent / "assets"
 
 def render(name: str, *, scripts: Sequence[str], **context: Any) -> str:
     """Fills ``assets/{name}/page.html`` with the styles and the scripts beside it."""
+    # One function, so that the parts share names with each other and with nothing else on the page.
     script = _text(*(f"{name}/{part}" for part in scripts))
     return fill(
         f"{name}/page.html",
@@ -41,6 +42,7 @@ def fill(path: str, **context: Any) -> str:
         keep_trailing_newline=True,
     )
     environment.filters |= {"digest": _digest, "data_uri": _data_uri, "cell": _cell}
+    # Jinja's filter ``tojson`` escapes < and > in scripts, where no other escaping is possible.
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     return environment.get_template(path).render(**context)
 

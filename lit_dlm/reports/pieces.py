@@ -34,6 +34,7 @@ class TokenPieces:
         self._special: frozenset[int] = frozenset()
         self._size = 0
         if tokenizer is not None:
+            # ``all_special_ids`` has those with a role alone, not marks such as <|im_start|>.
             added = getattr(tokenizer, "added_tokens_decoder", {})
             marked = (token for token, entry in added.items() if entry.special)
             self._special = frozenset([*tokenizer.all_special_ids, *marked])
@@ -85,12 +86,14 @@ class TokenPieces:
 
     def _decode(self, ids: Sequence[int]) -> str:
         assert self._tokenizer is not None
+        # Cleaning up would remove spaces before punctuation, and pieces would not make up the text.
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         return str(self._tokenizer.decode(list(ids), **options))
 
     def _decode_one(self, token: int) -> str:
         if self._tokenizer is None or not 0 <= token < self._size:
             return f" {token}"
+        # A name is no text (Ġ for a space, bytes as other letters), but tells what decoding drops.
         text = self._decode([token])
         name = self._tokenizer.convert_ids_to_tokens(token)
         if not isinstance(name, str):

@@ -54,6 +54,8 @@ THEMES: dict[str, Theme] = {
         accent="#0a5bb5",
         accent_text="#ffffff",
         series=(
+            # Okabe and Ito's colours, which all kinds of colour vision tell apart; grey and a dark
+            # red take the places of their black and yellow, which vanish on one of the grounds.
             "#0072B2", "#D55E00", "#009E73", "#CC79A7",
             "#56B4E9", "#E69F00", "#777777", "#8B1A4A",
         ),
@@ -136,16 +138,17 @@ def family(method: str) -> str:
 
 def method_styles(names: Sequence[str], theme: Theme = THEMES["light"]) -> list[dict[str, Any]]:
     """Colour, line and marker of each method; variants of one differ in line and marker."""
-    places = [
-        next((place for start, place in METHODS.items() if name.lower().startswith(start)), None)
+    # The first that fits, so longer names stand before their beginnings in METHODS.
+    known = [
+        next((index for start, index in METHODS.items() if name.lower().startswith(start)), None)
         for name in names
     ]
-    free = cycle([n for n in range(len(theme.series)) if n not in {*places, METHODS["tracelock"]}])
-    chosen = [next(free, 0) if place is None else place for place in places]
+    free = cycle([n for n in range(len(theme.series)) if n not in {*known, METHODS["tracelock"]}])
+    indices = [next(free, 0) if index is None else index for index in known]
     styles = []
-    for number, place in enumerate(chosen):
-        variant = chosen[:number].count(place)
-        colour = theme.series[place]
+    for number, index in enumerate(indices):
+        variant = indices[:number].count(index)
+        colour = theme.series[index]
         styles.append(
             {
                 "color": colour,
@@ -174,7 +177,7 @@ def draw_methods(
         shares = [(one.accuracy or 0.0, *(one.interval or (0.0, 0.0))) for one in line]
         accuracies, lows, highs = 100 * np.array(shares).T
         if len(line) == 1:
-            style["linestyle"] = "none"
+            style["linestyle"] = "none"  # else the legend would promise a curve
         axis.errorbar(
             [x(one) for one in line],
             [y(one) for one in line] if y else accuracies,
@@ -219,6 +222,7 @@ def front_figure(summaries: Sequence[MethodSummary], theme: Theme) -> Figure | N
         axes = figure.subplots(1, len(tasks), squeeze=False)[0]
         for axis, (task, group) in zip(axes, tasks, strict=True):
             draw_methods(axis, group, names, lambda one: one.nfe, theme=theme)
+            # Logarithmic: half the steps are worth as much from 64 as from 8.
             axis.set(title=f"{task} (n = {group[0].n})", xlabel="average steps", xscale="log")
             axis.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
             axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -282,6 +286,7 @@ def read_curves(run: Path) -> dict[str, Curve]:
             for row in csv.DictReader(file):
                 step = int(row.pop("step"))
                 for name, text in row.items():
+                    # A line has only what was logged at its step; NaN of a bad step hides nothing.
                     if name != "epoch" and text and math.isfinite(float(text)):
                         values[name][step] = float(text)
     curves = {name: sorted(points.items()) for name, points in values.items() if len(points) > 1}
@@ -289,14 +294,15 @@ def read_curves(run: Path) -> dict[str, Curve]:
 
 
 def _version(path: Path) -> tuple[int, str]:
-    found = re.search(r"version_(\d+)", str(path))
-    return (int(found[1]) if found else -1, str(path))
+    # As a number: as text, version_10 would come before version_9, and its values would lose.
+    match = re.search(r"version_(\d+)", str(path))
+    return (int(match[1]) if match else -1, str(path))
 
 
 def _rank(name: str) -> tuple[int, str]:
     first = ("loss", "reward", "accuracy", "correct")
-    found = [place for place, word in enumerate(first) if word in name]
-    return (min(found, default=len(first)), name)
+    ranks = [rank for rank, word in enumerate(first) if word in name]
+    return (min(ranks, default=len(first)), name)
 
 
 # -- calibration -----------------------------------------------------------------------------------
@@ -305,6 +311,7 @@ def _rank(name: str) -> tuple[int, str]:
 def write_calibration(path: Path, curve: Mapping[str, Any], *, step: int) -> None:
     """Writes ``ece`` and, per bin, ``count``, ``prob`` and ``accuracy`` (``null`` if empty)."""
     record: dict[str, Any] = {"global_step": step, "ece": curve["ece"], "count": curve["count"]}
+    # JSON has no NaN: Python would write one that other readers refuse.
     for name in ("prob", "accuracy"):
         record[name] = [None if math.isnan(value) else value for value in curve[name]]
     write_json(path, record)
@@ -323,6 +330,7 @@ def plot_calibration(curve: Mapping[str, Any], path: Path) -> None:
     title = f"calibration error {curve['ece']:.4f}"
     above.set(ylabel="share that is final", ylim=(0, 1), title=title)
     below.bar(edges, count, width=1 / len(count), align="edge", color=COLOURS[4])
+    # Counts span orders of magnitude, and a logarithm alone has no place for empty bins.
     below.set(xlabel="acceptance probability", ylabel="positions", xlim=(0, 1), yscale="symlog")
     tidy_axes(above, below)
     save_figure(figure, path)
@@ -360,6 +368,7 @@ def plot_run(points: Sequence[Point], path: Path) -> None:
     draw_curves(left, curves, faint="rollouts")
     left.set(xlabel="RL step", ylabel="reward")
     if timed := [point for point in points if "time/train" in point]:
+        # Phases differ from run to run: without a value model there is no ``value``.
         known = set().union(*timed)
         names = [name for name in PHASES if f"time/{name}" in known]
         right.stackplot(

@@ -19,7 +19,8 @@ from lit_dlm.system.files import write_atomically
 
 
 def tokens_per_second(one: MethodSummary) -> float:
-    """Response cells filled per second of decoding in one process, all rows of a batch together."""
+    """Response positions filled per second of decoding, all rows of a batch together."""
+    # A batch shares its time equally among its rows, so the rate of one row is that of all.
     return one.tokens_per_step * (one.nfe / max(one.seconds, 1e-12))
 
 
@@ -95,8 +96,9 @@ def log_profile(logger: Logger, summaries: Sequence[MethodSummary], picture: Pat
     rows = [profile_row(one) for one in sorted(summaries, key=lambda one: one.nfe)]
     unlogged = ("task", "method", "curve", "n", "accuracy_low", "accuracy_high")
     for row in rows:
-        found = {name: x for name, x in row.items() if name not in unlogged and x is not None}
-        metrics = {f"{row['task']}/{row['curve']}/{name}": value for name, value in found.items()}
+        logged = {name: x for name, x in row.items() if name not in unlogged and x is not None}
+        metrics = {f"{row['task']}/{row['curve']}/{name}": value for name, value in logged.items()}
+        # Steps of a tracker are whole numbers, and here the axis of every curve: forwards.
         logger.log_metrics(metrics, step=round(row["nfe"]))
     if isinstance(logger, TensorBoardLogger):
         writer: Any = logger.experiment

@@ -26,7 +26,7 @@ from lit_dlm.config.files import setting_differences
 from lit_dlm.system.files import write_atomically
 from lit_dlm.trajectories.exchange import json_object, parsed_json
 
-FACTS_FILE = "run.json"
+METADATA_FILE = "run.json"
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
 
 
@@ -89,11 +89,12 @@ class ResultFolder:
     def claim(self, task: str, method: str, settings: Mapping[str, Any]) -> None:
         """Records all settings that decide a method's results, or compares them to those there."""
         path = self.method_folder(task, method) / "settings.json"
+        # As JSON gives them back: a tuple that became a list is no other setting.
         wanted = json.loads(json.dumps(settings, sort_keys=True))
         if not path.exists():
             write_json(path, {**wanted, "digest": _digest(wanted)})
-        elif (found := self.settings(task, method)) != wanted:
-            changes = "; ".join(setting_differences(found, wanted))
+        elif (recorded := self.settings(task, method)) != wanted:
+            changes = "; ".join(setting_differences(recorded, wanted))
             raise ValueError(
                 f"{path}: holds results of other settings ({changes}). Use another run_dir or "
                 "method name, or remove the folder"
@@ -103,13 +104,13 @@ class ResultFolder:
         path = self.method_folder(task, method) / "settings.json"
         return _parsed(path.read_bytes(), str(path))
 
-    def write_facts(self, facts: Mapping[str, Any]) -> None:
-        """Writes facts that a reader wants to know of a run, but that do not decide its results."""
-        write_json(self.folder / FACTS_FILE, facts)
+    def write_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Writes what a reader wants to know of a run, but what does not decide its results."""
+        write_json(self.folder / METADATA_FILE, metadata)
 
-    def facts(self) -> dict[str, Any]:
-        """The facts about the run, or its last part if it was resumed; empty if there are none."""
-        path = self.folder / FACTS_FILE
+    def metadata(self) -> dict[str, Any]:
+        """Metadata of the run, of its last part if it was resumed; empty if there are none."""
+        path = self.folder / METADATA_FILE
         return json.loads(path.read_bytes()) if path.exists() else {}
 
     def completed(self, task: str, method: str) -> set[str]:
@@ -125,9 +126,11 @@ class ResultFolder:
     def repair(self, records: Collection[str] | None) -> int:
         """Removes second rows of a sample and rows without their record; returns how many."""
         num_removed = 0
+        # By folder, since processes that split the samples otherwise after a resume may have
+        # decoded one sample twice, each into its own file.
         seen: set[tuple[Path, str]] = set()
         for path in sorted(self.folder.glob("*/*/part-r*.jsonl")):
-            rows = list(self._rows_of(path))
+            rows = list(_rows_of(path))
             kept = []
             for row in rows:
                 key = (path.parent, row["uid"])
@@ -147,21 +150,24 @@ class ResultFolder:
             folder = self.method_folder(row.task, row.method)
             grouped.setdefault(folder / f"part-r{rank:05d}.jsonl", []).append(row)
         for path, group in grouped.items():
+            # Opening it anew would go on in silence, and lose what was there.
             if path in self._written and not path.exists():
                 raise FileNotFoundError(errno.ENOENT, "was deleted during the run", str(path))
             self._written.add(path)
             path.parent.mkdir(parents=True, exist_ok=True)
+            # Else the first new row would continue the torn line, and both would be lost.
             drop_torn_line(path)
             with path.open("a", encoding="utf-8") as file:
                 for row in group:
                     file.write(_line(asdict(row)))
                 file.flush()
+                # On disk before the batch counts as done: resuming decodes only what is not there.
                 os.fsync(file.fileno())
 
     def rows(self, task: str, method: str) -> list[ResultRow]:
         folder = self.method_folder(task, method)
         try:
-            rows = [ResultRow(**line) for line in self._lines(folder)]
+            rows = [ResultRow(**line) for line in self._lines(folder)]  # from all processes
         except TypeError as error:  # rows of another version
             raise ValueError(f"{folder}: {error}") from None
         rows.sort(key=lambda row: row.uid)
@@ -171,22 +177,24 @@ class ResultFolder:
         return rows
 
     def pairs(self) -> list[tuple[str, str]]:
-        found = self.folder.glob("*/*/settings.json")
-        return sorted((path.parent.parent.name, path.parent.name) for path in found)
+        paths = self.folder.glob("*/*/settings.json")
+        return sorted((path.parent.parent.name, path.parent.name) for path in paths)
 
     def _lines(self, folder: Path) -> Iterator[dict[str, Any]]:
         for path in sorted(folder.glob("part-r*.jsonl")):
-            yield from self._rows_of(path)
+            yield from _rows_of(path)
 
-    @staticmethod
-    def _rows_of(path: Path) -> Iterator[dict[str, Any]]:
-        lines = path.read_bytes().split(b"\n")
-        # A process that was killed while writing leaves a last line without its end.
-        for number, line in enumerate(lines[:-1], start=1):
-            yield _parsed(line, f"{path}, line {number}")
+
+def _rows_of(path: Path) -> Iterator[dict[str, Any]]:
+    # By bytes: texts hold characters, such as U+2028, at which str.splitlines would cut a row.
+    lines = path.read_bytes().split(b"\n")
+    # A process that was killed while writing leaves a last line without its end.
+    for number, line in enumerate(lines[:-1], start=1):
+        yield _parsed(line, f"{path}, line {number}")
 
 
 def _digest(row: Mapping[str, Any]) -> str:
+    # Over JSON, in the order of the keys: floats have the same digits when they are read back.
     return hashlib.sha256(json.dumps(row).encode()).hexdigest()[:16]
 
 
@@ -209,6 +217,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def drop_torn_line(path: Path) -> None:
     """Removes a last line without its end, as a killed process leaves it; refuses links."""
+    # Truncating would follow the link and cut a file that may be anybody's.
     if path.is_symlink():
         raise OSError(errno.ELOOP, "expected a file, got a symbolic link", str(path))
     if not path.exists():

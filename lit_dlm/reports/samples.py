@@ -61,13 +61,11 @@ def load_samples(
     known = [uid for uid in reader.uids if rows is None or uid in rows]
     _refuse_unknown(path, "sample", names, {*known, *map(prompt_uid, known)})
     _refuse_unknown(path, "method", methods, set(map(_method, known)))
-    fitting = [
-        uid
-        for uid in known
-        if not methods or _method(uid) in methods
-        if not names or uid in names or prompt_uid(uid) in names
-        if examples is None or prompt_uid(uid) in examples
-    ]
+    if methods:
+        known = [uid for uid in known if _method(uid) in methods]
+    if names:
+        known = [uid for uid in known if uid in names or prompt_uid(uid) in names]
+    fitting = [uid for uid in known if examples is None or prompt_uid(uid) in examples]
     if not fitting:
         example = min(examples or ["?"])
         raise ValueError(f"{path}: no decode of the requested prompts, such as {example!r}")

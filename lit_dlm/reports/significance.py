@@ -39,13 +39,18 @@ class PairedComparison:
 
 def exact_mcnemar(only_a: int, only_b: int) -> float:
     """Two-sided p-value: 1 against 6 gives ``2 * (C(7,0) + C(7,1)) / 2^7 = 0.125``."""
+    # Samples that both got right, or both wrong, say nothing of which method is better. Under equal
+    # accuracy the others are fair coins. Counts stay exact integers: for a thousand of them, 2**-n
+    # and the binomials would each leave the range of floats.
     total = only_a + only_b
     tail = sum(math.comb(total, k) for k in range(min(only_a, only_b) + 1))
-    return min(1.0, 2 * tail / 2**total)
+    return min(1.0, 2 * tail / 2**total)  # both tails hold the middle where the counts are equal
 
 
 def paired_bootstrap(differences: ArrayLike) -> tuple[float, float]:
     """95 % percentile interval of the mean of differences ``(n,)``, B minus A for each sample."""
+    # Samples are drawn, each with both results: what makes a problem hard is common to both, and
+    # leaves the difference. Drawing each method's samples apart would widen the interval.
     values = np.asarray(differences, dtype=np.float64)
     generator = np.random.default_rng(0)  # reports are reproducible
     means = np.empty(NUM_RESAMPLES)
@@ -63,9 +68,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
     """Adjusts p-values for their number: ``[0.01, 0.04, 0.03]`` to ``[0.03, 0.06, 0.06]``."""
     adjusted = [0.0] * len(p_values)
     highest = 0.0
-    for rank, place in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
-        highest = max(highest, min(1.0, p_values[place] * (len(p_values) - rank)))
-        adjusted[place] = highest
+    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        # The factor falls from one to the next, the result may not: a comparison is never more
+        # significant than one with a smaller p.
+        highest = max(highest, min(1.0, p_values[index] * (len(p_values) - rank)))
+        adjusted[index] = highest
     return adjusted
 
 
@@ -82,9 +89,11 @@ def compare_rows(rows_a: Sequence[ResultRow], rows_b: Sequence[ResultRow]) -> Pa
             f"B has {len(second)} such as {min(second)!r}"
         )
     pairs = [(first[uid], second[uid]) for uid in common]
+    # Their ``correct`` is false, and would count as wrong.
     if ungraded := [row for pair in pairs for row in pair if row.verdict == "ungraded"]:
         one = ungraded[0]
         raise ValueError(f"task {task!r}: sample {one.uid!r} of {one.method!r} was not graded")
+    # The test is on verdicts; accuracies and their interval on points, which may be fractions.
     right = np.array([(a.correct, b.correct) for a, b in pairs], dtype=np.int64)
     points = np.array([(a.points, b.points) for a, b in pairs])
     nfe = np.array([(a.nfe, b.nfe) for a, b in pairs], dtype=np.int64)

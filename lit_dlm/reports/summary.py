@@ -45,6 +45,9 @@ Columns = Mapping[str, Callable[[MethodSummary], str]]
 
 def pass_at_k(num_responses: int, num_right: int, k: int) -> float:
     """Unbiased chance that one of ``k`` responses is right (arXiv:2107.03374, equation 1)."""
+    # The chance that all k drawn without replacement are wrong. 1 - (1 - c/n)**k would be biased:
+    # it draws the same response again. The paper multiplies quotients, as binomials overflow
+    # floats; those of Python are exact, and too few wrong ones for k give 0 by themselves.
     return 1.0 - math.comb(num_responses - num_right, k) / math.comb(num_responses, k)
 
 
@@ -59,8 +62,11 @@ def wilson_interval(share: float, n: float) -> tuple[float, float]:
 
 def summarise(rows: Sequence[ResultRow]) -> MethodSummary:
     """Means over the samples (at least one) of one task and method."""
-    n, forwards = len(rows), sum(row.nfe for row in rows)
-    seconds = sum(row.seconds for row in rows)
+
+    def total(name: str) -> float:
+        return sum(getattr(row, name) for row in rows)
+
+    n, forwards, seconds = len(rows), total("nfe"), total("seconds")
     lockstep = [row.lockstep for row in rows if row.lockstep is not None]
     graded = [row for row in rows if row.verdict != "ungraded"]
     return MethodSummary(
@@ -69,12 +75,14 @@ def summarise(rows: Sequence[ResultRow]) -> MethodSummary:
         n=n,
         **(_accuracy(graded) if graded else {}),
         nfe=forwards / n,
-        tokens_per_step=sum(row.response_length for row in rows) / max(forwards, 1),
-        useful_tokens_per_step=sum(row.num_tokens for row in rows) / max(forwards, 1),
+        # Quotients of sums, not means of quotients: a response of one step would weigh as much as
+        # a long one, and the speed of a run is what its steps wrote in all.
+        tokens_per_step=total("response_length") / max(forwards, 1),
+        useful_tokens_per_step=total("num_tokens") / max(forwards, 1),
         seconds=seconds / n,
-        policy_forwards=sum(row.policy_forwards for row in rows) / n,
-        policy_share=sum(row.policy_seconds for row in rows) / max(seconds, 1e-12),
-        idle_steps=sum(row.idle_steps for row in rows) / n,
+        policy_forwards=total("policy_forwards") / n,
+        policy_share=total("policy_seconds") / max(seconds, 1e-12),
+        idle_steps=total("idle_steps") / n,
         unfinished=sum(row.status == "step_limit" for row in rows) / n,
         timeouts=sum(row.verdict == "timeout" for row in rows) / n,
         lockstep=sum(lockstep) / len(lockstep) if lockstep else None,
@@ -89,6 +97,8 @@ def _accuracy(rows: Sequence[ResultRow]) -> dict[str, Any]:
     for row, point in zip(rows, points, strict=True):
         grades[row.prompt_uid].append(row.correct)
         sums[row.prompt_uid] += point
+    # Errors add up within a prompt before they are squared: responses to one prompt are right or
+    # wrong together, and as independent samples they would promise too narrow an interval.
     errors = (sums[uid] - len(group) * accuracy for uid, group in grades.items())
     stderr = math.sqrt(sum(error * error for error in errors)) / n
     # This many independent responses would have the same standard error.
@@ -97,13 +107,15 @@ def _accuracy(rows: Sequence[ResultRow]) -> dict[str, Any]:
     return {
         "accuracy": accuracy,
         "stderr": stderr,
+        # Never fewer than prompts nor more than responses: a run that is all right has no spread,
+        # and chance can make the responses to a prompt disagree more than independent ones.
         "interval": wilson_interval(accuracy, min(max(effective, len(grades)), n)),
         "pass_at": _pass_at(list(grades.values())),
     }
 
 
 def _pass_at(grades: Sequence[Sequence[bool]]) -> dict[str, float] | None:
-    most = min(map(len, grades))
+    most = min(map(len, grades))  # a run that still goes on has more of some prompts than of others
     if most == 1:
         return None
     numbers = [2**power for power in range(1, most.bit_length()) if 2**power < most]
@@ -116,16 +128,16 @@ def _pass_at(grades: Sequence[Sequence[bool]]) -> dict[str, float] | None:
 def summarise_folder(folder: Path, order: Sequence[str] = ()) -> list[MethodSummary]:
     """Summaries of a ``results`` folder by task; methods as in ``order``, then the others."""
     results = ResultFolder(folder)
-    skipped = results.facts().get("skipped", {})
-    ordered = dict.fromkeys([*order, *(method for _, method in results.pairs())])
-    place = {method: number for number, method in enumerate(ordered)}
+    skipped = results.metadata().get("skipped", {})
+    methods = dict.fromkeys([*order, *(method for _, method in results.pairs())])
+    rank = {method: number for number, method in enumerate(methods)}
     return [
         replace(
             summarise(rows),
             isolation=results.settings(*pair).get("isolation"),
             skipped=skipped.get(pair[0], 0),
         )
-        for pair in sorted(results.pairs(), key=lambda pair: (pair[0], place[pair[1]]))
+        for pair in sorted(results.pairs(), key=lambda pair: (pair[0], rank[pair[1]]))
         if (rows := results.rows(*pair))
     ]
 
@@ -171,7 +183,7 @@ def table_rows(
         columns = {**columns, "skipped": lambda one: str(one.skipped)}
     if any(one.pass_at is not None for one in summaries):
         columns = {**columns, "pass@k": _pass_cell}
-    cells = [tuple(tell(one) for tell in columns.values()) for one in summaries]
+    cells = [tuple(text_of(one) for text_of in columns.values()) for one in summaries]
     return [tuple(columns), *cells]
 
 

@@ -20,6 +20,8 @@ def print_table(
 ) -> None:
     """Prints a table; if it is too wide, the last columns are left out, and named below it."""
     unbounded = console.options.update(width=10_000)
+    # Rich would shorten cells until nothing can be told apart; whole columns can be asked for by a
+    # wider terminal, and are in the files. The last ones are those that matter least.
     for num_columns in range(len(headers), 0, -1):
         table = Table(title=title, title_justify="left", title_style="bold", box=box)
         for number, header in enumerate(headers[:num_columns]):

@@ -76,8 +76,8 @@ def write_viewer(path: Path, sets: Sequence[ViewedSet], *, title: str) -> None:
 
 def page_data(sets: Sequence[ViewedSet], *, title: str) -> dict[str, Any]:
     """Everything the page shows, as JSON types."""
-    steps = [one.record.signals for viewed in sets for one in viewed.samples.samples]
-    proposals = sum(len(signals.get("step_proposal", ())) for signals in steps)
+    signals = [one.record.signals for viewed in sets for one in viewed.samples.samples]
+    proposals = sum(len(one.get("step_proposal", ())) for one in signals)
     if proposals > MAX_PROPOSALS:
         logger.warning(
             "%d proposals of single steps are too many for one page (%d) and left out; show fewer "
@@ -95,7 +95,7 @@ def page_data(sets: Sequence[ViewedSet], *, title: str) -> dict[str, Any]:
                 "source": str(shown.source),
                 "available": shown.num_available,
                 "tokens": table.as_json(),
-                "methods": {k: method_line(v) for k, v in shown.methods.items() if k in used},
+                "methods": {k: decoder_line(v) for k, v in shown.methods.items() if k in used},
             }
         )
         for sample in shown.samples:
@@ -107,23 +107,21 @@ def page_data(sets: Sequence[ViewedSet], *, title: str) -> dict[str, Any]:
     return content
 
 
-def method_line(method: Any) -> str:
+def decoder_line(decoder: Any) -> str:
     """A described decoder in one line, such as ``ThresholdPolicy(threshold=0.9), FullWindow``."""
-    parts = []
-    for component, settings in (method or {}).items():
+    lines = []
+    for component, settings in (decoder or {}).items():
         if component == "settings" or not isinstance(settings, dict) or "name" not in settings:
             continue
         if component == "sampler" and not settings.get("temperature"):
             continue  # greedy
-        values = [
-            f"{key}={value}"
-            for key, value in settings.items()
-            if key not in ("name", "weights", "score_dtype")
-            and isinstance(value, (str, int, float))
-        ]
+        # Digests of weights and dtypes of scores tell decoders apart, but a reader nothing.
+        shown = [k for k in settings if k not in ("name", "weights", "score_dtype")]
+        kinds = (str, int, float)
+        values = [f"{k}={settings[k]}" for k in shown if isinstance(settings[k], kinds)]
         values += [str(region["name"]) for region in settings.get("regions") or []]
-        parts.append(settings["name"] + (f"({', '.join(values)})" if values else ""))
-    return ", ".join(parts)
+        lines.append(settings["name"] + (f"({', '.join(values)})" if values else ""))
+    return ", ".join(lines)
 
 
 class TokenTable:
@@ -131,14 +129,15 @@ class TokenTable:
 
     def __init__(self, pieces: TokenPieces, records: Iterable[Trajectory]) -> None:
         self.pieces = pieces
-        parts: list[NDArray[Any]] = [np.zeros(0, dtype=np.int32)]
+        used: list[NDArray[Any]] = [np.zeros(0, dtype=np.int32)]
         for record in records:
-            parts += [record.prompt_ids, record.tokens, np.array([record.mask_id], dtype=np.int32)]
+            used += [record.prompt_ids, record.tokens, np.array([record.mask_id], dtype=np.int32)]
             if record.superseded is not None:
-                parts.append(record.superseded[:, 2])
+                used.append(record.superseded[:, 2])
             if "step_proposal" in record.signals:
-                parts.append(record.signals["step_proposal"])
-        self.ids = np.unique(np.concatenate(parts))
+                used.append(record.signals["step_proposal"])
+        self.ids = np.unique(np.concatenate(used))
+        # A vocabulary may need three bytes for each id; what occurs in some samples fits into two.
         self._dtype = "<u2" if len(self.ids) <= NEVER else "<u4"
 
     def encode(self, ids: NDArray[Any]) -> str:
@@ -184,6 +183,7 @@ def sample_columns(
         "early": [[step, position, table.index(token)] for step, position, token in early],
         "frames": _frames(table.pieces, record),
     }
+    # A page of a thousand samples would be mostly keys; the script takes an absent one for empty.
     return {key: value for key, value in content.items() if value not in ("", None, [], {})}
 
 
@@ -214,26 +214,29 @@ def position_signals(record: Trajectory) -> dict[str, NDArray[np.float32]]:
     ``entropy`` is in nats, before the step that wrote; ``margin`` is the lead over the best
     candidate that was passed over, in the policy's own score.
     """
-    found = {
+    signals = {
         name: record.signals[source].astype(np.float32)
         for name, source in COMMIT_SIGNALS.items()
         if source in record.signals
     }
     if (entropy := record.commit_entropy(fill=math.nan)) is not None:
-        found["entropy"] = entropy
+        signals["entropy"] = entropy
     for name in META_SIGNALS:
         if name in record.meta:
             values = record.meta[name]
-            found[name] = np.full(record.num_generated, np.nan, dtype=np.float32)
+            signals[name] = np.full(record.num_generated, np.nan, dtype=np.float32)
+            # Whoever wrote the record decided what stands in its meta; a longer list fits nowhere.
             try:
-                found[name][: len(values)] = [math.nan if one is None else one for one in values]
+                signals[name][: len(values)] = [math.nan if one is None else one for one in values]
             except (TypeError, ValueError):
                 raise ValueError(
                     f"trajectory {record.uid!r}: meta '{name}' must be a list of up to "
                     f"{record.num_generated} numbers or nulls, got {values!r:.80}"
                 ) from None
-    return found
+    return signals
 
 
 def _packed(values: Any, dtype: str) -> str:
+    # Shorter than the numbers as JSON, and read at once where a sample is shown: of a thousand
+    # samples in a page, most never are.
     return base64.b64encode(np.asarray(values).astype(dtype).tobytes()).decode()

@@ -42,8 +42,7 @@ _PICTURES: dict[str, dict[str, Any]] = {
 }
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the command with the arguments after its name; returns the exit status."""
+def _parser() -> argparse.ArgumentParser:
     command = argparse.ArgumentParser(
         prog="lit-dlm view",
         description="Writes one HTML file that shows decodes step by step. It holds everything and "
@@ -65,26 +64,36 @@ def main(arguments: Sequence[str]) -> int:
     for flag, settings in _PICTURES.items():
         drawn.add_argument(flag, type=Path, **settings)
     drawn.add_argument("--theme", choices=("light", "dark"), default="light")
-    options = command.parse_args(arguments)
+    return command
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command with the arguments after its name; returns the exit status."""
+    options = _parser().parse_args(arguments)
     at_least(0, of="--", limit=options.limit)
     limit, methods = options.limit or None, options.method
-    shown = load_samples(options.source, limit=limit, names=options.sample, methods=methods)
-    found = [shown]
+    sources = [load_samples(options.source, limit=limit, names=options.sample, methods=methods)]
     if options.compare is not None:
-        examples = {sample.example for sample in shown.samples}
-        found.append(load_samples(options.compare, methods=methods, examples=examples))
-    sets = [ViewedSet(one, pieces_of(one.shards, options.tokenizer)) for one in found]
+        # The limit has chosen the prompts already; another one here could leave some without pair.
+        examples = {sample.example for sample in sources[0].samples}
+        sources.append(load_samples(options.compare, methods=methods, examples=examples))
+    sets = [ViewedSet(one, pieces_of(one.shards, options.tokenizer)) for one in sources]
     pictures = {kind: path for kind in KINDS if (path := getattr(options, kind)) is not None}
     if pictures:
         _write_pictures(sets[0], pictures, options)
     if options.out is not None or not pictures:
-        path = options.out or options.source
-        if path == options.source or path.is_dir():
-            path = (path if path.is_dir() else path.parent) / "traces.html"
-        write_viewer(path, sets, title=f"Decodes of {shown.label}")
-        counts = [f"{len(one.samples):,} of {one.num_available:,} samples" for one in found]
+        path = _page_path(options)
+        write_viewer(path, sets, title=f"Decodes of {sources[0].label}")
+        counts = [f"{len(one.samples):,} of {one.num_available:,} samples" for one in sources]
         print(f"{path}: {', '.join(counts)}, {path.stat().st_size / 1e6:.1f} MB")  # noqa: T201
     return 0
+
+
+def _page_path(options: argparse.Namespace) -> Path:
+    path: Path = options.out or options.source
+    if path != options.source and not path.is_dir():
+        return path
+    return (path if path.is_dir() else path.parent) / "traces.html"
 
 
 def _write_pictures(viewed: ViewedSet, files: dict[str, Path], options: argparse.Namespace) -> None:
@@ -93,11 +102,11 @@ def _write_pictures(viewed: ViewedSet, files: dict[str, Path], options: argparse
 
     shown, pieces = viewed
     first = shown.samples[0]
-    wanted = options.method or [first.method]
+    requested = options.method or [first.method]
     decodes = [
-        one for one in shown.samples if one.example == first.example and one.method in wanted
+        one for one in shown.samples if one.example == first.example and one.method in requested
     ]
-    decodes = sorted(decodes, key=lambda sample: wanted.index(sample.method))[:MAX_TOGETHER]
+    decodes = sorted(decodes, key=lambda sample: requested.index(sample.method))[:MAX_TOGETHER]
     method = shown.methods.get(decodes[0].method)
     write_pictures(decodes, pieces, files, method=method, theme=options.theme)
     for kind, path in files.items():
@@ -117,6 +126,7 @@ def pieces_of(shards: Sequence[Path], tokenizer: str | None) -> TokenPieces:
 
         path = tokenizer or run.tokenizer["path"]
         if resolve(path).spec.text_vocab_size is not None:  # the model draws pictures
+            # The picture tokenizer may be missing here, where the texts can still be read.
             try:
                 vision = token_vision(path, VisionSettings(**settings))
             except ValueError as error:

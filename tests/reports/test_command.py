@@ -41,7 +41,7 @@ def test_failures_come_first_and_ungraded_samples_are_no_failures():
     rows = [row(uid, correct=uid == "a", verdict=verdict) for uid, verdict in verdicts.items()]
     found = failures_first("t", "m", rows)
     assert [one.uid for (one,) in found.samples] == ["b", "c", "d", "a"]
-    assert found.told == "m: 2 of 4 wrong"
+    assert found.counts == "m: 2 of 4 wrong"
 
 
 def test_report_of_two_runs_links_every_failure_to_its_trace(tmp_path: Path):
@@ -83,7 +83,7 @@ def test_the_best_methods_failures_and_what_two_methods_split_on_come_first(tmp_
                 verdict="right" if uid in right else "wrong")
             for uid in "wxyz"
         )  # fmt: skip
-    results.write_facts({"model": "m-7B", "parameters": 7000, "versions": {"lit_dlm": "0.1.0"}})
+    results.write_metadata({"model": "m-7B", "parameters": 7000, "versions": {"lit_dlm": "0.1.0"}})
     assert main([str(tmp_path)]) == 0
     page = (tmp_path / "report.html").read_text()
     places = [page.index(text) for text in (

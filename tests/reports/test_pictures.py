@@ -25,8 +25,8 @@ def num_pixels(image: Image.Image, theme: str, part: str) -> int:
 def test_layout_keeps_the_room_of_final_tokens_and_breaks_lines_where_the_text_does():
     """ "\\n#### " is one token: it stands on the new line and takes five columns there."""
     ids = ids_of("8-4=4\n#### 4")
-    cells = lay_out(record([*ids, EOS], range(len(ids) + 1)), tiny_pieces(), columns=40)
-    assert [(cell.row, cell.column, cell.text) for cell in cells] == [
+    boxes = lay_out(record([*ids, EOS], range(len(ids) + 1)), tiny_pieces(), columns=40)
+    assert [(box.row, box.column, box.text) for box in boxes] == [
         *((0, column, text) for column, text in enumerate("8-4=4")),
         (1, 0, "#### "), (1, 5, "4"), (1, 6, ""),
     ]  # fmt: skip

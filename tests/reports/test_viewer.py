@@ -116,8 +116,8 @@ def test_decoders_in_one_line():
         "layout": {"name": "FixedLayout", "regions": [{"name": "R"}, {"name": "A"}]},
     }
     told = "TraceLockPolicy(threshold=0.9), NoQuota, FixedLayout(R, A)"
-    assert viewer.method_line(method) == told
-    assert viewer.method_line(None) == ""
+    assert viewer.decoder_line(method) == told
+    assert viewer.decoder_line(None) == ""
 
 
 def test_command_writes_page_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
