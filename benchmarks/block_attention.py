@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
-from lit_dlm.tensors.masking import TILE, TwoCopyLayout
+from lit_dlm.training.layout import TILE, Slots
 
 PROMPT, RESPONSES = 128, (64, 128, 256, 512, 1024, 2000)
 STATES, HEADS, WIDTH = 4, 32, 128
@@ -33,7 +33,7 @@ STATES, HEADS, WIDTH = 4, 32, 128
 
 def row_counts(copies: int, *, response: int = 512) -> dict[str, float]:
     """Returns what the rows of a response cost in all, with ``copies`` states in a row."""
-    layout = TwoCopyLayout.trace(PROMPT, PROMPT + response, 4, origin="sequence")
+    layout = Slots.trace(PROMPT, PROMPT + response, 4, origin="sequence")
     told: dict[str, float] = dict.fromkeys(ROW_COUNTS, 0.0)
     for first in range(0, STATES, copies):
         rows = layout.packed(min(copies, STATES - first))
@@ -76,7 +76,7 @@ def main() -> None:
         return
     on_gpu = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
-    layout = TwoCopyLayout.trace(
+    layout = Slots.trace(
         options.prompt, options.prompt + options.length, options.block_size, device=device
     )
     N = len(layout.source)

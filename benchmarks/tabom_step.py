@@ -23,7 +23,7 @@ import measurement
 import torch
 from torch import Tensor
 
-from lit_dlm.finetuning.ranking import entropy_ranking
+from lit_dlm.finetuning.tabom import entropy_ranking
 from lit_dlm.tensors.fused_head import token_stats
 
 

@@ -28,7 +28,7 @@ from lit_dlm.datamodules.trajectories import is_validation
 from lit_dlm.decoding.api import prompt_limit
 from lit_dlm.finetuning.dpo import DPOModule
 from lit_dlm.finetuning.sft import FinetuneModule
-from lit_dlm.finetuning.tabom import TABOMModule
+from lit_dlm.finetuning.tabom import TABOMModule, TimeDelay
 from lit_dlm.system.options import at_least, of_kind, within
 from lit_dlm.training.layout import (
     SupervisedBatch,
@@ -38,7 +38,6 @@ from lit_dlm.training.layout import (
     responses_of,
     row_tokens,
 )
-from lit_dlm.training.masking import TimeDelay
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ import torch
 
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.finetuning.sft import FinetuneModule
+from lit_dlm.finetuning.tabom import TimeDelay
 from lit_dlm.tensors.fused_head import TokenStats
 from lit_dlm.training.layout import SupervisedBatch, lay_out, responses_of
-from lit_dlm.training.masking import TimeDelay
 from lit_dlm.training.states import NoisyStates
 
 

@@ -28,7 +28,7 @@ lit_dlm.decoding.quotas: BudgetQuota CosineQuota EvenQuota FixedQuota NoQuota Sc
 lit_dlm.decoding.windows: BlockWindow FullWindow SlidingWindow SteppedBlockWindow
 lit_dlm.finetuning: dparallel.BlockComplements dparallel.DParallelModule dpo.DPOModule
     muon.MuonAdamW pretrain.PretrainModule sft.FinetuneModule sft.SFTModule sft.TrainableModule
-    tabom.TABOMModule
+    tabom.TABOMModule tabom.TimeDelay
 lit_dlm.lockstep: reward.LockstepReward
 lit_dlm.lockstep.policy: BonusPolicy GaussSeidelPolicy JacobiPolicy LaggedPolicy
 lit_dlm.predict: decode.CheckedModule decode.DecodeModule
@@ -50,7 +50,7 @@ lit_dlm.tracelock: autoencoder.AutoencoderModule generate.TraceModule loss.Accep
     selection.SelectionSettings
 lit_dlm.training: bounds.BoundViews sharding.ShardedStrategy
 lit_dlm.training.masking: Autoregressive CoupledMasking CoupledViews MaskedPrompt RandomMasking
-    SemiAutoregressive TimeDelay TraceMasking
+    SemiAutoregressive TraceMasking
 lit_dlm.vision: base.VisionSettings
 lightning.pytorch.callbacks: BackboneFinetuning BatchSizeFinder DeviceStatsMonitor
     EMAWeightAveraging EarlyStopping GradientAccumulationScheduler LambdaCallback LearningRateFinder

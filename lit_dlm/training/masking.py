@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from lit_dlm.system.options import at_least
-from lit_dlm.tensors.cuts import CutRange, last_cuts, non_ltr_cuts, non_ltr_positions, uniform_cuts
-from lit_dlm.tensors.masking import time_delay_mask
 from lit_dlm.tensors.sampling import uniform_noise
 from lit_dlm.training.states import (
     NEVER,
@@ -28,8 +26,8 @@ from lit_dlm.training.states import (
     weighted_states,
 )
 
-_LEVEL, _CELL, _CUT, _ROWS, _PAIR, _PROMPT = 16, 17, 18, 19, 20, 21
-"""Streams of noise, apart from those of decoding."""
+_LEVEL, _CELL, _ROWS, _PAIR, _PROMPT = 16, 17, 19, 20, 21
+"""Streams of noise, apart from those of decoding; TABOM's cuts use 18."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -212,55 +210,6 @@ class Autoregressive(Masking):
 
 
 @dataclass(eq=False, kw_only=True)
-class TimeDelay(Masking):
-    """TABOM's states (arXiv:2605.11854): a recorded decode cut at a random step.
-
-    With a block model, blocks that the decode had not begun are in the state in which it began
-    them: all hidden, behind earlier blocks that are complete.
-
-    Args:
-        window: supervised steps from the cut on, as in the release; the paper counts tokens.
-        cut_range: ``full`` draws any step, and late windows are shorter; ``reference`` keeps whole
-            windows before the last step, which is then never learnt, and leaves samples of
-            ``window`` steps or fewer without a target.
-        cut_sampler: ``uniform``, or ``non_ltr`` to draw among the steps that decoded out of order.
-    """
-
-    window: int = 32
-    cut_range: CutRange = "full"
-    cut_sampler: Literal["uniform", "non_ltr"] = "uniform"
-
-    def __post_init__(self) -> None:
-        at_least(1, window=self.window)
-
-    def last_cuts(self, responses: Responses) -> Tensor:
-        """``(B,)`` int64: the largest cut of each response, -1 where nothing is to be learnt."""
-        return last_cuts(
-            responses.steps, responses.maskable, window=self.window, cut_range=self.cut_range
-        )
-
-    def states(self, responses: Responses) -> NoisyStates:
-        last, steps = self.last_cuts(responses), responses.steps
-        zero = torch.zeros_like(steps[:, :1])
-        noise = uniform_noise(responses.seeds, 0, zero, stream=_CUT)[:, 0]
-        if self.cut_sampler == "non_ltr":
-            listed = responses.non_ltr
-            is_non_ltr = non_ltr_positions(steps) if listed is None else listed
-            cut = non_ltr_cuts(last, steps, is_non_ltr, noise)
-        else:
-            cut = uniform_cuts(last, noise)
-        mask = time_delay_mask(steps, responses.maskable, cut, window=self.window)
-        return NoisyStates(
-            sample=torch.arange(len(steps), device=steps.device),
-            hidden=mask.hidden,
-            supervised=mask.supervised,
-            weight=mask.supervised.float(),
-            cut=cut,
-            blocks=responses.blocks,
-        )
-
-
-@dataclass(eq=False, kw_only=True)
 class CoupledMasking(Masking):
     """Random states and their complements: every target is predicted exactly once per pair.
 
@@ -359,7 +308,7 @@ class MaskedPrompt(Masking):
         )
 
 
-def hidden_prompt(states: NoisyStates, positions: torch.Tensor) -> torch.Tensor | None:
+def hidden_prompt(states: NoisyStates, positions: Tensor) -> Tensor | None:
     """Returns ``(R, P)`` bool prompt tokens that a state hides, ``None`` if prompts are whole.
 
     Args:

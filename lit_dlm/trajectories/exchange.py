@@ -49,7 +49,7 @@ def tabom_row(record: Trajectory, tokenizer: Any) -> dict[str, Any]:
 
     ``prompt`` is without the chat template, ``decoding_order`` has the step of each position (-1:
     none), ``non_ltr_positions`` are those in ``meta``, else those of
-    :func:`lit_dlm.tensors.cuts.non_ltr_positions`.
+    :func:`lit_dlm.tensors.masking.non_ltr_positions`.
     """
     order = record.commit_step
     computed = _non_ltr(order).nonzero()[0].tolist()
@@ -74,7 +74,7 @@ def tabom_row(record: Trajectory, tokenizer: Any) -> dict[str, Any]:
 def _non_ltr(order: NDArray[np.int32]) -> NDArray[np.bool_]:
     import torch  # imported here, as most of this module does not need it
 
-    from lit_dlm.tensors.cuts import non_ltr_positions
+    from lit_dlm.tensors.masking import non_ltr_positions
 
     return non_ltr_positions(torch.from_numpy(order)).numpy()
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from lit_dlm.backbones import load_backbone
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.tensors.batches import aligned, first_column
-from lit_dlm.tensors.masking import TwoCopyLayout
+from lit_dlm.training.layout import Slots
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "dream": {"eos_ids": [1]},
@@ -97,7 +97,7 @@ def test_explicit_masks_equal_the_reference(parity: Path):
     assert_close(backbone(cases["in.x"], visible), cases["out.block"])
     extended = backbone(cases["in.ext"], cases["masks.8_16_4"].bool(), cases["in.tok"])
     assert_close(extended, cases["out.train_ext"])
-    layout = TwoCopyLayout.trace(8, 24, 4)
+    layout = Slots.trace(8, 24, 4)
     positions = layout.positions(torch.arange(24)[None])
     assert torch.equal(positions.expand(2, -1), cases["in.tok"])
     assert_close(backbone(cases["in.ext"], layout.visibility(), positions), cases["out.train_ext"])

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from lit_dlm.backbones import HFBackbone, attention
-from lit_dlm.tensors.masking import TwoCopyLayout, wants_block_mask
+from lit_dlm.training.layout import Slots, wants_block_mask
 from tests.backbones.conftest import tiny_architecture
 
 
@@ -100,7 +100,7 @@ def test_attention_by_blocks_equals_the_matrix(origin: Any, copies: int) -> None
     """
     model = backbone(attention="block", block_size=2, decoder="qwen3", num_kv_heads=1)
     _, clean, _, pad_mask = canvas()
-    layout = TwoCopyLayout.trace(3, 7, 2, pad_mask=pad_mask, origin=origin)
+    layout = Slots.trace(3, 7, 2, pad_mask=pad_mask, origin=origin)
     used = torch.tensor([copies, 1])
     packed = layout.packed(copies)
     rows = packed.is_noisy & (packed.copy < used[:, None]) & (packed.source >= 3)
@@ -129,7 +129,7 @@ def test_autocast_rounds_what_attention_by_blocks_gets(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(attention, "flex_attention", attend)
     model = backbone(attention="block", block_size=2, decoder="qwen3", num_kv_heads=1)
-    layout = TwoCopyLayout.trace(3, 7, 2)
+    layout = Slots.trace(3, 7, 2)
     ids, rows = torch.ones(1, len(layout.copy), dtype=torch.long), layout.is_noisy[None]
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         model.score_tokens(ids, ids, rows, mask=layout.block_mask())
@@ -142,7 +142,7 @@ def test_tiles_hold_all_that_is_visible_and_few_others(origin: Any, copies: int)
     """Two rows of 300 + 700 cells, one of them padded, the second with half of the copies."""
     pad_mask = torch.ones(2, 1000, dtype=torch.bool)
     pad_mask[1, :200] = False
-    layout = TwoCopyLayout.trace(300, 1000, 4, pad_mask=pad_mask, origin=origin)
+    layout = Slots.trace(300, 1000, 4, pad_mask=pad_mask, origin=origin)
     layout = layout.packed(copies).in_whole_tiles()
     used = torch.tensor([copies, -(-copies // 2)])
     mask, rows = layout.block_mask(used), len(layout.copy) // 128
@@ -180,9 +180,7 @@ def test_ragged_batches_are_compiled_a_few_times(monkeypatch: pytest.MonkeyPatch
         rows, copies = 1 + batch % 3, 1 + batch % 4
         prompt, length = torch.randint(70, 200, (2,), generator=generator).tolist()
         pad_mask = torch.ones(rows, prompt + length, dtype=torch.bool) if batch % 5 else None
-        layout = TwoCopyLayout.trace(
-            prompt, prompt + length, 4, pad_mask=pad_mask, origin="sequence"
-        )
+        layout = Slots.trace(prompt, prompt + length, 4, pad_mask=pad_mask, origin="sequence")
         layout = layout.packed(copies).in_whole_tiles()
         mask = layout.block_mask(torch.full((rows,), copies) if copies > 1 else None)
         query = torch.randn(rows, 2, len(layout.copy), 16)

@@ -24,9 +24,9 @@ from lit_dlm.datamodules.supervised_sources import (
 )
 from lit_dlm.datamodules.trajectories import TrajectoryDataModule
 from lit_dlm.finetuning.sft import SFTModule
-from lit_dlm.finetuning.tabom import TABOMModule
+from lit_dlm.finetuning.tabom import TABOMModule, TimeDelay
 from lit_dlm.toy import WordProblems
-from lit_dlm.training.masking import TimeDelay, TraceMasking
+from lit_dlm.training.masking import TraceMasking
 from lit_dlm.trajectories.exchange import tabom_row
 from lit_dlm.trajectories.store import merge_manifest
 from tests.finetuning.runs import EOS, MASK, PAD, Data, G, examples, quiet, small

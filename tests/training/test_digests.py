@@ -10,6 +10,7 @@ import torch
 
 from lit_dlm.backbones import BackboneSpec
 from lit_dlm.finetuning.dparallel import BlockComplements
+from lit_dlm.finetuning.tabom import TimeDelay
 from lit_dlm.rl.items import RowBuilder, joined, training_rows
 from lit_dlm.training.bounds import BoundViews
 from lit_dlm.training.layout import (
@@ -26,7 +27,6 @@ from lit_dlm.training.masking import (
     MaskedPrompt,
     RandomMasking,
     SemiAutoregressive,
-    TimeDelay,
     TraceMasking,
 )
 from lit_dlm.training.states import Masking

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lit_dlm.finetuning.dparallel import BlockComplements
+from lit_dlm.finetuning.tabom import TimeDelay
 from lit_dlm.training.bounds import BoundViews
 from lit_dlm.training.masking import (
     Autoregressive,
@@ -14,7 +15,6 @@ from lit_dlm.training.masking import (
     MaskedPrompt,
     RandomMasking,
     SemiAutoregressive,
-    TimeDelay,
     TraceMasking,
 )
 from lit_dlm.training.states import NEVER, Responses, group_rows, step_groups, weighted_states
