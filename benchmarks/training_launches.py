@@ -30,7 +30,7 @@ from lit_dlm.tensors import fused_head, precision
 from lit_dlm.tracelock.module import TraceLockModule
 from lit_dlm.tracelock.network import AcceptanceConfig
 from lit_dlm.tracelock.states import StateBatch
-from lit_dlm.training.layout import SupervisedBatch
+from lit_dlm.training.batch import SupervisedBatch
 
 ROWS, PROMPT, RESPONSE = 8, 256, 256
 SUPERVISED = ROWS * RESPONSE // 2
@@ -46,10 +46,11 @@ def _responses() -> SupervisedBatch:
         ids=_empty(ROWS, PROMPT + RESPONSE),
         pad_mask=_empty(ROWS, PROMPT + RESPONSE, dtype=torch.bool),
         start=PROMPT,
-        answer_length=_empty(ROWS),
+        num_prompt=_empty(ROWS),
+        maskable=_empty(ROWS, RESPONSE, dtype=torch.bool),
         steps=_empty(ROWS, RESPONSE),
+        seeds=_empty(ROWS),
         uids=[str(row) for row in range(ROWS)],
-        epochs=[0] * ROWS,
     )
 
 

@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any, Literal
 
@@ -30,16 +31,17 @@ from lit_dlm.finetuning.dpo import DPOModule
 from lit_dlm.finetuning.sft import FinetuneModule
 from lit_dlm.finetuning.tabom import TABOMModule, TimeDelay
 from lit_dlm.system.options import at_least, of_kind, within
-from lit_dlm.training.layout import (
+from lit_dlm.training.batch import (
     SupervisedBatch,
     SupervisedExample,
-    collate_supervised,
-    needed_cells,
-    responses_of,
-    row_tokens,
+    collate,
+    needed_positions,
 )
+from lit_dlm.training.layout import row_tokens
 
 logger = logging.getLogger(__name__)
+
+_VALIDATION_SEED = 1_000_003  # added to the seed: validation has fixed noise that is not trained on
 
 
 @dataclass(eq=False)
@@ -125,7 +127,9 @@ class SupervisedDataModule(ResumableDataModule):
             )
         check_pairs(examples, module)
         check_decodes(examples, module, response_length=self.response_length)
-        self.set_examples(examples, facts.spec, num_padding=module.num_padding)
+        self.set_examples(
+            examples, facts.spec, num_padding=module.num_padding, noise_seed=module.seed
+        )
 
     def set_examples(
         self,
@@ -133,10 +137,11 @@ class SupervisedDataModule(ResumableDataModule):
         spec: BackboneSpec,
         *,
         num_padding: int | None = None,
+        noise_seed: int = 0,
     ) -> None:
         """Splits examples into a training and a validation side.
 
-        ``num_padding`` cells of fill after an answer are supervised; ``None`` for all.
+        ``num_padding`` positions of fill after an answer are supervised; ``None`` for all.
         """
         is_val = np.array(
             [is_validation(e.uid, seed=self.seed, fraction=self.val_fraction) for e in examples],
@@ -159,12 +164,15 @@ class SupervisedDataModule(ResumableDataModule):
             "spec": spec,
             "num_padding": num_padding,
         }
+        self._noise_seed = noise_seed
 
-    def batch(self, refs: Sequence[ExampleRef]) -> SupervisedBatch:
+    def batch(self, refs: Sequence[ExampleRef], *, seed: int | None = None) -> SupervisedBatch:
+        """Returns examples as a batch, whose noise is that of training by default."""
         examples = [
             replace(self.examples[ref.number], epoch=ref.epoch, is_real=ref.is_real) for ref in refs
         ]
-        return collate_supervised(examples, **self._shape)
+        seed = self._noise_seed if seed is None else seed
+        return collate(examples, seed=seed, cut=True, **self._shape)
 
     def _read(self, facts: ModelFacts) -> Iterator[SupervisedExample]:
         dropped: Counter[str] = Counter()
@@ -210,7 +218,7 @@ class SupervisedDataModule(ResumableDataModule):
 
     def _num_tokens(self, number: int) -> int:
         example, spec = self.examples[number], self._shape["spec"]
-        cells = max(needed_cells(row, **self._shape) for row in example.rows())
+        cells = max(needed_positions(row, **self._shape) for row in example.rows())
         return sum(row_tokens(len(example.prompt_ids), cells, spec))
 
     def val_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
@@ -225,8 +233,9 @@ class SupervisedDataModule(ResumableDataModule):
                 "ignore", message=r"Total length of `list` across ranks is zero"
             )
             return []
+        batch = partial(self.batch, seed=self._noise_seed + _VALIDATION_SEED)
         return self.planned_validation(
-            self.batch, self.val_numbers, batch_size=self.val_batch_size or self.batch_size
+            batch, self.val_numbers, batch_size=self.val_batch_size or self.batch_size
         )
 
     def probe_prompts(self, count: int) -> list[SupervisedExample]:
@@ -316,9 +325,14 @@ def check_decodes(
     without, spec = 0, module.backbone.spec
     for first in range(0, len(examples), _ROWS):
         some = examples[first : first + _ROWS]
-        batch = collate_supervised(some, response_length=response_length, spec=spec)
-        responses = responses_of(batch, spec, seed=0, num_padding=module.num_padding)
-        without += int((masking.last_cuts(responses) < 0).sum())
+        batch = collate(
+            some,
+            response_length=response_length,
+            spec=spec,
+            seed=0,
+            num_padding=module.num_padding,
+        )
+        without += int((masking.last_cuts(batch) < 0).sum())
     told = (
         f"cut_range: {masking.cut_range!r} with a window of {masking.window} leaves "
         f"{without} of {len(examples)} samples without a cut"

@@ -24,7 +24,7 @@ from lit_dlm.system.options import at_least
 from lit_dlm.tasks import Task
 from lit_dlm.tasks.conversations import CHATS, conversation
 from lit_dlm.tasks.sources import Row, read_rows
-from lit_dlm.training.layout import SupervisedExample
+from lit_dlm.training.batch import SupervisedExample
 from lit_dlm.trajectories.exchange import ImportSettings, json_object, read_tabom
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader

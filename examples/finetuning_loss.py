@@ -20,7 +20,7 @@ from torch import Tensor
 from lit_dlm import SFTModule
 from lit_dlm.backbones import HFBackbone
 from lit_dlm.tensors.fused_head import TokenStats
-from lit_dlm.training.layout import SupervisedBatch
+from lit_dlm.training.batch import SupervisedBatch
 from lit_dlm.training.states import NoisyStates
 from lit_dlm.training.terms import LossTerms
 

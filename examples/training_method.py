@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 
 from lit_dlm.tensors.sampling import uniform_noise
-from lit_dlm.training.states import NoisyStates, Responses
+from lit_dlm.training.batch import SupervisedBatch
+from lit_dlm.training.states import NoisyStates
 
 
 class SuffixMasking:
@@ -25,10 +26,10 @@ class SuffixMasking:
     def __init__(self, least: int = 1) -> None:
         self.least = least
 
-    def states(self, responses: Responses) -> NoisyStates:
+    def states(self, batch: SupervisedBatch) -> NoisyStates:
         """Returns one state per response, drawn from its own seed."""
-        maskable = responses.maskable
-        noise = uniform_noise(responses.seeds, 0, torch.zeros_like(responses.seeds)[:, None])[:, 0]
+        maskable = batch.maskable
+        noise = uniform_noise(batch.seeds, 0, torch.zeros_like(batch.seeds)[:, None])[:, 0]
         num_kept = (noise * (maskable.sum(1) - self.least + 1).clamp_min(1)).long()
         hidden = maskable & (maskable.cumsum(1) > num_kept[:, None])
         return NoisyStates(

@@ -16,7 +16,8 @@ from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.finetuning.sft import FinetuneModule
 from lit_dlm.finetuning.tabom import TimeDelay
 from lit_dlm.tensors.fused_head import TokenStats
-from lit_dlm.training.layout import SupervisedBatch, lay_out, responses_of
+from lit_dlm.training.batch import SupervisedBatch
+from lit_dlm.training.layout import lay_out
 from lit_dlm.training.states import NoisyStates
 
 
@@ -36,11 +37,9 @@ class OnPolicyModule(FinetuneModule):
         super().__init__(backbone, masking=TimeDelay(window=2**30), **common)
         self.teacher = teacher.requires_grad_(False)
 
-    def _scored(self, batch: SupervisedBatch, *, seed: int) -> tuple[NoisyStates, TokenStats]:
-        spec = self.backbone.spec
-        responses = responses_of(batch, spec, seed=seed, num_padding=self.num_padding)
-        states = self.masking.states(responses)
-        rows = lay_out(batch, states, spec)
+    def _scored(self, batch: SupervisedBatch) -> tuple[NoisyStates, TokenStats]:
+        states = self.masking.states(batch)
+        rows = lay_out(batch, states, self.backbone.spec)
         stats, hidden = self.backbone.score_with_rows(
             rows.ids, rows.targets, rows.rows, **rows.context()
         )

@@ -18,8 +18,9 @@ from lit_dlm.finetuning.sft import FinetuneModule
 from lit_dlm.system.options import at_least
 from lit_dlm.tensors.fused_head import TokenStats, token_stats
 from lit_dlm.tensors.sampling import uniform_noise
-from lit_dlm.training.layout import SupervisedBatch, TrainingRows
-from lit_dlm.training.states import NEVER, Masking, NoisyStates, Responses, group_rows
+from lit_dlm.training.batch import SupervisedBatch
+from lit_dlm.training.layout import TrainingRows
+from lit_dlm.training.states import NEVER, Masking, NoisyStates, group_rows
 from lit_dlm.training.terms import LossTerms
 
 _BLOCK, _HALF = 24, 25
@@ -47,14 +48,14 @@ class BlockComplements(Masking):
     def __post_init__(self) -> None:
         at_least(1, block_size=self.block_size)
 
-    def states(self, responses: Responses) -> NoisyStates:
-        maskable = responses.maskable
+    def states(self, batch: SupervisedBatch) -> NoisyStates:
+        maskable = batch.maskable
         size = self.block_size or maskable.shape[1]
         blocks = torch.where(maskable, (maskable.cumsum(1) - 1) // size, NEVER)
-        sample, block, _ = group_rows(blocks, 1, responses.seeds, stream=_BLOCK)
+        sample, block, _ = group_rows(blocks, 1, batch.seeds, stream=_BLOCK)
         blocks, block = blocks[sample], block[:, None]
         cells = torch.arange(maskable.shape[1], device=maskable.device).expand(len(sample), -1)
-        half = uniform_noise(responses.seeds[sample], 0, cells, stream=_HALF) < 0.5
+        half = uniform_noise(batch.seeds[sample], 0, cells, stream=_HALF) < 0.5
         inside = blocks == block
         supervised = torch.stack([inside & half, inside & ~half], 1).flatten(0, 1)
         return NoisyStates(

@@ -13,8 +13,9 @@ from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.finetuning.sft import FinetuneModule
 from lit_dlm.system.options import within
 from lit_dlm.tensors.fused_head import TokenStats
+from lit_dlm.training.batch import SupervisedBatch
 from lit_dlm.training.bounds import BoundViews
-from lit_dlm.training.layout import SupervisedBatch, lay_out, responses_of
+from lit_dlm.training.layout import lay_out
 from lit_dlm.training.states import NoisyStates
 from lit_dlm.training.terms import LossTerms
 
@@ -59,8 +60,7 @@ class DPOModule(FinetuneModule):
         weighted = states.coefficient[states.supervised].to(difference.dtype) * difference
         means = weighted.new_zeros(len(batch.uids)).index_add(0, states.sample[row], weighted)
         # A bound is a mean over the tokens of a response; times their number it is their sum.
-        seen = responses_of(batch, self.backbone.spec, seed=0, num_padding=self.num_padding)
-        length = seen.maskable.sum(1)
+        length = batch.maskable.sum(1)
         # Log-ratios in nats, of a chosen and a rejected response in turn.
         chosen, rejected = (length * means).unflatten(0, (-1, 2)).unbind(1)
         margins = self.beta * (chosen - rejected)

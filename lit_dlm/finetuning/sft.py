@@ -20,15 +20,14 @@ from lit_dlm.predict.decode import DecodeModule
 from lit_dlm.system.options import at_least, within
 from lit_dlm.tensors.fused_head import TokenStats
 from lit_dlm.tensors.schedules import warmup_cosine
+from lit_dlm.training.batch import SupervisedBatch
 from lit_dlm.training.checkpoint import export_trained
-from lit_dlm.training.layout import SupervisedBatch, TrainingRows, lay_out, responses_of
+from lit_dlm.training.layout import TrainingRows, lay_out
 from lit_dlm.training.masking import RandomMasking
 from lit_dlm.training.states import Masking, NoisyStates
 from lit_dlm.training.steps import require_finite, require_finite_gradients
 from lit_dlm.training.terms import LossTerms
 from lit_dlm.trajectories.capture import TrajectoryCapture
-
-_VALIDATION_SEED = 1_000_003  # added to the seed for the fixed noise of validation
 
 logger = logging.getLogger(__name__)
 
@@ -199,13 +198,12 @@ class FinetuneModule(TrainableModule):
         # A positive global mean may be below 1, a positive local count may not.
         return count.clamp_min(1.0 / world_size if self.loss_norm == "global" else 1.0)
 
-    def terms(self, batch: SupervisedBatch, *, seed: int) -> LossTerms:
-        return self.loss_terms(batch, *self._scored(batch, seed=seed))
+    def terms(self, batch: SupervisedBatch) -> LossTerms:
+        return self.loss_terms(batch, *self._scored(batch))
 
-    def _scored(self, batch: SupervisedBatch, *, seed: int) -> tuple[NoisyStates, TokenStats]:
+    def _scored(self, batch: SupervisedBatch) -> tuple[NoisyStates, TokenStats]:
         spec = self.backbone.spec
-        responses = responses_of(batch, spec, seed=seed, num_padding=self.num_padding)
-        states = self.masking.states(responses)
+        states = self.masking.states(batch)
         item = None
         if states.copies > 1:
             item = torch.arange(len(states.sample), device=self.device) // states.copies
@@ -218,7 +216,7 @@ class FinetuneModule(TrainableModule):
         return self.backbone.score_tokens(rows.ids, rows.targets, rows.rows, **rows.context())
 
     def training_step(self, batch: SupervisedBatch, batch_idx: int = 0) -> Tensor:
-        states, stats = self._scored(batch, seed=self.seed)
+        states, stats = self._scored(batch)
         terms = self.loss_terms(batch, states, stats)
         self.require_finite_loss(
             terms.total, batch.uids, lambda: _non_finite_samples(batch, states, stats)
@@ -241,7 +239,7 @@ class FinetuneModule(TrainableModule):
         self._val_sums = {}
 
     def validation_step(self, batch: SupervisedBatch, batch_idx: int = 0) -> None:
-        _add_sums(self._val_sums, self.terms(batch, seed=self.seed + _VALIDATION_SEED))
+        _add_sums(self._val_sums, self.terms(batch))
 
     def on_validation_epoch_end(self) -> None:
         values = self._means(self._val_sums)

@@ -21,8 +21,8 @@ from lit_dlm.system.options import at_least
 from lit_dlm.tensors.fused_head import TokenStats
 from lit_dlm.tensors.masking import non_ltr_positions
 from lit_dlm.tensors.sampling import entropy_variance, uniform_noise
-from lit_dlm.training.layout import SupervisedBatch
-from lit_dlm.training.states import Masking, NoisyStates, Responses
+from lit_dlm.training.batch import SupervisedBatch
+from lit_dlm.training.states import Masking, NoisyStates
 from lit_dlm.training.terms import LossTerms
 
 logger = logging.getLogger(__name__)
@@ -149,29 +149,27 @@ class TimeDelay(Masking):
     def __post_init__(self) -> None:
         at_least(1, window=self.window)
 
-    def last_cuts(self, responses: Responses) -> Tensor:
+    def last_cuts(self, batch: SupervisedBatch) -> Tensor:
         """``(B,)`` int64: the largest cut of each response, -1 where nothing is to be learnt."""
-        return last_cuts(
-            responses.steps, responses.maskable, window=self.window, cut_range=self.cut_range
-        )
+        return last_cuts(batch.steps, batch.maskable, window=self.window, cut_range=self.cut_range)
 
-    def states(self, responses: Responses) -> NoisyStates:
-        last, steps = self.last_cuts(responses), responses.steps
-        noise = uniform_noise(responses.seeds, 0, torch.zeros_like(steps[:, :1]), stream=_CUT)[:, 0]
+    def states(self, batch: SupervisedBatch) -> NoisyStates:
+        last, steps = self.last_cuts(batch), batch.steps
+        noise = uniform_noise(batch.seeds, 0, torch.zeros_like(steps[:, :1]), stream=_CUT)[:, 0]
         if self.cut_sampler == "non_ltr":
-            listed = responses.non_ltr
+            listed = batch.non_ltr
             is_non_ltr = non_ltr_positions(steps) if listed is None else listed
             cut = non_ltr_cuts(last, steps, is_non_ltr, noise)
         else:
             cut = uniform_cuts(last, noise)
-        hidden, supervised = time_delay_mask(steps, responses.maskable, cut, window=self.window)
+        hidden, supervised = time_delay_mask(steps, batch.maskable, cut, window=self.window)
         return NoisyStates(
             sample=torch.arange(len(steps), device=steps.device),
             hidden=hidden,
             supervised=supervised,
             weight=supervised.float(),
             cut=cut,
-            blocks=responses.blocks,
+            blocks=batch.blocks,
         )
 
 

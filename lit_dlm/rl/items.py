@@ -18,18 +18,11 @@ from torch import Tensor
 
 from lit_dlm.backbones import BackboneSpec
 from lit_dlm.tensors.batches import TensorBatch
+from lit_dlm.training.batch import SupervisedBatch, SupervisedExample, collate, whole_blocks
 from lit_dlm.training.bounds import BoundViews
-from lit_dlm.training.layout import (
-    SupervisedBatch,
-    SupervisedExample,
-    TrainingRows,
-    collate_supervised,
-    lay_out,
-    responses_of,
-    whole_blocks,
-)
+from lit_dlm.training.layout import TrainingRows, lay_out
 from lit_dlm.training.masking import Autoregressive
-from lit_dlm.training.states import NEVER, Masking, NoisyStates, Responses, step_groups
+from lit_dlm.training.states import NEVER, Masking, NoisyStates, step_groups
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.vision.base import prompt_pictures
 
@@ -165,7 +158,9 @@ class Items(Units):
         if self.seeds is not None:
             found["seeds"] = self.seeds[states]
         return RolloutBatch(
-            responses=collate_supervised(examples, response_length=length, spec=self.spec),
+            responses=collate(
+                examples, response_length=length, spec=self.spec, seed=0, num_padding=0
+            ),
             sample=sample.repeat_interleave(per_item),
             item=torch.arange(len(numbers)).repeat_interleave(per_item),
             weight=self.weight[units] * factor,
@@ -262,14 +257,15 @@ class RowBuilder:
 
     def responses(
         self, records: Sequence[Trajectory], *, epoch: int = 0, length: int | None = None
-    ) -> Responses:
+    ) -> SupervisedBatch:
         """Returns records as a masking sees them, with ``length`` cells (default: the most)."""
-        batch = collate_supervised(
+        return collate(
             _examples(records, epoch=epoch),
             response_length=length or max(record.num_generated for record in records),
             spec=self.spec,
+            seed=self.seed,
+            num_padding=self.num_padding,
         )
-        return responses_of(batch, self.spec, seed=self.seed, num_padding=self.num_padding)
 
     def items(self, records: Sequence[Trajectory], *, epoch: int = 0) -> Items:
         """Returns all items of a pass over records, record by record.
@@ -291,7 +287,11 @@ class RowBuilder:
         return found
 
     def _items(
-        self, states: NoisyStates, responses: Responses, records: Sequence[Trajectory], first: int
+        self,
+        states: NoisyStates,
+        responses: SupervisedBatch,
+        records: Sequence[Trajectory],
+        first: int,
     ) -> Items:
         """Returns the items of a chunk of records that begins at number ``first``."""
         weight, kl_weight = self._weights(states, responses)
@@ -346,7 +346,7 @@ class RowBuilder:
             kind = run * len(taken) + number // self.copies
         return kind.unique_consecutive(return_inverse=True)[1]
 
-    def _weights(self, states: NoisyStates, responses: Responses) -> tuple[Tensor, Tensor]:
+    def _weights(self, states: NoisyStates, responses: SupervisedBatch) -> tuple[Tensor, Tensor]:
         """Returns ``(R, G)`` weights of the policy terms and of the divergence terms."""
         supervised = states.supervised
         maskable = responses.maskable[states.sample]
@@ -394,7 +394,7 @@ def _check(masking: Masking, spec: BackboneSpec, copies: int) -> None:
         )
 
 
-def order_of_writing(responses: Responses, *, shrink: int = 1) -> tuple[Tensor, Tensor]:
+def order_of_writing(responses: SupervisedBatch, *, shrink: int = 1) -> tuple[Tensor, Tensor]:
     """Numbers the steps of each response in the order of writing, over all blocks.
 
     Returns ``(B, G)`` int64 numbers from 0 and ``(B, G)`` bool, the trained cells that have one.

@@ -22,8 +22,9 @@ from lit_dlm.rl.items import Items, RolloutBatch, RowBuilder, joined, order_of_w
 from lit_dlm.rl.metrics import rollout_facts
 from lit_dlm.rl.rollout import ALONE, Ranks, Report, Rollouts, RolloutSource, groups_of, in_order
 from lit_dlm.rl.settings import PolicyObjective, RolloutSettings, ValueObjective
+from lit_dlm.training.batch import SupervisedBatch
 from lit_dlm.training.bounds import BoundViews
-from lit_dlm.training.states import Masking, Responses
+from lit_dlm.training.states import Masking
 from lit_dlm.trajectories.record import SIGNAL_DTYPES, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -290,7 +291,11 @@ def fill_advantages(
 
 
 def _along_steps(
-    policy: Policy, items: Items, responses: Responses, compared: Tensor, values: Tensor | None
+    policy: Policy,
+    items: Items,
+    responses: SupervisedBatch,
+    compared: Tensor,
+    values: Tensor | None,
 ) -> Estimates:
     """Propagates rewards back along the steps; without values, as undiscounted rewards-to-go."""
     value, shrink, gae = policy.value, 1, StepGAE()

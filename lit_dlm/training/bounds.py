@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lit_dlm.system.options import at_least
 from lit_dlm.tensors.sampling import uniform_noise
-from lit_dlm.training.states import Masking, NoisyStates, Responses
+from lit_dlm.training.batch import SupervisedBatch
+from lit_dlm.training.states import Masking, NoisyStates
 
 _LEVEL, _CELL, _BLOCK = 22, 23, 24
 """Streams of noise; dParallel, which is never used in the same run, uses 24 as well."""
@@ -46,13 +47,13 @@ class BoundViews(Masking):
                 f"show blocks behind hidden ones, got {self.block_size}"
             )
 
-    def states(self, responses: Responses) -> NoisyStates:
-        maskable, n = responses.maskable, self.num_states
+    def states(self, batch: SupervisedBatch) -> NoisyStates:
+        maskable, n = batch.maskable, self.num_states
         B = len(maskable)
         sample = torch.arange(B, device=maskable.device).repeat_interleave(n)
         copy = torch.arange(B * n, device=maskable.device)[:, None] % n
-        maskable, seeds = maskable[sample], responses.seeds[sample]
-        segments, behind = self._segments(responses, sample, copy)
+        maskable, seeds = maskable[sample], batch.seeds[sample]
+        segments, behind = self._segments(batch, sample, copy)
         members = maskable & (segments >= 0)
         rank, size = _ranks(members, segments.clamp_min(0), seeds, copy, n)
         level = uniform_noise(seeds, 0, segments.clamp_min(0) * n + copy, stream=_LEVEL)
@@ -83,10 +84,10 @@ class BoundViews(Masking):
         )
 
     def _segments(
-        self, responses: Responses, sample: Tensor, copy: Tensor
+        self, batch: SupervisedBatch, sample: Tensor, copy: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Returns ``(R, G)`` int64 parts with a level each, -1 for none, and bool cells to hide."""
-        maskable, blocks = responses.maskable[sample], responses.blocks
+        maskable, blocks = batch.maskable[sample], batch.blocks
         nowhere = torch.zeros_like(maskable)
         if self.block_size is None:
             if blocks is None:
@@ -96,7 +97,7 @@ class BoundViews(Masking):
             raise ValueError("BoundViews.block_size: a block model has blocks of its own; use null")
         block = (maskable.cumsum(1) - 1).div(self.block_size, rounding_mode="floor")
         num_blocks = (block.amax(1, keepdim=True) + 1).clamp_min(1)
-        first = uniform_noise(responses.seeds[sample], 0, torch.zeros_like(copy), stream=_BLOCK)
+        first = uniform_noise(batch.seeds[sample], 0, torch.zeros_like(copy), stream=_BLOCK)
         chosen = ((first * num_blocks).long() + copy) % num_blocks
         return torch.where(block == chosen, 0, -1), maskable & (block > chosen)
 

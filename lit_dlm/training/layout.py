@@ -1,246 +1,23 @@
-"""Batches of prompts with finished responses, and their layout as training rows."""
+"""States as the rows of one forward, under the attention of the model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
-from torch.nn.utils.rnn import pad_sequence
 
 from lit_dlm.backbones import BackboneSpec
-from lit_dlm.backbones.attention import canvas_blocks, position_ids_for
-from lit_dlm.decoding.api import text_cells
-from lit_dlm.tensors.batches import TensorBatch, first_column
-from lit_dlm.tensors.masking import (
-    block_causal_visibility,
-    block_numbers,
-    hide_padding,
-    non_ltr_positions,
-)
-from lit_dlm.tensors.sampling import sample_seed
+from lit_dlm.backbones.attention import position_ids_for
+from lit_dlm.tensors.batches import first_column
+from lit_dlm.tensors.masking import block_causal_visibility, block_numbers, hide_padding
+from lit_dlm.training.batch import SupervisedBatch
 from lit_dlm.training.masking import hidden_prompt
-from lit_dlm.training.states import NoisyStates, Responses
-from lit_dlm.vision.base import PromptPictures, batch_pictures, batch_prompts
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class SupervisedExample:
-    """One prompt with its response, tokenised. Host memory."""
-
-    uid: str  # stable name of the sample
-    prompt_ids: NDArray[np.int32]  # ``(P,)`` token ids, chat template included
-    response_ids: NDArray[np.int32]
-    """``(n,)`` token ids; may be shorter than the response region, whose rest is filled."""
-    pictures: PromptPictures | None = None
-    """Pictures that ids of the prompt beyond the vocabulary stand for."""
-    steps: NDArray[np.int32] | None = None
-    """``(n,)`` step that wrote each token, -1 where none did; ``None`` without a decode."""
-    decode_entropy: NDArray[np.float32] | None = None
-    """``(n,)`` predictive entropy in nats at the step that wrote each token, where recorded."""
-    non_ltr: NDArray[np.bool_] | None = None
-    """``(n,)`` bool, tokens that the data's own list calls decoded out of order; ``None`` derives
-    them from the steps."""
-    given: NDArray[np.bool_] | None = None
-    """``(n,)`` bool, tokens that were on the canvas before the first step: shown in every state and
-    never a target; ``None`` for none."""
-    epoch: int = 0  # pass over the data; random masks differ from pass to pass
-    is_real: bool = True  # ``False`` on a copy that only fills a batch: nothing of it is supervised
-    rejected: SupervisedExample | None = None
-    """The worse response to the same prompt, in a preference pair."""
-
-    def rows(self) -> list[SupervisedExample]:
-        """Returns the example, followed by its rejected response if it has one."""
-        if self.rejected is None:
-            return [self]
-        return [self, replace(self.rejected, epoch=self.epoch, is_real=self.is_real)]
-
-    def answer_length(self, spec: BackboneSpec) -> int:
-        """Returns the number of cells up to and including the first end of text after given tokens.
-
-        All cells if there is none; 0 on copies.
-        """
-        if not self.is_real:
-            return 0
-        # Ends in the fill do not count: a model must not learn to end where an answer was cut off.
-        is_end = np.isin(self.response_ids, spec.eos_ids)
-        if self.given is not None and self.given.any():  # ends before a marker end only their part
-            is_end[: np.flatnonzero(self.given)[-1] + 1] = False
-        ends = np.flatnonzero(is_end)
-        return int(ends[0]) + 1 if len(ends) else len(self.response_ids)
-
-
-@dataclass
-class SupervisedBatch(TensorBatch):
-    """Prompts with responses of one length ``G``, on a canvas of ``L = start + G`` columns."""
-
-    ids: Tensor  # (B, L) int64: left padding, prompt, response filled with end of text
-    pad_mask: Tensor | None
-    """``(B, L)`` bool, ``True`` on real tokens, the fill included; ``None`` without padding."""
-    start: int  # First response column
-    answer_length: Tensor  # (B,) int64, see :meth:`SupervisedExample.answer_length`
-    steps: Tensor
-    """``(B, G)`` int64 step that wrote each cell, -1 where none did; without a decode, one cell per
-    step from the left."""
-    decode_entropy: Tensor | None = None  # (B, G) float32 nats; None where a sample has none
-    non_ltr: Tensor | None = None
-    """``(B, G)`` bool, decoded out of order; ``None`` where no sample has a list of its own."""
-    given: Tensor | None = None
-    """``(B, G)`` bool, shown in every state and never a target; ``None`` if no cell is given."""
-    pictures: list[tuple[str, ...]] = field(default_factory=list)
-    """``B`` tuples of digests: the pictures that ids beyond the vocabulary stand for
-    (:func:`~lit_dlm.vision.base.batch_prompts`)."""
-    uids: list[str] = field(default_factory=list)  # B names
-    epochs: list[int] = field(default_factory=list)  # B passes over the data
-
-    def seeds(self, seed: int) -> Tensor:
-        """``(B,)`` int64: a seed for every sample and pass, on the device of the batch."""
-        pairs = zip(self.uids, self.epochs, strict=True)
-        seeds = [sample_seed(seed, f"{epoch}:{uid}") for uid, epoch in pairs]
-        return torch.tensor(seeds, dtype=torch.long, device=self.ids.device)
-
-
-def whole_blocks(num_cells: int, num_prompt: int, spec: BackboneSpec) -> int:
-    """Rounds up a number of response cells, at least one, to the end of the last one's block.
-
-    None of them sees a later block. ``num_prompt`` is without padding.
-    """
-    assert spec.block_size is not None
-    offset = num_prompt if spec.block_origin == "sequence" else 0
-    return -(-(offset + num_cells) // spec.block_size) * spec.block_size - offset
-
-
-def needed_cells(
-    example: SupervisedExample, *, response_length: int, spec: BackboneSpec, num_padding: int | None
-) -> int:
-    """Returns how many response cells take part in predicting an example's targets."""
-    if spec.attention != "block" or num_padding is None:
-        return response_length
-    last = max(1, example.answer_length(spec) + num_padding)
-    return min(response_length, whole_blocks(last, len(example.prompt_ids), spec))
-
-
-def row_tokens(
-    num_prompt: int, num_cells: int, spec: BackboneSpec, *, copies: int = 1
-) -> tuple[int, int]:
-    """Returns how many prompt and response tokens a row of :func:`lay_out` has, copies included."""
-    if spec.attention != "block":
-        return num_prompt, num_cells
-    assert spec.block_size is not None
-    early = spec.block_size - 1 if spec.block_origin == "sequence" else 0
-    return num_prompt, num_cells + copies * (num_cells + early)
-
-
-def collate_supervised(
-    examples: Sequence[SupervisedExample],
-    *,
-    response_length: int,
-    spec: BackboneSpec,
-    num_padding: int | None = None,
-) -> SupervisedBatch:
-    """Left-pads prompts and fills responses, on the CPU; rejected responses have the next row.
-
-    With a block model, blocks after those of the last targets are cut off, which changes no
-    prediction: ``num_padding`` cells of fill after an answer may be targets, all with ``None``.
-    """
-    examples = [row for example in examples for row in example.rows()]
-    longest = max(examples, key=lambda example: len(example.response_ids))
-    if len(longest.response_ids) > response_length:
-        raise ValueError(
-            f"{longest.uid}: expected at most response_length = {response_length} tokens, "
-            f"got {len(longest.response_ids)}"
-        )
-
-    def every(name: str) -> list[Any]:
-        return [getattr(example, name) for example in examples]
-
-    G = max(
-        needed_cells(example, response_length=response_length, spec=spec, num_padding=num_padding)
-        for example in examples
-    )
-    prompts, pictures = batch_prompts(every("prompt_ids"), every("pictures"))
-    pad = partial(pad_sequence, batch_first=True, padding_side="left")
-    ids = pad([torch.tensor(one, dtype=torch.long) for one in prompts], padding_value=spec.pad_id)
-    real = pad([torch.ones(len(one), dtype=torch.bool) for one in prompts])
-    response = _filled(every("response_ids"), G, spec.eos_ids[0])
-    real = F.pad(real, (0, G), value=True)
-    from_the_left = np.tile(np.arange(G), (len(examples), 1))
-    batch = SupervisedBatch(
-        ids=torch.cat([ids, response], dim=1),
-        pad_mask=None if real.all() else real,
-        start=ids.shape[1],
-        answer_length=torch.tensor([example.answer_length(spec) for example in examples]),
-        steps=_filled(every("steps"), G, -1, instead=from_the_left),
-        pictures=pictures,
-        uids=every("uid"),
-        epochs=every("epoch"),
-    )
-    if all(entropy is not None for entropy in every("decode_entropy")):
-        batch.decode_entropy = _filled(every("decode_entropy"), G, np.float32(0))
-    if any(listed is not None for listed in every("non_ltr")):
-        by_steps = non_ltr_positions(batch.steps).numpy()
-        batch.non_ltr = _filled(every("non_ltr"), G, False, instead=by_steps)
-    if any(given is not None and given.any() for given in every("given")):
-        batch.given = _filled(every("given"), G, False, instead=from_the_left < 0)
-    return batch
-
-
-def _filled(
-    rows: Sequence[NDArray[Any] | None],
-    G: int,
-    fill: float | np.float32,
-    *,
-    instead: NDArray[Any] | None = None,
-) -> Tensor:
-    """Returns ``(B, G)`` rows, cut or filled; a missing row is that of ``instead``."""
-    found = np.full((len(rows), G), fill) if instead is None else instead.copy()
-    for number, row in enumerate(rows):  # ragged lists, on the host
-        if row is not None:
-            found[number] = fill
-            found[number, : len(row)] = row[:G]
-    return torch.from_numpy(found)
-
-
-def responses_of(
-    batch: SupervisedBatch, spec: BackboneSpec, *, seed: int, num_padding: int | None
-) -> Responses:
-    """Returns what a masking sees of a batch; a cell that holds a mask is never a target.
-
-    ``num_padding`` cells of fill after the ``answer_length`` may be targets, all with ``None``.
-    """
-    tokens = batch.ids[:, batch.start :]
-    columns = torch.arange(tokens.shape[1], device=tokens.device)
-    length = batch.answer_length[:, None]
-    maskable = columns < (length + num_padding if num_padding is not None else len(columns))
-    maskable = maskable & (length > 0) & (tokens != spec.mask_id)
-    if batch.given is not None:
-        maskable &= ~batch.given
-        if num_padding is not None:  # nor the fill of a part that ends before a given token
-            text = text_cells(tokens, spec.eos_ids, batch.given)
-            is_last = batch.given.flip(1).cumsum(1).flip(1) == 0
-            maskable &= is_last | F.pad(text[:, :-1], (1, 0), value=True)
-    real = batch.pad_mask
-    if real is None:
-        real = torch.ones_like(batch.ids, dtype=torch.bool)
-    blocks = None
-    if spec.attention == "block":
-        blocks = canvas_blocks(spec, batch.ids, batch.pad_mask, batch.start)
-        blocks = blocks[:, batch.start :].expand_as(tokens)
-    return Responses(
-        maskable=maskable,
-        seeds=batch.seeds(seed),
-        steps=batch.steps,
-        blocks=blocks,
-        non_ltr=batch.non_ltr,
-        has_prompt=real[:, : batch.start].any(1),
-    )
+from lit_dlm.training.states import NoisyStates
+from lit_dlm.vision.base import batch_pictures
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -364,6 +141,17 @@ def _two_copies(
         predictors=layout.predictors() if spec.shift else None,
         pictures=canvas.pictures,
     )
+
+
+def row_tokens(
+    num_prompt: int, num_response: int, spec: BackboneSpec, *, copies: int = 1
+) -> tuple[int, int]:
+    """Returns how many prompt and response tokens a row of :func:`lay_out` has, copies included."""
+    if spec.attention != "block":
+        return num_prompt, num_response
+    assert spec.block_size is not None
+    early = spec.block_size - 1 if spec.block_origin == "sequence" else 0
+    return num_prompt, num_response + copies * (num_response + early)
 
 
 TILE = 128

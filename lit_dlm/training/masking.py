@@ -15,12 +15,12 @@ from torch import Tensor
 
 from lit_dlm.system.options import at_least
 from lit_dlm.tensors.sampling import uniform_noise
+from lit_dlm.training.batch import SupervisedBatch
 from lit_dlm.training.states import (
     NEVER,
     LossWeight,
     Masking,
     NoisyStates,
-    Responses,
     group_rows,
     step_groups,
     weighted_states,
@@ -60,24 +60,24 @@ class RandomMasking(Masking):
             )
         at_least(1, copies=self.copies)
 
-    def states(self, responses: Responses) -> NoisyStates:
-        B, G = responses.maskable.shape
-        device = responses.maskable.device
+    def states(self, batch: SupervisedBatch) -> NoisyStates:
+        B, G = batch.maskable.shape
+        device = batch.maskable.device
         sample = torch.arange(B, device=device).repeat_interleave(self.copies)
         place = cells = torch.arange(G, device=device).expand(len(sample), -1)
         if self.level == "block":
-            if responses.blocks is None:
+            if batch.blocks is None:
                 raise ValueError("RandomMasking.level: 'block' needs a model with block attention")
-            place = responses.blocks[sample]
+            place = batch.blocks[sample]
         elif self.level == "row":
             place = torch.zeros_like(cells)
         copy = torch.arange(B * self.copies, device=device)[:, None] % self.copies
-        seeds = responses.seeds[sample]
+        seeds = batch.seeds[sample]
         # The key of a cell and copy is independent of G, which differs between batches.
         noise = uniform_noise(seeds, 0, place * self.copies + copy, stream=_LEVEL)
         t = self.min_t + (self.max_t - self.min_t) * noise
         chosen = uniform_noise(seeds, 0, cells * self.copies + copy, stream=_CELL) < t
-        maskable = responses.maskable[sample]
+        maskable = batch.maskable[sample]
         return weighted_states(
             self.weight,
             sample,
@@ -111,17 +111,17 @@ class SemiAutoregressive(Masking):
         at_least(1, block_size=self.block_size, rows_per_sample=self.rows_per_sample)
         self.noise = RandomMasking(min_t=0.1, max_t=0.9, level="token", weight=self.weight)
 
-    def states(self, responses: Responses) -> NoisyStates:
-        noisy = self.noise.states(responses)
-        if responses.blocks is not None:
+    def states(self, batch: SupervisedBatch) -> NoisyStates:
+        noisy = self.noise.states(batch)
+        if batch.blocks is not None:
             return noisy  # noisy blocks see clean earlier ones, so one state teaches all
         if self.block_size is None:
             raise ValueError(
                 "SemiAutoregressive.block_size: expected a number with full attention, got null"
             )
-        maskable = responses.maskable
+        maskable = batch.maskable
         groups = torch.where(maskable, (maskable.cumsum(1) - 1) // self.block_size, NEVER)
-        sample, group, _ = group_rows(groups, self.rows_per_sample, responses.seeds, stream=_ROWS)
+        sample, group, _ = group_rows(groups, self.rows_per_sample, batch.seeds, stream=_ROWS)
         groups = groups[sample]
         supervised = noisy.supervised[sample] & (groups == group[:, None])
         return weighted_states(
@@ -158,16 +158,16 @@ class TraceMasking(Masking):
     def __post_init__(self) -> None:
         at_least(1, shrink=self.shrink, rows_per_sample=self.rows_per_sample)
 
-    def states(self, responses: Responses) -> NoisyStates:
-        maskable = responses.maskable
+    def states(self, batch: SupervisedBatch) -> NoisyStates:
+        maskable = batch.maskable
         groups = step_groups(
-            responses.steps,
+            batch.steps,
             maskable if self.padding == "hidden" else torch.ones_like(maskable),
             shrink=self.shrink,
-            segments=responses.blocks,
+            segments=batch.blocks,
         )
         sample, group, share = group_rows(
-            groups, self.rows_per_sample, responses.seeds, stream=_ROWS, targets=maskable
+            groups, self.rows_per_sample, batch.seeds, stream=_ROWS, targets=maskable
         )
         groups, maskable = groups[sample], maskable[sample]
         return weighted_states(
@@ -193,12 +193,10 @@ class Autoregressive(Masking):
 
     weight: LossWeight = "1/num_targets"
 
-    def states(self, responses: Responses) -> NoisyStates:
-        maskable = responses.maskable
-        supervised = maskable
-        if responses.has_prompt is not None:
-            supervised = maskable.clone()
-            supervised[:, 0] &= responses.has_prompt
+    def states(self, batch: SupervisedBatch) -> NoisyStates:
+        maskable = batch.maskable
+        supervised = maskable.clone()
+        supervised[:, 0] &= batch.num_prompt > 0
         return weighted_states(
             self.weight,
             torch.arange(len(maskable), device=maskable.device),
@@ -237,13 +235,13 @@ class CoupledMasking(Masking):
             min_t=self.min_t, max_t=self.max_t, level=self.level, copies=self.pairs
         )
 
-    def states(self, responses: Responses) -> NoisyStates:
-        first = self.noise.states(responses)
-        maskable = responses.maskable[first.sample]
+    def states(self, batch: SupervisedBatch) -> NoisyStates:
+        first = self.noise.states(batch)
+        maskable = batch.maskable[first.sample]
         other = maskable & ~first.supervised
         supervised = torch.stack([first.supervised, other], 1).flatten(0, 1)
         sample = first.sample.repeat_interleave(2)
-        maskable = responses.maskable[sample]
+        maskable = batch.maskable[sample]
         return weighted_states(
             self.weight,
             sample,
@@ -264,14 +262,14 @@ class CoupledViews(Masking):
 
     min_t, max_t = 0.2, 0.8  # as in the release
 
-    def states(self, responses: Responses) -> NoisyStates:
-        maskable = responses.maskable
+    def states(self, batch: SupervisedBatch) -> NoisyStates:
+        maskable = batch.maskable
         B, G = maskable.shape
         device = maskable.device
         cells = torch.arange(G, device=device).expand(B, -1)
-        level = uniform_noise(responses.seeds, 0, cells[:, :1], stream=_PAIR)  # one for each row
+        level = uniform_noise(batch.seeds, 0, cells[:, :1], stream=_PAIR)  # one for each row
         t = self.min_t + (self.max_t - self.min_t) * level
-        part = (uniform_noise(responses.seeds, 0, cells, stream=_CELL) < t) & maskable
+        part = (uniform_noise(batch.seeds, 0, cells, stream=_CELL) < t) & maskable
         supervised = torch.stack([maskable, part, maskable & ~part], 1)  # (B, 3, G)
         factor = torch.stack([torch.ones_like(t), 1 / t, 1 / (1 - t)], 1)  # (B, 3, 1)
         coefficient = (supervised * factor / 2).float().flatten(0, 1)
@@ -296,15 +294,15 @@ class MaskedPrompt(Masking):
 
     rate = 0.15  # as in the paper
 
-    def states(self, responses: Responses) -> NoisyStates:
-        maskable = responses.maskable
+    def states(self, batch: SupervisedBatch) -> NoisyStates:
+        maskable = batch.maskable
         return NoisyStates(
             sample=torch.arange(len(maskable), device=maskable.device),
             hidden=torch.ones_like(maskable),
             supervised=maskable,
             weight=maskable.float(),
             prompt_rate=self.rate,
-            seeds=responses.seeds,
+            seeds=batch.seeds,
         )
 
 

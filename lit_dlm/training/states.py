@@ -1,4 +1,4 @@
-"""What maskings take and return: responses, states, weights of targets, groups of cells."""
+"""What maskings return: states, weights of targets, groups of cells."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from lit_dlm.config.components import Component
 from lit_dlm.tensors.sampling import uniform_noise
+from lit_dlm.training.batch import SupervisedBatch
 
 LossWeight = Literal["none", "1/t", "1/num_targets", "1/length"]
 """How the targets of a state are weighted. ``none``: every target of the batch alike. The others
@@ -19,26 +20,6 @@ average over states: ``1/num_targets`` the mean of each state that has a target,
 sum divided by the length of the answer, ``1/t`` likewise with each target divided by its noise
 level (the bound of MDLM, 2406.07524, and LLaDA, 2502.09992). In the last two a state whose noise
 hid nothing counts as 0: without it the others would weigh too much."""
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Responses:
-    """Finished responses of a batch, of ``G`` cells each."""
-
-    maskable: Tensor
-    """``(B, G)`` bool: cells that may be a target."""
-    seeds: Tensor
-    """``(B,)`` int64 seed of each sample in this pass over the data."""
-    steps: Tensor
-    """``(B, G)`` int64 step that wrote each cell, -1 where none did; in rows without a decode one
-    cell per step from the left."""
-    blocks: Tensor | None = None
-    """``(B, G)`` int64 block of each cell, for a model with block attention; else ``None``."""
-    non_ltr: Tensor | None = None
-    """``(B, G)`` bool, cells that the data's own lists call decoded out of order; ``None`` derives
-    them from the steps."""
-    has_prompt: Tensor | None = None
-    """``(B,)`` bool, rows with a real token before the response; ``None`` if all have one."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -93,7 +74,7 @@ class Masking(Component):
     """Turns responses into training states."""
 
     @abstractmethod
-    def states(self, responses: Responses) -> NoisyStates:
+    def states(self, batch: SupervisedBatch) -> NoisyStates:
         """Draws the states."""
 
 

@@ -20,7 +20,7 @@ FILLED = {
             for n in range(3)
         ]""",
     "reward": "return [RewardScore(total=self.weight * rollout.is_correct) for rollout in group]",
-    "method": "return responses.maskable",
+    "method": "return batch.maskable",
 }
 
 

@@ -14,7 +14,7 @@ from lit_dlm.backbones.experts import Experts
 from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.datamodules.supervised import SupervisedDataModule
 from lit_dlm.finetuning.sft import FinetuneModule
-from lit_dlm.training.layout import SupervisedBatch, SupervisedExample
+from lit_dlm.training.batch import SupervisedBatch, SupervisedExample
 from lit_dlm.training.states import NoisyStates
 
 VOCAB, G = 24, 8
@@ -98,11 +98,16 @@ class Data(SupervisedDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         module: Any = self.trainer.lightning_module  # type: ignore[union-attr]
-        self.set_examples(self.given, module.backbone.spec, num_padding=module.num_padding)
+        self.set_examples(
+            self.given,
+            module.backbone.spec,
+            num_padding=module.num_padding,
+            noise_seed=module.seed,
+        )
 
 
 class Watch(Callback):
-    """Notes uids, passes and cuts of every training batch, and its loss."""
+    """Notes uids, seeds and cuts of every training batch, and its loss."""
 
     def __init__(self) -> None:
         self.batches: list[tuple[list[str], list[int], list[int]]] = []
@@ -122,7 +127,7 @@ class Watch(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: SupervisedBatch, batch_idx: int
     ) -> None:
-        self.batches.append((batch.uids, batch.epochs, self.cuts))
+        self.batches.append((batch.uids, batch.seeds.tolist(), self.cuts))
         self.losses.append(float(outputs["loss"]))
 
 

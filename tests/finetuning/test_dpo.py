@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lit_dlm.datamodules.supervised import check_pairs
 from lit_dlm.finetuning.dpo import DPOModule
-from lit_dlm.training.layout import SupervisedBatch, SupervisedExample
+from lit_dlm.training.batch import SupervisedBatch, SupervisedExample
 from lit_dlm.training.masking import RandomMasking
 from tests.finetuning.runs import G, examples, small
 from tests.training.supervised import LEARNING, batch_of, sft, slow_log_probs
@@ -58,7 +58,7 @@ def test_loss_and_gradients_equal_a_slow_loop_over_pairs() -> None:
     model = dpo(beta=0.3)
     batch = batch_of(model, pairs(4))
     assert len(batch.uids) == 8
-    total, wanted = model.terms(batch, seed=0).total, slow_loss(model, batch, 0.3)
+    total, wanted = model.terms(batch).total, slow_loss(model, batch, 0.3)
     torch.testing.assert_close(total.double(), wanted.double(), rtol=1e-5, atol=1e-6)
     values = [value for value in model.parameters() if value.requires_grad]
     found = torch.autograd.grad(total, values)
@@ -71,13 +71,13 @@ def test_the_reference_is_where_training_starts_and_copies_count_for_nothing() -
     model = dpo()
     copy = replace(pairs(2)[1], is_real=False)
     alone, filled = (
-        model.terms(batch_of(model, given), seed=0).total for given in (pairs(1), [*pairs(1), copy])
+        model.terms(batch_of(model, given)).total for given in (pairs(1), [*pairs(1), copy])
     )
     torch.testing.assert_close(alone, filled)
     for name, value in model.named_parameters():
         if "lora_B" in name:
             value.data.zero_()
-    terms = model.terms(batch_of(model, pairs(3)), seed=0)
+    terms = model.terms(batch_of(model, pairs(3)))
     torch.testing.assert_close(terms.total, torch.tensor(math.log(2.0)))
     assert terms.means()["margin"] == 0.0
 

@@ -26,7 +26,7 @@ from lit_dlm.tasks import PromptExample
 from lit_dlm.tensors.fused_head import TokenStats
 from lit_dlm.tracelock.module import TraceLockModule
 from lit_dlm.tracelock.states import collate_states
-from lit_dlm.training.layout import SupervisedBatch, SupervisedExample
+from lit_dlm.training.batch import SupervisedBatch, SupervisedExample
 from lit_dlm.training.masking import RandomMasking, SemiAutoregressive, TraceMasking
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
@@ -142,7 +142,7 @@ def test_loss_and_gradients_are_those_of_embeddings_put_together_by_hand(
     given = examples(model.backbone)
     batch = batch_of(model, given)
     assert [len(shown) for shown in batch.pictures] == [1, 0, 2, 1]
-    found, expected = model.terms(batch, seed=0).total, loss_by_hand(model, batch, given)
+    found, expected = model.terms(batch).total, loss_by_hand(model, batch, given)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     ours, theirs = gradients(model, found), gradients(model, expected)
     assert ours.keys() == theirs.keys()
@@ -235,7 +235,7 @@ def test_a_trace_shows_what_its_decode_saw_or_the_picture_is_named(
         facts = ModelFacts(tokenizer=tokenizer, spec=spec, vocab_size=VOCAB, backbone=backbone)
         given = list(RecordedDecodes(shards, only_correct=False).examples(facts))
         batch = batch_of(backbone, given)
-        sft(backbone=backbone).terms(batch, seed=0)
+        sft(backbone=backbone).terms(batch)
         return batch
 
     assert [len(shown) for shown in read(VisionSettings()).pictures] == [1, 0, 2, 1]
@@ -278,7 +278,7 @@ def test_what_was_trained_is_exported_in_the_familys_layout(folder: Path, tmp_pa
     batch = batch_of(backbone, examples(backbone))
 
     def loss(model: HFBackbone) -> Tensor:
-        return sft(backbone=model).terms(batch, seed=0).total.detach()
+        return sft(backbone=model).terms(batch).total.detach()
 
     expected = loss(backbone)
     backbone.save_adapter(tmp_path / "adapter")

@@ -61,7 +61,7 @@ def test_loss_equals_direct_forwards_on_the_true_states(
     assert not states.weight[~states.supervised].any()
     bound = masking.weight in ("1/t", "1/length")
     units = sum(1 if states.per_row else count for count in counts if count or bound)
-    found = model.terms(batch, seed=0)
+    found = model.terms(batch)
     # Other shapes of the same products, in float32.
     assert float(found.total.detach()) == pytest.approx(total / units, rel=1e-5)
     assert found.means()["num_supervised"] == sum(counts)
@@ -94,11 +94,11 @@ def test_the_first_token_of_a_response_without_a_prompt_is_no_target() -> None:
     ).logits
     raw[..., list(model.backbone.spec.forbidden_ids)] = -torch.inf
     wanted = torch.nn.functional.cross_entropy(raw[0, :-1], alone.ids[0, 1:])
-    terms = model.terms(alone, seed=0)
+    terms = model.terms(alone)
     torch.testing.assert_close(terms.total, wanted, rtol=1e-5, atol=1e-6)
     assert terms.means()["num_supervised"] == G - 1
     pairs = ([first, second], [second])
-    both, other = (model.terms(batch_of(model, given), seed=0).total for given in pairs)
+    both, other = (model.terms(batch_of(model, given)).total for given in pairs)
     torch.testing.assert_close(both, (wanted + other) / 2, rtol=1e-5, atol=1e-6)
 
 
@@ -136,13 +136,13 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
         run(model, Data(examples(), batch_size=4), tmp_path, steps=1)
     model = sft(Autoregressive())
     with pytest.raises(ValueError, match="shift 1, got shift 0"):
-        model.terms(batch_of(model, 5), seed=0)
+        model.terms(batch_of(model, 5))
 
 
 @pytest.mark.parametrize("kind", ["sft", "tabom"])
 def test_a_batch_without_targets_still_has_a_forward_with_zero_gradients(kind: str) -> None:
     model = sft(TraceMasking(), small(**BLOCK)) if kind == "sft" else tabom()
-    terms = model.terms(batch_of(model, examples(3, never=(0, 1, 2))), seed=0)
+    terms = model.terms(batch_of(model, examples(3, never=(0, 1, 2))))
     terms.total.backward()
     assert terms.total.item() == 0.0
     assert terms.means()["num_supervised"] == 0

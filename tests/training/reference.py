@@ -5,18 +5,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_dlm.training.states import Responses
+from lit_dlm.training.batch import SupervisedBatch
 
 
-def responses(B: int = 4, G: int = 8, answer: int = 6, **changes: Any) -> Responses:
-    """Answers of some cells and the rest padding; one cell a step, from the right."""
+def responses(B: int = 4, G: int = 8, answer: int = 6, **changes: Any) -> SupervisedBatch:
+    """Answers of some positions and the rest padding; one position a step, from the right."""
     maskable = (torch.arange(G) < answer).expand(B, -1)
     values: dict[str, Any] = {
+        "ids": torch.zeros(B, G, dtype=torch.long),
+        "pad_mask": None,
+        "start": 0,
+        "num_prompt": torch.ones(B, dtype=torch.long),
         "maskable": maskable,
         "seeds": torch.arange(B) + 100,
         "steps": torch.where(maskable, answer - 1 - torch.arange(G), -1),
     }
-    return Responses(**{**values, **changes})
+    return SupervisedBatch(**{**values, **changes})
 
 
 def rows(*values: str) -> torch.Tensor:

@@ -10,12 +10,7 @@ from lit_dlm.backbones import HFBackbone
 from lit_dlm.finetuning.sft import FinetuneModule, SFTModule
 from lit_dlm.finetuning.tabom import TABOMModule
 from lit_dlm.predict.decode import DecodeModule
-from lit_dlm.training.layout import (
-    SupervisedBatch,
-    SupervisedExample,
-    collate_supervised,
-    responses_of,
-)
+from lit_dlm.training.batch import SupervisedBatch, SupervisedExample, collate
 from lit_dlm.training.states import Masking, NoisyStates
 from tests.finetuning.runs import G, examples, small
 
@@ -45,7 +40,9 @@ def batch_of(
     """Of the given examples, or of so many."""
     given = examples(given) if isinstance(given, int) else given
     spec = getattr(model, "backbone", model).spec
-    return collate_supervised(given, response_length=G, spec=spec, **options)
+    num_padding = getattr(model, "num_padding", None)
+    options = {"seed": 0, "num_padding": num_padding, "response_length": G, **options}
+    return collate(given, spec=spec, **options)
 
 
 def slow_log_probs(
@@ -61,14 +58,13 @@ def slow_log_probs(
         forward: logits of a canvas of a sample.
     """
     backbone, start = model.backbone, batch.start
-    responses = responses_of(batch, backbone.spec, seed=0, num_padding=model.num_padding)
-    states = model.masking.states(responses)
+    states = model.masking.states(batch)
     found = []
     for hidden, row in zip(states.hidden, states.sample.tolist(), strict=True):
         prompt, clean = batch.ids[row, :start], batch.ids[row, start:]
         if batch.pad_mask is not None:
             prompt = prompt[batch.pad_mask[row, :start]]
-        blocks = torch.zeros_like(clean) if responses.blocks is None else responses.blocks[row]
+        blocks = torch.zeros_like(clean) if batch.blocks is None else batch.blocks[row]
         logits = []
         for block in blocks.unique():
             shown = clean.masked_fill(hidden & (blocks >= block), backbone.spec.mask_id)

@@ -12,14 +12,9 @@ from lit_dlm.backbones import BackboneSpec
 from lit_dlm.finetuning.dparallel import BlockComplements
 from lit_dlm.finetuning.tabom import TimeDelay
 from lit_dlm.rl.items import RowBuilder, joined, training_rows
+from lit_dlm.training.batch import SupervisedExample, collate
 from lit_dlm.training.bounds import BoundViews
-from lit_dlm.training.layout import (
-    SupervisedExample,
-    TrainingRows,
-    collate_supervised,
-    lay_out,
-    responses_of,
-)
+from lit_dlm.training.layout import TrainingRows, lay_out
 from lit_dlm.training.masking import (
     Autoregressive,
     CoupledMasking,
@@ -145,12 +140,10 @@ def test_rows_of_every_masking(family: str, expected: str) -> None:
     kind, found = spec(**FAMILIES[family]), []
     for num_padding in (0, 2, None):
         for masking in MASKINGS:
-            batch = collate_supervised(
-                examples(family), response_length=G, spec=kind, num_padding=num_padding
-            )
-            seen = responses_of(batch, kind, seed=7, num_padding=num_padding)
+            shape: dict[str, Any] = {"response_length": G, "spec": kind, "num_padding": num_padding}
+            batch = collate(examples(family), seed=7, cut=True, **shape)
             try:
-                states = masking.states(seen)
+                states = masking.states(batch)
                 item = torch.arange(len(states.sample)) // states.copies
                 rows = lay_out(batch, states, kind, item=item if states.copies > 1 else None)
             except ValueError as error:  # not for this attention

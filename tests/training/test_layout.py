@@ -1,146 +1,146 @@
-"""Batches of samples of which only some have a decode, or a list of the data."""
+"""Rows of a clean and noisy copies: by hand, by their rule, and equal to decoding."""
 
-from dataclasses import replace
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
-from lit_dlm.tensors.masking import non_ltr_positions
-from lit_dlm.training.layout import responses_of
-from lit_dlm.training.masking import RandomMasking, SemiAutoregressive, TraceMasking
-from lit_dlm.training.states import Masking
-from tests.finetuning.runs import EOS, MASK, G, examples, small
-from tests.training.supervised import BLOCK, batch_of, sft
-
-
-def test_a_row_without_a_decode_or_a_list_of_the_data_is_like_no_other_row() -> None:
-    """It goes from the left; a list of the data stands instead of what its steps say."""
-    first, second = examples(2)
-    model = small()
-    batch = batch_of(model, [first, replace(second, steps=None, decode_entropy=None)])
-    assert batch.steps.tolist() == [first.steps.tolist(), list(range(G))]
-    assert batch.decode_entropy is None
-    first_pass = batch.seeds(0)
-    batch.epochs = [1, 1]
-    assert len({*first_pass.tolist(), *batch.seeds(0).tolist()}) == 4
-    batch = batch_of(model, [replace(first, non_ltr=np.arange(G) == 3), second])
-    responses = responses_of(batch, model.spec, seed=0, num_padding=None)
-    assert responses.non_ltr[0].nonzero().tolist() == [[3]]
-    assert responses.non_ltr[1].tolist() == non_ltr_positions(batch.steps[1]).tolist()
-    assert batch_of(model, [first, second]).non_ltr is None
+from lit_dlm.tensors.masking import block_causal_visibility
+from lit_dlm.training.layout import Slots
+from tests.shared_data import shared
+from tests.tensors.test_masking import PADDING, slow
 
 
-def test_an_answer_without_an_end_learns_none_from_the_fill() -> None:
-    """Four tokens in a region of eight, of which the third is the end of the second answer.
+@pytest.mark.parametrize("padding", PADDING)
+@pytest.mark.parametrize(("start", "size"), [(4, 3), (5, 4), (7, 4), (6, 5), (0, 4), (4, 1)])
+def test_the_trace_layout_follows_its_rule(padding: str, start: int, size: int):
+    """Clean cells see clean ones of their own block and earlier ones, noisy cells see clean ones
+    of earlier blocks and noisy ones of their own."""
+    real = torch.tensor(PADDING[padding]).bool()
+    source = [*range(11), *range(start, 11)]
+    block = [(column - start) // size for column in source]
 
-    The last of the third is a cell that nothing was written to. Only asked-for padding is learnt
-    behind them, and a copy never learns.
-    """
-    model = small()
-    (first,) = examples(1)
-    answer = np.array([5, 6, 7, 8])
-    cut_off = replace(first, response_ids=answer, steps=None, decode_entropy=None)
-    ended = replace(cut_off, response_ids=np.array([5, 6, EOS, EOS]))
-    open_cell = replace(cut_off, response_ids=np.array([5, 6, 7, MASK]))
-    batch = batch_of(model, [cut_off, ended, open_cell, replace(cut_off, is_real=False)])
-    assert batch.answer_length.tolist() == [4, 3, 4, 0]
-    assert batch.ids[0, batch.start :].tolist() == [5, 6, 7, 8, EOS, EOS, EOS, EOS]
-    for num_padding, wanted in {
-        0: [[0, 1, 2, 3], [0, 1, 2], [0, 1, 2], []],
-        2: [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4], [0, 1, 2, 4, 5], []],
-        None: [list(range(G)), list(range(G)), [0, 1, 2, 4, 5, 6, 7], []],
-    }.items():
-        cells = responses_of(batch, model.spec, seed=0, num_padding=num_padding).maskable
-        assert [row.nonzero().flatten().tolist() for row in cells] == wanted
+    def rule(row: int, query: int, key: int) -> bool:
+        if not real[row, source[key]] or (key >= 11 and query < 11):
+            return False
+        is_own = block[query] == block[key] and (query >= 11) == (key >= 11)
+        return is_own or (key < 11 and block[query] > block[key])
 
-
-def test_an_end_before_a_marker_ends_its_part_alone() -> None:
-    """Markers at 0 and 4; the part between them ends at 2, the last one at 6."""
-    response = np.array([9, 5, EOS, EOS, 8, 7, EOS, EOS])
-    given = np.isin(np.arange(8), [0, 4])
-    (one,) = examples(1)
-    one = replace(one, response_ids=response, given=given, steps=None, decode_entropy=None)
-    batch = batch_of(small(), [one])
-    assert batch.answer_length.tolist() == [7]
-    for num_padding, wanted in {
-        0: [1, 2, 5, 6],
-        1: [1, 2, 5, 6, 7],
-        None: [1, 2, 3, 5, 6, 7],
-    }.items():
-        (cells,) = responses_of(batch, small().spec, seed=0, num_padding=num_padding).maskable
-        assert cells.nonzero().flatten().tolist() == wanted
+    layout = Slots.trace(start, 11, size, pad_mask=real)
+    assert layout.source.tolist() == source
+    assert layout.is_noisy.tolist() == [False] * 11 + [True] * (11 - start)
+    assert torch.equal(layout.visibility(), slow(rule, 2, 22 - start))
+    positions = torch.arange(11).expand(2, -1)
+    assert torch.equal(layout.positions(positions), positions[:, source])
 
 
 @pytest.mark.parametrize(
-    ("changes", "num_padding", "cells"),
-    [
-        # Prompts of 1 and 2 tokens, answers of 2 and 4 cells: blocks of 3 that hold cells 1 and 3
-        # end, counted from the first token, before columns 3 and 6, which are cells 2 and 4.
-        (BLOCK, 0, 4),
-        # Counted from the response, behind cells 3 and 6.
-        ({**BLOCK, "block_origin": "response"}, 0, 6),
-        # With 3 cells of fill, targets end at cells 4 and 6: columns 6 and 9, cells 5 and 7.
-        (BLOCK, 3, 7),
-        (BLOCK, 7, G),
-        (BLOCK, None, G),
-        ({}, 0, G),
-    ],
+    ("start", "response", "size"), [(8, 16, 4), (7, 14, 4), (10, 12, 5), (6, 10, 4)]
 )
-def test_blocks_behind_the_last_targets_are_left_out(
-    changes: dict[str, object], num_padding: int | None, cells: int
-) -> None:
-    first, second = examples(2)
-    given = [
-        replace(first, response_ids=np.array([5, EOS, EOS, EOS, EOS, EOS, EOS, EOS])),
-        replace(second, response_ids=np.array([5, 6, 7, 8]), steps=None, decode_entropy=None),
-    ]
-    batch = batch_of(small(**changes), given, num_padding=num_padding)
-    assert batch.ids.shape == (2, 2 + cells)
-    assert batch.answer_length.tolist() == [2, 4]
-    assert batch.steps[0].tolist() == first.steps[:cells].tolist()
+def test_the_trace_layout_equals_the_reference_masks(start: int, response: int, size: int):
+    cases = load_file(shared("parity", "sdar", "cases.safetensors"))
+    expected = cases[f"masks.{start}_{response}_{size}"].bool()
+    assert torch.equal(Slots.trace(start, start + response, size).visibility(), expected)
 
 
-@pytest.mark.parametrize("padding", [0, 1])
+def linear_attention(ids: Tensor, visible: Tensor, positions: Tensor) -> Tensor:
+    """Two layers of attention with fixed random weights in float64: enough to leak if it could."""
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(20, 8, generator=generator, dtype=torch.float64)
+    place = torch.randn(40, 8, generator=generator, dtype=torch.float64)
+    x = table[ids] + place[positions]
+    for _ in range(2):
+        w = torch.randn(3, 8, 8, generator=generator, dtype=torch.float64) / 3
+        scores = ((x @ w[0]) @ (x @ w[1]).transpose(1, 2)).masked_fill(~visible[:, 0], -torch.inf)
+        x = x + torch.tanh(scores.softmax(-1) @ x @ w[2])
+    return x
+
+
 @pytest.mark.parametrize("origin", ["sequence", "response"])
-@pytest.mark.parametrize(
-    "masking",
-    [
-        RandomMasking(copies=3, weight="1/t", min_t=0.2, level="block"),
-        SemiAutoregressive(weight="1/length"),
-        TraceMasking(shrink=2, rows_per_sample=2, padding="replayed"),
-    ],
-    ids=lambda masking: type(masking).__name__,
-)
-def test_what_is_left_out_changes_no_loss_and_no_noise(
-    masking: Masking, origin: str, padding: int
-) -> None:
-    """Answers of 2, 3, 4 and 2 of 8 cells, a batch at full length and one that was cut."""
-    model = sft(masking, small(**{**BLOCK, "block_origin": origin}), num_padding=padding)
-    ended = np.full(G, EOS)
-    given = [
-        replace(
-            example,
-            response_ids=np.where(np.arange(G) < 1 + number % 3, example.response_ids, ended),
-        )
-        for number, example in enumerate(examples(4))
+@pytest.mark.parametrize("prompts", [(5, 5), (3, 5), (8, 6)])
+def test_a_noisy_block_sees_what_it_sees_while_it_is_decoded(origin: Any, prompts: tuple[int, int]):
+    """Each block's noisy slots equal a direct forward with that block noisy and the rest absent.
+
+    Left-padded prompts of different lengths, 7 response cells, blocks of 4: with the sequence as
+    origin the tail of a prompt shares a block with the response, in each row another part.
+    """
+    start, size = max(prompts), 4
+    length = start + 7
+    real = torch.arange(length) >= (start - torch.tensor(prompts))[:, None]
+    generator = torch.Generator().manual_seed(1)
+    clean = torch.randint(1, 20, (2, length), generator=generator)
+    hide = torch.rand(2, length, generator=generator) < 0.5
+    noisy = clean.masked_fill(hide & (torch.arange(length) >= start), 0)
+    positions = (real.long().cumsum(1) - 1).clamp_min(0)
+    layout = Slots.trace(start, length, size, pad_mask=real, origin=origin)
+    row_ids = torch.where(layout.is_noisy, noisy[:, layout.source], clean[:, layout.source])
+    trained = linear_attention(row_ids, layout.visibility(), layout.positions(positions))
+    compared = 0
+    for row, prompt in enumerate(prompts):
+        first = start - prompt
+        begin = first if origin == "sequence" else start
+        for number in range(-3, 5):
+            block = [c for c in range(first, length) if (c - begin) // size == number]
+            if not block or block[-1] < start:
+                continue
+            canvas = torch.cat([clean[row, first : block[0]], noisy[row, block[0] : block[-1] + 1]])
+            blocks = (torch.arange(first, block[-1] + 1) - begin).div(size, rounding_mode="floor")
+            direct = linear_attention(
+                canvas[None],
+                block_causal_visibility(blocks[None]),
+                torch.arange(len(canvas))[None],
+            )
+            for column in block:
+                slots = ((layout.source == column) & layout.is_noisy).nonzero()[:, 0].tolist()
+                assert len(slots) == 1 or column < start
+                for slot in slots:
+                    torch.testing.assert_close(trained[row, slot], direct[0, column - first])
+                    compared += 1
+    assert compared >= 14
+
+
+def test_visibility_by_hand() -> None:
+    """One prompt cell, two response blocks of one cell, two copies: P a b | a1 b1 | a2 b2."""
+    layout = Slots.trace(1, 3, 1).packed(2)
+    assert layout.source.tolist() == [0, 1, 2, 1, 2, 1, 2]
+    assert layout.copy.tolist() == [-1, -1, -1, 0, 0, 1, 1]
+    assert layout.visibility()[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0],
+        [1, 0, 0, 1, 0, 0, 0],
+        [1, 1, 0, 0, 1, 0, 0],
+        [1, 0, 0, 0, 0, 1, 0],
+        [1, 1, 0, 0, 0, 0, 1],
     ]
-    whole, cut = batch_of(model, given), batch_of(model, given, num_padding=padding)
-    assert cut.ids.shape[1] < whole.ids.shape[1]
-    expected, found = (model.terms(batch, seed=3) for batch in (whole, cut))
-    torch.testing.assert_close(found.total, expected.total)
-    assert found.means()["num_supervised"] == expected.means()["num_supervised"] > 0
+    assert layout.positions(torch.tensor([[5, 6, 7]])).tolist() == [[5, 6, 7, 6, 7, 6, 7]]
+    # A row that uses one copy: nobody sees the second, whose slots see earlier clean cells only.
+    short = layout.visibility(torch.tensor([1]))[0, 0]
+    assert not short[:5, 5:].any()
+    assert short[5:].int().tolist() == [[1, 0, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0]]
 
 
-def test_noise_of_a_sample_does_not_depend_on_the_length_of_its_batch() -> None:
-    """Neither that of its first copy nor that of its second."""
-    model = small(**BLOCK)
-    first, second = (replace(e, response_ids=e.response_ids[:3], steps=None) for e in examples(2))
-    long = replace(second, response_ids=np.full(G, 5))
-    masking = RandomMasking(copies=2, level="token")
-    hidden = []
-    for other in (second, long):
-        batch = batch_of(model, [first, other], num_padding=0)
-        states = masking.states(responses_of(batch, model.spec, seed=0, num_padding=0))
-        hidden.append(states.hidden[:2, :3].tolist())
-    assert hidden[0] == hidden[1]
+def test_the_first_cell_of_a_block_is_predicted_from_the_clean_copy() -> None:
+    """Columns 0 to 5, two of a prompt, and the noisy 2 to 5 in slots 6 to 9."""
+    layout = Slots.trace(2, 6, 2)
+    assert layout.predictors().tolist() == [[0, 0, 1, 2, 3, 4, 1, 6, 3, 8]]
+    copies = Slots.trace(1, 3, 1).packed(2)
+    assert copies.predictors().tolist() == [[0, 0, 1, 0, 1, 0, 1]]
+
+
+@pytest.mark.parametrize("origin", ["sequence", "response"])
+def test_each_copy_sees_what_a_row_of_its_own_does(origin: Any) -> None:
+    real = torch.ones(2, 11, dtype=torch.bool)
+    real[1, :2] = False
+    two = Slots.trace(4, 11, 3, pad_mask=real, origin=origin)
+    layout = two.packed(3)
+    visible, alone = layout.visibility(), two.visibility()
+    size = int((~two.is_noisy).sum())
+    for copy in range(3):
+        slots = torch.cat([torch.arange(size), (layout.copy == copy).nonzero()[:, 0]])
+        assert visible[:, :, slots][..., slots].equal(alone)
+        others = (layout.copy >= 0) & (layout.copy != copy)
+        noisy = (layout.copy == copy).nonzero()[:, 0]
+        assert not visible[:, :, noisy][..., others].any()

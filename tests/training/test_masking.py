@@ -7,6 +7,7 @@ import torch
 
 from lit_dlm.finetuning.dparallel import BlockComplements
 from lit_dlm.finetuning.tabom import TimeDelay
+from lit_dlm.training.batch import SupervisedBatch
 from lit_dlm.training.bounds import BoundViews
 from lit_dlm.training.masking import (
     Autoregressive,
@@ -17,11 +18,11 @@ from lit_dlm.training.masking import (
     SemiAutoregressive,
     TraceMasking,
 )
-from lit_dlm.training.states import NEVER, Responses, group_rows, step_groups, weighted_states
+from lit_dlm.training.states import NEVER, group_rows, step_groups, weighted_states
 from tests.training.reference import responses, rows
 
 
-def unordered(maskable: torch.Tensor) -> Responses:
+def unordered(maskable: torch.Tensor) -> SupervisedBatch:
     """Where no masking asks for the steps."""
     return responses(*maskable.shape, maskable=maskable)
 
