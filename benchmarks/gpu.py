@@ -423,10 +423,9 @@ class Checks:
                     default_root_dir=folder,
                 )
                 trainer.fit(module, data)
-            assert module.current is not None
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
-            steps = [record.num_steps for record in module.current.records]
+            steps = [record.num_steps for record in module.loop.current.records]
             longest = steps.count(max(steps)) / len(steps)
             self.tell(f"TraceRL, {name}: share of rows that end last", longest, most=0.75)
             moved = [

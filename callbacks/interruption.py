@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lit_dlm.config.saved import LAST
+from lit_dlm.training.fit_loop import drop_failed_update, has_whole_epochs, is_followed
 
 logger = logging.getLogger(__name__)
 
@@ -109,14 +110,9 @@ class Interruption(Callback):
         """Saves the last step where that is exact; returns from which step the run resumes."""
         path = _last(trainer)
         self._note_saved(trainer)
-        is_between = trainer.training and not self._is_stepping and not _is_rl(trainer)
+        is_between = trainer.training and not self._is_stepping and not has_whole_epochs(trainer)
         if is_between and path is not None and trainer.world_size == 1:
-            progress = trainer.fit_loop.epoch_loop.batch_progress
-            # As if the batch, and those before it whose gradients are lost, had not begun.
-            lost = progress.current.completed % trainer.accumulate_grad_batches
-            for counts in (progress.total, progress.current):
-                counts.completed -= lost
-                counts.reset_on_restart()
+            drop_failed_update(trainer)
             if self._saved != trainer.global_step:
                 trainer.save_checkpoint(path, False)
                 self._saved = trainer.global_step
@@ -150,7 +146,7 @@ class Interruption(Callback):
         # An epoch of one step has no other place to end.
         if trainer.strategy.reduce_boolean_decision(bool(self._number), all=False):
             self._note_saved(trainer)
-            if self._saved == self._began or not _is_rl(trainer):
+            if self._saved == self._began or not has_whole_epochs(trainer):
                 self._end_training(trainer, is_repeated=False)
 
     def _note_saved(self, trainer: Trainer) -> None:
@@ -173,11 +169,11 @@ class Interruption(Callback):
             self._require_folder()
         has_stepped, self._step = trainer.global_step != self._step, trainer.global_step
         # A checkpoint holds neither accumulated gradients nor a validation that is due.
-        if not has_stepped or _is_followed(trainer):
+        if not has_stepped or is_followed(trainer):
             return
         if trainer.strategy.reduce_boolean_decision(bool(self._number), all=False):
             self._note_saved(trainer)
-            is_repeated = _is_rl(trainer) and self._saved == self._began
+            is_repeated = has_whole_epochs(trainer) and self._saved == self._began
             self._end_training(trainer, is_repeated=is_repeated)
 
     def on_rollout_progress(self) -> None:
@@ -241,11 +237,6 @@ def _is_launched(trainer: Trainer) -> bool:
     return isinstance(environment, LightningEnvironment) and trainer.local_rank > 0
 
 
-def _is_rl(trainer: Trainer) -> bool:
-    """Whether an epoch is an RL step, which can be resumed only from its beginning."""
-    return bool(trainer.reload_dataloaders_every_n_epochs == 1)  # type: ignore[attr-defined]
-
-
 def _advice(trainer: Trainer, error: BaseException) -> str:
     """Returns what ran out of memory, and which option to lower."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -258,15 +249,6 @@ def _advice(trainer: Trainer, error: BaseException) -> str:
         return f"in a validation; lower data.{size}"
     rest = "" if is_rl else " in a new run, or set gradient_checkpointing of the backbone and go on"
     return f"in training; lower data.batch_size{rest}"
-
-
-def _is_followed(trainer: Trainer) -> bool:
-    """Whether a validation or the end of the epoch comes before the next batch."""
-    loop = trainer.fit_loop.epoch_loop
-    every = trainer.val_check_batch
-    number = loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx
-    is_checked = bool(every) and every != float("inf") and (number + 1) % int(every or 1) == 0
-    return bool(loop.batch_progress.is_last_batch) or is_checked
 
 
 def _last(trainer: Trainer) -> Path | None:

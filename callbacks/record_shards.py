@@ -233,7 +233,7 @@ class RolloutWriter(Callback):
     def _first_new_step(self, trainer: Trainer, pl_module: TraceRLModule) -> int:
         """Returns the first RL step whose rollouts in the folder are replaced."""
         if trainer.ckpt_path is not None:
-            return pl_module.progress.step
+            return pl_module.loop.progress.step
         if held := completed_uids(self.folder):
             # Without checkpoints no run can continue them.
             is_finished = (self.folder / MANIFEST_FILE).exists() or not trainer.checkpoint_callbacks
@@ -246,7 +246,7 @@ class RolloutWriter(Callback):
             return
         own = [
             record
-            for record in pl_module.current.records
+            for record in pl_module.loop.current.records
             if record.meta["prompt"] % trainer.world_size == trainer.global_rank
         ]
         self._shards.put_records(own, getattr(pl_module.backbone, "vision", None))

@@ -44,7 +44,8 @@ class RewardCurve(Callback):
         # Scores of only some batches could not be compared with later validations.
         is_whole = trainer.num_sanity_val_steps >= max(trainer.num_val_batches, default=0)
         if is_first and is_whole and isinstance(pl_module, TraceRLModule):
-            scores = {} if pl_module.validation is None else pl_module.validation.last
+            validation = pl_module.loop.validation
+            scores = {} if validation is None else validation.last
             values = {f"val/{name}": value for name, value in scores.items()}
             self.points = [{"step": 0, "updates": 0, **values}]
 
@@ -84,7 +85,7 @@ def _is_new(name: str, trainer: Trainer, module: TraceRLModule) -> bool:
     kind = name.partition("/")[0]
     if kind == "val":
         return (trainer.current_epoch + 1) % (trainer.check_val_every_n_epoch or 1) == 0
-    facts = {} if module.current is None else module.current.facts
+    facts = module.loop.current.facts
     if kind == "train":  # only logged where something is learnt
         return facts.get("rollout/items", 1.0) > 0.0
     return kind not in ("rollout", "time") or name in facts or name == "time/train"

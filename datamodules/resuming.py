@@ -5,7 +5,6 @@ Plans are pure functions of seed, batch number and rank, for a fixed number of p
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
@@ -16,8 +15,6 @@ from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
-
-logger = logging.getLogger(__name__)
 
 _LENGTH_GROUP = 50  # number of batches whose examples are sorted by length together
 
@@ -306,36 +303,4 @@ def refuse_overfit_batches(trainer: Trainer | None, *, instead: str) -> None:
         raise ValueError(
             f"trainer.overfit_batches: expected 0, got {share}; to train on few examples again "
             f"and again, use {instead}"
-        )
-
-
-def set_accumulation(
-    trainer: Trainer, rows_per_update: int | None, *, batch_size: int, packing: int = 1
-) -> None:
-    """Sets ``accumulate_grad_batches`` so that an update has a given number of rows, and logs it.
-
-    A batch of one process has ``batch_size`` items of ``packing`` rows each.
-    """
-    together = batch_size * packing * trainer.world_size
-    if rows_per_update is not None:
-        if rows_per_update < 1 or rows_per_update % together:
-            raise ValueError(
-                f"rows_per_update: expected a multiple of batch_size x packing x processes = "
-                f"{batch_size} x {packing} x {trainer.world_size}, got {rows_per_update}"
-            )
-        wanted = rows_per_update // together
-        if trainer.accumulate_grad_batches not in (1, wanted):
-            raise ValueError(
-                f"trainer.accumulate_grad_batches: expected none beside rows_per_update "
-                f"{rows_per_update}, which makes it {wanted}, got {trainer.accumulate_grad_batches}"
-            )
-        trainer.accumulate_grad_batches = wanted
-    if trainer.is_global_zero:
-        logger.info(
-            "one update: %d rows (%d processes x %d batches x %d items x %d rows)",
-            together * trainer.accumulate_grad_batches,
-            trainer.world_size,
-            trainer.accumulate_grad_batches,
-            batch_size,
-            packing,
         )

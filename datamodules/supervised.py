@@ -22,7 +22,6 @@ from lit_dlm.datamodules.resuming import (
     ExampleRef,
     ResumableDataModule,
     refuse_overfit_batches,
-    set_accumulation,
 )
 from lit_dlm.datamodules.supervised_sources import ModelFacts, SupervisedSource
 from lit_dlm.datamodules.trajectories import is_validation
@@ -37,6 +36,7 @@ from lit_dlm.training.batch import (
     collate,
     needed_positions,
 )
+from lit_dlm.training.fit_loop import set_accumulation
 from lit_dlm.training.layout import row_tokens
 
 logger = logging.getLogger(__name__)

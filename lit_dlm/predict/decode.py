@@ -43,8 +43,9 @@ from lit_dlm.training.checkpoint import (
     require_own_checkpoint,
     use_own_files,
 )
+from lit_dlm.training.fit_loop import drop_half_update
 from lit_dlm.training.sharding import drop_frozen_decoders, shard_trained, whole_weights
-from lit_dlm.training.steps import drop_half_update, require_finite_gradients, seed_batch
+from lit_dlm.training.steps import require_finite_gradients, seed_batch
 from lit_dlm.trajectories.capture import CapturedDecode, FeatureCapture, Level, TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.vision.base import vision_of

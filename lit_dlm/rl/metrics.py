@@ -16,7 +16,6 @@ from lit_dlm.rewards.base import RewardScore, Rollout
 from lit_dlm.rewards.rewarder import Rewarder
 from lit_dlm.rl.rollout import (
     Problem,
-    Ranks,
     RolloutEngine,
     encoded_problems,
     groups_of,
@@ -24,6 +23,7 @@ from lit_dlm.rl.rollout import (
 )
 from lit_dlm.rl.settings import RolloutSettings
 from lit_dlm.tasks import tasks_by_name
+from lit_dlm.training.ranks import Ranks
 from lit_dlm.trajectories.record import Trajectory
 
 _FACTS = ("reward", "response_length", "num_steps", "correct", "graded")

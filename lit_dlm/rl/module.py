@@ -7,16 +7,14 @@ masks, complements, views) or where the rollouts come from.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
@@ -27,58 +25,24 @@ from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import Decoder
 from lit_dlm.finetuning.sft import TrainableModule
 from lit_dlm.rl.items import RolloutBatch, RowBuilder, training_rows
-from lit_dlm.rl.metrics import RolloutValidation, UpdateScores
+from lit_dlm.rl.loop import RLLoop
+from lit_dlm.rl.metrics import UpdateScores
 from lit_dlm.rl.policy_losses import PolicyLoss
-from lit_dlm.rl.rollout import Ranks, RolloutSource
-from lit_dlm.rl.settings import PolicyObjective, RolloutSettings, ValueObjective
-from lit_dlm.rl.step import ItemScores, RLProgress, RLStep, rl_step
+from lit_dlm.rl.settings import PolicyObjective, ValueObjective
+from lit_dlm.rl.step import ItemScores
 from lit_dlm.rl.value import ValueHead
 from lit_dlm.system.options import at_least, one_of
 from lit_dlm.tensors.precision import evaluating
 from lit_dlm.training.bounds import BoundViews
+from lit_dlm.training.fit_loop import make_epochs_whole, restart_epoch
 from lit_dlm.training.layout import TrainingRows
 from lit_dlm.training.masking import CoupledViews, TraceMasking
 from lit_dlm.training.sharding import decoding_weights, whole_weights
 from lit_dlm.training.states import Masking
 from lit_dlm.training.terms import value_loss
 
-_SECONDS = 10.0
-
-
-class RolloutProgress:
-    """Logs phase, progress and time left; calls ``on_rollout_progress()`` of callbacks."""
-
-    def __init__(self, trainer: Trainer, step: int) -> None:
-        self.trainer = trainer
-        self.step = step
-        self._phase = ""
-        self._began = self._told = time.monotonic()
-
-    def __call__(self, phase: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        if phase != self._phase:
-            # A phase's first report comes after its first batch, so the rate is known by then.
-            self._phase, self._began = phase, self._told
-        if not self.trainer.is_global_zero:
-            return
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            if callable(taker := getattr(callback, "on_rollout_progress", None)):
-                taker()
-        if now - self._told >= _SECONDS:
-            left = (now - self._began) / max(done, 1) * (total - done)
-            minutes, seconds = divmod(round(left), 60)
-            told = "RL step %d: %s %d/%d, %d:%02d left"
-            logger.info(told, self.step, phase, done, total, minutes, seconds)
-            self._told = now
-        if done >= total:
-            self._told = now
-
-
-logger = logging.getLogger(__name__)
-
 VALUE = "value"  # name of the value model's adapter on the policy's weights
 _PROGRESS = "rl_progress"  # key in a checkpoint
-_DEFAULT_SANITY_STEPS = 2  # Lightning's own number of validation batches before training
 
 
 class TraceRLModule(TrainableModule):
@@ -112,6 +76,9 @@ class TraceRLModule(TrainableModule):
         optimizer: constructor of the optimiser; its learning rate is the policy's.
         warmup_steps: optimiser steps of a linear warm-up.
     """
+
+    replays_shards: ClassVar[bool] = True
+    """Whether shards hold all that it trains on, so that it can replay a former run."""
 
     def __init__(
         self,
@@ -168,9 +135,7 @@ class TraceRLModule(TrainableModule):
         if value is not None:
             self._add_value(value)
         self.update_scores = UpdateScores(with_value=value is not None)
-        self.progress = RLProgress()  # updated between two RL steps
-        self.current: RLStep | None = None  # the RL step that is trained on
-        self.validation: RolloutValidation | None = None  # of held-out prompts
+        self._loop: RLLoop | None = None
         self._skips_update = False
         self._began = time.perf_counter()
 
@@ -217,65 +182,38 @@ class TraceRLModule(TrainableModule):
     def configure_callbacks(self) -> list[Callback]:
         """Sets up the trainer in the first hook of a run, before callbacks read its settings."""
         if self.trainer.state.fn == "fit":
-            set_up_trainer(self.trainer)
+            make_epochs_whole(self.trainer)
         return []
 
     @property
-    def ranks(self) -> Ranks:
-        trainer = self.trainer
-        return Ranks(trainer.global_rank, trainer.world_size, trainer.strategy.root_device)
+    def loop(self) -> RLLoop:
+        """The RL steps of the run, from the set-up of the data module on, which makes it."""
+        assert self._loop is not None
+        return self._loop
 
-    # -- RL steps --------------------------------------------------------------------------------
+    @loop.setter
+    def loop(self, loop: RLLoop) -> None:
+        self._loop = loop
 
-    def roll_out_from(
-        self, source: RolloutSource, settings: RolloutSettings, validation: RolloutValidation | None
-    ) -> None:
-        """Sets where rollouts and held-out scores come from; called by the data module."""
-        self._source, self._settings, self.validation = source, settings, validation
-        if self.trainer.state.fn == "fit":
-            check_monitors(self.trainer, validation)
-
-    def next_rl_step(self) -> RLStep:
-        """Makes the RL step that the coming epoch trains on; every process must call it."""
-        if self.current is not None and self.current.number == self.progress.step:
-            return self.current  # Lightning asks twice when it resumes
-        self.current = None  # no two RL steps in memory
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Evaluation mode, under the trainer's precision, as in training."""
         with self.trainer.precision_plugin.forward_context(), evaluating(self):
-            self.current = rl_step(
-                self,
-                self._source,
-                self._settings,
-                self.progress,
-                accumulate=self.trainer.accumulate_grad_batches,
-                version=self.trainer.global_step,
-                ranks=self.ranks,
-                report=RolloutProgress(self.trainer, self.progress.step),
-            )
-        return self.current
+            yield
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
-        is_within = self.current is not None and self.current.number == self.progress.step
-        checkpoint[_PROGRESS] = {**asdict(self.progress), "is_within": is_within}
+        if self._loop is not None:
+            checkpoint[_PROGRESS] = self.loop.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        progress = dict(checkpoint.get(_PROGRESS, {}))
-        if progress.pop("is_within", False):
-            logger.warning(
-                "the checkpoint was taken within RL step %d: its rollouts are drawn anew by the "
-                "policy as it is now; checkpoints at the end of epochs resume exactly",
-                progress["step"],
-            )
-            # As if the epoch had not begun: otherwise Lightning would skip that many new batches.
-            loops = checkpoint["loops"]["fit_loop"]
-            batches, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]
-            for kind, count in batches["current"].items():
-                batches["total"][kind] -= count
-            batches["current"] = dict.fromkeys(batches["current"], 0)
-            for counts in (epochs["total"], epochs["current"]):
-                counts["started"] -= 1
-        self.progress = RLProgress(**progress)
+        # Lightning sets the data module up before it loads. Only ``predict`` has another one, whose
+        # decodes do not depend on how far training was.
+        if self._loop is not None and self.loop.load_state_dict(checkpoint.get(_PROGRESS, {})):
+            restart_epoch(checkpoint)
+
+    # -- the policy of an RL step ----------------------------------------------------------------
 
     def rollout_weights(self) -> AbstractContextManager[None]:
         """Gathers whole weights and merges the adapter, as decoding needs them."""
@@ -393,14 +331,12 @@ class TraceRLModule(TrainableModule):
         return loss
 
     def on_train_epoch_start(self) -> None:
-        assert self.current is not None
         self._began = time.perf_counter()
-        self.log_dict(self.current.facts, on_step=False, on_epoch=True, sync_dist=True)
+        self.log_dict(self.loop.current.facts, on_step=False, on_epoch=True, sync_dist=True)
 
     def on_train_epoch_end(self) -> None:
         """Marks the RL step as done, before checkpoints are written."""
-        assert self.current is not None
-        self.progress = self.current.progress
+        self.loop.finish()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Logs how long the updates of the RL step take, as a mean over processes."""
@@ -420,17 +356,17 @@ class TraceRLModule(TrainableModule):
     def on_validation_start(self) -> None:
         """Gathers the policy's weights: processes decode different numbers of steps."""
         self._whole.enter_context(decoding_weights(self.backbone))
-        if self.validation is not None:
-            self.validation.begin()
+        if self.loop.validation is not None:
+            self.loop.validation.begin()
 
     def validation_step(self, batch: str, batch_idx: int = 0) -> None:
         """Decodes the held-out prompts with the decoder named ``batch``, and scores responses."""
-        assert self.validation is not None
-        self.validation.add(batch)
+        assert self.loop.validation is not None
+        self.loop.validation.add(batch)
 
     def on_validation_epoch_end(self) -> None:
-        if self.validation is not None:
-            scores = self.validation.result(self.ranks)
+        if self.loop.validation is not None:
+            scores = self.loop.validation.result(self.loop.ranks)
             # Equal on all processes; synchronised all the same, or Lightning warns.
             named = {f"val/{name}": value for name, value in scores.items()}
             self.log_dict(named, sync_dist=True)
@@ -504,51 +440,3 @@ def _row_spec(
     at_least(1, block_size=block_size)
     origin = alignment or spec.block_origin
     return replace(spec, block_size=block_size or spec.block_size, block_origin=origin)
-
-
-def set_up_trainer(trainer: Trainer) -> None:
-    """Sets options of a ``fit`` run whose Lightning defaults do not suit RL."""
-    # Every epoch has its own rollouts.
-    trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
-    if trainer.num_sanity_val_steps == _DEFAULT_SANITY_STEPS:
-        # A reward curve begins with the policy before training; two batches would say too little.
-        trainer.num_sanity_val_steps = float("inf")
-    for saver in trainer.checkpoint_callbacks:
-        # Lightning would save after validation, within an RL step, which cannot be resumed there.
-        if isinstance(saver, ModelCheckpoint) and saver._every_n_epochs:
-            _set_true(saver, "_save_on_train_epoch_end")
-    for stopper in trainer.early_stopping_callbacks:
-        # During validation the scores of the RL step that was just trained are not logged yet, and
-        # Lightning would use those of an earlier one.
-        if isinstance(stopper, EarlyStopping) and not stopper.monitor.startswith("val/"):
-            _set_true(stopper, "_check_on_train_epoch_end")
-
-
-def check_monitors(trainer: Trainer, validation: RolloutValidation | None) -> None:
-    """Refuses to monitor held-out scores that no validation logs, before the first rollout.
-
-    Where nothing is graded there is no accuracy, and the reward is monitored instead.
-    """
-    known = [] if validation is None else [f"val/{name}" for name in validation.names]
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        monitor = getattr(callback, "monitor", None) or ""
-        if not monitor.startswith("val/") or monitor in known:
-            continue
-        option = f"{type(callback).__name__}.monitor"
-        reward = monitor.removesuffix("accuracy") + "reward"
-        if not monitor.endswith("/accuracy") or reward not in known:
-            wanted = f"one of {', '.join(known)}" if known else "val_tasks, whose scores it names"
-            raise ValueError(f"{option}: expected {wanted}, got {monitor!r}")
-        told = "%s: nothing is graded on val_tasks, so %s replaces %s"
-        logger.warning(told, option, reward, monitor)
-        callback.monitor = reward
-
-
-def _set_true(callback: Callback, name: str) -> None:
-    """Sets an option to true, unless it was explicitly set to false, which is an error."""
-    if getattr(callback, name) is False:
-        raise ValueError(
-            f"{type(callback).__name__}.{name.strip('_')}: expected true, since an RL step is a "
-            "whole only when its epoch ends, got false"
-        )
-    setattr(callback, name, True)

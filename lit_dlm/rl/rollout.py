@@ -33,6 +33,7 @@ from lit_dlm.rl.settings import RolloutSettings
 from lit_dlm.tasks import PromptExample, Task, tasks_by_name
 from lit_dlm.tasks.base import check_uids
 from lit_dlm.tensors.sampling import sample_seed
+from lit_dlm.training.ranks import Ranks
 from lit_dlm.trajectories.format import (
     attach_features,
     encode_block,
@@ -44,46 +45,8 @@ from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from lit_dlm.vision.base import add_picture_folders, add_pictures, find_pictures
 
-_CPU = torch.device("cpu")
 # Records sent together: features of all steps may take 100 MB per record, and 1 GiB per block.
 _PER_BLOCK = 8
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Global rank and world size; by default a single process, which communicates nothing."""
-
-    rank: int = 0
-    world_size: int = 1
-    device: torch.device = _CPU  # where tensors that are sent between processes must be
-
-    def sum(self, values: Tensor) -> Tensor:
-        """Returns the sum of a tensor over all processes, on the CPU; all must call it."""
-        if self.world_size == 1:
-            return values.cpu()
-        total = values.to(self.device, copy=True)
-        torch.distributed.all_reduce(total)
-        return total.cpu()
-
-    def gather(self, data: bytes) -> list[bytes]:
-        """Returns the bytes of every process, possibly none, by rank; all must call it."""
-        if self.world_size == 1:
-            return [data]
-        size = torch.tensor([len(data)], device=self.device)
-        sizes = [torch.zeros_like(size) for _ in range(self.world_size)]
-        torch.distributed.all_gather(sizes, size)
-        lengths = [int(one) for one in sizes]
-        # Buffers of one length: collectives need equal shapes.
-        own = torch.zeros(max(*lengths, 1), dtype=torch.uint8, device=self.device)
-        if data:
-            own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        buffers = [torch.empty_like(own) for _ in lengths]
-        torch.distributed.all_gather(buffers, own)
-        pairs = zip(buffers, lengths, strict=True)
-        return [buffer[:length].cpu().numpy().tobytes() for buffer, length in pairs]
-
-
-ALONE = Ranks()
 
 
 logger = logging.getLogger(__name__)

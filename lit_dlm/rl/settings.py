@@ -192,7 +192,6 @@ class RolloutSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        super().__init__()  # of the data module
         self.val_tasks, self.filters = self.val_tasks or [], self.filters or []
         for reward in self.rewards:
             checked_component(reward, Reward, option="rewards")

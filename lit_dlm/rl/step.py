@@ -20,10 +20,11 @@ from torch import Tensor
 from lit_dlm.rl.advantages import Advantage, StepGAE, outcome_rewards
 from lit_dlm.rl.items import Items, RolloutBatch, RowBuilder, joined, order_of_writing
 from lit_dlm.rl.metrics import rollout_facts
-from lit_dlm.rl.rollout import ALONE, Ranks, Report, Rollouts, RolloutSource, groups_of, in_order
+from lit_dlm.rl.rollout import Report, Rollouts, RolloutSource, groups_of, in_order
 from lit_dlm.rl.settings import PolicyObjective, RolloutSettings, ValueObjective
 from lit_dlm.training.batch import SupervisedBatch
 from lit_dlm.training.bounds import BoundViews
+from lit_dlm.training.ranks import ALONE, Ranks
 from lit_dlm.training.states import Masking
 from lit_dlm.trajectories.record import SIGNAL_DTYPES, Trajectory
 
@@ -58,6 +59,9 @@ class Policy(Protocol):
     def values(self, batch: RolloutBatch) -> Tensor: ...
     def reference_log_prob(self, batch: RolloutBatch) -> Tensor: ...
 
+    # Evaluation mode, under the trainer's precision.
+    def evaluation(self) -> AbstractContextManager[None]: ...
+
     # Gather whole weights: of the decoding model, with its adapter merged, and of the value model.
     def rollout_weights(self) -> AbstractContextManager[None]: ...
     def value_weights(self) -> AbstractContextManager[None]: ...
@@ -71,6 +75,9 @@ class RLProgress:
     cursor: int = 0  # prompts drawn so far
     skipped: int = 0  # RL steps in which the filters dropped everything
     smoothed: float | None = None  # running mean of the reward
+
+
+START = RLProgress()
 
 
 class MicroBatch(NamedTuple):

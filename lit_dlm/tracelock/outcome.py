@@ -30,7 +30,6 @@ from lit_dlm.backbones.projection import Projector, feature_groups
 from lit_dlm.decoding import Decoder
 from lit_dlm.rl.items import Items, RolloutBatch, RowBuilder
 from lit_dlm.rl.module import TraceRLModule
-from lit_dlm.rl.rollout import RolloutSource, StoredRollouts
 from lit_dlm.rl.step import ItemScores
 from lit_dlm.tracelock.network import AcceptanceConfig, PositionState
 from lit_dlm.tracelock.policy import TraceLockPolicy, left_of_window_end
@@ -231,6 +230,8 @@ class TraceLockRLModule(TraceRLModule):
             loss and value model.
     """
 
+    replays_shards = False
+
     def __init__(
         self,
         backbone: HFBackbone,
@@ -302,11 +303,6 @@ class TraceLockRLModule(TraceRLModule):
                     f"objective.{name}: expected {default} where commits are trained, got {value}"
                 )
 
-    def roll_out_from(self, source: RolloutSource, *others: Any) -> None:
-        if isinstance(source, StoredRollouts):
-            raise ValueError("source: expected online where commits are trained, got shards")
-        super().roll_out_from(source, *others)
-
     def train(self, mode: bool = True) -> TraceLockRLModule:
         super().train(mode)
         self.scorer.eval()  # dropout would turn ratios into noise
@@ -355,8 +351,7 @@ class TraceLockRLModule(TraceRLModule):
             "seed": self.seed,
             "trained_on": "outcomes",
             "tasks": sorted({*before, *(task.name for task in tasks)}),
-            # During an RL step, the progress of the module is that before it.
-            "rl_steps": (self.current or self).progress.step,
+            "rl_steps": 0 if self._loop is None else self._loop.steps_begun,
         }
         policies = (self.decoders[name].policy for name in (*self.val_methods, self.method))
         policy = next(one for one in policies if isinstance(one, TraceLockPolicy))

@@ -1,9 +1,8 @@
-"""Checks and seeds of optimiser steps, and the batches that a resumed run trains on again."""
+"""Checks and seeds of optimiser steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -86,18 +85,3 @@ def mixed_seed(*parts: int) -> int:
         value = (value ^ (value >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
         value ^= value >> 31
     return value >> 1
-
-
-def drop_half_update(module: LightningModule, checkpoint: dict[str, Any]) -> None:
-    """Sets progress back to the last update: no checkpoint holds gradients of later batches."""
-    trainer = module._trainer
-    name = type(getattr(trainer, "datamodule", None)).__qualname__
-    if trainer is None or "accumulate_grad_batches" not in checkpoint.get(name, ()):
-        return  # an RL step is repeated as a whole
-    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-    if progress["is_last_batch"]:
-        return  # a pass ends with an update, whole or not
-    for counts in (progress["total"], progress["current"]):
-        surplus = counts["ready"] % trainer.accumulate_grad_batches
-        for kind in counts:
-            counts[kind] -= surplus

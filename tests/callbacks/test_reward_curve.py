@@ -58,7 +58,7 @@ def test_step_0_is_of_all_held_out_prompts_or_of_none(tmp_path: Path, sanity_ste
     tasks = [WordProblems("test", num_examples=5)]
     data = rollout_data(val_tasks=tasks, rollout_batch_size=2, prompts_per_step=1)
     curve, checked = RewardCurve(str(tmp_path)), {}
-    seen = LambdaCallback(on_sanity_check_end=lambda _, rl: checked.update(rl.validation.last))
+    seen = LambdaCallback(on_sanity_check_end=lambda _, rl: checked.update(rl.loop.validation.last))
     options = {"num_sanity_val_steps": sanity_steps}
     fit(rl, data, tmp_path, steps=1, callbacks=[curve, seen], **options)
     assert curve.points[-1]["val/slow/num_prompts"] == checked["num_prompts"] == 5

@@ -1,58 +1,17 @@
 """Batches and updates, which any number of processes shares and a resumed run keeps."""
 
-import logging
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lit_dlm.datamodules.resuming import EpochPlan, FixedPlan, set_accumulation
+from lit_dlm.datamodules.resuming import EpochPlan, FixedPlan
 from lit_dlm.datamodules.supervised import SupervisedDataModule
 from lit_dlm.datamodules.trajectories import TrajectoryDataModule
-from lit_dlm.training.steps import drop_half_update
 from tests.finetuning.runs import Unread
-
-
-def trainer(world_size: int, accumulate: int = 1) -> Any:
-    return SimpleNamespace(
-        world_size=world_size, accumulate_grad_batches=accumulate, is_global_zero=True
-    )
-
-
-@pytest.mark.parametrize(("world_size", "packing", "batches"), [(1, 1, 128), (8, 1, 16), (4, 4, 8)])
-def test_any_number_of_processes_makes_the_same_update(
-    world_size: int, packing: int, batches: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    """256 rows in batches of two items: 256 / (2 x packing x processes) batches."""
-    running = trainer(world_size)
-    with caplog.at_level(logging.INFO):
-        for _ in range(2):  # a second look finds what the first one set
-            set_accumulation(running, 256, batch_size=2, packing=packing)
-        own = trainer(2, accumulate=3)  # without rows its own setting is kept
-        set_accumulation(own, None, batch_size=4)
-    assert (running.accumulate_grad_batches, own.accumulate_grad_batches) == (batches, 3)
-    told = f"one update: 256 rows ({world_size} processes x {batches} batches x 2 items x {packing}"
-    assert caplog.messages[0].startswith(told)
-    assert caplog.messages[-1].startswith("one update: 24 rows")
-
-
-@pytest.mark.parametrize(
-    ("rows", "accumulate", "message"),
-    [
-        (100, 1, "multiple of batch_size x packing x processes = 8 x 1 x 3, got 100"),
-        (0, 1, "rows_per_update: expected a multiple"),
-        (48, 4, "accumulate_grad_batches: expected none beside rows_per_update 48, .* 2, got 4"),
-    ],
-)
-def test_rows_that_do_not_divide_and_two_settings_are_refused(
-    rows: int, accumulate: int, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        set_accumulation(trainer(3, accumulate), rows, batch_size=8)
 
 
 def fitting(kind: str, processes: int, *rest: int) -> Any:
@@ -60,8 +19,11 @@ def fitting(kind: str, processes: int, *rest: int) -> Any:
     data: Any = TrajectoryDataModule("shards", num_workers=rest[0])
     if kind == "rows":
         data = SupervisedDataModule([Unread()], batch_size=rest[1])
-    data.trainer = trainer(processes, rest[0] if kind == "rows" else 1)
-    data.trainer.state = SimpleNamespace(fn=TrainerFn.FITTING)
+    data.trainer = SimpleNamespace(
+        world_size=processes,
+        accumulate_grad_batches=rest[0] if kind == "rows" else 1,
+        state=SimpleNamespace(fn=TrainerFn.FITTING),
+    )
     return data
 
 
@@ -86,24 +48,6 @@ def test_a_fit_goes_on_with_the_processes_and_batches_it_began_with(
         return
     with pytest.raises(ValueError, match=f"ckpt_path: expected the same run .*{message}"):
         data.load_state_dict(state)
-
-
-def progress(ready: int) -> dict[str, Any]:
-    """What a checkpoint counts that was saved before the last batch was completed."""
-    counts = {**dict.fromkeys(("ready", "started", "processed"), ready), "completed": ready - 1}
-    return {"total": counts, "current": dict(counts)}
-
-
-@pytest.mark.parametrize(("ready", "ends_pass"), [(6, False), (7, False), (7, True)])
-def test_half_an_update_is_done_again_unless_it_ends_a_pass(ready: int, ends_pass: bool) -> None:
-    """Counts stay as far apart as they were."""
-    module, data, found = LightningModule(), fitting("rows", 1, 2, 1), progress(ready)
-    found["is_last_batch"] = ends_pass
-    options = {"datamodule": data, "accumulate_grad_batches": 2}
-    module._trainer = SimpleNamespace(**options)  # type: ignore[assignment]
-    loops = {"fit_loop": {"epoch_loop.batch_progress": found}}
-    drop_half_update(module, {"SupervisedDataModule": data.state_dict(), "loops": loops})
-    assert found == {**progress(7 if ends_pass else 6), "is_last_batch": ends_pass}
 
 
 def plan(num: int = 40, **changes: object) -> EpochPlan:

@@ -155,7 +155,7 @@ def test_stored_rollouts_replay_the_same_updates_and_are_not_written_again(
     assert len(online.losses) >= 4
     assert again.losses[: len(online.losses)] == online.losses
     assert all(again.first[name].equal(weight) for name, weight in online.first.items())
-    assert {record.meta["rl_step"] for record in rl.current.records} == {0}
+    assert {record.meta["rl_step"] for record in rl.loop.current.records} == {0}
     assert {path: path.read_bytes() for path in folder.iterdir()} == files
     assert json.loads(files[folder / "run.json"])["hardware"]["batch_size"] == 6  # of a decode
     assert caplog.text.count("writes nothing, the rollouts are those of") == 1
@@ -180,7 +180,7 @@ def written(
     data = rollout_data(rewards=[reward])
     given = [RolloutWriter(str(tmp_path / "rollouts")), *callbacks]
     fit(rl, data, tmp_path, steps=3, resume=resume, callbacks=given)
-    return rl.current.records
+    return rl.loop.current.records
 
 
 def drawn(records: Iterable[Trajectory]) -> dict[str, bytes]:
@@ -243,11 +243,11 @@ def test_nothing_graded_is_no_accuracy(tmp_path: Path) -> None:
     rl = learner()
     data = rollout_data(val_tasks=tasks, prompts_per_step=1, val_response_length=2 * G)
     fit(rl, data, tmp_path, steps=1)
-    assert rl.validation.last["num_steps"] == G  # of two cells each, for nothing ends so early
-    assert {record.num_generated for record in rl.current.records} == {G}
-    assert "reward" in rl.validation.last
-    assert "accuracy" not in rl.validation.last
-    assert "rollout/correct" not in rl.current.facts
+    assert rl.loop.validation.last["num_steps"] == G  # of two cells each, for nothing ends so early
+    assert {record.num_generated for record in rl.loop.current.records} == {G}
+    assert "reward" in rl.loop.validation.last
+    assert "accuracy" not in rl.loop.validation.last
+    assert "rollout/correct" not in rl.loop.current.facts
     late = DigitReward()
     late.after_filters = True
     with pytest.raises(ValueError, match=r"val_tasks: .* digits does; add one to rewards"):
@@ -281,6 +281,18 @@ def test_where_nothing_grades_the_reward_is_monitored(
             pytest.raises(ValueError, match=rf"^AdapterCheckpoint\.monitor: expected {expected}"),
         ):
             go(monitor, val_tasks)
+
+
+def test_what_a_callback_of_ones_own_logs_can_be_monitored(tmp_path: Path) -> None:
+    class Own(Callback):
+        def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            pl_module.log("val/own", 1.0)
+
+    tasks = [WordProblems("test", num_examples=2)]
+    best = AdapterCheckpoint(str(tmp_path / "best"), monitor="val/own", mode="max")
+    data = rollout_data(val_tasks=tasks, prompts_per_step=1)
+    fit(learner(), data, tmp_path, steps=1, callbacks=[Own(), best])
+    assert best.monitor == "val/own"
 
 
 @pytest.mark.parametrize(("limit", "count"), [(2, 4), (0.4, 2), (0.1, 1), (1.0, 5)])
@@ -328,7 +340,7 @@ def test_a_resumed_run_has_the_same_curve_and_weights(
         tasks = [WordProblems("test", num_examples=2)]
         data = rollout_data(filters=[SpreadFilter()], val_tasks=tasks)
         fit(rl, data, tmp_path, steps=3, resume=resume, callbacks=[curve, saver])
-        return curve.points, trained(rl), rl.progress
+        return curve.points, trained(rl), rl.loop.progress
 
     whole, weights, progress = run()
     resumed, after, progress_after = run(tmp_path / "epoch=0.ckpt")
@@ -353,11 +365,11 @@ def test_an_empty_rl_step_is_skipped_and_counted(
     with caplog.at_level(logging.WARNING):
         fit(rl, data, tmp_path, steps=2)
     assert all(weight.equal(before[name]) for name, weight in trained(rl).items())
-    assert rl.current.facts["rollout/skipped_steps"] == 2.0
-    assert rl.current.facts["rollout/kept_groups"] == 0.0
-    assert rl.current.facts["rollout/groups"] == 4.0
+    assert rl.loop.current.facts["rollout/skipped_steps"] == 2.0
+    assert rl.loop.current.facts["rollout/kept_groups"] == 0.0
+    assert rl.loop.current.facts["rollout/groups"] == 4.0
     assert "RL step 1: the filters dropped all 4 groups" in caplog.text
-    assert rl.progress.cursor == 8
+    assert rl.loop.progress.cursor == 8
 
 
 @pytest.mark.slow
@@ -368,7 +380,7 @@ def test_overlong_prompts_go_as_a_whole(tmp_path: Path, caplog: pytest.LogCaptur
         fit(rl, data, tmp_path, steps=1)
     assert f"prompts with more than max_prompt_length = {LIMIT} tokens" in caplog.text
     examples = {e.uid: e for e in WordProblems("train", num_examples=20).examples()}
-    for record in rl.current.records:
+    for record in rl.loop.current.records:
         example = examples[record.uid.partition("@")[0]]
         assert record.prompt_ids.tolist() == rl.encode(example)
         assert record.num_prompt <= LIMIT
@@ -389,7 +401,7 @@ def test_policies_learn(tmp_path: Path, options: dict[str, Any]) -> None:
     """A random model learns to write digits; the first on the states of its rollouts."""
     rewards: list[float] = []
     note = LambdaCallback(
-        on_train_epoch_end=lambda _, rl: rewards.append(rl.current.facts["rollout/reward"])
+        on_train_epoch_end=lambda _, rl: rewards.append(rl.loop.current.facts["rollout/reward"])
     )
     optimizer = partial(torch.optim.AdamW, lr=0.03)
     objective = PolicyObjective(beta=0.0)

@@ -274,7 +274,7 @@ def test_a_run_that_stopped_within_an_rl_step_trains_on_all_of_its_new_rollouts(
     of_epochs = [[n for epoch, n in second.seen if epoch == number] for number in (1, 2)]
     assert all(numbers == list(range(len(numbers))) and len(numbers) > 2 for numbers in of_epochs)
     assert second.begun == [1, 2]
-    assert rl.progress.step == rl.trainer.current_epoch == 3
+    assert rl.loop.progress.step == rl.trainer.current_epoch == 3
 
 
 class Falling(Reward):

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lit_dlm.datamodules.rollouts import RolloutProgress
 from lit_dlm.decoding import (
     Decoder,
     DecodeSettings,
@@ -24,11 +25,9 @@ from lit_dlm.decoding import (
 from lit_dlm.grading import Verdict
 from lit_dlm.rewards import GroupFilter, Reward, RewardScore, Rollout
 from lit_dlm.rl.advantages import RawReward
-from lit_dlm.rl.module import RolloutProgress
 from lit_dlm.rl.rollout import (
     SAMPLED,
     OnlineRollouts,
-    Ranks,
     RolloutEngine,
     groups_of,
     in_order,
@@ -36,6 +35,7 @@ from lit_dlm.rl.rollout import (
     score_facts,
 )
 from lit_dlm.tasks import PromptExample
+from lit_dlm.training.ranks import Ranks
 from lit_dlm.training.sharding import shard_trained
 from lit_dlm.trajectories.format import encode_block
 from tests.processes import in_processes
@@ -227,7 +227,7 @@ def test_time_left_follows_from_the_rate(
 ) -> None:
     """30 s for a quarter leave 90 s, which the first process logs at intervals."""
     clock = [100.0]
-    monkeypatch.setattr("lit_dlm.rl.module.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("lit_dlm.datamodules.rollouts.time.monotonic", lambda: clock[0])
 
     def told(*callbacks: Any, done: int, first: bool = True) -> None:
         trainer: Any = SimpleNamespace(is_global_zero=first, callbacks=[object(), *callbacks])

@@ -28,7 +28,7 @@ from lit_dlm.grading import Verdict
 from lit_dlm.rewards import Rollout
 from lit_dlm.rewards.speed import ForwardPrice, RightAndFast
 from lit_dlm.rl.advantages import GroupMean
-from lit_dlm.rl.rollout import Ranks, gathered
+from lit_dlm.rl.rollout import gathered
 from lit_dlm.rl.settings import PolicyObjective
 from lit_dlm.rl.step import fill_advantages, fill_old_scores, shard_items
 from lit_dlm.tasks import PromptExample
@@ -38,6 +38,7 @@ from lit_dlm.tracelock.network import AcceptanceConfig, PositionState
 from lit_dlm.tracelock.outcome import TraceLockRLModule
 from lit_dlm.tracelock.policy import TraceLockPolicy
 from lit_dlm.tracelock.scorer import AcceptanceScorer, CommitSettings
+from lit_dlm.training.ranks import Ranks
 from lit_dlm.trajectories import format as blocks
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader
