@@ -89,7 +89,7 @@ def read(folder: Path, count: int) -> int:
 
 def verify(folder: Path, count: int) -> int:
     """Verifies integrity, structure and authenticity."""
-    from lit_dlm.trajectories.verify import verify as verified
+    from lit_dlm.trajectories.tools.verify import verify as verified
 
     problems = verified(shards_in(folder), level=2).problems
     if problems:

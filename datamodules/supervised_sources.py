@@ -20,13 +20,14 @@ from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.config.components import Component
 from lit_dlm.datamodules.trajectories import is_correct
 from lit_dlm.predict.decode import encoded_turns
+from lit_dlm.system.json_lines import json_object
 from lit_dlm.system.options import at_least
 from lit_dlm.tasks import Task
 from lit_dlm.tasks.conversations import CHATS, conversation
 from lit_dlm.tasks.sources import Row, read_rows
 from lit_dlm.training.batch import SupervisedExample
-from lit_dlm.trajectories.exchange import ImportSettings, json_object, read_tabom
 from lit_dlm.trajectories.record import Trajectory
+from lit_dlm.trajectories.rows import ImportSettings, read_tabom
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from lit_dlm.trajectories.store.files import MANIFEST_FILE, uid_order
 from lit_dlm.vision.base import (

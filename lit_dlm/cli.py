@@ -38,7 +38,7 @@ COMMANDS = {
     "report": ("lit_dlm.reports.command", "tables, plots and pages of benchmark runs"),
     "compare": ("lit_dlm.reports.compare_command", "paired significance tests of two runs"),
     "view": ("lit_dlm.reports.viewer_command", "decodes step by step, as a page or as pictures"),
-    "traj": ("lit_dlm.trajectories.commands", "inspect, replay, verify and convert trajectories"),
+    "traj": ("lit_dlm.commands.traj", "inspect, replay, verify and convert trajectories"),
     "doctor": ("lit_dlm.commands.doctor", "what this machine has: sandbox, GPUs, extras, disk"),
     "profile": ("lit_dlm.commands.profile", "speed and quality of policies, budgets and caches"),
 }

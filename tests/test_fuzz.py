@@ -34,15 +34,6 @@ from lit_dlm.reports.summary import summarise_folder
 from lit_dlm.tasks.sources import read_rows
 from lit_dlm.tracelock.scorer import AcceptanceScorer
 from lit_dlm.trajectories import Trajectory, TrajectoryFormatError
-from lit_dlm.trajectories.exchange import (
-    ImportSettings,
-    read_parquet,
-    read_step_map,
-    read_tabom,
-    step_map_row,
-    tabom_row,
-    write_parquet,
-)
 from lit_dlm.trajectories.format import (
     attach_features,
     decode_block,
@@ -52,9 +43,16 @@ from lit_dlm.trajectories.format import (
     read_block,
     unpack,
 )
+from lit_dlm.trajectories.rows import ImportSettings, read_step_map, read_tabom
 from lit_dlm.trajectories.store import TrajectoryShardReader, recover
 from lit_dlm.trajectories.store.files import shard_paths
-from lit_dlm.trajectories.verify import verify
+from lit_dlm.trajectories.tools.exchange import (
+    read_parquet,
+    step_map_row,
+    tabom_row,
+    write_parquet,
+)
+from lit_dlm.trajectories.tools.verify import verify
 from tests.reports.rows import row
 from tests.trajectories.samples import assert_same, random_record, shard_writer
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lit_dlm.trajectories.record import Trajectory
+from lit_dlm.trajectories.store.provenance import run_of_shard
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -118,3 +119,21 @@ def _bytes_of(name: str) -> bytes | None:
     # The printable stand-ins of byte-level vocabularies.
     alphabet = {character: byte for byte, character in bytes_to_unicode().items()}
     return bytes(alphabet[character] for character in name) if set(name) <= set(alphabet) else None
+
+
+def tokenizer_of(shards: Sequence[Path], name: str | None) -> Any:
+    """Loads a tokenizer by name, or the run's own, which must be on this machine.
+
+    ``None``, which shows ids, for the name ``none`` and for the run of a foreign loop or import.
+    """
+    # Imported here: tokenizers take seconds to import, and ids need none.
+    from lit_dlm.backbones.resolution import embedded_names, load_tokenizer
+
+    if name is not None:
+        return None if name == "none" else load_tokenizer(name)
+    path = run_of_shard(shards[0])[0].tokenizer.get("path")
+    if path is None:
+        return None
+    if isinstance(path, str) and (path in embedded_names() or Path(path).is_dir()):
+        return load_tokenizer(path)
+    raise ValueError(f"--tokenizer: the run's tokenizer {path!r} is not on this machine; name one")

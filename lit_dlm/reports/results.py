@@ -24,7 +24,7 @@ from typing import Any
 
 from lit_dlm.config.files import setting_differences
 from lit_dlm.system.files import write_atomically
-from lit_dlm.trajectories.exchange import json_object, parsed_json
+from lit_dlm.system.json_lines import json_object, parsed_json
 
 METADATA_FILE = "run.json"
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")

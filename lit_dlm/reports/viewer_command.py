@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_dlm.reports.pieces import TokenPieces
+from lit_dlm.reports.pieces import TokenPieces, tokenizer_of
 from lit_dlm.reports.samples import load_samples
 from lit_dlm.reports.viewer import ViewedSet, write_viewer
 from lit_dlm.system.options import at_least
 from lit_dlm.system.terminal import printable
-from lit_dlm.trajectories.commands import run_of_shard, tokenizer_of
+from lit_dlm.trajectories.store.provenance import run_of_shard
 
 logger = logging.getLogger(__name__)
 

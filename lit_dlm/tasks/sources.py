@@ -16,7 +16,7 @@ from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError
 
 from lit_dlm.grading.child.extraction import CANDIDATE_FILE
-from lit_dlm.trajectories.exchange import Allowance, json_object, numbered_lines, parsed_json
+from lit_dlm.system.json_lines import Allowance, json_object, numbered_lines, parsed_json
 from lit_dlm.vision.pictures import Picture
 
 logger = logging.getLogger(__name__)

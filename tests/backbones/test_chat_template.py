@@ -15,7 +15,7 @@ from lit_dlm.backbones.resolution import ASSETS
 from lit_dlm.generation import generate
 from lit_dlm.predict.decode import encoded_turns
 from lit_dlm.tasks.base import shipped_templates
-from lit_dlm.trajectories.exchange import tabom_row
+from lit_dlm.trajectories.tools.exchange import tabom_row
 from tests.trajectories.samples import small_record
 
 # They are rendered in another process.

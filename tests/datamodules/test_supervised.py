@@ -27,8 +27,8 @@ from lit_dlm.finetuning.sft import SFTModule
 from lit_dlm.finetuning.tabom import TABOMModule, TimeDelay
 from lit_dlm.toy import WordProblems
 from lit_dlm.training.masking import TraceMasking
-from lit_dlm.trajectories.exchange import tabom_row
 from lit_dlm.trajectories.store import merge_manifest
+from lit_dlm.trajectories.tools.exchange import tabom_row
 from tests.finetuning.runs import EOS, MASK, PAD, Data, G, examples, quiet, small
 from tests.traces import VOCAB, recorded, small_backbone, write_shards
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from lit_dlm.backbones import load_tokenizer
 from lit_dlm.reports.command import main as report
-from lit_dlm.trajectories.exchange import tabom_row
 from lit_dlm.trajectories.store import TrajectoryShardReader
+from lit_dlm.trajectories.tools.exchange import tabom_row
 from tests.e2e.runs import QUIET, ROOT, fails, problems, results, run, write_jsonl
 
 EXP = ROOT / "configs" / "exp" / "finetuning"

@@ -11,10 +11,9 @@ from rich.table import Table
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from lit_dlm import cli
-from lit_dlm.commands import generation
+from lit_dlm.commands import generation, traj
 from lit_dlm.reports import command, viewer_command
 from lit_dlm.system.terminal import PlainConsole, printable
-from lit_dlm.trajectories import commands
 from tests.reports.sample_sets import record, write_run
 
 EVIL = "t/test/\x1b]0;x\x07[/bold]\u202e:smile:"
@@ -87,9 +86,9 @@ def test_commands_and_pages_show_strange_uids(tmp_path: Path, capsys: pytest.Cap
     write_run(tmp_path, [record([10, 11], [0, 1], uid=f"{EVIL}|{n}@m") for n in (0, 1)])
     traces, shown = str(tmp_path / "trajectories"), rf"{SHOWN}|1@m"
     told = ["--uid", f"{EVIL}|1@m", "--tokenizer", "none"]
-    assert commands.main(["replay", traces, *told]) == 0
+    assert traj.main(["replay", traces, *told]) == 0
     assert f"{shown}: 2 steps" in capsys.readouterr().out
-    assert commands.main(["replay", traces, "--uid", "absent"]) == 2
+    assert traj.main(["replay", traces, "--uid", "absent"]) == 2
     assert SHOWN in capsys.readouterr().err
     drawn = tmp_path / "order.png"
     viewer_command.main([str(tmp_path), "--order", str(drawn), "--tokenizer", "none"])

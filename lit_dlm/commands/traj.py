@@ -10,18 +10,14 @@ import argparse
 import hashlib
 import os
 import sys
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import chain, groupby
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
 from rich.filesize import decimal
-from rich.progress import track
-from rich.table import Table
-from rich.text import Text
 
+from lit_dlm.reports.pieces import tokenizer_of
 from lit_dlm.system.options import at_least
 from lit_dlm.system.terminal import PlainConsole, printable
 from lit_dlm.trajectories.record import Trajectory, TrajectoryFormatError
@@ -30,12 +26,11 @@ from lit_dlm.trajectories.store.provenance import RunRecord, run_of_shard
 from lit_dlm.trajectories.store.reader import TrajectoryShardReader
 from lit_dlm.trajectories.store.recovery import merge_manifest, recover
 from lit_dlm.trajectories.store.writer import TrajectoryShardWriter
+from lit_dlm.trajectories.tools.show import show_record, show_set, show_verification, table, tracked
 
 if TYPE_CHECKING:
-    from lit_dlm.trajectories.verify import Execution, Verification
+    from lit_dlm.trajectories.tools.verify import Execution
 
-_SHOWN = 20
-_LEVELS = ("integrity", "structure", "authenticity", "teacher-forced", "free-running")
 _FORMATS = (".parquet", ".jsonl", ".json")
 _ENDINGS = ".parquet: all but features; .jsonl: TABOM's rows; .json: dLLM-RL's step maps"
 
@@ -131,108 +126,17 @@ def main(arguments: Sequence[str]) -> int:
         return 2
 
 
-# -- inspect ---------------------------------------------------------------------------------------
+# -- look at ---------------------------------------------------------------------------------------
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    shards = shard_paths(options.shards)
-    reader = TrajectoryShardReader(shards, features=False)
-    columns: Counter[str] = Counter()
-    rows: list[dict[str, Any]] = []
-    for place in _tracked(reader.blocks, len(reader.blocks), "Blocks"):
-        block, records = reader.outline(*place)
-        columns.update({name: block.batch[name].nbytes for name in block.batch.schema.names})
-        rows += map(_counts, records)
-    console = PlainConsole()
-    for digest, run in {digest: run for run, digest in map(run_of_shard, shards)}.items():
-        console.print(f"Run {digest}", style="bold")
-        console.print_json(run.text(), indent=1, ensure_ascii=True)
-    entries = [entry for shard in shards for entry in reader.side_file(shard).blocks]
-    size, count = sum(shard.stat().st_size for shard in shards), max(len(rows), 1)
-    facts = [
-        ("records", f"{len(rows):,}"),
-        ("shards, blocks", f"{len(shards):,}, {len(entries):,}"),
-        ("size", decimal(size, precision=2)),
-        ("bytes per record", f"{size / count:,.0f}"),
-        ("of these, features", f"{sum(e.feature_size or 0 for e in entries) / count:,.0f}"),
-    ]
-    for name in ("prompt tokens", "response tokens", "steps"):
-        values = [row[name] for row in rows] or [0]
-        mean = sum(values) / len(values)
-        facts.append((name, f"{min(values)} to {max(values)}, mean {mean:.1f}"))
-    ended = Counter(row["status"] for row in rows)
-    facts.append(("ended", ", ".join(f"{number} {name}" for name, number in ended.items())))
-    facts.append(("with overwritten writes", str(sum(row["overwritten"] for row in rows))))
-    console.print(_table("Set", (), facts))
-    console.print(_method_table(rows))
-    sizes = [(name, f"{size / count:.1f}") for name, size in columns.items()]
-    console.print(_table("Columns, unpacked bytes per record", ("column", ">bytes"), sizes))
-
-
-def _counts(record: Trajectory) -> dict[str, Any]:
-    correct = record.meta.get("correct")
-    return {
-        "method": str(record.meta.get("method", "-")),
-        "prompt tokens": record.num_prompt,
-        "response tokens": record.num_generated,
-        "steps": record.num_steps,
-        "committed": record.num_committed,
-        "status": record.status,
-        "overwritten": record.superseded is not None,
-        "correct": None if correct is None else float(correct),
-    }
-
-
-def _method_table(rows: list[dict[str, Any]]) -> Table:
-    sums = [("steps", "count"), ("steps", "sum"), ("committed", "sum"), ("correct", "mean")]
-    lines = [
-        (
-            method["method"],
-            f"{method['steps_count']:,}",
-            f"{method['steps_sum'] / method['steps_count']:.1f}",
-            f"{method['committed_sum'] / max(method['steps_sum'], 1):.2f}",
-            "-" if method["correct_mean"] is None else f"{method['correct_mean']:.3f}",
-        )
-        for method in pa.Table.from_pylist(rows).group_by("method").aggregate(sums).to_pylist()
-    ]
-    heads = ("method", ">records", ">steps", ">tokens per step", ">correct")
-    return _table("Methods", heads, sorted(lines))
-
-
-# -- replay ----------------------------------------------------------------------------------------
+    show_set(shard_paths(options.shards))
 
 
 def _replay(options: argparse.Namespace) -> None:
     shards = shard_paths(options.shards)
     record = _find_record(shards, options.uid)
-    tokenizer = tokenizer_of(shards, options.tokenizer)
-    console = PlainConsole()
-    prompt = record.prompt_ids.tolist()
-    console.print(f"{record.uid}: {record.num_steps} steps, {record.status}", style="bold")
-    console.print(str(tokenizer.decode(prompt) if tokenizer else prompt), style="dim")
-    width = len(str(record.num_steps - 1))
-    for number, state in enumerate(record.all_states()[1:]):
-        line = Text(f"{number:>{width}}  ", style="dim")
-        written = set(record.committed_at(number).tolist())
-        cells = [
-            (position in written, _piece(token, record.mask_id, tokenizer))
-            for position, token in enumerate(state.tolist())
-        ]
-        for (is_new, piece), run in groupby(cells):
-            count = len(list(run))
-            # A response usually ends in a long fill of end-of-text tokens.
-            fold = tokenizer is not None and piece.startswith("<|") and count > 1
-            line.append(f"{piece}*{count} " if fold else piece * count, "bold green" * is_new)
-        console.print(line, soft_wrap=True)
-
-
-def _piece(token: int, mask_id: int, tokenizer: Any) -> str:
-    """Text of one cell, with a symbol for line breaks, so that a canvas stays on one line."""
-    if token == mask_id:
-        return "·" if tokenizer else "· "
-    if tokenizer is None:
-        return f"{token} "
-    return printable(str(tokenizer.decode([token])).replace("\n", "⏎"))
+    show_record(record, tokenizer_of(shards, options.tokenizer))
 
 
 def _find_record(shards: Sequence[Path], uid: str | None) -> Trajectory:
@@ -251,7 +155,7 @@ def _find_record(shards: Sequence[Path], uid: str | None) -> Trajectory:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from lit_dlm.trajectories.verify import verify
+    from lit_dlm.trajectories.tools.verify import verify
 
     shards = shard_paths(options.shards)
     at_least(1, of="--", sample=options.sample)
@@ -262,9 +166,9 @@ def _verify(options: argparse.Namespace) -> int:
         level=options.level,
         execution=_execution(shards, options) if options.level >= 3 else None,
         sample=options.sample,
-        track=lambda items, name: _tracked(items, len(items), name),
+        track=lambda items, name: tracked(items, len(items), name),
     )
-    _print_verification(result)
+    show_verification(result)
     return 1 if result.failed else 0
 
 
@@ -273,7 +177,7 @@ def _execution(shards: Sequence[Path], options: argparse.Namespace) -> Execution
     import torch
 
     from lit_dlm.backbones import load_backbone, load_tokenizer
-    from lit_dlm.trajectories.verify import Execution
+    from lit_dlm.trajectories.tools.verify import Execution
     from lit_dlm.vision.base import VisionSettings, add_picture_folders
 
     if options.device.startswith("cuda") and not torch.cuda.is_available():
@@ -308,40 +212,6 @@ def _execution(shards: Sequence[Path], options: argparse.Namespace) -> Execution
     )
 
 
-def _print_verification(result: Verification) -> None:
-    console = PlainConsole()
-    for title, lines in (("Problems", result.problems), ("Not as in the run", result.differences)):
-        for number, line in enumerate(lines[:_SHOWN]):
-            console.print(f"{title}: {line}" if number == 0 else f"  {line}", soft_wrap=True)
-        if len(lines) > _SHOWN:
-            console.print(f"  ... and {len(lines) - _SHOWN} more")
-    name = _LEVELS[result.level]
-    if result.level >= 3:
-        checked = sum(v.num_checked for v in result.verdicts)
-        agreeing = sum(v.num_agreeing for v in result.verdicts)
-        count = len(result.verdicts)
-        tokens = sum(v.token_agreement for v in result.verdicts) / max(count, 1)
-        facts = [
-            ("records executed", f"{count:,} of {result.num_records:,}"),
-            *[(name, f"{number:,}") for name, number in result.counts.items()],
-            ("steps that agree", f"{agreeing:,} of {checked:,} ({agreeing / max(checked, 1):.2%})"),
-            ("tokens that agree", f"{tokens:.2%}"),
-        ]
-        console.print(_table(f"Level {result.level}, {name}", (), facts))
-        found = [v for v in result.verdicts if v.outcome != "exact"]
-        rows = [
-            (v.uid, v.outcome, f"{v.num_agreeing}/{v.num_checked}", f"{v.margin:.4f}", v.reason)
-            for v in sorted(found, key=lambda v: v.outcome != "failed")[:_SHOWN]
-        ]
-        if rows:
-            title = f"{len(found)} records that are not exact, of which {len(rows)} are shown"
-            columns = ("uid", "outcome", "steps", "margin", "first difference")
-            console.print(_table(title, columns, rows))
-    verdict, style = ("FAILED", "bold red") if result.failed else ("passed", "bold green")
-    text = f"{verdict}: level {result.level} ({name}), {result.num_records} records"
-    console.print(text, style=style, highlight=False)
-
-
 # -- recover ---------------------------------------------------------------------------------------
 
 
@@ -360,7 +230,7 @@ def _recover(options: argparse.Namespace) -> None:
     ]
     columns = ("file", ">records saved", ">blocks dropped", "now in")
     if rows:
-        console.print(_table("Recovered", columns, rows))
+        console.print(table("Recovered", columns, rows))
     if side_files(options.folder):
         manifest = merge_manifest(options.folder)
         console.print(
@@ -376,12 +246,12 @@ def _recover(options: argparse.Namespace) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from lit_dlm.trajectories import exchange
+    from lit_dlm.trajectories.tools import exchange
 
     shards = shard_paths(options.shards)
     kind = _format([options.out], "--out")
     reader = TrajectoryShardReader(shards, features=False)
-    records = _tracked(reader, reader.num_records)
+    records = tracked(reader, reader.num_records)
     if kind == ".parquet":
         texts = {run_of_shard(shard)[0].text() for shard in shards}
         run_text = texts.pop() if len(texts) == 1 else None
@@ -399,7 +269,8 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _import(options: argparse.Namespace) -> None:
-    from lit_dlm.trajectories import exchange
+    from lit_dlm.trajectories import rows
+    from lit_dlm.trajectories.tools import exchange
 
     unpacked = [p.with_suffix("") if p.name.endswith(".jsonl.gz") else p for p in options.files]
     kind = _format(unpacked, "FILE")
@@ -416,13 +287,13 @@ def _import(options: argparse.Namespace) -> None:
             run = RunRecord.parse(text)
         records = chain.from_iterable(found for found, _ in parts)
     else:
-        settings = exchange.ImportSettings(
+        settings = rows.ImportSettings(
             mask_id=options.mask_id,
             vocab_size=options.vocab_size,
             tokenizer=None if options.tokenizer is None else tokenizer_of([], options.tokenizer),
             pad_id=options.pad_id,
         )
-        read = exchange.read_tabom if kind == ".jsonl" else exchange.read_step_map
+        read = rows.read_tabom if kind == ".jsonl" else rows.read_step_map
         records = chain.from_iterable(read(path, settings) for path in options.files)
     count = 0
 
@@ -434,7 +305,7 @@ def _import(options: argparse.Namespace) -> None:
         with TrajectoryShardWriter(
             options.out, name="imported", split="train", rank=0, run=run
         ) as writer:
-            for record in _tracked(records, None):
+            for record in tracked(records, None):
                 writer.put(record)
                 count += 1
     except (ValueError, OSError, KeyboardInterrupt):
@@ -454,47 +325,3 @@ def _format(paths: Sequence[Path], option: str) -> str:
             f"{', '.join(map(str, paths))}"
         )
     return endings.pop()
-
-
-# -- what the commands share -----------------------------------------------------------------------
-
-
-def _tracked(items: Iterable[Any], total: int | None, name: str = "Records") -> Iterable[Any]:
-    """Shows on a terminal how many items have been taken; ``total`` is ``None`` if unknown."""
-    console = PlainConsole(stderr=True)
-    hidden = not console.is_terminal
-    return track(items, name, total, console=console, transient=True, disable=hidden)
-
-
-def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Returns a table, of names and values without ``columns``; ``>`` right-aligns a column."""
-    table = Table(title=title, title_justify="left", show_header=bool(columns))
-    for number, name in enumerate(columns):
-        justify: Any = "right" if name.startswith(">") else "left"
-        # The first column, of names, is not wrapped; values are folded instead.
-        table.add_column(
-            name.removeprefix(">"), justify=justify, overflow="fold", no_wrap=not number
-        )
-    if not columns:
-        table.add_column(style="bold")
-        table.add_column(overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def tokenizer_of(shards: Sequence[Path], name: str | None) -> Any:
-    """Loads a tokenizer by name, or the run's own, which must be on this machine.
-
-    ``None``, which shows ids, for the name ``none`` and for the run of a foreign loop or import.
-    """
-    from lit_dlm.backbones.resolution import embedded_names, load_tokenizer
-
-    if name is not None:
-        return None if name == "none" else load_tokenizer(name)
-    path = run_of_shard(shards[0])[0].tokenizer.get("path")
-    if path is None:
-        return None
-    if isinstance(path, str) and (path in embedded_names() or Path(path).is_dir()):
-        return load_tokenizer(path)
-    raise ValueError(f"--tokenizer: the run's tokenizer {path!r} is not on this machine; name one")

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.trajectories.commands import main as traj
-from lit_dlm.trajectories.recorder import (
+from lit_dlm.commands.traj import main as traj
+from lit_dlm.trajectories.store.files import shards_in
+from lit_dlm.trajectories.tools.recorder import (
     TraceRecorder,
     dream_decoder,
     foreign_run,
     llada_decoder,
     record_generate,
 )
-from lit_dlm.trajectories.store.files import shards_in
-from lit_dlm.trajectories.verify import Execution, verify
+from lit_dlm.trajectories.tools.verify import Execution, verify
 from tests.traces import MASK, PAD, VOCAB, small_backbone
 from tests.trajectories.decoded_sets import write_set
 from tests.trajectories.samples import from_history
@@ -233,7 +233,7 @@ def test_misuse_of_a_recorder_is_named():
 
 
 def test_the_example_of_the_documentation_runs(tmp_path, monkeypatch, capsys):
-    text = (Path(__file__).parents[2] / "docs" / "reference" / "trajectory_format.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "reference" / "trajectory_format.md").read_text()
     code = text.partition("## 9.")[2].partition("```python\n")[2].partition("```")[0]
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "docs/reference/trajectory_format.md", "exec"), {})

@@ -22,7 +22,7 @@ from lit_dlm.tracelock.scorer import AcceptanceScorer, ScorerSettings
 from lit_dlm.trajectories.store.files import shards_in
 from lit_dlm.trajectories.store.provenance import run_of_shard
 from lit_dlm.trajectories.store.reader import TrajectoryShardReader
-from lit_dlm.trajectories.verify import (
+from lit_dlm.trajectories.tools.verify import (
     Execution,
     canvas_of,
     free_running,

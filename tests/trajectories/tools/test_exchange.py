@@ -11,17 +11,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lit_dlm.trajectories.exchange import (
-    ImportSettings,
+from lit_dlm.trajectories.record import Trajectory
+from lit_dlm.trajectories.rows import ImportSettings, read_step_map, read_tabom
+from lit_dlm.trajectories.tools.exchange import (
     read_parquet,
-    read_step_map,
-    read_tabom,
     step_map_row,
     tabom_row,
     write_json_rows,
     write_parquet,
 )
-from lit_dlm.trajectories.record import Trajectory
 from tests.trajectories.samples import (
     MASK,
     VOCAB,

@@ -9,10 +9,10 @@ import pytest
 
 from lit_dlm.backbones import load_backbone
 from lit_dlm.backbones.resolution import ASSETS
+from lit_dlm.commands.traj import main
 from lit_dlm.reports import viewer_command as view
-from lit_dlm.trajectories.commands import main
-from lit_dlm.trajectories.recorder import foreign_run
 from lit_dlm.trajectories.store.files import shards_in
+from lit_dlm.trajectories.tools.recorder import foreign_run
 from tests.trajectories.decoded_sets import DECODERS, LENGTH, NUM_TEXTS, decoded_set
 from tests.trajectories.samples import (
     flip,

@@ -1,0 +1,1 @@
+"""Tools for stored trajectories, which runs never import: verification, exports, other loops."""
