@@ -33,7 +33,7 @@ class AttentionAnnealing(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         backbone = pl_module.backbone
-        if not isinstance(backbone, HFBackbone) or backbone.new_mask_token is None:
+        if not isinstance(backbone, HFBackbone) or backbone.source.mask_token is None:
             raise ValueError("AttentionAnnealing: expected a backbone with from_ar")
 
         def limit(

@@ -26,6 +26,7 @@ import zstandard
 from hypothesis import event, given, settings, strategies as st
 
 from lit_dlm.backbones import HFBackbone, LoRASettings, load_tokenizer, tokenizer_of
+from lit_dlm.backbones.export import save_adapter
 from lit_dlm.backbones.resolution import ASSETS
 from lit_dlm.callbacks.judge import parse_verdict
 from lit_dlm.config.files import compose, load, resolved
@@ -380,7 +381,7 @@ def _folders() -> Path:
     place = Path(tempfile.mkdtemp(prefix="fuzz"))
     shutil.copytree(ASSETS / "tiny", place / "model", ignore=shutil.ignore_patterns("out*", "*.md"))
     shutil.copytree(ASSETS / "tiny" / "outcome_policy", place / "policy")
-    HFBackbone("tiny", lora=LoRASettings(rank=2)).save_adapter(place / "adapter")
+    save_adapter(HFBackbone("tiny", lora=LoRASettings(rank=2)), place / "adapter")
     extra = {"generation_config.json": {"eos_token_id": [1]}, "added_tokens.json": {"<|mask|>": 2}}
     for name, content in extra.items():
         (place / "model" / name).write_text(json.dumps(content))

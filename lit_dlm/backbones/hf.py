@@ -1,37 +1,27 @@
 """Masked diffusion denoiser on transformers' decoders, made bidirectional.
 
 The decoders compute as in transformers, except that they are not causal and the masks are ours.
-Checkpoints are translated in :mod:`~lit_dlm.backbones.resolution`, decoders are built in
-:mod:`~lit_dlm.backbones.decoder`; caches build on :meth:`HFBackbone.encode`.
+Checkpoints are read in :mod:`~lit_dlm.backbones.loading` and written in
+:mod:`~lit_dlm.backbones.export`. Everything that runs weights goes through
+:meth:`HFBackbone.encode`, forwards of caches and of training, too.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
-from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypedDict, Unpack
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from lit_dlm.backbones import lora as adapters
-from lit_dlm.backbones.architecture import (
-    FAMILIES,
-    HEAD_KEY,
-    Architecture,
-    KeyLayout,
-    key_layout,
-    original_key,
-)
+from lit_dlm.backbones.adapter_files import AdapterFiles, read_adapter, settings_for
+from lit_dlm.backbones.architecture import Architecture
 from lit_dlm.backbones.attention import (
     ROUTES,
     AttentionRoute,
@@ -43,38 +33,21 @@ from lit_dlm.backbones.attention import (
 )
 from lit_dlm.backbones.base import UNKNOWN_ID, Backbone, Denoised
 from lit_dlm.backbones.cache import WindowCache
-from lit_dlm.backbones.decoder import (
+from lit_dlm.backbones.experts import expert_biases
+from lit_dlm.backbones.loading import (
     DType,
-    cache_argument,
-    load_decoder,
+    Source,
+    load_checkpoint,
     quantise,
     random_decoder,
-    replace_parts,
     torch_dtype,
 )
-from lit_dlm.backbones.experts import Piece, expert_biases, pieces
-from lit_dlm.backbones.lora import LoRASettings, differing_base, read_adapter_settings
-from lit_dlm.backbones.resolution import (
-    EXPORT_KEY,
-    RELEASE_KEY,
-    FromAR,
-    Resolved,
-    is_local,
-    locate,
-    resolve,
-    unpinned,
-    weight_files,
-)
-from lit_dlm.backbones.weights import (
-    files_digest,
-    load_weights,
-    plain_tensor,
-    save_checkpoint,
-    save_weights,
-    write_json_object,
-)
+from lit_dlm.backbones.lora import LoRASettings, adapter_parameters, inject, using_adapter
+from lit_dlm.backbones.parts import cache_argument, replace_parts
+from lit_dlm.backbones.recompute import recompute_layers
+from lit_dlm.backbones.resolution import FromAR, locate
+from lit_dlm.backbones.weights import files_digest
 from lit_dlm.system.extras import pip_install, required
-from lit_dlm.system.files import copy_file, fitting
 from lit_dlm.system.options import one_of
 from lit_dlm.tensors.batches import aligned, first_column, gather_rows, raw_columns
 from lit_dlm.tensors.fused_head import TokenStats, token_stats
@@ -84,14 +57,10 @@ from lit_dlm.vision.base import Vision, VisionSettings
 
 logger = logging.getLogger(__name__)
 
-ExportLayout = Literal["hf", "original"]
-
 _WIDE = 64
 """Width of a window from which a CPU runs query heads that share keys separately."""
-_VISION_FILE = "vision.safetensors"
-"""Weights of ``vision`` that were trained beside an adapter, under the family's names."""
 
-__all__ = ["AttentionRoute", "DType", "ExportLayout", "HFBackbone", "load_backbone"]
+__all__ = ["AttentionRoute", "DType", "HFBackbone", "load_backbone"]
 
 
 class RowContext(TypedDict, total=False):
@@ -146,7 +115,7 @@ class HFBackbone(nn.Module, Backbone):
     Args:
         path: an embedded model (``tiny``), a local folder, or a hub id ``owner/name``. Folders of
             Dream, DiffuCoder, LLaDA, MMaDA, LLaDA-V (its text part), LLaDA-MoE, LLaDA2, SDAR,
-            TraDo and SDAR-MoE work as released; so does what :meth:`export` wrote. Only a hub id
+            TraDo and SDAR-MoE work as released; so does what ``export_model`` wrote. Only a hub id
             may use the network; no code is ever loaded.
         architecture: sizes for random weights, instead of ``path``. Seed torch first.
         dtype: of the weights and activations.
@@ -203,37 +172,27 @@ class HFBackbone(nn.Module, Backbone):
             )
         one_of(*ROUTES, of="HFBackbone.", attn_implementation=attn_implementation)
         one_of(False, True, "selective", gradient_checkpointing=gradient_checkpointing)
-        self.attn_implementation = attn_implementation
-        self.spec_overrides = spec_overrides or {}
-        self.new_mask_token: str | None = None
-        """Text of the mask token with ``from_ar``, else ``None``."""
-        self._base_name = path
-        self._weight_files: list[Path] = []
-        self._adapter_files: list[Path] = []
-        self._adapted_vision: set[str] = set()  # weights of vision that came with the adapter
-        self._digests: dict[str, str] = {}
-        self._release_config: Mapping[str, Any] | None = None
-        self._is_release = False
-        self.adapter: LoRASettings | None = None
-        """Settings of the low-rank adapter, if there is one."""
-        self.mapped: dict[str, Tensor] = {}
-        """Weights in a file's own memory, as they were read, by key."""
-        self._late: torch.dtype | None = None
-        is_whole = trainable and not (lora or adapter)
+        self.attn_implementation, self.spec_overrides = attn_implementation, spec_overrides or {}
+        trains_all = trainable and not (lora or adapter)
         if architecture is None:
-            resolved = resolve(str(path), spec_overrides=spec_overrides, from_ar=from_ar)
-            self._load(resolved, torch_dtype(dtype), trains_all=is_whole)
+            self.model, self.architecture, self.source = load_checkpoint(
+                str(path),
+                dtype=torch_dtype(dtype),
+                attn_implementation=attn_implementation,
+                trains_all=trains_all,
+                spec_overrides=spec_overrides,
+                from_ar=from_ar,
+            )
         else:
-            self.architecture = replace(architecture, **(spec_overrides or {}))
+            self.architecture, self.source = replace(architecture, **self.spec_overrides), Source()
             self.model = random_decoder(
                 self.architecture, attn_implementation=attn_implementation, dtype=torch_dtype(dtype)
             )
+        self._late_dtype = self.source.late_dtype
         self.is_4bit = load_in_4bit
         """Whether matrices are packed, so that no adapter can be merged into them."""
         if load_in_4bit:
-            if self.architecture.experts is not None:
-                raise ValueError("HFBackbone.load_in_4bit: expected a model without experts")
-            quantise(self.model)
+            quantise(self.model, self.architecture)
         replace_parts(self.model)
         self._keep_rotary_in_float32()
         self.requires_grad_(trainable)
@@ -247,55 +206,28 @@ class HFBackbone(nn.Module, Backbone):
         self.register_buffer("_forbidden", forbidden, persistent=False)
         self.vision: Vision | None = None
         if vision is not None:
-            self._load_vision(vision, is_whole=is_whole)
+            from lit_dlm.backbones.vision import load_vision  # text models need none
+
+            self.vision = load_vision(
+                vision, self.source, self.spec, vocab_size=self.vocab_size, dtype=self.dtype
+            )
+            for parameter in self.vision.parameters():
+                if parameter.requires_grad and not trains_all:  # in float32, as adapters are
+                    parameter.data = parameter.data.float()
+        self.adapter: LoRASettings | None = None
+        """Settings of the low-rank adapter, if there is one."""
+        self.adapter_files = AdapterFiles()
+        self._digests: dict[str, str] = {}
         if lora is not None:
             self.add_adapter(lora)
         if adapter is not None:
             self.load_adapter(adapter, trainable=trainable)
         if gradient_checkpointing:
-            adapters.recompute_layers(
-                self.model, keep_products=gradient_checkpointing == "selective"
-            )
-
-    def _load(self, resolved: Resolved, dtype: torch.dtype, *, trains_all: bool) -> None:
-        self.architecture, self.new_mask_token = resolved.architecture, resolved.mask_token
-        folder = locate(str(self._base_name))
-        if self.architecture.family in FAMILIES:
-            self._is_release = EXPORT_KEY not in resolved.config
-            config = resolved.config.get(RELEASE_KEY, resolved.config if self._is_release else None)
-            with fitting(folder / "config.json"):
-                self._release_config = config and _with_code(config, str(self._base_name))
-        self._weight_files = weight_files(folder)
-        # Each of several processes may keep only a part, and converts what it keeps.
-        is_one_of_several = int(os.environ.get("WORLD_SIZE", 1)) > 1
-        if trains_all and is_one_of_several and not resolved.adds_mask:
-            self._late = dtype
-        self.model, self.mapped = load_decoder(
-            resolved,
-            self._weight_files,
-            attn_implementation=self.attn_implementation,
-            dtype=dtype,
-            as_stored=self._late is not None,
-        )
-
-    def _load_vision(self, settings: VisionSettings, *, is_whole: bool) -> None:
-        from lit_dlm.backbones.vision import token_vision, tower_vision  # text models need none
-
-        first_id = self.spec.text_vocab_size
-        if first_id is not None:
-            self.vision = token_vision(
-                self._base_name, settings, first_id=first_id, vocab_size=self.vocab_size
-            )
-        else:
-            config = self._release_config or {"model_type": self.spec.family}
-            self.vision = tower_vision(settings, config, self._weight_files).to(self.dtype)
-        for parameter in self.vision.parameters():
-            if parameter.requires_grad and not is_whole:  # in float32, as adapters are
-                parameter.data = parameter.data.float()
+            recompute_layers(self.model, keep_products=gradient_checkpointing == "selective")
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._late or self.model.lm_head.weight.dtype
+        return self._late_dtype or self.model.lm_head.weight.dtype
 
     @property
     def is_half(self) -> bool:
@@ -307,8 +239,8 @@ class HFBackbone(nn.Module, Backbone):
         With several processes, trained weights stay mapped from their files until they are sharded
         or moved to a device, so that none is ever converted whole on the host.
         """
-        if self._late is not None:
-            dtype, self._late = self._late, None
+        if self._late_dtype is not None:
+            dtype, self._late_dtype = self._late_dtype, None
             self.to(dtype)
 
     @property
@@ -337,12 +269,12 @@ class HFBackbone(nn.Module, Backbone):
         """Puts a new trainable adapter on the decoder's weights and freezes these."""
         if self.adapter is not None:
             raise ValueError("adapter: this backbone has one already; expected lora or adapter")
-        if self.new_mask_token is not None:
+        if self.source.mask_token is not None:
             logger.warning(
                 "from_ar with lora: the new mask embedding is frozen at the mean of the others"
             )
         self.model.requires_grad_(False)
-        adapters.inject(self.model, settings)
+        inject(self.model, settings)
         self.adapter = settings
 
     def add_side_adapter(self, name: str, settings: LoRASettings) -> None:
@@ -350,172 +282,23 @@ class HFBackbone(nn.Module, Backbone):
 
         It is active only inside :meth:`using_adapter`, and is not written with the model.
         """
-        adapters.inject(self.model, settings, name=name)
+        inject(self.model, settings, name=name)
 
     def using_adapter(self, name: str | None) -> AbstractContextManager[None]:
         """Runs forwards with a side adapter, or with none (``None``): the initial weights."""
-        return adapters.using_adapter(self.model, name)
+        return using_adapter(self.model, name)
 
     def load_adapter(self, path_or_id: str, *, trainable: bool = False) -> None:
         """Loads a low-rank adapter in PEFT layout from a folder or a hub id."""
         folder = locate(path_or_id)
-        settings, path = read_adapter_settings(folder), folder / adapters.WEIGHTS_FILE
-        if not path.is_file():
-            raise ValueError(f"{folder}: expected {path.name} (pickled weights are not read)")
-        # Each layer has at least one matrix, with a side of the hidden size.
-        if settings.rank * self.num_layers * self.hidden_size > path.stat().st_size:
-            told = f"expected the rank r of {path.name}, got {settings.rank}"
-            raise ValueError(f"{folder / adapters.CONFIG_FILE}: {told}")
-        if trained_on := differing_base(folder, self._base_name):
-            told = (
-                f"adapter: {folder} was trained on {trained_on}, expected one of {self._base_name} "
-                "(base_model_name_or_path in its adapter_config.json)"
-            )
-            if Path(trained_on).is_dir() or not Path(str(self._base_name)).is_dir():
-                raise ValueError(told)
-            logger.warning("%s; the folder may be a copy of it", told)
-        self.add_adapter(settings)
-        adapters.load_adapter(self.model, path, layout=self._names("original"))
-        self._adapter_files = [path]
-        if (path := folder / _VISION_FILE).is_file():
-            if not (weights := self._vision_weights()):
-                raise ValueError(f"{path}: expected HFBackbone.vision, a part of which it holds")
-            load_weights([path], weights, rename=str, optional=frozenset(weights))
-            with safe_open(path, framework="pt") as held:
-                self._adapted_vision.update(held.keys())
-            self._adapter_files.append(path)
-        for _, parameter in adapters.adapter_parameters(self.model):
+        self.add_adapter(settings_for(folder, self.architecture, base=self.source.name))
+        self.adapter_files = read_adapter(folder, self.model, self.vision, family=self.spec.family)
+        for _, parameter in adapter_parameters(self.model):
             parameter.requires_grad_(trainable)
 
-    def _vision_weights(self) -> dict[str, nn.Parameter]:
+    def vision_weights(self) -> dict[str, nn.Parameter]:
+        """Returns the weights of ``vision`` by the family's keys; none without it."""
         return {} if self.vision is None else self.vision.stored_weights()
-
-    @property
-    def own_layout(self) -> ExportLayout:
-        """``original`` for a model from the files of a family with code of its own, else ``hf``."""
-        return "hf" if self._release_config is None else "original"
-
-    def save_adapter(self, folder: str | Path, *, layout: ExportLayout | None = None) -> None:
-        """Writes the adapter as a PEFT folder, and beside it the trained weights of ``vision``.
-
-        These include weights that were read with the adapter. With sharded weights every process
-        must call this; the first one writes. ``layout`` is ``hf`` for an adapter on what
-        :meth:`export` writes, or ``original`` for one on the family's own code; the default is the
-        layout of the files that this model came from. :meth:`load_adapter` reads both.
-        """
-        assert self.adapter is not None
-        is_original = layout == "original" or (layout is None and self._is_release)
-        names = self._names("original" if is_original else "hf")
-        tensors = adapters.adapter_tensors(self.model, layout=names)
-        trained = {
-            key: plain_tensor(parameter)
-            for key, parameter in self._vision_weights().items()
-            if parameter.requires_grad or key in self._adapted_vision
-        }
-        if not _is_first_process():
-            return
-        family = FAMILIES.get(self.spec.family)
-        adapters.save_adapter(
-            tensors,
-            self.adapter,
-            Path(folder),
-            layout=names,
-            task=family.peft_task if family and is_original else "CAUSAL_LM",
-            base_name=self._base_name,
-        )
-        if trained:
-            save_weights(trained, Path(folder) / _VISION_FILE)
-
-    def _names(self, layout: ExportLayout) -> KeyLayout:
-        return key_layout(self.spec.family) if layout == "original" else "hf"
-
-    def export(
-        self,
-        folder: str | Path,
-        *,
-        layout: ExportLayout | None = None,
-        dtype: DType | None = None,
-    ) -> None:
-        """Writes ``config.json`` and the weights, with the adapter merged into them.
-
-        Equal weights give equal bytes; large models become shards with an index. A family's own
-        code is copied from a local folder, or named if it is on the hub. Tokenizer files are not
-        written: copy them, too.
-
-        Args:
-            folder: created when absent; files of the same name are replaced. With sharded weights
-                every process must call this; the first one writes.
-            layout: ``hf``: a transformers checkpoint without ``vision``, from which this class
-                reads the whole specification. ``original``: names and configuration of the family's
-                own code; the default with a vision tower, which is part of it.
-            dtype: of the stored weights; ``None`` keeps the current one.
-        """
-        if self.is_4bit:
-            raise ValueError("export: expected a model without load_in_4bit, which loses digits")
-        folder, seeing = Path(folder), self._vision_weights()
-        layout = layout or ("original" if seeing else "hf")
-        stored = self.dtype if dtype is None else torch_dtype(dtype)
-        config = self._exported_config(layout, has_tower=bool(seeing))
-        # One spelling for new and old readers alike.
-        config.pop("torch_dtype", None)
-        config["dtype"] = str(stored).removeprefix("torch.")
-        weights = adapters.base_parameters_adapted(self.model)
-        if self.architecture.tie_embeddings:
-            del weights[HEAD_KEY]
-        names = self._names(layout)
-        shapes = {key: tuple(value.shape) for key, (value, _) in weights.items()}
-        parts = pieces(shapes, lambda key: original_key(key, names))
-        if layout == "original":
-            weights |= {key: (parameter, None) for key, parameter in seeing.items()}
-            parts |= pieces({key: tuple(value.shape) for key, value in seeing.items()}, str)
-
-        @lru_cache(1)  # the matrices of a layer's experts lie in one tensor
-        def whole(key: str) -> Tensor:
-            parameter, layer = weights[key]
-            tensor = plain_tensor(parameter)
-            if layer is not None:
-                tensor = adapters.merged(tensor, layer)
-            return tensor.to(device="cpu", dtype=dtypes.get(key, stored))
-
-        def read(key: str) -> Tensor:
-            found = [part.of(whole(part.key)) for part in parts[key]]
-            return found[0] if len(found) == 1 else torch.cat(found)
-
-        def num_bytes(part: Piece) -> int:
-            return math.prod(part.shape) * dtypes.get(part.key, stored).itemsize
-
-        dtypes = {key: bias.dtype for key, bias in expert_biases(self.model).items()}
-        sizes = {key: sum(map(num_bytes, found)) for key, found in parts.items()}
-        with torch.no_grad():
-            save_checkpoint(sizes, read, folder, write=_is_first_process())
-        if _is_first_process():
-            write_json_object(folder / "config.json", config)
-            if self._release_config is not None and is_local(str(self._base_name)):
-                source = locate(str(self._base_name))
-                for path in source.glob("*.py") if source.resolve() != folder.resolve() else ():
-                    copy_file(path, folder)
-
-    def _exported_config(self, layout: ExportLayout, *, has_tower: bool) -> dict[str, Any]:
-        """Returns what :meth:`export` writes as ``config.json``, except the dtype."""
-        if layout == "hf":
-            config = self.architecture.config_fields()
-            config[EXPORT_KEY] = self.architecture.spec_fields()
-            if self._release_config is not None:
-                config[RELEASE_KEY] = dict(self._release_config)
-            return config
-        if self._release_config is None:
-            raise ValueError(
-                "layout: expected 'hf' for a model that came from no family's own files, got "
-                f"{layout!r}"
-            )
-        config = dict(self._release_config)
-        if self.spec.mask_id != UNKNOWN_ID:
-            config["mask_token_id"] = self.spec.mask_id
-        if self.spec.attention == "block":
-            config[FAMILIES[self.spec.family].block[0]] = self.spec.block_size
-        if not has_tower:
-            config.pop("mm_vision_tower", None)  # the tower is not in the files
-        return config
 
     def describe(self) -> dict[str, Any]:
         """Returns the provenance as plain JSON values.
@@ -524,7 +307,7 @@ class HFBackbone(nn.Module, Backbone):
         from (``None`` for random ones). The first call reads all files; later training does not
         change the digests.
         """
-        for name, files in (("weights", self._weight_files), ("adapter", self._adapter_files)):
+        for name, files in (("weights", self.source.files), ("adapter", self.adapter_files.paths)):
             if files and name not in self._digests:
                 self._digests[name] = files_digest(files)
         return {
@@ -808,21 +591,6 @@ class HFBackbone(nn.Module, Backbone):
     def _head(self, rows: Tensor) -> Tensor:
         logits = self.model.lm_head(rows)
         return logits if self.spec.logit_scale == 1.0 else logits * self.spec.logit_scale
-
-
-def _with_code(config: Mapping[str, Any], base_name: str) -> Mapping[str, Any]:
-    """Returns a family's configuration; one from the hub refers to its code there."""
-    if is_local(base_name):
-        return {**config}
-    places = {
-        name: place if "--" in place else f"{unpinned(base_name)}--{place}"
-        for name, place in config.get("auto_map", {}).items()
-    }
-    return {**config, "auto_map": places} if places else config
-
-
-def _is_first_process() -> bool:
-    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
 def load_backbone(

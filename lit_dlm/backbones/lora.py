@@ -1,55 +1,35 @@
-"""Low-rank adapters (arXiv:2106.09685) through peft, in the layout of PEFT folders.
+"""Low-rank adapters (arXiv:2106.09685) through peft.
 
-Layers are replaced in place: the decoder keeps its module paths, so nothing else needs to know.
-Published adapters load under transformers' names and under LLaDA's own. An adapter is merged into
-the weights that it adapts for good, or only while a policy decodes.
+Layers are replaced in place: the decoder keeps its module paths, so nothing else needs to know. An
+adapter is merged into the weights that it adapts for good, or only while a policy decodes.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
-from lit_dlm.backbones.architecture import LLADA_MODULES, KeyLayout, original_key, whole_key
+from lit_dlm.backbones.architecture import LLADA_MODULES
 from lit_dlm.backbones.experts import expert_biases
-from lit_dlm.backbones.resolution import unpinned
-from lit_dlm.backbones.weights import load_weights, plain_tensor, save_weights, write_json_object
-from lit_dlm.system.files import fitting, read_json_object
-from lit_dlm.system.options import at_least, of_declared_kinds, within
+from lit_dlm.backbones.weights import plain_tensor
+from lit_dlm.system.options import at_least, within
 from lit_dlm.tensors.precision import without_autocast
 
 if TYPE_CHECKING:  # peft takes seconds to import, and most runs have no adapter
     from peft import LoraConfig
 
-CONFIG_FILE = "adapter_config.json"
-
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _ALL = [*_ATTENTION, "gate_proj", "up_proj", "down_proj"]
-_FEED_FORWARD = {*_ALL} - {*_ATTENTION}
+FEED_FORWARD = {*_ALL} - {*_ATTENTION}
 _GROUPS = {"attn": _ATTENTION, "all": _ALL, "all-linear": _ALL}
-_EXPERT_WEIGHTS = ["down_proj", "gate_up_proj"]
-"""Tensors that hold the matrices of all experts of a layer."""
-
-# Options that may only be empty or false in a PEFT configuration: our layers do not have them.
-_UNSUPPORTED = (
-    "fan_in_fan_out", "use_dora", "use_qalora", "use_bdlora", "lora_bias", "modules_to_save",
-    "exclude_modules", "rank_pattern", "alpha_pattern", "layer_replication", "layers_pattern",
-    "layers_to_transform", "trainable_token_indices", "alora_invocation_tokens",
-)  # fmt: skip
-
-_KEEPS_BASE = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
-"""Initialisations that keep the base; others change it, and an adapter belongs to that base."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,92 +71,21 @@ class LoRASettings:
     def beside_experts(self) -> tuple[list[str], bool]:
         """Returns the adapted modules of a model with experts, and whether experts are, too."""
         modules = set(self.modules())
-        if met := modules & _FEED_FORWARD:
-            if met != _FEED_FORWARD:
+        if met := modules & FEED_FORWARD:
+            if met != FEED_FORWARD:
                 raise ValueError(
-                    f"lora.targets: expected {sorted(_FEED_FORWARD)} together in a model with "
+                    f"lora.targets: expected {sorted(FEED_FORWARD)} together in a model with "
                     f"experts, got {sorted(met)}"
                 )
             if self.dropout:
                 raise ValueError(
                     f"lora.dropout: expected 0 for an adapter on experts, got {self.dropout}"
                 )
-        return sorted(modules - _FEED_FORWARD), bool(met)
+        return sorted(modules - FEED_FORWARD), bool(met)
 
-
-def _last_names(paths: Iterable[str]) -> set[str]:
-    """Returns the names of modules or parameters that paths such as ``blocks.0.ff_out`` name."""
-    return {path.rpartition(".")[2] for path in paths}
-
-
-def read_adapter_settings(folder: Path) -> LoRASettings:
-    """Reads ``adapter_config.json`` of a PEFT folder."""
-    path = folder / CONFIG_FILE
-    if not path.is_file():
-        raise ValueError(f"{folder}: expected an adapter folder with {CONFIG_FILE}")
-    with fitting(path):
-        config = read_json_object(path)
-        asked = [option for option in _UNSUPPORTED if config.get(option)]
-        asked += [o for o, v in (("peft_type", "LORA"), ("bias", "none")) if config.get(o, v) != v]
-        if config.get("init_lora_weights") not in _KEEPS_BASE:
-            asked.append("init_lora_weights")
-        if asked:
-            raise ValueError(f"{path}: option {asked[0]}={config[asked[0]]!r} is not supported")
-        targets = config.get("target_modules") or []
-        if not isinstance(targets, str):
-            targets = _last_names(targets)
-        held = _last_names(config.get("target_parameters") or [])
-        if held:
-            if held != set(_EXPERT_WEIGHTS):
-                raise ValueError(
-                    f"{path}: option target_parameters={config['target_parameters']!r} is not "
-                    f"supported, expected {_EXPERT_WEIGHTS} of experts"
-                )
-            targets = [*targets, *_FEED_FORWARD]
-        settings = LoRASettings(
-            rank=config.get("r", 8),  # peft's defaults, here and below
-            alpha=config.get("lora_alpha", 8),
-            dropout=config.get("lora_dropout", 0.0),
-            targets=targets if isinstance(targets, str) else sorted(targets),
-            rslora=bool(config.get("use_rslora", False)),
-        )
-        of_declared_kinds(settings)
-    return settings
-
-
-def differing_base(folder: Path, base: str | None) -> str | None:
-    """Returns the model that an adapter was trained on, if it is not ``base``.
-
-    A model may have moved, such as a local copy from a hub: unless both are folders here, only the
-    last part of the name counts. ``None`` if they are the same or one of them is not known.
-    """
-    trained_on = read_json_object(folder / CONFIG_FILE).get("base_model_name_or_path")
-    if not trained_on or base is None:
-        return None
-    one, other = Path(unpinned(str(trained_on))), Path(unpinned(base))
-    are_here = one.is_dir() and other.is_dir()
-    is_same = one.resolve() == other.resolve() if are_here else one.name == other.name
-    return None if is_same else str(trained_on)
-
-
-WEIGHTS_FILE = "adapter_model.safetensors"
 
 POLICY = "default"
 """Name of the adapter that a backbone trains, loads and writes; also peft's default."""
-_PREFIX = "base_model.model."
-
-_ATEN = torch.ops.aten
-_PRODUCTS = (
-    _ATEN.mm.default,
-    _ATEN.addmm.default,
-    _ATEN.bmm.default,
-    _ATEN._grouped_mm.default,
-    _ATEN._scaled_dot_product_flash_attention.default,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
-    _ATEN._scaled_dot_product_efficient_attention.default,
-    _ATEN._scaled_dot_product_cudnn_attention.default,
-)
-"""Operations that are expensive to recompute: matrix products and attention."""
 
 
 def peft_config(settings: LoRASettings, **facts: Any) -> LoraConfig:
@@ -237,7 +146,7 @@ def using_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
     """Runs forwards of a decoder with another of its adapters, or with none (``None``).
 
     The choice is made when a forward runs; its backward may come later, even if it recomputes
-    layers (:func:`recompute_layers`).
+    layers (:mod:`lit_dlm.backbones.recompute`).
     """
     from peft.tuners.lora import LoraLayer
 
@@ -253,94 +162,11 @@ def using_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
             layer._active_adapter = names
 
 
-def recompute_layers(model: PreTrainedModel, *, keep_products: bool) -> None:
-    """Turns on gradient checkpointing; outputs of :data:`_PRODUCTS` may be kept."""
-    for layer in model.model.layers:
-        # As transformers' own switch, without its hook that makes embeddings require gradients.
-        layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = _recomputed(layer, keep_products=keep_products)
-
-
-def _recomputed(layer: nn.Module, *, keep_products: bool) -> Callable[..., Any]:
-    """Returns a function that runs a layer and, in the backward, again with the same adapter."""
-    from peft.tuners.lora import LoraLayer
-
-    @contextmanager
-    def again(kept: AbstractContextManager[Any], name: str | None) -> Iterator[None]:
-        with kept, using_adapter(layer, name):
-            yield
-
-    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        forward, kept = nullcontext(), nullcontext()
-        if keep_products:
-            forward, kept = create_selective_checkpoint_contexts(list(_PRODUCTS))
-        # Read while the layer runs: by the time of the backward another adapter may be in use.
-        adapted = [part for part in layer.modules() if isinstance(part, LoraLayer)]
-        names = adapted[0]._active_adapter if adapted else []
-        return forward, again(kept, next(iter(names), None))
-
-    return partial(checkpoint, use_reentrant=False, context_fn=contexts)
-
-
 def adapter_parameters(model: nn.Module, name: str = POLICY) -> Iterator[tuple[str, nn.Parameter]]:
     """Yields weights of an adapter, as ``model.layers.0.self_attn.q_proj.lora_A.weight``."""
     for path, parameter in model.named_parameters():
         if ".lora_" in path and f".{name}." in path.partition(".lora_")[2]:
             yield path.replace(f".{name}.", "."), parameter
-
-
-def adapter_tensors(model: nn.Module, *, layout: KeyLayout) -> dict[str, Tensor]:
-    """Returns the policy's adapter as PEFT stores it; if sharded, all processes must call this."""
-    return {
-        _PREFIX + original_key(name, layout): plain_tensor(parameter)
-        for name, parameter in adapter_parameters(model)
-    }
-
-
-def save_adapter(
-    tensors: Mapping[str, Tensor],
-    settings: LoRASettings,
-    folder: Path,
-    *,
-    layout: KeyLayout,
-    task: str,
-    base_name: str | None,
-) -> None:
-    """Writes the result of :func:`adapter_tensors` as a PEFT folder."""
-    targets = settings.modules()
-    if layout == "llada":
-        names = {target: own for own, target in LLADA_MODULES.items()}
-        # By their paths: the bare name ff_out would also match the head.
-        paths = {key.partition(".lora_")[0].partition("transformer.")[2] for key in tensors}
-        targets = sorted(paths if "down_proj" in targets else {names[one] for one in targets})
-    parts = {key.removeprefix(_PREFIX).partition(".lora_")[0] for key in tensors}
-    experts = {part.removesuffix(".base_layer") for part in parts if ".experts" in part}
-    if experts:
-        targets, _ = settings.beside_experts()
-    folder.mkdir(parents=True, exist_ok=True)
-    save_weights(tensors, folder / WEIGHTS_FILE)
-    config = peft_config(
-        settings,
-        target_modules=targets,
-        target_parameters=sorted(f"{one}.{name}" for one in experts for name in _EXPERT_WEIGHTS),
-        task_type=task,
-        base_model_name_or_path=base_name and unpinned(base_name),
-        inference_mode=True,
-    ).to_dict()
-    # As peft's own writer, which would follow a link.
-    plain = {key: sorted(one) if isinstance(one, set) else one for key, one in config.items()}
-    write_json_object(folder / CONFIG_FILE, plain)
-
-
-def load_adapter(model: nn.Module, path: Path, *, layout: KeyLayout) -> None:
-    """Reads the weights of a PEFT folder, named as in ``layout`` or transformers."""
-    wanted = dict(adapter_parameters(model))
-    ours: dict[str | None, str] = {}
-    for name in wanted:
-        ours |= {name: name, original_key(name, layout): name}
-    load_weights(
-        [path], wanted, rename=lambda key: ours.get(whole_key(key.removeprefix(_PREFIX)), key)
-    )
 
 
 # -- adding an adapter to its weights ------------------------------------------------------------

@@ -6,14 +6,34 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from lit_dlm.backbones.base import BackboneSpec
+from lit_dlm.backbones.loading import Source
 from lit_dlm.backbones.resolution import locate, read_added_tokens, resolve
 from lit_dlm.backbones.weights import load_weights
 from lit_dlm.system.files import fitting
-from lit_dlm.vision.base import VisionSettings
+from lit_dlm.vision.base import Vision, VisionSettings
 from lit_dlm.vision.magvit import Magvit
 from lit_dlm.vision.patches import CODEBOOK, PatchTokenizer
 from lit_dlm.vision.tokens import TokenVision
 from lit_dlm.vision.tower import TowerVision
+
+
+def load_vision(
+    settings: VisionSettings,
+    source: Source,
+    spec: BackboneSpec,
+    *,
+    vocab_size: int,
+    dtype: torch.dtype,
+) -> Vision:
+    """Returns what a model sees pictures with: tokens of its vocabulary, or a tower's rows."""
+    first_id = spec.text_vocab_size
+    if first_id is not None:
+        return token_vision(source.name, settings, first_id=first_id, vocab_size=vocab_size)
+    config = source.config or {"model_type": spec.family}
+    return tower_vision(settings, config, source.files).to(dtype)
 
 
 def tower_vision(

@@ -12,8 +12,9 @@ from typing import Any, get_args
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from lit_dlm.backbones.decoder import DType
-from lit_dlm.backbones.hf import ExportLayout, HFBackbone, load_backbone
+from lit_dlm.backbones.export import ExportLayout, export_model, own_layout, save_adapter
+from lit_dlm.backbones.hf import HFBackbone, load_backbone
+from lit_dlm.backbones.loading import DType
 from lit_dlm.backbones.resolution import is_local, locate, unpinned
 from lit_dlm.reports.results import ResultFolder, write_json
 from lit_dlm.reports.summary import MethodSummary, markdown_tables, summarise_run
@@ -98,12 +99,12 @@ def main(arguments: Sequence[str], command: str = "export") -> int:
         vision=VisionSettings() if sees else None,
     )
     folder: Path = options.folder
-    layout = options.layout or backbone.own_layout
+    layout = options.layout or own_layout(backbone)
     summaries = _measured(options.results, backbone) if options.results else []
     if options.only_adapter:
-        backbone.save_adapter(folder, layout=layout)
+        save_adapter(backbone, folder, layout=layout)
     else:
-        backbone.export(folder, layout=layout)
+        export_model(backbone, folder, layout=layout)
         copy_tokenizer(options.model, folder)
         write_json(folder / "generation_config.json", _generation_config(backbone))
     write_atomically(folder / "README.md", _card(options, backbone, summaries))

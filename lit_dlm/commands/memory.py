@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
+from lit_dlm.backbones.adapter_files import read_adapter_settings
 from lit_dlm.backbones.architecture import Architecture
-from lit_dlm.backbones.decoder import torch_dtype
-from lit_dlm.backbones.lora import LoRASettings, read_adapter_settings
+from lit_dlm.backbones.loading import torch_dtype
+from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.backbones.resolution import FromAR, locate, resolve
 from lit_dlm.decoding.caches import PROMPT_TOKENS
 from lit_dlm.predict.decode import default_batch

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from lit_dlm.backbones.export import export_model
 from lit_dlm.backbones.hf import DType, HFBackbone
 from lit_dlm.finetuning.muon import MuonAdamW
 from lit_dlm.predict.decode import DecodeModule
@@ -131,7 +132,7 @@ class PretrainModule(DecodeModule):
         if self.export_dir is None or self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         # Sharded weights are gathered one by one, so every process must take part.
-        self.backbone.export(self.export_dir, dtype=self.export_dtype)
+        export_model(self.backbone, self.export_dir, dtype=self.export_dtype)
         if self.trainer.is_global_zero:
             copy_tokenizer(self.tokenizer_path, self.export_dir)
             logger.info("wrote the model to %s", self.export_dir)

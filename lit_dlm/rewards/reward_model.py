@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from lit_dlm.backbones.chat_template import apply_chat_template
-from lit_dlm.backbones.decoder import DType
+from lit_dlm.backbones.loading import DType
 from lit_dlm.backbones.resolution import load_tokenizer, locate, weight_files
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
 from lit_dlm.system.files import fitting

@@ -32,6 +32,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from lit_dlm.backbones.export import export_model, save_adapter
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.lora import adapter_parameters
 from lit_dlm.backbones.resolution import locate
@@ -142,16 +143,16 @@ def export_trained(backbone: HFBackbone, tokenizer: str, folder: Path, *, write:
     Every process must call it, and one of them copies the tokenizer (``write``).
     """
     if backbone.adapter is not None:
-        backbone.save_adapter(folder)
+        save_adapter(backbone, folder)
         return
     for part in backbone.modules():
         if isinstance(part, FSDPModule):
             part.reshard()  # a validation leaves outer weights gathered, perhaps in bfloat16
-    backbone.export(folder)
+    export_model(backbone, folder)
     if write:
         copy_tokenizer(tokenizer, folder)
-        if backbone.new_mask_token is not None:
-            _name_mask(folder, backbone.new_mask_token, backbone.spec.mask_id)
+        if backbone.source.mask_token is not None:
+            _name_mask(folder, backbone.source.mask_token, backbone.spec.mask_id)
 
 
 def _name_mask(folder: Path, text: str, mask_id: int) -> None:

@@ -244,7 +244,7 @@ def decoding_weights(backbone: HFBackbone) -> Iterator[None]:
         with whole_weights(backbone):
             yield
         return
-    with restored(backbone.model, backbone.mapped), whole_weights(backbone):
+    with restored(backbone.model, backbone.source.mapped), whole_weights(backbone):
         fold(backbone.model)
         with backbone.using_adapter(None):
             yield

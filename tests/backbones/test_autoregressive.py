@@ -19,6 +19,7 @@ from lit_dlm.backbones import (
     resolve,
 )
 from lit_dlm.backbones.base import UNKNOWN_ID
+from lit_dlm.backbones.export import export_model
 from lit_dlm.datamodules.supervised import SupervisedDataModule
 from lit_dlm.datamodules.supervised_sources import ResponsesList
 from lit_dlm.finetuning.sft import SFTModule
@@ -173,7 +174,7 @@ def test_the_export_is_a_diffusion_model(tmp_path: Path):
     checkpoint(tmp_path / "ar", "qwen3")
     start = FromAR(shift=0, attention="block", block_size=4)
     backbone = HFBackbone(str(tmp_path / "ar"), from_ar=start).eval()
-    backbone.export(tmp_path / "dlm")
+    export_model(backbone, tmp_path / "dlm")
     again = load_backbone(tmp_path / "dlm")
     assert again.spec == backbone.spec
     assert (again.spec.attention, again.spec.block_size) == ("block", 4)
@@ -227,7 +228,7 @@ def test_biases_and_rotary_scales_of_variants_are_kept(
     theirs.config.is_causal = False
     backbone = HFBackbone(str(tmp_path), from_ar=FromAR(shift=0)).eval()
     torch.testing.assert_close(backbone(IDS)[..., :24], theirs(IDS).logits)
-    backbone.export(tmp_path / "out")
+    export_model(backbone, tmp_path / "out")
     assert torch.equal(load_backbone(tmp_path / "out")(IDS), backbone(IDS))
 
 

@@ -20,7 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from lit_dlm.backbones import HFBackbone, LoRASettings, load_backbone, resolve
-from lit_dlm.backbones.decoder import random_decoder
+from lit_dlm.backbones.export import export_model, save_adapter
+from lit_dlm.backbones.loading import random_decoder
 from lit_dlm.tensors.batches import aligned
 from tests.backbones.folders import A2D, FAST_DLLM, SPARSE, randomise, weights_of, write
 
@@ -48,11 +49,11 @@ def test_names_and_logits_are_those_of_the_families_own_code(
     expected[..., backbone.spec.forbidden_ids] = -torch.inf
     logits = backbone.denoise(IDS).logits
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
-    backbone.export(tmp_path / "again", layout="original")
+    export_model(backbone, tmp_path / "again", layout="original")
     written = load_file(tmp_path / "again" / "model.safetensors")
     assert written.keys() == tensors.keys()
     assert all(written[key].equal(tensors[key]) for key in tensors)
-    backbone.export(tmp_path / "hf")
+    export_model(backbone, tmp_path / "hf")
     same = load_backbone(tmp_path / "hf")
     assert same.architecture.digest() == backbone.architecture.digest()
     assert same.denoise(IDS).logits.equal(logits)
@@ -111,15 +112,15 @@ def test_adapters_on_experts_load_in_peft_and_merge(
     }
     assert {"1.mlp.experts", "1.mlp.experts.base_layer"} <= adapted
     assert any("q_proj" in one for one in adapted) == (targets == "all")
-    backbone.save_adapter(tmp_path / "adapter")
+    save_adapter(backbone, tmp_path / "adapter")
     again = load_backbone(folder, adapter=tmp_path / "adapter")
     assert again.adapter.modules() == sorted(settings.modules())
     assert again(IDS).equal(logits)
-    backbone.export(tmp_path / "merged")
+    export_model(backbone, tmp_path / "merged")
     torch.testing.assert_close(
         load_backbone(tmp_path / "merged")(IDS), logits, atol=1e-4, rtol=1e-4
     )
-    load_backbone(folder).export(tmp_path / "hf")
+    export_model(load_backbone(folder), tmp_path / "hf")
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # that keys are missing is only warned about
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
@@ -136,7 +137,7 @@ def test_biases_of_routers_are_not_rounded(tmp_path: Path) -> None:
     moved = load_backbone(folder).to(torch.bfloat16)
     for backbone in (load_backbone(folder, dtype="bfloat16"), moved):
         assert backbone.dtype == torch.bfloat16
-        backbone.export(tmp_path / "again", layout="original")
+        export_model(backbone, tmp_path / "again", layout="original")
         written = load_file(tmp_path / "again" / "model.safetensors")
         assert written[key].equal(tensors[key])
         assert written["lm_head.weight"].dtype == torch.bfloat16

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lit_dlm.backbones import HFBackbone, load_backbone, resolve, weights
+from lit_dlm.backbones.export import export_model
 from lit_dlm.backbones.resolution import weight_files
 from lit_dlm.tensors.batches import aligned
 from tests.backbones.conftest import tiny_architecture
@@ -33,7 +34,7 @@ def test_a_variant_has_the_logits_of_the_slow_decoder_and_both_layouts_round_tri
     first = load_backbone(write(tmp_path / "released", config, tensors))
     assert first.spec.shift == (config["model_type"] == "Dream")
     assert_logits(first, config, tensors)
-    first.export(tmp_path / "hf")
+    export_model(first, tmp_path / "hf")
     second = load_backbone(tmp_path / "hf")
     assert second.architecture.digest() == first.architecture.digest()
     assert torch.equal(second(IDS), first(IDS))
@@ -44,7 +45,7 @@ def test_a_variant_has_the_logits_of_the_slow_decoder_and_both_layouts_round_tri
     shapes = {key: value.shape for key, value in tensors.items()}
     assert file_shapes(resolve(config)) == shapes
     for backbone, folder in ((first, tmp_path / "again"), (second, tmp_path / "back")):
-        backbone.export(folder, layout="original")
+        export_model(backbone, folder, layout="original")
         written = tensors_of(folder)
         assert written.keys() == tensors.keys()
         assert all(torch.equal(written[key], tensors[key]) for key in tensors)
@@ -64,7 +65,7 @@ def test_shards_with_an_index_hold_the_same_model(
     backbone = load_backbone(write(tmp_path / "one", config, random_tensors(config)))
     folder = tmp_path / "many"
     monkeypatch.setattr(weights, "SHARD_BYTES", 9000)
-    backbone.export(folder)
+    export_model(backbone, folder)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     shards = set(index["weight_map"].values())
     assert len(shards) > 5
@@ -75,7 +76,7 @@ def test_shards_with_an_index_hold_the_same_model(
     assert index["metadata"]["total_size"] == sum(v.nbytes for v in tensors_of(folder).values())
     for size, written in ((10**6, {"model.safetensors"}), (9000, shards)):
         monkeypatch.setattr(weights, "SHARD_BYTES", size)
-        backbone.export(folder)
+        export_model(backbone, folder)
         assert {path.name for path in folder.glob("*.safetensors")} == written
         assert (folder / "model.safetensors.index.json").exists() == (written == shards)
         assert torch.equal(load_backbone(folder)(IDS), backbone(IDS))
@@ -88,7 +89,7 @@ def test_an_export_that_was_cut_short_is_no_mixture_of_two_models(
     backbone = load_backbone(write(tmp_path / "one", config, random_tensors(config)))
     folder, written = tmp_path / "many", []
     monkeypatch.setattr(weights, "SHARD_BYTES", 9000)
-    backbone.export(folder)
+    export_model(backbone, folder)
     save = weights.save_weights
 
     def killed(tensors: dict[str, torch.Tensor], path: Path) -> None:
@@ -99,7 +100,7 @@ def test_an_export_that_was_cut_short_is_no_mixture_of_two_models(
 
     monkeypatch.setattr(weights, "save_weights", killed)
     with pytest.raises(KeyboardInterrupt):
-        backbone.export(folder)
+        export_model(backbone, folder)
     with pytest.raises((ValueError, OSError), match=r"many.*safetensors"):
         load_backbone(folder)
 
@@ -108,9 +109,9 @@ def test_unknown_ids_stay_unknown(tmp_path: Path):
     config = {key: value for key, value in HF.items() if not key.endswith("token_id")}
     backbone = load_backbone(write(tmp_path / "m", config, random_tensors(config)))
     for layout in ("hf", "original"):
-        backbone.export(tmp_path / layout, layout=layout)  # type: ignore[arg-type]
+        export_model(backbone, tmp_path / layout, layout=layout)  # type: ignore[arg-type]
         assert load_backbone(tmp_path / layout).spec == backbone.spec
         written = json.loads((tmp_path / layout / "config.json").read_text())
         assert written.get("eos_token_id") is None
     with pytest.raises(ValueError, match="layout"):  # of no family's files
-        HFBackbone(architecture=tiny_architecture()).export(tmp_path, layout="original")
+        export_model(HFBackbone(architecture=tiny_architecture()), tmp_path, layout="original")

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lit_dlm.backbones import FromAR, weights
+from lit_dlm.backbones.export import export_model
 from lit_dlm.backbones.hf import HFBackbone
 from tests.backbones.conftest import tiny_architecture
 
@@ -114,7 +115,7 @@ def test_equal_weights_are_saved_as_equal_bytes_and_load_into_float32(
     make_backbone: Maker, tmp_path: Path
 ):
     for name in ("a", "b"):
-        make_backbone().export(tmp_path / name, dtype="bfloat16")
+        export_model(make_backbone(), tmp_path / name, dtype="bfloat16")
     files = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
     assert files.keys() == {"config.json", "model.safetensors"}
     assert files == {path.name: path.read_bytes() for path in (tmp_path / "b").iterdir()}
@@ -129,7 +130,7 @@ def test_rotary_frequencies_stay_in_float32(make_backbone: Maker, tmp_path: Path
     backbone = make_backbone()
     expected = backbone.model.model.rotary_emb.inv_freq.clone()
     assert expected.dtype == torch.float32
-    backbone.export(tmp_path)
+    export_model(backbone, tmp_path)
     nn.ModuleList([backbone]).to(torch.bfloat16)
     loaded = HFBackbone(str(tmp_path), dtype="bfloat16")
     for cast in (backbone, loaded):
@@ -147,7 +148,7 @@ def test_description_tells_models_apart(
     assert facts["num_parameters"] == 32 * 16 + 3 * (1024 + 48 + 1152 + 32) + 16
     assert facts["weights_sha256"] is None
     monkeypatch.setattr(weights, "SHARD_BYTES", 9000)
-    backbone.export(tmp_path)
+    export_model(backbone, tmp_path)
     shards = sorted(tmp_path.glob("*.safetensors"))
     loaded = HFBackbone(str(tmp_path)).describe()
     assert loaded["config_sha256"] == facts["config_sha256"]

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from lit_dlm.backbones import HFBackbone, tokenizer_of
+from lit_dlm.backbones.export import save_adapter
 from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.backbones.projection import Projector, ProjectorConfig
 from lit_dlm.backbones.resolution import ASSETS, load_tokenizer
@@ -162,7 +163,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(place / "ar", {**dream, "model_type": "qwen2"}, weights_of(dream))
     shutil.copytree(ASSETS / "tiny", place / "tiny", ignore=shutil.ignore_patterns("*policy"))
     shutil.copytree(ASSETS / "tiny" / "outcome_policy", place / "policy")
-    HFBackbone("tiny", lora=LoRASettings(rank=2)).save_adapter(place / "adapter")
+    save_adapter(HFBackbone("tiny", lora=LoRASettings(rank=2)), place / "adapter")
     Projector(ProjectorConfig(hidden_size=8, hidden_rank=4, delta_rank=2)).save(place / "projector")
     save_classifier(place / "reward")
     shutil.copytree(ASSETS / "tiny-pictures", place / "pictures")

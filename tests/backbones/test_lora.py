@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lit_dlm.backbones import HFBackbone, LoRASettings, load_backbone, lora
-from lit_dlm.backbones.lora import adapter_parameters, read_adapter_settings
+from lit_dlm.backbones.adapter_files import read_adapter_settings
+from lit_dlm.backbones.export import export_model, save_adapter
+from lit_dlm.backbones.lora import adapter_parameters
 from lit_dlm.training.checkpoint import export_trained
 from tests.backbones.folders import IDS, randomise, write
 from tests.backbones.reference import HF, LLADA, random_tensors, raw_logits
@@ -64,7 +66,7 @@ def test_a_released_llada_adapter_adds_its_products_to_the_right_weights(tmp_pat
     assert not any(parameter.requires_grad for parameter in backbone.parameters())
     expected = raw_logits(LLADA, adapted, IDS).float()
     torch.testing.assert_close(backbone(IDS), expected, atol=1e-4, rtol=1e-4)
-    backbone.export(tmp_path / "merged", layout="original")
+    export_model(backbone, tmp_path / "merged", layout="original")
     written = load_file(tmp_path / "merged" / "model.safetensors")
     torch.testing.assert_close(written, adapted)
 
@@ -76,7 +78,7 @@ def test_an_adapter_saved_and_loaded_is_the_same(
     folder = str(write(tmp_path / "base", words, random_tensors(words)))
     backbone = HFBackbone(folder, lora=LoRASettings(rank=3, alpha=5, targets="all")).eval()
     randomise(backbone)
-    backbone.save_adapter(tmp_path / "adapter", layout=layout)
+    save_adapter(backbone, tmp_path / "adapter", layout=layout)
     keys = load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys()
     start = "transformer.blocks.1.ff_out" if layout == "original" else "layers.1.mlp.down_proj"
     assert f"base_model.model.model.{start}.lora_A.weight" in keys
@@ -255,13 +257,13 @@ def test_contradicting_options_are_named(make_backbone: Maker):
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     """The embedded models have equal shapes. A folder of the same name is taken for the same."""
     backbone = HFBackbone("tiny", lora=LoRASettings(rank=2))
-    backbone.save_adapter(tmp_path / "adapter")
-    backbone.export(tmp_path / "tiny")
+    save_adapter(backbone, tmp_path / "adapter")
+    export_model(backbone, tmp_path / "tiny")
     for base in ("tiny", str(tmp_path / "tiny")):
         HFBackbone(base, adapter=str(tmp_path / "adapter"))
     with pytest.raises(ValueError, match=r"^adapter: .*trained on tiny, expected one of tiny-plan"):
         HFBackbone("tiny-planning", adapter=str(tmp_path / "adapter"))
-    backbone.export(tmp_path / "renamed")  # which model lies in a folder nobody can know
+    export_model(backbone, tmp_path / "renamed")  # which model lies in a folder nobody can know
     HFBackbone(str(tmp_path / "renamed"), adapter=str(tmp_path / "adapter"))
     assert "was trained on tiny, expected one of" in caplog.text
 
@@ -289,10 +291,10 @@ def test_a_side_adapter_counts_only_where_it_is_asked_for(tmp_path: Path) -> Non
     assert not any(torch.allclose(other, one) for one in (bare, before))
     other.nan_to_num(0.0, 0.0, 0.0).sum().backward()
     assert {n for n, v in model.named_parameters() if v.grad is not None} == beside
-    model.save_adapter(tmp_path / "adapter")
+    save_adapter(model, tmp_path / "adapter")
     written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert not any("value" in key for key in written)
-    model.export(tmp_path / "model")
+    export_model(model, tmp_path / "model")
     with torch.no_grad():
         again = HFBackbone(str(tmp_path / "model")).denoise(IDS).logits
     torch.testing.assert_close(again, before, rtol=1e-2, atol=2e-3)  # one rounding more

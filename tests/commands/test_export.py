@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import cli
 from lit_dlm.backbones import HFBackbone, LoRASettings, load_backbone, load_tokenizer
 from lit_dlm.backbones.base import backbone_facts
+from lit_dlm.backbones.export import save_adapter
 from lit_dlm.backbones.projection import ProjectorConfig
 from lit_dlm.backbones.resolution import ASSETS
 from lit_dlm.decoding import Decoder, NoQuota
@@ -47,7 +48,7 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     for name, parameter in backbone.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.2)
-    backbone.save_adapter(folder / "adapter")
+    save_adapter(backbone, folder / "adapter")
     return str(model), str(folder / "adapter")
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lit_dlm.backbones import load_backbone
+from lit_dlm.backbones.export import save_adapter
 from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.backbones.resolution import load_tokenizer
 from lit_dlm.grading import isolation_level
@@ -147,7 +148,7 @@ def test_what_changes_a_decode_is_recorded_and_verified(tmp_path: Path, capsys):
     for parameter in tuned.parameters():
         if parameter.requires_grad:
             parameter.data.normal_(std=0.05, generator=generator)
-    tuned.save_adapter(tmp_path / "adapter")
+    save_adapter(tuned, tmp_path / "adapter")
     changed = [f"--model.backbone.init_args.adapter={tmp_path / 'adapter'}"]
     changed.append("--model.backbone.init_args.spec_overrides={forbidden_ids: [7]}")
     run(*command(tmp_path, *changed, "--trainer.precision=bf16-mixed", methods=("threshold_09",)))

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lit_dlm.backbones import Architecture, HFBackbone
+from lit_dlm.backbones.export import export_model
 from lit_dlm.reports.plots import read_points
 from lit_dlm.training.checkpoint import copy_tokenizer
 from tests.e2e.runs import (
@@ -103,7 +104,7 @@ def block_model(folder: Path) -> str:
     torch.manual_seed(3)
     blocks = {"decoder": "qwen3", "family": "sdar", "attention": "block", "block_size": 4}
     given = {**ARCHITECTURE, **blocks, "initializer_range": 0.3, "eos_ids": (1,)}
-    HFBackbone(architecture=Architecture(**given)).export(folder)
+    export_model(HFBackbone(architecture=Architecture(**given)), folder)
     copy_tokenizer("tiny", folder)
     return str(folder)
 

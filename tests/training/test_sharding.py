@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lit_dlm.backbones import Architecture, HFBackbone, load_backbone
 from lit_dlm.backbones.cache import WindowCache, WindowPlan
+from lit_dlm.backbones.export import export_model
 from lit_dlm.predict.decode import DecodeModule
 from lit_dlm.training.checkpoint import export_trained
 from lit_dlm.training.sharding import (
@@ -447,7 +448,7 @@ def test_decoding_weights_hold_the_adapter_and_leave_nothing_behind(
     if once.adapter is None:
         assert found.equal(adapted)
         return
-    once.export(tmp_path)
+    export_model(once, tmp_path)
     merged = load_backbone(tmp_path, dtype=once.dtype)
     assert found.equal(merged.denoise(IDS).logits)
     assert not found.equal(adapted)
@@ -480,7 +481,7 @@ def test_weights_of_another_dtype_are_never_converted_whole_by_a_process(tmp_pat
     sizes = {"vocab_size": 8000, "hidden_size": 256, "intermediate_size": 1024, "num_heads": 4}
     ids = {"mask_id": 30, "pad_id": 0, "eos_ids": (1,)}
     architecture = Architecture(num_layers=4, **sizes, **ids)
-    HFBackbone(architecture=architecture, dtype="bfloat16").export(tmp_path)
+    export_model(HFBackbone(architecture=architecture, dtype="bfloat16"), tmp_path)
     in_two_processes(load_sharded, tmp_path)
 
 

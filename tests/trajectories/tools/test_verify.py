@@ -12,6 +12,7 @@ import torch
 
 from lit_dlm import decoding
 from lit_dlm.backbones import load_backbone, load_tokenizer
+from lit_dlm.backbones.export import export_model
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.projection import Projector, ProjectorConfig
 from lit_dlm.decoding import Decoder, DecodeSettings, NoQuota
@@ -108,7 +109,7 @@ def test_changed_weights_and_tokenizers_are_named(small, backbone, tmp_path):
     other, tokenizer = load_backbone("tiny"), load_tokenizer("tiny")
     with torch.no_grad():
         other.model.model.layers[0].mlp.down_proj.weight.mul_(-1.0)
-    other.export(tmp_path / "other")
+    export_model(other, tmp_path / "other")
     loaded = HFBackbone(str(tmp_path / "other"))
     tokenizer.add_tokens(["zzz"])
     recorded, now = (b.describe()["weights_sha256"] for b in (backbone, loaded))

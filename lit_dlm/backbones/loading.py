@@ -1,30 +1,39 @@
-"""Builds and loads transformers' decoders as denoisers, and puts faster parts into them.
-
-:mod:`lit_dlm.backbones.hf` runs them.
-"""
+"""Makes transformers' decoders: with random weights, or with those of a checkpoint."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from functools import cache
-from inspect import signature
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MethodType
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lit_dlm.backbones.architecture import HEAD_KEY, Architecture, original_key, whole_key
+from lit_dlm.backbones.architecture import (
+    FAMILIES,
+    HEAD_KEY,
+    Architecture,
+    original_key,
+    whole_key,
+)
 from lit_dlm.backbones.attention import AttentionRoute
 from lit_dlm.backbones.experts import Piece, expert_biases
-from lit_dlm.backbones.resolution import Resolved
+from lit_dlm.backbones.resolution import (
+    EXPORT_KEY,
+    RELEASE_KEY,
+    FromAR,
+    Resolved,
+    is_local,
+    locate,
+    resolve,
+    unpinned,
+    weight_files,
+)
 from lit_dlm.backbones.weights import load_weights
 from lit_dlm.system.files import fitting
-from lit_dlm.tensors.batches import gather_rows
-from lit_dlm.tensors.precision import without_autocast
 
 DType = Literal["float32", "bfloat16", "float16"]
 
@@ -32,6 +41,75 @@ DType = Literal["float32", "bfloat16", "float16"]
 def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """Returns the torch dtype of a setting, which may already be one."""
     return dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The files that a model came from; none of them for random weights."""
+
+    name: str | None = None
+    """Embedded name, folder or hub id."""
+    files: Sequence[Path] = ()
+    """Those of the weights."""
+    config: Mapping[str, Any] | None = None
+    """The configuration of the family's own code, if the model is one of a family."""
+    is_release: bool = False
+    """Whether the files are as the family releases them, and not as we export them."""
+    mask_token: str | None = None
+    """Text of a mask token that the files lack (``from_ar``), else ``None``."""
+    mapped: Mapping[str, Tensor] = field(default_factory=dict)
+    """Weights in a file's own memory, as they were read, by key."""
+    late_dtype: torch.dtype | None = None
+    """Dtype to which weights that are as in their files are still to be converted."""
+
+
+def load_checkpoint(
+    name: str,
+    *,
+    dtype: torch.dtype,
+    attn_implementation: AttentionRoute,
+    trains_all: bool,
+    spec_overrides: dict[str, Any] | None,
+    from_ar: FromAR | None,
+) -> tuple[PreTrainedModel, Architecture, Source]:
+    """Loads the decoder of an embedded model, a folder or a hub id."""
+    resolved = resolve(name, spec_overrides=spec_overrides, from_ar=from_ar)
+    folder = locate(name)
+    config, is_release = None, False
+    if resolved.architecture.family in FAMILIES:
+        is_release = EXPORT_KEY not in resolved.config
+        config = resolved.config.get(RELEASE_KEY, resolved.config if is_release else None)
+        with fitting(folder / "config.json"):
+            config = config and _with_code(config, name)
+    files = weight_files(folder)
+    # Each of several processes may keep only a part, and converts what it keeps: whole weights in
+    # another dtype would be in memory once per process.
+    is_one_of_several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    is_late = trains_all and is_one_of_several and not resolved.adds_mask
+    model, mapped = load_decoder(
+        resolved, files, attn_implementation=attn_implementation, dtype=dtype, as_stored=is_late
+    )
+    source = Source(
+        name=name,
+        files=files,
+        config=config,
+        is_release=is_release,
+        mask_token=resolved.mask_token,
+        mapped=mapped,
+        late_dtype=dtype if is_late else None,
+    )
+    return model, resolved.architecture, source
+
+
+def _with_code(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Returns a family's configuration; one from the hub refers to its code there."""
+    if is_local(name):
+        return {**config}
+    places = {
+        part: place if "--" in place else f"{unpinned(name)}--{place}"
+        for part, place in config.get("auto_map", {}).items()
+    }
+    return {**config, "auto_map": places} if places else config
 
 
 def random_decoder(
@@ -119,9 +197,12 @@ def _add_mask_row(model: PreTrainedModel, *, mask_id: int, vocab_size: int) -> N
         holder.vocab_size = vocab_size
 
 
-def quantise(model: PreTrainedModel) -> None:
+def quantise(model: PreTrainedModel, architecture: Architecture) -> None:
     """Replaces the matrices of a decoder's layers with 4-bit ones (NF4), in place, one by one."""
     from bitsandbytes.nn import Linear4bit, Params4bit
+
+    if architecture.experts is not None:
+        raise ValueError("HFBackbone.load_in_4bit: expected a model without experts")
 
     for name, linear in list(model.model.layers.named_modules()):
         if not isinstance(linear, nn.Linear):
@@ -142,81 +223,3 @@ def quantise(model: PreTrainedModel) -> None:
         setattr(model.model.layers.get_submodule(parent), last, packed.to(weight.device))
     # With this, peft puts its layer for 4-bit weights around them.
     model.is_loaded_in_4bit = True  # type: ignore[assignment]
-
-
-def replace_parts(model: PreTrainedModel) -> None:
-    """Puts faster norms and products and a shorter last layer into a decoder; its keys stay."""
-    for module in list(model.modules()):
-        for name, norm in module.named_children():
-            if (epsilon := getattr(norm, "variance_epsilon", None)) is not None:
-                weight = norm.get_parameter("weight")
-                fused = FusedRMSNorm(weight.shape, eps=epsilon, device="meta")
-                fused.weight = weight
-                setattr(module, name, fused)
-    if torch.backends.mkldnn.is_available():
-        for module in model.modules():
-            if type(module) is nn.Linear:
-                module.__class__ = Linear
-    last = model.model.layers[-1]
-    last.forward = MethodType(_last_layer_forward, last)
-    for layer in model.model.layers:
-        # Left at the module's own value, it would make an SDPA call without a mask causal.
-        layer.self_attn.is_causal = False
-
-
-@cache
-def cache_argument(decoder: type[nn.Module]) -> str:
-    """Name of the forward's argument for keys and values, which transformers 5.24 renamed."""
-    return "cache" if "cache" in signature(decoder.forward).parameters else "past_key_values"
-
-
-class FusedRMSNorm(nn.RMSNorm):
-    """The decoders' norm as one kernel on a GPU; transformers' takes eight and float32 copies.
-
-    In float32 the bits are the same. In half precision the product with the weight is rounded once,
-    not twice. CUDA's autocast, which is off here, would return float32 rows, which neither the
-    flash kernel nor the head's tensor cores take.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        with without_autocast(x.device):  # in the dtype of x: torch does not fuse across dtypes
-            return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
-
-
-_LARGE = 2**18
-"""Number of weights in a matrix from which oneDNN is the faster one of a CPU's two libraries."""
-
-
-class Linear(nn.Linear):
-    """A linear layer that runs large float32 products of CPU inference through oneDNN.
-
-    torch uses oneDNN for half precision only, and MKL for float32. MKL is slower on AMD processors:
-    by a tenth for many rows, by half for a few rows through a head.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight
-        if (
-            weight.numel() < _LARGE
-            or torch.is_grad_enabled()
-            or not weight.dtype == x.dtype == torch.float32
-            or weight.device.type != "cpu"
-            or torch.is_autocast_enabled("cpu")
-            or torch.compiler.is_compiling()
-        ):
-            return F.linear(x, weight, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(x, weight, self.bias, "none", [], "")
-
-
-def _last_layer_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Runs a decoder's last layer, ``(B, L, D)`` to ``(B, K, D)``.
-
-    After attention it computes only the rows of the ``(B, K)`` int64 columns ``kept``, or all.
-    """
-    kept = kwargs.pop("kept", None)
-    if kept is None:
-        return type(layer).forward(layer, hidden_states, *args, **kwargs)
-    normed = layer.input_layernorm(hidden_states)
-    attended, _ = layer.self_attn(*args, hidden_states=normed, **kwargs)
-    rows = gather_rows(hidden_states, kept) + gather_rows(attended, kept)
-    return rows + layer.mlp(layer.post_attention_layernorm(rows))

@@ -10,7 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lit_dlm.backbones import HFBackbone, load_backbone, weights
-from lit_dlm.backbones.decoder import FusedRMSNorm, Linear, cache_argument
+from lit_dlm.backbones.export import export_model
+from lit_dlm.backbones.parts import FusedRMSNorm, Linear, cache_argument
 from tests.backbones.conftest import tiny_architecture
 from tests.backbones.folders import write
 from tests.backbones.reference import LLADA, random_tensors
@@ -78,7 +79,7 @@ def test_loading_needs_the_weights_and_one_shard(tmp_path: Path, monkeypatch: py
     sizes = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 1024, "num_layers": 8}
     architecture = tiny_architecture(decoder="llama", num_heads=4, initializer_range=0.02, **sizes)
     monkeypatch.setattr(weights, "SHARD_BYTES", 6 * MEBIBYTE)
-    HFBackbone(architecture=architecture).export(tmp_path)
+    export_model(HFBackbone(architecture=architecture), tmp_path)
     shards = [path.stat().st_size for path in tmp_path.glob("*.safetensors")]
     assert len(shards) >= 6
     load_backbone(tmp_path)  # what the first load allocates once is not counted
