@@ -92,7 +92,7 @@ docs: install  ## Build the documentation site in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 .PHONY: hashes audit
-hashes:  ## Write constraints-hashed.txt anew: constraints.txt with the hash of every file (needs uv)
+hashes:  ## Write constraints-hashed.txt: constraints.txt with the hash of every file (needs uv)
 	grep -v '^torch==' constraints.txt | uv pip compile --quiet --no-deps --generate-hashes \
 	    --no-annotate --custom-compile-command 'make hashes' - --output-file constraints-hashed.txt
 
