@@ -368,6 +368,10 @@ def two_layer_error(backbone: HFBackbone) -> float:
     return float((ours[chosen] - wanted[chosen]).norm() / wanted[chosen].norm())
 
 
+UNTABLED = ("shards", "end", "process")
+"""Phases around a run, and what took no time, are in ``results.json`` alone."""
+
+
 def markdown(found: Mapping[str, Any], models: Sequence[str]) -> str:
     """Returns tables of the results, and the commands that produced them."""
     lines = ["| model | run | phase | s | CPU s | forwards | x bare | peak GiB | over weights |"]
@@ -376,13 +380,18 @@ def markdown(found: Mapping[str, Any], models: Sequence[str]) -> str:
     for model in models:
         for run in ("write", *RUNS[model]):
             for phase in found.get(f"{model}/{run}", []):
-                lines.append(_row(model, run, phase))
+                if phase["phase"] not in UNTABLED and _took_time(phase):
+                    lines.append(_row(model, run, phase))
                 if "error" in phase:
                     notes.append(f"{model}: two layers against float32, {phase['error']:.1e}")
             if run != "write":
                 parts = _flags(model, run)
                 commands.append(f"# {model}/{run}\nlit-dlm {shlex.join(parts)}")
     return "\n".join([*lines, "", *notes, "", "```bash", *commands, "```"])
+
+
+def _took_time(phase: Mapping[str, Any]) -> bool:
+    return phase["phase"] != "prepare" or phase["seconds"] > 2
 
 
 def _row(model: str, run: str, phase: Mapping[str, Any]) -> str:

@@ -631,25 +631,34 @@ def measured(out: Path, times: int, seed: int, only: list[str]) -> list[dict[str
     return cases
 
 
+WRONG = ("lost", "doubled", "changed", "unclear")
+
+
 def table(cases: list[dict[str, Any]]) -> str:
-    """Returns the table of docs/results/faults/index.md."""
-    sums = ("survived", "lost", "doubled", "changed", "unclear")
-    lines = [f"| fault | job | times | {' | '.join(sums)} |", "|---|---|" + "---:|" * 6]
-    for name, fault in FAULTS.items():
-        for job in fault.jobs:
-            hits = [c for c in cases if (c["fault"], c["job"], c["hit"]) == (name, job, True)]
-            if hits:
-                counts = [len(hits), *(sum(c.get(key, 0) for c in hits) for key in sums)]
-                lines.append(f"| {name} | {job} | {' | '.join(map(str, counts))} |")
-    each = Counter(case["job"] for case in cases if case["hit"])
+    """Returns the table of docs/results/faults: the cases that survived, and what others did."""
+    lines = [f"| fault | {' | '.join(JOBS)} |", "|---|" + "---:|" * len(JOBS)]
+    hits = [case for case in cases if case["hit"]]
+    for name in FAULTS:
+        of_it = {job: [c for c in hits if (c["fault"], c["job"]) == (name, job)] for job in JOBS}
+        if any(of_it.values()):
+            lines.append(f"| {name} | {' | '.join(map(_outcome, of_it.values()))} |")
+    each = Counter(case["job"] for case in hits)
     total = f"Run so far: {each.total()} ({', '.join(f'{job} {each[job]}' for job in JOBS)})."
-    left_out = [
-        f"- {name}: not in {', '.join(job for job in JOBS if job not in fault.jobs)}: "
-        f"{fault.elsewhere}."
-        for name, fault in FAULTS.items()
-        if fault.elsewhere
-    ]
-    return "\n".join([*lines, "", total, "", *left_out]) + "\n"
+    left_out: dict[str, list[str]] = {}
+    for name, fault in FAULTS.items():
+        if fault.elsewhere:
+            where = ", ".join(job for job in JOBS if job not in fault.jobs)
+            left_out.setdefault(f"not in {where}: {fault.elsewhere}.", []).append(name)
+    rest = [f"- {', '.join(names)}: {why}" for why, names in left_out.items()]
+    return "\n".join([*lines, "", total, "", *rest]) + "\n"
+
+
+def _outcome(cases: list[dict[str, Any]]) -> str:
+    """How many cases survived, of how many, and the sums of what went wrong."""
+    wrong = {key: sum(case.get(key, 0) for case in cases) for key in WRONG}
+    found = [f"{count} {key}" for key, count in wrong.items() if count]
+    survived = sum(case["survived"] for case in cases)
+    return ", ".join([f"{survived} of {len(cases)}", *found]) if cases else ""
 
 
 def main() -> None:
