@@ -76,6 +76,7 @@ class PromptExample:
 
     def responses(self, count: int) -> list[PromptExample]:
         """Returns the problem ``count`` times, with different uids and so different seeds."""
+        # The first keeps the uid alone: results of one response stay valid beside those of several.
         others = range(1, count)
         return [self, *(replace(self, uid=f"{self.uid}#{n}", response=n) for n in others)]
 
@@ -130,6 +131,7 @@ class DatasetTask(Task):
     hub_id: str | None = None
     hub_config: str | None = None
     required_fields: tuple[str, ...] = ()
+    wanted_source = "a local file or a hub id"  # what an error asks for where there is none
     own_template = "{{ question }}"
     grading = "none"  # how a completion is compared with the answer of the reference, see GRADERS
 
@@ -152,15 +154,15 @@ class DatasetTask(Task):
         self._shots = ""
         source = path or self.hub_id
         if source is None:
-            raise ValueError(f"path: expected a local file or a hub id for {self.name!r}, got none")
+            raise ValueError(f"path: expected {self.wanted_source} for {self.name!r}, got none")
         if num_shots:
-            has_same = shots_path in (None, source)
-            shots = self._worked_examples(num_shots, shots_path or source, has_same=has_same)
+            shots = self._worked_examples(num_shots, shots_path or source, prompts=source)
             # For results, which record it; it is never rendered, since rows may hold any Jinja.
             self.template = f"{{% raw %}}{shots}{{% endraw %}}{self.template or self.own_template}"
             self._shots = re.sub("\r\n?", "\n", shots)  # line ends as Jinja writes them
         at_least(1, limit=limit)
         rows = self._rows(source, self.split, option="path")
+        # Rows, which have their numbers, and not examples: a uid names the same problem always.
         if seed is not None:
             random.Random(seed).shuffle(rows)
         self._examples = [self._example(row) for row in rows[:limit]]
@@ -172,17 +174,18 @@ class DatasetTask(Task):
         )
         return self._usable(rows, split)
 
-    def _worked_examples(self, count: int, source: str, *, has_same: bool) -> str:
-        """Returns worked examples as one text; ``has_same``: prompts are from the same source."""
-        if has_same and (self.split == "train" or Path(source).expanduser().is_file()):
+    def _worked_examples(self, count: int, source: str, *, prompts: str) -> str:
+        """Returns worked examples as one text; ``prompts`` is the source of the task's own."""
+        # A file has no splits: its first rows would be both worked out and asked for.
+        is_split = self.split != "train" and not Path(source).expanduser().is_file()
+        if source == prompts and not is_split:
             raise ValueError(f"shots_path: expected other problems than those of {self.name!r}")
         rows = self._rows(source, "train", option="shots_path")
         within(f"[0, {len(rows)}]", num_shots=count)
         shots = [self._example(row) for row in rows[:count]]
         if any(one.images for one in shots):
             raise ValueError(f"num_shots: expected 0 where problems have pictures, got {count}")
-        texts = (f"{one.text}\n\n{self.reference_completion(one)}\n\n" for one in shots)
-        return "".join(texts)
+        return "".join(f"{one.text}\n\n{self.reference_completion(one)}\n\n" for one in shots)
 
     def _usable(self, rows: list[Row], split: str) -> list[Row]:
         return rows
@@ -247,20 +250,20 @@ class CodeTask(DatasetTask):
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
         """Returns the module to run: the stub and the code of the completion."""
-        return self._found(example, completion).code
+        return self._extracted(example, completion).code
 
     @staticmethod
-    def _found(example: PromptExample, completion: str) -> ExtractedCode:
+    def _extracted(example: PromptExample, completion: str) -> ExtractedCode:
         reference = example.reference
         answer = example.answer_start + completion
         return extract_code(answer, reference["entry_point"], stub=reference["stub"])
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
-        found = self._found(example, completion)
-        if (verdict := ungradable(found)) is not None:
+        extracted = self._extracted(example, completion)
+        if (verdict := ungradable(extracted)) is not None:
             return verdict
-        assert found.code is not None
-        return self._graded(example, found.code)
+        assert extracted.code is not None
+        return self._graded(example, extracted.code)
 
     def _graded(self, example: PromptExample, code: str) -> Verdict:
         return run_python_check(
@@ -269,6 +272,7 @@ class CodeTask(DatasetTask):
             example.reference["entry_point"],
             limits=self._limits_of(example),
             allow_code_execution=self.allow_code_execution,
+            # HumanEval's tests call helpers of the stub; those of the candidate could be forged.
             preamble=whole_part(example.reference["stub"]),
         )
 
@@ -278,15 +282,15 @@ class CodeTask(DatasetTask):
 
 def tasks_by_name(tasks: Sequence[Task], *, option: str = "tasks") -> dict[str, Task]:
     """Returns the tasks of a run by name; ``option`` is the name of the setting, for errors."""
-    found: dict[str, Task] = {}
+    by_name: dict[str, Task] = {}
     for task in tasks:
         checked_component(task, Task, option=option)
-        if task.name in found:
-            both = [f"{type(t).__name__} of split {t.split!r}" for t in (found[task.name], task)]
+        if task.name in by_name:
+            both = [f"{type(t).__name__} of split {t.split!r}" for t in (by_name[task.name], task)]
             twice = f"{task.name!r} twice ({' and '.join(both)})"
             raise ValueError(f"{option}: expected different names, got {twice}")
-        found[task.name] = task
-    return found
+        by_name[task.name] = task
+    return by_name
 
 
 def require_code_execution(
@@ -310,16 +314,18 @@ def require_code_execution(
 
 def check_uids(examples: Mapping[str, Sequence[PromptExample]]) -> None:
     """Refuses two prompts with one uid, whose results would be mixed up, and other tasks' names."""
-    seen: dict[str, str] = {}
+    origins: dict[str, str] = {}
     for name, group in examples.items():
         for row, example in enumerate(group):
             origin = f"row {row} of task {name!r}"
+            other = origins.setdefault(example.uid, origin)
+            problem = ""
             if example.task != name:
-                raise ValueError(f"tasks: expected task {name!r}, got {example.task!r} in {origin}")
-            if example.uid in seen:
-                where = f"{seen[example.uid]} and {origin}"
-                raise ValueError(f"tasks: expected uids once, got {example.uid!r} for {where}")
-            seen[example.uid] = origin
+                problem = f"task {name!r}, got {example.task!r} in {origin}"
+            elif other != origin:
+                problem = f"uids once, got {example.uid!r} for {other} and {origin}"
+            if problem:
+                raise ValueError(f"tasks: expected {problem}")
 
 
 @cache
@@ -351,7 +357,8 @@ class PromptTemplate:
     def __init__(self, given: str | None, *, default: str = "{{ question }}") -> None:
         self.given = None if given is None else template_text(given, kind="prompt")
         """The text given in place of the default, if any: recorded with results."""
-        # As for chat templates in transformers: a template reads its fields and does nothing else.
+        # Templates come with configurations of strangers: as chat templates in transformers, they
+        # read their fields and do nothing else. An unknown field is an error, not an empty text.
         environment = ImmutableSandboxedEnvironment(
             undefined=StrictUndefined, keep_trailing_newline=True
         )
@@ -361,6 +368,7 @@ class PromptTemplate:
             raise ValueError(f"template: {error} in {given!r}") from None
 
     def render(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        # As a module and not as a text, since a template may also set ``answer_start``.
         try:
             filled = self._template.make_module(dict(fields))
         except TemplateError as error:

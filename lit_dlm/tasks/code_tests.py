@@ -85,6 +85,7 @@ class CodeTests(CodeTask):
 
 def _seconds(row: Row) -> float:
     value = row.fields.get("test_time_limit", _DEFAULT_SECONDS)
+    # An hour at most: a row must not keep a worker busy for as long as it likes.
     is_time = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 3600
     row.expect(is_time, "a number of seconds in field 'test_time_limit'", value)
     return float(value)
@@ -92,6 +93,8 @@ def _seconds(row: Row) -> float:
 
 def _entry_point(tests: Sequence[str], row: Row) -> str:
     """Returns the function under test: the name that most assertions call, the first if tied."""
+    # The rows do not say it. A helper of the tests, or a class that they build, is called too, but
+    # rarely by as many of them.
     calls: Counter[str] = Counter()
     for test in tests:
         nodes = list(ast.walk(row.parsed(test)))

@@ -34,6 +34,7 @@ class DrawingPrompts(PromptsFile):
     def __init__(self, path: str, *, scorer: PictureScorer, **options: Any) -> None:
         self.scorer = scorer
         super().__init__(path, **options)
+        # Behind it, as the base has no grading of texts to say so.
         self.is_graded = self.is_soft = True
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
@@ -42,6 +43,7 @@ class DrawingPrompts(PromptsFile):
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
         answer = self.extract(example, completion)
+        # A score of 0, not none: the mean counts texts in place of pictures.
         if answer is None:
             return Verdict(status="no_answer", detail="the response is no picture", score=0.0)
         status: Status = "right" if float(answer) >= 0.5 else "wrong"

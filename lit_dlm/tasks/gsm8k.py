@@ -34,4 +34,5 @@ class GSM8K(DatasetTask):
         return self._prompt(row, f"{row.index:05d}", row.text("question").strip(), reference)
 
     def reference_completion(self, example: PromptExample) -> str:
+        # The release's annotations for a calculator, <<2+3=5>>, are no text that anybody writes.
         return _CALCULATOR.sub("", example.reference["solution"])

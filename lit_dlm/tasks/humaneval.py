@@ -41,11 +41,12 @@ class HumanEvalPlus(PlusTask):
 
     name = "humaneval+"
     own_template = _TEMPLATE
-    _file = "HumanEvalPlus.jsonl.gz"
 
     def _parts(self, row: Row) -> tuple[str, str, str]:
         stub = row.text("prompt")
         return stub, stub, stub + row.text("canonical_solution")
 
     def _rule(self, entry_point: str) -> tuple[Rule, None]:
+        # Any root is right. EvalPlus 0.3.1 judges it so, too, but then forgets to note it down, and
+        # no solution of HumanEval/32 can pass there.
         return ("root" if entry_point == "find_zero" else "close"), None

@@ -104,16 +104,17 @@ class KodCode(CodeTask):
 
 def _entry_point(row: Row, test: str, solution: str) -> str:
     """Returns what the row names, else the last that the solution defines and tests mention."""
-    told: Any = row.fields.get("test_info") or ()
-    named = [row.fields.get("entry_point"), *(each.get("function_name") for each in told)]
+    test_info: Any = row.fields.get("test_info") or ()
+    named = [row.fields.get("entry_point"), *(each.get("function_name") for each in test_info)]
     if name := next(filter(None, named), None):
         return str(name)
     try:
         defined = [getattr(node, "name", None) for node in ast.parse(solution).body]
     except (SyntaxError, ValueError):
         return ""
-    spoken_of = set(re.findall(r"\w+", test))
-    return next((str(name) for name in reversed(defined) if name in spoken_of), "")
+    # The last, since helpers come first; tests that mention none cannot be rewritten.
+    mentioned = set(re.findall(r"\w+", test))
+    return next((str(name) for name in reversed(defined) if name in mentioned), "")
 
 
 def checks(test_code: str, entry_point: str) -> tuple[str, str]:
@@ -128,7 +129,7 @@ def checks(test_code: str, entry_point: str) -> tuple[str, str]:
     except (SyntaxError, ValueError) as error:
         return "", f"the tests do not parse ({error})"
     tests = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
-    if entry_point and "check" in tests:
+    if entry_point and "check" in tests:  # the form of HumanEval, which the grader knows
         return test_code, ""
     tests = {name: node for name, node in tests.items() if name.startswith("test")}
     if problem := _problem(tree, tests, entry_point):
@@ -140,6 +141,7 @@ def checks(test_code: str, entry_point: str) -> tuple[str, str]:
 
 def _problem(tree: ast.Module, tests: dict[str, ast.FunctionDef], entry_point: str) -> str:
     defined = {getattr(node, "name", None) for node in tree.body}
+    # Fixtures and parametrised tests get their arguments from pytest's own machinery.
     awkward = [n for n, node in tests.items() if ast.unparse(node.args) or node.decorator_list]
     foreign = [name for name in _modules(tree) if name not in sys.stdlib_module_names]
     problems: dict[str, object] = {
@@ -149,7 +151,7 @@ def _problem(tree: ast.Module, tests: dict[str, ast.FunctionDef], entry_point: s
         f"{' and '.join(awkward)} needs pytest to give it arguments": awkward,
         f"the tests import {', '.join(map(repr, foreign))}": foreign,
     }
-    return next((told for told, holds in problems.items() if holds), "")
+    return next((problem for problem, holds in problems.items() if holds), "")
 
 
 def _modules(tree: ast.Module) -> Iterator[str]:
@@ -174,6 +176,8 @@ class _WithoutImports(ast.NodeTransformer):
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.stmt:
         if node.module != _MODULE:
             return node
+        # The grader binds the names of the answer; only those that the tests call otherwise are
+        # left to assign.
         renamed = [a for a in node.names if a.asname]
         if not renamed:
             return ast.Pass()

@@ -15,7 +15,7 @@ from lit_dlm.grading import SandboxLimits, Verdict
 from lit_dlm.grading.code import extract_code, python_block
 from lit_dlm.tasks.base import PromptExample
 from lit_dlm.tasks.code_tests import CodeTests
-from lit_dlm.tasks.sources import Row
+from lit_dlm.tasks.sources import Row, refusing
 
 # What the release puts in front of answers, in its order, and its time limit for each test.
 _MODULES = (
@@ -24,6 +24,7 @@ _MODULES = (
 )
 _STARS = "\n".join(f"from {name} import *" for name in f"{_MODULES}, builtins, typing".split(", "))
 _SECONDS = 6.0
+_UNREADABLE = (binascii.Error, zlib.error, ValueError, TypeError, KeyError)
 
 
 class LiveCodeBench(CodeTests):
@@ -60,9 +61,10 @@ class LiveCodeBench(CodeTests):
             row.expect(bool(method), "a method in field 'starter_code'", fields["starter_code"])
             fields["method"] = method[-1]
             fields["test_method"] = "function"
-            # As in the release, a tuple is as good as a list.
+            # As in the release, a tuple is as good as a list. The test says so itself: values are
+            # compared in the sandbox's trusted process, which knows nothing of this benchmark.
             fields["test_list"] = [
-                "assert (lambda found: [*found] if isinstance(found, tuple) else found)("
+                "assert (lambda value: [*value] if isinstance(value, tuple) else value)("
                 f"Solution().{method[-1]}(*{_values(test['input'])!r})) == "
                 f"{json.loads(test['output'])!r}"
                 for test in tests
@@ -77,7 +79,9 @@ class LiveCodeBench(CodeTests):
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
         method, stub = example.reference["method"], example.reference["stub"]
-        if method is not None and self._found(example, completion).problem:
+        # As in the release, the method may be a plain function. Tests ask for the class, so one is
+        # put around it, where there is none.
+        if method is not None and self._extracted(example, completion).problem:
             code = extract_code(example.answer_start + completion, method, stub=stub)
             if not code.problem:
                 solution = f"class Solution:\n    {method} = staticmethod({method})"
@@ -86,6 +90,8 @@ class LiveCodeBench(CodeTests):
         return super().grade(example, completion)
 
     def _limits_of(self, example: PromptExample) -> SandboxLimits:
+        # One process runs all tests and has the sum of their times; what a single test may take is
+        # the limit of a call.
         seconds = example.reference["seconds"]
         whole = seconds * (1 + len(example.reference.get("test_list", ())))
         return replace(self.limits, wall_seconds=whole, cpu_seconds=whole, call_seconds=seconds)
@@ -98,16 +104,17 @@ def _values(text: str) -> list[Any]:
 def _tests(row: Row, name: str) -> list[dict[str, str]]:
     """Reads tests: JSON, or a pickled text, zipped, in base64, which is read from its opcodes."""
     text = row.text(name)
-    try:
+    with refusing(f"{row.origin}: field {name!r} holds no tests", *_UNREADABLE):
         if not text.lstrip().startswith("["):
             packer = zlib.decompressobj()
+            # zlib packs up to a thousand to one: a row of some megabytes could fill the memory.
             limit = (64 << 20) + 20 * len(text)
             packed = packer.decompress(base64.b64decode(text, validate=True), limit)
             if packer.unconsumed_tail:
                 raise ValueError(f"expected at most {limit} bytes")
+            # Loading a pickle runs whatever it names. This one is a single text, which the opcodes
+            # hold as an argument, beside short ones of the protocol.
             strings = [arg for _, arg, _ in pickletools.genops(packed) if isinstance(arg, str)]
             text = max(strings, key=len)
         tests = json.loads(text)
         return [{key: str(test[key]) for key in ("input", "output")} for test in tests]
-    except (binascii.Error, zlib.error, ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{row.origin}: field {name!r} holds no tests ({error})") from None

@@ -32,6 +32,7 @@ class MATH(DatasetTask):
             has_problem = "problem" in row.fields or "question" in row.fields
             row.expect(has_problem, "a field 'problem'", list(row.fields))
         usable = [row for row in rows if self._answer(row)]
+        # Left out and not refused: in a long file of others, a few rows may lack an answer.
         if dropped := len(rows) - len(usable):
             logger.warning("left out %d of %d problems without an answer", dropped, len(rows))
         wanted = "a field 'answer' or a boxed solution in at least one row"
@@ -41,7 +42,7 @@ class MATH(DatasetTask):
     @staticmethod
     def _answer(row: Row) -> str:
         for name in ("answer", "ground_truth_answer"):
-            if isinstance(number := row.fields.get(name), int):
+            if isinstance(number := row.fields.get(name), int):  # also 0, which is false
                 return str(number)
             if row.fields.get(name):
                 return row.text(name).strip()
@@ -59,4 +60,5 @@ class MATH(DatasetTask):
 
     def reference_completion(self, example: PromptExample) -> str:
         answer, solution = example.reference["answer"], example.reference["solution"]
+        # A solution may box a step as well, or its answer in other words than the field has.
         return solution if last_boxed(solution) == answer else f"\\boxed{{{answer}}}"

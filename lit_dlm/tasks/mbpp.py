@@ -47,6 +47,7 @@ class MBPP(CodeTask):
     def _usable(self, rows: list[Row], split: str) -> list[Row]:
         one_of(*_SPLITS, split=split)
         numbers = _SPLITS[split]
+        # A file of the release has all problems; one that holds a split already loses nothing.
         usable = [row for row in rows if _number(row) in numbers]
         wanted = f"a problem of the split {split!r} ({numbers})"
         rows[0].expect(bool(usable), wanted, [_number(row) for row in rows])
@@ -69,13 +70,13 @@ class MBPPPlus(PlusTask):
 
     name = "mbpp+"
     own_template = "{{ question }}\n\n" + _INSTRUCTION
-    _file = "MbppPlus.jsonl.gz"
 
     def _parts(self, row: Row) -> tuple[str, str, str]:
         question = row.text("prompt").strip().strip(chr(34)).strip()
         return question, "", row.text("canonical_solution")
 
     def _restored(self, task_id: str, inputs: list[Any]) -> list[Any]:
+        # JSON has no tuples, sets or complex numbers; the release says by task what becomes which.
         return list(_evalplus("data.mbpp").mbpp_deserialize_inputs(task_id, inputs))
 
     def _rule(self, entry_point: str) -> tuple[Rule, Callable[..., Any] | None]:
@@ -85,7 +86,7 @@ class MBPPPlus(PlusTask):
             return "same_set", None
         if entry_point in special.MBPP_OUTPUT_NOT_NONE_TASKS:
             return "found_alike", None
-        if entry_point == "are_equivalent":
+        if entry_point == "are_equivalent":  # Mbpp/164, where EvalPlus takes any output
             return "anything", None
         alternatives = {
             "sum_div": lambda *_inputs: 0,
@@ -105,6 +106,7 @@ def _entry_point(code: str, tests: Sequence[str], row: Row) -> str:
     defined, *trees = (row.parsed(text).body for text in (code, *tests))
     nodes = (node for tree in trees for part in tree for node in ast.walk(part))
     used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    # Solutions define helpers first, and tests may call one of these, too.
     names = [n.name for n in defined if isinstance(n, ast.FunctionDef) and n.name in used]
     row.expect(bool(names), "tests that call a function of field 'code'", tests)
     return names[-1]

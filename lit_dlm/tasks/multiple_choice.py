@@ -54,12 +54,15 @@ class MultipleChoice(DatasetTask):
         fields = row.fields
         if "Correct Answer" in fields:
             texts = [row.text(name).strip() for name in ("Correct Answer", *_WRONG)]
+            # By the uid alone: runs of other limits or subsets show a question in the same order,
+            # and results stay paired. In the file, the right one always comes first.
             order = list(range(len(texts)))
             # Imported here: torch takes seconds to import, and tasks are made before it is needed.
             from lit_dlm.tensors.sampling import sample_seed
 
             random.Random(sample_seed(0, f"{self.name}/{key}")).shuffle(order)
             return [texts[number] for number in order], order.index(0)
+        # MMLU-Pro has both, a number and a letter; MMLU a number alone, under the letter's name.
         given: Any = fields.get("options", fields.get("choices"))
         has_texts = isinstance(given, list) and all(isinstance(text, str) for text in given)
         row.expect(has_texts, "a list of texts in 'options' or 'choices'", given)
@@ -141,12 +144,14 @@ class MMMU(MultipleChoice):
         return [row for row in rows if row.fields.get("question_type") != "open"]
 
     def _example(self, row: Row) -> PromptExample:
-        told = row.text("options")
+        written = row.text("options")
         options: Any = None
+        # A Python literal in the release, not JSON: texts are in single quotes.
         with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-            options = ast.literal_eval(told) if len(told) <= _LONGEST_OPTIONS else None
-        row.expect(isinstance(options, list), "a list in field 'options'", told)
+            options = ast.literal_eval(written) if len(written) <= _LONGEST_OPTIONS else None
+        row.expect(isinstance(options, list), "a list in field 'options'", written)
         texts = [row.text("question"), *map(str, options)]
+        # In the order of the marks, which need not be that of the numbers, and as often as marked.
         named = [int(number) for text in texts for number in re.findall(r"<image (\d)>", text)]
         texts = [re.sub(r"<image \d>", IMAGE_MARK, text) for text in texts]
         pictures = [row.fields.get(f"image_{number}") for number in named]

@@ -20,12 +20,9 @@ class PlusTask(CodeTask):
     """
 
     required_fields = ("task_id", "prompt", "entry_point", "canonical_solution")
-    _file: str
+    wanted_source = "a local file of the EvalPlus release (MbppPlus or HumanEvalPlus .jsonl.gz)"
 
     def __init__(self, path: str | None = None, **options: Any) -> None:
-        if path is None:
-            wanted = f"a local file of the EvalPlus release, such as {self._file}"
-            raise ValueError(f"path: expected {wanted}, for the task {self.name!r}, got none")
         super().__init__(path, **options)
         self._grader = PlusGrader(allow_code_execution=self.allow_code_execution)
 
@@ -58,6 +55,7 @@ class PlusTask(CodeTask):
     def problem(self, example: PromptExample) -> PlusProblem:
         reference = example.reference
         rule, alternative = self._rule(reference["entry_point"])
+        # From the example, at each grading: restored values are no JSON, and references are.
         return PlusProblem(
             name=reference["task_id"],
             entry_point=reference["entry_point"],

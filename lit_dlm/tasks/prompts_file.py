@@ -44,6 +44,7 @@ class PromptsFile(DatasetTask):
         seen: dict[str, str] = {}
         for row in rows:
             key = self._key(row)
+            # Uids are keys of records and results: of two equal ones, one would never be decoded.
             row.expect(key not in seen, f"an id other than that of {seen.get(key)}", key)
             seen[key] = row.origin
         return rows
@@ -64,6 +65,7 @@ class PromptsFile(DatasetTask):
         reference: dict[str, Any] = {}
         if self.is_graded:
             assert answer is not None
+            # Else every response would fail in grading, after it was decoded.
             is_right = self.grading != "numeric" or parse_number(answer) is not None
             row.expect(is_right, "an answer with a number", answer)
             reference["answer"] = answer

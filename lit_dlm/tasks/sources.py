@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import csv
 import logging
 import os
@@ -56,25 +57,23 @@ class Row:
         return list(values)
 
     def parsed(self, code: str) -> ast.Module:
-        try:
+        with refusing(f"{self.origin}: {code[:60]!r} does not parse", SyntaxError, ValueError):
             return ast.parse(code, CANDIDATE_FILE)
-        except (SyntaxError, ValueError) as error:
-            raise ValueError(f"{self.origin}: {code[:60]!r} does not parse ({error})") from None
 
     def pictures(self) -> tuple[Picture, ...]:
         """Returns ``images`` or ``image``: paths in the folders, or as data sets hold them."""
         given = self.fields.get("images") or self.fields.get("image") or []
-        found = []
+        pictures = []
         for value in given if isinstance(given, list) else [given]:
-            if isinstance(value, dict):
+            if isinstance(value, dict):  # as ``datasets`` stores a picture
                 value = value.get("bytes") or value.get("path")
             is_right = isinstance(value, str | bytes)
             self.expect(is_right, "paths or pictures in field 'images'", value)
             try:
-                found.append(self._picture(value))
+                pictures.append(self._picture(value))
             except (ValueError, OSError) as error:
                 raise ValueError(f"{self.origin}: {error}") from error
-        return tuple(found)
+        return tuple(pictures)
 
     def _picture(self, given: str | bytes) -> Picture:
         if isinstance(given, bytes):
@@ -85,6 +84,16 @@ class Row:
         if self.folders and not any(map(target.is_relative_to, folders)):
             raise ValueError(f"expected a picture inside {self.folders[0]}, got {given!r:.200}")
         return Picture(path)
+
+
+@contextlib.contextmanager
+def refusing(problem: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Makes errors of these kinds a ``ValueError`` of one line, the reason in brackets."""
+    try:
+        yield
+    except kinds as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{problem} ({reason})") from None
 
 
 def read_rows(
@@ -108,6 +117,7 @@ def read_rows(
         rows = list(_read_local(path, split, option))
     if not rows:
         raise ValueError(f"{option}: expected at least one row, {source} is empty")
+    # All of them before any work: a run that fails at row 900 has decoded 899 prompts for nothing.
     for row in rows:
         for name in required:
             row.expect(name in row.fields, f"a field {name!r}", list(row.fields))
@@ -122,6 +132,7 @@ def on_hub(source: str) -> bool:
 
 
 def _read_local(path: Path, split: str, option: str) -> Iterator[Row]:
+    # In the order of _READERS, so that a folder with two forms of a split has one reading.
     files = [path / f"{split}{suffix}" for suffix in _READERS]
     path = next((file for file in files if file.is_file()), path)
     if not path.exists():
@@ -188,7 +199,8 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     import pyarrow.parquet
 
     number, allowance = 0, Allowance(path)
-    try:
+    unreadable = pyarrow.ArrowInvalid, OSError
+    with refusing(f"{path}: not a readable parquet file", *unreadable):
         file = pyarrow.parquet.ParquetFile(path)
         groups = map(file.metadata.row_group, range(file.num_row_groups))
         chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
@@ -198,6 +210,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         # Each cell may be as large as all that its column stores.
         at_once = min(max(allowance.most // (max(stored, default=0) + 1), 1), 1024)
         for batch in file.iter_batches(at_once):
+            # A value of a dictionary is stored once, but Python makes a text of it in every row.
             plain = [
                 column.dictionary_decode() if pyarrow.types.is_dictionary(column.type) else column
                 for column in batch.columns
@@ -206,9 +219,6 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             for fields in batch.to_pylist():
                 number += 1
                 yield f"{path}, row {number}", fields
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"{path}: not a readable parquet file ({reason})") from None
 
 
 _READERS: dict[str, Callable[[Path], Iterator[tuple[str, dict[str, Any]]]]] = {
@@ -238,6 +248,7 @@ def _read_hub(source: str, *, config: str | None, split: str, option: str) -> li
 
     logger.info("loading %s (%s) from the hub or its cache", source, split)
     try:
+        # Offline, both libraries go straight to their caches, where the set may be.
         if not _is_reachable(source):
             constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
         loaded = datasets.load_dataset(source, config, split=split)
@@ -245,7 +256,7 @@ def _read_hub(source: str, *, config: str | None, split: str, option: str) -> li
             one, raw = getattr(feature, "feature", feature), datasets.Image(decode=False)
             if isinstance(one, datasets.Image):  # as bytes, which are checked before decoding
                 loaded = loaded.cast_column(name, raw if one is feature else type(feature)(raw))
-        found = list(loaded)
+        records = list(loaded)
     except (*_UNREACHABLE, ValueError, datasets.exceptions.DatasetsError) as e:
         reason = (str(e).strip().splitlines() or [""])[0]
         raise ValueError(
@@ -257,5 +268,5 @@ def _read_hub(source: str, *, config: str | None, split: str, option: str) -> li
     rows = f"{source}/{split}, row"
     return [
         Row(index=index, origin=f"{rows} {index + 1}", fields=dict(fields), folders=folders)
-        for index, fields in enumerate(found)
+        for index, fields in enumerate(records)
     ]
