@@ -21,7 +21,7 @@ from lit_dlm import SFTModule
 from lit_dlm.backbones import HFBackbone
 from lit_dlm.tensors.fused_head import TokenStats
 from lit_dlm.training.batch import SupervisedBatch
-from lit_dlm.training.states import NoisyStates
+from lit_dlm.training.states import States
 from lit_dlm.training.terms import LossTerms
 
 
@@ -37,9 +37,7 @@ class CertainModule(SFTModule):
         super().__init__(backbone, **common)
         self.certainty = certainty
 
-    def loss_terms(
-        self, batch: SupervisedBatch, states: NoisyStates, stats: TokenStats
-    ) -> LossTerms:
+    def loss_terms(self, batch: SupervisedBatch, states: States, stats: TokenStats) -> LossTerms:
         base = super().loss_terms(batch, states, stats)
         summed = stats.entropy[stats.is_top].sum()  # of the supervised cells, (M,)
         count = stats.is_top.sum()

@@ -13,7 +13,7 @@ import torch
 
 from lit_dlm.tensors.sampling import uniform_noise
 from lit_dlm.training.batch import SupervisedBatch
-from lit_dlm.training.states import NoisyStates
+from lit_dlm.training.states import States
 
 
 class SuffixMasking:
@@ -26,15 +26,14 @@ class SuffixMasking:
     def __init__(self, least: int = 1) -> None:
         self.least = least
 
-    def states(self, batch: SupervisedBatch) -> NoisyStates:
+    def states(self, batch: SupervisedBatch) -> States:
         """Returns one state per response, drawn from its own seed."""
         maskable = batch.maskable
         noise = uniform_noise(batch.seeds, 0, torch.zeros_like(batch.seeds)[:, None])[:, 0]
         num_kept = (noise * (maskable.sum(1) - self.least + 1).clamp_min(1)).long()
         hidden = maskable & (maskable.cumsum(1) > num_kept[:, None])
-        return NoisyStates(
-            sample=torch.arange(len(maskable), device=maskable.device),
+        return States(
+            response=torch.arange(len(maskable), device=maskable.device),
             hidden=hidden | ~maskable,  # else the model sees where the answer ends
             supervised=hidden,
-            weight=hidden.float(),
         )

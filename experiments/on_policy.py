@@ -18,7 +18,7 @@ from lit_dlm.finetuning.tabom import TimeDelay
 from lit_dlm.tensors.fused_head import TokenStats
 from lit_dlm.training.batch import SupervisedBatch
 from lit_dlm.training.layout import lay_out
-from lit_dlm.training.states import NoisyStates
+from lit_dlm.training.states import States
 
 
 class OnPolicyModule(FinetuneModule):
@@ -37,7 +37,7 @@ class OnPolicyModule(FinetuneModule):
         super().__init__(backbone, masking=TimeDelay(window=2**30), **common)
         self.teacher = teacher.requires_grad_(False)
 
-    def _scored(self, batch: SupervisedBatch) -> tuple[NoisyStates, TokenStats]:
+    def _scored(self, batch: SupervisedBatch) -> tuple[States, TokenStats]:
         states = self.masking.states(batch)
         rows = lay_out(batch, states, self.backbone.spec)
         stats, hidden = self.backbone.score_with_rows(

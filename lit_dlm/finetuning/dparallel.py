@@ -20,7 +20,7 @@ from lit_dlm.tensors.fused_head import TokenStats, token_stats
 from lit_dlm.tensors.sampling import uniform_noise
 from lit_dlm.training.batch import SupervisedBatch
 from lit_dlm.training.layout import TrainingRows
-from lit_dlm.training.states import NEVER, Masking, NoisyStates, group_rows
+from lit_dlm.training.states import NEVER, Masking, States, group_rows
 from lit_dlm.training.terms import LossTerms
 
 _BLOCK, _HALF = 24, 25
@@ -48,21 +48,20 @@ class BlockComplements(Masking):
     def __post_init__(self) -> None:
         at_least(1, block_size=self.block_size)
 
-    def states(self, batch: SupervisedBatch) -> NoisyStates:
+    def states(self, batch: SupervisedBatch) -> States:
         maskable = batch.maskable
         size = self.block_size or maskable.shape[1]
         blocks = torch.where(maskable, (maskable.cumsum(1) - 1) // size, NEVER)
-        sample, block, _ = group_rows(blocks, 1, batch.seeds, stream=_BLOCK)
-        blocks, block = blocks[sample], block[:, None]
-        cells = torch.arange(maskable.shape[1], device=maskable.device).expand(len(sample), -1)
-        half = uniform_noise(batch.seeds[sample], 0, cells, stream=_HALF) < 0.5
+        response, block, _ = group_rows(blocks, 1, batch.seeds, stream=_BLOCK)
+        blocks, block = blocks[response], block[:, None]
+        cells = torch.arange(maskable.shape[1], device=maskable.device).expand(len(response), -1)
+        half = uniform_noise(batch.seeds[response], 0, cells, stream=_HALF) < 0.5
         inside = blocks == block
         supervised = torch.stack([inside & half, inside & ~half], 1).flatten(0, 1)
-        return NoisyStates(
-            sample=sample.repeat_interleave(2),
+        return States(
+            response=response.repeat_interleave(2),
             hidden=supervised | (blocks > block).repeat_interleave(2, 0),
             supervised=supervised,
-            weight=supervised.float(),
         )
 
 
@@ -114,9 +113,7 @@ class DParallelModule(FinetuneModule):
         )
         return stats._replace(entropy=sharpened.entropy)
 
-    def loss_terms(
-        self, batch: SupervisedBatch, states: NoisyStates, stats: TokenStats
-    ) -> LossTerms:
+    def loss_terms(self, batch: SupervisedBatch, states: States, stats: TokenStats) -> LossTerms:
         sums = super().loss_terms(batch, states, stats).sums  # for the log: both halves together
         row, _ = states.supervised.nonzero(as_tuple=True)
         means: dict[str, Tensor] = {}

@@ -16,7 +16,7 @@ from lit_dlm.tensors.fused_head import TokenStats
 from lit_dlm.training.batch import SupervisedBatch
 from lit_dlm.training.bounds import BoundViews
 from lit_dlm.training.layout import lay_out
-from lit_dlm.training.states import NoisyStates
+from lit_dlm.training.states import States
 from lit_dlm.training.terms import LossTerms
 
 
@@ -49,16 +49,14 @@ class DPOModule(FinetuneModule):
         within("[0, 0]", of="backbone.lora.", dropout=adapter.dropout)  # two forwards are compared
         self.beta = beta
 
-    def loss_terms(
-        self, batch: SupervisedBatch, states: NoisyStates, stats: TokenStats
-    ) -> LossTerms:
+    def loss_terms(self, batch: SupervisedBatch, states: States, stats: TokenStats) -> LossTerms:
         with torch.no_grad(), self.backbone.using_adapter(None):
             reference = self.score_rows(lay_out(batch, states, self.backbone.spec))
         assert states.coefficient is not None
         row, _ = states.supervised.nonzero(as_tuple=True)
         difference = reference.ce - stats.ce  # of log-probabilities, policy less reference
         weighted = states.coefficient[states.supervised].to(difference.dtype) * difference
-        means = weighted.new_zeros(len(batch.uids)).index_add(0, states.sample[row], weighted)
+        means = weighted.new_zeros(len(batch.uids)).index_add(0, states.response[row], weighted)
         # A bound is a mean over the tokens of a response; times their number it is their sum.
         length = batch.maskable.sum(1)
         # Log-ratios in nats, of a chosen and a rejected response in turn.

@@ -24,7 +24,7 @@ from lit_dlm.training.batch import SupervisedBatch
 from lit_dlm.training.checkpoint import export_trained
 from lit_dlm.training.layout import TrainingRows, lay_out
 from lit_dlm.training.masking import RandomMasking
-from lit_dlm.training.states import Masking, NoisyStates
+from lit_dlm.training.states import Masking, States
 from lit_dlm.training.steps import require_finite, require_finite_gradients
 from lit_dlm.training.terms import LossTerms
 from lit_dlm.trajectories.capture import TrajectoryCapture
@@ -163,16 +163,16 @@ class FinetuneModule(TrainableModule):
 
     # -- the loss --------------------------------------------------------------------------------
 
-    def loss_terms(
-        self, batch: SupervisedBatch, states: NoisyStates, stats: TokenStats
-    ) -> LossTerms:
+    def loss_terms(self, batch: SupervisedBatch, states: States, stats: TokenStats) -> LossTerms:
         """Returns the loss of scored states; here it is the cross-entropy.
 
         Ids that the model may not produce (the mask) have probability 0 in it: no answer contains
         them, and decoding never proposes them. ``stats`` scores the targets, state by state.
         """
-        weight = states.weight[states.supervised].to(stats.ce.dtype)
-        summed, units = (stats.ce * weight).sum(), states.num_units()
+        ce = stats.ce
+        if states.weight is not None:
+            ce = ce * states.weight[states.supervised].to(ce.dtype)
+        summed, units = ce.sum(), states.num_units()
         count = states.supervised.sum()
         sums = {
             "loss_ce": (summed.detach(), units),
@@ -201,13 +201,9 @@ class FinetuneModule(TrainableModule):
     def terms(self, batch: SupervisedBatch) -> LossTerms:
         return self.loss_terms(batch, *self._scored(batch))
 
-    def _scored(self, batch: SupervisedBatch) -> tuple[NoisyStates, TokenStats]:
-        spec = self.backbone.spec
+    def _scored(self, batch: SupervisedBatch) -> tuple[States, TokenStats]:
         states = self.masking.states(batch)
-        item = None
-        if states.copies > 1:
-            item = torch.arange(len(states.sample), device=self.device) // states.copies
-        rows = lay_out(batch, states, spec, item=item)
+        rows = lay_out(batch, states, self.backbone.spec)
         # Even where nothing is supervised: every process takes part in every backward.
         return states, self.score_rows(rows)
 
@@ -277,13 +273,11 @@ def _add_sums(sums: dict[str, Tensor], terms: LossTerms) -> None:
         sums[name] = sums.get(name, 0.0) + torch.stack([one.double() for one in found])
 
 
-def _non_finite_samples(
-    batch: SupervisedBatch, states: NoisyStates, stats: TokenStats
-) -> list[str]:
+def _non_finite_samples(batch: SupervisedBatch, states: States, stats: TokenStats) -> list[str]:
     """Returns uids of samples with scores that are not finite; all uids if no score is to blame."""
     bad = ~(torch.isfinite(stats.ce.detach()) & torch.isfinite(stats.entropy.detach()))
     row, _ = states.supervised.nonzero(as_tuple=True)  # in the order of the scores
-    samples = states.sample[row[bad]].unique().tolist()
+    samples = states.response[row[bad]].unique().tolist()
     return [batch.uids[sample] for sample in samples] or batch.uids
 
 

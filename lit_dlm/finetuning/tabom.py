@@ -22,7 +22,7 @@ from lit_dlm.tensors.fused_head import TokenStats
 from lit_dlm.tensors.masking import non_ltr_positions
 from lit_dlm.tensors.sampling import entropy_variance, uniform_noise
 from lit_dlm.training.batch import SupervisedBatch
-from lit_dlm.training.states import Masking, NoisyStates
+from lit_dlm.training.states import Masking, States
 from lit_dlm.training.terms import LossTerms
 
 logger = logging.getLogger(__name__)
@@ -82,9 +82,7 @@ class TABOMModule(FinetuneModule):
         self.margin = margin
         self.ties = ties
 
-    def loss_terms(
-        self, batch: SupervisedBatch, states: NoisyStates, stats: TokenStats
-    ) -> LossTerms:
+    def loss_terms(self, batch: SupervisedBatch, states: States, stats: TokenStats) -> LossTerms:
         # Step 3 of SFT's training_step, in three parts; steps 1, 2 and 4 are its own.
         # 3a. Cross-entropy in the window after the cut. Both losses are over the ids that the model
         # may produce: with a mask in the softmax, entropies would differ from those at decoding,
@@ -104,7 +102,7 @@ class TABOMModule(FinetuneModule):
             margin=self.margin,
             ties=self.ties,
             decode_entropy=batch.decode_entropy,
-            blocks=states.blocks,
+            blocks=batch.blocks,  # each is seen in a state of its own
         )
         # 3c. A mean over rows with pairs, of this batch or of all processes' batches: long decodes,
         # which have many more pairs, weigh no more than short ones.
@@ -153,7 +151,7 @@ class TimeDelay(Masking):
         """``(B,)`` int64: the largest cut of each response, -1 where nothing is to be learnt."""
         return last_cuts(batch.steps, batch.maskable, window=self.window, cut_range=self.cut_range)
 
-    def states(self, batch: SupervisedBatch) -> NoisyStates:
+    def states(self, batch: SupervisedBatch) -> States:
         last, steps = self.last_cuts(batch), batch.steps
         noise = uniform_noise(batch.seeds, 0, torch.zeros_like(steps[:, :1]), stream=_CUT)[:, 0]
         if self.cut_sampler == "non_ltr":
@@ -163,13 +161,11 @@ class TimeDelay(Masking):
         else:
             cut = uniform_cuts(last, noise)
         hidden, supervised = time_delay_mask(steps, batch.maskable, cut, window=self.window)
-        return NoisyStates(
-            sample=torch.arange(len(steps), device=steps.device),
+        return States(
+            response=torch.arange(len(steps), device=steps.device),
             hidden=hidden,
             supervised=supervised,
-            weight=supervised.float(),
             cut=cut,
-            blocks=batch.blocks,
         )
 
 

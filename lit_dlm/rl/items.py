@@ -22,7 +22,7 @@ from lit_dlm.training.batch import SupervisedBatch, SupervisedExample, collate, 
 from lit_dlm.training.bounds import BoundViews
 from lit_dlm.training.layout import TrainingRows, lay_out
 from lit_dlm.training.masking import Autoregressive
-from lit_dlm.training.states import NEVER, Masking, NoisyStates, step_groups
+from lit_dlm.training.states import NEVER, Masking, States, step_groups
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.vision.base import prompt_pictures
 
@@ -288,7 +288,7 @@ class RowBuilder:
 
     def _items(
         self,
-        states: NoisyStates,
+        states: States,
         responses: SupervisedBatch,
         records: Sequence[Trajectory],
         first: int,
@@ -296,14 +296,14 @@ class RowBuilder:
         """Returns the items of a chunk of records that begins at number ``first``."""
         weight, kl_weight = self._weights(states, responses)
         taken = states.supervised.any(1).nonzero()[:, 0]
-        sample, supervised = states.sample[taken], states.supervised[taken]
+        response, supervised = states.response[taken], states.supervised[taken]
         share = torch.ones(len(taken)) if states.share is None else states.share[taken]
         item = self._item_of(states, taken)
         state, cell = supervised.nonzero(as_tuple=True)
         unit_item, unit, coefficient = item[state], None, None
         size = torch.zeros(len(item.unique()), dtype=torch.float64)
         size.index_add_(0, item, share.double())
-        if states.view_of is not None and states.coefficient is not None:
+        if states.coefficient is not None:
             G = supervised.shape[1]
             if states.whole:  # the last cell represents the response
                 last = torch.zeros_like(item).scatter_reduce(0, unit_item, cell, "amax")
@@ -320,7 +320,7 @@ class RowBuilder:
             item=item,
             hidden=states.hidden[taken],
             supervised=supervised,
-            record=first + sample[state],
+            record=first + response[state],
             cell=cell,
             unit_item=unit_item,
             weight=weight[taken[state], cell].float(),
@@ -329,27 +329,27 @@ class RowBuilder:
             unit=unit,
             coefficient=coefficient,
             prompt_rate=states.prompt_rate,
-            seeds=None if states.seeds is None else states.seeds[taken],
+            seeds=None if states.prompt_seeds is None else states.prompt_seeds[taken],
         )
 
-    def _item_of(self, states: NoisyStates, taken: Tensor) -> Tensor:
+    def _item_of(self, states: States, taken: Tensor) -> Tensor:
         """Returns the ``(K,)`` int64 item of each state that is taken."""
-        if states.view_of is not None:
-            kind = states.view_of[taken]
+        if states.coefficient is not None:
+            kind = states.response[taken]
         elif self.copies == 1:
             return torch.arange(len(taken))
         else:  # runs of at most ``copies`` states of one sample, which lie next to each other
-            _, run, lengths = states.sample[taken].unique_consecutive(
+            _, run, lengths = states.response[taken].unique_consecutive(
                 return_inverse=True, return_counts=True
             )
             number = torch.arange(len(taken)) - (lengths.cumsum(0) - lengths)[run]
             kind = run * len(taken) + number // self.copies
         return kind.unique_consecutive(return_inverse=True)[1]
 
-    def _weights(self, states: NoisyStates, responses: SupervisedBatch) -> tuple[Tensor, Tensor]:
+    def _weights(self, states: States, responses: SupervisedBatch) -> tuple[Tensor, Tensor]:
         """Returns ``(R, G)`` weights of the policy terms and of the divergence terms."""
         supervised = states.supervised
-        maskable = responses.maskable[states.sample]
+        maskable = responses.maskable[states.response]
         R, G = supervised.shape
         one = torch.ones(R, G, dtype=torch.float32)
         if states.whole:  # policy terms are in nats per token, divergences in nats
@@ -365,7 +365,7 @@ class RowBuilder:
         elif responses.blocks is None:
             weight = one / supervised.sum(1, keepdim=True).clamp_min(1)
         else:
-            blocks = responses.blocks[states.sample]
+            blocks = responses.blocks[states.response]
             number = blocks - blocks.amin(1, keepdim=True)
             count = torch.zeros(R, int(number.max()) + 1, dtype=torch.float32)
             count.scatter_add_(1, number, supervised.float())
@@ -427,13 +427,12 @@ class RolloutBatch(Units, TensorBatch):
 
 def training_rows(batch: RolloutBatch, spec: BackboneSpec) -> TrainingRows:
     """Lays out a row per state, or per item where states are packed; slots follow the states."""
-    is_packed = spec.attention == "block" and len(batch.item) > int(batch.item[-1]) + 1
-    states = NoisyStates(
-        sample=batch.sample,
+    states = States(
+        response=batch.sample,
         hidden=batch.hidden,
         supervised=batch.supervised,
-        weight=batch.supervised.float(),
+        sample=batch.item,
         prompt_rate=batch.prompt_rate,
-        seeds=batch.seeds,
+        prompt_seeds=batch.seeds,
     )
-    return lay_out(batch.responses, states, spec, item=batch.item if is_packed else None)
+    return lay_out(batch.responses, states, spec)

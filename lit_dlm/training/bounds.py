@@ -10,7 +10,7 @@ from torch import Tensor
 from lit_dlm.system.options import at_least
 from lit_dlm.tensors.sampling import uniform_noise
 from lit_dlm.training.batch import SupervisedBatch
-from lit_dlm.training.states import Masking, NoisyStates
+from lit_dlm.training.states import Masking, States
 
 _LEVEL, _CELL, _BLOCK = 22, 23, 24
 """Streams of noise; dParallel, which is never used in the same run, uses 24 as well."""
@@ -47,13 +47,13 @@ class BoundViews(Masking):
                 f"show blocks behind hidden ones, got {self.block_size}"
             )
 
-    def states(self, batch: SupervisedBatch) -> NoisyStates:
+    def states(self, batch: SupervisedBatch) -> States:
         maskable, n = batch.maskable, self.num_states
         B = len(maskable)
-        sample = torch.arange(B, device=maskable.device).repeat_interleave(n)
+        response = torch.arange(B, device=maskable.device).repeat_interleave(n)
         copy = torch.arange(B * n, device=maskable.device)[:, None] % n
-        maskable, seeds = maskable[sample], batch.seeds[sample]
-        segments, behind = self._segments(batch, sample, copy)
+        maskable, seeds = maskable[response], batch.seeds[response]
+        segments, behind = self._segments(batch, response, copy)
         members = maskable & (segments >= 0)
         rank, size = _ranks(members, segments.clamp_min(0), seeds, copy, n)
         level = uniform_noise(seeds, 0, segments.clamp_min(0) * n + copy, stream=_LEVEL)
@@ -72,32 +72,30 @@ class BoundViews(Masking):
             rest = (size + 1) / (size - count).clamp_min(1) / (n * length)
             supervised = torch.stack([hidden, members & ~hidden], 1).flatten(0, 1)
             coefficient = torch.stack([coefficient, rest], 1).flatten(0, 1) / 2
-            sample, maskable = (one.repeat_interleave(2, 0) for one in (sample, maskable))
-        return NoisyStates(
-            sample=sample,
+            response, maskable = (one.repeat_interleave(2, 0) for one in (response, maskable))
+        return States(
+            response=response,
             hidden=supervised | ~maskable,
             supervised=supervised,
-            weight=supervised.float(),
-            view_of=sample,
             coefficient=torch.where(supervised, coefficient, 0.0).float(),
             whole=True,
         )
 
     def _segments(
-        self, batch: SupervisedBatch, sample: Tensor, copy: Tensor
+        self, batch: SupervisedBatch, response: Tensor, copy: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Returns ``(R, G)`` int64 parts with a level each, -1 for none, and bool cells to hide."""
-        maskable, blocks = batch.maskable[sample], batch.blocks
+        maskable, blocks = batch.maskable[response], batch.blocks
         nowhere = torch.zeros_like(maskable)
         if self.block_size is None:
             if blocks is None:
                 return nowhere.long(), nowhere
-            return (blocks - blocks.amin(1, keepdim=True))[sample], nowhere
+            return (blocks - blocks.amin(1, keepdim=True))[response], nowhere
         if blocks is not None:
             raise ValueError("BoundViews.block_size: a block model has blocks of its own; use null")
         block = (maskable.cumsum(1) - 1).div(self.block_size, rounding_mode="floor")
         num_blocks = (block.amax(1, keepdim=True) + 1).clamp_min(1)
-        first = uniform_noise(batch.seeds[sample], 0, torch.zeros_like(copy), stream=_BLOCK)
+        first = uniform_noise(batch.seeds[response], 0, torch.zeros_like(copy), stream=_BLOCK)
         chosen = ((first * num_blocks).long() + copy) % num_blocks
         return torch.where(block == chosen, 0, -1), maskable & (block > chosen)
 

@@ -14,10 +14,12 @@ from lit_dlm.backbones import BackboneSpec
 from lit_dlm.backbones.attention import position_ids_for
 from lit_dlm.tensors.batches import first_column
 from lit_dlm.tensors.masking import block_causal_visibility, block_numbers, hide_padding
+from lit_dlm.tensors.sampling import uniform_noise
 from lit_dlm.training.batch import SupervisedBatch
-from lit_dlm.training.masking import hidden_prompt
-from lit_dlm.training.states import NoisyStates
+from lit_dlm.training.states import States
 from lit_dlm.vision.base import batch_pictures
+
+_PROMPT = 21  # stream of noise, see ``training/masking.py``
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -42,104 +44,130 @@ class TrainingRows:
         return {name: getattr(self, name) for name in names}
 
 
-def lay_out(
-    batch: SupervisedBatch, states: NoisyStates, spec: BackboneSpec, *, item: Tensor | None = None
-) -> TrainingRows:
+def lay_out(batch: SupervisedBatch, states: States, spec: BackboneSpec) -> TrainingRows:
     """Writes states as rows of one forward, according to the model's attention.
 
-    Full attention sees the canvas of each state. A block model gets the clean canvas and a noisy
-    copy of the response in one row, so that all its blocks are learnt in one forward
-    (:class:`Slots`); states with the same number in ``item``,
-    ``(R,)`` int64 ascending, share a row, with a noisy copy for each. Causal states keep the clean
-    canvas under a causal mask.
+    With full attention a row is the canvas of a state. With block attention it is the clean canvas
+    and a noisy copy of the response, so that all its blocks are learnt in one forward
+    (:class:`Slots`); states of one ``sample`` share a row, with a noisy copy each. Causal states
+    keep the clean canvas under a causal mask.
     """
-    clean = batch.ids[states.sample]  # (R, L)
-    pad_mask = None if batch.pad_mask is None else batch.pad_mask[states.sample]
-    hidden = states.hidden
-    if batch.given is not None:
-        hidden = hidden & ~batch.given[states.sample]
-    hidden = F.pad(hidden, (batch.start, 0))
-    canvas = TrainingRows(
-        ids=clean,
-        targets=clean,
-        rows=F.pad(states.supervised, (batch.start, 0)),
-        mask=pad_mask,
-        pictures=batch_pictures(batch.pictures),
-    )
-    if not states.causal and spec.attention == "full":
-        places = torch.arange(batch.start, device=hidden.device).expand(len(hidden), -1)
-        if pad_mask is not None:
-            places = places - first_column(pad_mask)[:, None]
-        if (prompt := hidden_prompt(states, places)) is not None:
-            hidden = torch.cat([prompt, hidden[:, batch.start :]], dim=1)
-        shown = clean.masked_fill(hidden, spec.mask_id)
-        return replace(canvas, ids=shown, response_start=batch.start)
-    if states.prompt_rate:
+    if states.prompt_rate and (states.causal or spec.attention == "block"):
         raise ValueError(
             "masking: hidden prompt tokens need a model with full attention, "
             f"got {spec.attention} attention"
         )
-    columns = torch.arange(clean.shape[1], device=clean.device)
-    positions = columns.expand_as(clean)
+    if states.causal:
+        return _causal(batch, states, spec)
+    hidden = states.hidden
+    if batch.given is not None:
+        hidden = hidden & ~batch.given[states.response]
+    if spec.attention == "block":
+        return _two_copies(batch, states, hidden, spec)
+    clean, pad_mask = _canvas(batch, states.response)
+    prompt = _hidden_prompt(clean[:, : batch.start], pad_mask, states)
+    return TrainingRows(
+        ids=clean.masked_fill(torch.cat([prompt, hidden], dim=1), spec.mask_id),
+        targets=clean,
+        rows=F.pad(states.supervised, (batch.start, 0)),
+        mask=pad_mask,
+        response_start=batch.start,
+        pictures=batch_pictures(batch.pictures),
+    )
+
+
+def _canvas(batch: SupervisedBatch, responses: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Returns clean canvases of some rows of a batch, and their padding masks."""
+    pad_mask = None if batch.pad_mask is None else batch.pad_mask[responses]
+    return batch.ids[responses], pad_mask
+
+
+def _hidden_prompt(prompt: Tensor, pad_mask: Tensor | None, states: States) -> Tensor:
+    """Returns which of ``(K, P)`` prompt tokens are hidden, bool."""
+    if states.prompt_seeds is None:
+        return torch.zeros_like(prompt, dtype=torch.bool)
+    # Counted from each prompt's own start: noise must not depend on how far others are longer.
+    place = torch.arange(prompt.shape[1], device=prompt.device).expand_as(prompt)
     if pad_mask is not None:
-        positions = position_ids_for(pad_mask, spec.positions)
-    canvas = replace(canvas, position_ids=positions)
-    if not states.causal:
-        return _two_copies(canvas, hidden, item, spec, batch.start)
+        place = place - first_column(pad_mask)[:, None]
+    noise = uniform_noise(states.prompt_seeds, 0, place.clamp_min(0), stream=_PROMPT)
+    return (noise < states.prompt_rate) & (place >= 0)
+
+
+def _positions(clean: Tensor, pad_mask: Tensor | None, spec: BackboneSpec) -> Tensor:
+    """Returns ``(R, L)`` int64 position ids, which rows with a mask of their own must name."""
+    if pad_mask is not None:
+        return position_ids_for(pad_mask, spec.positions)
+    return torch.arange(clean.shape[1], device=clean.device).expand_as(clean)
+
+
+def _causal(batch: SupervisedBatch, states: States, spec: BackboneSpec) -> TrainingRows:
+    """Returns rows of next-token training."""
     if spec.shift != 1:
         raise ValueError(
             "masking: autoregressive training predicts the next token, which needs a model "
             f"with shift 1, got shift {spec.shift}"
         )
-    return replace(canvas, mask=block_causal_visibility(columns[None], pad_mask))
+    clean, pad_mask = _canvas(batch, states.response)
+    columns = torch.arange(clean.shape[1], device=clean.device)[None]
+    return TrainingRows(
+        ids=clean,
+        targets=clean,
+        rows=F.pad(states.supervised, (batch.start, 0)),
+        mask=block_causal_visibility(columns, pad_mask),  # blocks of one column
+        position_ids=_positions(clean, pad_mask, spec),
+        pictures=batch_pictures(batch.pictures),
+    )
 
 
 def _two_copies(
-    canvas: TrainingRows, hidden: Tensor, item: Tensor | None, spec: BackboneSpec, start: int
+    batch: SupervisedBatch, states: States, hidden: Tensor, spec: BackboneSpec
 ) -> TrainingRows:
-    """Rows of a block model: the clean canvas, then noisy copies of the response.
+    """Returns rows of a block model: the clean canvas, then noisy copies of the response.
 
-    Noisy cells see the clean blocks before their own, so one row holds the states of all blocks.
-    ``canvas`` has a row for each state and a padding mask, ``hidden`` is ``(R, L)`` bool.
+    Noisy blocks see the clean ones before them, so one row teaches all blocks of a state.
     """
     assert spec.block_size is not None
-    clean, positions, pad_mask = canvas.ids, canvas.position_ids, canvas.mask
-    assert positions is not None
-    assert not isinstance(pad_mask, BlockMask)
-    R, L = clean.shape
-    rows = torch.arange(R, device=clean.device)
-    copies, used, number = 1, None, torch.zeros_like(rows)
-    if item is None:
-        item = rows
-    else:
-        used = torch.bincount(item)  # (I,)
-        copies, first = int(used.max()), used.cumsum(0) - used
-        number = rows - first[item]
-        clean, positions = clean[first], positions[first]
-        pad_mask = None if pad_mask is None else pad_mask[first]
-    layout = Slots.trace(
-        start, L, spec.block_size, pad_mask=pad_mask, origin=spec.block_origin, device=clean.device
+    K, device = len(states.response), hidden.device
+    # A row each, with one copy.
+    row = first = torch.arange(K, device=device)
+    used, number = None, torch.zeros_like(row)
+    # The host waits for this number, so it asks only where states may share a row.
+    if states.sample is not None and int(states.sample[-1]) + 1 < K:
+        row, used = states.sample, torch.bincount(states.sample)  # (R,) copies of each row
+        first = used.cumsum(0) - used  # the first state of each row
+        number = torch.arange(K, device=device) - first[row]
+    copies = 1 if used is None else int(used.max())
+    clean, pad_mask = _canvas(batch, states.response[first])
+    slots = Slots.trace(
+        batch.start,
+        clean.shape[1],
+        spec.block_size,
+        pad_mask=pad_mask,
+        origin=spec.block_origin,
+        device=device,
     )
     if copies > 1:
-        layout = layout.packed(copies)
-    by_blocks = wants_block_mask(len(layout.source), clean.device)
+        slots = slots.packed(copies)
+    by_blocks = wants_block_mask(len(slots.source), device)
     if by_blocks:  # few different lengths, and only whole tiles
-        layout = layout.in_whole_tiles()
+        slots = slots.in_whole_tiles()
 
-    def spread(cells: Tensor) -> Tensor:  # (R, L) to (I, N)
-        planes = cells.new_zeros(len(clean), copies + 1, L)
-        planes[item, number] = cells
-        return planes[:, layout.copy, layout.source]  # the clean copy, -1, reads an empty plane
+    def spread(values: Tensor) -> Tensor:  # (K, G) of the states to (R, S) of the slots
+        planes = values.new_zeros(len(clean), copies + 1, clean.shape[1])
+        planes[row, number, batch.start :] = values
+        # Slots of the clean copy have number -1 and read the last plane, which stays empty.
+        return planes[:, slots.copy, slots.source]
 
-    targets = clean[:, layout.source]
+    targets = clean[:, slots.source]
     return TrainingRows(
         ids=targets.masked_fill(spread(hidden), spec.mask_id),
         targets=targets,
-        rows=spread(canvas.rows),
-        mask=layout.block_mask(used) if by_blocks else layout.visibility(used),
-        position_ids=layout.positions(positions),
-        predictors=layout.predictors() if spec.shift else None,
-        pictures=canvas.pictures,
+        rows=spread(states.supervised),
+        mask=slots.block_mask(used) if by_blocks else slots.visibility(used),
+        position_ids=slots.positions(_positions(clean, pad_mask, spec)),
+        predictors=slots.predictors() if spec.shift else None,
+        pictures=batch_pictures(batch.pictures),
     )
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from lit_dlm.system.options import at_least
 from lit_dlm.tensors.sampling import uniform_noise
@@ -20,14 +19,14 @@ from lit_dlm.training.states import (
     NEVER,
     LossWeight,
     Masking,
-    NoisyStates,
+    States,
     group_rows,
     step_groups,
     weighted_states,
 )
 
-_LEVEL, _CELL, _ROWS, _PAIR, _PROMPT = 16, 17, 19, 20, 21
-"""Streams of noise, apart from those of decoding; TABOM's cuts use 18."""
+_LEVEL, _CELL, _ROWS, _PAIR = 16, 17, 19, 20
+"""Streams of noise, apart from those of decoding; 18 is TABOM's and 21 that of hidden prompts."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -60,32 +59,32 @@ class RandomMasking(Masking):
             )
         at_least(1, copies=self.copies)
 
-    def states(self, batch: SupervisedBatch) -> NoisyStates:
+    def states(self, batch: SupervisedBatch) -> States:
         B, G = batch.maskable.shape
         device = batch.maskable.device
-        sample = torch.arange(B, device=device).repeat_interleave(self.copies)
-        place = cells = torch.arange(G, device=device).expand(len(sample), -1)
+        response = torch.arange(B, device=device).repeat_interleave(self.copies)
+        place = cells = torch.arange(G, device=device).expand(len(response), -1)
         if self.level == "block":
             if batch.blocks is None:
                 raise ValueError("RandomMasking.level: 'block' needs a model with block attention")
-            place = batch.blocks[sample]
+            place = batch.blocks[response]
         elif self.level == "row":
             place = torch.zeros_like(cells)
         copy = torch.arange(B * self.copies, device=device)[:, None] % self.copies
-        seeds = batch.seeds[sample]
+        seeds = batch.seeds[response]
         # The key of a cell and copy is independent of G, which differs between batches.
         noise = uniform_noise(seeds, 0, place * self.copies + copy, stream=_LEVEL)
         t = self.min_t + (self.max_t - self.min_t) * noise
         chosen = uniform_noise(seeds, 0, cells * self.copies + copy, stream=_CELL) < t
-        maskable = batch.maskable[sample]
+        maskable = batch.maskable[response]
         return weighted_states(
             self.weight,
-            sample,
+            response,
             hidden=chosen | ~maskable,
             supervised=chosen & maskable,
             maskable=maskable,
             t=t,
-            copies=self.copies,
+            sample=response if self.copies > 1 else None,
         )
 
 
@@ -111,7 +110,7 @@ class SemiAutoregressive(Masking):
         at_least(1, block_size=self.block_size, rows_per_sample=self.rows_per_sample)
         self.noise = RandomMasking(min_t=0.1, max_t=0.9, level="token", weight=self.weight)
 
-    def states(self, batch: SupervisedBatch) -> NoisyStates:
+    def states(self, batch: SupervisedBatch) -> States:
         noisy = self.noise.states(batch)
         if batch.blocks is not None:
             return noisy  # noisy blocks see clean earlier ones, so one state teaches all
@@ -121,15 +120,15 @@ class SemiAutoregressive(Masking):
             )
         maskable = batch.maskable
         groups = torch.where(maskable, (maskable.cumsum(1) - 1) // self.block_size, NEVER)
-        sample, group, _ = group_rows(groups, self.rows_per_sample, batch.seeds, stream=_ROWS)
-        groups = groups[sample]
-        supervised = noisy.supervised[sample] & (groups == group[:, None])
+        response, group, _ = group_rows(groups, self.rows_per_sample, batch.seeds, stream=_ROWS)
+        groups = groups[response]
+        supervised = noisy.supervised[response] & (groups == group[:, None])
         return weighted_states(
             self.weight,
-            sample,
+            response,
             hidden=supervised | (groups > group[:, None]),
             supervised=supervised,
-            maskable=maskable[sample],
+            maskable=maskable[response],
         )
 
 
@@ -158,7 +157,7 @@ class TraceMasking(Masking):
     def __post_init__(self) -> None:
         at_least(1, shrink=self.shrink, rows_per_sample=self.rows_per_sample)
 
-    def states(self, batch: SupervisedBatch) -> NoisyStates:
+    def states(self, batch: SupervisedBatch) -> States:
         maskable = batch.maskable
         groups = step_groups(
             batch.steps,
@@ -166,13 +165,13 @@ class TraceMasking(Masking):
             shrink=self.shrink,
             segments=batch.blocks,
         )
-        sample, group, share = group_rows(
+        response, group, share = group_rows(
             groups, self.rows_per_sample, batch.seeds, stream=_ROWS, targets=maskable
         )
-        groups, maskable = groups[sample], maskable[sample]
+        groups, maskable = groups[response], maskable[response]
         return weighted_states(
             self.weight,
-            sample,
+            response,
             hidden=groups >= group[:, None],
             supervised=(groups == group[:, None]) & maskable,
             maskable=maskable,
@@ -193,7 +192,7 @@ class Autoregressive(Masking):
 
     weight: LossWeight = "1/num_targets"
 
-    def states(self, batch: SupervisedBatch) -> NoisyStates:
+    def states(self, batch: SupervisedBatch) -> States:
         maskable = batch.maskable
         supervised = maskable.clone()
         supervised[:, 0] &= batch.num_prompt > 0
@@ -235,20 +234,19 @@ class CoupledMasking(Masking):
             min_t=self.min_t, max_t=self.max_t, level=self.level, copies=self.pairs
         )
 
-    def states(self, batch: SupervisedBatch) -> NoisyStates:
+    def states(self, batch: SupervisedBatch) -> States:
         first = self.noise.states(batch)
-        maskable = batch.maskable[first.sample]
-        other = maskable & ~first.supervised
+        other = batch.maskable[first.response] & ~first.supervised
         supervised = torch.stack([first.supervised, other], 1).flatten(0, 1)
-        sample = first.sample.repeat_interleave(2)
-        maskable = batch.maskable[sample]
+        response = first.response.repeat_interleave(2)
+        maskable = batch.maskable[response]
         return weighted_states(
             self.weight,
-            sample,
+            response,
             hidden=supervised | ~maskable,
             supervised=supervised,
             maskable=maskable,
-            copies=2 * self.pairs,
+            sample=response,
         )
 
 
@@ -262,7 +260,7 @@ class CoupledViews(Masking):
 
     min_t, max_t = 0.2, 0.8  # as in the release
 
-    def states(self, batch: SupervisedBatch) -> NoisyStates:
+    def states(self, batch: SupervisedBatch) -> States:
         maskable = batch.maskable
         B, G = maskable.shape
         device = maskable.device
@@ -274,13 +272,11 @@ class CoupledViews(Masking):
         factor = torch.stack([torch.ones_like(t), 1 / t, 1 / (1 - t)], 1)  # (B, 3, 1)
         coefficient = (supervised * factor / 2).float().flatten(0, 1)
         supervised = supervised.flatten(0, 1)
-        sample = torch.arange(B, device=device).repeat_interleave(3)
-        return NoisyStates(
-            sample=sample,
-            hidden=supervised | ~maskable[sample],
+        response = torch.arange(B, device=device).repeat_interleave(3)
+        return States(
+            response=response,
+            hidden=supervised | ~maskable[response],
             supervised=supervised,
-            weight=supervised.float(),
-            view_of=sample,
             coefficient=coefficient,
         )
 
@@ -294,27 +290,12 @@ class MaskedPrompt(Masking):
 
     rate = 0.15  # as in the paper
 
-    def states(self, batch: SupervisedBatch) -> NoisyStates:
+    def states(self, batch: SupervisedBatch) -> States:
         maskable = batch.maskable
-        return NoisyStates(
-            sample=torch.arange(len(maskable), device=maskable.device),
+        return States(
+            response=torch.arange(len(maskable), device=maskable.device),
             hidden=torch.ones_like(maskable),
             supervised=maskable,
-            weight=maskable.float(),
             prompt_rate=self.rate,
-            seeds=batch.seeds,
+            prompt_seeds=batch.seeds,
         )
-
-
-def hidden_prompt(states: NoisyStates, positions: Tensor) -> Tensor | None:
-    """Returns ``(R, P)`` bool prompt tokens that a state hides, ``None`` if prompts are whole.
-
-    Args:
-        positions: ``(R, P)`` int64 position of each prompt column within its sample, negative on
-            padding.
-    """
-    if states.prompt_rate <= 0.0:
-        return None
-    assert states.seeds is not None
-    noise = uniform_noise(states.seeds, 0, positions.clamp_min(0), stream=_PROMPT)
-    return (noise < states.prompt_rate) & (positions >= 0)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_dlm.config.components import Component
+from lit_dlm.tensors.batches import TensorBatch
 from lit_dlm.tensors.sampling import uniform_noise
 from lit_dlm.training.batch import SupervisedBatch
 
@@ -23,102 +24,96 @@ hid nothing counts as 0: without it the others would weigh too much."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class NoisyStates:
-    """States to train on, in ``R`` rows; a sample may have several, or none."""
+class States(TensorBatch):
+    """``K`` states of the responses of a batch: what is hidden of each and what is to be predicted.
 
-    sample: Tensor
-    """``(R,)`` int64 row of the batch that each state belongs to."""
-    copies: int = 1
-    """How many states in succession are certain to belong to one sample."""
+    A response may have several states, or none. The first three fields are all that a masking of
+    your own has to give. Scores come state by state: ``N`` in all, one for each ``True`` of
+    ``supervised``, in the order of ``supervised.nonzero()``.
+    """
+
+    response: Tensor
+    """``(K,)`` int64: the row of the batch that each state belongs to."""
     hidden: Tensor
-    """``(R, G)`` bool: cells that the model sees as mask, those behind the answer among them."""
+    """``(K, G)`` bool: seen as a mask; positions behind the answer are, too."""
     supervised: Tensor
-    """``(R, G)`` bool: cells to predict."""
-    weight: Tensor
-    """``(R, G)`` float32 weight of each target; its sum is divided by the number of units."""
-    per_row: bool = False
-    """Whether a unit is a state; otherwise it is a target."""
-    counted: Tensor | None = None
-    """``(R,)`` bool: with ``per_row``, states that are units; ``None`` for those with targets."""
-    cut: Tensor | None = None
-    """``(R,)`` int64 cut of a recorded decode, -1 where there is none."""
-    blocks: Tensor | None = None
-    """``(R, G)`` int64 block of each cell, with a cut and block attention: each block is predicted
-    in a state of its own."""
-    causal: bool = False
-    """Whether a cell sees only what is to its left."""
-    share: Tensor | None = None
-    """``(R,)`` float32: how many states of its sample each one represents, if only some were drawn;
-    ``None`` if each represents itself."""
-    view_of: Tensor | None = None
-    """``(R,)`` int64: states with the same number are views of one estimate, in which the scores of
-    a cell are added up; ``None`` if every state is scored by itself."""
+    """``(K, G)`` bool: positions to predict."""
+    weight: Tensor | None = None
+    """``(K, G)`` float32 weight of each target; ``None`` for 1."""
+    units: Tensor | None = None
+    """Scalar that the weighted sum is divided by; ``None`` for the number of targets."""
+    sample: Tensor | None = None
+    """``(K,)`` int64 ascending from 0: a block model gets states with the same number in one row;
+    ``None`` if every state has a row of its own."""
     coefficient: Tensor | None = None
-    """``(R, G)`` float32 factor of each target's score in that sum; with ``view_of`` only."""
+    """``(K, G)`` float32: the states of a response are views of one estimate, in which a position's
+    scores are added up with these factors; ``None`` if every state is scored by itself."""
     whole: bool = False
-    """Whether the scores of all cells of an estimate are added up to a score of the response."""
+    """Whether the scores of all positions are added up, too, to a score of the response."""
+    share: Tensor | None = None
+    """``(K,)`` float32: how many states each one represents, if only some were drawn; ``None`` if
+    each represents itself."""
+    causal: bool = False
+    """Whether a position sees only what is to its left."""
+    cut: Tensor | None = None
+    """``(K,)`` int64 cut of a recorded decode, -1 where there is none (TABOM)."""
     prompt_rate: float = 0.0
-    """Probability that a prompt token is hidden, by noise of the state's seed."""
-    seeds: Tensor | None = None
-    """``(R,)`` int64 seed of each state's prompt noise, where ``prompt_rate`` is positive."""
+    """Probability that a prompt token is hidden (diffu-GRPO)."""
+    prompt_seeds: Tensor | None = None
+    """``(K,)`` int64 seed of that noise, where ``prompt_rate`` is positive."""
 
     def num_units(self) -> Tensor:
         """Returns the scalar that the weighted sum of a batch is divided by."""
         # Fixed by the states, not by the scores: processes agree on it before any backward.
-        if not self.per_row:
-            return self.supervised.sum()
-        return (self.supervised.any(1) if self.counted is None else self.counted).sum()
+        return self.supervised.sum() if self.units is None else self.units
 
 
 class Masking(Component):
     """Turns responses into training states."""
 
     @abstractmethod
-    def states(self, batch: SupervisedBatch) -> NoisyStates:
+    def states(self, batch: SupervisedBatch) -> States:
         """Draws the states."""
 
 
 def weighted_states(
     weight: LossWeight,
-    sample: Tensor,
+    response: Tensor,
     *,
     hidden: Tensor,
     supervised: Tensor,
     maskable: Tensor,
     t: Tensor | None = None,
     **more: Any,
-) -> NoisyStates:
+) -> States:
     """Makes states with targets weighted by a rule.
 
     Args:
-        maskable: ``(R, G)`` bool, cells of the answer.
-        t: ``(R, G)`` noise levels; ``None`` where there are none.
+        maskable: ``(K, G)`` bool, positions of the answer.
+        t: ``(K, G)`` noise levels; ``None`` where there are none.
         more: further fields of the states.
     """
-    value = supervised.float()
+    value, units = None, None
     if weight == "1/num_targets":
-        value = value / supervised.sum(1, keepdim=True).clamp_min(1)
+        value = supervised / supervised.sum(1, keepdim=True).clamp_min(1)
+        units = supervised.any(1).sum()
     elif weight != "none":
-        value = value / maskable.sum(1, keepdim=True).clamp_min(1)
+        value = supervised / maskable.sum(1, keepdim=True).clamp_min(1)
+        # In a bound, a state of an answer counts even if its noise hid nothing.
+        units = maskable.any(1).sum()
     if weight == "1/t":
         if t is None:
             raise ValueError("weight: '1/t' needs a noise level, which these states do not have")
+        assert value is not None
         # A level of 0 hides nothing, so the limit never changes a target.
         value = value / t.clamp_min(1e-6).float()
-    return NoisyStates(
-        sample=sample,
-        hidden=hidden,
-        supervised=supervised,
-        weight=value,
-        per_row=weight != "none",
-        # In a bound, a state of an answer counts even if its noise hid nothing.
-        counted=maskable.any(1) if weight in ("1/t", "1/length") else None,
-        **more,
+    return States(
+        response=response, hidden=hidden, supervised=supervised, weight=value, units=units, **more
     )
 
 
 NEVER = torch.iinfo(torch.long).max
-"""Group of cells that belong to none: after all others, so that they stay hidden."""
+"""Group of positions that belong to none: after all others, so that they stay hidden."""
 
 
 def step_groups(

@@ -16,7 +16,7 @@ OWN = """
 import torch
 from lit_dlm.decoding import BlockWindow, FixedQuota, Selection
 from lit_dlm.grading import Verdict
-from lit_dlm.training.states import NoisyStates
+from lit_dlm.training.states import States
 from lit_dlm.training.terms import LossTerms
 from lit_dlm.rewards.base import RewardScore
 from lit_dlm.tasks import PromptExample
@@ -77,15 +77,12 @@ class Reinforce:
         return LossTerms(total, {"policy": total.detach()})
 
 class Whole:
-    def states(self, responses):
-        hidden = responses.maskable
-        sample, weight = torch.arange(len(hidden)), hidden.float()
-        return NoisyStates(
-            sample=sample, hidden=hidden, supervised=hidden, weight=weight, per_row=False
-        )
+    def states(self, batch):
+        hidden = batch.maskable
+        return States(response=torch.arange(len(hidden)), hidden=hidden, supervised=hidden)
 
 class Broken(Whole):
-    def states(self, responses):
+    def states(self, batch):
         raise TypeError("a fault of one's own")
 
 class Sums:

@@ -15,7 +15,7 @@ from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.datamodules.supervised import SupervisedDataModule
 from lit_dlm.finetuning.sft import FinetuneModule
 from lit_dlm.training.batch import SupervisedBatch, SupervisedExample
-from lit_dlm.training.states import NoisyStates
+from lit_dlm.training.states import States
 
 VOCAB, G = 24, 8
 MASK, PAD, EOS = 2, 0, 1
@@ -117,7 +117,7 @@ class Watch(Callback):
         draw = pl_module.masking.states
         self.cuts: list[int] = []
 
-        def watched(responses: Any) -> NoisyStates:
+        def watched(responses: Any) -> States:
             states = draw(responses)
             self.cuts = [] if states.cut is None else states.cut.tolist()
             return states

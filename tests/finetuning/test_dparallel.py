@@ -25,7 +25,7 @@ def slow_loss(model: DParallelModule, batch: SupervisedBatch) -> Tensor:
         ce, entropies = [], []
         for row, cell in states.supervised[view::2].nonzero().tolist():
             row = 2 * row + view
-            target = batch.ids[states.sample[row], batch.start + cell]
+            target = batch.ids[states.response[row], batch.start + cell]
             values = log_probs[row, cell, kept].double()
             ce.append(-log_probs[row, cell, target].double())
             if kept[values.argmax()] == target:
@@ -59,7 +59,7 @@ def test_loss_and_gradients_equal_a_slow_loop_on_full_logits(
 def test_two_states_of_a_sample_hide_a_block_by_halves() -> None:
     """Answers of 7 cells have blocks 0 to 2, 3 to 5 and 6; cell 7 is padding."""
     states = BlockComplements(block_size=3).states(responses(B=64, answer=7))
-    assert states.sample.tolist() == [number for number in range(64) for _ in range(2)]
+    assert states.response.tolist() == [number for number in range(64) for _ in range(2)]
     half, complement = states.supervised[::2], states.supervised[1::2]
     assert not (half & complement).any()
     block = half | complement

@@ -35,7 +35,7 @@ def slow_bounds(model: DPOModule, batch: SupervisedBatch) -> list[Tensor]:
     """Nats of each row: every state's score times ``G`` over its hidden cells, a mean of three."""
     states, log_probs = slow_log_probs(model, batch)
     found = [log_probs.new_zeros(()) for _ in batch.uids]
-    for state, row in enumerate(states.sample.tolist()):
+    for state, row in enumerate(states.response.tolist()):
         cells = states.supervised[state].nonzero()[:, 0].tolist()
         for cell in cells:
             token = batch.ids[row, batch.start + cell]

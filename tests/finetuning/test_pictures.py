@@ -114,7 +114,7 @@ def loss_by_hand(
 
     states, log_probs = slow_log_probs(model, batch, forward)
     picked = log_probs[states.supervised]
-    targets = batch.ids[states.sample, batch.start :][states.supervised]
+    targets = batch.ids[states.response, batch.start :][states.supervised]
     ce = -picked.gather(1, targets[:, None])[:, 0]
     entropy = -(picked.exp() * picked.clamp_min(-1e9)).sum(-1)
     return model.loss_terms(batch, states, TokenStats(ce, entropy, ce > 1e9)).total

@@ -56,11 +56,11 @@ def test_loss_equals_direct_forwards_on_the_true_states(
     states, log_probs = slow_log_probs(model, batch)
     total, counts = 0.0, states.supervised.sum(1).tolist()
     for number, cell in states.supervised.nonzero().tolist():
-        token = batch.ids[states.sample[number], batch.start + cell]
-        total -= float(log_probs[number, cell, token].detach() * states.weight[number, cell])
-    assert not states.weight[~states.supervised].any()
-    bound = masking.weight in ("1/t", "1/length")
-    units = sum(1 if states.per_row else count for count in counts if count or bound)
+        token = batch.ids[states.response[number], batch.start + cell]
+        weight = 1.0 if states.weight is None else states.weight[number, cell]
+        total -= float(log_probs[number, cell, token].detach() * weight)
+    bound, per_state = masking.weight in ("1/t", "1/length"), masking.weight != "none"
+    units = sum(1 if per_state else count for count in counts if count or bound)
     found = model.terms(batch)
     # Other shapes of the same products, in float32.
     assert float(found.total.detach()) == pytest.approx(total / units, rel=1e-5)

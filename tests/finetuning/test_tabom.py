@@ -55,7 +55,7 @@ def slow_loss(model: TABOMModule, batch: SupervisedBatch) -> Tensor:
         margin=model.margin,
         ties=model.ties,
         decode_entropy=batch.decode_entropy.tolist(),
-        blocks=None if states.blocks is None else states.blocks.tolist(),
+        blocks=None if batch.blocks is None else batch.blocks.tolist(),
     )
     return torch.stack(picked).mean() + model.rank_weight * ranking
 

@@ -11,7 +11,7 @@ from lit_dlm.finetuning.sft import FinetuneModule, SFTModule
 from lit_dlm.finetuning.tabom import TABOMModule
 from lit_dlm.predict.decode import DecodeModule
 from lit_dlm.training.batch import SupervisedBatch, SupervisedExample, collate
-from lit_dlm.training.states import Masking, NoisyStates
+from lit_dlm.training.states import Masking, States
 from tests.finetuning.runs import G, examples, small
 
 BLOCK = {"attention": "block", "block_size": 3, "decoder": "qwen3"}
@@ -49,7 +49,7 @@ def slow_log_probs(
     model: FinetuneModule,
     batch: SupervisedBatch,
     forward: Callable[[Tensor, int], Tensor] | None = None,
-) -> tuple[NoisyStates, Tensor]:
+) -> tuple[States, Tensor]:
     """States and their ``(S, cells, V)`` log-probabilities, by a forward on each true canvas.
 
     A block model is asked block by block: earlier blocks are clean, later ones are not looked at.
@@ -60,7 +60,7 @@ def slow_log_probs(
     backbone, start = model.backbone, batch.start
     states = model.masking.states(batch)
     found = []
-    for hidden, row in zip(states.hidden, states.sample.tolist(), strict=True):
+    for hidden, row in zip(states.hidden, states.response.tolist(), strict=True):
         prompt, clean = batch.ids[row, :start], batch.ids[row, start:]
         if batch.pad_mask is not None:
             prompt = prompt[batch.pad_mask[row, :start]]

@@ -22,9 +22,8 @@ def test_weights_of_every_token_add_up_to_its_share_of_a_mean(coupled: bool, blo
     """
     given = responses(blocks=blocks)
     states = BoundViews(num_states=N, coupled=coupled).states(given)
-    maskable = given.maskable[states.sample]
+    maskable = given.maskable[states.response]
     assert states.hidden.equal(states.supervised | ~maskable)
-    assert states.view_of.equal(states.sample)
     total = states.coefficient.double().unflatten(0, (2, -1)).sum(1)
     expected = given.maskable.double() / ANSWER
     torch.testing.assert_close(total, expected, rtol=0.08, atol=0)

@@ -144,12 +144,12 @@ def test_rows_of_every_masking(family: str, expected: str) -> None:
             batch = collate(examples(family), seed=7, cut=True, **shape)
             try:
                 states = masking.states(batch)
-                item = torch.arange(len(states.sample)) // states.copies
-                rows = lay_out(batch, states, kind, item=item if states.copies > 1 else None)
+                rows = lay_out(batch, states, kind)
             except ValueError as error:  # not for this attention
                 found.append(str(error).split(":")[0])
                 continue
-            found += [*of_rows(rows), states.sample, states.weight, states.num_units(), states.cut]
+            weight = states.supervised.float() if states.weight is None else states.weight
+            found += [*of_rows(rows), states.response, weight, states.num_units(), states.cut]
     assert digest(found) == expected
 
 
