@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.backbones.projection import Projector, ProjectorConfig
 from lit_dlm.decoding import ConfidencePolicy, Decoder
-from lit_dlm.finetuning.sft import FinetuneModule, SFTModule
+from lit_dlm.finetuning.sft import SFTModule
 from lit_dlm.finetuning.tabom import TABOMModule
 from lit_dlm.rl.items import RolloutBatch
 from lit_dlm.rl.module import TraceRLModule
@@ -58,7 +58,7 @@ def _adapted() -> Any:
     return meta_backbone(DREAM, lora=LoRASettings(rank=16, alpha=16.0, targets="all")).train()
 
 
-def _fine_tuning(kind: type[FinetuneModule]) -> Callable[[], Tensor]:
+def _fine_tuning(kind: type[SFTModule]) -> Callable[[], Tensor]:
     module: Any = kind(_adapted(), tokenizer="tiny")
     batch = _responses()
     return lambda: module.training_step(batch)

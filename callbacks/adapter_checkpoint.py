@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lit_dlm.callbacks.discrimination import SCORE, DiscriminationScore
-from lit_dlm.finetuning.sft import TrainableModule
+from lit_dlm.finetuning.trainable import TrainableModule
 from lit_dlm.reports.results import write_json
 from lit_dlm.system.options import at_least, of_kind
 from lit_dlm.training.steps import NonFiniteError

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lit_dlm.decoding.api import DecodePrompt, WorkQueue, decode_stream
 from lit_dlm.decoding.state import DecodeState, Observer, StepRecord
-from lit_dlm.finetuning.sft import TrainableModule
+from lit_dlm.finetuning.trainable import TrainableModule
 from lit_dlm.reports.plots import plot_steps
 from lit_dlm.reports.results import write_json
 from lit_dlm.system.options import at_least, of_kind

@@ -26,9 +26,7 @@ from lit_dlm.datamodules.resuming import (
 from lit_dlm.datamodules.supervised_sources import ModelFacts, SupervisedSource
 from lit_dlm.datamodules.trajectories import is_validation
 from lit_dlm.decoding.api import prompt_limit
-from lit_dlm.finetuning.dpo import DPOModule
-from lit_dlm.finetuning.sft import FinetuneModule
-from lit_dlm.finetuning.tabom import TABOMModule, TimeDelay
+from lit_dlm.finetuning.sft import SFTModule
 from lit_dlm.system.options import at_least, of_kind, within
 from lit_dlm.training.batch import (
     SupervisedBatch,
@@ -107,7 +105,7 @@ class SupervisedDataModule(ResumableDataModule):
         if self.examples:
             return
         module = self.trainer.lightning_module if self.trainer is not None else None
-        module = of_kind(module, FinetuneModule, option="model")
+        module = of_kind(module, SFTModule, option="model")
         spec = module.backbone.spec
         if UNKNOWN_ID in (spec.mask_id, *spec.eos_ids):
             name = "mask_id" if spec.mask_id == UNKNOWN_ID else "eos_ids"
@@ -287,9 +285,9 @@ def check_learnable(
         )
 
 
-def check_pairs(examples: Sequence[SupervisedExample], module: FinetuneModule) -> None:
+def check_pairs(examples: Sequence[SupervisedExample], module: SFTModule) -> None:
     """Refuses single responses where pairs are trained on, and pairs elsewhere."""
-    wants_pairs = isinstance(module, DPOModule)
+    wants_pairs = module.trains_on_pairs
     texts = ("one response", "a chosen and a rejected response")
     for example in examples:
         if (example.rejected is not None) != wants_pairs:
@@ -303,41 +301,23 @@ _ROWS = 256  # number of examples checked together
 
 
 def check_decodes(
-    examples: Sequence[SupervisedExample], module: FinetuneModule, *, response_length: int
+    examples: Sequence[SupervisedExample], module: SFTModule, *, response_length: int
 ) -> None:
-    """Refuses examples that lack the decode that the module's states or ties are made from.
+    """Refuses examples that lack something that the module's states or losses are made from.
 
-    Warns if cuts leave nothing to learn in some examples. Responses have at most
-    ``response_length`` tokens.
+    Responses have at most ``response_length`` tokens.
     """
-    masking = module.masking
-    needed = {}
-    if isinstance(module, TABOMModule) and module.ties == "rank":
-        needed["decode_entropy"] = "ties 'rank' needs trajectories of level 'signals'"
-    if isinstance(masking, TimeDelay):
-        needed["steps"] = "TimeDelay needs trajectories"
-    for name, told in needed.items():
+    for name, told in module.needs().items():
         lacking = next((one.uid for one in examples if getattr(one, name) is None), None)
         if lacking is not None:
             raise ValueError(f"{lacking}: {told}; the {name} of a decode are expected, got none")
-    if not isinstance(masking, TimeDelay) or not examples:
-        return
-    without, spec = 0, module.backbone.spec
-    for first in range(0, len(examples), _ROWS):
-        some = examples[first : first + _ROWS]
-        batch = collate(
-            some,
+    module.masking.check(
+        collate(
+            examples[first : first + _ROWS],
             response_length=response_length,
-            spec=spec,
-            seed=0,
+            spec=module.backbone.spec,
+            seed=module.seed,
             num_padding=module.num_padding,
         )
-        without += int((masking.last_cuts(batch) < 0).sum())
-    told = (
-        f"cut_range: {masking.cut_range!r} with a window of {masking.window} leaves "
-        f"{without} of {len(examples)} samples without a cut"
+        for first in range(0, len(examples), _ROWS)
     )
-    if without == len(examples):
-        raise ValueError(f"{told}; expected longer decodes, a smaller window or cut_range 'full'")
-    if without:
-        logger.warning("%s: nothing is learnt from them", told)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.finetuning.sft import FinetuneModule
+from lit_dlm.finetuning.sft import SFTModule
 from lit_dlm.finetuning.tabom import TimeDelay
 from lit_dlm.tensors.fused_head import TokenStats
 from lit_dlm.training.batch import SupervisedBatch
@@ -21,7 +21,7 @@ from lit_dlm.training.layout import lay_out
 from lit_dlm.training.states import States
 
 
-class OnPolicyModule(FinetuneModule):
+class OnPolicyModule(SFTModule):
     """Cross-entropy with an autoregressive model's probabilities, on states of recorded decodes.
 
     A decode is cut at a random step; everything that was written later is hidden and predicted.
@@ -30,15 +30,14 @@ class OnPolicyModule(FinetuneModule):
         backbone: the student, with a ``lora`` or trainable ``adapter``.
         teacher: a frozen model with the same vocabulary, whose attention is causal or has blocks
             of one cell.
-        common: options of :class:`~lit_dlm.finetuning.sft.FinetuneModule`.
+        common: options of :class:`~lit_dlm.finetuning.sft.SFTModule`.
     """
 
     def __init__(self, backbone: HFBackbone, *, teacher: HFBackbone, **common: Any) -> None:
         super().__init__(backbone, masking=TimeDelay(window=2**30), **common)
         self.teacher = teacher.requires_grad_(False)
 
-    def _scored(self, batch: SupervisedBatch) -> tuple[States, TokenStats]:
-        states = self.masking.states(batch)
+    def score(self, batch: SupervisedBatch, states: States) -> TokenStats:
         rows = lay_out(batch, states, self.backbone.spec)
         stats, hidden = self.backbone.score_with_rows(
             rows.ids, rows.targets, rows.rows, **rows.context()
@@ -50,4 +49,4 @@ class OnPolicyModule(FinetuneModule):
         log_prob = self.backbone.head(hidden).float().log_softmax(-1)
         # Forbidden ids have probability 0 in both, and 0 times minus infinity would be NaN.
         ce = -(wanted * log_prob.masked_fill(log_prob.isinf(), 0.0)).sum(-1)
-        return states, stats._replace(ce=ce)
+        return stats._replace(ce=ce)

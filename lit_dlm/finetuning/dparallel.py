@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor
 
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.finetuning.sft import FinetuneModule
+from lit_dlm.finetuning.sft import SFTModule
 from lit_dlm.system.options import at_least
 from lit_dlm.tensors.fused_head import TokenStats, token_stats
 from lit_dlm.tensors.sampling import uniform_noise
 from lit_dlm.training.batch import SupervisedBatch
-from lit_dlm.training.layout import TrainingRows
+from lit_dlm.training.layout import lay_out
 from lit_dlm.training.states import NEVER, Masking, States, group_rows
 from lit_dlm.training.terms import LossTerms
 
@@ -65,7 +66,7 @@ class BlockComplements(Masking):
         )
 
 
-class DParallelModule(FinetuneModule):
+class DParallelModule(SFTModule):
     """Cross-entropy of both halves, plus ``entropy_weight`` times the entropy of right predictions.
 
     Each of the four terms is a mean over its own cells: the targets of all first or all second
@@ -77,6 +78,7 @@ class DParallelModule(FinetuneModule):
         block_size: see :class:`BlockComplements`.
         entropy_weight: beta; 2 in the release for LLaDA, 1 for Dream.
         num_padding: supervised cells after the answer; ``null`` for all, as in the release.
+        optimizer: constructor of the optimiser, given the trainable parameters.
     """
 
     def __init__(
@@ -86,10 +88,15 @@ class DParallelModule(FinetuneModule):
         block_size: int | None = 32,
         entropy_weight: float = 2.0,
         num_padding: int | None = None,
+        optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(
+            params, lr=2e-5, weight_decay=0.01
+        ),
         **common: Any,
     ) -> None:
         masking = BlockComplements(block_size=block_size)
-        super().__init__(backbone, masking=masking, num_padding=num_padding, **common)
+        super().__init__(
+            backbone, masking=masking, num_padding=num_padding, optimizer=optimizer, **common
+        )
         if backbone.spec.attention != "full":
             raise ValueError(
                 "DParallelModule: expected a model with full attention, which sees both halves of "
@@ -98,9 +105,10 @@ class DParallelModule(FinetuneModule):
         at_least(0, entropy_weight=entropy_weight)
         self.entropy_weight = entropy_weight
 
-    def score_rows(self, rows: TrainingRows) -> TokenStats:
+    def score(self, batch: SupervisedBatch, states: States) -> TokenStats:
         """Returns scores with entropies of sharpened predictions; the rest is at temperature 1."""
         spec, head = self.backbone.spec, self.backbone.model.lm_head
+        rows = lay_out(batch, states, spec)
         stats, hidden = self.backbone.score_with_rows(
             rows.ids, rows.targets, rows.rows, **rows.context()
         )

@@ -6,21 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor
 from torch.nn import functional as F
 
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.finetuning.sft import FinetuneModule
+from lit_dlm.finetuning.sft import SFTModule
 from lit_dlm.system.options import within
 from lit_dlm.tensors.fused_head import TokenStats
 from lit_dlm.training.batch import SupervisedBatch
 from lit_dlm.training.bounds import BoundViews
-from lit_dlm.training.layout import lay_out
 from lit_dlm.training.states import States
 from lit_dlm.training.terms import LossTerms
 
 
-class DPOModule(FinetuneModule):
+class DPOModule(SFTModule):
     """``-log sigmoid`` of the margin between a chosen and a rejected response.
 
     VRPO (LLaDA 1.5, arXiv:2505.19223, DPO-E and section 3): lower bounds replace log-likelihoods.
@@ -31,14 +31,26 @@ class DPOModule(FinetuneModule):
         backbone: with a ``lora`` or trainable ``adapter``, without dropout.
         beta: factor on the log-ratios to the reference (DPO, arXiv:2305.18290, eq. 7).
         num_states: noise levels per response.
-        common: options of :class:`~lit_dlm.finetuning.sft.FinetuneModule`; ``num_padding`` cells
+        optimizer: constructor of the optimiser, given the trainable parameters.
+        common: options of :class:`~lit_dlm.finetuning.sft.SFTModule`; ``num_padding`` positions
             of fill count as tokens of their response.
     """
 
+    trains_on_pairs = True
+
     def __init__(
-        self, backbone: HFBackbone, *, beta: float = 0.1, num_states: int = 8, **common: Any
+        self,
+        backbone: HFBackbone,
+        *,
+        beta: float = 0.1,
+        num_states: int = 8,
+        optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(
+            params, lr=2e-5, weight_decay=0.01
+        ),
+        **common: Any,
     ) -> None:
-        super().__init__(backbone, masking=BoundViews(num_states=num_states), **common)
+        masking = BoundViews(num_states=num_states)
+        super().__init__(backbone, masking=masking, optimizer=optimizer, **common)
         within("(0, inf)", beta=beta)
         adapter, vision = backbone.adapter, backbone.vision
         if adapter is None or (vision is not None and vision.settings.train != "none"):
@@ -51,7 +63,7 @@ class DPOModule(FinetuneModule):
 
     def loss_terms(self, batch: SupervisedBatch, states: States, stats: TokenStats) -> LossTerms:
         with torch.no_grad(), self.backbone.using_adapter(None):
-            reference = self.score_rows(lay_out(batch, states, self.backbone.spec))
+            reference = self.score(batch, states)
         assert states.coefficient is not None
         row, _ = states.supervised.nonzero(as_tuple=True)
         difference = reference.ce - stats.ce  # of log-probabilities, policy less reference

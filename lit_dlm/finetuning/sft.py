@@ -1,177 +1,94 @@
-"""Base classes of fine-tuning and reinforcement learning, and SFT."""
+"""Supervised fine-tuning: a training method from batch to loss, in four steps.
+
+Read :meth:`SFTModule.training_step` first; all other fine-tuning keeps its steps and changes one of
+them. TABOM (``tabom.py``) has states and a second loss of its own, dParallel (``dparallel.py``)
+states, scores and losses, DPO (``dpo.py``) a loss of pairs. A masked diffusion model learns to
+predict hidden tokens from those around them, so what is new beside an autoregressive model is step
+1: which tokens are hidden.
+
+``B`` responses of ``G`` positions have ``K`` states, in which ``N`` positions are predicted.
+"""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.config.components import checked_component
-from lit_dlm.predict.decode import DecodeModule
-from lit_dlm.system.options import at_least, within
+from lit_dlm.finetuning.trainable import TrainableModule
+from lit_dlm.system.options import within
 from lit_dlm.tensors.fused_head import TokenStats
 from lit_dlm.tensors.schedules import warmup_cosine
 from lit_dlm.training.batch import SupervisedBatch
-from lit_dlm.training.checkpoint import export_trained
-from lit_dlm.training.layout import TrainingRows, lay_out
-from lit_dlm.training.masking import RandomMasking
-from lit_dlm.training.states import Masking, States
-from lit_dlm.training.steps import require_finite, require_finite_gradients
+from lit_dlm.training.layout import lay_out
+from lit_dlm.training.states import States
 from lit_dlm.training.terms import LossTerms
-from lit_dlm.trajectories.capture import TrajectoryCapture
-
-logger = logging.getLogger(__name__)
 
 
-class TrainableModule(DecodeModule):
-    """Base of fine-tuning and reinforcement learning: checks of numbers, optimisers, exports.
-
-    Args:
-        backbone: with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.
-        masking: which states are trained on, random masking by default; noise is drawn anew in
-            every pass over the data.
-        num_padding: cells of fill after an answer that are supervised, counted from its end;
-            ``null`` for all (``post_num`` in dLLM-RL). They teach a model to end.
-        optimizer: constructor of the optimiser, given the trainable parameters.
-        warmup_steps: optimiser steps of the warm-up.
-        export_dir: where the last weights are written as an adapter or model folder; ``null``
-            leaves that to callbacks.
-    """
-
-    backbone: HFBackbone
-
-    def __init__(
-        self,
-        backbone: HFBackbone,
-        *,
-        masking: Masking | None = None,
-        num_padding: int | None = 0,
-        optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(
-            params, lr=2e-5, weight_decay=0.01
-        ),
-        warmup_steps: int = 50,
-        export_dir: str | None = None,
-        **common: Any,
-    ) -> None:
-        super().__init__(backbone, **common)
-        at_least(0, num_padding=num_padding, warmup_steps=warmup_steps)
-        self.masking = checked_component(masking or RandomMasking(), Masking, option="masking")
-        self.num_padding = num_padding
-        self.optimizer = optimizer
-        self.warmup_steps = warmup_steps
-        self.export_dir = None if export_dir is None else Path(export_dir)
-        self._step_uids: list[str] = []  # since the last optimiser step
-
-    def rollout_capture(self, method: str) -> TrajectoryCapture:
-        return TrajectoryCapture(vocab_size=self.backbone.vocab_size)
-
-    # -- numbers ---------------------------------------------------------------------------------
-
-    def require_finite_loss(
-        self, loss: Tensor, uids: Sequence[str], blamed: Callable[[], list[str]] | None = None
-    ) -> None:
-        """Stops all processes when the loss of one is not finite, before any weight has changed.
-
-        On failure ``blamed`` returns the samples to name; by default it is all of the batch.
-        """
-        is_finite = torch.isfinite(loss.detach())
-        require_finite(
-            is_finite,
-            self._trainer,
-            what="the loss",
-            blamed=lambda: [] if bool(is_finite) else blamed() if blamed else list(uids),
-        )
-        self._step_uids += uids
-
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        uids, self._step_uids = self._step_uids, []
-        require_finite_gradients(self, uids)
-
-    def scheduled(
-        self, groups: Sequence[Any], factor: Callable[[int], float]
-    ) -> OptimizerLRScheduler:
-        """Returns the optimiser of parameters or groups, with a factor on its rate by step."""
-        if not groups:
-            raise ValueError(
-                "backbone: nothing is trainable; give it lora settings, an adapter with "
-                "trainable: true, or trainable: true"
-            )
-        optimizer = self.optimizer(groups)
-        # torch itself defaults to a slower loop; a configuration may set ``fused: false``.
-        if isinstance(optimizer, torch.optim.Adam) and self.device.type == "cuda":
-            for group in optimizer.param_groups:
-                if group["fused"] is None and not group["foreach"]:
-                    group["fused"] = True
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"},
-        }
-
-    # -- files -----------------------------------------------------------------------------------
-
-    def on_fit_end(self) -> None:
-        if self.export_dir is not None and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self.export(self.export_dir)
-            kind = "model" if self.backbone.adapter is None else "adapter"
-            if self.trainer.is_global_zero:
-                logger.info("wrote the %s to %s", kind, self.export_dir)
-
-    def export(self, folder: str | Path) -> None:
-        """Writes the adapter, or the whole model without one; every process must call it."""
-        is_first = self._trainer is None or self.trainer.is_global_zero
-        export_trained(self.backbone, self.tokenizer_path, Path(folder), write=is_first)
-
-
-class FinetuneModule(TrainableModule):
-    """Trains a backbone, or its adapter, on states of finished responses.
+class SFTModule(TrainableModule):
+    """Cross-entropy of hidden response tokens.
 
     The learning rate warms up linearly and then falls along half a cosine until the last optimiser
     step. A logged value is a mean per target, pair or state, or a count, over all processes and
     batches of one optimiser step (``train/``) or validation (``val/``), as if they were one batch.
+    To adapt an autoregressive checkpoint, give the backbone ``from_ar``.
 
     Args:
         backbone: with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.
         loss_norm: ``local`` divides by the targets of each process's own batch; ``global`` by
             those of all processes together, as if they had one batch.
         lr_floor: factor on the learning rate at the end; 1 keeps it constant after the warm-up.
+        optimizer: constructor of the optimiser, given the trainable parameters.
     """
 
-    def __init__(
-        self,
-        backbone: HFBackbone,
-        *,
-        loss_norm: Literal["local", "global"] = "local",
-        lr_floor: float = 0.0,
-        **common: Any,
-    ) -> None:
-        super().__init__(backbone, **common)
-        within("[0, 1]", lr_floor=lr_floor)
-        self.loss_norm = loss_norm
-        self.lr_floor = lr_floor
-        # (2,) float64 sum and units of each part, since the last optimiser step or in validation
-        self._train_sums: dict[str, Tensor] = {}
-        self._val_sums: dict[str, Tensor] = {}
+    trains_on_pairs: ClassVar[bool] = False  # a chosen and a rejected response, in adjacent rows
 
-    # -- the loss --------------------------------------------------------------------------------
+    # (2,) float64 sum and units of each part, since the last optimiser step and in validation.
+    _train_sums: dict[str, Tensor]
+    _val_sums: dict[str, Tensor]
+
+    def training_step(self, batch: SupervisedBatch, batch_idx: int = 0) -> Tensor:
+        # 1. States: what is hidden of each response, and which hidden tokens are to be predicted.
+        # The noise is a hash of the sample and the pass over the data, so a sample has the same
+        # states in any batch, on any number of processes, and in a run that was resumed.
+        states = self.masking.states(batch)
+        # 2. Forward: each predicted token gets its cross-entropy and entropy, (N,).
+        stats = self.score(batch, states)
+        # 3. Loss: one number, and the sums that it is made of.
+        terms = self.loss_terms(batch, states, stats)
+        # Checked here, as backward would spread one bad number to all weights.
+        self.require_finite_loss(
+            terms.total, batch.uids, lambda: _non_finite_samples(batch, states, stats)
+        )
+        # 4. Log: sums now, means at the optimiser step (``on_before_optimizer_step``).
+        _add_sums(self._train_sums, terms)
+        return terms.total
+
+    def score(self, batch: SupervisedBatch, states: States) -> TokenStats:
+        """Step 2: returns the scores of all targets, state by state, from one forward."""
+        # How a state becomes a row depends on the model's attention. One with blocks learns all of
+        # them in one row, of a clean and a noisy copy of the response.
+        rows = lay_out(batch, states, self.backbone.spec)
+        # Only what is predicted passes the head, in chunks: all logits of a batch would take many
+        # gigabytes. Run even where nothing is: every process takes part in every backward.
+        return self.backbone.score_tokens(rows.ids, rows.targets, rows.rows, **rows.context())
 
     def loss_terms(self, batch: SupervisedBatch, states: States, stats: TokenStats) -> LossTerms:
-        """Returns the loss of scored states; here it is the cross-entropy.
+        """Step 3: returns the loss of scored states; here it is the cross-entropy.
 
         Ids that the model may not produce (the mask) have probability 0 in it: no answer contains
-        them, and decoding never proposes them. ``stats`` scores the targets, state by state.
+        them, and decoding never proposes them.
         """
-        ce = stats.ce
+        ce = stats.ce  # (N,)
         if states.weight is not None:
             ce = ce * states.weight[states.supervised].to(ce.dtype)
+        # Units are targets, or states for a mean of means. They depend on the noise alone.
         summed, units = ce.sum(), states.num_units()
         count = states.supervised.sum()
         sums = {
@@ -198,27 +115,7 @@ class FinetuneModule(TrainableModule):
         # A positive global mean may be below 1, a positive local count may not.
         return count.clamp_min(1.0 / world_size if self.loss_norm == "global" else 1.0)
 
-    def terms(self, batch: SupervisedBatch) -> LossTerms:
-        return self.loss_terms(batch, *self._scored(batch))
-
-    def _scored(self, batch: SupervisedBatch) -> tuple[States, TokenStats]:
-        states = self.masking.states(batch)
-        rows = lay_out(batch, states, self.backbone.spec)
-        # Even where nothing is supervised: every process takes part in every backward.
-        return states, self.score_rows(rows)
-
-    def score_rows(self, rows: TrainingRows) -> TokenStats:
-        """Returns scores of the targets of one forward, row by row."""
-        return self.backbone.score_tokens(rows.ids, rows.targets, rows.rows, **rows.context())
-
-    def training_step(self, batch: SupervisedBatch, batch_idx: int = 0) -> Tensor:
-        states, stats = self._scored(batch)
-        terms = self.loss_terms(batch, states, stats)
-        self.require_finite_loss(
-            terms.total, batch.uids, lambda: _non_finite_samples(batch, states, stats)
-        )
-        _add_sums(self._train_sums, terms)
-        return terms.total
+    # -- step 4, and validation, which is steps 1 to 3 without gradients --------------------------
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         sums, self._train_sums = self._train_sums, {}
@@ -230,6 +127,11 @@ class FinetuneModule(TrainableModule):
             means = self._means(sums)
             self.log_dict({f"train/{name}": value for name, value in means.items()})
         super().on_before_optimizer_step(optimizer)
+
+    def terms(self, batch: SupervisedBatch) -> LossTerms:
+        """Returns the loss of a batch."""
+        states = self.masking.states(batch)
+        return self.loss_terms(batch, states, self.score(batch, states))
 
     def on_validation_epoch_start(self) -> None:
         self._val_sums = {}
@@ -251,7 +153,28 @@ class FinetuneModule(TrainableModule):
         parts = dict(zip(sums, means, strict=True))
         return {"loss": self.combined(parts), **parts}
 
-    # -- optimisation ----------------------------------------------------------------------------
+    # -- before training --------------------------------------------------------------------------
+
+    def __init__(
+        self,
+        backbone: HFBackbone,
+        *,
+        loss_norm: Literal["local", "global"] = "local",
+        lr_floor: float = 0.0,
+        optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(
+            params, lr=1e-5, weight_decay=0.01
+        ),
+        **common: Any,
+    ) -> None:
+        super().__init__(backbone, optimizer=optimizer, **common)
+        within("[0, 1]", lr_floor=lr_floor)
+        self.loss_norm = loss_norm
+        self.lr_floor = lr_floor
+        self._train_sums, self._val_sums = {}, {}
+
+    def needs(self) -> dict[str, str]:
+        """Returns fields that no example may lack, each with what to say of one that does."""
+        return self.masking.needs()
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         num_steps = self.trainer.estimated_stepping_batches
@@ -270,34 +193,13 @@ class FinetuneModule(TrainableModule):
 
 def _add_sums(sums: dict[str, Tensor], terms: LossTerms) -> None:
     for name, found in terms.sums.items():
+        # In float64, and on the device: adding up must neither round nor make the host wait.
         sums[name] = sums.get(name, 0.0) + torch.stack([one.double() for one in found])
 
 
 def _non_finite_samples(batch: SupervisedBatch, states: States, stats: TokenStats) -> list[str]:
     """Returns uids of samples with scores that are not finite; all uids if no score is to blame."""
     bad = ~(torch.isfinite(stats.ce.detach()) & torch.isfinite(stats.entropy.detach()))
-    row, _ = states.supervised.nonzero(as_tuple=True)  # in the order of the scores
-    samples = states.response[row[bad]].unique().tolist()
-    return [batch.uids[sample] for sample in samples] or batch.uids
-
-
-class SFTModule(FinetuneModule):
-    """Cross-entropy of hidden response tokens.
-
-    To adapt an autoregressive checkpoint, give the backbone ``from_ar``.
-
-    Args:
-        backbone: with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.
-        optimizer: constructor of the optimiser, given the trainable parameters.
-    """
-
-    def __init__(
-        self,
-        backbone: HFBackbone,
-        *,
-        optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(
-            params, lr=1e-5, weight_decay=0.01
-        ),
-        **common: Any,
-    ) -> None:
-        super().__init__(backbone, optimizer=optimizer, **common)
+    state, _ = states.supervised.nonzero(as_tuple=True)  # in the order of the scores
+    rows = states.response[state[bad]].unique().tolist()
+    return [batch.uids[row] for row in rows] or batch.uids

@@ -8,15 +8,16 @@ file are its module, its states (:class:`TimeDelay`), and below them the ranking
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
+from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor
 
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.finetuning.sft import FinetuneModule
+from lit_dlm.finetuning.sft import SFTModule
 from lit_dlm.system.options import at_least
 from lit_dlm.tensors.fused_head import TokenStats
 from lit_dlm.tensors.masking import non_ltr_positions
@@ -33,7 +34,7 @@ Ties = Literal["strict", "position", "rank"]
 _CUT = 18  # stream of noise, see ``training/masking.py``
 
 
-class TABOMModule(FinetuneModule):
+class TABOMModule(SFTModule):
     """Cross-entropy in a window after a random cut, plus ``rank_weight`` times the ranking loss.
 
     The paper's models have full attention. In a block model, whose blocks are seen in states of
@@ -52,7 +53,8 @@ class TABOMModule(FinetuneModule):
             decoding (needs recorded entropies).
         num_padding: supervised cells after the answer; ``null`` for all, as in every recipe of
             the release.
-        common: options of :class:`~lit_dlm.finetuning.sft.FinetuneModule`; its ``loss_norm``
+        optimizer: constructor of the optimiser, given the trainable parameters.
+        common: options of :class:`~lit_dlm.finetuning.sft.SFTModule`; its ``loss_norm``
             applies to both losses.
     """
 
@@ -68,10 +70,15 @@ class TABOMModule(FinetuneModule):
         margin: float = 0.1,
         ties: Ties = "strict",
         num_padding: int | None = None,
+        optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(
+            params, lr=2e-5, weight_decay=0.01
+        ),
         **common: Any,
     ) -> None:
         masking = TimeDelay(window=window, cut_range=cut_range, cut_sampler=cut_sampler)
-        super().__init__(backbone, masking=masking, num_padding=num_padding, **common)
+        super().__init__(
+            backbone, masking=masking, num_padding=num_padding, optimizer=optimizer, **common
+        )
         at_least(1, rank_window=rank_window)
         at_least(0, rank_weight=rank_weight)
         if rank_window is not None and rank_window > window:
@@ -121,6 +128,12 @@ class TABOMModule(FinetuneModule):
         total = self.combined({"loss_ce": ce.total, "loss_rank": loss_rank})
         return LossTerms(total, sums=sums)
 
+    def needs(self) -> dict[str, str]:
+        if self.ties != "rank":
+            return super().needs()
+        told = "ties 'rank' needs trajectories of level 'signals'"
+        return {**super().needs(), "decode_entropy": told}
+
     def combined(self, parts: Mapping[str, Tensor]) -> Tensor:
         return parts["loss_ce"] + self.rank_weight * parts["loss_rank"]
 
@@ -150,6 +163,24 @@ class TimeDelay(Masking):
     def last_cuts(self, batch: SupervisedBatch) -> Tensor:
         """``(B,)`` int64: the largest cut of each response, -1 where nothing is to be learnt."""
         return last_cuts(batch.steps, batch.maskable, window=self.window, cut_range=self.cut_range)
+
+    def needs(self) -> dict[str, str]:
+        return {"steps": "TimeDelay needs trajectories"}
+
+    def check(self, batches: Iterable[SupervisedBatch]) -> None:
+        """Warns if cuts leave nothing to learn of some responses; refuses if of all."""
+        lasts = [self.last_cuts(batch) for batch in batches]
+        count, without = sum(map(len, lasts)), sum(int((last < 0).sum()) for last in lasts)
+        told = (
+            f"cut_range: {self.cut_range!r} with a window of {self.window} leaves "
+            f"{without} of {count} samples without a cut"
+        )
+        if without and without == count:
+            raise ValueError(
+                f"{told}; expected longer decodes, a smaller window or cut_range 'full'"
+            )
+        if without:
+            logger.warning("%s: nothing is learnt from them", told)
 
     def states(self, batch: SupervisedBatch) -> States:
         last, steps = self.last_cuts(batch), batch.steps

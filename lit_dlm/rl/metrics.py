@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lit_dlm.finetuning.sft import TrainableModule
+from lit_dlm.finetuning.trainable import TrainableModule
 from lit_dlm.rewards.base import RewardScore, Rollout
 from lit_dlm.rewards.rewarder import Rewarder
 from lit_dlm.rl.rollout import (

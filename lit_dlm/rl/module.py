@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from lit_dlm.backbones import BackboneSpec
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import Decoder
-from lit_dlm.finetuning.sft import TrainableModule
+from lit_dlm.finetuning.trainable import TrainableModule
 from lit_dlm.rl.items import RolloutBatch, RowBuilder, training_rows
 from lit_dlm.rl.loop import RLLoop
 from lit_dlm.rl.metrics import UpdateScores

@@ -24,7 +24,7 @@ from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import DecodeResult, DecodeState, StepRecord
 from lit_dlm.decoding.api import DecodePrompt, Occupancy, WorkQueue, decode_stream, prompt_limit
 from lit_dlm.decoding.state import QueueObserver
-from lit_dlm.finetuning.sft import TrainableModule
+from lit_dlm.finetuning.trainable import TrainableModule
 from lit_dlm.predict.decode import image_facts
 from lit_dlm.rewards import Rewarder
 from lit_dlm.rewards.base import RewardScore, Rollout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -74,6 +75,13 @@ class Masking(Component):
     @abstractmethod
     def states(self, batch: SupervisedBatch) -> States:
         """Draws the states."""
+
+    def needs(self) -> dict[str, str]:
+        """Returns fields that no example may lack, each with what to say of one that does."""
+        return {}
+
+    def check(self, batches: Iterable[SupervisedBatch]) -> None:
+        """Refuses, before training, responses of which nothing could be learnt; read lazily."""
 
 
 def weighted_states(

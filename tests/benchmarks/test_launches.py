@@ -113,7 +113,7 @@ def test_rows_out_of_phase_fill_the_tiles_of_attention() -> None:
 
 @pytest.mark.parametrize(
     ("case", "waits", "most"),
-    [("sft", 3, 6000), ("tabom", 4, 6100), ("tracelock", 0, 480), ("tracerl", 3, 10_200)],
+    [("sft", 2, 6000), ("tabom", 3, 6100), ("tracelock", 0, 480), ("tracerl", 3, 10_200)],
 )
 def test_a_training_step_keeps_to_its_launches_and_waits(case: str, waits: int, most: int) -> None:
     """Cells and rows that count are asked for, and whether the loss is finite; nothing else is."""

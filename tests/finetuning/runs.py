@@ -13,7 +13,7 @@ from lit_dlm.backbones import Architecture, HFBackbone
 from lit_dlm.backbones.experts import Experts
 from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.datamodules.supervised import SupervisedDataModule
-from lit_dlm.finetuning.sft import FinetuneModule
+from lit_dlm.finetuning.sft import SFTModule
 from lit_dlm.training.batch import SupervisedBatch, SupervisedExample
 from lit_dlm.training.states import States
 
@@ -140,7 +140,7 @@ def quiet(folder: Path, **options: Any) -> Trainer:
 
 
 def run(
-    module: FinetuneModule,
+    module: SFTModule,
     data: SupervisedDataModule,
     folder: Path,
     *,

@@ -17,7 +17,7 @@ from lit_dlm.backbones.projection import ProjectorConfig
 from lit_dlm.backbones.resolution import load_tokenizer
 from lit_dlm.datamodules.supervised_sources import ModelFacts, RecordedDecodes, RecordedPairs
 from lit_dlm.decoding import ConfidencePolicy, Decoder, FixedQuota
-from lit_dlm.finetuning.sft import FinetuneModule
+from lit_dlm.finetuning.sft import SFTModule
 from lit_dlm.predict.decode import image_facts
 from lit_dlm.rl.advantages import GroupZScore
 from lit_dlm.rl.rollout import RolloutEngine, rollout_prompts
@@ -96,7 +96,7 @@ def rows_by_hand(vision: TowerVision, digests: tuple[str, ...]) -> Tensor:
 
 
 def loss_by_hand(
-    model: FinetuneModule, batch: SupervisedBatch, given: list[SupervisedExample]
+    model: SFTModule, batch: SupervisedBatch, given: list[SupervisedExample]
 ) -> Tensor:
     """One unpadded row at a time from embeddings, every logit in memory."""
     backbone = model.backbone
@@ -120,7 +120,7 @@ def loss_by_hand(
     return model.loss_terms(batch, states, TokenStats(ce, entropy, ce > 1e9)).total
 
 
-def gradients(model: FinetuneModule, loss: Tensor) -> dict[str, Tensor]:
+def gradients(model: SFTModule, loss: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 from lit_dlm.datamodules.resuming import EpochPlan
-from lit_dlm.finetuning.sft import FinetuneModule
+from lit_dlm.finetuning.sft import SFTModule
 from lit_dlm.finetuning.tabom import TABOMModule
 from lit_dlm.training.batch import SupervisedBatch, SupervisedExample
 from lit_dlm.training.masking import RandomMasking
@@ -97,7 +97,7 @@ def test_logged_counts_are_those_of_the_states() -> None:
     assert 0.0 <= float(parts["pair_accuracy"]) <= 1.0
 
 
-def validated(model: FinetuneModule, folder: Path, *, batch_size: int, **options: Any) -> Scores:
+def validated(model: SFTModule, folder: Path, *, batch_size: int, **options: Any) -> Scores:
     """Scores of one validation of examples of which two have no decode."""
     given = examples(24, never=(0, 5))
     data = Data(given, batch_size=2, val_fraction=0.7, val_batch_size=batch_size)
@@ -112,7 +112,7 @@ def test_validation_does_not_depend_on_the_batch_size(
 ) -> None:
     """Alone, some samples have no target and others a single one, which is no pair."""
     drawn = RandomMasking(weight="1/num_targets")
-    model: FinetuneModule = sft(drawn, loss_norm=loss_norm)
+    model: SFTModule = sft(drawn, loss_norm=loss_norm)
     if kind == "tabom":
         model = tabom(loss_norm=loss_norm, rank_weight=1.5)
     seen: list[LossTerms] = []

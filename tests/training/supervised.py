@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lit_dlm.backbones import HFBackbone
-from lit_dlm.finetuning.sft import FinetuneModule, SFTModule
+from lit_dlm.finetuning.sft import SFTModule
 from lit_dlm.finetuning.tabom import TABOMModule
 from lit_dlm.predict.decode import DecodeModule
 from lit_dlm.training.batch import SupervisedBatch, SupervisedExample, collate
@@ -46,7 +46,7 @@ def batch_of(
 
 
 def slow_log_probs(
-    model: FinetuneModule,
+    model: SFTModule,
     batch: SupervisedBatch,
     forward: Callable[[Tensor, int], Tensor] | None = None,
 ) -> tuple[States, Tensor]:
