@@ -425,7 +425,7 @@ class Checks:
                 trainer.fit(module, data)
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
-            steps = [record.num_steps for record in module.loop.current.records]
+            steps = [one.record.num_steps for one in module.loop.current.rollouts]
             longest = steps.count(max(steps)) / len(steps)
             self.tell(f"TraceRL, {name}: share of rows that end last", longest, most=0.75)
             moved = [

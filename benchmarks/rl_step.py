@@ -59,11 +59,10 @@ from lit_dlm.rewards import Graded, Rewarder, Rollout
 from lit_dlm.rl.advantages import GroupZScore
 from lit_dlm.rl.items import Items, RolloutBatch, RowBuilder, training_rows
 from lit_dlm.rl.module import TraceRLModule
-from lit_dlm.rl.rollout import RolloutEngine, rollout_prompts, score_facts
+from lit_dlm.rl.rollout import RolloutEngine, ScoredRollout, rollout_prompts, scores_of
 from lit_dlm.rl.step import MicroBatch, fill_advantages, fill_old_scores
 from lit_dlm.toy import PythonFunctions
 from lit_dlm.training.masking import TraceMasking
-from lit_dlm.trajectories.record import Trajectory
 
 _WRONG = "def f(*arguments):\n    return None"
 _FORMS = ("ours", "unpacked", "naive", "rowwise")
@@ -99,9 +98,9 @@ def measure(options: argparse.Namespace) -> dict[str, float | int | str]:
     step.warm()
     gradients: dict[str, Tensor] = {}
     for number in range(options.repeats):
-        records = step.collect(number, meter)
+        rollouts = step.collect(number, meter)
         for form in _FORMS:
-            gradients[form] = step.train(form, records, meter)
+            gradients[form] = step.train(form, rollouts, meter)
     wanted = gradients["naive"]
     seconds, cpu_seconds = _medians(meter.seconds), _medians(meter.cpu_seconds)
     megabytes = megabytes or _medians(meter.megabytes)
@@ -181,7 +180,7 @@ class _Step:
         # The work of an update without its effect: every form sees the same weights.
         self.optimizer = torch.optim.AdamW(self.parameters, lr=0.0)
 
-    def collect(self, number: int, meter: _Meter) -> list[Trajectory]:
+    def collect(self, number: int, meter: _Meter) -> list[ScoredRollout]:
         """Returns scored rollouts; the noise follows from the number of the step."""
         problems = [(example, self.module.encode(example)) for example in self.task.examples()]
         prompts = rollout_prompts(
@@ -203,7 +202,9 @@ class _Step:
             scored = rewarder.score(groups)
         rewarder.close()
         return [
-            rollout.trajectory.with_meta(**score_facts(rollout, score, kept=True, version=number))
+            ScoredRollout.from_record(
+                rollout.trajectory, **scores_of(rollout, score, kept=True, version=number)
+            )
             for group, scores in zip(groups, scored, strict=True)
             for rollout, score in zip(group, scores, strict=True)
         ]
@@ -211,9 +212,9 @@ class _Step:
     def warm(self) -> None:
         """Runs one batch of each form, so that one-off allocations are not charged to a phase."""
         meter = _Meter()
-        records = self.collect(self.options.repeats, meter)
+        rollouts = self.collect(self.options.repeats, meter)
         for form in _FORMS:
-            self.train(form, records, meter, num_batches=1)
+            self.train(form, rollouts, meter, num_batches=1)
 
     def _with_text(self, rollout: Rollout) -> Rollout:
         """Gives every other response a right function; the texts of a group all differ."""
@@ -224,7 +225,7 @@ class _Step:
     def train(
         self,
         form: str,
-        records: Sequence[Trajectory],
+        rollouts: Sequence[ScoredRollout],
         meter: _Meter,
         *,
         num_batches: int | None = None,
@@ -239,8 +240,8 @@ class _Step:
             module.row_spec,
             copies=self.options.block if form == "ours" else 1,
         )
-        items = builder.items(records)
-        fill_advantages(module, items, advantage=GroupZScore(), batch_size=1)
+        items = builder.items([one.record for one in rollouts])
+        fill_advantages(module, items, rollouts, advantage=GroupZScore(), batch_size=1)
         batches = list(self._batches(items, one_row=form == "rowwise"))[:num_batches]
         # One slot, so that the loss of every form is the same sum over states.
         with meter.phase(f"{form}_old_log_prob"):
@@ -338,9 +339,9 @@ def _memory(options: argparse.Namespace) -> dict[str, float]:
     step = _Step(options)
     step.warm()
     gauge = _Meter()
-    records = step.collect(0, gauge)
+    rollouts = step.collect(0, gauge)
     for form in _FORMS:
-        step.train(form, records, gauge)
+        step.train(form, rollouts, gauge)
     return _medians(gauge.megabytes)
 
 

@@ -245,9 +245,9 @@ class RolloutWriter(Callback):
         if self._shards is None:
             return
         own = [
-            record
-            for record in pl_module.loop.current.records
-            if record.meta["prompt"] % trainer.world_size == trainer.global_rank
+            one.to_record()
+            for one in pl_module.loop.current.rollouts
+            if one.prompt % trainer.world_size == trainer.global_rank
         ]
         self._shards.put_records(own, getattr(pl_module.backbone, "vision", None))
 

@@ -1,6 +1,6 @@
 """Small policies and their rollouts, for tests of reinforcement learning."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from lit_dlm.rewards import GroupFilter, Reward, RewardScore, Rollout
 from lit_dlm.rl.advantages import Advantage, GroupZScore
 from lit_dlm.rl.items import Items
 from lit_dlm.rl.module import TraceRLModule
-from lit_dlm.rl.rollout import SAMPLED, SampledLogProb
+from lit_dlm.rl.rollout import SAMPLED, SampledLogProb, ScoredRollout
 from lit_dlm.rl.step import MicroBatch, fill_advantages, fill_old_scores, shard_items
 from lit_dlm.toy.word_problems import WordProblems
 from lit_dlm.trajectories.capture import TrajectoryCapture
@@ -120,6 +120,16 @@ def decoded(
     ]
 
 
+def scored(records: Iterable[Trajectory]) -> list[ScoredRollout]:
+    """Rollouts of records that have their scores."""
+    return [ScoredRollout.from_record(record) for record in records]
+
+
+def last_records(rl: TraceRLModule) -> list[Trajectory]:
+    """Those of the last RL step of a run, as files hold them."""
+    return [one.to_record() for one in rl.loop.current.rollouts]
+
+
 def direct_log_probs(
     backbone: HFBackbone, record: Trajectory, *, temperature: float = 1.0
 ) -> Tensor:
@@ -169,7 +179,8 @@ def prepared(
     """Items and batches with everything that training needs."""
     rl.eval()
     items = rl.rows.items(records)
-    fill_advantages(rl, items, advantage=advantage or GroupZScore(), batch_size=8)
+    given = {"advantage": advantage or GroupZScore(), "batch_size": 8}
+    fill_advantages(rl, items, scored(records), **given)
     batches = shard_items(items.size.numpy(), batch_size=batch_size)
     fill_old_scores(rl, batches, items)
     return items, batches

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from itertools import chain
+from typing import Literal
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from lit_dlm.rewards.rewarder import Rewarder
 from lit_dlm.rl.rollout import (
     Problem,
     RolloutEngine,
+    ScoredRollout,
     encoded_problems,
     groups_of,
     rollout_prompts,
@@ -24,7 +26,6 @@ from lit_dlm.rl.rollout import (
 from lit_dlm.rl.settings import RolloutSettings
 from lit_dlm.tasks import tasks_by_name
 from lit_dlm.training.ranks import Ranks
-from lit_dlm.trajectories.record import Trajectory
 
 _FACTS = ("reward", "response_length", "num_steps", "correct", "graded")
 
@@ -183,41 +184,35 @@ class UpdateScores(nn.Module):
             self.value_error, self.value_explained = ValueFit("error"), ValueFit("explained")
 
 
-def rollout_facts(records: Sequence[Trajectory]) -> dict[str, float]:
+def rollout_facts(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
     """Returns means over the rollouts of all processes, dropped groups included.
 
-    Records must be in order. ``correct`` is the share of right responses among those graded,
+    ``correct`` is the share of right responses among those graded,
     ``reward_std`` the mean over groups of the deviation within each, ``garbled`` the share of texts
     that are not valid Unicode; lengths go up to the end of text.
     """
-    metas = [record.meta for record in records]
-    groups = groups_of(records)
-    rewards = np.array([meta["reward"] for meta in metas], dtype=np.float64)
-    lengths = np.array(
-        [one.meta.get("num_tokens", one.num_committed) for one in records], dtype=np.float64
-    )
-    steps = np.array([record.num_steps for record in records], dtype=np.float64)
-    parts = [meta.get("parts", {}) for meta in metas]
+    groups = groups_of(rollouts)
+    rewards = np.array([one.reward for one in rollouts], dtype=np.float64)
+    lengths = np.array([one.num_tokens for one in rollouts], dtype=np.float64)
+    steps = np.array([one.record.num_steps for one in rollouts], dtype=np.float64)
+    grades = [one.correct for one in rollouts if one.correct is not None]
+    parts: dict[str, list[float]] = {}
+    for name, value in chain.from_iterable(one.parts.items() for one in rollouts):
+        parts.setdefault(name, []).append(value)
     facts = {
         "reward": rewards.mean(),
         "reward_std": np.mean([rewards[group].std() for group in groups]),
-        "overlong": np.mean([meta.get("overlong", False) for meta in metas]),
-        "garbled": np.mean([meta.get("garbled", False) for meta in metas]),
+        "overlong": np.mean([one.overlong for one in rollouts]),
+        "garbled": np.mean([one.garbled for one in rollouts]),
         "response_length": lengths.mean(),
         "num_steps": steps.mean(),
         "tokens_per_step": lengths.sum() / max(steps.sum(), 1.0),
         "groups": len(groups),
-        "kept_groups": sum(bool(metas[group[0]]["kept"]) for group in groups),
-        **_known_means(metas, ["correct"]),
-        **{f"reward/{k}": v for k, v in _known_means(parts, sorted(set().union(*parts))).items()},
+        "kept_groups": sum(rollouts[group[0]].kept for group in groups),
+        **({"correct": np.mean(grades)} if grades else {}),
+        **{f"reward/{name}": np.mean(parts[name]) for name in sorted(parts)},
     }
     return {f"rollout/{name}": float(value) for name, value in facts.items()}
-
-
-def _known_means(tables: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """Returns the mean of each name over the tables that have it; no entry where none has."""
-    found = {name: [t[name] for t in tables if t.get(name) is not None] for name in names}
-    return {name: np.mean(values) for name, values in found.items() if values}
 
 
 class Quotient(Metric):

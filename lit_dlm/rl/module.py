@@ -215,6 +215,11 @@ class TraceRLModule(TrainableModule):
 
     # -- the policy of an RL step ----------------------------------------------------------------
 
+    @property
+    def takes_token_rewards(self) -> bool:
+        """Whether rewards may be of tokens, whose states are then trained on one by one."""
+        return not isinstance(self.masking, BoundViews)
+
     def rollout_weights(self) -> AbstractContextManager[None]:
         """Gathers whole weights and merges the adapter, as decoding needs them."""
         return decoding_weights(self.backbone)

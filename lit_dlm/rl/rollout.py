@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -251,14 +251,50 @@ class SampledLogProb(QueueObserver):
         return torch.cat(ended)
 
 
-def score_facts(
-    rollout: Rollout, score: RewardScore, *, kept: bool, version: int
-) -> dict[str, Any]:
-    """Returns what training needs of a rollout's score, as small JSON values for the record.
+@dataclass(frozen=True, kw_only=True)
+class ScoredRollout:
+    """A decoded response and what it is worth.
+
+    Files hold the fields as entries of the record's ``meta``. Here ``record`` may lack them: what
+    an RL step asks is asked of the fields.
+    """
+
+    record: Trajectory
+    prompt: int  # number of the prompt within the RL step; equal numbers are a group
+    response: int  # number among the responses to it
+    num_tokens: int  # before the first end of text
+    reward: float
+    correct: bool | None = None  # None: nothing has graded it
+    overlong: bool = False
+    garbled: bool = False  # the text is not valid Unicode
+    kept: bool  # the filters keep its group
+    policy_version: int = 0  # optimiser steps that the policy had taken
+    parts: Mapping[str, float] = field(default_factory=dict)  # unweighted rewards by name
+    token_rewards: Sequence[float] | None = None  # (G,)
+
+    @classmethod
+    def from_record(cls, record: Trajectory, **scores: Any) -> ScoredRollout:
+        """Reads the fields from the record's ``meta``, except those that are given."""
+        meta = {"num_tokens": record.num_committed, **record.meta, **scores}
+        names = [one.name for one in fields(cls) if one.name in meta]
+        return cls(record=record, **{name: meta[name] for name in names})
+
+    def to_record(self) -> Trajectory:
+        """Returns the record as files hold it."""
+        names = [one.name for one in fields(self) if one.name != "record"]
+        found = {name: getattr(self, name) for name in names}
+        if self.token_rewards is None:
+            del found["token_rewards"]
+        return self.record.with_meta(**found)
+
+
+def scores_of(rollout: Rollout, score: RewardScore, *, kept: bool, version: int) -> dict[str, Any]:
+    """Returns the fields of a :class:`ScoredRollout` that only its own process knows, as JSON.
 
     ``kept``: the filters keep its group; ``version``: optimiser steps that the policy had taken.
     """
-    facts: dict[str, Any] = {
+    paid = score.token_rewards
+    return {
         "reward": float(score.total),
         "correct": bool(score.is_correct) if score.is_graded else None,
         "overlong": rollout.is_overlong,
@@ -266,22 +302,20 @@ def score_facts(
         "kept": kept,
         "policy_version": version,
         "parts": {name: float(value) for name, value in score.parts.items()},
+        "token_rewards": None if paid is None else [float(value) for value in paid],
     }
-    if score.token_rewards is not None:
-        facts["token_rewards"] = [float(value) for value in score.token_rewards]
-    return facts
 
 
-def in_order(records: Sequence[Trajectory]) -> list[Trajectory]:
-    """Sorts records of one RL step by prompt and response, whichever process made them."""
-    return sorted(records, key=lambda record: (record.meta["prompt"], record.meta["response"]))
+def in_order(rollouts: Iterable[ScoredRollout]) -> list[ScoredRollout]:
+    """Sorts the rollouts of one RL step by prompt and response."""
+    return sorted(rollouts, key=lambda one: (one.prompt, one.response))
 
 
-def groups_of(records: Sequence[Trajectory]) -> list[list[int]]:
-    """Returns the numbers of each prompt's records; the records must be :func:`in_order`."""
+def groups_of(rollouts: Sequence[ScoredRollout]) -> list[list[int]]:
+    """Returns the numbers of each prompt's rollouts."""
     groups: dict[int, list[int]] = {}
-    for number, record in enumerate(records):
-        groups.setdefault(record.meta["prompt"], []).append(number)
+    for number, rollout in enumerate(rollouts):
+        groups.setdefault(rollout.prompt, []).append(number)
     return list(groups.values())
 
 
@@ -329,15 +363,15 @@ def draw_prompts(num_prompts: int, cursor: int, count: int, *, seed: int) -> lis
 class Rollouts:
     """The rollouts of one RL step, the same on all processes."""
 
-    records: list[Trajectory]  # in order; meta holds the scores
+    scored: list[ScoredRollout]  # in order
     num_prompts: int  # prompts drawn for them
     # Seconds of this process by phase (``wait``: for the rollouts of others) and, if it decoded,
     # ``occupancy``, the share of the batch's slots that were in use, and ``tokens_per_second``.
     times: dict[str, float] = field(default_factory=dict)
 
     @property
-    def kept(self) -> list[Trajectory]:
-        return [record for record in self.records if record.meta["kept"]]
+    def kept(self) -> list[ScoredRollout]:
+        return [one for one in self.scored if one.kept]
 
 
 class OnlineRollouts:
@@ -409,10 +443,11 @@ class OnlineRollouts:
             report=lambda done: report("rollout", min(done, share), share),
         )
         decoded = time.perf_counter()
-        records = in_order(gathered(own, ranks))
-        waited = time.perf_counter()
-        records = self._scored(asked, records, version, ranks)
+        by_uid = {record.uid: record for record in gathered(own, ranks)}
+        records = [by_uid[prompt.uid] for prompt in asked]
         engine.record_step_counts(records)
+        waited = time.perf_counter()
+        scored = self._scored(asked, records, version, ranks)
         num_tokens = sum(int(record.meta["num_tokens"]) for record in own)
         times = {
             "rollout": decoded - begin,
@@ -421,7 +456,7 @@ class OnlineRollouts:
             "occupancy": engine.occupancy.share,
             "tokens_per_second": num_tokens / max(decoded - begin, 1e-9),
         }
-        return Rollouts(records, count, times)
+        return Rollouts(scored, count, times)
 
     def _scored(
         self,
@@ -429,22 +464,22 @@ class OnlineRollouts:
         records: Sequence[Trajectory],
         version: int,
         ranks: Ranks,
-    ) -> list[Trajectory]:
-        """Returns all records with their scores; each group is scored on one process."""
+    ) -> list[ScoredRollout]:
+        """Scores all records; each group is scored on one process."""
         size = self.settings.responses_per_prompt
         own = [
             self.engine.rollouts(asked[at : at + size], records[at : at + size])
             for at in range(ranks.rank * size, len(asked), ranks.world_size * size)
         ]
-        facts: dict[str, dict[str, Any]] = {}
+        scores_by_uid: dict[str, dict[str, Any]] = {}
         for group, scores in zip(own, self.rewarder.score(own), strict=True):
             kept = all(keep.keep(scores) for keep in self.filters)
             for rollout, score in zip(group, scores, strict=True):
-                told = score_facts(rollout, score, kept=kept, version=version)
-                facts[rollout.trajectory.uid] = told
-        for part in ranks.gather(json.dumps(facts).encode()):
-            facts |= json.loads(part)
-        return [record.with_meta(**facts[record.uid]) for record in records]
+                found = scores_of(rollout, score, kept=kept, version=version)
+                scores_by_uid[rollout.trajectory.uid] = found
+        for part in ranks.gather(json.dumps(scores_by_uid).encode()):
+            scores_by_uid |= json.loads(part)
+        return [ScoredRollout.from_record(one, **scores_by_uid[one.uid]) for one in records]
 
 
 def gathered(records: Sequence[Trajectory], ranks: Ranks) -> list[Trajectory]:
@@ -495,8 +530,9 @@ class StoredRollouts:
 
     def collect(self, step: int, cursor: int = 0, **online: Any) -> Rollouts:
         """Returns the rollouts of an RL step; after the last stored one they start again."""
-        records = in_order(self._steps[self.steps[step % len(self.steps)]])
-        return Rollouts(records, len(groups_of(records)), {"rollout": 0.0, "reward": 0.0})
+        records = self._steps[self.steps[step % len(self.steps)]]
+        scored = in_order(map(ScoredRollout.from_record, records))
+        return Rollouts(scored, len(groups_of(scored)), {"rollout": 0.0, "reward": 0.0})
 
     def close(self) -> None:
         """Does nothing: there are no threads to stop."""

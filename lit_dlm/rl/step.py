@@ -20,13 +20,19 @@ from torch import Tensor
 from lit_dlm.rl.advantages import Advantage, StepGAE, outcome_rewards
 from lit_dlm.rl.items import Items, RolloutBatch, RowBuilder, joined, order_of_writing
 from lit_dlm.rl.metrics import rollout_facts
-from lit_dlm.rl.rollout import Report, Rollouts, RolloutSource, groups_of, in_order
+from lit_dlm.rl.rollout import (
+    Report,
+    Rollouts,
+    RolloutSource,
+    ScoredRollout,
+    groups_of,
+    in_order,
+)
 from lit_dlm.rl.settings import PolicyObjective, RolloutSettings, ValueObjective
 from lit_dlm.training.batch import SupervisedBatch
-from lit_dlm.training.bounds import BoundViews
 from lit_dlm.training.ranks import ALONE, Ranks
 from lit_dlm.training.states import Masking
-from lit_dlm.trajectories.record import SIGNAL_DTYPES, Trajectory
+from lit_dlm.trajectories.record import SIGNAL_DTYPES
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +56,9 @@ class Policy(Protocol):
     value: ValueObjective | None
     masking: Masking
     rows: RowBuilder
+
+    @property
+    def takes_token_rewards(self) -> bool: ...  # whether tokens have states of their own
 
     @property
     def device(self) -> torch.device: ...
@@ -92,7 +101,7 @@ class RLStep:
     """What one RL step trains on."""
 
     number: int
-    records: list[Trajectory]  # of all processes, in order, dropped groups included
+    rollouts: list[ScoredRollout]  # of all processes, in order, dropped groups included
     items: Items
     batches: list[MicroBatch]  # of this process
     num_slots: int  # items of a full batch
@@ -142,13 +151,15 @@ def rl_step(
     # Items: the states that each kept response went through in its decode (or others, depending on
     # the masking), drawn anew in each pass.
     begin = time.perf_counter()
-    kept = rollouts.kept
-    by_pass = [policy.rows.items(kept, epoch=n) for n in range(settings.passes) if kept]
+    trained, passes = rollouts.kept, range(settings.passes)
+    records = [one.record for one in trained]
+    by_pass = [policy.rows.items(records, epoch=number) for number in passes if records]
     is_empty = not any(map(len, by_pass))
     if is_empty:
         # Every process must still run a forward and a backward, so take the dropped responses and
         # give them no weight.
-        kept, by_pass = rollouts.records, [policy.rows.items(rollouts.records)]
+        trained = rollouts.scored
+        by_pass = [policy.rows.items([one.record for one in trained])]
     items = joined(by_pass)
     if not len(items):
         raise ValueError(
@@ -160,7 +171,12 @@ def rl_step(
     # per token, propagated back along the steps of the decode.
     assert settings.advantage is not None
     estimates = fill_advantages(
-        policy, items, advantage=settings.advantage, batch_size=settings.batch_size, ranks=ranks
+        policy,
+        items,
+        trained,
+        advantage=settings.advantage,
+        batch_size=settings.batch_size,
+        ranks=ranks,
     )
     times["value"] = time.perf_counter() - begin
 
@@ -183,9 +199,9 @@ def rl_step(
     times["old_log_prob"] = time.perf_counter() - begin
 
     # What is logged and stored: dropped rollouts count as well, with a reward and no advantage.
-    dropped = [] if is_empty else [one for one in rollouts.records if not one.meta["kept"]]
-    records = in_order(estimates.with_signals([*kept, *dropped]))
-    facts = rollout_facts(records) | _mismatch(differences, ranks)
+    dropped = [] if is_empty else [one for one in rollouts.scored if not one.kept]
+    noted = in_order(estimates.with_signals([*trained, *dropped]))
+    facts = rollout_facts(noted) | _mismatch(differences, ranks)
     if estimates.values is not None:
         members = estimates.members
         mean = (estimates.values * members).sum() / members.sum().clamp_min(1)
@@ -199,7 +215,7 @@ def rl_step(
     }
     return RLStep(
         number=progress.step,
-        records=records,
+        rollouts=noted,
         items=items,
         batches=batches,
         num_slots=settings.batch_size,
@@ -236,15 +252,15 @@ class Estimates:
     returns: Tensor | None = None  # float32, what the values are trained towards
     values: Tensor | None = None  # float32, before each token was written; with a value model
 
-    def with_signals(self, records: Sequence[Trajectory]) -> list[Trajectory]:
-        """Copies of records with the signals ``commit_advantage`` and ``commit_value``.
+    def with_signals(self, rollouts: Sequence[ScoredRollout]) -> list[ScoredRollout]:
+        """Gives the records the signals ``commit_advantage`` and ``commit_value``.
 
-        NaN where a token has none, as in all records after those that are trained on.
+        NaN where a token has none, as in all rollouts after those that are trained on.
         """
         tables = {"commit_advantage": self.advantages, "commit_value": self.values}
         found = []
-        for number, record in enumerate(records):
-            signals = dict(record.signals)
+        for number, rollout in enumerate(rollouts):
+            record, signals = rollout.record, dict(rollout.record.signals)
             for name, table in tables.items():
                 if table is None:
                     continue
@@ -253,22 +269,27 @@ class Estimates:
                     known = torch.where(self.members[number], table[number], torch.nan)
                     row[:] = known[: record.num_generated].numpy()
                 signals[name] = row
-            found.append(replace(record, signals=signals))
+            found.append(replace(rollout, record=replace(record, signals=signals)))
         return found
 
 
 def fill_advantages(
-    policy: Policy, items: Items, *, advantage: Advantage, batch_size: int, ranks: Ranks = ALONE
+    policy: Policy,
+    items: Items,
+    rollouts: Sequence[ScoredRollout],
+    *,
+    advantage: Advantage,
+    batch_size: int,
+    ranks: Ranks = ALONE,
 ) -> Estimates:
     """Fills in the advantage of every unit and, with a value model, its return.
 
-    Rewards are read from the records' meta. Processes share the forwards of the value model, each
-    of ``batch_size`` items; its values are in the result only.
+    ``rollouts`` are those that the items were made from. Processes share the forwards of the value
+    model, each of ``batch_size`` items; its values are in the result only.
     """
-    records = items.records
-    rewards = torch.tensor([float(one.meta["reward"]) for one in records], dtype=torch.float32)
+    rewards = torch.tensor([one.reward for one in rollouts], dtype=torch.float32)
     compared = torch.zeros_like(rewards)
-    for group in groups_of(records):
+    for group in groups_of(rollouts):
         found = advantage.compute(rewards[group])
         if found.shape != rewards[group].shape or not bool(found.isfinite().all()):
             raise ValueError(
@@ -276,21 +297,21 @@ def fill_advantages(
                 f"as many rewards, got {found.tolist()}"
             )
         compared[group] = found
-    responses = policy.rows.responses(records)
-    graded = next((one.uid for one in records if "token_rewards" in one.meta), None)
-    if graded is not None and isinstance(policy.masking, BoundViews):
+    responses = policy.rows.responses([one.record for one in rollouts])
+    paid = [one.record.uid for one in rollouts if one.token_rewards is not None]
+    if paid and not policy.takes_token_rewards:
         raise ValueError(
-            f"{graded}: rewards per token need states of tokens; expected another masking than "
-            "BoundViews, or rewards of responses"
+            f"{paid[0]}: expected rewards of responses, got rewards per token, but neither "
+            "BoundViews nor commits have states of single tokens"
         )
-    if policy.value is None and graded is None:
+    if policy.value is None and not paid:
         table = compared[:, None].expand_as(responses.maskable)
         estimates = Estimates(advantages=table.clone(), members=responses.maskable)
     else:
         values = None
         if policy.value is not None:
             values = ranks.sum(_values(policy, items, batch_size, ranks))
-        estimates = _along_steps(policy, items, responses, compared, values)
+        estimates = _along_steps(policy, items, rollouts, responses, compared, values)
     items.advantage = estimates.advantages[items.record, items.cell]
     if estimates.values is not None and estimates.returns is not None:
         items.returns = estimates.returns[items.record, items.cell]
@@ -300,6 +321,7 @@ def fill_advantages(
 def _along_steps(
     policy: Policy,
     items: Items,
+    rollouts: Sequence[ScoredRollout],
     responses: SupervisedBatch,
     compared: Tensor,
     values: Tensor | None,
@@ -311,11 +333,10 @@ def _along_steps(
     # A response's advantage is paid at its last step, rewards per token at their tokens.
     steps, members = order_of_writing(responses, shrink=shrink)
     rewards = outcome_rewards(compared, steps, members)
-    for number, record in enumerate(items.records):
-        given = record.meta.get("token_rewards")
-        if given is not None:
-            paid = torch.tensor(given, dtype=torch.float32)
-            rewards[number, : len(given)] += paid * members[number, : len(given)]
+    for number, rollout in enumerate(rollouts):
+        if rollout.token_rewards is not None:
+            paid = torch.tensor(rollout.token_rewards, dtype=torch.float32)
+            rewards[number, : len(paid)] += paid * members[number, : len(paid)]
     known = torch.zeros_like(rewards) if values is None else values
     returns, advantages = gae.compute(rewards, known, steps, members)
     if value is not None and not value.needs_whole_trace(policy.masking):

@@ -151,11 +151,6 @@ class CommitRows(RowBuilder):
     """Turns records of :class:`CommitCapture` into items."""
 
     def items(self, records: Sequence[Trajectory], *, epoch: int = 0) -> CommitItems:
-        if graded := [one.uid for one in records if "token_rewards" in one.meta]:
-            raise ValueError(
-                f"{graded[0]}: expected rewards of responses, got rewards per token, which belong "
-                "to a cell's last token and not to the commits that are trained on"
-            )
         length = max((record.num_generated for record in records), default=0)
         tables = [_steps_of(record, length) for record in records]
         hidden, commit, log_odds = (torch.cat(parts) for parts in zip(*tables, strict=True))
@@ -231,6 +226,7 @@ class TraceLockRLModule(TraceRLModule):
     """
 
     replays_shards = False
+    takes_token_rewards = False  # a token's reward is not that of the commits which led to it
 
     def __init__(
         self,

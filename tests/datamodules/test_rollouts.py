@@ -35,7 +35,17 @@ from lit_dlm.training.masking import CoupledMasking, RandomMasking
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from tests.finetuning.runs import trained
-from tests.rollouts import DigitReward, DropAll, G, decoder, fit, learner, policy, rollout_data
+from tests.rollouts import (
+    DigitReward,
+    DropAll,
+    G,
+    decoder,
+    fit,
+    last_records,
+    learner,
+    policy,
+    rollout_data,
+)
 
 LIMIT = 18
 """Tokens; some of the twenty prompts have more."""
@@ -155,16 +165,15 @@ def test_stored_rollouts_replay_the_same_updates_and_are_not_written_again(
     assert len(online.losses) >= 4
     assert again.losses[: len(online.losses)] == online.losses
     assert all(again.first[name].equal(weight) for name, weight in online.first.items())
-    assert {record.meta["rl_step"] for record in rl.loop.current.records} == {0}
+    assert {record.meta["rl_step"] for record in last_records(rl)} == {0}
     assert {path: path.read_bytes() for path in folder.iterdir()} == files
     assert json.loads(files[folder / "run.json"])["hardware"]["batch_size"] == 6  # of a decode
     assert caplog.text.count("writes nothing, the rollouts are those of") == 1
     assert caplog.text.count("filters, overlong_is_wrong and overlong_margin are not read") == 1
     stored = StoredRollouts(folder, mask_id=2)
     assert stored.steps == [0, 1]
-    record = stored.collect(1).records[0]
-    assert 0 < record.meta["policy_version"] < len(online.losses)
-    assert len(stored.collect(0).records) == 12
+    assert 0 < stored.collect(1).scored[0].policy_version < len(online.losses)
+    assert len(stored.collect(0).scored) == 12
     with pytest.raises(ValueError, match=r"with mask id 9 .* got mask id 2"):
         StoredRollouts(folder, mask_id=9)
     with pytest.raises(ValueError, match="no trajectory shards"):
@@ -180,7 +189,7 @@ def written(
     data = rollout_data(rewards=[reward])
     given = [RolloutWriter(str(tmp_path / "rollouts")), *callbacks]
     fit(rl, data, tmp_path, steps=3, resume=resume, callbacks=given)
-    return rl.loop.current.records
+    return last_records(rl)
 
 
 def drawn(records: Iterable[Trajectory]) -> dict[str, bytes]:
@@ -244,7 +253,7 @@ def test_nothing_graded_is_no_accuracy(tmp_path: Path) -> None:
     data = rollout_data(val_tasks=tasks, prompts_per_step=1, val_response_length=2 * G)
     fit(rl, data, tmp_path, steps=1)
     assert rl.loop.validation.last["num_steps"] == G  # of two cells each, for nothing ends so early
-    assert {record.num_generated for record in rl.loop.current.records} == {G}
+    assert {record.num_generated for record in last_records(rl)} == {G}
     assert "reward" in rl.loop.validation.last
     assert "accuracy" not in rl.loop.validation.last
     assert "rollout/correct" not in rl.loop.current.facts
@@ -380,7 +389,7 @@ def test_overlong_prompts_go_as_a_whole(tmp_path: Path, caplog: pytest.LogCaptur
         fit(rl, data, tmp_path, steps=1)
     assert f"prompts with more than max_prompt_length = {LIMIT} tokens" in caplog.text
     examples = {e.uid: e for e in WordProblems("train", num_examples=20).examples()}
-    for record in rl.loop.current.records:
+    for record in last_records(rl):
         example = examples[record.uid.partition("@")[0]]
         assert record.prompt_ids.tolist() == rl.encode(example)
         assert record.num_prompt <= LIMIT

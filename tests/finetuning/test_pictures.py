@@ -184,7 +184,7 @@ def test_rl_scores_the_states_of_the_rollout(folder: Path, kind: Any) -> None:
     assert [len(record.meta.get("images", ())) for record in records] == [1, 1, 0, 0, 2, 2, 1, 1]
     assert records[0].prompt_ids[1:4].tolist() == [VOCAB, VOCAB + 1, VOCAB + 2]
     items = rl.rows.items(records)
-    fill_advantages(rl, items, advantage=GroupZScore(), batch_size=8)
+    fill_advantages(rl, items, rollouts.scored(records), advantage=GroupZScore(), batch_size=8)
     batches = shard_items(items.size.numpy(), batch_size=4)
     mismatch, _, count = fill_old_scores(rl, batches, items).tolist()
     assert count > 20

@@ -1,5 +1,6 @@
 """Means of validation by hand, and their independence of where the responses lie."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from lit_dlm.grading import Verdict
 from lit_dlm.rewards import RewardScore
 from lit_dlm.rl.metrics import RolloutValidation, rollout_facts
 from lit_dlm.tasks import PromptExample
-from tests.rollouts import decoded, policy
+from tests.rollouts import decoded, policy, scored
 
 REWARDS = {0: (1.0, 0.0, 0.5), 1: (1.0, 1.0, 1.0), 2: (0.0, 0.0, 0.0)}
 """By prompt, of its three responses."""
@@ -91,18 +92,25 @@ def test_responses_to_one_prompt_are_averaged_first() -> None:
 
 def test_facts_by_hand() -> None:
     """Rewards 0, 1 in each of three groups: mean and deviation 1/2."""
-    records = decoded(policy(), 6)
-    facts = rollout_facts(records)
+    rollouts = scored(decoded(policy(), 6))
+    facts = rollout_facts(rollouts)
     assert facts["rollout/reward"] == facts["rollout/reward_std"] == 0.5
     assert facts["rollout/groups"] == facts["rollout/kept_groups"] == 3.0
-    steps = sum(record.num_steps for record in records)
-    tokens = sum(record.num_committed for record in records)
+    steps = sum(one.record.num_steps for one in rollouts)
+    tokens = sum(one.record.num_committed for one in rollouts)
     assert facts["rollout/tokens_per_step"] == tokens / steps
-    for number, record in enumerate(records):
-        record.meta.update(parts={"digits": float(number)}, overlong=number < 3, kept=number < 2)
-    facts = rollout_facts(records)
+    grades = (True, False, None)  # None: no grader knew
+    rollouts = [
+        replace(
+            one,
+            parts={"digits": float(number)},
+            overlong=number < 3,
+            kept=number < 2,
+            correct=grades[number % 3],
+        )
+        for number, one in enumerate(rollouts)
+    ]
+    facts = rollout_facts(rollouts)
     names = ("reward/digits", "overlong", "kept_groups")
     assert [facts[f"rollout/{name}"] for name in names] == [2.5, 0.5, 1.0]
-    for number, record in enumerate(records):
-        record.meta["correct"] = [True, False, None][number % 3]  # None: no grader knew
-    assert rollout_facts(records)["rollout/correct"] == 0.5
+    assert facts["rollout/correct"] == 0.5

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -29,10 +30,11 @@ from lit_dlm.rl.rollout import (
     SAMPLED,
     OnlineRollouts,
     RolloutEngine,
+    ScoredRollout,
     groups_of,
     in_order,
     rollout_prompts,
-    score_facts,
+    scores_of,
 )
 from lit_dlm.tasks import PromptExample
 from lit_dlm.training.ranks import Ranks
@@ -114,22 +116,34 @@ def test_the_samplers_probabilities_are_those_of_its_draws(score_on: str) -> Non
                     assert abs(found[cell] - expected) < 1e-5
 
 
-def test_scores_go_into_the_record_and_records_into_order() -> None:
-    rollouts = responses(engine())
-    parts: dict[str, Any] = {"token_rewards": np.ones(G, np.float32), "parts": {"a": 2.0}}
-    right = Verdict(status="right")
-    score = RewardScore(total=0.5, **parts, verdict=right, is_correct=True)
-    facts = [score_facts(one, score, kept=True, version=7) for one in rollouts]
-    records = [one.trajectory.with_meta(**fact) for one, fact in zip(rollouts, facts, strict=True)]
-    meta = records[0].meta
-    told = {"reward": 0.5, "correct": True, "policy_version": 7, "parts": {"a": 2.0}}
-    assert {**meta, **told, "token_rewards": [1.0] * G} == meta
-    unknown = RewardScore(total=0.5, verdict=Verdict(status="ungraded"))
-    for ungraded in (RewardScore(total=0.5), unknown):
-        assert score_facts(rollouts[0], ungraded, kept=True, version=7)["correct"] is None
-    shuffled = [records[at] for at in (3, 0, 5, 1, 4, 2)]
-    assert [record.uid for record in in_order(shuffled)] == [record.uid for record in records]
-    assert groups_of(records) == [[0, 1, 2], [3, 4, 5]]
+def test_scores_are_fields_and_in_files_facts_of_the_record() -> None:
+    paid: dict[str, Any] = {"token_rewards": np.ones(G, np.float32), "parts": {"a": 2.0}}
+    right = RewardScore(total=0.5, **paid, verdict=Verdict(status="right"), is_correct=True)
+    rollouts = [
+        ScoredRollout.from_record(one.trajectory, **scores_of(one, right, kept=True, version=7))
+        for one in responses(engine())
+    ]
+    first = rollouts[0]
+    assert (first.reward, first.correct, first.parts) == (0.5, True, {"a": 2.0})
+    meta = first.to_record().meta
+    told = {"reward": 0.5, "correct": True, "policy_version": 7, "kept": True, "parts": {"a": 2.0}}
+    told |= {"overlong": first.overlong, "garbled": first.garbled, "token_rewards": [1.0] * G}
+    assert meta == {**first.record.meta, **told}
+    again = ScoredRollout.from_record(first.to_record())
+    assert again == replace(first, record=again.record)
+    assert groups_of(rollouts) == [[0, 1, 2], [3, 4, 5]]
+    assert in_order(rollouts[at] for at in (3, 0, 5, 1, 4, 2)) == rollouts
+
+
+def test_what_nothing_graded_is_neither_right_nor_wrong() -> None:
+    (one, *_) = responses(engine())
+    for verdict in (None, Verdict(status="ungraded")):
+        score = RewardScore(total=0.5, verdict=verdict)
+        found = ScoredRollout.from_record(
+            one.trajectory, **scores_of(one, score, kept=True, version=7)
+        )
+        assert found.correct is None
+        assert "token_rewards" not in found.to_record().meta
 
 
 class Alike(Reward):
@@ -174,9 +188,9 @@ def _collected(rank: int, world_size: int, slots: int) -> tuple[list[bytes], set
         assert told or world_size > 1  # others may have taken all
         assert all(name == "rollout" and done <= total == share for name, done, total in told)
         assert rollouts.num_prompts == 5
-        found += [encode_block([record]) for record in rollouts.records]
-        steps |= {record.num_steps for record in rollouts.records}
-        kept |= {record.meta["kept"] for record in rollouts.records}
+        found += [encode_block([one.to_record()]) for one in rollouts.scored]
+        steps |= {one.record.num_steps for one in rollouts.scored}
+        kept |= {one.kept for one in rollouts.scored}
         assert 0.0 <= rollouts.times["occupancy"] <= 1.0
         assert {"rollout", "wait", "reward"} < rollouts.times.keys()
     source.close()
@@ -209,7 +223,8 @@ def _one_response(rank: int, world_size: int) -> tuple[bytes, bool, list[float]]
     with torch.no_grad():
         logits = rl.backbone(torch.arange(8, 14)[None])[0, :, 8:12]
     is_busy = bool(rollouts.times["occupancy"])
-    return encode_block(rollouts.records), is_busy, logits.flatten().tolist()
+    block = encode_block([one.to_record() for one in rollouts.scored])
+    return block, is_busy, logits.flatten().tolist()
 
 
 @pytest.mark.ddp

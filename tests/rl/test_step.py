@@ -3,7 +3,6 @@
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,7 @@ from tests.rollouts import (
     policy,
     prepared,
     rollout_data,
+    scored,
     unit_table,
 )
 
@@ -118,9 +118,10 @@ def test_advantages_without_values_are_those_of_the_response() -> None:
     """Rewards 0 and 1 in each group of two: -1 and 1."""
     rl, records = module(policy()), decoded(policy(), 6)
     items = rl.rows.items(records)
-    found = fill_advantages(rl, items, advantage=GroupZScore(), batch_size=4)
+    rollouts = scored(records)
+    found = fill_advantages(rl, items, rollouts, advantage=GroupZScore(), batch_size=4)
     assert found.values is None
-    noted = found.with_signals([*records, replace(records[0], uid="not trained on")])
+    noted = [one.record for one in found.with_signals([*rollouts, rollouts[0]])]
     assert np.isnan(noted[-1].signals["commit_advantage"]).all()
     assert "commit_value" not in noted[0].signals
     table = unit_table(items, "advantage", 6)
@@ -137,7 +138,7 @@ def test_token_rewards_flow_back_along_the_steps() -> None:
     late = max(cells, key=lambda cell: first.commit_step[cell])
     records = [first.with_meta(token_rewards=[2.0 * (cell == late) for cell in range(8)]), second]
     items = rl.rows.items(records)
-    fill_advantages(rl, items, advantage=RawReward(), batch_size=4)
+    fill_advantages(rl, items, scored(records), advantage=RawReward(), batch_size=4)
     table = unit_table(items, "advantage", 2)
     last = [c for c in cells if first.commit_step[c] == first.commit_step[late]]
     earlier = [cell for cell in cells if cell not in last]
@@ -162,7 +163,7 @@ def test_values_are_read_at_the_states_of_the_decode(name: str, kind: Any) -> No
                 parameter.normal_(std=0.3)
     records = decoded(backbone, 4)
     items = rl.rows.items(records)
-    found = fill_advantages(rl, items, advantage=RawReward(), batch_size=3)
+    found = fill_advantages(rl, items, scored(records), advantage=RawReward(), batch_size=3)
     reader = own or backbone
     for row, cell, advantage, returns in zip(
         items.record.tolist(), items.cell.tolist(), items.advantage, items.returns, strict=True
@@ -177,7 +178,8 @@ def test_values_are_read_at_the_states_of_the_decode(name: str, kind: Any) -> No
             expected = float(rl.value_head(hidden[0, start + cell]))
         assert abs(float(advantage) - (record.meta["reward"] - expected)) < 1e-5
     stored = []
-    for record, row in zip(found.with_signals(records), found.members, strict=True):
+    noted = [one.record for one in found.with_signals(scored(records))]
+    for record, row in zip(noted, found.members, strict=True):
         values, advantages = (record.signals[f"commit_{n}"] for n in ("value", "advantage"))
         cells = row[: record.num_generated].numpy()
         assert np.isnan(values[~cells]).all()
@@ -202,7 +204,7 @@ def test_capped_rows_cap_the_values(name: str, monkeypatch: pytest.MonkeyPatch) 
         values = Mock(wraps=rl.values)
         monkeypatch.setattr(rl, "values", values)
         items = rl.rows.items(records)
-        found = fill_advantages(rl, items, advantage=RawReward(), batch_size=3)
+        found = fill_advantages(rl, items, scored(records), advantage=RawReward(), batch_size=3)
         tables.append(unit_table(items, "advantage", 6))
         assert found.members.equal(~tables[-1].isnan()) or given
         num_valued = sum(len(call.args[0].sample) for call in values.call_args_list)
@@ -234,7 +236,8 @@ def step_on(records: list[Trajectory], before: RLProgress, **options: Any) -> RL
     """Of rollouts that are there already."""
     rl, report = module(policy()).eval(), options.pop("report", Mock())
     settings = rollout_data(batch_size=4, **options)
-    source = Mock(**{"collect.return_value": Rollouts(records, 3, {"rollout": 1.0})})
+    found = Rollouts(scored(records), 3, {"rollout": 1.0})
+    source = Mock(**{"collect.return_value": found})
     return rl_step(rl, source, settings, before, report=report)
 
 
@@ -245,13 +248,14 @@ def test_an_rl_step_needs_no_trainer() -> None:
     before, report = RLProgress(step=4, cursor=9, skipped=1, smoothed=1.0), Mock()
     step = step_on(records, before, report=report)
     assert step.progress == RLProgress(step=5, cursor=12, skipped=1, smoothed=0.95)
-    assert [record.uid for record in step.records] == [record.uid for record in records]
+    noted = [one.record for one in step.rollouts]
+    assert [record.uid for record in noted] == [record.uid for record in records]
     dealt_items = [item for items, factor in step.batches if factor for item in items.tolist()]
     assert sorted(dealt_items) == every(step.items).tolist()
     rewards = [step.items.records[number].meta["reward"] for number in step.items.record.tolist()]
     pairs = set(zip(rewards, step.items.advantage.tolist(), strict=True))
     assert pairs == {(0.0, -1.0), (1.0, 1.0)}
-    assert np.isnan(step.records[0].signals["commit_advantage"]).all()
+    assert np.isnan(noted[0].signals["commit_advantage"]).all()
     assert step.facts["rollout/items"] == len(step.items)
     assert step.facts["rollout/kept_groups"] == 2.0
     assert step.facts["rollout/mismatch"] < 1e-6

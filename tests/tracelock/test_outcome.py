@@ -45,7 +45,7 @@ from lit_dlm.trajectories.store import TrajectoryShardReader
 from tests.finetuning.runs import two_processes
 from tests.processes import in_two_processes
 from tests.projectors import random_orthogonal
-from tests.rollouts import MASK, VOCAB, DigitReward, G, fit, policy, rollout_data
+from tests.rollouts import MASK, VOCAB, DigitReward, G, fit, policy, rollout_data, scored
 
 HEAD = AcceptanceConfig(width=16, num_layers=2, num_heads=2, ffn_width=16, dropout=0.5)
 
@@ -134,7 +134,8 @@ def test_scores_losses_and_gradients_equal_a_loop_over_steps(window: BlockWindow
     module = actor(window)
     records = decoded(module)
     items = module.rows.items(records)
-    estimates = fill_advantages(module, items, advantage=GroupMean(0.25, 1.5), batch_size=4)
+    given = {"advantage": GroupMean(0.25, 1.5), "batch_size": 4}
+    estimates = fill_advantages(module, items, scored(records), **given)
     assert sorted(set(items.advantage.tolist())) == [-1.5, 1.5]  # +-0.5 / 0.25, clipped
     batches = shard_items(items.size.numpy(), batch_size=len(items))
     mismatch = fill_old_scores(module, batches, items)
@@ -281,10 +282,10 @@ def test_what_training_of_commits_cannot_have_is_refused(tmp_path: Path) -> None
 
 def test_rewards_per_token_are_refused() -> None:
     rl = actor()
-    record = decoded(rl, range(2))[0]
-    record = replace(record, meta={**record.meta, "token_rewards": [1.0] * G})
+    records = decoded(rl, range(1))
+    items, rollouts = rl.rows.items(records), [replace(scored(records)[0], token_rewards=[1.0] * G)]
     with pytest.raises(ValueError, match="r0: expected rewards of responses"):
-        rl.rows.items([record])
+        fill_advantages(rl, items, rollouts, advantage=GroupMean(), batch_size=4)
 
 
 def test_a_price_is_paid_for_every_forward_and_the_product_only_for_right_answers() -> None:
