@@ -46,8 +46,8 @@ lit_dlm.toy: addition.Addition countdown.Countdown pictures.DigitDrawings pictur
     pictures.PictureQuestions python_functions.PythonFunctions sudoku.Sudoku
     word_problems.WordProblems
 lit_dlm.tracelock: autoencoder.AutoencoderModule generate.TraceModule loss.AcceptanceLossSettings
-    module.TraceLockModule outcome.TraceLockRLModule policy.TraceLockPolicy scorer.ScorerSettings
-    selection.SelectionSettings
+    metrics.SelectionSettings module.TraceLockModule outcome.TraceLockRLModule
+    policy.TraceLockPolicy scorer.ScorerSettings
 lit_dlm.training: bounds.BoundViews sharding.ShardedStrategy
 lit_dlm.training.masking: Autoregressive CoupledMasking CoupledViews MaskedPrompt RandomMasking
     SemiAutoregressive TraceMasking

@@ -32,14 +32,14 @@ from lit_dlm.tracelock.loss import (
     acceptance_weights,
     prefix_crop,
 )
-from lit_dlm.tracelock.network import AcceptanceConfig, PositionState
-from lit_dlm.tracelock.scorer import AcceptanceScorer, CommitSettings, ScorerSettings
-from lit_dlm.tracelock.selection import (
+from lit_dlm.tracelock.metrics import (
     AcceptanceScores,
     SelectionSettings,
     step_candidates,
     step_commits,
 )
+from lit_dlm.tracelock.network import AcceptanceConfig, PositionState
+from lit_dlm.tracelock.scorer import AcceptanceScorer, CommitSettings, ScorerSettings
 from lit_dlm.tracelock.states import StateBatch
 from lit_dlm.training.checkpoint import CheckpointFiles, best_checkpoints, drop_backbone
 from lit_dlm.training.steps import mixed_seed

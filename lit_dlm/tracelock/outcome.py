@@ -31,6 +31,7 @@ from lit_dlm.decoding import Decoder
 from lit_dlm.rl.items import Items, RolloutBatch, RowBuilder
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.step import ItemScores
+from lit_dlm.tensors.batches import reads_are_free
 from lit_dlm.tracelock.network import AcceptanceConfig, PositionState
 from lit_dlm.tracelock.policy import TraceLockPolicy, left_of_window_end
 from lit_dlm.tracelock.scorer import AcceptanceScorer, ScorerSettings
@@ -316,7 +317,7 @@ class TraceLockRLModule(TraceRLModule):
     def _drawn(self, batch: CommitBatch, head: torch.nn.Module) -> ItemScores:
         states = torch.where(batch.hidden, int(PositionState.GEN), int(PositionState.LOCKED))
         features = batch.features
-        if features.device.type != "cpu":  # with packed rows the host would wait for their number
+        if not reads_are_free(features.device):  # packed rows ask for their number
             dense = features.new_zeros(*batch.visible.shape, features.shape[1])
             features = dense.index_put(batch.visible.nonzero(as_tuple=True), features)
         logits = head(features, states, batch.visible).decision_logits[batch.supervised]

@@ -22,6 +22,7 @@ from lit_dlm.backbones.resolution import ASSETS, embedded_names, is_hub_id, loca
 from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.state import DecodeState, Proposal, Selection
 from lit_dlm.system.options import at_least, within
+from lit_dlm.tensors.batches import reads_are_free
 from lit_dlm.tensors.sampling import top_quota, uniform_noise
 from lit_dlm.tracelock.network import PositionState, accepted
 from lit_dlm.tracelock.scorer import AcceptanceScorer, CommitSettings
@@ -172,10 +173,11 @@ class TraceLockPolicy(CommitPolicy):
         is_prompt = torch.arange(visible.shape[1], device=visible.device) < state.start
         states = torch.where(is_prompt, int(PositionState.PROMPT), int(PositionState.LOCKED))
         states = torch.where(state.masked, int(PositionState.GEN), states)
-        if visible.device.type == "cpu":
+        if reads_are_free(visible.device):
+            # Packed rows save the work on positions that are not seen, but need their number.
             seen = scorer.seen(states, visible).flatten().nonzero().squeeze(1)
             features = self._features(proposal, lambda values: values.flatten(0, 1)[seen])
-        else:  # on a GPU, the host would have to wait
+        else:
             first = 0 if scorer.settings.layout == "all" else state.start
             states, visible = states[:, first:], visible[:, first:]
             features = self._features(proposal, lambda values: values[:, first:])

@@ -12,12 +12,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lit_dlm.datamodules.trajectories import TrajectoryDataModule
 from lit_dlm.decoding import Decoder, DecodeSettings, NoQuota, SlidingWindow, decode, prompt_canvas
 from lit_dlm.tracelock.loss import AcceptanceLossSettings
-from lit_dlm.tracelock.metrics import RolloutProxy
+from lit_dlm.tracelock.metrics import RolloutProxy, SelectionSettings, step_candidates, step_commits
 from lit_dlm.tracelock.module import MONITOR, TraceLockModule
 from lit_dlm.tracelock.network import AcceptanceConfig
 from lit_dlm.tracelock.policy import TraceLockPolicy
 from lit_dlm.tracelock.scorer import AcceptanceScorer, CommitSettings, ScorerSettings
-from lit_dlm.tracelock.selection import SelectionSettings, step_candidates, step_commits
 from lit_dlm.tracelock.states import collate_states, states_at
 from lit_dlm.training.steps import NonFiniteError
 from lit_dlm.trajectories.record import Trajectory
