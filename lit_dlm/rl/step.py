@@ -140,24 +140,23 @@ def rl_step(
         ranks: the processes.
         report: called with the progress of each phase.
     """
-    # Roll out: decode the prompts with the current policy, score the responses, and mark the groups
-    # that the filters keep. All processes get all rollouts.
+    # 1. Roll out: decode the prompts with the current policy, score the responses, and mark the
+    # groups that the filters keep. All processes get all rollouts.
     with policy.rollout_weights():
         rollouts = source.collect(
             progress.step, progress.cursor, version=version, ranks=ranks, report=report
         )
-    times = rollouts.times
+    times, begin = rollouts.times, time.perf_counter()
 
-    # Items: the states that each kept response went through in its decode (or others, depending on
-    # the masking), drawn anew in each pass.
-    begin = time.perf_counter()
+    # 2. Items: the states that each kept response went through in its decode (or others, depending
+    # on the masking), drawn anew in each pass.
     trained, passes = rollouts.kept, range(settings.passes)
     records = [one.record for one in trained]
     by_pass = [policy.rows.items(records, epoch=number) for number in passes if records]
     is_empty = not any(map(len, by_pass))
     if is_empty:
-        # Every process must still run a forward and a backward, so take the dropped responses and
-        # give them no weight.
+        # Every process must still run a forward and a backward, or the others would wait for it, so
+        # take the dropped responses and give them no weight.
         trained = rollouts.scored
         by_pass = [policy.rows.items([one.record for one in trained])]
     items = joined(by_pass)
@@ -167,8 +166,8 @@ def rl_step(
             f"'{policy.method}'"
         )
 
-    # Returns and advantages: rewards are compared within a group and, with a value model or rewards
-    # per token, propagated back along the steps of the decode.
+    # 3. Returns and advantages: rewards are compared within a group and, with a value model or
+    # rewards per token, propagated back along the steps of the decode.
     assert settings.advantage is not None
     estimates = fill_advantages(
         policy,
@@ -180,7 +179,7 @@ def rl_step(
     )
     times["value"] = time.perf_counter() - begin
 
-    # Batches: shuffled, equally many on every process.
+    # 4. Batches: shuffled, equally many on every process.
     begin = time.perf_counter()
     batches = shard_items(
         *(part.size.numpy() for part in by_pass),
@@ -193,19 +192,15 @@ def rl_step(
     if is_empty:
         batches = [MicroBatch(torch.tensor([0]), 0.0)]
 
-    # Old and reference log-probabilities and old values, computed in the same batches that are
-    # trained on, so that the first ratio is exactly 1.
+    # 5. Old and reference log-probabilities and old values, before the first update changes the
+    # weights.
     differences = fill_old_scores(policy, batches, items, report=report)
     times["old_log_prob"] = time.perf_counter() - begin
 
-    # What is logged and stored: dropped rollouts count as well, with a reward and no advantage.
+    # 6. What is logged and stored: dropped rollouts count as well, with a reward and no advantage.
     dropped = [] if is_empty else [one for one in rollouts.scored if not one.kept]
     noted = in_order(estimates.with_signals([*trained, *dropped]))
-    facts = rollout_facts(noted) | _mismatch(differences, ranks)
-    if estimates.values is not None:
-        members = estimates.members
-        mean = (estimates.values * members).sum() / members.sum().clamp_min(1)
-        facts["rollout/value_mean"] = float(mean)
+    facts = rollout_facts(noted) | estimates.facts() | _mismatch(differences, ranks)
     after = _after(progress, rollouts, reward=facts["rollout/reward"], is_empty=is_empty)
     facts |= {
         "rollout/reward_smoothed": after.smoothed or 0.0,
@@ -228,19 +223,22 @@ def rl_step(
 def _after(
     progress: RLProgress, rollouts: Rollouts, *, reward: float, is_empty: bool
 ) -> RLProgress:
-    past = reward if progress.smoothed is None else progress.smoothed
     if is_empty:
         logger.warning(
             "RL step %d: the filters dropped all %d groups, nothing is learnt in this step",
             progress.step,
             rollouts.num_prompts,
         )
+    past = reward if progress.smoothed is None else progress.smoothed
     return RLProgress(
         step=progress.step + 1,
         cursor=progress.cursor + rollouts.num_prompts,
         skipped=progress.skipped + is_empty,
         smoothed=_SMOOTHING * past + (1.0 - _SMOOTHING) * reward,
     )
+
+
+# -- 3. returns and advantages ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,6 +249,13 @@ class Estimates:
     members: Tensor  # bool, the tokens that have them
     returns: Tensor | None = None  # float32, what the values are trained towards
     values: Tensor | None = None  # float32, before each token was written; with a value model
+
+    def facts(self) -> dict[str, float]:
+        """Returns what is logged of the values; empty without a value model."""
+        if self.values is None:
+            return {}
+        mean = (self.values * self.members).sum() / self.members.sum().clamp_min(1)
+        return {"rollout/value_mean": float(mean)}
 
     def with_signals(self, rollouts: Sequence[ScoredRollout]) -> list[ScoredRollout]:
         """Gives the records the signals ``commit_advantage`` and ``commit_value``.
@@ -273,6 +278,21 @@ class Estimates:
         return found
 
 
+def _compared(rollouts: Sequence[ScoredRollout], advantage: Advantage) -> Tensor:
+    """Returns ``(num_rollouts,)`` float32: what each response is worth among its group's."""
+    rewards = torch.tensor([one.reward for one in rollouts], dtype=torch.float32)
+    compared = torch.zeros_like(rewards)
+    for group in groups_of(rollouts):
+        found = advantage.compute(rewards[group])
+        if found.shape != rewards[group].shape or not bool(found.isfinite().all()):
+            raise ValueError(
+                f"advantage: {type(advantage).__name__} must give {len(group)} finite numbers for "
+                f"as many rewards, got {found.tolist()}"
+            )
+        compared[group] = found
+    return compared
+
+
 def fill_advantages(
     policy: Policy,
     items: Items,
@@ -284,19 +304,10 @@ def fill_advantages(
 ) -> Estimates:
     """Fills in the advantage of every unit and, with a value model, its return.
 
-    ``rollouts`` are those that the items were made from. Processes share the forwards of the value
-    model, each of ``batch_size`` items; its values are in the result only.
+    ``rollouts`` are those that the items were made from. Processes share the forwards of a value
+    model, each of ``batch_size`` items.
     """
-    rewards = torch.tensor([one.reward for one in rollouts], dtype=torch.float32)
-    compared = torch.zeros_like(rewards)
-    for group in groups_of(rollouts):
-        found = advantage.compute(rewards[group])
-        if found.shape != rewards[group].shape or not bool(found.isfinite().all()):
-            raise ValueError(
-                f"advantage: {type(advantage).__name__} must give {len(group)} finite numbers for "
-                f"as many rewards, got {found.tolist()}"
-            )
-        compared[group] = found
+    compared = _compared(rollouts, advantage)
     responses = policy.rows.responses([one.record for one in rollouts])
     paid = [one.record.uid for one in rollouts if one.token_rewards is not None]
     if paid and not policy.takes_token_rewards:
@@ -310,6 +321,8 @@ def fill_advantages(
     else:
         values = None
         if policy.value is not None:
+            # A process values its share of the records and leaves the others 0, so the sum over
+            # processes is the whole table.
             values = ranks.sum(_values(policy, items, batch_size, ranks))
         estimates = _along_steps(policy, items, rollouts, responses, compared, values)
     items.advantage = estimates.advantages[items.record, items.cell]
@@ -330,7 +343,8 @@ def _along_steps(
     value, shrink, gae = policy.value, 1, StepGAE()
     if value is not None:
         shrink, gae = value.trace(policy.masking).shrink, StepGAE(value.gamma, value.lam)
-    # A response's advantage is paid at its last step, rewards per token at their tokens.
+    # A response's advantage is paid at its last step, rewards per token at their tokens. So one
+    # recursion carries both back, and a token also answers for what later steps were paid.
     steps, members = order_of_writing(responses, shrink=shrink)
     rewards = outcome_rewards(compared, steps, members)
     for number, rollout in enumerate(rollouts):
@@ -340,7 +354,7 @@ def _along_steps(
     known = torch.zeros_like(rewards) if values is None else values
     returns, advantages = gae.compute(rewards, known, steps, members)
     if value is not None and not value.needs_whole_trace(policy.masking):
-        # Only the items' own states have values.
+        # Only the items' own states have values; the others would be logged as 0.
         members = torch.zeros_like(members)
         members[items.record, items.cell] = True
     return Estimates(advantages=advantages, returns=returns, values=values, members=members)
@@ -348,17 +362,15 @@ def _along_steps(
 
 @torch.no_grad()
 def _values(policy: Policy, items: Items, batch_size: int, ranks: Ranks) -> Tensor:
-    """Returns ``(num_records, G)`` token values of this process's share of the records, else 0.
-
-    They are values of the states that the decode went through, whatever states the items have, or
-    of the items' states only, where these suffice (:meth:`ValueObjective.needs_whole_trace`).
-    """
+    """Returns ``(num_records, G)`` token values of this process's share of the records, else 0."""
     assert policy.value is not None
     records = items.records
     found = torch.zeros(len(records), items.hidden.shape[1], dtype=torch.float32)
     mine = torch.arange(ranks.rank, len(records), ranks.world_size)
     numbers = torch.isin(items.item_record, mine).nonzero()[:, 0]
     if policy.value.needs_whole_trace(policy.masking) and len(mine):
+        # Values are those of the states that the decode went through, whatever is trained on: the
+        # advantage of a step needs the value of the next one, which random states do not have.
         rows = RowBuilder(
             policy.value.trace(policy.masking),
             policy.rows.spec,
@@ -376,6 +388,9 @@ def _values(policy: Policy, items: Items, batch_size: int, ranks: Ranks) -> Tens
             values = policy.values(items.batch(chosen).to(policy.device)).float().cpu()
             found[items.record[units], items.cell[units]] = values
     return found
+
+
+# -- 4. batches ------------------------------------------------------------------------------------
 
 
 def shard_items(
@@ -396,12 +411,15 @@ def shard_items(
     ``sizes`` are, for each pass, the rows that each item counts for (:attr:`Items.size`); the items
     of a pass are numbered after those of the passes before it.
     """
+    # All processes draw the same order and take their part of it, so none has to be told.
     generator = np.random.default_rng(list(seed))
     slots = batch_size * accumulate * world_size
     updates: list[np.ndarray] = []
     first = 0
     for count in filter(None, map(len, sizes)):
         order = first + generator.permutation(count)
+        # Even parts: the rest of a division by ``slots`` could be a single row, whose update would
+        # have the size of all others.
         updates += np.array_split(order, -(-count // slots))
         first += count
     weight = np.concatenate(sizes)
@@ -411,7 +429,7 @@ def shard_items(
         is_last = at == len(updates) - 1
         needed = -(-len(chosen) // (batch_size * world_size)) if is_last else accumulate
         count = needed * world_size
-        # The trainer divides by ``accumulate`` even then.
+        # The trainer divides by ``accumulate`` even then, and a loss by the items of a full batch.
         factor = slots / float(weight[chosen].sum())
         # The n-th batches of all processes are adjacent, so that one process with twice the
         # accumulation trains on the same items as two.
@@ -422,6 +440,9 @@ def shard_items(
             else:
                 batches.append(MicroBatch(torch.from_numpy(chosen[:1]), 0.0))
     return batches
+
+
+# -- 5. old scores ---------------------------------------------------------------------------------
 
 
 @torch.no_grad()
