@@ -31,7 +31,8 @@ class GroupZScore(Advantage):
 
     def compute(self, rewards: Tensor) -> Tensor:
         centred = rewards - rewards.mean(-1, keepdim=True)
-        # Equal rewards can have a tiny deviation after rounding, but never a range.
+        # Equal rewards can have a tiny deviation after rounding, but never a range: divided by it,
+        # noise of 1e-8 would become advantages of 1.
         is_flat = rewards.amax(-1, keepdim=True) == rewards.amin(-1, keepdim=True)
         deviation = rewards.std(-1, correction=0, keepdim=True)
         return torch.where(is_flat, 0.0, centred / torch.where(is_flat, 1.0, deviation))
@@ -44,14 +45,12 @@ class LeaveOneOut(Advantage):
         n = rewards.shape[-1]
         if n == 1:
             return torch.zeros_like(rewards)
+        # r - (sum - r) / (n - 1) = (r - sum / n) n / (n - 1), without a sum of the others for each.
         return (rewards - rewards.mean(-1, keepdim=True)) * (n / (n - 1))
 
 
 class GroupMean(Advantage):
-    """Rewards less their mean, divided by a constant.
-
-    Dividing by the spread of a group or batch (GRPO) makes a small price count as much as a wrong
-    answer wherever all responses are right; a constant does not (as in Dr. GRPO, arXiv:2503.20783).
+    """Rewards less their mean, divided by a constant (as in Dr. GRPO, arXiv:2503.20783).
 
     Args:
         scale: the constant.
@@ -63,6 +62,8 @@ class GroupMean(Advantage):
         self.scale, self.clip = scale, clip
 
     def compute(self, rewards: Tensor) -> Tensor:
+        # Dividing by the spread of a group (GRPO) makes a small price count as much as a wrong
+        # answer wherever all responses are right; a constant does not.
         return ((rewards - rewards.mean()) / self.scale).clamp(-self.clip, self.clip)
 
 
@@ -78,6 +79,7 @@ def outcome_rewards(totals: Tensor, steps: Tensor, members: Tensor) -> Tensor:
 
     ``steps`` are ``(B, G)`` int64, ``members`` bool: cells that are trained. Returns ``(B, G)``.
     """
+    # The recursion takes means over steps, so each of these tokens has the whole reward.
     last = torch.where(members, steps, -1).amax(1, keepdim=True)
     return torch.where(members & (steps == last), totals[:, None], 0.0)
 
@@ -110,12 +112,14 @@ class StepGAE:
             steps: int64 numbers of steps; only their order within a row matters.
             members: bool, cells that are trained; the others enter no mean.
         """
+        # Per step first, then per token: a step's tokens are written at once, so none of them is
+        # before another, and a decode of few steps is discounted less than one of many.
         rewards, B = rewards.to(values.dtype), len(members)
         number = step_groups(steps, members)  # (B, G) from 0 in each row
         num_steps = int(torch.where(members, number, -1).max()) + 1
-        number = torch.where(members, number, num_steps)
+        number = torch.where(members, number, num_steps)  # a column that no mean is read from
 
-        def mean(cells: Tensor) -> Tensor:  # (B, num_steps + 1), the last column unused
+        def mean(cells: Tensor) -> Tensor:  # (B, num_steps + 1)
             total = cells.new_zeros(B, num_steps + 1).scatter_add_(1, number, cells * members)
             count = torch.zeros_like(total).scatter_add_(1, number, members.to(cells.dtype))
             return total / count.clamp_min(1)
@@ -130,6 +134,7 @@ class StepGAE:
             bootstrap = self.gamma * next_value + self.gamma * self.lam * next_advantage
             surplus = step_reward[:, t] - step_value[:, t] + bootstrap
             own = step_reward[:, t] + self.gamma * next_return, step_value[:, t], surplus
+            # Rows with fewer steps begin their recursion later, with nothing behind them.
             behind[t - 1] = torch.where(t < num_of_row, torch.stack(own), 0.0)
         next_return, next_value, next_advantage = (
             table.gather(1, number) for table in behind.permute(1, 2, 0)

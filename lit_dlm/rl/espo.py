@@ -27,4 +27,5 @@ class ESPO(ClippedPolicyLoss):
     max_fall: None = field(default=None, init=False)
 
     def divergence(self, log_prob: Tensor, reference: Tensor) -> Tensor:
+        # A square has no exponential whose gradient a line (``max_fall``) would have to bound.
         return (log_prob - reference) ** 2 / 2

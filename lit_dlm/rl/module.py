@@ -28,7 +28,7 @@ from lit_dlm.rl.items import RolloutBatch, RowBuilder, training_rows
 from lit_dlm.rl.loop import RLLoop
 from lit_dlm.rl.metrics import UpdateScores
 from lit_dlm.rl.policy_losses import PolicyLoss
-from lit_dlm.rl.settings import PolicyObjective, ValueObjective
+from lit_dlm.rl.settings import PolicyObjective, ValueObjective, refuse
 from lit_dlm.rl.step import ItemScores
 from lit_dlm.rl.value import ValueHead
 from lit_dlm.system.options import at_least, one_of
@@ -50,7 +50,6 @@ class TraceRLModule(TrainableModule):
 
     Both are optimised together in two parameter groups whose gradients are clipped separately.
     Advantages are fixed before either changes, so this equals training one after the other.
-    The learning rate is constant after a warm-up.
 
     Args:
         backbone: the policy: with ``lora``, with a trainable ``adapter``, or fully ``trainable``.
@@ -145,24 +144,27 @@ class TraceRLModule(TrainableModule):
 
     def _check_value(self, value_backbone: HFBackbone | None) -> None:
         kind = None if self.value is None else self.value.backbone
-        is_frozen = value_backbone is not None and not any(
-            parameter.requires_grad for parameter in value_backbone.parameters()
-        )
-        if (kind == "full") != (value_backbone is not None):
-            raise ValueError(
+        own = [] if value_backbone is None else list(value_backbone.parameters())
+        refuse(
+            (
+                (kind == "full") != (value_backbone is not None),
                 "value_backbone: needed with value.backbone 'full' and only there, got "
-                f"{'none' if value_backbone is None else 'one'} with {kind!r}"
-            )
-        if is_frozen:
-            raise ValueError("value_backbone: nothing is trainable; set trainable or lora")
-        if kind is not None and isinstance(self.masking, CoupledViews | BoundViews):
-            name = type(self.masking).__name__
-            raise ValueError(f"value: {name} has no state of its own per token; use null")
-        if kind == "lora" and self.backbone.adapter is None:
-            raise ValueError(
+                f"{'none' if value_backbone is None else 'one'} with {kind!r}",
+            ),
+            (
+                own and not any(parameter.requires_grad for parameter in own),
+                "value_backbone: nothing is trainable; set trainable or lora",
+            ),
+            (
+                kind is not None and isinstance(self.masking, CoupledViews | BoundViews),
+                f"value: {type(self.masking).__name__} has no state of its own per token; use null",
+            ),
+            (
+                kind == "lora" and self.backbone.adapter is None,
                 "value.backbone: 'lora' shares frozen weights with a policy that is an adapter "
-                "itself; give the backbone lora settings, or use 'full' or 'head'"
-            )
+                "itself; give the backbone lora settings, or use 'full' or 'head'",
+            ),
+        )
 
     def _add_value(self, value: ValueObjective) -> None:
         """Adds the value head and, with ``lora``, the adapter that it reads."""
@@ -187,7 +189,7 @@ class TraceRLModule(TrainableModule):
 
     @property
     def loop(self) -> RLLoop:
-        """The RL steps of the run, from the set-up of the data module on, which makes it."""
+        """The RL steps of the run; the data module makes them when it is set up."""
         assert self._loop is not None
         return self._loop
 
@@ -221,12 +223,14 @@ class TraceRLModule(TrainableModule):
         return not isinstance(self.masking, BoundViews)
 
     def rollout_weights(self) -> AbstractContextManager[None]:
-        """Gathers whole weights and merges the adapter, as decoding needs them."""
+        # Whole, since processes decode different numbers of steps and would wait for each other's
+        # shards. The merged weights are restored from copies, bit for bit: adding the adapter and
+        # subtracting it again would round, and the policy would drift from its checkpoints.
         return decoding_weights(self.backbone)
 
     @contextmanager
     def value_weights(self) -> Iterator[None]:
-        """Gathers the value model's weights, since processes have different numbers of states."""
+        # Whole, since processes have different numbers of states to value.
         assert self.value_head is not None
         with whole_weights(self.value_backbone or self.backbone), whole_weights(self.value_head):
             yield
@@ -234,6 +238,8 @@ class TraceRLModule(TrainableModule):
     @property
     def temperature(self) -> float:
         """Temperature of training log-probabilities; 1 where rollouts are greedy."""
+        # That of the sampler by default, so that ratios compare the distribution that was drawn
+        # from; a greedy decode has none to divide by.
         if self.objective.temperature != "rollout":
             return float(self.objective.temperature)
         return self.decoders[self.method].sampler.temperature or 1.0
@@ -274,7 +280,8 @@ class TraceRLModule(TrainableModule):
             with self.backbone.using_adapter(VALUE) if is_lora else nullcontext():
                 hidden = reader.encode_rows(rows.ids, rows.rows, **rows.context())
         if self.value.backbone == "head":
-            hidden = hidden.detach()  # values must not shape the policy
+            # The value loss would train the policy towards states whose worth is easy to tell.
+            hidden = hidden.detach()
         result: Tensor = self.value_head(hidden)
         return result
 
@@ -383,6 +390,7 @@ class TraceRLModule(TrainableModule):
 
     def parameter_groups(self) -> tuple[list[Tensor], list[Tensor]]:
         """Trained parameters of the policy and of the value model."""
+        # The value's adapter is among the backbone's own parameters, so names must tell.
         side = f".{VALUE}."
         policy: list[Tensor] = []
         value: list[Tensor] = []
@@ -394,6 +402,7 @@ class TraceRLModule(TrainableModule):
         return policy, value
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
+        # Two groups: a value model learns from scratch and takes larger steps.
         policy, value = self.parameter_groups()
         groups: list[dict[str, Any]] = [{"params": policy}] if policy else []
         if policy and value:
@@ -410,10 +419,11 @@ class TraceRLModule(TrainableModule):
     ) -> None:
         """Clips policy and value gradients separately, each to ``trainer.gradient_clip_val``.
 
-        After an RL step with nothing to learn from, gradients are dropped, so that neither
-        momentum nor weight decay changes the parameters.
+        Together, the larger of both would shrink the other.
         """
         if self._skips_update:
+            # Gradients of 0 are not enough: momentum and weight decay would still move weights. An
+            # optimiser leaves parameters without gradients alone.
             optimizer.zero_grad()
             return
         for name, group in zip(("policy", "value"), optimizer.param_groups, strict=False):

@@ -70,9 +70,12 @@ def k3(log_prob: Tensor, reference: Tensor, *, max_fall: float | None = 2.5) -> 
     ``exp(max_fall) - 1`` and never 0; ``None`` for no tangent. Returns ``(M,)`` nats.
     """
     difference = log_prob - reference
+    # ``expm1``: near 0, where most tokens are, ``exp(-d) - 1`` in float32 would keep no digits.
     if max_fall is None:
         return torch.expm1(-difference) + difference
     near = difference.clamp_min(-max_fall)
+    # The clamp's gradient is 0 beyond it; the line takes over there, so that a lost token is still
+    # pulled back.
     return torch.expm1(-near) + near + math.expm1(max_fall) * (near - difference)
 
 
@@ -116,12 +119,17 @@ class ClippedPolicyLoss(PolicyLoss):
         ``clip_fraction`` (share whose gradient is cut) and ``kl`` (nats per unit).
         """
         counted = weight > 0
-        # Units without weight may hold anything; they must not produce 0 * inf.
+        # Units without weight may hold anything. Masked before products, not after: 0 * inf is NaN,
+        # and a NaN that a ``where`` hides in the forward comes back in its gradient.
         log_prob = torch.where(counted, log_prob, 0.0)
         difference = torch.where(counted, log_prob - old_log_prob.detach(), 0.0)
+        # The old log-probability is that of the same batch in the same forward, so the first ratio
+        # is exactly 1, in any precision.
         ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         bounded = ratio.clamp(1.0 - self.clip, 1.0 + self.clip)
-        gain = torch.minimum(ratio * advantage, bounded * advantage)  # PPO, 1707.06347, eq. 7
+        # The smaller gain (PPO, 1707.06347, eq. 7): a ratio beyond the bound has no gradient where
+        # it has gone the right way, and keeps it where it has to come back.
+        gain = torch.minimum(ratio * advantage, bounded * advantage)
         policy = -(weight * torch.where(counted, gain, 0.0)).sum()
         anchor = old_log_prob if reference is None else reference
         anchor = torch.where(counted, anchor.detach(), 0.0)

@@ -48,7 +48,6 @@ from lit_dlm.vision.base import add_picture_folders, add_pictures, find_pictures
 # Records sent together: features of all steps may take 100 MB per record, and 1 GiB per block.
 _PER_BLOCK = 8
 
-
 logger = logging.getLogger(__name__)
 
 # Called with the phase that is running, how much of it is done and how much there is.
@@ -63,14 +62,14 @@ class RolloutPrompt:
 
     example: PromptExample
     prompt_ids: list[int]
-    uid: str  # of the response; it and the module's seed determine the noise
+    uid: str  # of the response; differs between RL steps, so that their noise does
     meta: Mapping[str, Any]  # for the record: RL step, number of the prompt and of the response
 
 
 def rollout_prompts(
     problems: Iterable[Problem], *, method: str, step: int = 0, num_responses: int
 ) -> list[RolloutPrompt]:
-    """Lists the responses to decode in one RL step, by group; uids differ between RL steps."""
+    """Lists the responses to decode in one RL step, by group."""
     return [
         RolloutPrompt(
             example=example,
@@ -132,10 +131,11 @@ class RolloutEngine:
     ) -> list[Trajectory]:
         """Decodes the responses that this process takes from a queue, longest expected first.
 
-        A number of the queue means the same prompt on all processes, since all have the same
-        prompts and :meth:`record_step_counts`. Records are in the order in which rows end, with the
-        log-probability with which each token was drawn (:data:`SAMPLED`).
+        Records are in the order in which rows end, with the log-probability with which each token
+        was drawn (:data:`SAMPLED`).
         """
+        # A number of the queue means the same prompt on all processes, since all have the same
+        # prompts and step counts.
         module, order = self.module, self._by_expected_steps(prompts)
         capture = module.rollout_capture(self.method)
         sampled = SampledLogProb()
@@ -144,6 +144,7 @@ class RolloutEngine:
         def prompt(number: int) -> DecodePrompt:
             one = order[number]
             ids = module.placed(one.example, one.prompt_ids)
+            # The seed follows from the uid, so neither batch nor process changes a response.
             return DecodePrompt(one.uid, ids, sample_seed(module.seed, one.uid))
 
         for rows in decode_stream(
@@ -168,10 +169,8 @@ class RolloutEngine:
         return found
 
     def _by_expected_steps(self, prompts: Sequence[RolloutPrompt]) -> list[RolloutPrompt]:
-        """Sorts prompts by the steps of their former responses, then by length, most first.
-
-        The last rows to end are then short ones, and no process waits long for another.
-        """
+        """Sorts prompts by the steps of their former responses, then by length, most first."""
+        # The last rows to end are then short ones, and no process waits long for another.
         known = [self._steps[uid] for p in prompts if (uid := p.example.uid) in self._steps]
         mean = sum(known) / max(len(known), 1)
         return sorted(
@@ -179,10 +178,7 @@ class RolloutEngine:
         )
 
     def record_step_counts(self, records: Sequence[Trajectory]) -> None:
-        """Notes how many steps the responses to each prompt took on all processes.
-
-        Only the order of decoding, and so its speed, depends on this.
-        """
+        """Notes how many steps the responses to each prompt took on all processes."""
         steps: dict[str, list[int]] = {}
         for record in records:
             steps.setdefault(record.uid.rpartition("@")[0], []).append(record.num_steps)
@@ -212,8 +208,7 @@ class RolloutEngine:
 class SampledLogProb(QueueObserver):
     """Observer that keeps the log-probability with which each response token was drawn.
 
-    It is taken after temperature and filters, even where raw scores decide the order of writing. In
-    greedy decodes, whose tokens are not drawn, it is the model's own.
+    In greedy decodes, whose tokens are not drawn, it is the model's own.
     """
 
     requires: frozenset[str] = frozenset({"drawn"})
@@ -230,6 +225,8 @@ class SampledLogProb(QueueObserver):
     def on_step(self, record: StepRecord) -> None:
         state, region = record.state, slice(record.state.start, None)
         written = (record.new_ids != state.ids)[:, region]
+        # After temperature and filters, even where raw scores decide the order of writing: it is
+        # compared with the training forward, which has this temperature.
         assert record.proposal.drawn is not None
         log_prob = record.proposal.drawn[:, region].float().log()
         # What an end-of-text fill wrote was not drawn.
@@ -349,6 +346,7 @@ def encoded_problems(
 
 def draw_prompts(num_prompts: int, cursor: int, count: int, *, seed: int) -> list[int]:
     """Draws the next prompts from endless shuffled passes, each of which has every prompt once."""
+    # A function of the cursor alone: a resumed run needs no state of a generator.
     first, last = cursor // num_prompts, (cursor + count - 1) // num_prompts
     passes = [
         np.random.default_rng([seed, number, 7]).permutation(num_prompts)
@@ -377,9 +375,7 @@ class Rollouts:
 class OnlineRollouts:
     """Rolls out prompts with the policy in training and scores them.
 
-    Processes take responses from a shared queue as rows of their batches end. Rewards and filters
-    look at whole groups, so each group is scored on one process: group ``n`` on that of rank ``n``
-    modulo ``world_size``.
+    Processes take responses from a shared queue as rows of their batches end.
     """
 
     def __init__(self, module: TrainableModule, method: str, settings: RolloutSettings) -> None:
@@ -428,6 +424,7 @@ class OnlineRollouts:
         """
         engine, count = self.engine, self.settings.prompts_per_step
         drawn = draw_prompts(len(self.problems), cursor, count, seed=self.settings.seed)
+        # All processes ask for the same responses: a number of the shared queue means one of them.
         asked = rollout_prompts(
             [self.problems[number] for number in drawn],
             method=engine.method,
@@ -443,6 +440,8 @@ class OnlineRollouts:
             report=lambda done: report("rollout", min(done, share), share),
         )
         decoded = time.perf_counter()
+        # From here on in the order of the prompts, whichever process decoded what and when: sums
+        # and noise of training must not depend on it.
         by_uid = {record.uid: record for record in gathered(own, ranks)}
         records = [by_uid[prompt.uid] for prompt in asked]
         engine.record_step_counts(records)
@@ -465,8 +464,10 @@ class OnlineRollouts:
         version: int,
         ranks: Ranks,
     ) -> list[ScoredRollout]:
-        """Scores all records; each group is scored on one process."""
+        """Returns all records with their scores."""
         size = self.settings.responses_per_prompt
+        # Rewards and filters look at whole groups, so each group is scored on one process, whoever
+        # decoded its responses.
         own = [
             self.engine.rollouts(asked[at : at + size], records[at : at + size])
             for at in range(ranks.rank * size, len(asked), ranks.world_size * size)
@@ -477,22 +478,23 @@ class OnlineRollouts:
             for rollout, score in zip(group, scores, strict=True):
                 found = scores_of(rollout, score, kept=kept, version=version)
                 scores_by_uid[rollout.trajectory.uid] = found
+        # Rewards run programs and ask servers: only one process's answer counts, for all of them.
         for part in ranks.gather(json.dumps(scores_by_uid).encode()):
             scores_by_uid |= json.loads(part)
         return [ScoredRollout.from_record(one, **scores_by_uid[one.uid]) for one in records]
 
 
 def gathered(records: Sequence[Trajectory], ranks: Ranks) -> list[Trajectory]:
-    """Returns the records of all processes, in no order; every process must call it.
-
-    They are sent in the format of shards: compact, checked, and without pickles.
-    """
+    """Returns the records of all processes, in no order; every process must call it."""
     if ranks.world_size == 1:
         return list(records)
     found: list[Trajectory] = []
     rest = list(records)
+    # In the format of shards: compact, checked, and without pickles, which could run code.
     while True:
         own, rest = rest[:_PER_BLOCK], rest[_PER_BLOCK:]
+        # Processes have decoded different numbers of rows; one that has sent all sends nothing
+        # until none has anything left, since every collective needs every process.
         blocks = ranks.gather(encode_block(own, level=1) if own else b"")
         if not any(blocks):
             return found

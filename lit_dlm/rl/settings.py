@@ -21,6 +21,13 @@ from lit_dlm.training.masking import TraceMasking
 from lit_dlm.training.states import Masking
 
 
+def refuse(*mistakes: tuple[object, str]) -> None:
+    """Raises the message of the first mistake that was made, of pairs of both."""
+    for is_made, message in mistakes:
+        if is_made:
+            raise ValueError(message)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PolicyObjective(ClippedPolicyLoss):
     """The clipped policy loss, and which log-probabilities any policy loss gets."""
@@ -42,47 +49,55 @@ class PolicyObjective(ClippedPolicyLoss):
     def loss(self, given: PolicyLoss | None, masking: Masking) -> PolicyLoss:
         """Returns the loss to train on: ``given``, or else this clipped one."""
         if given is None:
-            if self.kl_to == "initial" and not self.beta:
-                raise ValueError("objective.kl_to: 'initial' has no effect with objective.beta 0")
+            is_idle = self.kl_to == "initial" and not self.beta
+            refuse((is_idle, "objective.kl_to: 'initial' has no effect with objective.beta 0"))
             return self
         checked_component(given, PolicyLoss, option="policy_loss")
-        for one in fields(ClippedPolicyLoss):
-            if getattr(self, one.name) != one.default:
-                raise ValueError(
-                    f"objective.{one.name}: belongs to the clipped loss, which policy_loss "
-                    f"{type(given).__name__} replaces; set it there or leave it out"
+        name = type(given).__name__
+        refuse(
+            *(
+                (
+                    getattr(self, one.name) != one.default,
+                    f"objective.{one.name}: belongs to the clipped loss, which policy_loss {name} "
+                    "replaces; set it there or leave it out",
                 )
-        if given.needs_bounds and not isinstance(masking, BoundViews):
-            raise ValueError(
-                f"masking: expected BoundViews with policy_loss {type(given).__name__}, which "
-                f"compares whole responses, got {type(masking).__name__}"
-            )
-        if not given.has_divergence and self.kl_to != "old":
-            raise ValueError(
-                f"objective.kl_to: has no effect with policy_loss {type(given).__name__}, which "
-                f"has no divergence; expected it left out, got {self.kl_to!r}"
-            )
+                for one in fields(ClippedPolicyLoss)
+            ),
+            (
+                given.needs_bounds and not isinstance(masking, BoundViews),
+                f"masking: expected BoundViews with policy_loss {name}, which compares whole "
+                f"responses, got {type(masking).__name__}",
+            ),
+            (
+                not given.has_divergence and self.kl_to != "old",
+                f"objective.kl_to: has no effect with policy_loss {name}, which has no divergence; "
+                f"expected it left out, got {self.kl_to!r}",
+            ),
+        )
         return given
 
     def check(self, backbone: HFBackbone) -> None:
         """Refuses an objective that a policy cannot be trained with."""
         adapter, vision = backbone.adapter, backbone.vision
+        dropout = 0.0 if adapter is None else adapter.dropout
         is_initial = self.kl_to == "initial"
-        if adapter is not None and adapter.dropout:
-            raise ValueError(
+        refuse(
+            (
+                dropout,
                 "backbone.lora.dropout: expected 0, since probabilities of two forwards are "
-                f"compared, got {adapter.dropout}"
-            )
-        if is_initial and adapter is None:
-            raise ValueError(
+                f"compared, got {dropout}",
+            ),
+            (
+                is_initial and adapter is None,
                 "objective.kl_to: 'initial' is the backbone without its adapter, but it has none; "
-                "give it lora settings or use 'old'"
-            )
-        if is_initial and vision is not None and vision.settings.train != "none":
-            raise ValueError(
+                "give it lora settings or use 'old'",
+            ),
+            (
+                is_initial and vision is not None and vision.settings.train != "none",
                 "objective.kl_to: 'initial' needs vision.train: none, since what is trained of it "
-                "is not kept as it was; use 'old'"
-            )
+                "is not kept as it was; use 'old'",
+            ),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,18 +217,20 @@ class RolloutSettings:
         )
         at_least(1, tasks=len(self.tasks), **{name: getattr(self, name) for name in _POSITIVE})
         within(f"[0, {self.response_length})", overlong_margin=self.overlong_margin)
-        if (self.source == "shards") != (self.shards is not None):
-            raise ValueError(
+        is_alone = self.source == "online" and self.responses_per_prompt == 1
+        refuse(
+            (
+                (self.source == "shards") != (self.shards is not None),
                 "shards: needed with source 'shards' and only there, got "
-                f"{self.shards!r} with {self.source!r}"
-            )
-        alone = self.source == "online" and self.responses_per_prompt == 1
-        if alone and not self.advantage.compute(torch.ones(1)).any():
-            raise ValueError(
+                f"{self.shards!r} with {self.source!r}",
+            ),
+            (
+                is_alone and not self.advantage.compute(torch.ones(1)).any(),
                 "responses_per_prompt: expected at least 2 with advantage "
                 f"{type(self.advantage).__name__}, which compares the responses to a prompt and "
-                "gives 0 to one alone, got 1; use RawReward"
-            )
+                "gives 0 to one alone, got 1; use RawReward",
+            ),
+        )
 
 
 _POSITIVE = (

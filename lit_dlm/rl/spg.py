@@ -39,6 +39,8 @@ class SPG(WeightedLikelihood):
         lower = batch.per_unit(log_prob)
         if batch.advantage is None:
             return lower
+        # A response to be made less probable is pushed down by a bound from above: lowering the
+        # bound from below would only make it looser.
         upper = upper_bound(log_prob, batch, beta=self.beta)
         mixed = self.mix * upper + (1.0 - self.mix) * lower
         return torch.where(batch.advantage > 0, lower, mixed)
@@ -60,6 +62,8 @@ def upper_bound(log_prob: Tensor, batch: Units, *, beta: float) -> Tensor:
     # A coefficient is that of a mean over the answer's tokens; times their number: 1 / (n t).
     share = batch.coefficient.to(log_prob.dtype).log() + seen.log()[batch.unit]
     scaled = beta * log_prob + share
+    # A sum of exponentials relative to the largest, or beta times a small log-probability would
+    # vanish in float32.
     top = scaled.new_full((len(tokens),), -torch.inf)
     top = top.scatter_reduce(0, token, scaled.detach(), "amax")
     summed = scaled.new_zeros(len(tokens)).index_add(0, token, (scaled - top[token]).exp())
