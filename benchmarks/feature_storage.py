@@ -31,8 +31,8 @@ from lit_dlm.backbones.projection import (
     feature_groups,
 )
 from lit_dlm.trajectories.capture import KeptSteps
-from lit_dlm.trajectories.format import only_masked
-from lit_dlm.trajectories.record import StepFeatures, Trajectory
+from lit_dlm.trajectories.features import StepFeatures, only_masked
+from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import RunRecord, TrajectoryShardWriter
 
 WIDTH, PROMPT, VOCAB, MASK = 3584, 149, 152064, 151666

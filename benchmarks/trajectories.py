@@ -270,8 +270,7 @@ def writing(records: list[Trajectory], folder: Path, repeats: int) -> Figures:
         with TrajectoryShardWriter(
             folder / str(number), name="bench", split="train", rank=0, run=run
         ) as writer:
-            for record in records:
-                writer.put(record)
+            writer.put(*records)
             puts.append((time.perf_counter() - begin) / len(records))
         rates.append(len(records) / (time.perf_counter() - begin))
     return {

@@ -51,15 +51,18 @@ class RecordShards:
         **options: Any,
     ) -> None:
         self.folder = Path(folder)
+        self.held: set[str] = set()  # uids that the folder held when this run began
         if trainer.is_global_zero:
             self.folder.mkdir(parents=True, exist_ok=True)
             run.save(self.folder)
-            recover(self.folder)
+            self.held = recover(self.folder)[1]
             if is_stale is not None and (dropped := drop_shards(self.folder, is_stale)):
+                self.held = {uid for uid in self.held if not is_stale(uid)}
                 logger.warning("%s: deleted %d records, to be made anew", self.folder, dropped)
             logger.info("Trajectories go to %s", self.folder)
         trainer.strategy.barrier("shards_recovered")
-        self.held = completed_uids(self.folder)  # uids that the folder held when this run began
+        if not trainer.is_global_zero:
+            self.held = completed_uids(self.folder)
         budget = None
         if max_gigabytes is not None:
             size = sum(path.stat().st_size for path in self.folder.glob("*.tar"))
@@ -74,7 +77,12 @@ class RecordShards:
         self._pictures = PictureFolder(self.folder / PICTURES)
         self._writer = BackgroundWriter(
             TrajectoryShardWriter(
-                self.folder, rank=trainer.global_rank, run=run, max_total_bytes=budget, **options
+                self.folder,
+                rank=trainer.global_rank,
+                run=run,
+                max_total_bytes=budget,
+                held=self.held,
+                **options,
             )
         )
 

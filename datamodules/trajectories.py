@@ -20,7 +20,7 @@ from lit_dlm.datamodules.resuming import ExampleRef, ResumableDataModule, refuse
 from lit_dlm.system.options import at_least, within
 from lit_dlm.tracelock.module import TraceLockModule
 from lit_dlm.tracelock.states import StateBatch, collate_states, states_at
-from lit_dlm.trajectories.format import FeatureFacts
+from lit_dlm.trajectories.format import FeatureMetadata
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from lit_dlm.trajectories.store.files import prompt_uid, shard_paths
@@ -250,7 +250,7 @@ class TrajectoryDataModule(ResumableDataModule):
         count = round(self.step_ratio * record.num_steps)
         return np.sort(rng.choice(record.num_steps, size=count, replace=False))
 
-    def _check_features(self, uid: str, features: FeatureFacts) -> None:
+    def _check_features(self, uid: str, features: FeatureMetadata) -> None:
         module = self.trainer.lightning_module if self.trainer is not None else None
         if not isinstance(module, TraceLockModule):
             return

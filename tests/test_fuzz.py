@@ -35,11 +35,10 @@ from lit_dlm.reports.summary import summarise_folder
 from lit_dlm.tasks.sources import read_rows
 from lit_dlm.tracelock.scorer import AcceptanceScorer
 from lit_dlm.trajectories import Trajectory, TrajectoryFormatError
+from lit_dlm.trajectories.features import decode_members, encode_members
 from lit_dlm.trajectories.format import (
-    attach_features,
     decode_block,
     encode_block,
-    encode_features,
     pack,
     read_block,
     unpack,
@@ -185,7 +184,7 @@ def _block() -> bytes:
 
 @cache
 def _features() -> bytes:
-    return encode_features(_records())
+    return encode_members(_records())[1]
 
 
 @given(st.data())
@@ -208,8 +207,8 @@ def test_features_are_read_as_written_or_refused(data: Any) -> None:
     fresh = data.draw(st.booleans())
     block = data.draw((_repacked if fresh else _damaged)(_features()))
     with _cleanly("block", "features", refused_with=TrajectoryFormatError):
-        records = attach_features(read_block(_block()), _records(features=False), block)
-        encode_features(records)
+        records = decode_members(_block(), block)[1]
+        encode_members(records)
         kept = [[] if r.features is None else list(r.features.kept_steps) for r in records]
         assert kept == [list(steps) for steps in read_block(_block()).kept_steps]
 

@@ -18,7 +18,8 @@ from lit_dlm.backbones.projection import (
 )
 from lit_dlm.decoding import Decoder, EntropyPolicy, decode, prompt_canvas
 from lit_dlm.trajectories.capture import FeatureCapture, KeptSteps, TrajectoryCapture
-from lit_dlm.trajectories.record import FeatureLayout, FeatureScheme, Trajectory
+from lit_dlm.trajectories.features import FeatureLayout, FeatureScheme
+from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import RunRecord, TrajectoryShardWriter
 from tests.finetuning.runs import EOS, MASK, PAD, SIZES, VOCAB  # noqa: F401 - for others
 from tests.projectors import random_orthogonal

@@ -226,7 +226,7 @@ def _recover(options: argparse.Namespace) -> None:
             str(entry.num_dropped_blocks),
             "-" if entry.shard is None else entry.shard.name,
         )
-        for entry in recover(options.folder)
+        for entry in recover(options.folder)[0]
     ]
     columns = ("file", ">records saved", ">blocks dropped", "now in")
     if rows:

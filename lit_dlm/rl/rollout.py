@@ -34,13 +34,7 @@ from lit_dlm.tasks import PromptExample, Task, tasks_by_name
 from lit_dlm.tasks.base import check_uids
 from lit_dlm.tensors.sampling import sample_seed
 from lit_dlm.training.ranks import Ranks
-from lit_dlm.trajectories.format import (
-    attach_features,
-    encode_block,
-    encode_features,
-    read_block,
-    records_of,
-)
+from lit_dlm.trajectories.features import decode_members, encode_members
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from lit_dlm.vision.base import add_picture_folders, add_pictures, find_pictures
@@ -494,17 +488,16 @@ def gathered(records: Sequence[Trajectory], ranks: Ranks) -> list[Trajectory]:
     while True:
         own, rest = rest[:_PER_BLOCK], rest[_PER_BLOCK:]
         # Processes have decoded different numbers of rows; one that has sent all sends nothing
-        # until none has anything left, since every collective needs every process.
-        blocks = ranks.gather(encode_block(own, level=1) if own else b"")
+        # until none has anything left, since every collective needs every process. Readers check
+        # the rules, and a record that was derived from a decode keeps them.
+        members = encode_members(own, level=1, check=False) if own else (b"", None)
+        blocks = ranks.gather(members[0])
         if not any(blocks):
             return found
-        has_features = any(record.features is not None for record in own)
-        features = ranks.gather(encode_features(own) if has_features else b"")
+        features = ranks.gather(members[1] or b"")
         for block, member in zip(blocks, features, strict=True):
             if block:
-                read = read_block(block)
-                of_block = records_of(read, strict=False)
-                found += attach_features(read, of_block, member) if member else of_block
+                found += decode_members(block, member or None, strict=False)[1]
 
 
 class StoredRollouts:

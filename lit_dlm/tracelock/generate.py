@@ -27,7 +27,8 @@ from lit_dlm.tracelock.states import (
     trace_states,
 )
 from lit_dlm.trajectories.capture import FeatureCapture, KeptSteps, Level, TrajectoryCapture
-from lit_dlm.trajectories.record import FeatureScheme, Trajectory
+from lit_dlm.trajectories.features import FeatureScheme
+from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.vision.base import add_pictures
 
 logger = logging.getLogger(__name__)

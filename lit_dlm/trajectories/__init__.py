@@ -5,7 +5,6 @@ of the decode loop. ``rows`` reads other tools' data; ``tools`` is what commands
 """
 
 from lit_dlm.trajectories.record import (
-    StepFeatures as StepFeatures,
     Trajectory as Trajectory,
     TrajectoryFormatError as TrajectoryFormatError,
 )

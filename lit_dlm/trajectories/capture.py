@@ -28,13 +28,10 @@ from torch import Tensor
 from lit_dlm.decoding import DecodeResult, DecodeState, StepRecord
 from lit_dlm.system.options import within
 from lit_dlm.tensors.sampling import uniform_noise
-from lit_dlm.trajectories.format import only_masked
+from lit_dlm.trajectories.features import FeatureLayout, FeatureScheme, StepFeatures, only_masked
 from lit_dlm.trajectories.record import (
     MAX_LENGTH,
     SIGNAL_DTYPES,
-    FeatureLayout,
-    FeatureScheme,
-    StepFeatures,
     Trajectory,
     derive,
 )

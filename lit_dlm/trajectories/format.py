@@ -15,7 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -29,15 +29,16 @@ from lit_dlm.trajectories.record import (
     SIGNAL_DTYPES,
     STATUSES,
     Columns,
-    Int32,
-    StepFeatures,
     Trajectory,
     TrajectoryFormatError,
     checked,
+    flatten,
     trusted,
 )
 
 VERSION = "2"
+NO_RUN = bytes(16)
+"""Run digest of records whose run is not described."""
 MAX_RAW_BYTES = 1 << 30
 _RAW_SLACK, _RAW_RATIO = 64 << 20, 256
 _OLD_MAGIC = b"\x89LDT"
@@ -70,7 +71,7 @@ _REQUIRED = tuple(COLUMNS)[:8]
 
 
 @dataclass(frozen=True)
-class FeatureFacts:
+class FeatureMetadata:
     """What all features of a block share."""
 
     layout: str
@@ -86,7 +87,7 @@ class Block:
     mask_id: int
     vocab_size: int
     run_digest: bytes
-    features: FeatureFacts | None  # None where no record of the block has features
+    features: FeatureMetadata | None  # None where no record of the block has features
 
     @property
     def kept_steps(self) -> list[NDArray[np.int32]]:
@@ -97,13 +98,9 @@ class Block:
 
 
 def encode_block(
-    records: Sequence[Trajectory], *, run_digest: bytes = b"\0" * 16, level: int = 9
+    records: Sequence[Trajectory], *, run_digest: bytes = NO_RUN, level: int = 9
 ) -> bytes:
-    """Encodes records as one block, without their features.
-
-    They must have the same mask id, vocabulary size, signals and kind of features. ``run_digest``
-    is that of ``RunRecord.digest``, ``level`` that of zstd.
-    """
+    """Encodes records as one block, without their features; ``level`` is that of zstd."""
     return pack(record_batch(records, run_digest=run_digest), level=level)
 
 
@@ -122,11 +119,23 @@ def require(holds: object, rule: str) -> None:
 
 
 def record_batch(
-    records: Sequence[Trajectory], *, run_digest: bytes = b"\0" * 16
+    records: Sequence[Trajectory],
+    *,
+    run_digest: bytes = NO_RUN,
+    metas: Sequence[str | None] | None = None,
+    check: bool = True,
 ) -> pa.RecordBatch:
-    """Returns the columns of a block, after checking every rule of the format."""
+    """Returns the columns of a block.
+
+    Args:
+        records: with the same mask id, vocabulary size, signals and kind of features.
+        run_digest: that of ``RunRecord.digest``.
+        metas: :func:`meta_text` of each record, if the caller has it.
+        check: check every rule of the format. Without it the records must have been checked
+            (:func:`~lit_dlm.trajectories.record.checked`): that takes as long as all the rest.
+    """
     require(1 <= len(records) <= MAX_LENGTH, f"1 to {MAX_LENGTH} records, got {len(records)}")
-    flat = checked(records)
+    flat = checked(records) if check else flatten(records)
     ((uid, count),) = Counter(flat.uids).most_common(1)
     require(count == 1, f"uid {uid!r} appears twice")
     # 255 is the last step of 256.
@@ -155,12 +164,12 @@ def record_batch(
         if any(getattr(record, name) is not None for record in records):
             parts = [getattr(record, name) for record in records]
             columns[name] = list_column(parts, COLUMNS[name][0])
-    if (facts := feature_facts(records)) is not None:
+    if (features := _feature_metadata(records)) is not None:
         kept = [None if r.features is None else r.features.kept_steps for r in records]
         columns["kept_steps"] = list_column(kept, COLUMNS["kept_steps"][0])
-        metadata["features"] = json.dumps(asdict(facts))
+        metadata["features"] = json.dumps(asdict(features))
     if any(record.meta for record in records):
-        columns["meta"] = pa.array([meta_text(record) for record in records])
+        columns["meta"] = pa.array(metas or [meta_text(record) for record in records])
     signals = sorted(records[0].signals)
     other = [record.uid for record in records if sorted(record.signals) != signals]
     require(not other, f"all records need the same signals {signals}, unlike {other[:1]}")
@@ -192,7 +201,7 @@ def list_column(
     return _lists(values, [0 if part is None else len(part) for part in parts], mask)
 
 
-def feature_facts(records: Sequence[Trajectory]) -> FeatureFacts | None:
+def _feature_metadata(records: Sequence[Trajectory]) -> FeatureMetadata | None:
     """What the features of records share; ``None`` where no record has any."""
     found = [(record, record.features) for record in records if record.features is not None]
     for record, own in found:
@@ -200,7 +209,7 @@ def feature_facts(records: Sequence[Trajectory]) -> FeatureFacts | None:
         require(same, f"all features need one kind, unlike {own.kind} of {record.uid!r}")
     if not found:
         return None
-    return FeatureFacts(own.layout, own.groups, own.projector_digest)
+    return FeatureMetadata(own.layout, own.groups, own.projector_digest)
 
 
 def meta_text(record: Trajectory) -> str | None:
@@ -251,14 +260,14 @@ def block_of(batch: pa.RecordBatch) -> Block:
     """Checks the types and metadata of columns, whoever wrote them, and returns the block."""
     batch = known_columns(batch, COLUMNS, _REQUIRED)
     with refusing("its metadata do not fit"):
-        facts = {key.decode(): value.decode() for key, value in batch.schema.metadata.items()}
+        texts = {key.decode(): value.decode() for key, value in batch.schema.metadata.items()}
         features = None
         if "kept_steps" in batch.schema.names:
-            said = json.loads(facts["features"])
-            groups = tuple(map(int, said["groups"]))
-            features = FeatureFacts(str(said["layout"]), groups, str(said["projector"]))
-        run_digest = bytes.fromhex(facts["run_digest"])
-        ids = int(facts["mask_id"]), int(facts["vocab_size"])
+            own = json.loads(texts["features"])
+            groups = tuple(map(int, own["groups"]))
+            features = FeatureMetadata(str(own["layout"]), groups, str(own["projector"]))
+        run_digest = bytes.fromhex(texts["run_digest"])
+        ids = int(texts["mask_id"]), int(texts["vocab_size"])
     sizes = batch.num_rows, len(run_digest)
     rule = f"expected 1 to {MAX_LENGTH} records of a run digest of 16 bytes, got {sizes}"
     require(1 <= sizes[0] <= MAX_LENGTH and sizes[1] == 16, rule)
@@ -544,137 +553,3 @@ def _has_packed_buffers(message: bytes) -> bool:
     (root,) = struct.unpack_from("<I", message, 0)
     header = field(root, 2)
     return field(header + struct.unpack_from("<I", message, header)[0], 3) != 0
-
-
-_HALF = pa.list_(pa.float16())
-_COLUMNS: dict[str, tuple[pa.DataType, ...]] = {
-    "uid": (pa.string(),),
-    "digest": (pa.binary(16),),
-    "proposals": (pa.list_(pa.int32()),),
-    "features": (pa.list_(pa.int8()), _HALF),
-    "scales": (_HALF,),
-}
-_DENSE_SLACK = 256 << 20
-"""Values to which a small block may always expand when the zeros of ``masked`` are restored."""
-
-
-def encode_features(records: Sequence[Trajectory]) -> bytes:
-    """Encodes the features of a block that :func:`encode_block` took; a record must have some."""
-    columns: dict[str, pa.Array] = {
-        "uid": pa.array([record.uid for record in records]),
-        "digest": pa.array([record.digest() for record in records], pa.binary(16)),
-    }
-    rows = [_stored_rows(record) for record in records]
-    for at, name in enumerate(("proposals", "features", "scales")):
-        parts = [None if row is None else row[at] for row in rows]
-        if any(part is not None for part in parts):
-            columns[name] = list_column(parts)
-    batch = pa.record_batch(columns)
-    # Features hardly compress, so a higher level would gain nothing.
-    return pack(batch.replace_schema_metadata({"lit_dlm_trajectories": VERSION}), level=3)
-
-
-def attach_features(
-    block: Block, records: Sequence[Trajectory], data: bytes | memoryview
-) -> list[Trajectory]:
-    """Returns the records of a block, those with kept steps with their features."""
-    batch = known_columns(unpack(data), _COLUMNS, tuple(_COLUMNS)[:4])
-    # Features are matched by uid and content digest: a changed record must not get them.
-    named = zip(batch.column("uid").to_pylist(), batch.column("digest").to_pylist(), strict=True)
-    expected = [(record.uid, record.digest()) for record in records]
-    facts = block.features
-    require(facts and list(named) == expected, "its features are of other records")
-    assert facts is not None
-    columns = {
-        name: split_lists(batch.column(name))
-        for name in ("proposals", "features", "scales")
-        if name in batch.schema.names
-    }
-    budget = max(_DENSE_SLACK, raw_limit(len(data)))
-    joined = []
-    for i, (record, kept) in enumerate(zip(records, block.kept_steps, strict=True)):
-        if len(kept):
-            own = {name: lists[i] for name, lists in columns.items()}
-            rows = record.num_generated + (record.num_prompt if facts.layout == "all" else 0)
-            budget -= len(kept) * rows * sum(facts.groups)
-            require(budget >= 0, "the rows of its features take more values than they may")
-            record = replace(record, features=_features(record, kept, rows, facts, own))
-        else:
-            is_bare = not any(len(lists[i]) for lists in columns.values())
-            require(is_bare, f"{record.uid!r} has features, but kept no step")
-        joined.append(record)
-    return joined
-
-
-def _features(
-    record: Trajectory,
-    kept: NDArray[np.int32],
-    rows: int,
-    facts: FeatureFacts,
-    stored: dict[str, NDArray[Any]],
-) -> StepFeatures:
-    shape = (len(kept), rows)
-    mask = None
-    if facts.layout == "masked":
-        is_inside = kept.max(initial=-1) < record.num_steps
-        require(is_inside, f"the kept steps of {record.uid!r} do not fit")
-        states, mask = _before(record, kept)
-
-    def restored(name: str, width: int) -> NDArray[Any]:
-        values = stored[name].reshape(-1, width)
-        if mask is None:
-            return values.reshape(*shape, width)
-        array = np.zeros((*shape, width), dtype=values.dtype)
-        array[mask] = values
-        return array
-
-    with refusing(f"features of {record.uid!r}"):
-        proposals = restored("proposals", 1)[..., 0]
-        features = StepFeatures(
-            kept_steps=kept,
-            features=restored("features", sum(facts.groups)),
-            scales=restored("scales", len(facts.groups)) if "scales" in stored else None,
-            groups=facts.groups,
-            # Where a token was already set, it is used as the proposal.
-            proposals=proposals if mask is None else np.where(mask, proposals, states),
-            layout=facts.layout,  # type: ignore[arg-type]  # validated below
-            projector_digest=facts.projector,
-        )
-        features.validate(record.uid, record.num_prompt, record.num_generated, record.num_steps)
-    return features
-
-
-def _before(record: Trajectory, steps: NDArray[np.int32]) -> tuple[Int32, NDArray[np.bool_]]:
-    """``(S, G)`` canvases before the given steps, and where they hold masks."""
-    states = np.stack([record.state_at(int(step)) for step in steps])
-    return states, states == record.mask_id
-
-
-def only_masked(record: Trajectory, features: StepFeatures) -> StepFeatures:
-    """Converts features from layout ``generation`` to ``masked``, with zeros in all other rows."""
-    assert features.layout == "generation"
-    states, masked = _before(record, features.kept_steps)
-
-    def only(values: NDArray[Any]) -> NDArray[Any]:
-        return np.where(masked[..., None], values, values.dtype.type(0))
-
-    return replace(
-        features,
-        features=only(features.features),
-        scales=None if features.scales is None else only(features.scales),
-        proposals=np.where(masked, features.proposals, states),
-        layout="masked",
-    )
-
-
-def _stored_rows(record: Trajectory) -> tuple[NDArray[Any] | None, ...] | None:
-    """Returns proposals, features and (for int8) scales as flat arrays."""
-    if (features := record.features) is None:
-        return None
-    chosen: Any = ...
-    if features.layout == "masked":
-        chosen = _before(record, features.kept_steps)[1]
-        is_bare = not features.features[~chosen].any()
-        require(is_bare, f"{record.uid!r}: features in layout 'masked' must be 0 where no mask is")
-    arrays = (features.proposals, features.features, features.scales)
-    return tuple(None if array is None else array[chosen].reshape(-1) for array in arrays)

@@ -40,6 +40,7 @@ from lit_dlm.tracelock.policy import TraceLockPolicy
 from lit_dlm.tracelock.scorer import AcceptanceScorer, CommitSettings
 from lit_dlm.training.ranks import Ranks
 from lit_dlm.trajectories import format as blocks
+from lit_dlm.trajectories.features import encode_members
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from tests.finetuning.runs import two_processes
@@ -182,7 +183,7 @@ def test_draws_do_not_depend_on_the_batch_and_features_travel_with_records(
     assert len(os.listdir("/proc/self/fd")) <= open_files + 2  # the file, and its map
     assert isinstance(spilled[-1].features.features, np.memmap)
     # Sixteen records would not fit into one block.
-    limit = 12 * blocks.unpack(blocks.encode_features(records)).nbytes // 8
+    limit = 12 * blocks.unpack(encode_members(records)[1]).nbytes // 8
     monkeypatch.setattr(blocks, "MAX_RAW_BYTES", limit)
     for one, other in zip(gathered(spilled * 2, Two(0, 2)), records * 2, strict=True):
         assert one.features is not None

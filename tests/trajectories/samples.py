@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lit_dlm.trajectories import StepFeatures, Trajectory
+from lit_dlm.trajectories import Trajectory
+from lit_dlm.trajectories.features import StepFeatures
 from lit_dlm.trajectories.record import derive
 from lit_dlm.trajectories.store import RunRecord, TrajectoryShardReader, TrajectoryShardWriter
 

@@ -11,14 +11,18 @@ import pytest
 import zstandard
 from hypothesis import given, settings, strategies as st
 
-from lit_dlm.trajectories import StepFeatures, Trajectory, TrajectoryFormatError
-from lit_dlm.trajectories.format import (
+from lit_dlm.trajectories import Trajectory, TrajectoryFormatError
+from lit_dlm.trajectories.features import (
+    StepFeatures,
     attach_features,
+    decode_members,
+    encode_members,
+    only_masked,
+)
+from lit_dlm.trajectories.format import (
     block_of,
     decode_block,
     encode_block,
-    encode_features,
-    only_masked,
     pack,
     read_block,
     record_batch,
@@ -35,13 +39,8 @@ def samples(**options: Any) -> list[Trajectory]:
     return [random_record(rng, f"u{i}", **options) for i in range(3)]
 
 
-def stored(records: list[Trajectory]) -> tuple[bytes, bytes]:
-    return encode_block(records), encode_features(records)
-
-
 def read(data: bytes, features: bytes) -> list[Trajectory]:
-    block = read_block(data)
-    return attach_features(block, records_of(block), features)
+    return decode_members(data, features)[1]
 
 
 @pytest.mark.slow
@@ -89,9 +88,9 @@ def test_features_round_trip(scheme, layout):
         if layout == "masked":
             whole[i] = replace(record, features=features)
             records[i] = replace(record, features=only_masked(record, features))
-    data, features_data = stored(records)
+    data, features_data = encode_members(records)
     if layout == "masked":
-        assert len(features_data) < 0.75 * len(encode_features(whole))
+        assert len(features_data) < 0.75 * len(encode_members(whole)[1])
     assert_all_same(records, read(data, features_data))
     assert [steps.tolist() for steps in read_block(data).kept_steps] == kept
 
@@ -261,19 +260,20 @@ def made(uid: str = "b", *, signal: Any = None, features: Any = None, **changes:
 )
 def test_encoding_names_the_record_that_breaks_a_rule(records, message):
     with pytest.raises(ValueError, match=message):
-        stored([made(**changes) for changes in records])
+        encode_members([made(**changes) for changes in records])
 
 
 def test_features_do_not_join_other_records():
     records = samples(features=True)
-    data, features = stored(records)
+    data, features = encode_members(records)
     for others in (
         [replace(records[0], uid="x"), *records[1:]],
         records[:1],
         [replace(r, features=None) for r in records],
     ):
+        block = read_block(encode_block(others))
         with pytest.raises(TrajectoryFormatError, match="features are of other records"):
-            read(encode_block(others), features)
+            attach_features(block, records_of(block), features)
     with pytest.raises(TrajectoryFormatError, match=r"'features'\] missing"):
         read(data, data)
 

@@ -7,10 +7,11 @@ must hold; a shard counts as finished once that file exists.
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -77,22 +78,29 @@ class ShardName:
         return replace(self, index=max(used, default=-1) + 1)
 
 
-def tar_member(name: str, data: bytes) -> bytes:
-    """Header, content and padding of one tar member.
+def member_bytes(data: bytes) -> int:
+    """Bytes that a member takes in a tar: header, content and padding."""
+    return tarfile.BLOCKSIZE + len(data) + -len(data) % tarfile.BLOCKSIZE
 
-    Not made by WebDataset's TarWriter, whose stream cannot take back half a block.
-    """
-    info = tarfile.TarInfo(name)
-    info.size, info.mtime, info.mode = len(data), 0, 0o644
-    padding = -len(data) % tarfile.BLOCKSIZE
-    return b"".join([info.tobuf(tarfile.USTAR_FORMAT), data, bytes(padding)])
+
+def tar_members(key: str, members: Mapping[str, bytes]) -> memoryview:
+    """Members ``{key}.{name}`` as WebDataset writes them, sorted by name."""
+    from webdataset import TarWriter  # imported here, as it imports torch
+
+    file = io.BytesIO()
+    # Fixed owner, time and mode: equal content gives equal bytes.
+    with TarWriter(file, encoder=False, mtime=0, user="", group="", mode=0o644) as archive:
+        archive.write({"__key__": key, **members})
+    # Without the archive's end: a stream that ended here could not take up the next block, and
+    # TarWriter itself cannot take back half a block after an error of the disk.
+    return file.getbuffer()[: sum(map(member_bytes, members.values()))]
 
 
 def archived_blocks(shard: Path) -> tuple[dict[str, dict[str, bytes]], bool]:
-    """Returns what WebDataset finds in a shard that may be cut off anywhere, or damaged.
+    """Returns what WebDataset finds in a shard that may be cut off anywhere, or corrupt.
 
     Returns:
-        Members of the run and of each block by extension, up to the first damaged header or the
+        Members of the run and of each block by extension, up to the first corrupt header or the
         point where the file is cut; and whether that is all that the file holds.
     """
     from webdataset.tariterators import tar_file_iterator  # imported here, as it imports torch
@@ -102,11 +110,12 @@ def archived_blocks(shard: Path) -> tuple[dict[str, dict[str, bytes]], bool]:
     with shard.open("rb") as file:
         try:
             for member in tar_file_iterator(file, skip_meta=None):
-                size += len(tar_member(member["fname"], member["data"]))
+                size += member_bytes(member["data"])
                 key, _, extension = member["fname"].partition(".")
                 blocks.setdefault(key, {})[extension] = member["data"]
         except (tarfile.TarError, EOFError, ValueError, OSError):
             return blocks, False
+    # A corrupt header ends a tar without an error; only the size tells.
     return blocks, size == shard.stat().st_size
 
 
@@ -159,36 +168,40 @@ class SideFile:
 
     @staticmethod
     def read(path: Path) -> SideFile:
-        """Reads and checks a side file, whoever wrote it."""
-        try:
-            content = json.loads(path.read_bytes())
-            found = content["format"], content["version"]
-            if found != (SIDE_FORMAT, VERSION):
-                old = "of the older format 1" if found == (SIDE_FORMAT, 1) else f"of {found}"
-                raise ValueError(f"a shard {old}, which this version does not read")
-            # Arrow refuses other types, but cuts fractions off.
-            (row,) = pa.array([content], _SIDE).to_pylist()
-            is_exact = row == {name: content[name] for name in row}
-            blocks = tuple(BlockEntry(**entry) for entry in row.pop("blocks"))
-            side = SideFile(blocks=blocks, uids=tuple(row.pop("uids")), **row)
-            # Offsets and sizes are not trusted: a reader would allocate as much as they say.
-            ends = [0, *(entry.offset + entry.size for entry in blocks)]
-            ends += [(entry.feature_offset or 0) + (entry.feature_size or 0) for entry in blocks]
-            counts = {sum(entry.num_records for entry in blocks), side.num_records}
-            counts.add(len(set(side.uids) - {None}))
-            if not is_exact or max(ends) > side.bytes or len(counts) > 1:
-                raise ValueError(
-                    f"its values do not fit: numbers of records {sorted(counts)}, a block up to "
-                    f"byte {max(ends)} of {side.bytes}"
-                )
-            return side
-        except (pa.ArrowException, *STRANGE) as error:
-            raise TrajectoryFormatError(f"{path}: not a side file of a shard: {error}") from error
+        return parsed_side_file(path.read_bytes(), path)
 
     def size_problem(self, shard: Path) -> str:
         """What is wrong with the size of the shard; empty if nothing is."""
         size = shard.stat().st_size if shard.exists() else None
         return "" if size == self.bytes else f"{shard}: expected {self.bytes} bytes, got {size}"
+
+
+def parsed_side_file(text: bytes, where: object) -> SideFile:
+    """Checks the text of a side file, whoever wrote it."""
+    try:
+        content = json.loads(text)
+        found = content["format"], content["version"]
+        if found != (SIDE_FORMAT, VERSION):
+            old = "of the older format 1" if found == (SIDE_FORMAT, 1) else f"of {found}"
+            raise ValueError(f"a shard {old}, which this version does not read")
+        # Arrow refuses other types, but cuts fractions off.
+        (row,) = pa.array([content], _SIDE).to_pylist()
+        is_exact = row == {name: content[name] for name in row}
+        blocks = tuple(BlockEntry(**entry) for entry in row.pop("blocks"))
+        side = SideFile(blocks=blocks, uids=tuple(row.pop("uids")), **row)
+        # Offsets and sizes are not trusted: a reader would allocate as much as they say.
+        ends = [0, *(entry.offset + entry.size for entry in blocks)]
+        ends += [(entry.feature_offset or 0) + (entry.feature_size or 0) for entry in blocks]
+        counts = {sum(entry.num_records for entry in blocks), side.num_records}
+        counts.add(len(set(side.uids) - {None}))
+        if not is_exact or max(ends) > side.bytes or len(counts) > 1:
+            raise ValueError(
+                f"its values do not fit: numbers of records {sorted(counts)}, a block up to "
+                f"byte {max(ends)} of {side.bytes}"
+            )
+        return side
+    except (pa.ArrowException, *STRANGE) as error:
+        raise TrajectoryFormatError(f"{where}: not a side file of a shard: {error}") from error
 
 
 def side_path(shard: Path) -> Path:

@@ -15,9 +15,18 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from lit_dlm.config.files import maker
-from lit_dlm.trajectories.format import Block, attach_features, read_block, records_of
+from lit_dlm.trajectories.features import attach_features, decode_members
+from lit_dlm.trajectories.format import Block, decode_block, read_block, records_of, refusing
 from lit_dlm.trajectories.record import Trajectory, TrajectoryFormatError
-from lit_dlm.trajectories.store.files import SideFile, claim_uids, shards_in, side_path
+from lit_dlm.trajectories.store.files import (
+    FEATURES,
+    RECORDS,
+    SideFile,
+    claim_uids,
+    parsed_side_file,
+    shards_in,
+    side_path,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +144,40 @@ class TrajectoryShardReader:
         except TrajectoryFormatError as error:
             where = f"{path}: block {entry.key!r} at byte {entry.offset}"
             raise TrajectoryFormatError(f"{where}: {error}") from error
+
+
+def stream(urls: Sequence[str | Path], *, features: bool = True) -> Iterator[Trajectory]:
+    """Yields the records of shards in order through WebDataset, which also opens remote URLs.
+
+    Each process, and each worker of a loader, reads shards of its own.
+    """
+    import webdataset as wds  # imported here, as it imports torch
+
+    wanted = (RECORDS, FEATURES) if features else (RECORDS,)
+    for url in wds.split_by_worker(wds.split_by_node(map(str, urls))):
+        with wds.gopen(f"{url}.json") as file:
+            entries = parsed_side_file(file.read(), f"{url}.json").blocks
+        blocks = wds.WebDataset(
+            [url],
+            shardshuffle=False,
+            nodesplitter=None,  # done above
+            workersplitter=None,
+            empty_check=False,
+            select_files=lambda name: name.endswith(wanted),
+        )
+        num_blocks = 0
+        for members in blocks:
+            num_blocks += 1
+            with refusing(f"{url}: {members['__key__']}"):
+                data = members[RECORDS]
+                if features:
+                    records = decode_members(data, members.get(FEATURES))[1]
+                else:
+                    records = decode_block(data)
+            yield from records
+        # A corrupt header ends a tar stream without an error.
+        if num_blocks != len(entries):
+            raise TrajectoryFormatError(f"{url}: expected {len(entries)} blocks, got {num_blocks}")
 
 
 def _named_shards(shards: str | Path | Sequence[str | Path]) -> list[Path]:

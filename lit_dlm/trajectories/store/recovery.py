@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lit_dlm.system.files import write_atomically
 from lit_dlm.system.locks import lives, lock
-from lit_dlm.trajectories.format import attach_features, read_block, records_of
-from lit_dlm.trajectories.record import Trajectory, TrajectoryFormatError
+from lit_dlm.trajectories.features import decode_members, encode_members
+from lit_dlm.trajectories.record import TrajectoryFormatError
 from lit_dlm.trajectories.store.files import (
     FEATURES,
     MANIFEST_FILE,
@@ -23,12 +23,11 @@ from lit_dlm.trajectories.store.files import (
     SideFile,
     archived_blocks,
     claim_uids,
-    completed_uids,
     shards_in,
     side_files,
     side_path,
 )
-from lit_dlm.trajectories.store.writer import OPEN_FILES, ShardFile, encoded
+from lit_dlm.trajectories.store.writer import OPEN_FILES, ShardFile
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +44,8 @@ class Recovered:
     num_dropped_blocks: int  # Blocks that were cut, damaged, or lacked their features
 
 
-def recover(folder: str | Path) -> list[Recovered]:
-    """Saves the intact blocks of unfinished shards of dead processes; returns an entry per file.
+def recover(folder: str | Path) -> tuple[list[Recovered], set[str]]:
+    """Saves the intact blocks of unfinished shards of dead processes.
 
     Each such file is read as far as possible; blocks that pass every check go into a new shard of
     the same series, records that a finished shard already holds are left out, and the file is
@@ -54,11 +53,15 @@ def recover(folder: str | Path) -> list[Recovered]:
     if anything in it was lost. If two finished shards hold the same records, written by two
     processes, the second ones are removed. Run it before a folder is resumed, by one process, while
     no other starts to write there; running it again changes nothing.
+
+    Returns:
+        What was done with each file, and the uids that the folder holds now.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        return []
-    done = completed_uids(folder)
+        return [], set()
+    sides = side_files(folder)
+    held = {uid for side in sides for uid in side.uids}
     reports = []
     for path in sorted(folder.iterdir()):
         if ".json.tmp-" in path.name and not _owner_lives(path):
@@ -68,15 +71,15 @@ def recover(folder: str | Path) -> list[Recovered]:
             continue
         name, is_unfinished = parsed
         if is_unfinished or not side_path(path).exists():
-            reports += _recover_file(path, name, done, is_unfinished=is_unfinished)
-    return reports + _without_doubles(folder)
+            reports += _recover_file(path, name, held, is_unfinished=is_unfinished)
+    return reports + _without_doubles(folder, sides), held
 
 
-def _without_doubles(folder: Path) -> list[Recovered]:
+def _without_doubles(folder: Path, sides: Sequence[SideFile]) -> list[Recovered]:
     """Rewrites shards that repeat records of earlier ones, without the repeated records."""
     seen: set[str] = set()
     reports = []
-    for side in side_files(folder):
+    for side in sides:
         path = folder / side.shard
         parsed = ShardName.parse(path)
         if seen.isdisjoint(side.uids):
@@ -150,7 +153,7 @@ def _owner_lives(path: Path) -> bool:
 
 
 def _recover_file(
-    path: Path, name: ShardName, done: set[str], *, is_unfinished: bool
+    path: Path, name: ShardName, held: set[str], *, is_unfinished: bool
 ) -> list[Recovered]:
     """Moves intact new records into a shard of their own; does nothing if the file is in use."""
     try:
@@ -170,22 +173,22 @@ def _recover_file(
     saved = dropped = 0
     for key, parts in members.items():
         try:
-            records, run_digest = _whole_block(parts)
+            read, records = decode_members(parts[RECORDS], parts.get(FEATURES))
         except (TrajectoryFormatError, KeyError) as error:
             logger.warning("%s: block %s is dropped: %s", path, key, error)
             dropped += 1
             continue
-        new = [record for record in records if record.uid not in done]
+        new = [record for record in records if record.uid not in held]
         if not new:
             continue
         if target is None:
             free = name.next_in(path.parent)
-            target = ShardFile(path.parent, free, run_text=run_text, run_digest=run_digest)
+            target = ShardFile(path.parent, free, run_text=run_text, run_digest=read.run_digest)
         block, features = parts[RECORDS], parts.get(FEATURES)
         if len(new) < len(records):
-            block, features = encoded(new, run_digest=run_digest)
+            block, features = encode_members(new, run_digest=read.run_digest, check=False)
         target.append(new, block, features)
-        done.update(record.uid for record in new)
+        held.update(record.uid for record in new)
         saved += len(new)
     shard = None if target is None else target.finish()
     if is_unfinished or (is_whole and not dropped):
@@ -194,12 +197,3 @@ def _recover_file(
         path.rename(path.with_name(path.name + ".damaged"))
     logger.warning("%s: recovered %d records, dropped %d blocks", path, saved, dropped)
     return [Recovered(path, shard, saved, dropped)]
-
-
-def _whole_block(parts: dict[str, bytes]) -> tuple[list[Trajectory], bytes]:
-    """Returns the records in a block's members, after every check, and the digest of its run."""
-    block = read_block(parts[RECORDS])
-    records = records_of(block)
-    if block.features is not None:
-        records = attach_features(block, records, parts[FEATURES])
-    return records, block.run_digest

@@ -2,43 +2,37 @@
 
 A block is encoded when it is full, when its first record has waited too long, and on ``flush``; it
 is then written and synchronised with the disk. The shard grows under ``{shard}.tmp-{pid}`` and gets
-its final name, then its side file, when it is closed. :class:`BackgroundWriter` does this in a
-thread, which takes records from a queue that is bounded in bytes: encoding and hashing release the
-GIL, so a decode loop waits neither for zstd nor for the disk.
+its final name, then its side file, when it is closed.
 """
 
 from __future__ import annotations
 
-import atexit
 import errno
 import hashlib
-import logging
 import os
-import queue
 import tarfile
-import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-
-import pyarrow as pa
 
 from lit_dlm.system.files import sync_folder
 from lit_dlm.system.locks import lock
 from lit_dlm.system.options import at_least, within
-from lit_dlm.trajectories.format import encode_block, encode_features, meta_text
-from lit_dlm.trajectories.record import Trajectory
+from lit_dlm.trajectories.features import encode_members
+from lit_dlm.trajectories.format import meta_text
+from lit_dlm.trajectories.record import Trajectory, checked
 from lit_dlm.trajectories.store.files import (
     FEATURES,
     RECORDS,
-    RUN_MEMBER,
+    RUN_KEY,
     TAR_END,
     BlockEntry,
     ShardName,
     SideFile,
     completed_uids,
-    tar_member,
+    member_bytes,
+    tar_members,
 )
 from lit_dlm.trajectories.store.provenance import RunRecord
 
@@ -72,7 +66,7 @@ class ShardFile:
         self._blocks: list[BlockEntry] = []
         self.uids: list[str] = []
         try:
-            self._append(tar_member(RUN_MEMBER, run_text.encode()))
+            self._append(tar_members(RUN_KEY, {"json": run_text.encode()}))
         except OSError:
             self.abandon()
             raise
@@ -92,10 +86,11 @@ class ShardFile:
         file is as it was before the call.
         """
         key = self.name.key(len(self._blocks))
-        first = tar_member(f"{key}.{RECORDS}", block)
-        second = b"" if features is None else tar_member(f"{key}.{FEATURES}", features)
-        offset = self.size + tarfile.BLOCKSIZE
-        self._append(first + second, sync=sync)
+        first = self.size + tarfile.BLOCKSIZE
+        members, offset = {RECORDS: block}, first
+        if features is not None:  # TarWriter sorts the names
+            members[FEATURES], offset = features, first + member_bytes(features)
+        self._append(tar_members(key, members), sync=sync)
         self._blocks.append(
             BlockEntry(
                 key=key,
@@ -103,7 +98,7 @@ class ShardFile:
                 offset=offset,
                 size=len(block),
                 crc32=zlib.crc32(block),
-                feature_offset=None if features is None else offset + len(first),
+                feature_offset=None if features is None else first,
                 feature_size=None if features is None else len(features),
                 feature_crc32=None if features is None else zlib.crc32(features),
             )
@@ -146,7 +141,7 @@ class ShardFile:
             self._fd = -1
             OPEN_FILES.discard(self.path)
 
-    def _append(self, data: bytes, *, sync: bool = True) -> None:
+    def _append(self, data: bytes | memoryview, *, sync: bool = True) -> None:
         view = memoryview(data)
         try:
             if not os.fstat(self._fd).st_nlink:  # raises on -1, after abandon
@@ -180,6 +175,7 @@ class TrajectoryShardWriter:
         records_per_block: int = 64,
         max_shard_records: int = 4096,
         max_total_bytes: int | None = None,
+        held: Collection[str] | None = None,
     ) -> None:
         """Opens a set for writing; no shard is created before the first block.
 
@@ -190,13 +186,17 @@ class TrajectoryShardWriter:
             records_per_block: number of records at which a block is closed.
             max_shard_records: number of records at which a shard is closed.
             max_total_bytes: raise an error once this writer has written more.
+            held: uids in the folder, if the caller has just recovered it and saved the run there;
+                otherwise the side files are read here.
         """
         within("[1, 65535]", records_per_block=records_per_block)
         at_least(1, max_shard_records=max_shard_records)
         self.folder = Path(folder)
         self._name = ShardName(name, split, rank, 0)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        run.save(self.folder)
+        if held is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            run.save(self.folder)
+            held = completed_uids(self.folder)
         self._run_text, self._run_digest = run.text(), run.digest()
         self.records_per_block = records_per_block
         self.max_shard_records = max_shard_records
@@ -205,8 +205,9 @@ class TrajectoryShardWriter:
         that one wait can serve several blocks."""
         self.max_total_bytes = max_total_bytes
         self.bytes_written = 0
-        self._uids = completed_uids(self.folder)
+        self._uids = set(held)
         self._pending: list[Trajectory] = []
+        self._metas: list[str | None] = []  # their texts, which are made when a record is checked
         self._pending_bytes = 0
         self._pending_since = 0.0
         self._shard: ShardFile | None = None
@@ -224,14 +225,33 @@ class TrajectoryShardWriter:
             return None
         return self._pending_since + FLUSH_SECONDS - time.monotonic()
 
-    def put(self, record: Trajectory) -> None:
-        """Adds one record, whose uid must be new; it is on disk after the next flush.
+    def put(self, *records: Trajectory) -> None:
+        """Adds records, whose uids must be new; they are on disk after the next flush.
 
-        A record that breaks a rule is an error and is not added.
+        A record that breaks a rule is not added; the first error is raised after all others are.
         """
         assert not self._closed, "the writer is closed"
-        record.validate()
-        meta_text(record)
+        is_valid = True
+        try:
+            # Together, as a few long arrays: alone, this would take as long as encoding.
+            if records:
+                checked(records)
+        except ValueError:
+            is_valid = False  # at least one: each is checked alone
+        refused: ValueError | None = None
+        for record in records:
+            try:
+                if not is_valid:
+                    record.validate()
+                self._add(record)
+            except ValueError as error:
+                refused = refused or error
+        if refused is not None:
+            raise refused
+
+    def _add(self, record: Trajectory) -> None:
+        """Adds a record that was checked, and writes the open block if it is full or due."""
+        meta = meta_text(record)
         if record.uid in self._uids:
             raise ValueError(f"trajectory {record.uid!r}: this uid is already in {self.folder}")
         if self._pending and _kind(record) != _kind(self._pending[0]):
@@ -240,6 +260,7 @@ class TrajectoryShardWriter:
             self._pending_since = time.monotonic()
         self._uids.add(record.uid)
         self._pending.append(record)
+        self._metas.append(meta)
         self._pending_bytes += record_bytes(record)
         if (
             len(self._pending) >= self.records_per_block
@@ -270,9 +291,11 @@ class TrajectoryShardWriter:
         if not self._pending:
             return
         try:
-            members = encoded(self._pending, run_digest=self._run_digest)
+            members = encode_members(
+                self._pending, run_digest=self._run_digest, metas=self._metas, check=False
+            )
         except ValueError:  # every later call would fail too
-            self._pending, self._pending_bytes = [], 0
+            self._forget_pending()
             raise
         if self._shard is None:
             self._shard = ShardFile(
@@ -284,7 +307,7 @@ class TrajectoryShardWriter:
         before = self._shard.size
         self._shard.append(self._pending, *members, sync=self.sync_blocks)
         self.bytes_written += self._shard.size - before
-        self._pending, self._pending_bytes = [], 0
+        self._forget_pending()
         if (
             len(self._shard.uids) + self.records_per_block > self.max_shard_records
             or self._shard.size >= MAX_SHARD_BYTES
@@ -295,6 +318,9 @@ class TrajectoryShardWriter:
                 f"max_gigabytes: the writer of {self.folder} has reached its limit of "
                 f"{self.max_total_bytes} bytes; what was written is kept, raise it to go on"
             )
+
+    def _forget_pending(self) -> None:
+        self._pending, self._metas, self._pending_bytes = [], [], 0
 
     def close(self) -> None:
         """Flushes and finishes the open shard; what a failure leaves behind can be recovered."""
@@ -318,13 +344,6 @@ class TrajectoryShardWriter:
             self._shard = None
 
 
-def encoded(records: Sequence[Trajectory], *, run_digest: bytes) -> tuple[bytes, bytes | None]:
-    """Encodes records, and their features or ``None`` if there are none."""
-    block = encode_block(records, run_digest=run_digest)  # checks the features, too
-    has_features = any(record.features is not None for record in records)
-    return block, encode_features(records) if has_features else None
-
-
 def _kind(record: Trajectory) -> tuple[object, ...]:
     """What all records of one block must share."""
     kind = None if record.features is None else record.features.kind
@@ -336,156 +355,3 @@ def record_bytes(record: Trajectory) -> int:
     arrays = [record.prompt_ids, record.tokens, record.commit_step, *record.signals.values()]
     optional = (record.given, record.superseded, record.features)
     return _RECORD_OVERHEAD + sum(one.nbytes for one in (*arrays, *optional) if one is not None)
-
-
-logger = logging.getLogger(__name__)
-
-_GROUP_BYTES = 8 * 2**20  # taken from the queue at a time: they share one wait for the disk
-_WAKE_SECONDS = 1.0  # how often an idle thread checks whether the program has ended
-
-Make = Callable[[], Iterable[Trajectory]]
-
-
-class BackgroundWriter:
-    """Writes records to shards in a thread of its own."""
-
-    max_queue_bytes = 256 * 2**20
-    """Memory that queued records, and those being written, may take; ``put`` waits beyond it. One
-    larger item is accepted when nothing else is queued."""
-
-    def __init__(self, writer: TrajectoryShardWriter) -> None:
-        """Starts the thread, which alone may use ``writer`` from now on."""
-        self.blocked_seconds = 0.0
-        """How long ``put`` waited for room, in all."""
-        self._writer = writer
-        self._writer.sync_blocks = False
-        # Functions that make records, with their bytes; an event to set when everything before it
-        # is in finished shards; None at the end. The bound is in bytes, which Queue cannot count.
-        self._queue: queue.Queue[tuple[Make, int] | threading.Event | None] = queue.Queue()
-        self._queue_bytes = 0
-        self._changed = threading.Condition()
-        self._error: BaseException | None = None
-        self._is_closed = False
-        pa.array([])  # imports what Arrow needs, which no thread can once the program has ended
-        atexit.register(self._tell_unclosed)
-        # Not a daemon: a program that forgets to close it still finishes its shards.
-        self._thread = threading.Thread(target=self._run, name="trajectory-writer")
-        self._thread.start()
-
-    def put(self, record: Trajectory) -> None:
-        """Queues one record, which the thread checks; it must not be changed afterwards.
-
-        This and the other methods raise the error that stopped the thread.
-        """
-        self.put_batch(lambda: [record], nbytes=record_bytes(record))
-
-    def put_batch(self, make: Make, *, nbytes: int) -> None:
-        """Queues records that ``make`` returns in the thread, such as those of a captured batch.
-
-        ``nbytes`` of memory are held until then.
-        """
-        begin = time.monotonic()
-        with self._changed:
-            self._wait_until(
-                lambda: not self._queue_bytes or self._queue_bytes + nbytes <= self.max_queue_bytes
-            )
-            self._queue_bytes += nbytes
-            self._queue.put((make, nbytes))
-        self.blocked_seconds += time.monotonic() - begin
-
-    def flush(self) -> None:
-        """Waits until everything put so far is synchronised, renamed and has its side file."""
-        done = threading.Event()
-        self._queue.put(done)
-        with self._changed:
-            self._wait_until(done.is_set)
-
-    def close(self) -> None:
-        """Writes what is queued, finishes the shard and joins the thread; may be called twice."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        atexit.unregister(self._tell_unclosed)
-        self._queue.put(None)
-        self._thread.join()
-        if self.blocked_seconds > 0.5:
-            logger.warning(
-                "%s: decoding waited %.1f s for the writer of trajectories",
-                self._writer.folder,
-                self.blocked_seconds,
-            )
-        if self._error is not None:
-            raise self._error
-
-    def _tell_unclosed(self) -> None:
-        """Logs the error when a program ends without closing, as nothing else will raise it."""
-        lost = "" if self._error is None else f"; records are lost: {self._error}"
-        logger.error("%s: the writer was never closed%s", self._writer.folder, lost)
-
-    def _wait_until(self, is_done: Callable[[], bool]) -> None:
-        """Waits for the thread, and raises the error that stopped it."""
-        while self._error is None and self._thread.is_alive() and not is_done():
-            self._changed.wait(_WAKE_SECONDS)
-        if self._error is not None:
-            raise self._error
-        if self._is_closed:
-            raise ValueError(f"{self._writer.folder}: the writer is closed")
-
-    # -- the thread's side ---------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            while self._write_group():
-                pass
-            self._writer.close()
-        except BaseException as error:  # whatever it is belongs to the caller, not to this thread
-            try:
-                self._writer.close()
-            except BaseException as failure:  # the first error is the one to report
-                logger.error("%s: the last shard is not finished: %s", self._writer.folder, failure)
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
-
-    def _write_group(self) -> bool:
-        """Waits for work and writes some; returns ``False`` when nothing more will come."""
-        group, size, mark = self._take()
-        broken: ValueError | None = None
-        for make in group:
-            for record in make():
-                try:
-                    self._writer.put(record)
-                except ValueError as error:  # must not affect other records
-                    broken = broken or error
-        due = self._writer.seconds_left()
-        if due is not None and due <= 0:
-            self._writer.flush()
-        self._writer.sync()
-        if broken is not None:
-            raise broken
-        if isinstance(mark, threading.Event):
-            self._writer.finish_shard()
-            mark.set()
-        with self._changed:
-            self._queue_bytes -= size
-            self._changed.notify_all()
-        return mark is not None
-
-    def _take(self) -> tuple[list[Make], int, threading.Event | bool | None]:
-        """What to write together, its bytes, and what follows: an event, or ``None`` at the end."""
-        group: list[Make] = []
-        size = 0
-        due = self._writer.seconds_left()
-        wait = _WAKE_SECONDS if due is None else min(max(due, 0), _WAKE_SECONDS)
-        try:
-            item = self._queue.get(timeout=wait)
-            while isinstance(item, tuple):
-                group.append(item[0])
-                size += item[1]
-                if size >= _GROUP_BYTES:
-                    return group, size, True
-                item = self._queue.get_nowait()
-        except queue.Empty:
-            is_left = not threading.main_thread().is_alive() and not self._is_closed
-            return group, size, None if is_left else True
-        return group, size, item

@@ -17,7 +17,8 @@ from lit_dlm.trajectories.store import (
     recover,
     writer as writer_module,
 )
-from lit_dlm.trajectories.store.writer import BackgroundWriter, record_bytes
+from lit_dlm.trajectories.store.background import BackgroundWriter
+from lit_dlm.trajectories.store.writer import record_bytes
 from tests.trajectories.samples import (
     assert_all_same,
     forked,
@@ -41,14 +42,14 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened, self.reached = threading.Event(), threading.Event()
-        plain = writer_module.encode_block
+        plain = writer_module.encode_members
 
-        def encode_block(records, **options):
+        def encode_members(records, **options):
             self.reached.set()
             assert self.opened.wait(120)
             return plain(records, **options)
 
-        monkeypatch.setattr(writer_module, "encode_block", encode_block)
+        monkeypatch.setattr(writer_module, "encode_members", encode_members)
 
 
 def test_records_can_be_read_after_a_flush_and_after_close(tmp_path):
@@ -142,7 +143,7 @@ def test_a_failed_wait_for_the_disk_gives_the_shard_up_to_recovery(tmp_path, mon
     assert ".tar.tmp-" in error.value.filename
     monkeypatch.undo()
     assert not list(tmp_path.glob("*.tar"))
-    (report,) = recover(tmp_path)
+    (report,) = recover(tmp_path)[0]
     assert report.num_records == 8
 
 

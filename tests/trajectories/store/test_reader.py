@@ -10,7 +10,7 @@ import webdataset as wds
 
 from lit_dlm.trajectories import TrajectoryFormatError
 from lit_dlm.trajectories.format import decode_block
-from lit_dlm.trajectories.store import TrajectoryShardReader, merge_manifest
+from lit_dlm.trajectories.store import TrajectoryShardReader, merge_manifest, stream
 from lit_dlm.trajectories.store.files import shard_paths, uid_order
 from tests.trajectories.samples import (
     assert_all_same,
@@ -31,18 +31,19 @@ def written(folder: Path, count: int = 12, **options: Any) -> Path:
     return shard
 
 
-def test_plain_webdataset_sees_one_sample_per_block(tmp_path):
-    """At a damaged header of the archive a stream simply ends; reading by offset does not."""
-    shard = written(tmp_path, features=True)
-
-    def stream() -> list[dict[str, Any]]:
-        return list(wds.WebDataset(str(shard), shardshuffle=False, empty_check=False))
-
-    names = ["features.arrow.zst", "records.arrow.zst"]
-    assert [sorted(k for k in s if not k.startswith("__")) for s in stream()] == [names] * 3
-    assert [len(decode_block(sample["records.arrow.zst"])) for sample in stream()] == [4, 4, 4]
-    flip(shard, TrajectoryShardReader(tmp_path).side_file(shard).blocks[1].offset - 512 + 5, 0xFF)
-    assert len(stream()) == 1
+def test_a_stream_is_what_webdataset_reads_and_notices_where_it_ends(tmp_path):
+    """At a corrupt header of the archive WebDataset simply ends; reading by offset goes on."""
+    records = records_of(12, features=True)
+    write_shards(tmp_path, records, max_shard_records=8)
+    urls = [f"file:{path}" for path in sorted(tmp_path.glob("*.tar"))]
+    plain = list(wds.WebDataset(urls, shardshuffle=False))
+    assert [len(decode_block(sample["records.arrow.zst"])) for sample in plain] == [4, 4, 4]
+    assert_all_same(records, stream(urls))
+    assert all(record.features is None for record in stream(urls, features=False))
+    shard = Path(urls[0].removeprefix("file:"))
+    flip(shard, TrajectoryShardReader(tmp_path).side_file(shard).blocks[1].feature_offset - 507)
+    with pytest.raises(TrajectoryFormatError, match="expected 2 blocks, got 1"):
+        list(stream(urls))
     assert len(read_all(tmp_path)) == 12
 
 

@@ -90,12 +90,12 @@ def test_whole_blocks_of_an_orphan_are_kept_once(tmp_path):
     orphan = _crashed_writer(tmp_path, records)
     data = orphan.read_bytes()
     assert completed_uids(tmp_path) == set()
-    (report,) = recover(tmp_path)
+    (report,) = recover(tmp_path)[0]
     assert (report.path, report.num_records, report.num_dropped_blocks) == (orphan, 8, 0)
     assert report.shard.name == "demo-train-r00000-000001.tar"
-    assert recover(tmp_path) == []
+    assert recover(tmp_path)[0] == []
     orphan.write_bytes(data)
-    (report,) = recover(tmp_path)
+    (report,) = recover(tmp_path)[0]
     assert (report.num_records, report.shard) == (0, None)
     assert merge_manifest(tmp_path)["num_records"] == 8
     assert_all_same(records[:8], read_all(tmp_path))
@@ -124,7 +124,7 @@ def test_what_is_saved_already_or_damaged_is_left_out_of_an_orphan(tmp_path):
     flip(orphan, orphan.read_bytes().index(b"b00002.records") + 700)
     write_shards(tmp_path / "b", records[5:7])
     orphan.rename(tmp_path / "b" / orphan.name.replace("000000", "000005"))
-    (report,) = recover(tmp_path / "b")
+    (report,) = recover(tmp_path / "b")[0]
     assert (report.num_records, report.num_dropped_blocks) == (6, 1)
     assert_all_same(records[:8], sorted(read_all(tmp_path / "b"), key=lambda record: record.uid))
 
@@ -141,7 +141,7 @@ def test_a_shard_without_side_file_gets_one_or_is_kept_aside(tmp_path, num_whole
     data = shard.read_bytes()
     with pytest.raises(TrajectoryFormatError, match="without side file"):
         merge_manifest(tmp_path)
-    (report,) = recover(tmp_path)
+    (report,) = recover(tmp_path)[0]
     assert report.num_records == num_whole
     assert_all_same(records[:num_whole], read_all(tmp_path))
     aside = list(tmp_path.glob("*.damaged"))
@@ -151,11 +151,11 @@ def test_a_shard_without_side_file_gets_one_or_is_kept_aside(tmp_path, num_whole
 def test_the_file_of_a_living_writer_is_left_alone(tmp_path):
     def another_process() -> None:
         OPEN_FILES.clear()  # the lock tells
-        assert recover(tmp_path) == []
+        assert recover(tmp_path)[0] == []
 
     with shard_writer(tmp_path) as shards:
         put_all(shards, records_of(5))
-        assert recover(tmp_path) == []  # our own
+        assert recover(tmp_path)[0] == []  # our own
         in_child(another_process)
     assert len(read_all(tmp_path)) == 5
 
@@ -172,9 +172,9 @@ def test_a_doubled_folder_is_refused_by_readers_and_repaired(tmp_path):
             TrajectoryFormatError, match=r"0004' is in both .* `lit-dlm traj recover"
         ):
             use(folder)
-    (report,) = recover(folder)
+    (report,) = recover(folder)[0]
     assert (report.num_records, report.num_dropped_blocks) == (4, 0)
-    assert recover(folder) == []
+    assert recover(folder)[0] == []
     assert merge_manifest(folder)["num_records"] == 12
     assert_all_same(records, read_all(folder))
 

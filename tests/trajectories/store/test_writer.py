@@ -47,7 +47,7 @@ def test_member_names_have_no_dots_and_equal_content_gives_equal_bytes(tmp_path)
     assert (tmp_path / "a" / shard).read_bytes() == (tmp_path / "b" / shard).read_bytes()
     with tarfile.open(tmp_path / "a" / shard) as tar:
         members = tar.getmembers()
-    blocks = [f"r0s0b0000{i}.{kind}.arrow.zst" for i in (0, 1) for kind in ("records", "features")]
+    blocks = [f"r0s0b0000{i}.{kind}.arrow.zst" for i in (0, 1) for kind in ("features", "records")]
     assert [member.name for member in members] == ["__run__/run.json", *blocks]
     assert all(re.fullmatch(r"[a-z0-9_-]+", m.name.split(".")[0]) for m in members[1:])
     assert {(m.mtime, m.uid, m.mode) for m in members} == {(0, 0, 0o644)}
