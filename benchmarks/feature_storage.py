@@ -31,7 +31,8 @@ from lit_dlm.backbones.projection import (
     feature_groups,
 )
 from lit_dlm.trajectories.capture import KeptSteps
-from lit_dlm.trajectories.features import StepFeatures, only_masked
+from lit_dlm.trajectories.features import StepFeatures
+from lit_dlm.trajectories.members import only_masked
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import RunRecord, TrajectoryShardWriter
 

@@ -47,7 +47,8 @@ from lit_dlm.tracelock.network import AcceptanceConfig
 from lit_dlm.tracelock.scorer import ScorerSettings
 from lit_dlm.tracelock.states import state_snapshots, trace_states
 from lit_dlm.trajectories.capture import FeatureCapture, KeptSteps, TrajectoryCapture
-from lit_dlm.trajectories.features import StepFeatures, only_masked
+from lit_dlm.trajectories.features import StepFeatures
+from lit_dlm.trajectories.members import only_masked
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import RunRecord, TrajectoryShardWriter
 

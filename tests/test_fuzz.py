@@ -35,7 +35,6 @@ from lit_dlm.reports.summary import summarise_folder
 from lit_dlm.tasks.sources import read_rows
 from lit_dlm.tracelock.scorer import AcceptanceScorer
 from lit_dlm.trajectories import Trajectory, TrajectoryFormatError
-from lit_dlm.trajectories.features import decode_members, encode_members
 from lit_dlm.trajectories.format import (
     decode_block,
     encode_block,
@@ -43,6 +42,7 @@ from lit_dlm.trajectories.format import (
     read_block,
     unpack,
 )
+from lit_dlm.trajectories.members import decode_members, encode_members
 from lit_dlm.trajectories.rows import ImportSettings, read_step_map, read_tabom
 from lit_dlm.trajectories.store import TrajectoryShardReader, recover
 from lit_dlm.trajectories.store.files import shard_paths

@@ -34,7 +34,7 @@ from lit_dlm.tasks import PromptExample, Task, tasks_by_name
 from lit_dlm.tasks.base import check_uids
 from lit_dlm.tensors.sampling import sample_seed
 from lit_dlm.training.ranks import Ranks
-from lit_dlm.trajectories.features import decode_members, encode_members
+from lit_dlm.trajectories.members import decode_members, encode_members
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from lit_dlm.vision.base import add_picture_folders, add_pictures, find_pictures

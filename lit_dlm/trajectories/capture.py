@@ -28,7 +28,8 @@ from torch import Tensor
 from lit_dlm.decoding import DecodeResult, DecodeState, StepRecord
 from lit_dlm.system.options import within
 from lit_dlm.tensors.sampling import uniform_noise
-from lit_dlm.trajectories.features import FeatureLayout, FeatureScheme, StepFeatures, only_masked
+from lit_dlm.trajectories.features import FeatureLayout, FeatureScheme, StepFeatures
+from lit_dlm.trajectories.members import only_masked
 from lit_dlm.trajectories.record import (
     MAX_LENGTH,
     SIGNAL_DTYPES,

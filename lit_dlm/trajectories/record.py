@@ -15,13 +15,12 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from lit_dlm.trajectories.features import StepFeatures
+from lit_dlm.trajectories.features import StepFeatures
 
 
 class TrajectoryFormatError(ValueError):

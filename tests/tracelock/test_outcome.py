@@ -40,7 +40,7 @@ from lit_dlm.tracelock.policy import TraceLockPolicy
 from lit_dlm.tracelock.scorer import AcceptanceScorer, CommitSettings
 from lit_dlm.training.ranks import Ranks
 from lit_dlm.trajectories import format as blocks
-from lit_dlm.trajectories.features import encode_members
+from lit_dlm.trajectories.members import encode_members
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from tests.finetuning.runs import two_processes

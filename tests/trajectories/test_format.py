@@ -12,13 +12,7 @@ import zstandard
 from hypothesis import given, settings, strategies as st
 
 from lit_dlm.trajectories import Trajectory, TrajectoryFormatError
-from lit_dlm.trajectories.features import (
-    StepFeatures,
-    attach_features,
-    decode_members,
-    encode_members,
-    only_masked,
-)
+from lit_dlm.trajectories.features import StepFeatures
 from lit_dlm.trajectories.format import (
     block_of,
     decode_block,
@@ -28,6 +22,12 @@ from lit_dlm.trajectories.format import (
     record_batch,
     records_of,
     unpack,
+)
+from lit_dlm.trajectories.members import (
+    attach_features,
+    decode_members,
+    encode_members,
+    only_masked,
 )
 from tests.trajectories.samples import assert_all_same, random_features, random_record, small_record
 

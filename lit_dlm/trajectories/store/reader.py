@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from lit_dlm.config.files import maker
-from lit_dlm.trajectories.features import attach_features, decode_members
 from lit_dlm.trajectories.format import Block, decode_block, read_block, records_of, refusing
+from lit_dlm.trajectories.members import attach_features, decode_members
 from lit_dlm.trajectories.record import Trajectory, TrajectoryFormatError
 from lit_dlm.trajectories.store.files import (
     FEATURES,

@@ -11,7 +11,7 @@ from typing import Any
 
 from lit_dlm.system.files import write_atomically
 from lit_dlm.system.locks import lives, lock
-from lit_dlm.trajectories.features import decode_members, encode_members
+from lit_dlm.trajectories.members import decode_members, encode_members
 from lit_dlm.trajectories.record import TrajectoryFormatError
 from lit_dlm.trajectories.store.files import (
     FEATURES,

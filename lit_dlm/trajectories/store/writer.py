@@ -19,8 +19,8 @@ from pathlib import Path
 from lit_dlm.system.files import sync_folder
 from lit_dlm.system.locks import lock
 from lit_dlm.system.options import at_least, within
-from lit_dlm.trajectories.features import encode_members
 from lit_dlm.trajectories.format import meta_text
+from lit_dlm.trajectories.members import encode_members
 from lit_dlm.trajectories.record import Trajectory, checked
 from lit_dlm.trajectories.store.files import (
     FEATURES,
