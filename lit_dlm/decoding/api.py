@@ -101,20 +101,20 @@ class Occupancy(QueueObserver):
         return self.row_steps / max(self.slot_steps, 1)
 
 
-def text_cells(response: Tensor, eos_ids: Sequence[int], given: Tensor) -> Tensor:
-    """``(B, G)`` bool: the cells before the first end of text, and all given cells.
+def text_cells(response: Tensor, eos_ids: Sequence[int], prefilled: Tensor) -> Tensor:
+    """``(B, G)`` bool: the cells before the first end of text, and all prefilled cells.
 
-    Where tokens were given, such as the markers of a template, an end of text ends only its part
-    and not the response: the text continues at the next given cell.
+    Where cells are prefilled, such as the markers of a template, an end of text ends only its part
+    and not the response: the text continues at the next prefilled cell.
 
     Args:
         response: ``(B, G)`` int64.
-        given: ``(B, G)`` bool: cells whose tokens were set before the first step.
+        prefilled: ``(B, G)`` bool: cells whose tokens were set before the first step.
     """
     is_end = torch.isin(response, torch.tensor(list(eos_ids), device=response.device))
-    ends = (is_end & ~given).cumsum(1)
-    before = torch.where(given, ends, 0).cummax(1).values  # ends left of the last given cell
-    return (ends == before) | given
+    ends = (is_end & ~prefilled).cumsum(1)
+    before = torch.where(prefilled, ends, 0).cummax(1).values  # left of the last prefilled cell
+    return (ends == before) | prefilled
 
 
 class Detokenizer:
@@ -133,10 +133,10 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._cut_at_eos = cut_at_eos
 
-    def __call__(self, response: Tensor, given: Tensor) -> Responses:
-        """Reads ``(B, G)`` int64 responses; ``given`` cells were set before the first step."""
+    def __call__(self, response: Tensor, prefilled: Tensor) -> Responses:
+        """Reads ``(B, G)`` int64 responses; ``prefilled`` cells were set before the first step."""
         response = response.cpu()
-        is_text = text_cells(response, self._spec.eos_ids, given.cpu())
+        is_text = text_cells(response, self._spec.eos_ids, prefilled.cpu())
         is_written = response != self._spec.mask_id
         kept = is_written & is_text if self._cut_at_eos else is_written
         ids = [row[cells].tolist() for row, cells in zip(response, kept, strict=True)]
@@ -239,7 +239,8 @@ def decode_stream(
 
     def gathered() -> DecodedRows:
         joined = DecodeResult.joined(results, pad_id=backbone.spec.pad_id)
-        responses = detokenizer(joined.ids[:, joined.start :], joined.given[:, joined.start :])
+        response, prefilled = joined.ids[:, joined.start :], joined.prefilled[:, joined.start :]
+        responses = detokenizer(response, prefilled)
         return DecodedRows(numbers, joined, responses, is_last=not begun)
 
     decoded = decode_queue(

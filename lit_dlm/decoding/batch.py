@@ -115,7 +115,7 @@ class Batch:
 
     def end_rows(self) -> list[int]:
         """Stores the results of the rows that have ended; returns the rows' numbers."""
-        ended = [number for number, status in enumerate(self.status) if status != RUNNING]
+        ended = [row for row, status in enumerate(self.status) if status != RUNNING]
         if ended:
             self.ended.append(self._result(ended))
         return ended
@@ -124,11 +124,11 @@ class Batch:
         """Replaces ended rows; returns the result of all that have ended, and the new rows."""
         result = self.result()
         state, entering = self.state, self._decoder.begin(self._backbone, canvas)
-        slots = [self.rows[number].slot for number in ended]
-        for number, row in zip(ended, self._entered(entering, slots), strict=True):
-            self.rows[number] = row
-        present = {number for number, status in enumerate(self.status) if status == RUNNING}
-        longest = max(self.rows[number].prompt_length for number in present.union(ended))
+        slots = [self.rows[row].slot for row in ended]
+        for row, entered in zip(ended, self._entered(entering, slots), strict=True):
+            self.rows[row] = entered
+        present = {row for row, status in enumerate(self.status) if status == RUNNING}
+        longest = max(self.rows[row].prompt_length for row in present.union(ended))
         # For prompts of other lengths the canvas grows on the left, or shrinks if at least an
         # eighth of it would be padding in every row.
         by = longest - state.start
@@ -149,13 +149,13 @@ class Batch:
 
     def drop(self, ended: list[int]) -> None:
         """Lets rows that have ended leave the batch."""
-        kept = [number for number in range(len(self.rows)) if number not in set(ended)]
+        kept = [row for row in range(len(self.rows)) if row not in set(ended)]
         index = row_index(kept, self.state.ids.device)
         self.state = self.state.take(index)
         self._forwards.take(kept, index)
-        self.rows = [self.rows[number] for number in kept]
-        self.first_mask = [self.first_mask[number] for number in kept]
-        self.status = [self.status[number] for number in kept]
+        self.rows = [self.rows[row] for row in kept]
+        self.first_mask = [self.first_mask[row] for row in kept]
+        self.status = [self.status[row] for row in kept]
 
     def result(self) -> DecodeResult:
         """Returns the result of the rows that have ended since the last one, by their slots."""
@@ -166,24 +166,24 @@ class Batch:
     def _result(self, ended: list[int]) -> DecodeResult:
         # What the policy remembers of rows that have ended may be large, and nobody asks for it.
         state = replace(self.state, memory=None).take(row_index(ended, self.state.ids.device))
-        rows = self.rows
-        seconds = [self._seconds - rows[number].seconds for number in ended]
-        policy_seconds = [self._policy_seconds - rows[number].policy_seconds for number in ended]
-        has_stalls = self._decoder.settings.stall_rule == "top1"
+        rows = [self.rows[row] for row in ended]
+        seconds = [self._seconds - row.seconds for row in rows]
+        policy_seconds = [self._policy_seconds - row.policy_seconds for row in rows]
+        has_fallback = self._decoder.settings.stall_rule == "top1"
         return DecodeResult(
             ids=state.ids,
-            rows=[rows[number].slot for number in ended],
+            rows=[row.slot for row in rows],
             start=state.start,
             seeds=state.seeds,
             num_steps=state.step,
             idle_steps=state.step - state.num_wrote,
-            stalled_steps=(state.step - state.num_decided) * has_stalls,
+            stalled_steps=(state.step - state.num_decided) * has_fallback,
             policy_forwards=state.step * self._decoder.policy.forwards_per_step,
             seconds=torch.tensor(seconds, dtype=torch.float64),
             policy_seconds=torch.tensor(policy_seconds, dtype=torch.float64),
-            status=[STATUS[self.status[number]] for number in ended],
+            status=[STATUS[self.status[row]] for row in ended],
             num_forwards=self._forwards.num_forwards,
-            given=~state.editable,
+            prefilled=~state.editable,
         )
 
 

@@ -250,14 +250,14 @@ class CacheSession(Forwards):
         window.bounds(state.start, start=state.start, length=state.ids.shape[1], first=0)
 
     def prepare(self, state: DecodeState, first_mask: Sequence[int]) -> None:
-        new = [number for number, row in enumerate(self._rows) if row.begin is None]
+        new = [row for row, cached in enumerate(self._rows) if cached.begin is None]
         steps = [
-            self._span(row, column, state)
-            for row, column in zip(self._rows, first_mask, strict=True)
+            self._span(cached, column, state)
+            for cached, column in zip(self._rows, first_mask, strict=True)
         ]
         spans = [span for span, _ in steps]
-        refreshed = [number for number, (_, kind) in enumerate(steps) if kind != "step"]
-        self._entered = [number for number in refreshed if steps[number][1] == "block"]
+        refreshed = [row for row, (_, kind) in enumerate(steps) if kind != "step"]
+        self._entered = [row for row in refreshed if steps[row][1] == "block"]
         if self._block_causal and new:
             self._run_prompts(state, new, spans)
         self._plans = self._planned(spans, refreshed)
@@ -271,7 +271,7 @@ class CacheSession(Forwards):
 
     def take(self, kept: Sequence[int], index: Tensor) -> None:
         self._canvas.take(index)
-        self._rows = [self._rows[number] for number in kept]
+        self._rows = [self._rows[row] for row in kept]
 
     def put(self, replaced: Sequence[int], state: DecodeState, *, by: int) -> None:
         self._canvas.shift(by)
@@ -281,41 +281,44 @@ class CacheSession(Forwards):
             positions=self._positions(state),
             blocks=self._blocks(state),
         )
-        for row, first in zip(self._rows, self._first_columns(state), strict=True):
-            row.first, row.begin = first, None if row.begin is None else row.begin + by
+        for cached, first in zip(self._rows, self._first_columns(state), strict=True):
+            cached.first = first
+            if cached.begin is not None:
+                cached.begin += by
         # Without a begin, the row's next step counts as entering a block, which refreshes it.
-        for number in replaced:
-            self._rows[number] = CachedRow(first=self._rows[number].first)
+        for row in replaced:
+            self._rows[row] = CachedRow(first=self._rows[row].first)
 
     # -- what a step computes --------------------------------------------------------------------
 
     def _span(
-        self, row: CachedRow, column: int, state: DecodeState
+        self, cached: CachedRow, column: int, state: DecodeState
     ) -> tuple[Span, Literal["step", "refresh", "block"]]:
         """Returns the span that a row computes, by its leftmost mask, and what that refreshes."""
         scheme, length = self._scheme, state.ids.shape[1]
-        begin, end = self._bounds(self._window, row, column, state)
-        block, block_end = self._bounds(self._blocks_of, row, column, state)
+        begin, end = self._bounds(self._window, cached, column, state)
+        block, block_end = self._bounds(self._blocks_of, cached, column, state)
         # A part is computed alone only once its first cell is known.
-        is_open = scheme.in_parts and (column == begin or row.is_open)
+        is_open = scheme.in_parts and (column == begin or cached.is_open)
         # If the row is still in the part of its last step, the surroundings are in the cache.
-        if begin == row.begin and not is_open:
+        if begin == cached.begin and not is_open:
             # A part attends to nothing after its block.
             return scheme.step_span(begin, end, block_end if scheme.in_parts else length), "step"
         # Columns left of the row's previous block are final in the cache.
-        final, is_new = row.first if self._block_causal else 0, True
-        if row.begin is not None:
-            final, _ = self._bounds(self._blocks_of, row, row.begin, state)
+        final, is_new = cached.first if self._block_causal else 0, True
+        if cached.begin is not None:
+            final, _ = self._bounds(self._blocks_of, cached, cached.begin, state)
             is_new = block != final
-        row.begin, row.is_open = begin, is_new and column == block
+        cached.begin, cached.is_open = begin, is_new and column == block
         span = scheme.refresh_span(block, block_end, final, length)
         return span, "block" if is_new else "refresh"
 
     def _bounds(
-        self, window: Window, row: CachedRow, column: int, state: DecodeState
+        self, window: Window, cached: CachedRow, column: int, state: DecodeState
     ) -> tuple[int, int]:
         """Returns the block of a window that contains a column of a row."""
-        return window.bounds(column, start=state.start, length=state.ids.shape[1], first=row.first)
+        length = state.ids.shape[1]
+        return window.bounds(column, start=state.start, length=length, first=cached.first)
 
     def _planned(self, spans: list[Span], refreshed: list[int]) -> list[WindowPlan]:
         """Plans the forwards of a step, of which ``refreshed`` are the rows that refresh."""
@@ -325,15 +328,15 @@ class CacheSession(Forwards):
         if is_alike or self._canvas.takes_sequences(spans):
             several_blocks = self._block_causal and bool(refreshed)
             return [self._canvas.plan(spans, block_causal=several_blocks)]
-        others = [number for number in range(len(spans)) if number not in refreshed]
+        others = [row for row in range(len(spans)) if row not in refreshed]
         return [
-            self._canvas.plan([spans[number] for number in rows], rows=rows)
+            self._canvas.plan([spans[row] for row in rows], rows=rows)
             for rows in (refreshed, others)
         ]
 
     def _first_cells(self, state: DecodeState) -> Tensor:
         """Returns the first cell of each block that a row has just entered, where it is masked."""
-        at = torch.tensor([self._entered, [self._rows[number].begin for number in self._entered]])
+        at = torch.tensor([self._entered, [self._rows[row].begin for row in self._entered]])
         row, column = at.to(state.ids.device, non_blocking=True)
         forced = torch.zeros_like(state.masked)
         forced[row, column] = state.masked[row, column]
@@ -349,46 +352,46 @@ class CacheSession(Forwards):
         the new rows are shortened by what has run.
         """
         begins = {
-            number: self._bounds(self._blocks_of, self._rows[number], begin, state)[0]
-            for number in new
-            if (begin := self._rows[number].begin) is not None
+            row: self._bounds(self._blocks_of, self._rows[row], begin, state)[0]
+            for row in new
+            if (begin := self._rows[row].begin) is not None
         }
         sources = self._sources(state, begins)
         prompts = [
-            (number, Span(first, begin, begin))
-            for number, begin in begins.items()
-            if number not in sources and begin > (first := self._rows[number].first)
+            (row, Span(first, begin, begin))
+            for row, begin in begins.items()
+            if row not in sources and begin > (first := self._rows[row].first)
         ]
         sizes = np.array([[span.end - span.begin, 0] for _, span in prompts]).reshape(-1, 2)
         is_first = len(new) == len(spans) and not sources and sizes.sum() <= PROMPT_TOKENS
         if is_first and not self._canvas.takes_sequences(spans):
             return  # the forward of the step runs them
-        for numbers in token_batches(sizes, PROMPT_TOKENS) if prompts else ():
-            rows, windows = zip(*(prompts[number] for number in sorted(numbers)), strict=True)
+        for together in token_batches(sizes, PROMPT_TOKENS) if prompts else ():
+            rows, windows = zip(*(prompts[index] for index in sorted(together)), strict=True)
             self._canvas.run(state.ids, self._canvas.plan(windows, rows=rows, block_causal=True))
         # Copied after all prompts have run: a source may itself be a new row.
-        for end in {begins[number] for number in sources}:
-            self._canvas.copy({to: of for to, of in sources.items() if begins[to] == end}, end)
-        for number, begin in begins.items():
-            spans[number] = spans[number]._replace(begin=begin)
+        for end in {begins[row] for row in sources}:
+            alike = {row: source for row, source in sources.items() if begins[row] == end}
+            self._canvas.copy(alike, end)
+        for row, begin in begins.items():
+            spans[row] = spans[row]._replace(begin=begin)
 
     def _sources(self, state: DecodeState, begins: Mapping[int, int]) -> dict[int, int]:
         """Maps each new row whose prompt another row also has to the row to copy it from."""
         ids = state.ids[row_index(list(begins), state.ids.device)].tolist()
-        for (number, begin), tokens in zip(begins.items(), ids, strict=True):
-            row = self._rows[number]
-            row.prompt = (state.start - row.first, *tokens[row.first : begin])
+        for (row, begin), tokens in zip(begins.items(), ids, strict=True):
+            cached = self._rows[row]
+            cached.prompt = (state.start - cached.first, *tokens[cached.first : begin])
         if self._spec.positions != "cumsum":  # rows may count positions otherwise
             return {}
         known: dict[tuple[int, ...], int] = {}
-        for number in sorted(range(len(self._rows)), key=lambda number: number in begins):
+        for row in sorted(range(len(self._rows)), key=begins.__contains__):
             # Old rows first: their prompts are in the cache already.
-            known.setdefault(self._rows[number].prompt, number)
+            known.setdefault(self._rows[row].prompt, row)
         return {
-            number: of
-            for number, begin in begins.items()
-            if (of := known[self._rows[number].prompt]) != number
-            and begin > self._rows[number].first
+            row: source
+            for row, begin in begins.items()
+            if (source := known[self._rows[row].prompt]) != row and begin > self._rows[row].first
         }
 
     # -- what a canvas needs to know of its rows -------------------------------------------------

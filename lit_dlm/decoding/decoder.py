@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -42,7 +42,7 @@ class DecodeSettings:
     eos_rule: Literal["none", "stop", "fill"] = "none"
     """Once an end of text is committed and no mask precedes it: ``stop`` ends the row and keeps the
     masks after it, ``fill`` ends the row and fills them with end of text, ``none`` continues. With
-    given cells, only an end of text behind all of them counts."""
+    prefilled cells, only an end of text behind all of them counts."""
     eos_gate: bool = False
     """Until a row holds an end of text, commit one only when all its candidates propose one; not
     for the first cell of a block that only the refresh of a cache predicts (right shift)."""
@@ -91,41 +91,34 @@ class Decoder:
         self.settings = settings or DecodeSettings()
         self.layout = layout and checked_component(layout, Layout, option="layout")
         self.guidance = guidance
-        self._check_policy()
-        if guidance is not None and self.cache.keeps:
-            raise ValueError(
-                f"guidance: expected no cache beside it, got {type(self.cache).__name__}"
-            )
-        # A policy that decides alone goes with the default quota, not with one that is asked for.
-        is_asked = self.quota.is_given and self.quota is not _ONE_PER_STEP
-        if is_asked and not self.policy.takes_quota:
-            raise ValueError(
-                f"quota: {type(policy).__name__} decides alone, expected NoQuota, got "
-                f"{type(quota).__name__}"
-            )
-        ends_by_region = self.layout is not None and self.layout.ends_by_region
-        if ends_by_region and self.settings.eos_rule != "none":
-            raise ValueError(
+        for conflict in self._conflicts():
+            raise ValueError(conflict)
+
+    def _conflicts(self) -> Iterator[str]:
+        """Says which parts do not go together: the option, what was expected, what it got."""
+        policy, quota, layout = self.policy, self.quota, self.layout
+        name = type(policy).__name__
+        if policy.needs_layout and layout is None:
+            yield f"layout: {name} needs one, got none"
+        if policy.needs_quota and not quota.is_given:
+            yield f"quota: {name} needs one, got none"
+        # A policy that decides alone goes with the default quota, not with one that was requested.
+        if not policy.takes_quota and quota.is_given and quota is not _ONE_PER_STEP:
+            expected = f"expected NoQuota, got {type(quota).__name__}"
+            yield f"quota: {name} decides alone, {expected}"
+        if policy.denoise is not None:
+            cache = self.cache if self.cache.keeps else None
+            for part, beside in (("cache", cache), ("guidance", self.guidance)):
+                if beside is not None:
+                    expected = f"which runs columns of its own, got {type(beside).__name__}"
+                    yield f"{part}: expected none with {name}, {expected}"
+        if self.guidance is not None and self.cache.keeps:
+            yield f"guidance: expected no cache beside it, got {type(self.cache).__name__}"
+        if layout is not None and layout.ends_by_region and self.settings.eos_rule != "none":
+            yield (
                 f"settings.eos_rule: expected 'none' with {type(layout).__name__}, where an end of "
                 f"text ends a region and not the response, got {self.settings.eos_rule!r}"
             )
-
-    def _check_policy(self) -> None:
-        """Refuses a policy without what it needs, or beside what its own forward excludes."""
-        name = type(self.policy).__name__
-        missing = {"layout": self.layout is None, "quota": not self.quota.is_given}
-        for part, is_missing in missing.items():
-            if is_missing and getattr(self.policy, f"needs_{part}"):
-                raise ValueError(f"{part}: {name} needs one, got none")
-        if self.policy.denoise is None:
-            return
-        cache = self.cache if self.cache.keeps else None
-        for part, beside in (("cache", cache), ("guidance", self.guidance)):
-            if beside is not None:
-                raise ValueError(
-                    f"{part}: expected none with {name}, which runs columns of its own, got "
-                    f"{type(beside).__name__}"
-                )
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -211,15 +204,14 @@ class Decoder:
             del components["cache"]
         return {
             **{name: _describe(one) for name, one in components.items() if one is not None},
-            **({} if self.guidance is None else {"guidance": {**vars(self.guidance)}}),
+            **({} if self.guidance is None else {"guidance": asdict(self.guidance)}),
             "settings": asdict(self.settings),
         }
 
 
 def _describe(component: object) -> dict[str, Any]:
     """Returns a component's class and settings: our classes by bare name, others by import path."""
-    public = {key: value for key, value in vars(component).items() if not key.startswith("_")}
-    settings = getattr(component, "describe", lambda: public)()
+    settings = getattr(component, "describe", lambda: _settings(component))()
     cls = type(component)
     is_ours = cls.__module__.split(".")[0] == __name__.split(".")[0]
     name = cls.__name__ if is_ours else f"{cls.__module__}.{cls.__qualname__}"
@@ -232,6 +224,11 @@ def _describe(component: object) -> dict[str, Any]:
                 "give the class a method describe()"
             ) from None
     return {"name": name, **settings}
+
+
+def _settings(component: object) -> dict[str, Any]:
+    """Returns the public attributes of a component, under the names of its constructor."""
+    return {key: value for key, value in vars(component).items() if not key.startswith("_")}
 
 
 COMPONENTS: dict[str, type] = {
@@ -265,32 +262,35 @@ def method_name(name: str, value: int | float | str | None) -> str:
 
 def expanded(decoders: Mapping[str, Decoder], sweep: Mapping[str, Sweep]) -> dict[str, Decoder]:
     """Returns all decoders by name: the given ones, then the points of the sweeps."""
-    found = dict(decoders)
+    result = dict(decoders)
     for name, one in sweep.items():
         points = {
             method_name(name, value): with_option(one.decoder, one.option, value)
             for value in one.values
         }
-        if twice := sorted(found.keys() & points.keys()):
+        if twice := sorted(result.keys() & points.keys()):
             raise ValueError(f"sweep.{name}: there is a decoder named '{twice[0]}' already")
         if len(points) < len(one.values):
             raise ValueError(
                 f"sweep.{name}: expected values with names of their own, which have no dot, got "
                 f"{one.values} for {', '.join(points)}"
             )
-        found |= points
-    return found
+        result |= points
+    return result
 
 
 def with_option(decoder: Decoder, option: str, value: Any) -> Decoder:
     """Returns a copy with another value of ``{component}.{option}``; the others are shared."""
     part, _, name = option.partition(".")
     component: Any = getattr(decoder, part) if part in (*COMPONENTS, "settings") else None
-    parameters = [] if component is None else inspect.signature(type(component)).parameters
-    arguments = {key: vars(component)[key] for key in parameters if key in vars(component)}
+    arguments: dict[str, Any] = {}
+    if component is not None:
+        parameters = inspect.signature(type(component)).parameters
+        arguments = {key: one for key, one in _settings(component).items() if key in parameters}
     if name not in arguments:
         raise ValueError(
             f"sweep.option: {option!r} is unknown; expected {'|'.join(COMPONENTS)}|settings and of "
             f"{part} one of: {', '.join(arguments) or 'none'}"
         )
+    # Made anew, so that the constructor checks the value.
     return decoder.replace(**{part: type(component)(**{**arguments, name: value})})

@@ -24,8 +24,8 @@ from lit_dlm.decoding.layout import Layout
 def known_class(part: str, name: str) -> type | None:
     """Returns the class of the package that a description names, if it can be this part."""
     path = NAMES.get(name, "")
-    found: type | None = resolve_name(path) if path.startswith("lit_dlm.") else None
-    return found if found is not None and COMPONENTS[part] in found.__mro__ else None
+    cls: type | None = resolve_name(path) if path.startswith("lit_dlm.") else None
+    return cls if cls is not None and COMPONENTS[part] in cls.__mro__ else None
 
 
 def decoder_from_description(
@@ -67,8 +67,8 @@ def layout_from_description(description: Mapping[str, Any]) -> Layout | None:
     """Builds only the layout of a described decoder, if any; no policy weights are needed."""
     if "layout" not in description:
         return None
-    found: Layout = _component("layout", description["layout"], (), ())
-    return found
+    layout: Layout = _component("layout", description["layout"], (), ())
+    return layout
 
 
 def _component(
@@ -95,19 +95,19 @@ def _imported(part: str, path: str, component_modules: Sequence[str]) -> type:
             f"decoder description: {part} {path!r} is none of {known}; if it comes from outside of "
             f"the package and you trust it, name its module with --components {module or 'MODULE'}"
         )
-    found = None
+    cls = None
     with suppress(ImportError):
-        found = vars(importlib.import_module(module)).get(name)
-    if not isinstance(found, type):  # else a function that the module imported would be called
-        raise ValueError(f"decoder description: {part} {path!r}: expected a class, got {found!r}")
-    return found
+        cls = getattr(importlib.import_module(module), name, None)
+    if not isinstance(cls, type):  # else a function that the module imported would be called
+        raise ValueError(f"decoder description: {part} {path!r}: expected a class, got {cls!r}")
+    return cls
 
 
 def _check_names(
-    where: str, found: Mapping[str, Any], known: set[str], needed: Set[str] = frozenset()
+    where: str, given: Mapping[str, Any], known: set[str], needed: Set[str] = frozenset()
 ) -> None:
-    if not needed <= set(found) <= known:
+    if not needed <= set(given) <= known:
         raise ValueError(
             f"decoder description: {where}: expected {', '.join(sorted(needed or known))}, got "
-            f"{', '.join(sorted(found))}"
+            f"{', '.join(sorted(given))}"
         )

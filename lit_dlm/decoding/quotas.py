@@ -65,7 +65,7 @@ class _StepsQuota(Quota):
 
     def describe(self) -> dict[str, Any]:
         options = ("steps", "steps_per_block", "eps")
-        return {name: value for name in options if (value := vars(self).get(name)) is not None}
+        return {name: value for name in options if (value := getattr(self, name, None)) is not None}
 
 
 class EvenQuota(_StepsQuota):

@@ -27,7 +27,7 @@ class Canvas:
     """What a decode starts from: a batch of rows, some of whose cells may be written."""
 
     ids: Tensor  # (B, L) int64; cells to fill hold the mask id
-    editable: Tensor  # (B, L) bool: cells that may change. Prompts and given cells are False
+    editable: Tensor  # (B, L) bool: cells that may change. prompts and prefilled cells are False
     seeds: Tensor  # (B,) int64 sample seeds
     start: int  # first column of the response region, the same in every row
     pad_mask: Tensor | None = None  # (B, L) bool, True on real tokens; None when nothing is padded
@@ -82,7 +82,7 @@ class DecodeState:
     block_step: Tensor  # (b,) int64 steps that the row has already spent in this block
     block_masks: Tensor  # (b,) int64 candidates in the block when the row entered it
     written: Tensor  # (b, L) bool: cells that the row's previous step wrote
-    held: Tensor  # (b, L) bool: one column of each window that is held even if it is full
+    kept_open: Tensor  # (b, L) bool: one column of each block that stays open even if it is full
     status: Tensor  # (b,) int64: ``RUNNING``, or how the row has ended
     budget: Tensor  # (b,) int64 most steps of the row
     num_wrote: Tensor  # (b,) int64 steps that wrote something
@@ -107,8 +107,8 @@ class DecodeState:
 
     @property
     def unfinished(self) -> Tensor:
-        """``(b, L)`` bool cells by which windows are placed: masked, or one of each held window."""
-        return self.masked | self.held
+        """``(b, L)`` bool cells by which windows are placed: masked, or one of each open block."""
+        return self.masked | self.kept_open
 
     def take(self, index: Tensor) -> DecodeState:
         """Returns the state of the rows ``index``, ``(n,)`` int64."""
@@ -157,7 +157,7 @@ BY_ROW = (
     *("num_wrote", "num_decided"),
 )
 """Fields of a state with one number for each row, ``(b,)``."""
-BY_COLUMN = ("ids", "editable", "masked", "positions", "written", "held", "pad_mask")
+BY_COLUMN = ("ids", "editable", "masked", "positions", "written", "kept_open", "pad_mask")
 """Fields of a state with a value for each column of each row, ``(b, L)``."""
 
 
@@ -193,7 +193,7 @@ def initial_state(spec: BackboneSpec, canvas: Canvas) -> DecodeState:
         block_step=zeros,
         block_masks=zeros,
         written=torch.zeros_like(masked),
-        held=torch.zeros_like(masked),
+        kept_open=torch.zeros_like(masked),
         status=(~masked.any(1)).long() * COMPLETE,
         budget=masked.sum(1),
         num_wrote=zeros,
@@ -236,7 +236,8 @@ class Selection:
     # token is taken back. None in a policy that keeps what it wrote; otherwise the policy itself
     # must ensure progress, as the stall rule does not apply
     rewritten: Tensor | None = None
-    hold: Tensor | None = None  # (b,) bool: rows that stay in their window even if it is full
+    # (b,) bool: rows that stay in their block even if it is full; None: no row does
+    keep_block_open: Tensor | None = None
     memory: Tensor | None = None  # new memory of the state; None changes nothing
 
 
@@ -268,7 +269,7 @@ class DecodeResult:
     # (B,) float64 on the CPU, wall time: each step's time is shared equally by its rows
     seconds: Tensor
     status: list[Status]  # complete: no mask left; eos: stopped at an end of text; step_limit
-    given: Tensor  # (B, L) bool: cells that could not be written
+    prefilled: Tensor  # (B, L) bool: cells that could not be written
     # Calls of the backbone for the batch so far. A step is one, or two if some rows of a batch
     # refresh a prefix or dual cache and others do not; no row takes part in both. Prompts may add
     # some under a block cache
@@ -283,7 +284,7 @@ class DecodeResult:
         parts: dict[str, Any] = {
             name: torch.cat([getattr(one, name) for one in results]) for name in _COUNTS
         }
-        for name, fill in (("ids", pad_id), ("given", 1)):
+        for name, fill in (("ids", pad_id), ("prefilled", 1)):
             parts[name] = torch.cat(
                 [shifted(getattr(one, name), start - one.start, fill) for one in results]
             )
@@ -295,7 +296,7 @@ class DecodeResult:
         """Returns the same rows in the order of their slots."""
         order = sorted(range(len(self.rows)), key=self.rows.__getitem__)
         parts: dict[str, Any] = {}
-        for name in (*_COUNTS, "ids", "given"):
+        for name in (*_COUNTS, "ids", "prefilled"):
             value = getattr(self, name)
             parts[name] = value[row_index(order, value.device)]
         rows, status = [self.rows[row] for row in order], [self.status[row] for row in order]

@@ -41,7 +41,7 @@ class Decision:
     by_policy: Tensor  # (b,) bool: the policy decided; elsewhere the stall rule did
     # (b,) bool: the end-of-text rule ends the row after this step; None without it
     ended: Tensor | None
-    held: Tensor  # (b, L) bool: see :class:`DecodeState`
+    kept_open: Tensor  # (b, L) bool: see :class:`DecodeState`
 
 
 def decide(
@@ -88,13 +88,14 @@ def decide(
     if selection.rewritten is not None:
         new_ids = torch.where(state.standing, selection.rewritten, new_ids)
         commit = (new_ids != state.ids) & (new_ids == proposal.ids) & (new_ids != state.mask_id)
-    held, ended = torch.zeros_like(state.masked), None
-    if selection.hold is not None:
-        held = held.scatter_(1, view.columns[:, :1], selection.hold[:, None])
+    kept_open, ended = torch.zeros_like(state.masked), None
+    if selection.keep_block_open is not None:
+        # A mark in its first column keeps the window, which begins at what is unfinished, there.
+        kept_open.scatter_(1, view.columns[:, :1], selection.keep_block_open[:, None])
     if rules.eos_rule != "none":
         ended = text_ends(state, new_ids)
-        if selection.hold is not None:
-            ended = ended & ~selection.hold
+        if selection.keep_block_open is not None:
+            ended = ended & ~selection.keep_block_open
         if rules.eos_rule == "fill":
             is_left = ended[:, None] & state.editable & (new_ids == state.mask_id)
             new_ids = torch.where(is_left, state.eos_ids[0], new_ids)
@@ -109,7 +110,7 @@ def decide(
         new_ids=new_ids,
         denoised=denoised if "logits" in requires else None,
     )
-    return Decision(record, by_policy, ended, held)
+    return Decision(record, by_policy, ended, kept_open)
 
 
 def advance(decision: Decision, *, new_ids: Tensor | None = None) -> DecodeState:
@@ -128,7 +129,7 @@ def advance(decision: Decision, *, new_ids: Tensor | None = None) -> DecodeState
     status = (step >= state.budget) * STEP_LIMIT
     if decision.ended is not None:
         status = status.masked_fill(decision.ended, EOS)
-    status = status.masked_fill(~(masked | decision.held).any(1), COMPLETE)
+    status = status.masked_fill(~(masked | decision.kept_open).any(1), COMPLETE)
     status = status.masked_fill(record.proposal.prob.sum(1).isnan(), BROKEN)
     return replace(
         state,
@@ -138,7 +139,7 @@ def advance(decision: Decision, *, new_ids: Tensor | None = None) -> DecodeState
         status=status,
         block_step=state.block_step + 1,
         written=written,
-        held=decision.held,
+        kept_open=decision.kept_open,
         num_wrote=state.num_wrote + written.any(1),
         num_decided=state.num_decided + decision.by_policy,
     )
@@ -194,10 +195,10 @@ def needs(
         raise ValueError(f"requires: expected some of {sorted(KNOWN)}, got {unknown[0]!r}")
     if "hidden" not in requires:
         return requires, ()
-    asked = {tuple(part.hidden_layers) for part in parts if "hidden" in part.requires}
-    if len(asked) != 1:
-        raise ValueError(f"hidden_layers: policy and observers must agree, got {sorted(asked)}")
-    return requires, asked.pop()
+    layers = {tuple(part.hidden_layers) for part in parts if "hidden" in part.requires}
+    if len(layers) != 1:
+        raise ValueError(f"hidden_layers: policy and observers must agree, got {sorted(layers)}")
+    return requires, layers.pop()
 
 
 def enter_block(state: DecodeState, view: WindowView) -> DecodeState:
@@ -225,10 +226,11 @@ def end_of_text_gate(state: DecodeState, candidates: Tensor, proposals: Tensor) 
 
 
 def text_ends(state: DecodeState, new_ids: Tensor) -> Tensor:
-    """``(b,)`` bool: rows with an end of text behind all given cells and no mask before it."""
+    """``(b,)`` bool: rows with an end of text behind all prefilled cells and no mask before it."""
     columns = torch.arange(new_ids.shape[1], device=new_ids.device)
-    given = (~state.editable & (columns >= state.start)).long() * columns
-    is_eos = torch.isin(new_ids, state.eos_ids) & (columns > given.amax(1, keepdim=True))
+    # An end of text before a prefilled cell, such as a marker, ends only the part before it.
+    prefilled = (~state.editable & (columns >= state.start)).long() * columns
+    is_eos = torch.isin(new_ids, state.eos_ids) & (columns > prefilled.amax(1, keepdim=True))
     is_eos = is_eos & state.editable
     masked = state.editable & (new_ids == state.mask_id)
     before = columns < first_column(is_eos)[:, None]

@@ -44,7 +44,7 @@ def state_with_masks(
         eos_ids=torch.tensor([EOS]),
         pad_mask=None,
         written=torch.zeros_like(editable),
-        held=torch.zeros_like(editable),
+        kept_open=torch.zeros_like(editable),
         status=torch.zeros(b, dtype=torch.long),
         budget=torch.full((b,), 999),
         num_wrote=torch.zeros(b, dtype=torch.long),

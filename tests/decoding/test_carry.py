@@ -140,7 +140,7 @@ def everything(case: str) -> dict:
             results[number] = [
                 *(int(getattr(result, name)[row]) for name in counts),
                 result.ids[row, result.start - len(PROMPTS[number]) :].tolist(),
-                result.given[row, result.start :].long().tolist(),
+                result.prefilled[row, result.start :].long().tolist(),
                 result.status[row],
                 result.rows[row],
                 result.num_forwards,

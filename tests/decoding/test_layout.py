@@ -204,11 +204,11 @@ def test_a_text_ends_before_its_first_end_and_given_cells_begin_a_part_of_their_
 def test_the_answer_behind_a_marker_is_kept_when_the_reasoning_ends_early():
     backbone = table_backbone([5, EOS, 7, 6, EOS], [0.9] * 5)
     result = decoded(Decoder(policy=ConfidencePolicy(), layout=SPLIT), backbone, [[4, 4]], 5)
-    assert result.given.int().tolist() == [[1, 1, 0, 0, 1, 0, 0]]
-    cells = text_cells(result.ids[:, 2:], [EOS], result.given[:, 2:])
+    assert result.prefilled.int().tolist() == [[1, 1, 0, 0, 1, 0, 0]]
+    cells = text_cells(result.ids[:, 2:], [EOS], result.prefilled[:, 2:])
     assert result.ids[:, 2:][cells].tolist() == [5, 7, 6]
     result = decoded(Decoder(policy=ConfidencePolicy()), backbone, [[4, 4]], 5)
-    assert not result.given[:, 2:].any()
+    assert not result.prefilled[:, 2:].any()
 
 
 def test_an_end_of_text_may_not_fill_the_regions_behind_a_marker():

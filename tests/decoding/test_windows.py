@@ -55,7 +55,7 @@ def test_blocks_from_the_sequence_begin_in_the_prompt():
     ids = torch.tensor([[PAD] * 2 + [4] * 5 + [MASK] * 6])
     masked = ids == MASK
     positions = (torch.arange(13) - 2).clamp_min(0)[None]
-    fields = {"ids": ids, "masked": masked, "held": masked & False, "positions": positions}
+    fields = {"ids": ids, "masked": masked, "kept_open": masked & False, "positions": positions}
     state = replace(state_with_masks([[1]]), **fields, start=7)
     view = window.view(state)
     assert cells(view.candidates) == [[7, 8, 9]]

@@ -72,6 +72,6 @@ class TokenEditingPolicy(CommitPolicy):
             commit,
             torch.where(standing, missing, prob),
             rewritten=torch.where(edit, proposal.ids, state.ids),
-            hold=goes_on,
+            keep_block_open=goes_on,
             memory=steps,
         )
