@@ -52,7 +52,11 @@ from lit_dlm.decoding.quotas import (
     ScheduleQuota as ScheduleQuota,
 )
 from lit_dlm.decoding.region_fill import FillCurves as FillCurves, RegionFill as RegionFill
-from lit_dlm.decoding.regions import Block as Block, BlockLayout as BlockLayout, Region as Region
+from lit_dlm.decoding.regions import (
+    PlacedRegion as PlacedRegion,
+    PlacedRegions as PlacedRegions,
+    Region as Region,
+)
 from lit_dlm.decoding.sampler import Sampler as Sampler
 from lit_dlm.decoding.state import (
     Canvas as Canvas,

@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 
 from lit_dlm.config.components import Component
-from lit_dlm.decoding.regions import Block, BlockLayout, Region, RegionMap, Regions, as_regions
+from lit_dlm.decoding.regions import (
+    PlacedRegion,
+    PlacedRegions,
+    Region,
+    RegionMap,
+    Regions,
+    as_regions,
+)
 from lit_dlm.decoding.state import Canvas
 
 
@@ -49,8 +56,8 @@ class Layout(Component):
                 )
 
     @abstractmethod
-    def blocks(self, response: Tensor) -> BlockLayout:
-        """Returns the blocks of a response, given its ``(G,)`` int64 cells before step 0."""
+    def placed(self, response: Tensor) -> PlacedRegions:
+        """Returns where the regions are, by the ``(G,)`` int64 response before step 0."""
 
     def on(self, canvas: Canvas, *, mask_id: int) -> Canvas:
         """Returns the canvas with the template, if any, written and the regions numbered."""
@@ -58,10 +65,10 @@ class Layout(Component):
         rows = []
         for row, cells in enumerate(canvas.ids[:, canvas.start :].cpu()):  # once per decode
             try:
-                rows.append(self.blocks(cells).region_ids())
+                rows.append(self.placed(cells).region_ids())
             except ValueError as error:
-                told = str(error).removeprefix("layout: ")
-                raise ValueError(f"layout: row {row}: {told}") from error
+                message = str(error).removeprefix("layout: ")
+                raise ValueError(f"layout: row {row}: {message}") from error
         regions[:, canvas.start :] = torch.stack(rows).to(regions.device)
         return replace(canvas, regions=RegionMap.of(regions, (*self.regions, self.rest)))
 
@@ -82,12 +89,12 @@ class Layout(Component):
         ]
         return made
 
-    def _blocks(self, spans: Sequence[tuple[int, int]], length: int) -> BlockLayout:
-        blocks = tuple(
-            Block(name=region.name, start=start, end=end, weight=region.weight)
+    def _placed(self, spans: Sequence[tuple[int, int]], length: int) -> PlacedRegions:
+        regions = tuple(
+            PlacedRegion(name=region.name, start=start, end=end, weight=region.weight)
             for region, (start, end) in zip(self.regions, spans, strict=True)
         )
-        return BlockLayout(blocks=blocks, length=length)
+        return PlacedRegions(regions=regions, length=length)
 
 
 class FixedLayout(Layout):
@@ -95,9 +102,9 @@ class FixedLayout(Layout):
 
     needs = ("length",)
 
-    def blocks(self, response: Tensor) -> BlockLayout:
+    def placed(self, response: Tensor) -> PlacedRegions:
         places = self._places(len(response))
-        return self._blocks([(begin, end) for _, begin, end in places], len(response))
+        return self._placed([(begin, end) for _, begin, end in places], len(response))
 
     def _places(self, length: int) -> list[tuple[int, int, int]]:
         """Returns where each region's marker begins, where the region begins, and where it ends."""
@@ -116,11 +123,11 @@ class FractionLayout(Layout):
 
     needs = ("fraction",)
 
-    def blocks(self, response: Tensor) -> BlockLayout:
+    def placed(self, response: Tensor) -> PlacedRegions:
         length = len(response)
         shares = accumulate((region.fraction or 0.0 for region in self.regions), initial=0.0)
         borders = [int(share * length + 0.5) for share in shares]
-        return self._blocks(list(pairwise(borders)), length)
+        return self._placed(list(pairwise(borders)), length)
 
 
 class TemplateLayout(FixedLayout):
@@ -164,8 +171,8 @@ class PictureLayout(Layout):
     def describe(self) -> dict[str, Any]:
         return {"end_id": self.end_id}
 
-    def blocks(self, response: Tensor) -> BlockLayout:
-        return self._blocks([(0, len(response) - 1)], len(response))
+    def placed(self, response: Tensor) -> PlacedRegions:
+        return self._placed([(0, len(response) - 1)], len(response))
 
     def on(self, canvas: Canvas, *, mask_id: int) -> Canvas:
         canvas = super().on(canvas, mask_id=mask_id)
@@ -185,7 +192,7 @@ class MarkerLayout(Layout):
     needs = ("marker",)
     ends_by_region = True
 
-    def blocks(self, response: Tensor) -> BlockLayout:
+    def placed(self, response: Tensor) -> PlacedRegions:
         found = []
         for region in self.regions:
             marker = torch.tensor(region.marker_ids(), device=response.device)
@@ -201,4 +208,4 @@ class MarkerLayout(Layout):
             found.append((places[0], places[0] + size))
         ends = [begin for begin, _ in found[1:]] + [len(response)]
         spans = [(behind, end) for (_, behind), end in zip(found, ends, strict=True)]
-        return self._blocks(spans, len(response))
+        return self._placed(spans, len(response))

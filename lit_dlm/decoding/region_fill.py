@@ -41,7 +41,7 @@ class FillCurves:
 
 
 def fill_curves(masked: Tensor, regions: Tensor, names: tuple[str, ...]) -> FillCurves:
-    """Returns curves from ``(T + 1, G)`` masks and ``(G,)`` region numbers of ``BlockLayout``."""
+    """Returns curves from ``(T + 1, G)`` masks and ``(G,)`` region indices of ``PlacedRegions``."""
     return _curves(masked.long() @ torch.nn.functional.one_hot(regions, len(names)), names)
 
 

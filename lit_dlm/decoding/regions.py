@@ -26,7 +26,7 @@ class Region:
     max_fill_frac: float = 0.4
     """Largest share of the region's masks that one pass commits; it may always commit one."""
     weight: float = 1.0
-    """Weight of the region's tokens in ``BlockLayout.weights()``, for losses of your own."""
+    """Weight of the region's tokens in ``PlacedRegions.weights()``, for losses of your own."""
     length: int | None = None
     """In cells; ``None`` with a fraction or a marker, or to take the rest of the response."""
     fraction: float | None = None
@@ -80,7 +80,7 @@ def as_regions(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class PlacedRegion:
     """One region in its place: response cells ``start`` to ``end - 1``."""
 
     name: str
@@ -90,32 +90,32 @@ class Block:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockLayout:
-    """The blocks of one response: ordered, disjoint, covering all of it or a part."""
+class PlacedRegions:
+    """The regions of one response: ordered, disjoint, covering all of it or a part."""
 
-    blocks: tuple[Block, ...]  # from left to right
+    regions: tuple[PlacedRegion, ...]  # from left to right
     length: int  # cells of the response
 
     def __post_init__(self) -> None:
         behind = 0
-        for block in self.blocks:
-            if not behind <= block.start < block.end <= self.length:
+        for region in self.regions:
+            if not behind <= region.start < region.end <= self.length:
                 raise ValueError(
-                    f"layout: region {block.name!r}: expected some of the cells {behind} to "
-                    f"{self.length - 1}, got {block.start} to {block.end - 1}"
+                    f"layout: region {region.name!r}: expected some of the cells {behind} to "
+                    f"{self.length - 1}, got {region.start} to {region.end - 1}"
                 )
-            behind = block.end
+            behind = region.end
 
     def region_ids(self) -> Tensor:
-        """``(G,)`` int64: the number of each cell's block, ``len(blocks)`` outside all of them."""
-        ids = torch.full((self.length,), len(self.blocks))
-        for number, block in enumerate(self.blocks):
-            ids[block.start : block.end] = number
+        """``(G,)`` int64: the index of each cell's region, ``len(regions)`` outside all of them."""
+        ids = torch.full((self.length,), len(self.regions))
+        for index, region in enumerate(self.regions):
+            ids[region.start : region.end] = index
         return ids
 
     def weights(self, rest: float = 1.0) -> Tensor:
-        """``(G,)`` float32 weights of the cells; ``rest`` outside all blocks."""
-        weights = [*(block.weight for block in self.blocks), rest]
+        """``(G,)`` float32 weights of the cells; ``rest`` outside all regions."""
+        weights = [*(region.weight for region in self.regions), rest]
         return torch.tensor(weights, dtype=torch.float32)[self.region_ids()]
 
 

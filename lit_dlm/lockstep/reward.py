@@ -35,6 +35,6 @@ class LockstepReward(Reward):
         return [RewardScore(total=self._pay(rollout)) for rollout in group]
 
     def _pay(self, rollout: Rollout) -> float:
-        blocks = regions_of(rollout.trajectory, self.layout)
-        assert blocks is not None
-        return fill_curves_of(rollout.trajectory, blocks).lockstep_score()
+        regions = regions_of(rollout.trajectory, self.layout)
+        assert regions is not None
+        return fill_curves_of(rollout.trajectory, regions).lockstep_score()

@@ -30,7 +30,7 @@ def parts_of(record: Trajectory, decoder: Mapping[str, Any] | None = None) -> li
 
         layout = regions_of(record, decoder)
         assert layout is not None
-        return [Part(block.name, block.start, block.end) for block in layout.blocks]
+        return [Part(one.name, one.start, one.end) for one in layout.regions]
     return _blocks(record, (decoder or {}).get("window") or {})
 
 

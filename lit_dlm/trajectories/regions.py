@@ -10,12 +10,12 @@ import torch
 from lit_dlm.decoding.description import layout_from_description
 from lit_dlm.decoding.layout import Layout
 from lit_dlm.decoding.region_fill import FillCurves, fill_curves
-from lit_dlm.decoding.regions import BlockLayout
+from lit_dlm.decoding.regions import PlacedRegions
 from lit_dlm.trajectories.record import Trajectory
 
 
-def regions_of(record: Trajectory, decoder: Mapping[str, Any] | Layout) -> BlockLayout | None:
-    """Returns the blocks of a record's response, or ``None`` for a decoder without a layout.
+def regions_of(record: Trajectory, decoder: Mapping[str, Any] | Layout) -> PlacedRegions | None:
+    """Returns where the regions of a record are, or ``None`` for a decoder without a layout.
 
     Markers are looked up in the response before step 0. ``decoder`` is a layout, or what
     ``Decoder.describe`` returned: an entry of ``methods`` in a run record, or ``decoder`` in the
@@ -25,17 +25,17 @@ def regions_of(record: Trajectory, decoder: Mapping[str, Any] | Layout) -> Block
     if layout is None:
         return None
     try:
-        return layout.blocks(torch.from_numpy(record.initial()).long())
+        return layout.placed(torch.from_numpy(record.initial()).long())
     except ValueError as error:
         raise ValueError(f"trajectory {record.uid!r}: {error}") from error
 
 
-def fill_curves_of(record: Trajectory, blocks: BlockLayout) -> FillCurves:
+def fill_curves_of(record: Trajectory, regions: PlacedRegions) -> FillCurves:
     """Returns how far each region (:func:`regions_of`) was filled before each step and at the end.
 
     Cells outside the regions form the region ``rest``. The ``lockstep_score`` of the curves
     measures how evenly the regions were filled.
     """
     masked = torch.from_numpy(record.all_states() == record.mask_id)
-    names = (*(block.name for block in blocks.blocks), "rest")
-    return fill_curves(masked, blocks.region_ids(), names)
+    names = (*(region.name for region in regions.regions), "rest")
+    return fill_curves(masked, regions.region_ids(), names)

@@ -27,8 +27,8 @@ def canvas(*responses: list[int], prompt: tuple[int, ...] = (4, 4)) -> d.Canvas:
     return replace(made, ids=ids, editable=made.editable & (ids == MASK))
 
 
-def spans(layout: d.BlockLayout) -> list[tuple[str, int, int]]:
-    return [(block.name, block.start, block.end) for block in layout.blocks]
+def spans(layout: d.PlacedRegions) -> list[tuple[str, int, int]]:
+    return [(block.name, block.start, block.end) for block in layout.regions]
 
 
 def regions_on(layout: d.Layout, on: d.Canvas) -> list[list[int]]:
@@ -40,7 +40,7 @@ def regions_on(layout: d.Layout, on: d.Canvas) -> list[list[int]]:
 
 def test_token_counts_are_taken_in_order_and_what_is_left_is_in_no_region():
     layout = FixedLayout([Region(name="R", length=3), Region(name="A", length=2)])
-    assert spans(layout.blocks(torch.zeros(8))) == [("R", 0, 3), ("A", 3, 5)]
+    assert spans(layout.placed(torch.zeros(8))) == [("R", 0, 3), ("A", 3, 5)]
     # Cells behind them are in no region: they have the number behind the last one.
     assert regions_on(layout, canvas([0] * 8)) == [[0, 0, 0, 1, 1, 2, 2, 2]]
     half = FractionLayout([Region(name="R", fraction=0.5)])
@@ -57,7 +57,7 @@ def test_token_counts_are_taken_in_order_and_what_is_left_is_in_no_region():
 def test_fractions_are_rounded_to_cells_and_fill_the_response(length, borders):
     """0.75 of 10 is 7.5, rounded up to 8; 0.75 of 5 is 3.75."""
     layout = FractionLayout([Region(name="R", fraction=0.75), Region(name="A", fraction=0.25)])
-    assert spans(layout.blocks(torch.zeros(length))) == [
+    assert spans(layout.placed(torch.zeros(length))) == [
         ("R", 0, borders[0]),
         ("A", borders[0], borders[1]),
     ]
@@ -89,7 +89,7 @@ MARKED = d.MarkerLayout([Region(name="R", marker=[OPEN, OPEN]), Region(name="A",
 def test_markers_are_found_row_by_row_and_do_not_belong_to_their_regions():
     rows = canvas([OPEN, OPEN, 0, 0, CLOSE, 0, 0, 0], [0, OPEN, OPEN, 0, 0, 0, CLOSE, 0])
     assert regions_on(MARKED, rows) == [[2, 2, 0, 0, 2, 1, 1, 1], [2, 2, 2, 0, 0, 0, 2, 1]]
-    assert spans(MARKED.blocks(rows.ids[0, 2:])) == [("R", 2, 4), ("A", 5, 8)]
+    assert spans(MARKED.placed(rows.ids[0, 2:])) == [("R", 2, 4), ("A", 5, 8)]
 
 
 @pytest.mark.parametrize(
@@ -134,14 +134,14 @@ MORE_THAN_ALL = [Region(**R, fraction=0.8), Region(name="A", fraction=0.3)]
         (lambda: FixedLayout([Region(name="rest")]), "different names"),
         (lambda: FixedLayout([Region(**R), Region(name="A")]), "'R': FixedLayout expects length"),
         (lambda: FixedLayout([Region(**R, fraction=0.5)]), "expects length, got fraction"),
-        (lambda: FixedLayout([Region(**R, length=9)]).blocks(torch.zeros(8)), "'R': .* got 0 to 8"),
+        (lambda: FixedLayout([Region(**R, length=9)]).placed(torch.zeros(8)), "'R': .* got 0 to 8"),
         (
-            lambda: FixedLayout([Region(**R, length=8), Region(name="A")]).blocks(torch.zeros(8)),
+            lambda: FixedLayout([Region(**R, length=8), Region(name="A")]).placed(torch.zeros(8)),
             "'A'",
         ),
-        (lambda: FractionLayout(MORE_THAN_ALL).blocks(torch.zeros(10)), "'A'"),
+        (lambda: FractionLayout(MORE_THAN_ALL).placed(torch.zeros(10)), "'A'"),
         (lambda: FractionLayout([Region(**R)]), "expects fraction, got neither"),
-        (lambda: FractionLayout([Region(**R, fraction=0.01)]).blocks(torch.zeros(8)), "'R'"),
+        (lambda: FractionLayout([Region(**R, fraction=0.01)]).placed(torch.zeros(8)), "'R'"),
         (lambda: d.MarkerLayout([Region(**R)]), "expects marker"),
         (lambda: Region(**R, tau=1.5), "'R': tau"),
         (lambda: Region(**R, max_fill_frac=0.0), "max_fill_frac"),
@@ -157,8 +157,11 @@ def test_bad_layouts_are_refused_in_one_line(make: Callable[[], object], message
 
 
 def test_weights_follow_the_blocks():
-    blocks = (d.Block(name="R", start=0, end=2, weight=0.0), d.Block(name="A", start=3, end=4))
-    layout = d.BlockLayout(blocks=blocks, length=5)
+    regions = (
+        d.PlacedRegion(name="R", start=0, end=2, weight=0.0),
+        d.PlacedRegion(name="A", start=3, end=4),
+    )
+    layout = d.PlacedRegions(regions=regions, length=5)
     assert layout.weights().tolist() == [0.0, 0.0, 1.0, 1.0, 1.0]
     assert layout.weights(rest=0.5).tolist() == [0.0, 0.0, 0.5, 1.0, 0.5]
 
@@ -183,7 +186,7 @@ def test_markers_of_text_are_encoded_once_and_refused_without_a_tokenizer():
         regions = one.describe()["layout"]["regions"]
         assert [region["marker"] for region in regions] == [[97, 98], [CLOSE]]
     with pytest.raises(ValueError, match="'R': marker: expected token ids, got the text 'ab'"):
-        layout.blocks(torch.tensor([1, 2, 3]))
+        layout.placed(torch.tensor([1, 2, 3]))
 
 
 # -- where a text ends ----------------------------------------------------------------------------

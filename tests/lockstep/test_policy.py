@@ -25,7 +25,7 @@ def halves(length: int = 4, *, tau_a: float = 0.92, cap: float = 1.0) -> FixedLa
 def state_of(masks: list[list[int]], layout: FixedLayout, **changes: object) -> d.DecodeState:
     state = state_with_masks(masks)
     ids = torch.full_like(state.ids, len(layout.regions))
-    ids[:, state.start :] = layout.blocks(ids[0, state.start :]).region_ids()
+    ids[:, state.start :] = layout.placed(ids[0, state.start :]).region_ids()
     regions = RegionMap.of(ids, (*layout.regions, layout.rest))
     return replace(state, regions=regions, **changes)
 

@@ -49,9 +49,9 @@ def test_lockstep_decodes_are_recorded_replayed_and_executed_again(backbone, pol
     for made, curves in zip(records, fill.curves(), strict=True):
         assert made.initial().tolist() == [9, *[MASK] * 4, 10, 11, *[MASK] * 4]
         assert made.tokens[[0, 5, 6]].tolist() == [9, 10, 11]
-        blocks = regions_of(made, decoder.describe())
-        assert [(b.name, b.start, b.end) for b in blocks.blocks] == [("R", 1, 5), ("A", 7, 11)]
-        assert fill_curves_of(made, blocks).by_name() == curves.by_name()
+        placed = regions_of(made, decoder.describe())
+        assert [(b.name, b.start, b.end) for b in placed.regions] == [("R", 1, 5), ("A", 7, 11)]
+        assert fill_curves_of(made, placed).by_name() == curves.by_name()
     for execute in (teacher_forced, free_running):
         assert [v.outcome for v in execute(backbone, decoder, records)] == ["exact"] * 3
 
@@ -69,9 +69,9 @@ def test_markers_are_searched_in_what_stood_there_before_the_first_step():
     """Cell 1 got the marker's token from the model, cell 3 had it from the beginning."""
     given = [False, False, False, True, False, False]
     made = record([5, 9, 6, 9, 7, 8], [0, 0, 1, -1, 2, 1], given=given)
-    blocks = regions_of(made, decoding.MarkerLayout([Region(name="A", marker=[9])]))
-    assert [(b.start, b.end) for b in blocks.blocks] == [(4, 6)]
-    curves = fill_curves_of(made, blocks)
+    placed = regions_of(made, decoding.MarkerLayout([Region(name="A", marker=[9])]))
+    assert [(b.start, b.end) for b in placed.regions] == [(4, 6)]
+    curves = fill_curves_of(made, placed)
     # A: cells 4 and 5, written in steps 2 and 1. The rest: cells 0, 1 and 2.
     assert curves.by_name() == {"A": [0, 0, 0.5, 1], "rest": [0, 0.667, 1, 1]}
     assert curves.lockstep_score() == pytest.approx((1 / 3 + 0.5 + 1) / 3)
