@@ -156,7 +156,7 @@ def test_bad_layouts_are_refused_in_one_line(make: Callable[[], object], message
         make()
 
 
-def test_weights_follow_the_blocks():
+def test_weights_follow_the_regions():
     regions = (
         d.PlacedRegion(name="R", start=0, end=2, weight=0.0),
         d.PlacedRegion(name="A", start=3, end=4),
