@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from lit_dlm.backbones import Backbone, load_backbone, tokenizer_of
@@ -109,11 +109,18 @@ def generate(
         done.texts += batch.responses.texts
         for capture in captures:
             done.trajectories += capture.trajectories([names[row] for row in rows])
+    return _in_order(done, order)
+
+
+def _in_order(done: Generations, order: list[int]) -> Generations:
+    """Returns the responses in the order of their prompts; ``order`` has the prompt of each."""
     places = sorted(range(len(order)), key=order.__getitem__)
-    for name in ("ids", "num_steps", "status", "texts", "trajectories"):
-        values = getattr(done, name)
-        setattr(done, name, [values[place] for place in places] if values else [])
-    return done
+    lists: dict[str, Any] = {
+        name: [values[place] for place in places]
+        for name in ("ids", "num_steps", "status", "texts", "trajectories")
+        if (values := getattr(done, name))  # no texts without a tokenizer
+    }
+    return replace(done, **lists)
 
 
 def _token_ids(number: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:

@@ -334,19 +334,7 @@ def family_of(config: Mapping[str, Any], *, source: str, wanted: str | None = No
     (``wanted``), else that of the folder or hub id ``source``, decides what the family is called.
     """
     model_type = config.get("model_type")
-    # The own classes of LLaDA-V and LLaDA-MoE say llada, too, but use transformers' names of
-    # options.
-    layout = "hf" if "hidden_size" in config and "d_model" not in config else "llada"
-    told_apart = (layout, layout == "hf" and bool(config.get("num_experts")))
-    names = [
-        name
-        for name, family in FAMILIES.items()
-        if model_type in family.model_types
-        and (
-            "llada" not in family.model_types
-            or (family.layout, family.decoder in WORDS) == told_apart
-        )
-    ]
+    names = [name for name, family in FAMILIES.items() if _may_be(config, family)]
     if not names or (wanted in FAMILIES and wanted not in names):
         known = {one for family in FAMILIES.values() for one in family.model_types}
         raise ValueError(
@@ -357,8 +345,21 @@ def family_of(config: Mapping[str, Any], *, source: str, wanted: str | None = No
     if wanted in names:
         return wanted
     folder = Path(source.rstrip(": ")).name.lower()
-    told = [name for name in names if name in _TOLD_BY_FOLDER and name in folder]
-    return (told or names)[0]
+    in_folder = [name for name in names if name in _TOLD_BY_FOLDER and name in folder]
+    return (in_folder or names)[0]
+
+
+def _may_be(config: Mapping[str, Any], family: Family) -> bool:
+    """Whether a configuration may be one of the family."""
+    if config.get("model_type") not in family.model_types:
+        return False
+    if "llada" not in family.model_types:
+        return True
+    # The own classes of LLaDA-V and LLaDA-MoE say llada, too, but use transformers' names of
+    # options.
+    layout = "hf" if "hidden_size" in config and "d_model" not in config else "llada"
+    has_experts = layout == "hf" and bool(config.get("num_experts"))
+    return (family.layout, family.decoder in WORDS) == (layout, has_experts)
 
 
 # -- names of weights ---------------------------------------------------------------------------

@@ -209,11 +209,11 @@ class HFBackbone(nn.Module, Backbone):
             from lit_dlm.backbones.vision import load_vision  # text models need none
 
             self.vision = load_vision(
-                vision, self.source, self.spec, vocab_size=self.vocab_size, dtype=self.dtype
+                *(vision, self.source, self.spec),
+                vocab_size=self.vocab_size,
+                dtype=self.dtype,
+                trained_dtype=self.dtype if trains_all else torch.float32,
             )
-            for parameter in self.vision.parameters():
-                if parameter.requires_grad and not trains_all:  # in float32, as adapters are
-                    parameter.data = parameter.data.float()
         self.adapter: LoRASettings | None = None
         """Settings of the low-rank adapter, if there is one."""
         self.adapter_files = AdapterFiles()

@@ -13,7 +13,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from operator import index
 from pathlib import Path
@@ -336,42 +336,34 @@ def resolve(
     with fitting((folder or Path()) / "config.json"):
         tokens = added_tokens or {}
         size = None if folder is None else tokenizer_size(folder)
-        model_type = config.get("model_type")
-
-        if from_ar is not None and (model_type not in PLAIN_DECODERS or EXPORT_KEY in config):
-            raise ValueError(
-                f"{source}from_ar: expected an autoregressive {', '.join(PLAIN_DECODERS)} "
-                f"checkpoint, got a diffusion model of model_type {model_type!r} in config.json"
-            )
-        family = None
+        if from_ar is not None:
+            _expect_autoregressive(config, source)
+        model_type, family = config.get("model_type"), None
         if model_type in PLAIN_DECODERS:
-            facts = {"family": model_type, "decoder": model_type}
-            facts |= _hf_sizes(config, source, decoder=model_type)
+            values = {"family": model_type, "decoder": model_type}
+            values |= _hf_sizes(config, source, decoder=model_type)
         else:
-            facts = {"family": family_of(config, source=source, wanted=overrides.get("family"))}
-            family = FAMILIES[facts["family"]]
-            facts |= _family_facts(config, family, size, source)
-        rows, mask_token = facts["vocab_size"], None
+            values = {"family": family_of(config, source=source, wanted=overrides.get("family"))}
+            family = FAMILIES[values["family"]]
+            values |= _of_family(config, family, size, source)
+        rows, mask_token = values["vocab_size"], None
         if EXPORT_KEY in config:
-            facts |= config[EXPORT_KEY]
+            values |= config[EXPORT_KEY]
         else:
             described = dict(config)
             if family is None:
                 described["eos_token_id"] = _stop_ids(config, folder)
             if from_ar is not None:
                 named = {} if folder is None else _named_tokens(folder)
-                end = _listed(tokens.get(named.get("eos_token", "")))
-                ends = dict.fromkeys((*described["eos_token_id"], *end))
-                described["eos_token_id"] = tuple(ends)
-                if described.get("pad_token_id") is None:
-                    described["pad_token_id"] = tokens.get(named.get("pad_token", ""))
                 mask_token = named.get("mask_token", MASK_TOKEN)
+                # A new mask comes after the tokenizer's last token; the embedding often has unused
+                # rows there, and grows where it has none.
                 mask = tokens.get(mask_token, rows if size is None else size)
-                described["mask_token_id"] = mask
-                facts |= vars(from_ar) | {"vocab_size": max(rows, mask + 1)}
-            facts |= _special_ids(described, tokens, overrides, family=family, source=source)
+                described |= _ids_for_ar(described, tokens, named) | {"mask_token_id": mask}
+                values |= asdict(from_ar) | {"vocab_size": max(rows, mask + 1)}
+            values |= _special_ids(described, tokens, overrides, family=family, source=source)
         return Resolved(
-            architecture=Architecture(**{**facts, **overrides}),
+            architecture=Architecture(**{**values, **overrides}),
             layout="hf" if family is None else family.layout,
             config=config,
             file_vocab_size=rows,
@@ -380,13 +372,33 @@ def resolve(
         )
 
 
-def _family_facts(
+def _expect_autoregressive(config: Mapping[str, Any], source: str) -> None:
+    model_type = config.get("model_type")
+    if model_type not in PLAIN_DECODERS or EXPORT_KEY in config:
+        raise ValueError(
+            f"{source}from_ar: expected an autoregressive {', '.join(PLAIN_DECODERS)} "
+            f"checkpoint, got a diffusion model of model_type {model_type!r} in config.json"
+        )
+
+
+def _ids_for_ar(
+    config: Mapping[str, Any], tokens: Mapping[str, int], named: Mapping[str, str]
+) -> dict[str, Any]:
+    """Returns end of text and padding of an autoregressive model, its tokenizer's included."""
+    ends = (*config["eos_token_id"], *_listed(tokens.get(named.get("eos_token", ""))))
+    pad = config.get("pad_token_id")
+    if pad is None:
+        pad = tokens.get(named.get("pad_token", ""))
+    return {"eos_token_id": tuple(dict.fromkeys(ends)), "pad_token_id": pad}
+
+
+def _of_family(
     config: Mapping[str, Any], family: Family, tokenizer_size: int | None, source: str
 ) -> dict[str, Any]:
-    """Returns the facts about a release of a family, except its special tokens."""
+    """Returns what is known of a release of a family, except its special tokens."""
     _refuse(config, family.options, source)
     sizes = _llada_sizes if family.layout == "llada" else _hf_sizes
-    facts = {
+    values = {
         "decoder": family.decoder,
         "shift": family.shift,
         "attention": family.attention,
@@ -395,10 +407,10 @@ def _family_facts(
     }
     if family.text_vocab_size is not None:
         words = tokenizer_size or family.text_vocab_size
-        facts["text_vocab_size"] = words if facts["vocab_size"] > words else None
+        values["text_vocab_size"] = words if values["vocab_size"] > words else None
     if family.attention == "block":
-        facts["block_size"] = config.get(*family.block)
-    return facts
+        values["block_size"] = config.get(*family.block)
+    return values
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -527,16 +539,16 @@ def read_added_tokens(folder: Path) -> dict[str, int]:
     Reads ``tokenizer_config.json``, ``added_tokens.json`` and ``tokenizer.json``; the later file
     wins. No tokenizer is built.
     """
-    found: dict[str, int] = {}
+    ids: dict[str, int] = {}
     with fitting(path := folder / "tokenizer_config.json"):
         described = _read_if_there(path).get("added_tokens_decoder", {})
-        found |= {entry["content"]: int(number) for number, entry in described.items()}
+        ids |= {entry["content"]: int(number) for number, entry in described.items()}
     with fitting(path := folder / "added_tokens.json"):
-        found |= {text: index(number) for text, number in _read_if_there(path).items()}
+        ids |= {text: index(number) for text, number in _read_if_there(path).items()}
     with fitting(path := folder / "tokenizer.json"):
         listed = _read_if_there(path).get("added_tokens", [])
-        found |= {entry["content"]: index(entry["id"]) for entry in listed}
-    return found
+        ids |= {entry["content"]: index(entry["id"]) for entry in listed}
+    return ids
 
 
 def tokenizer_size(folder: Path) -> int | None:

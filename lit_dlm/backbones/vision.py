@@ -27,13 +27,22 @@ def load_vision(
     *,
     vocab_size: int,
     dtype: torch.dtype,
+    trained_dtype: torch.dtype,
 ) -> Vision:
-    """Returns what a model sees pictures with: tokens of its vocabulary, or a tower's rows."""
-    first_id = spec.text_vocab_size
-    if first_id is not None:
-        return token_vision(source.name, settings, first_id=first_id, vocab_size=vocab_size)
+    """Returns what a model sees pictures with: tokens of its vocabulary, or a tower's rows.
+
+    A tower's weights are of ``dtype``, except those that are trained.
+    """
+    if spec.text_vocab_size is not None:
+        return token_vision(
+            source.name, settings, first_id=spec.text_vocab_size, vocab_size=vocab_size
+        )
     config = source.config or {"model_type": spec.family}
-    return tower_vision(settings, config, source.files).to(dtype)
+    vision = tower_vision(settings, config, source.files).to(dtype)
+    for parameter in vision.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(trained_dtype)
+    return vision
 
 
 def tower_vision(
@@ -72,12 +81,12 @@ def token_vision(
         first_id = resolve(path).spec.text_vocab_size
     if first_id is None:
         raise ValueError(f"{path}: expected a model whose pictures are tokens")
-    found = folder if settings.path is None else locate(settings.path)
-    if found is None or (settings.path is None and not (found / CODEBOOK).is_file()):
+    place = folder if settings.path is None else locate(settings.path)
+    if place is None or (settings.path is None and not (place / CODEBOOK).is_file()):
         raise ValueError("vision.path: expected the picture tokenizer, such as showlab/magvitv2")
-    has_patches = (found / CODEBOOK).is_file()
-    with fitting(found / (CODEBOOK if has_patches else "*.safetensors")):
-        tokenizer = PatchTokenizer(found / CODEBOOK) if has_patches else Magvit(found)
+    has_patches = (place / CODEBOOK).is_file()
+    with fitting(place / (CODEBOOK if has_patches else "*.safetensors")):
+        tokenizer = PatchTokenizer(place / CODEBOOK) if has_patches else Magvit(place)
     marks = {} if folder is None else read_added_tokens(folder)
     return TokenVision(
         settings, first_id=first_id, tokenizer=tokenizer, vocab_size=vocab_size, marks=marks

@@ -351,11 +351,7 @@ class CacheSession(Forwards):
         and many prompts at once would need more memory than the rest of the decode. The spans of
         the new rows are shortened by what has run.
         """
-        begins = {
-            row: self._bounds(self._blocks_of, self._rows[row], begin, state)[0]
-            for row in new
-            if (begin := self._rows[row].begin) is not None
-        }
+        begins = {row: self._first_block(self._rows[row], state) for row in new}
         sources = self._sources(state, begins)
         prompts = [
             (row, Span(first, begin, begin))
@@ -375,6 +371,12 @@ class CacheSession(Forwards):
             self._canvas.copy(alike, end)
         for row, begin in begins.items():
             spans[row] = spans[row]._replace(begin=begin)
+
+    def _first_block(self, cached: CachedRow, state: DecodeState) -> int:
+        """Where the block begins that a row's first step is in."""
+        assert cached.begin is not None
+        begin, _ = self._bounds(self._blocks_of, cached, cached.begin, state)
+        return begin
 
     def _sources(self, state: DecodeState, begins: Mapping[int, int]) -> dict[int, int]:
         """Maps each new row whose prompt another row also has to the row to copy it from."""
