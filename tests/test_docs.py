@@ -48,7 +48,7 @@ def test_linked_and_named_files_exist(page: Path):
     text = page.read_text()
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
     folders = "lit_dlm|datamodules|callbacks|configs|examples|experiments|benchmarks|docs|tests"
-    named = re.findall(rf"`((?:{folders})/[\w./-]+\.(?:py|yaml|md))`", text)
+    named = re.findall(rf"`((?:{folders})/[\w./-]*)`", text)
     assert not [name for name in links if not (page.parent / name).exists()]
     assert not [name for name in named if not (ROOT / name).exists()]
 
@@ -57,18 +57,6 @@ def test_every_page_is_once_in_the_navigation():
     named = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2])
     docs = ROOT / "docs"
     assert sorted(named) == sorted(str(path.relative_to(docs)) for path in docs.rglob("*.md"))
-
-
-def test_numbers_of_the_list_of_results_are_on_their_pages():
-    folder = ROOT / "docs" / "results"
-    rows = re.findall(
-        r"^\| \[.*?\]\((\S+)\) \| .*? \| (.*?) \|", (folder / "index.md").read_text(), re.M
-    )
-    assert sorted(page for page, _ in rows) == sorted(
-        str(path.relative_to(folder)) for path in folder.glob("*/index.md")
-    )
-    wanted = [(page, number) for page, told in rows for number in re.findall(r"\d+\.\d+", told)]
-    assert not [(page, one) for page, one in wanted if one not in (folder / page).read_text()]
 
 
 def test_every_picture_has_a_dark_version_and_a_page():
@@ -110,30 +98,3 @@ def test_identifiers_of_the_glossary_are_those_of_the_code():
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     words = set(re.findall(r"\w+", "".join(path.read_text() for path in files)))
     assert not [name for name in ours if name not in words]
-
-
-@pytest.mark.parametrize(
-    ("page", "part", "numbers", "source", "count"),
-    [
-        (
-            "docs/how-to/finetune.md",
-            r"on three seeds.*does as well",
-            r"(\d+\.\d) %",
-            "results/tuning/index",
-            4,
-        ),
-        ("docs/how-to/benchmark.md", r"\n- TraceLock at.*", r"\b0\.\d{3}\b", "how-to/benchmark", 1),
-        ("README.md", r"\n- TraceLock is.*?SFT", r"\d+\.\d\b", "results/real_model/index", 5),
-        ("README.md", r"\n- On six small.*?Countdown", r"\d\.\d", "results/policies/index", 1),
-    ],
-)
-def test_numbers_in_prose_are_those_of_the_tables(
-    page: str, part: str, numbers: str, source: str, count: int
-):
-    """p-values are in printed comparisons, accuracies in tables (100 times a share)."""
-    (prose,) = re.findall(part, (ROOT / page).read_text(), re.DOTALL)
-    found = re.findall(numbers, prose)
-    assert len(found) == count
-    lines = (ROOT / "docs" / f"{source}.md").read_text().splitlines()
-    tables = "\n".join(line for line in lines if re.match(r"\||  \w| *\w.*\d +\d", line))
-    assert not [number for number in found if number not in tables]

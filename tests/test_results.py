@@ -1,0 +1,150 @@
+"""Tables and numbers of the results are those of what is kept beside them."""
+
+import json
+import re
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.quickstart import table
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "results"
+
+
+def page(name: str) -> str:
+    return (RESULTS / name / "index.md").read_text()
+
+
+def test_the_table_of_the_quickstart_is_that_of_the_kept_run():
+    text = (ROOT / "docs" / "start" / "quickstart.md").read_text()
+    assert re.split(r"\n*<!-- /?quickstart-output -->\n*", text)[1] == table()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kept", "program", "count"),
+    [
+        ("stack/stack.parquet", "stack", 2),
+        ("decode_states/decode_states.parquet", "decode_states", 2),
+        ("smollm2/smollm2.json", "smollm2_losses", 1),
+        ("outcome_policies/policy_states.json", "policy_states", 1),
+        ("outcome_policies/policy_order.json", "policy_order", 2),
+        ("outcome_policies/outcome_ablations.parquet", "outcome_ablations", 1),
+        ("elsewhere/feature_tiers.json", "feature_tiers", 1),
+        ("elsewhere/policy_transfer.parquet", "policy_transfer", 1),
+        ("rl/rl_methods.json", "rl_methods", 1),
+        ("rl/block_widening.parquet", "block_widening", 1),
+        ("lockstep/lockstep.parquet", "kept_decodes", 3),
+        ("take_back/token_editing.parquet", "kept_decodes", 1),
+        ("countdown/countdown_worked.parquet", "kept_decodes", 2),
+        ("countdown/countdown_direct.parquet", "kept_decodes", 2),
+        ("tuning/tuning.parquet", "tuning", 4),
+    ],
+)
+def test_tables_are_those_of_the_kept_results(kept: str, program: str, count: int, imported):
+    script, path = imported(f"experiments/{program}.py"), RESULTS / kept
+    if path.suffix == ".json":
+        results = [json.loads(path.read_text())]
+    else:
+        results = [script.get("read_decodes", pq.read_table)(path)]
+        beside = path.with_suffix(".json")
+        results += [json.loads(beside.read_text())] if beside.exists() else []
+    tables = script["markdown"](*results).split("\n\n")
+    assert len(tables) == count
+    assert not [table for table in tables if table.strip() not in page(path.parent.name)]
+
+
+@pytest.mark.slow
+def test_tables_of_the_policy_bench_are_those_of_the_kept_decodes(imported):
+    """On its page, and on others that have tables of its script."""
+    bench = imported("experiments/policy_bench.py")
+    kept = RESULTS / "policies" / "policy_bench.parquet"
+    results, curves = bench["read"](kept), json.loads(kept.with_suffix(".json").read_text())
+    early = bench["read"](RESULTS / "elsewhere" / "addition_early.parquet")
+    for name, made in (
+        ("policies", bench["contests_table"](results)),
+        ("policies", bench["summary_table"](results, bench["NEAR"])),
+        ("policies", bench["fronts_table"](results)),
+        ("outcome_policies", bench["curve_table"](curves)),
+        ("elsewhere", bench["contests_table"](early)),
+        ("take_back", bench["listing"](RESULTS / "take_back" / "taking_back.parquet")),
+    ):
+        assert made.strip() in page(name)
+
+
+@pytest.mark.slow
+def test_rows_of_the_real_model_are_those_of_the_kept_decodes(imported):
+    results = imported("experiments/real_results.py")
+    rows: set[str] = set()
+    for name in ("real_model", "real_model_4"):
+        decoded, facts = results["read"](RESULTS / "real_model" / f"{name}.parquet")
+        rows |= set(results["tables"](decoded.to_pandas(), facts).splitlines())
+    shown = re.findall(r"^\| [a-z-]+ \| [a-z-]+(?:_[\d.]+)? \|.*", page("real_model"), re.MULTILINE)
+    assert len(shown) > 20
+    assert not set(shown) - rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("card", ["tiny", "tiny-planning"])
+def test_policies_of_cards_have_the_figures_of_their_decodes(card: str):
+    decodes = pq.read_table(RESULTS / "outcome_policies" / "outcome_policies.parquet").to_pandas()
+    tasks = {"tiny": ["word_problems", "python_functions"], "tiny-planning": ["sudoku"]}[card]
+    text = (ROOT / "lit_dlm" / "assets" / card / "README.md").read_text()
+    found = dict(
+        re.findall(r"^\| (\w+) \| (\d.*) \|$", text.partition("## Policy")[2], re.MULTILINE)
+    )
+    assert len(found) == decodes.method.nunique()
+    for method, figures in found.items():
+        rows = [decodes[(decodes.task == task) & (decodes.method == method)] for task in tasks]
+        assert {len(one) for one in rows} == {1000}
+        rates = [one.correct.mean() for one in rows]
+        assert figures == " | ".join(
+            f"{rate:.3f} ± {(rate * (1 - rate) / 1000) ** 0.5:.3f} ({one.forwards.mean():.1f})"
+            for rate, one in zip(rates, rows, strict=True)
+        )
+
+
+def test_numbers_of_the_list_of_results_are_on_their_pages():
+    rows = re.findall(
+        r"^\| \[.*?\]\((\w+)/index.md\) \| .*? \| (.*?) \|",
+        (RESULTS / "index.md").read_text(),
+        re.MULTILINE,
+    )
+    assert sorted(name for name, _ in rows) == sorted(
+        one.name for one in RESULTS.iterdir() if one.is_dir()
+    )
+    assert not [
+        (name, number)
+        for name, told in rows
+        for number in re.findall(r"\d+\.\d+", told)
+        if number not in page(name)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "part", "numbers", "source", "count"),
+    [
+        (
+            "docs/how-to/finetune.md",
+            r"on three seeds.*does as well",
+            r"(\d+\.\d) %",
+            "results/tuning/index",
+            4,
+        ),
+        ("docs/how-to/benchmark.md", r"\n- TraceLock at.*", r"\b0\.\d{3}\b", "how-to/benchmark", 1),
+        ("README.md", r"\n- TraceLock is.*?SFT", r"\d+\.\d\b", "results/real_model/index", 5),
+        ("README.md", r"\n- On six small.*?Countdown", r"\d\.\d", "results/policies/index", 1),
+    ],
+)
+def test_numbers_in_prose_are_those_of_the_tables(
+    text: str, part: str, numbers: str, source: str, count: int
+):
+    """p-values are in printed comparisons, accuracies in tables (100 times a share)."""
+    (prose,) = re.findall(part, (ROOT / text).read_text(), re.DOTALL)
+    found = re.findall(numbers, prose)
+    assert len(found) == count
+    lines = (ROOT / "docs" / f"{source}.md").read_text().splitlines()
+    tables = "\n".join(line for line in lines if re.match(r"\||  \w| *\w.*\d +\d", line))
+    assert not [number for number in found if number not in tables]
