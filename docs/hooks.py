@@ -31,11 +31,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _named_if_outside(link: re.Match[str], folder: Path) -> str:
-    """A link out of the docs, which the site does not hold, as the path that it leads to."""
+    """Names the path of a link out of the docs, since the site does not hold what is there."""
     target = (folder / link["target"]).resolve()
     if target.is_relative_to(DOCS):
         return link[0]
-    return f"{link['text']} (`{target.relative_to(ROOT)}`)"
+    path = str(target.relative_to(ROOT))
+    return link["text"] if path in link["text"] else f"{link['text']} (`{path}`)"
 
 
 def _themed(picture: re.Match[str]) -> str:
