@@ -177,7 +177,7 @@ def markdown(found: dict[str, Any]) -> str:
             np.mean([seed[name] for seed in seeds]) for name in ("accuracy", "forwards")
         )
         points.append([policy, str(len(seeds)), f"{100 * right:.1f}", f"{forwards:.1f}"])
-    lines = [["cells", *(f"{policy}, stands at" for policy in found)]]
+    lines = [["positions", *(f"{policy}, stands at" for policy in found)]]
     learnt = list(found)[1:]
     lines[0] += [f"{policy}, wait (change)" for policy in learnt]
     for kind in KINDS:

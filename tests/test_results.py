@@ -128,7 +128,7 @@ def test_numbers_of_the_list_of_results_are_on_their_pages():
     [
         (
             "docs/how-to/finetune.md",
-            r"on three seeds.*does as well",
+            r"on three seeds.*as well as TABOM",
             r"(\d+\.\d) %",
             "results/tuning/index",
             4,
