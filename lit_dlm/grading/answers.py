@@ -111,8 +111,8 @@ def extract_number(completion: str) -> str | None:
     marked = _final(text_after_marker(completion) or "", is_line=True)
     if boxed is not None and completion.rfind(r"\boxed") > completion.rfind("####"):
         return boxed
-    if (found := boxed if marked is None else marked) is not None:
-        return found
+    if (final := boxed if marked is None else marked) is not None:
+        return final
     value = _last_number(_without_currency(completion))
     return None if value is None else format_number(value)
 
@@ -138,6 +138,8 @@ def _final(text: str, *, is_line: bool = False) -> str | None:
 def format_number(value: Fraction) -> str:
     """Writes an exact number: ``18``, ``0.5`` if the decimals are finite, else ``1/3``."""
     bottom = value.denominator
+    # By integers: floats would end after 17 digits. Of 2**a * 5**b the larger exponent counts, and
+    # it is below the number of bits.
     places = next((n for n in range(bottom.bit_length()) if 10**n % bottom == 0), None)
     if not places:
         return str(value)
@@ -152,6 +154,8 @@ def grade_numeric(completion: str, gold: str) -> Verdict:
         raise ValueError(f"the reference answer must hold a number, got {gold!r}")
     answer, expected = extract_number(completion), format_number(truth)
     number = parse_number(answer or "")
+    # A formula or a choice, which extraction returned as it is. Its last number may be anything:
+    # 3 of 10^3, 20 of "18 or 20".
     if answer is not None and (number is None or format_number(number) != answer):
         return _judged_formula(answer, expected)
     return judged(answer, number == truth, expected=expected, missing="no number in the text")
@@ -184,11 +188,12 @@ def extract_choice(completion: str, num_options: int) -> str | None:
     ``None`` if the letter is beyond the number of options.
     """
     boxed = last_boxed(completion)
-    told = _CHOICE.findall(completion)
+    stated = _CHOICE.findall(completion)
     lines = completion.rpartition("</think>")[2].strip().splitlines()
-    for text in (boxed, told[-1] if told else None, lines[-1] if lines else None):
-        if text and (found := _LETTER.fullmatch(text.strip().replace("*", ""))):
-            return found[1] if ord(found[1]) - ord("A") < num_options else None
+    for text in (boxed, stated[-1] if stated else None, lines[-1] if lines else None):
+        if text and (letter := _LETTER.fullmatch(text.strip().replace("*", ""))):
+            # A letter that is no option ends the search: what stood before it was given up.
+            return letter[1] if ord(letter[1]) - ord("A") < num_options else None
     return None
 
 
@@ -220,9 +225,12 @@ def _judged_formula(answer: str, gold: str) -> Verdict:
         # A gold percentage is answered by its value, by its number and by both.
         if _PERCENT.search(readings[0][0]):
             readings.append(tuple(_PERCENT.sub("", text) for text in readings[0]))
+        # math-verify takes 12_5 and 12_7 for equal.
         bases = [{*_BASE.findall(text)} for text in readings[0]]
         if all(bases) and bases[0] != bases[1]:
             readings = []
+    # Texts first: most right answers are the data set's to the letter, and comparing formulas takes
+    # milliseconds of another process.
     for truth, candidate in readings:
         if not equal:
             equal = notation.squeezed(truth) == notation.squeezed(candidate)

@@ -28,7 +28,7 @@ class _Process:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=bare_environment(),
-            start_new_session=True,
+            start_new_session=True,  # an interrupt at the terminal is the run's to handle
         )
         if self._read() != "ready":
             self.kill()
@@ -70,7 +70,7 @@ class BoundedProcesses:
 
     def ask(self, question: Mapping[str, Any], *, seconds: float) -> Any:
         """Returns the answer of :mod:`.child.bounded`, or ``None`` if none came in time."""
-        process = self._take()
+        process = self._idle_or_new()
         answer = None
         try:
             answer = process.ask(question, seconds=seconds)
@@ -89,7 +89,7 @@ class BoundedProcesses:
             for process in idle:
                 process.kill()
 
-    def _take(self) -> _Process:
+    def _idle_or_new(self) -> _Process:
         with self._lock:
             # A forked child has the pipes, but would read the answers to its parent's questions.
             if self._owner != os.getpid():

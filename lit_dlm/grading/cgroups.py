@@ -44,11 +44,11 @@ def memory_cgroup(num_bytes: int) -> Iterator[Callable[[int], None]]:
         return
     with _new(parent, num_bytes) as folder:
 
-        def put(pid: int) -> None:
+        def add(pid: int) -> None:
             with contextlib.suppress(ProcessLookupError):  # it has ended, and reports why itself
                 (folder / "cgroup.procs").write_text(str(pid))
 
-        yield put
+        yield add
 
 
 @contextlib.contextmanager
@@ -77,6 +77,7 @@ def _removed(folder: Path) -> bool:
 
 
 def _remove_left(parent: Path) -> None:
+    # A run that was killed has left its groups; one whose process lives may be at work in them.
     for folder in parent.glob("lit_dlm_*_*"):
         if not Path("/proc", folder.name.split("_")[2]).exists():
             _removed(folder)

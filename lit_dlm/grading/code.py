@@ -30,11 +30,11 @@ def extract_code(
 ) -> ExtractedCode:
     """Runs :func:`.child.extraction.extract_code` in bounded time and memory."""
     question = {"completion": completion, "entry_point": entry_point, "stub": stub}
-    found = shared_processes("extraction").ask(question, seconds=_EXTRACTION_SECONDS)
-    if found is None:
+    answer = shared_processes("extraction").ask(question, seconds=_EXTRACTION_SECONDS)
+    if answer is None:
         problem = "the code cannot be parsed in bounded time and memory"
         return ExtractedCode(code=None, problem=problem, is_syntax_error=True)
-    return ExtractedCode(**found)
+    return ExtractedCode(**answer)
 
 
 def grade_by_outputs(
@@ -57,7 +57,7 @@ def grade_by_outputs(
         result = run_python_program(
             code,
             stdin,
-            output_bytes=max(1 << 20, 2 * len(expected.encode())),
+            output_bytes=max(1 << 20, 2 * len(expected.encode())),  # room for white space
             limits=limits,
             allow_code_execution=allow_code_execution,
         )
@@ -70,6 +70,7 @@ def grade_by_outputs(
             status, detail = "wrong", "another output was expected"
         if status != "right":
             failures.append((status, f"test {number} of {len(inputs)}: {detail}"))
+        # A program that hangs does so on most inputs, and a problem may have a hundred of them.
         if [one for one, _ in failures].count("timeout") >= MAX_TIMEOUTS:
             break
     num_passed = number - len(failures)
@@ -77,9 +78,9 @@ def grade_by_outputs(
     return Verdict(status=status, answer=code, detail=detail, score=num_passed / len(inputs))
 
 
-def ungradable(found: ExtractedCode) -> Verdict | None:
+def ungradable(extracted: ExtractedCode) -> Verdict | None:
     """Returns the verdict on code that cannot be run, or ``None`` if it can."""
-    if not found.problem:
+    if not extracted.problem:
         return None
-    status: Status = "syntax_error" if found.is_syntax_error else "no_answer"
-    return Verdict(status=status, answer=found.code, detail=found.problem)
+    status: Status = "syntax_error" if extracted.is_syntax_error else "no_answer"
+    return Verdict(status=status, answer=extracted.code, detail=extracted.problem)

@@ -20,6 +20,8 @@ def tidy(text: str) -> str:
 
     Groups of three digits are one number. Other white space between digits stays.
     """
+    # The order matters: groups of digits come before mixed numbers, or "1 000 1/2" would be a group
+    # and a mixed number, and bare fractions, which have no braces, before those that have.
     text = _SPACE.sub(" ", text.replace("\\!", "")).strip()
     text = _BARE_FRACTION.sub(r"\\frac{\1}{\2}", text)
     text = _GROUPS.sub(lambda found: found.group().replace(" ", ""), text)

@@ -79,6 +79,7 @@ class PlusGrader:
         if not inputs:
             return Verdict(status="right", answer=code), 0
         expected = self._expected_of(problem, part, inputs)
+        # Truths go with the job to the driver alone; the worker gets one argument list at a time.
         kept = [index for index, truth in enumerate(expected["truths"]) if truth]
         spent = [expected["taken"][index] for index in kept]
         seconds = max(self._limits.wall_seconds, _RUN_FACTOR * sum(spent))

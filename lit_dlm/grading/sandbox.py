@@ -181,7 +181,7 @@ def _run_driver(
     command = [*_HELD, *_bubblewrap()] if method == "bubblewrap" else []
     command += [os.path.realpath(sys.executable), "-I", "-S", "-X", "utf8", "-c", BOOT]
     command += [CHILD_FOLDER, "driver", json.dumps(config)]
-    with memory_cgroup(limits.memory_bytes + _BESIDE_BYTES) as put_into_cgroup:
+    with memory_cgroup(limits.memory_bytes + _BESIDE_BYTES) as add_to_cgroup:
         try:
             driver = subprocess.Popen(
                 command,
@@ -200,7 +200,7 @@ def _run_driver(
             raise SandboxError(f"{error.strerror}{whom}") from error
         with driver:
             try:
-                put_into_cgroup(driver.pid)
+                add_to_cgroup(driver.pid)
                 begin = b"\n\n" if method == "bubblewrap" else b"\n"
                 sent = begin + json.dumps({**job, "nonce": nonce}).encode()
                 timeout = _SETUP_SECONDS + limits.wall_seconds + 5.0  # the driver's alarm is first
@@ -347,6 +347,7 @@ def run_python_program(
 
 def require_permission(allow_code_execution: bool, *, of: str = "allow_code_execution") -> None:
     """Refuses to go on unless running code was explicitly allowed."""
+    # Not merely false: "false" of a configuration is a text, and true.
     if allow_code_execution is not True:
         raise ValueError(
             f"{of}: grading runs model-written code; set allow_code_execution: true in the task to "

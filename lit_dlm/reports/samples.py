@@ -59,16 +59,7 @@ def load_samples(
     reader = TrajectoryShardReader(shards, features=False)
     # A benchmark that was stopped may have recorded decodes whose results it had not yet written.
     known = [uid for uid in reader.uids if rows is None or uid in rows]
-    _refuse_unknown(path, "sample", names, {*known, *map(prompt_uid, known)})
-    _refuse_unknown(path, "method", methods, set(map(_method, known)))
-    if methods:
-        known = [uid for uid in known if _method(uid) in methods]
-    if names:
-        known = [uid for uid in known if uid in names or prompt_uid(uid) in names]
-    fitting = [uid for uid in known if examples is None or prompt_uid(uid) in examples]
-    if not fitting:
-        example = min(examples or ["?"])
-        raise ValueError(f"{path}: no decode of the requested prompts, such as {example!r}")
+    fitting = _fitting(path, known, names, methods, examples)
     kept = _chosen(fitting, limit)
     records = {record.uid: record for record in reader.find(set(kept))}
     decoders: dict[str, Any] = {}
@@ -82,6 +73,28 @@ def load_samples(
         num_available=len(fitting),
         methods=decoders,
     )
+
+
+def _fitting(
+    path: Path,
+    uids: list[str],
+    names: Sequence[str],
+    methods: Collection[str],
+    examples: Collection[str] | None,
+) -> list[str]:
+    """The uids that :func:`load_samples` may show; refuses names that are not there."""
+    _refuse_unknown(path, "sample", names, {*uids, *map(prompt_uid, uids)})
+    _refuse_unknown(path, "method", methods, set(map(_method, uids)))
+    if methods:
+        uids = [uid for uid in uids if _method(uid) in methods]
+    if names:
+        uids = [uid for uid in uids if uid in names or prompt_uid(uid) in names]
+    if examples is not None:
+        uids = [uid for uid in uids if prompt_uid(uid) in examples]
+    if not uids:
+        example = min(examples or ["?"])
+        raise ValueError(f"{path}: no decode of the requested prompts, such as {example!r}")
+    return uids
 
 
 def _refuse_unknown(path: Path, kind: str, requested: Collection[str], known: set[str]) -> None:

@@ -74,21 +74,25 @@ def main() -> NoReturn:
         else:
             result = _run(job, remote)
     except WorkerLostError as lost:
-        result = {"status": lost.status, "detail": lost.detail}
+        result = _verdict(lost.status, lost.detail)
     except Exception as error:  # the candidate's error while loading, any class
-        status, detail = remote.failure or ("runtime_error", f"{type(error).__name__}: {error}")
-        result = {"status": status, "detail": detail}
+        result = _verdict(
+            *(remote.failure or ("runtime_error", f"{type(error).__name__}: {error}"))
+        )
     result["detail"] = result["detail"][:_MAX_DETAIL]
     sys.stdout.buffer.write(json.dumps({**result, "nonce": job["nonce"]}).encode())
     sys.stdout.buffer.flush()
     os._exit(0)
 
 
+def _verdict(status: str, detail: str, **more: Any) -> dict[str, Any]:
+    return {"status": status, "detail": detail, **more}
+
+
 def _run(job: dict[str, Any], remote: Remote) -> dict[str, Any]:
     names = remote.load(job["code"])
     if job["entry_point"] not in names:
-        detail = f"no function {job['entry_point']!r} is defined"
-        return {"status": "runtime_error", "detail": detail}
+        return _verdict("runtime_error", f"no function {job['entry_point']!r} is defined")
     if job["mode"] == "check":
         return _run_check(job, names, remote)
     return (_record_calls if job["mode"] == "record" else _compare_calls)(job, remote)
@@ -102,19 +106,19 @@ def _run_program(
     os.pwrite(stdin, job["stdin"].encode(), 0)  # the worker shares the file's position
     remote.start_program(job["code"])
     if not _has_ended(worker_pid, remote.seconds_left()):
-        raise WorkerLostError("timeout", "no end within the time limit")
+        return _verdict("timeout", "no end within the time limit")
     end = os.waitid(os.P_PID, worker_pid, os.WEXITED | os.WNOWAIT)
     size = os.fstat(stdout).st_size
     if end is None or end.si_code != os.CLD_EXITED:
-        raise WorkerLostError(*_explain_end(worker_pid, cpu_seconds))
+        return _verdict(*_explain_end(worker_pid, cpu_seconds))
     if end.si_status:
         written = os.pread(stderr, 4096, max(0, os.fstat(stderr).st_size - 4096))
         lines = [f"exit code {end.si_status}", *written.decode(errors="replace").splitlines()]
-        raise WorkerLostError("runtime_error", lines[-1])
+        return _verdict("runtime_error", lines[-1])
     if size > (most := job["output_bytes"]):
-        raise WorkerLostError("runtime_error", f"{size} bytes of output are over {most}")
+        return _verdict("runtime_error", f"{size} bytes of output are over {most}")
     text = os.pread(stdout, size, 0).decode(errors="replace")
-    return {"status": "right", "detail": "", "stdout": text}
+    return _verdict("right", "", stdout=text)
 
 
 def _start_worker(config: dict[str, Any], files: list[int]) -> tuple[wire.Channel, int]:
@@ -208,7 +212,7 @@ def _run_check(job: dict[str, Any], names: list[str], remote: Remote) -> dict[st
             failures.append((lost.status, lost.detail))
             break  # the worker may still be busy with this call, so it would answer no other
     status, detail = failures[0] if failures else ("right", "")
-    return {"status": status, "detail": detail, "passed": passed, "total": total}
+    return _verdict(status, detail, passed=passed, total=total)
 
 
 def _failing_line(error: AssertionError, source: str) -> str:
@@ -259,9 +263,9 @@ def _record_calls(job: dict[str, Any], remote: Remote) -> dict[str, Any]:
             continue
         if not reply.startswith(b'"value":'):
             _, error = compare.read_reply(reply)
-            return {"status": "runtime_error", "detail": f"input {number}: {error}"}
+            return _verdict("runtime_error", f"input {number}: {error}")
         truths.append(binascii.b2a_base64(zlib.compress(reply, 1), newline=False).decode())
-    return {"status": "right", "detail": "", "taken": taken, "truths": truths}
+    return _verdict("right", "", taken=taken, truths=truths)
 
 
 def _compare_calls(job: dict[str, Any], remote: Remote) -> dict[str, Any]:
@@ -283,4 +287,4 @@ def _compare_calls(job: dict[str, Any], remote: Remote) -> dict[str, Any]:
     except WorkerLostError as lost:
         failures.append((number, lost.status, lost.detail))
     failed, status, detail = failures[0] if failures else (None, "right", "")
-    return {"status": status, "detail": detail, "passed": passed, "failed": failed}
+    return _verdict(status, detail, passed=passed, failed=failed)

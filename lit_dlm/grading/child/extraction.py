@@ -84,15 +84,11 @@ def extract_code(
     later = [completion[start.start() :] for start in starts]
     whole = whole_part(stub).rstrip()
     head = f"{whole}\n\n\n" if whole else ""
-    found: Iterator[str] = (_behind(head, textwrap.dedent(one)) for one in [*pieces, *later])
-    if entry_point is not None:
-        by_indent = sorted(pieces, key=lambda piece: piece.strip("\n")[0] not in " \t")
-        found = itertools.chain(
-            (_behind(head, text) for piece in pieces for text in _as_module(piece, entry_point)),
-            (code for piece in by_indent for code in _as_continuation(stub, piece, entry_point)),
-            (_behind(head, text) for piece in later for text in _as_module(piece, entry_point)),
-        )
-    if (code := next(filter(_parses, found), None)) is not None:
+    if entry_point is None:
+        candidates: Iterator[str] = (_behind(head, textwrap.dedent(p)) for p in [*pieces, *later])
+    else:
+        candidates = _defining(entry_point, pieces, later, head=head, stub=stub)
+    if (code := next(filter(_parses, candidates), None)) is not None:
         return ExtractedCode(code=_with_helpers(code, pieces[::-1]))
     if entry_point is not None and any(_parses(textwrap.dedent(piece)) for piece in pieces):
         problem = f"no function {entry_point!r} is defined"
@@ -100,6 +96,19 @@ def extract_code(
     return ExtractedCode(
         code=head + pieces[0], problem="the code does not parse", is_syntax_error=True
     )
+
+
+def _defining(
+    entry_point: str, pieces: list[str], later: list[str], *, head: str, stub: str
+) -> Iterator[str]:
+    """Yields modules that define the entry point, those that need the least guessing first."""
+    for piece in pieces:
+        yield from (_behind(head, text) for text in _as_module(piece, entry_point))
+    # Indented text must be a body; what is not may be one whose indentation was lost.
+    for piece in sorted(pieces, key=lambda piece: piece.strip("\n")[0] not in " \t"):
+        yield from _as_continuation(stub, piece, entry_point)
+    for piece in later:
+        yield from (_behind(head, text) for text in _as_module(piece, entry_point))
 
 
 def _blocks(completion: str, *, is_program: bool) -> list[str]:

@@ -90,8 +90,8 @@ class Remote:
         return max(0.0, self._deadline - time.monotonic())
 
     def ask(self, op: str, target: str | int, /, *args: Any, **kwargs: Any) -> Any:
-        given = {"args": self._encode(args), "kwargs": self._encode(kwargs)}
-        reply = self._request({"op": op, "target": target, **given, "in_place": True})
+        arguments = {"args": self._encode(args), "kwargs": self._encode(kwargs)}
+        reply = self._request({"op": op, "target": target, **arguments, "in_place": True})
         with _malformed_is_lost():
             both = wire.decode(reply, from_handle=self._handle)
         _require(type(both) is tuple and len(both) == 2 and type(both[1]) is dict)

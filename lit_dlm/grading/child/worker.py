@@ -41,12 +41,12 @@ class _Worker:
             try:
                 reply = {"id": request["id"], "value": self._answer(request)}
             except BaseException as error:  # SystemExit and all else come from the candidate
-                reply = {"id": request["id"], "error": _describe(error)}
+                reply = {"id": request["id"], "error": _error_parts(error)}
             # What cannot be sent is the candidate's error too.
             try:
                 self._channel.send(reply)
             except (wire.WireError, RecursionError) as error:
-                self._channel.send({"id": request["id"], "error": _describe(error)})
+                self._channel.send({"id": request["id"], "error": _error_parts(error)})
 
     def _answer(self, request: dict[str, Any]) -> Any:
         if "multiprocessing" in request.get("code", ""):
@@ -105,7 +105,7 @@ def _compile(code: str) -> types.CodeType:
         raise SyntaxError(f"{type(error).__name__}: {error}") from None
 
 
-def _describe(error: BaseException) -> list[Any]:
+def _error_parts(error: BaseException) -> list[Any]:
     """Returns the type's name and one line of message, with the line of a syntax error."""
     try:
         message = str(error.msg if isinstance(error, SyntaxError) else error)
@@ -121,6 +121,7 @@ def main(read_fd: int, write_fd: int, config: dict[str, Any]) -> NoReturn:
     """Serves requests; the caller, whose ``config`` it is, has put up the walls already."""
     sys.path += config["library_paths"]
     sys.dont_write_bytecode = True
+    # What the loader needed to start; a path of the run's machine is no business of the candidate.
     os.environ.clear()
     # One thread per numeric library: threads count as processes against the limit.
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -132,6 +133,7 @@ def main(read_fd: int, write_fd: int, config: dict[str, Any]) -> NoReturn:
         worker.serve()
     if worker.program is None:
         os._exit(0)
+    # A program could forge replies; but from now on nobody reads any.
     os.close(read_fd)
     os.close(write_fd)
     _run_as_main(worker.program)
