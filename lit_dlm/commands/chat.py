@@ -20,7 +20,7 @@ from lit_dlm.decoding import Decoder
 from lit_dlm.decoding.caches import NoCache
 from lit_dlm.generation import generate
 from lit_dlm.system.terminal import PlainConsole
-from lit_dlm.toy.vocabulary import told_of_tiny
+from lit_dlm.toy.vocabulary import unknown_words_hint
 
 HELP = """\
 /policy NAME    decode as configs/decode/NAME says (or another file), such as threshold_09
@@ -114,7 +114,7 @@ class Chat:
             f"{tokens} tokens in {steps} steps ({tokens / steps:.1f} a step), "
             f"{tokens / seconds:.1f} tokens/s"
         )
-        if told := told_of_tiny(self.tokenizer, text):
+        if told := unknown_words_hint(self.tokenizer, text):
             self._say(told, "yellow")
 
     def _say(self, text: str, style: str = "dim") -> None:

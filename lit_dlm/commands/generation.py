@@ -26,7 +26,7 @@ from lit_dlm.decoding import Decoder, DecodeResult, DecodeState, StepRecord
 from lit_dlm.generation import generate
 from lit_dlm.reports.pieces import TokenPieces
 from lit_dlm.system.terminal import PlainConsole, printable
-from lit_dlm.toy.vocabulary import told_of_tiny
+from lit_dlm.toy.vocabulary import unknown_words_hint
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def main(arguments: Sequence[str]) -> int:
         if console.is_terminal:
             console.print(f"{prompt}  ({steps} forwards)", style="dim", highlight=False)
         console.print(text, highlight=False, soft_wrap=True)
-    if told := told_of_tiny(tokenizer, " ".join(prompts)):
+    if told := unknown_words_hint(tokenizer, " ".join(prompts)):
         logger.warning("%s", told)
     return 0
 

@@ -26,6 +26,8 @@ class Addition(GeneratedTask):
     def draw(self, rng: random.Random) -> Problem:
         columns = []
         for _ in range(NUM_DIGITS):
+            # Drawn evenly, a carry would rarely run through more than two columns, and any order of
+            # writing would do.
             a = rng.randint(0, 9)
             columns.append((a, 9 - a if rng.random() < NINE_SHARE else rng.randint(0, 9)))
         first, second = ("".join(map(str, digits)) for digits in zip(*columns, strict=True))
@@ -34,5 +36,6 @@ class Addition(GeneratedTask):
         return Problem(key=f"{first}+{second}", text=f"{first}+{second}", reference=reference)
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
-        found = re.search(r"\d+", completion)
-        return found[0] if found else None
+        # The first and not the last: what a model writes behind its sum is not asked for.
+        digits = re.search(r"\d+", completion)
+        return digits[0] if digits else None

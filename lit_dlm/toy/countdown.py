@@ -28,13 +28,12 @@ from lit_dlm.toy.countdown_arithmetic import (
     write_sum_and_difference,
     write_worked,
 )
-from lit_dlm.toy.generated import Problem, PuzzleTask
+from lit_dlm.toy.generated import Problem, PuzzleTask, tagged_answer
 
 MAX_COMPLETION_TOKENS = 31  # every character is a token, and the end of text needs one
 
 MAX_ANSWER_CHARS = 200  # longest answer that is parsed; a longer one is not a Countdown answer
 
-_TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.DOTALL)
 _RUN = re.compile(r"[-+*/()=\d\s]+")
 _SIGNS = {
     "\N{MULTIPLICATION SIGN}": "*",
@@ -64,6 +63,7 @@ def _random_steps(numbers: Sequence[int], rng: random.Random) -> list[Step] | No
     while len(items) > 1:
         a, b = (items.pop(rng.randrange(len(items))) for _ in range(2))
         sign = rng.choices("+-*/", weights=(3, 4, 2, 3))[0]
+        # No result is negative or a fraction below 1.
         if sign in "-/" and a < b:
             a, b = b, a
         result = whole_result(a, sign, b)
@@ -109,15 +109,17 @@ class Countdown(PuzzleTask):
             steps = _random_steps(numbers, rng)
             if steps is None or not 10 <= steps[-1][3] <= 100:
                 continue
+            # One form for sums and differences: of the many orders of the same steps a model would
+            # have to learn which one is meant.
             text = write_steps(sums_first(numbers, steps) or steps)
             if len(text) <= MAX_COMPLETION_TOKENS:
                 return _problem(numbers, steps[-1][3], text)
 
     def read(self, row: Row) -> Problem:
         """Reads a row, whose target is a number in ``output`` (d1) or ends ``input`` (Dream)."""
-        told, output = (str(row.fields.get(name)) for name in ("input", "output"))
-        row.expect(bool(re.fullmatch(r"\d+(,\d+)+", told)), "numbers and commas", told)
-        numbers = [int(n) for n in told.split(",")]
+        listed, output = (str(row.fields.get(name)) for name in ("input", "output"))
+        row.expect(bool(re.fullmatch(r"\d+(,\d+)+", listed)), "numbers and commas", listed)
+        numbers = [int(n) for n in listed.split(",")]
         if output.isdigit():
             return _problem(numbers, int(output), None)
         target, steps = numbers.pop(), parse_steps(output)
@@ -145,16 +147,17 @@ class Countdown(PuzzleTask):
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
         """Returns the last consecutive computations, in the last ``<answer>`` tags if there are."""
-        tagged = _TAGGED.findall(completion)
-        text = tagged[-1] if tagged else completion
+        text = tagged_answer(completion)
         for written, sign in _SIGNS.items():
             text = text.replace(written, sign)
         parts = [part for part in re.split(r"[,;\n]+", text) if part.strip()]
         kept: list[str] = []
         for part in reversed(parts):
-            # Stripped by sets of characters: a pattern would search long runs again and again.
+            # Stripped by sets of characters: a pattern would search long runs again and again. The
+            # bullets of a list go first, or "- 44" would be a negative number.
             runs = [re.sub(r"^\s*(?:\d+\)|[-*+]\s)|\s", "", run) for run in _RUN.findall(part)]
             runs = [run.lstrip("+*/=)").rstrip("-+*/=(") for run in runs]
+            # Consecutive lines alone: a computation that was given up stands apart from the answer.
             if runs := [run for run in runs if re.search(r"[-+*/]", run)]:
                 kept.append(runs[-1])
             elif kept:
@@ -168,6 +171,7 @@ class Countdown(PuzzleTask):
         if len(answer) > MAX_ANSWER_CHARS:
             return Verdict(status="wrong", answer=answer[:MAX_ANSWER_CHARS], detail="too long")
         numbers, target = example.reference["numbers"], example.reference["target"]
+        # A single equation is an expression with its value, not a step that uses two numbers.
         steps = parse_steps(answer)
         if len(steps) > 1:
             wrong = check_steps(steps, numbers, target)

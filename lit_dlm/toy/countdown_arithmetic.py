@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
+# Exact, as whole numbers and fractions: with floats 8/3*3 might miss 8.
 COMPUTE: dict[str, Callable[..., Any]] = {
     "+": operator.add,
     "-": operator.sub,
@@ -29,7 +30,8 @@ def whole_result(a: int, sign: str, b: int) -> int | None:
     return int(COMPUTE[sign](a, b))
 
 
-def _taken(parts: list[tuple[Any, ...]], value: int) -> tuple[Any, ...]:
+def _removed(parts: list[tuple[Any, ...]], value: int) -> tuple[Any, ...]:
+    # The first of equal values: a number may be there twice, or be the result of a step as well.
     return parts.pop(next(i for i, part in enumerate(parts) if part[0] == value))
 
 
@@ -37,13 +39,13 @@ def _signs(numbers: Sequence[int], steps: Sequence[Step]) -> list[tuple[int, int
     """Returns the numbers with their signs in a sum, in order; ``None`` for other operations."""
     if any(sign in "*/" for _, sign, _, _ in steps):
         return None
-    # The value of a part, and the places of its numbers with their signs.
-    parts: list[tuple[Any, ...]] = [(n, [(place, 1)]) for place, n in enumerate(numbers)]
+    # The value of a part, and the indices of its numbers with their signs.
+    parts: list[tuple[Any, ...]] = [(n, [(index, 1)]) for index, n in enumerate(numbers)]
     for a, sign, b, result in steps:
-        (_, left), (_, right) = _taken(parts, a), _taken(parts, b)
+        (_, left), (_, right) = _removed(parts, a), _removed(parts, b)
         factor = 1 if sign == "+" else -1
-        parts.append((result, left + [(place, one * factor) for place, one in right]))
-    return [(numbers[place], sign) for place, sign in sorted(parts[0][1])]
+        parts.append((result, left + [(index, one * factor) for index, one in right]))
+    return [(numbers[index], sign) for index, sign in sorted(parts[0][1])]
 
 
 def sums_first(numbers: Sequence[int], steps: Sequence[Step]) -> list[Step] | None:
@@ -70,6 +72,7 @@ def write_expression(numbers: Sequence[int], steps: Sequence[Step]) -> str:
     target = steps[-1][3]
     signs = _signs(numbers, steps)
     if signs is not None:
+        # A sign in front of the first number would be one more form to learn.
         first = next(i for i, (_, sign) in enumerate(signs) if sign > 0)
         ordered = [signs[first], *signs[:first], *signs[first + 1 :]]
         text = "".join(f"{'+' if sign > 0 else '-'}{n}" for n, sign in ordered)
@@ -77,7 +80,7 @@ def write_expression(numbers: Sequence[int], steps: Sequence[Step]) -> str:
     # Value, text and loosest operation of every part that is not used yet.
     parts: list[tuple[Any, ...]] = [(n, str(n), "") for n in numbers]
     for a, sign, b, result in steps:
-        (_, left, inner_left), (_, right, inner_right) = _taken(parts, a), _taken(parts, b)
+        (_, left, inner_left), (_, right, inner_right) = _removed(parts, a), _removed(parts, b)
         if sign in "*/" and inner_left in ("+", "-"):
             left = f"({left})"
         if inner_right and sign != "+" and (sign != "-" or inner_right in "+-"):
@@ -121,6 +124,7 @@ def parse_steps(answer: str) -> list[Step]:
 
 def check_steps(steps: Sequence[Step], numbers: Sequence[int], target: int) -> str:
     """Says in one line what is wrong with steps that should use each number; empty if nothing."""
+    # Results go back into the pool, where they are as good as given numbers, each for one use.
     pool = Counter(numbers)
     for a, sign, b, result in steps:
         for operand in (a, b):
@@ -143,6 +147,7 @@ def check_expression(answer: str, numbers: Sequence[int], target: int) -> str:
     if equals and claimed != str(target):
         return f"claims {claimed}, not {target}"
     used: Counter[int] = Counter()
+    # Parsed and walked, never evaluated: model-written text does not run, and 9**9**9 has no node.
     try:
         value = _evaluate(ast.parse(expression, mode="eval").body, used)
     except (SyntaxError, ZeroDivisionError, RecursionError) as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from lit_dlm.tasks.sources import Row, read_rows
 from lit_dlm.vision.pictures import Picture
 
 MAX_DRAWS_PER_EXAMPLE = 5_000  # without a new problem: a generator is exhausted
+_TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,8 @@ class DrillSource(Protocol):
 
 def is_held_out(key: str) -> bool:
     """Whether the problem of a key belongs to the test split: one in ten, by the key alone."""
+    # A hash and no list: it decides for problems that nobody has drawn yet, on every machine alike
+    # (Python's own ``hash`` of texts differs from process to process).
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % 10 == 0
 
@@ -97,7 +101,7 @@ class GeneratedTask(Task):
         return problem.text, self.write_answer(problem.reference, rng)
 
     def reference_completion(self, example: PromptExample) -> str:
-        # The style follows from the uid.
+        # The style follows from the uid, so that a set of references is always the same.
         return self.write_answer(example.reference, random.Random(example.uid))
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
@@ -125,11 +129,12 @@ class GeneratedTask(Task):
         repeats = 0
         while len(seen) < self.num_examples:
             problem = self._draw_of_split(rng, self.split)
+            # In a row, not in all: near its end a generator still finds one in thousands of draws.
             repeats = repeats + 1 if problem.key in seen else 0
             if repeats > MAX_DRAWS_PER_EXAMPLE:
                 raise ValueError(
                     f"{self.name}.num_examples: the {self.split} split ran out at {len(seen)} "
-                    f"distinct problems, asked for {self.num_examples}"
+                    f"distinct problems, expected {self.num_examples}"
                 )
             seen.setdefault(problem.key, problem)
         return [self._example(one, f"{number:05d}") for number, one in enumerate(seen.values())]
@@ -142,6 +147,12 @@ class GeneratedTask(Task):
             images=problem.images,
             **self._template.render({**problem.reference, "question": problem.text}),
         )
+
+
+def tagged_answer(completion: str) -> str:
+    """Returns what stands in the last ``<answer>`` tags, else the whole text."""
+    tagged = _TAGGED.findall(completion)
+    return str(tagged[-1]) if tagged else completion
 
 
 def short_digest(key: str) -> str:
@@ -183,6 +194,7 @@ class PuzzleTask(GeneratedTask):
         """Returns the problem in a row of a file."""
 
     def is_of_split(self, problem: Problem, split: str) -> bool:
+        # d1 and Dream know nothing of our split, which would train on nine in ten of their tests.
         is_public = short_digest(problem.key) in shipped_digests(self.name)
         return super().is_of_split(problem, split) and not is_public
 

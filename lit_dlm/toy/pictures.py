@@ -57,6 +57,7 @@ Shape = tuple[int, int, int, str, str]
 
 def split_of(data: bytes) -> str:
     """Returns the split that pixels or a description belong to: 15 % test, 10 % validation."""
+    # By content: a digit that the data set holds twice cannot be both learnt and tested.
     fold = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") % 20
     return "test" if fold < 3 else "validation" if fold < 5 else "train"
 
@@ -76,11 +77,12 @@ def digits(split: str) -> list[tuple[Pixels, int]]:
             "digits of the split train: expected scikit-learn, which is absent; "
             f"{pip_install(required('pictures'))}"
         ) from None
-    found = load_digits()
-    grey = np.round(found.images * 255 / 16).astype(np.uint8)
+    data = load_digits()
+    # Values are 0 to 16; made bytes first, as the digest of the pixels decides the split.
+    grey = np.round(data.images * 255 / 16).astype(np.uint8)
     return [
         (one, int(label))
-        for one, label in zip(grey, found.target, strict=True)
+        for one, label in zip(grey, data.target, strict=True)
         if split_of(one.tobytes()) == split
     ]
 
@@ -89,6 +91,8 @@ def _perhaps_augmented(digit: Pixels, rng: random.Random) -> Pixels:
     """Returns the digit, in seven of ten cases turned, sheared, resized and moved a little."""
     if rng.random() >= 0.7:
         return digit
+    # A thousand digits are few. All changes are one affine map at four times the size: after each
+    # other at 8 x 8 they would blur the strokes away.
     size = 4 * SIDE
     scale, angle = rng.uniform(0.9, 1.12), rng.uniform(-0.2, 0.2)
     shear = rng.uniform(-0.15, 0.15)
@@ -129,6 +133,7 @@ def _tokenizer() -> PatchTokenizer:
 def as_tokens(pixels: Pixels) -> str:
     """Returns a picture's tokens as the embedded model's tokenizer writes them."""
     colour = np.broadcast_to(pixels[..., None], (SIDE, SIDE, 3)) if pixels.ndim == 2 else pixels
+    # In float64, where bytes there and back are exact: a patch must meet its own code.
     values = torch.from_numpy(colour.copy()).permute(2, 0, 1)[None].double() / 127.5 - 1.0
     return "".join(f"<|p{code}|>" for code in _tokenizer().encode(values).flatten().tolist())
 
@@ -180,16 +185,16 @@ class PictureQuestions(GeneratedTask):
 
     def draw_pair(self, rng: random.Random) -> tuple[str, str]:
         problem, pictures = self._drawn(rng, "train", augments=True)
-        asked, start, end = PICTURE_MARKS
+        about, start, end = PICTURE_MARKS
         shown = "".join(f"{start}{as_tokens(one)}{end}" for one in pictures)
-        return f"{asked}{shown}{problem.text}", str(problem.reference["completion"])
+        return f"{about}{shown}{problem.text}", str(problem.reference["completion"])
 
     def write_answer(self, reference: dict[str, Any], rng: random.Random) -> str:
         return str(reference["completion"])
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
-        found = _ANSWER.findall(completion)
-        return found[-1] if found else None
+        words = _ANSWER.findall(completion)
+        return words[-1] if words else None
 
 
 def _shapes(rng: random.Random, split: str) -> list[Shape]:
@@ -215,6 +220,7 @@ def _colour(rng: random.Random, shapes: Sequence[Shape]) -> tuple[str, str]:
 
 
 def _count(rng: random.Random, shapes: Sequence[Shape]) -> tuple[str, str]:
+    # Colours that are there are more likely: with few shapes, most of the five are not.
     wanted = rng.choice([None, None, *COLOURS, *(colour for *_, colour, _ in shapes)])
     listed = [one for one in shapes if wanted in (None, one[-2])]
     named = ", ".join(f"{colour} {shape}" for *_, colour, shape in listed) or "none"
@@ -231,12 +237,12 @@ class PictureDrills:
         for _ in range(3):
             if rng.random() < 0.5:
                 pixels, label = rng.choice(digits("train"))
-                pixels, told = _perhaps_augmented(pixels, rng), str(label)
+                pixels, caption = _perhaps_augmented(pixels, rng), str(label)
             else:
                 shapes = _shapes(rng, "train")
                 pixels = draw_shapes(shapes)
-                told = " ".join(f"{colour} {shape}" for *_, colour, shape in shapes)
-            line += f"{start}{as_tokens(pixels)}{end}={told}"
+                caption = " ".join(f"{colour} {shape}" for *_, colour, shape in shapes)
+            line += f"{start}{as_tokens(pixels)}{end}={caption}"
         return line
 
 
@@ -280,6 +286,7 @@ class DigitDrawings(GeneratedTask):
 
     def draw_pair(self, rng: random.Random) -> tuple[str, str]:
         pixels, label = rng.choice(digits("train"))
+        # Sometimes of no digit in particular: what a digit looks like is worth learning by itself.
         text = _drawing(label).text if rng.random() < 0.9 else "Draw a digit."
         return text, as_tokens(pixels)
 

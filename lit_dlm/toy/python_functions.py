@@ -66,18 +66,14 @@ def _draw_chain_spec(rng: random.Random) -> dict[str, Any]:
     return {"kind": "chain", "start": start, "operations": operations}
 
 
-def describe(spec: dict[str, Any]) -> str:
+def write_prompt(spec: dict[str, Any]) -> str:
     """Writes the user turn of a function: one sentence."""
     if spec["kind"] == "chain":
-        told = "".join(
-            f", {_VERBS[operator]} {operand}" for operator, operand in spec["operations"]
-        )
-        return f"Write f(x,y): start with {spec['start']}{told}."
+        steps = "".join(f", {_VERBS[sign]} {operand}" for sign, operand in spec["operations"])
+        return f"Write f(x,y): start with {spec['start']}{steps}."
     elements, values = _TESTS[spec["test"]][0], _VALUES[spec["value"]][0]
-    told = (
-        f"count {elements}" if spec["fold"] == "count" else f"{spec['fold']} {values} of {elements}"
-    )
-    return f"Write f(xs): {told.format_map(spec)}."
+    fold = "count" if spec["fold"] == "count" else f"{spec['fold']} {values} of"
+    return f"Write f(xs): {fold} {elements}.".format_map(spec)
 
 
 def evaluate(spec: dict[str, Any], *arguments: Any) -> Any:
@@ -111,17 +107,19 @@ def write_check(spec: dict[str, Any], *, seed: str) -> str:
     rng = random.Random(seed)
     calls: list[tuple[Any, ...]]
     if spec["kind"] == "chain":
+        # Both signs and a zero; drawn ones tell apart what happens to agree on these.
         calls = [(0, 0), (1, 2), (-3, 5)]
         calls += [(rng.randint(-9, 9), rng.randint(-9, 9)) for _ in range(3)]
     else:
         bound = spec["bound"]
+        # Where "above 3" and "from 3 on" differ, and a multiple of what must divide.
         around = [bound - 1, bound, bound + 1, 2 * bound]
         calls = [([],), (list(range(-4, 5)),), (around,)]
         calls += [([rng.randint(-20, 20) for _ in range(8)],) for _ in range(2)]
     lines = ["def check(candidate):"]
     for arguments in calls:
-        told = ", ".join(map(repr, arguments))
-        lines.append(f"    assert candidate({told}) == {evaluate(spec, *arguments)!r}")
+        call = f"candidate({', '.join(map(repr, arguments))})"
+        lines.append(f"    assert {call} == {evaluate(spec, *arguments)!r}")
     return "\n".join(lines) + "\n"
 
 
@@ -158,6 +156,7 @@ def _write_chain(spec: dict[str, Any], rng: random.Random) -> str:
 def _expression(start: str, operations: Sequence[Sequence[str]]) -> str:
     text, is_sum = start, False
     for operator, operand in operations:
+        # Without brackets the product would bind its last summand alone.
         if operator == "*" and is_sum:
             text = f"({text})"
         text += operator + operand
@@ -186,9 +185,10 @@ class PythonFunctions(GeneratedTask):
 
     def draw(self, rng: random.Random) -> Problem:
         spec = _draw_list_spec(rng) if rng.random() < 0.5 else _draw_chain_spec(rng)
+        # The key is the seed of the check, which is then the same wherever the problem is drawn.
         key = repr(sorted(spec.items()))
         reference = {"spec": spec, "entry_point": "f", "check": write_check(spec, seed=key)}
-        return Problem(key=key, text=describe(spec), reference=reference)
+        return Problem(key=key, text=write_prompt(spec), reference=reference)
 
     def write_answer(self, reference: dict[str, Any], rng: random.Random) -> str:
         return write_function(reference["spec"], rng)

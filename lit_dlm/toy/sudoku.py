@@ -16,7 +16,7 @@ from typing import Any
 from lit_dlm.grading import Verdict
 from lit_dlm.tasks.base import PromptExample
 from lit_dlm.tasks.sources import Row
-from lit_dlm.toy.generated import Problem, PuzzleTask
+from lit_dlm.toy.generated import Problem, PuzzleTask, tagged_answer
 
 CELLS = 16
 MIN_BLANKS, MAX_BLANKS = 4, 12  # blanks of generated puzzles: the public files have 4 to 12
@@ -27,7 +27,6 @@ _UNITS = (
     *((0, 1, 4, 5), (2, 3, 6, 7), (8, 9, 12, 13), (10, 11, 14, 15)),
 )
 """Cells of rows, columns and boxes."""
-_TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.DOTALL)
 _GRID_RUN = re.compile(r"\d[\d\s|,+-]*")
 _GRID = re.compile(r"^(?:[0-4]{16}|[0-4]{4}(?:\n[0-4]{4}){3})$", re.MULTILINE)
 
@@ -36,6 +35,7 @@ _GRID = re.compile(r"^(?:[0-4]{16}|[0-4]{4}(?:\n[0-4]{4}){3})$", re.MULTILINE)
 def complete_grids() -> tuple[str, ...]:
     """Returns the 288 complete 4x4 grids as strings of 16 digits, in increasing order."""
     rows = ["".join(digits) for digits in itertools.permutations("1234")]
+    # Two rows whose boxes are whole; of 24**4 grids only these 96**2 are left to look at.
     halves = [
         first + second
         for first, second in itertools.product(rows, repeat=2)
@@ -91,9 +91,9 @@ class Sudoku(PuzzleTask):
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
         """Returns the last grid, as 16 digits, in the last ``<answer>`` tags if there are any."""
-        tagged = _TAGGED.findall(completion)
         grids = []
-        for run in _GRID_RUN.findall(tagged[-1] if tagged else completion):
+        # Lines, bars and spaces are layout; words end a grid, whose digits must be all of a run.
+        for run in _GRID_RUN.findall(tagged_answer(completion)):
             lines = filter(None, (re.sub(r"\D", "", line) for line in run.splitlines()))
             grids += _GRID.findall("\n".join(lines))
         return grids[-1].replace("\n", "") if grids else None
@@ -104,9 +104,11 @@ class Sudoku(PuzzleTask):
         grid = self.extract(example, completion)
         if grid is None:
             return Verdict(status="no_answer", detail="no grid of 16 digits", score=0.0)
+        # With many blanks a puzzle has several solutions, and nobody says which is meant.
         if is_complete(grid) and agrees(grid, puzzle):
             return Verdict(status="right", answer=grid)
         blanks = [i for i in range(CELLS) if puzzle[i] == "0"]
         score = sum(grid[i] == solution[i] for i in blanks) / max(len(blanks), 1)
         reason = "a given cell was changed" if not agrees(grid, puzzle) else "a digit repeats"
+        # Below 1 whatever else is wrong: a grid with a changed given may have all blanks right.
         return Verdict(status="wrong", answer=grid, detail=reason, score=min(score, 0.99))

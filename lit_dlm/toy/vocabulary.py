@@ -67,11 +67,13 @@ def build_tokenizer(
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
+    # Bytes, so that any text has tokens and comes back, though merges know the drawn texts alone.
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=4_096,  # far above what the closed set of pieces needs: merging ends by itself
         min_frequency=2,
         show_progress=False,
+        # In this order, for their ids are in the configurations of the shipped models.
         special_tokens=[PAD, END, MASK, USER, ASSISTANT],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
@@ -94,11 +96,12 @@ def build_tokenizer(
     return tokenizer
 
 
-def told_of_tiny(tokenizer: PreTrainedTokenizerBase, text: str) -> str | None:
+def unknown_words_hint(tokenizer: PreTrainedTokenizerBase, text: str) -> str | None:
     """Says what ``tiny`` is if a prompt has words that it never saw; ``None`` for other models."""
     if Path(tokenizer.name_or_path) != ASSETS / "tiny":
         return None
     known = {token.strip("Ġ") for token in tokenizer.get_vocab()}  # Ġ stands for a space
+    # Words that it saw are whole tokens; others fall into letters, which it knows as variables.
     words = [word for word in re.findall(r"[^\W\d_]{2,}", text) if word not in known]
     if not words:
         return None
@@ -114,4 +117,5 @@ def _texts(sources: Sequence[TrainingSource]) -> Iterator[str]:
     rng = random.Random("vocabulary/0")
     for index in range(_NUM_PAIRS):
         for text in sources[index % len(sources)].draw_pair(rng):
+            # Marks are added whole: as text their letters would become merges.
             yield re.sub(r"<\|\w+\|>", "", text)

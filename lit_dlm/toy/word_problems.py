@@ -49,6 +49,7 @@ class WordProblems(GeneratedTask):
     def draw(self, rng: random.Random) -> Problem:
         """Draws a problem with totals in 0..99 and a solution within ``MAX_COMPLETION_TOKENS``."""
         while True:
+            # Two kinds, as both do not fit: many steps of one digit each, or few with two digits.
             if rng.random() < 0.7:
                 start, num_steps, low = rng.randint(1, 9), rng.randint(2, 4), 1
             else:
@@ -60,10 +61,10 @@ class WordProblems(GeneratedTask):
             if min(totals) >= 0 and max(totals) <= 99 and is_short:
                 break
         item = rng.choice(ITEMS)
-        told = ", ".join(f"{rng.choice(GAINS if m > 0 else LOSSES)} {abs(m)}" for m in moves)
+        events = ", ".join(f"{rng.choice(GAINS if m > 0 else LOSSES)} {abs(m)}" for m in moves)
         return Problem(
             key=f"{start}" + "".join(f"{m:+d}" for m in moves),
-            text=f"{rng.choice(NAMES)} has {start} {item}, {told}. How many {item}?",
+            text=f"{rng.choice(NAMES)} has {start} {item}, {events}. How many {item}?",
             reference={"start": start, "moves": moves, "answer": totals[-1]},
         )
 
@@ -74,6 +75,7 @@ class WordProblems(GeneratedTask):
         equations = []
         for _ in range(5):
             a, b = rng.randint(0, 75), rng.randint(1, 9)
+            # Small numbers are what stories begin with, and what larger sums are made of.
             if rng.random() < 0.4:
                 a = rng.randint(1, 18)
             if rng.random() < 0.5 and a >= b:
@@ -84,5 +86,5 @@ class WordProblems(GeneratedTask):
         return rng.choice(SEPARATORS).join(equations)
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
-        found = _ANSWER.findall(completion)
-        return str(int(found[-1])) if found else None
+        answers = _ANSWER.findall(completion)
+        return str(int(answers[-1])) if answers else None  # 036 is 36

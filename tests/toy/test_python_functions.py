@@ -8,10 +8,10 @@ import pytest
 from lit_dlm.tasks.base import PromptExample
 from lit_dlm.toy.python_functions import (
     PythonFunctions,
-    describe,
     evaluate,
     write_check,
     write_function,
+    write_prompt,
 )
 
 ABOVE = {"kind": "list", "fold": "sum", "value": "square", "amount": 0, "test": "above", "bound": 3}
@@ -55,11 +55,11 @@ def test_descriptions_and_styles_by_hand() -> None:
 
     Of a chain one expression; a cut after the first or second operation with three names: 1 + 6.
     """
-    assert describe(ABOVE) == "Write f(xs): sum squares of xs above 3."
+    assert write_prompt(ABOVE) == "Write f(xs): sum squares of xs above 3."
     written = {write_function(ABOVE, random.Random(seed)) for seed in range(300)}
     assert {"def f(xs):\n    return sum(v*v for v in xs if v>3)", T_LOOP} <= written
     assert len(written) == 12
-    assert describe(CHAIN) == "Write f(x,y): start with x, add 3, times y, minus 2."
+    assert write_prompt(CHAIN) == "Write f(x,y): start with x, add 3, times y, minus 2."
     written = {write_function(CHAIN, random.Random(seed)) for seed in range(300)}
     assert {f"{HEAD}return (x+3)*y-2", f"{HEAD}z=x+3\n    return z*y-2"} <= written
     assert len(written) == 7

@@ -8,7 +8,15 @@ import pytest
 import lit_dlm
 from lit_dlm.backbones import load_tokenizer
 from lit_dlm.toy import Countdown, PythonFunctions, Sudoku, WordProblems
-from lit_dlm.toy.vocabulary import ASSISTANT, END, MASK, PAD, USER, build_tokenizer, told_of_tiny
+from lit_dlm.toy.vocabulary import (
+    ASSISTANT,
+    END,
+    MASK,
+    PAD,
+    USER,
+    build_tokenizer,
+    unknown_words_hint,
+)
 
 ASSETS = Path(lit_dlm.__file__).parent / "assets"
 MAX_PROMPT, MAX_RESPONSE = 28, 32
@@ -71,7 +79,7 @@ def test_digits_are_single_tokens_and_variables_have_one_form(tokenizer) -> None
 
 
 def test_words_that_tiny_never_saw_are_told_and_no_others(tokenizer) -> None:
-    told = told_of_tiny(tokenizer, "What is 2 and 2? How many pens, Anna?")
+    told = unknown_words_hint(tokenizer, "What is 2 and 2? How many pens, Anna?")
     assert told is not None
     assert told.startswith("tiny never saw 'What', 'and', 'Anna': it is a toy")
     assert "8 names (Tom, " in told
@@ -80,5 +88,5 @@ def test_words_that_tiny_never_saw_are_told_and_no_others(tokenizer) -> None:
     for source in SOURCES[:2]:
         for _ in range(400):
             prompt, _ = source.draw_pair(rng)
-            assert told_of_tiny(tokenizer, prompt) is None, prompt
-    assert told_of_tiny(load_tokenizer("tiny-planning"), "What is 2 and 2?") is None
+            assert unknown_words_hint(tokenizer, prompt) is None, prompt
+    assert unknown_words_hint(load_tokenizer("tiny-planning"), "What is 2 and 2?") is None
