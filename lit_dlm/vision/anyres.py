@@ -79,10 +79,12 @@ class AnyRes:
         """
         across, down = self.grid(size)
         side = self.per_side
+        # From tile by tile to line by line: a line runs through all tiles beside each other.
         picture = rows[1:].unflatten(0, (down, across)).unflatten(2, (side, side))
         picture = picture.permute(4, 0, 2, 1, 3).flatten(1, 2).flatten(2, 3)  # (D, lines, cells)
-        picture = unpad_image(picture, size[::-1])
+        picture = unpad_image(picture, size[::-1])  # the library has height before width
         _, lines, cells = picture.shape
+        # Before the ends of lines are added: these are learnt rows, not to be averaged with cells.
         if thinned := self._thinned(lines, cells):
             picture = F.interpolate(picture[None], thinned, mode="bilinear")[0]
         ends = newline[:, None, None].expand(-1, picture.shape[1], 1)
@@ -99,5 +101,7 @@ class AnyRes:
         return self.per_side**2 + lines * (cells + 1)
 
     def _thinned(self, lines: int, cells: int) -> Sequence[int] | None:
+        # Both sides by the same factor, which keeps the shape. The release cuts the quotients off;
+        # rounding would give other rows.
         times = math.sqrt(lines * cells / (self.max_tiles * self.per_side**2))
         return [int(lines // times), int(cells // times)] if times > _THINNED_FROM else None

@@ -69,6 +69,7 @@ class Vision(nn.Module):
         ``<image>`` in the text marks where pictures go. ``render`` applies the chat template,
         ``tokenize`` adds no special tokens.
         """
+        # Of the rendered text, in which earlier turns may have marks, too.
         num_marks = render(text).count(IMAGE_MARK)
         missing = len(pictures) - num_marks
         if missing < 0:
@@ -78,6 +79,7 @@ class Vision(nn.Module):
             )
         rendered = render(missing * self.before_text + text)
         pieces = [tokenize(piece) for piece in rendered.split(IMAGE_MARK)]
+        # Numbers and not rows: a record must be readable without the model, wherever its table was.
         ends = list(accumulate(map(self.num_ids, pictures), initial=self.vocab_size))
         return self.join(pieces, [list(range(*pair)) for pair in pairwise(ends)])
 
@@ -88,7 +90,7 @@ class Vision(nn.Module):
             return list(ids)
         rows = [row for picture in pictures for row in self.picture_ids(picture)]
         if len(rows) != num_places:
-            self.release(rows)
+            self.release(rows)  # else they would stay for as long as the model
             raise ValueError(
                 f"expected pictures of {num_places} rows, as recorded, got {len(rows)}"
             )
@@ -156,8 +158,9 @@ def batch_prompts(
     Prompts with the same pictures share their ids; :func:`batch_pictures` lists the pictures in the
     order of these ids.
     """
+    # Many states of one response are in a batch: each picture goes through the tower once.
     starts: dict[tuple[str, ...], int] = {}
-    found, digests, count = [], [], 0
+    numbered, digests, count = [], [], 0
     for ids, shown in zip(prompts, pictures, strict=True):
         is_row = np.zeros(len(ids), dtype=bool) if shown is None else ids >= shown.first_id
         own = shown.digests if shown is not None and is_row.any() else ()
@@ -165,9 +168,9 @@ def batch_prompts(
             if own not in starts:
                 starts[own], count = count, count + int(is_row.sum())
             ids = np.where(is_row, ids + starts[own], ids)
-        found.append(ids)
+        numbered.append(ids)
         digests.append(own)
-    return found, digests
+    return numbered, digests
 
 
 def batch_pictures(pictures: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
@@ -195,6 +198,7 @@ def add_picture_folders(backbone: Any, *folders: Path) -> None:
 def add_pictures(backbone: Any, uid: str, pictures: Sequence[Picture]) -> None:
     """Gives a backbone the pictures of a training sample."""
     for picture in pictures:
+        # A copy, whose errors name this sample; several samples may share a picture.
         named = copy(picture)
         named.name = f"{uid}: {picture.name}"
         vision_of(backbone, uid).known.setdefault(picture.digest, named)
@@ -208,6 +212,7 @@ def find_pictures(backbone: Any, uid: str, meta: Mapping[str, Any]) -> None:
     vision = vision_of(backbone, uid)
     for digest in digests:
         if digest not in vision.known:
+            # Where no folder has it, the first one says so; its error names record and path.
             holders = [folder for folder in vision.folders if digest in folder]
             vision.known[digest] = (holders or vision.folders)[0].get(digest, uid)
 

@@ -49,11 +49,11 @@ class MagvitSizes:
         width = weights["encoder.conv_in.weight"].shape[0]
 
         def levels(part: str) -> tuple[tuple[int, int], ...]:
-            found: dict[int, list[int]] = {}
+            multiples: dict[int, list[int]] = {}
             for key, weight in weights.items():
                 if match := re.fullmatch(rf"{part}\.(\d+)\.block\.\d+\.conv1\.weight", key):
-                    found.setdefault(int(match[1]), []).append(weight.shape[0] // width)
-            return tuple((found[level][0], len(found[level])) for level in sorted(found))
+                    multiples.setdefault(int(match[1]), []).append(weight.shape[0] // width)
+            return tuple((multiples[n][0], len(multiples[n])) for n in sorted(multiples))
 
         return cls(
             width=width,
@@ -76,7 +76,7 @@ class _Level(nn.Module):
             self.add_module(name, module)
 
     def forward(self, x: Tensor) -> Tensor:
-        for module in self.children():
+        for module in self.children():  # in the order of construction: blocks, then the scale
             x = module(x)
         return x
 
@@ -118,6 +118,7 @@ class _Decoder(_Coder):
         self.mid = JanusVQVAEMidBlock(_BLOCK, widths[-1])
         self.up = nn.ModuleList()
         for number, (outer, (_, count)) in enumerate(zip(widths, sizes.decoder, strict=True)):
+            # Levels are numbered from the pixels in the release's keys, and run from the tokens.
             inner = widths[min(number + 1, len(widths) - 1)]
             up = JanusVQVAEConvUpsample(outer) if number else None
             self.up.append(_Level(inner, outer, count, upsample=up))
@@ -167,6 +168,8 @@ class Magvit(nn.Module):
         :attr:`scale`. The first of the 13 numbers is the highest binary digit.
         """
         weight = self.encoder.conv_in.weight
+        # A sign is all that counts, and near zero bfloat16 would flip some: other tokens than those
+        # that the model was trained on.
         with without_autocast(weight.device):
             positive = self.encoder(pixels.to(weight)) > 0
         return (positive.permute(0, 2, 3, 1).long() * self._powers(positive.device)).sum(-1)
@@ -176,6 +179,7 @@ class Magvit(nn.Module):
         """Returns pixels ``(B, 3, rows * scale, columns * scale)`` float32, about in [-1, 1]."""
         weight = self.decoder.conv_in.weight
         codes = codes.to(weight.device)
+        # The decoder sees -1 and 1, as it did in training, and no numbers in between.
         bits = (codes[..., None] & self._powers(codes.device) > 0).to(weight.dtype) * 2 - 1
         with without_autocast(weight.device):
             return self.decoder(bits.permute(0, 3, 1, 2).contiguous()).float()

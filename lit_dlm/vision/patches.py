@@ -39,6 +39,7 @@ class PatchTokenizer(nn.Module):
         size = self.scale
         levels = ((pixels.to(self._patches.device).double() + 1.0) * 127.5).round()
         cells = levels.unfold(2, size, size).unfold(3, size, size).permute(0, 2, 3, 1, 4, 5)
+        # The square of the distance without that of the picture, which is the same for all codes.
         # Whole numbers in float64: exact, so that ties are ties everywhere.
         codes = self._patches.flatten(1).double()
         flat = cells.flatten(3)

@@ -56,6 +56,7 @@ class Picture:
             num_bytes = self._source.stat().st_size
         else:
             raise ValueError(f"{self.name}: expected a picture, found no such file")
+        # Before a byte is read: a path of a data set may name anything.
         if num_bytes > MAX_BYTES:
             raise ValueError(
                 f"{self.name}: expected a picture of at most {MAX_BYTES >> 20} MiB, "
@@ -83,6 +84,7 @@ class Picture:
         """Returns the picture as RGB, turned as its EXIF note says, transparent parts on white."""
         image = self._opened()
         with self._naming_errors():
+            # Cameras store pixels as the sensor lay; whoever wrote the answers saw them turned.
             image = ImageOps.exif_transpose(image)
             if image.mode == "I;16":  # converting would clip at 255
                 image = image.convert("I").point(lambda value: value / 257 + 0.5)
@@ -127,6 +129,7 @@ def picture_from_text(completion: str) -> Picture | None:
     if not completion.startswith(DATA):
         return None
     try:
+        # Strictly: else letters beyond the alphabet would be skipped, and texts become pictures.
         data = base64.b64decode(completion.removeprefix(DATA), validate=True)
     except ValueError:
         return None
@@ -143,6 +146,7 @@ class PictureFolder:
         path = self.folder / picture.digest
         if not path.is_file():
             self.folder.mkdir(parents=True, exist_ok=True)
+            # Whole or not at all: other processes write the same picture, and readers may be there.
             with replacing(path) as partial:
                 partial.write_bytes(picture.read())
 

@@ -54,7 +54,7 @@ class TokenVision(Vision):
 
     def picture_ids(self, picture: Picture) -> list[int]:
         if picture.digest not in self._tokens:
-            if len(self._tokens) == _MOST_ENCODED:
+            if len(self._tokens) == _MOST_ENCODED:  # the oldest one goes
                 del self._tokens[next(iter(self._tokens))]
             codes = self.tokenizer.encode(square_pixels(picture, self.resolution)[None])
             self._tokens[picture.digest] = (codes.flatten() + self.first_id).tolist()
@@ -63,6 +63,8 @@ class TokenVision(Vision):
     def embed(
         self, ids: Tensor, embed_words: Callable[[Tensor], Tensor], pictures: Sequence[str] | None
     ) -> Tensor:
+        # In a decode the tokens are in the canvas already. A training batch has numbers in their
+        # place, as records have for both kinds of models.
         if pictures:
             known = map(self.known_picture, pictures)
             tokens = [token for picture in known for token in self.picture_ids(picture)]
@@ -83,6 +85,7 @@ class TokenVision(Vision):
         Anything other than a picture token is drawn grey, so that unfinished pictures can be shown.
         """
         side = math.isqrt(ids.shape[1])
+        # Masks and words may stand in a picture that is not finished, or from a model that is not.
         codes = (ids - self.first_id).view(-1, side, side)
         is_drawn = (codes >= 0) & (codes < self.tokenizer.num_codes)
         pixels = self.tokenizer.decode(codes.where(is_drawn, 0))

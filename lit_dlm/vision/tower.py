@@ -36,7 +36,7 @@ _SUPPORTED = {
 _SIGLIP2 = {
     "hidden_size": 1152,
     "intermediate_size": 4304,
-    "num_hidden_layers": 26,  # all but the last one
+    "num_hidden_layers": 26,
     "num_attention_heads": 16,
     "image_size": 384,
     "patch_size": 14,
@@ -87,11 +87,13 @@ class TowerVision(Vision):
                 )
         width = config["hidden_size"]
         sizes = _SIGLIP2 | (config.get("vision_config") or {})
+        # Without the pooling head and without the last of 27 layers: LLaVA reads the one before.
         self.tower = SiglipVisionModel(SiglipVisionConfig(**sizes, vision_use_head=False))
         self.projector = nn.Sequential(
             nn.Linear(sizes["hidden_size"], width), nn.GELU(), nn.Linear(width, width)
         )
         self.newline = nn.Parameter(torch.randn(width) * width**-0.5)
+        # A text such as "(1x1),...,(6x6)", or sizes in pixels, one for each pair of sides.
         grids = config.get("image_grid_pinpoints") or "(1x1),...,(6x6)"
         sides = {side for pair in grids for side in pair} if isinstance(grids, list) else ()
         self.scheme = AnyRes(
@@ -132,11 +134,11 @@ class TowerVision(Vision):
         return ids
 
     def stored_weights(self) -> dict[str, nn.Parameter]:
-        found = {}
+        weights = {}
         for name, parameter in self.named_parameters():
             ours, theirs = next(p for p in _RELEASED_NAMES.items() if name.startswith(p[0]))
-            found[theirs + name.removeprefix(ours)] = parameter
-        return found
+            weights[theirs + name.removeprefix(ours)] = parameter
+        return weights
 
     def release(self, ids: Iterable[int]) -> None:
         # A prompt contains all rows of a picture, so finding the first row is enough.
@@ -147,6 +149,8 @@ class TowerVision(Vision):
     def embed(
         self, ids: Tensor, embed_words: Callable[[Tensor], Tensor], pictures: Sequence[str] | None
     ) -> Tensor:
+        # Ids beyond the vocabulary have no row in the table of words; what is read there instead is
+        # replaced below. Both ways run for the whole canvas: nothing waits for the host.
         words = embed_words(ids.clamp_max(self.vocab_size - 1))
         table = self.rows(pictures)
         if not len(table):
@@ -175,6 +179,7 @@ class TowerVision(Vision):
     def _updated_table(self) -> Tensor:
         # Torch counts changes in place: an optimiser's step makes all rows stale.
         version = sum(parameter._version for parameter in self.parameters())
+        # Those of released pictures wait: most never come back, and their room may be taken.
         stale = [
             entry
             for digest, entry in self._entries.items()
@@ -202,6 +207,7 @@ class TowerVision(Vision):
             ]
             seen = self._look_at(torch.cat(parts)).split([len(part) for part in parts])
             features |= dict(zip(new, seen, strict=True))
+        # What the tower makes of a picture changes only with the tower; the projector runs anew.
         if self.settings.train != "all":
             kept |= features
             for digest in features:
@@ -229,6 +235,7 @@ class TowerVision(Vision):
     @torch.inference_mode(mode=False)
     def _free_room(self, num_rows: int) -> int:
         """Returns where a picture fits: free rows, those of released pictures, or new rows."""
+        # First fit from the left. Rows of a picture stay together, as its ids are in order.
         at = 0
         for digest, entry in sorted(self._entries.items(), key=lambda item: item[1].first):
             if self._held[digest] <= 0:
@@ -237,6 +244,7 @@ class TowerVision(Vision):
                 break
             at = entry.first + entry.num_rows
         end = at + num_rows
+        # Released pictures keep their rows until these are needed: the next prompt may show them.
         for digest, entry in list(self._entries.items()):
             if entry.first < end and at < entry.first + entry.num_rows:
                 del self._entries[digest], self._held[digest]
