@@ -31,11 +31,13 @@ $(VENV)/.installed: $(VENV)/.runs
 
 install: $(VENV)/.installed  ## Make .venv and install the project with its development tools
 
-# Traces, TraceLock and benchmark of one embedded model.
+# Traces, TraceLock and benchmark of one embedded model: the experiments, and the files of its domain on top.
+OVERLAY = $(if $(filter-out tiny,$*),--config domain/$*$(1))
+BENCHMARK = $(if $(filter pictures,$*),evaluate_tiny,benchmark_tiny)
 main-job-%:
-	$(BIN)/lit-dlm predict --config exp/generate_$* --run_dir $(RUN_DIR)/$*
-	$(BIN)/lit-dlm fit --config exp/tracelock_$* --run_dir $(RUN_DIR)/$* --ckpt_path last
-	$(BIN)/lit-dlm predict --config exp/benchmark_$* --run_dir $(RUN_DIR)/$*
+	$(BIN)/lit-dlm predict --config exp/generate_tiny $(call OVERLAY,_train) --run_dir $(RUN_DIR)/$*
+	$(BIN)/lit-dlm fit --config exp/tracelock_tiny $(call OVERLAY) --run_dir $(RUN_DIR)/$* --ckpt_path last
+	$(BIN)/lit-dlm predict --config exp/$(BENCHMARK) $(call OVERLAY,_test) --run_dir $(RUN_DIR)/$*
 
 quickstart: $(VENV)/.runs  ## The main job on two embedded models: traces, TraceLock, benchmark (about 6 minutes)
 	@mkdir -p $(RUN_DIR)

@@ -23,7 +23,6 @@ from typing import Any
 
 from chain import (
     BARE,
-    EXP,
     Decodes,
     call,
     keep_decodes,
@@ -68,7 +67,7 @@ def convert(options: argparse.Namespace) -> None:
     blocks = {"attention": "block", "block_size": 4, "block_origin": "sequence"}
     call(
         options.out / "converted",
-        *("fit", "--config", EXP / "sft_gt_tiny.yaml", "--run_dir", options.out / "convert"),
+        *("fit", "--config", "exp/sft_gt_tiny", "--run_dir", options.out / "convert"),
         *("--model.backbone.init_args.lora", "null"),
         *("--model.backbone.init_args.trainable", "true"),
         *("--model.backbone.init_args.spec_overrides", json.dumps(blocks)),
@@ -112,7 +111,7 @@ def reinforce(options: argparse.Namespace, arm: str, seed: int, folder: Path) ->
         }
         call(
             run / "done",
-            *("fit", "--config", EXP / "tracerl_tiny.yaml", *model(options, width)),
+            *("fit", "--config", "exp/tracerl_tiny", *model(options, width)),
             *(*seed_flags(seed), "--run_dir", run, *checkpoint),
             *("--model.decoders", json.dumps(decoders), "--model.block_size", widths[-1]),
             *("--trainer.max_epochs", steps, "--trainer.check_val_every_n_epoch", steps),
@@ -125,7 +124,7 @@ def evaluate(options: argparse.Namespace, folder: Path, size: int, adapter: Path
     """Decodes the held-out list in blocks of ``size``."""
     call(
         folder / "done",
-        *("predict", "--config", EXP / "evaluate_tiny.yaml", *model(options, size)),
+        *("predict", "--config", "exp/evaluate_tiny", *model(options, size)),
         *("--run_dir", folder, "--model.decoders", json.dumps({"threshold": decoder(size)})),
         *("--data.methods", "[threshold]"),
         *([] if adapter is None else ["--model.backbone.init_args.adapter", adapter]),

@@ -23,7 +23,7 @@ from lit_dlm import cli
 from lit_dlm.reports.results import ResultFolder
 from lit_dlm.system.files import write_atomically
 
-EXP = Path(cli.__file__).resolve().parent / "configs" / "exp"
+CONFIGS = Path(cli.__file__).resolve().parent / "configs"
 BARE = (
     *("--trainer.callbacks", "[]", "--trainer.enable_checkpointing", "false"),
     *("--trainer.logger", "false"),

@@ -8,7 +8,7 @@ results.
 
     lit-dlm fit --config exp/pretrain_tiny --run_dir runs/weak --trainer.max_steps 1400
     lit-dlm fit --config exp/pretrain_addition
-    lit-dlm fit --config exp/countdown_planning
+    lit-dlm fit --config exp/pretrain_planning --config domain/countdown
     python experiments/decode_states.py --weak runs/weak/model --addition runs/addition/model \
         --countdown runs/countdown/model --out runs/decode_states  # makes what is missing
     python experiments/decode_states.py  # tables and picture of the published results
@@ -29,7 +29,6 @@ from typing import Any
 import numpy as np
 from chain import (
     BARE,
-    EXP,
     Decodes,
     between,
     call,
@@ -62,7 +61,7 @@ class Setting:
     length: int
     """Response cells."""
     judged: tuple[str, ...]
-    """Methods of ``stack_tiny.yaml`` whose mean accuracy decides."""
+    """Methods of ``eval/stack`` whose mean accuracy decides."""
     updates: int
     """Optimiser updates of fine-tuning; RL steps of reinforcement learning."""
     decoder: dict[str, Any] | None = None
@@ -126,7 +125,7 @@ def trained(options: argparse.Namespace, name: str, path: str, arm: str, seed: i
         config = "tracerl_tiny.yaml" if arm == "decode" else "tracerl_tiny_random.yaml"
         call(
             folder / "done",
-            *("fit", "--config", EXP / config, *model, *seed_flags(seed), "--run_dir", folder),
+            *("fit", "--config", f"exp/{config}", *model, *seed_flags(seed), "--run_dir", folder),
             *("--ckpt_path", "last", "--trainer.max_epochs", setting.updates),
             *("--trainer.check_val_every_n_epoch", setting.updates),
             *("--model.decoders", json.dumps(rollout_decoders(setting.decoder))),
@@ -137,7 +136,7 @@ def trained(options: argparse.Namespace, name: str, path: str, arm: str, seed: i
     distilled = options.out / "distilled" / f"{Path(path).name}-{setting.task}"
     call(
         distilled / "done",
-        *("predict", "--config", EXP / "distill_tiny.yaml", *model, "--run_dir", distilled),
+        *("predict", "--config", "exp/distill_tiny", *model, "--run_dir", distilled),
         *("--data.tasks", task, "--data.response_length", setting.length),
     )
     states = {"class_path": "RandomMasking", "init_args": {"weight": "none"}}
@@ -145,7 +144,8 @@ def trained(options: argparse.Namespace, name: str, path: str, arm: str, seed: i
         states = {"class_path": "TimeDelay", "init_args": {"window": setting.length // 2}}
     call(
         folder / "done",
-        *("fit", "--config", EXP / "sft_sd_tiny.yaml", *model, *seed_flags(seed)),
+        *("fit", "--config", "exp/sft_gt_tiny", "--config", "data/own_answers_tiny"),
+        *(*model, *seed_flags(seed)),
         *("--run_dir", distilled, "--trainer.default_root_dir", folder, *BARE),
         *("--trainer.max_steps", setting.updates, "--model.masking", json.dumps(states)),
         *("--model.export_dir", folder / "adapter", "--data.response_length", setting.length),
@@ -186,7 +186,8 @@ def measure(options: argparse.Namespace, name: str, arm: str, seed: int) -> Path
     task = problems(setting.task, "test", 1000, seed=11, **task_options(setting.task))
     call(
         folder / "done",
-        *("predict", "--config", EXP / "stack_tiny.yaml", "--run_dir", folder),
+        *("predict", "--config", "exp/evaluate_tiny", "--config", "eval/stack"),
+        *("--run_dir", folder),
         *("--model.backbone.init_args.path", path),
         *("--model.backbone.init_args.adapter", adapter),
         *("--model.tokenizer", tokenizer_of(setting.task)),

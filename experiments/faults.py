@@ -49,7 +49,6 @@ from lit_dlm.toy import PythonFunctions
 from lit_dlm.trajectories.store import TrajectoryShardReader
 
 ROOT = Path(__file__).resolve().parents[1]
-EXP = ROOT / "configs" / "exp"
 ONE = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.enable_progress_bar=false"]
 TASKS = (
     "[{class_path: WordProblems, init_args: {split: %s, num_examples: 16}}, {class_path: "
@@ -123,7 +122,7 @@ def rl_left(folder: Path) -> list[tuple[str, str]]:
 JOBS = {
     "generate": Job(
         [
-            "predict", f"--config={EXP / 'generate_tiny.yaml'}", *ONE,
+            "predict", "--config=exp/generate_tiny", *ONE,
             f"--data.init_args.tasks={TASKS % ('train', 'train')}", "--data.init_args.batch_size=4",
             "--data.init_args.assignment=each", "--model.init_args.projector_prompts=8",
             "--model.init_args.decoders={entropy: {policy: EntropyPolicy}}",
@@ -135,7 +134,7 @@ JOBS = {
     ),
     "fit": Job(
         [
-            "fit", f"--config={EXP / 'tracelock_tiny.yaml'}", *ONE, "--trainer.max_steps=60",
+            "fit", "--config=exp/tracelock_tiny", *ONE, "--trainer.max_steps=60",
             "--trainer.val_check_interval=10", "--data.init_args.batch_size=8",
             "--data.init_args.val_fraction=0.3", "--data.init_args.num_workers=2",
             "--ckpt_path=last",
@@ -145,7 +144,7 @@ JOBS = {
     ),
     "benchmark": Job(
         [
-            "predict", f"--config={EXP / 'benchmark_tiny.yaml'}", *ONE,
+            "predict", "--config=exp/benchmark_tiny", *ONE,
             f"--data.init_args.tasks={TASKS % ('test', 'test')}", "--data.init_args.batch_size=4",
             "--data.init_args.methods=[entropy, threshold_09]",
             "--trainer.callbacks+={class_path: HttpJudge, init_args: {run_dir: FOLDER, "
@@ -156,7 +155,7 @@ JOBS = {
     ),
     "rl": Job(
         [
-            "fit", f"--config={EXP / 'tracerl_tiny_value.yaml'}", *ONE, "--trainer.max_epochs=3",
+            "fit", "--config=exp/tracerl_tiny_value", *ONE, "--trainer.max_epochs=3",
             "--trainer.check_val_every_n_epoch=1", "--data.filters=null",
             "--data.prompts_per_step=3", "--data.responses_per_prompt=4",
             f"--data.tasks={TASKS % ('train', 'train')}",

@@ -20,7 +20,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from chain import EXP, Decodes, call, keep_decodes, parser, points, read_decodes, seed_flags, table
+from chain import Decodes, call, keep_decodes, parser, points, read_decodes, seed_flags, table
 from policy_bench import (
     LEVELS,
     LIST_SEED,
@@ -152,7 +152,7 @@ def reinforce(options: argparse.Namespace, task: str, seed: int, folder: Path) -
     ]
     call(
         folder / "done",
-        *("fit", "--config", EXP / "tracerl_tiny.yaml", *seed_flags(seed), "--run_dir", folder),
+        *("fit", "--config", "exp/tracerl_tiny", *seed_flags(seed), "--run_dir", folder),
         *("--ckpt_path", "last", "--trainer.callbacks", json.dumps(callbacks)),
         *("--trainer.max_epochs", 100, "--trainer.check_val_every_n_epoch", 10),
         *("--data.prompts_per_step", 40, "--data.responses_per_prompt", 8),

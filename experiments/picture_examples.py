@@ -30,7 +30,7 @@ METHOD = "threshold_09"  # whose answers are shown
 def main() -> None:
     """Draws the picture."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--questions", type=Path, required=True, help="run of benchmark_pictures")
+    parser.add_argument("--questions", type=Path, required=True, help="decoded questions")
     parser.add_argument("--drawings", type=Path, required=True, help="run of draw_pictures")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()

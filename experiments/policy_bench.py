@@ -36,7 +36,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
 from chain import (
-    EXP,
+    CONFIGS,
     call,
     degrees_of_freedom,
     parser,
@@ -59,7 +59,7 @@ from lit_dlm.trajectories.store import TrajectoryShardReader
 class Task:
     """A list of problems and the model that solves it."""
 
-    suffix: str  # of the experiments generate_*, tracelock_* and tracelock_outcome_*
+    domain: str | None  # files in configs/domain, if the model is not that of the experiments
     backbone: str  # its file in configs/backbone
     name: str  # class of the task
     length: int  # response cells
@@ -69,11 +69,15 @@ class Task:
     split: str = "train"  # of traces, training and validation
     model: str | None = None  # option with the folder of a model that does not ship
 
+    def overlay(self, part: str = "") -> list[str]:
+        """Returns the flags of the domain's file for a part of the work."""
+        return ["--config", f"domain/{self.domain}{part}"] if self.domain else []
+
 
 TASKS = {
-    "words": Task("tiny", "tiny", "WordProblems", 32),
+    "words": Task(None, "tiny", "WordProblems", 32),
     "functions": Task(
-        "tiny", "tiny", "PythonFunctions", 32, {"allow_code_execution": True}, traces=700
+        None, "tiny", "PythonFunctions", 32, {"allow_code_execution": True}, traces=700
     ),
     "sudoku": Task("planning", "tiny_planning", "Sudoku", 20, traces=5000),
     "pictures": Task(
@@ -312,13 +316,13 @@ def distil(options: argparse.Namespace, name: str, seed: int, folder: Path) -> N
     task, model = TASKS[name], model_flags(options, name)
     call(
         folder / "traced",
-        *("predict", "--config", EXP / f"generate_{task.suffix}.yaml", *model),
+        *("predict", "--config", "exp/generate_tiny", *task.overlay("_train"), *model),
         *("--seed_everything", seed, "--model.seed", seed, "--data.response_length", task.length),
         *("--data.tasks", problem_list(name, task.split, task.traces, seed), "--run_dir", folder),
     )
     call(
         folder / "distilled",
-        *("fit", "--config", EXP / f"tracelock_{task.suffix}.yaml", *model, *seed_flags(seed)),
+        *("fit", "--config", "exp/tracelock_tiny", *task.overlay(), *model, *seed_flags(seed)),
         *("--run_dir", folder, "--ckpt_path", "last"),
     )
 
@@ -341,7 +345,8 @@ def train_on_outcomes(
     task = TASKS[name]
     call(
         folder / "done",
-        *("fit", "--config", EXP / f"tracelock_outcome_{task.suffix}.yaml", *seed_flags(seed)),
+        *("fit", "--config", "exp/tracelock_outcome_tiny", *task.overlay("_outcome")),
+        *seed_flags(seed),
         *(*model_flags(options, name), "--run_dir", folder, "--ckpt_path", "last"),
         *("--data.response_length", task.length, *flags),
         *("--data.tasks", problem_list(name, task.split, task.prompts, 1000 + seed)),
@@ -381,10 +386,10 @@ def decode(
             continue
         folder = list_folder(options, which, by) / window
         config = {
-            "defaults": str(EXP.parent / "method" / "benchmark.yaml"),
+            "defaults": str(CONFIGS / "method" / "benchmark.yaml"),
             "model": {
                 "init_args": {
-                    "backbone": str(EXP.parent / "backbone" / f"{task.backbone}.yaml"),
+                    "backbone": str(CONFIGS / "backbone" / f"{task.backbone}.yaml"),
                     "tokenizer": task.backbone.replace("_", "-"),
                     "decoders": here,
                 }

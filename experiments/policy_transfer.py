@@ -1,7 +1,7 @@
 """TraceLock's policy with windows, budgets and lengths other than those it was trained with.
 
 The policies are the distilled ones of the policy bench, trained on word problems of 32 cells that
-are all in view; nothing is retrained. They decode a fresh list with ``exp/transfer_tiny``
+are all in view; nothing is retrained. They decode a fresh list with ``eval/transfer``
 at 32 and at 64 cells.
 
     python experiments/policy_transfer.py --out runs/policy_bench  # makes what is missing
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from chain import EXP, Decodes, call, keep_decodes, parser, points, problems, read_decodes, table
+from chain import Decodes, call, keep_decodes, parser, points, problems, read_decodes, table
 from policy_bench import distil, run_of
 
 LENGTHS = (32, 64)
@@ -31,7 +31,8 @@ def main() -> None:
                 folder = run / f"transfer-{length}"
                 call(
                     folder / "done",
-                    *("predict", "--config", EXP / "transfer_tiny.yaml", "--run_dir", run),
+                    *("predict", "--config", "exp/evaluate_tiny"),
+                    *("--config", "eval/transfer", "--run_dir", run),
                     *("--trainer.callbacks.init_args.run_dir", folder),
                     *("--data.response_length", length),
                     *("--data.tasks", problems("WordProblems", "test", 1000, seed=37)),

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from chain import BARE, EXP, call, points, problems, seed_flags, table
+from chain import BARE, call, points, problems, seed_flags, table
 from numpy.typing import NDArray
 
 from lit_dlm.reports.results import ResultFolder
@@ -81,7 +81,8 @@ def train(options: argparse.Namespace, method: str, seed: int) -> None:
     if method == "dpo":
         call(
             folder / "decoded",
-            *("predict", "--config", EXP / "distill_pairs_tiny.yaml", "--run_dir", folder),
+            *("predict", "--config", "exp/distill_tiny", "--config", "method/pairs"),
+            *("--run_dir", folder),
             *("--seed_everything", seed, "--model.seed", seed, *tasks),
             costs=costs,
         )
@@ -90,7 +91,7 @@ def train(options: argparse.Namespace, method: str, seed: int) -> None:
         flags += ["--trainer.max_epochs", 12, "--trainer.limit_val_batches", 0]
         flags += ["--trainer.num_sanity_val_steps", 0, *tasks, "--data.prompts_per_step", 32]
     _, config, *own = METHODS[method]
-    call(folder / "done", "fit", "--config", EXP / f"{config}.yaml", *flags, *own, costs=costs)
+    call(folder / "done", "fit", "--config", f"exp/{config}", *flags, *own, costs=costs)
 
 
 def evaluate(folder: Path, adapter: Path | None) -> None:
@@ -105,7 +106,7 @@ def evaluate(folder: Path, adapter: Path | None) -> None:
     }
     call(
         folder / "evaluated",
-        *("predict", "--config", EXP / "benchmark_tiny.yaml", "--run_dir", folder),
+        *("predict", "--config", "exp/benchmark_tiny", "--run_dir", folder),
         *("--model.init_args.sweep", "null", "--model.init_args.level", "tokens"),
         *("--model.init_args.decoders", json.dumps(decoders)),
         *([] if adapter is None else ["--model.backbone.init_args.adapter", adapter]),

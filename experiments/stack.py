@@ -25,7 +25,6 @@ from typing import Any
 
 from chain import (
     BARE,
-    EXP,
     Decodes,
     between,
     call,
@@ -93,12 +92,12 @@ def measure(options: argparse.Namespace, chain: str, seed: int) -> list[Path]:
     seeds = ["--seed_everything", seed, "--model.seed", seed]
     call(
         folder / "traced",
-        *("predict", "--config", EXP / "generate_tiny.yaml", *path, *seeds, "--run_dir", folder),
+        *("predict", "--config", "exp/generate_tiny", *path, *seeds, "--run_dir", folder),
         *("--data.tasks", problems("WordProblems", "train", 1600, seed=seed)),
     )
     call(
         folder / "distilled",
-        *("fit", "--config", EXP / "tracelock_tiny.yaml", *path, *seed_flags(seed)),
+        *("fit", "--config", "exp/tracelock_tiny", *path, *seed_flags(seed)),
         *("--run_dir", folder, "--ckpt_path", "last"),
     )
     places = {"tracelock": "policy"}
@@ -106,7 +105,7 @@ def measure(options: argparse.Namespace, chain: str, seed: int) -> list[Path]:
         places["outcome"] = "outcome/policy/best"
         call(
             folder / "outcome" / "done",
-            *("fit", "--config", EXP / "tracelock_outcome_tiny.yaml", *path, *seed_flags(seed)),
+            *("fit", "--config", "exp/tracelock_outcome_tiny", *path, *seed_flags(seed)),
             *("--run_dir", folder, "--ckpt_path", "last", "--trainer.max_epochs", 40),
             *("--data.tasks", problems("WordProblems", "train", 4000, seed=1000 + seed)),
             *("--data.val_tasks", problems("WordProblems", "train", 300, seed=100)),
@@ -136,7 +135,7 @@ def trained(options: argparse.Namespace, chain: str, seed: int) -> str:
         adapter = folder / "policy" / "last"
         call(
             folder / "trained",
-            *("fit", "--config", EXP / "tracerl_tiny.yaml", *path, *seed_flags(seed)),
+            *("fit", "--config", "exp/tracerl_tiny", *path, *seed_flags(seed)),
             *("--run_dir", folder, "--ckpt_path", "last"),
             *("--trainer.check_val_every_n_epoch", 12),
             *("--data.val_tasks", problems("WordProblems", "train", 300, seed=100)),
@@ -145,13 +144,15 @@ def trained(options: argparse.Namespace, chain: str, seed: int) -> str:
         own = options.out / "distilled" / f"{before or 'base'}-s{seed}"
         call(
             own / "done",
-            *("predict", "--config", EXP / "distill_tiny.yaml", *path, "--run_dir", own),
+            *("predict", "--config", "exp/distill_tiny", *path, "--run_dir", own),
             *("--data.tasks", problems("WordProblems", "train", 4000, seed=seed)),
         )
-        config = {"sft": "sft_sd_tiny.yaml", "tabom": "tabom_tiny.yaml"}[stage]
+        method = ["exp/tabom_tiny"]
+        if stage == "sft":
+            method = ["exp/sft_gt_tiny", "--config", "data/own_answers_tiny"]
         call(
             folder / "trained",
-            *("fit", "--config", EXP / config, *path, *seed_flags(seed), "--run_dir", own),
+            *("fit", "--config", *method, *path, *seed_flags(seed), "--run_dir", own),
             *("--trainer.default_root_dir", folder, *BARE, "--model.export_dir", adapter),
             *("--data.limit", 1800, "--data.sources", recorded(own)),
         )

@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 from chain import (
     BARE,
-    EXP,
     Decodes,
     between,
     call,
@@ -52,7 +51,7 @@ MODELS = ("weak", "full")
 METHODS: dict[str, tuple[str, ...]] = {
     "base": (),
     "sft-gt": ("sft_gt_tiny",),
-    "sft-sd": ("sft_sd_tiny",),
+    "sft-sd": ("sft_gt_tiny", "--config", "data/own_answers_tiny"),
     "window": ("tabom_tiny", "--model.rank_weight", "0"),
     "tabom": ("tabom_tiny",),
     "dparallel": ("dparallel_tiny",),
@@ -108,7 +107,7 @@ def tuned(
     model, own = ["--model.backbone.init_args.path", start], options.out / name
     call(
         own / "distilled",
-        *("predict", "--config", EXP / "distill_tiny.yaml", *model, "--run_dir", own),
+        *("predict", "--config", "exp/distill_tiny", *model, "--run_dir", own),
         *("--data.tasks", problems("WordProblems", "train", 4000)),
     )
     if method == "base":
@@ -116,7 +115,7 @@ def tuned(
     config, *flags = METHODS[method]
     call(
         folder / "done",
-        *("fit", "--config", EXP / f"{config}.yaml", *model, *seed_flags(seed), "--run_dir", own),
+        *("fit", "--config", f"exp/{config}", *model, *seed_flags(seed), "--run_dir", own),
         *("--trainer.default_root_dir", folder, *BARE, "--model.export_dir", folder / "adapter"),
         *("--data.limit", 1800, "--data.val_fraction", "0.1", *flags),
     )
@@ -139,7 +138,7 @@ def decoded(name: str, method: str, folder: Path, model: list[Any]) -> list[Path
         more = ["--data.responses_per_prompt", max(KS)] if part == "samples" else []
         call(
             folder / part / "done",
-            *("predict", "--config", EXP / "evaluate_tiny.yaml", *model, *more),
+            *("predict", "--config", "exp/evaluate_tiny", *model, *more),
             *("--run_dir", folder / part, "--data.tasks", tasks),
             *("--model.decoders", json.dumps(decoders)),
             *("--data.methods", json.dumps(list(decoders))),
@@ -154,7 +153,7 @@ def scored(
     place = folder / "scores"
     call(
         place / "done",
-        *("validate", "--config", EXP / "tabom_scores_tiny.yaml", *model),
+        *("validate", "--config", "exp/tabom_scores_tiny", *model),
         *("--run_dir", options.out / name, "--trainer.default_root_dir", place),
         *("--trainer.logger.init_args.save_dir", place, "--data.limit", 1800),
         *("--trainer.callbacks.init_args.folder", place),

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 import cli
-from lit_dlm.config.files import FOLDER, load, packaged
+from lit_dlm.config.files import FOLDER, compose, load, packaged, resolved, variants
 from tests.twins import RELEASES
 
 pytestmark = pytest.mark.slow  # every case builds the whole command line
@@ -19,17 +19,17 @@ def _print_config(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return output.out
 
 
-def test_fits_into_one_run_folder_have_folders_of_their_own():
-    """Each is claimed by the first that is run there; two may share a ``run_dir``."""
-    owners: dict[str, str] = {}
+def test_every_reference_has_a_value_and_every_fit_a_folder_of_its_own():
+    """The first fit of a folder claims it; two may share a ``run_dir``."""
+    owners: dict[str, list[str]] = {}
     for name in packaged("exp"):
-        config = load(name)
-        module = config["model"]["class_path"].rpartition(".")[2]
-        if module in ("DecodeModule", "TraceModule"):
-            continue
-        root = config["trainer"].get("default_root_dir", "${run_dir}")
-        folder = root.replace("${run_dir}", config["run_dir"])
-        assert owners.setdefault(folder, name) == name
+        for case in ([name, *more] for more in ([], *variants(name))):
+            config = resolved(compose(["--config", *case], "base").document)
+            if config["model"]["class_path"].rpartition(".")[2] not in (
+                "DecodeModule",
+                "TraceModule",
+            ):
+                assert owners.setdefault(config["trainer"]["default_root_dir"], case) == case
     assert {"runs/tiny", "runs/tiny/outcome", "runs/dream/autoencoder"} < owners.keys()
 
 
@@ -40,8 +40,7 @@ def test_trainer_parses_on_top_of_an_experiment(name: str, capsys):
 
 def test_backbones_that_no_experiment_names_are_valid(capsys):
     """Of the others each is that of an experiment, and runs with it."""
-    used = "".join(path.read_text() for path in (FOLDER / "exp").rglob("*.yaml"))
-    used += "".join(path.read_text() for path in (FOLDER / "method").glob("*.yaml"))
+    used = "".join(path.read_text() for path in FOLDER.rglob("*.yaml"))
     names = {name for name in packaged("backbone") if f"{name}.yaml" not in used}
     for name in names - {"backbone/from_ar"}:
         entry = load(name)
@@ -54,20 +53,27 @@ def test_backbones_that_no_experiment_names_are_valid(capsys):
 
 
 RELEASED = {
-    "as_released": "dream dream_code llada llada_code mmada",
-    "as_released_block": "trado trado_code trado_block8 trado_thinking sdar sdar_code sdar_value "
-    "sdar_random sdar_coupled",
-    "as_released_sft": "dream llada mmada sdar trado trado_long_cot",
-    "as_released_tabom": "dream_prm12k dream_ling_coder llada_prm12k llada_ling_coder llada_v",
-}
-"""Overlays with a release's values to the experiments that they are for, without their method."""
-CASES = [(overlay, name) for overlay, names in RELEASED.items() for name in names.split()]
+    "as_released": ["tracerl_dream", "tracerl_dream_code", "tracerl_llada",
+                    "tracerl_llada_code", "tracerl_mmada"],
+    "as_released_block": ["tracerl_trado", "tracerl_trado_code",
+                          "tracerl_trado_block8", "tracerl_sdar",
+                          "tracerl_trado_thinking",
+                          "tracerl_sdar_value",
+                          "tracerl_sdar_code", "tracerl_sdar_random",
+                          "tracerl_sdar_coupled"],
+    "as_released_sft": ["sft_dream", "sft_llada", "sft_mmada", "sft_sdar", "sft_trado",
+                        "sft_trado --config=method/thinking_sft"],
+    "as_released_tabom": ["tabom_dream_prm12k", "tabom_dream_ling_coder", "tabom_llada_prm12k",
+                          "tabom_llada_ling_coder", "tabom_llada_prm12k --config=model/llada_v"],
+}  # fmt: skip
+"""Overlays with a release's values to the experiments that they are for."""
+CASES = [(overlay, name) for overlay, names in RELEASED.items() for name in names]
 
 
 @pytest.mark.parametrize(("overlay", "name"), CASES)
 def test_what_departs_from_a_release_takes_its_values(overlay: str, name: str, capsys):
-    kind = {"as_released_sft": "sft", "as_released_tabom": "tabom"}.get(overlay, "tracerl")
-    files = (f"--config=exp/{kind}_{name}", f"--config=method/{overlay}")
+    kind = name.partition("_")[0]
+    files = f"--config=exp/{name} --config=method/{overlay}".split()
     parsed = yaml.safe_load(_print_config(capsys, "fit", *files))
     options, data = (parsed[part]["init_args"] for part in ("model", "data"))
     if kind == "tabom":
@@ -84,7 +90,7 @@ def test_what_departs_from_a_release_takes_its_values(overlay: str, name: str, c
         is_block = overlay == "as_released_block"
         assert options["block_alignment"] == ("response" if is_block else None)
         assert options["masking"]["init_args"].get("rows_per_sample") is None
-        few = name == "sdar_value"  # on four GPUs
+        few = name == "tracerl_sdar_value"  # on four GPUs
         assert data["rows_per_update"] == (128 if few else 256 if is_block else 2048)
 
 

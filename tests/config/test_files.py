@@ -175,13 +175,6 @@ def test_values_of_flags_may_name_packaged_files(tmp_path, monkeypatch):
     assert composed.document == {"backbone": backbone, "file": "other.yaml", "flag": "-1"}
 
 
-def test_every_packaged_reference_has_a_value():
-    """Also those of overlays, on an experiment that has their keys."""
-    for name in [*packaged("exp"), *packaged("trainer")]:
-        own = ["--config", name] if name.startswith("exp/") else ["-c=exp/sft_dream", "-c", name]
-        assert resolved(compose(own, "base").document)["run_dir"]
-
-
 def test_experiments_have_names_of_their_own_in_folders_by_method():
     """They are found without the folder."""
     folders = {path.parent.name for path in (FOLDER / "exp").rglob("*.yaml")}

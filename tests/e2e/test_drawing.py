@@ -45,17 +45,27 @@ QUESTIONS = [
 
 
 @pytest.mark.parametrize(
-    ("config", "method", "flag"),
+    ("configs", "method", "flag"),
     [
-        ("draw_pictures", "draw", "--data.responses_per_prompt=2"),
-        ("benchmark_pictures", "threshold_09", f"--data.tasks={json.dumps(QUESTIONS)}"),
+        (["exp/draw_pictures"], "draw", "--data.responses_per_prompt=2"),
+        (
+            ["exp/evaluate_tiny", "domain/pictures_test"],
+            "threshold_09",
+            f"--data.tasks={json.dumps(QUESTIONS)}",
+        ),
     ],
 )
 def test_a_killed_run_with_pictures_loses_and_doubles_nothing(
-    config: str, method: str, flag: str, tmp_path: Path
+    configs: list[str], method: str, flag: str, tmp_path: Path
 ):
     """Drawn pictures, asked ones, results and records are those of a run that nobody killed."""
-    command = ["predict", f"--config=exp/{config}", f"--data.methods=[{method}]", flag, *ON_ONE_CPU]
+    command = [
+        "predict",
+        *(f"--config={one}" for one in configs),
+        f"--data.methods=[{method}]",
+        flag,
+        *ON_ONE_CPU,
+    ]
     whole, part = tmp_path / "whole", tmp_path / "part"
     run(*command, f"--run_dir={whole}")
     command += [f"--run_dir={part}", "--data.batch_size=3"]

@@ -1,4 +1,4 @@
-"""Every file in ``configs/exp`` runs for a batch on a twin of its release, at its precision.
+"""Every experiment, and each with its overlays, runs on a twin of its release, at its precision.
 
 In one working folder a twin lies at the hub id that a file names, and small data files lie where
 files look for data: an existing folder wins over the hub. What a run leaves in its ``run_dir`` is
@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import cli
-from lit_dlm.config.files import find, load
+from lit_dlm.config.files import compose, load, packaged, variants
 from tests.cuda_rules import cuda_rules
 from tests.e2e.runs import ON_ONE_CPU, ROOT, write_jsonl
 from tests.e2e.witness import SEEN
@@ -29,8 +30,6 @@ from tests.rewards.judge_server import JudgeServer
 from tests.twins import RELEASES, write_magvit_twin, write_twin
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unpainted")]
-EXPERIMENTS = ROOT / "configs" / "exp"
-
 STAGES = ("pretrain", "generate", "distill", "projector", "tracelock")
 """What comes before the rest of a ``run_dir``, in this order; a second round comes after."""
 
@@ -46,18 +45,31 @@ PROJECTOR = {"hidden_rank": 8, "delta_rank": 4}
 """Widths of a projector that fits a twin."""
 
 
-def _order(path: Path) -> tuple[bool, int]:
-    kind = path.stem.partition("_")[0]
+Case = tuple[str, ...]
+"""An experiment, and what follows it on the command line."""
+
+
+def _order(case: Case) -> tuple[bool, int]:
+    kind = case[0].removeprefix("exp/").partition("_")[0]
     stage = STAGES.index(kind) if kind in STAGES else len(STAGES)
-    return path.stem.endswith("round2") or "_outcome_" in path.stem, stage
+    return "round2" in str(case) or "_outcome_" in case[0], stage
 
 
-FILES = sorted(EXPERIMENTS.rglob("*.yaml"), key=lambda path: (_order(path), path.stem))
+CASES = sorted(
+    [(name, *words) for name in packaged("exp") for words in ([], *variants(name))],
+    key=lambda case: (_order(case), case),
+)
+
+
+def called(case: Case) -> str:
+    """Such as ``tracelock_tiny+planning``."""
+    files = [case[0], *(word for flag, word in pairwise(case) if flag == "--config")]
+    return "+".join(name.rpartition("/")[2] for name in files)
 
 
 @cache
-def config_of(path: Path) -> dict[str, Any]:
-    return load(str(path))
+def config_of(case: Case) -> dict[str, Any]:
+    return compose(["--config", *case]).document
 
 
 SPOKEN = {"<t5000>": "\\boxed{3}", "<t5001>": "\\boxed{4}", "<t5002>": "```pythonĊprint(3)Ċ```"}
@@ -186,39 +198,44 @@ class Workplace:
     def __init__(self, folder: Path, judge: JudgeServer) -> None:
         self.folder = folder
         self.judge = judge
-        self.outcomes: dict[Path, BaseException | None] = {}
+        self.outcomes: dict[Case, BaseException | None] = {}
 
-    def run(self, path: Path) -> None:
-        if path not in self.outcomes:
-            config = config_of(path)
-            for other in FILES:
-                same_folder = config_of(other)["run_dir"] == config["run_dir"]
-                converted = other.stem == "sft_smollm2" and path.stem.endswith("_smollm2")
-                if (same_folder and _order(other) < _order(path)) or (converted and other != path):
+    def run(self, case: Case) -> None:
+        if case not in self.outcomes:
+            run_dir = config_of(case)["run_dir"]
+            for other in CASES:
+                same_folder = config_of(other)["run_dir"] == run_dir
+                converted = other == ("exp/sft_smollm2",) and "+smollm2" in called(case)
+                if (same_folder and _order(other) < _order(case)) or (converted and other != case):
                     self.run(other)
+            if re.search("own_answers_tiny|method/tabom_tiny", str(case)):
+                self.run(("exp/distill_tiny",))
+                Path(run_dir).mkdir(parents=True)
+                Path(run_dir, "traces").symlink_to(self.folder / "runs/tabom_tiny/traces")
             try:
-                self._start(path, config)
-                self.outcomes[path] = None
+                self._start(case)
+                self.outcomes[case] = None
             except (Exception, SystemExit) as error:
-                self.outcomes[path] = error
-        if (error := self.outcomes[path]) is not None:
-            raise AssertionError(f"{path.stem} failed: {error}") from error
+                self.outcomes[case] = error
+        if (error := self.outcomes[case]) is not None:
+            raise AssertionError(f"{called(case)} failed: {error}") from error
 
-    def _start(self, path: Path, config: dict[str, Any], *more: str) -> None:
+    def _start(self, case: Case, *more: str) -> None:
+        config, name = config_of(case), called(case)
         text = json.dumps([config, more])
         for release in RELEASES:
             if release in text and not (self.folder / release).exists():
                 few = None if "GSAI" in release or "MMaDA" in release else 6000
                 twin = write_twin(self.folder / release, release, hidden_size=32, num_ordinary=few)
                 talkative(twin, SPOKEN | (LETTERS if release in SEEING else {}))
-        if path.stem == "sft_smollm2":  # experiments/smollm2.py makes its files
+        if name == "sft_smollm2":  # experiments/smollm2.py makes its files
             write_twin("runs/smollm2/model", QWEN, hidden_size=32, num_ordinary=6000)
             shutil.copy("sft.jsonl", "runs/smollm2/train.jsonl")
         if "showlab/magvitv2" in text:
             write_magvit_twin(self.folder / "showlab/magvitv2")
         kind = config["model"]["class_path"].rpartition(".")[2]
         command = "predict" if kind in DECODING else "fit"
-        command = "validate" if path.stem == "tabom_scores_tiny" else command
+        command = "validate" if name == "tabom_scores_tiny" else command
         trainer = config["trainer"]
         flags = [*ON_ONE_CPU, "--trainer.callbacks+=tests.e2e.witness.Witness"]
         options = config["data"]["init_args"]
@@ -230,9 +247,8 @@ class Workplace:
                 flags += ["--trainer.val_check_interval=1"]
         if kind == "PretrainModule":
             flags += ["--model.compile=false"]  # a minute for a step
-        if kind in ("TraceModule", "AutoencoderModule") and re.search(
-            "_dream|_sdar|_smollm2", path.stem
-        ):
+        is_traced = kind in ("TraceModule", "AutoencoderModule")
+        if is_traced and re.search("dream|sdar|smollm2", name):
             flags += [f"--model.{name}={size}" for name, size in PROJECTOR.items()]
         model = config["model"]["init_args"]
         if "SteppedBlockWindow" in text:  # its blocks and steps divide the response
@@ -260,7 +276,7 @@ class Workplace:
         self.judge.requests.clear()
         is_for_gpu = "bfloat16" in text or "bf16-mixed" in text
         with cuda_rules() if is_for_gpu else nullcontext():
-            cli.main([command, "--config", str(path), *flags, *more])
+            cli.main([command, "--config", *case, *flags, *more])
         assert SEEN[{"fit": "steps", "validate": "validation", "predict": "predict"}[command]]
         if "val_check_interval" in trainer or "val_tasks" in options:
             assert SEEN["validation"]
@@ -285,11 +301,11 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_experiment_runs(path: Path, workplace: Workplace):
-    if path.stem == "pretrain_pictures":
+@pytest.mark.parametrize("case", CASES, ids=called)
+def test_experiment_runs(case: Case, workplace: Workplace):
+    if case[0] == "exp/pretrain_pictures":
         pytest.importorskip("sklearn")
-    workplace.run(path)
+    workplace.run(case)
 
 
 SHARDS = "--data.sources.init_args.shards=runs/tabom_dream_prm12k/traces"
@@ -309,9 +325,9 @@ def test_experiment_runs_with_other_settings(
     name: str, method: str, more: str, workplace: Workplace
 ):
     """A release's values, and a backbone of another family, whose answers end in another token."""
-    path = find(f"exp/{name}")
-    workplace.run(path)
-    workplace._start(path, config_of(path), f"--config=method/{method}", *more.split())
+    case = (f"exp/{name}",)
+    workplace.run(case)
+    workplace._start(case, f"--config=method/{method}", *more.split())
 
 
 def test_rewards_that_grade_nothing_are_trained_on_and_monitored(workplace: Workplace):
@@ -322,13 +338,12 @@ def test_rewards_that_grade_nothing_are_trained_on_and_monitored(workplace: Work
     price = "[{class_path: lit_dlm.rewards.speed.ForwardPrice, init_args: {price: 0.01}}]"
     for name, *flags in (
         shlex.split(shown.replace("\\\n", "")),
-        ["exp/tracerl_trado.yaml", "--data.rewards", price],
+        ["exp/tracerl_trado", "--data.rewards", price],
     ):
-        path = find(name)
-        workplace.run(path)
-        run_dir = f"runs/ungraded/{path.stem}"
+        workplace.run((name,))
+        run_dir = f"runs/ungraded/{name}"
         each = "--trainer.check_val_every_n_epoch=1"
-        workplace._start(path, config_of(path), f"--run_dir={run_dir}", each, *flags)
+        workplace._start((name,), f"--run_dir={run_dir}", each, *flags)
         scores = json.loads((workplace.folder / run_dir / "policy" / "scores.json").read_text())
         assert scores["monitor"] == "val/reward"
         assert scores["scores"].keys() == {"epoch-00"}
@@ -346,11 +361,11 @@ def test_rewards_that_grade_nothing_are_trained_on_and_monitored(workplace: Work
 def test_other_tasks_run_behind_an_experiment(data: str, workplace: Workplace):
     """One batch of every task, on the experiment's twin; all are graded."""
     family = "llada" if data.endswith("llada") else "dream"
-    path = find(f"exp/benchmark_tabom_{family}")
-    workplace.run(path)
+    name = f"exp/benchmark_tabom_{family}"
+    workplace.run((name,))
     flags = f"--config=data/{data} --run_dir=runs/{data} --data.response_length=16"
     flags += " --data.batch_size=4 --data.methods=[threshold_08]"
-    cli.main(["predict", f"--config={path}", *flags.split(), *ON_ONE_CPU])
+    cli.main(["predict", f"--config={name}", *flags.split(), *ON_ONE_CPU])
     summaries = json.loads((workplace.folder / "runs" / data / "summary.json").read_text())
     num_tasks = len(load(f"data/{data}")["data"]["init_args"]["tasks"])
     assert len(summaries) == num_tasks

@@ -41,7 +41,7 @@ SIZES = ("--data.batch_size=8", "--data.val_fraction=0")
 
 
 def fit(name: str, run_dir: Path, *flags: str) -> None:
-    run("fit", f"--config=exp/{name}", f"--run_dir={run_dir}", *SIZES, *QUIET, *flags)
+    run("fit", *f"--config=exp/{name} --run_dir={run_dir}".split(), *SIZES, *QUIET, *flags)
 
 
 def evaluate(run_dir: Path, *flags: str) -> dict[str, bool]:
@@ -74,7 +74,7 @@ def test_a_recipe_goes_on_from_its_last_checkpoint(
     They are no checkpoint of the model without one, and a new run, or one of other settings, does
     not mix with this one.
     """
-    name, folder = "tabom_dream_prm12k_tiny", run_dir / "dream_prm12k"
+    name, folder = "tabom_dream_prm12k --config=method/tabom_tiny", run_dir
     fit(name, run_dir, "--trainer.max_epochs", "1", "--ckpt_path", "last")
     first = (folder / "adapters" / "epoch-00" / "adapter_model.safetensors").read_bytes()
     fit(name, run_dir, "--trainer.max_epochs", "2", "--ckpt_path", "last")
@@ -87,7 +87,7 @@ def test_a_recipe_goes_on_from_its_last_checkpoint(
     base = (f"--run_dir={run_dir}/base", f"--ckpt_path={folder}/checkpoints/last.ckpt")
     error = fails(capsys, *EVALUATE, *base, *QUIET)
     assert f"has no use here for {len(stored['state_dict'])} weights" in error
-    again = ("fit", f"--config=exp/{name}", f"--run_dir={run_dir}", *SIZES, *QUIET)
+    again = ("fit", *f"--config=exp/{name} --run_dir={run_dir}".split(), *SIZES, *QUIET)
     error = fails(capsys, *again, "--trainer.max_epochs=1")
     assert f"run_dir: {folder} holds a fit, which goes on with --ckpt_path last; a new " in error
     error = fails(capsys, *again, "--ckpt_path=last", "--model.optimizer.lr=0.5")
@@ -135,20 +135,20 @@ def test_a_recipe_takes_the_release_rows_as_its_comment_says(
     assert written["init_args"]["only_correct"] is False
 
 
-@pytest.mark.parametrize(("name", "folder"), [("tabom_tiny", ""), ("sft_sd_tiny", "sft_sd")])
+@pytest.mark.parametrize("name", ["tabom_tiny", "sft_gt_tiny --config=data/own_answers_tiny"])
 def test_a_run_goes_on_from_its_last_checkpoint(
-    run_dir: Path, name: str, folder: str, caplog: pytest.LogCaptureFixture
+    run_dir: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two steps, then two more, which end where four without a break do."""
-    anew = f"nothing to go on from in {run_dir / folder / 'checkpoints'}, starting anew"
+    anew = f"nothing to go on from in {run_dir / 'checkpoints'}, starting anew"
     caplog.set_level("INFO")
     for steps, is_new in ((2, True), (4, False)):
         caplog.clear()
         fit(name, run_dir, "--trainer.max_steps", str(steps), "--ckpt_path", "last")
         assert (anew in caplog.messages) == is_new
-        stored = run_dir / folder / "checkpoints" / "last.ckpt"
+        stored = run_dir / "checkpoints" / "last.ckpt"
         assert torch.load(stored, weights_only=True)["global_step"] == steps
-    weights = [run_dir / folder / "adapter", run_dir / "whole"]
+    weights = [run_dir / "adapter", run_dir / "whole"]
     bare = ("--trainer.enable_checkpointing=false", "--trainer.callbacks=[]")
     place = (f"--trainer.default_root_dir={weights[1]}", f"--model.export_dir={weights[1]}")
     fit(name, run_dir, "--trainer.max_steps=4", *place, *bare)

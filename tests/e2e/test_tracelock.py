@@ -281,7 +281,14 @@ def test_a_longer_run_goes_on_along_the_schedule_of_its_length(whole: Path, begu
 
 
 def test_an_autoencoder_replaces_the_principal_components(begun: Path) -> None:
-    run("fit", "--config=exp/projector_tiny", *FEW, *RANKS, f"--run_dir={begun}")
+    run(
+        "fit",
+        "--config=exp/projector_dream",
+        "--config=method/projector_tiny",
+        *FEW,
+        *RANKS,
+        f"--run_dir={begun}",
+    )
     own = ["--data.source=tokens", f"--model.projector={begun / 'autoencoder'}"]
     run(*FIT[:2], *FEW, *own, f"--run_dir={begun}")
     assert AcceptanceScorer.load(begun / "policy").projector.config.kind == "autoencoder"
@@ -306,12 +313,18 @@ def test_ranks_that_cannot_be_are_refused_before_anything_is_decoded(
 
 def test_second_round_mixes_traces_of_the_policy_itself(whole: Path, begun: Path) -> None:
     (begun / "policy").symlink_to(whole / "policy")
-    run("predict", "--config=exp/generate_tiny_round2", *ROUND, f"--run_dir={begun}")
+    run(
+        "predict",
+        "--config=exp/generate_tiny",
+        "--config=method/round2_traces",
+        *ROUND,
+        f"--run_dir={begun}",
+    )
     traces = list(TrajectoryShardReader(begun / "traces_round2", features=True))
     assert len(traces) == 24
     assert {trace.uid.partition("@")[2] for trace in traces} == {"tracelock_09", "tracelock_099"}
     mixed = [*FEW, "--data.only_correct=false", f"--run_dir={begun}"]
-    run("fit", "--config=exp/tracelock_tiny_round2", *mixed)
+    run("fit", "--config=exp/tracelock_tiny", "--config=method/round2", *mixed)
     one, two = (
         load_file(begun / name / "model.safetensors") for name in ("policy", "policy_round2")
     )

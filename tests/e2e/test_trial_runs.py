@@ -21,7 +21,7 @@ PAIRS = "--data.sources=[{class_path: PreferencesFile, init_args: {path: pairs.j
 POLICY = f"--model.policy={locate('tiny') / 'outcome_policy'}"
 ON_RECORDS = {
     "tracelock_tiny": (*RECORDED, "--data.only_correct=false"),
-    "projector_tiny": (*RECORDED, *RANKS),
+    "projector_dream": ("--config=method/projector_tiny", *RECORDED, *RANKS),
     "tabom_tiny": ANSWERS,
     "dparallel_tiny": ANSWERS,
 }
