@@ -103,8 +103,8 @@ class AdapterCheckpoint(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         self._was_validated = not trainer.sanity_checking
-        found = trainer.callback_metrics.get(self.monitor or "")
-        self._measured = None if found is None else float(found)
+        value = trainer.callback_metrics.get(self.monitor or "")
+        self._measured = None if value is None else float(value)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         self._epochs_ended = trainer.current_epoch + 1
@@ -145,12 +145,12 @@ class AdapterCheckpoint(Callback):
         if trainer.ckpt_path is not None or trainer.global_step > 0:
             return []
         names = ("epoch-*", "best", "last", "scores.json")
-        held = sorted(path for name in names for path in self.folder.glob(name))
-        if held:
-            found = ", ".join(path.name for path in held)
+        former = sorted(path for name in names for path in self.folder.glob(name))
+        if former:
+            listed = ", ".join(path.name for path in former)
             is_finished = not (self.folder / _UNFINISHED).exists()
-            require_no_former_run(trainer, self.folder, "weights", found, is_finished=is_finished)
-        return held
+            require_no_former_run(trainer, self.folder, "weights", listed, is_finished=is_finished)
+        return former
 
     def _is_best(self, trainer: Trainer, number: int) -> bool:
         """Notes the monitored value if this epoch logged it; returns whether it is the best."""

@@ -182,9 +182,9 @@ class DecodeWriter(BasePredictionWriter):
         data.done = self._held(trainer)
         wanted = set(getattr(data, "wanted", ()))
         if set() < wanted <= set(data.done):
-            told = "All %d responses are in %s: nothing is decoded (remove it to start anew)"
+            message = "All %d responses are in %s: nothing is decoded (remove it to start anew)"
             place = folder if self.results is None else self.results.folder
-            logger.info(told, len(wanted), place)
+            logger.info(message, len(wanted), place)
         # No process may write before all have listed what the folders hold.
         trainer.strategy.barrier("work_listed")
 
@@ -222,8 +222,8 @@ class DecodeWriter(BasePredictionWriter):
         if self.results is None:
             return records or ()
         if trainer.is_global_zero and (removed := self.results.repair(records)):
-            told = "%s: makes %d results again, which are there twice or lack their trajectory"
-            logger.warning(told, self.results.folder, removed)
+            message = "%s: makes %d results again, which are there twice or lack their trajectory"
+            logger.warning(message, self.results.folder, removed)
         if trainer.is_global_zero:
             self._require_same_problems(self.results)
         trainer.strategy.barrier("results_repaired")
@@ -264,8 +264,8 @@ class DecodeWriter(BasePredictionWriter):
         # After the rows: a killed run can then only lack records, and rows without a record are
         # found and made again.
         if self._shards is not None:
-            facts = None if verdicts is None else [grade_facts(verdict) for verdict in verdicts]
-            self._shards.put_batch(decoded, facts)
+            grades = None if verdicts is None else [grade_metadata(verdict) for verdict in verdicts]
+            self._shards.put_batch(decoded, grades)
 
     def _write_rows(self, decoded: DecodedBatch, verdicts: Sequence[Verdict]) -> None:
         assert self.results is not None
@@ -398,11 +398,11 @@ def _require_all(trainer: Trainer, done: Collection[str], folder: Path) -> None:
         )
 
 
-def grade_facts(verdict: Verdict) -> dict[str, Any]:
+def grade_metadata(verdict: Verdict) -> dict[str, Any]:
     """Returns what a record stores of its grade; ``correct`` is ``None`` without a grader."""
     is_graded = verdict.status != "ungraded"
-    facts: dict[str, Any] = {"correct": verdict.is_correct if is_graded else None}
-    return facts if verdict.score is None else {**facts, "score": verdict.score}
+    metadata: dict[str, Any] = {"correct": verdict.is_correct if is_graded else None}
+    return metadata if verdict.score is None else {**metadata, "score": verdict.score}
 
 
 def _facts(run: RunRecord) -> dict[str, Any]:

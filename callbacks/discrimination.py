@@ -164,8 +164,8 @@ class DiscriminationScore(Callback):
         self.scores[label], self.curves[label] = score, curve
         if trainer.is_global_zero:
             logger.info("discrimination score, %s: %.4f", label, score)
-            found = {"scores": self.scores, "curves": self.curves}
-            write_json(self.folder / "discrimination.json", found)
+            report = {"scores": self.scores, "curves": self.curves}
+            write_json(self.folder / "discrimination.json", report)
             plot_steps(
                 self.curves,
                 self.folder / "discrimination.png",

@@ -86,11 +86,11 @@ class HttpJudge(Callback):
         self, path: Path, rows: list[ResultRow], examples: dict[str, PromptExample]
     ) -> dict[str, bool | None]:
         """Returns the verdict on every row by uid, from the file or from the judge."""
-        held: dict[str, dict[str, Any]] = {}
+        stored: dict[str, dict[str, Any]] = {}
         drop_torn_line(path)
         if path.exists():
             lines = path.read_text(encoding="utf-8").splitlines()
-            held = {stored["uid"]: stored for stored in map(json.loads, lines)}
+            stored = {line["uid"]: line for line in map(json.loads, lines)}
         path.parent.mkdir(parents=True, exist_ok=True)
         verdicts: dict[str, bool | None] = {}
         with path.open("a", encoding="utf-8") as file:
@@ -98,13 +98,13 @@ class HttpJudge(Callback):
                 if row.prompt_uid not in examples:
                     continue
                 digest = hashlib.sha256(json.dumps(row.completion).encode()).hexdigest()
-                found = held.get(row.uid, {})
-                if found.get("completion_sha256") != digest:
+                result = stored.get(row.uid, {})
+                if result.get("completion_sha256") != digest:
                     verdict = self.verdict(examples[row.prompt_uid], row.completion)
-                    found = {"uid": row.uid, "correct": verdict, "completion_sha256": digest}
-                    file.write(json.dumps(found) + "\n")
+                    result = {"uid": row.uid, "correct": verdict, "completion_sha256": digest}
+                    file.write(json.dumps(result) + "\n")
                     file.flush()
-                verdicts[row.uid] = found["correct"]
+                verdicts[row.uid] = result["correct"]
         return verdicts
 
     def verdict(self, example: PromptExample, completion: str) -> bool | None:

@@ -31,7 +31,7 @@ class TrainingLog(Callback):
     """
 
     def __init__(self) -> None:
-        self._batch_at = self._told_at = 0.0
+        self._batch_at = self._logged_at = 0.0
         self._began: tuple[float, float] = (0.0, 0.0)  # when, and the share done then
         self._seconds = 0.0
         self._tokens = self._num_done = self._first = 0
@@ -46,7 +46,7 @@ class TrainingLog(Callback):
         if trainer.is_global_zero:
             whole = sum(size for size, _ in sizes)
             logger.info("training %s of %s parameters", f"{trained:,}", f"{whole:,}")
-        self._told_at = time.monotonic()
+        self._logged_at = time.monotonic()
         self._began, self._first = _beginning(trainer), trainer.global_step
         self._seconds, self._tokens = 0.0, 0
 
@@ -71,8 +71,8 @@ class TrainingLog(Callback):
             logger.info("%d steps in %s: %s", steps, spent, self._line(trainer))
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._told_at = time.monotonic()
-        self._began, self._num_done = (self._told_at, 0.0), 0
+        self._logged_at = time.monotonic()
+        self._began, self._num_done = (self._logged_at, 0.0), 0
 
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
@@ -86,14 +86,14 @@ class TrainingLog(Callback):
             total = max(sum(trainer.num_predict_batches), 1)
             share = done() / total
             left = _time_left(self._began, share)
-            told = "%s, %.1f %% of %d batches%s"
-            logger.info(told, describe_stream(batch), 100.0 * share, total, left)
+            message = "%s, %.1f %% of %d batches%s"
+            logger.info(message, describe_stream(batch), 100.0 * share, total, left)
 
     def _is_due(self, trainer: Trainer) -> bool:
         now = time.monotonic()
-        if not trainer.is_global_zero or now - self._told_at < _SECONDS_BETWEEN_LINES:
+        if not trainer.is_global_zero or now - self._logged_at < _SECONDS_BETWEEN_LINES:
             return False
-        self._told_at = now
+        self._logged_at = now
         bars = [one for one in trainer.callbacks if isinstance(one, ProgressBar)]  # type: ignore[attr-defined]
         return all(bar.is_disabled for bar in bars)
 
@@ -107,17 +107,17 @@ class TrainingLog(Callback):
         Tokens are those of the training batches of all processes, prompts and padding included,
         divided by the time that their steps took.
         """
-        found = {}
+        values = {}
         for name, value in trainer.callback_metrics.items():
             if shown := _SHOWN.fullmatch(name):
                 stage, last = shown.groups()
                 last = {"correct": "accuracy", "nelbo": "loss"}.get(last, last)
-                found[f"val {last}" if stage == "val" else last] = f"{float(value):.4g}"
+                values[f"val {last}" if stage == "val" else last] = f"{float(value):.4g}"
         if trainer.optimizers:
-            found["lr"] = f"{trainer.optimizers[0].param_groups[0]['lr']:.3g}"
+            values["lr"] = f"{trainer.optimizers[0].param_groups[0]['lr']:.3g}"
         if self._tokens and self._seconds:
-            found["tokens/s"] = f"{self._tokens / self._seconds:,.0f}"
-        return found
+            values["tokens/s"] = f"{self._tokens / self._seconds:,.0f}"
+        return values
 
 
 class ProgressBar(RichProgressBar):

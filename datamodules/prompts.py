@@ -138,23 +138,23 @@ class PromptDataModule(LightningDataModule):
     def _fitting(self, task: str, examples: Sequence[PromptExample]) -> list[PromptExample]:
         """Returns the prompts that fit; the same ones in every part of a run that is resumed."""
         excesses = [self._excess(one) for one in examples]
-        found = [one for one, (excess, _) in zip(examples, excesses, strict=True) if excess <= 0]
-        self.skipped[task] = count = len(examples) - len(found)
+        fitting = [one for one, (excess, _) in zip(examples, excesses, strict=True) if excess <= 0]
+        self.skipped[task] = count = len(examples) - len(fitting)
         if count:
             (excess, limit), uid = max(zip(excesses, (one.uid for one in examples), strict=True))
-            told = f"{count} of {len(examples)} prompts of {task} are too long; "
-            told += f"{uid} exceeds {limit} by {excess}"
+            message = f"{count} of {len(examples)} prompts of {task} are too long; "
+            message += f"{uid} exceeds {limit} by {excess}"
             if self.overlong == "refuse":
-                raise ValueError(f"overlong: {told}; 'skip' leaves them out and counts them")
-            logger.warning("left out: %s", told)
-        at_least(1, of="overlong: prompts left of ", **{task: len(found)})
-        return found
+                raise ValueError(f"overlong: {message}; 'skip' leaves them out and counts them")
+            logger.warning("left out: %s", message)
+        at_least(1, of="overlong: prompts left of ", **{task: len(fitting)})
+        return fitting
 
     def _excess(self, example: PromptExample) -> tuple[int, str]:
         """Returns by how many tokens a prompt is too long, and what limits it."""
         length = self.length_of(example)
-        most, told = prompt_limit(self._module.backbone, length, self.max_prompt_length)
-        return len(self._module.prompt_ids(example)) - most, told
+        most, limit = prompt_limit(self._module.backbone, length, self.max_prompt_length)
+        return len(self._module.prompt_ids(example)) - most, limit
 
     @property
     def wanted(self) -> list[str]:
@@ -235,13 +235,13 @@ class PromptMix:
                 f"{', '.join(self.weights) or 'none'}"
             )
         counts = largest_remainder(self.total, [self.weights[name] for name in examples])
-        found = {}
+        chosen = {}
         for number, (name, count) in enumerate(zip(examples, counts, strict=True)):
             every = list(examples[name])
             at_least(count, of="mix.total: examples of ", **{name: len(every)})
             random.Random(self.seed + number).shuffle(every)
-            found[name] = every[:count]
-        return found
+            chosen[name] = every[:count]
+        return chosen
 
 
 def largest_remainder(total: int, weights: Sequence[float]) -> list[int]:

@@ -90,18 +90,18 @@ class EpochPlan(Plan):
             count = len(self) * self.world_size
             readers = self._batches_by_reader()
             # Each reader gets as many examples as its batches hold or more, if there are enough.
-            ends = np.cumsum([len(batches) for batches in readers]) * len(self.blocks) // count
+            ends = np.cumsum([len(numbers) for numbers in readers]) * len(self.blocks) // count
             rng = np.random.default_rng([self.seed, epoch])
             order = self._shuffled(ends, rng)
-            found: list[NDArray[np.int64]] = [order] * count
+            batches: list[NDArray[np.int64]] = [order] * count
             first = 0
-            for batches, end in zip(readers, ends.tolist(), strict=True):
+            for numbers, end in zip(readers, ends.tolist(), strict=True):
                 # A reader without examples (there are fewer than readers) repeats another one's.
                 part = order[first:end] if end > first else order[:1]
-                for number, batch in zip(batches, self._cut(part, len(batches), rng), strict=True):
-                    found[number] = batch
+                for number, batch in zip(numbers, self._cut(part, len(numbers), rng), strict=True):
+                    batches[number] = batch
                 first = end
-            self._pass = (epoch, found)
+            self._pass = (epoch, batches)
         return self._pass[1]
 
     def _batches_by_reader(self) -> list[range]:
@@ -121,17 +121,17 @@ class EpochPlan(Plan):
         # With ten million examples an array takes tens of megabytes: none is kept for long.
         key = rng.random(len(self.blocks))
         names = np.unique(self.blocks)
-        places = rng.permutation(len(names)).astype(np.int32)
-        place = places[np.searchsorted(names, self.blocks)]
-        by_block = np.lexsort((key, place))
+        ranks = rng.permutation(len(names)).astype(np.int32)
+        positions = ranks[np.searchsorted(names, self.blocks)]
+        by_block = np.lexsort((key, positions))
         reader = np.empty(len(by_block), dtype=np.int32)
         reader[by_block] = np.repeat(np.arange(len(ends), dtype=np.int32), np.diff(ends, prepend=0))
         # A reader begins with a group of its own, though it may share its first block.
-        starts = place[by_block[np.concatenate([[0], ends[:-1]]).clip(max=len(by_block) - 1)]]
+        starts = positions[by_block[np.concatenate([[0], ends[:-1]]).clip(max=len(by_block) - 1)]]
         del by_block
-        place -= starts[reader]
-        place //= self.blocks_per_group
-        return np.lexsort((key, place, reader))
+        positions -= starts[reader]
+        positions //= self.blocks_per_group
+        return np.lexsort((key, positions, reader))
 
     def _cut(
         self, order: NDArray[np.int64], count: int, rng: np.random.Generator

@@ -87,8 +87,8 @@ class StateReader:
         ]
 
     def batch(self, refs: Sequence[ExampleRef]) -> StateBatch:
-        found = self.states(np.array([ref.number for ref in refs]))
-        records, steps, kept = (list(part) for part in zip(*found, strict=True))
+        states = self.states(np.array([ref.number for ref in refs]))
+        records, steps, kept = (list(part) for part in zip(*states, strict=True))
         features = None
         if self.reader.features:
             features = [_features_at(*pair) for pair in zip(records, kept, strict=True)]
@@ -256,15 +256,15 @@ class TrajectoryDataModule(ResumableDataModule):
             return
         scorer = module.scorer
         groups = feature_groups(scorer.projector.config, scorer.settings.features)
-        for name, expected, found in (
+        for name, expected, stored in (
             ("projector digest", scorer.projector.digest(), features.projector),
             ("layout", scorer.settings.layout, features.layout),
             ("feature groups", groups, features.groups),
         ):
-            if expected != found:
+            if expected != stored:
                 raise ValueError(
                     f"{self._name}: features of the block of record {uid!r} have another {name} "
-                    f"than the model: expected {expected}, got {found}"
+                    f"than the model: expected {expected}, got {stored}"
                 )
 
     @property

@@ -82,16 +82,16 @@ def main(args: list[str] | None = None) -> None:
     elif name == "--version":
         sys.stdout.write(f"lit-dlm {__version__}\n")
     elif name not in COMMANDS:
-        told = f"unknown command '{name}'; known: {', '.join(COMMANDS)}"
+        message = f"unknown command '{name}'; known: {', '.join(COMMANDS)}"
         if name == "test":
-            told = "test: nothing to run; 'validate' scores a model, 'predict' runs benchmarks"
-        sys.stderr.write(f"lit-dlm: error: {told}\n")
+            message = "test: nothing to run; 'validate' scores a model, 'predict' runs benchmarks"
+        sys.stderr.write(f"lit-dlm: error: {message}\n")
         raise SystemExit(2)
     elif COMMANDS[name][0] == TRAINER and rest in (["--help"], ["-h"]):
         # The parser itself takes seconds to import.
         purpose = COMMANDS[name][1]
-        told = TRAINER_HELP.format(command=name, purpose=purpose[0].upper() + purpose[1:])
-        sys.stdout.write(told)
+        purpose = purpose[0].upper() + purpose[1:]
+        sys.stdout.write(TRAINER_HELP.format(command=name, purpose=purpose))
     elif status := _run(name, rest):
         raise SystemExit(status)
 
@@ -109,8 +109,8 @@ def _run(name: str, rest: list[str]) -> int:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        place, _, function = module.partition(":")
-        status = getattr(import_module(place), function or "main")(rest)
+        path, _, function = module.partition(":")
+        status = getattr(import_module(path), function or "main")(rest)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader of the output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -120,8 +120,8 @@ def _run(name: str, rest: list[str]) -> int:
     except (ValueError, OSError, ModuleNotFoundError) as error:
         if os.environ.get("LIT_DLM_TRACEBACK"):
             raise
-        told = " ".join(str(error).split())
-        told += install_hint(told) + raised_in(error)
-        sys.stderr.write(f"lit-dlm: error: {printable(told)}\n")
+        message = " ".join(str(error).split())
+        message += install_hint(message) + raised_in(error)
+        sys.stderr.write(f"lit-dlm: error: {printable(message)}\n")
         return 1
     return int(status or 0)

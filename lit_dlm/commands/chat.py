@@ -6,14 +6,19 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from inspect import signature
 
 from jsonargparse.typing import PositiveInt
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from lit_dlm.backbones import HFBackbone
-from lit_dlm.commands.generation import add_decoding_arguments, built, live_canvas
+from lit_dlm.commands.generation import (
+    add_decoder_arguments,
+    add_decoding_arguments,
+    built,
+    built_decoder,
+    live_canvas,
+)
 from lit_dlm.config.files import compose
 from lit_dlm.config.parser import Parser
 from lit_dlm.decoding import Decoder
@@ -114,8 +119,8 @@ class Chat:
             f"{tokens} tokens in {steps} steps ({tokens / steps:.1f} a step), "
             f"{tokens / seconds:.1f} tokens/s"
         )
-        if told := unknown_words_hint(self.tokenizer, text):
-            self._say(told, "yellow")
+        if hint := unknown_words_hint(self.tokenizer, text):
+            self._say(hint, "yellow")
 
     def _say(self, text: str, style: str = "dim") -> None:
         self.console.print(text, style=style, highlight=False, soft_wrap=True)
@@ -157,8 +162,5 @@ def _file(name: str, folder: str) -> str:
 
 def _decoder(*options: str) -> Decoder:
     parser = Parser(prog="lit-dlm chat")
-    parser.add_argument("--config", action="config")
-    parser.add_class_arguments(Decoder, None, sub_configs=True)
-    parser.set_defaults({"policy": "ConfidencePolicy"})
-    found = parser.instantiate(parser.parse_composed(compose(options)))
-    return Decoder(**{component: found[component] for component in signature(Decoder).parameters})
+    add_decoder_arguments(parser)
+    return built_decoder(parser.instantiate(parser.parse_composed(compose(options))))

@@ -84,13 +84,13 @@ def _gpus() -> Iterator[Finding]:
         yield "note", "compiler", "none", "long block models train with kernels that need gcc"
     for number in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(number)
-        told = ""
+        consequence = ""
         if device.major < 8:
-            told = "computes no bfloat16: set trainer.precision to 32-true"
+            consequence = "computes no bfloat16: set trainer.precision to 32-true"
         elif device.total_memory < 20 * _GB:
-            told = "too small for the 16 GB of an 8B model and its logits"
+            consequence = "too small for the 16 GB of an 8B model and its logits"
         state = f"{device.name}, {device.total_memory / _GB:.0f} GB"
-        yield "note" if told else "ok", "GPU", state, told
+        yield "note" if consequence else "ok", "GPU", state, consequence
 
 
 def _sandbox() -> Iterator[Finding]:
@@ -104,8 +104,8 @@ def _sandbox() -> Iterator[Finding]:
             works.add(method)
             yield "ok", "sandbox", f"{method} works", ""
     if works and cgroups.parent_folder() is None:
-        told = "limits of address space hold alone, see SECURITY.md"
-        yield "note", "sandbox", "no memory cgroup can be made", told
+        consequence = "limits of address space hold alone, see SECURITY.md"
+        yield "note", "sandbox", "no memory cgroup can be made", consequence
     if not works:
         refused = "tasks that run model-written code are refused, all others work"
         yield "note", "sandbox", "none", refused
@@ -119,10 +119,10 @@ def _space() -> Iterator[Finding]:
 
     for name, folder in (("here", Path.cwd()), ("hub cache", Path(constants.HF_HUB_CACHE))):
         there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-        free, told = shutil.disk_usage(there).free, ""
+        free, consequence = shutil.disk_usage(there).free, ""
         if not os.access(there, os.W_OK):
-            told = "not writable: set run_dir, or HF_HOME for the cache"
+            consequence = "not writable: set run_dir, or HF_HOME for the cache"
         elif free < 40 * _GB:
-            told = "an 8B model takes 16 GB, and as much again for each export"
+            consequence = "an 8B model takes 16 GB, and as much again for each export"
         state = f"{free / _GB:.0f} GB free, {name} ({folder})"
-        yield "note" if told else "ok", "disk", state, told
+        yield "note" if consequence else "ok", "disk", state, consequence

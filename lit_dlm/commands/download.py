@@ -66,14 +66,14 @@ class Source:
 
 def sources(config: Any) -> list[Source]:
     """Returns what a parsed configuration reads, models first; not what the run itself makes."""
-    found: dict[tuple[str, str, str | None], Source] = {}
+    unique: dict[tuple[str, str, str | None], Source] = {}
     own = f"{config.get('run_dir')}/"
     for source in (one for one in _walk(config, "") if not one.name.startswith(own)):
-        found.setdefault((source.kind, source.name, source.split), source)
-    models = {source.name for source in found.values() if source.kind == "model"}
+        unique.setdefault((source.kind, source.name, source.split), source)
+    models = {source.name for source in unique.values() if source.kind == "model"}
     kinds = list(_WANTED)
     return sorted(
-        (s for s in found.values() if not (s.kind == "tokenizer" and s.name in models)),
+        (s for s in unique.values() if not (s.kind == "tokenizer" and s.name in models)),
         key=lambda source: kinds.index(source.kind),
     )
 
@@ -93,10 +93,10 @@ def _walk(value: Any, at: str) -> Iterator[Source]:
 def _of_class(class_path: str, options: dict[str, Any], at: str) -> Iterator[Source]:
     if isinstance(options.get("tokenizer"), str):
         yield Source("tokenizer", options["tokenizer"], f"{at}.init_args.tokenizer")
-    found: Any = locate_class(class_path)
-    module = getattr(found, "__module__", "")
+    kind: Any = locate_class(class_path)
+    module = getattr(kind, "__module__", "")
     if module.startswith(("lit_dlm.tasks.", "lit_dlm.toy.")):
-        if source := options.get("path") or getattr(found, "hub_id", None):
+        if source := options.get("path") or getattr(kind, "hub_id", None):
             option = f"{at}.init_args.path"
             yield Source("data", str(source), option, class_path, options.get("split"))
             if options.get("num_shots"):
@@ -110,7 +110,7 @@ def _of_class(class_path: str, options: dict[str, Any], at: str) -> Iterator[Sou
         for key in ("path", "adapter", "vision.path"):
             if isinstance(named.get(key), str):
                 yield Source("model", named[key], f"{at}.init_args.{key}")
-    elif CommitPolicy in getattr(found, "__mro__", ()) and is_hub_id(str(options.get("path"))):
+    elif CommitPolicy in getattr(kind, "__mro__", ()) and is_hub_id(str(options.get("path"))):
         yield Source("policy", options["path"], f"{at}.init_args.path")
 
 
@@ -139,18 +139,18 @@ def _fetch(named: Sequence[Source], *, is_wanted: bool) -> int:
     left: dict[Source, int] = {}
     absent = False
     for source in named:
-        mark, told = "here", ""
+        mark, message = "here", ""
         if source.is_on_hub and not constants.HF_HUB_OFFLINE:
             left[source], size = _sizes(source)
-            mark, told = "on hub", f": {_bytes(size)}, {_bytes(left[source])} of them to fetch"
+            mark, message = "on hub", f": {_bytes(size)}, {_bytes(left[source])} of them to fetch"
         elif not source.is_here():
             mark, absent = "missing", True
-            told = f": put {_WANTED[source.kind]} on this machine and name it in {source.option}"
-        console.print(f"{mark:8} {source.kind:9} {source.name}{told}")
+            message = f": put {_WANTED[source.kind]} on this machine and name it in {source.option}"
+        console.print(f"{mark:8} {source.kind:9} {source.name}{message}")
     total, cache = sum(left.values()), Path(constants.HF_HUB_CACHE)
     if total:
-        place = next(folder for folder in (cache, *cache.parents) if folder.exists())
-        free = shutil.disk_usage(place).free
+        existing = next(folder for folder in (cache, *cache.parents) if folder.exists())
+        free = shutil.disk_usage(existing).free
         if total > free:
             raise ValueError(
                 f"download: {_bytes(total)} do not fit into {cache} ({_bytes(free)} free); set "

@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
     settings = {name: config[name] for name in names}
     model = DiffusionLM(backbone, tokenizer, decoder, **settings, answers=folder / "answers.jsonl")
     try:
-        found = lm_eval.simple_evaluate(
+        result = lm_eval.simple_evaluate(
             model=model,
             tasks=config.tasks,
             num_fewshot=config.num_fewshot,
@@ -97,22 +97,22 @@ def main(arguments: Sequence[str]) -> int:
         ) from None
     steps = model.num_steps
     summary = {
-        "results": found["results"],
-        "groups": found.get("groups", {}),
-        "n-samples": found["n-samples"],
-        "versions": {**found["versions"], "lm_eval": lm_eval.__version__},
-        "configs": found["configs"],
+        "results": result["results"],
+        "groups": result.get("groups", {}),
+        "n-samples": result["n-samples"],
+        "versions": {**result["versions"], "lm_eval": lm_eval.__version__},
+        "configs": result["configs"],
         "settings": {
             **model.settings(),
             **{name: config[name] for name in ("response_length", "apply_chat_template", "limit")},
         },
         "num_steps": {"texts": len(steps), "mean": sum(steps) / len(steps) if steps else None},
     }
-    for task, samples in found["samples"].items():
+    for task, samples in result["samples"].items():
         lines = [json.dumps(sample, ensure_ascii=False, default=str) for sample in samples]
         write_atomically(folder / f"samples_{task}.jsonl", "\n".join(lines) + "\n")
     write_atomically(folder / "results.json", json.dumps(summary, indent=2, default=str) + "\n")
-    told = [make_table(found), *([make_table(found, "groups")] if found.get("groups") else [])]
-    told += [f"{len(steps)} texts, {sum(steps) / len(steps):.2f} forwards each"] if steps else []
-    sys.stdout.write("\n".join([*told, f"Results and samples: {folder}"]) + "\n")
+    lines = [make_table(result), *([make_table(result, "groups")] if result.get("groups") else [])]
+    lines += [f"{len(steps)} texts, {sum(steps) / len(steps):.2f} forwards each"] if steps else []
+    sys.stdout.write("\n".join([*lines, f"Results and samples: {folder}"]) + "\n")
     return 0

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from lit_dlm.backbones import HFBackbone, load_backbone, tokenizer_of
 from lit_dlm.config.files import compose
 from lit_dlm.config.parser import Parser
-from lit_dlm.decoding import Decoder, DecodeResult, DecodeState, StepRecord
+from lit_dlm.decoding import Decoder, DecodeState, Observer, StepRecord
 from lit_dlm.generation import generate
 from lit_dlm.reports.pieces import TokenPieces
 from lit_dlm.system.terminal import PlainConsole, printable
@@ -31,7 +31,7 @@ from lit_dlm.toy.vocabulary import unknown_words_hint
 logger = logging.getLogger(__name__)
 
 
-class LiveCanvas:
+class LiveCanvas(Observer):
     """Shows the responses of a batch as they are written; waits for the device in every step."""
 
     requires: frozenset[str] = frozenset()
@@ -47,9 +47,6 @@ class LiveCanvas:
 
     def on_step(self, record: StepRecord) -> None:
         self._show(record.state, record.new_ids)
-
-    def on_end(self, result: DecodeResult) -> None:
-        pass
 
     def _show(self, state: DecodeState, new_ids: Tensor) -> None:
         before, after = (ids[:, state.start :].tolist() for ids in (state.ids, new_ids))
@@ -113,8 +110,8 @@ def main(arguments: Sequence[str]) -> int:
         if console.is_terminal:
             console.print(f"{prompt}  ({steps} forwards)", style="dim", highlight=False)
         console.print(text, highlight=False, soft_wrap=True)
-    if told := unknown_words_hint(tokenizer, " ".join(prompts)):
-        logger.warning("%s", told)
+    if hint := unknown_words_hint(tokenizer, " ".join(prompts)):
+        logger.warning("%s", hint)
     return 0
 
 
@@ -131,8 +128,14 @@ def built(parser: Parser, config: Namespace) -> tuple[HFBackbone, PreTrainedToke
     else:
         backbone, name = instances.backbone.to(device).eval(), name.init_args.path
     tokenizer = tokenizer_of(backbone, config.tokenizer or name)
-    components = {component: instances[component] for component in signature(Decoder).parameters}
-    return backbone, tokenizer, Decoder(**components)
+    return backbone, tokenizer, built_decoder(instances)
+
+
+def built_decoder(instances: Namespace) -> Decoder:
+    """Returns the decoder of the components that :func:`add_decoder_arguments` asks for."""
+    return Decoder(
+        **{component: instances[component] for component in signature(Decoder).parameters}
+    )
 
 
 @dataclass(kw_only=True)
@@ -160,7 +163,12 @@ class DecodingOptions:
 
 def add_decoding_arguments(parser: Parser) -> None:
     """Adds the options of a model and a decoder."""
-    parser.add_argument("--config", action="config", help="Decode file, may be repeated.")
     parser.add_class_arguments(DecodingOptions, None, sub_configs=True)
+    add_decoder_arguments(parser)
+
+
+def add_decoder_arguments(parser: Parser) -> None:
+    """Adds the options of a decoder alone."""
+    parser.add_argument("--config", action="config", help="Decode file, may be repeated.")
     parser.add_class_arguments(Decoder, None, sub_configs=True)
     parser.set_defaults({"policy": "ConfidencePolicy"})

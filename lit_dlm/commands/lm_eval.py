@@ -116,7 +116,7 @@ class DiffusionLM(TemplateLM):
         )
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        asked: list[dict[str, Any]] = []
+        requested: list[dict[str, Any]] = []
         cuts: list[list[str]] = []
         drawn: set[str | None] = set()
         for request in requests:
@@ -125,22 +125,24 @@ class DiffusionLM(TemplateLM):
             drawn.update([request.task_name] if options.get("temperature") else [])
             cuts.append(handle_stop_sequences(options.get("until"), eos=None))
             length = self.response_length or int(options["max_gen_toks"])
-            asked.append({"prompt": self.tok_encode(context), "length": length})
+            requested.append({"prompt": self.tok_encode(context), "length": length})
         if drawn:
             logger.warning("%s: asks for a temperature, which is the sampler's here", drawn)
         self._check_lengths(
             (len(one["prompt"]) + one["length"], f"{request.task_name}, document {request.doc_id}")
-            for one, request in zip(asked, requests, strict=True)
+            for one, request in zip(requested, requests, strict=True)
         )
-        keys = _numbered([json.dumps(one) for one in asked])  # each of equal ones has its own seed
+        keys = _numbered(
+            [json.dumps(one) for one in requested]
+        )  # each of equal ones has its own seed
 
         def decode(rows: Sequence[int]) -> list[dict[str, Any]]:
             done = generate(
                 self.backbone,
-                [asked[row]["prompt"] for row in rows],
+                [requested[row]["prompt"] for row in rows],
                 decode=self.decoder,
                 tokenizer=self.tokenizer,
-                response_length=asked[rows[0]]["length"],
+                response_length=requested[rows[0]]["length"],
                 batch_size=self.batch_size,
                 seed=self.seed,
                 uids=[keys[row] for row in rows],
@@ -152,16 +154,16 @@ class DiffusionLM(TemplateLM):
 
         # A batch has responses of equal length and prompts of similar length.
         batches = []
-        for length in sorted({one["length"] for one in asked}):
-            rows = [row for row, one in enumerate(asked) if one["length"] == length]
-            sizes = [len(asked[row]["prompt"]) for row in rows]
+        for length in sorted({one["length"] for one in requested}):
+            rows = [row for row, one in enumerate(requested) if one["length"] == length]
+            sizes = [len(requested[row]["prompt"]) for row in rows]
             batches += [
                 [rows[number] for number in part]
                 for part in length_buckets(sizes, batch_size=self.batch_size)
             ]
-        found = self._answered(keys, batches, decode, "decoding", is_quiet=disable_tqdm)
-        self.num_steps += [answer["num_steps"] for answer in found]
-        return [_cut(answer["text"], until) for answer, until in zip(found, cuts, strict=True)]
+        answers = self._answered(keys, batches, decode, "decoding", is_quiet=disable_tqdm)
+        self.num_steps += [answer["num_steps"] for answer in answers]
+        return [_cut(answer["text"], until) for answer, until in zip(answers, cuts, strict=True)]
 
     def _loglikelihood_tokens(
         self,
@@ -197,8 +199,8 @@ class DiffusionLM(TemplateLM):
 
         batches = [[row] for row in range(len(keys))]
         verb = "scoring windows" if are_windows else "scoring"
-        found = self._answered(keys, batches, score, verb, is_quiet=disable_tqdm)
-        return [(answer["bound"], answer["greedy"]) for answer in found]
+        answers = self._answered(keys, batches, score, verb, is_quiet=disable_tqdm)
+        return [(answer["bound"], answer["greedy"]) for answer in answers]
 
     def _writes(self, context: list[int], target: list[int]) -> bool:
         done = generate(
@@ -232,9 +234,9 @@ class DiffusionLM(TemplateLM):
         bounds = iter(self._loglikelihood_tokens(pairs, disable_tqdm, are_windows=True))
         return [sum(next(bounds)[0] for _ in range(count)) for count in counts]
 
-    def _check_lengths(self, asked: Iterable[tuple[int, str]]) -> None:
+    def _check_lengths(self, requested: Iterable[tuple[int, str]]) -> None:
         """Refuses requests (tokens, name) if the longest has more tokens than the model allows."""
-        length, name = max(asked, default=(0, ""))
+        length, name = max(requested, default=(0, ""))
         if length > (limit := self.backbone.architecture.max_positions):
             raise ValueError(
                 f"{name}: expected at most the {limit} positions of the model, got {length} tokens "
@@ -258,11 +260,11 @@ class DiffusionLM(TemplateLM):
         names = [f"{sample_seed(0, settings + verb + key):016x}" for key in keys]
         left = [[row for row in rows if names[row] not in self._answers] for rows in batches]
         for rows in track([rows for rows in left if rows], verb, disable=is_quiet):
-            for row, found in zip(rows, answer(rows), strict=True):
-                self._answers[names[row]] = found
+            for row, result in zip(rows, answer(rows), strict=True):
+                self._answers[names[row]] = result
                 if self.answers is not None:
                     with self.answers.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps([names[row], found], ensure_ascii=False) + "\n")
+                        file.write(json.dumps([names[row], result], ensure_ascii=False) + "\n")
         return [self._answers[name] for name in names]
 
 
@@ -270,14 +272,14 @@ def _read_answers(path: Path | None) -> dict[str, dict[str, Any]]:
     if path is None or not path.exists():
         return {}
     drop_torn_line(path)
-    found = {}
+    answers = {}
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             name, answer = json.loads(line)
         except ValueError:
             raise ValueError(f"{path}, line {number}: expected a name and an answer") from None
-        found[name] = answer
-    return found
+        answers[name] = answer
+    return answers
 
 
 def _numbered(keys: Sequence[str]) -> list[str]:

@@ -75,10 +75,10 @@ class Plan:
 
     def short(self, num_processes: int) -> str:
         parts = self.parts(num_processes).items()
-        told = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts if size)
+        listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts if size)
         return (
             f"plan: {self.num_parameters / 1e9:.2f} B parameters, {self.num_trained / 1e9:.3f} B "
-            f"trained; GiB on each of {num_processes}: {told}"
+            f"trained; GiB on each of {num_processes}: {listed}"
         )
 
     def table(self) -> str:
@@ -97,6 +97,12 @@ class Plan:
 
 
 class _Model:
+    """A backbone by its options: its shapes, and what its forwards take by formulas.
+
+    The letters of the formulas: ``s`` bytes of a number in products, ``r`` in the stream between
+    layers, ``D`` its width, ``E`` that of the feed-forward, ``Q`` and ``K`` of queries and keys.
+    """
+
     def __init__(self, options: Mapping[str, Any], trainer: Mapping[str, Any]) -> None:
         self.architecture, num_seeing = _described(options)
         self.shapes = self.architecture.parameter_shapes()
@@ -162,35 +168,37 @@ class _Model:
         a, s, D = self.architecture, self.computed, self.architecture.hidden_size
         packed = int(run.get("packing") or 1)
         length = sum(row_tokens(run["prompt"], run["response"], a.spec(), copies=packed))
-        rows = run.get("batch_size", 1)
-        if "responses_per_prompt" not in run:  # this many states of every example
-            rows *= _options(run.get("masking")).get("copies", 1)
-        views = _options(run.get("masking"))
-        rows *= views.get("num_states", 1) * (2 if views.get("coupled") else 1)
-        rows *= 2 * run["num_states"] if "num_states" in run else 1  # of both sides of a pair
+        rows = _training_rows(run)
         scored = rows * packed * run["response"]
         whole, small, passing = self._layer()
         every = 1 if self.recompute == "selective" else int(self.recompute)
         again = a.num_layers // every if every else 0
         # Of the layers that are computed again, one at a time is whole.
         kept = (a.num_layers - again + bool(again)) * whole + again * small
-        found = {
+        parts = {
             "activations": rows * length * (kept + passing + 3 * self.stream * D),
             # Rows and their gradients, logits and their gradient, the gradient of the weight.
             "head": scored * D * (4 + 2 * s)
             + 8 * min(scored * a.vocab_size, CHUNK_ELEMENTS[run["device"]])
             + 4 * a.vocab_size * D * self.trains_all,
         }
-        found["experts with their adapter"] = self._adapted_experts()
-        if self.is_sharded:  # embedding, head and two layers at a time
-            sizes = {key: math.prod(shape) for key, shape in self.shapes.items()}
-            last = f".layers.{a.num_layers - 1}."  # the first ones may lack experts
-            layer = sum(size for key, size in sizes.items() if last in key)
-            ends = sum(size for key, size in sizes.items() if ".layers." not in key)
-            found["gathered weights"] = s * (2 * layer + ends)
-            # Gradients in the dtype of products until they are summed in float32, one layer later.
-            found["whole gradients"] = (s * (layer + ends) + 8 * layer) * self.trains_all
-        return found | self.copies
+        parts["experts with their adapter"] = self._adapted_experts()
+        return parts | self._gathered() | self.copies
+
+    def _gathered(self) -> dict[str, int]:
+        """Returns what sharded training holds whole: embedding, head and two layers at a time."""
+        if not self.is_sharded:
+            return {}
+        sizes = {key: math.prod(shape) for key, shape in self.shapes.items()}
+        last = f".layers.{self.architecture.num_layers - 1}."  # the first ones may lack experts
+        layer = sum(size for key, size in sizes.items() if last in key)
+        ends = sum(size for key, size in sizes.items() if ".layers." not in key)
+        # Gradients in the dtype of products until they are summed in float32, one layer later.
+        gradients = self.computed * (layer + ends) + 8 * layer
+        return {
+            "gathered weights": self.computed * (2 * layer + ends),
+            "whole gradients": gradients * self.trains_all,
+        }
 
     def _adapted_experts(self) -> int:
         """Returns the bytes of peft's sums of experts and adapter, kept for the backward."""
@@ -237,19 +245,19 @@ class _Model:
             tokens, cells = 2 * tokens, 5 * cells
         logits = cells * a.vocab_size
         moved = 0 if a.experts is None else D * a.experts.per_token
-        found = {
+        parts = {
             "activations": tokens * 3 * (self.stream * D + s * (a.inner_width + moved)),
             "logits": s * logits + min(48 * logits, _SCORED[run["device"]]),
         }
         is_cached = bool(cache) and not cache.endswith("NoCache")
         if is_cached:  # keys, values and last hidden rows
             keys = a.num_layers * a.kv_heads * a.head_width
-            found["caches"] = columns * (2 * s * keys + self.stream * D)
+            parts["caches"] = columns * (2 * s * keys + self.stream * D)
         if run.get("level") == "features" or "TraceLock" in _class(decoder.get("policy")):
-            found["three hidden states"] = columns * 3 * s * D * (1 + is_cached)
+            parts["three hidden states"] = columns * 3 * s * D * (1 + is_cached)
         if self.is_sharded:
-            found["whole weights"] = s * self.num_base
-        return found | self.copies
+            parts["whole weights"] = s * self.num_base
+        return parts | self.copies
 
 
 def _described(options: Mapping[str, Any]) -> tuple[Architecture, int]:
@@ -257,16 +265,16 @@ def _described(options: Mapping[str, Any]) -> tuple[Architecture, int]:
     if options.get("architecture"):
         return _built(Architecture, options["architecture"]), 0
     from_ar = options.get("from_ar")
-    found = resolve(
+    release = resolve(
         str(options["path"]),
         spec_overrides=options.get("spec_overrides"),
         from_ar=None if from_ar is None else _built(FromAR, from_ar),
     )
-    if not (options.get("vision") and "mm_vision_tower" in found.config):
-        return found.architecture, 0
+    if not (options.get("vision") and "mm_vision_tower" in release.config):
+        return release.architecture, 0
     with torch.device("meta"):
-        tower = TowerVision(VisionSettings(), found.config)
-    return found.architecture, sum(part.numel() for part in tower.parameters())
+        tower = TowerVision(VisionSettings(), release.config)
+    return release.architecture, sum(part.numel() for part in tower.parameters())
 
 
 def plan_of(config: Mapping[str, Any], *, trains: bool = True) -> Plan | None:
@@ -278,44 +286,40 @@ def plan_of(config: Mapping[str, Any], *, trains: bool = True) -> Plan | None:
     if not _class(settings.get("backbone")).endswith("HFBackbone"):
         return None
     policy, values = _models(settings, trainer)
-    models = [policy, *([values] if values and values is not policy else [])]
-    run = {**settings, **data, **_sizes(data, trainer)}
-    only_decodes = _class(config["data"]).endswith("PromptDataModule")
-    is_rl = "responses_per_prompt" in data and not only_decodes
-    trained = models if trains and not only_decodes else []
-    gradients = sum(model.gradients for model in trained)
-    training = _training(policy, values, run) if gradients and run["response"] else {}
-    if training and str(trainer.get("strategy")).startswith("ddp"):
-        training["buckets of gradients"] = gradients
-    num_trained = sum(model.num_trained for model in trained)
-    optimizer = _class(settings.get("optimizer")).rpartition(".")[2]
-    states = gradients * _STATES.get(optimizer, 2)
-    if optimizer.endswith("8bit"):
-        states = 2 * num_trained
-    elsewhere = {"on disk, a checkpoint": gradients + states} if gradients else {}
-    if is_rl:
-        elsewhere |= policy.on_host()
-    weights = sum(model.stored + 4 * model.num_adapter for model in models)
-    return Plan(
-        model=str(_options(settings["backbone"]).get("path") or "random weights"),
-        num_parameters=sum(model.num_base + model.num_adapter for model in models),
-        num_trained=num_trained,
-        split={"weights": weights, "gradients": gradients, "optimiser states": states},
-        training=training,
-        update=gradients if run["device"] == "cuda" else 0,  # AdamW: roots of second moments
-        decoding=_decoding(policy, run) if only_decodes or is_rl else {},
-        elsewhere=elsewhere,
-        is_sharded=policy.is_sharded,
-    )
-
-
-def _sizes(data: Mapping[str, Any], trainer: Mapping[str, Any]) -> dict[str, Any]:
+    models = list(dict.fromkeys(model for model in (policy, values) if model))
     lengths = data.get("response_length") or 0
-    return {
+    run = {
+        **settings,
+        **data,
         "device": "cpu" if trainer.get("accelerator") == "cpu" else "cuda",
         "prompt": data.get("max_prompt_length") or 0,
         "response": lengths if isinstance(lengths, int) else max(lengths),
     }
+    only_decodes = _class(config["data"]).endswith("PromptDataModule")
+    is_rl = "responses_per_prompt" in data and not only_decodes
+    trained = models if trains and not only_decodes else []
+    gradients = sum(model.gradients for model in trained)
+    num_trained = sum(model.num_trained for model in trained)
+    states = _optimizer_states(_class(settings.get("optimizer")), gradients, num_trained)
+    training = _training(policy, values, run) if gradients and run["response"] else {}
+    if training and str(trainer.get("strategy")).startswith("ddp"):
+        training["buckets of gradients"] = gradients
+    elsewhere = {"on disk, a checkpoint": gradients + states} if gradients else {}
+    return Plan(
+        model=str(_options(settings["backbone"]).get("path") or "random weights"),
+        num_parameters=sum(model.num_base + model.num_adapter for model in models),
+        num_trained=num_trained,
+        split={
+            "weights": sum(model.stored + 4 * model.num_adapter for model in models),
+            "gradients": gradients,
+            "optimiser states": states,
+        },
+        training=training,
+        update=gradients if run["device"] == "cuda" else 0,  # AdamW: roots of second moments
+        decoding=_decoding(policy, run) if only_decodes or is_rl else {},
+        elsewhere=elsewhere | (policy.on_host() if is_rl else {}),
+        is_sharded=policy.is_sharded,
+    )
 
 
 def _models(
@@ -323,8 +327,8 @@ def _models(
 ) -> tuple[_Model, _Model | None]:
     """Returns the policy, and what runs a forward for values: the policy, another, or ``None``."""
     policy = _Model(_options(settings["backbone"]), trainer)
-    given = settings.get("value_backbone")
-    values = _Model(_options(given), trainer) if given else None
+    backbone = settings.get("value_backbone")
+    values = _Model(_options(backbone), trainer) if backbone else None
     if not settings.get("value"):
         return policy, values
     value = _options(settings["value"])
@@ -332,6 +336,21 @@ def _models(
     if reader == "lora":
         policy.adapters.append(_built(LoRASettings, value.get("lora") or {}))
     return policy, values or (None if reader == "head" else policy)
+
+
+def _optimizer_states(class_path: str, gradients: int, num_trained: int) -> int:
+    """Returns the bytes that an optimiser keeps: as wide as gradients, or a byte each of 8 bits."""
+    name = class_path.rpartition(".")[2]
+    return 2 * num_trained if name.endswith("8bit") else gradients * _STATES.get(name, 2)
+
+
+def _training_rows(run: Mapping[str, Any]) -> int:
+    """Returns the rows of a forward: states of examples, views of a bound, both sides of a pair."""
+    rows, masking = run.get("batch_size", 1), _options(run.get("masking"))
+    if "responses_per_prompt" not in run:  # RL has its states in the items of a batch
+        rows *= masking.get("copies", 1)
+    rows *= masking.get("num_states", 1) * (2 if masking.get("coupled") else 1)
+    return int(rows * (2 * run["num_states"] if "num_states" in run else 1))
 
 
 def _training(policy: _Model, values: _Model | None, run: Mapping[str, Any]) -> dict[str, int]:
@@ -346,8 +365,8 @@ def _decoding(policy: _Model, run: Mapping[str, Any]) -> dict[str, int]:
     longest = max(run["response"], run.get("val_response_length") or 0)
     swept = [_options(one)["decoder"] for one in (run.get("sweep") or {}).values()]
     decoders = [*(run.get("decoders") or {}).values(), *swept] or [{}]
-    found = [policy.decoding({**run, "response": longest}, _options(one)) for one in decoders]
-    return max(found, key=lambda parts: sum(parts.values()))
+    each = [policy.decoding({**run, "response": longest}, _options(one)) for one in decoders]
+    return max(each, key=lambda parts: sum(parts.values()))
 
 
 def check_run(config: Mapping[str, Any], *, trains: bool = True) -> str | None:
@@ -379,7 +398,7 @@ def check_run(config: Mapping[str, Any], *, trains: bool = True) -> str | None:
 def num_processes(trainer: Mapping[str, Any]) -> int:
     """Returns the number of processes that a trainer's settings request, as far as they say."""
     devices: Any = trainer.get("devices", 1)
-    if isinstance(devices, str) and "," in devices:
+    if isinstance(devices, str) and "," in devices:  # ids of GPUs, as Lightning reads them
         devices = devices.strip(",").split(",")
     if isinstance(devices, list):
         count = len(devices)
@@ -399,6 +418,7 @@ def device_bytes(trainer: Mapping[str, Any]) -> int | None:
     if str(trainer.get("accelerator")) not in ("cpu", "auto"):
         return None
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # A container sees the memory of the whole machine but is killed at its own limit.
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.is_file() and (text := limit.read_text().strip()).isdigit():
         total = min(total, int(text))

@@ -52,15 +52,15 @@ def grid(
 
 def policy_files(given: Sequence[str]) -> dict[str, Path]:
     """Decode files by method name: the file's name without suffix, or as in ``name=path``."""
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for text in given:
         name, equals, path = text.partition("=")
         file = find(path if equals else text)
         name = name if equals else file.stem
-        if name in found:
-            raise ValueError(f"policies: {file} and {found[name]} are both named '{name}'")
-        found[name] = file
-    return found
+        if name in files:
+            raise ValueError(f"policies: {file} and {files[name]} are both named '{name}'")
+        files[name] = file
+    return files
 
 
 def decode_arguments(path: Path) -> dict[str, Any]:

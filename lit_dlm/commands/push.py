@@ -94,8 +94,8 @@ def _policy_card(scorer: AcceptanceScorer, hub_id: str) -> str:
     family = scorer.backbone.get("family", "any")
     data = ModelCardData(library_name="lit-dlm", tags=["masked-diffusion", "tracelock", family])
     backbone, training = (
-        ", ".join(f"{key} {value}" for key, value in facts.items())
-        for facts in (scorer.backbone, scorer.training_facts)
+        ", ".join(f"{key} {value}" for key, value in metadata.items())
+        for metadata in (scorer.backbone, scorer.training_facts)
     )
     return _POLICY_CARD.format(
         data=data.to_yaml().strip(),

@@ -52,27 +52,27 @@ def explain(message: str, parser: Parser | None = None) -> str:
     first = min(faults, key=lambda number: _vagueness(lines[number][1]))
     depth, line = lines[first]
     above = " ".join(reversed(list(_enclosing(lines[:first], depth))))
-    places = re.findall(r'Parser key "([^"]+)"', above)
+    keys = re.findall(r'Parser key "([^"]+)"', above)
     value = "".join(_VALUE.findall("\n".join(one for _, one in lines[first:]))[:1])
-    if found := _OPTION.search(line):
-        name = found["flag"] or ".".join(filter(None, [found["group"], found["key"]]))
+    if match := _OPTION.search(line):
+        name = match["flag"] or ".".join(filter(None, [match["group"], match["key"]]))
         name = name.partition(".init_args")[0]
         owners = re.findall(r"class_path[ =]'([^']+)'", f"{above} {value.partition(',')[0]}")
-        told = _without_option([*places, name], owners, parser)
+        text = _without_option([*keys, name], owners, parser)
     elif _KIND.search(line):
         beside = [_KIND.search(lines[number][1]) for number in faults if lines[number][0] == depth]
         kinds = dict.fromkeys(one[1] or f"one of {one[2]}" for one in beside if one)
         wanted = " or ".join(kinds).replace("list", f"a list, such as [{value}]")
-        told = f"expected {wanted}, got {value}"
+        text = f"expected {wanted}, got {value}"
     else:
-        told = _translated(line.strip().removeprefix("- "), value)
-    return ": ".join([".".join(places), told] if places else [told]) + install_hint(told)
+        text = _translated(line.strip().removeprefix("- "), value)
+    return ": ".join([".".join(keys), text] if keys else [text]) + install_hint(text)
 
 
 def _vagueness(fault: str) -> int:
     """Orders the faults of a union's members: that a number was expected says the least."""
-    if found := _CLASS.search(fault):
-        return 1 if found[1] in NAMES or nearest(found[1], NAMES) else 3
+    if match := _CLASS.search(fault):
+        return 1 if match[1] in NAMES or nearest(match[1], NAMES) else 3
     return 2 if _KIND.search(fault) or "Not a valid subclass" in fault else 0
 
 
@@ -85,43 +85,43 @@ def _enclosing(lines: Sequence[tuple[int, str]], depth: int) -> Iterator[str]:
 
 
 def _translated(fault: str, value: str) -> str:
-    if found := _CLASS.search(fault):
-        if found[1] in NAMES:
-            return f"expected a class of another kind, got {found[1]}"
-        return f"unknown class '{found[1]}'{nearest(found[1], NAMES)}"
-    if found := _COMPONENT.search(fault):
-        kind = locate((found["path"] or found["abstract"] or value).strip())
+    if match := _CLASS.search(fault):
+        if match[1] in NAMES:
+            return f"expected a class of another kind, got {match[1]}"
+        return f"unknown class '{match[1]}'{nearest(match[1], NAMES)}"
+    if match := _COMPONENT.search(fault):
+        kind = locate((match["path"] or match["abstract"] or value).strip())
         # Without a name in the message, the base that the class derives from was meant.
-        mro = [] if found["base"] else getattr(kind, "__mro__", [])
+        mro = [] if match["base"] else getattr(kind, "__mro__", [])
         bases = [
-            one for one in Component.__subclasses__() if one.__name__ == found["base"] or one in mro
+            one for one in Component.__subclasses__() if one.__name__ == match["base"] or one in mro
         ]
         if bases and isinstance(kind, type):
             return difference(kind, bases[0]) or fault
-    if found := re.search(r"No module named '([^']+)'", fault):
-        return f"no module '{found[1]}' is installed or in {os.getcwd()}, the working folder"
-    if found := re.match(r"Not a valid subclass of (\w+)", fault):
-        return f"expected a {found[1]}: a class's name, or class_path and init_args alone"
+    if match := re.search(r"No module named '([^']+)'", fault):
+        return f"no module '{match[1]}' is installed or in {os.getcwd()}, the working folder"
+    if match := re.match(r"Not a valid subclass of (\w+)", fault):
+        return f"expected a {match[1]}: a class's name, or class_path and init_args alone"
     return fault.replace(". Got value: ", ", got ")
 
 
-def _without_option(place: Sequence[str], owners: Sequence[str], parser: Parser | None) -> str:
+def _without_option(path: Sequence[str], owners: Sequence[str], parser: Parser | None) -> str:
     """Says that the last of nested classes, or the command, has no such option, and what has."""
-    name, known = place[-1], set(parser.keys() if parser else ())
-    told, meant = f"unknown option '{name}'", name
+    name, known = path[-1], set(parser.keys() if parser else ())
+    message, meant = f"unknown option '{name}'", name
     if owners:
         kind: Any = locate(owners[-1])
         known = set(inspect.signature(kind).parameters if callable(kind) else ())
-        told = f"{owners[-1].rpartition('.')[2]} has no option '{name}'"
+        message = f"{owners[-1].rpartition('.')[2]} has no option '{name}'"
     elif (head := name.partition(".")[0]) not in (heads := {one.split(".")[0] for one in known}):
         if head in ("model", "data"):
             return "--config: expected a decode file (configs/decode), got an experiment"
         known, meant = heads, head
     at = re.compile(rf".+\.{re.escape(name)}(\.\w+)?")
     elsewhere = [one for one in _settings(parser.values if parser else {}) if at.fullmatch(one)]
-    if others := [one for one in elsewhere if one != ".".join(place)][:4]:
-        return f"{told}; did you mean {' or '.join(map(repr, others))}?"
-    return told + nearest(meant, known - {"args", "kwargs", name})
+    if others := [one for one in elsewhere if one != ".".join(path)][:4]:
+        return f"{message}; did you mean {' or '.join(map(repr, others))}?"
+    return message + nearest(meant, known - {"args", "kwargs", name})
 
 
 def _settings(value: Any, at: str = "") -> Iterator[str]:

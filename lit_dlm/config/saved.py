@@ -40,20 +40,24 @@ def claim(config: dict[str, Any], document: dict[str, Any]) -> None:
     path = folder / "fit.yaml"
     if not path.exists():
         return
-    found, ours = mapping(str(path), path.read_bytes()), with_references(config, document)
-    changes = filter(_decides, setting_differences(_anywhere(found), _anywhere(ours)))
-    if told := [change.replace("init_args.", "")[:160] for change in changes]:
+    theirs, ours = mapping(str(path), path.read_bytes()), with_references(config, document)
+    changes = filter(_decides, setting_differences(_anywhere(theirs), _anywhere(ours)))
+    if changed := [change.replace("init_args.", "")[:160] for change in changes]:
         raise ValueError(
-            f"run_dir: {folder} holds a fit of other settings ({'; '.join(told[:3])}"
-            f"{'; ...' * bool(told[3:])}); choose another --run_dir, or remove {path}"
+            f"run_dir: {folder} holds a fit of other settings ({'; '.join(changed[:3])}"
+            f"{'; ...' * bool(changed[3:])}); choose another --run_dir, or remove {path}"
         )
     others = [path.parent for path in folder.glob("*/**/fit.yaml")]
-    held = [one for one in folder.rglob("*.ckpt") if not any(map(one.is_relative_to, others))]
-    has_last = any(one.name.startswith(LAST) for one in held)
-    if held and (config["ckpt_path"] is None or (config["ckpt_path"] == LAST and not has_last)):
+    checkpoints = [
+        one for one in folder.rglob("*.ckpt") if not any(map(one.is_relative_to, others))
+    ]
+    has_last = any(one.name.startswith(LAST) for one in checkpoints)
+    if checkpoints and (
+        config["ckpt_path"] is None or (config["ckpt_path"] == LAST and not has_last)
+    ):
         raise ValueError(
             f"run_dir: {folder} holds a fit, which goes on with --ckpt_path "
-            f"{LAST if has_last else held[-1]}; a new one needs another --run_dir"
+            f"{LAST if has_last else checkpoints[-1]}; a new one needs another --run_dir"
         )
 
 

@@ -176,8 +176,9 @@ class StepReports(QueueObserver):
             share = min(rows / self._num_rows, 1.0)
             return sum(counts[: self._number]) + share * counts[self._number]
 
-        asked = [take(self._trainer, self._stream, done) for take in self._takers]  # all are called
-        return any(asked)
+        # A list, since all are called, whichever of them ends the decode.
+        endings = [take(self._trainer, self._stream, done) for take in self._takers]
+        return any(endings)
 
     def on_refill(self, result: DecodeResult, state: DecodeState) -> None:
         self._num_begun += len(state.rows)

@@ -16,8 +16,8 @@ def required(extra: str = "") -> list[Requirement]:
     Raises ``PackageNotFoundError`` in a checkout that is not installed.
     """
     lines = metadata.requires("lit-dlm") or []
-    found = ((Requirement(line.partition(";")[0]), Requirement(line).marker) for line in lines)
-    return [one for one, when in found if (when.evaluate({"extra": extra}) if when else not extra)]
+    parsed = ((Requirement(line.partition(";")[0]), Requirement(line).marker) for line in lines)
+    return [one for one, when in parsed if (when.evaluate({"extra": extra}) if when else not extra)]
 
 
 def pip_install(requirements: Iterable[Requirement]) -> str:
@@ -25,14 +25,14 @@ def pip_install(requirements: Iterable[Requirement]) -> str:
     return " ".join(["pip install", *(f"'{one}'" for one in requirements)])
 
 
-def install_hint(told: str) -> str:
+def install_hint(message: str) -> str:
     """Returns the command for optional packages that an error names, if they are absent."""
     try:
         lines = metadata.requires("lit-dlm") or []
     except metadata.PackageNotFoundError:
         return ""
     optional = [Requirement(line.partition(";")[0]) for line in lines if "extra ==" in line]
-    words = {word.replace("_", "-") for word in re.findall(r"[\w-]+", told)}
-    named = [one for one in optional if one.name in words and f"'{one}'" not in told]
+    words = {word.replace("_", "-") for word in re.findall(r"[\w-]+", message)}
+    named = [one for one in optional if one.name in words and f"'{one}'" not in message]
     absent = [one for one in named if find_spec(one.name.replace("-", "_")) is None]
     return f"; {pip_install(absent)}" if absent else ""

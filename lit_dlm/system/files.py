@@ -188,7 +188,7 @@ def _finite(text: str) -> float:
 
 
 @contextmanager
-def fitting(place: Path) -> Iterator[None]:
+def fitting(path: Path) -> Iterator[None]:
     """Names the file in the error if what was read does not fit the code that takes it.
 
     One line of ours that names a file of the same folder passes.
@@ -196,20 +196,20 @@ def fitting(place: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # libraries raise whatever their parsers run into
-        told, reason = str(error), " ".join(str(error).split())
-        is_told = place.name in told or f"{place.parent}/" in told
-        is_told = is_told and isinstance(error, ValueError) and told == reason
+        message, reason = str(error), " ".join(str(error).split())
+        is_named = path.name in message or f"{path.parent}/" in message
+        is_named = is_named and isinstance(error, ValueError) and message == reason
         # No fault of the file: a disk that fails, a GPU without memory.
         is_elsewhere = isinstance(error, OSError) and error.errno is not None
-        if is_told or is_elsewhere or type(error).__name__ == "OutOfMemoryError":
+        if is_named or is_elsewhere or type(error).__name__ == "OutOfMemoryError":
             raise
         raise ValueError(
-            f"{place}: expected what this version reads, got {type(error).__name__}: {reason}"
+            f"{path}: expected what this version reads, got {type(error).__name__}: {reason}"
         ) from error
 
 
-def require_finite(place: object, tensors: Mapping[str, Tensor]) -> None:
-    """Refuses tensors with infinities or NaN; ``place`` begins the message."""
+def require_finite(path: object, tensors: Mapping[str, Tensor]) -> None:
+    """Refuses tensors with infinities or NaN; ``path`` begins the message."""
     for key, value in tensors.items():
         if not is_finite(value):
-            raise ValueError(f"{place}: {key} has numbers that are not finite")
+            raise ValueError(f"{path}: {key} has numbers that are not finite")

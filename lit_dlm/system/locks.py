@@ -65,7 +65,7 @@ def locked(folder: Path, name: str) -> Iterator[Path]:
         os.close(file)  # its owner has just ended and deleted it
     if owner is not None:
         logger.warning("%s: resuming after %s, which has died", folder, _spoken(owner))
-    facts = {
+    metadata = {
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "since": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -74,7 +74,7 @@ def locked(folder: Path, name: str) -> Iterator[Path]:
     try:
         with _writable(folder):
             os.ftruncate(file, 0)
-            os.pwrite(file, json.dumps(facts).encode(), 0)
+            os.pwrite(file, json.dumps(metadata).encode(), 0)
         yield path
     finally:
         path.unlink(missing_ok=True)

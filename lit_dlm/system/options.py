@@ -33,8 +33,8 @@ def one_of(*choices: object, of: str = "", **options: object) -> None:
     wanted = " or ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
     for name, value in options.items():
         if value not in choices:
-            told = f"{of}{name}: expected {wanted}, got {value!r}"
-            raise ValueError(told + _similar(str(value), map(str, choices)))
+            message = f"{of}{name}: expected {wanted}, got {value!r}"
+            raise ValueError(message + _similar(str(value), map(str, choices)))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -65,6 +65,6 @@ def of_declared_kinds(options: Any) -> None:
         try:
             type_validator(name, value, float | int if kind is float else kind)
         except TypeError:
-            told = kind.__name__ if isinstance(kind, type) else kind
+            wanted = kind.__name__ if isinstance(kind, type) else kind
             of = type(options).__name__
-            raise ValueError(f"{of}.{name}: expected {told}, got {value!r}") from None
+            raise ValueError(f"{of}.{name}: expected {wanted}, got {value!r}") from None

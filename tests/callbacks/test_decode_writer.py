@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import Callback
 
 from lit_dlm.callbacks import DecodeWriter, Interruption
-from lit_dlm.callbacks.decode_writer import GradingQueue, grade_facts
+from lit_dlm.callbacks.decode_writer import GradingQueue, grade_metadata
 from lit_dlm.callbacks.interruption import Interrupted
 from lit_dlm.datamodules import PromptDataModule
 from lit_dlm.decoding import Decoder, RandomPolicy
@@ -190,7 +190,7 @@ def test_every_decode_is_written_with_its_provenance_and_grade(tmp_path):
     plain = {"task": "letters", "method": "confidence"}
     assert right.meta == {**plain, "correct": True}
     assert wrong.meta == {**plain, "correct": False, "score": 0.5}
-    assert grade_facts(Verdict(status="ungraded")) == {"correct": None}
+    assert grade_metadata(Verdict(status="ungraded")) == {"correct": None}
     assert records["letters/test/1@random"].commit_step.tolist() != [0, 1, 2, 3]
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".tar"}
     assert {"run.json", "manifest.json"} < {path.name for path in tmp_path.iterdir()}
