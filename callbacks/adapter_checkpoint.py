@@ -15,7 +15,7 @@ from torch import Tensor
 from lit_dlm.callbacks.discrimination import SCORE, DiscriminationScore
 from lit_dlm.finetuning.trainable import TrainableModule
 from lit_dlm.reports.results import write_json
-from lit_dlm.system.options import at_least, of_kind
+from lit_dlm.system.options import at_least, of_kind, refuse
 from lit_dlm.training.steps import NonFiniteError
 
 _UNFINISHED = ".unfinished"  # file that exists in the folder while a run writes there
@@ -77,10 +77,11 @@ class AdapterCheckpoint(Callback):
         has_score = any(isinstance(one, DiscriminationScore) for one in callbacks)
         is_due = is_due and self._needs_validation and not (has_score and self.monitor == SCORE)
         if is_due and not _will_validate(trainer):
-            raise ValueError(
-                f"AdapterCheckpoint.monitor: expected a run with validation, which logs "
-                f"{self.monitor!r}, got one without; see data.val_fraction and "
-                "trainer.check_val_every_n_epoch, or leave monitor out"
+            refuse(
+                "AdapterCheckpoint.monitor",
+                f"a run with validation, which logs {self.monitor!r}",
+                "one without",
+                "; see data.val_fraction and trainer.check_val_every_n_epoch, or leave monitor out",
             )
         replaced = self._replaced(trainer)
         trainer.strategy.barrier("adapters_looked_at")  # before the first process deletes some
@@ -191,10 +192,11 @@ def require_no_former_run(
     savers = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
     folders = [trainer.default_root_dir, *(one.dirpath for one in savers if one.dirpath)]
     if is_finished or any(any(Path(one).rglob("*.ckpt")) for one in folders):
-        raise ValueError(
-            f"{folder}: expected a folder without {what}, since this run begins anew, got {found} "
-            "of a former one; resume that one with --ckpt_path last, choose another run_dir, or "
-            "delete the folder"
+        refuse(
+            str(folder),
+            f"a folder without {what}, since this run begins anew",
+            f"{found} of a former one",
+            "; resume that one with --ckpt_path last, choose another run_dir, or delete the folder",
         )
 
 

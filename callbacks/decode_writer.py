@@ -25,7 +25,7 @@ from lit_dlm.reports.command import write_report
 from lit_dlm.reports.results import ResultFolder, ResultRow
 from lit_dlm.reports.summary import MethodSummary, summarise_folder
 from lit_dlm.system.files import write_atomically
-from lit_dlm.system.options import at_least, of_kind, within
+from lit_dlm.system.options import at_least, of_kind, refuse, within
 from lit_dlm.system.terminal import PlainConsole
 from lit_dlm.tasks import PromptExample, Task, require_code_execution
 from lit_dlm.trajectories.store import RunRecord, completed_uids
@@ -134,7 +134,7 @@ class DecodeWriter(BasePredictionWriter):
     ) -> None:
         super().__init__(write_interval="batch")
         if run_dir is None and trajectories_dir is None:
-            raise ValueError("DecodeWriter: expected run_dir, trajectories_dir or both, got none")
+            refuse("DecodeWriter", "run_dir, trajectories_dir or both", "none")
         within("(0, inf)", max_gigabytes=max_gigabytes)
         self.results = None if run_dir is None else ResultFolder(Path(run_dir) / "results")
         self.trajectories_dir = None if trajectories_dir is None else Path(trajectories_dir)
@@ -157,12 +157,10 @@ class DecodeWriter(BasePredictionWriter):
             return
         of_kind(pl_module, DecodeModule, option="model")
         if self.trajectories_dir is not None and pl_module.level is None:
-            raise ValueError(
-                f"model.level: expected one, since trajectories go to {self.trajectories_dir}; "
-                "got none"
-            )
+            where = f"one, since trajectories go to {self.trajectories_dir}"
+            refuse("model.level", where, "none")
         if sum(isinstance(one, DecodeWriter) for one in trainer.callbacks) > 1:  # type: ignore[attr-defined]
-            raise ValueError("callbacks: expected one DecodeWriter, which can write both, got more")
+            refuse("callbacks", "one DecodeWriter, which can write both", "more")
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         self._rank = trainer.global_rank
         run = self._run = describe_run(trainer, pl_module)

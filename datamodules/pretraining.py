@@ -23,7 +23,7 @@ from lit_dlm.backbones import load_tokenizer
 from lit_dlm.backbones.chat_template import apply_chat_template
 from lit_dlm.datamodules.resuming import ResumableDataModule
 from lit_dlm.finetuning.pretrain import DrillBatch, PretrainBatch
-from lit_dlm.system.options import at_least
+from lit_dlm.system.options import at_least, refuse
 from lit_dlm.tensors.schedules import hidden_cells
 from lit_dlm.toy.generated import DrillSource, TrainingSource
 
@@ -68,7 +68,7 @@ class PretrainDataModule(ResumableDataModule):
         at_least(1, sources=len(self.sources))
         shares = self.shares
         if shares is not None and (len(shares) != len(self.sources) or min(shares) <= 0):
-            raise ValueError(f"shares: expected {len(self.sources)} positive numbers, got {shares}")
+            refuse("shares", f"{len(self.sources)} positive numbers", shares)
         self._pool: tuple[int, list[list[tuple[list[int], list[int]]]]] | None = None
 
     def train_dataloader(self) -> DataLoader[PretrainBatch]:

@@ -24,7 +24,7 @@ from lit_dlm.predict.decode import (
     decode_uid,
     default_batch,
 )
-from lit_dlm.system.options import at_least, of_kind, one_of, within
+from lit_dlm.system.options import at_least, of_kind, one_of, refuse, within
 from lit_dlm.tasks import PromptExample, Task, tasks_by_name
 from lit_dlm.tasks.base import check_uids
 
@@ -230,10 +230,8 @@ class PromptMix:
         Their number is the task's share of ``total``, rounded by largest remainder.
         """
         if set(examples) != set(self.weights):
-            raise ValueError(
-                f"mix.weights: expected one for each of {', '.join(examples)}, got "
-                f"{', '.join(self.weights) or 'none'}"
-            )
+            names = ", ".join(self.weights) or "none"
+            refuse("mix.weights", f"one for each of {', '.join(examples)}", names)
         counts = largest_remainder(self.total, [self.weights[name] for name in examples])
         chosen = {}
         for number, (name, count) in enumerate(zip(examples, counts, strict=True)):

@@ -16,6 +16,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from lit_dlm.system.options import refuse
+
 _LENGTH_GROUP = 50  # number of batches whose examples are sorted by length together
 
 
@@ -241,7 +243,7 @@ class ResumableDataModule(LightningDataModule):
         if state_dict != self._update:
             both = (state_dict, self._update)
             saved, here = (", ".join(f"{k} {v}" for k, v in one.items()) for one in both)
-            raise ValueError(f"ckpt_path: expected the same run as before, {saved}; got {here}")
+            refuse("ckpt_path", f"the same run as before, {saved}", here)
 
     @property
     def _update(self) -> dict[str, int]:
@@ -300,7 +302,5 @@ def refuse_overfit_batches(trainer: Trainer | None, *, instead: str) -> None:
     """Refuses the trainer's ``overfit_batches``, which would replace a plan by another sampler."""
     share = 0 if trainer is None else trainer.overfit_batches  # type: ignore[attr-defined]
     if share:
-        raise ValueError(
-            f"trainer.overfit_batches: expected 0, got {share}; to train on few examples again "
-            f"and again, use {instead}"
-        )
+        hint = f"; to train on few examples again and again, use {instead}"
+        refuse("trainer.overfit_batches", 0, share, hint)

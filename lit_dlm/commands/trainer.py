@@ -30,6 +30,7 @@ from lit_dlm.config.files import Composed
 from lit_dlm.config.parser import Parser, explain
 from lit_dlm.config.saved import LAST, RunConfigCallback, claim
 from lit_dlm.system.locks import locked
+from lit_dlm.system.options import refuse
 from lit_dlm.system.terminal import printable
 from lit_dlm.training.checkpoint import last_checkpoint, local, use_own_files
 
@@ -144,20 +145,14 @@ def _check_fit(command: str, options: Namespace) -> None:
     for key, needed in _NEEDED.get(command, {}).items():
         kind: Any = locate(options[key].class_path)
         if getattr(kind, needed) is getattr(_BASES[key], needed):
-            raise ValueError(
-                f"{key}: expected a class with {needed}, as {command} asks for, got "
-                f"{kind.__name__}; this configuration is for another command"
-            )
+            expected = f"a class with {needed}, as {command} asks for"
+            refuse(key, expected, kind.__name__, "; this configuration is for another command")
     if not isinstance(options.trainer, Namespace):
-        raise ValueError(
-            f"trainer: expected a mapping of the trainer's options, got {options.trainer!r}"
-        )
+        refuse("trainer", "a mapping of the trainer's options", repr(options.trainer))
     tasks = int(os.environ.get("SLURM_NTASKS_PER_NODE", "1"))
     if tasks > 1 == torch.cuda.device_count() and "SLURM_PROCID" in os.environ:
-        raise ValueError(
-            f"trainer.devices: expected {tasks} GPUs in sight of each task of SLURM, got 1; "
-            "use --gpus-per-node in place of --gpus-per-task, or --gpu-bind=none beside it"
-        )
+        hint = "; use --gpus-per-node in place of --gpus-per-task, or --gpu-bind=none beside it"
+        refuse("trainer.devices", f"{tasks} GPUs in sight of each task of SLURM", 1, hint)
 
 
 class ParsingCLI(CLI):

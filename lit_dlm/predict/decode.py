@@ -34,6 +34,7 @@ from lit_dlm.decoding.api import (
 from lit_dlm.decoding.decoder import Sweep, expanded
 from lit_dlm.decoding.state import DecodeState, QueueObserver, StepRecord
 from lit_dlm.system.files import fitting
+from lit_dlm.system.options import refuse
 from lit_dlm.tasks import PromptExample
 from lit_dlm.tasks.base import template_text
 from lit_dlm.tensors.sampling import sample_seed
@@ -242,10 +243,8 @@ class CheckedModule(LightningModule):
         # optimisers would be rounded along with the decoder.
         precision = str(self.trainer.precision)
         if precision.endswith("-true") and precision != "32-true":
-            raise ValueError(
-                f"trainer.precision: expected 32-true, bf16-mixed or 16-mixed, got {precision}; "
-                "decoders have a dtype of their own (backbone: dtype: bfloat16)"
-            )
+            hint = "; decoders have a dtype of their own (backbone: dtype: bfloat16)"
+            refuse("trainer.precision", "32-true, bf16-mixed or 16-mixed", precision, hint)
         use_own_files(self.trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -274,10 +273,8 @@ class CheckedModule(LightningModule):
             kind = type(optimizer).__name__
             for group in optimizer.param_groups:
                 if missing := sorted(optimizer.defaults.keys() - group.keys()):
-                    raise ValueError(
-                        f"ckpt_path: expected the state of {kind}, got that of another optimiser, "
-                        f"without {missing[0]}"
-                    )
+                    got = f"that of another optimiser, without {missing[0]}"
+                    refuse("ckpt_path", f"the state of {kind}", got)
 
 
 class DecodeModule(CheckedModule):

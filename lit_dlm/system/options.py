@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, NoReturn, TypeVar, get_type_hints
 
 T = TypeVar("T")
 _MOST_LISTED = 20
 
 
+def refuse(option: str, expected: object, got: object, hint: str = "") -> NoReturn:
+    """Raises the error of a user's mistake: one line with its place, and perhaps a way out."""
+    raise ValueError(f"{option}: expected {expected}, got {got}{hint}")
+
+
 def at_least(least: float, *, of: str = "", **options: float | None) -> None:
     """Refuses options below a bound; ``None`` passes."""
     for name, value in options.items():
+        # Written so that NaN, which is not less than anything, is refused, too.
         if value is not None and not value >= least:
-            wanted = f"at least {least}" if least else "0 or more"
-            raise ValueError(f"{of}{name}: expected {wanted}, got {value}")
+            refuse(f"{of}{name}", f"at least {least}" if least else "0 or more", value)
 
 
 def within(bounds: str, *, of: str = "", **options: float | None) -> None:
@@ -24,17 +29,17 @@ def within(bounds: str, *, of: str = "", **options: float | None) -> None:
     ends = [end for end, bracket in ((low, bounds[0]), (high, bounds[-1])) if bracket in "()"]
     for name, value in options.items():
         if value is not None and (not low <= value <= high or value in ends):
-            raise ValueError(f"{of}{name}: expected a number in {bounds}, got {value}")
+            refuse(f"{of}{name}", f"a number in {bounds}", value)
 
 
 def one_of(*choices: object, of: str = "", **options: object) -> None:
     """Refuses options that are not among the choices."""
     names = [*map(repr, choices)] or ["nothing"]
-    wanted = " or ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
+    expected = " or ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
     for name, value in options.items():
         if value not in choices:
-            message = f"{of}{name}: expected {wanted}, got {value!r}"
-            raise ValueError(message + _similar(str(value), map(str, choices)))
+            hint = _similar(str(value), map(str, choices))
+            refuse(f"{of}{name}", expected, repr(value), hint)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -52,7 +57,7 @@ def _similar(name: str, known: Iterable[str]) -> str:
 def of_kind(value: object, kind: type[T], *, option: str) -> T:
     """Returns the value; refuses one of another class."""
     if not isinstance(value, kind):
-        raise ValueError(f"{option}: expected {kind.__name__}, got {type(value).__name__}")
+        refuse(option, kind.__name__, type(value).__name__)
     return value
 
 
@@ -63,8 +68,8 @@ def of_declared_kinds(options: Any) -> None:
     for name, kind in get_type_hints(type(options)).items():
         value = getattr(options, name)
         try:
+            # JSON has no floats that are whole numbers.
             type_validator(name, value, float | int if kind is float else kind)
         except TypeError:
-            wanted = kind.__name__ if isinstance(kind, type) else kind
-            of = type(options).__name__
-            raise ValueError(f"{of}.{name}: expected {wanted}, got {value!r}") from None
+            expected = kind.__name__ if isinstance(kind, type) else kind
+            refuse(f"{type(options).__name__}.{name}", expected, repr(value))
