@@ -89,6 +89,7 @@ class AdapterCheckpoint(Callback):
             for path in replaced:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             self.folder.mkdir(parents=True, exist_ok=True)
+            # Tells a run that was cut short, whose weights are of no use, from one that has ended.
             (self.folder / _UNFINISHED).touch()
         # If the checkpoint was taken right after an epoch's last batch, that epoch counts as over
         # and gets its folder here. It is not validated any more, so it has no score.
@@ -114,6 +115,7 @@ class AdapterCheckpoint(Callback):
     def _write(self, trainer: Trainer, pl_module: Any, number: int, *, has_score: bool) -> None:
         if (number + 1) % self.every_n_epochs:
             return
+        # All processes take part, since sharded weights are gathered; the first one writes.
         pl_module.export(self.folder / "last")
         is_best = has_score and self._is_best(trainer, number)
         if trainer.is_global_zero:
@@ -127,6 +129,7 @@ class AdapterCheckpoint(Callback):
         trainer.strategy.barrier("adapters")
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        # The last epochs, where their number is no multiple: `last` is what training ended with.
         if (self._epochs_ended or 0) % self.every_n_epochs:
             pl_module.export(self.folder / "last")
         if trainer.is_global_zero:
@@ -149,6 +152,8 @@ class AdapterCheckpoint(Callback):
         former = sorted(path for name in names for path in self.folder.glob(name))
         if former:
             listed = ", ".join(path.name for path in former)
+            # Without checkpoints a run that was cut short cannot go on, so the same command
+            # replaces it.
             is_finished = not (self.folder / _UNFINISHED).exists()
             require_no_former_run(trainer, self.folder, "weights", listed, is_finished=is_finished)
         return former
@@ -161,10 +166,12 @@ class AdapterCheckpoint(Callback):
                 f"monitor: nothing was logged as {self.monitor!r}, known: "
                 f"{', '.join(sorted(trainer.callback_metrics)) or 'nothing'}"
             )
+        # The same tensor object as before the epoch: nothing was logged in it.
         if found is None or found is self._former:
             return False
         value = float(found)
         sign = 1.0 if self.mode == "min" else -1.0
+        # A score that is not finite is kept in the list but never the one to beat.
         former = [sign * score for score in self.scores.values() if math.isfinite(score)]
         self.scores[f"epoch-{number:02d}"] = value
         is_best = math.isfinite(value) and sign * value < min(former, default=math.inf)
@@ -211,6 +218,8 @@ def _will_validate(trainer: Trainer) -> bool:
 
 
 def _replace(source: Path, target: Path) -> None:
+    # Copied beside the target and renamed: a reader, or a kill, never meets half a folder under the
+    # name.
     draft = target.with_name(f".{target.name}-partial")
     shutil.rmtree(draft, ignore_errors=True)
     shutil.copytree(source, draft)

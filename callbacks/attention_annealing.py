@@ -39,9 +39,11 @@ class AttentionAnnealing(Callback):
         def limit(
             decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            # Per step and not per micro-batch: an accumulated update is of one mask.
             share = trainer.global_step / self.steps
             if not decoder.training or share >= 1.0:
                 return args, kwargs
+            # Rows with pictures come as embeddings.
             inputs = kwargs.get("input_ids")
             inputs = kwargs["inputs_embeds"] if inputs is None else inputs
             seen = self.visible(inputs.shape[1], trainer.global_step).to(inputs.device)
@@ -57,6 +59,8 @@ class AttentionAnnealing(Callback):
                 )
             return args, kwargs | {"attention_mask": mask}
 
+        # A hook on the decoder below the head, where the mask is an argument: the model itself
+        # stays as its family wrote it, and inference without the callback sees everything.
         self._handle = backbone.model.model.register_forward_pre_hook(limit, with_kwargs=True)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -65,5 +69,6 @@ class AttentionAnnealing(Callback):
     def visible(self, length: int, step: int) -> Tensor:
         """Returns ``(1, 1, L, L)`` bool, ``True`` where the query (third axis) sees the key."""
         generator = torch.Generator().manual_seed(sample_seed(0, f"annealing:{step}"))
+        # On the CPU, whose generator draws the same everywhere.
         drawn = torch.rand(length, length, generator=generator) < step / self.steps
         return (drawn | torch.ones(length, length, dtype=torch.bool).tril())[None, None]

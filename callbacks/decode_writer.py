@@ -60,9 +60,12 @@ class GradingQueue:
 
     def _grade(self, example: PromptExample, completion: str) -> Future[Verdict]:
         """Returns the verdict on an equal completion, perhaps of another method, or a new one."""
+        # The digest in place of the text: ten thousand keys of long answers would take memory.
         key = (example.uid, hashlib.sha256(completion.encode(errors="surrogatepass")).digest())
         if key not in self._verdicts:
             if len(self._verdicts) >= _NUM_KEPT:
+                # Methods follow one another on the same prompts, so the oldest verdict is the least
+                # likely one to be asked for.
                 self._verdicts.popitem(last=False)
             task = self.tasks[example.task]
             self._verdicts[key] = self._pool.submit(_graded, task, example, completion)
@@ -159,6 +162,7 @@ class DecodeWriter(BasePredictionWriter):
         if self.trajectories_dir is not None and pl_module.level is None:
             where = f"one, since trajectories go to {self.trajectories_dir}"
             refuse("model.level", where, "none")
+        # Each would tell the data module what is done, and the second would overwrite the first.
         if sum(isinstance(one, DecodeWriter) for one in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             refuse("callbacks", "one DecodeWriter, which can write both", "more")
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
@@ -177,6 +181,7 @@ class DecodeWriter(BasePredictionWriter):
                 folder = self.results.folder.parent / "trajectories"
         if folder is not None:
             self._shards = RecordShards(folder, trainer, run, **self._options)
+        # The data module makes its loaders after `setup` of callbacks and leaves out what is done.
         data.done = self._held(trainer)
         wanted = set(getattr(data, "wanted", ()))
         if set() < wanted <= set(data.done):
@@ -193,6 +198,7 @@ class DecodeWriter(BasePredictionWriter):
         assert self._queue is not None
         for task in tasks:
             for method, decoder in run.decode["methods"].items():
+                # All that decides a result but the code: another value means another folder.
                 settings = {
                     "backbone": run.model,
                     "decoder": decoder,
@@ -201,6 +207,8 @@ class DecodeWriter(BasePredictionWriter):
                     "tokenizer": module.tokenizer_path,
                     **run.data["tasks"][task.name],
                 }
+                # Left out where it is the default, as in folders that were written before the
+                # option existed.
                 if module.chat_template:
                     settings["chat_template"] = module.chat_template
                 if not module.cut_at_eos:
@@ -248,6 +256,8 @@ class DecodeWriter(BasePredictionWriter):
         if self._queue is None:
             self._write(prediction, None)
         else:
+            # Grading runs beside the next forwards; what is graded by now is written in the order
+            # of decoding.
             self._queue.submit(prediction)
             self._write_graded()
 
@@ -282,6 +292,7 @@ class DecodeWriter(BasePredictionWriter):
         trajectory = None
         if self._shards is not None:
             record = decoded.trajectories[number]
+            # Relative, so that the run folder can be moved or copied as a whole.
             folder = os.path.relpath(self._shards.folder, self.results.folder.parent)
             trajectory = {"set": folder, "uid": record.uid, "digest": record.digest().hex()}
         example, result = decoded.examples[number], decoded.result
@@ -331,6 +342,7 @@ class DecodeWriter(BasePredictionWriter):
         self._stop_grading()
         if shards is not None:
             shards.close(trainer)
+        # The first process reads what all have written.
         trainer.strategy.barrier("decodes_written")
         if not trainer.is_global_zero:
             return
@@ -384,6 +396,7 @@ def _require_all(trainer: Trainer, done: Collection[str], folder: Path) -> None:
     Runs that were to decode only a part, or that use another data module, are not checked.
     """
     wanted = getattr(getattr(trainer, "datamodule", None), "wanted", None)
+    # A float of 1.0 means all, but the integer 1 means one batch.
     is_part = trainer.limit_predict_batches != 1.0 or isinstance(trainer.limit_predict_batches, int)
     if wanted is None or is_part or trainer.should_stop:
         return

@@ -52,9 +52,12 @@ class DiscriminationObserver(Observer):
         state, entropy = record.state, record.proposal.raw_entropy
         assert entropy is not None
         is_end = state.editable & torch.isin(state.ids, state.eos_ids)
+        # Cells behind an end that is written are filled with more ends, of which the model is
+        # certain: they would make every late step look alike.
         behind_end = is_end.cumsum(1) > 0
         variance, counts = entropy_variance(entropy, state.masked & ~behind_end)
         step, self._step = self._step, self._step + 1
+        # Kept on the device: an observer that waits for it would slow every decode down.
         both = torch.stack([variance.float().sum(), counts.sum().float()])
         self.steps[step] = self.steps.get(step, 0.0) + both
 
@@ -128,8 +131,12 @@ class DiscriminationScore(Callback):
         assert isinstance(module, TrainableModule)
         datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
         examples = list(enumerate(datamodule.probe_prompts(self.num_prompts)))
+        # Seeds follow from the number of the prompt, so the score does not depend on how many share
+        # the work.
         examples = examples[trainer.global_rank :: trainer.world_size]
         observer = DiscriminationObserver()
+        # Gathered weights: processes run different numbers of forwards, and one that waits for a
+        # shard would wait for ever.
         with evaluating(module), whole_weights(module.backbone):
             for first in range(0, len(examples), _BATCH_SIZE):
                 prompts = [
@@ -157,6 +164,7 @@ class DiscriminationScore(Callback):
         both = observer.totals()
         if trainer.world_size > 1:
             own = torch.tensor(both.shape[1], device=module.device)
+            # Processes decode different numbers of steps; sums need equal shapes.
             most = int(trainer.strategy.reduce(own, reduce_op="max"))
             both = torch.nn.functional.pad(both, (0, most - both.shape[1])).to(module.device)
             both = trainer.strategy.reduce(both, reduce_op="sum").cpu()

@@ -39,6 +39,7 @@ class JointEarlyStopping(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
             return
+        # Set back to 0 below if any score improves.
         self.waited += 1
         for name in self.monitors:
             if name not in trainer.callback_metrics:

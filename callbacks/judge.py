@@ -87,6 +87,7 @@ class HttpJudge(Callback):
     ) -> dict[str, bool | None]:
         """Returns the verdict on every row by uid, from the file or from the judge."""
         stored: dict[str, dict[str, Any]] = {}
+        # A killed run may have left half a line, to which the next verdict would be appended.
         drop_torn_line(path)
         if path.exists():
             lines = path.read_text(encoding="utf-8").splitlines()
@@ -99,10 +100,12 @@ class HttpJudge(Callback):
                     continue
                 digest = hashlib.sha256(json.dumps(row.completion).encode()).hexdigest()
                 result = stored.get(row.uid, {})
+                # Judged again if the completion is another, as after a run with other settings.
                 if result.get("completion_sha256") != digest:
                     verdict = self.verdict(examples[row.prompt_uid], row.completion)
                     result = {"uid": row.uid, "correct": verdict, "completion_sha256": digest}
                     file.write(json.dumps(result) + "\n")
+                    # Each verdict costs a request: none is lost with the process.
                     file.flush()
                 verdicts[row.uid] = result["correct"]
         return verdicts

@@ -58,6 +58,7 @@ class TrainingLog(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._seconds += time.monotonic() - self._batch_at
+        # Batches of RL have their tokens one level below those of fine-tuning.
         ids = getattr(getattr(batch, "responses", batch), "ids", None)
         self._tokens += 0 if ids is None else ids.numel() * trainer.world_size
         if self._is_due(trainer):
@@ -94,6 +95,7 @@ class TrainingLog(Callback):
         if not trainer.is_global_zero or now - self._logged_at < _SECONDS_BETWEEN_LINES:
             return False
         self._logged_at = now
+        # A line beside a bar would tear it.
         bars = [one for one in trainer.callbacks if isinstance(one, ProgressBar)]  # type: ignore[attr-defined]
         return all(bar.is_disabled for bar in bars)
 
@@ -111,6 +113,7 @@ class TrainingLog(Callback):
         for name, value in trainer.callback_metrics.items():
             if shown := _SHOWN.fullmatch(name):
                 stage, last = shown.groups()
+                # One name for each kind of value, whichever method logged it.
                 last = {"correct": "accuracy", "nelbo": "loss"}.get(last, last)
                 values[f"val {last}" if stage == "val" else last] = f"{float(value):.4g}"
         if trainer.optimizers:
@@ -173,6 +176,7 @@ class ProgressBar(RichProgressBar):
     ) -> None:
         if self.is_disabled or self.progress is None:
             return
+        # One bar for all streams: the base class would begin another with each.
         if self.predict_progress_bar_id is None:
             total = sum(trainer.num_predict_batches)
             self.predict_progress_bar_id = self._add_task(total, describe_stream(batch))
@@ -232,6 +236,8 @@ def _time_left(began: tuple[float, float], share: float) -> str:
 
 def _beginning(trainer: Trainer) -> tuple[float, float]:
     """Returns the time, and the share of ``fit`` that a former run has done."""
+    # A resumed run is as far as its checkpoint: time that another run spent says nothing about this
+    # one's speed.
     batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     return time.monotonic(), _share_done(trainer, batches)
 

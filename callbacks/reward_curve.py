@@ -57,6 +57,7 @@ class RewardCurve(Callback):
             if _is_new(name, trainer, module)
         }
         step = trainer.current_epoch + 1
+        # A resumed run repeats steps after its checkpoint: their points are replaced.
         self.points = [point for point in self.points if point["step"] < step]
         self.points.append({"step": step, "updates": trainer.global_step, **values})
         if trainer.is_global_zero:

@@ -93,6 +93,8 @@ class TracePictures(Callback):
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any, **__: Any
     ) -> None:
+        # Samples are numbered across processes by a shared queue, so the first ones of one process
+        # are as good as any, and only it has a logger.
         if not trainer.is_global_zero or not isinstance(outputs, DecodedBatch):
             return
         method = outputs.method
@@ -152,6 +154,7 @@ class TracePictures(Callback):
             method=self.method,
             response_length=length,
         )
+        # Whatever the module's own level is: in training it captures nothing.
         capture = TrajectoryCapture(vocab_size=module.backbone.vocab_size, level="signals")
         module.decode(batch, [capture])  # Lightning's hook has set evaluation mode, no gradients
         uids = [f"{example.uid}@{self.method}" for example in examples]

@@ -88,9 +88,13 @@ class PretrainDataModule(ResumableDataModule):
     def batch(self, number: int) -> PretrainBatch:
         """Draws one batch, numbered over all processes; every call returns the same one."""
         pool, place = divmod(number, POOL_STEPS)
+        # One pool is kept: a process takes its batches in ascending order, and a resumed one begins
+        # in the middle of a pool by drawing all of it.
         if self._pool is None or self._pool[0] != pool:
             self._pool = (pool, self._draw_pool(pool))
         rows = self._pool[1][place]
+        # The number alone decides, not what was drawn before it: the first batch after a resume is
+        # the one that would have come.
         seed = hashlib.blake2b(f"masks/{self.seed}/0/{number}".encode(), digest_size=7).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(seed, "big"))
         ids, pad_mask, start = self._layout(rows)
@@ -116,6 +120,8 @@ class PretrainDataModule(ResumableDataModule):
         texts = [template(chat, tokenize=False) for chat in chats]
         prompts = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
         completions = self._tokenizer([completion for _, completion in pairs])["input_ids"]
+        # Sorted and then cut: rows of a batch have similar prompts, and the batches are shuffled
+        # again.
         rows = sorted(zip(prompts, completions, strict=True), key=lambda row: len(row[0]))
         batches = [rows[at : at + self.batch_size] for at in range(0, len(rows), self.batch_size)]
         rng.shuffle(batches)
@@ -128,6 +134,7 @@ class PretrainDataModule(ResumableDataModule):
         ids = torch.full((len(rows), width), self._tokenizer.eos_token_id)
         pad_mask = torch.ones(len(rows), width, dtype=torch.bool)
         for row, (prompt, completion) in enumerate(rows):
+            # One cell is for the end of text, without which the model would learn never to stop.
             if len(completion) >= self.response_length:
                 raise ValueError(
                     f"response_length: a completion of {len(completion)} tokens and its end do not "
@@ -175,5 +182,6 @@ class _Batches(IterableDataset[PretrainBatch]):
     def __iter__(self) -> Iterator[PretrainBatch]:
         trainer = self.data.trainer
         assert trainer is not None
+        # Counted from the optimiser's step: a checkpoint needs no position in the data.
         first = trainer.global_step * self.data.batches_per_step + trainer.global_rank
         return map(self.data.batch, count(first, trainer.world_size))

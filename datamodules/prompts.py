@@ -107,6 +107,7 @@ class PromptDataModule(LightningDataModule):
             for method in methods
             for example in examples
             if self.assignment == "each"
+            # A hash and not a random number: the choice is the same in a restart with more prompts.
             or method == methods[zlib.crc32(example.uid.encode()) % len(methods)]
             for response in example.responses(counts[method])
         ]
@@ -119,6 +120,7 @@ class PromptDataModule(LightningDataModule):
             decoder = module.decoders[name]
             decoder.check(module.backbone)
             known = getattr(decoder.policy, "trained_on", ())
+            # Only a warning: how a policy transfers to other tasks is something to measure.
             strange = sorted({task.name for task in self.tasks}.difference(known))
             if known and strange:
                 logger.warning(
@@ -141,6 +143,7 @@ class PromptDataModule(LightningDataModule):
         fitting = [one for one, (excess, _) in zip(examples, excesses, strict=True) if excess <= 0]
         self.skipped[task] = count = len(examples) - len(fitting)
         if count:
+            # The worst one is named, as it tells which option to raise and by how much.
             (excess, limit), uid = max(zip(excesses, (one.uid for one in examples), strict=True))
             message = f"{count} of {len(examples)} prompts of {task} are too long; "
             message += f"{uid} exceeds {limit} by {excess}"
@@ -170,6 +173,8 @@ class PromptDataModule(LightningDataModule):
         groups: dict[tuple[str, str, int], list[PromptExample]] = {}
         for method, example in self._decodes:
             if decode_uid(example, method) not in self.done:
+                # A canvas has one length and a decoder, so these make a stream; results do not
+                # depend on it.
                 key = (example.task, method, self.length_of(example))
                 groups.setdefault(key, []).append(example)
         return [
@@ -185,6 +190,7 @@ class PromptDataModule(LightningDataModule):
 
     def first_batches(self, count: int, method: str) -> Iterator[PromptBatch]:
         """Yields batches of the first ``count`` examples, of every task in turn, done or not."""
+        # Every task in turn, so that few examples are not all of the first one.
         by_turns = chain.from_iterable(zip_longest(*(task.examples() for task in self.tasks)))
         fitting = (one for one in by_turns if one is not None and self._excess(one)[0] <= 0)
         by_length: dict[int, list[PromptExample]] = {}
@@ -232,11 +238,13 @@ class PromptMix:
         if set(examples) != set(self.weights):
             names = ", ".join(self.weights) or "none"
             refuse("mix.weights", f"one for each of {', '.join(examples)}", names)
+        # Rounded so that the sum is exactly the total.
         counts = largest_remainder(self.total, [self.weights[name] for name in examples])
         chosen = {}
         for number, (name, count) in enumerate(zip(examples, counts, strict=True)):
             every = list(examples[name])
             at_least(count, of="mix.total: examples of ", **{name: len(every)})
+            # The release shuffles each task's prompts by a seed of its own.
             random.Random(self.seed + number).shuffle(every)
             chosen[name] = every[:count]
         return chosen
@@ -254,5 +262,7 @@ def largest_remainder(total: int, weights: Sequence[float]) -> list[int]:
 
 def drawn_length(lengths: Sequence[int], uid: str, *, seed: int) -> int:
     """Chooses a prompt's response length by a hash of its uid, the same for all its decodes."""
+    # By the prompt's uid, so that all methods, and all responses to a prompt, are compared at one
+    # length.
     digest = hashlib.sha256(f"length:{seed}:{uid}".encode()).digest()
     return lengths[int.from_bytes(digest[:8], "big") % len(lengths)]

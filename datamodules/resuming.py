@@ -67,6 +67,7 @@ class EpochPlan(Plan):
     """Returns each rank's batches since the beginning of training; called as iteration starts."""
 
     def __post_init__(self) -> None:
+        # Whole updates only, so that a pass never ends within one: a checkpoint holds no gradients.
         updates = len(self.blocks) // (self.batch_size * self.world_size * self.accumulate)
         self._length = max(1, updates) * self.accumulate
         self._pass: tuple[int, list[NDArray[np.int64]]] | None = None
@@ -76,6 +77,8 @@ class EpochPlan(Plan):
 
     def __iter__(self) -> Iterator[list[ExampleRef]]:
         """Yields as many batches as a pass has, from the current point of training on."""
+        # Asked for when iteration starts. When the loader is made, a trainer that resumes is still
+        # at step 0.
         first = self.batches_done()
         for number in range(first, first + len(self)):
             yield self.batch(number)
@@ -88,11 +91,13 @@ class EpochPlan(Plan):
 
     def batches(self, epoch: int) -> list[NDArray[np.int64]]:
         """Positions in ``blocks`` of every batch of one pass, those of all ranks in turn."""
+        # A pass is planned as a whole and kept; planning ten million examples takes seconds.
         if self._pass is None or self._pass[0] != epoch:
             count = len(self) * self.world_size
             readers = self._batches_by_reader()
             # Each reader gets as many examples as its batches hold or more, if there are enough.
             ends = np.cumsum([len(numbers) for numbers in readers]) * len(self.blocks) // count
+            # Every process plans the batches of all and takes its own, so that none has to be told.
             rng = np.random.default_rng([self.seed, epoch])
             order = self._shuffled(ends, rng)
             batches: list[NDArray[np.int64]] = [order] * count
@@ -110,6 +115,7 @@ class EpochPlan(Plan):
         count = len(self) * self.world_size
         if not self.readers:
             return [range(count)]
+        # A loader gives batches to its workers in turn, so a worker's are a fixed stride apart.
         stride = self.world_size * self.readers
         return [
             range(rank + reader * self.world_size, count, stride)
@@ -121,6 +127,8 @@ class EpochPlan(Plan):
     def _shuffled(self, ends: NDArray[np.integer], rng: np.random.Generator) -> NDArray[np.int64]:
         """Positions in ``blocks`` in the order of one pass; readers change at ``ends``."""
         # With ten million examples an array takes tens of megabytes: none is kept for long.
+        # Sorted by group and then by a random key: a shuffle within groups without a loop over
+        # them.
         key = rng.random(len(self.blocks))
         names = np.unique(self.blocks)
         ranks = rng.permutation(len(names)).astype(np.int32)
@@ -166,6 +174,8 @@ class FixedPlan(Plan):
         world_size: int = 1,
     ) -> None:
         count = len(numbers)
+        # All processes run equally many batches, or those with fewer would leave the others
+        # waiting; copies are marked and not counted.
         last = -(-count // world_size) * world_size
         refs = [
             ExampleRef(int(numbers[at % count]), 0, at < count)
@@ -238,6 +248,7 @@ class ResumableDataModule(LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Refuses to resume with another number of processes or batches than in the checkpoint."""
+        # To validate or decode, a checkpoint may be loaded with any number of processes.
         if self.trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
             return
         if state_dict != self._update:
@@ -273,6 +284,7 @@ class ResumableDataModule(LightningDataModule):
             batch_size=self.batch_size,
             seed=self.seed,
             accumulate=accumulate,
+            # The trainer's own count of batches includes those of an update that was not finished.
             batches_done=lambda: 0 if trainer is None else trainer.global_step * accumulate,
             **self._place,
             **options,

@@ -100,6 +100,8 @@ class StateReader:
         )
 
     def _block(self, block: int) -> list[Trajectory]:
+        # Least recently used first: workers read in the plan's order, so a block that is left is
+        # not met again in this pass.
         records = self._cache.get(block)
         if records is None:
             while len(self._cache) >= self.cached_blocks:  # before another takes memory
@@ -172,6 +174,8 @@ class TrajectoryDataModule(ResumableDataModule):
         shards = self._folders[0] if len(self._folders) == 1 else shard_paths(self._folders)
         reader = TrajectoryShardReader(shards, features=self.source == "features")
         index = self._build_index(reader)
+        # Decided for records, of which all examples go to one side: states of one decode are nearly
+        # copies of each other.
         is_val = np.repeat(
             [is_validation(uid, seed=self.seed, fraction=self.val_fraction) for uid in index.uids],
             np.diff(index.starts),
@@ -187,6 +191,8 @@ class TrajectoryDataModule(ResumableDataModule):
         self.val_indices = _spread_evenly(index, val, self.max_val_examples, self.seed)
         self._blocks_per_group, cached = _BLOCKS_PER_GROUP, _CACHED_RECORD_BLOCKS
         if self.source == "features":
+            # Blocks of features are large and of the model's width, so their number is bounded by
+            # bytes.
             largest = max(
                 entry.size + (entry.feature_size or 0)
                 for shard in reader.shards
@@ -206,6 +212,8 @@ class TrajectoryDataModule(ResumableDataModule):
         backbone = getattr(getattr(self.trainer, "lightning_module", None), "backbone", None)
         add_picture_folders(backbone, *self._folders)
         sees_pictures = self.source == "tokens" or getattr(backbone, "vision", None) is not None
+        # Outlines are read block by block and only numbers are kept: millions of records do not fit
+        # into memory as objects.
         uids = reader.uids
         tasks: list[str] = []
         num_steps, blocks, counts, chosen = array("i"), array("i"), array("i"), array("i")
@@ -217,6 +225,7 @@ class TrajectoryDataModule(ResumableDataModule):
             for record, kept in zip(records, stored.kept_steps, strict=True):
                 if sees_pictures:
                     find_pictures(backbone, record.uid, record.meta)
+                # One string for each task, not for each record.
                 tasks.append(sys.intern(str(record.meta.get("task", ""))))
                 num_steps.append(record.num_steps)
                 blocks.append(block)
@@ -224,6 +233,8 @@ class TrajectoryDataModule(ResumableDataModule):
                 if self.only_correct and not is_correct(record, self._name):
                     num_left_out += 1
                     steps = steps[:0]
+                # A record that is left out keeps its row, so that numbers of records stay those of
+                # the files.
                 counts.append(len(steps))
                 chosen.extend(steps.tolist())
         starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
@@ -246,12 +257,14 @@ class TrajectoryDataModule(ResumableDataModule):
 
     def _chosen_steps(self, record: Trajectory) -> NDArray[np.integer]:
         """Returns the steps of a record that become examples, ascending, drawn by its uid."""
+        # A generator of the record's own: more or other shards do not change the steps of this one.
         rng = np.random.default_rng(_hash(f"steps:{self.seed}:{record.uid}"))
         count = round(self.step_ratio * record.num_steps)
         return np.sort(rng.choice(record.num_steps, size=count, replace=False))
 
     def _check_features(self, uid: str, features: FeatureMetadata) -> None:
         module = self.trainer.lightning_module if self.trainer is not None else None
+        # Modules from outside may use the features in their own way.
         if not isinstance(module, TraceLockModule):
             return
         scorer = module.scorer
@@ -328,6 +341,7 @@ def _spread_evenly(
     quarters = 4 * steps // np.maximum(index.num_steps[records], 1)
     _, tasks = np.unique(index.tasks, return_inverse=True)
     columns = (records.tolist(), steps.tolist(), kept.tolist())
+    # By hashes of stable names: the subset stays nearly the same when shards are added.
     order = np.fromiter(
         (
             _hash(f"val:{seed}:{index.uids[record]}:{step}:{number}")

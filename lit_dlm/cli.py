@@ -111,8 +111,10 @@ def _run(name: str, rest: list[str]) -> int:
     try:
         path, _, function = module.partition(":")
         status = getattr(import_module(path), function or "main")(rest)
+        # Here, so that a reader that has gone is noticed inside of the `try`.
         sys.stdout.flush()
     except BrokenPipeError:  # the reader of the output, such as `head`, has seen enough
+        # Python flushes the output once more at its end, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:  # before a run handles the signal itself, and in short commands

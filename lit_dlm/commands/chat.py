@@ -66,6 +66,8 @@ class Chat:
         decoder = self.decoder
         if command == "policy" and value:
             decoder = _decoder("--config", _file(value, "decode"))
+            # Policies and caches are chosen apart: a decode file without a cache does not end the
+            # one in use.
             if not decoder.cache.keeps:
                 decoder = decoder.replace(cache=self.decoder.cache)  # keep the previous one
         elif command == "cache" and value == "none":
@@ -83,6 +85,7 @@ class Chat:
             known = command in ("help", "policy", "cache", "length")
             self._say(HELP if known else f"unknown command '/{command}'\n{HELP}")
             return True
+        # Before it replaces the decoder that works: a mistake leaves the chat as it was.
         decoder.on(self.backbone.spec).check(self.backbone)
         self.decoder = decoder
         self._say(
@@ -93,6 +96,8 @@ class Chat:
 
     def _answer(self, text: str) -> None:
         self.messages.append({"role": "user", "content": text})
+        # Counted also where the answer fails, as the number is the seed's: sent again, it is drawn
+        # anew.
         self.num_turns += 1
         begun = time.perf_counter()
         try:

@@ -71,6 +71,7 @@ def _is_met(requirement: Requirement) -> bool:
         version = metadata.version(requirement.name)
     except metadata.PackageNotFoundError:
         return False
+    # Builds of torch carry a local version, and nightly ones count as pre-releases.
     return requirement.specifier.contains(version, prereleases=True)
 
 
@@ -94,6 +95,7 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _sandbox() -> Iterator[Finding]:
+    # Tried and not looked up: kernels and containers forbid each part of a sandbox separately.
     works = set()
     for method in METHODS:
         try:
@@ -118,6 +120,7 @@ def _space() -> Iterator[Finding]:
     from huggingface_hub import constants
 
     for name, folder in (("here", Path.cwd()), ("hub cache", Path(constants.HF_HUB_CACHE))):
+        # A cache folder is made at first use, so its disk is that of a folder above.
         there = next(parent for parent in (folder, *folder.parents) if parent.exists())
         free, consequence = shutil.disk_usage(there).free, ""
         if not os.access(there, os.W_OK):

@@ -67,12 +67,14 @@ class Source:
 def sources(config: Any) -> list[Source]:
     """Returns what a parsed configuration reads, models first; not what the run itself makes."""
     unique: dict[tuple[str, str, str | None], Source] = {}
+    # A policy or projector below the run folder is made by an earlier step of the same run.
     own = f"{config.get('run_dir')}/"
     for source in (one for one in _walk(config, "") if not one.name.startswith(own)):
         unique.setdefault((source.kind, source.name, source.split), source)
     models = {source.name for source in unique.values() if source.kind == "model"}
     kinds = list(_WANTED)
     return sorted(
+        # A model's files include its tokenizer, which must not be fetched, or counted, twice.
         (s for s in unique.values() if not (s.kind == "tokenizer" and s.name in models)),
         key=lambda source: kinds.index(source.kind),
     )
@@ -95,6 +97,7 @@ def _of_class(class_path: str, options: dict[str, Any], at: str) -> Iterator[Sou
         yield Source("tokenizer", options["tokenizer"], f"{at}.init_args.tokenizer")
     kind: Any = locate_class(class_path)
     module = getattr(kind, "__module__", "")
+    # By module and not by base, since options of outside classes with such names may mean anything.
     if module.startswith(("lit_dlm.tasks.", "lit_dlm.toy.")):
         if source := options.get("path") or getattr(kind, "hub_id", None):
             option = f"{at}.init_args.path"
@@ -140,6 +143,8 @@ def _fetch(named: Sequence[Source], *, is_wanted: bool) -> int:
     absent = False
     for source in named:
         mark, message = "here", ""
+        # Asked for even where all is cached: a dry run of the hub's client says what a newer
+        # revision would add.
         if source.is_on_hub and not constants.HF_HUB_OFFLINE:
             left[source], size = _sizes(source)
             mark, message = "on hub", f": {_bytes(size)}, {_bytes(left[source])} of them to fetch"
@@ -161,6 +166,7 @@ def _fetch(named: Sequence[Source], *, is_wanted: bool) -> int:
             console.print("Nothing was fetched: add --yes.")
             return 1
     if is_wanted:
+        # After all sizes have been added up, so that a disk that is too small is not filled first.
         for source in left:
             source.fetch()
             console.print(f"fetched  {source.kind:9} {source.name}")

@@ -73,6 +73,7 @@ def main(arguments: Sequence[str]) -> int:
             f"tasks: lm-eval knows no {', '.join(map(repr, unknown))}; a folder with tasks of your "
             "own is --include_path ('lm_eval ls tasks' lists the others)"
         )
+    # After the tasks are known: a model takes minutes to load.
     backbone, tokenizer, decoder = built(parser, config)
     folder = Path(config.run_dir)
     names = ("response_length", "batch_size", "seed", "num_draws", "antithetic", "check_greedy")
@@ -89,6 +90,7 @@ def main(arguments: Sequence[str]) -> int:
             task_manager=manager,
         )
     except ValueError as error:
+        # lm-eval has no class for this refusal.
         if "unsafe" not in str(error):
             raise
         raise ValueError(

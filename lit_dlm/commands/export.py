@@ -88,9 +88,12 @@ def main(arguments: Sequence[str], command: str = "export") -> int:
     if not options.force:
         other = "config.json" if options.only_adapter else "adapter_config.json"
         _require_own(options.folder, other=other)
+    # The dtype of an export is that of the files unless one is asked for: float32 would double
+    # them.
     stored = read_json_object(path := locate(options.model, weights=False) / "config.json")
     dtype: Any = options.dtype or stored.get("dtype") or stored.get("torch_dtype") or "float32"
     one_of(*get_args(DType), of=f"{path}: ", dtype=dtype)
+    # Without its tower a model with vision would lose the tower's weights in the export.
     sees = "siglip" in str(stored.get("mm_vision_tower"))
     backbone = load_backbone(
         options.model,
@@ -132,6 +135,7 @@ def _measured(run: Path, backbone: HFBackbone) -> list[MethodSummary]:
     results, ours = ResultFolder(run / "results"), backbone.describe()
     for task, method in results.pairs():
         theirs = results.settings(task, method)["backbone"]
+        # A card must not show another model's numbers; what only changes speed may differ.
         for key in _DECIDING:
             if theirs.get(key) != ours.get(key):
                 raise ValueError(f"results: {task}, {method} in {run} has another {key}")
@@ -141,6 +145,7 @@ def _measured(run: Path, backbone: HFBackbone) -> list[MethodSummary]:
 def _generation_config(backbone: HFBackbone) -> dict[str, Any]:
     spec = backbone.spec
     ids = {"bos_token_id": spec.bos_id, "pad_token_id": spec.pad_id, "mask_token_id": spec.mask_id}
+    # One end is a number, as releases write it.
     eos = list(spec.eos_ids) if len(spec.eos_ids) > 1 else spec.eos_ids[0]
     return {"eos_token_id": eos, **{key: value for key, value in ids.items() if value is not None}}
 

@@ -49,6 +49,7 @@ class LiveCanvas(Observer):
         self._show(record.state, record.new_ids)
 
     def _show(self, state: DecodeState, new_ids: Tensor) -> None:
+        # One transfer for each canvas; token by token each would wait for the device.
         before, after = (ids[:, state.start :].tolist() for ids in (state.ids, new_ids))
         for row, old, new in zip(state.rows.tolist(), before, after, strict=True):
             line = Text()
@@ -91,6 +92,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ValueError("prompts: expected some as arguments, or lines on standard input")
     backbone, tokenizer, decoder = built(parser, config)
     console = PlainConsole()
+    # A pipe gets texts alone: no observer, so no step waits for the device.
     with live_canvas(console, tokenizer) as observers:
         done = generate(
             backbone,
@@ -121,6 +123,7 @@ def built(parser: Parser, config: Namespace) -> tuple[HFBackbone, PreTrainedToke
         raise ValueError("device: expected 'cpu', as no CUDA device was found, got 'cuda'")
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
     instances, name = parser.instantiate(config), config.backbone
+    # A name is loaded with the options beside it; a file has options of its own.
     if isinstance(name, str):
         backbone = load_backbone(name, dtype=config.dtype, device=device, adapter=config.adapter)
     elif config.adapter:

@@ -68,6 +68,8 @@ class DiffusionLM(TemplateLM):
 
     def __post_init__(self) -> None:
         super().__init__()
+        # Before settings are described: the description has the window that the model's blocks
+        # imply.
         self.decoder = self.decoder.on(self.backbone.spec)
         self.num_steps: list[int] = []  # forwards of every text, in the order of the requests
         self._device = self.backbone.device
@@ -221,6 +223,7 @@ class DiffusionLM(TemplateLM):
         counts = []
         for request in requests:
             windows = [
+                # Every token is scored once: what windows share is context alone.
                 make_disjoint_window(window)
                 for window in get_rolling_token_windows(
                     token_list=self.tok_encode(request.args[0]),
@@ -257,12 +260,16 @@ class DiffusionLM(TemplateLM):
         if self.answers is not None:
             settings = json.dumps(self.settings(), sort_keys=True)
             self.answers.parent.mkdir(parents=True, exist_ok=True)
+        # The name covers all that decides an answer, so that a file of other settings is no use but
+        # no danger.
         names = [f"{sample_seed(0, settings + verb + key):016x}" for key in keys]
         left = [[row for row in rows if names[row] not in self._answers] for rows in batches]
         for rows in track([rows for rows in left if rows], verb, disable=is_quiet):
             for row, result in zip(rows, answer(rows), strict=True):
                 self._answers[names[row]] = result
                 if self.answers is not None:
+                    # Opened for every answer: a killed run loses the one at hand, and the torn line
+                    # is dropped later.
                     with self.answers.open("a", encoding="utf-8") as file:
                         file.write(json.dumps([names[row], result], ensure_ascii=False) + "\n")
         return [self._answers[name] for name in names]
@@ -271,6 +278,7 @@ class DiffusionLM(TemplateLM):
 def _read_answers(path: Path | None) -> dict[str, dict[str, Any]]:
     if path is None or not path.exists():
         return {}
+    # Where a kill has cut the last line, the next answer would be appended to it.
     drop_torn_line(path)
     answers = {}
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
@@ -284,6 +292,7 @@ def _read_answers(path: Path | None) -> dict[str, dict[str, Any]]:
 
 def _numbered(keys: Sequence[str]) -> list[str]:
     """Makes keys unique: the second of equal ones gets a number, and so on."""
+    # The same request twice, as for pass@k, asks for two draws.
     seen: Counter[str] = Counter()
     named = []
     for key in keys:

@@ -54,10 +54,13 @@ class Plan:
 
     def parts(self, num_processes: int = 1) -> dict[str, int]:
         """Returns what each of so many processes holds, by name; the last entry is the peak."""
+        # Weights, and what training keeps beside them, are split. What a phase takes in addition,
+        # such as activations, is each process's own.
         shares = num_processes if self.is_sharded else 1
         split = {name: size // shares for name, size in self.split.items()}
         update = {"update": self.update // shares}
         phases = {"training": self.training, "decoding": self.decoding}
+        # The phases follow one another and free what they took, so the largest decides.
         most = sum(split.values()) + max(
             sum(parts.values()) for parts in (*phases.values(), update)
         )
@@ -107,12 +110,14 @@ class _Model:
         self.architecture, num_seeing = _described(options)
         self.shapes = self.architecture.parameter_shapes()
         self.num_base = num_seeing + sum(map(math.prod, self.shapes.values()))
+        # bitsandbytes packs the matrices of layers; embedding, head and vectors keep their dtype.
         matrices = (math.prod(s) for key, s in self.shapes.items() if ".layers." in key and s[1:])
         self.num_packed = sum(matrices) if options.get("load_in_4bit") else 0
         self.recompute = options.get("gradient_checkpointing", False)
         self.adapters = [_built(LoRASettings, options["lora"])] if options.get("lora") else []
         is_trainable = bool(options.get("trainable"))
         self.trains_adapters = is_trainable or bool(self.adapters)
+        # A stored adapter replaces the settings of a new one, as in the backbone.
         if options.get("adapter"):
             self.adapters = [read_adapter_settings(locate(options["adapter"]))]
         self.trains_all = is_trainable and not self.adapters
@@ -138,6 +143,7 @@ class _Model:
 
     def adapted(self, lora: LoRASettings) -> list[tuple[int, ...]]:
         """Returns the shapes of adapted matrices; all experts of a layer are in one."""
+        # peft adapts the experts of a layer as one parameter with three axes, not as modules.
         modules, adapts_experts = lora.modules(), False
         if self.architecture.experts is not None:
             modules, adapts_experts = lora.beside_experts()
@@ -158,6 +164,8 @@ class _Model:
 
     def on_host(self) -> dict[str, int]:
         """Returns what rollouts keep to restore the weights after merging an adapter."""
+        # Sharded weights are gathered into copies, and packed ones are not merged: neither has to
+        # be restored.
         if self.is_sharded or not self.adapters or self.num_packed:
             return {}
         merged = self.weight * sum(map(math.prod, self.adapted(self.adapters[0])))
@@ -170,6 +178,8 @@ class _Model:
         length = sum(row_tokens(run["prompt"], run["response"], a.spec(), copies=packed))
         rows = _training_rows(run)
         scored = rows * packed * run["response"]
+        # With recomputation a layer keeps its input alone, and is made again when the backward
+        # comes to it.
         whole, small, passing = self._layer()
         every = 1 if self.recompute == "selective" else int(self.recompute)
         again = a.num_layers // every if every else 0
@@ -234,6 +244,7 @@ class _Model:
         a, s, D = self.architecture, self.computed, self.architecture.hidden_size
         window, cache = _options(decoder.get("window")), _class(decoder.get("cache"))
         width = window.get("block_length") or window.get("width") or a.block_size or run["response"]
+        # Rollouts of RL have a batch of their own, since they need no gradients.
         rows = run.get("rollout_batch_size") or run.get("batch_size")
         rows = rows or default_batch(run["response"])
         cells = rows * min(width, run["response"])
@@ -249,6 +260,8 @@ class _Model:
             "activations": tokens * 3 * (self.stream * D + s * (a.inner_width + moved)),
             "logits": s * logits + min(48 * logits, _SCORED[run["device"]]),
         }
+        # Between refreshes a cache stands in for whole columns, so a policy that reads hidden
+        # states needs theirs from before, too.
         is_cached = bool(cache) and not cache.endswith("NoCache")
         if is_cached:  # keys, values and last hidden rows
             keys = a.num_layers * a.kv_heads * a.head_width
@@ -272,6 +285,7 @@ def _described(options: Mapping[str, Any]) -> tuple[Architecture, int]:
     )
     if not (options.get("vision") and "mm_vision_tower" in release.config):
         return release.architecture, 0
+    # Counted from the modules themselves, without memory: a tower has no table of shapes.
     with torch.device("meta"):
         tower = TowerVision(VisionSettings(), release.config)
     return release.architecture, sum(part.numel() for part in tower.parameters())
@@ -295,6 +309,7 @@ def plan_of(config: Mapping[str, Any], *, trains: bool = True) -> Plan | None:
         "prompt": data.get("max_prompt_length") or 0,
         "response": lengths if isinstance(lengths, int) else max(lengths),
     }
+    # RL, too, has responses to each prompt, but its data module trains on them.
     only_decodes = _class(config["data"]).endswith("PromptDataModule")
     is_rl = "responses_per_prompt" in data and not only_decodes
     trained = models if trains and not only_decodes else []
@@ -333,6 +348,8 @@ def _models(
         return policy, values
     value = _options(settings["value"])
     reader = value.get("backbone", "lora")
+    # Values may be read from the policy's own layers: through a second adapter, by a head alone, or
+    # from another backbone.
     if reader == "lora":
         policy.adapters.append(_built(LoRASettings, value.get("lora") or {}))
     return policy, values or (None if reader == "head" else policy)
@@ -379,9 +396,13 @@ def check_run(config: Mapping[str, Any], *, trains: bool = True) -> str | None:
         plan = plan_of(config, trains=trains)
     except (ValueError, TypeError, OSError, LookupError):
         return None
+    # Small models are what tests and tutorials build by the dozen; there a line about memory is
+    # noise.
     if plan is None or plan.num_parameters < LARGE:
         return None
     processes, capacity = num_processes(config["trainer"]), device_bytes(config["trainer"])
+    # Refused is only what cannot fit whatever the lengths are: a plan is a bound from above, and a
+    # run whose prompts are short may still fit.
     needed = plan.least(processes)
     if capacity is None or needed <= capacity:
         return plan.short(processes)

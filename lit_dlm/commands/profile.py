@@ -34,6 +34,7 @@ def grid(
         for cache in caches or [""]:
             name = policy if cache in ("", "none") else f"{policy}-{cache}"
             decoder = decode_arguments(path)
+            # A cache of the grid replaces that of the decode file, also by none.
             if cache:
                 decoder.pop("cache", None)
             if kind := CACHES.get(cache):
@@ -42,6 +43,8 @@ def grid(
                 decoders[f"{name}_{ADAPTIVE}"] = decoder
                 methods.append(f"{name}_{ADAPTIVE}")
             if budgets:
+                # A budget is a sweep of one decoder, so that all of its values are one curve in the
+                # report.
                 quota = {"class_path": "BudgetQuota", "init_args": {"steps": budgets[0]}}
                 swept = {"option": "quota.steps", "values": budgets}
                 sweeps[name] = {"decoder": {**decoder, "quota": quota}, **swept}
@@ -115,6 +118,7 @@ def main(arguments: Sequence[str]) -> int:
     elif options.caches or options.steps != list(DEFAULT_STEPS):
         parser.error("--steps and --caches apply to the files of --policies")
     configs = (f"--config={file}" for file in files)
+    # The run itself, with its resuming, is `predict`: what is there already is not decoded again.
     if status := run.main(["predict", *configs, f"--run_dir={run_dir}", *rest]):
         return status
     # Imported after the run's names are known, as matplotlib and Lightning take seconds to import.
@@ -123,6 +127,7 @@ def main(arguments: Sequence[str]) -> int:
     from lit_dlm.reports.profile import write_profile
     from lit_dlm.reports.summary import summarise_run
 
+    # Processes that the trainer has started come here, too.
     if getattr(rank_zero_only, "rank", 0) == 0:  # set by the trainer
         write_profile(summarise_run(run_dir), run_dir)
         print(f"Profile: {run_dir / 'profile.md'}, profile.csv, profile.png")  # noqa: T201

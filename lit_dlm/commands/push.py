@@ -60,6 +60,7 @@ def main(arguments: Sequence[str]) -> int:
 
     from lit_dlm.tracelock.scorer import FORMAT, AcceptanceScorer
 
+    # Links could publish files from elsewhere on this machine, such as keys.
     for path in options.folder.rglob("*"):
         if path.is_symlink() or not path.is_dir():
             own_file(path)
@@ -69,6 +70,7 @@ def main(arguments: Sequence[str]) -> int:
         write_atomically(options.folder / "README.md", _policy_card(scorer, options.hub_id))
     # Includes the errors of the hub's HTTP library.
     failures: tuple[type[Exception], ...] = (*HfHubHTTPError.__bases__, HFValidationError)
+    # After the card of a policy was written, which an export has already.
     names = {path.name for path in options.folder.glob("*")}
     if not names & {"config.json", "adapter_config.json"} or "README.md" not in names:
         made = "'lit-dlm export'"

@@ -10,6 +10,7 @@ from lit_dlm.config.files import Composed, compose, resolved
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command that comes first; returns 1 if a class or a file refused its input."""
+    # Files and names are checked before torch is imported: a misspelt one is told at once.
     composed = _composed(arguments)
     from lit_dlm.commands import trainer
 
@@ -26,6 +27,7 @@ def parsed(arguments: Sequence[str]) -> dict[str, Any]:
 
 def _composed(arguments: Sequence[str]) -> Composed:
     composed = compose(arguments[1:], "base")
+    # A class may also be given by flag, which the parser sees later.
     flags = [flag.partition("=")[0] for flag in composed.left]
     given = {*composed.document, *(flag.removeprefix("--").split(".")[0] for flag in flags)}
     absent = " and ".join(part for part in ("model", "data") if part not in given)

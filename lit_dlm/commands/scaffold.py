@@ -38,6 +38,7 @@ def main(arguments: Sequence[str]) -> int:
         folder / f"{name}.yaml": f"{kind}.yaml",
         folder / f"test_{name}.py": f"test_{kind}.py",
     }
+    # All three before any is written: half a scaffold would be in the way of a second try.
     if there := [str(path) for path in made if path.exists()]:
         raise ValueError(f"{', '.join(there)}: exists already; give another name or --folder")
     folder.mkdir(parents=True, exist_ok=True)

@@ -42,6 +42,8 @@ _NEEDED = {
     "predict": {"model": "predict_step", "data": "predict_dataloader"},
 }
 """Methods that a command calls, and that Lightning's base classes do not implement."""
+# The lock of the run folder, which outlives the command line object: it is let go when the command
+# has ended, whatever ended it.
 _held = ExitStack()  # the lock of the run folder
 
 
@@ -58,16 +60,22 @@ class CLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         assert isinstance(parser, Parser)
+        # Lightning hands over what `_cli` was given as `args`: files and flags are joined already.
         self.document = args.document
         self.config = parser.parse_composed(args, sys.argv[1])
 
     def before_instantiate_classes(self) -> None:
         options = self.config[self.subcommand]
         _check_fit(str(self.subcommand), options)
+        # First of all, before a lock or a file: a model that cannot fit would be killed by the
+        # system while it is built, which may take minutes and leaves no message.
         planned = check_run(options.as_dict(), trains=self.subcommand == "fit")
         if planned is not None:
             rank_zero_only(logger.info)(planned)
         if self.subcommand in ("fit", "predict") and not options.trainer.fast_dev_run:
+            # Other processes of the run share the folder, so the first one alone locks it. The
+            # claim is read under the lock: of two fits that begin together one must see the other's
+            # file.
             self.lock = rank_zero_only(_held.enter_context)(
                 locked(Path(options.run_dir), self.subcommand)
             )
@@ -78,6 +86,7 @@ class CLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
+        # Each subcommand's options are those of the trainer again.
         called = sys.argv[1]  # the other subcommands' options would take longer to add
         left_out = "weights_only"  # the option lets a checkpoint run code
         return {called: {*LightningCLI.subcommands()[called], left_out}}
@@ -101,6 +110,8 @@ class CLI(LightningCLI):
         return trainer
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        # Found here and not when the command line is parsed: the folders of checkpoints are known
+        # once the trainer has been built.
         options = super()._prepare_subcommand_kwargs(subcommand)
         path = options["ckpt_path"]
         if path == LAST:
@@ -133,6 +144,8 @@ def _check_port(trainer: Trainer) -> None:
         return  # one process; torchrun listens on the port itself
     port = environment.main_port
     try:
+        # Lightning's processes would connect to the other program and wait, without a timeout of
+        # their own.
         socket.create_server(("", port)).close()
     except OSError as error:
         raise ValueError(
@@ -149,6 +162,8 @@ def _check_fit(command: str, options: Namespace) -> None:
             refuse(key, expected, kind.__name__, "; this configuration is for another command")
     if not isinstance(options.trainer, Namespace):
         refuse("trainer", "a mapping of the trainer's options", repr(options.trainer))
+    # Each of SLURM's tasks is a process with the GPU of its local rank; with --gpus-per-task it
+    # sees that GPU alone, as number 0, and all but the first would ask for one that is not there.
     tasks = int(os.environ.get("SLURM_NTASKS_PER_NODE", "1"))
     if tasks > 1 == torch.cuda.device_count() and "SLURM_PROCID" in os.environ:
         hint = "; use --gpus-per-node in place of --gpus-per-task, or --gpu-bind=none beside it"
@@ -205,7 +220,9 @@ def main(arguments: Sequence[str], composed: Composed) -> int:
 
 
 def _cli(kind: type[CLI], arguments: Sequence[str], composed: Composed) -> CLI:
-    sys.argv = [sys.argv[0], *arguments]  # for the processes that Lightning starts
+    # Lightning starts them as `sys.argv` says; a caller in Python, such as `profile`, has other
+    # words there.
+    sys.argv = [sys.argv[0], *arguments]
     return kind(
         LightningModule,
         LightningDataModule,
@@ -225,12 +242,14 @@ def _cli(kind: type[CLI], arguments: Sequence[str], composed: Composed) -> CLI:
 
 def _message(error: Exception) -> str | None:
     """One line about an error that is not a fault of the program, else ``None``."""
+    # Looked up, as importing wandb takes seconds and most runs have no such logger.
     if "wandb.errors" in sys.modules and isinstance(error, sys.modules["wandb.errors"].Error):
         reason = " ".join(str(error).split())
         return f"trainer.logger: {reason}; WANDB_MODE=offline keeps the run in its folder"
     if isinstance(error, ValueError | OSError | ImportError | MisconfigurationException):
         return explain(str(error)) + raised_in(error)
     line = str(error).strip().partition("\n")[0]
+    # Its text goes on with sizes of the allocator; what to lower is in the notes of `Interruption`.
     if isinstance(error, torch.OutOfMemoryError):
         return "; ".join((line.partition(" GPU ")[0], *getattr(error, "__notes__", ())))
     # The rest has no class of its own, so its words are all there is to know it by.

@@ -39,6 +39,7 @@ def raised_in(error: BaseException) -> str:
         error = error.__cause__
     package = str(Path(__file__).parents[1])
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        # An error that our own code raised last has a message of its own.
         if frame.filename.startswith(package):
             break
         is_library = frame.filename.startswith((*_LIBRARIES, "<")) or "-packages" in frame.filename

@@ -49,6 +49,8 @@ def explain(message: str, parser: Parser | None = None) -> str:
     faults = [number for number, (_, one) in enumerate(lines) if not _FRAME.match(one.strip())]
     if len(faults) in (0, len(lines)):
         faults, lines = [0], [(0, " ".join(message.split()))]
+    # A union reports a fault for each of its members; the most specific one is of the member that
+    # was meant.
     first = min(faults, key=lambda number: _vagueness(lines[number][1]))
     depth, line = lines[first]
     above = " ".join(reversed(list(_enclosing(lines[:first], depth))))
@@ -57,6 +59,7 @@ def explain(message: str, parser: Parser | None = None) -> str:
     if match := _OPTION.search(line):
         name = match["flag"] or ".".join(filter(None, [match["group"], match["key"]]))
         name = name.partition(".init_args")[0]
+        # Nested classes are reported from the outside in; the option belongs to the innermost.
         owners = re.findall(r"class_path[ =]'([^']+)'", f"{above} {value.partition(',')[0]}")
         text = _without_option([*keys, name], owners, parser)
     elif _KIND.search(line):
@@ -117,6 +120,7 @@ def _without_option(path: Sequence[str], owners: Sequence[str], parser: Parser |
         if head in ("model", "data"):
             return "--config: expected a decode file (configs/decode), got an experiment"
         known, meant = heads, head
+    # The same name elsewhere in the configuration: likely it was put one level too high or too low.
     at = re.compile(rf".+\.{re.escape(name)}(\.\w+)?")
     elsewhere = [one for one in _settings(parser.values if parser else {}) if at.fullmatch(one)]
     if others := [one for one in elsewhere if one != ".".join(path)][:4]:
@@ -152,6 +156,8 @@ class Parser(LightningArgumentParser):
     def parse_composed(self, composed: Composed, *before: str) -> Namespace:
         """Parses a command line, behind words such as the name of a subcommand."""
         for one in self._all():
+            # Errors are raised by the parser of the subcommand, which has to tell where an option
+            # was.
             one.values = composed.values
         text = json.dumps(composed.values)
         # jsonargparse finds the short names of classes that are loaded.

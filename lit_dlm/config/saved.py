@@ -47,6 +47,7 @@ def claim(config: dict[str, Any], document: dict[str, Any]) -> None:
             f"run_dir: {folder} holds a fit of other settings ({'; '.join(changed[:3])}"
             f"{'; ...' * bool(changed[3:])}); choose another --run_dir, or remove {path}"
         )
+    # Folders below with a file of their own are other runs, such as further steps of a method.
     others = [path.parent for path in folder.glob("*/**/fit.yaml")]
     checkpoints = [
         one for one in folder.rglob("*.ckpt") if not any(map(one.is_relative_to, others))
@@ -68,6 +69,7 @@ def _decides(change: str) -> bool:
 
 def _anywhere(config: dict[str, Any]) -> Any:
     """Returns a configuration as it would be in another run folder."""
+    # Without the closing quotation mark, so that paths below the folder are found as well.
     run_dir = json.dumps(config.get("run_dir"))[:-1]
     return json.loads(re.sub(rf'{re.escape(run_dir)}(?=[/"])', '"${run_dir}', json.dumps(config)))
 
@@ -110,6 +112,8 @@ class RunConfigCallback(SaveConfigCallback):
         """Writes a file that can be run again as is (the base class calls this on rank 0 only)."""
         assert trainer.state.fn is not None
         path = Path(trainer.default_root_dir) / f"{trainer.state.fn.value}.yaml"
+        # Written when the trainer is set up: a run that is refused before leaves the former file,
+        # and with it the former claim.
         text = self.parser.dump(self.config, skip_none=False, skip_validation=True)  # it was parsed
         config = with_references(yaml.safe_load(text), self._document)
         write_atomically(path, yaml.safe_dump(config, allow_unicode=True, sort_keys=False))

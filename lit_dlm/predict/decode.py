@@ -92,6 +92,8 @@ class PromptStream:
         self.method = method
         self.response_length = response_length
         self.batch_size = batch_size
+        # Processes draw from one queue, since rows need different numbers of steps: prompts that
+        # were dealt out beforehand would leave some processes idle.
         self.queue = WorkQueue(len(self.examples), shared=True)
         self.decoded: Iterator[DecodedBatch] | None = None  # finished responses, set by the module
         self.is_done = False  # whether this process has returned its last batch
@@ -157,6 +159,7 @@ class StepReports(QueueObserver):
     def __init__(self, trainer: Trainer, stream: PromptStream, number: int) -> None:
         # ``number`` is the index of the stream among all streams of the run.
         self._trainer, self._stream, self._number = trainer, stream, number
+        # An expectation: what the queue gives to this process is known only at its end.
         self._num_rows = len(stream.examples) / stream.queue.num_processes
         self._num_begun = 0
         self._takers: list[Callable[[Trainer, PromptStream, Callable[[], float]], bool | None]] = [
@@ -174,6 +177,7 @@ class StepReports(QueueObserver):
             filled = float((cells != record.state.mask_id).float().mean(1).sum())
             rows = self._num_begun - len(cells) + filled
             counts = self._trainer.num_predict_batches
+            # A process may get more prompts than its share.
             share = min(rows / self._num_rows, 1.0)
             return sum(counts[: self._number]) + share * counts[self._number]
 
@@ -206,6 +210,7 @@ def encoded_turns(
         options = {"add_generation_prompt": True, "return_dict": False}
         return list(apply_chat_template(tokenizer, turns, **options))
     tokenize = partial(tokenizer.encode, add_special_tokens=False)
+    # The vision tower's own encoder places the marks of pictures, which a tokenizer would split.
     content = turns[-1]["content"]
     with _named(uid):
         ids = vision_of(backbone, uid).encode(content, pictures, render=render, tokenize=tokenize)
@@ -318,6 +323,7 @@ class DecodeModule(CheckedModule):
             for name, decoder in expanded(decoders or {}, sweep or {}).items()
         }
         self.seed = seed
+        # Checkpoints hold what is trained: a frozen decoder of 16 GB comes from its own files.
         self.register_state_dict_post_hook(drop_frozen_decoders)
         self.level: Level | None = level
         self._features: FeatureCapture | None = None  # with level ``features``
@@ -347,6 +353,8 @@ class DecodeModule(CheckedModule):
         # Outside of fit, a model without anything to train stays whole on every process.
         if self.device_mesh is not None and (is_trained or self.trainer.state.fn == "fit"):
             mesh = self.device_mesh
+            # With replicas the strategy's mesh has two axes, both of data; otherwise Lightning's
+            # second axis is for tensor parallelism, which is not used.
             if "replicate" not in (mesh.mesh_dim_names or ()):
                 mesh = mesh["data_parallel"]
             shard_trained(self, mesh, precision=str(self.trainer.precision))
@@ -360,6 +368,7 @@ class DecodeModule(CheckedModule):
         self._whole.enter_context(whole_weights(self))
 
     def on_predict_end(self) -> None:
+        # The time shows whether the work was shared out well.
         done = time.perf_counter()
         self.trainer.strategy.barrier("decoded")
         if self.trainer.world_size > 1:
@@ -401,6 +410,8 @@ class DecodeModule(CheckedModule):
         self, batch: PromptStream, batch_idx: int = 0, dataloader_idx: int = 0
     ) -> DecodedBatch:
         """Decodes until a batch of responses has ended; the others continue in the next call."""
+        # The first call of a stream begins its decode, which the later ones continue: rows that are
+        # not finished stay on the device between them.
         if batch.decoded is None:
             reports = StepReports(self.trainer, batch, dataloader_idx)
             batch.decoded = self._decoded(batch, reports)
@@ -432,6 +443,7 @@ class DecodeModule(CheckedModule):
             num_ended += len(rows.numbers)
             num_tokens += sum(rows.responses.num_tokens)
             seconds += float(rows.result.seconds.sum())
+            # Set before the batch is handed over: the data set looks at it for the next call.
             stream.is_done = rows.is_last
             if rows.is_last:
                 logger.info(
@@ -477,6 +489,7 @@ class DecodeModule(CheckedModule):
     def texts(self, records: Sequence[Trajectory]) -> tuple[list[str], list[int]]:
         """Returns texts and lengths in cells of recorded decodes with equally long responses."""
         tokens = torch.from_numpy(np.stack([record.tokens for record in records])).long()
+        # Template cells were never decoded and count neither as text nor as length.
         given = [np.zeros_like(r.tokens) if r.given is None else r.given for r in records]
         is_given = torch.from_numpy(np.stack(given)).bool()
         cells = text_cells(tokens, self.backbone.spec.eos_ids, is_given).sum(1)

@@ -32,6 +32,7 @@ def install_hint(message: str) -> str:
     except metadata.PackageNotFoundError:
         return ""
     optional = [Requirement(line.partition(";")[0]) for line in lines if "extra ==" in line]
+    # Packages are imported with underscores and installed with hyphens.
     words = {word.replace("_", "-") for word in re.findall(r"[\w-]+", message)}
     named = [one for one in optional if one.name in words and f"'{one}'" not in message]
     absent = [one for one in named if find_spec(one.name.replace("-", "_")) is None]

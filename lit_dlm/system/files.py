@@ -46,6 +46,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
+    # A rename is durable once its folder is; before, a crash could bring the old file back.
     sync_folder(path.parent)
 
 
@@ -102,6 +103,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[s
     try:
         with replacing(path) as partial:
             save_file(plain, partial, metadata=dict(metadata))
+            # Equal weights must be equal files: digests of exports are compared.
             _sort_metadata(partial)
             partial.chmod(0o644)  # safetensors makes files that only their owner may read
     except (SafetensorError, OSError) as error:

@@ -51,6 +51,8 @@ def locked(folder: Path, name: str) -> Iterator[Path]:
         with _writable(folder):
             folder.mkdir(parents=True, exist_ok=True)
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        # The lock decides. What is written in the file is read only where there are none, and for
+        # messages: a killed process leaves its file behind.
         is_free = lock(file)
         owner = _owner(os.read(file, 4096))
         if is_free is False or (is_free is None and _lives(owner)):
@@ -60,6 +62,8 @@ def locked(folder: Path, name: str) -> Iterator[Path]:
                 f"{folder}: is in use by {_spoken(owner)}; wait for its end or choose another "
                 f"run_dir{hint}"
             )
+        # A file that was opened before its owner deleted it is locked, but not seen by anybody
+        # else.
         if os.fstat(file).st_nlink:
             break
         os.close(file)  # its owner has just ended and deleted it
@@ -77,6 +81,7 @@ def locked(folder: Path, name: str) -> Iterator[Path]:
             os.pwrite(file, json.dumps(metadata).encode(), 0)
         yield path
     finally:
+        # Deleted while it is locked: a process that opens it now takes another turn above.
         path.unlink(missing_ok=True)
         os.close(file)
 

@@ -39,6 +39,7 @@ class PlainRecord(logging.LogRecord):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # Made here, as each handler's own formatter would print the exception as it is.
         if self.exc_info:  # formatters take the text that is there
             self.exc_text = printable(logging.Formatter().formatException(self.exc_info))
 
