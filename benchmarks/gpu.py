@@ -35,7 +35,7 @@ from measurement import median_seconds
 from torch.nn.functional import cross_entropy
 
 from lit_dlm.backbones.architecture import Architecture
-from lit_dlm.backbones.base import Span
+from lit_dlm.backbones.base import Rows, Span
 from lit_dlm.backbones.cache import CachedCanvas, WindowCache
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.lora import LoRASettings
@@ -351,7 +351,7 @@ class Checks:
 
         def step() -> None:
             with torch.autocast(self.device, dtype=torch.bfloat16):
-                backbone.score_tokens(ids, ids, scored, mask=real).ce.mean().backward()
+                backbone.score_tokens(Rows(ids, ids, scored, mask=real)).ce.mean().backward()
 
         seconds = median_seconds(step, 3)
         layers = sum(

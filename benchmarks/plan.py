@@ -20,6 +20,7 @@ import measurement
 import torch
 
 from lit_dlm.backbones.architecture import Architecture
+from lit_dlm.backbones.base import Rows
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.commands.memory import GIB, plan_of
@@ -115,7 +116,7 @@ def measured(arguments: argparse.Namespace, name: str) -> int:
         trained = [weight for weight in backbone.train().parameters() if weight.requires_grad]
         optimizer = torch.optim.AdamW(trained)
         for _ in range(2):
-            backbone.score_tokens(ids, ids, scored, mask=real).ce.mean().backward()
+            backbone.score_tokens(Rows(ids, ids, scored, mask=real)).ce.mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         return measurement.peak() - before

@@ -284,7 +284,7 @@ class _Step:
         logits[..., list(self.module.backbone.spec.forbidden_ids)] = -torch.inf
         log_probs = logits.float().log_softmax(-1)  # at temperature 1, as in the rollouts
         scored: Tensor = log_probs.gather(-1, rows.targets[..., None])[..., 0]
-        return scored[rows.rows]
+        return scored[rows.scored]
 
     @torch.no_grad()
     def _old_scores_of_logits(self, items: Items, batches: Sequence[Tensor]) -> None:

@@ -39,12 +39,10 @@ class OnPolicyModule(SFTModule):
 
     def score(self, batch: SupervisedBatch, states: States) -> TokenStats:
         rows = lay_out(batch, states, self.backbone.spec)
-        stats, hidden = self.backbone.score_with_rows(
-            rows.ids, rows.targets, rows.rows, **rows.context()
-        )
+        stats, hidden = self.backbone.score_with_hidden(rows)
         read = lay_out(batch, replace(states, causal=True), self.teacher.spec)
         with torch.no_grad():
-            known = self.teacher.encode_rows(read.ids, read.rows, **read.context())
+            known = self.teacher.encode_rows(read)
             wanted = self.teacher.head(known).float().softmax(-1)
         log_prob = self.backbone.head(hidden).float().log_softmax(-1)
         # Forbidden ids have probability 0 in both, and 0 times minus infinity would be NaN.

@@ -25,6 +25,7 @@ from smollm2 import loss
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from lit_dlm.backbones import HFBackbone, load_backbone
+from lit_dlm.backbones.base import Rows
 from lit_dlm.likelihood import log_likelihood_bound, masked_draws
 from lit_dlm.reports.plots import Theme, method_styles, read_curves, save_themes, tidy_axes
 from lit_dlm.system.files import write_atomically
@@ -101,12 +102,8 @@ def scores(backbone: HFBackbone, rows: Sequence[Row], draws: int) -> dict[str, l
         hidden = masked_draws(len(response), num_draws=draws, antithetic=True, seed=number)
         clean = torch.tensor([prompt + response]).expand(draws, -1)
         cells = torch.nn.functional.pad(hidden, (len(prompt), 0))  # (draws, L)
-        scored = backbone.score_tokens(
-            clean.masked_fill(cells, backbone.spec.mask_id),
-            clean,
-            cells,
-            response_start=len(prompt),
-        )
+        shown = clean.masked_fill(cells, backbone.spec.mask_id)
+        scored = backbone.score_tokens(Rows(shown, clean, cells, response_start=len(prompt)))
         means = [float(part.mean()) for part in scored.ce.split(hidden.sum(1).tolist())]
         found["loss"].append(float(np.mean(means)))
         found["shares"] += hidden.float().mean(1).tolist()

@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from lit_dlm.backbones.base import Rows
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.tensors.sampling import uniform_noise
 
@@ -55,12 +56,8 @@ def log_likelihood_bound(
         for part in hidden.to(ids.device).split(batch_size):
             rows = torch.nn.functional.pad(part, (begin, 0))  # (b, L)
             clean = ids[:end].expand(len(part), -1)
-            scored = backbone.score_tokens(
-                clean.masked_fill(rows, backbone.spec.mask_id),
-                clean,
-                rows,
-                response_start=len(prompt_ids),
-            )
+            shown = clean.masked_fill(rows, backbone.spec.mask_id)
+            scored = backbone.score_tokens(Rows(shown, clean, rows, response_start=len(prompt_ids)))
             weight = (end - begin) / part.sum(1, dtype=torch.float64)  # (b,)
             total -= float((scored.ce.double() * weight[rows.nonzero()[:, 0]]).sum())
     return total / num_draws

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lit_dlm.backbones import Architecture, HFBackbone
 from lit_dlm.backbones.attention import sequences_from
-from lit_dlm.backbones.base import Span
+from lit_dlm.backbones.base import Rows, Span
 from lit_dlm.backbones.cache import CachedCanvas
 from lit_dlm.decoding import BlockCache, BlockWindow, ConfidencePolicy, Decoder
 from tests.backbones.reference import slow_varlen_attn
@@ -166,9 +166,9 @@ def test_scored_rows_keep_half_precision_under_autocast():
     backbone = _block_model("bfloat16").requires_grad_(True)
     ids = torch.arange(4, 12)[None]
     every = torch.ones_like(ids, dtype=torch.bool)
-    plain = backbone.score_tokens(ids, ids, every)
+    plain = backbone.score_tokens(Rows(ids, ids, every))
     with cuda_rules(), torch.autocast("cpu", BF16):
-        stats, rows = backbone.score_with_rows(ids, ids, every)
+        stats, rows = backbone.score_with_hidden(Rows(ids, ids, every))
         stats.ce.sum().backward()
     assert rows.dtype == BF16
     torch.testing.assert_close(stats.ce, plain.ce)

@@ -14,6 +14,7 @@ from lit_dlm.system.options import of_declared_kinds
 if TYPE_CHECKING:  # checks before a run need only the facts, not torch
     import torch
     from torch import Tensor
+    from torch.nn.attention.flex_attention import BlockMask
 
 UNKNOWN_ID = -1
 """Id of a special token that the files do not name; no real token has this id."""
@@ -129,6 +130,31 @@ class Backbone(Protocol):
             position_ids: ``(B, L)`` int64, with a ``pad_mask`` of four dimensions.
         """
         ...
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """``R`` rows of ``S`` slots: the input of a training forward, and what is scored of it."""
+
+    ids: Tensor
+    """``(R, S)`` int64 as the model sees them, masks included."""
+    targets: Tensor
+    """``(R, S)`` int64 clean tokens; read where ``scored`` only."""
+    scored: Tensor
+    """``(R, S)`` bool, ``N`` slots in all: scores come row by row."""
+    mask: Tensor | BlockMask | None = None
+    """``(R, S)`` bool, ``True`` on real tokens, or ``None``: the attention is that of
+    :meth:`Backbone.denoise`. A boolean ``(R or 1, 1, S, S)`` mask or a block mask replaces it."""
+    position_ids: Tensor | None = None
+    """``(R, S)`` int64; ``None`` lets the backbone count."""
+    predictors: Tensor | None = None
+    """``(R or 1, S)`` int64 slot whose row predicts each slot; ``None`` for the one ``spec.shift``
+    slots before it."""
+    response_start: int | None = None
+    """First response slot, if the rows are plain canvases; see :meth:`Backbone.denoise`."""
+    pictures: Sequence[str] = ()
+    """Digests of the pictures that ids beyond the vocabulary represent, in order
+    (:meth:`Vision.embed <lit_dlm.vision.base.Vision.embed>`)."""
 
 
 class Span(NamedTuple):

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypedDict, Unpack
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from lit_dlm.backbones.attention import (
     position_ids_for,
     sequences_from,
 )
-from lit_dlm.backbones.base import UNKNOWN_ID, Backbone, Denoised
+from lit_dlm.backbones.base import UNKNOWN_ID, Backbone, Denoised, Rows
 from lit_dlm.backbones.cache import WindowCache
 from lit_dlm.backbones.experts import expert_biases
 from lit_dlm.backbones.loading import (
@@ -61,26 +61,6 @@ _WIDE = 64
 """Width of a window from which a CPU runs query heads that share keys separately."""
 
 __all__ = ["AttentionRoute", "DType", "HFBackbone", "load_backbone"]
-
-
-class RowContext(TypedDict, total=False):
-    """Optional arguments of a forward over training rows."""
-
-    mask: Tensor | BlockMask | None
-    """``(B, L)`` bool, ``True`` on real tokens, or ``None``: then the attention is that of
-    :meth:`HFBackbone.denoise`. A boolean ``(B, 1, L, L)`` mask replaces that attention, as in
-    :meth:`HFBackbone.forward`; so does a block mask."""
-    position_ids: Tensor | None
-    """``(B, L)`` int64; by default as in :meth:`HFBackbone.denoise` or :meth:`HFBackbone.forward`.
-    """
-    response_start: int | None
-    """See :meth:`HFBackbone.denoise`."""
-    predictors: Tensor | None
-    """``(B or 1, L)`` int64 column whose row predicts each cell; by default ``spec.shift`` columns
-    before it."""
-    pictures: Sequence[str]
-    """Digests of the pictures that ids beyond the vocabulary represent, in order
-    (:meth:`Vision.embed <lit_dlm.vision.base.Vision.embed>`)."""
 
 
 @contextmanager
@@ -407,33 +387,24 @@ class HFBackbone(nn.Module, Backbone):
         # In place: this saves a copy of the logits, which the head's backward does not need.
         return self._head(rows).index_fill_(-1, self._forbidden, float("-inf"))
 
-    def score_tokens(
-        self, ids: Tensor, targets: Tensor, rows: Tensor, **options: Any
-    ) -> TokenStats:
-        """Returns cross-entropy, entropy and log-probability of chosen cells; keeps no logits.
+    def score_tokens(self, rows: Rows, **options: Any) -> TokenStats:
+        """Returns cross-entropy, entropy and log-probability of chosen tokens; keeps no logits.
 
         Training uses this in place of :meth:`denoise`: the prediction is the same, but only the
-        chosen rows pass the head, a chunk at a time (:mod:`lit_dlm.tensors.fused_head`), in
-        float32. There is one entry per chosen cell, row by row; a forbidden target has infinite
-        cross-entropy. Differentiable. ``canvas[rows] = stats.ce`` puts entries back on a canvas.
-
-        Args:
-            ids: ``(B, L)`` int64 canvas as the model sees it, masks included.
-            targets: ``(B, L)`` int64 tokens to score; read at ``rows`` only.
-            rows: ``(B, L)`` bool, cells to score.
+        scored slots pass the head, a chunk at a time (:mod:`lit_dlm.tensors.fused_head`), in
+        float32. There is one entry per scored slot, row by row; a forbidden target has infinite
+        cross-entropy. Differentiable. ``canvas[rows.scored] = stats.ce`` puts entries back on a
+        canvas.
         """
-        return self.score_with_rows(ids, targets, rows, **options)[0]
+        return self.score_with_hidden(rows, **options)[0]
 
-    def score_with_rows(
+    def score_with_hidden(
         self,
-        ids: Tensor,
-        targets: Tensor,
-        rows: Tensor,
+        rows: Rows,
         *,
         forbidden_ids: Sequence[int] | None = None,
         id_range: tuple[int, int | None] = (0, None),
         temperature: float = 1.0,
-        **context: Unpack[RowContext],
     ) -> tuple[TokenStats, Tensor]:
         """As :meth:`score_tokens`; also returns aligned rows ``(N, D)`` after the final norm.
 
@@ -442,8 +413,8 @@ class HFBackbone(nn.Module, Backbone):
         (:meth:`Sampler.id_range <lit_dlm.decoding.Sampler.id_range>`).
         """
         # As indices: the host waits for them once, before the forward starts.
-        cells = rows.nonzero(as_tuple=True)
-        hidden = self._rows(ids, cells, **context)
+        scored = rows.scored.nonzero(as_tuple=True)
+        hidden = self._hidden(rows, scored)
         weight: Tensor = self.model.lm_head.weight
         known = range(self.vocab_size)[slice(*id_range)]
         if len(known) < self.vocab_size:
@@ -452,26 +423,24 @@ class HFBackbone(nn.Module, Backbone):
         stats = token_stats(
             hidden,
             weight,
-            targets[cells] - known.start,
+            rows.targets[scored] - known.start,
             logit_scale=self.spec.logit_scale / temperature,
             forbidden_ids=[number - known.start for number in forbidden if number in known],
         )
         return stats, hidden
 
-    def encode_rows(self, ids: Tensor, rows: Tensor, **context: Unpack[RowContext]) -> Tensor:
-        """Returns the rows of :meth:`score_with_rows`, for heads other than the model's own."""
-        return self._rows(ids, rows.nonzero(as_tuple=True), **context)
+    def encode_rows(self, rows: Rows) -> Tensor:
+        """Returns the hidden rows of :meth:`score_with_hidden`, for heads other than the own."""
+        return self._hidden(rows, rows.scored.nonzero(as_tuple=True))
 
-    def _rows(
-        self, ids: Tensor, cells: tuple[Tensor, ...], **context: Unpack[RowContext]
-    ) -> Tensor:
+    def _hidden(self, rows: Rows, scored: tuple[Tensor, ...]) -> Tensor:
         visible, position_ids, starts = self._context(
-            ids, context.get("mask"), context.get("position_ids"), context.get("response_start")
+            rows.ids, rows.mask, rows.position_ids, rows.response_start
         )
-        last, _ = self.encode(ids, visible, position_ids, pictures=context.get("pictures", ()))
-        if (predictors := context.get("predictors")) is not None:
-            return last[cells[0], predictors.expand(len(ids), -1)[cells]]
-        return aligned(last, self.spec.shift, starts=starts)[cells]
+        last, _ = self.encode(rows.ids, visible, position_ids, pictures=rows.pictures)
+        if rows.predictors is not None:
+            return last[scored[0], rows.predictors.expand(len(rows.ids), -1)[scored]]
+        return aligned(last, self.spec.shift, starts=starts)[scored]
 
     def _context(
         self,

@@ -109,13 +109,11 @@ class DParallelModule(SFTModule):
         """Returns scores with entropies of sharpened predictions; the rest is at temperature 1."""
         spec, head = self.backbone.spec, self.backbone.model.lm_head
         rows = lay_out(batch, states, spec)
-        stats, hidden = self.backbone.score_with_rows(
-            rows.ids, rows.targets, rows.rows, **rows.context()
-        )
+        stats, hidden = self.backbone.score_with_hidden(rows)
         sharpened = token_stats(
             hidden,
             head.weight,
-            rows.targets[rows.rows],
+            rows.targets[rows.scored],
             logit_scale=spec.logit_scale / TEMPERATURE,
             forbidden_ids=spec.forbidden_ids,
         )

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from lit_dlm.backbones.base import Rows
 from lit_dlm.backbones.export import export_model
 from lit_dlm.backbones.hf import DType, HFBackbone
 from lit_dlm.finetuning.muon import MuonAdamW
@@ -89,13 +90,14 @@ class PretrainModule(DecodeModule):
     def training_step(self, batch: PretrainBatch, batch_idx: int = 0) -> Tensor:
         targets = batch.ids[:, batch.start :]
         shown = targets.masked_fill(batch.hidden, self.backbone.spec.mask_id)
-        stats = self.backbone.score_tokens(
-            torch.cat([batch.ids[:, : batch.start], shown], dim=1),
-            batch.ids,
-            F.pad(batch.hidden, (batch.start, 0)),
+        rows = Rows(
+            ids=torch.cat([batch.ids[:, : batch.start], shown], dim=1),
+            targets=batch.ids,
+            scored=F.pad(batch.hidden, (batch.start, 0)),
             mask=batch.pad_mask,
             response_start=batch.start,
         )
+        stats = self.backbone.score_tokens(rows)
         terms = masked_nelbo(stats, batch.hidden)
         size = len(batch.ids)
         self.log("train/nelbo", terms.total.detach(), prog_bar=True, batch_size=size)
@@ -106,7 +108,9 @@ class PretrainModule(DecodeModule):
 
     def _drill_loss(self, drill: DrillBatch) -> Tensor:
         shown = drill.ids.masked_fill(drill.hidden, self.backbone.spec.mask_id)
-        stats = self.backbone.score_tokens(shown, drill.ids, drill.hidden, mask=drill.pad_mask)
+        stats = self.backbone.score_tokens(
+            Rows(shown, drill.ids, drill.hidden, mask=drill.pad_mask)
+        )
         count = max(len(stats.ce), 1)
         accuracy = stats.is_top.float().sum() / count
         self.log("train/drill_accuracy", accuracy, batch_size=len(drill.ids))

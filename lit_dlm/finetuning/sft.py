@@ -77,7 +77,7 @@ class SFTModule(TrainableModule):
         rows = lay_out(batch, states, self.backbone.spec)
         # Only what is predicted passes the head, in chunks: all logits of a batch would take many
         # gigabytes. Run even where nothing is: every process takes part in every backward.
-        return self.backbone.score_tokens(rows.ids, rows.targets, rows.rows, **rows.context())
+        return self.backbone.score_tokens(rows)
 
     def loss_terms(self, batch: SupervisedBatch, states: States, stats: TokenStats) -> LossTerms:
         """Step 3: returns the loss of scored states; here it is the cross-entropy.

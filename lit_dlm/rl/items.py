@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from lit_dlm.backbones import BackboneSpec
+from lit_dlm.backbones.base import Rows
 from lit_dlm.tensors.batches import TensorBatch
 from lit_dlm.training.batch import SupervisedBatch, SupervisedExample, collate, whole_blocks
 from lit_dlm.training.bounds import BoundViews
-from lit_dlm.training.layout import TrainingRows, lay_out
+from lit_dlm.training.layout import lay_out
 from lit_dlm.training.masking import Autoregressive
 from lit_dlm.training.states import NEVER, Masking, States, step_groups
 from lit_dlm.trajectories.record import Trajectory
@@ -425,7 +426,7 @@ class RolloutBatch(Units, TensorBatch):
     is_empty: bool = False  # the RL step has nothing to learn from, so no update may follow
 
 
-def training_rows(batch: RolloutBatch, spec: BackboneSpec) -> TrainingRows:
+def training_rows(batch: RolloutBatch, spec: BackboneSpec) -> Rows:
     """Lays out a row per state, or per item where states are packed; slots follow the states."""
     states = States(
         response=batch.sample,

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_dlm.backbones import BackboneSpec
+from lit_dlm.backbones.base import Rows
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import Decoder
 from lit_dlm.finetuning.trainable import TrainableModule
@@ -35,7 +36,6 @@ from lit_dlm.system.options import at_least, one_of
 from lit_dlm.tensors.precision import evaluating
 from lit_dlm.training.bounds import BoundViews
 from lit_dlm.training.fit_loop import make_epochs_whole, restart_epoch
-from lit_dlm.training.layout import TrainingRows
 from lit_dlm.training.masking import CoupledViews, TraceMasking
 from lit_dlm.training.sharding import decoding_weights, whole_weights
 from lit_dlm.training.states import Masking
@@ -252,17 +252,15 @@ class TraceRLModule(TrainableModule):
 
     def _scored(self, batch: RolloutBatch, *, with_value: bool) -> ItemScores:
         rows = training_rows(batch, self.row_spec)
-        scored = (rows.ids, rows.targets, rows.rows)
         options: dict[str, Any] = {
-            **rows.context(),
             "temperature": self.temperature,
             "id_range": self.decoders[self.method].sampler.id_range(self.backbone.spec),
         }
         hidden = None
         if with_value and self.value is not None and self.value.backbone == "head":
-            stats, hidden = self.backbone.score_with_rows(*scored, **options)
+            stats, hidden = self.backbone.score_with_hidden(rows, **options)
         else:
-            stats = self.backbone.score_tokens(*scored, **options)
+            stats = self.backbone.score_tokens(rows, **options)
         values = self._values(rows, hidden) if with_value else None
         log_prob = self.policy_loss.estimate(stats.log_prob, batch)
         return ItemScores(log_prob, stats.entropy, values)
@@ -271,14 +269,14 @@ class TraceRLModule(TrainableModule):
         """Returns ``(M,)`` values of a batch on the module's device, without scoring its tokens."""
         return self._values(training_rows(batch, self.row_spec), None)
 
-    def _values(self, rows: TrainingRows, hidden: Tensor | None) -> Tensor:
+    def _values(self, rows: Rows, hidden: Tensor | None) -> Tensor:
         assert self.value is not None
         assert self.value_head is not None
         if hidden is None:
             reader = self.value_backbone or self.backbone
             is_lora = self.value.backbone == "lora"
             with self.backbone.using_adapter(VALUE) if is_lora else nullcontext():
-                hidden = reader.encode_rows(rows.ids, rows.rows, **rows.context())
+                hidden = reader.encode_rows(rows)
         if self.value.backbone == "head":
             # The value loss would train the policy towards states whose worth is easy to tell.
             hidden = hidden.detach()

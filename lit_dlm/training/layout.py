@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from lit_dlm.backbones import BackboneSpec
 from lit_dlm.backbones.attention import position_ids_for
+from lit_dlm.backbones.base import Rows
 from lit_dlm.tensors.batches import first_column
 from lit_dlm.tensors.masking import block_causal_visibility, block_numbers, hide_padding
 from lit_dlm.tensors.sampling import uniform_noise
@@ -22,29 +23,7 @@ from lit_dlm.vision.base import batch_pictures
 _PROMPT = 21  # stream of noise, see ``training/masking.py``
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class TrainingRows:
-    """Input of one forward: arguments of a backbone's ``score_tokens``. ``N`` slots per row."""
-
-    ids: Tensor  # (R, N) int64 as the model sees them
-    targets: Tensor  # (R, N) int64 clean tokens
-    rows: Tensor  # (R, N) bool slots to score, in the order of the states' supervised cells
-    mask: Tensor | BlockMask | None
-    """``(R, N)`` bool padding mask, or ``(R or 1, 1, N, N)`` bool attention mask, or a block
-    mask, or ``None``."""
-    pictures: tuple[str, ...]  # Digests of pictures for ids beyond the vocabulary, in order
-    position_ids: Tensor | None = None  # (R, N) int64; None lets the backbone count
-    response_start: int | None = None  # First response slot, if the row is a plain canvas
-    predictors: Tensor | None = None
-    """``(R or 1, N)`` int64 slots that predict each slot; ``None`` follows the model's shift."""
-
-    def context(self) -> dict[str, Any]:
-        """Returns all fields but ids, targets and rows, as arguments."""
-        names = ("mask", "position_ids", "response_start", "predictors", "pictures")
-        return {name: getattr(self, name) for name in names}
-
-
-def lay_out(batch: SupervisedBatch, states: States, spec: BackboneSpec) -> TrainingRows:
+def lay_out(batch: SupervisedBatch, states: States, spec: BackboneSpec) -> Rows:
     """Writes states as rows of one forward, according to the model's attention.
 
     With full attention a row is the canvas of a state. With block attention it is the clean canvas
@@ -66,10 +45,10 @@ def lay_out(batch: SupervisedBatch, states: States, spec: BackboneSpec) -> Train
         return _two_copies(batch, states, hidden, spec)
     clean, pad_mask = _canvas(batch, states.response)
     prompt = _hidden_prompt(clean[:, : batch.start], pad_mask, states)
-    return TrainingRows(
+    return Rows(
         ids=clean.masked_fill(torch.cat([prompt, hidden], dim=1), spec.mask_id),
         targets=clean,
-        rows=F.pad(states.supervised, (batch.start, 0)),
+        scored=F.pad(states.supervised, (batch.start, 0)),
         mask=pad_mask,
         response_start=batch.start,
         pictures=batch_pictures(batch.pictures),
@@ -101,7 +80,7 @@ def _positions(clean: Tensor, pad_mask: Tensor | None, spec: BackboneSpec) -> Te
     return torch.arange(clean.shape[1], device=clean.device).expand_as(clean)
 
 
-def _causal(batch: SupervisedBatch, states: States, spec: BackboneSpec) -> TrainingRows:
+def _causal(batch: SupervisedBatch, states: States, spec: BackboneSpec) -> Rows:
     """Returns rows of next-token training."""
     if spec.shift != 1:
         raise ValueError(
@@ -110,19 +89,17 @@ def _causal(batch: SupervisedBatch, states: States, spec: BackboneSpec) -> Train
         )
     clean, pad_mask = _canvas(batch, states.response)
     columns = torch.arange(clean.shape[1], device=clean.device)[None]
-    return TrainingRows(
+    return Rows(
         ids=clean,
         targets=clean,
-        rows=F.pad(states.supervised, (batch.start, 0)),
+        scored=F.pad(states.supervised, (batch.start, 0)),
         mask=block_causal_visibility(columns, pad_mask),  # blocks of one column
         position_ids=_positions(clean, pad_mask, spec),
         pictures=batch_pictures(batch.pictures),
     )
 
 
-def _two_copies(
-    batch: SupervisedBatch, states: States, hidden: Tensor, spec: BackboneSpec
-) -> TrainingRows:
+def _two_copies(batch: SupervisedBatch, states: States, hidden: Tensor, spec: BackboneSpec) -> Rows:
     """Returns rows of a block model: the clean canvas, then noisy copies of the response.
 
     Noisy blocks see the clean ones before them, so one row teaches all blocks of a state.
@@ -160,10 +137,10 @@ def _two_copies(
         return planes[:, slots.copy, slots.source]
 
     targets = clean[:, slots.source]
-    return TrainingRows(
+    return Rows(
         ids=targets.masked_fill(spread(hidden), spec.mask_id),
         targets=targets,
-        rows=spread(states.supervised),
+        scored=spread(states.supervised),
         mask=slots.block_mask(used) if by_blocks else slots.visibility(used),
         position_ids=slots.positions(_positions(clean, pad_mask, spec)),
         predictors=slots.predictors() if spec.shift else None,

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lit_dlm.backbones import HFBackbone, LoRASettings, load_backbone, lora
 from lit_dlm.backbones.adapter_files import read_adapter_settings
+from lit_dlm.backbones.base import Rows
 from lit_dlm.backbones.export import export_model, save_adapter
 from lit_dlm.backbones.lora import adapter_parameters
 from lit_dlm.training.checkpoint import export_trained
@@ -310,8 +311,8 @@ def test_recomputed_layers_run_with_the_adapter_of_their_forward(rank: int, choi
         model.add_side_adapter("value", LoRASettings(rank=rank, targets="all"))
         randomise(model.train(), "value")
         with model.using_adapter("value"):
-            values = model.encode_rows(IDS, IDS > 0)
-        scores = model.encode_rows(IDS, IDS > 0)
+            values = model.encode_rows(Rows(IDS, IDS, IDS > 0))
+        scores = model.encode_rows(Rows(IDS, IDS, IDS > 0))
         (values.square().sum() + scores.sum()).backward()
         gradients.append({n: p.grad for n, p in model.named_parameters() if p.requires_grad})
     assert all(value is not None for value in gradients[0].values())

@@ -10,6 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lit_dlm.backbones import HFBackbone, load_backbone, weights
+from lit_dlm.backbones.base import Rows
 from lit_dlm.backbones.export import export_model
 from lit_dlm.backbones.parts import FusedRMSNorm, Linear, cache_argument
 from tests.backbones.conftest import tiny_architecture
@@ -112,7 +113,7 @@ def test_recomputation_changes_no_gradient_and_selective_computes_no_product_twi
             layer.mlp.register_forward_pre_hook(lambda *_args, calls=calls: calls.append(1))
         with FlopCounterMode(display=False) as counter:
             denoised = backbone.denoise(IDS, hidden_layers=(1, -1))
-            rows = backbone.encode_rows(IDS, torch.ones_like(IDS, dtype=torch.bool))
+            rows = backbone.encode_rows(Rows(IDS, IDS, torch.ones_like(IDS, dtype=torch.bool)))
             loss = denoised.logits[..., 4:].square().mean() + denoised.hidden.square().mean()
             forward = counter.get_total_flops()
             (loss + rows.square().mean()).backward()

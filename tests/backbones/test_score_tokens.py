@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from lit_dlm.backbones import HFBackbone, attention
+from lit_dlm.backbones.base import Rows
 from lit_dlm.training.layout import Slots, wants_block_mask
 from tests.backbones.conftest import tiny_architecture
 
@@ -43,7 +44,7 @@ def test_scores_are_those_of_the_logits_of_denoise_and_rows_its_hidden_states(
 ) -> None:
     model = backbone(**changes)
     ids, targets, rows, pad_mask = canvas()
-    stats, hidden = model.score_with_rows(ids, targets, rows, mask=pad_mask, temperature=2.0)
+    stats, hidden = model.score_with_hidden(Rows(ids, targets, rows, pad_mask), temperature=2.0)
     denoised = model.denoise(ids, pad_mask=pad_mask, hidden_layers=(-1,))
     logits, wanted = denoised.logits[rows] / 2.0, targets[rows]
     expected = torch.nn.functional.cross_entropy(logits, wanted, reduction="none")
@@ -53,9 +54,9 @@ def test_scores_are_those_of_the_logits_of_denoise_and_rows_its_hidden_states(
     torch.testing.assert_close(stats.entropy, entropy)
     assert stats.is_top.equal(logits.argmax(-1) == wanted)
     torch.testing.assert_close(hidden, denoised.hidden[:, :, 0][rows])
-    assert model.encode_rows(ids, rows, mask=pad_mask).equal(hidden)
-    assert model.score_tokens(ids, ids, rows).ce.isinf().all()  # all of them masks
-    alone = model.score_tokens(ids, targets, rows, mask=pad_mask, temperature=2.0)
+    assert model.encode_rows(Rows(ids, targets, rows, pad_mask)).equal(hidden)
+    assert model.score_tokens(Rows(ids, ids, rows)).ce.isinf().all()  # all of them masks
+    alone = model.score_tokens(Rows(ids, targets, rows, pad_mask), temperature=2.0)
     assert all(one.equal(other) for one, other in zip(stats, alone, strict=True))
 
 
@@ -66,28 +67,26 @@ def test_an_attention_mask_of_the_caller_is_used_as_given(shift: int) -> None:
     ids, targets, rows, _ = canvas()
     visible = torch.rand(2, 1, 7, 7, generator=torch.Generator().manual_seed(2)) < 0.6
     positions = torch.arange(7).flip(0).expand(2, -1)
-    stats = model.score_tokens(
-        ids, targets, rows, mask=visible, position_ids=positions, forbidden_ids=()
-    )
+    stats = model.score_tokens(Rows(ids, targets, rows, visible, positions), forbidden_ids=())
     log_probs = model(ids, visible, positions).log_softmax(-1)[rows]
     expected = log_probs.gather(1, targets[rows][:, None]).squeeze(1)
     torch.testing.assert_close(stats.log_prob, expected)
     with pytest.raises(ValueError, match=r"expected \(B, L\), or a boolean \(B, 1, L, L\)"):
-        model.score_tokens(ids, targets, rows, mask=visible.float())
+        model.score_tokens(Rows(ids, targets, rows, visible.float()))
 
 
 def test_gradients_equal_those_of_full_logits_and_are_zero_without_cells() -> None:
     model = backbone(shift=1)
     ids, targets, rows, _ = canvas()
     parameters = list(model.parameters())
-    stats = model.score_tokens(ids, targets, rows)
+    stats = model.score_tokens(Rows(ids, targets, rows))
     found = torch.autograd.grad(stats.ce.sum() - 0.5 * stats.entropy.sum(), parameters)
     log_probs = model.denoise(ids).logits[rows].log_softmax(-1)
     ce = -log_probs.gather(1, targets[rows][:, None]).sum()
     kept = log_probs[:, torch.arange(32) != 3]  # all but the mask
     expected = torch.autograd.grad(ce + 0.5 * (kept.exp() * kept).sum(), parameters)
     torch.testing.assert_close(found, expected)
-    model.score_tokens(ids, targets, torch.zeros_like(rows)).ce.sum().backward()
+    model.score_tokens(Rows(ids, targets, torch.zeros_like(rows))).ce.sum().backward()
     assert all(p.grad is not None and p.grad.eq(0).all() for p in parameters)
 
 
@@ -113,7 +112,7 @@ def test_attention_by_blocks_equals_the_matrix(origin: Any, copies: int) -> None
     found = []
     for mask in masks:
         with torch.no_grad():
-            stats = model.score_tokens(ids, targets, rows, mask=mask, position_ids=positions)
+            stats = model.score_tokens(Rows(ids, targets, rows, mask, positions))
         found.append((stats.ce, stats.entropy))
         assert len(stats.ce) > 5
         torch.testing.assert_close(found[-1], found[0], rtol=1e-5, atol=1e-5)
@@ -132,7 +131,7 @@ def test_autocast_rounds_what_attention_by_blocks_gets(monkeypatch: pytest.Monke
     layout = Slots.trace(3, 7, 2)
     ids, rows = torch.ones(1, len(layout.copy), dtype=torch.long), layout.is_noisy[None]
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        model.score_tokens(ids, ids, rows, mask=layout.block_mask())
+        model.score_tokens(Rows(ids, ids, rows, layout.block_mask()))
     assert seen == [{torch.bfloat16}] * 3
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from lit_dlm.backbones import HFBackbone, load_tokenizer
+from lit_dlm.backbones.base import Rows
 from lit_dlm.callbacks.adapter_checkpoint import AdapterCheckpoint
 from lit_dlm.datamodules.resuming import EpochPlan
 from lit_dlm.finetuning.sft import SFTModule
@@ -172,9 +172,10 @@ def poisonable() -> SFTModule:
     model = sft(RandomMasking(min_t=1.0), small(vocab_size=VOCAB + 1))
     score = model.backbone.score_tokens
 
-    def poisoned(ids: Tensor, targets: Tensor, rows: Tensor, **rest: Any) -> TokenStats:
-        stats = score(ids, targets, rows, **rest)
-        return stats._replace(ce=stats.ce.masked_fill(targets[rows] == POISON, torch.inf))
+    def poisoned(rows: Rows) -> TokenStats:
+        stats = score(rows)
+        is_poison = rows.targets[rows.scored] == POISON
+        return stats._replace(ce=stats.ce.masked_fill(is_poison, torch.inf))
 
     model.backbone.score_tokens = poisoned  # type: ignore[method-assign]
     return model

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from lit_dlm.backbones import BackboneSpec
+from lit_dlm.backbones.base import Rows
 from lit_dlm.finetuning.dparallel import BlockComplements
 from lit_dlm.finetuning.tabom import TimeDelay
 from lit_dlm.rl.items import RowBuilder, joined, training_rows
 from lit_dlm.training.batch import SupervisedExample, collate
 from lit_dlm.training.bounds import BoundViews
-from lit_dlm.training.layout import TrainingRows, lay_out
+from lit_dlm.training.layout import lay_out
 from lit_dlm.training.masking import (
     Autoregressive,
     CoupledMasking,
@@ -74,9 +75,9 @@ def digest(values: list[Any]) -> str:
     return found.hexdigest()[:16]
 
 
-def of_rows(rows: TrainingRows) -> list[Any]:
+def of_rows(rows: Rows) -> list[Any]:
     context = (rows.mask, rows.position_ids, rows.predictors, rows.response_start, rows.pictures)
-    return [rows.ids, rows.targets, rows.rows, *context]
+    return [rows.ids, rows.targets, rows.scored, *context]
 
 
 def responses(count: int) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lit_dlm.backbones import Architecture, HFBackbone, load_backbone
+from lit_dlm.backbones.base import Rows
 from lit_dlm.backbones.cache import WindowCache, WindowPlan
 from lit_dlm.backbones.export import export_model
 from lit_dlm.predict.decode import DecodeModule
@@ -67,7 +68,7 @@ class Scored(DecodeModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         ids, hidden = batch
         shown = ids.masked_fill(hidden, 30)
-        stats = self.backbone.score_tokens(shown, ids, hidden, mask=torch.ones_like(hidden))
+        stats = self.backbone.score_tokens(Rows(shown, ids, hidden, torch.ones_like(hidden)))
         loss = masked_nelbo(stats, hidden).total + 0.1 * stats.entropy.sum() / (len(ids) * LENGTH)
         self.losses.append(float(loss.detach()))
         return loss
@@ -335,7 +336,7 @@ def shard_twice(rank: int) -> None:
 
 IDS = torch.tensor([[3, 9, 30, 5, 30, 12], [7, 30, 8, 30, 2, 4]])
 CELLS = IDS == 30
-CHOSEN = (IDS, IDS.masked_fill(CELLS, 6), CELLS)
+CHOSEN = Rows(IDS, IDS.masked_fill(CELLS, 6), CELLS)
 
 
 @torch.no_grad()
@@ -352,9 +353,9 @@ CALLS: dict[str, Callable[[HFBackbone], Tensor]] = {
     "forward": lambda model: model(IDS),
     "encode": window,
     "head": lambda model: model.head(window(model)).clamp_min(-1e3),
-    "score_tokens": lambda model: model.score_tokens(*CHOSEN).ce,
-    "score_with_rows": lambda model: model.score_with_rows(*CHOSEN)[1],
-    "encode_rows": lambda model: model.encode_rows(IDS, CELLS),
+    "score_tokens": lambda model: model.score_tokens(CHOSEN).ce,
+    "score_with_hidden": lambda model: model.score_with_hidden(CHOSEN)[1],
+    "encode_rows": lambda model: model.encode_rows(CHOSEN),
 }
 """Every public method of a backbone, as the first thing that is asked of it."""
 
@@ -362,7 +363,7 @@ CALLS: dict[str, Callable[[HFBackbone], Tensor]] = {
 def outcome(model: HFBackbone, name: str) -> list[Tensor]:
     """What a method gives, and the gradients of it and of a training step."""
     found = CALLS[name](model)
-    loss = model.score_tokens(*CHOSEN).ce.sum()
+    loss = model.score_tokens(CHOSEN).ce.sum()
     if found.requires_grad:
         loss = loss + found.square().mean()
     loss.backward()

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 import lit_dlm.decoding as d
+from lit_dlm.backbones.base import Rows
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.vision.anyres import AnyRes
 from lit_dlm.vision.base import VisionSettings
@@ -119,7 +120,7 @@ def test_what_is_trained(folder: Path, train, learns: bool):
     ids = torch.tensor([[5, *range(120, 120 + vision.num_ids(PICTURES[0])), 7, MASK, MASK]])
     rows = ids == MASK
     targets = ids.masked_fill(rows, 9)
-    before = backbone.score_tokens(ids, targets, rows, pictures=shown).ce
+    before = backbone.score_tokens(Rows(ids, targets, rows, pictures=shown)).ce
     before.sum().backward()
     assert vision.projector[0].weight.grad is not None
     assert float(vision.newline.grad.abs().sum()) > 0
@@ -128,10 +129,11 @@ def test_what_is_trained(folder: Path, train, learns: bool):
     assert all(p.grad is None for p in backbone.model.parameters())
     torch.optim.SGD([p for p in vision.parameters() if p.requires_grad], lr=0.1).step()
     with torch.no_grad():  # rows of the table follow the weights
-        after = backbone.score_tokens(ids, targets, rows, pictures=shown).ce
+        after = backbone.score_tokens(Rows(ids, targets, rows, pictures=shown)).ce
     assert not torch.allclose(before, after)
     words = torch.tensor([[5, 7, MASK]])
-    backbone.score_tokens(words, words, words == MASK).ce.sum().backward()  # no picture, no gap
+    stats = backbone.score_tokens(Rows(words, words, words == MASK))
+    stats.ce.sum().backward()  # no picture, no gap
 
 
 @pytest.mark.parametrize("size", [(50, 40), (54, 54), (55, 54), (700, 40), (40, 700), (400, 400)])
