@@ -74,6 +74,7 @@ class AutoencoderModule(CheckedModule):
         self._loss(batch, "val", batch_idx, self.global_rank)  # at positions that never change
 
     def _loss(self, batch: StateBatch, stage: str, number: int, place: int) -> Tensor:
+        # A few positions of many states: neighbours in one state have much in common.
         rows = state_snapshots(self.backbone, batch)
         count = min(len(rows), _POSITIONS_PER_STATE * len(batch.ids))
         seed = (self.seed * 1_000_003 + number) * 1_000_003 + place

@@ -91,6 +91,7 @@ class TraceModule(DecodeModule):
         if self.level != "features":
             return
         assert self.projector_dir is not None
+        # One process fits it and the others read its file: two fits would differ by rounding.
         if self.trainer.is_global_zero:
             cached_projector(self.projector_dir, self._fit_projector)
         self.trainer.strategy.barrier("projector")

@@ -32,7 +32,7 @@ class AcceptanceLossSettings:
     only positions that a decode could still decide on are scored."""
     wrong_trace_weight: float = 1.0
     """Weight factor of all positions of a trace whose answer was graded as wrong; 1 needs no
-    grades. A wrong answer teaches the network to trust the mistakes that led to it."""
+    grades."""
 
     def __post_init__(self) -> None:
         at_least(0, of="AcceptanceLossSettings.", wrong_trace_weight=self.wrong_trace_weight)
@@ -68,6 +68,7 @@ def acceptance_weights(
     tail_weight = 1.0 / is_tail.sum(1, keepdim=True).clamp_min(1)
     weight = gen * gen_weight + (is_tail & visible) * tail_weight
     if settings.wrong_trace_weight != 1.0:
+        # A wrong answer teaches the network to trust the mistakes that led to it.
         if is_correct is None:
             raise ValueError(
                 "AcceptanceLossSettings.wrong_trace_weight: expected graded traces (generate them "
@@ -82,8 +83,6 @@ def acceptance_loss(
 ) -> LossTerms:
     """``sum w_i BCE(logit_i - tau, label_i) / sum w_i + 0.001 * mean(tau^2)``.
 
-    Without any weight the first term is 0 with a gradient of 0, so that processes stay in step.
-
     Args:
         logits: ``(B, R)`` acceptance logits; any finite value outside the loss set.
         tau: ``(B,)`` thresholds.
@@ -91,9 +90,11 @@ def acceptance_loss(
         norm: scalar that replaces ``sum w_i`` for one part of a larger batch: with the sum over all
             parts divided by their number, the mean of the parts' losses is the loss of the whole.
     """
+    # A batch without any weight has a loss of 0 and gradients of 0, so that processes stay in step.
     total_weight = (weight.sum() if norm is None else norm).clamp_min(1e-12)
     bce = F.binary_cross_entropy_with_logits(logits - tau[:, None], label.float(), reduction="none")
     bce = (bce * weight).sum() / total_weight
+    # Only the difference of logit and threshold has a label; the penalty keeps both near 0.
     penalty = _TAU_WEIGHT * tau.square().mean()
     parts = {"bce": bce.detach(), "tau_penalty": penalty.detach()}
     return LossTerms(total=bce + penalty, parts=parts)
@@ -106,6 +107,7 @@ def prefix_crop(ratio: Tensor, in_response: Tensor, is_gen: Tensor, label: Tenso
     they include no masked position with a positive label keeps everything. Padding is not removed.
     ``ratio`` is ``(B,)`` in ``(0, 1]``, the others ``(B, R)`` bool as in ``acceptance_weights``.
     """
+    # A crop without a proposal to accept teaches nothing but to wait, so such rows are shown whole.
     length = in_response.sum(1)
     limit = (ratio * length).round().clamp_min(1)
     offset = in_response.cumsum(1) - 1

@@ -147,10 +147,8 @@ class ReplayScore(Metric):
     """False commits and implied steps, from the commits that a policy makes on stored states.
 
     A state in which a policy commits ``c`` tokens, ``f`` of them wrong, costs ``1 / c`` steps and
-    ``f / c`` wrong tokens per token written. Both are averaged over bins of the masked share of the
-    response with equal weights, because a decode passes through all bins, whatever the stored
-    states are; the number of tokens then turns them into counts per trace. It is an estimate: the
-    states are those of the stored traces and not those that the policy's own commits lead to.
+    ``f / c`` wrong tokens per token written. It is an estimate: the states are those of the stored
+    traces and not those that the policy's own commits lead to.
     """
 
     full_state_update = False
@@ -178,6 +176,8 @@ class ReplayScore(Metric):
         num_commits = num_commits[chosen].double()
         num_false = (commit & ~label).sum(1)[chosen].double()
         length = length[chosen]
+        # Averaged over bins of the masked share with equal weights, because a decode passes through
+        # all of them, whatever the stored states are.
         share = masked.sum(1)[chosen] / length.clamp_min(1)
         # A share of 1 / num_bins is the upper end of the first bin.
         bins = ((share * self.num_bins).ceil().long() - 1).clamp(0, self.num_bins - 1)
@@ -195,6 +195,7 @@ class ReplayScore(Metric):
         seen = states > 0
         means = self.sums[1:] / states.clamp_min(1)
         steps_ratio, false_rate = means[:, seen].sum(1) / seen.sum().clamp_min(1)
+        # The number of tokens turns both into counts per trace.
         length = self.num_tokens / states.sum().clamp_min(1)
         saved = torch.where(seen.any(), 1.0 - steps_ratio, 0.0)
         right = torch.where(seen.any(), 1.0 - false_rate, 0.0)
@@ -264,6 +265,7 @@ def step_candidates(
     """
     columns = torch.arange(batch.ids.shape[1], device=batch.ids.device)
     in_response = (columns >= batch.start) & batch.pad_mask
+    # A stored state is made a decode's again, so that its own window and gate answer.
     canvas = Canvas(
         ids=torch.where(batch.pad_mask, batch.ids, backbone.spec.pad_id),
         editable=in_response,
@@ -283,5 +285,6 @@ def step_commits(logits: Tensor, candidates: Tensor, selection: SelectionSetting
     commit = accepted(
         logits, candidates, threshold=selection.threshold, max_accept=selection.max_accept_per_step
     )
+    # What the stall rule ``top1`` does in a decode.
     fallback = top_quota(logits, candidates, 1)
     return torch.where(commit.any(1, keepdim=True), commit, fallback)

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from lit_dlm.backbones.base import Backbone, backbone_facts
 from lit_dlm.backbones.projection import Projector
 from lit_dlm.predict.decode import DecodeModule
-from lit_dlm.system.options import within
+from lit_dlm.system.options import one_of, within
 from lit_dlm.tensors.sampling import confidence, entropy, margin
 from lit_dlm.tracelock.loss import (
     AcceptanceLossSettings,
@@ -123,11 +123,9 @@ class TraceLockModule(DecodeModule):
             backbone=backbone_facts(backbone.spec, backbone),
         )
         self.loss_settings = loss or AcceptanceLossSettings()
-        if self.loss_settings.written_tail and self.scorer.settings.layout == "masked":
-            raise ValueError(
-                "loss.written_tail: expected settings.layout 'generation' or 'all', with which the "
-                "network sees written positions, got 'masked'"
-            )
+        if self.loss_settings.written_tail:  # the network must see written positions
+            of = "loss.written_tail: settings."
+            one_of("generation", "all", of=of, layout=self.scorer.settings.layout)
         # What fills the canvas after an answer.
         tail = {backbone.spec.pad_id, backbone.spec.eos_ids[0]}
         self.register_buffer("tail_ids", torch.tensor(sorted(tail)), persistent=False)
@@ -160,6 +158,8 @@ class TraceLockModule(DecodeModule):
         columns = torch.arange(first, batch.ids.shape[1], device=target.device)
         in_response = (columns >= batch.start).expand_as(present) & present
         state = torch.where(in_response, int(PositionState.LOCKED), int(PositionState.PROMPT))
+        # A trace that ran out of steps leaves masks, whose final token is not known. Copies that
+        # only fill the batch count nowhere.
         decidable = masked & (target != batch.mask_id) & batch.is_real[:, None]
         is_tail = decidable & torch.isin(target, self.tail_ids)
         if self.loss_settings.written_tail:
@@ -178,6 +178,8 @@ class TraceLockModule(DecodeModule):
 
     @torch.no_grad()
     def _recompute(self, batch: StateBatch) -> tuple[Tensor, Tensor]:
+        # The same forward and functions as in a decode, so that stored and recomputed features of a
+        # state agree.
         settings = self.scorer.settings
         columns = torch.arange(batch.start, batch.ids.shape[1], device=batch.ids.device)
         denoised = self.backbone.denoise(
@@ -208,6 +210,8 @@ class TraceLockModule(DecodeModule):
 
     def training_step(self, batch: StateBatch, batch_idx: int) -> Tensor:
         seen = self.observe(batch)
+        # A decode shows the network what is left of its window's end; training shows prefixes of
+        # any length, so that one policy serves all windows.
         visible = self._cropped(seen, self._crop_shares(batch, batch_idx))
         output = self.scorer(seen.features, seen.state, visible)
         weight = acceptance_weights(
@@ -218,8 +222,9 @@ class TraceLockModule(DecodeModule):
             is_correct=batch.is_correct,
             settings=self.loss_settings,
         )
+        # Every process divides by the same number, since their gradients are averaged.
         norm = weight.sum()
-        if self.trainer.world_size > 1:  # the mean of all processes, so that they train like one
+        if self.trainer.world_size > 1:
             norm = self.all_gather(norm.detach()).mean()  # type: ignore[union-attr]
         terms = acceptance_loss(output.logits, output.tau, seen.label, weight, norm=norm)
         self.log("train/loss", terms.total.detach(), prog_bar=True)
@@ -232,6 +237,7 @@ class TraceLockModule(DecodeModule):
 
         Rank ``r`` has the rows from ``r * B`` on of the batch that a single process would have.
         """
+        # The generator is the step's alone, not that of dropout: a resumed run draws the same.
         B = len(batch.ids)
         accumulated = batch_idx % self.trainer.accumulate_grad_batches
         seed = mixed_seed(self.seed, self.global_step, accumulated)
@@ -262,7 +268,8 @@ class TraceLockModule(DecodeModule):
     # -- validation ------------------------------------------------------------------------------
 
     def validation_step(self, batch: StateBatch, batch_idx: int) -> None:
-        # Unweighted loss and ranking scores use whole states, the rollout proxy a fresh crop.
+        # Unweighted loss and ranking scores use whole states, the rollout proxy a fresh crop, as in
+        # the release.
         seen = self.observe(batch)
         chosen = seen.decidable & ~seen.is_tail
         output = self.scorer(seen.features, seen.state, seen.present)
@@ -345,6 +352,7 @@ class TraceLockModule(DecodeModule):
         if self._trainer:
             facts["tasks"] = getattr(self.trainer.datamodule, "tasks", [])  # type: ignore[attr-defined]
         if best := best_checkpoints(self).get(monitor):
+            # Into a copy: a run may go on after the export.
             stored = CheckpointFiles().load_checkpoint(best.best_model_path)
             scorer = copy.deepcopy(scorer)
             weights = stored["state_dict"].items()

@@ -77,7 +77,7 @@ class AcceptanceHead(nn.Module):
     """
 
     def __init__(self, num_features: int, config: AcceptanceConfig | None = None) -> None:
-        """Takes ``num_features`` (``F``) per position; ``tau`` is 0 until it is trained."""
+        """Takes ``num_features`` (``F``) per position."""
         super().__init__()
         config = config or AcceptanceConfig()
         self.num_features = num_features
@@ -93,6 +93,7 @@ class AcceptanceHead(nn.Module):
         self.final_norm = nn.LayerNorm(config.width)
         self.logit_head = nn.Linear(config.width, 1)
         self.tau_head = nn.Linear(config.width, 1)
+        # The threshold is 0 until it is trained: the first decisions are those of the logits alone.
         nn.init.zeros_(self.tau_head.weight)
         nn.init.zeros_(self.tau_head.bias)
 
@@ -113,6 +114,8 @@ class AcceptanceHead(nn.Module):
         # Features that are not visible may be anything, even NaN: they must not reach a product.
         features = features.float().masked_fill(~visible[..., None], 0.0)
         x = self._embed(features, state, self._positions(state, visible))
+        # The threshold token has no position and is always attended to, so that a state without
+        # visible positions has a softmax over something.
         x = torch.cat([self.threshold_token.expand(len(x), 1, -1), x], dim=1)
         attend = torch.cat([torch.ones_like(visible[:, :1]), visible], dim=1)[:, None, None, :]
         for layer in self.layers:
@@ -127,6 +130,7 @@ class AcceptanceHead(nn.Module):
         logits = features.new_zeros(visible.shape)
         positions = self._positions(state, visible).flatten()[index]
         x = self._embed(features, state.flatten()[index], positions)
+        # Linear layers run over visible rows alone; only attention needs a rectangle.
         packing = Packing.of(visible)
         x = torch.cat([self.threshold_token.expand(len(visible), -1), x])
         for layer in self.layers:
@@ -140,6 +144,8 @@ class AcceptanceHead(nn.Module):
         """``(B, R)`` int64 table indices or distances, by the configuration's ``positions``."""
         if self.config.positions == "learned":
             return response_offsets(state)
+        # Relative to the first mask: what matters is how far behind it a proposal is, and a decode
+        # of any length has seen these distances in training.
         return frontier_distance((state == PositionState.GEN) & visible)
 
     def _embed(self, features: Tensor, state: Tensor, positions: Tensor) -> Tensor:
@@ -228,11 +234,10 @@ class Packing:
 
 
 class EncoderLayer(nn.Module):
-    """Pre-norm self-attention and feed-forward with GELU.
+    """Pre-norm self-attention and feed-forward with GELU."""
 
-    Written out because the fused inference path of ``nn.TransformerEncoderLayer`` returns other
-    numbers in evaluation mode than in training mode, and compacts padded batches.
-    """
+    # Written out because the fused inference path of ``nn.TransformerEncoderLayer`` returns other
+    # numbers in evaluation mode than in training mode, and compacts padded batches.
 
     def __init__(self, width: int, num_heads: int, ffn_width: int, dropout: float) -> None:
         super().__init__()

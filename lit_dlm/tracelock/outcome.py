@@ -31,6 +31,7 @@ from lit_dlm.decoding import Decoder
 from lit_dlm.rl.items import Items, RolloutBatch, RowBuilder
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.step import ItemScores
+from lit_dlm.system.options import of_kind, one_of, within
 from lit_dlm.tensors.batches import reads_are_free
 from lit_dlm.tracelock.network import AcceptanceConfig, PositionState
 from lit_dlm.tracelock.policy import TraceLockPolicy, left_of_window_end
@@ -80,6 +81,8 @@ class CommitCapture(TrajectoryCapture):
     ) -> list[Trajectory]:
         """Returns the records, with features beyond :data:`HELD_BYTES` mapped from a file."""
         records = super().trajectories(uids, metas)
+        # Features of every step of every decode may not fit into memory. Each is read once a pass,
+        # so pages of a file do.
         begin, placed = self._file.seek(0, 2), {}
         for number, record in enumerate(records):
             size = 0 if record.features is None else record.features.features.nbytes
@@ -157,8 +160,9 @@ class CommitRows(RowBuilder):
         hidden, commit, log_odds = (torch.cat(parts) for parts in zip(*tables, strict=True))
         counts = torch.tensor([record.num_steps for record in records])
         candidates = log_odds.isfinite()
-        # A step that commits only its best candidate drew it or used the stall rule. Together these
-        # have the probability that no other candidate is drawn.
+        # A step that commits only its best candidate drew it or used the stall rule, and the record
+        # does not say which. Together these have the probability that no other candidate is drawn,
+        # so the best one is left out of the step's units.
         best = log_odds.masked_fill(~candidates, -torch.inf).argmax(1, keepdim=True)
         is_best = torch.zeros_like(commit).scatter_(1, best, value=True)
         is_alone = (commit == (is_best & candidates)).all(1, keepdim=True)
@@ -242,6 +246,8 @@ class TraceLockRLModule(TraceRLModule):
         ),
         **common: Any,
     ) -> None:
+        # What is given here is no option of the command line: commits have no states to draw, no
+        # tokens to weigh and no values.
         super().__init__(
             backbone,
             optimizer=optimizer,
@@ -266,16 +272,14 @@ class TraceLockRLModule(TraceRLModule):
             if not isinstance(projector, Projector):
                 projector = Projector.load(projector)
             self.scorer = AcceptanceScorer(projector, head=head, settings=settings, backbone=facts)
-        if self.scorer.settings.layout != "masked":
-            raise ValueError(
-                "settings.layout: expected masked, whose features a record can hold, got "
-                f"{self.scorer.settings.layout}"
-            )
+        # Records hold the features of masked positions alone.
+        one_of("masked", of="settings.", layout=self.scorer.settings.layout)
         self.scorer.eval()
         self.rows = CommitRows(self.masking, self.row_spec, seed=self.seed)
         self.initial = None
         if self.objective.kl_to == "initial":
             self.initial = copy.deepcopy(self.scorer.head).requires_grad_(False)
+        # Validation decodes with the weights in training, too, at the threshold of its own decoder.
         for decoder in self.decoders.values():
             if isinstance(decoder.policy, TraceLockPolicy):
                 decoder.policy.scorer, decoder.policy.is_in_training = self.scorer, True
@@ -283,22 +287,20 @@ class TraceLockRLModule(TraceRLModule):
 
     def _check_rollouts(self, decoder: Decoder) -> None:
         """Refuses a decoder whose commits do not follow from the draws alone."""
-        name, rules = f"decoders.{self.method}", decoder.settings
-        for option, is_right, expected in (
-            ("policy", isinstance(decoder.policy, TraceLockPolicy), "TraceLockPolicy"),
-            ("policy.temperature", getattr(decoder.policy, "temperature", 0) > 0, "above 0"),
-            ("settings.max_commits_per_step", rules.max_commits_per_step is None, "null"),
-            ("settings.stall_rule", rules.stall_rule == "top1", "top1"),
-        ):
-            if not is_right:
-                raise ValueError(f"{name}.{option}: expected {expected} where commits are trained")
+        name = f"decoders.{self.method}."
+        policy = of_kind(decoder.policy, TraceLockPolicy, option=f"{name}policy")
+        within("(0, inf)", of=f"{name}policy.", temperature=policy.temperature)
+        # A cap would drop commits that were drawn, and the stall rule's commit is part of what is
+        # scored (``CommitRows.items``).
+        of = f"{name}settings."
+        one_of(None, of=of, max_commits_per_step=decoder.settings.max_commits_per_step)
+        one_of("top1", of=of, stall_rule=decoder.settings.stall_rule)
 
     def check_objective(self) -> None:
-        for name, default in (("normalise", None), ("temperature", "rollout")):
-            if (value := getattr(self.objective, name)) != default:
-                raise ValueError(
-                    f"objective.{name}: expected {default} where commits are trained, got {value}"
-                )
+        # Both are about tokens, of which nothing is trained. An initial policy needs no adapter: it
+        # is a copy of the network.
+        one_of(None, of="objective.", normalise=self.objective.normalise)
+        one_of("rollout", of="objective.", temperature=self.objective.temperature)
 
     def train(self, mode: bool = True) -> TraceLockRLModule:
         super().train(mode)
@@ -323,6 +325,7 @@ class TraceLockRLModule(TraceRLModule):
         logits = head(features, states, batch.visible).decision_logits[batch.supervised]
         policy = self.decoders[self.method].policy
         assert isinstance(policy, TraceLockPolicy)
+        # The temperature of the draws is part of the policy, so it is in the ratios as well.
         log_odds = policy.log_odds(logits)
         log_prob = draw_log_prob(log_odds, batch.commit[batch.supervised])
         entropy = F.softplus(log_odds) - log_odds * log_odds.sigmoid()

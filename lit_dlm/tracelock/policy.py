@@ -34,9 +34,7 @@ class TraceLockPolicy(CommitPolicy):
     """Commits every candidate whose acceptance probability reaches a threshold.
 
     A row in which none does is left to the stall rule, which commits its best-scored candidate
-    (the release's fallback). The network's features describe the model's own distribution, as in
-    training, whatever the sampler scores. Its weights are read at first use, so an unused policy
-    needs none.
+    (the release's fallback). The weights are read at first use, so an unused policy needs none.
 
     Args:
         path: folder exported by training, a hub id, or the name of an embedded model (``tiny``)
@@ -87,7 +85,8 @@ class TraceLockPolicy(CommitPolicy):
         self.max_accept_per_step = max_accept_per_step
         self.temperature = temperature
         self.release_compat = release_compat
-        self.takes_quota = not temperature  # draws have no order
+        # A quota would have to choose among draws, which have no order.
+        self.takes_quota = not temperature
 
     @property
     def draws(self) -> bool:
@@ -135,6 +134,7 @@ class TraceLockPolicy(CommitPolicy):
     ) -> Selection:
         logits = self.decision_logits(state, candidates, proposal)
         if self.temperature:
+            # Noise by sample, step and position: a draw does not depend on the batch.
             noise = uniform_noise(state.seeds, state.step, state.positions, stream=_STREAM)
             return Selection(candidates & (noise < self.log_odds(logits).sigmoid()), logits)
         rule = self.commits
@@ -142,6 +142,8 @@ class TraceLockPolicy(CommitPolicy):
             logits, candidates, threshold=rule.threshold, max_accept=rule.max_accept_per_step
         )
         if self.release_compat:
+            # After the cap, so an end of text may take the place of a token that could be
+            # committed; the row then commits one less, as in the release.
             end_id = state.eos_ids[0]
             has_end = (state.editable & (state.ids == end_id)).any(1)
             commit = commit & (has_end[:, None] | (proposal.ids != end_id))
@@ -158,6 +160,8 @@ class TraceLockPolicy(CommitPolicy):
 
     def log_odds(self, logits: Tensor) -> Tensor:
         """Returns the log-odds of the draws from decision logits of any shape."""
+        # 0 at the threshold, so that draws vary around what the policy decides without temperature.
+        # The plain probability would commit most of what a threshold of 0.99 refuses.
         threshold = self.commits.threshold
         return (logits - math.log(threshold / (1.0 - threshold))) / self.temperature
 
@@ -167,6 +171,8 @@ class TraceLockPolicy(CommitPolicy):
         scorer = self.scorer
         if scorer.projector.hidden_bias.device != proposal.hidden.device:
             scorer.to(proposal.hidden.device)
+        # The window cuts the network's view as in the release, so that what it says of a position
+        # does not depend on how much canvas follows.
         visible = left_of_window_end(state.masked, candidates)
         if state.pad_mask is not None:
             visible = visible & state.pad_mask
@@ -188,6 +194,8 @@ class TraceLockPolicy(CommitPolicy):
     def _features(self, proposal: Proposal, rows: Callable[[Tensor], Tensor]) -> Tensor:
         """Returns features of the rows that ``rows`` selects from ``(b, L, ...)`` tensors."""
         assert proposal.hidden is not None
+        # Of the model's own distribution, as in training, whatever the sampler scores: features
+        # must not change with a temperature.
         assert proposal.raw_prob is not None
         return self.scorer.features(
             rows(proposal.hidden),
@@ -236,10 +244,11 @@ class TraceLockPolicy(CommitPolicy):
 def left_of_window_end(masked: Tensor, candidates: Tensor) -> Tensor:
     """``(b, L)`` bool: columns that the network may see, all up to the end of the window.
 
-    The window follows from its candidates: it ends before the first masked column right of the last
-    candidate, or with the canvas if there is none. If the end-of-text gate has removed candidates,
-    it thus ends before the first masked column after the last one that is left.
+    The window ends before the first masked column right of the last candidate, or with the canvas
+    if there is none.
     """
+    # Found by its candidates, for a policy is not told the window. If the end-of-text gate has
+    # removed some, the view ends earlier, here and in training alike.
     still_inside = candidates.flip(1).cumsum(1).flip(1) > 0
     beyond = masked & ~still_inside
     return beyond.cumsum(1) == 0

@@ -121,7 +121,8 @@ class AcceptanceScorer(nn.Module):
     def digest(self) -> str:
         settings = {"head": asdict(self.head.config), "settings": asdict(self.settings)}
         if self.settings.features.hidden:
-            del settings["settings"]["features"]["hidden"]  # as in digests from before the option
+            # As in digests from before the option, which records of decodes name.
+            del settings["settings"]["features"]["hidden"]
         facts = json.dumps(settings, sort_keys=True) + self.projector.digest()
         return digest(facts, self.head.state_dict())
 
@@ -138,6 +139,7 @@ class AcceptanceScorer(nn.Module):
             "training": self.training_facts,
             "commits": asdict(self.commits),
         }
+        # In float32 whatever it was trained in: the digest is one of values.
         tensors = {key: value.detach().float() for key, value in self.state_dict().items()}
         write_folder(Path(folder), record, tensors, config=_CONFIG_FILE, weights=_WEIGHTS_FILE)
 

@@ -100,8 +100,9 @@ def collate_states(
     target = ids.copy()
     ids[is_response] = np.concatenate(states)
     target[is_response] = np.concatenate([trace.tokens for trace in traces])
+    # Wrong is what was graded so: a trace that no grader knew counts as right, beside graded ones.
     are_graded = all("correct" in trace.meta for trace in traces)
-    grades = [trace.meta.get("correct") is not False for trace in traces]  # None: has no grader
+    grades = [trace.meta.get("correct") is not False for trace in traces]
     batch = StateBatch(
         ids=torch.from_numpy(ids),
         target=torch.from_numpy(target),
@@ -145,7 +146,7 @@ def state_snapshots(
     with_prompt: bool = False,
 ) -> Tensor:
     """``(N, H, D)`` hidden snapshots at the response positions of all states, row by row."""
-    # Only hidden states are wanted: at least one column has to go through the head.
+    # Only hidden states are wanted, but one column has to go through the head.
     column = torch.full_like(batch.ids[:, :1], batch.start)
     denoised = backbone.denoise(
         batch.ids,
@@ -166,7 +167,7 @@ def trace_states(traces: Iterable[Trajectory], *, seed: int = 0) -> Iterator[Sta
     rng = np.random.default_rng(seed)
     waiting: list[tuple[Trajectory, int]] = []
     for trace in traces:
-        # One per equal part of the trace's steps.
+        # One per equal part of the trace's steps: early states activate the model unlike late ones.
         edges = np.linspace(0, trace.num_steps, STATES_PER_TRACE + 1)
         steps = {int(step) for step in rng.uniform(edges[:-1], edges[1:])}
         waiting += [(trace, step) for step in sorted(steps) if step < trace.num_steps]
@@ -180,6 +181,8 @@ def cached_projector(folder: str | Path, fit: Callable[[], Projector]) -> Projec
 
     In a distributed run only the first rank calls this; the others load it after a barrier.
     """
+    # A refitted projector would make other features than those already stored, so the first one is
+    # kept.
     folder = Path(folder)
     if not folder.exists():
         projector = fit()

@@ -263,7 +263,7 @@ def test_rollouts_are_draws_alone(name: str, change: dict[str, Any]) -> None:
 
 def test_what_training_of_commits_cannot_have_is_refused(tmp_path: Path) -> None:
     for name, value in (("normalise", "response_length"), ("temperature", 3.0)):
-        with pytest.raises(ValueError, match=rf"objective\.{name}: expected .* got {value}"):
+        with pytest.raises(ValueError, match=rf"objective\.{name}: expected .* got {value!r}"):
             actor(objective=PolicyObjective(**{name: value}))
     with pytest.raises(ValueError, match=r"objective\.kl_to: .* with objective\.beta 0"):
         actor(objective=PolicyObjective(kl_to="initial", beta=0.0))
