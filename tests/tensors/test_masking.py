@@ -1,30 +1,10 @@
 """Block-causal attention by its rule; positions out of order by hand."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from torch import Tensor
 
 from lit_dlm.tensors.masking import block_causal_visibility, block_numbers, non_ltr_positions
-
-
-def slow(rule: Callable[[int, int, int], bool], batch: int, length: int) -> Tensor:
-    """``(B, 1, L, L)`` bool from a predicate of row, query and key; a lone query sees itself."""
-    visible = torch.zeros(batch, 1, length, length, dtype=torch.bool)
-    for row in range(batch):
-        for query in range(length):
-            keys = [key for key in range(length) if rule(row, query, key)]
-            visible[row, 0, query, keys or [query]] = True
-    return visible
-
-
-PADDING = {
-    "none": [[1] * 11, [1] * 11],
-    "left": [[0] * 3 + [1] * 8, [1] * 11],
-    "right": [[1] * 11, [1] * 7 + [0] * 4],
-    "both": [[0] * 2 + [1] * 8 + [0], [0] * 5 + [1] * 6],
-}
+from tests.tensors.reference import PADDING, slow
 
 
 @pytest.mark.parametrize("padding", PADDING)

@@ -10,7 +10,7 @@ from torch import Tensor
 from lit_dlm.tensors.masking import block_causal_visibility
 from lit_dlm.training.layout import Slots
 from tests.shared_data import shared
-from tests.tensors.test_masking import PADDING, slow
+from tests.tensors.reference import PADDING, slow
 
 
 @pytest.mark.parametrize("padding", PADDING)
