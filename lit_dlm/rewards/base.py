@@ -105,6 +105,7 @@ class MeanCorrectnessFilter(GroupFilter):
         self.max = max
 
     def keep(self, scores: Sequence[RewardScore]) -> bool:
+        # Of verdicts, never of rewards: a price for length would move them.
         num_right = sum(score.is_correct for score in scores)
         # In whole responses: 0.2 of 15 is 3 responses, although 3 / 15 rounds to less than 0.2.
         num = len(scores)

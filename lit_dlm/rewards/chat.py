@@ -88,15 +88,17 @@ class ChatEndpoint:
             try:
                 reply = self._read(request)
             except (OSError, HTTPException) as error:
-                told = f"judge: {self.url} did not answer: {error}"
+                message = f"judge: {self.url} did not answer: {error}"
                 # Retrying helps after timeouts or too many requests, not after other client errors.
                 status = getattr(error, "code", 0)
                 if 300 <= status < 500 and status not in (408, 429):
-                    raise ValueError(told) from error
+                    raise ValueError(message) from error
+                # Counted over all threads: with a deadline for each question, a dead server would
+                # hold up a run for as many deadlines as there are questions.
                 since = self._silent_since = self._silent_since or begin
                 if time.monotonic() + pause > since + self.deadline_s:
-                    raise UnavailableError(told) from error
-                logger.warning("%s; trying again in %g s", told, pause)
+                    raise UnavailableError(message) from error
+                logger.warning("%s; trying again in %g s", message, pause)
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
             else:

@@ -36,6 +36,7 @@ class Graded(Reward):
                 f"{rollout.trajectory.uid}: the task {rollout.example.task!r} grades nothing, so "
                 "there is no verdict to pay for"
             )
+        # A verdict without a score was not made of tests: it is right or wrong as a whole.
         if self.credit == "fraction" and verdict.score is not None:
             return verdict.score
         return float(verdict.is_correct)
@@ -54,5 +55,6 @@ class FormatReward(Reward):
         self.weight = weight
 
     def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
+        # What follows the start of an answer that the prompt already holds is code only with it.
         answers = (rollout.example.answer_start + rollout.text for rollout in group)
         return [RewardScore(total=float(not extract_code(text).problem)) for text in answers]

@@ -65,6 +65,8 @@ class ProcessReward(Reward):
         self.block_size = block_size
 
     def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
+        # All questions of the group are asked first: the grades of one chunk number are compared
+        # over the responses.
         ends = [self._ends(rollout) for rollout in group]
         pictures = tuple(picture_to_text(picture.decoded()) for picture in group[0].example.images)
         asked = [(row, part) for row, own in enumerate(ends) for part in range(len(own))]
@@ -115,6 +117,7 @@ class ProcessReward(Reward):
 
 def _settle(opinions: Sequence[Grade | None], *, is_correct: bool) -> tuple[Grade, bool]:
     """Returns the common opinion, or the outcome if there is none, and whether there is one."""
+    # Where the judge contradicts itself its grade is noise, and the outcome at least is right.
     first = opinions[0]
     if first is not None and all(opinion == first for opinion in opinions):
         return first, True
@@ -135,6 +138,8 @@ def _standardise(grades: dict[tuple[int, int], float]) -> dict[tuple[int, int], 
 
 def _written_last(rollout: Rollout, first: int, last: int) -> NDArray[np.int64]:
     """Returns those of the cells ``first:last`` that were written last."""
+    # The step that completes a chunk earns its reward: whatever came before led to it, and gets its
+    # share when rewards are carried back along the steps.
     steps = rollout.trajectory.commit_step[first:last]
     return first + np.flatnonzero((steps >= 0) & (steps == steps.max(initial=-1)))
 

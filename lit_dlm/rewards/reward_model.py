@@ -18,6 +18,7 @@ from lit_dlm.backbones.loading import DType
 from lit_dlm.backbones.resolution import load_tokenizer, locate, weight_files
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
 from lit_dlm.system.files import fitting
+from lit_dlm.system.options import refuse
 from lit_dlm.tensors.precision import without_autocast
 
 # Responses of a group read together.
@@ -59,10 +60,12 @@ class RewardModel(Reward):
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         tokenizer = load_tokenizer(self.path)
-        if tokenizer.chat_template is None:
-            raise ValueError(f"{self.path}: expected a tokenizer with a chat template")
-        if tokenizer.pad_token is None:
-            raise ValueError(f"{self.path}: expected a tokenizer with a padding token")
+        message = f"{self.path}: expected a tokenizer with a"
+        refuse(
+            (tokenizer.chat_template is None, f"{message} chat template"),
+            (tokenizer.pad_token is None, f"{message} padding token"),
+        )
+        # A sequence classifier reads the last token before the padding.
         tokenizer.padding_side = "right"
         return tokenizer
 
@@ -77,6 +80,7 @@ class RewardModel(Reward):
                 use_safetensors=True,
                 local_files_only=True,
             )
+        # transformers finds the last token of a row by it.
         model.config.pad_token_id = self.tokenizer.pad_token_id
         return model.eval().to(self.device or "cpu")
 
@@ -86,6 +90,7 @@ class RewardModel(Reward):
         for one in group:
             answer = {"role": "assistant", "content": one.example.answer_start + one.text}
             turns = [*one.example.turns, answer]
+            # As text: the reward model has a tokenizer and a template of its own.
             texts.append(apply_chat_template(self.tokenizer, turns, tokenize=False))
         found: list[float] = []
         for first in range(0, len(texts), _BATCH_SIZE):

@@ -11,7 +11,7 @@ import numpy as np
 
 from lit_dlm.grading import IsolationLevel, SandboxError, Verdict
 from lit_dlm.rewards.base import GroupFilter, Reward, RewardScore, Rollout
-from lit_dlm.system.options import at_least
+from lit_dlm.system.options import at_least, refuse
 from lit_dlm.tasks import Task, require_code_execution
 
 # Detail of the verdict on an overlong response.
@@ -23,9 +23,6 @@ _GROUPS = 64
 
 class Rewarder:
     """Turns groups of rollouts into scores: verdicts first, then every reward, then their sum.
-
-    Equal responses to a prompt are graded once, in a thread. Filters have only two effects here:
-    they may need verdicts, and groups that they drop get none of the rewards that come after them.
 
     Args:
         overlong_is_wrong: scores truncated responses as incorrect without grading them, as dLLM-RL
@@ -47,23 +44,23 @@ class Rewarder:
     ) -> None:
         self.rewards = tuple(rewards)
         self.tasks = dict(tasks)
+        # Filters have only two effects here: they may need verdicts, and groups that they drop get
+        # none of the rewards that come after them.
         self.filters = tuple(filters)
         self._askers: tuple[Reward | GroupFilter, ...] = (*self.rewards, *self.filters)
         self.overlong_is_wrong = overlong_is_wrong
         names = [reward.name for reward in self.rewards]
-        if not names:
-            raise ValueError("rewards: expected at least one reward, got none")
-        if len(set(names)) < len(names):
-            raise ValueError(f"rewards: names must differ, got {', '.join(names)}")
+        at_least(1, rewards=len(names), num_workers=num_workers)
         blind = [
             f"{type(keep).__name__} looks at what is right, which task {task.name!r} cannot tell"
             for task in self.tasks.values()
             for keep in self.filters
             if keep.needs_verdict and not task.is_graded
         ]
-        if blind:
-            raise ValueError(f"filters: {', '.join(blind)}")
-        at_least(1, num_workers=num_workers)
+        refuse(
+            (len(set(names)) < len(names), f"rewards: names must differ, got {', '.join(names)}"),
+            (blind, f"filters: {', '.join(blind)}"),
+        )
         require_code_execution(tasks.values(), isolation=require_isolation)
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
 
@@ -97,9 +94,10 @@ class Rewarder:
         """Returns the groups with their verdicts, if a reward or filter needs them."""
         if not any(asker.needs_verdict for asker in self._askers):
             return [list(group) for group in groups]
+        # Equal responses to a prompt are graded once, for a program may run for seconds.
         unread: Future[Verdict] = Future()
         unread.set_result(Verdict(status="wrong", detail=OVERLONG))
-        # By the problem object, not its uid: equal uids of two tasks are graded separately.
+        # By the problem object, not its uid: two tasks may share a uid and grade differently.
         futures: dict[tuple[int, str], Future[Verdict]] = {}
 
         def verdict(rollout: Rollout) -> Future[Verdict]:
@@ -121,6 +119,7 @@ class Rewarder:
         try:
             return task.grade(rollout.example, rollout.text)
         except (ValueError, SandboxError) as error:
+            # Of thousands of responses in flight, the one at fault.
             raise type(error)(f"{rollout.trajectory.uid}: {error}") from error
 
 
@@ -134,11 +133,8 @@ def _added(
     """Adds to the scores of a group what some rewards pay."""
     for reward in rewards:
         shares = reward.score(group)
-        if len(shares) != len(group):
-            raise ValueError(
-                f"{group[0].example.uid}: reward {reward.name!r} gave {len(shares)} scores for "
-                f"{len(group)} responses"
-            )
+        message = f"reward {reward.name!r} gave {len(shares)} scores for {len(group)} responses"
+        refuse((len(shares) != len(group), f"{group[0].example.uid}: {message}"))
         rows = zip(scores, shares, group, strict=True)
         scores = [_sum(reward, score, share, rollout) for score, share, rollout in rows]
     return scores
@@ -152,6 +148,7 @@ def _sum(reward: Reward, score: RewardScore, share: RewardScore, rollout: Rollou
             f"{rollout.trajectory.uid}: reward {reward.name!r} must give finite numbers, those per "
             f"token of shape {shape}; got {share.total!r} and shape {getattr(paid, 'shape', None)}"
         )
+    # float32 before the sum, so that its rounding does not depend on the dtype a reward chose.
     token_rewards = score.token_rewards
     if paid is not None:
         weighted = np.float32(reward.weight) * paid.astype(np.float32)

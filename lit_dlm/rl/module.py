@@ -29,10 +29,10 @@ from lit_dlm.rl.items import RolloutBatch, RowBuilder, training_rows
 from lit_dlm.rl.loop import RLLoop
 from lit_dlm.rl.metrics import UpdateScores
 from lit_dlm.rl.policy_losses import PolicyLoss
-from lit_dlm.rl.settings import PolicyObjective, ValueObjective, refuse
+from lit_dlm.rl.settings import PolicyObjective, ValueObjective
 from lit_dlm.rl.step import ItemScores
 from lit_dlm.rl.value import ValueHead
-from lit_dlm.system.options import at_least, one_of
+from lit_dlm.system.options import at_least, one_of, refuse
 from lit_dlm.tensors.precision import evaluating
 from lit_dlm.training.bounds import BoundViews
 from lit_dlm.training.fit_loop import make_epochs_whole, restart_epoch

@@ -14,18 +14,11 @@ from lit_dlm.rewards import GroupFilter, Reward
 from lit_dlm.rl.advantages import Advantage, GroupZScore
 from lit_dlm.rl.items import Normalise
 from lit_dlm.rl.policy_losses import ClippedPolicyLoss, PolicyLoss
-from lit_dlm.system.options import at_least, within
+from lit_dlm.system.options import at_least, refuse, within
 from lit_dlm.tasks import Task
 from lit_dlm.training.bounds import BoundViews
 from lit_dlm.training.masking import TraceMasking
 from lit_dlm.training.states import Masking
-
-
-def refuse(*mistakes: tuple[object, str]) -> None:
-    """Raises the message of the first mistake that was made, of pairs of both."""
-    for is_made, message in mistakes:
-        if is_made:
-            raise ValueError(message)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,6 +42,13 @@ def one_of(*choices: object, of: str = "", **options: object) -> None:
             refuse(f"{of}{name}", expected, repr(value), hint)
 
 
+def refuse(*mistakes: tuple[object, str]) -> None:
+    """Raises the message of the first mistake that was made, of pairs of both."""
+    for is_made, message in mistakes:
+        if is_made:
+            raise ValueError(message)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Returns a hint such as ``; did you mean 'threshold'?``, else all known names if few."""
     names = sorted(set(known))

@@ -182,7 +182,7 @@ def judge(url: str = "http://x", **options: Any) -> HttpStepJudge:
 
 LONG = RewardScore(total=0.0, token_rewards=np.zeros(4, dtype=np.float32))
 REFUSED: dict[str, Callable[[], object]] = {
-    "^rewards: expected at least one": lambda: Rewarder([], {}),
+    "^rewards: expected at least 1": lambda: Rewarder([], {}),
     "names must differ, got graded, graded": lambda: scored(rewards=[Graded(), Graded()]),
     "num_workers": lambda: scored(num_workers=0),
     "allow_code_execution": lambda: scored(task=Sums(runs_code=True)),
