@@ -91,7 +91,7 @@ class HttpStepJudge(Judge):
                 logger.warning("%s: %s; its outcome counts instead", question.uid, error)
                 return None
             raise ValueError(f"{question.uid}: {error}") from error
-        # A reply without a grade is no opinion; with the same seed, the next one would be no better.
+        # A reply without a grade is no opinion, and its seed would give the same one again.
         return read_grade(reply)
 
 

@@ -1,5 +1,6 @@
 """Means of validation by hand, and their independence of where the responses lie."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from lit_dlm.grading import Verdict
 from lit_dlm.rewards import RewardScore
-from lit_dlm.rl.metrics import RolloutValidation, rollout_facts
+from lit_dlm.rl.metrics import Quotient, RolloutValidation, ValueFit, rollout_facts
 from lit_dlm.tasks import PromptExample
 from tests.rollouts import decoded, policy, scored
 
@@ -114,3 +115,38 @@ def test_facts_by_hand() -> None:
     names = ("reward/digits", "overlong", "kept_groups")
     assert [facts[f"rollout/{name}"] for name in names] == [2.5, 0.5, 1.0]
     assert facts["rollout/correct"] == 0.5
+
+
+VALUES = torch.tensor([1.0, 0.0, 2.0, 9.0])
+RETURNS = torch.tensor([1.0, -1.0, 3.0, -9.0])
+COUNTED = torch.tensor([True, True, True, False])
+
+
+@pytest.mark.parametrize("sizes", [[4], [1, 1, 1, 1], [3, 1]])
+def test_scores_do_not_depend_on_batches(sizes: list[int]) -> None:
+    """Errors 0, 1, -1; the returns 1, -1, 3 have mean 1 and variance 8/3."""
+    error, explained = ValueFit("error"), ValueFit("explained")
+    parts = zip(*(rows.split(sizes) for rows in (VALUES, RETURNS, COUNTED)), strict=True)
+    for values, returns, counted in parts:
+        error.update(values, returns, counted)
+        explained.update(values, returns, counted)
+    assert float(error.compute()) == pytest.approx(math.sqrt(2 / 3))
+    assert float(explained.compute()) == pytest.approx(1 - (2 / 3) / (8 / 3))
+
+
+def test_nothing_is_explained_where_returns_do_not_vary() -> None:
+    explained = ValueFit("explained")
+    explained.update(VALUES, torch.ones(4), COUNTED)
+    assert explained.compute() == 0.0
+
+
+def test_sums_stay_exact_in_a_model_of_bfloat16() -> None:
+    """1000 and 1001 are one number in bfloat16."""
+    quotient = Quotient().to(torch.bfloat16)
+    for _ in range(1001):
+        quotient.update(torch.tensor(1.0), 1.0)
+    quotient.update(torch.tensor(1.0), 0.0)
+    torch.testing.assert_close(quotient.compute(), torch.tensor(1002 / 1001))
+    quotient.reset()
+    quotient.update(torch.tensor(0.0), 0.0)
+    assert quotient.compute() == 0.0

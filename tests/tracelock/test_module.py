@@ -1,4 +1,3 @@
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,12 @@ from lit_dlm.tracelock.module import MONITOR, TraceLockModule
 from lit_dlm.tracelock.network import AcceptanceConfig
 from lit_dlm.tracelock.policy import TraceLockPolicy
 from lit_dlm.tracelock.scorer import AcceptanceScorer, CommitSettings, ScorerSettings
-from lit_dlm.tracelock.states import collate_states, states_at
+from lit_dlm.tracelock.states import collate_states
 from lit_dlm.training.steps import NonFiniteError
-from lit_dlm.trajectories.record import Trajectory
 from tests.finetuning.runs import quiet
+from tests.tracelock.traces import trace
 from tests.traces import (
     EOS,
-    MASK,
-    VOCAB,
     feature_capture,
     recorded,
     small_backbone,
@@ -66,57 +63,6 @@ def data(shards: Path, **options: Any) -> TrajectoryDataModule:
     return TrajectoryDataModule(shards, **{**values, **options})
 
 
-def trace(prompt: list[int], tokens: list[int], commit_step: list[int]) -> Trajectory:
-    return Trajectory(
-        uid="x",
-        prompt_ids=np.array(prompt),
-        tokens=np.array(tokens, np.int32),
-        commit_step=np.array(commit_step),
-        num_steps=max(commit_step) + 1,
-        mask_id=MASK,
-        vocab_size=VOCAB,
-    )
-
-
-SHORT = trace([5], [7, 8, 9], [1, 0, 2])
-LONG = trace([5, 6, 7], [10, 11, 12, 13], [0, 1, 3, 2])
-TRACES = [SHORT, LONG]
-
-
-def test_states_are_padded_around_the_response() -> None:
-    """Prompts of one and three on the left, responses of three and four on the right."""
-    batch = collate_states(TRACES, states_at(TRACES, [1, 3]), is_real=[True, False])
-    assert batch.start == 3
-    assert batch.ids.tolist() == [[0, 0, 5, MASK, 8, MASK, 0], [5, 6, 7, 10, 11, MASK, 13]]
-    assert batch.target.tolist() == [[0, 0, 5, 7, 8, 9, 0], [5, 6, 7, 10, 11, 12, 13]]
-    assert batch.pad_mask.tolist() == [[False] * 2 + [True] * 4 + [False], [True] * 7]
-    assert batch.masked.nonzero().tolist() == [[0, 3], [0, 5], [1, 5]]
-    assert batch.is_real.tolist() == [True, False]
-    assert batch.to("meta").ids.device.type == "meta"
-
-
-def test_states_made_together_equal_states_made_one_by_one() -> None:
-    over = replace(SHORT, superseded=np.array([[0, 0, 6]]))
-    for traces in (TRACES, [over, LONG]):
-        for steps in ([1, 3], [0, 0], [2, 4]):
-            for trace, step, state in zip(traces, steps, states_at(traces, steps), strict=True):
-                assert np.array_equal(state, trace.state_at(step))
-
-
-def test_stored_rows_lie_on_their_columns() -> None:
-    """Every stored row holds its own position number within the sample's rows."""
-    for with_prompt, expected in (
-        (False, [[1, 2, 3, 0], [1, 2, 3, 4]]),
-        (True, [[0, 0, 1, 2, 3, 4, 0], [1, 2, 3, 4, 5, 6, 7]]),
-    ):
-        features = []
-        for record in TRACES:
-            rows = np.arange(record.num_generated + with_prompt * record.num_prompt) + 1
-            features.append((rows[:, None].astype(np.float32), rows.astype(np.int32)))
-        batch = collate_states(TRACES, states_at(TRACES, [0, 0]), features=features)
-        assert batch.features[..., 0].tolist() == batch.proposals.tolist() == expected
-
-
 def test_labels_states_and_tail_of_a_hand_made_batch() -> None:
     """Stored proposals decide the labels; the last column ends as end of text."""
     record = trace([5], [7, 8, 9, EOS], [0, 1, 2, 3])
@@ -141,16 +87,6 @@ def test_written_tail_counts_only_when_asked() -> None:
     assert parity.is_tail.tolist() == [[False, True, True]]
     with pytest.raises(ValueError, match=r"^loss.written_tail: .* got 'masked'"):
         module(loss=loss, settings=ScorerSettings(layout="masked"))
-
-
-def test_traces_without_a_grader_count_as_those_that_are_not_wrong() -> None:
-    records = [
-        replace(trace([5], [7], [0]), meta=meta)
-        for meta in ({"correct": True}, {"correct": False}, {"correct": None}, {})
-    ]
-    states = [record.state_at(0) for record in records]
-    assert collate_states(records[:3], states[:3]).is_correct.tolist() == [True, False, True]
-    assert collate_states(records, states).is_correct is None
 
 
 @pytest.mark.parametrize("layout", ["generation", "all", "masked"])

@@ -1,4 +1,4 @@
-"""Projectors: fitted on the states of traces, or trained as the encoders of an autoencoder."""
+"""Projectors that are trained as the encoders of an autoencoder."""
 
 from pathlib import Path
 from typing import Any
@@ -7,52 +7,14 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lit_dlm.backbones.projection import PCAFitter, Projector, ProjectorConfig
+from lit_dlm.backbones.projection import Projector, ProjectorConfig
 from lit_dlm.datamodules.trajectories import TrajectoryDataModule
 from lit_dlm.tracelock.autoencoder import AutoencoderModule
-from lit_dlm.tracelock.states import cached_projector, state_snapshots, trace_states
 from lit_dlm.training.steps import NonFiniteError
 from tests.finetuning.runs import quiet, trained
-from tests.traces import recorded, small_backbone, small_projector, write_shards
+from tests.traces import recorded, small_backbone, write_shards
 
 CONFIG = ProjectorConfig(hidden_size=16, hidden_rank=6, delta_rank=3)
-
-
-def test_fit_is_deterministic_and_sees_response_positions_only() -> None:
-    """Reference: the same states one by one, without padding, response rows picked by hand."""
-    backbone = small_backbone()
-    traces = recorded(backbone, 6)
-    one, again, by_hand = fitters = [PCAFitter(CONFIG) for _ in range(3)]
-    for batch in trace_states(traces):
-        for fitter in (one, again):
-            fitter.update(state_snapshots(backbone, batch))
-        for ids, real in zip(batch.ids, batch.pad_mask, strict=True):
-            hidden = backbone.denoise(ids[real][None], hidden_layers=(-3, -2, -1)).hidden
-            by_hand.update(hidden[0, int(real[: batch.start].sum()) :])
-    first, second, expected = (fitter.finish() for fitter in fitters)
-    assert first.digest() == second.digest()
-    # Padding changes the order of float32 sums inside the backbone.
-    torch.testing.assert_close(first.hidden_weight, expected.hidden_weight, atol=1e-3, rtol=1e-3)
-
-
-def test_states_are_spread_over_each_trace() -> None:
-    """Eight steps in four parts of two: one state in each, so masks 8-7, 6-5, 4-3 and 2-1."""
-    traces = recorded(small_backbone(), 5)
-    masks = torch.cat([batch.masked.sum(1) for batch in trace_states(traces)])
-    assert [(int(m) + 1) // 2 for m in masks] == [4, 3, 2, 1] * 5
-
-
-def test_projector_of_a_folder_is_fitted_once(tmp_path: Path) -> None:
-    calls = []
-
-    def fit() -> Projector:
-        calls.append(len(calls))
-        return small_projector()
-
-    first, second = (cached_projector(tmp_path / "projector", fit) for _ in range(2))
-    assert calls == [0]
-    assert first.digest() == second.digest()
-    assert [path.name for path in tmp_path.iterdir()] == ["projector"]
 
 
 @pytest.fixture
