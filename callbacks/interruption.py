@@ -43,9 +43,6 @@ class Interruption(Callback):
     the responses that have ended, in complete shards and results; the others are made again.
     Several processes agree on the step, and a second signal ends the run at once.
 
-    Lightning's own handler exits with status 0 and without a checkpoint, and waits inside the
-    handler for the other processes.
-
     Training also ends if its folder has been deleted, since what it saves would be incomplete.
 
     An out-of-memory error of a GPU gets a note that names the option to lower. Training in one
@@ -67,16 +64,21 @@ class Interruption(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._trainer = trainer
-        if _is_launched(trainer):  # must end with the first process, even if that is killed
+        # Processes that Lightning launched wait for the first one in collectives, so they must end
+        # with it even if it is killed.
+        if _is_launched(trainer):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def _install(self, trainer: Trainer) -> None:
         """Installs the signal handler, after Lightning has installed its own."""
+        # Lightning's exits with status 0 and without a checkpoint, and waits inside the handler for
+        # the other processes.
         if signal.getsignal(signal.SIGTERM) == self._on_signal or (
             threading.current_thread() is not threading.main_thread()
         ):
             return
-        if trainer.received_sigterm:  # before this was installed
+        # Lightning's own handler may have seen one before this was installed.
+        if trainer.received_sigterm:
             self._number = signal.SIGTERM
         for number in SIGNALS:
             self._former.setdefault(number, signal.getsignal(number))
@@ -87,6 +89,7 @@ class Interruption(Callback):
             if time.monotonic() - self._since > _PATIENCE:
                 raise Interrupted(128 + number)
             return
+        # Only a note: the handler may run in the middle of an optimiser step.
         self._number, self._since = number, time.monotonic()
         launcher = self._trainer.strategy.launcher
         if launcher is not None:
@@ -171,6 +174,7 @@ class Interruption(Callback):
         # A checkpoint holds neither accumulated gradients nor a validation that is due.
         if not has_stepped or is_followed(trainer):
             return
+        # The signal may have reached one process alone; all must leave the loop at the same step.
         if trainer.strategy.reduce_boolean_decision(bool(self._number), all=False):
             self._note_saved(trainer)
             is_repeated = has_whole_epochs(trainer) and self._saved == self._began
@@ -215,14 +219,14 @@ class Interruption(Callback):
         step = trainer.global_step
         path = _last(trainer)
         if self._saved == step or is_repeated:
-            told = f"ended at optimiser step {step}; {way_on}, from step {self._saved}"
+            message = f"ended at optimiser step {step}; {way_on}, from step {self._saved}"
         elif path is None:
-            told = f"ended at optimiser step {step}; nothing is saved without a ModelCheckpoint"
+            message = f"ended at optimiser step {step}; nothing is saved without a ModelCheckpoint"
         else:
             trainer.save_checkpoint(path, False)  # not only weights
-            told = f"ended at optimiser step {step}, saved as {path}; {way_on}"
+            message = f"ended at optimiser step {step}, saved as {path}; {way_on}"
         if trainer.is_global_zero:
-            logger.warning(told)
+            logger.warning(message)
         raise self._interrupted(trainer)
 
     def _interrupted(self, trainer: Trainer) -> Interrupted:

@@ -151,8 +151,8 @@ def check_monitors(trainer: Trainer, validation: RolloutValidation | None) -> No
         option = f"{type(callback).__name__}.monitor"
         reward = monitor.removesuffix("accuracy") + "reward"
         if monitor.endswith("/accuracy") and reward in known:
-            told = "%s: nothing is graded on val_tasks, so %s replaces %s"
-            logger.warning(told, option, reward, monitor)
+            message = "%s: nothing is graded on val_tasks, so %s replaces %s"
+            logger.warning(message, option, reward, monitor)
             callback.monitor = reward
         elif is_closed:
             wanted = f"one of {', '.join(known)}" if known else "val_tasks, whose scores it names"
@@ -166,23 +166,23 @@ class RolloutProgress:
         self.trainer = trainer
         self.step = step
         self._phase = ""
-        self._began = self._told = time.monotonic()
+        self._began = self._logged = time.monotonic()
 
     def __call__(self, phase: str, done: int, total: int) -> None:
         now = time.monotonic()
         if phase != self._phase:
             # A phase's first report comes after its first batch, so the rate is known by then.
-            self._phase, self._began = phase, self._told
+            self._phase, self._began = phase, self._logged
         if not self.trainer.is_global_zero:
             return
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if callable(taker := getattr(callback, "on_rollout_progress", None)):
                 taker()
-        if now - self._told >= _SECONDS:
+        if now - self._logged >= _SECONDS:
             left = (now - self._began) / max(done, 1) * (total - done)
             minutes, seconds = divmod(round(left), 60)
-            told = "RL step %d: %s %d/%d, %d:%02d left"
-            logger.info(told, self.step, phase, done, total, minutes, seconds)
-            self._told = now
+            message = "RL step %d: %s %d/%d, %d:%02d left"
+            logger.info(message, self.step, phase, done, total, minutes, seconds)
+            self._logged = now
         if done >= total:
-            self._told = now
+            self._logged = now

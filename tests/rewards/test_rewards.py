@@ -14,6 +14,7 @@ from lit_dlm.rewards import (
     RewardScore,
     SpreadFilter,
 )
+from lit_dlm.rewards.speed import ForwardPrice, RightAndFast
 from tests.rewards.groups import SUM, right, rollout, wrong
 
 
@@ -39,6 +40,15 @@ def test_code_must_compile():
     example = replace(SUM, answer_start="```python\n")
     begun = rollout("def f(x):\n    return x\n```\nThis is f.", example=example)
     assert FormatReward().score([begun])[0].total == 1.0
+
+
+def test_a_price_is_paid_for_every_forward_and_the_product_only_for_right_answers():
+    """Two forwards for four cells save half of them."""
+    group = [right(steps=(0, 1, 0, 1)), wrong(steps=(0, 1, 2, 3))]
+    assert [score.total for score in ForwardPrice(0.5).score(group)] == [-1.0, -2.0]
+    assert [score.total for score in RightAndFast().score(group)] == [0.5, 0.0]
+    with pytest.raises(ValueError, match="price"):
+        ForwardPrice(-0.1)
 
 
 def scores(totals: list[float], *, num_right: int = 0) -> list[RewardScore]:

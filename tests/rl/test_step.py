@@ -246,7 +246,8 @@ def test_an_rl_step_needs_no_trainer() -> None:
     records = decoded(policy(), 6)
     records[:2] = [record.with_meta(kept=False) for record in records[:2]]
     before, report = RLProgress(step=4, cursor=9, skipped=1, smoothed=1.0), Mock()
-    step = step_on(records, before, report=report)
+    step = step_on(records, before, report=report, passes=2)
+    assert len(step.items) == 2 * len(module(policy()).rows.items(records[2:]))
     assert step.progress == RLProgress(step=5, cursor=12, skipped=1, smoothed=0.95)
     noted = [one.record for one in step.rollouts]
     assert [record.uid for record in noted] == [record.uid for record in records]

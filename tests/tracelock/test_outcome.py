@@ -24,14 +24,11 @@ from lit_dlm.decoding import (
     decode,
     prompt_canvas,
 )
-from lit_dlm.grading import Verdict
-from lit_dlm.rewards import Rollout
-from lit_dlm.rewards.speed import ForwardPrice, RightAndFast
+from lit_dlm.rewards.speed import ForwardPrice
 from lit_dlm.rl.advantages import GroupMean
 from lit_dlm.rl.rollout import gathered
 from lit_dlm.rl.settings import PolicyObjective
 from lit_dlm.rl.step import fill_advantages, fill_old_scores, shard_items
-from lit_dlm.tasks import PromptExample
 from lit_dlm.tensors.sampling import confidence, entropy, margin
 from lit_dlm.tracelock import outcome
 from lit_dlm.tracelock.network import AcceptanceConfig, PositionState
@@ -287,27 +284,6 @@ def test_rewards_per_token_are_refused() -> None:
     items, rollouts = rl.rows.items(records), [replace(scored(records)[0], token_rewards=[1.0] * G)]
     with pytest.raises(ValueError, match="r0: expected rewards of responses"):
         fill_advantages(rl, items, rollouts, advantage=GroupMean(), batch_size=4)
-
-
-def test_a_price_is_paid_for_every_forward_and_the_product_only_for_right_answers() -> None:
-    rollouts = decoded(actor(), range(2))
-    group = [
-        Rollout(
-            trajectory=record,
-            example=PromptExample(uid="t/0", task="t", text="", reference=""),
-            text="",
-            is_overlong=False,
-            num_tokens=1,
-            decode=lambda ids: "",
-            verdict=Verdict(status=status),
-        )
-        for record, status in zip(rollouts, ("right", "wrong"), strict=True)
-    ]
-    steps = [record.num_steps for record in rollouts]
-    assert [s.total for s in ForwardPrice(0.5).score(group)] == [-0.5 * n for n in steps]
-    assert [s.total for s in RightAndFast().score(group)] == [1 - steps[0] / G, 0.0]
-    with pytest.raises(ValueError, match="price"):
-        ForwardPrice(-0.1)
 
 
 def test_a_decode_that_leaves_no_choice_is_no_item_and_moves_no_other() -> None:

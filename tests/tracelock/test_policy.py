@@ -208,6 +208,7 @@ def test_what_is_not_given_is_as_the_folder_says(tmp_path: Path) -> None:
         facts = {"threshold": threshold, "max_accept_per_step": cap, "weights": built.digest()}
         assert policy.describe() == facts
         assert decoded(decoder(policy), BACKBONE, [[3, 4]], G).num_steps.tolist() == [steps]
+    assert TraceLockPolicy(scorer=built, release_compat=True).describe()["release_compat"]
     swept = with_option(decoder(TraceLockPolicy(tmp_path / "new")), "policy.threshold", 0.8)
     assert swept.policy.describe()["max_accept_per_step"] is None
 
@@ -226,13 +227,6 @@ def test_policy_of_another_backbone_is_refused() -> None:
     policy.scorer.backbone = {"hidden_size": 3584}
     with pytest.raises(ValueError, match="hidden_size=3584, got hidden_size=4"):
         policy.check_backbone(BACKBONE)
-
-
-def test_the_description_names_the_settings_and_the_weights() -> None:
-    policy = TraceLockPolicy(scorer=scorer(), threshold=0.9, max_accept_per_step=None)
-    facts = {"threshold": 0.9, "max_accept_per_step": None, "weights": policy.scorer.digest()}
-    assert policy.describe() == facts
-    assert TraceLockPolicy(scorer=scorer(), release_compat=True).describe()["release_compat"]
 
 
 # -- as the release counts -------------------------------------------------------------------------
