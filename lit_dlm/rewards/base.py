@@ -29,7 +29,7 @@ class Rollout:
     example: PromptExample
     text: str  # as graders take it: cut at the first end of text
     is_overlong: bool  # the response filled its budget without coming to an end
-    num_tokens: int  # cells up to and including the first end of text
+    num_tokens: int  # positions up to and including the first end of text
     decode: Callable[[Sequence[int]], str]  # turns token ids into text, as for ``text``
     verdict: Verdict | None = None  # the task's, filled in before any reward sees the rollout
 
@@ -43,8 +43,8 @@ class RewardScore:
     """What one response is worth."""
 
     total: float  # of the whole response, before any comparison within the group
-    # (G,) float32, one number per response cell, already compared within the group, and paid on top
-    # of ``total``; None without a process reward.
+    # (G,) float32, one number per response position, already compared within the group, and paid on
+    # top of ``total``; None without a process reward.
     token_rewards: NDArray[np.float32] | None = None
     parts: dict[str, float] = field(default_factory=dict)  # by reward, unweighted; for logs only
     verdict: Verdict | None = None

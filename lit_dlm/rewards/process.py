@@ -36,7 +36,7 @@ class ProcessReward(Reward):
         judge: forms the opinions.
         reward_chunk_length: tokens per chunk.
         k_sample: opinions per chunk.
-        block_size: cells per block of the decoder, counted from the sequence's first token;
+        block_size: positions per block of the decoder, counted from the sequence's first token;
             ``None`` uses the chunks instead of blocks.
     """
 
@@ -79,7 +79,7 @@ class ProcessReward(Reward):
         for row, rollout in enumerate(group):
             rewards = np.zeros(rollout.trajectory.num_generated, dtype=np.float32)
             for part in range(len(ends[row])):
-                first, last = self._final_cells(rollout, part, ends[row])
+                first, last = self._final_positions(rollout, part, ends[row])
                 rewards[_written_last(rollout, first, last)] += np.float32(numbers[row, part])
             own = [grades[row, part] for part in range(len(ends[row]))]
             value, agreement = np.mean(own, axis=0).tolist() if own else (0.0, 1.0)
@@ -88,7 +88,7 @@ class ProcessReward(Reward):
         return scores
 
     def _ends(self, rollout: Rollout) -> list[int]:
-        """Returns where each chunk ends: the cell after its last token."""
+        """Returns where each chunk ends: the position after its last token."""
         length, chunk = rollout.num_tokens, self.reward_chunk_length
         return [min(first + chunk, length) for first in range(0, length, chunk)]
 
@@ -102,8 +102,8 @@ class ProcessReward(Reward):
     def _pool(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(_NUM_REQUESTS, thread_name_prefix="judge")
 
-    def _final_cells(self, rollout: Rollout, part: int, ends: Sequence[int]) -> tuple[int, int]:
-        """Returns the first of the cells whose last written tokens are paid, and the one after."""
+    def _final_positions(self, rollout: Rollout, part: int, ends: Sequence[int]) -> tuple[int, int]:
+        """Returns the range of positions of which those that were written last are paid."""
         end, size = ends[part], self.block_size
         if size is None:
             return part * self.reward_chunk_length, end
@@ -137,7 +137,7 @@ def _standardise(grades: dict[tuple[int, int], float]) -> dict[tuple[int, int], 
 
 
 def _written_last(rollout: Rollout, first: int, last: int) -> NDArray[np.int64]:
-    """Returns those of the cells ``first:last`` that were written last."""
+    """Returns those of the positions ``first:last`` that were written last."""
     # The step that completes a chunk earns its reward: whatever came before led to it, and gets its
     # share when rewards are carried back along the steps.
     steps = rollout.trajectory.commit_step[first:last]

@@ -43,5 +43,5 @@ class RightAndFast(Reward):
 
 
 def _share(rollout: Rollout) -> float:
-    """Returns the forwards of a decode per cell."""
+    """Returns the forwards of a decode per position."""
     return rollout.trajectory.num_steps / max(rollout.trajectory.num_generated, 1)

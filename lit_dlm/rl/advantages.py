@@ -77,7 +77,7 @@ class RawReward(Advantage):
 def outcome_rewards(totals: Tensor, steps: Tensor, members: Tensor) -> Tensor:
     """Puts the ``(B,)`` rewards of responses on every token that the last step wrote.
 
-    ``steps`` are ``(B, G)`` int64, ``members`` bool: cells that are trained. Returns ``(B, G)``.
+    ``steps`` are ``(B, G)`` int64, ``members`` bool: what is trained. Returns ``(B, G)``.
     """
     # The recursion takes means over steps, so each of these tokens has the whole reward.
     last = torch.where(members, steps, -1).amax(1, keepdim=True)
@@ -110,7 +110,7 @@ class StepGAE:
             rewards: of each token.
             values: of each token just before it was written.
             steps: int64 numbers of steps; only their order within a row matters.
-            members: bool, cells that are trained; the others enter no mean.
+            members: bool, positions that are trained; the others enter no mean.
         """
         # Per step first, then per token: a step's tokens are written at once, so none of them is
         # before another, and a decode of few steps is discounted less than one of many.
@@ -119,15 +119,15 @@ class StepGAE:
         num_steps = int(torch.where(members, number, -1).max()) + 1
         number = torch.where(members, number, num_steps)  # a column that no mean is read from
 
-        def mean(cells: Tensor) -> Tensor:  # (B, num_steps + 1)
-            total = cells.new_zeros(B, num_steps + 1).scatter_add_(1, number, cells * members)
-            count = torch.zeros_like(total).scatter_add_(1, number, members.to(cells.dtype))
+        def mean(tokens: Tensor) -> Tensor:  # (B, num_steps + 1)
+            total = tokens.new_zeros(B, num_steps + 1).scatter_add_(1, number, tokens * members)
+            count = torch.zeros_like(total).scatter_add_(1, number, members.to(tokens.dtype))
             return total / count.clamp_min(1)
 
         step_reward, step_value = mean(rewards), mean(values)
         num_of_row = torch.where(members, number, -1).amax(1) + 1
         # Entry t: return, value and advantage of the step after step t; 0 for the last step, and
-        # for the cells left out, whose number comes after it.
+        # for the positions left out, whose number comes after it.
         behind = values.new_zeros(num_steps + 1, 3, B)
         for t in range(num_steps - 1, 0, -1):  # a recursion in time
             next_return, next_value, next_advantage = behind[t]

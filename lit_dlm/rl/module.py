@@ -68,8 +68,8 @@ class TraceRLModule(TrainableModule):
         value_backbone: a separate value model, with ``value.backbone: full``.
         block_alignment: ``response`` counts blocks of training rows from its start, as in dLLM-RL;
             ``null`` leaves it to the backbone.
-        block_size: cells of a block in training rows; the model's own by default. A larger value
-            trains the model for larger blocks, while rollouts still use the old size.
+        block_size: positions of a block in training rows; the model's own by default. A larger
+            value trains the model for larger blocks, while rollouts still use the old size.
         packing: states of one response in one row, for block models; 1 keeps them apart. A packed
             row is one item in ``data.batch_size`` and ``packing`` rows in ``data.rows_per_update``.
         optimizer: constructor of the optimiser; its learning rate is the policy's.

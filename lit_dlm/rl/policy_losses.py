@@ -25,7 +25,7 @@ class PolicyLoss(Component):
     """Whether it compares whole responses, whose states ``BoundViews`` draws."""
 
     def estimate(self, log_prob: Tensor, batch: Units) -> Tensor:
-        """Returns ``(M,)`` log-probabilities of units, given ``(N,)`` of the scored cells."""
+        """Returns ``(M,)`` log-probabilities of units, given ``(N,)`` of the scored positions."""
         return batch.per_unit(log_prob)
 
     @abstractmethod

@@ -95,11 +95,11 @@ class RolloutEngine:
     module: TrainableModule
     _: KW_ONLY
     method: str  # name of the decoder
-    response_length: int  # cells of every response
+    response_length: int  # positions of every response
     # Responses decoded together, each replaced by the next one when it ends; results depend on this
     # only by rounding.
     batch_size: int
-    overlong_margin: int = 0  # cells short of the budget at which a response counts as overlong
+    overlong_margin: int = 0  # positions short of the budget at which a response counts as overlong
     occupancy: Occupancy = field(default_factory=Occupancy)  # of the batches of this process so far
     _steps: dict[str, float] = field(default_factory=dict)  # mean per response, by prompt uid
 

@@ -154,7 +154,7 @@ class RolloutSettings:
         val_tasks: held-out prompts; none by default.
         prompts_per_step: prompts of an RL step.
         responses_per_prompt: responses to each prompt.
-        response_length: cells of every response.
+        response_length: positions of every response.
         max_prompt_length: prompts with more tokens are left out, as are those that do not fit the
             model's positions beside their response.
         rollout_batch_size: responses decoded together.
@@ -163,12 +163,12 @@ class RolloutSettings:
             ``accumulate_grad_batches`` follows; ``null`` leaves that unchanged.
         filters: groups that one of them drops are not trained on.
         overlong_is_wrong: scores truncated training responses as incorrect without grading.
-        overlong_margin: a response whose end of text is this close to the budget, in cells, counts
-            as truncated (5 in dLLM-RL).
+        overlong_margin: a response whose end of text is this close to the budget, in positions,
+            counts as truncated (5 in dLLM-RL).
         advantage: compares a prompt's responses; ``GroupZScore`` by default.
         passes: passes over the items of an RL step, each in its own updates; random states differ.
         val_responses: responses to each held-out prompt.
-        val_response_length: cells of those responses; as many as in training by default.
+        val_response_length: positions of those responses; as many as in training by default.
         num_workers: threads that grade.
         require_isolation: weakest isolation that model-written code may run in: ``namespaces``, or
             ``landlock`` where there are none (SECURITY.md).

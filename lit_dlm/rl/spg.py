@@ -17,7 +17,7 @@ class SPG(WeightedLikelihood):
 
     Sandwiched policy gradient (arXiv:2510.09541, section 3). The Renyi upper bound of a token is
     ``log(mean_j 1[hidden] p_j^beta / t_j) / beta`` over the states ``j``, where ``t_j`` is the
-    share of a state's cells that are hidden; that of a response is the mean over its tokens.
+    share of a state's positions that are hidden; that of a response is the mean over its tokens.
     The states are those of ``BoundViews``, with ``block_size`` those of the release, which also
     masks prompts and weights responses by their length.
 
@@ -47,14 +47,14 @@ class SPG(WeightedLikelihood):
 
 
 def upper_bound(log_prob: Tensor, batch: Units, *, beta: float) -> Tensor:
-    """Returns ``(M,)`` Renyi bounds in nats per token, given ``(N,)`` scores of hidden cells.
+    """Returns ``(M,)`` Renyi bounds in nats per token, given ``(N,)`` scores of hidden positions.
 
     Tokens that no state hides are left out of the mean, as in the release.
     """
     assert batch.unit is not None
     assert batch.coefficient is not None
     _, cell = batch.supervised.nonzero(as_tuple=True)
-    # Units are responses, so a token is numbered by its response and cell.
+    # Units are responses, so a token is numbered by its response and position.
     token = batch.unit * batch.supervised.shape[1] + cell
     tokens, token = token.unique(return_inverse=True)
     response = tokens.div(batch.supervised.shape[1], rounding_mode="floor")

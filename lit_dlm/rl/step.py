@@ -44,7 +44,7 @@ class ItemScores(NamedTuple):
     """What policy and value model return for a batch."""
 
     log_prob: Tensor  # (M,) of each unit
-    entropy: Tensor  # (N,) of each scored cell, nats
+    entropy: Tensor  # (N,) of each scored position, nats
     value: Tensor | None  # (M,) of each token before it was written
 
 

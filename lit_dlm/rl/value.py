@@ -1,4 +1,4 @@
-"""The value head: what a masked cell's hidden row says about the reward to come."""
+"""The value head: what a masked position's hidden row says about the reward to come."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class TraceModule(DecodeModule):
         if level == "features" and cached:
             raise ValueError(
                 f"decoders.{cached[0]}.cache: expected NoCache at level 'features', which keeps "
-                "cells that a step with a cache does not compute"
+                "positions that a step with a cache does not compute"
             )
         self.level = level
         self.step_ratio = step_ratio
@@ -119,10 +119,10 @@ class TraceModule(DecodeModule):
         )
         batches = list(datamodule.first_batches(self.projector_prompts, method))
         with_prompt = self.settings.layout == "all"
-        cells = [
+        positions = [
             one.response_length + with_prompt * len(p) for one in batches for p in one.prompt_ids
         ]
-        config.check_positions(STATES_PER_TRACE * sum(cells))  # refuses too few before decoding
+        config.check_positions(STATES_PER_TRACE * sum(positions))  # refuses too few before decoding
         traces: list[Trajectory] = []
         for batch in batches:
             capture = TrajectoryCapture(vocab_size=self.backbone.vocab_size)

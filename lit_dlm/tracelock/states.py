@@ -32,7 +32,7 @@ class StateBatch(TensorBatch):
     ids: Tensor  # (B, L) int64 canvas before the step; padding holds 0
     target: Tensor
     """``(B, L)`` int64 canvas the trace ended with; the mask id where nothing was written."""
-    masked: Tensor  # (B, L) bool: response cells that hold a mask in ids
+    masked: Tensor  # (B, L) bool: response positions that hold a mask in ids
     pad_mask: Tensor  # (B, L) bool, True on real tokens
     is_real: Tensor  # (B,) bool: False on copies that only fill the batch
     start: int  # First response column, the same in every row
