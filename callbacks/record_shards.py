@@ -26,7 +26,7 @@ from lit_dlm.trajectories.store import (
     recover,
 )
 from lit_dlm.trajectories.store.files import MANIFEST_FILE
-from lit_dlm.trajectories.store.provenance import SAMPLE_SEED_RULE, hardware_facts, tokenizer_digest
+from lit_dlm.trajectories.store.provenance import SAMPLE_SEED_RULE, hardware, tokenizer_digest
 from lit_dlm.vision.pictures import PICTURES, PictureFolder
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class RecordShards:
         self.held: set[str] = set()  # uids that the folder held when this run began
         if trainer.is_global_zero:
             self.folder.mkdir(parents=True, exist_ok=True)
-            run.save(self.folder)
+            run.save(self.folder)  # first: nothing of another run is recovered or deleted
             self.held = recover(self.folder)[1]
             if is_stale is not None and (dropped := drop_shards(self.folder, is_stale)):
                 self.held = {uid for uid in self.held if not is_stale(uid)}
@@ -86,17 +86,17 @@ class RecordShards:
             )
         )
 
-    def put_batch(self, decoded: DecodedBatch, facts: Sequence[Mapping[str, Any]] | None) -> None:
-        """Queues the records of a captured batch; ``facts`` of each row are added to its meta."""
+    def put_batch(self, decoded: DecodedBatch, metas: Sequence[Mapping[str, Any]] | None) -> None:
+        """Queues the records of a captured batch; ``metas`` of each row are added to its own."""
         assert decoded.captured is not None
         rows = [row for row in range(len(decoded.examples)) if decoded.uid(row) not in self.held]
         for row in rows:
-            for picture in decoded.examples[row].images:
+            for picture in decoded.examples[row].images:  # before the records that name them
                 self._pictures.put(picture)
 
         def make() -> list[Trajectory]:
             records = decoded.trajectories
-            return [records[row].with_meta(**(facts[row] if facts else {})) for row in rows]
+            return [records[row].with_meta(**(metas[row] if metas else {})) for row in rows]
 
         if rows:
             self._writer.put_batch(make, nbytes=decoded.captured.nbytes)
@@ -128,9 +128,9 @@ class RecordShards:
             self._writer.close()
         except BaseException as error:  # the run ends with its own exception, this one is logged
             if error is not exception:
-                told = "%s: not all trajectories could be written (%s)"
+                message = "%s: not all trajectories could be written (%s)"
                 is_ours = not isinstance(error, OSError)
-                logger.error(told, self.folder, error, exc_info=is_ours)
+                logger.error(message, self.folder, error, exc_info=is_ours)
 
 
 def describe_run(trainer: Trainer, module: DecodeModule) -> RunRecord:
@@ -192,7 +192,7 @@ def _describe(trainer: Trainer, module: DecodeModule) -> RunRecord:
             "assignment": getattr(data, "assignment", None),
         },
         hardware={
-            **hardware_facts(),
+            **hardware(),
             "world_size": trainer.world_size,
             "batch_size": getattr(data, "rollout_batch_size", data.batch_size) or data.rows,
         },

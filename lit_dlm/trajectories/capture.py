@@ -2,10 +2,9 @@
 
 Every step's response canvas goes into a buffer on the device, without a host copy or a
 synchronisation. When rows have ended, one copy brings the buffer to the host. Commit steps and
-overwritten writes are derived there from the canvases of all steps (a change between consecutive
-ones is a write), so every policy is covered without code of its own, re-masking and edits included.
-Deriving takes longer than copying, so it is not done during the decode but when the records are
-requested, for example by the writer's thread.
+overwritten writes are derived there (a change between consecutive canvases is a write), so every
+policy is covered without code of its own, re-masking and edits included. Deriving takes longer than
+copying, so it waits until the records are requested, for example by the writer's thread.
 
 Levels: ``tokens`` (the record alone), ``signals`` (also probability, entropy and proposal at every
 masked position of every step, and probability, selection score and margin of every write),
@@ -123,19 +122,19 @@ class TrajectoryCapture:
         self._kept: list[KeptStep] = []
         self._enter(state, range(B))
 
-    def _enter(self, state: DecodeState, places: Sequence[int]) -> None:
+    def _enter(self, state: DecodeState, slots: Sequence[int]) -> None:
         """Notes what rows start from, and begins its copy to the host."""
         ids, P = state.ids, state.start
         seeds = state.seeds.to(ids.device).view(torch.int32)
         real = torch.ones_like(ids) if state.pad_mask is None else state.pad_mask
-        facts = (ids[:, P:], ids[:, :P], real[:, :P], seeds)
-        joined = torch.cat([fact.int().flatten() for fact in facts])
+        parts = (ids[:, P:], ids[:, :P], real[:, :P], seeds)
+        joined = torch.cat([part.int().flatten() for part in parts])
         start = StartingRows(self._copies.add(joined), (len(ids), P, ids.shape[1] - P))
-        for number, place in enumerate(places):
-            self._open[place] = CapturedRow(start, number, place, self._step)
+        for index, slot in enumerate(slots):
+            self._open[slot] = CapturedRow(start, index, slot, self._step)
         if self.features is not None:
-            for seed, place in zip(state.seeds.tolist(), places, strict=True):
-                self._plans[place] = self.features.steps(seed)
+            for seed, slot in zip(state.seeds.tolist(), slots, strict=True):
+                self._plans[slot] = self.features.steps(seed)
             self.requires = self._required(self.features)
 
     def on_step(self, record: StepRecord) -> None:
@@ -146,15 +145,15 @@ class TrajectoryCapture:
             self._signals[name].append(state.rows, signal(record))
         if self._tables:
             self._note_commits(record)
-        if self.features is not None and (rows := self._due()):
-            self._kept.append(self._features_of(self.features, record, rows))
+        if self.features is not None and (slots := self._due()):
+            self._kept.append(self._features_of(self.features, record, slots))
         self._step += 1
         if self.features is not None:
             self.requires = self._required(self.features)
 
     def on_refill(self, result: DecodeResult, state: DecodeState) -> None:
-        """Ends rows, and begins others in their places."""
-        self._end(result)
+        """Ends rows, and begins others in their slots."""
+        self._end(result)  # first: the new rows have the same slots
         for table in self._tables.values():
             table.index_fill_(0, state.rows, torch.nan)
         self._enter(state, state.rows.tolist())
@@ -163,19 +162,19 @@ class TrajectoryCapture:
         self._end(result)
 
     def _end(self, result: DecodeResult) -> None:
-        if self._captured is not None:  # these rows were handed out
+        if self._captured is not None:  # those that ended before were handed out
             self._ended, self._captured = [], None
         tables: dict[str, Tensor] = {}
         if self._tables:
             index = torch.tensor(result.rows).to(result.ids.device, non_blocking=True)
             tables = {k: self._copies.add(table[index]) for k, table in self._tables.items()}
         steps = result.num_steps.tolist()
-        for number, (place, status) in enumerate(zip(result.rows, result.status, strict=True)):
+        for at, (slot, status) in enumerate(zip(result.rows, result.status, strict=True)):
             ended = replace(
-                self._open.pop(place),
-                num_steps=steps[number],
+                self._open.pop(slot),
+                num_steps=steps[at],
                 status=status,
-                tables={name: table[number] for name, table in tables.items()},
+                tables={name: table[at] for name, table in tables.items()},
             )
             self._ended.append(ended)
 
@@ -216,6 +215,7 @@ class TrajectoryCapture:
         """Overwrites the ``commit_*`` values of the positions that this step wrote."""
         state, proposal = record.state, record.proposal
         rows, response = state.rows, slice(state.start, None)
+        # The gap of a commit is that to the best score that was passed over in the same step.
         passed_over = record.candidates & ~record.commit
         best = record.scores.masked_fill(~passed_over, -torch.inf).amax(1, keepdim=True)
         written = (record.new_ids != state.ids)[:, response]
@@ -234,11 +234,11 @@ class TrajectoryCapture:
     # -- features ------------------------------------------------------------------------------
 
     def _due(self) -> list[int]:
-        """Places whose rows keep features at the coming step, if they are still in the batch."""
+        """Slots whose rows keep features at the coming step, if they are still in the batch."""
         return [
-            place
-            for place, row in self._open.items()
-            if self._step - row.first_step in self._plans[place]
+            slot
+            for slot, row in self._open.items()
+            if self._step - row.first_step in self._plans[slot]
         ]
 
     def _required(self, settings: FeatureCapture) -> frozenset[str]:
@@ -250,29 +250,29 @@ class TrajectoryCapture:
         return frozenset({"hidden", "raw_prob"} | region | scores)
 
     def _features_of(
-        self, settings: FeatureCapture, record: StepRecord, rows: list[int]
+        self, settings: FeatureCapture, record: StepRecord, slots: list[int]
     ) -> KeptStep:
-        """Features of the planned rows.
+        """Features of the planned rows, by slot.
 
         Rows that have left the batch get another row's values, which are dropped at the end: asking
         which have left would wait for the device.
         """
         state, proposal = record.state, record.proposal
         device = state.ids.device
-        wanted = torch.tensor(rows).to(device, non_blocking=True)
-        slots = (state.rows[None, :] == wanted[:, None]).int().argmax(1)
+        wanted = torch.tensor(slots).to(device, non_blocking=True)
+        rows = (state.rows[None, :] == wanted[:, None]).int().argmax(1)
         columns = slice(0 if settings.layout == "all" else state.start, None)
         assert proposal.hidden is not None
         scores = {
-            name: getattr(proposal, f"raw_{name}")[slots, columns]
+            name: getattr(proposal, f"raw_{name}")[rows, columns]
             for name in ("prob", *sorted(settings.scores))
         }
-        features = settings.function(proposal.hidden[slots, columns], **scores)
+        features = settings.function(proposal.hidden[rows, columns], **scores)
         # Columns without proposals (the prompt) propose their own tokens.
-        looked_at = torch.arange(state.ids.shape[1], device=device) >= state.start
-        proposals = torch.where(looked_at, proposal.ids, state.ids)[slots, columns]
+        is_response = torch.arange(state.ids.shape[1], device=device) >= state.start
+        proposals = torch.where(is_response, proposal.ids, state.ids)[rows, columns]
         add = self._copies.add
-        return KeptStep(self._step, rows, add(features.float()), add(proposals.int()))
+        return KeptStep(self._step, slots, add(features.float()), add(proposals.int()))
 
 
 # -- a decode on the host --------------------------------------------------------------------------
@@ -280,10 +280,10 @@ class TrajectoryCapture:
 
 @dataclass
 class KeptStep:
-    """Features of one step of the batch, for the places whose rows keep it."""
+    """Features of one step of the batch, for the slots whose rows keep it."""
 
     step: int
-    places: list[int]
+    slots: list[int]
     features: Tensor  # (n, R, F) float32
     proposals: Tensor  # (n, R) int32
 
@@ -292,7 +292,7 @@ class KeptStep:
 class StartingRows:
     """The initial canvases and seeds of rows that began together."""
 
-    facts: Tensor
+    joined: Tensor
     """One int32 vector, so that one copy suffices: the response ``(n, G)``, prompt columns
     ``(n, P)``, which of them are real ``(n, P)``, and seeds as pairs ``(n, 2)``."""
     shape: tuple[int, int, int]  # n, P and G
@@ -302,7 +302,7 @@ class StartingRows:
         """Response, prompt, real columns, and seeds as uint64; valid after the copies arrived."""
         n, P, G = self.shape
         sizes = np.cumsum([n * G, n * P, n * P])
-        first, ids, real, seeds = np.split(self.facts.numpy(), sizes)
+        first, ids, real, seeds = np.split(self.joined.numpy(), sizes)
         unsigned = np.ascontiguousarray(seeds).view(np.uint64)
         return first.reshape(n, G), ids.reshape(n, P), real.reshape(n, P) != 0, unsigned
 
@@ -324,8 +324,8 @@ class CapturedRow:
     """A row of a decode, and how it ended if it has."""
 
     start: StartingRows
-    number: int  # its index among the rows that began with it
-    place: int
+    index: int  # among the rows that began with it
+    slot: int
     first_step: int  # step of the batch in which it began
     num_steps: int = 0
     status: str = ""
@@ -364,7 +364,7 @@ class CapturedDecode:
         ]
 
     def _trajectory(self, row: CapturedRow, uid: str, meta: dict[str, Any]) -> Trajectory:
-        first, prompt, real, seeds = (facts[row.number] for facts in row.start.arrays)
+        first, prompt, real, seeds = (array[row.index] for array in row.start.arrays)
         steps = slice(row.first_step, row.first_step + row.num_steps)
         record = Trajectory(
             uid=uid,
@@ -373,22 +373,23 @@ class CapturedDecode:
             seed=int(seeds),
             status=row.status,  # type: ignore[arg-type]  # a RecordStatus
             meta=meta,
-            **derive(first, self.canvases.of(row.place, steps), self.mask_id),
+            **derive(first, self.canvases.of(row.slot, steps), self.mask_id),
         )
         record.signals.update({name: table.numpy() for name, table in row.tables.items()})
         if self.signals:
             step, position = record.masked_rows().T
             for name, parts in self.signals.items():
-                record.signals[name] = parts.of(row.place, steps)[step, position]
+                record.signals[name] = parts.of(row.slot, steps)[step, position]
         return record if self.features is None else self._with_features(record, row, self.features)
 
     def _with_features(
         self, record: Trajectory, row: CapturedRow, form: FeatureCapture
     ) -> Trajectory:
         kept = [
-            (one.step - row.first_step, one, one.places.index(row.place))
+            (one.step - row.first_step, one, one.slots.index(row.slot))
             for one in self.kept
-            if 0 <= one.step - row.first_step < row.num_steps and row.place in one.places
+            # A slot has several rows, one after the other.
+            if 0 <= one.step - row.first_step < row.num_steps and row.slot in one.slots
         ]
         if not kept:
             return record
@@ -448,6 +449,7 @@ class KeptSteps:
     def _plan(self) -> None:
         strata = torch.arange(self._planned, self._planned + _STRATA)
         starts = torch.tensor([self._start(self._planned + j) for j in range(_STRATA + 1)])
+        # Of the seed and the stratum alone: the same for any batch and any order of planning.
         (draws,) = uniform_noise(self._seed, 0, strata[None], stream=_STREAM)
         self._steps.update((starts[:-1] + (draws * starts.diff()).long()).tolist())
         self._planned += _STRATA
@@ -475,8 +477,9 @@ class HostCopies:
         if self.device.type != "cuda":
             return tensor.cpu()
         side, now = _side_stream(self.device), torch.cuda.current_stream(self.device)
+        # Pinned memory, or the copy would wait for the device although it is not to block.
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        side.wait_event(now.record_event())
+        side.wait_event(now.record_event())  # the steps must have been written
         with torch.cuda.stream(side):
             host.copy_(tensor, non_blocking=True)
         # The allocator must not reuse this memory for the decode before the copy has read it.
@@ -504,16 +507,16 @@ class StepParts:
     parts: Sequence[Tensor]  # (t, B, G) each, on the host once the copies have arrived
     num_columns: int
 
-    def of(self, place: int, steps: slice) -> NDArray[Any]:
-        """Returns the values ``(t, G)`` of one place at the given steps."""
-        found, end = [], self.first_step
+    def of(self, slot: int, steps: slice) -> NDArray[Any]:
+        """Returns the values ``(t, G)`` of one slot at the given steps."""
+        own, end = [], self.first_step
         for part in self.parts:
             begin, end = end, end + len(part)
             if begin < steps.stop and end > steps.start:
-                found.append(part[max(steps.start - begin, 0) : steps.stop - begin, place])
-        if not found:  # a row that had nothing to fill
+                own.append(part[max(steps.start - begin, 0) : steps.stop - begin, slot])
+        if not own:  # a row that had nothing to fill
             return np.empty((0, self.num_columns), dtype=np.int32)
-        joined: NDArray[Any] = (found[0] if len(found) == 1 else torch.cat(found)).numpy()
+        joined: NDArray[Any] = (own[0] if len(own) == 1 else torch.cat(own)).numpy()
         return joined
 
 
@@ -530,7 +533,7 @@ class StepBuffer:
     def __init__(
         self, num_rows: int, num_columns: int, dtype: torch.dtype, copies: HostCopies
     ) -> None:
-        """Sets up a buffer of B places and G columns; memory is allocated when steps arrive.
+        """Sets up a buffer of B slots and G columns; memory is allocated when steps arrive.
 
         Most policies commit at least one token per step, so there are at most as many steps as
         columns; further steps go into further parts, each of at most :data:`MAX_CHUNK_BYTES`.
@@ -548,7 +551,7 @@ class StepBuffer:
         """Copies one step.
 
         Args:
-            rows: ``(b,)`` int64, ascending: places of the rows in the batch.
+            rows: ``(b,)`` int64, ascending: slots of the rows in the batch.
             values: ``(b, at least G)``, of which the last G columns are taken.
         """
         values = values[:, values.shape[1] - self.num_columns :]
@@ -557,6 +560,8 @@ class StepBuffer:
             shape = (self._chunk_steps, self.num_rows, self.num_columns)
             self._chunk = torch.empty(shape, dtype=self.dtype, device=values.device)
             self._sent = self._at = 0
+        # A step is written where it belongs: a list of steps would allocate, and torch.stack would
+        # need them all once more.
         step = self._chunk[self._at]
         if len(values) == self.num_rows:  # all rows are present, in order
             step.copy_(values)

@@ -78,6 +78,7 @@ class StepFeatures:
         values = np.asarray(features, dtype=np.float32)
         sizes = tuple(int(size) for size in groups)
         largest = float(np.abs(values).max(initial=0.0))
+        # The largest float16: of a value itself, or of a scale, which is a 127th of it.
         limit = 65504.0 * (1.0 if scheme == "fp16" else 127.0)
         fits = values.ndim == 3 and min(sizes) > 0 and sum(sizes) == values.shape[2]
         if not fits or not largest <= limit:
@@ -104,7 +105,7 @@ class StepFeatures:
         dtype = np.float16 if scales is None else np.int8
         scale_shape = None if scales is None else scales.shape
         is_ascending = (np.diff([-1, *kept, num_steps]) > 0).all()
-        for name, found, fits in (
+        for name, value, fits in (
             ("layout", self.layout, self.layout in get_args(FeatureLayout)),
             ("features", values.shape, values.shape == (*shape, sum(self.groups))),
             ("proposals", self.proposals.shape, self.proposals.shape == shape),
@@ -115,7 +116,7 @@ class StepFeatures:
             if not fits:
                 raise ValueError(
                     f"trajectory {uid!r}: features.{name} does not fit layout {self.layout!r} and "
-                    f"{shape} kept steps and rows of {num_steps} steps, got {found}"
+                    f"{shape} kept steps and rows of {num_steps} steps, got {value}"
                 )
 
 
@@ -128,6 +129,7 @@ def _int8(
     values: NDArray[np.float32], sizes: tuple[int, ...]
 ) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
     """Codes ``(S, R, F)`` and scales ``(S, R, number of groups)``."""
+    # A scale that was rounded down would clip the largest value.
     starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
     exact = np.maximum.reduceat(np.abs(values), starts, axis=2) / np.float32(127)
     scales = exact.astype(np.float16)

@@ -33,7 +33,7 @@ def regions_of(record: Trajectory, decoder: Mapping[str, Any] | Layout) -> Place
 def fill_curves_of(record: Trajectory, regions: PlacedRegions) -> FillCurves:
     """Returns how far each region (:func:`regions_of`) was filled before each step and at the end.
 
-    Cells outside the regions form the region ``rest``. The ``lockstep_score`` of the curves
+    Positions outside the regions form the region ``rest``. The ``lockstep_score`` of the curves
     measures how evenly the regions were filled.
     """
     masked = torch.from_numpy(record.all_states() == record.mask_id)

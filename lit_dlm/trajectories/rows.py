@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from lit_dlm.backbones.chat_template import apply_chat_template
 from lit_dlm.system.json_lines import json_object, numbered_lines
-from lit_dlm.trajectories.record import MAX_LENGTH, STATUSES, Trajectory
+from lit_dlm.trajectories.record import MAX_LENGTH, STATUSES, Trajectory, expect
 from lit_dlm.trajectories.store.files import STRANGE
 
 _TEXT_KEYS = {
@@ -68,7 +68,7 @@ def read_tabom(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
             num_missing = len(order) - len(tokens)
             # Only token ids are padded: a text does not say where the answer ends.
             is_exact = row["response_token_ids"] is not None
-            _expect(
+            expect(
                 num_missing == 0 or (num_missing > 0 and is_exact),
                 f"decoding_order has {len(order)} entries for {len(tokens)} tokens",
             )
@@ -99,7 +99,7 @@ def read_step_map(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
             prompt = _ids(row, "prompt_ids", "user")
             tokens = _ids(row, "response_ids", "assistant")
             length = max(row["response_length"] or 0, len(tokens))
-            _expect(
+            expect(
                 len(steps) == len(tokens) and steps.min(initial=0) >= 0 and length <= MAX_LENGTH,
                 f"step_map has {len(steps)} entries of 0 or more for {len(tokens)} tokens in "
                 f"a response_length of {length}, at most {MAX_LENGTH}",
@@ -134,11 +134,6 @@ def located(where: object) -> Iterator[None]:
 # -- one row ---------------------------------------------------------------------------------------
 
 
-def _expect(holds: object, rule: str) -> None:
-    if not holds:
-        raise ValueError(rule)
-
-
 def _checked_row(row: Any, settings: ImportSettings) -> dict[str, Any]:
     """Returns the row with its lists as arrays, and missing fields from the settings."""
     checked = {**json_object("row", row), "tokenizer": settings.tokenizer}
@@ -154,7 +149,7 @@ def _checked_row(row: Any, settings: ImportSettings) -> dict[str, Any]:
         # Arrow cuts fractions off and takes texts of digits, so the values are compared as well.
         is_same = values.to_pylist() == [row[name]]
         has_nulls = is_list and values.flatten().null_count
-        _expect(is_same and not has_nulls, f"{name}: expected {kind}, got {row[name]!r}")
+        expect(is_same and not has_nulls, f"{name}: expected {kind}, got {row[name]!r}")
         (checked[name],) = values.to_pylist()
         if is_list:
             checked[name] = values.flatten().to_numpy().astype(np.int64)
@@ -194,7 +189,7 @@ def _meta(row: Mapping[str, Any]) -> dict[str, Any]:
     named = (("method", "method"), ("data_source", "task"), ("reward", "score"))
     meta = {name: row[key] for key, name in named if row.get(key) not in (None, "")}
     correct = row.get("correct")
-    _expect(correct in (0, 1, None), f"correct must be true, false or null, got {correct!r}")
+    expect(correct in (0, 1, None), f"correct must be true, false or null, got {correct!r}")
     return meta if correct is None else {**meta, "correct": bool(correct)}
 
 
@@ -202,7 +197,7 @@ def _is_listed(row: Mapping[str, Any], name: str, length: int) -> NDArray[np.boo
     """``(length,)`` bool, ``True`` at the positions that a field lists."""
     positions = np.empty(0, np.int64) if row[name] is None else row[name]
     outside = positions[(positions < 0) | (positions >= length)]
-    _expect(
+    expect(
         not len(outside),
         f"{name}: expected positions below {length}, got {next(iter(outside), None)}",
     )
@@ -214,7 +209,7 @@ def _is_listed(row: Mapping[str, Any], name: str, length: int) -> NDArray[np.boo
 def _required(row: Mapping[str, Any], name: str) -> Any:
     """Returns a field that the row or an option must supply."""
     hint = f"; give --{name}" if name in vars(ImportSettings()) else ""
-    _expect(row[name] is not None, f"the row has no {name}{hint}")
+    expect(row[name] is not None, f"the row has no {name}{hint}")
     return row[name]
 
 
@@ -226,7 +221,7 @@ def _ids(row: Mapping[str, Any], name: str, role: str, *, template: bool = False
     turns = row.get("messages") or []
     texts += [turn.get("content") for turn in turns if turn.get("role") == role]
     keys = ", ".join(_TEXT_KEYS[role])
-    _expect(
+    expect(
         texts and isinstance(texts[0], str),
         f"expected one of the texts {keys}, or a turn of the {role} in messages",
     )

@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import pyarrow as pa
 
@@ -36,10 +36,9 @@ class BackgroundWriter:
 
     def __init__(self, writer: TrajectoryShardWriter) -> None:
         """Starts the thread, which alone may use ``writer`` from now on."""
-        self.blocked_seconds = 0.0
-        """How long ``put`` waited for room, in all."""
+        self.blocked_seconds = 0.0  # how long put waited for room, in all
         self._writer = writer
-        self._writer.sync_blocks = False
+        self._writer.sync_blocks = False  # one wait for the disk serves a whole group
         # Functions that make records, with their bytes; an event to set when everything before it
         # is in finished shards; None at the end. The bound is in bytes, which Queue cannot count.
         self._queue: queue.Queue[tuple[Make, int] | threading.Event | None] = queue.Queue()
@@ -122,6 +121,7 @@ class BackgroundWriter:
                 pass
             self._writer.close()
         except BaseException as error:  # whatever it is belongs to the caller, not to this thread
+            # Before the caller hears of it: what was accepted should be on disk by then.
             try:
                 self._writer.close()
             except BaseException as failure:  # the first error is the one to report
@@ -135,7 +135,7 @@ class BackgroundWriter:
         group, size, mark = self._take()
         refused: ValueError | None = None
         try:
-            self._writer.put(*(record for make in group for record in make()))
+            self._put_together(group)
         except ValueError as error:  # the valid records of the group go to the disk first
             refused = error
         due = self._writer.seconds_left()
@@ -152,6 +152,15 @@ class BackgroundWriter:
             self._changed.notify_all()
         return mark is not None
 
+    def _put_together(self, group: Sequence[Make]) -> None:
+        """Makes the records of a group and puts all at once, which checks them faster."""
+        records: list[Trajectory] = []
+        try:
+            for make in group:
+                records += make()
+        finally:  # also if a later one cannot be made
+            self._writer.put(*records)
+
     def _take(self) -> tuple[list[Make], int, threading.Event | bool | None]:
         """What to write together, its bytes, and what follows: an event, or ``None`` at the end."""
         group: list[Make] = []
@@ -163,10 +172,13 @@ class BackgroundWriter:
             while isinstance(item, tuple):
                 group.append(item[0])
                 size += item[1]
+                # What is written counts against the queue's bound, so a group must not be the
+                # whole queue: putting would wait until all of it is on disk.
                 if size >= _GROUP_BYTES:
                     return group, size, True
                 item = self._queue.get_nowait()
         except queue.Empty:
+            # A program that ended without closing: nothing else will come, and nobody waits.
             is_left = not threading.main_thread().is_alive() and not self._is_closed
             return group, size, None if is_left else True
         return group, size, item

@@ -1,8 +1,7 @@
 """Names, tar members and side files of shards; when to write or merge them is decided elsewhere.
 
-A shard is an uncompressed USTAR file of blocks that WebDataset can read. Owner, mode and times of
-its members are fixed, so equal content gives equal bytes. A JSON file beside it says what the shard
-must hold; a shard counts as finished once that file exists.
+A shard is an uncompressed USTAR file of blocks that WebDataset can read. A JSON file beside it says
+what the shard must hold; a shard counts as finished once that file exists.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from lit_dlm.system.files import write_atomically
-from lit_dlm.trajectories.record import TrajectoryFormatError
+from lit_dlm.trajectories.record import TrajectoryFormatError, expect
 
 SIDE_FORMAT, VERSION = "lit-dlm/trajectory-shard", 2
 MANIFEST_FILE = "manifest.json"
@@ -33,8 +32,9 @@ STRANGE = (ValueError, TypeError, KeyError, AttributeError, RecursionError, Over
 """Exceptions that JSON of an unexpected shape may raise."""
 
 _NAME = re.compile(r"[a-z0-9_]+(?:-[a-z0-9_]+)*")
+# Format 1 had a worker in the name; such a shard is found, so that it can be refused by name.
 _SHARD = re.compile(
-    r"(?P<name>[a-z0-9_-]+)-(?P<split>[a-z0-9_]+)-r(?P<rank>\d{5})(?:-w\d{3})?"  # worker: format 1
+    r"(?P<name>[a-z0-9_-]+)-(?P<split>[a-z0-9_]+)-r(?P<rank>\d{5})(?:-w\d{3})?"
     r"-(?P<index>\d{6})\.tar(?P<tail>\.tmp-\d+)?"
 )
 
@@ -73,6 +73,7 @@ class ShardName:
 
     def next_in(self, folder: Path) -> ShardName:
         """The name after the last one of this series in a folder, finished or not."""
+        # Unfinished ones count too: they take their final name later.
         names = [entry[0] for entry in map(ShardName.parse, folder.iterdir()) if entry]
         used = [one.index for one in names if replace(one, index=self.index) == self]
         return replace(self, index=max(used, default=-1) + 1)
@@ -180,10 +181,10 @@ def parsed_side_file(text: bytes, where: object) -> SideFile:
     """Checks the text of a side file, whoever wrote it."""
     try:
         content = json.loads(text)
-        found = content["format"], content["version"]
-        if found != (SIDE_FORMAT, VERSION):
-            old = "of the older format 1" if found == (SIDE_FORMAT, 1) else f"of {found}"
-            raise ValueError(f"a shard {old}, which this version does not read")
+        version = content["format"], content["version"]
+        old = "of the older format 1" if version == (SIDE_FORMAT, 1) else f"of {version}"
+        known = version == (SIDE_FORMAT, VERSION)
+        expect(known, f"a shard {old}, which this version does not read")
         # Arrow refuses other types, but cuts fractions off.
         (row,) = pa.array([content], _SIDE).to_pylist()
         is_exact = row == {name: content[name] for name in row}
@@ -194,11 +195,11 @@ def parsed_side_file(text: bytes, where: object) -> SideFile:
         ends += [(entry.feature_offset or 0) + (entry.feature_size or 0) for entry in blocks]
         counts = {sum(entry.num_records for entry in blocks), side.num_records}
         counts.add(len(set(side.uids) - {None}))
-        if not is_exact or max(ends) > side.bytes or len(counts) > 1:
-            raise ValueError(
-                f"its values do not fit: numbers of records {sorted(counts)}, a block up to "
-                f"byte {max(ends)} of {side.bytes}"
-            )
+        expect(
+            is_exact and max(ends) <= side.bytes and len(counts) == 1,
+            f"its values do not fit: numbers of records {sorted(counts)}, a block up to "
+            f"byte {max(ends)} of {side.bytes}",
+        )
         return side
     except (pa.ArrowException, *STRANGE) as error:
         raise TrajectoryFormatError(f"{where}: not a side file of a shard: {error}") from error
@@ -216,15 +217,15 @@ def shards_in(folder: Path) -> list[Path]:
 
 def shard_paths(paths: Sequence[Path]) -> list[Path]:
     """Returns the shards that paths name; a folder names all of its shards."""
-    found: list[Path] = []
+    named: list[Path] = []
     for path in paths:
         shards = [path] if path.is_file() else shards_in(path)
         if not shards:
             below = sorted({shard.parent.name for shard in path.glob("*/*.tar")})
             hint = f"; there are some in its {' and '.join(below)}" if below else ""
             raise ValueError(f"{path}: there is no such shard or folder with shards{hint}")
-        found += shards
-    return list(dict.fromkeys(found))
+        named += shards
+    return list(dict.fromkeys(named))
 
 
 def side_files(folder: Path) -> list[SideFile]:
@@ -240,11 +241,11 @@ def completed_uids(folder: str | Path) -> set[str]:
 def claim_uids(folder: Path, side: SideFile, owners: dict[str, str]) -> None:
     """Notes in ``owners`` which shard holds which uid; the same uid in two shards is an error."""
     twice = next((uid for uid in side.uids if uid in owners), None)
-    if twice is not None:
-        raise TrajectoryFormatError(
-            f"uid {twice!r} is in both {owners[twice]} and {side.shard}: two processes wrote to "
-            f"{folder}; `lit-dlm traj recover {folder}` takes the second ones out"
-        )
+    expect(
+        twice is None,
+        f"uid {twice!r} is in both {owners.get(twice or '')} and {side.shard}: two processes wrote "
+        f"to {folder}; `lit-dlm traj recover {folder}` takes the second ones out",
+    )
     owners.update(dict.fromkeys(side.uids, side.shard))
 
 

@@ -49,28 +49,26 @@ _VARIABLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """Facts about one run, JSON types only."""
+    """What is known about one run, JSON types only."""
 
     model: Mapping[str, Any]  # id, revision, digests of configuration and weights, dtype, adapters
     tokenizer: Mapping[str, Any]  # id, revision, digest of its files and chat template, special ids
     decode: Mapping[str, Any]  # every setting of the decoder
     randomness: Mapping[str, Any]  # base seed, noise scheme, how sample seeds are derived
     data: Mapping[str, Any]  # data set, split, file digests, prompt template digest
-    software: Mapping[str, Any] = field(default_factory=lambda: software_facts())
-    """Versions and numeric flags; filled in by default."""
-    hardware: Mapping[str, Any] = field(default_factory=lambda: hardware_facts())
-    """Devices; filled in by default. World size, batch size and padding may be added."""
+    software: Mapping[str, Any] = field(default_factory=lambda: software())
+    hardware: Mapping[str, Any] = field(default_factory=lambda: hardware())
+    """Devices. World size, batch size and padding may be added."""
 
     def __post_init__(self) -> None:
         self.text()  # refuses what JSON cannot hold, early and by name
 
     def as_dict(self) -> dict[str, Any]:
-        groups = (*ESSENTIAL, "software", "hardware")
-        facts = {name: dict(getattr(self, name)) for name in groups}
-        return {"format": "lit-dlm/run", "version": 1, **facts}
+        groups = {name: dict(getattr(self, name)) for name in (*ESSENTIAL, "software", "hardware")}
+        return {"format": "lit-dlm/run", "version": 1, **groups}
 
     def text(self) -> str:
-        return canonical_json(self.as_dict())
+        return canonical_json(self.as_dict())  # one text for equal content: its digest is stored
 
     def digest(self) -> bytes:
         """16 bytes that identify the run."""
@@ -101,6 +99,7 @@ class RunRecord:
                     )
                 if stored.text() == self.text():
                     return former
+            # What decides the outcome is equal, the rest is not: blocks name the record of theirs.
             path = folder / f"run-{self.digest().hex()[:16]}.json"
         write_atomically(path, self.text())
         return path
@@ -137,23 +136,25 @@ def tokenizer_digest(tokenizer: Any) -> str:
     return hashlib.sha256(f"{text}\0{template}".encode()).hexdigest()
 
 
-def software_facts() -> dict[str, Any]:
+def software() -> dict[str, Any]:
     """Versions, numeric flags, and environment variables that change numbers."""
     import torch  # imported here: it takes seconds, and reading records does not need it
 
-    facts: dict[str, Any] = {"python": platform.python_version(), **_own_version()}
-    facts |= {package: _version(package) for package in _PACKAGES}
-    facts["cuda"] = torch.version.cuda
-    facts["hip"] = torch.version.hip
-    facts["cudnn"] = torch.backends.cudnn.version() if torch.cuda.is_available() else None
-    facts["driver"] = _driver()
-    facts["deterministic_algorithms"] = torch.are_deterministic_algorithms_enabled()
-    facts["float32_matmul_precision"] = torch.get_float32_matmul_precision()
-    facts["variables"] = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-    return facts
+    return {
+        "python": platform.python_version(),
+        **_own_version(),
+        **{package: _version(package) for package in _PACKAGES},
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "cudnn": torch.backends.cudnn.version() if torch.cuda.is_available() else None,
+        "driver": _driver(),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+    }
 
 
-def hardware_facts() -> dict[str, Any]:
+def hardware() -> dict[str, Any]:
     """Processor and accelerators of this machine."""
     import torch
 
@@ -166,12 +167,13 @@ def hardware_facts() -> dict[str, Any]:
 def _own_version() -> dict[str, Any]:
     """Our version, and the commit if the package is in the work tree of its own repository."""
     package = Path(lit_dlm.__file__).resolve().parent
-    facts: dict[str, Any] = {"lit_dlm": _version("lit-dlm"), "commit": None, "dirty": None}
+    own: dict[str, Any] = {"lit_dlm": _version("lit-dlm"), "commit": None, "dirty": None}
+    # An installed package may lie inside the repository of somebody's project.
     root = _git(package, "rev-parse", "--show-toplevel")
     if root is not None and Path(root).resolve() == package.parent:
-        facts["commit"] = _git(package, "rev-parse", "HEAD")
-        facts["dirty"] = bool(_git(package, "status", "--porcelain", "--untracked-files=no"))
-    return facts
+        own["commit"] = _git(package, "rev-parse", "HEAD")
+        own["dirty"] = bool(_git(package, "status", "--porcelain", "--untracked-files=no"))
+    return own
 
 
 def _version(package: str) -> str | None:

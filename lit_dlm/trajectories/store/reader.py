@@ -1,7 +1,9 @@
-"""Reads shards block by block, at the offsets in their side files.
+"""Reads shards block by block, at the offsets in their side files, or in order as a stream.
 
-A damaged tar header ends a tar stream without any error, and flipped payload bits go unnoticed. So
-the side file holds the place of each block and the CRC32 of its bytes.
+Training reads by offset: examples are drawn at random, a run resumes at an exact one, and records
+are read without the features beside them. A corrupt tar header ends a tar stream without any error,
+and flipped bits of the content go unnoticed, so the side file holds the offset of each block and
+the CRC32 of its bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import BinaryIO, Literal
 from lit_dlm.config.files import maker
 from lit_dlm.trajectories.format import Block, decode_block, read_block, records_of, refusing
 from lit_dlm.trajectories.members import attach_features, decode_members
-from lit_dlm.trajectories.record import Trajectory, TrajectoryFormatError
+from lit_dlm.trajectories.record import Trajectory, TrajectoryFormatError, expect
 from lit_dlm.trajectories.store.files import (
     FEATURES,
     RECORDS,
@@ -46,8 +48,8 @@ class TrajectoryShardReader:
 
         Args:
             shards: folder of a set, or paths of shards.
-            on_error: ``raise`` on damage, or ``skip`` what is damaged, with a warning, and read all
-                other blocks.
+            on_error: ``raise``, or ``skip`` what is corrupt, with a warning, and read all other
+                blocks.
             features: also read the features members.
             strict: recompute every content digest. Checksums, the rules of the format and the uids
                 of the side file are always checked.
@@ -63,12 +65,12 @@ class TrajectoryShardReader:
                 claim_uids(path.parent, side, owners.setdefault(path.parent, {}))
                 self._sides[path] = side
             except TrajectoryFormatError as error:
-                self._damage(error)
-        if not self._sides:
-            raise TrajectoryFormatError(
-                f"{shards}: there is no such folder of shards, or no trajectory shards are in it; "
-                + maker(Path(str(shards)))
-            )
+                self._raise_or_skip(error)
+        expect(
+            self._sides,
+            f"{shards}: there is no such folder of shards, or no trajectory shards are in it; "
+            + maker(Path(str(shards))),
+        )
         self._starts = {
             path: list(accumulate((entry.num_records for entry in side.blocks), initial=0))
             for path, side in self._sides.items()
@@ -98,11 +100,11 @@ class TrajectoryShardReader:
     def __iter__(self) -> Iterator[Trajectory]:
         for path, index in self.blocks:
             if index == 0 and (problem := self._sides[path].size_problem(path)):
-                self._damage(TrajectoryFormatError(problem))
+                self._raise_or_skip(TrajectoryFormatError(problem))
             try:
                 records = self.read_block(path, index)
             except TrajectoryFormatError as error:
-                self._damage(error)
+                self._raise_or_skip(error)
                 continue
             yield from records
 
@@ -116,7 +118,7 @@ class TrajectoryShardReader:
             if any(uid in uids for uid in self._sides[path].uids[first:end]):
                 yield from (one for one in self.read_block(path, index) if one.uid in uids)
 
-    def _damage(self, error: TrajectoryFormatError) -> None:
+    def _raise_or_skip(self, error: TrajectoryFormatError) -> None:
         if self.on_error == "raise":
             raise error
         logger.warning("skipped: %s", error)
@@ -134,9 +136,10 @@ class TrajectoryShardReader:
                 block = read_block(data)
                 records = records_of(block, strict=self.strict)
                 first, end = self._starts[path][index : index + 2]
-                found = tuple(record.uid for record in records), block.run_digest.hex()
-                if found != (side.uids[first:end], side.run_digest):
-                    raise TrajectoryFormatError("its records or run are not those of the side file")
+                # A block that is valid but of another shard passes its own checks.
+                own = tuple(record.uid for record in records), block.run_digest.hex()
+                is_own = own == (side.uids[first:end], side.run_digest)
+                expect(is_own, "its records or run are not those of the side file")
                 if features and block.features is not None:
                     place = entry.feature_offset, entry.feature_size, entry.feature_crc32
                     records = attach_features(block, records, _bytes(file, *place))
@@ -176,8 +179,8 @@ def stream(urls: Sequence[str | Path], *, features: bool = True) -> Iterator[Tra
                     records = decode_block(data)
             yield from records
         # A corrupt header ends a tar stream without an error.
-        if num_blocks != len(entries):
-            raise TrajectoryFormatError(f"{url}: expected {len(entries)} blocks, got {num_blocks}")
+        is_whole = num_blocks == len(entries)
+        expect(is_whole, f"{url}: expected {len(entries)} blocks, got {num_blocks}")
 
 
 def _named_shards(shards: str | Path | Sequence[str | Path]) -> list[Path]:
@@ -190,10 +193,8 @@ def _named_shards(shards: str | Path | Sequence[str | Path]) -> list[Path]:
 
 def _side_of(shard: Path) -> SideFile:
     for path in (shard, side_path(shard)):
-        if not path.exists():
-            raise TrajectoryFormatError(
-                f"{path}: is missing; a shard needs its side file, recover the folder first"
-            )
+        hint = "a shard needs its side file, recover the folder first"
+        expect(path.exists(), f"{path}: is missing; {hint}")
     return SideFile.read(side_path(shard))
 
 
@@ -202,6 +203,6 @@ def _bytes(file: BinaryIO, offset: int | None, size: int | None, crc32: int | No
     # At most what the file holds: read allocates as much memory as it is told to.
     left = os.fstat(file.fileno()).st_size - (offset or 0)
     data = file.read(max(min(size or 0, left), 0))
-    if crc32 is None or zlib.crc32(data) != crc32:
-        raise TrajectoryFormatError("its checksum does not match, or a member is missing")
+    is_right = crc32 is not None and zlib.crc32(data) == crc32
+    expect(is_right, "its checksum does not match, or a member is missing")
     return data

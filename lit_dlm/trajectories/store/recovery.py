@@ -12,7 +12,7 @@ from typing import Any
 from lit_dlm.system.files import write_atomically
 from lit_dlm.system.locks import lives, lock
 from lit_dlm.trajectories.members import decode_members, encode_members
-from lit_dlm.trajectories.record import TrajectoryFormatError
+from lit_dlm.trajectories.record import TrajectoryFormatError, expect
 from lit_dlm.trajectories.store.files import (
     FEATURES,
     MANIFEST_FILE,
@@ -41,7 +41,7 @@ class Recovered:
     path: Path  # The orphan; it is gone (or has .damaged appended)
     shard: Path | None  # The shard that now holds its records; None if it had no new ones
     num_records: int
-    num_dropped_blocks: int  # Blocks that were cut, damaged, or lacked their features
+    num_dropped_blocks: int  # Blocks that were cut, corrupt, or lacked their features
 
 
 def recover(folder: str | Path) -> tuple[list[Recovered], set[str]]:
@@ -67,6 +67,7 @@ def recover(folder: str | Path) -> tuple[list[Recovered], set[str]]:
         if ".json.tmp-" in path.name and not _owner_lives(path):
             path.unlink(missing_ok=True)  # a side file or manifest that was being written
         parsed = ShardName.parse(path)
+        # A lock does not keep this process from its own files, so they are known by name.
         if parsed is None or path in OPEN_FILES:
             continue
         name, is_unfinished = parsed
@@ -92,7 +93,10 @@ def _without_doubles(folder: Path, sides: Sequence[SideFile]) -> list[Recovered]
 
 
 def _forget(folder: Path, side: SideFile) -> None:
-    """Deletes a shard's side file, and the manifest; the shard itself stays."""
+    """Deletes a shard's side file, and the manifest; the shard itself stays.
+
+    The manifest first: it must never list a shard that does not count as finished.
+    """
     (folder / MANIFEST_FILE).unlink(missing_ok=True)
     side_path(folder / side.shard).unlink()
 
@@ -105,13 +109,13 @@ def drop_shards(folder: str | Path, is_stale: Callable[[str], bool]) -> int:
     """
     folder = Path(folder)
     stale = [side for side in side_files(folder) if any(map(is_stale, side.uids))]
-    for side in stale:
+    for side in stale:  # all are checked before the first is deleted
         kept = [uid for uid in side.uids if not is_stale(uid)]
-        if kept:
-            raise TrajectoryFormatError(
-                f"{folder / side.shard}: expected records that are all to be replaced or all to "
-                f"be kept, got {len(kept)} to keep ({kept[0]!r}) of {side.num_records}"
-            )
+        expect(
+            not kept,
+            f"{folder / side.shard}: expected records that are all to be replaced or all to "
+            f"be kept, got {len(kept)} to keep ({kept[:1]}) of {side.num_records}",
+        )
     for side in stale:
         _forget(folder, side)
         (folder / side.shard).unlink()
@@ -125,8 +129,7 @@ def merge_manifest(folder: str | Path) -> dict[str, Any]:
     alone = {path.name for path in shards_in(folder)}.difference(side.shard for side in sides)
     problems = [f"{folder / name}: a shard without side file, recover it" for name in sorted(alone)]
     problems += [problem for side in sides if (problem := side.size_problem(folder / side.shard))]
-    if problems:
-        raise TrajectoryFormatError("; ".join(problems))
+    expect(not problems, "; ".join(problems))
     owners: dict[str, str] = {}
     for side in sides:
         claim_uids(folder, side, owners)
@@ -190,6 +193,8 @@ def _recover_file(
         target.append(new, block, features)
         held.update(record.uid for record in new)
         saved += len(new)
+    # Deleted only once its records are on disk elsewhere: a crash in between leaves both, and the
+    # next recovery finds every record of the orphan in a finished shard.
     shard = None if target is None else target.finish()
     if is_unfinished or (is_whole and not dropped):
         path.unlink()

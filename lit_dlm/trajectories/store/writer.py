@@ -2,7 +2,8 @@
 
 A block is encoded when it is full, when its first record has waited too long, and on ``flush``; it
 is then written and synchronised with the disk. The shard grows under ``{shard}.tmp-{pid}`` and gets
-its final name, then its side file, when it is closed.
+its final name, then its side file, when it is closed: whatever a crash leaves is a whole shard, a
+whole shard without its side file, or blocks with at most a torn one behind them.
 """
 
 from __future__ import annotations
@@ -57,9 +58,10 @@ class ShardFile:
         self.name = name
         self.run_digest = run_digest
         self.path = folder / f"{name}.tmp-{os.getpid()}"
+        # Exclusively, so that two writers that chose one name never share a file.
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         OPEN_FILES.add(self.path)
-        lock(self._fd)
+        lock(self._fd)  # recovery by another process leaves the file alone while this one lives
         self._sha = hashlib.sha256()
         self.size = 0
         self._is_synced = True
@@ -110,6 +112,8 @@ class ShardFile:
         self._append(TAR_END)
         final = self.folder / str(self.name)
         self.abandon()
+        # In this order: content, name, side file, each on disk before the next. Were the side file
+        # there first, a crash could leave it beside a shard that is shorter than it says.
         self.path.rename(final)
         sync_folder(self.folder)
         SideFile(
@@ -129,7 +133,8 @@ class ShardFile:
             try:
                 os.fsync(self._fd)
             except OSError as error:
-                # A later call may succeed although pages were lost: the file is left to recovery.
+                # A later call may succeed although the kernel has dropped the pages that it could
+                # not write: only reading the file again tells, which is left to recovery.
                 self.abandon()
                 raise OSError(error.errno, error.strerror, str(self.path)) from error
             self._is_synced = True
@@ -146,18 +151,19 @@ class ShardFile:
         try:
             if not os.fstat(self._fd).st_nlink:  # raises on -1, after abandon
                 raise FileNotFoundError(errno.ENOENT, "was deleted during the run")
-            while view:
+            while view:  # a write may take a part, as on a full disk
                 view = view[os.write(self._fd, view) :]
             if sync:
                 os.fsync(self._fd)
             self._is_synced = sync
         except OSError as error:
-            # Remove the torn part, so that the shard stays sound and the call can be repeated.
+            # Remove the torn block: the shard stays valid and the call can be repeated. Behind it,
+            # further blocks would be lost to whoever reads the shard as a stream.
             if self._fd >= 0:
                 os.ftruncate(self._fd, self.size)
                 os.lseek(self._fd, self.size, os.SEEK_SET)
             raise OSError(error.errno, error.strerror, str(self.path)) from error
-        self._sha.update(data)
+        self._sha.update(data)  # of what was written, so that finish need not read it again
         self.size += len(data)
 
 
@@ -237,7 +243,7 @@ class TrajectoryShardWriter:
             if records:
                 checked(records)
         except ValueError:
-            is_valid = False  # at least one: each is checked alone
+            is_valid = False  # find out which: the others must not be lost
         refused: ValueError | None = None
         for record in records:
             try:
@@ -254,8 +260,9 @@ class TrajectoryShardWriter:
         meta = meta_text(record)
         if record.uid in self._uids:
             raise ValueError(f"trajectory {record.uid!r}: this uid is already in {self.folder}")
+        # Columns and metadata of a block are shared: vocabulary, set of signals, feature layout.
         if self._pending and _kind(record) != _kind(self._pending[0]):
-            self._write_pending()  # a block holds one vocabulary, set of signals, feature layout
+            self._write_pending()
         if not self._pending:
             self._pending_since = time.monotonic()
         self._uids.add(record.uid)
@@ -297,7 +304,7 @@ class TrajectoryShardWriter:
         except ValueError:  # every later call would fail too
             self._forget_pending()
             raise
-        if self._shard is None:
+        if self._shard is None:  # only now: a writer without records leaves no file
             self._shard = ShardFile(
                 self.folder,
                 self._name.next_in(self.folder),
@@ -327,12 +334,14 @@ class TrajectoryShardWriter:
         if self._closed:
             return
         self._closed = True
-        self.max_total_bytes = None  # the pending records were accepted
+        self.max_total_bytes = None  # the pending records were accepted before the limit
         try:
             try:
                 self._write_pending()
             finally:
-                if not self._pending:  # a broken record must not keep the shard unfinished
+                # If a block could not be written, the shard is left to recovery, as its records
+                # are still missing; if a record could not be encoded, the others are complete.
+                if not self._pending:
                     self._finish()
         finally:
             if self._shard is not None:

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from lit_dlm.backbones.chat_template import apply_chat_template
 from lit_dlm.system.files import replacing
 from lit_dlm.trajectories.format import COLUMNS, block_of, record_batch, records_of
-from lit_dlm.trajectories.record import Trajectory
+from lit_dlm.trajectories.record import Trajectory, expect
 from lit_dlm.trajectories.rows import located, non_ltr
 
 _ROWS_PER_GROUP = 1024
@@ -61,17 +61,18 @@ def step_map_row(record: Trajectory, tokenizer: Any) -> dict[str, Any]:
     """Returns one entry of dLLM-RL's data (arXiv 2509.06949, release), with our own fields added.
 
     Masks after the last token are left out, just as the release cuts an ended response; other
-    cells that no step wrote are refused. ``prompt`` has the chat template, ``step_map`` counts from
-    0, ``reward`` is present if the record was graded.
+    positions that no step wrote are refused. ``prompt`` has the chat template, ``step_map`` counts
+    from 0, ``reward`` is present if the record was graded.
     """
     own = _own_fields(record)
     filled = np.flatnonzero(record.tokens != record.mask_id)
     length = int(filled[-1]) + 1 if len(filled) else 0
-    if len(gaps := np.flatnonzero(record.commit_step[:length] < 0)):
-        raise ValueError(
-            f"trajectory {record.uid!r}: a step_map needs a step for every position, but no step "
-            f"wrote position {gaps[0]}"
-        )
+    gaps = np.flatnonzero(record.commit_step[:length] < 0)
+    expect(
+        not len(gaps),
+        f"trajectory {record.uid!r}: a step_map needs a step for every position, but no step "
+        f"wrote position {next(iter(gaps), None)}",
+    )
     row = {
         "id": record.uid,
         "prompt": _text(record.prompt_ids, tokenizer),
@@ -112,14 +113,14 @@ def write_parquet(records: Iterable[Trajectory], path: Path, *, run_text: str | 
         for _, alike in groupby(rows, key=lambda record: tuple(sorted(record.signals))):
             while group := list(islice(alike, _ROWS_PER_GROUP)):
                 batch = record_batch(group)
-                facts = batch.schema.metadata | ({b"lit_dlm_run": run_text} if run_text else {})
+                metadata = batch.schema.metadata | ({b"lit_dlm_run": run_text} if run_text else {})
                 if file is None:
-                    schema = schema.with_metadata(facts)
+                    schema = schema.with_metadata(metadata)
                     file = stack.enter_context(
                         pq.ParquetWriter(partial, schema, compression="zstd", compression_level=9)
                     )
-                elif schema.metadata != pa.schema([], facts).metadata:
-                    raise ValueError(f"{group[0].uid!r}: another mask id or vocabulary than before")
+                is_same = schema.metadata == pa.schema([], metadata).metadata
+                expect(is_same, f"{group[0].uid!r}: another mask id or vocabulary than before")
                 parts = [schema.empty_table(), pa.Table.from_batches([batch])]
                 table = pa.concat_tables(parts, promote_options="permissive")
                 file.write_table(table.select(schema.names).combine_chunks())
@@ -133,28 +134,30 @@ def read_parquet(path: Path) -> tuple[Iterator[Trajectory], str | None]:
     """Returns the records that :func:`write_parquet` wrote, and their run's text or ``None``."""
     with located(path):
         file = pq.ParquetFile(path)
-        facts = file.schema_arrow.metadata or {}
+        metadata = file.schema_arrow.metadata or {}
 
     def rows() -> Iterator[Trajectory]:
         for number in range(file.num_row_groups):
             with located(f"{path}: row group {number}"):
                 table = file.read_row_group(number).combine_chunks()
+                # A column that is null in a whole group is one that its records lack.
                 full = [c.name for c in table.schema if table[c.name].null_count < len(table)]
-                batches = table.select(full).to_batches()
-                records = [records_of(block_of(b.replace_schema_metadata(facts))) for b in batches]
+                batches = table.select(full).replace_schema_metadata(metadata).to_batches()
+                records = [records_of(block_of(batch)) for batch in batches]
             yield from chain.from_iterable(records)
 
-    run_text = facts.get(b"lit_dlm_run")
+    run_text = metadata.get(b"lit_dlm_run")
     return rows(), None if run_text is None else run_text.decode(errors="replace")
 
 
 def _own_fields(record: Trajectory) -> dict[str, Any]:
     """Fields that the other formats lack and an import needs."""
-    if record.superseded is not None:
-        raise ValueError(
-            f"trajectory {record.uid!r}: {len(record.superseded)} of its writes were overwritten, "
-            "which this format cannot hold; export to parquet"
-        )
+    count = 0 if record.superseded is None else len(record.superseded)
+    expect(
+        count == 0,
+        f"trajectory {record.uid!r}: {count} of its writes were overwritten, "
+        "which this format cannot hold; export to parquet",
+    )
     names = ("num_steps", "mask_id", "vocab_size", "seed", "status", "meta")
     return {name: getattr(record, name) for name in names}
 

@@ -29,7 +29,7 @@ from lit_dlm.decoding import (
     ScheduleQuota,
 )
 from lit_dlm.trajectories.capture import as_recorded
-from lit_dlm.trajectories.record import Trajectory, derive
+from lit_dlm.trajectories.record import Trajectory, derive, expect
 from lit_dlm.trajectories.store.provenance import RunRecord
 
 
@@ -62,11 +62,11 @@ class TraceRecorder:
             seeds: noise seed of each row, if the loop has one.
         """
         fits = ids.ndim == 2 and 0 < start < ids.shape[1]
-        if not fits or bool((ids[:, :start] == self.mask_id).any()):
-            raise ValueError(
-                "recorder: expected ids of shape (B, L), 0 < start < L and no mask id "
-                f"({self.mask_id}) before start, got {tuple(ids.shape)} and start {start}"
-            )
+        expect(
+            fits and not bool((ids[:, :start] == self.mask_id).any()),
+            "recorder: expected ids of shape (B, L), 0 < start < L and no mask id "
+            f"({self.mask_id}) before start, got {tuple(ids.shape)} and start {start}",
+        )
         self._start = start
         real = torch.ones_like(ids) if pad_mask is None else pad_mask
         self._real = real[:, :start].bool().cpu().numpy()
@@ -75,12 +75,13 @@ class TraceRecorder:
 
     def step(self, ids: Tensor) -> None:
         """Takes the canvas ``(B, L)`` after a step; does not wait for the device."""
-        if not self._canvases or ids.shape != self._canvases[0].shape:
-            expected = tuple(self._canvases[0].shape) if self._canvases else "a call of begin"
-            raise ValueError(
-                f"recorder: expected the whole canvas {expected} after every step, got "
-                f"{tuple(ids.shape)}"
-            )
+        expected = tuple(self._canvases[0].shape) if self._canvases else "a call of begin"
+        expect(
+            tuple(ids.shape) == expected,
+            f"recorder: expected the whole canvas {expected} after every step, got "
+            f"{tuple(ids.shape)}",
+        )
+        # A loop may go on writing to this tensor.
         self._canvases.append(ids.detach().int().clone())
 
     def end(
@@ -94,13 +95,15 @@ class TraceRecorder:
         states = torch.stack(self._canvases).cpu().numpy()  # (T + 1, B, L)
         self._canvases = []
         start, mask_id = self._start, self.mask_id
-        if (states[-1, :, :start] != states[0, :, :start]).any():
-            raise ValueError(f"recorder: the loop changed a prompt (columns before {start})")
+        is_kept = (states[-1, :, :start] == states[0, :, :start]).all()
+        expect(is_kept, f"recorder: the loop changed a prompt (columns before {start})")
+        # A row is decoded until the last step that found a mask in it or changed it; a loop goes on
+        # with the rows that are done while others are not.
         has_mask = (states[:, :, start:] == mask_id).any(2)
         is_open = has_mask[:-1] | (states[1:] != states[:-1]).any(2)
-        facts = zip(uids, metas or [{} for _ in uids], self._seeds, strict=True)
+        rows = zip(uids, metas or [{} for _ in uids], self._seeds, strict=True)
         records = []
-        for row, (uid, meta, seed) in enumerate(facts):
+        for row, (uid, meta, seed) in enumerate(rows):
             num_steps = int(np.flatnonzero(is_open[:, row]).max(initial=-1)) + 1
             first, after = states[0, row, start:], states[1 : num_steps + 1, row, start:]
             prompt = states[0, row, :start][self._real[row]]
@@ -148,14 +151,14 @@ def record_generate(
         What ``generate`` returned, and one record per row.
     """
     config = getattr(model, "config", None)
-    vocab_size = getattr(config, "vocab_size", None)
-    mask_id = getattr(config, "mask_token_id", None)
+    vocab_size: Any = getattr(config, "vocab_size", None)
+    mask_id: Any = getattr(config, "mask_token_id", None)
     name = type(model).__name__
-    if mask_id is None or vocab_size is None:
-        raise ValueError(
-            f"the configuration of {name} must name vocab_size and mask_token_id, got {vocab_size} "
-            f"and {mask_id}; let the loop call TraceRecorder itself"
-        )
+    expect(
+        mask_id is not None and vocab_size is not None,
+        f"the configuration of {name} must name vocab_size and mask_token_id, got {vocab_size} "
+        f"and {mask_id}; let the loop call TraceRecorder itself",
+    )
     recorder = TraceRecorder(mask_id=mask_id, vocab_size=vocab_size)
     B, P = prompt_ids.shape
     num_forwards = 0
@@ -166,29 +169,30 @@ def record_generate(
         ids: Any = kwargs.get("input_ids", args[0] if args else None)
         try:
             fits = isinstance(ids, Tensor) and ids.ndim == 2 and len(ids) in (B, 2 * B)
+            # With guidance the second half repeats the canvases without their prompts.
             if fits and num_forwards:
                 recorder.step(ids[:B])
-            elif fits and torch.equal(ids[:B, :P], prompt_ids.to(ids.device)):
-                recorder.begin(ids[:B], start=P, pad_mask=attention_mask)
-            else:
-                raise ValueError(
-                    f"expected {B} rows (or twice as many) that begin with the {P} columns of "
-                    f"prompt_ids, got {ids}"
-                )
+                return
+            expect(
+                fits and torch.equal(ids[:B, :P], prompt_ids.to(ids.device)),
+                f"expected {B} rows (or twice as many) that begin with the {P} columns of "
+                f"prompt_ids, got {ids}",
+            )
+            recorder.begin(ids[:B], start=P, pad_mask=attention_mask)
         except ValueError as error:
             raise ValueError(
                 f"forward {num_forwards} of {name}: {error}; a loop with a cache shows its "
                 "forwards a part of the canvas, so let it call TraceRecorder.step itself"
             ) from error
-        num_forwards += 1
+        finally:
+            num_forwards += 1
 
     handle = model.register_forward_pre_hook(before, with_kwargs=True)
     try:
         result = generate()
     finally:
         handle.remove()
-    if num_forwards == 0:
-        raise ValueError(f"generate: it never called the forward of {name}")
+    expect(num_forwards, f"generate: it never called the forward of {name}")
     final: Any = result[0] if isinstance(result, tuple) else result
     recorder.step(getattr(final, "sequences", final))
     return result, recorder.end(uids, metas)
@@ -227,12 +231,12 @@ def llada_decoder(
     if remasking != "low_confidence":
         return f"remasking {remasking!r} is unknown"
     if steps > gen_length:
-        return f"{steps} steps for {gen_length} cells: some steps commit nothing in a full block"
+        return f"{steps} steps for {gen_length} tokens: some steps commit nothing in a full block"
     return Decoder(
         policy=ConfidencePolicy(),
         window=BlockWindow(block_length),
         quota=EvenQuota(steps),
-        sampler=Sampler(score_dtype="float64"),  # in float32, sure cells tie at exactly 1
+        sampler=Sampler(score_dtype="float64"),  # in float32, sure tokens tie at exactly 1
     )
 
 
