@@ -12,7 +12,7 @@ from lit_dlm.backbones.resolution import resolve
 from lit_dlm.decoding import ConfidencePolicy, Decoder
 from lit_dlm.decoding.description import decoder_from_description
 from lit_dlm.trajectories.capture import TrajectoryCapture
-from lit_dlm.trajectories.tools.verify import free_running, teacher_forced
+from lit_dlm.trajectories.tools.execution import free_running, teacher_forced
 from tests.backbones.folders import write
 from tests.decoding.states import decoded
 from tests.twins import file_shapes

@@ -8,7 +8,7 @@ from lit_dlm.decoding import Decoder, NoQuota, Region, decode, prompt_canvas
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.regions import fill_curves_of, regions_of
-from lit_dlm.trajectories.tools.verify import free_running, teacher_forced
+from lit_dlm.trajectories.tools.execution import free_running, teacher_forced
 from tests.traces import MASK, VOCAB, small_backbone
 from tests.trajectories.samples import small_record
 

@@ -23,13 +23,8 @@ from lit_dlm.tracelock.scorer import AcceptanceScorer, ScorerSettings
 from lit_dlm.trajectories.store.files import shards_in
 from lit_dlm.trajectories.store.provenance import run_of_shard
 from lit_dlm.trajectories.store.reader import TrajectoryShardReader
-from lit_dlm.trajectories.tools.verify import (
-    Execution,
-    canvas_of,
-    free_running,
-    teacher_forced,
-    verify,
-)
+from lit_dlm.trajectories.tools.execution import canvas_of, free_running, teacher_forced
+from lit_dlm.trajectories.tools.verify import Execution, verify
 from tests.components import AlternatePolicy
 from tests.fakes import EOS, MASK, TableBackbone, fake_spec, logits_for
 from tests.trajectories.decoded_sets import DECODERS, LENGTH, NUM_TEXTS, decoded_set, write_set
