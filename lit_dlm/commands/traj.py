@@ -10,7 +10,7 @@ import argparse
 import hashlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from rich.filesize import decimal
 from lit_dlm.reports.pieces import tokenizer_of
 from lit_dlm.system.options import at_least
 from lit_dlm.system.terminal import PlainConsole, printable
-from lit_dlm.trajectories.record import Trajectory, TrajectoryFormatError
+from lit_dlm.trajectories.record import Trajectory, TrajectoryFormatError, expect
 from lit_dlm.trajectories.store.files import shard_paths, side_files
 from lit_dlm.trajectories.store.provenance import RunRecord, run_of_shard
 from lit_dlm.trajectories.store.reader import TrajectoryShardReader
@@ -141,14 +141,14 @@ def _replay(options: argparse.Namespace) -> None:
 
 def _find_record(shards: Sequence[Path], uid: str | None) -> Trajectory:
     reader = TrajectoryShardReader(list(shards))
-    found = next(iter(reader) if uid is None else reader.find({uid}), None)
-    if found is None:
+    record = next(iter(reader) if uid is None else reader.find({uid}), None)
+    if record is None:
         near = [known for known in reader.uids if str(uid) in known][:3] or reader.uids[:1]
         raise ValueError(
             f"--uid: none of {reader.num_records} records is {uid!r}; did you mean "
             f"{', '.join(near)}?"
         )
-    return found
+    return record
 
 
 # -- verify ----------------------------------------------------------------------------------------
@@ -159,12 +159,13 @@ def _verify(options: argparse.Namespace) -> int:
 
     shards = shard_paths(options.shards)
     at_least(1, of="--", sample=options.sample)
-    if options.level >= 3 and options.backbone is None:
-        raise ValueError(f"--backbone: level {options.level} executes the records, so it needs one")
+    executes = options.level >= 3
+    rule = f"--backbone: level {options.level} executes the records, so it needs one"
+    expect(not executes or options.backbone is not None, rule)
     result = verify(
         shards,
         level=options.level,
-        execution=_execution(shards, options) if options.level >= 3 else None,
+        execution=_execution(shards, options) if executes else None,
         sample=options.sample,
         track=lambda items, name: tracked(items, len(items), name),
     )
@@ -180,8 +181,8 @@ def _execution(shards: Sequence[Path], options: argparse.Namespace) -> Execution
     from lit_dlm.trajectories.tools.verify import Execution
     from lit_dlm.vision.base import VisionSettings, add_picture_folders
 
-    if options.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"--device: expected a device of this machine, got {options.device!r}")
+    is_here = torch.cuda.is_available() or not options.device.startswith("cuda")
+    expect(is_here, f"--device: expected a device of this machine, got {options.device!r}")
     recorded: dict[str, Any] = {}
     for shard in reversed(shards):
         try:
@@ -217,8 +218,7 @@ def _execution(shards: Sequence[Path], options: argparse.Namespace) -> Execution
 
 def _recover(options: argparse.Namespace) -> None:
     console = PlainConsole()
-    if not options.folder.is_dir():
-        raise ValueError(f"{options.folder}: there is no such folder")
+    expect(options.folder.is_dir(), f"{options.folder}: there is no such folder")
     rows = [
         (
             entry.path.name,
@@ -256,12 +256,13 @@ def _export(options: argparse.Namespace) -> None:
         texts = {run_of_shard(shard)[0].text() for shard in shards}
         run_text = texts.pop() if len(texts) == 1 else None
         if texts:
-            told = f"{options.out}: has no run record, since the shards are of {len(texts)} runs"
-            PlainConsole(stderr=True).print(told, soft_wrap=True)
+            warning = f"{options.out}: has no run record, since the shards are of several runs"
+            PlainConsole(stderr=True).print(warning, soft_wrap=True)
         count = exchange.write_parquet(records, options.out, run_text=run_text)
     else:
-        if (tokenizer := tokenizer_of(shards, options.tokenizer)) is None:
-            raise ValueError(f"--tokenizer: {kind} holds texts; name one, as the run has none")
+        tokenizer = tokenizer_of(shards, options.tokenizer)
+        rule = f"--tokenizer: {kind} holds texts; name one, as the run has none"
+        expect(tokenizer is not None, rule)
         make_row = exchange.tabom_row if kind == ".jsonl" else exchange.step_map_row
         rows = (make_row(record, tokenizer) for record in records)
         count = exchange.write_json_rows(rows, options.out, as_list=kind == ".json")
@@ -269,6 +270,27 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _import(options: argparse.Namespace) -> None:
+    records, run = _foreign_records(options)
+    former = _set_files(options.out)
+    count = 0
+    try:
+        with TrajectoryShardWriter(
+            options.out, name="imported", split="train", rank=0, run=run
+        ) as writer:
+            for record in tracked(records, None):
+                writer.put(record)
+                count += 1
+    except (ValueError, OSError, KeyboardInterrupt):
+        for path in _set_files(options.out) - former:  # so that the call can be repeated
+            path.unlink()
+        raise
+    if count:
+        merge_manifest(options.out)
+    PlainConsole().print(f"{options.out}: {count:,} records", soft_wrap=True)
+
+
+def _foreign_records(options: argparse.Namespace) -> tuple[Iterator[Trajectory], RunRecord]:
+    """The records of files to import, which are read as they are taken, and a run for them."""
     from lit_dlm.trajectories import rows
     from lit_dlm.trajectories.tools import exchange
 
@@ -285,43 +307,26 @@ def _import(options: argparse.Namespace) -> None:
         texts = {text for _, text in parts}
         if len(texts) == 1 and (text := texts.pop()):  # all rows are of one run
             run = RunRecord.parse(text)
-        records = chain.from_iterable(found for found, _ in parts)
-    else:
-        settings = rows.ImportSettings(
-            mask_id=options.mask_id,
-            vocab_size=options.vocab_size,
-            tokenizer=None if options.tokenizer is None else tokenizer_of([], options.tokenizer),
-            pad_id=options.pad_id,
-        )
-        read = rows.read_tabom if kind == ".jsonl" else rows.read_step_map
-        records = chain.from_iterable(read(path, settings) for path in options.files)
-    count = 0
+        return chain.from_iterable(records for records, _ in parts), run
+    settings = rows.ImportSettings(
+        mask_id=options.mask_id,
+        vocab_size=options.vocab_size,
+        tokenizer=None if options.tokenizer is None else tokenizer_of([], options.tokenizer),
+        pad_id=options.pad_id,
+    )
+    read = rows.read_tabom if kind == ".jsonl" else rows.read_step_map
+    return chain.from_iterable(read(path, settings) for path in options.files), run
 
-    def held() -> set[Path]:
-        return {*options.out.glob("imported-*"), *options.out.glob("run*.json")}
 
-    former = held()
-    try:
-        with TrajectoryShardWriter(
-            options.out, name="imported", split="train", rank=0, run=run
-        ) as writer:
-            for record in tracked(records, None):
-                writer.put(record)
-                count += 1
-    except (ValueError, OSError, KeyboardInterrupt):
-        for path in held() - former:  # so that the call can be repeated
-            path.unlink()
-        raise
-    if count:
-        merge_manifest(options.out)
-    PlainConsole().print(f"{options.out}: {count:,} records", soft_wrap=True)
+def _set_files(folder: Path) -> set[Path]:
+    return {*folder.glob("imported-*"), *folder.glob("run*.json")}
 
 
 def _format(paths: Sequence[Path], option: str) -> str:
     endings = {path.suffix for path in paths}
-    if len(endings) > 1 or not endings <= set(_FORMATS):
-        raise ValueError(
-            f"{option}: expected one of the endings {', '.join(_FORMATS)}, got "
-            f"{', '.join(map(str, paths))}"
-        )
+    expect(
+        len(endings) == 1 and endings <= set(_FORMATS),
+        f"{option}: expected one of the endings {', '.join(_FORMATS)}, got "
+        f"{', '.join(map(str, paths))}",
+    )
     return endings.pop()
