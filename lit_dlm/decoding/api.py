@@ -65,6 +65,7 @@ class WorkQueue:
             self._taken += number
             end = self._taken
         else:
+            # The store adds for one process after the other, so every number is handed out once.
             end = self._store.add(self._name, number)
         return list(range(min(end - number, self.size), min(end, self.size)))
 
@@ -225,6 +226,8 @@ def decode_stream(
                 "positions of the model"
             )
         begun.update(zip(taken, prompts, strict=True))
+        # The loop asks for new prompts before it yields what has ended in their slots. Until then
+        # the slots' entries are those of the old ones.
         if number_in:
             entering.extend(taken)
         else:
@@ -253,10 +256,12 @@ def decode_stream(
     try:
         for result in decoded:
             ended = [number_in[slot] for slot in result.rows]
+            # At the end of the queue fewer rows enter than have ended.
             number_in.update(zip(result.rows, entering, strict=False))
             entering.clear()
             for number in ended:
                 one = begun.pop(number)
+                # What was computed of a prompt's pictures is needed until its row has ended.
                 if vision is not None:
                     vision.release(one.ids)
             numbers += ended

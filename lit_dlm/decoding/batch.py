@@ -62,6 +62,8 @@ class Batch:
         """The status of every row, at the last look."""
         self._backbone, self._decoder = backbone, decoder
         self._forwards = decoder.forwards(backbone, self.state, hidden_layers)
+        # Clocks of a row that was there from the start. They only grow, and a row's time is what
+        # they gained since it entered: nothing is kept for each step.
         self._seconds = self._policy_seconds = 0.0  # of a row that was there from the start
         self._policy_timer = Stopwatch(canvas.ids.device)
         self.rows = self._entered(self.state, range(len(canvas.ids)))
@@ -77,6 +79,8 @@ class Batch:
 
     def look(self) -> None:
         """Tells the host where rows are and how they have ended; waits for the device."""
+        # Together, since the host would wait for each transfer of its own. For a step this is the
+        # only one: it is also where a number that is not one is noticed.
         looked = torch.stack([first_column(self.state.unfinished), self.state.status])
         self.first_mask, self.status = looked.tolist()
         broken = [row for row, status in enumerate(self.status) if status == BROKEN]
@@ -129,6 +133,8 @@ class Batch:
             self.rows[row] = entered
         present = {row for row, status in enumerate(self.status) if status == RUNNING}
         longest = max(self.rows[row].prompt_length for row in present.union(ended))
+        # Prompts are padded on the left so that responses begin in one column: a window, a quota or
+        # a layout then needs no offset for each row.
         # For prompts of other lengths the canvas grows on the left, or shrinks if at least an
         # eighth of it would be padding in every row.
         by = longest - state.start
@@ -137,7 +143,10 @@ class Batch:
         state = state.shifted(by, pad_id=pad_id)
         entering = entering.shifted(state.start - entering.start, pad_id=pad_id)
         index = row_index(ended, state.ids.device)
+        # New rows take over slots and not numbers of their own, as observers and results know rows
+        # by slots.
         entering = replace(entering, rows=state.rows[index])
+        # No mask means no padding. Once either has some, both need one, else they cannot be joined.
         if state.pad_mask is not None or entering.pad_mask is not None:
             state, entering = (
                 replace(one, pad_mask=torch.ones_like(one.masked)) if one.pad_mask is None else one
@@ -150,6 +159,7 @@ class Batch:
     def drop(self, ended: list[int]) -> None:
         """Lets rows that have ended leave the batch."""
         kept = [row for row in range(len(self.rows)) if row not in set(ended)]
+        # In the order of their slots, which observers rely on.
         index = row_index(kept, self.state.ids.device)
         self.state = self.state.take(index)
         self._forwards.take(kept, index)
@@ -160,6 +170,7 @@ class Batch:
     def result(self) -> DecodeResult:
         """Returns the result of the rows that have ended since the last one, by their slots."""
         ended, self.ended = self.ended, []
+        # Rows end in any order, and may have ended under canvases of different widths.
         joined = DecodeResult.joined(ended, pad_id=self._backbone.spec.pad_id)
         return replace(joined.by_slot(), num_forwards=self._forwards.num_forwards)
 

@@ -103,6 +103,7 @@ class PrefixCache(CacheScheme):
         self.horizon = horizon
 
     def step_span(self, begin: int, end: int, length: int) -> Span:
+        # What follows the block is computed anew in every step; stale are only the keys before it.
         last = length if self.horizon is None else min(end + self.horizon, length)
         return Span(begin, last, last)
 
@@ -111,6 +112,8 @@ class DualCache(CacheScheme):
     """Keeps the columns before and after the block; computes only the block."""
 
     def step_span(self, begin: int, end: int, length: int) -> Span:
+        # Keys behind the block stay those of its refresh: they were computed from masks, and know
+        # nothing of what the block has gained since.
         return Span(begin, end, length)
 
 
@@ -121,6 +124,8 @@ class BlockCache(CacheScheme):
     commits_first = False
 
     def refresh_span(self, begin: int, end: int, final: int, length: int) -> Span:
+        # The last tokens of the previous block were written after its last forward, which saw masks
+        # there. It is computed once more, now final, together with the new block.
         return Span(final, end, end)
 
     def step_span(self, begin: int, end: int, length: int) -> Span:
@@ -250,6 +255,8 @@ class CacheSession(Forwards):
         window.bounds(state.start, start=state.start, length=state.ids.shape[1], first=0)
 
     def prepare(self, state: DecodeState, first_mask: Sequence[int]) -> None:
+        # What a step computes depends on where its rows are. The host knows that since the look, so
+        # it plans before the step, and the step itself waits for nothing.
         new = [row for row, cached in enumerate(self._rows) if cached.begin is None]
         steps = [
             self._span(cached, column, state)
@@ -263,6 +270,7 @@ class CacheSession(Forwards):
         self._plans = self._planned(spans, refreshed)
 
     def denoise(self, state: DecodeState, columns: Tensor) -> tuple[Denoised, Tensor | None]:
+        # Columns outside these spans keep keys, values and rows of an earlier forward.
         for plan in self._plans:
             self._canvas.run(state.ids, plan, columns=columns)
         self.num_forwards = self._canvas.num_forwards
@@ -358,6 +366,7 @@ class CacheSession(Forwards):
             for row, begin in begins.items()
             if row not in sources and begin > (first := self._rows[row].first)
         ]
+        # Prompts of similar lengths run together, since each batch of them pads to its longest.
         sizes = np.array([[span.end - span.begin, 0] for _, span in prompts]).reshape(-1, 2)
         is_first = len(new) == len(spans) and not sources and sizes.sum() <= PROMPT_TOKENS
         if is_first and not self._canvas.takes_sequences(spans):
@@ -384,6 +393,7 @@ class CacheSession(Forwards):
         for (row, begin), tokens in zip(begins.items(), ids, strict=True):
             cached = self._rows[row]
             cached.prompt = (state.start - cached.first, *tokens[cached.first : begin])
+        # Keys are rotated by their positions: equal tokens have equal keys only at equal positions.
         if self._spec.positions != "cumsum":  # rows may count positions otherwise
             return {}
         known: dict[tuple[int, ...], int] = {}

@@ -55,6 +55,7 @@ class DecodeSettings:
             raise ValueError("max_steps: expected a number with stall_rule 'idle', got None")
 
 
+# No dataclass: in fields of one the parser would replace references too early.
 class Decoder:
     """The parts of one decoding method; :meth:`replace` gives one with others.
 
@@ -91,6 +92,7 @@ class Decoder:
         self.settings = settings or DecodeSettings()
         self.layout = layout and checked_component(layout, Layout, option="layout")
         self.guidance = guidance
+        # All parts are known now: what does not go together is told before a model is loaded.
         for conflict in self._conflicts():
             raise ValueError(conflict)
 
@@ -102,6 +104,7 @@ class Decoder:
             yield f"layout: {name} needs one, got none"
         if policy.needs_quota and not quota.is_given:
             yield f"quota: {name} needs one, got none"
+        # By identity: whoever names FixedQuota requests one, even with the default's number.
         # A policy that decides alone goes with the default quota, not with one that was requested.
         if not policy.takes_quota and quota.is_given and quota is not _ONE_PER_STEP:
             expected = f"expected NoQuota, got {type(quota).__name__}"
@@ -146,6 +149,7 @@ class Decoder:
         if self.layout is not None:
             canvas = self.layout.on(canvas, mask_id=backbone.spec.mask_id)
         state = initial_state(backbone.spec, canvas)
+        # On the host, once for each row: a policy's budget is ordinary Python.
         budgets = [self.budget(number) for number in state.masked.sum(1).tolist()]
         dtype = getattr(torch, self.sampler.score_dtype)
         return replace(
@@ -215,6 +219,7 @@ def _describe(component: object) -> dict[str, Any]:
     cls = type(component)
     is_ours = cls.__module__.split(".")[0] == __name__.split(".")[0]
     name = cls.__name__ if is_ours else f"{cls.__module__}.{cls.__qualname__}"
+    # Whoever reads a record rebuilds its decoder: nothing may be left out silently.
     for key, value in settings.items():
         try:
             json.dumps(value)
@@ -268,6 +273,7 @@ def expanded(decoders: Mapping[str, Decoder], sweep: Mapping[str, Sweep]) -> dic
             method_name(name, value): with_option(one.decoder, one.option, value)
             for value in one.values
         }
+        # Result files are named after decoders: two of one name would overwrite each other.
         if twice := sorted(result.keys() & points.keys()):
             raise ValueError(f"sweep.{name}: there is a decoder named '{twice[0]}' already")
         if len(points) < len(one.values):

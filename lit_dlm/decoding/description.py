@@ -25,6 +25,7 @@ def known_class(part: str, name: str) -> type | None:
     """Returns the class of the package that a description names, if it can be this part."""
     path = NAMES.get(name, "")
     cls: type | None = resolve_name(path) if path.startswith("lit_dlm.") else None
+    # By descent: issubclass would only ask for the methods, which a class of another part may have.
     return cls if cls is not None and COMPONENTS[part] in cls.__mro__ else None
 
 
@@ -54,6 +55,7 @@ def decoder_from_description(
             _check_names(part, settings, set(inspect.signature(cls).parameters))
             built[part] = cls(**settings)
     decoder = Decoder(**built)
+    # Compared as a whole: a setting that a constructor dropped or changed would decode differently.
     rebuilt = decoder.describe()
     for part, entry in description.items():
         if rebuilt.get(part) != entry:

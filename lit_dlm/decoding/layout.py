@@ -61,6 +61,7 @@ class Layout(Component):
 
     def on(self, canvas: Canvas, *, mask_id: int) -> Canvas:
         """Returns the canvas with the template, if any, written and the regions numbered."""
+        # All columns count as the rest at first, those of prompts and padding, too.
         regions = torch.full_like(canvas.ids, len(self.regions))
         rows = []
         for row, cells in enumerate(canvas.ids[:, canvas.start :].cpu()):  # once per decode
@@ -126,6 +127,7 @@ class FractionLayout(Layout):
     def placed(self, response: Tensor) -> PlacedRegions:
         length = len(response)
         shares = accumulate((region.fraction or 0.0 for region in self.regions), initial=0.0)
+        # Borders are rounded, not lengths: no cell is lost between two regions.
         borders = [int(share * length + 0.5) for share in shares]
         return self._placed(list(pairwise(borders)), length)
 

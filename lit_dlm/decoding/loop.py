@@ -58,6 +58,7 @@ def decode_queue(
         Whenever rows are replaced, the rows that have ended since the last result; at the end, all
         others. If an observer ends the decode, only those that have ended by then.
     """
+    # What does not fit is refused here, before the first forward of a long run.
     decoder.check(backbone)
     decoder = decoder.on(backbone.spec)
     _, hidden_layers = needs(decoder.policy, observers)
@@ -68,18 +69,26 @@ def decode_queue(
     batch = Batch(decoder.guided(backbone), canvas, decoder, hidden_layers)
     for observer in observers:
         observer.on_start(batch.state)
+    # Also before the first step: a canvas may have nothing to fill.
     batch.look()
     clock = time.perf_counter()
     while True:
+        # Rows leave between a look and the next step. Only then does the host know which have
+        # ended, and no forward computes a row that has.
         ended = batch.end_rows()
+        # Rows that ended in the step in which an observer stopped the decode are still handed out;
+        # the others have no complete result.
         if is_stopped:
             break
         if ended:
+            # A source that returned fewer rows than requested is empty and is not asked again.
             canvas = source(len(ended)) if has_more else None
             num_new = 0 if canvas is None else len(canvas.ids)
             has_more = num_new == len(ended)
             if canvas is not None:
                 result, entering = batch.refill(ended[:num_new], canvas)
+                # First what has ended, then what takes over its slots: observers tell rows by their
+                # slots, which mean other rows from here on.
                 for observer in observers:
                     observer.on_refill(result, entering)
                 yield result

@@ -90,6 +90,8 @@ class EvenQuota(_StepsQuota):
                     f"steps: expected a multiple of the {state.num_blocks} blocks, got {self.steps}"
                 )
             steps = self.steps // state.num_blocks
+        # Counts of masks at entry, not of those left: a cap or a gate that held some back does not
+        # change the shares of later steps.
         extra = state.block_step < state.block_masks % steps
         return state.block_masks // steps + extra.long()
 
@@ -124,6 +126,7 @@ class ScheduleQuota(_StepsQuota):
             )
 
     def counts(self, state: DecodeState, candidates: Tensor) -> Tensor | None:
+        # Shares of what is left now, as in the release, so early truncation is made up for later.
         masks = candidates.sum(1)
         step = state.block_step if self.steps is None else state.step
         shares = self._shares.to(masks.device, non_blocking=True)

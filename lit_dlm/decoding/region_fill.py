@@ -69,6 +69,7 @@ class RegionFill:
         state = record.state
         assert state.regions is not None
         masked = state.editable & (record.new_ids == state.mask_id)
+        # Kept on the device for all steps: a transfer for each would make the step wait.
         self._last = self._last.index_copy(0, state.rows, state.regions.counts(masked))
         self._left.append(self._last)
 

@@ -130,6 +130,7 @@ class RegionMap:
 
     @classmethod
     def of(cls, ids: Tensor, rules: tuple[Region, ...]) -> RegionMap:
+        # float64: a cap is a product that must round down as Python's does.
         limits = [[rule.tau for rule in rules], [rule.max_fill_frac for rule in rules]]
         tau, most = torch.tensor(limits, dtype=torch.float64, device=ids.device)
         return cls(ids, rules, tau, most)

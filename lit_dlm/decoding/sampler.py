@@ -149,7 +149,10 @@ class Sampler:
         seeds = state.seeds[:, None].expand_as(columns).flatten()
         positions = seeds
         if self.temperature > 0.0:
+            # Of the sample and not of the canvas: padding must not change a draw.
             positions = state.positions.gather(1, columns).flatten()
+        # Scores are taken in float32 or float64: a copy of all logits at once would take twice or
+        # four times their memory.
         elements = CHUNK_ELEMENTS if logits.device.type == "cpu" else _GPU_CHUNK_ELEMENTS
         size = max(elements // V, 1)
         for first in range(0, len(seeds), size):

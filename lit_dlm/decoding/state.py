@@ -50,6 +50,7 @@ def prompt_canvas(
     ids = pad_sequence(rows, batch_first=True, padding_value=spec.pad_id, padding_side="left")
     ids = torch.nn.functional.pad(ids, (0, response_length), value=spec.mask_id)
     columns = torch.arange(ids.shape[1])
+    # On the left: the response then begins in the same column in every row.
     pad_mask = columns >= (width - torch.tensor(lengths))[:, None]
     return Canvas(
         ids=ids.to(device),
@@ -67,6 +68,8 @@ class DecodeState:
     ids: Tensor  # (b, L) int64 canvas, the input of this step's forward
     editable: Tensor  # (b, L) bool
     masked: Tensor  # (b, L) bool: editable cells that hold the mask id
+    # Noise is drawn by sample seed, step and this position, never by slot or column: so neither the
+    # batch nor the padding changes what a sample draws.
     # (b, L) int64 position within the sample, 0 at its first real token (and on padding)
     positions: Tensor
     # (b,) int64 ascending: the slot of each row, its place in the batch that the decode started
@@ -117,11 +120,13 @@ class DecodeState:
             for name in (*BY_ROW, *BY_COLUMN, "memory", "regions")
             if (value := getattr(self, name)) is not None
         }
+        # A window is that of a step, which is over.
         return replace(self, window=None, **parts)
 
     def put(self, index: Tensor, entering: DecodeState) -> DecodeState:
         """Returns the state with the rows ``(n,)`` int64 replaced by others of the same length."""
         parts: dict[str, Any] = {
+            # Copies, since records of earlier steps still refer to the old tensors.
             name: old.index_copy(0, index, getattr(entering, name))
             for name in (*BY_ROW, *BY_COLUMN)
             if (old := getattr(self, name)) is not None
@@ -148,6 +153,7 @@ class DecodeState:
         }
         regions = self.regions
         if regions is not None:
+            # New columns count as the rest of the response, like those of all prompts.
             regions = replace(regions, ids=shifted(regions.ids, by, len(regions) - 1))
         return replace(self, **columns, regions=regions, start=self.start + by, window=None)
 
@@ -164,6 +170,7 @@ BY_COLUMN = ("ids", "editable", "masked", "positions", "written", "kept_open", "
 def initial_state(spec: BackboneSpec, canvas: Canvas) -> DecodeState:
     """Returns the state before step 0, for a policy that needs a step for each mask at most."""
     ids, device = canvas.ids, canvas.ids.device
+    # The model would see a mask there in every step, and no step would fill it.
     stray = (ids == spec.mask_id) & ~canvas.editable
     if bool(stray.any()):
         row, column = stray.nonzero()[0].tolist()
@@ -171,11 +178,15 @@ def initial_state(spec: BackboneSpec, canvas: Canvas) -> DecodeState:
             f"canvas: row {row}, column {column} holds the mask id {spec.mask_id} but may not be "
             "written; a prompt must not contain the mask token"
         )
+    # Counted from the first real token. Without padding there is no mask at all, since attention
+    # without one takes faster kernels.
     if canvas.pad_mask is None:
         positions = torch.arange(ids.shape[1], device=device).expand_as(ids)
     else:
         positions = (canvas.pad_mask.long().cumsum(1) - 1).clamp_min(0)
     masked = canvas.editable & (ids == spec.mask_id)
+    # Every field has its value from the start, so that new rows and those of a running batch can be
+    # joined field by field.
     zeros = torch.zeros(len(ids), dtype=torch.long, device=device)
     return DecodeState(
         ids=ids,
@@ -280,6 +291,7 @@ class DecodeResult:
     @staticmethod
     def joined(results: Sequence[DecodeResult], *, pad_id: int) -> DecodeResult:
         """Joins results one after the other, left-padded to the longest prompts among them."""
+        # Padding at the front, as on a canvas, so that responses stay in one place.
         start = max(one.start for one in results)
         parts: dict[str, Any] = {
             name: torch.cat([getattr(one, name) for one in results]) for name in _COUNTS

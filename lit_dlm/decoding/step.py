@@ -64,6 +64,7 @@ def decide(
     # 2. The forward, of the window's columns. What the policy remembers may change the logits.
     columns = columns_to_predict(state, view, requires)
     denoised, forced = forwards.denoise(state, columns)
+    # In place: the logits of a large vocabulary are the largest tensor of a step.
     sampler.restrict(denoised, forwards.backbone.spec)
     state, denoised = policy.remember(state, candidates, denoised)
     # 3. The proposal: a token for each column, and how probable it is.
@@ -87,6 +88,8 @@ def decide(
     new_ids = torch.where(commit, proposal.ids, state.ids)
     if selection.rewritten is not None:
         new_ids = torch.where(state.standing, selection.rewritten, new_ids)
+        # Such a policy may write what nobody proposed. What counts as committed, for records and
+        # probabilities of draws, is only what was proposed and now stands.
         commit = (new_ids != state.ids) & (new_ids == proposal.ids) & (new_ids != state.mask_id)
     kept_open, ended = torch.zeros_like(state.masked), None
     if selection.keep_block_open is not None:
@@ -95,6 +98,7 @@ def decide(
     if rules.eos_rule != "none":
         ended = text_ends(state, new_ids)
         if selection.keep_block_open is not None:
+            # A row that is kept open may still change what stands before its end of text.
             ended = ended & ~selection.keep_block_open
         if rules.eos_rule == "fill":
             is_left = ended[:, None] & state.editable & (new_ids == state.mask_id)
@@ -122,6 +126,7 @@ def advance(decision: Decision, *, new_ids: Tensor | None = None) -> DecodeState
     ids = record.new_ids if new_ids is None else new_ids
     # Not only commits: also an end-of-text fill and what a policy takes back.
     written = ids != state.ids
+    # The canvas alone says what is masked: an edit, a token taken back and a fill all show here.
     masked = state.editable & (ids == state.mask_id)
     step = state.step + 1
     # Of several reasons to end, the last one below is the row's: a broken row is never complete,
@@ -149,8 +154,12 @@ def columns_to_predict(state: DecodeState, view: WindowView, requires: frozenset
     """``(b, K)`` int64 columns that go through the head: the window's, or the whole response."""
     columns = view.columns
     if "region" in requires:
+        # Policies that compare a position with its own past need it in every step, also outside the
+        # window.
         region = torch.arange(state.start, state.ids.shape[1], device=columns.device)
         return region.expand(len(state.rows), -1)
+    # A CPU pays for each row that passes the head. A GPU does not notice half a block, but would
+    # have to wait for the number of masks.
     if reads_are_free(columns.device) and "window" not in requires:
         return columns.gather(1, masks_first(state, columns))
     return columns
@@ -163,6 +172,8 @@ def committed(
     # A policy may select more than the candidates; cap and stall rule see only candidates.
     commit = selection.commit & candidates
     if rules.max_commits_per_step is not None:
+        # Ranked by a stable sort and not by topk: many cells have a probability of exactly 1, and
+        # among equals topk chooses differently in another batch.
         commit = top_quota(selection.scores, commit, rules.max_commits_per_step)
     if forced is not None:
         commit = commit | forced
@@ -203,6 +214,7 @@ def needs(
 
 def enter_block(state: DecodeState, view: WindowView) -> DecodeState:
     """Enters the blocks of a window; the counts of steps and masks restart in new blocks."""
+    # Quotas share the masks that a block had when the row entered it by the steps since then.
     entered = view.block != state.block
     return replace(
         state,
@@ -220,6 +232,8 @@ def end_of_text_gate(state: DecodeState, candidates: Tensor, proposals: Tensor) 
     A row whose candidates all propose an end of text keeps them.
     """
     has_eos = (state.editable & torch.isin(state.ids, state.eos_ids)).any(1)
+    # Early ends of text are the usual failure of confidence orders: padding is what they are surest
+    # of.
     other = candidates & ~torch.isin(proposals, state.eos_ids)
     keep_all = has_eos | ~other.any(1)
     return torch.where(keep_all[:, None], candidates, other)

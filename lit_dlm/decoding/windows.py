@@ -64,6 +64,7 @@ def masks_first(state: DecodeState, columns: Tensor) -> Tensor:
     this is for the CPU.
     """
     masked = state.masked.gather(1, columns)
+    # One column at least: a forward of none would be a case of its own everywhere.
     most = max(int(masked.sum(1).max()), 1)
     return masked.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :most]
 
@@ -127,6 +128,8 @@ class BlockWindow(Window):
 
     def _begin(self, column: Any, origin: Any) -> Any:
         """First column of the block around a column, for integers and for tensors."""
+        # The remainder is never negative, in Python and in torch: a column before the origin is in
+        # a block that ends there.
         return column - (column - origin) % self.block_length
 
     def describe(self) -> dict[str, Any]:

@@ -123,6 +123,8 @@ class ThresholdPolicy(CommitPolicy):
     ) -> Selection:
         commit = candidates & self.is_sure(proposal.prob)
         if quota is not None:
+            # Those above the threshold are among the best, so this only adds where they are too
+            # few.
             commit = commit | top_quota(proposal.prob, candidates, quota)
         return Selection(commit, proposal.prob)
 
@@ -270,6 +272,7 @@ class NoisyConfidencePolicy(TopQuotaPolicy):
         uniform = uniform_noise(state.seeds, state.step, state.positions, stream=1)
         step = state.block_step.clamp_max(self.steps - 1)
         left = self._left.to(step.device, non_blocking=True)[step][:, None]
+        # Without the bound, noise could not change the order of candidates of probability 0.
         return proposal.prob.clamp_min(1e-20).log() - left * uniform.log().neg().log()
 
 

@@ -64,8 +64,11 @@ class TokenEditingPolicy(CommitPolicy):
         edit = differs & (prob > self.edit_threshold)
         is_full = ~candidates.any(1)
         assert state.memory is not None
+        # Back to 0 in a block with masks, which is the next one.
         steps = (state.memory + 1.0) * is_full[:, None]
         goes_on = (~is_full | edit.any(1)) & (steps[:, 0] < self.max_post_steps)
+        # For verification: how far a token is from being replaced. One that the model proposes
+        # again is kept, however probable it is.
         missing = self.edit_threshold - prob
         missing = torch.where(differs, missing, missing.clamp_min(0.0))
         return Selection(

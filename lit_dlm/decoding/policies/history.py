@@ -103,6 +103,7 @@ class CreditPolicy(ThresholdPolicy):
         """Stores the credit of every token: ``(b, 1 + G, V)`` float32, entry 0 for prompt cells."""
         logits, columns, memory = denoised.logits.float(), denoised.columns, state.memory
         assert memory is not None
+        # One entry in front takes all columns of prompts, which a window may begin with.
         row = torch.arange(len(columns), device=columns.device)[:, None]
         cell = (columns - state.start + 1).clamp_min(0)
         prob, token = logits.softmax(-1).max(-1, keepdim=True)

@@ -60,6 +60,8 @@ class ReMDMPolicy(CommitPolicy):
         # After the loop a schedule's steps are over, while some blocks still have masks.
         counts = torch.where(was_in, self.remasked, quota.clamp_min(1))
         commit = top_quota(proposal.prob, candidates, counts)
+        # Tokens leave by the probability with which they were written: that of a token which the
+        # model sees says little about it.
         written = torch.where(state.masked, proposal.prob, written)
         # The loop begins after the step that reaches its share.
         kept = (self.loop_from * state.block_masks).long()
@@ -68,6 +70,7 @@ class ReMDMPolicy(CommitPolicy):
         looped = looped + ((looped > 0) | begins)
         is_in = (looped > 0) & (looped <= self.loop_steps)
         standing = state.standing
+        # What this step writes may itself be the least probable: then it stays a mask.
         back = top_quota(-written, standing | commit, self.remasked * is_in)
         boundary = written.masked_fill(~back, -torch.inf).amax(1, keepdim=True)
         return Selection(

@@ -112,6 +112,7 @@ class WINOPolicy(CommitPolicy):
         # Before its first step a row has written nothing: what stands was given to it.
         is_first = (state.step == 0)[:, None]
         before = torch.where(is_first, standing, state.written & ~state.masked)
+        # Fewer than the step before wrote, and none beside a single commit: so the window fills.
         fewer = (before.sum(1) - 1).clamp_min(0) * (commit.sum(1) > 1)
         back = top_quota(-backing, doubted, fewer)
         return Selection(
