@@ -59,6 +59,8 @@ def read_adapter_settings(folder: Path) -> LoRASettings:
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise ValueError(f"{folder}: expected an adapter folder with {CONFIG_FILE}")
+    # The file may be a stranger's: anything that our layers do not have is refused by name, as the
+    # adapter would otherwise compute something else than where it was trained.
     with fitting(path):
         config = read_json_object(path)
         targets = config.get("target_modules") or []
@@ -143,6 +145,7 @@ def read_adapter(
     Its keys may be transformers' or those of the family's own code.
     """
     path, layout = folder / WEIGHTS_FILE, key_layout(family)
+    # Files name the same matrix by transformers' path or by the family's own.
     wanted = dict(adapter_parameters(model))
     ours: dict[str | None, str] = {}
     for name in wanted:
@@ -188,6 +191,7 @@ def write_adapter(
     parts = {key.removeprefix(_PREFIX).partition(".lora_")[0] for key in tensors}
     experts = {part.removesuffix(".base_layer") for part in parts if ".experts" in part}
     if experts:
+        # peft names experts by parameters and not by modules.
         targets, _ = settings.beside_experts()
     folder.mkdir(parents=True, exist_ok=True)
     save_weights(tensors, folder / WEIGHTS_FILE)

@@ -204,6 +204,7 @@ class Architecture(BackboneSpec):
 
     def digest(self) -> str:
         """Returns the SHA-256 of the configuration and the specification in canonical JSON."""
+        # Records compare models by this digest: whatever enters it must stay as it is.
         document = {"config": self.config_fields(), "spec": self.spec_fields()}
         text = json.dumps(document, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
@@ -345,6 +346,7 @@ def family_of(config: Mapping[str, Any], *, source: str, wanted: str | None = No
     if wanted in names:
         return wanted
     folder = Path(source.rstrip(": ")).name.lower()
+    # Their files are those of another family; only the name says which one it is.
     in_folder = [name for name in names if name in _TOLD_BY_FOLDER and name in folder]
     return (in_folder or names)[0]
 

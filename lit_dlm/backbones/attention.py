@@ -79,6 +79,7 @@ def attention_visibility(
     Bool, broadcastable to ``(B, 1, L, L)``, ``True`` where the query (third axis) may see the key.
     """
     # None if every query sees every key: a mask would rule out the fastest kernels.
+    # Padding is hidden as a key. What it computes as a query is never read.
     if spec.attention == "full":
         return None if pad_mask is None else key_visibility(pad_mask)
     assert response_start is not None or spec.block_origin == "sequence"
@@ -175,6 +176,7 @@ def grouped_sdpa(
     ``(B, W, H, d)``, or ``(1, T, H, d)``, and no weights. The mask is one of :func:`added_mask` or,
     for a whole canvas, ``(B, 1, L, L)`` bool or a block mask.
     """
+    # Rows of training with many states: their mask is never made as a matrix.
     if isinstance(attention_mask, BlockMask):
         attend: Any = _compiled_flex() if query.is_cuda else flex_attention
         if torch.is_autocast_enabled(query.device.type):  # autocast covers SDPA only
@@ -188,6 +190,7 @@ def grouped_sdpa(
     # Whole canvases, and so training, keep transformers' own order of summation.
     if packing is None and (attention_mask is None or attention_mask.dtype == torch.bool):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    # Keys lie in whole buffers, row by row; so queries are laid out in rows, too.
     if packing is not None:
         query = packing.grid(query)
     B, H, W, d = query.shape
@@ -228,6 +231,8 @@ def one_by_one(rows: Tensor, keys: Tensor, values: Tensor, of: Sequences, scale:
     output = torch.empty_like(rows)
     starts = of.query_starts.tolist()
     firsts, counts = of.key_starts.tolist(), of.num_keys.tolist()
+    # Loops over sequences: with many keys each call takes longer than its overhead, and none
+    # computes keys that it does not see.
     for begin, end, first, count in zip(starts, starts[1:], firsts, counts, strict=False):
         seen = slice(first, first + count)
         attended = F.scaled_dot_product_attention(

@@ -117,6 +117,8 @@ class WindowCache(Cache):
 
     def take(self, index: Tensor) -> None:
         """Keeps only the rows ``index``, ``(n,)`` int64."""
+        # Smaller buffers: beside rows that have left, attention would need copies of the others in
+        # every layer.
         self.num_rows = len(index)
         for name, buffers in self.buffers.items():
             self.buffers[name] = tuple(buffer[index] for buffer in buffers)
@@ -202,14 +204,18 @@ class CachedCanvas:
         keep those with which their cached keys were made.
         """
         self.pad_mask, self.blocks = pad_mask, blocks
+        # Starts and blocks move with the canvas, which may have grown on the left.
         self._starts = None if pad_mask is None else first_column(pad_mask)
         self.positions = self.positions.index_copy(0, index, positions[index])
+        # Predictions of the old row would be read as the new one's. Old keys need no care: no
+        # window sees columns that were not written anew.
         for name in (_LAST, _HIDDEN):
             for buffer in self._cache.buffers.get(name, ()):
                 buffer[index] = 0
 
     def copy(self, sources: Mapping[int, int], end: int) -> None:
         """Copies columns before ``end`` between rows; ``sources`` maps targets to their sources."""
+        # One transfer for both, which the host does not wait for.
         rows = torch.tensor([list(sources), list(sources.values())])
         to, of = rows.to(self.positions.device, non_blocking=True)
         for buffer in chain(*self._cache.buffers.values()):
@@ -224,6 +230,7 @@ class CachedCanvas:
                 same windows; only these go through the end of the last layer. All by default.
         """
         self._cache.plan = plan
+        # With a packing, offsets differ from window to window: then all rows are kept.
         places, kept = plan.columns, None
         begins, width = places[:, :1], places.shape[1]
         if columns is not None and plan.packing is None and columns.shape[1] < width:
@@ -258,6 +265,8 @@ class CachedCanvas:
             rows: rows of the batch that take part, one for each window; ``None`` means all.
             block_causal: the windows hold several blocks, and a query sees those up to its own.
         """
+        # Everything up to the transfer is arithmetic on the host; shapes must be known there
+        # anyway.
         widths = [span.end - span.begin for span in spans]
         width, kv_end = max(widths), max(span.kv_end for span in spans)
         is_packed = sum(widths) < len(spans) * width
@@ -273,6 +282,8 @@ class CachedCanvas:
         taken, begins = part["rows"], part["begins"][:, None]  # (n,) and (n, 1)
         window = begins + torch.arange(width, device=begins.device)  # (n, W)
         places, packing = window, None
+        # Rows of different widths lie side by side, so that only attention pads: the layers'
+        # products, which cost more, do not compute padding.
         if is_packed:
             windows, offsets = part["windows"], part["offsets"]
             places = (begins[windows, 0] + offsets)[None]
@@ -329,6 +340,7 @@ class CachedCanvas:
         """
         taken = slice(None) if rows is None else rows
         visible = None if self.pad_mask is None else self.pad_mask[taken, None, :kv_end]
+        # All queries see the same keys: one row of a mask will do, and none without padding.
         if kv_ends is None and columns is None:
             return None if visible is None else visible[:, None]
         keys = torch.arange(kv_end, device=self.positions.device)
@@ -379,6 +391,7 @@ class CachedCanvas:
         Returns aligned logits ``(B, K, V)`` and, if kept, aligned snapshots ``(B, L, H, D)``.
         """
         shift, buffers = self.backbone.spec.shift, self._cache.buffers
+        # The row that predicts a column may come from an earlier forward than the column's own.
         raw = raw_columns(columns, shift, starts=self._starts)
         (last,) = buffers[_LAST]
         logits = self.backbone.head(gather_rows(last, raw))

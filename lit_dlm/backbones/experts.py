@@ -44,6 +44,8 @@ class Experts:
     def __post_init__(self) -> None:
         of_declared_kinds(self)
         within("[1, 1000]", of="experts.", number=self.number)
+        # transformers' router would take experts that are masked out if a token's groups held too
+        # few.
         per_group, rest = divmod(self.number, self.groups)
         most = per_group * self.groups_per_token
         if rest or not 1 <= self.per_token <= most or self.groups_per_token > self.groups:
@@ -175,6 +177,8 @@ def pieces(
             found.setdefault(own_key(key), []).append(Piece(key, (), shape))
             continue
         count, rows, columns = shape  # each expert's matrix is a tensor of the file
+        # transformers stacks all experts' matrices in one tensor, gate above up; files have a
+        # tensor for each.
         names = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
         rows //= len(names)
         for number, (place, name) in product(range(count), enumerate(names)):

@@ -172,9 +172,11 @@ class HFBackbone(nn.Module, Backbone):
         self.is_4bit = load_in_4bit
         """Whether matrices are packed, so that no adapter can be merged into them."""
         if load_in_4bit:
+            # Before parts are replaced: a packed matrix has a product of its own.
             quantise(self.model, self.architecture)
         replace_parts(self.model)
         self._keep_rotary_in_float32()
+        # Before adapters, which freeze what is below them and stay trainable themselves.
         self.requires_grad_(trainable)
 
         self.spec = self.architecture.spec()
@@ -183,6 +185,7 @@ class HFBackbone(nn.Module, Backbone):
         self.max_positions = self.architecture.max_positions
         self.vocab_size = self.architecture.vocab_size
         forbidden = torch.tensor(self.spec.forbidden_ids, dtype=torch.long)
+        # Not stored with the weights: it follows from the specification.
         self.register_buffer("_forbidden", forbidden, persistent=False)
         self.vision: Vision | None = None
         if vision is not None:
@@ -237,6 +240,8 @@ class HFBackbone(nn.Module, Backbone):
         # ``.to(bfloat16)`` (also Lightning's true half precision) casts every buffer and adapter.
         with _adapters_in_float32(self):
             super()._apply(fn, recurse)
+        # Weights that are still as in their files are converted on the device, so that the host
+        # never has a second copy. The meta device has no values.
         if "model" in self._modules and self.device.type != "meta":
             self._keep_rotary_in_float32()
             if self.device.type != "cpu":
@@ -287,6 +292,7 @@ class HFBackbone(nn.Module, Backbone):
         from (``None`` for random ones). The first call reads all files; later training does not
         change the digests.
         """
+        # When first asked for and not at loading: digesting a released model takes a while.
         for name, files in (("weights", self.source.files), ("adapter", self.adapter_files.paths)):
             if files and name not in self._digests:
                 self._digests[name] = files_digest(files)
@@ -329,6 +335,8 @@ class HFBackbone(nn.Module, Backbone):
                 "give its id as spec_overrides.mask_id"
             )
         visible, position_ids, starts = self._context(ids, pad_mask, position_ids, response_start)
+        # Only these rows go through the end of the last layer and the head, which for a large
+        # vocabulary costs more than a layer.
         kept = None if columns is None else raw_columns(columns, self.spec.shift, starts=starts)
         rows, hidden = self.encode(
             ids, visible, position_ids, hidden_layers=hidden_layers, kept=kept, pictures=pictures
@@ -452,6 +460,7 @@ class HFBackbone(nn.Module, Backbone):
         in_blocks: bool = True,
     ) -> tuple[Tensor | BlockMask | None, Tensor | None, Tensor | None]:
         """Returns who sees whom, position ids, and where rows start if that matters."""
+        # A mask of pairs says all: neither blocks nor positions are derived from it.
         if isinstance(mask, BlockMask):
             return mask, position_ids, None
         if mask is not None and mask.ndim != 2:
@@ -460,6 +469,7 @@ class HFBackbone(nn.Module, Backbone):
                     "mask: expected (B, L), or a boolean (B, 1, L, L), "
                     f"got {mask.dtype} {tuple(mask.shape)}"
                 )
+            # A query without any key would get NaN from the softmax, which spreads to all rows.
             return with_own_key(mask), position_ids, None
         visible = None if mask is None else key_visibility(mask)
         if in_blocks:
@@ -470,6 +480,8 @@ class HFBackbone(nn.Module, Backbone):
             return visible, position_ids, None
         if position_ids is None:
             position_ids = position_ids_for(mask, self.spec.positions)
+        # Without a shift every row predicts its own token, and it does not matter where a text
+        # starts.
         return visible, position_ids, first_column(mask) if self.spec.shift else None
 
     def encode(
@@ -516,6 +528,7 @@ class HFBackbone(nn.Module, Backbone):
         snapshots: dict[int, Tensor] = {}
         inputs = {"input_ids": ids}
         if self.vision is not None:
+            # Noted here: the embedding is not called as a module, so its hook would not run.
             snapshots[0] = self.vision.embed(ids, decoder.embed_tokens, pictures)
             inputs = {"inputs_embeds": snapshots[0]}
         # Hooks rather than transformers' own capture: only the requested layers stay in memory.
@@ -535,6 +548,7 @@ class HFBackbone(nn.Module, Backbone):
                 **plan,
             ).last_hidden_state
         finally:
+            # A hook that an error left behind would keep the activations of all later forwards.
             for handle in handles:
                 handle.remove()
         snapshots[end] = last
@@ -580,6 +594,7 @@ def load_backbone(
     row ``i`` predicts token ``i``, see :meth:`HFBackbone.forward`. Weights are read straight to
     ``device``; the other options are those of :class:`HFBackbone`.
     """
+    # Weights are read straight to the device; the move below is for what is made on the host.
     with torch.device(device):
         backbone = HFBackbone(
             str(path_or_id),

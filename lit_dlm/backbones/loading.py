@@ -77,6 +77,8 @@ def load_checkpoint(
     folder = locate(name)
     config, is_release = None, False
     if resolved.architecture.family in FAMILIES:
+        # Our own exports of a family's model carry the family's configuration along, so that they
+        # can be written in its layout again.
         is_release = EXPORT_KEY not in resolved.config
         config = resolved.config.get(RELEASE_KEY, resolved.config if is_release else None)
         with fitting(folder / "config.json"):
@@ -120,6 +122,7 @@ def random_decoder(
     config._attn_implementation = f"lit_dlm_{attn_implementation}"
     model = architecture.model_class(config)
     nn.Module.to(model, dtype)  # in place
+    # In half precision their small differences, which choose experts, would be lost.
     for bias in expert_biases(model).values():
         bias.data = bias.float()
     return model
@@ -143,15 +146,18 @@ def load_decoder(
         model = random_decoder(architecture, attn_implementation=attn_implementation, dtype=dtype)
         if resolved.file_vocab_size < architecture.vocab_size:
             model.resize_token_embeddings(resolved.file_vocab_size, mean_resizing=False)
+        # A description may claim sizes that no file has, and memory is taken by it.
         wanted, held = model.num_parameters(), sum(path.stat().st_size for path in files)
         if wanted > held:  # before memory is asked for
             raise ValueError(f"{wanted} weights for {held} bytes of {files[0].name}, ...")
+    # Uninitialised, as everything is overwritten: what no file holds is an error below.
     model.to_empty(device=torch.get_default_device())
     ours = {**dict(model.named_parameters(remove_duplicate=False)), **expert_biases(model)}
     if architecture.tie_embeddings:  # leaving the meta device gave each its own memory
         model.lm_head.weight = model.model.embed_tokens.weight
         del ours[HEAD_KEY]
     stored = resolved.pieces({key: tuple(tensor.shape) for key, tensor in ours.items()})
+    # Some files of tied models hold the shared matrix twice.
     head = original_key(HEAD_KEY, resolved.layout)
     mapped = load_weights(
         files,
@@ -189,6 +195,7 @@ def _add_mask_row(model: PreTrainedModel, *, mask_id: int, vocab_size: int) -> N
         rows[mask_id] = mean
         return nn.Parameter(rows, requires_grad=weight.requires_grad)
 
+    # Asked before the embedding is replaced, after which they would differ.
     is_tied = head.weight is embedding.weight
     embedding.weight = grown(embedding.weight)
     head.weight = embedding.weight if is_tied else grown(head.weight)
@@ -205,6 +212,7 @@ def quantise(model: PreTrainedModel, architecture: Architecture) -> None:
         raise ValueError("HFBackbone.load_in_4bit: expected a model without experts")
 
     for name, linear in list(model.model.layers.named_modules()):
+        # One after the other: at most one matrix exists in both forms.
         if not isinstance(linear, nn.Linear):
             continue
         weight = linear.weight

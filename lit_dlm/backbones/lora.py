@@ -113,6 +113,7 @@ def inject(model: PreTrainedModel, settings: LoRASettings, *, name: str = POLICY
     from peft.tuners.lora import LoraLayer
 
     facts = _places(model, settings)
+    # peft freezes all that is no adapter, also what is trained beside it.
     before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     with warnings.catch_warnings():
         # A second adapter under another name is intended.
@@ -122,6 +123,7 @@ def inject(model: PreTrainedModel, settings: LoRASettings, *, name: str = POLICY
         parameter.requires_grad_(flag)
     for layer in model.modules():
         if isinstance(layer, LoraLayer):
+            # peft would leave the newest adapter active, which may be that of another head.
             layer._active_adapter = [POLICY]
     for _, parameter in adapter_parameters(model, name):
         if parameter.dtype in (torch.float16, torch.bfloat16):
@@ -189,6 +191,8 @@ def base_parameters_adapted(model: nn.Module) -> dict[str, tuple[Tensor, nn.Modu
         while owner.endswith(".base_layer"):
             owner = owner.removesuffix(".base_layer")
             layer: Any = modules[owner]
+            # Only the policy's adapter is ever merged; others on the same weights are not part of
+            # the model.
             if POLICY in layer.lora_A and getattr(layer, "parameter_name", "weight") == last:
                 adapted = layer
         found[f"{owner}.{last}"] = (parameter, adapted)
@@ -201,6 +205,7 @@ def merged(weight: Tensor, layer: Any) -> Tensor:
     For experts it is ``(experts, out, in)``. The sum is computed in float32, or in float64 for
     float64 weights, and rounded once.
     """
+    # A half-precision sum would round twice, and rollouts would differ from what is trained.
     dtype = torch.promote_types(weight.dtype, torch.float32)
     rows = plain_tensor(layer.lora_B[POLICY].weight).to(dtype)
     columns = plain_tensor(layer.lora_A[POLICY].weight).to(dtype)
@@ -236,6 +241,7 @@ def restored(model: nn.Module, mapped: Mapping[str, Tensor]) -> Iterator[None]:
         # Sharded weights are gathered into memory of their own: nothing has to be put back.
         if layer is not None and not isinstance(base, DTensor)
     }
+    # A copy on the GPU is restored at once; one on the host waits for two transfers of the model.
     stays = _has_room([base for base in merged_into.values() if base.device.type == "cuda"])
     for key, base in merged_into.items():
         stored = mapped.get(key)

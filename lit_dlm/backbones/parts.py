@@ -20,6 +20,7 @@ def replace_parts(model: PreTrainedModel) -> None:
     """Puts faster norms and products and a shorter last layer into a decoder; its keys stay."""
     for module in list(model.modules()):
         for name, norm in module.named_children():
+            # Recognised by this attribute: every decoder has a norm class of its own.
             if (epsilon := getattr(norm, "variance_epsilon", None)) is not None:
                 weight = norm.get_parameter("weight")
                 fused = FusedRMSNorm(weight.shape, eps=epsilon, device="meta")
@@ -27,8 +28,11 @@ def replace_parts(model: PreTrainedModel) -> None:
                 setattr(module, name, fused)
     if torch.backends.mkldnn.is_available():
         for module in model.modules():
+            # Exactly this class, since packed and adapted layers have forwards of their own. The
+            # class is exchanged and not the module, so keys, ties and hooks stay.
             if type(module) is nn.Linear:
                 module.__class__ = Linear
+    # Predictions of a few columns need the last layer's feed-forward at these columns only.
     last = model.model.layers[-1]
     last.forward = MethodType(_last_layer_forward, last)
     for layer in model.model.layers:
@@ -88,6 +92,7 @@ def _last_layer_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs:
     kept = kwargs.pop("kept", None)
     if kept is None:
         return type(layer).forward(layer, hidden_states, *args, **kwargs)
+    # Attention runs at all columns, as their keys and values go to the cache.
     normed = layer.input_layernorm(hidden_states)
     attended, _ = layer.self_attn(*args, hidden_states=normed, **kwargs)
     rows = gather_rows(hidden_states, kept) + gather_rows(attended, kept)

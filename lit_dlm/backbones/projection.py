@@ -288,6 +288,7 @@ class _Moments:
         """Fills in ``(rank, D)`` scaled directions by descending variance, and their offset."""
         rank = len(weight)
         mean = self.total / self.count
+        # In float64, as this difference cancels where the mean is large.
         covariance = self.second / self.count - torch.outer(mean, mean)
         variance, directions = torch.linalg.eigh(covariance)
         top = torch.arange(variance.numel() - 1, variance.numel() - 1 - rank, -1)
@@ -304,6 +305,7 @@ def _normalised_snapshots(hidden: Tensor, *, eps: float = 1e-6) -> tuple[Tensor,
     """Layer-normalised snapshots ``(..., H, D)`` and differences of neighbours, float32."""
     hidden = hidden.float()
     width = (hidden.shape[-1],)
+    # After the conversion: neighbouring depths are alike, and half precision would cancel.
     deltas = hidden[..., 1:, :] - hidden[..., :-1, :]
     return F.layer_norm(hidden, width, eps=eps), F.layer_norm(deltas, width, eps=eps)
 

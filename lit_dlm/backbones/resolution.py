@@ -61,6 +61,8 @@ def locate(path_or_id: str, *, weights: bool = True) -> Path:
     A hub id may end in ``@revision``; an existing folder wins over it. Only a hub id may use the
     network, for the weights only if they are wanted.
     """
+    # Embedded names first, so that a folder in the working directory does not change what they
+    # mean.
     if path_or_id in embedded_names():
         return ASSETS / path_or_id
     folder = Path(path_or_id).expanduser()
@@ -166,6 +168,9 @@ def load_tokenizer(path_or_id: str) -> PreTrainedTokenizerBase:
         kind = PreTrainedTokenizerFast
         with fitting(whole):
             steps = read_json_object(whole)
+            # A stranger's tokenizer may turn a word into gigabytes. Steps follow each other, so
+            # their growth multiplies; text passes the first two on the way in and the last on the
+            # way out.
             for names in (("normalizer", "pre_tokenizer"), ("decoder",)):
                 if (growth := math.prod(_growth(steps.get(name)) for name in names)) > _MOST_GROWTH:
                     wanted = f"texts that become at most {_MOST_GROWTH} times as long"
@@ -208,6 +213,7 @@ def tokenizer_of(
     """Loads a model's tokenizer; raises ``ValueError`` if its ids do not fit the model."""
     tokenizer, spec = load_tokenizer(path_or_id), backbone.spec
     used = set(tokenizer.get_vocab().values())
+    # An id beyond the embedding would fail in the middle of a forward, on a GPU without a message.
     highest = max(used)
     fault = ""
     if highest >= backbone.vocab_size:
@@ -445,6 +451,7 @@ def _hf_sizes(config: Mapping[str, Any], source: str, *, decoder: str) -> dict[s
     if decoder != "llama":
         options["mlp_bias"] = False
     _refuse(config, options, source)
+    # Layers with a window of their own would compute something else under a full mask.
     kinds = sorted({"full_attention", *(config.get("layer_types") or ())})
     _refuse({"layer_types": kinds}, {"layer_types": ["full_attention"]}, source)
     needed = _need(config, *_HF_SIZES.values(), source=source)
@@ -506,6 +513,7 @@ def _llada_sizes(config: Mapping[str, Any], source: str, *, decoder: str) -> dic
     )
     # The embedding matrix may be padded beyond the vocabulary; logits have its height.
     rows = config.get("embedding_size") or _need(config, "vocab_size", source=source)[0]
+    # The ratio counts only where no width is given.
     inner = config.get("mlp_hidden_size")
     if inner is None:
         inner = int(_need(config, "mlp_ratio", source=source)[0] * width)
@@ -587,6 +595,7 @@ def _listed(value: Any) -> tuple[int, ...]:
 
 def _stop_ids(config: Mapping[str, Any], folder: Path | None) -> tuple[int, ...]:
     """Returns the end-of-text ids; ``generation_config.json`` alone may say where samplers stop."""
+    # Both files count: releases add the end of turn in one of them only.
     named = _listed(config.get("eos_token_id"))
     if folder is not None:
         with fitting(path := folder / "generation_config.json"):

@@ -55,6 +55,7 @@ def load_weights(
     Returns the tensors that are a file's own memory, by our key.
     """
     place = files[0].parent if len(files) > 1 else files[0]
+    # Raised at the end, as one wrong name shows twice: as an absent and as an unexpected key.
     missing = set(parameters) - optional
     unknown: list[str] = []
     mapped: dict[str, Tensor] = {}
@@ -88,6 +89,8 @@ def _give(found: Tensor | Sequence[Tensor], tensor: Tensor, *, as_stored: bool) 
     if expected != tensor.shape:
         raise ValueError(f"has shape {tuple(tensor.shape)}, expected {expected}")
     target = targets[0]
+    # A target that takes the whole tensor as it is becomes the mapped file: nothing is copied, and
+    # pages that are only read are shared by processes.
     is_same = target.device == tensor.device and (as_stored or target.dtype == tensor.dtype)
     if is_same and target is found:
         target.data = tensor
@@ -106,6 +109,7 @@ def read_weights(path: Path, *, is_wanted: Callable[[str], bool]) -> Iterator[tu
         with safe_open(path, framework="pt") as shard:
             stored = (shard.metadata() or {}).get(DIGEST)
             digest = hashlib.sha256()
+            # In the order in which the digest was taken.
             for key in sorted(shard.keys()):
                 if not stored and not is_wanted(key):
                     continue
@@ -180,6 +184,7 @@ def save_checkpoint(
         write_json_object(folder / INDEX_FILE, document)
     else:
         (folder / INDEX_FILE).unlink(missing_ok=True)
+    # Shards of an earlier export with another number of shards, which no index names now.
     for path in folder.glob("model*.safetensors"):
         if path.name not in shards:
             path.unlink()
