@@ -53,6 +53,12 @@ def test_linked_and_named_files_exist(page: Path):
     assert not [name for name in named if not (ROOT / name).exists()]
 
 
+def test_the_readme_runs_something_soon_and_is_short():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert [line.startswith("$ lit-dlm") for line in lines].index(True) < 12
+    assert len(lines) <= 130
+
+
 def test_every_page_is_once_in_the_navigation():
     named = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2])
     docs = ROOT / "docs"
