@@ -16,7 +16,6 @@ import argparse
 import copy
 import gc
 import math
-import sys
 import tempfile
 import traceback
 import warnings
@@ -31,15 +30,13 @@ import torch
 from decode import PEAKS
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
-from measurement import median_seconds
+from measurement import median_seconds, released_architecture
 from torch.nn.functional import cross_entropy
 
-from lit_dlm.backbones.architecture import Architecture
 from lit_dlm.backbones.base import Rows, Span
 from lit_dlm.backbones.cache import CachedCanvas, WindowCache
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.lora import LoRASettings
-from lit_dlm.backbones.resolution import resolve
 from lit_dlm.datamodules.rollouts import RolloutDataModule
 from lit_dlm.decoding import (
     BlockCache,
@@ -165,10 +162,7 @@ class Checks:
         **options: Any,
     ) -> HFBackbone:
         """Returns random weights on the device, with a release's sizes except for those given."""
-        sys.path.insert(0, str(Path(__file__).parents[1]))  # where the tests are
-        from tests.twins import RELEASES
-
-        architecture: Architecture = resolve(RELEASES[release].config).architecture
+        architecture = released_architecture(release)
         if self.smoke:
             architecture = replace(architecture, **_SMALL)
         architecture = replace(

@@ -1,9 +1,10 @@
 """Counts what a step asks of a GPU, without one: launches, bytes, waits and mixed devices.
 
-The decode loop and the training steps (``training_launches.py``) run on meta tensors at the sizes
-of released models: every shape, branch and transfer is real and nothing is computed. ``meta`` takes
-the place of the GPU, so an operation that mixes CPU and meta tensors is a mistake that a GPU would
-refuse or wait for.
+The decode loop and the training steps run on meta tensors at the sizes of released models: every
+shape, branch and transfer is real and nothing is computed. ``meta`` takes the place of the GPU, so
+an operation that mixes CPU and meta tensors is a mistake that a GPU would refuse or wait for. What
+the host reads of a batch is made up. Training runs as shipped, in bf16-mixed: the casts of autocast
+count, those of weights once per step.
 
 In the roofline, a launch takes as long as its bytes or its arithmetic, whichever is longer, at 4.0
 TB/s and 700 TFLOP/s (float32: 50), about what an H200 gives in practice. Attention counts whole
@@ -17,12 +18,12 @@ kernel. Where launches are the bottleneck, at 5 to 10 microseconds each, their n
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -37,7 +38,8 @@ from torch.utils._pytree import tree_leaves
 from lit_dlm.backbones.base import BackboneSpec, Denoised
 from lit_dlm.backbones.cache import CachedCanvas
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.backbones.resolution import resolve
+from lit_dlm.backbones.lora import LoRASettings
+from lit_dlm.backbones.projection import Projector, ProjectorConfig
 from lit_dlm.decoding import (
     BlockCache,
     BlockWindow,
@@ -55,6 +57,16 @@ from lit_dlm.decoding import (
 )
 from lit_dlm.decoding.batch import Batch
 from lit_dlm.decoding.state import RUNNING, STEP_LIMIT, initial_state
+from lit_dlm.finetuning.sft import SFTModule
+from lit_dlm.finetuning.tabom import TABOMModule
+from lit_dlm.rl.items import RolloutBatch
+from lit_dlm.rl.module import TraceRLModule
+from lit_dlm.rl.settings import ValueObjective
+from lit_dlm.tensors import fused_head, precision
+from lit_dlm.tracelock.module import TraceLockModule
+from lit_dlm.tracelock.network import AcceptanceConfig
+from lit_dlm.tracelock.states import StateBatch
+from lit_dlm.training.batch import SupervisedBatch
 
 _LOOK = Batch.look
 DREAM, SDAR = "Dream-org/Dream-v0-Instruct-7B", "JetLM/SDAR-8B-Chat"
@@ -72,7 +84,7 @@ _VIEWS = {
 }  # fmt: skip
 _GATHERS = {"embedding", "gather", "index", "index_select"}
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
-_TOLD = (Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.item)
+_READS = (Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.item)
 
 
 @dataclass
@@ -153,30 +165,30 @@ class LaunchCounter(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _TOLD and args[0].is_meta:
+        if func in _READS and args[0].is_meta:
             self.counts.waits[func.__name__] += 1
             return self._answer(args[0])
         if func in (Tensor.nonzero, torch.nonzero) and args[0].is_meta:
-            return self._found(args[0], **kwargs)
+            return self._positions(args[0], **kwargs)
         if func is Tensor.__getitem__ and args[0].is_meta:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            places: list[Any] = []
+            indices: list[Any] = []
             for one in index:
                 is_mask = isinstance(one, Tensor) and one.dtype == torch.bool
-                places += self._found(one, as_tuple=True) if is_mask else [one]
-            return func(args[0], tuple(places))
+                indices += self._positions(one, as_tuple=True) if is_mask else [one]
+            return func(args[0], tuple(indices))
         if func is F.scaled_dot_product_attention and args[0].is_meta:
             return self._attention(*args[:3], **kwargs)
         if func is F.rms_norm and args[0].is_meta:  # one kernel on a GPU
             return _Kernel.apply(self, "rms_norm", 2 * _size(args[0]), 0.0, *args[:1])
         return func(*args, **kwargs)
 
-    def _found(self, mask: Tensor, as_tuple: bool = False) -> Any:
+    def _positions(self, mask: Tensor, as_tuple: bool = False) -> Any:
         """Returns the positions of the true entries, for whose number the host waits."""
         self.counts.waits["nonzero"] += 1
         self.counts.add("nonzero", _size(mask))
-        found = mask.new_empty(self.num_true, mask.ndim, dtype=torch.long)
-        return found.unbind(1) if as_tuple else found
+        positions = mask.new_empty(self.num_true, mask.ndim, dtype=torch.long)
+        return positions.unbind(1) if as_tuple else positions
 
     def _attention(self, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
         mask = kwargs.get("attn_mask")
@@ -280,10 +292,7 @@ def _shares(one: Tensor, other: Tensor) -> bool:
 
 def meta_backbone(release: str, **options: Any) -> HFBackbone:
     """Returns the model of a key of :data:`~tests.twins.RELEASES` without its weights."""
-    sys.path.insert(0, str(Path(__file__).parents[1]))  # where the tests are
-    from tests.twins import RELEASES
-
-    architecture = resolve(RELEASES[release].config).architecture
+    architecture = measurement.released_architecture(release)
     with torch.device("meta"):
         return HFBackbone(architecture=architecture, dtype="bfloat16", **options).eval()
 
@@ -416,9 +425,9 @@ def decode_counts(case: DecodeCase, **options: Any) -> Counts:
     plain = CachedCanvas._ranges
 
     def watched(*arguments: Any) -> Any:
-        found = plain(*arguments)
-        steps.counter.ranges = found or {}
-        return found
+        ranges = plain(*arguments)
+        steps.counter.ranges = ranges or {}
+        return ranges
 
     look, seen = (
         (Batch, "look", lambda batch: steps.look(batch)),
@@ -463,28 +472,213 @@ def sampling_counts(
 def report(cases: Sequence[str] = tuple(CASES), **options: Any) -> dict[str, Any]:
     """Returns the counts per step of some :data:`CASES`, and figures derived from them."""
     counted = {name: decode_counts(CASES[name], **options) for name in cases}
-    told: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for name, counts in counted.items():
         steps = CASES[name].steps
-        told[f"{name}_launches"] = counts.launches / steps
-        told[f"{name}_roofline_ms"] = 1e3 * counts.seconds / steps
-        told[f"{name}_gigabytes"] = counts.bytes / steps / 1e9
-        told[f"{name}_tile_gflops"] = counts.tile_flops / steps / 1e9
+        figures[f"{name}_launches"] = counts.launches / steps
+        figures[f"{name}_roofline_ms"] = 1e3 * counts.seconds / steps
+        figures[f"{name}_gigabytes"] = counts.bytes / steps / 1e9
+        figures[f"{name}_tile_gflops"] = counts.tile_flops / steps / 1e9
     if "dream_b16_padded" in counted and "dream_b16" in counted:
-        told["dream_b16_padded_bytes_ratio"] = (
+        figures["dream_b16_padded_bytes_ratio"] = (
             counted["dream_b16_padded"].bytes / counted["dream_b16"].bytes
         )
-    told["host_waits_per_step"] = max(
+    figures["host_waits_per_step"] = max(
         # Rows that enter cost one wait, for their prompts.
         counts.waits.total() / CASES[name].steps - (CASES[name].skipped == 0)
         for name, counts in counted.items()
     )
-    told["mixed_devices"] = sum(counts.mixed.total() for counts in counted.values())
+    figures["mixed_devices"] = sum(counts.mixed.total() for counts in counted.values())
     for name, sampler in SAMPLERS.items():
         counts = sampling_counts(sampler)
-        told[f"sampling_{name}_launches"] = counts.launches
-        told[f"sampling_{name}_gigabytes"] = counts.bytes / 1e9
-    return told
+        figures[f"sampling_{name}_launches"] = counts.launches
+        figures[f"sampling_{name}_gigabytes"] = counts.bytes / 1e9
+    return figures
+
+
+# -- training ----------------------------------------------------------------------------------
+
+ROWS, PROMPT, RESPONSE = 8, 256, 256
+SUPERVISED = ROWS * RESPONSE // 2
+"""Supervised cells of a batch."""
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def _responses() -> SupervisedBatch:
+    return SupervisedBatch(
+        ids=_empty(ROWS, PROMPT + RESPONSE),
+        pad_mask=_empty(ROWS, PROMPT + RESPONSE, dtype=torch.bool),
+        start=PROMPT,
+        num_prompt=_empty(ROWS),
+        maskable=_empty(ROWS, RESPONSE, dtype=torch.bool),
+        steps=_empty(ROWS, RESPONSE),
+        seeds=_empty(ROWS),
+        uids=[str(row) for row in range(ROWS)],
+    )
+
+
+def _adapted() -> Any:
+    return meta_backbone(DREAM, lora=LoRASettings(rank=16, alpha=16.0, targets="all")).train()
+
+
+def _fine_tuning(kind: type[SFTModule]) -> Callable[[], Tensor]:
+    module: Any = kind(_adapted(), tokenizer="tiny")
+    batch = _responses()
+    return lambda: module.training_step(batch)
+
+
+def _tracerl() -> Callable[[], Tensor]:
+    module = TraceRLModule(
+        _adapted(),
+        tokenizer="tiny",
+        decoders={"rollout": Decoder(policy=ConfidencePolicy())},
+        value=ValueObjective(backbone="lora"),
+    ).to("meta")
+    cells = {"dtype": torch.float32}
+    batch = RolloutBatch(
+        responses=_responses(),
+        sample=_empty(ROWS),
+        item=_empty(ROWS),
+        hidden=_empty(ROWS, RESPONSE, dtype=torch.bool),
+        supervised=_empty(ROWS, RESPONSE, dtype=torch.bool),
+        weight=_empty(SUPERVISED, **cells),
+        kl_weight=_empty(SUPERVISED, **cells),
+        advantage=_empty(SUPERVISED, **cells),
+        num_slots=ROWS,
+        num_rows=float(ROWS),
+        old_log_prob=_empty(SUPERVISED, **cells),
+        returns=_empty(SUPERVISED, **cells),
+        old_value=_empty(SUPERVISED, **cells),
+    )
+    return lambda: module.training_step(batch)
+
+
+def _tracelock() -> Callable[[], Tensor]:
+    backbone = meta_backbone(DREAM)
+    config = ProjectorConfig(hidden_size=backbone.hidden_size)
+    module = TraceLockModule(
+        backbone, tokenizer="tiny", projector=Projector(config), head=AcceptanceConfig()
+    )
+    module.to("meta").train()
+    module._trainer = SimpleNamespace(  # type: ignore[assignment]
+        accumulate_grad_batches=1, world_size=1, global_rank=0, global_step=0
+    )
+    for name in ("log", "log_dict"):
+        setattr(module, name, lambda *args, **kwargs: None)
+    rows, length = 64, RESPONSE
+    batch = StateBatch(
+        ids=_empty(rows, PROMPT + length),
+        target=_empty(rows, PROMPT + length),
+        masked=_empty(rows, PROMPT + length, dtype=torch.bool),
+        pad_mask=_empty(rows, PROMPT + length, dtype=torch.bool),
+        is_real=_empty(rows, dtype=torch.bool),
+        start=PROMPT,
+        mask_id=backbone.spec.mask_id,
+        features=_empty(rows, length, module.scorer.head.num_features, dtype=torch.bfloat16),
+        proposals=_empty(rows, length),
+    )
+    return lambda: module.training_step(batch, 0)
+
+
+TRAINING_CASES: dict[str, Callable[[], Callable[[], Tensor]]] = {
+    "sft": lambda: _fine_tuning(SFTModule),
+    "tabom": lambda: _fine_tuning(TABOMModule),
+    "tracelock": _tracelock,
+    "tracerl": _tracerl,
+}
+"""Adapters of rank 16 on Dream-7B with 8 rows of 512, half of each response supervised; TraceLock's
+network on stored features of 64 states; TraceRL with a value model on an adapter of its own."""
+
+
+class MixedPrecision(TorchFunctionMode):
+    """Casts meta tensors, which autocast ignores, as autocast to bfloat16 casts on a GPU.
+
+    The lists are those of torch's ``ATen/autocast_mode.h``, as far as models and losses need them.
+    """
+
+    HALF = (
+        "linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "einsum",
+        "scaled_dot_product_attention",
+    )  # fmt: skip
+    FULL = (
+        "exp", "log", "pow", "__pow__", "rsqrt", "reciprocal", "softplus", "layer_norm", "rms_norm",
+        "logsumexp", "softmax", "log_softmax", "sum", "cumsum", "prod", "nll_loss", "mse_loss",
+        "binary_cross_entropy_with_logits",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_enabled = True
+        self._weights: dict[int, Tensor] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if self.is_enabled and name in self.HALF + self.FULL:
+            to = torch.bfloat16 if name in self.HALF else torch.float32
+            args = [self._cast(value, to) for value in args]
+            kwargs = {key: self._cast(value, to) for key, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        if not isinstance(value, Tensor) or value.dtype not in (torch.float32, torch.bfloat16):
+            return value
+        if not (value.is_leaf and value.requires_grad and value.dtype != dtype):
+            return value.to(dtype)
+        if id(value) not in self._weights:
+            self._weights[id(value)] = value.to(dtype)
+        return self._weights[id(value)]
+
+    @contextmanager
+    def switched(self, _kind: str, *_: Any, enabled: bool = True) -> Iterator[None]:
+        """Takes the place of ``torch.autocast``."""
+        before, self.is_enabled = self.is_enabled, enabled
+        try:
+            yield
+        finally:
+            self.is_enabled = before
+
+
+def training_counts(case: str) -> Counts:
+    """Returns the counts of one step of a case."""
+    step = TRAINING_CASES[case]()
+    counter = LaunchCounter(_read_of_training, num_true=SUPERVISED)
+    mixed = MixedPrecision()
+    # Meta takes the place of a GPU, which has tensor cores.
+    with (
+        patch.object(fused_head, "_has_tensor_cores", return_value=True),
+        patch.object(torch, "autocast", mixed.switched),
+        patch.object(precision, "is_autocast", lambda _: mixed.is_enabled),
+        counter,
+    ):
+        with mixed:
+            loss = step()
+        loss.backward()
+    return counter.counts
+
+
+def _read_of_training(tensor: Tensor) -> Any:
+    """Answers the host: nothing is broken, the last item is the last row, lists are zeros."""
+    if tensor.dtype.is_floating_point or tensor.dtype == torch.bool:
+        return False
+    return ROWS - 1 if tensor.ndim == 0 else [0] * len(tensor)
+
+
+def training_report() -> dict[str, float]:
+    """Returns launches, roofline, gigabytes and waits of every case."""
+    figures: dict[str, float] = {}
+    for name in TRAINING_CASES:
+        counts = training_counts(name)
+        figures[f"{name}_launches"] = counts.launches
+        figures[f"{name}_roofline_ms"] = 1e3 * counts.seconds
+        figures[f"{name}_gigabytes"] = counts.bytes / 1e9
+        figures[f"{name}_host_waits"] = counts.waits.total()
+        figures[f"{name}_mixed_devices"] = counts.mixed.total()
+    return figures
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -503,12 +697,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 size = counts.bytes_by_name[operation] / steps / 1e9
                 print(f"  {operation:<24}{launches / steps:>8.1f}{size:>10.3f}")
         return
-    told = report(options.cases)
+    figures = report(options.cases)
     if options.cases == list(CASES):
-        import training_launches  # which builds on this file
-
-        told |= training_launches.report()
-    measurement.tell(told, as_json=options.json)
+        figures |= training_report()
+    measurement.tell(figures, as_json=options.json)
 
 
 if __name__ == "__main__":

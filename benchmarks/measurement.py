@@ -7,12 +7,16 @@ import ctypes
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+
+from lit_dlm.backbones.architecture import Architecture
+from lit_dlm.backbones.resolution import resolve
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -146,6 +150,14 @@ def in_child(work: Callable[[], Result]) -> Result:
         raise SystemExit("the process that measures memory failed")
     result: Result = json.loads(text)
     return result
+
+
+def released_architecture(release: str) -> Architecture:
+    """Returns the architecture of a key of :data:`~tests.twins.RELEASES`."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # where the tests are
+    from tests.twins import RELEASES
+
+    return resolve(RELEASES[release].config).architecture
 
 
 def _bytes(field: str) -> int:

@@ -75,7 +75,7 @@ def test_drawing_the_tokens_of_64_blocks_takes_few_launches_and_bytes() -> None:
 
 
 def test_autocast_rounds_products_widens_sums_and_casts_weights_once() -> None:
-    from training_launches import MixedPrecision
+    from launches import MixedPrecision
 
     weight = torch.nn.Parameter(torch.empty(4, 4, device="meta"))
     rows = torch.empty(2, 4, dtype=torch.bfloat16, device="meta")
@@ -117,7 +117,7 @@ def test_rows_out_of_phase_fill_the_tiles_of_attention() -> None:
 )
 def test_a_training_step_keeps_to_its_launches_and_waits(case: str, waits: int, most: int) -> None:
     """Cells and rows that count are asked for, and whether the loss is finite; nothing else is."""
-    from training_launches import training_counts
+    from launches import training_counts
 
     counts = training_counts(case)
     assert (counts.waits.total(), counts.mixed.total()) == (waits, 0)
