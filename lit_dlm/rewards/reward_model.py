@@ -18,7 +18,7 @@ from lit_dlm.backbones.loading import DType
 from lit_dlm.backbones.resolution import load_tokenizer, locate, weight_files
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
 from lit_dlm.system.files import fitting
-from lit_dlm.system.options import refuse
+from lit_dlm.system.options import refuse_first
 from lit_dlm.tensors.precision import without_autocast
 
 # Responses of a group read together.
@@ -61,7 +61,7 @@ class RewardModel(Reward):
     def tokenizer(self) -> PreTrainedTokenizerBase:
         tokenizer = load_tokenizer(self.path)
         message = f"{self.path}: expected a tokenizer with a"
-        refuse(
+        refuse_first(
             (tokenizer.chat_template is None, f"{message} chat template"),
             (tokenizer.pad_token is None, f"{message} padding token"),
         )

@@ -11,7 +11,7 @@ import numpy as np
 
 from lit_dlm.grading import IsolationLevel, SandboxError, Verdict
 from lit_dlm.rewards.base import GroupFilter, Reward, RewardScore, Rollout
-from lit_dlm.system.options import at_least, refuse
+from lit_dlm.system.options import at_least, refuse_first
 from lit_dlm.tasks import Task, require_code_execution
 
 # Detail of the verdict on an overlong response.
@@ -57,7 +57,7 @@ class Rewarder:
             for keep in self.filters
             if keep.needs_verdict and not task.is_graded
         ]
-        refuse(
+        refuse_first(
             (len(set(names)) < len(names), f"rewards: names must differ, got {', '.join(names)}"),
             (blind, f"filters: {', '.join(blind)}"),
         )
@@ -134,7 +134,7 @@ def _added(
     for reward in rewards:
         shares = reward.score(group)
         message = f"reward {reward.name!r} gave {len(shares)} scores for {len(group)} responses"
-        refuse((len(shares) != len(group), f"{group[0].example.uid}: {message}"))
+        refuse_first((len(shares) != len(group), f"{group[0].example.uid}: {message}"))
         rows = zip(scores, shares, group, strict=True)
         scores = [_sum(reward, score, share, rollout) for score, share, rollout in rows]
     return scores

@@ -32,7 +32,7 @@ from lit_dlm.rl.policy_losses import PolicyLoss
 from lit_dlm.rl.settings import PolicyObjective, ValueObjective
 from lit_dlm.rl.step import ItemScores
 from lit_dlm.rl.value import ValueHead
-from lit_dlm.system.options import at_least, one_of, refuse
+from lit_dlm.system.options import at_least, one_of, refuse_first
 from lit_dlm.tensors.precision import evaluating
 from lit_dlm.training.bounds import BoundViews
 from lit_dlm.training.fit_loop import make_epochs_whole, restart_epoch
@@ -145,7 +145,7 @@ class TraceRLModule(TrainableModule):
     def _check_value(self, value_backbone: HFBackbone | None) -> None:
         kind = None if self.value is None else self.value.backbone
         own = [] if value_backbone is None else list(value_backbone.parameters())
-        refuse(
+        refuse_first(
             (
                 (kind == "full") != (value_backbone is not None),
                 "value_backbone: needed with value.backbone 'full' and only there, got "

@@ -14,7 +14,7 @@ from lit_dlm.rewards import GroupFilter, Reward
 from lit_dlm.rl.advantages import Advantage, GroupZScore
 from lit_dlm.rl.items import Normalise
 from lit_dlm.rl.policy_losses import ClippedPolicyLoss, PolicyLoss
-from lit_dlm.system.options import at_least, refuse, within
+from lit_dlm.system.options import at_least, refuse_first, within
 from lit_dlm.tasks import Task
 from lit_dlm.training.bounds import BoundViews
 from lit_dlm.training.masking import TraceMasking
@@ -43,11 +43,13 @@ class PolicyObjective(ClippedPolicyLoss):
         """Returns the loss to train on: ``given``, or else this clipped one."""
         if given is None:
             is_idle = self.kl_to == "initial" and not self.beta
-            refuse((is_idle, "objective.kl_to: 'initial' has no effect with objective.beta 0"))
+            refuse_first(
+                (is_idle, "objective.kl_to: 'initial' has no effect with objective.beta 0")
+            )
             return self
         checked_component(given, PolicyLoss, option="policy_loss")
         name = type(given).__name__
-        refuse(
+        refuse_first(
             *(
                 (
                     getattr(self, one.name) != one.default,
@@ -74,7 +76,7 @@ class PolicyObjective(ClippedPolicyLoss):
         adapter, vision = backbone.adapter, backbone.vision
         dropout = 0.0 if adapter is None else adapter.dropout
         is_initial = self.kl_to == "initial"
-        refuse(
+        refuse_first(
             (
                 dropout,
                 "backbone.lora.dropout: expected 0, since probabilities of two forwards are "
@@ -211,7 +213,7 @@ class RolloutSettings:
         at_least(1, tasks=len(self.tasks), **{name: getattr(self, name) for name in _POSITIVE})
         within(f"[0, {self.response_length})", overlong_margin=self.overlong_margin)
         is_alone = self.source == "online" and self.responses_per_prompt == 1
-        refuse(
+        refuse_first(
             (
                 (self.source == "shards") != (self.shards is not None),
                 "shards: needed with source 'shards' and only there, got "

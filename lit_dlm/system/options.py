@@ -42,7 +42,7 @@ def one_of(*choices: object, of: str = "", **options: object) -> None:
             refuse(f"{of}{name}", expected, repr(value), hint)
 
 
-def refuse(*mistakes: tuple[object, str]) -> None:
+def refuse_first(*mistakes: tuple[object, str]) -> None:
     """Raises the message of the first mistake that was made, of pairs of both."""
     for is_made, message in mistakes:
         if is_made:
