@@ -169,10 +169,9 @@ def test_the_policy_bench_compares_at_equal_forwards_and_keeps_every_decode(
         task = pa.array([name] * len(rows)).cast(bench["SCHEMA"].field("task").type)
         bench["write_table"](path, table.set_column(0, "task", task))
     results = bench["read"](path)
-    assert {task: len(results[task, "test"].correct) for task, _ in results} == {
-        "sudoku": 5,
-        "words": 5,
-    }
+    assert {task: len(results[task, "test"].correct) for task, _ in results} == dict.fromkeys(
+        ("sudoku", "words"), 5
+    )
     test = results["words", "test"]
     found = bench["contest"](results["words", "validation"], test, ("whole",))
     own, forwards, accuracy, _ = found["ours"]
@@ -187,30 +186,10 @@ def test_the_policy_bench_compares_at_equal_forwards_and_keeps_every_decode(
     seeds, problems = wide.mean(1).var(ddof=1) / 2, wide.mean(0).var(ddof=1) / 200
     error = bench["standard_error"](wide)
     assert error**2 == pytest.approx(seeds + problems, rel=0.1)
-    points = {"a_1_whole": (9, 0.9), "a_2_whole": (5, 0.9), "a_3_whole": (3, 0.5)}
-    points |= {"b_1_whole": (4, 0.4), "a_1_blocks-8": (9, 0.8), "a_1_blocks-2": (8, 0.9)}
-    chosen = {"a_2_whole", "a_3_whole", "b_1_whole", "a_1_blocks-2"}
-    assert bench["fronts"](points) == chosen
-    # Right decodes cost 5, 4, 4, 8 forwards at best, wrong ones 4: 16 forwards buy two answers.
-    forwards, rates = bench["oracle"](test)
-    assert rates.tolist() == [0.25, 0.5, 0.75, 1.0]
-    assert forwards.tolist() == [4.0, 4.0, 4.25, 4.5]
     assert "| words | whole responses | 87.5 ± " in bench["contests_table"](results)
-    assert "| whole responses | outcome | 87.5 @ 5.0 | 87.5 @ 5.0 |" in bench["fronts_table"](
-        results
-    )
     listed = bench["listing"](path).splitlines()  # half of four are right: 0.5 ± 0.25
     assert listed[0] == "| policy | setting | window | words | sudoku |"
     assert "| threshold | 0.6 | whole | 50.0 ± 25.0 @ 4.0 | 50.0 ± 25.0 @ 4.0 |" in listed
-    # A faster cell a quarter below the best is taken where the contest allows for it.
-    for one in results.values():
-        one.forwards["outcome", "whole", "0.8"] = np.full((2, 4), 4.0)
-    for within, setting in ((0.2, "0.5"), (0.25, "0.8")):
-        near = bench["contest"](results["words", "validation"], test, ("whole",), within)
-        assert near["ours"][0][2] == setting
-    extra = bench["cells"]({"mine": {"0.5": {"policy": "A"}}}, ["whole", "blocks-8"])
-    assert extra["mine_0.5_whole"] == {"policy": "A"}
-    assert extra["mine_0.5_blocks-8"]["window"]["init_args"] == {"block_length": 8}
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(SystemExit, match=r"bench\.parquet"):
         bench["report"](path)
