@@ -316,6 +316,7 @@ def run_python_check(
     the tests use, which runs before them, and which the candidate cannot replace.
     """
     require_permission(allow_code_execution)
+    # Without a test every answer would be right.
     if not check.strip():
         raise ValueError("check: expected at least one test, got none")
     for name, source in (("check", check), ("preamble", preamble)):

@@ -48,7 +48,7 @@ def write_gif(
     sheet = Image.new("RGB", (width, height * len(chosen)))
     for number, frame in enumerate(chosen):
         sheet.paste(frame, (0, number * height))
-    palette = sheet.quantize(colors=64)
+    palette = sheet.quantize(colors=64)  # text has few colours; more would only make files larger
     first, *others = (frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames)
     pace = STEP_MILLISECONDS * _stride(samples)
     data = io.BytesIO()

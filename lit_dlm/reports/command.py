@@ -138,6 +138,7 @@ def is_wrong(row: ResultRow) -> bool:
 
 def failures_first(task: str, method: str, rows: Sequence[ResultRow]) -> SampleGroup:
     """Wrong samples, then ungraded, then right ones, each by uid."""
+    # Failures are what a reader can learn from, and a page has room for a few samples only.
     ordered = sorted(rows, key=lambda row: (not is_wrong(row), row.correct, row.uid))
     shown, num_wrong = ordered[:NUM_SAMPLES], sum(map(is_wrong, rows))
     counts = f"{method}: {num_wrong} of {len(rows)} wrong"

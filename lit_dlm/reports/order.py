@@ -80,7 +80,8 @@ def fill_order_figure(
 ) -> Figure:
     """Heat map: the canvas after every step, each token coloured by the step that wrote it."""
     writer = last_writes(record)
-    writer = writer[1:] if record.num_steps else writer  # without a step, the start
+    # The canvas before the first step is all masks, and would be one empty row on top.
+    writer = writer[1:] if record.num_steps else writer
     T, G = writer.shape
     width = min(max(5.0, 0.17 * G + 1.6), 13.0)
     height = min(max(2.4, 0.11 * T + 1.5), 7.0)
@@ -94,7 +95,7 @@ def fill_order_figure(
         cmap="viridis",
         vmin=1,
         vmax=max(record.num_steps, 2),
-        extent=(-0.5, G - 0.5, T + 0.5, 0.5),
+        extent=(-0.5, G - 0.5, T + 0.5, 0.5),  # steps from 1, as in all texts for readers
     )
     axis.set(ylabel="step", ylim=(T + 0.5, 0.5), xlim=(-0.5, G - 0.5))
     axis.yaxis.set_major_locator(MaxNLocator(integer=True))

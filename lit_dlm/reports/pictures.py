@@ -25,6 +25,7 @@ def write_pictures(
     theme: str = "light",
 ) -> None:
     """Writes pictures by kind: ``gif`` of all decodes, others of the first, of this method."""
+    # All names first: a wrong one must not leave half of the pictures.
     for kind, path in files.items():
         suffixes = (".gif",) if kind == "gif" else (".pdf", ".png", ".svg")
         if path.suffix.lower() not in suffixes:

@@ -135,6 +135,7 @@ class ResultFolder:
             for row in rows:
                 key = (path.parent, row["uid"])
                 uid = (row.get("trajectory") or {}).get("uid")
+                # A record may be lost where its row is whole; decoded again, the sample has both.
                 if key not in seen and (records is None or uid in records):
                     kept.append(row)
                     seen.add(key)
@@ -202,11 +203,13 @@ def _line(row: Mapping[str, Any]) -> str:
     return json.dumps({**row, "digest": _digest(row)}, ensure_ascii=False) + "\n"
 
 
-def _parsed(text: bytes, place: str) -> dict[str, Any]:
-    """Parses a JSON object, and checks and removes its digest; errors name its ``place``."""
-    value = json_object(place, parsed_json(place, text))
+def _parsed(text: bytes, origin: str) -> dict[str, Any]:
+    """Parses a JSON object, and checks and removes its digest; errors name its ``origin``."""
+    value = json_object(origin, parsed_json(origin, text))
     if value.pop("digest", None) != _digest(value):
-        raise ValueError(f"{place}: damaged, or written by an older version: it has another digest")
+        raise ValueError(
+            f"{origin}: damaged, or written by an older version: it has another digest"
+        )
     return value
 
 

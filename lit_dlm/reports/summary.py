@@ -26,7 +26,7 @@ class MethodSummary:
     stderr: float | None = None  # of the accuracy; prompts are independent
     interval: tuple[float, float] | None = None  # 95 %, see wilson_interval
     nfe: float  # mean forwards of the backbone per sample (average steps)
-    tokens_per_step: float  # response cells filled per forward, over all samples
+    tokens_per_step: float  # response positions filled per forward, over all samples
     useful_tokens_per_step: float  # the same, counting only tokens before the first end of text
     seconds: float  # mean decode time per sample, grading excluded
     policy_forwards: float
@@ -128,6 +128,7 @@ def _pass_at(grades: Sequence[Sequence[bool]]) -> dict[str, float] | None:
 def summarise_folder(folder: Path, order: Sequence[str] = ()) -> list[MethodSummary]:
     """Summaries of a ``results`` folder by task; methods as in ``order``, then the others."""
     results = ResultFolder(folder)
+    # A task whose problems were skipped is easier by these: tables must say how many there were.
     skipped = results.metadata().get("skipped", {})
     methods = dict.fromkeys([*order, *(method for _, method in results.pairs())])
     rank = {method: number for number, method in enumerate(methods)}

@@ -69,6 +69,7 @@ class PromptExample:
     @property
     def digest(self) -> str:
         """Of what the model sees and what grading compares with."""
+        # Not the uid: whoever edits a problem keeps its number, and results of both would mix.
         parts = [self.text, self.history, self.answer_start, self.reference]
         parts += [picture.digest for picture in self.images]
         text = json.dumps(parts, sort_keys=True, default=str)
@@ -198,6 +199,7 @@ class DatasetTask(Task):
         self, row: Row, key: str, question: str, reference: dict[str, Any], **fields: Any
     ) -> PromptExample:
         """Makes a problem; its template sees the question, ``fields`` and the row's own fields."""
+        # The row's fields come first, so that ``question`` is the task's own reading of them.
         rendered = self._template.render({**row.fields, "question": question, **fields})
         return PromptExample(
             uid=f"{self.name}/{self.split}/{key}",
@@ -218,7 +220,7 @@ class DatasetTask(Task):
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
         grader = GRADERS[self.grading]
-        if grader.grade is None:
+        if grader.grade is None:  # runs ask ``is_graded`` first; rewards of a user may not
             raise ValueError(f"{example.uid}: the task {self.name!r} has no grader")
         return grader.grade(completion, example.reference["answer"])
 

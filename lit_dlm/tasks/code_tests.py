@@ -60,6 +60,7 @@ class CodeTests(CodeTask):
             reference["test_output"] = row.texts("test_output")
             counts = [len(reference[name]) for name in ("test_input", "test_output")]
             row.expect(counts[0] == counts[1], "as many test_output as test_input", counts)
+        # Templates see the reference as well: those of dLLM-RL show the prefix and tell the method.
         question = row.text("question").strip()
         return self._prompt(row, f"{row.index:05d}", question, reference, **reference)
 

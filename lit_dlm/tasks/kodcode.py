@@ -97,6 +97,7 @@ class KodCode(CodeTask):
         return self._prompt(row, key, question, reference, test=test, entry_point=entry_point)
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
+        # Not wrong, which would blame the answer, and not refused: the prompt is as good as others.
         if problem := example.reference["ungraded"]:
             return Verdict(status="ungraded", detail=problem)
         return super().grade(example, completion)

@@ -72,6 +72,7 @@ class MBPPPlus(PlusTask):
     own_template = "{{ question }}\n\n" + _INSTRUCTION
 
     def _parts(self, row: Row) -> tuple[str, str, str]:
+        # The release's prompt is a docstring with its quotes.
         question = row.text("prompt").strip().strip(chr(34)).strip()
         return question, "", row.text("canonical_solution")
 

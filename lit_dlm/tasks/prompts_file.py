@@ -69,6 +69,7 @@ class PromptsFile(DatasetTask):
             is_right = self.grading != "numeric" or parse_number(answer) is not None
             row.expect(is_right, "an answer with a number", answer)
             reference["answer"] = answer
+        # The template is for the last turn: earlier ones have been said already.
         example = self._prompt(row, self._key(row), turns[-1]["content"], reference)
         return replace(example, history=turns[:-1])
 

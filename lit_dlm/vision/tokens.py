@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from lit_dlm.system.options import one_of
 from lit_dlm.vision.base import Vision, VisionSettings
 from lit_dlm.vision.magvit import Magvit
 from lit_dlm.vision.patches import PatchTokenizer
@@ -40,8 +41,7 @@ class TokenVision(Vision):
         ``<|soi|>``, ``<|eoi|>`` and ``<|mmu|>``, are MMaDA's.
         """
         super().__init__(settings, vocab_size=vocab_size or first_id + tokenizer.num_codes)
-        if settings.train != "none":
-            raise ValueError("vision.train: expected none, since pictures are tokens here")
+        one_of("none", of="vision.", train=settings.train)  # tokens have no gradient
         self.tokenizer = tokenizer
         self.resolution = settings.resolution or tokenizer.resolution
         self.first_id = first_id
@@ -68,8 +68,8 @@ class TokenVision(Vision):
         if pictures:
             known = map(self.known_picture, pictures)
             tokens = [token for picture in known for token in self.picture_ids(picture)]
-            places = (ids - self.vocab_size).clamp(0, len(tokens) - 1)
-            ids = torch.where(ids >= self.vocab_size, ids.new_tensor(tokens)[places], ids)
+            index = (ids - self.vocab_size).clamp(0, len(tokens) - 1)
+            ids = torch.where(ids >= self.vocab_size, ids.new_tensor(tokens)[index], ids)
         return embed_words(ids)
 
     def join(self, pieces: Sequence[Sequence[int]], pictures: Sequence[list[int]]) -> list[int]:

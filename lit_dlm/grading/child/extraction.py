@@ -45,8 +45,8 @@ def fenced_blocks(text: str) -> list[str]:
     A block ends at the first fence where it parses, since a docstring may hold fences, else at the
     first fence.
     """
-    blocks, place = [], 0
-    while opening := _FENCE.search(text, place):
+    blocks, position = [], 0
+    while opening := _FENCE.search(text, position):
         kind, is_python = opening["fence"][0], opening["tag"].lower() in _PYTHON_TAGS
         fences = _FENCE.finditer(text, opening.end())
         closing = (one.span() for one in fences if one["fence"][0] == kind and not one["tag"])
@@ -55,7 +55,7 @@ def fenced_blocks(text: str) -> list[str]:
         whole = (body for body in bodies if is_python and _parses(textwrap.dedent(body)))
         best = next(whole, next(iter(bodies)))
         blocks += [best] if is_python else []
-        place = bodies[best]
+        position = bodies[best]
     return blocks
 
 
