@@ -50,7 +50,7 @@ quickstart: $(VENV)/.runs  ## The main job on two embedded models: traces, Trace
 vision: $(VENV)/.runs  ## Pictures on the embedded model: questions, TraceLock, TraceRL, drawing (about 3 minutes)
 	$(MAKE) main-job-pictures RUN_DIR=$(VISION_DIR)
 	$(BIN)/lit-dlm predict --config exp/draw_pictures --run_dir $(VISION_DIR)/drawing
-	$(BIN)/lit-dlm fit --config exp/tracerl_draw_pictures --run_dir $(VISION_DIR)/rl --ckpt_path last
+	$(BIN)/lit-dlm fit --config exp/tracerl_tiny --config domain/drawings_rl --run_dir $(VISION_DIR)/rl --ckpt_path last
 	$(BIN)/lit-dlm report $(VISION_DIR)/pictures $(VISION_DIR)/drawing --out $(VISION_DIR)
 	$(BIN)/python experiments/picture_examples.py --questions $(VISION_DIR)/pictures --drawings $(VISION_DIR)/drawing --out $(VISION_DIR)/pictures.png
 

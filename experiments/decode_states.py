@@ -122,10 +122,11 @@ def trained(options: argparse.Namespace, name: str, path: str, arm: str, seed: i
     folder = options.out / name / "fit" / f"{arm}-s{seed}"
     model = ["--model.backbone.init_args.path", path]
     if setting.decoder is not None:
-        config = "tracerl_tiny.yaml" if arm == "decode" else "tracerl_tiny_random.yaml"
+        overlay = [] if arm == "decode" else ["--config", "method/random_tiny"]
         call(
             folder / "done",
-            *("fit", "--config", f"exp/{config}", *model, *seed_flags(seed), "--run_dir", folder),
+            *("fit", "--config", "exp/tracerl_tiny", *overlay, *model, *seed_flags(seed)),
+            *("--run_dir", folder),
             *("--ckpt_path", "last", "--trainer.max_epochs", setting.updates),
             *("--trainer.check_val_every_n_epoch", setting.updates),
             *("--model.decoders", json.dumps(rollout_decoders(setting.decoder))),

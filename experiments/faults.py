@@ -155,7 +155,8 @@ JOBS = {
     ),
     "rl": Job(
         [
-            "fit", "--config=exp/tracerl_tiny_value", *ONE, "--trainer.max_epochs=3",
+            "fit", "--config=exp/tracerl_tiny", "--config=method/value_tiny", *ONE,
+            "--trainer.max_epochs=3",
             "--trainer.check_val_every_n_epoch=1", "--data.filters=null",
             "--data.prompts_per_step=3", "--data.responses_per_prompt=4",
             f"--data.tasks={TASKS % ('train', 'train')}",

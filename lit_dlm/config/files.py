@@ -52,7 +52,7 @@ def find(name: str, beside: Path | None = None) -> Path:
     if found := _found(name, beside):
         return found
     hint = nearest(name.removesuffix(".yaml"), packaged())
-    if name.rpartition("/")[0].endswith("exp"):
+    if Path(name).parent.name == "exp":
         # Many a variant is an experiment and an overlay, whose names resemble no single file.
         hint += "; 'lit-dlm recipes' lists experiments and what may follow them"
     searched = f"{(beside or Path()).resolve()} and {FOLDER}"
@@ -60,15 +60,12 @@ def find(name: str, beside: Path | None = None) -> Path:
 
 
 def _found(name: str, beside: Path | None) -> Path | None:
-    for folder in (beside or Path(), FOLDER):
-        named = folder / name
-        candidates = [named, folder / f"{name}.yaml"]
-        if named.parent.name == "exp":  # in the folder of some method; a test keeps names unique
-            file = f"{named.name.removesuffix('.yaml')}.yaml"
-            candidates += [one / file for one in sorted(named.parent.glob("*/"))]
-        for path in candidates:
-            if path.is_file():
-                return path.resolve()
+    for folder in ((one / name).parent for one in (beside or Path(), FOLDER)):
+        # An experiment is in the folder of some method; a test keeps their names unique.
+        folders = [folder, *(folder.glob("*/") if folder.name == "exp" else ())]
+        for file in (Path(name).name, f"{Path(name).name}.yaml"):
+            if paths := [one / file for one in folders if (one / file).is_file()]:
+                return paths[0].resolve()
     return None
 
 
@@ -80,30 +77,25 @@ def packaged(folder: str = "") -> list[str]:
 
 
 def variants(name: str) -> list[list[str]]:
-    """Returns what may follow an experiment on a command line, by the lines ``Also:`` of its head.
+    """Returns words that may follow an experiment on a command line: ``# Also:`` of its head."""
+    lines = re.findall(r"^# Also: (.*)$", find(name).read_text(encoding="utf-8"), re.MULTILINE)
+    return [line.split() for line in lines]
 
-    These are flags such as ``--config domain/planning``, and the run folder if they share none.
-    """
-    lines = find(name).read_text(encoding="utf-8").splitlines()
-    mark = "# Also: "
-    return [line.removeprefix(mark).split() for line in lines if line.startswith(mark)]
+
+def experiments() -> list[list[str]]:
+    """Returns the packaged experiments, each alone and before every variant, as ``--config``."""
+    return [["--config", one, *more] for one in packaged("exp") for more in ([], *variants(one))]
 
 
 def maker(folder: Path) -> str:
     """Says what makes missing traces or their projector: the experiment whose run folder it is."""
-    run_dir = str(folder.parent)
-    options = ("trajectories_dir", "projector_dir")
-    written = [f"'{option}': '${{run_dir}}/{folder.name}'" for option in options]
-    for name in packaged("exp"):
-        for words in (["--config", name, *more] for more in ([], *variants(name))):
-            files = [word for flag, word in pairwise(words) if flag == "--config"]
-            texts = [" ".join(words), *(find(one).read_text(encoding="utf-8") for one in files)]
-            # Texts are searched first: to compose all experiments would take seconds.
-            if re.search(rf"run_dir:? {re.escape(run_dir)}$", "\n".join(texts), re.MULTILINE):
-                document = compose(words).document
-                told = str(document)
-                if document["run_dir"] == run_dir and any(one in told for one in written):
-                    return f"'lit-dlm predict {' '.join(words)}' makes it"
+    for words in experiments():
+        # What decodes for training is called so; to compose all others would take seconds.
+        if words[1].startswith(("exp/generate_", "exp/distill_")):
+            document = compose(words).document
+            is_written = f"'${{run_dir}}/{folder.name}'" in str(document)
+            if is_written and document["run_dir"] == str(folder.parent):
+                return f"'lit-dlm predict {' '.join(words)}' makes it"
     return "'lit-dlm recipes' tells what makes it, with the same --run_dir"
 
 
@@ -141,6 +133,7 @@ def mapping(where: str, text: bytes) -> dict[str, Any]:
 def _require_shallow(where: str, text: bytes) -> None:
     """Refuses YAML so deep that parsers, which are recursive, would end the process."""
     depth = 0
+    # Events come one by one, so that this ends where a parser of the whole would have overflowed.
     for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
@@ -158,6 +151,7 @@ def _included(value: Any, folder: Path, within: tuple[Path, ...] = ()) -> Any:
         return [_included(item, folder, within) for item in value]
     if not isinstance(value, dict):
         return value
+    # What a mapping says itself comes last, wherever ``defaults`` stands in it.
     own = {key: _included(item, folder, within) for key, item in value.items() if key != "defaults"}
     if "defaults" not in value:
         return own
@@ -212,6 +206,7 @@ def _of_one_class(old: dict[str, Any], new: dict[str, Any]) -> bool:
 
 
 def _short(class_path: str) -> str:
+    # A user's class may have the name of one of ours, and is another one.
     has_short_name = class_path.startswith(("lit_dlm.", "lightning.pytorch.", "torch.optim."))
     return class_path.rpartition(".")[2] if has_short_name else class_path
 
@@ -239,6 +234,7 @@ def compose(arguments: Sequence[str], *first: str) -> Composed:
         ValueError: a file that is missing, is no mapping, or should come first; a place inside of a
             list; a class that is not known.
     """
+    # Without abbreviations: ``--conf`` is for the parser to refuse, with what it is meant for.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", "-c", action="append", nargs="?", const="", default=[])
     named, words = parser.parse_known_args(list(arguments))
@@ -248,6 +244,7 @@ def compose(arguments: Sequence[str], *first: str) -> Composed:
         is_inline = name.lstrip().startswith("{")
         content = mapping("--config", name.encode()) if is_inline else load(name)
         content = decoder_options(content)
+        # An overlay changes settings; an experiment behind it would start both classes anew.
         if number and all(_names_class(content.get(part)) for part in ("model", "data")):
             told = "names the classes of model and data, and so would undo what --config "
             _refuse(f"--config {name}", f"{told}{named.config[0]} sets; give it first")
@@ -265,6 +262,7 @@ def _joined(words: Iterable[str]) -> list[str]:
     """Returns each flag and its value as one word."""
     joined: list[str] = []
     for word in words:
+        # A single dash may begin a value: a negative number.
         is_value = joined and joined[-1].startswith("--") and "=" not in joined[-1]
         if is_value and not word.startswith("--"):
             joined[-1] += f"={word}"
@@ -313,8 +311,9 @@ def _value(text: str) -> Any:
 def _set(document: dict[str, Any], key: str, value: Any) -> bool:
     """Sets a flag in the document, if its mapping is there; returns whether it is."""
     name = key.rpartition(".")[2]
-    place = _parent(document, key)
-    if place is None or name in ("help", "class_path", "init_args") or key.endswith("+"):
+    if name in ("help", "class_path", "init_args") or key.endswith("+"):
+        return False
+    if (place := _parent(document, key)) is None:
         return False
     options = _options(place)
     old = options.get(name)
@@ -379,6 +378,7 @@ def resolved(document: dict[str, Any]) -> dict[str, Any]:
     try:
         return dict(OmegaConf.to_container(OmegaConf.create(document), resolve=True))  # type: ignore[arg-type]
     except OmegaConfBaseException as error:
+        # OmegaConf's text spans lines and names neither the flag nor what would be right.
         place = str(error.full_key).replace("init_args.", "")
         told = f"references like ${{run_dir}}, got {str(error).splitlines()[0]}"
         if absent := re.search(r"Environment variable '(\w+)' not found", str(error)):

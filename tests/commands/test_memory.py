@@ -2,18 +2,18 @@
 
 import inspect
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 import lit_dlm.datamodules
 from cli import main
 from lit_dlm.backbones import resolution
 from lit_dlm.backbones.experts import Experts
 from lit_dlm.commands.memory import GIB, Plan, check_run, plan_of
-from lit_dlm.config.files import FOLDER, load
+from lit_dlm.config.files import compose, experiments, find, resolved
 from tests.twins import write_descriptions
 
 V, D, INNER, LAYERS = 1000, 64, 128, 6
@@ -62,10 +62,9 @@ def planned(**options: Any) -> Plan:
     return of(config(**options))
 
 
-def shipped(name: str, *more: str) -> Plan:
-    """The plan of a packaged configuration; what it leaves out of its data are the defaults."""
-    files = [load(one) for one in ("base", f"exp/{name}", *more)]
-    merged: Any = OmegaConf.to_container(OmegaConf.merge(*files), resolve=True)
+def shipped(*words: str) -> Plan:
+    """The plan of a packaged experiment; what it leaves out of its data are the defaults."""
+    merged: Any = resolved(compose(words, "base").document)
     kind = merged["data"]["class_path"].rpartition(".")[2]
     options = inspect.signature(getattr(lit_dlm.datamodules, kind)).parameters.values()
     defaults = {one.name: one.default for one in options if one.default is not one.empty}
@@ -251,29 +250,35 @@ def test_released_sizes_are_as_counted_by_hand() -> None:
         + 2000 * 2560 * 8
         + 8 * 32_000_000,
     }
-    sharded = {"tracerl_sdar": ["trainer/fsdp"]}
-    found = {name: shipped(name, *sharded.get(name, [])).most(8) / GIB for name in by_hand}
+    sharded = {"tracerl_sdar": SHARDS}
+    found = {
+        name: shipped("--config", f"exp/{name}", *sharded.get(name, [])).most(8) / GIB
+        for name in by_hand
+    }
     assert found == pytest.approx({name: size / GIB for name, size in by_hand.items()}, rel=1e-4)
     assert [round(size, 1) for size in found.values()] == [58.6, 16.8, 21.8, 17.5, 11.1]
 
 
 NUMBERS = {"one": 1, "two": 2, "four": 4, "eight": 8}
+SHARDS = ["--config", "trainer/fsdp"]
 HEADERS = [
-    (path.stem, *found.groups()[:2], "trainer/fsdp" in found[3])
-    for path in sorted((FOLDER / "exp").rglob("*.yaml"))
-    if (found := re.search(r"(\w+) GPUs? with (\d+) GB(.*)", path.read_text()))
+    ([*case, *SHARDS * ("trainer/fsdp" in found[3])], *found.groups()[:2])
+    for case in experiments()
+    for file in [word for flag, word in pairwise(case) if flag == "--config"][-1:]
+    if (found := re.search(r"(\w+) GPUs? with (\d+) GB(.*)", find(file).read_text()))
 ]
+"""What is run, and the number and size of the GPUs that its head, or its last overlay's, names."""
 
 
 @pytest.mark.slow  # every recipe is planned
 def test_headers_name_gpus_that_hold_what_is_planned() -> None:
-    assert len(HEADERS) >= 48
+    assert len(HEADERS) >= 60
     too_large = {}
-    for name, number, size, is_sharded in HEADERS:
-        plan = shipped(name, *["trainer/fsdp"] * is_sharded)
+    for case, number, size in HEADERS:
+        plan = shipped(*case)
         count = NUMBERS.get(number) or int(number)
         if plan.most(count) > int(size) * 10**9:
-            too_large[name] = plan.most(count) / 1e9
+            too_large[" ".join(case)] = plan.most(count) / 1e9
     assert not too_large
 
 

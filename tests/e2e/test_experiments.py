@@ -21,7 +21,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import cli
-from lit_dlm.config.files import compose, load, packaged, variants
+from lit_dlm.config.files import compose, experiments, load
 from tests.cuda_rules import cuda_rules
 from tests.e2e.runs import ON_ONE_CPU, ROOT, write_jsonl
 from tests.e2e.witness import SEEN
@@ -46,30 +46,27 @@ PROJECTOR = {"hidden_rank": 8, "delta_rank": 4}
 
 
 Case = tuple[str, ...]
-"""An experiment, and what follows it on the command line."""
+"""Words of a command line: an experiment, perhaps with what may follow it."""
 
 
 def _order(case: Case) -> tuple[bool, int]:
-    kind = case[0].removeprefix("exp/").partition("_")[0]
+    kind = case[1].removeprefix("exp/").partition("_")[0]
     stage = STAGES.index(kind) if kind in STAGES else len(STAGES)
-    return "round2" in str(case) or "_outcome_" in case[0], stage
+    return "round2" in str(case) or "_outcome_" in case[1], stage
 
 
-CASES = sorted(
-    [(name, *words) for name in packaged("exp") for words in ([], *variants(name))],
-    key=lambda case: (_order(case), case),
-)
+CASES = sorted(map(tuple, experiments()), key=lambda case: (_order(case), case))
 
 
 def called(case: Case) -> str:
     """Such as ``tracelock_tiny+planning``."""
-    files = [case[0], *(word for flag, word in pairwise(case) if flag == "--config")]
-    return "+".join(name.rpartition("/")[2] for name in files)
+    files = [word for flag, word in pairwise(case) if flag == "--config"]
+    return "+".join(file.rpartition("/")[2] for file in files)
 
 
 @cache
 def config_of(case: Case) -> dict[str, Any]:
-    return compose(["--config", *case]).document
+    return compose(case).document
 
 
 SPOKEN = {"<t5000>": "\\boxed{3}", "<t5001>": "\\boxed{4}", "<t5002>": "```pythonĊprint(3)Ċ```"}
@@ -205,11 +202,11 @@ class Workplace:
             run_dir = config_of(case)["run_dir"]
             for other in CASES:
                 same_folder = config_of(other)["run_dir"] == run_dir
-                converted = other == ("exp/sft_smollm2",) and "+smollm2" in called(case)
+                converted = called(other) == "sft_smollm2" and "+smollm2" in called(case)
                 if (same_folder and _order(other) < _order(case)) or (converted and other != case):
                     self.run(other)
             if re.search("own_answers_tiny|method/tabom_tiny", str(case)):
-                self.run(("exp/distill_tiny",))
+                self.run(("--config", "exp/distill_tiny"))
                 Path(run_dir).mkdir(parents=True)
                 Path(run_dir, "traces").symlink_to(self.folder / "runs/tabom_tiny/traces")
             try:
@@ -276,7 +273,7 @@ class Workplace:
         self.judge.requests.clear()
         is_for_gpu = "bfloat16" in text or "bf16-mixed" in text
         with cuda_rules() if is_for_gpu else nullcontext():
-            cli.main([command, "--config", *case, *flags, *more])
+            cli.main([command, *case, *flags, *more])
         assert SEEN[{"fit": "steps", "validate": "validation", "predict": "predict"}[command]]
         if "val_check_interval" in trainer or "val_tasks" in options:
             assert SEEN["validation"]
@@ -303,7 +300,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
 
 @pytest.mark.parametrize("case", CASES, ids=called)
 def test_experiment_runs(case: Case, workplace: Workplace):
-    if case[0] == "exp/pretrain_pictures":
+    if called(case) == "pretrain_pictures":
         pytest.importorskip("sklearn")
     workplace.run(case)
 
@@ -325,7 +322,7 @@ def test_experiment_runs_with_other_settings(
     name: str, method: str, more: str, workplace: Workplace
 ):
     """A release's values, and a backbone of another family, whose answers end in another token."""
-    case = (f"exp/{name}",)
+    case = ("--config", f"exp/{name}")
     workplace.run(case)
     workplace._start(case, f"--config=method/{method}", *more.split())
 
@@ -340,10 +337,11 @@ def test_rewards_that_grade_nothing_are_trained_on_and_monitored(workplace: Work
         shlex.split(shown.replace("\\\n", "")),
         ["exp/tracerl_trado", "--data.rewards", price],
     ):
-        workplace.run((name,))
+        case = ("--config", name)
+        workplace.run(case)
         run_dir = f"runs/ungraded/{name}"
         each = "--trainer.check_val_every_n_epoch=1"
-        workplace._start((name,), f"--run_dir={run_dir}", each, *flags)
+        workplace._start(case, f"--run_dir={run_dir}", each, *flags)
         scores = json.loads((workplace.folder / run_dir / "policy" / "scores.json").read_text())
         assert scores["monitor"] == "val/reward"
         assert scores["scores"].keys() == {"epoch-00"}
@@ -362,7 +360,7 @@ def test_other_tasks_run_behind_an_experiment(data: str, workplace: Workplace):
     """One batch of every task, on the experiment's twin; all are graded."""
     family = "llada" if data.endswith("llada") else "dream"
     name = f"exp/benchmark_tabom_{family}"
-    workplace.run((name,))
+    workplace.run(("--config", name))
     flags = f"--config=data/{data} --run_dir=runs/{data} --data.response_length=16"
     flags += " --data.batch_size=4 --data.methods=[threshold_08]"
     cli.main(["predict", f"--config={name}", *flags.split(), *ON_ONE_CPU])

@@ -25,7 +25,7 @@ from tests.rewards.judge_server import JudgeServer
 
 pytestmark = pytest.mark.slow
 
-SMALL = f"""--config=exp/tracerl_tiny_value --trainer.enable_progress_bar=false
+SMALL = f"""--config=exp/tracerl_tiny --config=method/value_tiny --trainer.enable_progress_bar=false
     --trainer.check_val_every_n_epoch=1 --data.prompts_per_step=3 --data.responses_per_prompt=4
     --data.filters=null --model.val_method=["evaluation","rollout"]
     --data.val_tasks={problems(6)}""".split()
