@@ -107,7 +107,7 @@ def test_other_commands_exist():
 def trajectories(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The trajectories of a small benchmark run, as the README's commands leave them."""
     run_dir = tmp_path_factory.mktemp("readme")
-    decoders = {name: f"decode/{name}.yaml" for name in ("confidence", "threshold_095")}
+    decoders = {name: f"decode/{name}.yaml" for name in ("confidence", "threshold_09")}
     cli.main(
         [
             *("predict", "--config=exp/benchmark_tiny", f"--run_dir={run_dir}", *QUIET),
@@ -138,7 +138,7 @@ def test_short_command_runs(words: list[str], trajectories: Path, capsys):
     places = {True: str(trajectories), False: str(run_dir)}
     words = [places[word.endswith("/trajectories")] if "runs/" in word else word for word in words]
     words = [re.sub("@.*", "@confidence", word) for word in words]
-    for flag, method in {"--a": "threshold_095", "--b": "confidence"}.items():
+    for flag, method in {"--a": "threshold_09", "--b": "confidence"}.items():
         if flag in words:
             words[words.index(flag) + 1] = method
     cli.main(words)
