@@ -217,8 +217,8 @@ def front_figure(summaries: Sequence[MethodSummary], theme: Theme) -> Figure | N
         return None
     tasks = list(by_task(graded))
     names = list(dict.fromkeys(family(summary.method) for summary in graded))
-    # Figures and not pyplot, which keeps all figures of a process until they are closed: a run draws
-    # after every evaluation.
+    # Figures and not pyplot, which keeps all figures of a process until they are closed: a run
+    # draws after every evaluation.
     with plot_style(theme):
         figure = Figure(figsize=(4.6 * len(tasks), 3.8), layout="constrained")
         axes = figure.subplots(1, len(tasks), squeeze=False)[0]
