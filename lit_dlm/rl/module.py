@@ -342,7 +342,11 @@ class TraceRLModule(TrainableModule):
 
     def on_train_epoch_start(self) -> None:
         self._began = time.perf_counter()
-        self.log_dict(self.loop.current.facts, on_step=False, on_epoch=True, sync_dist=True)
+        self._log_over_step(self.loop.current.facts)
+
+    def _log_over_step(self, values: dict[str, Any], **options: Any) -> None:
+        """Logs values once, at the end of the RL step, over its updates and all processes."""
+        self.log_dict(values, on_step=False, on_epoch=True, sync_dist=True, **options)
 
     def on_train_epoch_end(self) -> None:
         """Marks the RL step as done, before checkpoints are written."""
@@ -351,14 +355,9 @@ class TraceRLModule(TrainableModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Logs how long the updates of the RL step take, as a mean over processes."""
         now = time.perf_counter()
-        self.log(
-            "time/train",
-            (now - self._began) / self.trainer.world_size,
-            on_step=False,
-            on_epoch=True,
-            reduce_fx="sum",
-            sync_dist=True,
-        )
+        # A sum over updates and processes; Lightning has no mean over the latter alone.
+        seconds = (now - self._began) / self.trainer.world_size
+        self._log_over_step({"time/train": seconds}, reduce_fx="sum")
         self._began = now
 
     # -- validation ------------------------------------------------------------------------------
@@ -424,32 +423,29 @@ class TraceRLModule(TrainableModule):
             # optimiser leaves parameters without gradients alone.
             optimizer.zero_grad()
             return
+        bound = float("inf") if gradient_clip_val is None else float(gradient_clip_val)
+        if gradient_clip_algorithm == "value":
+            for group in optimizer.param_groups:
+                torch.nn.utils.clip_grad_value_(group["params"], bound)
+            return
+        norms = {}
         for name, group in zip(("policy", "value"), optimizer.param_groups, strict=False):
-            if gradient_clip_algorithm == "value":
-                if gradient_clip_val is not None:
-                    torch.nn.utils.clip_grad_value_(group["params"], gradient_clip_val)
-                continue
-            bound = float("inf") if gradient_clip_val is None else float(gradient_clip_val)
             norm = torch.nn.utils.clip_grad_norm_(group["params"], bound)
-            if hasattr(norm, "full_tensor"):
+            if hasattr(norm, "full_tensor"):  # of sharded weights
                 norm = norm.full_tensor()
-            self.log(
-                f"train/grad_norm_{name}",
-                norm,
-                on_step=False,
-                on_epoch=True,
-                batch_size=1,
-                sync_dist=True,
-            )
+            norms[f"train/grad_norm_{name}"] = norm
+        self._log_over_step(norms, batch_size=1)
 
 
 def _row_spec(
     spec: BackboneSpec, block_size: int | None, alignment: Literal["response"] | None
 ) -> BackboneSpec:
     """Returns the specification of training rows, whose blocks may differ from the model's."""
-    for name, value in (("block_size", block_size), ("block_alignment", alignment)):
-        if value is not None and spec.attention != "block":
-            raise ValueError(f"{name}: only for block attention, got {spec.attention} attention")
+    is_block, message = spec.attention == "block", f"only for block attention, got {spec.attention}"
+    refuse(
+        (block_size is not None and not is_block, f"block_size: {message} attention"),
+        (alignment is not None and not is_block, f"block_alignment: {message} attention"),
+    )
     at_least(1, block_size=block_size)
     origin = alignment or spec.block_origin
     return replace(spec, block_size=block_size or spec.block_size, block_origin=origin)

@@ -356,7 +356,6 @@ class Rollouts:
     """The rollouts of one RL step, the same on all processes."""
 
     scored: list[ScoredRollout]  # in order
-    num_prompts: int  # prompts drawn for them
     # Seconds of this process by phase (``wait``: for the rollouts of others) and, if it decoded,
     # ``occupancy``, the share of the batch's slots that were in use, and ``tokens_per_second``.
     times: dict[str, float] = field(default_factory=dict)
@@ -364,6 +363,10 @@ class Rollouts:
     @property
     def kept(self) -> list[ScoredRollout]:
         return [one for one in self.scored if one.kept]
+
+    @property
+    def num_prompts(self) -> int:
+        return len(groups_of(self.scored))
 
 
 class OnlineRollouts:
@@ -449,7 +452,7 @@ class OnlineRollouts:
             "occupancy": engine.occupancy.share,
             "tokens_per_second": num_tokens / max(decoded - begin, 1e-9),
         }
-        return Rollouts(scored, count, times)
+        return Rollouts(scored, times)
 
     def _scored(
         self,
@@ -527,7 +530,7 @@ class StoredRollouts:
         """Returns the rollouts of an RL step; after the last stored one they start again."""
         records = self._steps[self.steps[step % len(self.steps)]]
         scored = in_order(map(ScoredRollout.from_record, records))
-        return Rollouts(scored, len(groups_of(scored)), {"rollout": 0.0, "reward": 0.0})
+        return Rollouts(scored, {"rollout": 0.0, "reward": 0.0})
 
     def close(self) -> None:
         """Does nothing: there are no threads to stop."""

@@ -19,7 +19,7 @@ from lit_dlm.decoding.state import Canvas, initial_state
 from lit_dlm.decoding.step import end_of_text_gate
 from lit_dlm.decoding.windows import default_window
 from lit_dlm.tensors.sampling import top_quota
-from lit_dlm.tracelock.network import accepted
+from lit_dlm.tracelock.network import accepted, as_logit
 from lit_dlm.tracelock.policy import left_of_window_end
 from lit_dlm.tracelock.scorer import CommitSettings
 from lit_dlm.tracelock.states import StateBatch
@@ -97,8 +97,7 @@ class RolloutProxy(Metric):
 
     def __init__(self, *, threshold: float = 0.99) -> None:
         super().__init__()
-        # Compared as logits: a sigmoid in float32 cannot tell 17 from 18.
-        self._limit = torch.logit(torch.tensor(threshold, dtype=torch.float64)).item()
+        self._limit = as_logit(threshold)
         self.add_state("counts", torch.zeros(4, dtype=torch.long), dist_reduce_fx="sum")
 
     def update(self, decision_logits: Tensor, label: Tensor) -> None:

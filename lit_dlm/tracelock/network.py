@@ -169,10 +169,14 @@ def accepted(
         threshold: smallest probability with which a candidate is accepted.
         max_accept: most acceptances of a row, which keeps the best ones; ``None`` for no cap.
     """
-    # Compared as logits: a sigmoid in float32 cannot tell 17 from 18.
-    limit = torch.logit(torch.tensor(threshold, dtype=torch.float64)).item()
-    accept = candidates & (logits >= limit)
+    accept = candidates & (logits >= as_logit(threshold))
     return accept if max_accept is None else top_quota(logits, accept, max_accept)
+
+
+def as_logit(threshold: float) -> float:
+    """Returns what decision logits are compared with, for a probability."""
+    # Not the other way round: a sigmoid in float32 cannot tell a logit of 17 from 18.
+    return torch.logit(torch.tensor(threshold, dtype=torch.float64)).item()
 
 
 def response_offsets(state: Tensor) -> Tensor:

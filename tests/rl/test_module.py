@@ -133,7 +133,7 @@ def test_groups_are_clipped_apart() -> None:
     for group in groups:
         norm = torch.stack([p.grad.norm() for p in group]).norm()
         torch.testing.assert_close(norm, torch.ones((), dtype=norm.dtype), rtol=1e-5, atol=1e-5)
-    logged = [call.args[0] for call in rl.log.call_args_list]
+    logged = [call.kwargs["name"] for call in rl.log.call_args_list]
     assert logged == ["train/grad_norm_policy", "train/grad_norm_value"]
 
 

@@ -236,7 +236,7 @@ def step_on(records: list[Trajectory], before: RLProgress, **options: Any) -> RL
     """Of rollouts that are there already."""
     rl, report = module(policy()).eval(), options.pop("report", Mock())
     settings = rollout_data(batch_size=4, **options)
-    found = Rollouts(scored(records), 3, {"rollout": 1.0})
+    found = Rollouts(scored(records), {"rollout": 1.0})
     source = Mock(**{"collect.return_value": found})
     return rl_step(rl, source, settings, before, report=report)
 
