@@ -1,7 +1,8 @@
 """One RL step, from prompts to the batches that the policy is updated on (arXiv:2509.06949).
 
 :func:`rl_step` reads from top to bottom like the algorithm of the paper; the functions below it are
-its parts in the same order. It runs without gradients in evaluation mode, before the first update.
+its parts in the same order, with the numbers of docs/architecture.md. It runs without gradients in
+evaluation mode, before the first update (8).
 """
 
 from __future__ import annotations
@@ -140,15 +141,15 @@ def rl_step(
         ranks: the processes.
         report: called with the progress of each phase.
     """
-    # 1. Roll out: decode the prompts with the current policy, score the responses, and mark the
-    # groups that the filters keep. All processes get all rollouts.
+    # 1 to 3. Roll out: decode the prompts with the current policy, score the responses, and mark
+    # the groups that the filters keep. All processes get all rollouts.
     with policy.rollout_weights():
         rollouts = source.collect(
             progress.step, progress.cursor, version=version, ranks=ranks, report=report
         )
     times, begin = rollouts.times, time.perf_counter()
 
-    # 2. Items: the states that each kept response went through in its decode (or others, depending
+    # 4. Items: the states that each kept response went through in its decode (or others, depending
     # on the masking), drawn anew in each pass.
     trained, passes = rollouts.kept, range(settings.passes)
     records = [one.record for one in trained]
@@ -166,7 +167,7 @@ def rl_step(
             f"'{policy.method}'"
         )
 
-    # 3. Returns and advantages: rewards are compared within a group and, with a value model or
+    # 5. Returns and advantages: rewards are compared within a group and, with a value model or
     # rewards per token, propagated back along the steps of the decode.
     assert settings.advantage is not None
     estimates = fill_advantages(
@@ -179,7 +180,7 @@ def rl_step(
     )
     times["value"] = time.perf_counter() - begin
 
-    # 4. Batches: shuffled, equally many on every process.
+    # 6. Batches: shuffled, equally many on every process.
     begin = time.perf_counter()
     batches = shard_items(
         *(part.size.numpy() for part in by_pass),
@@ -192,12 +193,12 @@ def rl_step(
     if is_empty:
         batches = [MicroBatch(torch.tensor([0]), 0.0)]
 
-    # 5. Old and reference log-probabilities and old values, before the first update changes the
+    # 7. Old and reference log-probabilities and old values, before the first update changes the
     # weights.
     differences = fill_old_scores(policy, batches, items, report=report)
     times["old_log_prob"] = time.perf_counter() - begin
 
-    # 6. What is logged and stored: dropped rollouts count as well, with a reward and no advantage.
+    # 9. What is logged and stored: dropped rollouts count as well, with a reward and no advantage.
     dropped = [] if is_empty else [one for one in rollouts.scored if not one.kept]
     noted = in_order(estimates.with_signals([*trained, *dropped]))
     facts = rollout_facts(noted) | estimates.facts() | _mismatch(differences, ranks)
@@ -238,7 +239,7 @@ def _after(
     )
 
 
-# -- 3. returns and advantages ---------------------------------------------------------------------
+# -- 5. returns and advantages ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -390,7 +391,7 @@ def _values(policy: Policy, items: Items, batch_size: int, ranks: Ranks) -> Tens
     return found
 
 
-# -- 4. batches ------------------------------------------------------------------------------------
+# -- 6. batches ------------------------------------------------------------------------------------
 
 
 def shard_items(
@@ -442,7 +443,7 @@ def shard_items(
     return batches
 
 
-# -- 5. old scores ---------------------------------------------------------------------------------
+# -- 7. old scores ---------------------------------------------------------------------------------
 
 
 @torch.no_grad()
