@@ -72,7 +72,8 @@ class RecordShards:
                     f"max_gigabytes: expected more than the {size / 1e9:.3g} GB that {self.folder} "
                     f"holds, got {max_gigabytes:g}"
                 )
-        # No process may start a shard while another still counts what the folder holds.
+        # No process may start a shard while another still counts what the folder holds, or the
+        # budgets of the two would differ.
         trainer.strategy.barrier("shards_counted")
         self._pictures = PictureFolder(self.folder / PICTURES)
         self._writer = BackgroundWriter(
@@ -98,6 +99,7 @@ class RecordShards:
             records = decoded.trajectories
             return [records[row].with_meta(**(metas[row] if metas else {})) for row in rows]
 
+        # The thread makes them: deriving records takes longer than the copy of a step.
         if rows:
             self._writer.put_batch(make, nbytes=decoded.captured.nbytes)
 
@@ -134,10 +136,9 @@ class RecordShards:
 
 
 def describe_run(trainer: Trainer, module: DecodeModule) -> RunRecord:
-    """Describes what makes the decodes of a run: settings, versions and devices.
-
-    All processes get the same. Only the first hashes the weight files, which may be gigabytes.
-    """
+    """Describes what makes the decodes of a run: settings, versions and devices."""
+    # Only the first hashes the weight files, which may be gigabytes; all must have the same text,
+    # since its digest is in their blocks.
     text = _describe(trainer, module).text() if trainer.is_global_zero else ""
     return RunRecord.parse(trainer.strategy.broadcast(text))
 

@@ -256,8 +256,8 @@ def _export(options: argparse.Namespace) -> None:
         texts = {run_of_shard(shard)[0].text() for shard in shards}
         run_text = texts.pop() if len(texts) == 1 else None
         if texts:
-            warning = f"{options.out}: has no run record, since the shards are of several runs"
-            PlainConsole(stderr=True).print(warning, soft_wrap=True)
+            text = f"{options.out}: has no run record, since the shards are of {len(texts)} runs"
+            PlainConsole(stderr=True).print(text, soft_wrap=True)
         count = exchange.write_parquet(records, options.out, run_text=run_text)
     else:
         tokenizer = tokenizer_of(shards, options.tokenizer)

@@ -196,7 +196,8 @@ class TrajectoryCapture:
                 kept=self._kept,
                 features=self.features,
             )
-            # Only these records still need the steps before the first one of an open row.
+            # Only these records still need the steps before the first one of an open row. Otherwise
+            # a long queue of prompts would keep the canvases of all its steps.
             first_step = min((row.first_step for row in self._open.values()), default=self._step)
             for buffer in (self._canvas, *self._signals.values()):
                 buffer.forget(first_step)
@@ -245,6 +246,8 @@ class TrajectoryCapture:
         """What a step must compute: scores of the whole response only if features are kept."""
         if not self._due():
             return frozenset({"hidden"})
+        # More columns in a matrix product take time and can change its last bits, so a step that
+        # keeps nothing asks for no more than the policy does.
         scores = {f"raw_{name}" for name in settings.scores}
         region = {"region"} if settings.whole_response else set()
         return frozenset({"hidden", "raw_prob"} | region | scores)
@@ -393,7 +396,8 @@ class CapturedDecode:
         ]
         if not kept:
             return record
-        # Drops left padding; the response has the same columns in every row.
+        # Drops left padding, which differs between batches; the response has the same columns in
+        # every row.
         length = record.num_generated + (record.num_prompt if form.layout == "all" else 0)
         stored = StepFeatures.quantize(
             torch.stack([one.features[at, -length:] for _, one, at in kept]).numpy(),
@@ -514,7 +518,7 @@ class StepParts:
             begin, end = end, end + len(part)
             if begin < steps.stop and end > steps.start:
                 own.append(part[max(steps.start - begin, 0) : steps.stop - begin, slot])
-        if not own:  # a row that had nothing to fill
+        if not own:  # a row that had nothing to fill took part in no step
             return np.empty((0, self.num_columns), dtype=np.int32)
         joined: NDArray[Any] = (own[0] if len(own) == 1 else torch.cat(own)).numpy()
         return joined
@@ -563,7 +567,7 @@ class StepBuffer:
         # A step is written where it belongs: a list of steps would allocate, and torch.stack would
         # need them all once more.
         step = self._chunk[self._at]
-        if len(values) == self.num_rows:  # all rows are present, in order
+        if len(values) == self.num_rows:  # all rows are present, in order: no index is needed
             step.copy_(values)
         else:
             step.index_copy_(0, rows, values.to(self.dtype))

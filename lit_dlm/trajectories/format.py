@@ -138,6 +138,19 @@ def record_batch(
     flat = checked(records) if check else flatten(records)
     ((uid, count),) = Counter(flat.uids).most_common(1)
     require(count == 1, f"uid {uid!r} appears twice")
+    metadata = {
+        "lit_dlm_trajectories": VERSION,
+        "mask_id": str(flat.mask_id),
+        "vocab_size": str(flat.vocab_size),
+        "run_digest": run_digest.hex(),
+    }
+    if (features := _feature_metadata(records)) is not None:
+        metadata["features"] = json.dumps(asdict(features))
+    columns = _required_columns(flat, records) | _optional_columns(records, metas)
+    return pa.record_batch(columns).replace_schema_metadata(metadata)
+
+
+def _required_columns(flat: Columns, records: Sequence[Trajectory]) -> dict[str, pa.Array]:
     # 255 is the last step of 256.
     steps = pa.uint8() if int(flat.num_steps.max()) <= 256 else pa.uint16()
     # Nulls are stored as 0 under a bitmap: a type with a sign would need a bit of every step.
@@ -145,7 +158,7 @@ def record_batch(
     commit = pa.array(
         np.maximum(flat.commit_step, 0), steps, mask=unwritten if unwritten.any() else None
     )
-    columns: dict[str, pa.Array] = {
+    return {
         "uid": pa.array(flat.uids),
         "prompt_ids": _lists(pa.array(flat.prompts), flat.num_prompt),
         "tokens": _lists(pa.array(flat.tokens), flat.num_generated),
@@ -155,20 +168,22 @@ def record_batch(
         "status": pa.array([record.status for record in records]),
         "digest": pa.array(flat.content_digests(), pa.binary(16)),
     }
-    metadata = {
-        "lit_dlm_trajectories": VERSION,
-        "mask_id": str(flat.mask_id),
-        "vocab_size": str(flat.vocab_size),
-        "run_digest": run_digest.hex(),
+
+
+def _optional_columns(
+    records: Sequence[Trajectory], metas: Sequence[str | None] | None
+) -> dict[str, pa.Array]:
+    """Columns that at least one record needs; null for the others."""
+    lists: dict[str, list[NDArray[Any] | None]] = {
+        "given": [record.given for record in records],
+        "superseded": [record.superseded for record in records],
+        "kept_steps": [None if r.features is None else r.features.kept_steps for r in records],
     }
-    for name in ("given", "superseded"):
-        if any(getattr(record, name) is not None for record in records):
-            parts = [getattr(record, name) for record in records]
-            columns[name] = list_column(parts, COLUMNS[name][0])
-    if (features := _feature_metadata(records)) is not None:
-        kept = [None if r.features is None else r.features.kept_steps for r in records]
-        columns["kept_steps"] = list_column(kept, COLUMNS["kept_steps"][0])
-        metadata["features"] = json.dumps(asdict(features))
+    columns: dict[str, pa.Array] = {
+        name: list_column(parts, COLUMNS[name][0])
+        for name, parts in lists.items()
+        if any(part is not None for part in parts)
+    }
     if any(record.meta for record in records):
         columns["meta"] = pa.array(metas or [meta_text(record) for record in records])
     signals = sorted(records[0].signals)
@@ -176,7 +191,7 @@ def record_batch(
     require(not other, f"all records need the same signals {signals}, unlike {other[:1]}")
     for name in signals:
         columns[name] = list_column([record.signals[name] for record in records], COLUMNS[name][0])
-    return pa.record_batch(columns).replace_schema_metadata(metadata)
+    return columns
 
 
 def _lists(values: pa.Array, lengths: Sequence[int] | NDArray[Any], mask: Any = None) -> Any:
@@ -248,7 +263,7 @@ def refusing(what: str) -> Iterator[None]:
     """Turns the libraries' errors about malformed bytes into a ``TrajectoryFormatError``."""
     try:
         yield
-    except TrajectoryFormatError:
+    except TrajectoryFormatError:  # says more than what follows
         raise
     except (
         *(zstandard.ZstdError, pa.ArrowException, OSError, struct.error, RecursionError),
@@ -280,6 +295,8 @@ def known_columns(
     batch: pa.RecordBatch, columns: dict[str, tuple[pa.DataType, ...]], required: Collection[str]
 ) -> pa.RecordBatch:
     """Returns the known columns, after checking their types, lengths and texts."""
+    # Arrow's accessors read beyond a buffer if offsets or lengths lie, so all of it is validated
+    # before the first of them is called.
     with refusing("its columns do not fit"):
         names = batch.schema.names
         missing = [name for name in required if name not in names]
@@ -302,7 +319,7 @@ def records_of(block: Block, *, strict: bool = True) -> list[Trajectory]:
     """
     batch = block.batch
     flat = _read_flat(block)
-    flat.check()
+    flat.check()  # before views are made: lengths decide where they begin
     statuses = _column(batch, "status").to_pylist()
     unknown = set(statuses).difference(STATUSES)
     require(not unknown, f"unknown status {sorted(unknown)[:1]}")
@@ -486,6 +503,7 @@ def pack(batch: pa.RecordBatch, *, level: int) -> bytes:
     sink = _Buffers()
     with pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), batch.schema) as writer:
         writer.write_batch(batch)
+    # Known beforehand, so that the frame can say it: readers refuse to unpack without.
     size = sum(map(len, sink.parts))
     frame = zstandard.ZstdCompressor(
         level=level, write_checksum=True, write_content_size=True

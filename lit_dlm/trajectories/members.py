@@ -132,6 +132,7 @@ def _features(
     shape = (len(kept), rows)
     mask = None
     if metadata.layout == "masked":
+        # Before its canvases are looked up, which a step outside would break off.
         is_inside = kept.max(initial=-1) < record.num_steps
         require(is_inside, f"the kept steps of {record.uid!r} do not fit")
         states, mask = _before(record, kept)
@@ -169,6 +170,8 @@ def _before(record: Trajectory, steps: NDArray[np.int32]) -> tuple[Int32, NDArra
 def only_masked(record: Trajectory, features: StepFeatures) -> StepFeatures:
     """Converts features from layout ``generation`` to ``masked``, with zeros in all other rows."""
     assert features.layout == "generation"
+    # Zeros where tokens stand, so that equal features have equal arrays whoever made them: a record
+    # that was read back equals the one that was captured.
     states, masked = _before(record, features.kept_steps)
 
     def only(values: NDArray[Any]) -> NDArray[Any]:
@@ -189,6 +192,7 @@ def _stored_rows(record: Trajectory) -> tuple[NDArray[Any] | None, ...] | None:
         return None
     chosen: Any = ...
     if features.layout == "masked":
+        # What is not stored is read as zeros: anything else would be lost without a word.
         chosen = _before(record, features.kept_steps)[1]
         is_bare = not features.features[~chosen].any()
         require(is_bare, f"{record.uid!r}: features in layout 'masked' must be 0 where no mask is")

@@ -93,6 +93,7 @@ class Trajectory:
         for name in ("num_steps", "mask_id", "vocab_size", "seed"):
             put(self, name, int(getattr(self, name)))
         if self.given is not None:
+            # None stands for none, so that a record read back equals the one that was written.
             given = np.asarray(self.given, dtype=np.bool_)
             put(self, "given", given if given.any() else None)
         if self.superseded is not None:
@@ -225,6 +226,7 @@ def derive(first: Int32, after: Int32, mask_id: int) -> dict[str, Any]:
     ``first`` ``(G,)`` int32 is the response before step 0, ``after`` ``(T, G)`` after every step.
     """
     states = np.concatenate([first[None], after])
+    # A write of the token that stands there already cannot be seen, and changes nothing.
     step, position = np.nonzero(states[1:] != states[:-1])
     commit_step = np.full(len(first), -1, dtype=np.int32)
     commit_step[position] = step  # ascending steps: the last write wins
@@ -245,7 +247,7 @@ def flatten(records: Sequence[Trajectory]) -> Columns:
     _check_shapes(records)
     nothing = np.empty((0, 3), dtype=np.int32)
     events = [nothing if r.superseded is None else r.superseded for r in records]
-    given = None
+    given = None  # in most sets no record has any: then nothing is concatenated, nor checked
     if any(r.given is not None for r in records):
         given = np.concatenate(
             [np.zeros(len(r.tokens), dtype=bool) if r.given is None else r.given for r in records]
@@ -302,10 +304,8 @@ def checked(records: Sequence[Trajectory]) -> Columns:
 
 
 def trusted(values: dict[str, Any]) -> Trajectory:
-    """Builds a record from checked fields of the right dtypes, of which a reader has thousands.
-
-    The constructor would take most of its time.
-    """
+    """Builds a record from checked fields of the right dtypes."""
+    # A reader has thousands, and the constructor would take most of its time.
     record = object.__new__(Trajectory)
     object.__setattr__(record, "__dict__", values)
     return record

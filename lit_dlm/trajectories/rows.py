@@ -76,6 +76,7 @@ def read_tabom(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
                 tokens = np.append(tokens, np.full(num_missing, _required(row, "pad_id")))
             given = _is_listed(row, "given_positions", len(tokens))
             record = _record(row, f"{stem}/{number}", prompt, tokens, order, given)
+            # Kept where they are not the computed ones, so that an export is this row again.
             if row["non_ltr_positions"] is not None:
                 listed = _is_listed(row, "non_ltr_positions", len(tokens))
                 if not np.array_equal(listed, non_ltr(record.commit_step)):
@@ -86,7 +87,7 @@ def read_tabom(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
 
 def read_step_map(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
     """Reads dLLM-RL's JSON list of ``{prompt, response, step_map, reward}``."""
-    with located(path):
+    with located(path):  # one JSON list: there are no lines that could be read one by one
         rows = list(json.loads(path.read_bytes()))
     for number, stored in enumerate(rows):
         with located(f"{path}: entry {number}"):
@@ -166,6 +167,7 @@ def _record(
     is_full = bool((tokens != mask_id).all())
     uid, steps, status = row.get("id"), row["num_steps"], row.get("status")
     record = Trajectory(
+        # Rows of others have no names; that of their file and line is stable.
         uid=name if uid is None else str(uid),
         prompt_ids=prompt,
         tokens=tokens,

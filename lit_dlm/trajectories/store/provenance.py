@@ -84,6 +84,7 @@ class RunRecord:
         folder = Path(folder)
         path = folder / RUN_FILE
         if path.exists():
+            # Every part must agree with this run; one of them may have the very same record.
             for former in (path, *sorted(folder.glob("run-*.json"))):
                 stored = RunRecord.parse(former.read_bytes(), where=former)
                 then, now = stored.as_dict(), json.loads(self.text())
@@ -124,12 +125,14 @@ def run_of_shard(shard: Path) -> tuple[RunRecord, str]:
             text = b"" if file is None else file.read()
     except tarfile.TarError as error:
         raise TrajectoryFormatError(f"{shard}: not a tar file: {error}") from error
+    # Of the text as stored: parsing and writing it again could hide a change.
     run = RunRecord.parse(text, where=f"{shard}: {RUN_MEMBER}")
     return run, hashlib.sha256(text).digest()[:16].hex()
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
     """SHA-256 (hexadecimal) over vocabulary and chat template of a transformers tokenizer."""
+    # Of the tokenizer in memory: the same one can be stored in files of several kinds.
     backend = getattr(tokenizer, "backend_tokenizer", None)
     text = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
     template = getattr(tokenizer, "chat_template", None)

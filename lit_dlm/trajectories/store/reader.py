@@ -99,6 +99,7 @@ class TrajectoryShardReader:
 
     def __iter__(self) -> Iterator[Trajectory]:
         for path, index in self.blocks:
+            # A shard that grew or shrank is reported once, whatever its blocks say.
             if index == 0 and (problem := self._sides[path].size_problem(path)):
                 self._raise_or_skip(TrajectoryFormatError(problem))
             try:
@@ -131,6 +132,8 @@ class TrajectoryShardReader:
         side = self._sides[path]
         entry = side.blocks[index]
         try:
+            # Opened for each block: forked loader workers would share an offset, and a set may have
+            # more shards than a process may open files.
             with path.open("rb") as file:
                 data = _bytes(file, entry.offset, entry.size, entry.crc32)
                 block = read_block(data)
@@ -156,6 +159,7 @@ def stream(urls: Sequence[str | Path], *, features: bool = True) -> Iterator[Tra
     """
     import webdataset as wds  # imported here, as it imports torch
 
+    # Selected by name, so that features which nobody asked for are skipped in the stream.
     wanted = (RECORDS, FEATURES) if features else (RECORDS,)
     for url in wds.split_by_worker(wds.split_by_node(map(str, urls))):
         with wds.gopen(f"{url}.json") as file:

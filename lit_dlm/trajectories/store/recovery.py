@@ -60,7 +60,7 @@ def recover(folder: str | Path) -> tuple[list[Recovered], set[str]]:
     folder = Path(folder)
     if not folder.is_dir():
         return [], set()
-    sides = side_files(folder)
+    sides = side_files(folder)  # read once: they list every uid of the folder
     held = {uid for side in sides for uid in side.uids}
     reports = []
     for path in sorted(folder.iterdir()):
@@ -188,6 +188,7 @@ def _recover_file(
             free = name.next_in(path.parent)
             target = ShardFile(path.parent, free, run_text=run_text, run_digest=read.run_digest)
         block, features = parts[RECORDS], parts.get(FEATURES)
+        # Bytes are copied as they are, except where some records are elsewhere already.
         if len(new) < len(records):
             block, features = encode_members(new, run_digest=read.run_digest, check=False)
         target.append(new, block, features)
@@ -196,6 +197,8 @@ def _recover_file(
     # Deleted only once its records are on disk elsewhere: a crash in between leaves both, and the
     # next recovery finds every record of the orphan in a finished shard.
     shard = None if target is None else target.finish()
+    # An unfinished file was cut by its process; a finished one that is corrupt is kept to be looked
+    # at.
     if is_unfinished or (is_whole and not dropped):
         path.unlink()
     else:

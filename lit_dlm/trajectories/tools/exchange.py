@@ -110,6 +110,7 @@ def write_parquet(records: Iterable[Trajectory], path: Path, *, run_text: str | 
     schema, file, count = pa.schema(list(kinds.items())), None, 0
     rows = (replace(record, features=None) for record in records)
     with replacing(path) as partial, ExitStack() as stack:
+        # A row group is a block: records of one set of signals, at most so many.
         for _, alike in groupby(rows, key=lambda record: tuple(sorted(record.signals))):
             while group := list(islice(alike, _ROWS_PER_GROUP)):
                 batch = record_batch(group)
@@ -125,7 +126,7 @@ def write_parquet(records: Iterable[Trajectory], path: Path, *, run_text: str | 
                 table = pa.concat_tables(parts, promote_options="permissive")
                 file.write_table(table.select(schema.names).combine_chunks())
                 count += len(group)
-        if file is None:
+        if file is None:  # no record says what the metadata should be
             pq.write_table(schema.empty_table(), partial)
     return count
 
@@ -173,6 +174,7 @@ def _user_text(record: Trajectory, tokenizer: Any) -> str:
         return text
     turns = [{"role": "user", "content": "\0"}]
     around = apply_chat_template(tokenizer, turns, tokenize=False, add_generation_prompt=True)
+    # A prompt of several turns, or of another template, keeps its markers: they are part of it.
     before, found, after = str(around).partition("\0")
     if found and text.startswith(before) and text.endswith(after):
         return text[len(before) : len(text) - len(after)]

@@ -163,7 +163,8 @@ def record_generate(
     B, P = prompt_ids.shape
     num_forwards = 0
 
-    # The input of a forward shows what the step before it wrote; the loop itself is not touched.
+    # The input of a forward shows what the step before it wrote. The loop itself is not touched,
+    # and its own hooks on tokens or logits stay free.
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal num_forwards
         ids: Any = kwargs.get("input_ids", args[0] if args else None)

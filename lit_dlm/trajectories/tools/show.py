@@ -39,6 +39,29 @@ def show_set(shards: Sequence[Path]) -> None:
     for digest, run in {digest: run for run, digest in map(run_of_shard, shards)}.items():
         console.print(f"Run {digest}", style="bold")
         console.print_json(run.text(), indent=1, ensure_ascii=True)
+    console.print(_set_table(rows, shards, reader))
+    console.print(_method_table(rows))
+    sizes = [(name, f"{size / max(len(rows), 1):.1f}") for name, size in columns.items()]
+    console.print(table("Columns, unpacked bytes per record", ("column", ">bytes"), sizes))
+
+
+def _counts(record: Trajectory) -> dict[str, Any]:
+    correct = record.meta.get("correct")
+    return {
+        "method": str(record.meta.get("method", "-")),
+        "prompt tokens": record.num_prompt,
+        "response tokens": record.num_generated,
+        "steps": record.num_steps,
+        "committed": record.num_committed,
+        "status": record.status,
+        "overwritten": record.superseded is not None,
+        "correct": None if correct is None else float(correct),
+    }
+
+
+def _set_table(
+    rows: list[dict[str, Any]], shards: Sequence[Path], reader: TrajectoryShardReader
+) -> Table:
     entries = [entry for shard in shards for entry in reader.side_file(shard).blocks]
     size, count = sum(shard.stat().st_size for shard in shards), max(len(rows), 1)
     lines = [
@@ -55,24 +78,7 @@ def show_set(shards: Sequence[Path]) -> None:
     ended = Counter(row["status"] for row in rows)
     lines.append(("ended", ", ".join(f"{number} {name}" for name, number in ended.items())))
     lines.append(("with overwritten writes", str(sum(row["overwritten"] for row in rows))))
-    console.print(table("Set", (), lines))
-    console.print(_method_table(rows))
-    sizes = [(name, f"{size / count:.1f}") for name, size in columns.items()]
-    console.print(table("Columns, unpacked bytes per record", ("column", ">bytes"), sizes))
-
-
-def _counts(record: Trajectory) -> dict[str, Any]:
-    correct = record.meta.get("correct")
-    return {
-        "method": str(record.meta.get("method", "-")),
-        "prompt tokens": record.num_prompt,
-        "response tokens": record.num_generated,
-        "steps": record.num_steps,
-        "committed": record.num_committed,
-        "status": record.status,
-        "overwritten": record.superseded is not None,
-        "correct": None if correct is None else float(correct),
-    }
+    return table("Set", (), lines)
 
 
 def _method_table(rows: list[dict[str, Any]]) -> Table:
