@@ -48,7 +48,7 @@ from lit_dlm.backbones.recompute import recompute_layers
 from lit_dlm.backbones.resolution import FromAR, locate
 from lit_dlm.backbones.weights import files_digest
 from lit_dlm.system.extras import pip_install, required
-from lit_dlm.system.options import one_of
+from lit_dlm.system.options import one_of, within
 from lit_dlm.tensors.batches import aligned, first_column, gather_rows, raw_columns
 from lit_dlm.tensors.fused_head import TokenStats, token_stats
 from lit_dlm.tensors.masking import with_own_key
@@ -511,10 +511,8 @@ class HFBackbone(nn.Module, Backbone):
         """
         self.convert()
         decoder, end = self.model.model, self.num_layers
-        if any(not -end <= index + 1 <= end + 1 for index in hidden_layers):
-            raise ValueError(
-                f"hidden_layers: expected indices from {-end - 1} to {end}, got {hidden_layers}"
-            )
+        for index in hidden_layers:
+            within(f"[{-end - 1}, {end}]", hidden_layers=index)
         layers = [index % (end + 1) for index in hidden_layers]
         plan: dict[str, Any] = {}
         if cache is not None:

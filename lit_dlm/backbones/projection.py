@@ -48,12 +48,8 @@ class ProjectorConfig:
 
     def __post_init__(self) -> None:
         within("[1, 1000]", of="ProjectorConfig.", num_snapshots=self.num_snapshots)
-        for name, rank in (("hidden_rank", self.hidden_rank), ("delta_rank", self.delta_rank)):
-            if not 1 <= rank <= self.hidden_size:
-                raise ValueError(
-                    f"ProjectorConfig.{name}: expected 1 to hidden_size={self.hidden_size}, "
-                    f"got {rank}"
-                )
+        ranks = {"hidden_rank": self.hidden_rank, "delta_rank": self.delta_rank}
+        within(f"[1, {self.hidden_size}]", of="ProjectorConfig.", **ranks)
 
     def check_positions(self, count: int) -> None:
         needed = max(self.hidden_rank, self.delta_rank)

@@ -34,6 +34,7 @@ from lit_dlm.backbones.architecture import (
 from lit_dlm.backbones.base import UNKNOWN_ID, Backbone, BackboneSpec
 from lit_dlm.backbones.experts import FIXED, WORDS, Experts, Piece, pieces
 from lit_dlm.system.files import fitting, read_json_object
+from lit_dlm.system.options import one_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -330,8 +331,8 @@ def resolve(
         added_tokens: for a given mapping, the added tokens of its tokenizer with their ids.
     """
     overrides = dict(spec_overrides or {})
-    if unknown := sorted(set(overrides) - {field.name for field in fields(BackboneSpec)}):
-        raise ValueError(f"spec_overrides: unknown field {unknown[0]!r}")
+    for name in overrides:
+        one_of(*(field.name for field in fields(BackboneSpec)), spec_overrides=name)
     folder = None
     if isinstance(path_or_config, Mapping):
         config: Mapping[str, Any] = path_or_config
@@ -499,10 +500,7 @@ def _experts(config: Mapping[str, Any], source: str, *, decoder: str) -> Experts
     if words is None:
         return None
     needed = _need(config, *words.values(), source=source)
-    try:
-        return Experts(**dict(zip(words, needed, strict=True)))
-    except ValueError as error:
-        raise ValueError(f"{source}config.json: {error}") from error
+    return Experts(**dict(zip(words, needed, strict=True)))
 
 
 def _llada_sizes(config: Mapping[str, Any], source: str, *, decoder: str) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def test_the_last_snapshot_times_the_head_gives_the_logits(make_backbone: Maker)
 def test_absent_hidden_layers_and_masks_of_numbers_are_named(make_backbone: Maker):
     backbone = make_backbone()
     for index in (4, -5):
-        with pytest.raises(ValueError, match=f"hidden_layers: .* indices from -4 to 3.*{index}"):
+        with pytest.raises(ValueError, match=rf"hidden_layers: .* in \[-4, 3\], got {index}"):
             backbone.denoise(IDS, hidden_layers=(index,))
     with pytest.raises(ValueError, match="mask: expected"):
         backbone(IDS, torch.ones(1, 1, 6, 6))
