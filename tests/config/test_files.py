@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lit_dlm.commands import recipes
-from lit_dlm.config.files import FOLDER, compose, find, load, merge, packaged, resolved
+from lit_dlm.config.files import FOLDER, compose, find, load, maker, merge, packaged, resolved
 from lit_dlm.tasks.base import DatasetTask
 
 PARTS = {
@@ -48,32 +47,33 @@ def test_a_file_starts_from_those_it_names_and_values_may_be_files(folder: Path)
     }
 
 
+def of(kind: str, **options: int) -> dict[str, object]:
+    return {"class_path": kind, "init_args": options} if options else {"class_path": kind}
+
+
+BASE = "lit_dlm.tasks.base.DatasetTask"
+OWN = f"{__name__}.Mine"
+
+
 @pytest.mark.parametrize(
     ("old", "new", "merged"),
     [
         ({"a": {"b": 1}}, {"a": {"c": 2}}, {"a": {"b": 1, "c": 2}}),
         ({"a": {"b": 1}, "d": 1}, {"a": None, "d": None}, {"d": None}),
-        ({"class_path": "A", "init_args": {"x": 1}}, {"init_args": {"y": 2}},
-         {"class_path": "A", "init_args": {"x": 1, "y": 2}}),
-        ({"class_path": "A", "init_args": {"x": 1}}, {"class_path": "B", "init_args": {"y": 2}},
-         {"class_path": "B", "init_args": {"y": 2}}),
-        ({"class_path": "CodeTask", "init_args": {"x": 1}},
-         {"class_path": "DatasetTask"}, {"class_path": "DatasetTask"}),
-        ({"class_path": "lit_dlm.tasks.base.DatasetTask", "init_args": {"x": 1}},
-         {"class_path": "HumanEval"}, {"class_path": "HumanEval"}),
-        ({"class_path": "lit_dlm.tasks.HumanEval", "init_args": {"x": 1}},
-         {"class_path": "HumanEval"}, {"class_path": "HumanEval", "init_args": {"x": 1}}),
-        ({"class_path": "DatasetTask", "init_args": {"x": 1}},
-         {"class_path": f"{__name__}.Mine"}, {"class_path": f"{__name__}.Mine"}),
-        ({"class_path": "lit_dlm.tasks.base.DatasetTask", "init_args": {"x": 1}},
-         {"class_path": f"{__name__}.Mine"},
-         {"class_path": f"{__name__}.Mine", "init_args": {"x": 1}}),
-        ({"class_path": "own.HumanEval", "init_args": {"x": 1}},
-         {"class_path": "HumanEval"}, {"class_path": "HumanEval"}),
-        ({"init_args": {"x": 1}}, {"class_path": "A"}, {"init_args": {"x": 1}, "class_path": "A"}),
-        ("A", {"init_args": {"x": 1}}, {"class_path": "A", "init_args": {"x": 1}}),
+        (of("A", x=1), {"init_args": {"y": 2}}, of("A", x=1, y=2)),
+        ({"init_args": {"x": 1}}, of("A"), of("A", x=1)),
+        ("A", {"init_args": {"x": 1}}, of("A", x=1)),
+        # Another class starts anew, also a subclass of ours, and one of the same name elsewhere.
+        (of("A", x=1), of("B", y=2), of("B", y=2)),
+        (of("CodeTask", x=1), of("DatasetTask"), of("DatasetTask")),
+        (of(BASE, x=1), of("HumanEval"), of("HumanEval")),
+        (of("own.HumanEval", x=1), of("HumanEval"), of("HumanEval")),
+        (of("DatasetTask", x=1), of(OWN), of(OWN)),
+        # A short name and an import path may mean one class; a user's subclass keeps settings.
+        (of("lit_dlm.tasks.HumanEval", x=1), of("HumanEval"), of("HumanEval", x=1)),
+        (of(BASE, x=1), of(OWN), of(OWN, x=1)),
     ],
-)  # fmt: skip
+)
 def test_mappings_are_merged_and_another_class_starts_anew(old, new, merged):
     assert merge(old, new) == merged
 
@@ -101,8 +101,12 @@ def test_packaged_files_are_found_from_any_folder_behind_own_ones(tmp_path, monk
                              "quota": "NoQuota"}}}),
         # Null takes an entry of a mapping away, and is a value of a class.
         (["--model.decoders.x", "null", "--model.lr=null"], {"lr": None, "decoders": {}}),
+        # Files are replaced by their contents, also packaged ones and those in lists.
         (["--model.decoders.x", "part/decoder.yaml", "--model.layers=[part/decoder.yaml]"],
          {"layers": [{"policy": "ThresholdPolicy", "quota": "NoQuota"}]}),
+        (["--model.lr", "backbone/tiny.yaml", "--model.file", "other.yaml", "--model.flag", "-1"],
+         {"lr": {"class_path": "HFBackbone", "init_args": {"path": "tiny"}},
+          "file": "other.yaml", "flag": "-1"}),
     ],
 )  # fmt: skip
 def test_flags_go_into_the_document_wherever_they_stand(
@@ -144,6 +148,8 @@ def test_what_only_the_parser_can_place_is_left_to_it():
          "run_dir: expected references like ${run_dir}, got Interpolation key 'x' not found"),
         ("--config {a", "--config: while parsing a flow mapping"),
         ("--config", "configuration '': expected a file"),
+        ("--config exp/tracelock_planning",
+         "'lit-dlm recipes' lists experiments and what may follow them"),
     ],
 )  # fmt: skip
 def test_a_command_line_that_makes_no_sense_is_one_line(arguments: str, told: str):
@@ -168,13 +174,6 @@ def test_nesting_that_would_end_the_process_is_one_line(text: str, tmp_path: Pat
         compose(["--config", f"{{a: {'[' * 1000}"])
 
 
-def test_values_of_flags_may_name_packaged_files(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    composed = compose(["--backbone", "backbone/tiny.yaml", "--file", "other.yaml", "--flag", "-1"])
-    backbone = {"class_path": "HFBackbone", "init_args": {"path": "tiny"}}
-    assert composed.document == {"backbone": backbone, "file": "other.yaml", "flag": "-1"}
-
-
 def test_experiments_have_names_of_their_own_in_folders_by_method():
     """They are found without the folder."""
     folders = {path.parent.name for path in (FOLDER / "exp").rglob("*.yaml")}
@@ -183,17 +182,15 @@ def test_experiments_have_names_of_their_own_in_folders_by_method():
     assert len(set(names)) == len(names)
 
 
-def test_recipes_list_every_experiment_and_show_one(capsys: pytest.CaptureFixture[str]):
-    assert recipes.main([]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    named = [line for line in lines if re.match(r"  \w", line)]
-    assert [f"exp/{line.split()[0]}" for line in named] == packaged("exp")
-    assert all("Needs: " in line for line in named)
-    # No GPU's memory was measured at real size.
-    assert all("(estimated)" in line for line in lines if " GPU" in line.partition("Needs: ")[2])
-    on_cpu = [line for line in lines if "CPU core" in line]
-    assert not [line for line in on_cpu if not re.search("second|minute|hour", line)]
-    assert recipes.main(["tracerl_tiny"]) == 0
-    text = capsys.readouterr().out
-    assert "run_dir: runs/tracerl_tiny" in text
-    assert "defaults:" not in text
+@pytest.mark.parametrize(
+    ("folder", "words"),
+    [
+        ("runs/tiny/projector", "exp/generate_tiny"),
+        ("runs/tiny/traces_round2", "exp/generate_tiny --config method/round2_traces"),
+        ("runs/dpo_tiny/traces", "exp/distill_tiny --config method/pairs --run_dir runs/dpo_tiny"),
+        ("runs/elsewhere/traces", ""),
+    ],
+)
+def test_what_makes_missing_traces_is_told(folder: str, words: str):
+    told = f"'lit-dlm predict --config {words}' makes it" if words else "'lit-dlm recipes' tells"
+    assert maker(Path(folder)).startswith(told)
