@@ -442,7 +442,7 @@ def _row_spec(
 ) -> BackboneSpec:
     """Returns the specification of training rows, whose blocks may differ from the model's."""
     is_block, message = spec.attention == "block", f"only for block attention, got {spec.attention}"
-    refuse(
+    refuse_first(
         (block_size is not None and not is_block, f"block_size: {message} attention"),
         (alignment is not None and not is_block, f"block_alignment: {message} attention"),
     )
