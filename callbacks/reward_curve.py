@@ -86,10 +86,10 @@ def _is_new(name: str, trainer: Trainer, module: TraceRLModule) -> bool:
     kind = name.partition("/")[0]
     if kind == "val":
         return (trainer.current_epoch + 1) % (trainer.check_val_every_n_epoch or 1) == 0
-    facts = module.loop.current.facts
+    metrics = module.loop.current.metrics
     if kind == "train":  # only logged where something is learnt
-        return facts.get("rollout/items", 1.0) > 0.0
-    return kind not in ("rollout", "time") or name in facts or name == "time/train"
+        return metrics.get("rollout/items", 1.0) > 0.0
+    return kind not in ("rollout", "time") or name in metrics or name == "time/train"
 
 
 class CalibrationPlot(Callback):

@@ -1,4 +1,4 @@
-"""What an RL run logs: facts about rollouts, scores of updates, and validation by rollouts."""
+"""What an RL run logs: metrics of rollouts and of updates, and validation by rollouts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lit_dlm.rl.settings import RolloutSettings
 from lit_dlm.tasks import tasks_by_name
 from lit_dlm.training.ranks import Ranks
 
-_FACTS = ("reward", "response_length", "num_steps", "correct", "graded")
+_MEASURES = ("reward", "response_length", "num_steps", "correct", "graded")
 
 
 class RolloutValidation:
@@ -55,9 +55,9 @@ class RolloutValidation:
         self.begin()
 
     def begin(self) -> None:
-        # Per decoder and prompt: sums of the facts over its responses, and their number. The
+        # Per decoder and prompt: sums of the measures over its responses, and their number. The
         # responses to one prompt may be on different processes.
-        shape = (len(self.engines), self.num_prompts, len(_FACTS) + 1)
+        shape = (len(self.engines), self.num_prompts, len(_MEASURES) + 1)
         self._totals = torch.zeros(shape, dtype=torch.float64)
 
     def add(self, method: str) -> None:
@@ -69,7 +69,7 @@ class RolloutValidation:
         rollouts = self.engines[method].generate(self.prompts[method], shared=True)
         scores = self.rewarder.score([[rollout] for rollout in rollouts])
         for rollout, (score,) in zip(rollouts, scores, strict=True):
-            totals[rollout.trajectory.meta["prompt"]] += _facts(rollout, score)
+            totals[rollout.trajectory.meta["prompt"]] += _measured(rollout, score)
 
     def result(self, ranks: Ranks) -> dict[str, float]:
         """Returns means over the prompts of all processes; every process must call it.
@@ -84,7 +84,7 @@ class RolloutValidation:
     def names(self) -> list[str]:
         """Names of what :meth:`result` returns."""
         totals = torch.ones_like(self._totals)
-        totals[..., _FACTS.index("graded")] = float(self.rewarder.grades)
+        totals[..., _MEASURES.index("graded")] = float(self.rewarder.grades)
         return list(self._named(totals))
 
     def _named(self, totals: Tensor) -> dict[str, float]:
@@ -144,12 +144,12 @@ def validation_of(
     )
 
 
-def _facts(rollout: Rollout, score: RewardScore) -> Tensor:
-    """Returns ``(len(_FACTS) + 1,)`` float64: the facts of a response, and 1 to count it."""
+def _measured(rollout: Rollout, score: RewardScore) -> Tensor:
+    """Returns ``(len(_MEASURES) + 1,)`` float64: measures of a response, and 1 to count it."""
     record = rollout.trajectory
     lengths = (record.meta["num_tokens"], record.num_steps)
-    facts = (score.total, *lengths, score.is_correct, score.is_graded)
-    return torch.tensor([*map(float, facts), 1.0], dtype=torch.float64)
+    measures = (score.total, *lengths, score.is_correct, score.is_graded)
+    return torch.tensor([*map(float, measures), 1.0], dtype=torch.float64)
 
 
 def _means(totals: Tensor) -> dict[str, float]:
@@ -157,7 +157,7 @@ def _means(totals: Tensor) -> dict[str, float]:
     totals = totals[totals[:, -1] > 0]
     if not len(totals):
         return {}
-    prompts = dict(zip(_FACTS, (totals[:, :-1] / totals[:, -1:]).unbind(1), strict=True))
+    prompts = dict(zip(_MEASURES, (totals[:, :-1] / totals[:, -1:]).unbind(1), strict=True))
     correct, graded = prompts.pop("correct"), prompts.pop("graded")
     means = {name: float(values.mean()) for name, values in prompts.items()}
     if len(totals) > 1:
@@ -184,7 +184,7 @@ class UpdateScores(nn.Module):
             self.value_error, self.value_explained = ValueFit("error"), ValueFit("explained")
 
 
-def rollout_facts(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
+def rollout_metrics(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
     """Returns means over the rollouts of all processes, dropped groups included.
 
     ``correct`` is the share of right responses among those graded,
@@ -199,7 +199,7 @@ def rollout_facts(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
     parts: dict[str, list[float]] = {}
     for name, value in chain.from_iterable(one.parts.items() for one in rollouts):
         parts.setdefault(name, []).append(value)
-    facts = {
+    metrics = {
         "reward": rewards.mean(),
         "reward_std": np.mean([rewards[group].std() for group in groups]),
         "overlong": np.mean([one.overlong for one in rollouts]),
@@ -212,7 +212,7 @@ def rollout_facts(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
         **({"correct": np.mean(grades)} if grades else {}),
         **{f"reward/{name}": np.mean(parts[name]) for name in sorted(parts)},
     }
-    return {f"rollout/{name}": float(value) for name, value in facts.items()}
+    return {f"rollout/{name}": float(value) for name, value in metrics.items()}
 
 
 class Quotient(Metric):

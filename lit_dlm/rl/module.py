@@ -342,7 +342,7 @@ class TraceRLModule(TrainableModule):
 
     def on_train_epoch_start(self) -> None:
         self._began = time.perf_counter()
-        self._log_over_step(self.loop.current.facts)
+        self._log_over_step(self.loop.current.metrics)
 
     def _log_over_step(self, values: dict[str, Any], **options: Any) -> None:
         """Logs values once, at the end of the RL step, over its updates and all processes."""

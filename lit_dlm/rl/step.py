@@ -1,8 +1,8 @@
 """One RL step, from prompts to the batches that the policy is updated on (arXiv:2509.06949).
 
 :func:`rl_step` reads from top to bottom like the algorithm of the paper; the functions below it are
-its parts in the same order, with the numbers of docs/architecture.md. It runs without gradients in
-evaluation mode, before the first update (8).
+its parts in the same order, numbered as on the page about the architecture. It runs without
+gradients in evaluation mode, before the first update (8).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lit_dlm.rl.advantages import Advantage, StepGAE, outcome_rewards
 from lit_dlm.rl.items import Items, RolloutBatch, RowBuilder, joined, order_of_writing
-from lit_dlm.rl.metrics import rollout_facts
+from lit_dlm.rl.metrics import rollout_metrics
 from lit_dlm.rl.rollout import (
     Report,
     Rollouts,
@@ -107,7 +107,7 @@ class RLStep:
     batches: list[MicroBatch]  # of this process
     num_slots: int  # items of a full batch
     is_empty: bool  # the filters dropped everything; then the only batch has no weight
-    facts: dict[str, float]  # what is logged
+    metrics: dict[str, float]  # what is logged
     progress: RLProgress  # after this RL step
 
     def batch(self, number: int) -> RolloutBatch:
@@ -201,9 +201,9 @@ def rl_step(
     # 9. What is logged and stored: dropped rollouts count as well, with a reward and no advantage.
     dropped = [] if is_empty else [one for one in rollouts.scored if not one.kept]
     noted = in_order(estimates.with_signals([*trained, *dropped]))
-    facts = rollout_facts(noted) | estimates.facts() | _mismatch(differences, ranks)
-    after = _after(progress, rollouts, reward=facts["rollout/reward"], is_empty=is_empty)
-    facts |= {
+    metrics = rollout_metrics(noted) | estimates.metrics() | _mismatch(differences, ranks)
+    after = _after(progress, rollouts, reward=metrics["rollout/reward"], is_empty=is_empty)
+    metrics |= {
         "rollout/reward_smoothed": after.smoothed or 0.0,
         "rollout/skipped_steps": float(after.skipped),
         "rollout/items": float(0 if is_empty else len(items)),
@@ -216,7 +216,7 @@ def rl_step(
         batches=batches,
         num_slots=settings.batch_size,
         is_empty=is_empty,
-        facts=facts,
+        metrics=metrics,
         progress=after,
     )
 
@@ -251,7 +251,7 @@ class Estimates:
     returns: Tensor | None = None  # float32, what the values are trained towards
     values: Tensor | None = None  # float32, before each token was written; with a value model
 
-    def facts(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Returns what is logged of the values; empty without a value model."""
         if self.values is None:
             return {}

@@ -254,7 +254,7 @@ def test_nothing_graded_is_no_accuracy(tmp_path: Path) -> None:
     assert {record.num_generated for record in last_records(rl)} == {G}
     assert "reward" in rl.loop.validation.last
     assert "accuracy" not in rl.loop.validation.last
-    assert "rollout/correct" not in rl.loop.current.facts
+    assert "rollout/correct" not in rl.loop.current.metrics
     late = DigitReward()
     late.after_filters = True
     with pytest.raises(ValueError, match=r"val_tasks: .* digits does; add one to rewards"):
@@ -355,9 +355,9 @@ def test_an_empty_rl_step_is_skipped_and_counted(
     with caplog.at_level(logging.WARNING):
         fit(rl, data, tmp_path, steps=2)
     assert all(weight.equal(before[name]) for name, weight in trained(rl).items())
-    assert rl.loop.current.facts["rollout/skipped_steps"] == 2.0
-    assert rl.loop.current.facts["rollout/kept_groups"] == 0.0
-    assert rl.loop.current.facts["rollout/groups"] == 4.0
+    assert rl.loop.current.metrics["rollout/skipped_steps"] == 2.0
+    assert rl.loop.current.metrics["rollout/kept_groups"] == 0.0
+    assert rl.loop.current.metrics["rollout/groups"] == 4.0
     assert "RL step 1: the filters dropped all 4 groups" in caplog.text
     assert rl.loop.progress.cursor == 8
 
@@ -391,7 +391,7 @@ def test_policies_learn(tmp_path: Path, options: dict[str, Any]) -> None:
     """A random model learns to write digits; the first on the states of its rollouts."""
     rewards: list[float] = []
     note = LambdaCallback(
-        on_train_epoch_end=lambda _, rl: rewards.append(rl.loop.current.facts["rollout/reward"])
+        on_train_epoch_end=lambda _, rl: rewards.append(rl.loop.current.metrics["rollout/reward"])
     )
     optimizer = partial(torch.optim.AdamW, lr=0.03)
     objective = PolicyObjective(beta=0.0)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lit_dlm.grading import Verdict
 from lit_dlm.rewards import RewardScore
-from lit_dlm.rl.metrics import Quotient, RolloutValidation, ValueFit, rollout_facts
+from lit_dlm.rl.metrics import Quotient, RolloutValidation, ValueFit, rollout_metrics
 from lit_dlm.tasks import PromptExample
 from tests.rollouts import decoded, policy, scored
 
@@ -94,12 +94,12 @@ def test_responses_to_one_prompt_are_averaged_first() -> None:
 def test_facts_by_hand() -> None:
     """Rewards 0, 1 in each of three groups: mean and deviation 1/2."""
     rollouts = scored(decoded(policy(), 6))
-    facts = rollout_facts(rollouts)
-    assert facts["rollout/reward"] == facts["rollout/reward_std"] == 0.5
-    assert facts["rollout/groups"] == facts["rollout/kept_groups"] == 3.0
+    metrics = rollout_metrics(rollouts)
+    assert metrics["rollout/reward"] == metrics["rollout/reward_std"] == 0.5
+    assert metrics["rollout/groups"] == metrics["rollout/kept_groups"] == 3.0
     steps = sum(one.record.num_steps for one in rollouts)
     tokens = sum(one.record.num_committed for one in rollouts)
-    assert facts["rollout/tokens_per_step"] == tokens / steps
+    assert metrics["rollout/tokens_per_step"] == tokens / steps
     grades = (True, False, None)  # None: no grader knew
     rollouts = [
         replace(
@@ -111,10 +111,10 @@ def test_facts_by_hand() -> None:
         )
         for number, one in enumerate(rollouts)
     ]
-    facts = rollout_facts(rollouts)
+    metrics = rollout_metrics(rollouts)
     names = ("reward/digits", "overlong", "kept_groups")
-    assert [facts[f"rollout/{name}"] for name in names] == [2.5, 0.5, 1.0]
-    assert facts["rollout/correct"] == 0.5
+    assert [metrics[f"rollout/{name}"] for name in names] == [2.5, 0.5, 1.0]
+    assert metrics["rollout/correct"] == 0.5
 
 
 VALUES = torch.tensor([1.0, 0.0, 2.0, 9.0])

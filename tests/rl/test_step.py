@@ -257,9 +257,9 @@ def test_an_rl_step_needs_no_trainer() -> None:
     pairs = set(zip(rewards, step.items.advantage.tolist(), strict=True))
     assert pairs == {(0.0, -1.0), (1.0, 1.0)}
     assert np.isnan(noted[0].signals["commit_advantage"]).all()
-    assert step.facts["rollout/items"] == len(step.items)
-    assert step.facts["rollout/kept_groups"] == 2.0
-    assert step.facts["rollout/mismatch"] < 1e-6
+    assert step.metrics["rollout/items"] == len(step.items)
+    assert step.metrics["rollout/kept_groups"] == 2.0
+    assert step.metrics["rollout/mismatch"] < 1e-6
     batch = step.batch(0)
     assert module(policy()).eval().score(batch).log_prob.equal(batch.old_log_prob)
     report.assert_called_with("old log-probabilities", len(step.batches), len(step.batches))
@@ -269,8 +269,8 @@ def test_an_rl_step_without_kept_groups_has_one_batch_without_weight() -> None:
     records = [record.with_meta(kept=False) for record in decoded(policy(), 6)]
     step = step_on(records, RLProgress(skipped=2), advantage=RawReward(), passes=2)
     assert step.progress == RLProgress(step=1, cursor=3, skipped=3, smoothed=0.5)
-    assert step.facts["rollout/skipped_steps"] == 3.0
-    assert step.facts["rollout/items"] == 0.0
+    assert step.metrics["rollout/skipped_steps"] == 3.0
+    assert step.metrics["rollout/items"] == 0.0
     (batch,) = map(step.batch, range(len(step.batches)))
     assert batch.is_empty
     assert not batch.weight.any()

@@ -5,9 +5,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loops import _FitLoop
 
-from lit_dlm.training.fit_loop import drop_half_update, set_accumulation
+from lit_dlm.training.fit_loop import (
+    drop_failed_update,
+    drop_half_update,
+    restart_epoch,
+    set_accumulation,
+)
 
 
 def trainer(world_size: int, accumulate: int = 1) -> Any:
@@ -64,3 +70,26 @@ def test_half_an_update_is_done_again_unless_it_ends_a_pass(ready: int, ends_pas
     loops = {"fit_loop": {"epoch_loop.batch_progress": found}}
     drop_half_update(module, {"object": {"accumulate_grad_batches": 2}, "loops": loops})
     assert found == {**progress(7 if ends_pass else 6), "is_last_batch": ends_pass}
+
+
+def test_a_batch_that_failed_and_its_update_are_done_again() -> None:
+    """The fifth batch of updates of three failed: the fourth is lost, too."""
+    loops = _FitLoop(Trainer(logger=False, barebones=True))
+    counts = loops.epoch_loop.batch_progress
+    for one in (counts.total, counts.current):
+        one.ready, one.started, one.processed, one.completed = 5, 5, 4, 4
+    running: Any = SimpleNamespace(fit_loop=loops, accumulate_grad_batches=3)
+    drop_failed_update(running)
+    for one in (counts.total, counts.current):
+        assert (one.ready, one.started, one.processed, one.completed) == (3, 3, 3, 3)
+
+
+def test_an_epoch_begins_anew_without_the_batches_it_had() -> None:
+    """Seven batches of all are the two of this epoch and five before; it is the third epoch."""
+    kinds = ("ready", "started", "processed", "completed")
+    batches = {"total": dict.fromkeys(kinds, 7), "current": dict.fromkeys(kinds, 2)}
+    epochs = {kind: {"ready": 3, "started": 3, "completed": 2} for kind in ("total", "current")}
+    loops = {"epoch_loop.batch_progress": batches, "epoch_progress": epochs}
+    restart_epoch({"loops": {"fit_loop": loops}})
+    assert batches == {"total": dict.fromkeys(kinds, 5), "current": dict.fromkeys(kinds, 0)}
+    assert all(one == {"ready": 3, "started": 2, "completed": 2} for one in epochs.values())
