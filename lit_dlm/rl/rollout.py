@@ -44,6 +44,9 @@ _PER_BLOCK = 8
 
 logger = logging.getLogger(__name__)
 
+# What the meta of a stored rollout must have; older runs wrote less than today's.
+_NEEDED = ("rl_step", "prompt", "response", "reward", "kept")
+
 # Called with the phase that is running, how much of it is done and how much there is.
 Report = Callable[[str, int, int], None]
 # A problem with its token ids, chat template included, pictures numbered as in records.
@@ -517,8 +520,8 @@ class StoredRollouts:
             if record.mask_id != mask_id or missing:
                 raise ValueError(
                     f"shards: {record.uid} in {self.folder}: expected rollouts that RolloutWriter "
-                    f"wrote, with mask id {mask_id} and facts {', '.join(_NEEDED)}; got mask id "
-                    f"{record.mask_id} without {', '.join(missing) or 'a missing fact'}"
+                    f"wrote, with mask id {mask_id} and {', '.join(_NEEDED)} in their meta; "
+                    f"got mask id {record.mask_id}, lacking {', '.join(missing) or 'nothing'}"
                 )
             find_pictures(backbone, record.uid, record.meta)
             self._steps.setdefault(int(record.meta["rl_step"]), []).append(record)
@@ -537,5 +540,3 @@ class StoredRollouts:
 
 
 RolloutSource = OnlineRollouts | StoredRollouts
-
-_NEEDED = ("rl_step", "prompt", "response", "reward", "kept")

@@ -24,6 +24,11 @@ from lit_dlm.tensors.batches import TensorBatch
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.vision.base import batch_pictures, batch_prompts, prompt_pictures
 
+logger = logging.getLogger(__name__)
+
+STATES_PER_TRACE = 4  # number of states of each trace that the projector is fitted on
+_BATCH_SIZE = 16
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StateBatch(TensorBatch):
@@ -129,12 +134,6 @@ def _spread(values: NDArray[Any], rows: NDArray[np.bool_]) -> Tensor:
     found = np.zeros((*rows.shape, *values.shape[1:]), dtype=kind)
     found[rows] = values
     return torch.from_numpy(found)
-
-
-logger = logging.getLogger(__name__)
-
-STATES_PER_TRACE = 4  # number of states of each trace that the projector is fitted on
-_BATCH_SIZE = 16
 
 
 @torch.no_grad()
