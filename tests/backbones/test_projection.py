@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +11,16 @@ from lit_dlm.backbones.projection import (
     Projector,
     ProjectorConfig,
     acceptance_features,
+    feature_groups,
+    log_odds,
     num_features,
 )
 from tests.projectors import random_orthogonal
 
 SMALL = ProjectorConfig(hidden_size=12, hidden_rank=4, delta_rank=2)
 RANDOM = replace(SMALL, kind="random_orthogonal")
+EIGHT = ProjectorConfig(hidden_size=8, hidden_rank=3, delta_rank=2, kind="random_orthogonal")
+PLAIN = FeatureSettings(entropy=False, margin=False)
 
 
 def test_output_is_snapshots_then_deltas_of_neighbours() -> None:
@@ -150,3 +155,31 @@ def test_without_hidden_states_the_scalars_are_all_that_is_shown() -> None:
     )
     assert alone.shape[-1] == num_features(projector.config, FeatureSettings(hidden=False)) == 3
     torch.testing.assert_close(both[:, -3:], alone)
+
+
+def test_published_feature_count_is_833_and_groups_follow_the_feature_order() -> None:
+    assert num_features(ProjectorConfig(hidden_size=3584), PLAIN) == 833
+    assert feature_groups(EIGHT, FeatureSettings()) == (3, 3, 3, 2, 2, 1, 1, 1)
+    assert feature_groups(EIGHT, PLAIN) == (3, 3, 3, 2, 2, 1)
+
+
+def test_log_odds_are_exact_and_clipped() -> None:
+    """log(0.9 / 0.1) = log 9; 0 and 1 are clipped at 10."""
+    values = log_odds(torch.tensor([0.9, 0.5, 0.0, 1.0]))
+    expected = torch.tensor([math.log(9.0), 0.0, -10.0, 10.0])
+    torch.testing.assert_close(values, expected)
+
+
+def test_features_are_projection_then_scalars_and_finite_without_a_proposal() -> None:
+    projector = random_orthogonal(EIGHT)
+    hidden, prob = torch.randn(2, 5, 3, 8), torch.rand(2, 5)
+    entropy, margin = torch.rand(2, 5), torch.rand(2, 5)
+    features = acceptance_features(
+        projector, hidden, prob, settings=FeatureSettings(), entropy=entropy, margin=margin
+    )
+    scalars = torch.stack([log_odds(prob), entropy, log_odds(margin)], dim=-1)
+    assert torch.equal(features, torch.cat([projector(hidden), scalars], dim=-1))
+    nothing = torch.zeros(1, 1, 3, 8), torch.tensor([[torch.nan]])
+    features = acceptance_features(projector, *nothing, settings=PLAIN)
+    assert features.isfinite().all()
+    assert features[0, 0, -1] == 0.0
