@@ -196,21 +196,6 @@ def test_contradictions_are_refused(message: str, make: Any, options: dict[str, 
         make(**options)
 
 
-def test_options_of_the_trainer_under_which_no_rl_step_is_whole_are_refused(tmp_path: Path) -> None:
-    """Lightning's own defaults become what is needed."""
-    trainer = fit(learner(), rollout_data(prompts_per_step=1), tmp_path, steps=1)
-    assert trainer.reload_dataloaders_every_n_epochs == 1
-    early: dict[str, Any] = {
-        "save_on": ModelCheckpoint(dirpath=tmp_path, save_on_train_epoch_end=False),
-        "check_on": EarlyStopping("rollout/reward", check_on_train_epoch_end=False),
-    }
-    for name, callback in early.items():
-        with pytest.raises(ValueError, match=f"{name}_train_epoch_end: expected true"):
-            fit(learner(), rollout_data(), tmp_path, callbacks=[callback])
-    with pytest.raises(ValueError, match=r"^tasks: no prompt .* the 2 tokens .* 10 positions"):
-        fit(learner(family={"max_positions": 10}), rollout_data(), tmp_path)
-
-
 def test_blocks_grow_in_training_before_they_do_in_rollouts(tmp_path: Path) -> None:
     """Rows of 8 see 8 cells; rollouts keep blocks of 4, and a resumed run has 8 in both."""
 
@@ -297,3 +282,4 @@ def test_early_stopping_looks_at_every_rl_step_when_it_ends(tmp_path: Path) -> N
     stopper = EarlyStopping("rollout/reward_smoothed", mode="max", patience=1)
     trainer = fit(rl, data, tmp_path, steps=4, callbacks=[stopper], check_val_every_n_epoch=2)
     assert trainer.current_epoch == 2
+    assert trainer.reload_dataloaders_every_n_epochs == 1

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loops import _FitLoop
 
 from lit_dlm.training.fit_loop import (
     drop_failed_update,
     drop_half_update,
+    make_epochs_whole,
     restart_epoch,
     set_accumulation,
 )
@@ -93,3 +95,24 @@ def test_an_epoch_begins_anew_without_the_batches_it_had() -> None:
     restart_epoch({"loops": {"fit_loop": loops}})
     assert batches == {"total": dict.fromkeys(kinds, 5), "current": dict.fromkeys(kinds, 0)}
     assert all(one == {"ready": 3, "started": 2, "completed": 2} for one in epochs.values())
+
+
+def test_options_under_which_no_rl_step_is_whole_are_refused_and_defaults_changed() -> None:
+    """Scores of validations are known when Lightning looks at them; those of an RL step are not."""
+
+    def set_up(saver: ModelCheckpoint, *stoppers: EarlyStopping) -> Any:
+        options = {"checkpoint_callbacks": [saver], "early_stopping_callbacks": stoppers}
+        running: Any = SimpleNamespace(num_sanity_val_steps=2, **options)
+        make_epochs_whole(running)
+        return running
+
+    early = EarlyStopping("rollout/reward", check_on_train_epoch_end=False)
+    with pytest.raises(ValueError, match="check_on_train_epoch_end: expected true"):
+        set_up(ModelCheckpoint(), early)
+    with pytest.raises(ValueError, match="save_on_train_epoch_end: expected true"):
+        set_up(ModelCheckpoint(save_on_train_epoch_end=False))
+    saver, *stoppers = ModelCheckpoint(), EarlyStopping("rollout/reward"), EarlyStopping("val/loss")
+    running = set_up(saver, *stoppers)
+    assert running.num_sanity_val_steps == float("inf")
+    assert saver._save_on_train_epoch_end
+    assert [stopper._check_on_train_epoch_end for stopper in stoppers] == [True, None]
