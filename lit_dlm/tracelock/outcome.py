@@ -44,6 +44,8 @@ HELD_BYTES = 2**30
 """Bytes of an RL step's features that stay in memory; the rest goes to a file without a name. Of
 several processes each has the features of all in memory."""
 
+_COMMITS = "where commits are trained, "  # begins messages about options
+
 
 class CommitCapture(TrajectoryCapture):
     """Records what the acceptance network saw at every step, and what became of each candidate.
@@ -287,20 +289,21 @@ class TraceLockRLModule(TraceRLModule):
 
     def _check_rollouts(self, decoder: Decoder) -> None:
         """Refuses a decoder whose commits do not follow from the draws alone."""
-        name = f"decoders.{self.method}."
-        policy = of_kind(decoder.policy, TraceLockPolicy, option=f"{name}policy")
-        within("(0, inf)", of=f"{name}policy.", temperature=policy.temperature)
+        of = f"{_COMMITS}decoders.{self.method}."
+        policy = of_kind(decoder.policy, TraceLockPolicy, option=f"{of}policy")
+        within("(0, inf)", of=f"{of}policy.", temperature=policy.temperature)
         # A cap would drop commits that were drawn, and the stall rule's commit is part of what is
         # scored (``CommitRows.items``).
-        of = f"{name}settings."
+        of = f"{of}settings."
         one_of(None, of=of, max_commits_per_step=decoder.settings.max_commits_per_step)
         one_of("top1", of=of, stall_rule=decoder.settings.stall_rule)
 
     def check_objective(self) -> None:
         # Both are about tokens, of which nothing is trained. An initial policy needs no adapter: it
         # is a copy of the network.
-        one_of(None, of="objective.", normalise=self.objective.normalise)
-        one_of("rollout", of="objective.", temperature=self.objective.temperature)
+        of = f"{_COMMITS}objective."
+        one_of(None, of=of, normalise=self.objective.normalise)
+        one_of("rollout", of=of, temperature=self.objective.temperature)
 
     def train(self, mode: bool = True) -> TraceLockRLModule:
         super().train(mode)
