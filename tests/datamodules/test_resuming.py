@@ -33,10 +33,10 @@ def fitting(kind: str, processes: int, *rest: int) -> Any:
         ("rows", (2, 3, 4), (2, 3, 4), None),
         ("rows", (2, 3, 4), (1, 6, 4), "processes 2, .* got processes 1,"),
         ("rows", (2, 3, 4), (2, 4, 4), "accumulate_grad_batches 3, .* got .*_grad_batches 4,"),
-        ("rows", (2, 3, 4), (2, 3, 8), "batch_size 4; got .* batch_size 8"),
+        ("rows", (2, 3, 4), (2, 3, 8), "batch_size 4, got .* batch_size 8"),
         ("states", (2, 3), (2, 3), None),
         ("states", (2, 3), (1, 3), "processes 2, .* got processes 1,"),
-        ("states", (2, 3), (2, 0), "num_workers 3; got .* num_workers 0"),
+        ("states", (2, 3), (2, 0), "num_workers 3, got .* num_workers 0"),
     ],
 )
 def test_a_fit_goes_on_with_the_processes_and_batches_it_began_with(
