@@ -93,7 +93,7 @@ class RecordShards:
         rows = [row for row in range(len(decoded.examples)) if decoded.uid(row) not in self.held]
         for row in rows:
             for picture in decoded.examples[row].images:  # before the records that name them
-                self._pictures.put(picture)
+                self._pictures.add(picture)
 
         def make() -> list[Trajectory]:
             records = decoded.trajectories
@@ -108,7 +108,7 @@ class RecordShards:
         for record in records:
             if record.uid not in self.held:
                 for digest in record.meta.get("images", ()):
-                    self._pictures.put(vision.known_picture(digest))
+                    self._pictures.add(vision.known_picture(digest))
                 self._writer.put(record)
 
     def flush(self) -> None:

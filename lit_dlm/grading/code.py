@@ -32,8 +32,8 @@ def extract_code(
     question = {"completion": completion, "entry_point": entry_point, "stub": stub}
     answer = shared_processes("extraction").ask(question, seconds=_EXTRACTION_SECONDS)
     if answer is None:
-        problem = "the code cannot be parsed in bounded time and memory"
-        return ExtractedCode(code=None, problem=problem, is_syntax_error=True)
+        reason = "the code cannot be parsed in bounded time and memory"
+        return ExtractedCode(code=None, reason=reason, is_syntax_error=True)
     return ExtractedCode(**answer)
 
 
@@ -80,7 +80,7 @@ def grade_by_outputs(
 
 def ungradable(extracted: ExtractedCode) -> Verdict | None:
     """Returns the verdict on code that cannot be run, or ``None`` if it can."""
-    if not extracted.problem:
+    if not extracted.reason:
         return None
     status: Status = "syntax_error" if extracted.is_syntax_error else "no_answer"
-    return Verdict(status=status, answer=extracted.code, detail=extracted.problem)
+    return Verdict(status=status, answer=extracted.code, detail=extracted.reason)

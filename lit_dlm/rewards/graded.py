@@ -57,4 +57,4 @@ class FormatReward(Reward):
     def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
         # What follows the start of an answer that the prompt already holds is code only with it.
         answers = (rollout.example.answer_start + rollout.text for rollout in group)
-        return [RewardScore(total=float(not extract_code(text).problem)) for text in answers]
+        return [RewardScore(total=float(not extract_code(text).reason)) for text in answers]

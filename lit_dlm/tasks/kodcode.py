@@ -85,11 +85,11 @@ class KodCode(CodeTask):
         test = row.text("test_code" if "test_code" in fields else "test")
         solution = fields.get("solution") or fields.get("canonical_solution") or ""
         entry_point = _entry_point(row, test, solution)
-        check, problem = checks(test, entry_point)
+        check, reason = checks(test, entry_point)
         reference = {
             "entry_point": entry_point,
             "check": check,
-            "ungraded": problem,
+            "ungraded": reason,
             "stub": "" if "question" in fields else question,
             "solution": solution,
         }
@@ -98,8 +98,8 @@ class KodCode(CodeTask):
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
         # Not wrong, which would blame the answer, and not refused: the prompt is as good as others.
-        if problem := example.reference["ungraded"]:
-            return Verdict(status="ungraded", detail=problem)
+        if reason := example.reference["ungraded"]:
+            return Verdict(status="ungraded", detail=reason)
         return super().grade(example, completion)
 
 
@@ -133,26 +133,26 @@ def checks(test_code: str, entry_point: str) -> tuple[str, str]:
     if entry_point and "check" in tests:  # the form of HumanEval, which the grader knows
         return test_code, ""
     tests = {name: node for name, node in tests.items() if name.startswith("test")}
-    if problem := _problem(tree, tests, entry_point):
-        return "", problem
+    if reason := _why_ungraded(tree, tests, entry_point):
+        return "", reason
     rewritten = ast.unparse(ast.fix_missing_locations(_WithoutImports().visit(tree)))
     # Each assertion is true once the function has returned, whatever it returned.
     return "\n".join([PYTEST, rewritten, *(f"assert [{name}()]" for name in tests)]), ""
 
 
-def _problem(tree: ast.Module, tests: dict[str, ast.FunctionDef], entry_point: str) -> str:
+def _why_ungraded(tree: ast.Module, tests: dict[str, ast.FunctionDef], entry_point: str) -> str:
     defined = {getattr(node, "name", None) for node in tree.body}
     # Fixtures and parametrised tests get their arguments from pytest's own machinery.
     awkward = [n for n, node in tests.items() if ast.unparse(node.args) or node.decorator_list]
     foreign = [name for name in _modules(tree) if name not in sys.stdlib_module_names]
-    problems: dict[str, object] = {
+    reasons: dict[str, object] = {
         "nothing tells the name of the function under test": not entry_point,
         f"the tests define {entry_point!r} themselves": entry_point in defined,
         "there is no function named test_...": not tests,
         f"{' and '.join(awkward)} needs pytest to give it arguments": awkward,
         f"the tests import {', '.join(map(repr, foreign))}": foreign,
     }
-    return next((problem for problem, holds in problems.items() if holds), "")
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def _modules(tree: ast.Module) -> Iterator[str]:

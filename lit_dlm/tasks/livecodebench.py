@@ -81,9 +81,9 @@ class LiveCodeBench(CodeTests):
         method, stub = example.reference["method"], example.reference["stub"]
         # As in the release, the method may be a plain function. Tests ask for the class, so one is
         # put around it, where there is none.
-        if method is not None and self._extracted(example, completion).problem:
+        if method is not None and self._extracted(example, completion).reason:
             code = extract_code(example.answer_start + completion, method, stub=stub)
-            if not code.problem:
+            if not code.reason:
                 solution = f"class Solution:\n    {method} = staticmethod({method})"
                 example = replace(example, answer_start="")
                 completion = python_block(f"{code.code}\n\n\n{solution}")

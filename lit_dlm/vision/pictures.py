@@ -142,7 +142,7 @@ class PictureFolder:
 
     folder: Path
 
-    def put(self, picture: Picture) -> None:
+    def add(self, picture: Picture) -> None:
         path = self.folder / picture.digest
         if not path.is_file():
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -228,7 +228,7 @@ def test_a_trace_shows_what_its_decode_saw_or_the_picture_is_named(
     shards = write_shards(tmp_path / "traces", records)
     pictures = PictureFolder(shards / "pictures")
     for one in PICTURES:
-        pictures.put(one)
+        pictures.add(one)
 
     def read(vision: VisionSettings | None) -> SupervisedBatch:
         backbone = HFBackbone(str(folder), vision=vision)
@@ -259,7 +259,7 @@ def test_pairs_of_decodes_find_their_pictures(folder: Path, tmp_path: Path) -> N
         for number in range(2)
     ]
     shards = write_shards(tmp_path / "traces", graded)
-    PictureFolder(shards / "pictures").put(PICTURES[0])
+    PictureFolder(shards / "pictures").add(PICTURES[0])
     backbone = HFBackbone(str(folder), vision=VisionSettings())
     tokenizer, spec = load_tokenizer("tiny"), backbone.spec
     facts = ModelFacts(tokenizer=tokenizer, spec=spec, vocab_size=VOCAB, backbone=backbone)

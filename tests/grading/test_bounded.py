@@ -82,7 +82,7 @@ def test_they_see_nothing_of_the_environment_and_end_with_the_pool(
     before = _children()
     pool = BoundedProcesses("extraction")
     found = pool.ask({"completion": "x = 1"}, seconds=60.0)
-    assert found == {"code": "x = 1", "problem": "", "is_syntax_error": False}
+    assert found == {"code": "x = 1", "reason": "", "is_syntax_error": False}
     (process,) = _children() - before
     assert b"LIT_DLM_TOKEN" not in Path(f"/proc/{process}/environ").read_bytes()
     pool.close()

@@ -12,7 +12,7 @@ STUB = 'import math\n\ndef helper(x):\n    return x\n\ndef f(x):\n    """Squares
 
 def _runs(completion: str) -> object:
     found = extract_code(completion, "f", stub=STUB)
-    assert not found.problem, found
+    assert not found.reason, found
     namespace: dict = {}
     exec(found.code, namespace)
     return namespace["f"](3)
@@ -95,7 +95,7 @@ NOTHING, BROKEN = "the completion holds no code", "the code does not parse"
 
 
 @pytest.mark.parametrize(
-    ("completion", "entry_point", "code", "problem"),
+    ("completion", "entry_point", "code", "reason"),
     [
         (ADD, None, "a, b = map(int, input().split())\nprint(a + b)\n", ""),
         ("print(1)", None, "print(1)", ""),
@@ -129,12 +129,12 @@ NOTHING, BROKEN = "the completion holds no code", "the code does not parse"
         ("  \n", "f", None, NOTHING),
     ],
 )
-def test_the_last_block_that_compiles_is_the_code_or_its_problem_is_told(
-    completion: str, entry_point: str | None, code: str | None, problem: str
+def test_the_last_block_that_compiles_is_the_code_or_the_reason_is_given(
+    completion: str, entry_point: str | None, code: str | None, reason: str
 ) -> None:
     found = extract_code(completion, entry_point)
-    assert (found.code, found.problem) == (code, problem)
-    assert found.is_syntax_error is (problem == BROKEN)
+    assert (found.code, found.reason) == (code, reason)
+    assert found.is_syntax_error is (reason == BROKEN)
 
 
 METHOD = "import math\n\n\nclass Adder:\n    def add(self, a, b):\n        "
@@ -178,8 +178,8 @@ def test_the_stub_alone_is_no_answer():
 
 def test_long_nonsense_is_parsed_in_bounded_time() -> None:
     found = extract_code(f"{SQUARE}\n" + "word word\n" * 2000, "f", stub=STUB)
-    assert "bounded" not in found.problem
-    assert "bounded" not in extract_code("```python\n" * 5000, "f", stub=STUB).problem
+    assert "bounded" not in found.reason
+    assert "bounded" not in extract_code("```python\n" * 5000, "f", stub=STUB).reason
 
 
 @pytest.mark.slow

@@ -143,13 +143,13 @@ _code = st.lists(
 
 
 @given(_code, _code)
-def test_code_that_is_found_without_a_problem_compiles(completion: str, stub: str) -> None:
+def test_code_that_is_found_without_a_reason_compiles(completion: str, stub: str) -> None:
     for found in (
         extraction.extract_code(completion),
         extraction.extract_code(completion, "f", stub=stub),
     ):
-        if found.problem:
-            assert found.is_syntax_error is ("does not parse" in found.problem)
+        if found.reason:
+            assert found.is_syntax_error is ("does not parse" in found.reason)
         else:
             assert found.code is not None
             compile(found.code, extraction.CANDIDATE_FILE, "exec", dont_inherit=True)

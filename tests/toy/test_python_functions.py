@@ -98,19 +98,11 @@ def test_different_list_functions_have_different_checks() -> None:
     assert not confused
 
 
-@pytest.mark.parametrize(
-    ("code", "status"),
-    [
-        ("def f(x,y):\n    return (x+3)*y-2", "right"),
-        ("def f(x,y):\n    return x", "wrong"),
-        ("def f(x,y):\n    return (x", "syntax_error"),
-        ("x+3", "no_answer"),
-    ],
-)
-def test_grades_in_the_sandbox_with_permission(code: str, status: str) -> None:
+def test_grades_in_the_sandbox_with_permission() -> None:
     reference = {"spec": CHAIN, "entry_point": "f", "check": write_check(CHAIN, seed="s")}
     example = PromptExample(uid="u", task="python_functions", text="", reference=reference)
-    assert PythonFunctions(allow_code_execution=True).grade(example, code).status == status
-    if status == "right":
-        with pytest.raises(ValueError, match="allow_code_execution"):
-            PythonFunctions().grade(example, PythonFunctions().reference_completion(example))
+    task, right = PythonFunctions(allow_code_execution=True), f"{HEAD}return (x+3)*y-2"
+    for code, status in ((right, "right"), (f"{HEAD}return x", "wrong"), ("x+3", "no_answer")):
+        assert task.grade(example, code).status == status
+    with pytest.raises(ValueError, match="allow_code_execution"):
+        PythonFunctions().grade(example, right)

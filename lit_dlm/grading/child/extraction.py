@@ -34,8 +34,8 @@ _MAX_CUTS, _MAX_STARTS, _MAX_ENDS = 40, 8, 8
 class ExtractedCode:
     """Code found in a completion."""
 
-    code: str | None  # the code to run or, where there is a problem, the best that was found
-    problem: str = ""  # why it cannot be graded: no code, a syntax error or a missing entry point
+    code: str | None  # the code to run or, where that is impossible, the best that was found
+    reason: str = ""  # why it cannot be graded: no code, a syntax error or a missing entry point
     is_syntax_error: bool = False
 
 
@@ -78,7 +78,7 @@ def extract_code(
     texts = _blocks(completion, is_program=entry_point is None)
     pieces = [text for text in dict.fromkeys([*texts, completion]) if text.strip()]
     if not pieces:
-        return ExtractedCode(code=None, problem="the completion holds no code")
+        return ExtractedCode(code=None, reason="the completion holds no code")
     # Prose may be in front of code without fences.
     starts = itertools.islice(_START.finditer(completion), _MAX_STARTS if len(pieces) == 1 else 0)
     later = [completion[start.start() :] for start in starts]
@@ -91,10 +91,10 @@ def extract_code(
     if (code := next(filter(_parses, candidates), None)) is not None:
         return ExtractedCode(code=_with_helpers(code, pieces[::-1]))
     if entry_point is not None and any(_parses(textwrap.dedent(piece)) for piece in pieces):
-        problem = f"no function {entry_point!r} is defined"
-        return ExtractedCode(code=head + textwrap.dedent(pieces[0]), problem=problem)
+        reason = f"no function {entry_point!r} is defined"
+        return ExtractedCode(code=head + textwrap.dedent(pieces[0]), reason=reason)
     return ExtractedCode(
-        code=head + pieces[0], problem="the code does not parse", is_syntax_error=True
+        code=head + pieces[0], reason="the code does not parse", is_syntax_error=True
     )
 
 
