@@ -178,40 +178,47 @@ def _run_driver(
         "folders": _shown_folders(),
         "library_paths": _library_paths(),
     }
-    command = [*_HELD, *_bubblewrap()] if method == "bubblewrap" else []
-    command += [os.path.realpath(sys.executable), "-I", "-S", "-X", "utf8", "-c", BOOT]
-    command += [CHILD_FOLDER, "driver", json.dumps(config)]
-    with memory_cgroup(limits.memory_bytes + _BESIDE_BYTES) as add_to_cgroup:
+    with (
+        memory_cgroup(limits.memory_bytes + _BESIDE_BYTES) as add_to_cgroup,
+        _started_driver(config, method, user=user if early else None) as driver,
+    ):
         try:
-            driver = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=bare_environment(),
-                cwd="/",
-                start_new_session=True,
-                user=user if early else None,
-                group=user if early else None,
-                extra_groups=[] if early else None,
-            )
-        except OSError as error:
-            whom = f", for a user other than root: {command[0]}" if early else f": {command[0]}"
-            raise SandboxError(f"{error.strerror}{whom}") from error
-        with driver:
-            try:
-                add_to_cgroup(driver.pid)
-                begin = b"\n\n" if method == "bubblewrap" else b"\n"
-                sent = begin + json.dumps({**job, "nonce": nonce}).encode()
-                timeout = _SETUP_SECONDS + limits.wall_seconds + 5.0  # the driver's alarm is first
-                output, errors = driver.communicate(sent, timeout=timeout)
-            except subprocess.TimeoutExpired:
-                return dict(_TIMEOUT)
-            finally:
-                driver.kill()
+            add_to_cgroup(driver.pid)
+            begin = b"\n\n" if method == "bubblewrap" else b"\n"
+            sent = begin + json.dumps({**job, "nonce": nonce}).encode()
+            timeout = _SETUP_SECONDS + limits.wall_seconds + 5.0  # the driver's alarm is first
+            output, errors = driver.communicate(sent, timeout=timeout)
+        except subprocess.TimeoutExpired:
+            return dict(_TIMEOUT)
+        finally:
+            driver.kill()
     if driver.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL):
         raise _KilledError("was killed")
     return _read_result(output, nonce, driver.returncode, errors)
+
+
+def _started_driver(
+    config: dict[str, Any], method: IsolationMethod, *, user: int | None
+) -> subprocess.Popen[bytes]:
+    command = [*_HELD, *_bubblewrap()] if method == "bubblewrap" else []
+    command += [os.path.realpath(sys.executable), "-I", "-S", "-X", "utf8", "-c", BOOT]
+    command += [CHILD_FOLDER, "driver", json.dumps(config)]
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=bare_environment(),
+            cwd="/",
+            start_new_session=True,
+            user=user,
+            group=user,
+            extra_groups=None if user is None else [],
+        )
+    except OSError as error:
+        whom = ": " if user is None else ", for a user other than root: "
+        raise SandboxError(f"{error.strerror}{whom}{command[0]}") from error
 
 
 def bare_environment() -> dict[str, str]:

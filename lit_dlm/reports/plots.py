@@ -370,17 +370,21 @@ def plot_run(points: Sequence[Point], path: Path) -> None:
     draw_curves(left, curves, faint="rollouts")
     left.set(xlabel="RL step", ylabel="reward")
     if timed := [point for point in points if "time/train" in point]:
-        # Phases differ from run to run: without a value model there is no ``value``.
-        known = set().union(*timed)
-        names = [name for name in PHASES if f"time/{name}" in known]
-        right.stackplot(
-            [point["step"] for point in timed],
-            [[point.get(f"time/{name}", 0.0) for point in timed] for name in names],
-            labels=[name.replace("_", " ") for name in names],
-            colors=COLOURS[: len(names)],
-            alpha=0.85,
-        )
-        right.legend(fontsize="small", loc="upper right")
+        _stack_phases(right, timed)
     right.set(xlabel="RL step", ylabel="seconds")
     tidy_axes(right)
     save_figure(figure, path)
+
+
+def _stack_phases(axis: Axes, timed: Sequence[Point]) -> None:
+    # Phases differ from run to run: without a value model there is no ``value``.
+    known = set().union(*timed)
+    names = [name for name in PHASES if f"time/{name}" in known]
+    axis.stackplot(
+        [point["step"] for point in timed],
+        [[point.get(f"time/{name}", 0.0) for point in timed] for name in names],
+        labels=[name.replace("_", " ") for name in names],
+        colors=COLOURS[: len(names)],
+        alpha=0.85,
+    )
+    axis.legend(fontsize="small", loc="upper right")

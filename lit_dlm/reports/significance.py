@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,23 +76,29 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
+def _pairs(
+    task: str, first: Mapping[str, ResultRow], second: Mapping[str, ResultRow]
+) -> list[tuple[ResultRow, ResultRow]]:
+    """The rows of both, by uid; refuses what no test can be made of."""
+    pairs = [(first[uid], second[uid]) for uid in sorted(first.keys() & second.keys())]
+    if not pairs:
+        raise ValueError(
+            f"task {task!r}: no sample in common; A has {len(first)} such as {min(first)!r}, "
+            f"B has {len(second)} such as {min(second)!r}"
+        )
+    for row in (row for pair in pairs for row in pair):
+        if row.verdict == "ungraded":  # its ``correct`` is false, and would count as wrong
+            raise ValueError(f"task {task!r}: sample {row.uid!r} of {row.method!r} was not graded")
+    return pairs
+
+
 def compare_rows(rows_a: Sequence[ResultRow], rows_b: Sequence[ResultRow]) -> PairedComparison:
     """Compares two methods on the uids that both have; p is not adjusted for other comparisons."""
     # Of several responses to a prompt the first: the tests assume independent samples.
     first, second = (
         {row.uid: row for row in rows if row.response == 0} for rows in (rows_a, rows_b)
     )
-    task, common = rows_a[0].task, sorted(first.keys() & second.keys())
-    if not common:
-        raise ValueError(
-            f"task {task!r}: no sample in common; A has {len(first)} such as {min(first)!r}, "
-            f"B has {len(second)} such as {min(second)!r}"
-        )
-    pairs = [(first[uid], second[uid]) for uid in common]
-    # Their ``correct`` is false, and would count as wrong.
-    if ungraded := [row for pair in pairs for row in pair if row.verdict == "ungraded"]:
-        one = ungraded[0]
-        raise ValueError(f"task {task!r}: sample {one.uid!r} of {one.method!r} was not graded")
+    pairs = _pairs(rows_a[0].task, first, second)
     # The test is on verdicts; accuracies and their interval on points, which may be fractions.
     right = np.array([(a.correct, b.correct) for a, b in pairs], dtype=np.int64)
     points = np.array([(a.points, b.points) for a, b in pairs])
@@ -100,12 +106,12 @@ def compare_rows(rows_a: Sequence[ResultRow], rows_b: Sequence[ResultRow]) -> Pa
     only_a, only_b = (int((right[:, k] > right[:, 1 - k]).sum()) for k in (0, 1))
     p_value = exact_mcnemar(only_a, only_b)
     return PairedComparison(
-        task=task,
+        task=rows_a[0].task,
         method_a=rows_a[0].method,
         method_b=rows_b[0].method,
-        n=len(common),
-        left_out_a=len(first) - len(common),
-        left_out_b=len(second) - len(common),
+        n=len(pairs),
+        left_out_a=len(first) - len(pairs),
+        left_out_b=len(second) - len(pairs),
         differing=sum(a.problem != b.problem for a, b in pairs),
         accuracy_a=float(points[:, 0].mean()),
         accuracy_b=float(points[:, 1].mean()),

@@ -109,19 +109,19 @@ def page_data(sets: Sequence[ViewedSet], *, title: str) -> dict[str, Any]:
 
 def decoder_line(decoder: Any) -> str:
     """A described decoder in one line, such as ``ThresholdPolicy(threshold=0.9), FullWindow``."""
-    lines = []
-    for component, settings in (decoder or {}).items():
-        if component == "settings" or not isinstance(settings, dict) or "name" not in settings:
-            continue
-        if component == "sampler" and not settings.get("temperature"):
-            continue  # greedy
-        # Digests of weights and dtypes of scores tell decoders apart, but a reader nothing.
-        shown = [k for k in settings if k not in ("name", "weights", "score_dtype")]
-        kinds = (str, int, float)
-        values = [f"{k}={settings[k]}" for k in shown if isinstance(settings[k], kinds)]
-        values += [str(region["name"]) for region in settings.get("regions") or []]
-        lines.append(settings["name"] + (f"({', '.join(values)})" if values else ""))
-    return ", ".join(lines)
+    components = {k: v for k, v in (decoder or {}).items() if isinstance(v, dict) and "name" in v}
+    if not components.get("sampler", {}).get("temperature"):
+        components.pop("sampler", None)  # greedy, as most are
+    return ", ".join(_component_line(v) for k, v in components.items() if k != "settings")
+
+
+def _component_line(settings: dict[str, Any]) -> str:
+    # Digests of weights and dtypes of scores tell decoders apart, but a reader nothing.
+    shown = [k for k in settings if k not in ("name", "weights", "score_dtype")]
+    kinds = (str, int, float)
+    values = [f"{k}={settings[k]}" for k in shown if isinstance(settings[k], kinds)]
+    values += [str(region["name"]) for region in settings.get("regions") or []]
+    return str(settings["name"]) + (f"({', '.join(values)})" if values else "")
 
 
 class TokenTable:
