@@ -1,6 +1,5 @@
 """Benchmarks and experiments: scripts outside the packages, which a renamed import would break."""
 
-import argparse
 import itertools
 import re
 from collections.abc import Callable
@@ -10,9 +9,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-
-from lit_dlm.reports.results import ResultFolder
-from tests.reports.rows import row
 
 Script = Callable[[str | Path], dict[str, Any]]
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,33 +79,6 @@ def test_policy_losses_are_compared_with_the_untrained_model_at_equal_steps(
         found = re.search(row + r" \+75\.0 ± 1\d\.\d \| 2\.0 \|", text)
         assert found
         assert found[1] == (None if name == "TraceRL" else "+0.0 ± 0.0")
-
-
-def test_processor_time_of_an_arm_is_that_of_both_commands_though_it_was_killed_between(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, imported: Script
-) -> None:
-    """36 s of decoding, then a fit that is killed after 60, then one of 24: one minute."""
-    script = imported("experiments/rl_methods.py")
-    options = argparse.Namespace(out=tmp_path, seeds=[0])
-    clock, lasts = [0.0], iter([36.0, 60.0, 24.0])
-
-    def command(words: list[str]) -> None:
-        clock[0] += (seconds := next(lasts))
-        (tmp_path / "dpo-0").mkdir(exist_ok=True)
-        if seconds == 60.0:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr("lit_dlm.cli.main", command)
-    monkeypatch.setattr("time.process_time", lambda: clock[0])
-    with pytest.raises(KeyboardInterrupt):
-        script["train"](options, "dpo", 0)
-    script["train"](options, "dpo", 0)
-    results = ResultFolder(tmp_path / "dpo-0" / "results")
-    results.claim("t", "threshold_06", {})
-    results.append([row(method="threshold_06")])
-    (tmp_path / "dpo-0" / "evaluated").touch()
-    (arm,) = script["gathered"](options)["methods"]["dpo"]
-    assert arm["cpu_minutes"] == 1.0
 
 
 def test_arms_of_decode_states_are_compared_by_problem_and_at_equal_forwards(
