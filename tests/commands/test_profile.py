@@ -66,17 +66,17 @@ def test_wrong_options_stop_before_the_work(options: list[str], message: str, ca
 
 @pytest.mark.slow
 def test_a_profile_of_the_embedded_model_from_the_command_line(tmp_path: Path):
-    """Two problems: budgets are kept, and methods with regions report how evenly they filled."""
+    """One problem: budgets are kept, and methods with regions report how evenly they filled."""
     policies = (f"gs={DECODE / 'lockstep_gauss_seidel.yaml'}", str(DECODE / "entropy.yaml"))
     options = ("--steps", "4", "adaptive", "--caches", "none", "dual", "--policies", *policies)
-    given = (f"--data.init_args.tasks={problems(2)}", "--run_dir", str(tmp_path / "run"))
+    given = (f"--data.init_args.tasks={problems(1)}", "--run_dir", str(tmp_path / "run"))
     assert main(["--config", "exp/profile_tiny", *given, *options]) == 0
     with (tmp_path / "run" / "profile.csv").open(newline="") as file:
         rows = {row["method"]: row for row in csv.DictReader(file)}
     names = product(("gs", "entropy"), ("", "-dual"), ("_4", "_adaptive"))
     assert set(rows) == set(map("".join, names))
     for method, row in rows.items():
-        assert row["n"] == "2"
+        assert row["n"] == "1"
         assert float(row["tokens_per_second"]) > 0
         assert method.endswith("adaptive") or float(row["nfe"]) <= 4
         assert (row["lockstep"] != "") == method.startswith("gs")

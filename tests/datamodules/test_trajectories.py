@@ -167,7 +167,7 @@ def dealt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("source", "num_workers"), [("features", 0), ("tokens", 1), ("features", 3), ("tokens", 3)]
+    ("source", "num_workers"), [("features", 0), ("tokens", 1), ("features", 3)]
 )
 @pytest.mark.slow  # starts loader workers
 def test_a_pass_reads_each_block_about_once(

@@ -64,14 +64,6 @@ def test_a_run_leaves_results_records_summary_table_plot_and_its_configuration(w
     assert_every_row_has_its_trajectory(whole)
 
 
-def test_the_saved_configuration_runs_again_and_redoes_nothing(whole: Path):
-    parts = {p: p.stat().st_mtime_ns for p in whole.rglob("part-*.jsonl")}
-    before = results(whole)
-    run("predict", "--config", str(whole / "predict.yaml"))
-    assert results(whole) == before
-    assert {p: p.stat().st_mtime_ns for p in whole.rglob("part-*.jsonl")} == parts
-
-
 def test_results_of_code_say_what_it_ran_in(tmp_path: Path):
     code = {"num_examples": 2, "allow_code_execution": True}
     tasks = [{"class_path": "PythonFunctions", "init_args": code}]
@@ -178,7 +170,6 @@ def test_a_template_may_begin_the_answer(whole: Path, tmp_path: Path, capsys):
     ("flag", "message"),
     [
         ("--model.init_args.seed=5", "seed: 0, now 5"),  # in the folder of another run
-        ("--data.methods=[randm]", "got 'randm'"),
         ("--data.tasks=[{class_path: PythonFunctions}]", "set allow_code_execution: true"),
     ],
 )
