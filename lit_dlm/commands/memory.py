@@ -301,40 +301,49 @@ def plan_of(config: Mapping[str, Any], *, trains: bool = True) -> Plan | None:
         return None
     policy, values = _models(settings, trainer)
     models = list(dict.fromkeys(model for model in (policy, values) if model))
-    lengths = data.get("response_length") or 0
-    run = {
-        **settings,
-        **data,
-        "device": "cpu" if trainer.get("accelerator") == "cpu" else "cuda",
-        "prompt": data.get("max_prompt_length") or 0,
-        "response": lengths if isinstance(lengths, int) else max(lengths),
-    }
+    run = {**settings, **data, **_sizes(data, trainer)}
     # RL, too, has responses to each prompt, but its data module trains on them.
     only_decodes = _class(config["data"]).endswith("PromptDataModule")
     is_rl = "responses_per_prompt" in data and not only_decodes
     trained = models if trains and not only_decodes else []
-    gradients = sum(model.gradients for model in trained)
-    num_trained = sum(model.num_trained for model in trained)
-    states = _optimizer_states(_class(settings.get("optimizer")), gradients, num_trained)
-    training = _training(policy, values, run) if gradients and run["response"] else {}
-    if training and str(trainer.get("strategy")).startswith("ddp"):
-        training["buckets of gradients"] = gradients
-    elsewhere = {"on disk, a checkpoint": gradients + states} if gradients else {}
+    split = _split(models, trained, _class(settings.get("optimizer")))
+    gradients = split["gradients"]
+    buckets = gradients if str(trainer.get("strategy")).startswith("ddp") else 0
+    stored = {"on disk, a checkpoint": gradients + split["optimiser states"]} if gradients else {}
     return Plan(
         model=str(_options(settings["backbone"]).get("path") or "random weights"),
         num_parameters=sum(model.num_base + model.num_adapter for model in models),
-        num_trained=num_trained,
-        split={
-            "weights": sum(model.stored + 4 * model.num_adapter for model in models),
-            "gradients": gradients,
-            "optimiser states": states,
-        },
-        training=training,
+        num_trained=sum(model.num_trained for model in trained),
+        split=split,
+        training=_training(policy, values, run, buckets) if gradients and run["response"] else {},
         update=gradients if run["device"] == "cuda" else 0,  # AdamW: roots of second moments
         decoding=_decoding(policy, run) if only_decodes or is_rl else {},
-        elsewhere=elsewhere | (policy.on_host() if is_rl else {}),
+        elsewhere=stored | (policy.on_host() if is_rl else {}),
         is_sharded=policy.is_sharded,
     )
+
+
+def _sizes(data: Mapping[str, Any], trainer: Mapping[str, Any]) -> dict[str, Any]:
+    lengths = data.get("response_length") or 0
+    return {
+        "device": "cpu" if trainer.get("accelerator") == "cpu" else "cuda",
+        "prompt": data.get("max_prompt_length") or 0,
+        "response": lengths if isinstance(lengths, int) else max(lengths),
+    }
+
+
+def _split(models: list[_Model], trained: list[_Model], optimizer: str) -> dict[str, int]:
+    """Returns weights, gradients, and what the optimiser keeps: as wide as gradients, or a byte."""
+    name = optimizer.rpartition(".")[2]
+    gradients = sum(model.gradients for model in trained)
+    states = gradients * _STATES.get(name, 2)
+    if name.endswith("8bit"):
+        states = 2 * sum(model.num_trained for model in trained)
+    return {
+        "weights": sum(model.stored + 4 * model.num_adapter for model in models),
+        "gradients": gradients,
+        "optimiser states": states,
+    }
 
 
 def _models(
@@ -355,12 +364,6 @@ def _models(
     return policy, values or (None if reader == "head" else policy)
 
 
-def _optimizer_states(class_path: str, gradients: int, num_trained: int) -> int:
-    """Returns the bytes that an optimiser keeps: as wide as gradients, or a byte each of 8 bits."""
-    name = class_path.rpartition(".")[2]
-    return 2 * num_trained if name.endswith("8bit") else gradients * _STATES.get(name, 2)
-
-
 def _training_rows(run: Mapping[str, Any]) -> int:
     """Returns the rows of a forward: states of examples, views of a bound, both sides of a pair."""
     rows, masking = run.get("batch_size", 1), _options(run.get("masking"))
@@ -370,11 +373,14 @@ def _training_rows(run: Mapping[str, Any]) -> int:
     return int(rows * (2 * run["num_states"] if "num_states" in run else 1))
 
 
-def _training(policy: _Model, values: _Model | None, run: Mapping[str, Any]) -> dict[str, int]:
+def _training(
+    policy: _Model, values: _Model | None, run: Mapping[str, Any], buckets: int
+) -> dict[str, int]:
     """Returns what forward and backward take; a value model's are kept as long as the policy's."""
     parts = policy.training(run)
     of_values = values.training(run) if values else {}
-    return parts | {f"{name} of values": n for name, n in of_values.items() if name != "head"}
+    parts |= {f"{name} of values": n for name, n in of_values.items() if name != "head"}
+    return parts | ({"buckets of gradients": buckets} if buckets else {})
 
 
 def _decoding(policy: _Model, run: Mapping[str, Any]) -> dict[str, int]:
