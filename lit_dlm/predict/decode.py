@@ -276,8 +276,11 @@ class CheckedModule(LightningModule):
         # parameters, and fails in its first step only.
         for optimizer in self.trainer.optimizers:
             kind = type(optimizer).__name__
+            # Switches may be absent: torch adds them, and sharded checkpoints leave some out.
+            switches = (bool, type(None))
+            needed = {k for k, v in optimizer.defaults.items() if not isinstance(v, switches)}
             for group in optimizer.param_groups:
-                if missing := sorted(optimizer.defaults.keys() - group.keys()):
+                if missing := sorted(needed - group.keys()):
                     got = f"that of another optimiser, without {missing[0]}"
                     refuse("ckpt_path", f"the state of {kind}", got)
 
