@@ -155,6 +155,7 @@ class EpochPlan(Plan):
     def _group_by_length(self, order: NDArray[np.int64], rng: np.random.Generator) -> None:
         """Sorts runs of batches by length, and shuffles the batches of each run, in place."""
         assert self.lengths is not None
+        # Within runs of batches: sorting a whole pass would undo the grouping by blocks.
         whole = len(order) // self.batch_size * self.batch_size
         for first in range(0, whole, _LENGTH_GROUP * self.batch_size):
             run = order[first : min(first + _LENGTH_GROUP * self.batch_size, whole)]

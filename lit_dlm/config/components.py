@@ -52,6 +52,7 @@ def source_digests(components: Iterable[object]) -> dict[str, str]:
     """Digests of the files outside the package that define the objects' classes, by class."""
     digests = {}
     for kind in map(type, components):
+        # Classes of a notebook or of standard input have no file.
         path = getattr(sys.modules.get(kind.__module__), "__file__", None)
         if path and kind.__module__.split(".")[0] != __name__.split(".")[0]:
             sha = hashlib.sha256(Path(path).read_bytes()).hexdigest()

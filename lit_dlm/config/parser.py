@@ -52,6 +52,7 @@ def explain(message: str, parser: Parser | None = None) -> str:
     # A union reports a fault for each of its members; the most specific one is of the member that
     # was meant.
     first = min(faults, key=lambda number: _vagueness(lines[number][1]))
+    # What is indented less and stands above says where the fault is.
     depth, line = lines[first]
     above = " ".join(reversed(list(_enclosing(lines[:first], depth))))
     keys = re.findall(r'Parser key "([^"]+)"', above)
@@ -169,6 +170,8 @@ class Parser(LightningArgumentParser):
         self, args: Sequence[str] | None = None, *rest: Any, **options: Any
     ) -> Namespace:
         """Parses words; inside a class, values come as Python text."""
+        # A nested class is parsed from words again, for which jsonargparse writes lists and
+        # mappings as Python does.
         if not self.exit_on_error and args is not None:
             args = [_as_yaml(argument) for argument in args]
         return super().parse_args(args, *rest, **options)

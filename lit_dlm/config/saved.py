@@ -63,6 +63,7 @@ def claim(config: dict[str, Any], document: dict[str, Any]) -> None:
 
 
 def _decides(change: str) -> bool:
+    # Rates, data and seeds decide weights; how fast or where they are computed does not.
     key = change.partition(":")[0]
     return bool(_COMPARED.match(key)) and not NOT_COMPARED.intersection(key.split("."))
 

@@ -83,6 +83,8 @@ def add_tensor(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
     import torch
 
     digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+    # Bytes and not numbers: bfloat16 has no counterpart in numpy, and NaNs are unequal to
+    # themselves.
     plain = tensor.detach().cpu().contiguous()
     digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
 
@@ -126,6 +128,7 @@ def is_finite(tensor: Tensor) -> bool:
     """Whether a tensor holds neither infinities nor NaN; takes one pass and no copy."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
+    # NaN anywhere makes both ends NaN, and an infinity is an end itself.
     return all(bool(end.isfinite()) for end in tensor.aminmax())
 
 

@@ -26,6 +26,7 @@ def at_least(least: float, *, of: str = "", **options: float | None) -> None:
 def within(bounds: str, *, of: str = "", **options: float | None) -> None:
     """Refuses options outside an interval such as ``[0, 1)``, without its end; ``None`` passes."""
     low, high = map(float, bounds[1:-1].split(","))
+    # Bounds are written as in mathematics, so that messages show them as they are meant.
     ends = [end for end, bracket in ((low, bounds[0]), (high, bounds[-1])) if bracket in "()"]
     for name, value in options.items():
         if value is not None and (not low <= value <= high or value in ends):
