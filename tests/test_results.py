@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from tests.quickstart import table
+from tests.quickstart import kept_summaries, table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -20,6 +20,8 @@ def page(name: str) -> str:
 def test_the_table_of_the_quickstart_is_that_of_the_kept_run():
     text = (ROOT / "docs" / "start" / "quickstart.md").read_text()
     assert re.split(r"\n*<!-- /?quickstart-output -->\n*", text)[1] == table()
+    methods = {one.method for one in kept_summaries()}
+    assert f"benchmarks {len(methods)}\ndecoding methods" in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.slow
@@ -135,6 +137,7 @@ def test_numbers_of_the_list_of_results_are_on_their_pages():
         ),
         ("docs/how-to/benchmark.md", r"\n- TraceLock at.*", r"\b0\.\d{3}\b", "how-to/benchmark", 1),
         ("README.md", r"\n- TraceLock is.*?SFT", r"\d+\.\d\b", "results/real_model/index", 5),
+        ("README.md", r"traces: \d+ to \d+ h", r"\d+", "how-to/tracelock", 2),
         ("README.md", r"\n- On six small.*?Countdown", r"\d\.\d", "results/policies/index", 1),
     ],
 )
