@@ -175,16 +175,13 @@ def merge(old: Any, new: Any) -> Any:
         if value is None and isinstance(merged.get(key), dict):
             del merged[key]
         elif str(key).endswith("+"):
-            merged[key[:-1]] = _appended(merged.get(key[:-1]) or [], value, key)
+            before = merged.get(key[:-1]) or []
+            if not (isinstance(before, list) and isinstance(value, list)):
+                _refuse("configuration", f"{key} appends {value!r} to {before!r}: no lists")
+            merged[key[:-1]] = [*before, *value]
         else:
             merged[key] = merge(merged.get(key), value)
     return merged
-
-
-def _appended(before: Any, value: Any, key: str) -> list[Any]:
-    if not isinstance(before, list) or not isinstance(value, list):
-        _refuse("configuration", f"{key} appends {value!r} to {before!r}: no lists")
-    return [*before, *value]
 
 
 def _of_one_class(old: dict[str, Any], new: dict[str, Any]) -> bool:
@@ -229,10 +226,6 @@ def compose(arguments: Sequence[str], *first: str) -> Composed:
     Args:
         arguments: those behind the name of the command.
         first: files that come before those of ``--config``.
-
-    Raises:
-        ValueError: a file that is missing, is no mapping, or should come first; a place inside of a
-            list; a class that is not known.
     """
     # Without abbreviations: ``--conf`` is for the parser to refuse, with what it is meant for.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)

@@ -86,6 +86,9 @@ def test_packaged_files_are_found_from_any_folder_behind_own_ones(tmp_path, monk
     (tmp_path / "exp").mkdir()
     (tmp_path / "exp" / "benchmark_tiny.yaml").write_text("run_dir: own\n")
     assert find("exp/benchmark_tiny") == tmp_path / "exp" / "benchmark_tiny.yaml"
+    (tmp_path / "exp" / "mine").mkdir()
+    (tmp_path / "exp" / "mine" / "benchmark_dream.yaml").write_text("run_dir: own\n")
+    assert find("exp/benchmark_dream").parent == tmp_path / "exp" / "mine"
 
 
 @pytest.mark.parametrize(
