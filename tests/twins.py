@@ -259,46 +259,34 @@ _SMALL_TOWER = {
     "image_size": 28, "patch_size": 14,
 }  # fmt: skip
 
+_MMADA = {**_LLADA, "model_type": "mmada"}
+_MMADA |= dict.fromkeys(("embedding_size", "vocab_size"), 134656)  # 8,192 codes of pictures more
+_QWEN25: dict[str, Any] = {
+    **_QWEN2, "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864,
+    "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+    "max_position_embeddings": 32768, "tie_word_embeddings": True, "eos_token_id": 151645,
+}  # fmt: skip
+
 RELEASES: dict[str, Release] = {
-    "Dream-org/Dream-v0-Instruct-7B": Release(config=_DREAM, vocabulary=_DREAM_TOKENS),
-    "apple/DiffuCoder-7B-Instruct": Release(config=_DREAM, vocabulary=_DREAM_TOKENS),
-    "apple/DiffuCoder-7B-cpGRPO": Release(config=_DREAM, vocabulary=_DREAM_TOKENS),
-    "GSAI-ML/LLaDA-8B-Instruct": Release(config=_LLADA, vocabulary=_LLADA_TOKENS),
-    "Gen-Verse/MMaDA-8B-MixCoT": Release(
-        # 8,192 codes of pictures behind the words.
-        config={**_LLADA, "model_type": "mmada", "embedding_size": 134656, "vocab_size": 134656},
-        vocabulary=_LLADA_TOKENS,
-    ),
-    "GSAI-ML/LLaDA-V": Release(
-        config=_LLADA_V,
-        vocabulary=_LLADA_TOKENS,
-    ),
-    "inclusionAI/LLaDA-MoE-7B-A1B-Instruct": Release(config=_LLADA_MOE, vocabulary=_LING_TOKENS),
-    "inclusionAI/LLaDA2.0-mini": Release(config=_LLADA2, vocabulary=_LING_TOKENS),
-    "Efficient-Large-Model/Fast_dLLM_v2_7B": Release(
-        config=_FAST_DLLM, vocabulary=_FAST_DLLM_TOKENS
-    ),
-    "JetLM/SDAR-30B-A3B-Chat": Release(config=_SDAR_30B, vocabulary=_SDAR_TOKENS),
-    "JetLM/SDAR-4B-Chat": Release(config=_SDAR_4B, vocabulary=_SDAR_TOKENS),
-    "JetLM/SDAR-8B-Chat": Release(config=_SDAR_8B, vocabulary=_SDAR_TOKENS),
-    "Gen-Verse/TraDo-4B-Instruct": Release(config=_SDAR_4B, vocabulary=_SDAR_TOKENS),
-    "Gen-Verse/TraDo-8B-Instruct": Release(config=_SDAR_8B, vocabulary=_SDAR_TOKENS),
-    "Gen-Verse/TraDo-8B-Thinking": Release(config=_SDAR_8B, vocabulary=_SDAR_TOKENS),
-    "Qwen/Qwen2.5-0.5B-Instruct": Release(
-        config={
-            **_QWEN2,
-            "vocab_size": 151936,
-            "hidden_size": 896,
-            "intermediate_size": 4864,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 14,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 32768,
-            "tie_word_embeddings": True,
-            "eos_token_id": 151645,
-        },
-        vocabulary=_QWEN25_TOKENS,
-    ),
+    name: Release(config=config, vocabulary=vocabulary)
+    for name, config, vocabulary in (
+        ("Dream-org/Dream-v0-Instruct-7B", _DREAM, _DREAM_TOKENS),
+        ("apple/DiffuCoder-7B-Instruct", _DREAM, _DREAM_TOKENS),
+        ("apple/DiffuCoder-7B-cpGRPO", _DREAM, _DREAM_TOKENS),
+        ("GSAI-ML/LLaDA-8B-Instruct", _LLADA, _LLADA_TOKENS),
+        ("Gen-Verse/MMaDA-8B-MixCoT", _MMADA, _LLADA_TOKENS),
+        ("GSAI-ML/LLaDA-V", _LLADA_V, _LLADA_TOKENS),
+        ("inclusionAI/LLaDA-MoE-7B-A1B-Instruct", _LLADA_MOE, _LING_TOKENS),
+        ("inclusionAI/LLaDA2.0-mini", _LLADA2, _LING_TOKENS),
+        ("Efficient-Large-Model/Fast_dLLM_v2_7B", _FAST_DLLM, _FAST_DLLM_TOKENS),
+        ("JetLM/SDAR-30B-A3B-Chat", _SDAR_30B, _SDAR_TOKENS),
+        ("JetLM/SDAR-4B-Chat", _SDAR_4B, _SDAR_TOKENS),
+        ("JetLM/SDAR-8B-Chat", _SDAR_8B, _SDAR_TOKENS),
+        ("Gen-Verse/TraDo-4B-Instruct", _SDAR_4B, _SDAR_TOKENS),
+        ("Gen-Verse/TraDo-8B-Instruct", _SDAR_8B, _SDAR_TOKENS),
+        ("Gen-Verse/TraDo-8B-Thinking", _SDAR_8B, _SDAR_TOKENS),
+        ("Qwen/Qwen2.5-0.5B-Instruct", _QWEN25, _QWEN25_TOKENS),
+    )
 }
 """Hub ids, as the shipped configurations name them, to what their twins copy."""
 

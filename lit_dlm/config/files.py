@@ -2,7 +2,7 @@
 
 A file is a mapping; it includes other files in one of two ways::
 
-    defaults: [../method/tracerl.yaml, ../data/rollouts_math.yaml]   # start from these, in order
+    defaults: [../method/tracerl.yaml, ../data/rl_math.yaml]   # start from these, in order
     model:
       init_args:
         backbone: ../backbone/dream.yaml       # a value: the contents of that file
@@ -54,7 +54,7 @@ def find(name: str, beside: Path | None = None) -> Path:
     hint = nearest(name.removesuffix(".yaml"), packaged())
     if Path(name).parent.name == "exp":
         # Many a variant is an experiment and an overlay, whose names resemble no single file.
-        hint += "; 'lit-dlm recipes' lists experiments and what may follow them"
+        hint += " ('lit-dlm recipes' lists experiments and what may follow them)"
     searched = f"{(beside or Path()).resolve()} and {FOLDER}"
     _refuse(f"configuration '{name}'", f"expected a file, got none in {searched}{hint}")
 
