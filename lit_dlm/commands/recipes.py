@@ -37,13 +37,11 @@ def folder(name: str) -> str:
 
 
 def described(name: str) -> list[list[str]]:
-    """Name, summary, needs and expected result of an experiment, and of it with its overlays.
-
-    What follows it on a command line is described by the heads of the files that it names.
-    """
+    """Name, summary, needs and expected result of an experiment, and of it with its overlays."""
     rows = [[name.removeprefix("exp/").ljust(26), *_head(name)]]
     for words in variants(name):
         files = [word for flag, word in pairwise(words) if flag == "--config"]
+        # An overlay tells of itself. The last of several decides: a task's grader, a method's memory.
         rows.append([f"  {' '.join(words)}".ljust(26), *_head(files[-1])])
     return rows
 

@@ -70,6 +70,7 @@ torch.optim.lr_scheduler: ChainedScheduler ConstantLR CosineAnnealingLR CosineAn
 """
 """A package or module, and classes in it, each by its path from there."""
 
+# A text and not a dict: as literals, the entries would repeat their modules' paths 190 times.
 NAMES: dict[str, str] = {}
 """Short name to import path."""
 for _line in _CLASSES.replace("\n    ", " ").strip().splitlines():
