@@ -41,7 +41,7 @@ def described(name: str) -> list[list[str]]:
     rows = [[name.removeprefix("exp/").ljust(26), *_head(name)]]
     for words in variants(name):
         files = [word for flag, word in pairwise(words) if flag == "--config"]
-        # An overlay tells of itself. The last of several decides: a task's grader, a method's memory.
+        # An overlay tells of itself; of several, the last decides on graders and memory.
         rows.append([f"  {' '.join(words)}".ljust(26), *_head(files[-1])])
     return rows
 
