@@ -170,11 +170,11 @@ def pieces(
     shapes: Mapping[str, tuple[int, ...]], own_key: Callable[[str], str]
 ) -> dict[str, list[Piece]]:
     """Returns the pieces of our tensors that tensors of a file stack; ``own_key`` names these."""
-    found: dict[str, list[Piece]] = {}
+    result: dict[str, list[Piece]] = {}
     for key, shape in shapes.items():
         module, _, last = key.rpartition(".")
         if not module.endswith(".experts"):
-            found.setdefault(own_key(key), []).append(Piece(key, (), shape))
+            result.setdefault(own_key(key), []).append(Piece(key, (), shape))
             continue
         count, rows, columns = shape  # each expert's matrix is a tensor of the file
         # transformers stacks all experts' matrices in one tensor, gate above up; files have a
@@ -184,8 +184,8 @@ def pieces(
         for number, (place, name) in product(range(count), enumerate(names)):
             index = (number, slice(place * rows, (place + 1) * rows))
             own = own_key(f"{module}.{number}.{name}.weight")
-            found.setdefault(own, []).append(Piece(key, index, (rows, columns)))
-    return found
+            result.setdefault(own, []).append(Piece(key, index, (rows, columns)))
+    return result
 
 
 def expert_biases(model: nn.Module) -> dict[str, Tensor]:

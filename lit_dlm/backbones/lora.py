@@ -60,13 +60,13 @@ class LoRASettings:
         """Returns transformers' names of the adapted modules, sorted."""
         targets = self.targets
         wanted = _GROUPS.get(targets, [targets]) if isinstance(targets, str) else targets
-        found = {LLADA_MODULES.get(name, name) for name in wanted}
-        if not found or not found <= set(_ALL):
+        modules = {LLADA_MODULES.get(name, name) for name in wanted}
+        if not modules or not modules <= set(_ALL):
             known = {*_ALL, *LLADA_MODULES} - {"attn_norm", "ff_norm"}
             raise ValueError(
                 f"lora.targets: expected 'attn', 'all' or some of {sorted(known)}, got {targets!r}"
             )
-        return sorted(found)
+        return sorted(modules)
 
     def beside_experts(self) -> tuple[list[str], bool]:
         """Returns the adapted modules of a model with experts, and whether experts are, too."""
@@ -88,8 +88,8 @@ POLICY = "default"
 """Name of the adapter that a backbone trains, loads and writes; also peft's default."""
 
 
-def peft_config(settings: LoRASettings, **facts: Any) -> LoraConfig:
-    """Returns the settings as peft's configuration; ``facts`` add to them or override them."""
+def peft_config(settings: LoRASettings, **options: Any) -> LoraConfig:
+    """Returns the settings as peft's configuration; ``options`` add to them or override them."""
     from peft import LoraConfig
 
     values: dict[str, Any] = {
@@ -99,7 +99,7 @@ def peft_config(settings: LoRASettings, **facts: Any) -> LoraConfig:
         "target_modules": settings.modules(),
         "use_rslora": settings.rslora,
     }
-    return LoraConfig(**(values | facts))
+    return LoraConfig(**(values | options))
 
 
 def inject(model: PreTrainedModel, settings: LoRASettings, *, name: str = POLICY) -> None:
@@ -112,13 +112,13 @@ def inject(model: PreTrainedModel, settings: LoRASettings, *, name: str = POLICY
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
 
-    facts = _places(model, settings)
+    places = _places(model, settings)
     # peft freezes all that is no adapter, also what is trained beside it.
     before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     with warnings.catch_warnings():
         # A second adapter under another name is intended.
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")
-        inject_adapter_in_model(peft_config(settings, **facts), model, adapter_name=name)
+        inject_adapter_in_model(peft_config(settings, **places), model, adapter_name=name)
     for parameter, flag in before:
         parameter.requires_grad_(flag)
     for layer in model.modules():
@@ -133,13 +133,13 @@ def inject(model: PreTrainedModel, settings: LoRASettings, *, name: str = POLICY
 def _places(model: nn.Module, settings: LoRASettings) -> dict[str, list[str]]:
     """Returns the targets in a model with experts, which peft would expect under other names."""
     names = {name.replace(".base_layer", "") for name, _ in model.named_parameters()}
-    found = {name for name in names if ".experts." in name and "lora_" not in name}
-    if not found:
+    experts = {name for name in names if ".experts." in name and "lora_" not in name}
+    if not experts:
         return {}
     modules, adapts_experts = settings.beside_experts()
     return {
         "target_modules": modules,
-        "target_parameters": sorted(found) if adapts_experts else [],
+        "target_parameters": sorted(experts) if adapts_experts else [],
     }
 
 
@@ -180,7 +180,7 @@ def base_parameters_adapted(model: nn.Module) -> dict[str, tuple[Tensor, nn.Modu
     Each adapted weight comes with the layer with which it has to be :func:`merged`.
     """
     modules = dict(model.named_modules())
-    found: dict[str, tuple[Tensor, nn.Module | None]] = {}
+    result: dict[str, tuple[Tensor, nn.Module | None]] = {}
     stored = (*model.named_parameters(remove_duplicate=False), *expert_biases(model).items())
     for name, parameter in stored:
         if ".lora_" in name:
@@ -195,8 +195,8 @@ def base_parameters_adapted(model: nn.Module) -> dict[str, tuple[Tensor, nn.Modu
             # the model.
             if POLICY in layer.lora_A and getattr(layer, "parameter_name", "weight") == last:
                 adapted = layer
-        found[f"{owner}.{last}"] = (parameter, adapted)
-    return found
+        result[f"{owner}.{last}"] = (parameter, adapted)
+    return result
 
 
 def merged(weight: Tensor, layer: Any) -> Tensor:

@@ -68,9 +68,9 @@ class ProjectorConfig:
         )
 
 
-def digest(facts: str, tensors: Mapping[str, Tensor]) -> str:
+def digest(text: str, tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 over a text and the names and float32 bytes of tensors (hexadecimal)."""
-    sha = hashlib.sha256(facts.encode())
+    sha = hashlib.sha256(text.encode())
     for name, tensor in sorted(tensors.items()):
         sha.update(name.encode())
         sha.update(tensor.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
@@ -159,28 +159,28 @@ def read_released(path: Path) -> Projector:
         reason = str(error).split("\n", maxsplit=1)[0]
         raise ValueError(f"{path}: not a checkpoint of tensors ({reason})") from None
     with fitting(path):
-        state, facts = stored["projection_state"], stored["autoencoder_config"]
+        state, sizes = stored["projection_state"], stored["autoencoder_config"]
         maps = {
             name: _folded(state[f"{name}_norm"], state[f"{name}_encoder"])
             for name in ("hidden", "delta")
         }
         first = maps["hidden"][0][0]
         config = ProjectorConfig(
-            hidden_size=int(facts["d_model"]),
-            hidden_rank=int(facts["d_hidden_bottleneck"]),
-            delta_rank=int(facts["d_delta_bottleneck"]),
+            hidden_size=int(sizes["d_model"]),
+            hidden_rank=int(sizes["d_hidden_bottleneck"]),
+            delta_rank=int(sizes["d_delta_bottleneck"]),
             kind="autoencoder",
             inner_width=len(first) if len(maps["hidden"]) > 1 else 0,
             norm_eps=1e-5,
         )
         projector = Projector(config)
         suffixes = ["_inner", ""] if config.inner_width else [""]
-        found = {}
+        weights = {}
         for name, layers in maps.items():
             for suffix, (weight, bias) in zip(suffixes, layers, strict=True):
-                found[f"{name}{suffix}_weight"] = weight.float()
-                found[f"{name}{suffix}_bias"] = bias.float()
-        projector.load_state_dict(found)
+                weights[f"{name}{suffix}_weight"] = weight.float()
+                weights[f"{name}{suffix}_bias"] = bias.float()
+        projector.load_state_dict(weights)
     return projector
 
 

@@ -220,13 +220,13 @@ def tokenizer_of(
     if highest >= backbone.vocab_size:
         fault = f"ids below {backbone.vocab_size}, got {highest}"
     for kind, ids in {"mask": (spec.mask_id,), "eos": spec.eos_ids}.items():
-        found = getattr(tokenizer, f"{kind}_token_id")
+        own = getattr(tokenizer, f"{kind}_token_id")
         # LLaDA's tokenizer does not say which of its added tokens is the mask, and the tokenizer of
         # an autoregressive model has none.
         words = used.difference(tokenizer.added_tokens_decoder)
-        strange = words.issuperset(ids) if found is None else found not in ids
+        strange = words.issuperset(ids) if own is None else own not in ids
         if strange and not fault and UNKNOWN_ID not in ids:
-            fault = f"{kind}_token {' or '.join(map(str, ids))}, got {found}"
+            fault = f"{kind}_token {' or '.join(map(str, ids))}, got {own}"
     if fault:
         raise ValueError(f"{option}: {path_or_id} does not fit the model: expected {fault}")
     return tokenizer
@@ -574,9 +574,9 @@ def tokenizer_size(folder: Path) -> int | None:
 
 def _named_tokens(folder: Path) -> dict[str, str]:
     """Returns ``eos_token``, ``pad_token`` and ``mask_token`` as far as a folder names them."""
-    said = _read_if_there(folder / "tokenizer_config.json")
-    found = {name: said.get(name) for name in ("eos_token", "pad_token", "mask_token")}
-    texts = {name: v.get("content") if isinstance(v, dict) else v for name, v in found.items()}
+    named = _read_if_there(folder / "tokenizer_config.json")
+    wanted = {name: named.get(name) for name in ("eos_token", "pad_token", "mask_token")}
+    texts = {name: v.get("content") if isinstance(v, dict) else v for name, v in wanted.items()}
     return {name: str(text) for name, text in texts.items() if text}
 
 
@@ -620,7 +620,7 @@ def _special_ids(
         # SDAR's configurations name an end of text as the start of text.
         bos = None if family.bos_token is None else tokens.get(family.bos_token, bos)
     pad = config.get("pad_token_id")
-    found = {
+    ids = {
         "mask_id": _mask_id(config.get("mask_token_id"), tokens, overrides, family, source),
         "eos_ids": eos or (UNKNOWN_ID,),
         # Padding is hidden from attention, so any id will do.
@@ -628,16 +628,16 @@ def _special_ids(
         "bos_id": bos,
     }
     for field in ("mask_id", "eos_ids"):
-        if found[field] in (UNKNOWN_ID, (UNKNOWN_ID,)) and field not in overrides:
+        if ids[field] in (UNKNOWN_ID, (UNKNOWN_ID,)) and field not in overrides:
             logger.warning(
                 "%sthe files name no %s; decoding needs it as spec_overrides.%s",
                 *(source, field, field),
             )
-    return found
+    return ids
 
 
 def _mask_id(
-    said: int | None,
+    named: int | None,
     tokens: Mapping[str, int],
     overrides: Mapping[str, Any],
     family: Family | None,
@@ -645,21 +645,21 @@ def _mask_id(
 ) -> int:
     """Returns the id of the mask token, on which tokenizer and configuration must agree."""
     if "mask_id" in overrides:
-        return UNKNOWN_ID if said is None else said
+        return UNKNOWN_ID if named is None else named
     if family is None:
-        if said is None:
+        if named is None:
             raise ValueError(
                 f"{source}config.json names no mask_token_id: this is an autoregressive "
                 "checkpoint; start from it with from_ar, or give the id of its mask token as "
                 "spec_overrides.mask_id"
             )
-        return said
+        return named
     written = [tokens[text] for text in family.mask_tokens if text in tokens]
     # The end of turn shows whether the tokenizer is a released one; small models may have any.
     is_kin = written or family.eos_tokens[1] in tokens
-    if is_kin and said not in (None, *written):
+    if is_kin and named not in (None, *written):
         raise ValueError(
-            f"{source}mask_token_id is {said} in config.json, but {family.mask_tokens[0]!r} is "
+            f"{source}mask_token_id is {named} in config.json, but {family.mask_tokens[0]!r} is "
             f"{written or 'absent'} in the tokenizer; set spec_overrides.mask_id to the right one"
         )
-    return next(iter(written), UNKNOWN_ID) if said is None else said
+    return next(iter(written), UNKNOWN_ID) if named is None else named

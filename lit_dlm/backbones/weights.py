@@ -82,9 +82,9 @@ def load_weights(
     return mapped
 
 
-def _give(found: Tensor | Sequence[Tensor], tensor: Tensor, *, as_stored: bool) -> bool:
+def _give(into: Tensor | Sequence[Tensor], tensor: Tensor, *, as_stored: bool) -> bool:
     """Copies a tensor to its targets; returns whether it became the target's memory instead."""
-    targets = [found] if isinstance(found, Tensor) else found
+    targets = [into] if isinstance(into, Tensor) else into
     expected = (sum(one.shape[0] for one in targets), *targets[0].shape[1:])
     if expected != tensor.shape:
         raise ValueError(f"has shape {tuple(tensor.shape)}, expected {expected}")
@@ -92,7 +92,7 @@ def _give(found: Tensor | Sequence[Tensor], tensor: Tensor, *, as_stored: bool) 
     # A target that takes the whole tensor as it is becomes the mapped file: nothing is copied, and
     # pages that are only read are shared by processes.
     is_same = target.device == tensor.device and (as_stored or target.dtype == tensor.dtype)
-    if is_same and target is found:
+    if is_same and target is into:
         target.data = tensor
         return True
     for one, part in zip(targets, tensor.split([len(one) for one in targets]), strict=True):

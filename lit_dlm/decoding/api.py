@@ -59,8 +59,8 @@ class WorkQueue:
     def take(self, number: int) -> list[int]:
         """Returns the next numbers: as many as requested, fewer or none at the end."""
         if self._reserved:
-            found, self._reserved = self._reserved, []
-            return found
+            numbers, self._reserved = self._reserved, []
+            return numbers
         if self._store is None:
             self._taken += number
             end = self._taken

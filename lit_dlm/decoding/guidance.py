@@ -74,15 +74,15 @@ class GuidedBackbone(Backbone):
         other_seen[:, start - len(prompt) :] = True
         if columns is None:
             columns = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
-        found = self.backbone.denoise(
+        denoised = self.backbone.denoise(
             torch.cat([wide, other]),
             pad_mask=torch.cat([seen, other_seen]),
             columns=(columns + by).repeat(2, 1),
             hidden_layers=hidden_layers,
         )
-        logits, without = found.logits.chunk(2)
+        logits, without = denoised.logits.chunk(2)
         scale = self.guidance.scale
         guided = (1.0 + scale) * logits - scale * without
         guided = guided.masked_fill(logits.isneginf(), -torch.inf)  # forbidden in both
-        hidden = None if found.hidden is None else found.hidden[: len(ids), by:]
+        hidden = None if denoised.hidden is None else denoised.hidden[: len(ids), by:]
         return Denoised(logits=guided, columns=columns, hidden=hidden)

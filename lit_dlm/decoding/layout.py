@@ -195,7 +195,7 @@ class MarkerLayout(Layout):
     ends_by_region = True
 
     def placed(self, response: Tensor) -> PlacedRegions:
-        found = []
+        markers = []
         for region in self.regions:
             marker = torch.tensor(region.marker_ids(), device=response.device)
             size, places = len(marker), []
@@ -207,7 +207,7 @@ class MarkerLayout(Layout):
                     f"layout: the marker {region.marker} of region {region.name!r} must stand in "
                     f"the response once, got {len(places)} times"
                 )
-            found.append((places[0], places[0] + size))
-        ends = [begin for begin, _ in found[1:]] + [len(response)]
-        spans = [(behind, end) for (_, behind), end in zip(found, ends, strict=True)]
+            markers.append((places[0], places[0] + size))
+        ends = [begin for begin, _ in markers[1:]] + [len(response)]
+        spans = [(behind, end) for (_, behind), end in zip(markers, ends, strict=True)]
         return self._placed(spans, len(response))

@@ -124,11 +124,11 @@ class Sampler:
         for raw, keys in self._chunks(state, denoised.logits, columns):
             part = slice(first, first + len(raw))
             first = part.stop
-            found = self._scores(raw, keys, requires)
+            result = self._scores(raw, keys, requires)
             if len(raw) == columns.numel():
-                scores = found
+                scores = result
                 break
-            for name, values in found.items():
+            for name, values in result.items():
                 # Filled rather than joined at the end: small tensors that outlive the large ones
                 # of a chunk would leave holes in the host's memory.
                 scores.setdefault(name, values.new_empty(columns.numel()))[part] = values
@@ -191,16 +191,16 @@ class Sampler:
             place = arg_max(self._perturbed(values, names, keys))
         ids = place if names is None else names.gather(1, place[:, None])[:, 0]
         scored = (raw, ids) if self.score_on == "raw" else (values, place)
-        found = {"ids": ids}
+        result = {"ids": ids}
         for prefix, (logits, at) in (("", scored), ("raw_", (raw, ids))):
             for name, score in _SCORES.items():
                 if prefix + name in requires | {"prob"}:
-                    is_known = name in found and logits is scored[0]
-                    found[prefix + name] = found[name] if is_known else score(logits, at)
+                    is_known = name in result and logits is scored[0]
+                    result[prefix + name] = result[name] if is_known else score(logits, at)
         if "drawn" in requires:
             is_known = values is scored[0]
-            found["drawn"] = found["prob"] if is_known else confidence(values, place)
-        return found
+            result["drawn"] = result["prob"] if is_known else confidence(values, place)
+        return result
 
 
 def _run_noise(values: Tensor, keys: Keys) -> Tensor:

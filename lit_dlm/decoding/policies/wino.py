@@ -74,15 +74,15 @@ class WINOPolicy(CommitPolicy):
         shadows = torch.zeros_like(state.ids)
         shadows = shadows.scatter_reduce(1, window, numbers, "amin", include_self=False)
         rows = torch.where(state.standing, shadows + L, cells)
-        found = backbone.denoise(
+        denoised = backbone.denoise(
             torch.cat([state.ids, torch.full_like(window, state.mask_id)], 1),
             pad_mask=visible[:, None],
             position_ids=torch.cat([places, places.gather(1, window)], 1),
             columns=rows.gather(1, columns),
             hidden_layers=hidden_layers,
         )
-        hidden = None if found.hidden is None else found.hidden[:, :L]
-        return Denoised(logits=found.logits, columns=columns, hidden=hidden)
+        hidden = None if denoised.hidden is None else denoised.hidden[:, :L]
+        return Denoised(logits=denoised.logits, columns=columns, hidden=hidden)
 
     def new_memory(self, state: DecodeState, vocab_size: int, dtype: torch.dtype) -> Tensor:
         length = state.ids.shape[1] - state.start
