@@ -17,7 +17,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lit_dlm.backbones import HFBackbone, LoRASettings, load_backbone, lora
 from lit_dlm.backbones.adapter_files import read_adapter_settings
-from lit_dlm.backbones.base import Rows
 from lit_dlm.backbones.export import export_model, save_adapter
 from lit_dlm.backbones.lora import adapter_parameters
 from lit_dlm.training.checkpoint import export_trained
@@ -299,24 +298,6 @@ def test_a_side_adapter_counts_only_where_it_is_asked_for(tmp_path: Path) -> Non
     with torch.no_grad():
         again = HFBackbone(str(tmp_path / "model")).denoise(IDS).logits
     torch.testing.assert_close(again, before, rtol=1e-2, atol=2e-3)  # one rounding more
-
-
-@pytest.mark.parametrize("rank", [2, 3])
-@pytest.mark.parametrize("choice", [True, "selective"])
-def test_recomputed_layers_run_with_the_adapter_of_their_forward(rank: int, choice: Any) -> None:
-    """Gradients are taken after ``using_adapter`` has ended, where the policy's is in use again."""
-    gradients = []
-    for recompute in (False, choice):
-        model = HFBackbone("tiny", lora=LoRASettings(rank=2), gradient_checkpointing=recompute)
-        model.add_side_adapter("value", LoRASettings(rank=rank, targets="all"))
-        randomise(model.train(), "value")
-        with model.using_adapter("value"):
-            values = model.encode_rows(Rows(IDS, IDS, IDS > 0))
-        scores = model.encode_rows(Rows(IDS, IDS, IDS > 0))
-        (values.square().sum() + scores.sum()).backward()
-        gradients.append({n: p.grad for n, p in model.named_parameters() if p.requires_grad})
-    assert all(value is not None for value in gradients[0].values())
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
 
 
 class OnGPU(Tensor):

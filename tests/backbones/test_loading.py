@@ -1,15 +1,60 @@
-"""Matrices in 4 bits, where bitsandbytes is installed."""
+"""Memory and devices of loading, and matrices in 4 bits where bitsandbytes is installed."""
 
+import ctypes
+import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lit_dlm.backbones import HFBackbone, LoRASettings, load_backbone
+from lit_dlm.backbones import HFBackbone, LoRASettings, load_backbone, weights
 from lit_dlm.backbones.export import export_model, save_adapter
 from lit_dlm.training.sharding import decoding_weights
+from tests.backbones.conftest import tiny_architecture
+from tests.backbones.folders import write
+from tests.backbones.reference import LLADA, random_tensors
 from tests.twins import write_twin
+
+MEBIBYTE = 2**20
+
+
+def memory(field: str) -> int:
+    """Bytes of this process: ``VmRSS`` now, ``VmHWM`` at its peak."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition(f"{field}:")[2].split()[0]) * 1024
+
+
+def test_loading_needs_the_weights_and_one_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """8 layers of 4 MiB and two tables of 4 MiB in shards of 6: at most 40 + 6 MiB, not 80."""
+    reset = Path("/proc/self/clear_refs")
+    if not reset.exists():
+        pytest.skip("the peak of the resident memory can be reset on Linux only")
+    sizes = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 1024, "num_layers": 8}
+    architecture = tiny_architecture(decoder="llama", num_heads=4, initializer_range=0.02, **sizes)
+    monkeypatch.setattr(weights, "SHARD_BYTES", 6 * MEBIBYTE)
+    export_model(HFBackbone(architecture=architecture), tmp_path)
+    shards = [path.stat().st_size for path in tmp_path.glob("*.safetensors")]
+    assert len(shards) >= 6
+    load_backbone(tmp_path)  # what the first load allocates once is not counted
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # freed memory that is kept would hide a peak
+    reset.write_text("5")
+    before = memory("VmRSS")
+    backbone = load_backbone(tmp_path)
+    grown = memory("VmHWM") - before
+    total = sum(parameter.nbytes for parameter in backbone.parameters())
+    assert total > 39 * MEBIBYTE
+    # Memory that the allocator still held makes it less; 2 MiB are the allocator's own.
+    assert grown <= total + max(shards) + 2 * MEBIBYTE
+
+
+def test_loading_goes_straight_to_the_device(tmp_path: Path):
+    """The meta device stands for any other: no weight is left on the CPU."""
+    folder = write(tmp_path / "m", LLADA, random_tensors(LLADA))
+    backbone = load_backbone(folder, device="meta")
+    assert {p.device.type for p in backbone.parameters()} == {"meta"}
+
 
 IDS = torch.tensor([[40, 41, 42, 43, 44, 45]])
 
