@@ -7,6 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lit_dlm.backbones import HFBackbone, LoRASettings
+from lit_dlm.backbones.base import Rows
 from tests.backbones.conftest import tiny_architecture
 from tests.backbones.folders import IDS, randomise
 
@@ -28,7 +29,7 @@ def test_recomputation_changes_no_gradient_and_selective_computes_no_product_twi
             layer.mlp.register_forward_pre_hook(lambda *_args, calls=calls: calls.append(1))
         with FlopCounterMode(display=False) as counter:
             denoised = backbone.denoise(ids, hidden_layers=(1, -1))
-            rows = backbone.encode_rows(ids, torch.ones_like(ids, dtype=torch.bool))
+            rows = backbone.encode_rows(Rows(ids, ids, torch.ones_like(ids, dtype=torch.bool)))
             loss = denoised.logits[..., 4:].square().mean() + denoised.hidden.square().mean()
             forward = counter.get_total_flops()
             (loss + rows.square().mean()).backward()
@@ -52,8 +53,8 @@ def test_recomputed_layers_run_with_the_adapter_of_their_forward(rank: int, choi
         model.add_side_adapter("value", LoRASettings(rank=rank, targets="all"))
         randomise(model.train(), "value")
         with model.using_adapter("value"):
-            values = model.encode_rows(IDS, IDS > 0)
-        scores = model.encode_rows(IDS, IDS > 0)
+            values = model.encode_rows(Rows(IDS, IDS, IDS > 0))
+        scores = model.encode_rows(Rows(IDS, IDS, IDS > 0))
         (values.square().sum() + scores.sum()).backward()
         gradients.append({n: p.grad for n, p in model.named_parameters() if p.requires_grad})
     assert all(value is not None for value in gradients[0].values())
