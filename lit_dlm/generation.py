@@ -82,6 +82,7 @@ def generate(
     if tokenizer is not None:
         encode = tokenizer
         decoder = decoder.encoded(lambda text: encode(text, add_special_tokens=False)["input_ids"])
+    # A sample's noise follows from its name: with uids, responses do not depend on the order.
     names = list(map(str, range(len(prompts)))) if uids is None else uids
     encoded = [
         DecodePrompt(uid, _token_ids(number, prompt, tokenizer), sample_seed(seed, uid))
@@ -90,6 +91,7 @@ def generate(
     done = Generations(ids=[], num_steps=[], status=[], decoder=decoder.describe())
     captures = [TrajectoryCapture(vocab_size=backbone.vocab_size)] if trajectories else []
     order: list[int] = []
+    # Prompts of similar lengths together: a batch is as wide as its longest one.
     for rows in length_buckets([len(prompt.ids) for prompt in encoded], batch_size=batch_size):
         with evaluating(backbone):
             (batch,) = decode_stream(

@@ -58,6 +58,7 @@ def log_likelihood_bound(
             clean = ids[:end].expand(len(part), -1)
             shown = clean.masked_fill(rows, backbone.spec.mask_id)
             scored = backbone.score_tokens(Rows(shown, clean, rows, response_start=len(prompt_ids)))
+            # In float64: rare draws that hide few tokens have large weights.
             weight = (end - begin) / part.sum(1, dtype=torch.float64)  # (b,)
             total -= float((scored.ce.double() * weight[rows.nonzero()[:, 0]]).sum())
     return total / num_draws
@@ -72,6 +73,7 @@ def masked_draws(length: int, *, num_draws: int, antithetic: bool, seed: int) ->
     # (number + offset) / num_orders is uniform on a stratum of its own; counts are 1..n.
     count = ((number + offset) / num_orders * length).long().clamp(max=length - 1) + 1
     cells = number[:, None] * length + torch.arange(length)
+    # Twice argsort gives ranks: a draw hides the first ones of a random order.
     rank = uniform_noise(seeds.expand(num_orders), _ORDER, cells).argsort(1).argsort(1)  # (N, n)
     first = rank < count[:, None]
     if not antithetic:

@@ -86,6 +86,7 @@ class WindowCache(Cache):
 
         ``columns`` ``(n, K)`` int64 replace those of the plan.
         """
+        # Only then are a layer's sizes known, and layers that never write take no memory.
         if name not in self.buffers:  # at the first write, in its dtype and on its device
             self.buffers[name] = tuple(
                 new.new_zeros(self.num_rows, self.length, *new.shape[2:]) for new in windows
@@ -269,6 +270,7 @@ class CachedCanvas:
         # anyway.
         widths = [span.end - span.begin for span in spans]
         width, kv_end = max(widths), max(span.kv_end for span in spans)
+        # Equal widths are the usual case, where a grid is the packing already.
         is_packed = sum(widths) < len(spans) * width
         ranges = self._ranges(spans, block_causal)
         # All numbers go to the device together: separately, each would take a launch of its own.
@@ -316,6 +318,7 @@ class CachedCanvas:
         """Returns the sequences of :meth:`_ranges`; ``part`` has the same numbers on the device."""
         of, num_keys = part["rows"][part["of"]], part["num_keys"]
         # The buffers of all rows form one long sequence of keys; left padding is skipped.
+        # Rows keep their place in the buffers however far they have got, so a start is a product.
         key_starts = of * self._cache.length
         if self._starts is not None:
             key_starts = key_starts + self._starts[of]

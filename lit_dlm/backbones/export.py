@@ -51,6 +51,7 @@ def save_adapter(
     assert backbone.adapter is not None
     is_original = layout == "original" or (layout is None and backbone.source.is_release)
     names = _names(backbone, "original" if is_original else "hf")
+    # Gathered before any process returns: sharded weights need all of them.
     tensors = adapter_tensors(backbone.model, layout=names)
     trained = {
         key: plain_tensor(parameter)

@@ -93,6 +93,7 @@ def is_hub_id(path_or_id: str) -> bool:
 
     If a folder ``runs`` exists, ``runs/model`` counts as a mistyped path.
     """
+    # A mistyped local path must not be sent to the hub.
     has_form = _HUB_ID.fullmatch(path_or_id) is not None
     return has_form and not Path(path_or_id).expanduser().parent.is_dir()
 
@@ -619,6 +620,8 @@ def _special_ids(
         eos = tuple(tokens[text] for text in family.eos_tokens if text in tokens) or eos
         # SDAR's configurations name an end of text as the start of text.
         bos = None if family.bos_token is None else tokens.get(family.bos_token, bos)
+    # Only the mask and an end of text are needed to decode; a missing one is told here and refused
+    # where it is used.
     pad = config.get("pad_token_id")
     ids = {
         "mask_id": _mask_id(config.get("mask_token_id"), tokens, overrides, family, source),
