@@ -179,21 +179,10 @@ def test_bad_usage_is_one_line_and_status_2(places, tmp_path, monkeypatch, capsy
     assert "Traceback" not in told
 
 
-def test_what_imported_rows_do_not_say_is_given(tmp_path):
-    """Two ids of three steps, as TABOM's release leaves out trailing pads."""
-    row = {"prompt_token_ids": [5], "response_token_ids": [7, 8], "decoding_order": [1, 0, 2]}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    files = ("import", tmp_path / "rows.jsonl", "--out", tmp_path / "set")
-    assert run(*files, "--mask_id", 2, "--vocab_size", 30, "--pad_id", 0) == 0
-    (record,) = read_all(tmp_path / "set")
-    assert record.tokens.tolist() == [7, 8, 0]
-    assert (record.mask_id, record.vocab_size) == (2, 30)
-    assert record.commit_step.tolist() == [1, 0, 2]
-
-
 def test_an_import_that_failed_leaves_nothing_and_can_be_repeated(tmp_path, capsys):
+    """Options say what the rows do not; a pad stands behind two ids of three steps."""
     path, out = tmp_path / "rows.jsonl.gz", tmp_path / "set"
-    files = ("import", path, "--out", out, "--mask_id", 2, "--vocab_size", 30)
+    files = ("import", path, "--out", out, "--mask_id", 2, "--vocab_size", 30, "--pad_id", 0)
     ids = {"prompt_token_ids": [5], "response_token_ids": [7, 8]}
 
     def imported(*orders: list[int]) -> int:
@@ -204,8 +193,11 @@ def test_an_import_that_failed_leaves_nothing_and_can_be_repeated(tmp_path, caps
     assert imported([0, 1], [1, 0], [0]) == 2
     assert "rows.jsonl.gz:3: decoding_order has 1 entries" in capsys.readouterr().err
     assert list(out.iterdir()) == []
-    assert imported([0, 1], [1, 0], [0, 0]) == 0
-    assert [record.uid for record in read_all(out)] == ["rows/1", "rows/2", "rows/3"]
+    assert imported([0, 1], [1, 0], [1, 0, 2]) == 0
+    records = read_all(out)
+    assert [record.uid for record in records] == ["rows/1", "rows/2", "rows/3"]
+    assert records[2].tokens.tolist() == [7, 8, 0]
+    assert {(record.mask_id, record.vocab_size) for record in records} == {(2, 30)}
 
 
 def test_an_export_of_several_runs_says_that_it_has_no_run_record(tmp_path, capsys):

@@ -31,7 +31,7 @@ def written(folder: Path, count: int = 12, **options: Any) -> Path:
     return shard
 
 
-def test_a_stream_is_what_webdataset_reads_and_notices_where_it_ends(tmp_path):
+def test_a_stream_is_what_webdataset_reads_and_notices_where_it_ends(tmp_path, monkeypatch):
     """At a corrupt header of the archive WebDataset simply ends; reading by offset goes on."""
     records = records_of(12, features=True)
     write_shards(tmp_path, records, max_shard_records=8)
@@ -40,6 +40,11 @@ def test_a_stream_is_what_webdataset_reads_and_notices_where_it_ends(tmp_path):
     assert [len(decode_block(sample["records.arrow.zst"])) for sample in plain] == [4, 4, 4]
     assert_all_same(records, stream(urls))
     assert all(record.features is None for record in stream(urls, features=False))
+    for own, all_of_them in (("RANK", "WORLD_SIZE"), ("WORKER", "NUM_WORKERS")):
+        with monkeypatch.context() as patch:  # as in the second of two processes or workers
+            patch.setenv(own, "1")
+            patch.setenv(all_of_them, "2")
+            assert_all_same(records[8:], stream(urls))
     shard = Path(urls[0].removeprefix("file:"))
     flip(shard, TrajectoryShardReader(tmp_path).side_file(shard).blocks[1].feature_offset - 507)
     with pytest.raises(TrajectoryFormatError, match="expected 2 blocks, got 1"):

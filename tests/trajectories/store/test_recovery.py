@@ -32,11 +32,12 @@ from tests.trajectories.samples import (
 
 def _resume(folder: Path, records, *, pause: float = 0.0, **options) -> None:
     """What a predict loop does: recover, then write what is missing, in a thread."""
-    recover(folder)
-    done = completed_uids(folder)
-    with closing(BackgroundWriter(shard_writer(folder, **options))) as shards:
+    folder.mkdir(exist_ok=True)
+    held = recover(folder)[1]
+    assert held == completed_uids(folder)
+    with closing(BackgroundWriter(shard_writer(folder, held=held, **options))) as shards:
         for record in records:
-            if record.uid not in done:
+            if record.uid not in held:
                 shards.put(record)
                 time.sleep(pause)
 
@@ -172,8 +173,9 @@ def test_a_doubled_folder_is_refused_by_readers_and_repaired(tmp_path):
             TrajectoryFormatError, match=r"0004' is in both .* `lit-dlm traj recover"
         ):
             use(folder)
-    (report,) = recover(folder)[0]
+    (report,), held = recover(folder)
     assert (report.num_records, report.num_dropped_blocks) == (4, 0)
+    assert held == {record.uid for record in records}
     assert recover(folder)[0] == []
     assert merge_manifest(folder)["num_records"] == 12
     assert_all_same(records, read_all(folder))

@@ -54,17 +54,20 @@ def test_member_names_have_no_dots_and_equal_content_gives_equal_bytes(tmp_path)
 
 
 def test_a_repeated_or_broken_record_is_refused_by_name_and_the_rest_is_kept(tmp_path):
-    good, bad = records_of(2)
-    bad.commit_step[0] = 99
-    for rank in range(2):
-        with shard_writer(tmp_path, rank=rank) as shards:
-            if rank == 0:
-                shards.put(good)
-            with pytest.raises(ValueError, match=r"'task/split/0001': commit_step"):
-                shards.put(bad)
-            with pytest.raises(ValueError, match=r"'task/split/0000': this uid is already in"):
-                shards.put(good)
-    assert [record.uid for record in read_all(tmp_path)] == [good.uid]
+    """Of several records the first fault is named, and all others are added."""
+    good, bad, worse, more = records_of(4)
+    bad.commit_step[0] = worse.commit_step[0] = 99
+    with shard_writer(tmp_path) as shards:
+        shards.put()
+        with pytest.raises(ValueError, match=r"'task/split/0001': commit_step"):
+            shards.put(good, bad, worse, more)
+        with pytest.raises(ValueError, match=r"'task/split/0000': this uid is already in"):
+            shards.put(good)
+    for held in (None, {good.uid}):  # as the folder says, and as given
+        shards = shard_writer(tmp_path, rank=1, held=held)
+        with shards, pytest.raises(ValueError, match=r"'task/split/0000': this uid is already in"):
+            shards.put(good)
+    assert [record.uid for record in read_all(tmp_path)] == [good.uid, more.uid]
 
 
 @pytest.mark.parametrize("option", ["name", "records_per_block", "max_shard_records"])
