@@ -183,7 +183,7 @@ def _execution(shards: Sequence[Path], options: argparse.Namespace) -> Execution
 
     is_here = torch.cuda.is_available() or not options.device.startswith("cuda")
     expect(is_here, f"--device: expected a device of this machine, got {options.device!r}")
-    recorded: dict[str, Any] = {}
+    recorded: dict[str, Any] = {}  # of the first shard that can be read
     for shard in reversed(shards):
         try:
             recorded = dict(run_of_shard(shard)[0].model)

@@ -116,7 +116,7 @@ class TrajectoryCapture:
                 self._tables[name] = torch.full((B, G), torch.nan, device=device).half()
         self._mask_id = state.mask_id
         self._step = 0
-        self._open: dict[int, CapturedRow] = {}
+        self._open: dict[int, CapturedRow] = {}  # by slot
         self._plans: dict[int, Container[int]] = {}
         self._ended, self._captured = [], None
         self._kept: list[KeptStep] = []
@@ -184,7 +184,7 @@ class TrajectoryCapture:
         Until other rows end, further calls return the same ones. Their records can be made at any
         time and in any thread.
         """
-        if self._captured is None:
+        if self._captured is None:  # once: copying what is left of a buffer is not free
             assert self._ended, "no decode has ended yet"
             self._captured = CapturedDecode(
                 copies=self._copies,
@@ -229,6 +229,7 @@ class TrajectoryCapture:
         ):
             target = self._tables[name]
             # A write that is not a commit (an end-of-text fill) was not scored.
+            # Written again, a position has the values of its last write, as its commit step does.
             new = torch.where(commit, values[:, response], torch.nan).to(target.dtype)
             target.index_copy_(0, rows, torch.where(written, new, target[rows]))
 
@@ -469,7 +470,6 @@ class HostCopies:
     """Tensors on their way from one device to the host."""
 
     def __init__(self, device: torch.device) -> None:
-        """Prepares copies from a device; on the CPU nothing is copied."""
         self.device = device
         self._arrival: torch.cuda.Event | None = None
 
@@ -478,7 +478,7 @@ class HostCopies:
 
         The device tensor must not be written to afterwards.
         """
-        if self.device.type != "cuda":
+        if self.device.type != "cuda":  # on the CPU nothing is copied: this returns the tensor
             return tensor.cpu()
         side, now = _side_stream(self.device), torch.cuda.current_stream(self.device)
         # Pinned memory, or the copy would wait for the device although it is not to block.
@@ -499,7 +499,7 @@ class HostCopies:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream for all copies from a device."""
+    # One for all: creating streams takes time, and copies of one device share its bus anyway.
     return torch.cuda.Stream(device)
 
 

@@ -372,7 +372,6 @@ def records_of(block: Block, *, strict: bool = True) -> list[Trajectory]:
 
 
 def _column(batch: pa.RecordBatch, name: str) -> pa.Array:
-    """Returns a column, which must not hold nulls."""
     column = batch.column(name)
     require(not column.null_count, f"column {name!r} holds nulls")
     return column
@@ -404,7 +403,7 @@ def views(values: NDArray[Any], lengths: NDArray[np.int64]) -> list[NDArray[Any]
 
 
 def split_lists(column: pa.Array) -> list[NDArray[Any]]:
-    """The lists of a column as views of one array."""
+    """Returns the lists of a column as views of one array."""
     return views(*_flat(column))
 
 
@@ -452,6 +451,7 @@ def _check_strictly(flat: Columns, digests: bytes) -> None:
     """Checks uids and content digests, which takes longer than reading them."""
     is_right = len(set(flat.uids)) == len(flat.uids) and all(flat.uids)
     require(is_right, "a uid is empty or appears twice")
+    # Joined: one comparison of bytes for the whole block, and a search only if it fails.
     own = flat.content_digests()
     if b"".join(own) != digests:
         at = next(i for i, one in enumerate(own) if one != digests[16 * i : 16 * i + 16])
@@ -468,6 +468,7 @@ def _read_metas(batch: pa.RecordBatch) -> list[dict[str, Any]]:
 def _read_signals(batch: pa.RecordBatch, flat: Columns) -> list[dict[str, NDArray[Any]]]:
     signals: list[dict[str, NDArray[Any]]] = [{} for _ in flat.uids]
     names = [name for name in SIGNAL_DTYPES if name in batch.schema.names]
+    # How many values a step_* signal must have follows from the record, so no length is stored.
     rows = flat.masked_row_counts() if names else flat.num_steps
     for name in names:
         values, lengths = _flat(_column(batch, name))

@@ -144,9 +144,10 @@ class BackgroundWriter:
         self._writer.sync()
         if refused is not None:
             raise refused
-        if isinstance(mark, threading.Event):
+        if isinstance(mark, threading.Event):  # readers see finished shards alone
             self._writer.finish_shard()
             mark.set()
+        # Only now is there room again: until it is on disk, the group takes memory.
         with self._changed:
             self._queue_bytes -= size
             self._changed.notify_all()

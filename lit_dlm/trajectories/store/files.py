@@ -72,7 +72,7 @@ class ShardName:
         return name, match["tail"] is not None
 
     def next_in(self, folder: Path) -> ShardName:
-        """The name after the last one of this series in a folder, finished or not."""
+        """The name after the last one of this series in a folder."""
         # Unfinished ones count too: they take their final name later.
         names = [entry[0] for entry in map(ShardName.parse, folder.iterdir()) if entry]
         used = [one.index for one in names if replace(one, index=self.index) == self]
@@ -193,6 +193,7 @@ def parsed_side_file(text: bytes, where: object) -> SideFile:
         # Offsets and sizes are not trusted: a reader would allocate as much as they say.
         ends = [0, *(entry.offset + entry.size for entry in blocks)]
         ends += [(entry.feature_offset or 0) + (entry.feature_size or 0) for entry in blocks]
+        # Three ways to count the records; a uid twice would be read twice in every epoch.
         counts = {sum(entry.num_records for entry in blocks), side.num_records}
         counts.add(len(set(side.uids) - {None}))
         expect(

@@ -63,6 +63,7 @@ def recover(folder: str | Path) -> tuple[list[Recovered], set[str]]:
     sides = side_files(folder)  # read once: they list every uid of the folder
     held = {uid for side in sides for uid in side.uids}
     reports = []
+    # Sorted, so that of two orphans with the same records it is always the first that keeps them.
     for path in sorted(folder.iterdir()):
         if ".json.tmp-" in path.name and not _owner_lives(path):
             path.unlink(missing_ok=True)  # a side file or manifest that was being written
@@ -85,7 +86,7 @@ def _without_doubles(folder: Path, sides: Sequence[SideFile]) -> list[Recovered]
         parsed = ShardName.parse(path)
         if seen.isdisjoint(side.uids):
             seen.update(side.uids)
-        elif parsed is not None and path.exists():
+        elif parsed is not None and path.exists():  # it may have been deleted, its side file left
             # Should the process die now, the shard has no side file and is recovered in this way.
             _forget(folder, side)
             reports += _recover_file(path, parsed[0], seen, is_unfinished=False)
@@ -170,6 +171,7 @@ def _recover_file(
         is_free = not _owner_lives(path)
     if not is_free:
         return []
+    # In order and not by offset: without a side file nothing says where the blocks are.
     members, is_whole = archived_blocks(path)
     run_text = members.pop(RUN_KEY, {}).get("json", b"").decode(errors="replace")
     target: ShardFile | None = None

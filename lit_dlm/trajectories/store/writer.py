@@ -235,6 +235,7 @@ class TrajectoryShardWriter:
         """Adds records, whose uids must be new; they are on disk after the next flush.
 
         A record that breaks a rule is not added; the first error is raised after all others are.
+        After an ``OSError`` those behind the record that was being added are missing.
         """
         assert not self._closed, "the writer is closed"
         is_valid = True

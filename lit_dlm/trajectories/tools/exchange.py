@@ -122,6 +122,7 @@ def write_parquet(records: Iterable[Trajectory], path: Path, *, run_text: str | 
                     )
                 is_same = schema.metadata == pa.schema([], metadata).metadata
                 expect(is_same, f"{group[0].uid!r}: another mask id or vocabulary than before")
+                # Concatenated with an empty table of all columns: those that it lacks become null.
                 parts = [schema.empty_table(), pa.Table.from_batches([batch])]
                 table = pa.concat_tables(parts, promote_options="permissive")
                 file.write_table(table.select(schema.names).combine_chunks())

@@ -36,6 +36,7 @@ def show_set(shards: Sequence[Path]) -> None:
         columns.update({name: block.batch[name].nbytes for name in block.batch.schema.names})
         rows += map(_counts, records)
     console = PlainConsole()
+    # A folder may hold shards of several runs, which differ in software or hardware.
     for digest, run in {digest: run for run, digest in map(run_of_shard, shards)}.items():
         console.print(f"Run {digest}", style="bold")
         console.print_json(run.text(), indent=1, ensure_ascii=True)
@@ -82,6 +83,7 @@ def _set_table(
 
 
 def _method_table(rows: list[dict[str, Any]]) -> Table:
+    # Tokens per step are those of the set, not a mean over records, which short decodes would bias.
     sums = [("steps", "count"), ("steps", "sum"), ("committed", "sum"), ("correct", "mean")]
     lines = [
         (

@@ -123,6 +123,7 @@ def verify(
     paths = [Path(shard) for shard in shards]
     problems: list[str] = []
     owners: dict[Path, dict[str, str]] = {}
+    # By folder: two copies of a set are no harm, the same uid twice in one of them is.
     for path in track(paths, "Files"):
         problems += _shard_problems(path, level, owners.setdefault(path.parent, {}))
     for folder in sorted({path.parent for path in paths}) if level >= 2 else ():
@@ -150,6 +151,7 @@ def _execute(
     for batch in track(batches, "Re-execution"):
         lines = _differences(batch, execution)
         result.differences.extend(line for line in lines if line not in result.differences)
+        # Operations that run in half precision under autocast must do so again.
         autocast = _AUTOCAST.get(str(batch.run.model.get("autocast")))
         device = torch.device(execution.device)
         with torch.autocast(device.type, autocast, enabled=autocast is not None):
@@ -217,7 +219,7 @@ def _manifest_problems(folder: Path, shards: Sequence[Path]) -> list[str]:
         try:
             side = vars(TrajectoryShardReader([shard]).side_file(shard))
         except TrajectoryFormatError:
-            continue  # named already
+            continue  # named already, when the files were checked
         current = {name: side[name] for name in ("bytes", "sha256", "num_records")}
         problems += [f"{shard}: the manifest: {x}" for x in _unequal(listed[shard.name], current)]
     absent = [name for name in listed if not (folder / name).is_file()]
