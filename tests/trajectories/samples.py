@@ -208,3 +208,20 @@ def flip(path: Path, at: int, bit: int = 1) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= bit
     path.write_bytes(data)
+
+
+class Letters:
+    """A tokenizer of one letter per id."""
+
+    def __init__(self, chat_template: str | None = "yy{}z") -> None:
+        self.chat_template = chat_template
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return "".join(chr(97 + i) for i in ids)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [ord(letter) - 97 for letter in text]
+
+    def apply_chat_template(self, turns: list[dict], **options: Any) -> Any:
+        text = f"yy{turns[0]['content']}z"
+        return text if options.get("tokenize") is False else self.encode(text)

@@ -18,18 +18,15 @@ from lit_dlm.trajectories.format import (
     decode_block,
     encode_block,
     pack,
-    read_block,
     record_batch,
     records_of,
     unpack,
 )
 from lit_dlm.trajectories.members import (
-    attach_features,
     decode_members,
     encode_members,
-    only_masked,
 )
-from tests.trajectories.samples import assert_all_same, random_features, random_record, small_record
+from tests.trajectories.samples import assert_all_same, random_record, small_record
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "trajectories"
 
@@ -70,29 +67,6 @@ def test_decoding_undoes_encoding(seed, count, num_generated, num_prompt, **opti
     ]
     for level in (1, 9):
         assert_all_same(records, decode_block(encode_block(records, level=level)))
-
-
-@pytest.mark.parametrize("scheme", ["int8", "fp16"])
-@pytest.mark.parametrize("layout", ["generation", "all", "masked"])
-def test_features_round_trip(scheme, layout):
-    """One record without features in between; in ``masked`` what is no mask takes no room."""
-    rng = np.random.default_rng(3)
-    records = [random_record(rng, f"u{i}", num_generated=14 + i, remask=0.05) for i in range(5)]
-    whole, kept = list(records), [[] for _ in records]
-    for i in (0, 1, 3, 4):
-        record = records[i]
-        width = record.num_generated + (record.num_prompt if layout == "all" else 0)
-        features = random_features(rng, width, record.num_steps, scheme=scheme)
-        whole[i] = records[i] = replace(record, features=replace(features, layout=layout))
-        kept[i] = features.kept_steps.tolist()
-        if layout == "masked":
-            whole[i] = replace(record, features=features)
-            records[i] = replace(record, features=only_masked(record, features))
-    data, features_data = encode_members(records)
-    if layout == "masked":
-        assert len(features_data) < 0.75 * len(encode_members(whole)[1])
-    assert_all_same(records, read(data, features_data))
-    assert [steps.tolist() for steps in read_block(data).kept_steps] == kept
 
 
 def test_a_stranger_opens_a_block_with_two_libraries():
@@ -261,21 +235,6 @@ def made(uid: str = "b", *, signal: Any = None, features: Any = None, **changes:
 def test_encoding_names_the_record_that_breaks_a_rule(records, message):
     with pytest.raises(ValueError, match=message):
         encode_members([made(**changes) for changes in records])
-
-
-def test_features_do_not_join_other_records():
-    records = samples(features=True)
-    data, features = encode_members(records)
-    for others in (
-        [replace(records[0], uid="x"), *records[1:]],
-        records[:1],
-        [replace(r, features=None) for r in records],
-    ):
-        block = read_block(encode_block(others))
-        with pytest.raises(TrajectoryFormatError, match="features are of other records"):
-            attach_features(block, records_of(block), features)
-    with pytest.raises(TrajectoryFormatError, match=r"'features'\] missing"):
-        read(data, data)
 
 
 def test_what_shrinks_like_a_bomb_is_refused_when_it_is_written():
