@@ -129,12 +129,13 @@ def _int8(
     values: NDArray[np.float32], sizes: tuple[int, ...]
 ) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
     """Codes ``(S, R, F)`` and scales ``(S, R, number of groups)``."""
-    # A scale that was rounded down would clip the largest value.
     starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
     exact = np.maximum.reduceat(np.abs(values), starts, axis=2) / np.float32(127)
     scales = exact.astype(np.float16)
+    # A scale that was rounded down would clip the largest value of its group.
     low = scales.astype(np.float32) < exact
     scales[low] = np.nextafter(scales[low], np.float16(np.inf))
     wide = np.repeat(scales.astype(np.float32), sizes, axis=2)
+    # Groups of zeros have the scale 0, by which nothing is divided.
     codes = np.rint(np.divide(values, wide, out=np.zeros_like(values), where=wide > 0))
     return codes.astype(np.int8), scales

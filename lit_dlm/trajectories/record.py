@@ -156,6 +156,7 @@ class Trajectory:
 
     def events(self) -> Int32:
         """All writes, ``(K, 3)`` int32 rows (step, position, token), sorted by (step, position)."""
+        # The last write of a position is no event: its commit step and token already say it.
         positions = np.flatnonzero(self.commit_step >= 0).astype(np.int32)
         final = np.stack(
             [self.commit_step[positions], positions, self.tokens[positions]], axis=1

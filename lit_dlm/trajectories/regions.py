@@ -21,6 +21,8 @@ def regions_of(record: Trajectory, decoder: Mapping[str, Any] | Layout) -> Place
     ``Decoder.describe`` returned: an entry of ``methods`` in a run record, or ``decoder`` in the
     settings of a result folder.
     """
+    # From the run's description: the decoder itself may need components that are not installed
+    # here.
     layout = decoder if isinstance(decoder, Layout) else layout_from_description(decoder)
     if layout is None:
         return None

@@ -207,7 +207,7 @@ def parsed_side_file(text: bytes, where: object) -> SideFile:
 
 
 def side_path(shard: Path) -> Path:
-    """The side file of a shard."""
+    """Returns the path of a shard's side file."""
     return shard.with_name(shard.name + ".json")
 
 

@@ -71,7 +71,6 @@ class RunRecord:
         return canonical_json(self.as_dict())  # one text for equal content: its digest is stored
 
     def digest(self) -> bytes:
-        """16 bytes that identify the run."""
         return hashlib.sha256(self.text().encode()).digest()[:16]
 
     def save(self, folder: str | Path) -> Path:
@@ -211,6 +210,7 @@ def differences(stored: Any, current: Any, key: str) -> Iterator[tuple[str, str,
     An open collection may have members on one side only.
     """
     if isinstance(stored, dict) and isinstance(current, dict):
+        # A folder may get further methods and tasks; those on both sides must be the same.
         common = stored.keys() & current.keys()
         for name in sorted(common if key in _OPEN else stored.keys() | current.keys()):
             inner = f"{key}.{name}"

@@ -128,7 +128,6 @@ class ShardFile:
         return final
 
     def sync(self) -> None:
-        """Waits until everything written is on disk."""
         if not self._is_synced:
             try:
                 os.fsync(self._fd)
@@ -286,7 +285,6 @@ class TrajectoryShardWriter:
         self.sync()
 
     def sync(self) -> None:
-        """Waits until every block written so far is on disk."""
         if self._shard is not None:
             self._shard.sync()
 
@@ -316,6 +314,7 @@ class TrajectoryShardWriter:
         self._shard.append(self._pending, *members, sync=self.sync_blocks)
         self.bytes_written += self._shard.size - before
         self._forget_pending()
+        # Closed before the next block could make it larger than a shard may be.
         if (
             len(self._shard.uids) + self.records_per_block > self.max_shard_records
             or self._shard.size >= MAX_SHARD_BYTES

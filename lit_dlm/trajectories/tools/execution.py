@@ -279,7 +279,8 @@ def _judge_step(
         verdict.num_checked += 1
         verdict.num_tokens += num_tokens[i]
         verdict.num_equal += num_equal[i]
-        status = STATUS.get(statuses[i], "step_limit")  # or the row goes on
+        # A row that goes on has no status yet; a record may end there only at its step limit.
+        status = STATUS.get(statuses[i], "step_limit")
         if differs[i]:
             verdict.differ(number, float(margin[i]), _difference(after[i], step, i))
         elif wrong_end := _wrong_end(records[row], number, status, decoder):

@@ -231,6 +231,7 @@ def llada_decoder(
         return f"it combines two forwards (cfg_scale {cfg_scale}), which no sampler here does"
     if remasking != "low_confidence":
         return f"remasking {remasking!r} is unknown"
+    # The release then divides a block's positions by more steps than there are.
     if steps > gen_length:
         return f"{steps} steps for {gen_length} tokens: some steps commit nothing in a full block"
     return Decoder(
