@@ -156,20 +156,24 @@ def _owner_lives(path: Path) -> bool:
     return ".tmp-" in path.name and pid.isdecimal() and lives(int(pid))
 
 
+def _is_orphan(path: Path) -> bool:
+    """Whether a file is there and no living process writes it."""
+    try:
+        file = path.open("r+b")  # a lock needs a file open for writing
+    except FileNotFoundError:
+        return False
+    # Closing any handle of the file gives up the lock, so all reading comes after.
+    with file:
+        is_free = lock(file.fileno())
+    # None: no locks on this file system, so the process id in the name decides.
+    return not _owner_lives(path) if is_free is None else is_free
+
+
 def _recover_file(
     path: Path, name: ShardName, held: set[str], *, is_unfinished: bool
 ) -> list[Recovered]:
     """Moves intact new records into a shard of their own; does nothing if the file is in use."""
-    try:
-        file = path.open("r+b")  # a lock needs a file open for writing
-    except FileNotFoundError:
-        return []
-    # Closing any handle of the file gives up the lock, so all reading comes after.
-    with file:
-        is_free = lock(file.fileno())
-    if is_free is None:  # no locks on this file system: the process id in the name decides
-        is_free = not _owner_lives(path)
-    if not is_free:
+    if not _is_orphan(path):
         return []
     # In order and not by offset: without a side file nothing says where the blocks are.
     members, is_whole = archived_blocks(path)
