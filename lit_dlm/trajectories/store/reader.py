@@ -66,11 +66,11 @@ class TrajectoryShardReader:
                 self._sides[path] = side
             except TrajectoryFormatError as error:
                 self._raise_or_skip(error)
-        expect(
-            self._sides,
-            f"{shards}: there is no such folder of shards, or no trajectory shards are in it; "
-            + maker(Path(str(shards))),
-        )
+        if not self._sides:  # no call of expect: finding what would make them reads configurations
+            raise TrajectoryFormatError(
+                f"{shards}: there is no such folder of shards, or no trajectory shards are in it; "
+                + maker(Path(str(shards)))
+            )
         self._starts = {
             path: list(accumulate((entry.num_records for entry in side.blocks), initial=0))
             for path, side in self._sides.items()
