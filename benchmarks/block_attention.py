@@ -9,8 +9,8 @@ backward. Both are compiled or fused kernels. Ratios are ours over SDPA's in one
 interleaved runs; memory is the allocator's peak on a GPU, the bytes of the mask on a CPU.
 
 ``--count`` times nothing. It reports what the rows of one response of SDAR-8B cost, by the number
-of states in a row (:class:`~lit_dlm.rl.items.RowBuilder`'s ``copies``): tokens, attention FLOPs of
-a layer's forward under the matrix and over tiles, and bytes of the matrix (with the additive one
+of states in a row (``copies`` of :class:`~lit_dlm.rl.batch.SampleBuilder`): tokens, attention FLOPs
+of a layer's forward under the matrix and over tiles, and bytes of the matrix (with the additive one
 that SDPA makes from it) and of the tiles' tables. A response in blocks of 4 has four states.
 """
 

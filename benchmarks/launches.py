@@ -59,7 +59,7 @@ from lit_dlm.decoding.batch import Batch
 from lit_dlm.decoding.state import RUNNING, STEP_LIMIT, initial_state
 from lit_dlm.finetuning.sft import SFTModule
 from lit_dlm.finetuning.tabom import TABOMModule
-from lit_dlm.rl.items import RolloutBatch
+from lit_dlm.rl.batch import RolloutBatch, Tokens
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.settings import ValueObjective
 from lit_dlm.tensors import fused_head, precision
@@ -67,6 +67,7 @@ from lit_dlm.tracelock.module import TraceLockModule
 from lit_dlm.tracelock.network import AcceptanceConfig
 from lit_dlm.tracelock.states import StateBatch
 from lit_dlm.training.batch import SupervisedBatch
+from lit_dlm.training.states import States
 
 _LOOK = Batch.look
 DREAM, SDAR = "Dream-org/Dream-v0-Instruct-7B", "JetLM/SDAR-8B-Chat"
@@ -537,21 +538,27 @@ def _tracerl() -> Callable[[], Tensor]:
         decoders={"rollout": Decoder(policy=ConfidencePolicy())},
         value=ValueObjective(backbone="lora"),
     ).to("meta")
-    cells = {"dtype": torch.float32}
-    batch = RolloutBatch(
-        responses=_responses(),
-        sample=_empty(ROWS),
-        item=_empty(ROWS),
+    states = States(
+        response=_empty(ROWS),
         hidden=_empty(ROWS, RESPONSE, dtype=torch.bool),
         supervised=_empty(ROWS, RESPONSE, dtype=torch.bool),
-        weight=_empty(SUPERVISED, **cells),
-        kl_weight=_empty(SUPERVISED, **cells),
-        advantage=_empty(SUPERVISED, **cells),
+        sample=_empty(ROWS),
+    )
+    known = ("weight", "kl_weight", "sampled", "advantage", "returns", "old_log_prob", "old_value")
+    tokens = Tokens(
+        sample=_empty(SUPERVISED),
+        response=_empty(SUPERVISED),
+        position=_empty(SUPERVISED),
+        **{name: _empty(SUPERVISED, dtype=torch.float32) for name in known},
+    )
+    batch = RolloutBatch(
+        responses=_responses(),
+        states=states,
+        tokens=tokens,
+        spec=module.row_spec,
+        size=_empty(ROWS, dtype=torch.float64),
         num_slots=ROWS,
         num_rows=float(ROWS),
-        old_log_prob=_empty(SUPERVISED, **cells),
-        returns=_empty(SUPERVISED, **cells),
-        old_value=_empty(SUPERVISED, **cells),
     )
     return lambda: module.training_step(batch)
 

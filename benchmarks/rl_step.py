@@ -57,10 +57,10 @@ from lit_dlm.decoding import (
 )
 from lit_dlm.rewards import Graded, Rewarder, Rollout
 from lit_dlm.rl.advantages import GroupZScore
-from lit_dlm.rl.items import Items, RolloutBatch, RowBuilder, training_rows
+from lit_dlm.rl.batch import RolloutBatch, SampleBuilder
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.rollout import RolloutEngine, ScoredRollout, rollout_prompts, scores_of
-from lit_dlm.rl.step import MicroBatch, fill_advantages, fill_old_scores
+from lit_dlm.rl.step import MicroBatch, estimate_advantages, score_batches
 from lit_dlm.toy import PythonFunctions
 from lit_dlm.training.masking import TraceMasking
 
@@ -235,26 +235,31 @@ class _Step:
         It stops after ``num_batches`` forwards.
         """
         module = self.module
-        builder = RowBuilder(
+        builder = SampleBuilder(
             TraceMasking(padding="replayed"),
             module.row_spec,
             copies=self.options.block if form == "ours" else 1,
         )
-        items = builder.items([one.record for one in rollouts])
-        fill_advantages(module, items, rollouts, advantage=GroupZScore(), batch_size=1)
-        batches = list(self._batches(items, one_row=form == "rowwise"))[:num_batches]
+        samples = builder.samples([one.record for one in rollouts])
+        estimates = estimate_advantages(
+            module, rollouts, samples, advantage=GroupZScore(), batch_size=1
+        )
+        samples = estimates.filled_in(samples)
+        batches = list(self._batches(samples, one_row=form == "rowwise"))[:num_batches]
         # One slot, so that the loss of every form is the same sum over states.
         with meter.phase(f"{form}_old_log_prob"):
             if form in ("ours", "unpacked"):
                 shares = [MicroBatch(batch, 1.0) for batch in batches]
-                fill_old_scores(module, shares, items)
+                found, _ = score_batches(module, shares, samples)
+                old = [one.old_log_prob for one in found]
             else:
-                self._old_scores_of_logits(items, batches)
+                old = self._old_scores_of_logits(samples, batches)
         module.train()
         with meter.phase(f"{form}_train"):
             self.optimizer.zero_grad()
-            for batch in batches:
-                moved = items.batch(batch, num_slots=1).to(self.device)
+            for batch, old_log_prob in zip(batches, old, strict=True):
+                moved = samples.select(batch, num_slots=1).with_tokens(old_log_prob=old_log_prob)
+                moved = moved.to(self.device)
                 if form in ("ours", "unpacked"):
                     loss = module.training_step(moved)
                 else:
@@ -266,19 +271,19 @@ class _Step:
         self.optimizer.zero_grad()
         return gradient
 
-    def _batches(self, items: Items, *, one_row: bool) -> Iterator[Tensor]:
-        """Yields the numbers of the items of each forward: whole responses, or one row."""
+    def _batches(self, samples: RolloutBatch, *, one_row: bool) -> Iterator[Tensor]:
+        """Yields the numbers of the samples of each forward: whole responses, or one row."""
         if one_row:
-            yield from torch.arange(len(items)).split(1)
+            yield from torch.arange(len(samples)).split(1)
             return
-        for chosen in items.item_record.unique().split(self.options.batch):
-            yield torch.isin(items.item_record, chosen).nonzero()[:, 0]
+        for chosen in samples.sample_response.unique().split(self.options.batch):
+            yield torch.isin(samples.sample_response, chosen).nonzero()[:, 0]
 
     # -- the naive form --------------------------------------------------------------------------
 
     def _log_prob(self, batch: RolloutBatch) -> Tensor:
         """Returns log-probabilities from logits at all positions of all rows."""
-        rows = training_rows(batch, self.module.row_spec)
+        rows = batch.rows()
         logits = self.module.backbone(rows.ids, rows.mask, rows.position_ids)
         # In place, so that the naive form is charged for nothing but logits and their softmax.
         logits[..., list(self.module.backbone.spec.forbidden_ids)] = -torch.inf
@@ -287,22 +292,23 @@ class _Step:
         return scored[rows.scored]
 
     @torch.no_grad()
-    def _old_scores_of_logits(self, items: Items, batches: Sequence[Tensor]) -> None:
-        old = torch.zeros_like(items.weight)
-        for batch in batches:
-            found = self._log_prob(items.batch(batch, num_slots=1).to(self.device)).cpu()
-            old[items.units(batch)] = found
-        items.old_log_prob = old
+    def _old_scores_of_logits(
+        self, samples: RolloutBatch, batches: Sequence[Tensor]
+    ) -> list[Tensor]:
+        return [
+            self._log_prob(samples.select(batch, num_slots=1).to(self.device)).cpu()
+            for batch in batches
+        ]
 
     def _naive_loss(self, batch: RolloutBatch) -> Tensor:
-        assert batch.old_log_prob is not None
-        assert batch.advantage is not None
+        assert batch.tokens.old_log_prob is not None
+        assert batch.tokens.advantage is not None
         terms = self.module.policy_loss.compute(
             self._log_prob(batch),
-            batch.old_log_prob,
-            batch.advantage,
-            batch.weight,
-            kl_weight=batch.kl_weight,
+            batch.tokens.old_log_prob,
+            batch.tokens.advantage,
+            batch.tokens.weight,
+            kl_weight=batch.tokens.kl_weight,
         )
         return terms.total
 

@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from lit_dlm.datamodules.resuming import ExampleRef, ResumableDataModule, computed_loader
-from lit_dlm.rl.items import RolloutBatch
+from lit_dlm.rl.batch import RolloutBatch
 from lit_dlm.rl.loop import RLLoop
 from lit_dlm.rl.metrics import RolloutValidation, validation_of
 from lit_dlm.rl.module import TraceRLModule

@@ -26,10 +26,10 @@ from lit_dlm.decoding import (
 )
 from lit_dlm.rewards import GroupFilter, Reward, RewardScore, Rollout
 from lit_dlm.rl.advantages import Advantage, GroupZScore
-from lit_dlm.rl.items import Items
+from lit_dlm.rl.batch import RolloutBatch
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.rollout import SAMPLED, SampledLogProb, ScoredRollout
-from lit_dlm.rl.step import MicroBatch, fill_advantages, fill_old_scores, shard_items
+from lit_dlm.rl.step import Estimates, MicroBatch, estimate_advantages, score_batches, shard_samples
 from lit_dlm.toy.word_problems import WordProblems
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
@@ -156,17 +156,32 @@ def answer_cells(record: Trajectory) -> list[int]:
     return list(range(ends[0] + 1 if len(ends) else record.num_generated))
 
 
-def every(items: Items) -> Tensor:
-    """Numbers of all items."""
-    return torch.arange(len(items))
+def every(samples: RolloutBatch) -> Tensor:
+    """Numbers of all samples."""
+    return torch.arange(len(samples))
 
 
-def unit_table(items: Items, name: str, count: int) -> Tensor:
-    """``(count, G)`` of a value of all units, NaN where there is none; each token at most once."""
-    assert torch.stack([items.record, items.cell]).unique(dim=1).shape[1] == len(items.cell)
-    table = torch.full((count, G), torch.nan, dtype=torch.float64)
-    table[items.record, items.cell] = getattr(items, name).double()
+def token_table(samples: RolloutBatch, name: str) -> Tensor:
+    """``(B, G)`` of a value of all tokens, NaN where there is none; each token at most once."""
+    at = samples.tokens.response, samples.tokens.position
+    assert torch.stack(at).unique(dim=1).shape[1] == len(at[0])
+    table = torch.full(samples.responses.steps.shape, torch.nan, dtype=torch.float64)
+    table[at] = getattr(samples.tokens, name).double()
     return table
+
+
+def with_old_scores(
+    rl: TraceRLModule, batches: Sequence[MicroBatch], samples: RolloutBatch
+) -> tuple[RolloutBatch, Tensor]:
+    """The samples of all batches, with scores, and what the sampler's differ by."""
+    found, sums = score_batches(rl, batches, samples)
+    known: dict[str, Tensor] = {}
+    for (numbers, _), scores in zip(batches, found, strict=True):
+        for name, values in scores._asdict().items():
+            if values is not None:
+                table = known.setdefault(name, values.new_zeros(len(samples.tokens.weight)))
+                table[samples.tokens_of(numbers)] = values
+    return samples.with_tokens(**known), sums
 
 
 def prepared(
@@ -175,15 +190,26 @@ def prepared(
     *,
     advantage: Advantage | None = None,
     batch_size: int = 8,
-) -> tuple[Items, list[MicroBatch]]:
-    """Items and batches with everything that training needs."""
+) -> tuple[RolloutBatch, list[MicroBatch]]:
+    """Samples and batches with everything that training needs."""
     rl.eval()
-    items = rl.rows.items(records)
-    given = {"advantage": advantage or GroupZScore(), "batch_size": 8}
-    fill_advantages(rl, items, scored(records), **given)
-    batches = shard_items(items.size.numpy(), batch_size=batch_size)
-    fill_old_scores(rl, batches, items)
-    return items, batches
+    samples, _ = advantaged(rl, records, advantage=advantage)
+    batches = shard_samples(samples.size.numpy(), batch_size=batch_size)
+    return with_old_scores(rl, batches, samples)[0], batches
+
+
+def advantaged(
+    rl: TraceRLModule,
+    records: Sequence[Trajectory],
+    *,
+    advantage: Advantage | None = None,
+    batch_size: int = 8,
+) -> tuple[RolloutBatch, Estimates]:
+    """Samples with advantages, and what these were estimated to be."""
+    samples = rl.rows.samples(records)
+    options: Any = {"advantage": advantage or GroupZScore(), "batch_size": batch_size}
+    estimates = estimate_advantages(rl, scored(records), samples, **options)
+    return estimates.filled_in(samples), estimates
 
 
 class DigitReward(Reward):

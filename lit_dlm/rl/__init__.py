@@ -1,4 +1,4 @@
-"""Reinforcement learning: rollouts, items, the RL step, advantages, policy losses, the module."""
+"""Reinforcement learning: rollouts, samples, the RL step, advantages, policy losses, the module."""
 
 from lit_dlm.rl.advantages import (
     Advantage as Advantage,

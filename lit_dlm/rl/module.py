@@ -25,12 +25,12 @@ from lit_dlm.backbones.base import Rows
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import Decoder
 from lit_dlm.finetuning.trainable import TrainableModule
-from lit_dlm.rl.items import RolloutBatch, RowBuilder, training_rows
+from lit_dlm.rl.batch import RolloutBatch, SampleBuilder
 from lit_dlm.rl.loop import RLLoop
 from lit_dlm.rl.metrics import UpdateScores
 from lit_dlm.rl.policy_losses import PolicyLoss
 from lit_dlm.rl.settings import PolicyObjective, ValueObjective
-from lit_dlm.rl.step import ItemScores
+from lit_dlm.rl.step import TokenScores
 from lit_dlm.rl.value import ValueHead
 from lit_dlm.system.options import at_least, one_of, refuse_first
 from lit_dlm.tensors.precision import evaluating
@@ -71,7 +71,7 @@ class TraceRLModule(TrainableModule):
         block_size: positions of a block in training rows; the model's own by default. A larger
             value trains the model for larger blocks, while rollouts still use the old size.
         packing: states of one response in one row, for block models; 1 keeps them apart. A packed
-            row is one item in ``data.batch_size`` and ``packing`` rows in ``data.rows_per_update``.
+            row is one sample in ``data.batch_size``, ``packing`` rows in ``data.rows_per_update``.
         optimizer: constructor of the optimiser; its learning rate is the policy's.
         warmup_steps: optimiser steps of a linear warm-up.
     """
@@ -120,7 +120,7 @@ class TraceRLModule(TrainableModule):
         self.value = value
         self.row_spec = _row_spec(backbone.spec, block_size, block_alignment)
         self.check_objective()
-        self.rows = RowBuilder(
+        self.rows = SampleBuilder(
             self.masking,
             self.row_spec,
             seed=self.seed,
@@ -246,33 +246,31 @@ class TraceRLModule(TrainableModule):
 
     # -- scores ----------------------------------------------------------------------------------
 
-    def score(self, batch: RolloutBatch) -> ItemScores:
+    def score(self, batch: RolloutBatch) -> TokenScores:
         """Scores a batch, on the module's device, with the current weights; differentiable."""
-        return self._scored(batch, with_value=self.value is not None)
+        rows = batch.rows()
+        log_prob, entropy, hidden = self._policy_scores(rows, batch)
+        value = None if self.value is None else self._values(rows, hidden)
+        return TokenScores(log_prob, entropy, value)
 
-    def _scored(self, batch: RolloutBatch, *, with_value: bool) -> ItemScores:
-        rows = training_rows(batch, self.row_spec)
-        options: dict[str, Any] = {
-            "temperature": self.temperature,
-            "id_range": self.decoders[self.method].sampler.id_range(self.backbone.spec),
-        }
-        hidden = None
-        if with_value and self.value is not None and self.value.backbone == "head":
-            stats, hidden = self.backbone.score_with_hidden(rows, **options)
-        else:
-            stats = self.backbone.score_tokens(rows, **options)
-        values = self._values(rows, hidden) if with_value else None
-        log_prob = self.policy_loss.estimate(stats.log_prob, batch)
-        return ItemScores(log_prob, stats.entropy, values)
+    def _policy_scores(self, rows: Rows, batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns log-probabilities ``(M,)``, entropies ``(N,)`` and hidden rows ``(N, D)``."""
+        # The ids and the temperature that rollouts drew with: the ratio compares like with like.
+        id_range = self.decoders[self.method].sampler.id_range(self.backbone.spec)
+        stats, hidden = self.backbone.score_with_hidden(
+            rows, temperature=self.temperature, id_range=id_range
+        )
+        return self.policy_loss.estimate(stats.log_prob, batch), stats.entropy, hidden
 
     def values(self, batch: RolloutBatch) -> Tensor:
         """Returns ``(M,)`` values of a batch on the module's device, without scoring its tokens."""
-        return self._values(training_rows(batch, self.row_spec), None)
+        return self._values(batch.rows(), None)
 
     def _values(self, rows: Rows, hidden: Tensor | None) -> Tensor:
+        """``hidden`` is that of the policy, which a value head on it reads."""
         assert self.value is not None
         assert self.value_head is not None
-        if hidden is None:
+        if self.value.backbone != "head" or hidden is None:
             reader = self.value_backbone or self.backbone
             is_lora = self.value.backbone == "lora"
             with self.backbone.using_adapter(VALUE) if is_lora else nullcontext():
@@ -287,39 +285,39 @@ class TraceRLModule(TrainableModule):
     def reference_log_prob(self, batch: RolloutBatch) -> Tensor:
         """Returns log-probabilities ``(M,)`` under the backbone without its adapter."""
         with self.backbone.using_adapter(None):
-            return self._scored(batch, with_value=False).log_prob
+            return self._policy_scores(batch.rows(), batch)[0]
 
     # -- training --------------------------------------------------------------------------------
 
     def training_step(self, batch: RolloutBatch, batch_idx: int = 0) -> Tensor:
-        scores = self.score(batch)
-        assert batch.advantage is not None
-        assert batch.old_log_prob is not None
+        scores, tokens = self.score(batch), batch.tokens
+        assert tokens.advantage is not None
+        assert tokens.old_log_prob is not None
         actor = self.policy_loss.compute(
             scores.log_prob,
-            batch.old_log_prob.to(scores.log_prob.dtype),
-            batch.advantage,
-            batch.weight,
-            reference=batch.reference,
-            kl_weight=batch.kl_weight,
+            tokens.old_log_prob.to(scores.log_prob.dtype),
+            tokens.advantage,
+            tokens.weight,
+            reference=tokens.reference,
+            kl_weight=tokens.kl_weight,
         )
         total = actor.total
-        counted = batch.weight > 0
+        counted = tokens.weight > 0
         is_logged = self._trainer is not None and not batch.is_empty
         if scores.value is not None:
-            assert batch.returns is not None
-            assert batch.old_value is not None
+            assert tokens.returns is not None
+            assert tokens.old_value is not None
             assert self.value is not None
             value = value_loss(
-                scores.value, batch.old_value, batch.returns, batch.weight, clip=self.value.clip
+                scores.value, tokens.old_value, tokens.returns, tokens.weight, clip=self.value.clip
             )
             total = total + value.total
             if is_logged:
                 self.update_scores.value_loss.update(value.total, batch.num_rows)
                 for fit in (self.update_scores.value_error, self.update_scores.value_explained):
-                    fit.update(scores.value, batch.returns, counted)
-        # Sums over states, divided by the items of a full batch. Smaller updates weight their items
-        # more (``shard_items``), so every update is a mean over rows.
+                    fit.update(scores.value, tokens.returns, counted)
+        # Sums over states, divided by the samples of a full batch. Smaller updates weight their
+        # samples more (``shard_samples``), so every update is a mean over rows.
         loss = total / batch.num_slots
         self.require_finite_loss(loss, batch.responses.uids)
         self._skips_update = batch.is_empty
@@ -328,9 +326,10 @@ class TraceRLModule(TrainableModule):
             self.update_scores.loss.update(total, batch.num_rows)
             policy = parts.pop("policy", actor.total.detach())
             self.update_scores.policy_loss.update(policy, batch.num_rows)
-            cells = counted if batch.unit is None else counted[batch.unit]
-            parts["entropy"] = (scores.entropy.detach() * cells).sum() / cells.sum().clamp_min(1)
-            named: dict[str, Any] = {**parts, **dict(self.update_scores.named_children())}
+            scored = counted if batch.token is None else counted[batch.token]
+            entropy = (scores.entropy.detach() * scored).sum() / scored.sum().clamp_min(1)
+            named: dict[str, Any] = {**parts, "entropy": entropy}
+            named |= dict(self.update_scores.named_children())
             self.log_dict(
                 {f"train/{name}": value for name, value in named.items()},
                 on_step=False,

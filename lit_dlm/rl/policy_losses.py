@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lit_dlm.config.components import Component
-from lit_dlm.rl.items import Units
+from lit_dlm.rl.batch import RolloutBatch
 from lit_dlm.system.options import at_least, within
 from lit_dlm.training.terms import LossTerms
 
@@ -24,9 +24,9 @@ class PolicyLoss(Component):
     needs_bounds: ClassVar[bool] = False
     """Whether it compares whole responses, whose states ``BoundViews`` draws."""
 
-    def estimate(self, log_prob: Tensor, batch: Units) -> Tensor:
-        """Returns ``(M,)`` log-probabilities of units, given ``(N,)`` of the scored positions."""
-        return batch.per_unit(log_prob)
+    def estimate(self, log_prob: Tensor, batch: RolloutBatch) -> Tensor:
+        """Returns ``(M,)`` log-probabilities of tokens, given all ``(N,)`` scores of the states."""
+        return batch.per_token(log_prob)
 
     @abstractmethod
     def compute(
@@ -39,17 +39,17 @@ class PolicyLoss(Component):
         reference: Tensor | None = None,
         kl_weight: Tensor | None = None,
     ) -> LossTerms:
-        """Computes the loss of the units of a batch: a weighted sum, not a mean.
+        """Computes the loss of the tokens of a batch: a weighted sum, not a mean.
 
         Args:
-            log_prob: ``(M,)`` floating point, log-probabilities of the units, with gradient.
+            log_prob: ``(M,)`` floating point, log-probabilities of the tokens, with gradient.
             old_log_prob: ``(M,)`` under the policy at the beginning of the RL step.
             advantage: ``(M,)``.
-            weight: ``(M,)`` weight of each unit; 0 on copies that only fill a batch, whose other
+            weight: ``(M,)`` weight of each token; 0 on copies that only fill a batch, whose other
                 entries may hold anything.
             reference: ``(M,)`` log-probabilities under the initial policy, with
                 ``objective.kl_to: initial``.
-            kl_weight: ``(M,)`` weight of each unit's divergence; ``weight`` by default.
+            kl_weight: ``(M,)`` weight of each token's divergence; ``weight`` by default.
 
         Returns:
             ``total``, and scalars in ``parts``. Of these, ``policy`` (the total without the
@@ -115,12 +115,12 @@ class ClippedPolicyLoss(PolicyLoss):
     ) -> LossTerms:
         """Adds up the policy term and the divergence from ``reference`` or the old policy.
 
-        In ``parts`` are ``policy`` and, over the units with weight, ``ratio`` (mean),
-        ``clip_fraction`` (share whose gradient is cut) and ``kl`` (nats per unit).
+        In ``parts`` are ``policy`` and, over the tokens with weight, ``ratio`` (mean),
+        ``clip_fraction`` (share whose gradient is cut) and ``kl`` (nats per token).
         """
         counted = weight > 0
-        # Units without weight may hold anything. Masked before products, not after: 0 * inf is NaN,
-        # and a NaN that a ``where`` hides in the forward comes back in its gradient.
+        # Tokens without weight may hold anything. Masked before products, not after: 0 * inf is
+        # NaN, and a NaN that a ``where`` hides in the forward comes back in its gradient.
         log_prob = torch.where(counted, log_prob, 0.0)
         difference = torch.where(counted, log_prob - old_log_prob.detach(), 0.0)
         # The old log-probability is that of the same batch in the same forward, so the first ratio

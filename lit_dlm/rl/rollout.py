@@ -28,7 +28,7 @@ from lit_dlm.finetuning.trainable import TrainableModule
 from lit_dlm.predict.decode import image_facts
 from lit_dlm.rewards import Rewarder
 from lit_dlm.rewards.base import RewardScore, Rollout
-from lit_dlm.rl.items import SAMPLED
+from lit_dlm.rl.batch import SAMPLED
 from lit_dlm.rl.settings import RolloutSettings
 from lit_dlm.tasks import PromptExample, Task, tasks_by_name
 from lit_dlm.tasks.base import check_uids

@@ -12,7 +12,7 @@ from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.config.components import checked_component
 from lit_dlm.rewards import GroupFilter, Reward
 from lit_dlm.rl.advantages import Advantage, GroupZScore
-from lit_dlm.rl.items import Normalise
+from lit_dlm.rl.batch import Normalise
 from lit_dlm.rl.policy_losses import ClippedPolicyLoss, PolicyLoss
 from lit_dlm.system.options import at_least, refuse_first, within
 from lit_dlm.tasks import Task
@@ -160,7 +160,7 @@ class RolloutSettings:
         max_prompt_length: prompts with more tokens are left out, as are those that do not fit the
             model's positions beside their response.
         rollout_batch_size: responses decoded together.
-        batch_size: training items per batch and process; a packed row is one item.
+        batch_size: training samples per batch and process; a packed row is one sample.
         rows_per_update: most rows of one update over all processes, from which the trainer's
             ``accumulate_grad_batches`` follows; ``null`` leaves that unchanged.
         filters: groups that one of them drops are not trained on.
@@ -168,13 +168,13 @@ class RolloutSettings:
         overlong_margin: a response whose end of text is this close to the budget, in positions,
             counts as truncated (5 in dLLM-RL).
         advantage: compares a prompt's responses; ``GroupZScore`` by default.
-        passes: passes over the items of an RL step, each in its own updates; random states differ.
+        passes: passes over the samples, each in its own updates; random states differ.
         val_responses: responses to each held-out prompt.
         val_response_length: positions of those responses; as many as in training by default.
         num_workers: threads that grade.
         require_isolation: weakest isolation that model-written code may run in: ``namespaces``, or
             ``landlock`` where there are none (SECURITY.md).
-        seed: seed of the order of prompts and items.
+        seed: seed of the order of prompts and samples.
     """
 
     tasks: list[Task]

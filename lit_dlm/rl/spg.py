@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lit_dlm.rl.items import Units
+from lit_dlm.rl.batch import RolloutBatch
 from lit_dlm.rl.wd1 import WeightedLikelihood
 from lit_dlm.system.options import within
 
@@ -34,33 +34,34 @@ class SPG(WeightedLikelihood):
         within("[0, 1]", mix=mix)
         self.beta, self.mix = beta, mix
 
-    def estimate(self, log_prob: Tensor, batch: Units) -> Tensor:
+    def estimate(self, log_prob: Tensor, batch: RolloutBatch) -> Tensor:
         """Returns each response's bound in nats per token; the lower until advantages are known."""
-        lower = batch.per_unit(log_prob)
-        if batch.advantage is None:
+        lower = batch.per_token(log_prob)
+        if batch.tokens.advantage is None:
             return lower
         # A response to be made less probable is pushed down by a bound from above: lowering the
         # bound from below would only make it looser.
         upper = upper_bound(log_prob, batch, beta=self.beta)
         mixed = self.mix * upper + (1.0 - self.mix) * lower
-        return torch.where(batch.advantage > 0, lower, mixed)
+        return torch.where(batch.tokens.advantage > 0, lower, mixed)
 
 
-def upper_bound(log_prob: Tensor, batch: Units, *, beta: float) -> Tensor:
+def upper_bound(log_prob: Tensor, batch: RolloutBatch, *, beta: float) -> Tensor:
     """Returns ``(M,)`` Renyi bounds in nats per token, given ``(N,)`` scores of hidden positions.
 
     Tokens that no state hides are left out of the mean, as in the release.
     """
-    assert batch.unit is not None
+    assert batch.token is not None
     assert batch.coefficient is not None
-    _, cell = batch.supervised.nonzero(as_tuple=True)
-    # Units are responses, so a token is numbered by its response and position.
-    token = batch.unit * batch.supervised.shape[1] + cell
+    supervised = batch.states.supervised
+    _, position = supervised.nonzero(as_tuple=True)
+    # What has one weight is a whole response, so a token is numbered by its response and position.
+    token = batch.token * supervised.shape[1] + position
     tokens, token = token.unique(return_inverse=True)
-    response = tokens.div(batch.supervised.shape[1], rounding_mode="floor")
-    seen = response.bincount(minlength=len(batch.weight))
+    response = tokens.div(supervised.shape[1], rounding_mode="floor")
+    seen = response.bincount(minlength=len(batch.tokens.weight))
     # A coefficient is that of a mean over the answer's tokens; times their number: 1 / (n t).
-    share = batch.coefficient.to(log_prob.dtype).log() + seen.log()[batch.unit]
+    share = batch.coefficient.to(log_prob.dtype).log() + seen.log()[batch.token]
     scaled = beta * log_prob + share
     # A sum of exponentials relative to the largest, or beta times a small log-probability would
     # vanish in float32.

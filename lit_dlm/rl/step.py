@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lit_dlm.rl.advantages import Advantage, StepGAE, outcome_rewards
-from lit_dlm.rl.items import Items, RolloutBatch, RowBuilder, joined, order_of_writing
+from lit_dlm.rl.batch import RolloutBatch, SampleBuilder, join, order_of_writing
 from lit_dlm.rl.metrics import rollout_metrics
 from lit_dlm.rl.rollout import (
     Report,
@@ -30,10 +30,9 @@ from lit_dlm.rl.rollout import (
     in_order,
 )
 from lit_dlm.rl.settings import PolicyObjective, RolloutSettings, ValueObjective
-from lit_dlm.training.batch import SupervisedBatch
 from lit_dlm.training.ranks import ALONE, Ranks
 from lit_dlm.training.states import Masking
-from lit_dlm.trajectories.record import SIGNAL_DTYPES
+from lit_dlm.trajectories.record import SIGNAL_DTYPES, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +40,11 @@ logger = logging.getLogger(__name__)
 _SMOOTHING = 0.9
 
 
-class ItemScores(NamedTuple):
+class TokenScores(NamedTuple):
     """What policy and value model return for a batch."""
 
-    log_prob: Tensor  # (M,) of each unit
-    entropy: Tensor  # (N,) of each scored position, nats
+    log_prob: Tensor  # (M,) of each token
+    entropy: Tensor  # (N,) of each score, nats
     value: Tensor | None  # (M,) of each token before it was written
 
 
@@ -56,7 +55,7 @@ class Policy(Protocol):
     objective: PolicyObjective
     value: ValueObjective | None
     masking: Masking
-    rows: RowBuilder
+    rows: SampleBuilder
 
     @property
     def takes_token_rewards(self) -> bool: ...  # whether tokens have states of their own
@@ -65,7 +64,7 @@ class Policy(Protocol):
     def device(self) -> torch.device: ...
 
     # (M,) each: scores with the current weights, values alone, scores under the initial policy.
-    def score(self, batch: RolloutBatch) -> ItemScores: ...
+    def score(self, batch: RolloutBatch) -> TokenScores: ...
     def values(self, batch: RolloutBatch) -> Tensor: ...
     def reference_log_prob(self, batch: RolloutBatch) -> Tensor: ...
 
@@ -91,10 +90,18 @@ START = RLProgress()
 
 
 class MicroBatch(NamedTuple):
-    """Which items a batch holds."""
+    """Which samples a batch holds."""
 
-    items: Tensor  # (n,) int64
+    samples: Tensor  # (n,) int64
     factor: float  # of their weights; 0 for a copy that only fills a batch
+
+
+class OldScores(NamedTuple):
+    """Scores of a batch before the first update, on the CPU; ``(M,)`` each."""
+
+    old_log_prob: Tensor
+    old_value: Tensor | None = None
+    reference: Tensor | None = None  # log-probabilities under the initial policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,18 +110,21 @@ class RLStep:
 
     number: int
     rollouts: list[ScoredRollout]  # of all processes, in order, dropped groups included
-    items: Items
+    samples: RolloutBatch  # of all processes
     batches: list[MicroBatch]  # of this process
-    num_slots: int  # items of a full batch
+    old_scores: list[OldScores]  # of each batch
+    num_slots: int  # samples of a full batch
     is_empty: bool  # the filters dropped everything; then the only batch has no weight
     metrics: dict[str, float]  # what is logged
     progress: RLProgress  # after this RL step
 
     def batch(self, number: int) -> RolloutBatch:
-        items, factor = self.batches[number]
-        return self.items.batch(
-            items, factor=factor, num_slots=self.num_slots, is_empty=self.is_empty
+        """Returns a batch with all that training needs, on the CPU."""
+        samples, factor = self.batches[number]
+        batch = self.samples.select(
+            samples, factor=factor, num_slots=self.num_slots, is_empty=self.is_empty
         )
+        return batch.with_tokens(**self.old_scores[number]._asdict())
 
 
 @torch.no_grad()
@@ -134,7 +144,7 @@ def rl_step(
     Args:
         policy: policy and value model, in evaluation mode.
         source: decodes prompts and scores the responses, or reads those of a former run.
-        settings: advantage, items of a batch, passes over them, and seed.
+        settings: advantage, samples of a batch, passes over them, and seed.
         progress: how far training is.
         accumulate: batches per update.
         version: optimiser steps that the policy has taken.
@@ -149,19 +159,19 @@ def rl_step(
         )
     times, begin = rollouts.times, time.perf_counter()
 
-    # 4. Items: the states that each kept response went through in its decode (or others, depending
-    # on the masking), drawn anew in each pass.
+    # 4. Samples: the states that each kept response went through in its decode (or others, as the
+    # masking draws them), drawn anew in each pass.
     trained, passes = rollouts.kept, range(settings.passes)
     records = [one.record for one in trained]
-    by_pass = [policy.rows.items(records, epoch=number) for number in passes if records]
+    by_pass = [policy.rows.samples(records, epoch=number) for number in passes if records]
     is_empty = not any(map(len, by_pass))
     if is_empty:
         # Every process must still run a forward and a backward, or the others would wait for it, so
         # take the dropped responses and give them no weight.
         trained = rollouts.scored
-        by_pass = [policy.rows.items([one.record for one in trained])]
-    items = joined(by_pass)
-    if not len(items):
+        by_pass = [policy.rows.samples([one.record for one in trained])]
+    samples = join(by_pass)
+    if not len(samples):
         raise ValueError(
             f"RL step {progress.step}: no response has a token to train on; look at the decoder "
             f"'{policy.method}'"
@@ -170,19 +180,20 @@ def rl_step(
     # 5. Returns and advantages: rewards are compared within a group and, with a value model or
     # rewards per token, propagated back along the steps of the decode.
     assert settings.advantage is not None
-    estimates = fill_advantages(
+    estimates = estimate_advantages(
         policy,
-        items,
         trained,
+        samples,
         advantage=settings.advantage,
         batch_size=settings.batch_size,
         ranks=ranks,
     )
+    samples = estimates.filled_in(samples)
     times["value"] = time.perf_counter() - begin
 
     # 6. Batches: shuffled, equally many on every process.
     begin = time.perf_counter()
-    batches = shard_items(
+    batches = shard_samples(
         *(part.size.numpy() for part in by_pass),
         batch_size=settings.batch_size,
         accumulate=accumulate,
@@ -194,8 +205,8 @@ def rl_step(
         batches = [MicroBatch(torch.tensor([0]), 0.0)]
 
     # 7. Old and reference log-probabilities and old values, before the first update changes the
-    # weights.
-    differences = fill_old_scores(policy, batches, items, report=report)
+    # weights, in the same batches that are trained on: then the first ratio is exactly 1.
+    old_scores, differences = score_batches(policy, batches, samples, report=report)
     times["old_log_prob"] = time.perf_counter() - begin
 
     # 9. What is logged and stored: dropped rollouts count as well, with a reward and no advantage.
@@ -206,14 +217,15 @@ def rl_step(
     metrics |= {
         "rollout/reward_smoothed": after.smoothed or 0.0,
         "rollout/skipped_steps": float(after.skipped),
-        "rollout/items": float(0 if is_empty else len(items)),
+        "rollout/items": float(0 if is_empty else len(samples)),
         **{f"time/{name}": value for name, value in times.items()},
     }
     return RLStep(
         number=progress.step,
         rollouts=noted,
-        items=items,
+        samples=samples,
         batches=batches,
+        old_scores=old_scores,
         num_slots=settings.batch_size,
         is_empty=is_empty,
         metrics=metrics,
@@ -258,6 +270,14 @@ class Estimates:
         mean = (self.values * self.members).sum() / self.members.sum().clamp_min(1)
         return {"rollout/value_mean": float(mean)}
 
+    def filled_in(self, samples: RolloutBatch) -> RolloutBatch:
+        """Returns samples whose tokens have their advantages and, with a value model, returns."""
+        at = samples.tokens.response, samples.tokens.position
+        known: dict[str, Tensor] = {"advantage": self.advantages[at]}
+        if self.values is not None and self.returns is not None:
+            known["returns"] = self.returns[at]
+        return samples.with_tokens(**known)
+
     def with_signals(self, rollouts: Sequence[ScoredRollout]) -> list[ScoredRollout]:
         """Gives the records the signals ``commit_advantage`` and ``commit_value``.
 
@@ -294,22 +314,21 @@ def _compared(rollouts: Sequence[ScoredRollout], advantage: Advantage) -> Tensor
     return compared
 
 
-def fill_advantages(
+def estimate_advantages(
     policy: Policy,
-    items: Items,
     rollouts: Sequence[ScoredRollout],
+    samples: RolloutBatch,
     *,
     advantage: Advantage,
     batch_size: int,
     ranks: Ranks = ALONE,
 ) -> Estimates:
-    """Fills in the advantage of every unit and, with a value model, its return.
+    """Returns the advantage of every token of the rollouts and, with a value model, its return.
 
-    ``rollouts`` are those that the items were made from. Processes share the forwards of a value
-    model, each of ``batch_size`` items.
+    ``rollouts`` are those that the samples were made from. Processes share the forwards of a value
+    model, each of ``batch_size`` samples.
     """
-    compared = _compared(rollouts, advantage)
-    responses = policy.rows.responses([one.record for one in rollouts])
+    compared, maskable = _compared(rollouts, advantage), samples.responses.maskable
     paid = [one.record.uid for one in rollouts if one.token_rewards is not None]
     if paid and not policy.takes_token_rewards:
         raise ValueError(
@@ -317,26 +336,21 @@ def fill_advantages(
             "BoundViews nor commits have states of single tokens"
         )
     if policy.value is None and not paid:
-        table = compared[:, None].expand_as(responses.maskable)
-        estimates = Estimates(advantages=table.clone(), members=responses.maskable)
-    else:
-        values = None
-        if policy.value is not None:
-            # A process values its share of the records and leaves the others 0, so the sum over
-            # processes is the whole table.
-            values = ranks.sum(_values(policy, items, batch_size, ranks))
-        estimates = _along_steps(policy, items, rollouts, responses, compared, values)
-    items.advantage = estimates.advantages[items.record, items.cell]
-    if estimates.values is not None and estimates.returns is not None:
-        items.returns = estimates.returns[items.record, items.cell]
-    return estimates
+        table = compared[:, None].expand_as(maskable)
+        return Estimates(advantages=table.clone(), members=maskable)
+    values = None
+    if policy.value is not None:
+        # A process values its share of the records and leaves the others 0, so the sum over
+        # processes is the whole table.
+        records = [one.record for one in rollouts]
+        values = ranks.sum(_values(policy, records, samples, batch_size, ranks))
+    return _along_steps(policy, rollouts, samples, compared, values)
 
 
 def _along_steps(
     policy: Policy,
-    items: Items,
     rollouts: Sequence[ScoredRollout],
-    responses: SupervisedBatch,
+    samples: RolloutBatch,
     compared: Tensor,
     values: Tensor | None,
 ) -> Estimates:
@@ -346,7 +360,7 @@ def _along_steps(
         shrink, gae = value.trace(policy.masking).shrink, StepGAE(value.gamma, value.lam)
     # A response's advantage is paid at its last step, rewards per token at their tokens. So one
     # recursion carries both back, and a token also answers for what later steps were paid.
-    steps, members = order_of_writing(responses, shrink=shrink)
+    steps, members = order_of_writing(samples.responses, shrink=shrink)
     rewards = outcome_rewards(compared, steps, members)
     for number, rollout in enumerate(rollouts):
         if rollout.token_rewards is not None:
@@ -355,46 +369,51 @@ def _along_steps(
     known = torch.zeros_like(rewards) if values is None else values
     returns, advantages = gae.compute(rewards, known, steps, members)
     if value is not None and not value.needs_whole_trace(policy.masking):
-        # Only the items' own states have values; the others would be logged as 0.
+        # Only the samples' own states have values; the others would be logged as 0.
         members = torch.zeros_like(members)
-        members[items.record, items.cell] = True
+        members[samples.tokens.response, samples.tokens.position] = True
     return Estimates(advantages=advantages, returns=returns, values=values, members=members)
 
 
 @torch.no_grad()
-def _values(policy: Policy, items: Items, batch_size: int, ranks: Ranks) -> Tensor:
+def _values(
+    policy: Policy,
+    records: Sequence[Trajectory],
+    samples: RolloutBatch,
+    batch_size: int,
+    ranks: Ranks,
+) -> Tensor:
     """Returns ``(num_records, G)`` token values of this process's share of the records, else 0."""
     assert policy.value is not None
-    records = items.records
-    found = torch.zeros(len(records), items.hidden.shape[1], dtype=torch.float32)
+    found = torch.zeros_like(samples.responses.steps, dtype=torch.float32)
     mine = torch.arange(ranks.rank, len(records), ranks.world_size)
-    numbers = torch.isin(items.item_record, mine).nonzero()[:, 0]
+    numbers = torch.isin(samples.sample_response, mine).nonzero()[:, 0]
+    of = torch.arange(len(records))  # record of each response
     if policy.value.needs_whole_trace(policy.masking) and len(mine):
         # Values are those of the states that the decode went through, whatever is trained on: the
         # advantage of a step needs the value of the next one, which random states do not have.
-        rows = RowBuilder(
+        rows = SampleBuilder(
             policy.value.trace(policy.masking),
             policy.rows.spec,
             num_padding=policy.rows.num_padding,
             copies=policy.rows.copies,
         )
-        items = rows.items([records[number] for number in mine.tolist()])
-        items.record = mine[items.record]
-        items.records = records
-        numbers = torch.arange(len(items))
+        samples = rows.samples([records[number] for number in mine.tolist()])
+        of, numbers = mine, torch.arange(len(samples))
     # Entered by all processes, even one with nothing to value, since weights are gathered.
     with policy.value_weights():
         for chosen in numbers.split(batch_size) if len(numbers) else ():
-            units = items.units(chosen)
-            values = policy.values(items.batch(chosen).to(policy.device)).float().cpu()
-            found[items.record[units], items.cell[units]] = values
+            tokens = samples.tokens_of(chosen)
+            values = policy.values(samples.select(chosen).to(policy.device)).float().cpu()
+            response, position = samples.tokens.response, samples.tokens.position
+            found[of[response[tokens]], position[tokens]] = values
     return found
 
 
 # -- 6. batches ------------------------------------------------------------------------------------
 
 
-def shard_items(
+def shard_samples(
     *sizes: np.ndarray,
     batch_size: int,
     accumulate: int = 1,
@@ -402,14 +421,14 @@ def shard_items(
     world_size: int = 1,
     seed: tuple[int, ...] = (0,),
 ) -> list[MicroBatch]:
-    """Shards shuffled items into batches, equally many on every process.
+    """Shards shuffled samples into batches, equally many on every process.
 
-    Every pass is shuffled and split on its own: no update mixes two passes. Its items are spread
+    Every pass is shuffled and split on its own: no update mixes two passes. Its samples are spread
     evenly over as few updates as can hold them, at most ``batch_size * accumulate * world_size``
-    each. Items of smaller updates weigh more, so that every update is the mean over the rows of its
-    own items; a batch that gets no item holds a copy of one with weight 0.
+    each. Samples of smaller updates weigh more, so that every update is the mean over the rows of
+    its own samples; a batch that gets none holds a copy of one with weight 0.
 
-    ``sizes`` are, for each pass, the rows that each item counts for (:attr:`Items.size`); the items
+    ``sizes`` are, for each pass, the rows that each sample counts for (``size``); the samples
     of a pass are numbered after those of the passes before it.
     """
     # All processes draw the same order and take their part of it, so none has to be told.
@@ -430,14 +449,14 @@ def shard_items(
         is_last = at == len(updates) - 1
         needed = -(-len(chosen) // (batch_size * world_size)) if is_last else accumulate
         count = needed * world_size
-        # The trainer divides by ``accumulate`` even then, and a loss by the items of a full batch.
+        # The trainer divides by ``accumulate`` even then, and a loss by a full batch's samples.
         factor = slots / float(weight[chosen].sum())
         # The n-th batches of all processes are adjacent, so that one process with twice the
-        # accumulation trains on the same items as two.
+        # accumulation trains on the same samples as two.
         for number in range(rank, count, world_size):
-            items = torch.from_numpy(chosen[number::count])
-            if len(items):
-                batches.append(MicroBatch(items, factor))
+            samples = torch.from_numpy(chosen[number::count])
+            if len(samples):
+                batches.append(MicroBatch(samples, factor))
             else:
                 batches.append(MicroBatch(torch.from_numpy(chosen[:1]), 0.0))
     return batches
@@ -447,45 +466,39 @@ def shard_items(
 
 
 @torch.no_grad()
-def fill_old_scores(
-    policy: Policy, batches: Sequence[MicroBatch], items: Items, *, report: Report = lambda *_: None
-) -> Tensor:
+def score_batches(
+    policy: Policy,
+    batches: Sequence[MicroBatch],
+    samples: RolloutBatch,
+    *,
+    report: Report = lambda *_: None,
+) -> tuple[list[OldScores], Tensor]:
     """Scores the batches of this process before the first update.
 
-    The batches are those of training, so that the first ratio is exactly 1. Returns ``(3,)``
-    float64 sums over this process's tokens: absolute and signed difference of log-probabilities
-    (sampler less training forward, the estimated divergence), and tokens compared.
+    Scores belong to the batch that is trained on, since another batch of the same samples may be
+    rounded differently: then the first ratio is exactly 1. Also returns ``(3,)`` float64 sums over
+    this process's tokens: absolute and signed difference of log-probabilities (sampler less
+    training forward, the estimated divergence), and tokens compared.
     """
-    sampled = items.sampled_log_prob()
-    M = len(items.weight)
-    is_scored = torch.zeros(M, dtype=torch.bool)
-    tables: dict[str, Tensor] = {}
+    found = []
     sums = torch.zeros(3, dtype=torch.float64)
     for done, (numbers, factor) in enumerate(batches):
-        batch = items.batch(numbers).to(policy.device)
+        batch = samples.select(numbers)
+        sampled, batch = batch.tokens.sampled, batch.to(policy.device)
         scores = policy.score(batch)
-        units, log_prob = items.units(numbers), scores.log_prob.cpu()
-        if factor:
-            difference = (sampled[units] - log_prob).double()
+        log_prob = scores.log_prob.cpu()
+        if factor:  # not of a copy that only fills a batch
+            difference = (sampled - log_prob).double()
             difference = difference[difference.isfinite()]
             counted = difference.new_tensor(len(difference))
             sums += torch.stack([difference.abs().sum(), difference.sum(), counted])
-        # A copy that only fills a batch may be rounded differently from the batch that is trained
-        # on, whose scores are the ones to compare with: batches with weight overwrite, copies not.
-        is_new = torch.ones_like(is_scored[units]) if factor else ~is_scored[units]
-        found = {"old_log_prob": log_prob}
-        if scores.value is not None:
-            found["old_value"] = scores.value.cpu()
+        value = None if scores.value is None else scores.value.cpu()
+        reference = None
         if policy.objective.kl_to == "initial":
-            found["reference"] = policy.reference_log_prob(batch).cpu()
-        for name, value in found.items():
-            table = tables.setdefault(name, value.new_zeros(M))
-            table[units[is_new]] = value[is_new]
-        is_scored[units] |= factor > 0
+            reference = policy.reference_log_prob(batch).cpu()
+        found.append(OldScores(log_prob, value, reference))
         report("old log-probabilities", done + 1, len(batches))
-    for name, table in tables.items():
-        setattr(items, name, table)
-    return sums
+    return found, sums
 
 
 def _mismatch(sums: Tensor, ranks: Ranks) -> dict[str, float]:

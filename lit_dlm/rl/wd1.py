@@ -36,7 +36,7 @@ class WeightedLikelihood(PolicyLoss):
     def compute(
         self, log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, weight: Tensor, **_: Any
     ) -> LossTerms:
-        # Units without weight may hold anything, and 0 * inf is NaN.
+        # Tokens without weight may hold anything, and 0 * inf is NaN.
         log_prob = torch.where(weight > 0, log_prob, 0.0)
         total = -(weight * torch.where(weight > 0, advantage, 0.0) * log_prob).sum()
         count = (weight > 0).sum().clamp_min(1)

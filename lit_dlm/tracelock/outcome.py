@@ -1,9 +1,9 @@
 """TraceLock trained on outcomes: the actor is the acceptance network, its actions are commits.
 
 Rollouts, rewards, filters, advantages and resuming work as in :mod:`lit_dlm.rl.step`. In a rollout
-the model is frozen and the acceptance network *draws* the commits. An item is one decode, its
-states are the steps, and its units are the candidates of a step, each with the log-probability that
-it was committed or left. The record's features hold what the network saw at each step.
+the model is frozen and the acceptance network *draws* the commits. A sample is one decode,
+its states are the steps, and its tokens are the candidates of a step, each with the log-probability
+that it was committed or left. The record's features hold what the network saw at each step.
 
 Similar policies, with confidences as their only input and other rewards: arXiv 2512.09106,
 2510.05725.
@@ -28,15 +28,16 @@ from lit_dlm.backbones.base import backbone_facts, check_facts
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.projection import Projector, feature_groups
 from lit_dlm.decoding import Decoder
-from lit_dlm.rl.items import Items, RolloutBatch, RowBuilder
+from lit_dlm.rl.batch import Inputs, RolloutBatch, SampleBuilder, Tokens
 from lit_dlm.rl.module import TraceRLModule
-from lit_dlm.rl.step import ItemScores
+from lit_dlm.rl.step import TokenScores
 from lit_dlm.system.options import of_kind, one_of, within
 from lit_dlm.tensors.batches import reads_are_free
 from lit_dlm.tracelock.network import AcceptanceConfig, PositionState
 from lit_dlm.tracelock.policy import TraceLockPolicy, left_of_window_end
 from lit_dlm.tracelock.scorer import AcceptanceScorer, ScorerSettings
 from lit_dlm.training.checkpoint import drop_backbone
+from lit_dlm.training.states import States
 from lit_dlm.trajectories.capture import FeatureCapture, StepSignal, TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
 
@@ -106,58 +107,47 @@ class CommitCapture(TrajectoryCapture):
         return records
 
 
-@dataclass(eq=False, kw_only=True)
-class CommitItems(Items):
-    """Decodes of an RL step, one item each; a state is a step, a unit is one of its candidates."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CommitInputs(Inputs):
+    """What the network saw and did in each of ``K`` steps."""
 
-    step: Tensor  # (K,) int64 step of each state
-    visible: Tensor  # (K, G) bool: masked cells that the network saw
-    commit: Tensor  # (K, G) bool: cells that the step committed
-    log_odds: Tensor  # (M,) float32 log-odds of each unit when it was drawn
+    records: Sequence[Trajectory]
+    record: Tensor  # (K,) int64 record of each step
+    step: Tensor  # (K,) int64
+    visible: Tensor  # (K, G) bool: masked positions that the network saw
+    commit: Tensor  # (K, G) bool: positions that the step committed
+    # (n, F) float32 of the visible positions, state by state; read from the records when selected,
+    # since those of all samples may not fit into memory.
+    features: Tensor | None = None
 
-    def sampled_log_prob(self) -> Tensor:
-        return draw_log_prob(self.log_odds, self.commit[self.supervised])
-
-    def batch(self, numbers: Tensor, **options: Any) -> CommitBatch:
-        found = super().batch(numbers, **options)
-        states = torch.cat([(self.item == number).nonzero()[:, 0] for number in numbers])
-        return CommitBatch(
-            **vars(found),
-            visible=self.visible[states],
-            commit=self.commit[states],
-            features=torch.from_numpy(self._features(states)),
-        )
-
-    def _features(self, states: Tensor) -> np.ndarray:
-        """Returns ``(n, F)`` float32 features of the visible cells, state by state."""
-        records = self.item_record[self.item[states]].tolist()
-        steps, visible = self.step[states].tolist(), self.visible[states].numpy()
+    def select(self, states: Tensor) -> CommitInputs:
+        record, step, visible = self.record[states], self.step[states], self.visible[states]
         rows = []
-        for record, step, seen in zip(records, steps, visible, strict=True):
-            stored = self.records[record].features
+        steps = zip(record.tolist(), step.tolist(), visible.numpy(), strict=True)
+        for number, at, seen in steps:
+            stored = self.records[number].features
             assert stored is not None
-            rows.append(stored.features[step, seen[: stored.features.shape[1]]])
-        return np.concatenate(rows).astype(np.float32)
-
-    def _needed_length(self, units: Tensor) -> int:
-        return self.hidden.shape[1]  # the network may see beyond a block of the model
-
-
-@dataclass(eq=False, kw_only=True)
-class CommitBatch(RolloutBatch):
-    """Decodes of one micro-batch."""
-
-    visible: Tensor  # (K, G) bool
-    commit: Tensor  # (K, G) bool
-    features: Tensor  # (n, F) float32 of the visible cells, state by state
+            rows.append(stored.features[at, seen[: stored.features.shape[1]]])
+        return CommitInputs(
+            records=(),
+            record=record,
+            step=step,
+            visible=visible,
+            commit=self.commit[states],
+            features=torch.from_numpy(np.concatenate(rows).astype(np.float32)),
+        )
 
 
 @dataclass(eq=False)
-class CommitRows(RowBuilder):
-    """Turns records of :class:`CommitCapture` into items."""
+class CommitSamples(SampleBuilder):
+    """Turns records of :class:`CommitCapture` into samples.
 
-    def items(self, records: Sequence[Trajectory], *, epoch: int = 0) -> CommitItems:
-        length = max((record.num_generated for record in records), default=0)
+    A sample is a decode, a state one of its steps, and a token one of the step's candidates.
+    """
+
+    def samples(self, records: Sequence[Trajectory], *, epoch: int = 0) -> RolloutBatch:
+        responses = self.responses(records, epoch=epoch)
+        length = responses.steps.shape[1]
         tables = [_steps_of(record, length) for record in records]
         hidden, commit, log_odds = (torch.cat(parts) for parts in zip(*tables, strict=True))
         counts = torch.tensor([record.num_steps for record in records])
@@ -168,31 +158,36 @@ class CommitRows(RowBuilder):
         best = log_odds.masked_fill(~candidates, -torch.inf).argmax(1, keepdim=True)
         is_best = torch.zeros_like(commit).scatter_(1, best, value=True)
         is_alone = (commit == (is_best & candidates)).all(1, keepdim=True)
-        units = candidates & ~(is_best & is_alone)
-        # States without a unit add nothing to the loss, and items are found through their units.
-        kept = units.any(1)
-        hidden, commit, log_odds, candidates, units = (
-            part[kept] for part in (hidden, commit, log_odds, candidates, units)
+        scored = candidates & ~(is_best & is_alone)
+        # States without a token add nothing to the loss, and samples are found by their tokens.
+        kept = scored.any(1)
+        hidden, commit, log_odds, candidates, scored = (
+            part[kept] for part in (hidden, commit, log_odds, candidates, scored)
         )
-        state, cell = units.nonzero(as_tuple=True)
+        state, position = scored.nonzero(as_tuple=True)
         record = torch.arange(len(records)).repeat_interleave(counts)[kept]
-        taken, item = record.unique(return_inverse=True)
-        return CommitItems(
-            records=records,
+        taken, sample = record.unique(return_inverse=True)
+        tokens = Tokens(
+            sample=sample[state],
+            response=record[state],
+            position=position,
+            weight=torch.ones(len(position)),
+            kl_weight=torch.ones(len(position)),
+            sampled=draw_log_prob(log_odds[scored], commit[scored]),
+        )
+        return RolloutBatch(
+            responses=responses,
+            states=States(response=record, hidden=hidden, supervised=scored, sample=sample),
+            tokens=tokens,
             spec=self.spec,
-            item=item,
-            hidden=hidden,
-            supervised=units,
-            record=record[state],
-            cell=cell,
-            unit_item=item[state],
-            weight=torch.ones(len(cell)),
-            kl_weight=torch.ones(len(cell)),
             size=torch.ones(len(taken), dtype=torch.float64),
-            step=torch.cat([torch.arange(count) for count in counts.tolist()])[kept],
-            visible=hidden & left_of_window_end(hidden, candidates),
-            commit=commit,
-            log_odds=log_odds[units],
+            inputs=CommitInputs(
+                records=records,
+                record=record,
+                step=torch.cat([torch.arange(count) for count in counts.tolist()])[kept],
+                visible=hidden & left_of_window_end(hidden, candidates),
+                commit=commit,
+            ),
         )
 
 
@@ -277,7 +272,7 @@ class TraceLockRLModule(TraceRLModule):
         # Records hold the features of masked positions alone.
         one_of("masked", of="settings.", layout=self.scorer.settings.layout)
         self.scorer.eval()
-        self.rows = CommitRows(self.masking, self.row_spec, seed=self.seed)
+        self.rows = CommitSamples(self.masking, self.row_spec, seed=self.seed)
         self.initial = None
         if self.objective.kl_to == "initial":
             self.initial = copy.deepcopy(self.scorer.head).requires_grad_(False)
@@ -293,7 +288,7 @@ class TraceLockRLModule(TraceRLModule):
         policy = of_kind(decoder.policy, TraceLockPolicy, option=f"{of}policy")
         within("(0, inf)", of=f"{of}policy.", temperature=policy.temperature)
         # A cap would drop commits that were drawn, and the stall rule's commit is part of what is
-        # scored (``CommitRows.items``).
+        # scored (``CommitSamples.samples``).
         of = f"{of}settings."
         one_of(None, of=of, max_commits_per_step=decoder.settings.max_commits_per_step)
         one_of("top1", of=of, stall_rule=decoder.settings.stall_rule)
@@ -316,26 +311,30 @@ class TraceLockRLModule(TraceRLModule):
             return super().rollout_capture(method)
         return CommitCapture(policy, vocab_size=self.backbone.vocab_size)
 
-    def score(self, batch: CommitBatch) -> ItemScores:  # type: ignore[override]
+    def score(self, batch: RolloutBatch) -> TokenScores:
         return self._drawn(batch, self.scorer.head)
 
-    def _drawn(self, batch: CommitBatch, head: torch.nn.Module) -> ItemScores:
-        states = torch.where(batch.hidden, int(PositionState.GEN), int(PositionState.LOCKED))
-        features = batch.features
+    def _drawn(self, batch: RolloutBatch, head: torch.nn.Module) -> TokenScores:
+        hidden, scored = batch.states.hidden, batch.states.supervised
+        inputs = batch.inputs
+        assert isinstance(inputs, CommitInputs)
+        assert inputs.features is not None
+        states = torch.where(hidden, int(PositionState.GEN), int(PositionState.LOCKED))
+        features = inputs.features
         if not reads_are_free(features.device):  # packed rows ask for their number
-            dense = features.new_zeros(*batch.visible.shape, features.shape[1])
-            features = dense.index_put(batch.visible.nonzero(as_tuple=True), features)
-        logits = head(features, states, batch.visible).decision_logits[batch.supervised]
+            dense = features.new_zeros(*inputs.visible.shape, features.shape[1])
+            features = dense.index_put(inputs.visible.nonzero(as_tuple=True), features)
+        logits = head(features, states, inputs.visible).decision_logits[scored]
         policy = self.decoders[self.method].policy
         assert isinstance(policy, TraceLockPolicy)
         # The temperature of the draws is part of the policy, so it is in the ratios as well.
         log_odds = policy.log_odds(logits)
-        log_prob = draw_log_prob(log_odds, batch.commit[batch.supervised])
+        log_prob = draw_log_prob(log_odds, inputs.commit[scored])
         entropy = F.softplus(log_odds) - log_odds * log_odds.sigmoid()
-        return ItemScores(log_prob, entropy, None)
+        return TokenScores(log_prob, entropy, None)
 
     @torch.no_grad()
-    def reference_log_prob(self, batch: CommitBatch) -> Tensor:  # type: ignore[override]
+    def reference_log_prob(self, batch: RolloutBatch) -> Tensor:
         assert self.initial is not None
         return self._drawn(batch, self.initial).log_prob
 

@@ -7,7 +7,7 @@ A :class:`SupervisedBatch` is the input of every training method. Maskings draw 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from lit_dlm.backbones import BackboneSpec
 from lit_dlm.backbones.attention import canvas_blocks
 from lit_dlm.decoding.api import text_cells
-from lit_dlm.tensors.batches import TensorBatch
+from lit_dlm.tensors.batches import TensorBatch, first_column
 from lit_dlm.tensors.masking import non_ltr_positions
 from lit_dlm.tensors.sampling import sample_seed
 from lit_dlm.vision.base import PromptPictures, batch_prompts
@@ -104,6 +104,33 @@ class SupervisedBatch(TensorBatch):
     """``B`` tuples of digests: the pictures that ids beyond the vocabulary stand for
     (:func:`~lit_dlm.vision.base.batch_prompts`)."""
     uids: list[str] = field(default_factory=list)  # B names
+    first_picture: int = 2**62  # ids from here on represent pictures
+
+    def take(self, rows: Tensor, length: int | None = None) -> SupervisedBatch:
+        """Returns some rows, on the CPU, with their first ``length`` response positions.
+
+        They are as if they alone had been collated: without padding that they do not need, and with
+        pictures numbered by what is left.
+        """
+        G = length or self.steps.shape[1]
+        spare = 0 if self.pad_mask is None else int(first_column(self.pad_mask[rows]).min())
+        columns = slice(spare, self.start + G)
+        found: dict[str, Any] = {"start": self.start - spare}
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.name in ("ids", "pad_mask"):
+                found[one.name] = None if value is None else value[rows, columns]
+            elif isinstance(value, Tensor):
+                found[one.name] = value[rows] if value.ndim == 1 else value[rows, :G]
+            elif isinstance(value, list):
+                found[one.name] = [value[row] for row in rows.tolist()]
+        # As ``collate`` says it: None where no row has any.
+        if found["pad_mask"] is not None and found["pad_mask"].all():
+            found["pad_mask"] = None
+        if self.given is not None and not found["given"].any():
+            found["given"] = None
+        _number_pictures(found["ids"], found["pictures"], self.first_picture)
+        return replace(self, **found)
 
 
 def collate(
@@ -177,6 +204,7 @@ def collate(
         non_ltr=non_ltr,
         pictures=pictures,
         uids=every("uid"),
+        first_picture=min((one.first_id for one in every("pictures") if one), default=2**62),
     )
 
 
@@ -199,6 +227,19 @@ def _maskable(
             is_last = given.flip(1).cumsum(1).flip(1) == 0
             maskable &= is_last | F.pad(text[:, :-1], (1, 0), value=True)
     return maskable
+
+
+def _number_pictures(ids: Tensor, pictures: list[tuple[str, ...]], first: int) -> None:
+    """Numbers picture ids through rows, in place, as ``batch_prompts`` does for whole batches."""
+    starts: dict[tuple[str, ...], int] = {}
+    count = 0
+    for row, own in zip(ids, pictures, strict=True):
+        if not own:
+            continue
+        is_picture = row >= first
+        if own not in starts:
+            starts[own], count = count, count + int(is_picture.sum())
+        row += is_picture * (first + starts[own] - row[is_picture].min())
 
 
 def _filled(

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -19,6 +20,7 @@ from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, ModelChec
 from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.callbacks import AdapterCheckpoint, Interruption, RewardCurve, RolloutWriter
 from lit_dlm.rewards import Graded, SpreadFilter
+from lit_dlm.rl.batch import RolloutBatch
 from lit_dlm.rl.rollout import (
     OnlineRollouts,
     RolloutEngine,
@@ -316,6 +318,23 @@ def test_validation_can_be_limited(tmp_path: Path, limit: int | float, count: in
     scores = trainer.callback_metrics
     assert scores["val/num_prompts"] == scores["val/two/num_prompts"] == count
     assert trainer.limit_val_batches == limit  # for what this trainer does next
+
+
+def test_every_pass_trains_once_on_each_state(tmp_path: Path) -> None:
+    batches: list[list[tuple[str, str]]] = []
+
+    def note(trainer: Any, module: Any, outputs: Any, batch: RolloutBatch, *_: Any) -> None:
+        rows = zip(batch.states.response.tolist(), batch.states.supervised.tolist(), strict=True)
+        batches.append([(batch.responses.uids[sample], str(cells)) for sample, cells in rows])
+
+    data = rollout_data(passes=2, batch_size=16, prompts_per_step=2)
+    fit(learner(), data, tmp_path, steps=1, callbacks=[LambdaCallback(on_train_batch_end=note)])
+    half = len(batches) // 2
+    first, second = (list(chain(*part)) for part in (batches[:half], batches[half:]))
+    assert half > 1
+    assert len(set(first)) == len(first)
+    assert sorted(first) == sorted(second)
+    assert first != second
 
 
 @pytest.mark.slow

@@ -19,10 +19,9 @@ from lit_dlm.datamodules.supervised_sources import ModelFacts, RecordedDecodes, 
 from lit_dlm.decoding import ConfidencePolicy, Decoder, FixedQuota
 from lit_dlm.finetuning.sft import SFTModule
 from lit_dlm.predict.decode import image_facts
-from lit_dlm.rl.advantages import GroupZScore
 from lit_dlm.rl.rollout import RolloutEngine, rollout_prompts
 from lit_dlm.rl.settings import ValueObjective
-from lit_dlm.rl.step import fill_advantages, fill_old_scores, shard_items
+from lit_dlm.rl.step import shard_samples
 from lit_dlm.tasks import PromptExample
 from lit_dlm.tensors.fused_head import TokenStats
 from lit_dlm.tracelock.module import TraceLockModule
@@ -183,14 +182,14 @@ def test_rl_scores_the_states_of_the_rollout(folder: Path, kind: Any) -> None:
         ]
     assert [len(record.meta.get("images", ())) for record in records] == [1, 1, 0, 0, 2, 2, 1, 1]
     assert records[0].prompt_ids[1:4].tolist() == [VOCAB, VOCAB + 1, VOCAB + 2]
-    items = rl.rows.items(records)
-    fill_advantages(rl, items, rollouts.scored(records), advantage=GroupZScore(), batch_size=8)
-    batches = shard_items(items.size.numpy(), batch_size=4)
-    mismatch, _, count = fill_old_scores(rl, batches, items).tolist()
+    samples, _ = rollouts.advantaged(rl, records)
+    batches = shard_samples(samples.size.numpy(), batch_size=4)
+    samples, sums = rollouts.with_old_scores(rl, batches, samples)
+    mismatch, _, count = sums.tolist()
     assert count > 20
     assert mismatch / count < 1e-5
-    batch = items.batch(torch.arange(len(items)))
-    assert rl.score(batch).log_prob.detach().allclose(batch.old_log_prob, atol=1e-5)
+    batch = samples.select(torch.arange(len(samples)))
+    assert rl.score(batch).log_prob.detach().allclose(batch.tokens.old_log_prob, atol=1e-5)
     rl.training_step(batch).backward()
     assert all(p.grad is not None for group in rl.parameter_groups() for p in group)
 

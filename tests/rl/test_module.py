@@ -1,6 +1,7 @@
 """The TraceRL module: what it trains, in which groups, and what it and its settings refuse."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from lit_dlm.decoding import (
 )
 from lit_dlm.rewards import Reward, RewardScore, Rollout
 from lit_dlm.rl.advantages import LeaveOneOut, RawReward
-from lit_dlm.rl.items import RolloutBatch, training_rows
+from lit_dlm.rl.batch import RolloutBatch
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.settings import PolicyObjective, ValueObjective
 from lit_dlm.toy.word_problems import WordProblems
@@ -37,11 +38,11 @@ BLOCK = {"attention": "block", "block_size": 4}
 
 
 def first_batch(rl: TraceRLModule) -> RolloutBatch:
-    """A batch of six items, with everything that training needs."""
+    """A batch of six samples, with everything that training needs."""
     records = decoded(rl.backbone, 6, per_step=1)
-    items, batches = prepared(rl, records, batch_size=6)
+    samples, batches = prepared(rl, records, batch_size=6)
     numbers, factor = batches[0]
-    return items.batch(numbers, factor=factor, num_slots=6)
+    return samples.select(numbers, factor=factor, num_slots=6)
 
 
 def gradients(rl: TraceRLModule, of: RolloutBatch | Tensor) -> dict[str, Tensor]:
@@ -67,7 +68,7 @@ def test_first_gradient_is_that_of_reinforce(loss: Any) -> None:
     beta = {} if loss else {"objective": PolicyObjective(beta=0.5)}
     rl = module(policy(), policy_loss=loss, **beta)
     batch = first_batch(rl)
-    weighted = batch.weight * batch.advantage * rl.score(batch).log_prob
+    weighted = batch.tokens.weight * batch.tokens.advantage * rl.score(batch).log_prob
     expected = gradients(rl, -weighted.sum() / 6)
     torch.testing.assert_close(gradients(rl, batch), expected, rtol=1e-7, atol=1e-12)
 
@@ -84,16 +85,16 @@ def test_packed_rows_have_the_gradient_of_separate_ones(origin: str) -> None:
     found = []
     for packing in (1, 4):
         rl = module(policy(**BLOCK, block_origin=origin), packing=packing)
-        items, _ = prepared(rl, decoded(rl.backbone, 6, per_step=1), advantage=RawReward())
-        found.append(gradients(rl, items.batch(every(items), num_slots=1)))
+        samples, _ = prepared(rl, decoded(rl.backbone, 6, per_step=1), advantage=RawReward())
+        found.append(gradients(rl, samples.select(every(samples), num_slots=1)))
     # The layers' norms are computed in float32 in any model, so another order of sums shows.
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
 
 
 def test_copies_that_fill_up_change_nothing() -> None:
     rl = module(policy(), value=ValueObjective(backbone="head"))
-    items, _ = prepared(rl, decoded(rl.backbone, 6))
-    batch = items.batch(torch.tensor([7]), factor=0.0, num_slots=4)
+    samples, _ = prepared(rl, decoded(rl.backbone, 6))
+    batch = samples.select(torch.tensor([7]), factor=0.0, num_slots=4)
     assert not any(gradient.any() for gradient in gradients(rl, batch).values())
 
 
@@ -106,7 +107,8 @@ def test_value_loss_moves_the_value_model_alone(kind: Any) -> None:
         rl.value_head.weight.normal_()
     batch = first_batch(rl)
     both = gradients(rl, batch)
-    batch.returns = batch.old_value = rl.values(batch).detach()  # as wanted
+    wanted = rl.values(batch).detach()
+    batch = batch.with_tokens(returns=wanted, old_value=wanted)
     policy_only = gradients(rl, batch)
     names = {id(p): n for n, p in rl.named_parameters()}
     of_policy, of_value = ([names[id(p)] for p in group] for group in rl.parameter_groups())
@@ -220,8 +222,9 @@ def test_blocks_grow_in_training_before_they_do_in_rollouts(tmp_path: Path) -> N
     rl = grown(4, "four", steps=1)
     assert (rl.backbone.spec.block_size, rl.row_spec.block_size) == (4, 8)
     records = decoded(rl.backbone, 2)
-    batch = rl.rows.items(records).batch(torch.tensor([0]))
-    spaces = [training_rows(batch, spec).mask for spec in (rl.backbone.spec, rl.row_spec)]
+    batch = rl.rows.samples(records).select(torch.tensor([0]))
+    specs = rl.backbone.spec, rl.row_spec
+    spaces = [replace(batch, spec=spec).rows().mask for spec in specs]
     assert spaces[0].sum() < spaces[1].sum()
     later = grown(8, "eight", steps=2, resume=tmp_path / "last.ckpt")
     assert later.trainer.current_epoch == 2

@@ -4,36 +4,35 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from lit_dlm.rl.advantages import RawReward
+from lit_dlm.rl.batch import RolloutBatch
 from lit_dlm.rl.espo import ESPO
-from lit_dlm.rl.items import Items
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.settings import PolicyObjective, ValueObjective
 from lit_dlm.rl.spg import SPG
 from lit_dlm.rl.wd1 import SoftmaxWeights, WeightedLikelihood
 from lit_dlm.training.bounds import BoundViews
-from tests.rollouts import MASK, answer_cells, decoded, every, module, policy, prepared
+from tests.rollouts import MASK, decoded, every, module, policy, prepared
 
 COUPLED, BLOCKWISE = BoundViews(num_states=2, coupled=True), BoundViews(num_states=3, block_size=3)
 
 
-def scores(rl: TraceRLModule, items: Items, number: int) -> list[dict[int, Tensor]]:
+def scores(rl: TraceRLModule, samples: RolloutBatch, number: int) -> list[dict[int, Tensor]]:
     """Of every state of an item, the log-probabilities of the cells that are predicted in it."""
-    record = items.records[int(items.item_record[number])]
-    tokens = torch.from_numpy(record.tokens.astype(np.int64))
+    row = int(samples.sample_response[number])
+    clean, start = samples.responses.ids[row], samples.responses.start
+    prompt = clean[start - int(samples.responses.num_prompt[row]) : start]
     found = []
-    for state in (items.item == number).nonzero()[:, 0].tolist():
-        ids = torch.tensor([*record.prompt_ids.tolist(), *record.tokens.tolist()])
-        ids[record.num_prompt :][items.hidden[state]] = MASK
-        logits = rl.backbone.denoise(ids[None], response_start=record.num_prompt).logits[0]
-        log_probs = logits[record.num_prompt :].log_softmax(-1)
-        cells = items.supervised[state].nonzero()[:, 0].tolist()
-        found.append({cell: log_probs[cell, tokens[cell]] for cell in cells})
+    for state in (samples.states.sample == number).nonzero()[:, 0].tolist():
+        ids = torch.cat([prompt, clean[start:].masked_fill(samples.states.hidden[state], MASK)])
+        logits = rl.backbone.denoise(ids[None], response_start=len(prompt)).logits[0]
+        log_probs = logits[len(prompt) :].log_softmax(-1)
+        cells = samples.states.supervised[state].nonzero()[:, 0].tolist()
+        found.append({cell: log_probs[cell, clean[start + cell]] for cell in cells})
     return found
 
 
@@ -43,21 +42,22 @@ def pair_bound(states: list[dict[int, Tensor]], length: int, pairs: int) -> Tens
     return sum(parts) / (2 * pairs * length)
 
 
-def slow_espo(rl: TraceRLModule, items: Items, old: Tensor, reference: Tensor) -> Tensor:
+def slow_espo(rl: TraceRLModule, samples: RolloutBatch) -> Tensor:
+    old, reference = samples.tokens.old_log_prob, samples.tokens.reference
     total = torch.zeros((), dtype=torch.float64)
-    for number in range(len(items)):
-        length = len(answer_cells(items.records[int(items.item_record[number])]))
-        bound = pair_bound(scores(rl, items, number), length, pairs=2)
-        ratio, advantage = (bound - old[number]).exp(), float(items.advantage[number])
+    for number in range(len(samples)):
+        length = int(samples.responses.maskable[int(samples.sample_response[number])].sum())
+        bound = pair_bound(scores(rl, samples, number), length, pairs=2)
+        ratio, advantage = (bound - old[number]).exp(), float(samples.tokens.advantage[number])
         gain = torch.minimum(ratio * advantage, ratio.clamp(0.9, 1.1) * advantage)
         total = total - gain + 0.5 * length * (bound - reference[number]) ** 2 / 2
     return total
 
 
-def slow_spg(rl: TraceRLModule, items: Items, beta: float, mix: float) -> Tensor:
+def slow_spg(rl: TraceRLModule, samples: RolloutBatch, beta: float, mix: float) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
-    for number in range(len(items)):
-        states, advantage = scores(rl, items, number), float(items.advantage[number])
+    for number in range(len(samples)):
+        states, advantage = scores(rl, samples, number), float(samples.tokens.advantage[number])
         bound = lower = sum(sum(one.values()) / len(one) for one in states) / 3
         if advantage <= 0:
             seen = set().union(*states)
@@ -86,12 +86,12 @@ def test_espo_clips_ratios_of_responses_and_squares_their_divergence() -> None:
     """Old bounds a little off, so that half of the ratios are outside of 0.9 to 1.1."""
     loss, objective = ESPO(clip=0.1, beta=0.5), PolicyObjective(kl_to="initial")
     rl = module(policy(), masking=COUPLED, policy_loss=loss, objective=objective)
-    items, _ = prepared(rl, decoded(rl.backbone, 6))
-    assert len(items.cell) == len(items) == 6
+    samples, _ = prepared(rl, decoded(rl.backbone, 6))
+    assert len(samples.tokens.position) == len(samples) == 6
     off = torch.tensor([0.3, -0.3, 0.05, -0.05, -0.2, 0.2], dtype=torch.float64)
-    items.old_log_prob = items.old_log_prob + off
-    total = rl.training_step(items.batch(every(items), num_slots=1))
-    compared(rl, total, slow_espo(rl, items, items.old_log_prob, items.reference))
+    samples = samples.with_tokens(old_log_prob=samples.tokens.old_log_prob + off)
+    total = rl.training_step(samples.select(every(samples), num_slots=1))
+    compared(rl, total, slow_espo(rl, samples))
 
 
 @pytest.mark.parametrize(("beta", "mix"), [(1.5, 0.5), (2.0, 1.0)])
@@ -99,20 +99,20 @@ def test_spg_takes_the_lower_bound_of_good_responses_and_the_upper_one_of_bad(
     beta: float, mix: float
 ) -> None:
     rl = module(policy(), masking=BLOCKWISE, policy_loss=SPG(beta=beta, mix=mix))
-    items, _ = prepared(rl, decoded(rl.backbone, 6))
-    assert (items.advantage > 0).sum() == 3
-    total = rl.training_step(items.batch(every(items), num_slots=1))
-    compared(rl, total, slow_spg(rl, items, beta, mix))
+    samples, _ = prepared(rl, decoded(rl.backbone, 6))
+    assert (samples.tokens.advantage > 0).sum() == 3
+    total = rl.training_step(samples.select(every(samples), num_slots=1))
+    compared(rl, total, slow_spg(rl, samples, beta, mix))
 
 
 def test_packed_states_of_a_block_model_have_the_scores_of_its_bound() -> None:
     """Blocks before a state's own are shown; each block has a level of its own."""
     rl = module(policy(attention="block", block_size=4), masking=BoundViews(num_states=2))
-    items, _ = prepared(rl, decoded(rl.backbone, 4), advantage=RawReward())
-    torch.testing.assert_close(items.kl_weight, items.kl_weight.round())
-    flipped = every(items).flip(0)
-    batch = items.batch(flipped)
-    one_by_one = [rl.score(items.batch(number[None])).log_prob for number in flipped]
+    samples, _ = prepared(rl, decoded(rl.backbone, 4), advantage=RawReward())
+    torch.testing.assert_close(samples.tokens.kl_weight, samples.tokens.kl_weight.round())
+    flipped = every(samples).flip(0)
+    batch = samples.select(flipped)
+    one_by_one = [rl.score(samples.select(number[None])).log_prob for number in flipped]
     found = rl.score(batch).log_prob
     torch.testing.assert_close(found, torch.cat(one_by_one), rtol=1e-4, atol=1e-6)
 

@@ -20,15 +20,15 @@ from lit_dlm.rl.step import (
     MicroBatch,
     RLProgress,
     RLStep,
-    fill_advantages,
-    fill_old_scores,
     rl_step,
-    shard_items,
+    score_batches,
+    shard_samples,
 )
 from lit_dlm.training.masking import RandomMasking, TraceMasking
 from lit_dlm.trajectories.record import Trajectory
 from tests.rollouts import (
     FAMILIES,
+    advantaged,
     answer_cells,
     decoded,
     direct_log_probs,
@@ -40,18 +40,22 @@ from tests.rollouts import (
     prepared,
     rollout_data,
     scored,
-    unit_table,
+    token_table,
+    with_old_scores,
 )
 
 
 def dealt(*counts: int, **options: Any) -> list[MicroBatch]:
-    return shard_items(*(np.ones(count) for count in counts), **options)
+    return shard_samples(*(np.ones(count) for count in counts), **options)
 
 
 def one_update(batches: list[MicroBatch]) -> Counter[tuple[int, float]]:
-    """Items of an update with their share in its gradient, copies without weight left out."""
+    """Samples of an update with their share in its gradient, copies without weight left out."""
     return Counter(
-        (item, round(factor, 6)) for items, factor in batches if factor for item in items.tolist()
+        (item, round(factor, 6))
+        for samples, factor in batches
+        if factor
+        for item in samples.tolist()
     )
 
 
@@ -68,7 +72,7 @@ def one_update(batches: list[MicroBatch]) -> Counter[tuple[int, float]]:
 def test_updates_are_even_shares_of_all_items_on_any_number_of_processes(
     counts: tuple[int, ...], sizes: tuple[int, ...]
 ) -> None:
-    """At most eight items an update; those of smaller ones weigh more."""
+    """At most eight samples an update; those of smaller ones weigh more."""
     alone = dealt(*counts, batch_size=2, accumulate=4, seed=(1,))
     options: dict[str, Any] = {"batch_size": 2, "accumulate": 2, "world_size": 2, "seed": (1,)}
     pair = [dealt(*counts, rank=rank, **options) for rank in range(2)]
@@ -78,7 +82,7 @@ def test_updates_are_even_shares_of_all_items_on_any_number_of_processes(
     seen: list[int] = []
     for step, size in enumerate(sizes):
         both = [batch for batches in pair for batch in batches[2 * step : 2 * step + 2]]
-        assert all(1 <= len(items) <= 2 for items, _ in both)
+        assert all(1 <= len(samples) <= 2 for samples, _ in both)
         update = one_update(both)
         assert update == one_update(alone[4 * step : 4 * step + 4])
         assert [*update.values()] == [1] * size
@@ -89,42 +93,38 @@ def test_updates_are_even_shares_of_all_items_on_any_number_of_processes(
 
 
 def test_items_weigh_by_their_rows_and_copies_nothing() -> None:
-    """Items of 4, 1 and 1 rows, three a batch: the sum over six rows is divided by three slots. Of
-    one item for two processes one gets a copy."""
-    ((items, factor),) = shard_items(np.array([4.0, 1.0, 1.0]), batch_size=3)
-    assert (sorted(items.tolist()), factor) == ([0, 1, 2], 0.5)
+    """Samples of 4, 1 and 1 rows, three a batch: the sum over six rows is divided by three slots.
+    Of one sample for two processes one gets a copy."""
+    ((samples, factor),) = shard_samples(np.array([4.0, 1.0, 1.0]), batch_size=3)
+    assert (sorted(samples.tolist()), factor) == ([0, 1, 2], 0.5)
     for rank, expected in ((0, 8.0), (1, 0.0)):
-        ((items, factor),) = dealt(1, batch_size=4, rank=rank, world_size=2)
-        assert (items.tolist(), factor) == ([0], expected)
+        ((samples, factor),) = dealt(1, batch_size=4, rank=rank, world_size=2)
+        assert (samples.tolist(), factor) == ([0], expected)
 
 
-def test_a_copy_that_fills_up_keeps_the_scores_of_the_trained_batch() -> None:
-    """Batches of other items may differ in rounding; the ratio begins at 1 all the same."""
+def test_two_batches_of_a_sample_keep_their_own_scores() -> None:
+    """Batches of other samples may differ in rounding; the ratio begins at 1 in each of them."""
     backbone = policy().float().eval()
     rl, records = module(backbone), decoded(backbone, 6)
-    items = rl.rows.items(records)
-    real, first, sixth = (torch.tensor(one) for one in (range(5), [0], [5]))
-    units = items.units(real)
-    fill_old_scores(rl, [MicroBatch(real, 1.0)], items)
-    expected = items.old_log_prob[units]
-    batches = [MicroBatch(first, 0.0), MicroBatch(sixth, 0.0), MicroBatch(real, 1.0)]
-    for order in (batches, batches[::-1]):
-        fill_old_scores(rl, order, items)
-        assert items.old_log_prob[units].equal(expected)
-        assert items.old_log_prob[items.units(sixth)].all()
+    samples = rl.rows.samples(records)
+    batches = [MicroBatch(torch.arange(5), 1.0), MicroBatch(torch.tensor([0]), 0.0)]
+    found, (_, _, count) = score_batches(rl, batches, samples)
+    for (numbers, _), old in zip(batches, found, strict=True):
+        assert rl.score(samples.select(numbers)).log_prob.equal(old.old_log_prob)
+    # The copy is compared with nothing.
+    assert count == samples.select(torch.arange(5)).tokens.sampled.isfinite().sum()
 
 
 def test_advantages_without_values_are_those_of_the_response() -> None:
     """Rewards 0 and 1 in each group of two: -1 and 1."""
     rl, records = module(policy()), decoded(policy(), 6)
-    items = rl.rows.items(records)
+    samples, found = advantaged(rl, records, advantage=GroupZScore(), batch_size=4)
     rollouts = scored(records)
-    found = fill_advantages(rl, items, rollouts, advantage=GroupZScore(), batch_size=4)
     assert found.values is None
     noted = [one.record for one in found.with_signals([*rollouts, rollouts[0]])]
     assert np.isnan(noted[-1].signals["commit_advantage"]).all()
     assert "commit_value" not in noted[0].signals
-    table = unit_table(items, "advantage", 6)
+    table = token_table(samples, "advantage")
     for row, record in enumerate(records):
         cells = answer_cells(record)
         assert noted[row].signals["commit_advantage"][cells].tolist() == table[row, cells].tolist()
@@ -137,9 +137,8 @@ def test_token_rewards_flow_back_along_the_steps() -> None:
     cells = answer_cells(first)
     late = max(cells, key=lambda cell: first.commit_step[cell])
     records = [first.with_meta(token_rewards=[2.0 * (cell == late) for cell in range(8)]), second]
-    items = rl.rows.items(records)
-    fill_advantages(rl, items, scored(records), advantage=RawReward(), batch_size=4)
-    table = unit_table(items, "advantage", 2)
+    samples, _ = advantaged(rl, records, advantage=RawReward(), batch_size=4)
+    table = token_table(samples, "advantage")
     last = [c for c in cells if first.commit_step[c] == first.commit_step[late]]
     earlier = [cell for cell in cells if cell not in last]
     assert table[0, late] == 2.0
@@ -162,12 +161,10 @@ def test_values_are_read_at_the_states_of_the_decode(name: str, kind: Any) -> No
             if ".lora_B.value." in key:
                 parameter.normal_(std=0.3)
     records = decoded(backbone, 4)
-    items = rl.rows.items(records)
-    found = fill_advantages(rl, items, scored(records), advantage=RawReward(), batch_size=3)
-    reader = own or backbone
-    for row, cell, advantage, returns in zip(
-        items.record.tolist(), items.cell.tolist(), items.advantage, items.returns, strict=True
-    ):
+    samples, found = advantaged(rl, records, advantage=RawReward(), batch_size=3)
+    reader, tokens = own or backbone, samples.tokens
+    at = tokens.response.tolist(), tokens.position.tolist()
+    for row, cell, advantage, returns in zip(*at, tokens.advantage, tokens.returns, strict=True):
         record = records[row]
         assert returns == record.meta["reward"]
         before = record.state_at(int(record.commit_step[cell])).tolist()
@@ -203,12 +200,11 @@ def test_capped_rows_cap_the_values(name: str, monkeypatch: pytest.MonkeyPatch) 
         torch.nn.init.normal_(rl.value_head.weight, generator=torch.Generator().manual_seed(0))
         values = Mock(wraps=rl.values)
         monkeypatch.setattr(rl, "values", values)
-        items = rl.rows.items(records)
-        found = fill_advantages(rl, items, scored(records), advantage=RawReward(), batch_size=3)
-        tables.append(unit_table(items, "advantage", 6))
+        samples, found = advantaged(rl, records, advantage=RawReward(), batch_size=3)
+        tables.append(token_table(samples, "advantage"))
         assert found.members.equal(~tables[-1].isnan()) or given
-        num_valued = sum(len(call.args[0].sample) for call in values.call_args_list)
-        forwards.append((num_valued, len(items)))
+        num_valued = sum(len(call.args[0].states.response) for call in values.call_args_list)
+        forwards.append((num_valued, len(samples)))
     known = ~tables[1].isnan()
     torch.testing.assert_close(tables[1][known], tables[0][known], rtol=0, atol=1e-6)
     assert known.sum() < (~tables[0].isnan()).sum()
@@ -221,11 +217,11 @@ def test_capped_rows_cap_the_values(name: str, monkeypatch: pytest.MonkeyPatch) 
 def test_the_initial_policy_is_the_one_without_the_adapter() -> None:
     backbone = policy().eval()
     records = decoded(backbone, 4)
-    items, _ = prepared(module(backbone, objective=PolicyObjective(kl_to="initial")), records)
+    samples, _ = prepared(module(backbone, objective=PolicyObjective(kl_to="initial")), records)
     bare = policy(lora=False).eval()
     weights = {key.replace(".base_layer", ""): w for key, w in backbone.state_dict().items()}
     bare.load_state_dict({key: w for key, w in weights.items() if ".lora_" not in key})
-    found = unit_table(items, "reference", 4)
+    found = token_table(samples, "reference")
     for row, record in enumerate(records):
         cells = answer_cells(record)
         expected = direct_log_probs(bare, record)[cells]
@@ -247,21 +243,22 @@ def test_an_rl_step_needs_no_trainer() -> None:
     records[:2] = [record.with_meta(kept=False) for record in records[:2]]
     before, report = RLProgress(step=4, cursor=9, skipped=1, smoothed=1.0), Mock()
     step = step_on(records, before, report=report, passes=2)
-    assert len(step.items) == 2 * len(module(policy()).rows.items(records[2:]))
+    assert len(step.samples) == 2 * len(module(policy()).rows.samples(records[2:]))
     assert step.progress == RLProgress(step=5, cursor=12, skipped=1, smoothed=0.95)
     noted = [one.record for one in step.rollouts]
     assert [record.uid for record in noted] == [record.uid for record in records]
-    dealt_items = [item for items, factor in step.batches if factor for item in items.tolist()]
-    assert sorted(dealt_items) == every(step.items).tolist()
-    rewards = [step.items.records[number].meta["reward"] for number in step.items.record.tolist()]
-    pairs = set(zip(rewards, step.items.advantage.tolist(), strict=True))
+    dealt = [sample for samples, factor in step.batches if factor for sample in samples.tolist()]
+    assert sorted(dealt) == every(step.samples).tolist()
+    tokens = step.samples.tokens
+    rewards = [records[2 + number].meta["reward"] for number in tokens.response.tolist()]
+    pairs = set(zip(rewards, tokens.advantage.tolist(), strict=True))
     assert pairs == {(0.0, -1.0), (1.0, 1.0)}
     assert np.isnan(noted[0].signals["commit_advantage"]).all()
-    assert step.metrics["rollout/items"] == len(step.items)
+    assert step.metrics["rollout/items"] == len(step.samples)
     assert step.metrics["rollout/kept_groups"] == 2.0
     assert step.metrics["rollout/mismatch"] < 1e-6
     batch = step.batch(0)
-    assert module(policy()).eval().score(batch).log_prob.equal(batch.old_log_prob)
+    assert module(policy()).eval().score(batch).log_prob.equal(batch.tokens.old_log_prob)
     report.assert_called_with("old log-probabilities", len(step.batches), len(step.batches))
 
 
@@ -273,7 +270,7 @@ def test_an_rl_step_without_kept_groups_has_one_batch_without_weight() -> None:
     assert step.metrics["rollout/items"] == 0.0
     (batch,) = map(step.batch, range(len(step.batches)))
     assert batch.is_empty
-    assert not batch.weight.any()
+    assert not batch.tokens.weight.any()
 
 
 @pytest.mark.parametrize("found", [[0.0], [0.0, float("nan")]])
@@ -301,7 +298,7 @@ def standing(params: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.slow
 def test_capped_rows_have_the_gradient_of_all_on_average() -> None:
-    """Of the response with most items, each pushing its tokens elsewhere, in one update: the mean
+    """Of the response with most samples, each pushing its tokens elsewhere, in one update: the mean
     over all six pairs of its four rows is the gradient without a cap."""
     records = [max(decoded(policy().eval(), 12), key=lambda record: len(answer_cells(record)))]
 
@@ -309,15 +306,16 @@ def test_capped_rows_have_the_gradient_of_all_on_average() -> None:
         masking = TraceMasking(padding="replayed", rows_per_sample=rows_per_sample)
         rl, found = module(policy(), masking=masking).eval(), {}
         for rl.rows.seed in seeds:
-            items = rl.rows.items(records)
-            rows = frozenset(tuple(row) for row in items.supervised.tolist())
+            samples = rl.rows.samples(records)
+            rows = frozenset(tuple(row) for row in samples.states.supervised.tolist())
             if rows in found:
                 continue
-            items.advantage = items.cell.float() - 2.5
-            (share,) = shard_items(items.size.numpy(), batch_size=50)
-            fill_old_scores(rl, [share], items)
+            samples = samples.with_tokens(advantage=samples.tokens.position.float() - 2.5)
+            (share,) = shard_samples(samples.size.numpy(), batch_size=50)
+            samples, _ = with_old_scores(rl, [share], samples)
             rl.zero_grad()
-            rl.training_step(items.batch(share.items, factor=share.factor, num_slots=50)).backward()
+            batch = samples.select(share.samples, factor=share.factor, num_slots=50)
+            rl.training_step(batch).backward()
             trained = [p.grad.flatten() for p in rl.parameters() if p.grad is not None]
             found[rows] = torch.cat(trained)
         return found

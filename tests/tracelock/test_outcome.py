@@ -28,7 +28,7 @@ from lit_dlm.rewards.speed import ForwardPrice
 from lit_dlm.rl.advantages import GroupMean
 from lit_dlm.rl.rollout import gathered
 from lit_dlm.rl.settings import PolicyObjective
-from lit_dlm.rl.step import fill_advantages, fill_old_scores, shard_items
+from lit_dlm.rl.step import estimate_advantages, shard_samples
 from lit_dlm.tensors.sampling import confidence, entropy, margin
 from lit_dlm.tracelock import outcome
 from lit_dlm.tracelock.network import AcceptanceConfig, PositionState
@@ -43,7 +43,18 @@ from lit_dlm.trajectories.store import TrajectoryShardReader
 from tests.finetuning.runs import two_processes
 from tests.processes import in_two_processes
 from tests.projectors import random_orthogonal
-from tests.rollouts import MASK, VOCAB, DigitReward, G, fit, policy, rollout_data, scored
+from tests.rollouts import (
+    MASK,
+    VOCAB,
+    DigitReward,
+    G,
+    advantaged,
+    fit,
+    policy,
+    rollout_data,
+    scored,
+    with_old_scores,
+)
 
 HEAD = AcceptanceConfig(width=16, num_layers=2, num_heads=2, ffn_width=16, dropout=0.5)
 
@@ -131,14 +142,12 @@ def reference(module: TraceLockRLModule, record: Trajectory) -> list[Tensor]:
 def test_scores_losses_and_gradients_equal_a_loop_over_steps(window: BlockWindow | None) -> None:
     module = actor(window)
     records = decoded(module)
-    items = module.rows.items(records)
-    given = {"advantage": GroupMean(0.25, 1.5), "batch_size": 4}
-    estimates = fill_advantages(module, items, scored(records), **given)
-    assert sorted(set(items.advantage.tolist())) == [-1.5, 1.5]  # +-0.5 / 0.25, clipped
-    batches = shard_items(items.size.numpy(), batch_size=len(items))
-    mismatch = fill_old_scores(module, batches, items)
+    samples, estimates = advantaged(module, records, advantage=GroupMean(0.25, 1.5))
+    assert sorted(set(samples.tokens.advantage.tolist())) == [-1.5, 1.5]  # +-0.5 / 0.25, clipped
+    batches = shard_samples(samples.size.numpy(), batch_size=len(samples))
+    samples, mismatch = with_old_scores(module, batches, samples)
     assert mismatch[0] / mismatch[2] < 2e-3  # features of float16 against those of the decode
-    batch = items.batch(torch.arange(len(items)), num_slots=len(items))
+    batch = samples.select(torch.arange(len(samples)), num_slots=len(samples))
     module.train()
     loss = module.training_step(batch)
     loss.backward()
@@ -281,9 +290,12 @@ def test_what_training_of_commits_cannot_have_is_refused(tmp_path: Path) -> None
 def test_rewards_per_token_are_refused() -> None:
     rl = actor()
     records = decoded(rl, range(1))
-    items, rollouts = rl.rows.items(records), [replace(scored(records)[0], token_rewards=[1.0] * G)]
+    samples, rollouts = (
+        rl.rows.samples(records),
+        [replace(scored(records)[0], token_rewards=[1.0] * G)],
+    )
     with pytest.raises(ValueError, match="r0: expected rewards of responses"):
-        fill_advantages(rl, items, rollouts, advantage=GroupMean(), batch_size=4)
+        estimate_advantages(rl, rollouts, samples, advantage=GroupMean(), batch_size=4)
 
 
 def test_a_decode_that_leaves_no_choice_is_no_item_and_moves_no_other() -> None:
@@ -297,8 +309,8 @@ def test_a_decode_that_leaves_no_choice_is_no_item_and_moves_no_other() -> None:
     first = np.flatnonzero(np.diff(steps, prepend=-1))
     done[first], odds[first] = 1, 0.0
     forced = replace(alone, signals={"step_commit": done, "step_log_odds": odds})
-    items = module.rows.items([records[1], forced, records[2]])
-    assert items.item_record.tolist() == [0, 2]
+    samples = module.rows.samples([records[1], forced, records[2]])
+    assert samples.sample_response.tolist() == [0, 2]
     expected = [*reference(module, records[1]), *reference(module, records[2])]
-    found = module.eval().score(items.batch(torch.arange(2))).log_prob
+    found = module.eval().score(samples.select(torch.arange(2))).log_prob
     torch.testing.assert_close(found, torch.stack(expected), atol=2e-5, rtol=2e-5)

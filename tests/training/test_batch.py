@@ -9,7 +9,8 @@ import torch
 from lit_dlm.tensors.masking import non_ltr_positions
 from lit_dlm.training.masking import RandomMasking, SemiAutoregressive, TraceMasking
 from lit_dlm.training.states import Masking
-from tests.finetuning.runs import EOS, MASK, G, examples, small
+from lit_dlm.vision.base import PromptPictures
+from tests.finetuning.runs import EOS, MASK, VOCAB, G, examples, small
 from tests.training.supervised import BLOCK, batch_of, sft
 
 
@@ -123,6 +124,43 @@ def test_what_is_left_out_changes_no_loss_and_no_noise(
     expected, found = (model.terms(batch) for batch in (whole, cut))
     torch.testing.assert_close(found.total, expected.total)
     assert found.means()["num_supervised"] == expected.means()["num_supervised"] > 0
+
+
+PICTURES = {
+    number: PromptPictures(digests=names, first_id=VOCAB)
+    for number, names in {1: ("a",), 2: ("b", "c"), 3: ("a",), 5: ("d",)}.items()
+}
+
+
+@pytest.mark.parametrize("changes", [{}, BLOCK, {**BLOCK, "block_origin": "response"}])
+@pytest.mark.parametrize("rows", [[0, 4], [2, 5], [5, 3, 2], [4], [1, 0, 1]])
+def test_rows_that_are_taken_are_as_if_they_alone_had_been_collated(
+    changes: dict[str, object], rows: list[int]
+) -> None:
+    """Of prompts of one to four tokens, four of them with pictures; two answers have given tokens.
+
+    No padding that none of them needs, pictures numbered anew, ``None`` where none has any.
+    """
+    given = []
+    for number, example in enumerate(examples(6)):
+        if pictures := PICTURES.get(number):
+            ids = np.array([5, *range(VOCAB, VOCAB + len(pictures.digests)), 6], np.int32)
+            example = replace(example, prompt_ids=ids, pictures=pictures)
+        if number in (2, 4):
+            example = replace(example, given=np.arange(G) == number)
+        given.append(example)
+    model = small(**changes)
+    some = batch_of(model, given, num_padding=0).take(torch.tensor(rows))
+    alone = batch_of(model, [given[row] for row in rows], num_padding=0)
+    for name, value in vars(alone).items():
+        found = getattr(some, name)
+        if name == "blocks" and value is not None:  # of no use but to compare them within a row
+            found, value = (one - one.amin(1, keepdim=True) for one in (found, value))
+        if isinstance(value, torch.Tensor):
+            assert found.dtype == value.dtype
+            assert found.equal(value), name
+        elif name != "first_picture":
+            assert found == value, name
 
 
 def test_noise_of_a_sample_does_not_depend_on_the_length_of_its_batch() -> None:

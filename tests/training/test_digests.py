@@ -12,7 +12,7 @@ from lit_dlm.backbones import BackboneSpec
 from lit_dlm.backbones.base import Rows
 from lit_dlm.finetuning.dparallel import BlockComplements
 from lit_dlm.finetuning.tabom import TimeDelay
-from lit_dlm.rl.items import RowBuilder, joined, training_rows
+from lit_dlm.rl.batch import SampleBuilder, join
 from lit_dlm.training.batch import SupervisedExample, collate
 from lit_dlm.training.bounds import BoundViews
 from lit_dlm.training.layout import lay_out
@@ -193,7 +193,7 @@ def test_tables_and_batches_of_rl(family: str, expected: str) -> None:
         for normalise in (None, "response_length", "group_mean", "reference"):
             if isinstance(masking, BoundViews) and normalise:
                 continue
-            builder = RowBuilder(
+            builder = SampleBuilder(
                 masking,
                 kind,
                 seed=3,
@@ -202,15 +202,17 @@ def test_tables_and_batches_of_rl(family: str, expected: str) -> None:
                 copies=3 if is_block and normalise else 1,
             )
             try:
-                items = joined([builder.items(records, epoch=n) for n in range(2)])
-                numbers = torch.from_numpy(np.random.default_rng(0).permutation(len(items))[:9])
-                batch = items.batch(numbers, factor=0.5, num_slots=16)
-                rows = training_rows(batch, kind)
+                every = join([builder.samples(records, epoch=n) for n in range(2)])
+                numbers = torch.from_numpy(np.random.default_rng(0).permutation(len(every))[:9])
+                batch = every.select(numbers, factor=0.5, num_slots=16)
+                rows = batch.rows()
             except ValueError as error:
                 found.append(str(error).split(":")[0])
                 continue
-            found += [items.item, items.hidden, items.supervised, items.weight, items.kl_weight]
-            found += [items.unit, items.coefficient, items.record, items.cell, items.unit_item]
-            found += [items.size, *of_rows(rows), batch.weight, batch.kl_weight, batch.unit]
-            found += [batch.coefficient, batch.item, batch.sample, batch.num_rows]
+            states, tokens = every.states, every.tokens
+            found += [states.sample, states.hidden, states.supervised]
+            found += [tokens.weight, tokens.kl_weight, every.token, every.coefficient]
+            found += [tokens.response, tokens.position, tokens.sample, every.size, *of_rows(rows)]
+            found += [batch.tokens.weight, batch.tokens.kl_weight, batch.token, batch.coefficient]
+            found += [batch.states.sample, batch.states.response, batch.num_rows]
     assert digest(found) == expected

@@ -1,4 +1,4 @@
-"""Training items: exact states, targets that cover the response, weights by hand."""
+"""Training samples: exact states, targets that cover the response, weights by hand."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_dlm.rl.items import Items, RowBuilder, joined, order_of_writing, training_rows
-from lit_dlm.rl.step import fill_old_scores, shard_items
+from lit_dlm.rl.batch import RolloutBatch, SampleBuilder, join, order_of_writing
+from lit_dlm.rl.step import score_batches, shard_samples
 from lit_dlm.training.masking import (
     CoupledMasking,
     CoupledViews,
@@ -31,13 +31,15 @@ from tests.rollouts import (
     module,
     policy,
     prepared,
-    unit_table,
+    token_table,
+    with_old_scores,
 )
 
 
-def per_item(items: Items, name: str) -> list[list[Any]]:
-    """A value of the units of each item."""
-    return [getattr(items, name)[items.unit_item == n].tolist() for n in range(len(items))]
+def per_sample(samples: RolloutBatch, name: str) -> list[list[Any]]:
+    """A value of the tokens of each sample."""
+    tokens = samples.tokens
+    return [getattr(tokens, name)[tokens.sample == n].tolist() for n in range(len(samples))]
 
 
 BLOCKS = [name for name, family in FAMILIES.items() if family.get("attention") == "block"]
@@ -53,12 +55,14 @@ def test_log_probs_are_those_of_the_true_states(name: str, packing: int) -> None
     rl = module(backbone, packing=packing)
     records = decoded(backbone, 12, per_step=1 if packing > 1 else 2)
     assert min(len(answer_cells(record)) for record in records) < G
-    items = rl.rows.items(records)
-    assert packing == 1 or items.item.bincount().max() == packing
-    assert items.size.equal(items.item.bincount().double())
-    batches = shard_items(items.size.numpy(), batch_size=7)
-    mismatch, _, count = fill_old_scores(rl, batches, items).tolist()
-    found = unit_table(items, "old_log_prob", len(records))
+    samples = rl.rows.samples(records)
+    assert packing == 1 or samples.states.sample.bincount().max() == packing
+    assert samples.size.equal(samples.states.sample.bincount().double())
+    batches = shard_samples(samples.size.numpy(), batch_size=7)
+    old_scores, sums = score_batches(rl, batches, samples)
+    mismatch, _, count = sums.tolist()
+    samples, _ = with_old_scores(rl, batches, samples)
+    found = token_table(samples, "old_log_prob")
     num_sampled = 0
     atol = 1e-7 if name == "experts" else 1e-10  # routers score in float32
     for row, record in enumerate(records):
@@ -70,10 +74,10 @@ def test_log_probs_are_those_of_the_true_states(name: str, packing: int) -> None
     # What the sampler noted is the same, rounded.
     assert count == num_sampled > 20
     assert mismatch / count < 1e-6
-    for numbers, factor in batches:
-        batch = items.batch(numbers, factor=factor, num_slots=7)
+    for (numbers, factor), old in zip(batches, old_scores, strict=True):
+        batch = samples.select(numbers, factor=factor, num_slots=7)
         # The ratio is 1 at the first update, to the last bit.
-        assert rl.score(batch).log_prob.equal(batch.old_log_prob)
+        assert rl.score(batch).log_prob.equal(old.old_log_prob)
 
 
 def test_reference_alignment_moves_the_blocks_of_training_rows_only() -> None:
@@ -84,8 +88,8 @@ def test_reference_alignment_moves_the_blocks_of_training_rows_only() -> None:
     for alignment, origin in ((None, "sequence"), ("response", "response")):
         rl = module(backbone, block_alignment=alignment)
         assert (rl.row_spec.block_origin, backbone.spec.block_origin) == (origin, "sequence")
-        items, _ = prepared(rl, records)
-        found = unit_table(items, "old_log_prob", len(records))
+        samples, _ = prepared(rl, records)
+        found = token_table(samples, "old_log_prob")
         differences.append(float((found - expected).abs().nan_to_num().max()))
     assert differences[0] < 1e-10
     assert differences[1] > 1e-3
@@ -105,10 +109,10 @@ def trace(steps: list[int], *, tokens: list[int] | None = None, prompt: int = 2)
     )
 
 
-def builder(masking: Any = None, *, block: bool = False, **options: Any) -> RowBuilder:
+def builder(masking: Any = None, *, block: bool = False, **options: Any) -> SampleBuilder:
     changes: dict[str, Any] = {"attention": "block", "block_size": 4, "block_origin": "response"}
     spec = policy(lora=False, **(changes if block else {})).spec
-    return RowBuilder(masking or TraceMasking(padding="replayed"), spec, **options)
+    return SampleBuilder(masking or TraceMasking(padding="replayed"), spec, **options)
 
 
 @pytest.mark.parametrize(
@@ -121,22 +125,22 @@ def test_shrinkage_counts_rows(block: bool, shrink: int, count: int) -> None:
     Full attention has ceil(7 / s) rows, a block model max(ceil(4 / s), ceil(3 / s)).
     """
     record = trace([0, 3, 1, 2, 4, 6, 5, 5])
-    items = builder(TraceMasking(shrink=shrink), block=block).items([record])
-    assert len(items) == count
-    assert items.supervised.sum(0).tolist() == [1] * 8
+    samples = builder(TraceMasking(shrink=shrink), block=block).samples([record])
+    assert len(samples) == count
+    assert samples.states.supervised.sum(0).tolist() == [1] * 8
 
 
 def test_padding_is_no_target_but_may_be_asked_for() -> None:
     """Three cells of answer, five of fill, two of which were written before the answer's end."""
     record = trace([1, 0, 2, 2, 0, 1, 3, 3], tokens=[5, 6, EOS, EOS, EOS, EOS, EOS, EOS])
-    plain = builder().items([record])
+    plain = builder().samples([record])
     # Step 3 wrote fill only: no row. Fill of earlier steps is shown as it was.
-    assert per_item(plain, "cell") == [[1], [0], [2]]
-    assert plain.hidden[1].tolist() == [True, False, True, True, False, True, True, True]
-    hidden = builder(TraceMasking()).items([record]).hidden[1]
+    assert per_sample(plain, "position") == [[1], [0], [2]]
+    assert plain.states.hidden[1].tolist() == [True, False, True, True, False, True, True, True]
+    hidden = builder(TraceMasking()).samples([record]).states.hidden[1]
     assert hidden.tolist() == [True, False, True, True, True, True, True, True]
-    assert per_item(builder(num_padding=2).items([record]), "cell") == [[1, 4], [0], [2, 3]]
-    assert len(builder(num_padding=None).items([record])) == 4
+    assert per_sample(builder(num_padding=2).samples([record]), "position") == [[1, 4], [0], [2, 3]]
+    assert len(builder(num_padding=None).samples([record])) == 4
 
 
 def test_weights_of_every_normalisation() -> None:
@@ -145,8 +149,8 @@ def test_weights_of_every_normalisation() -> None:
     longer = trace([0] * 8)
 
     def weights(normalise: Any, *, block: bool = False) -> list[list[float]]:
-        items = builder(normalise=normalise, block=block).items([record, longer])
-        return per_item(items, "weight")[: int((items.item_record == 0).sum())]
+        samples = builder(normalise=normalise, block=block).samples([record, longer])
+        return per_sample(samples, "weight")[: int((samples.sample_response == 0).sum())]
 
     assert weights("group_mean") == weights(None) == [[0.5, 0.5], [1.0], [1.0]]
     assert weights("response_length") == [[0.25, 0.25], [0.25], [0.25]]
@@ -154,52 +158,53 @@ def test_weights_of_every_normalisation() -> None:
     assert weights("max_gen_length") == weights(None, block=True)
     # dLLM-RL: full attention by targets with the divergence undivided, blocks by the longest.
     assert weights("reference") == [[0.5, 0.5], [1.0], [1.0]]
-    items = builder(normalise="reference").items([record])
-    assert per_item(items, "kl_weight")[0] == [1.0, 1.0]
+    samples = builder(normalise="reference").samples([record])
+    assert per_sample(samples, "kl_weight")[0] == [1.0, 1.0]
     assert weights("reference", block=True) == [[0.125, 0.125], [0.125], [0.125]]
     # Of a block model row 0 holds step 0 of both blocks: three tokens of the first, one of the
     # second, which are divided apart.
-    items = builder(block=True, normalise="group_mean").items([trace([0, 0, 0, 1, 2, 3, 3, 3])])
-    assert per_item(items, "cell")[0] == [0, 1, 2, 4]
-    torch.testing.assert_close(items.weight[:4], torch.tensor([1 / 3, 1 / 3, 1 / 3, 1.0]))
+    samples = builder(block=True, normalise="group_mean").samples([trace([0, 0, 0, 1, 2, 3, 3, 3])])
+    assert per_sample(samples, "position")[0] == [0, 1, 2, 4]
+    torch.testing.assert_close(samples.tokens.weight[:4], torch.tensor([1 / 3, 1 / 3, 1 / 3, 1.0]))
 
 
 def test_a_row_cap_weighs_what_is_left() -> None:
     """Three of eight rows stand for all: their weights add up to those of eight."""
     capped = builder(TraceMasking(rows_per_sample=3, padding="replayed"))
-    items = capped.items([trace(list(range(8)))])
-    assert len(items) == 3
-    torch.testing.assert_close(items.weight, torch.full((3,), 8 / 3))
-    torch.testing.assert_close(items.size, torch.full((3,), 8 / 3, dtype=torch.float64))
+    samples = capped.samples([trace(list(range(8)))])
+    assert len(samples) == 3
+    torch.testing.assert_close(samples.tokens.weight, torch.full((3,), 8 / 3))
+    torch.testing.assert_close(samples.size, torch.full((3,), 8 / 3, dtype=torch.float64))
 
 
-def test_views_become_one_item_whose_scores_are_added_up() -> None:
-    """In any order of the items, and in two passes that are put together."""
+def test_views_become_one_sample_whose_scores_are_added_up() -> None:
+    """In any order of the samples, and in two passes that are put together."""
     backbone = policy().eval()
     records = decoded(backbone, 6)
     rl = module(backbone, masking=CoupledViews(), seed=3)
-    items = joined([rl.rows.items(records), rl.rows.items(records, epoch=1)])
-    assert items.item_record.tolist() == [*range(6), *range(6)]
-    assert items.size.tolist() == [1.0] * 12
-    order = every(items).flip(0)
-    log_prob = torch.empty(len(items.cell), dtype=torch.float64)
+    samples = join([rl.rows.samples(records), rl.rows.samples(records, epoch=1)])
+    assert samples.sample_response.tolist() == [*range(6), *range(6)]
+    assert samples.size.tolist() == [1.0] * 12
+    order = every(samples).flip(0)
+    log_prob = torch.empty(len(samples.tokens.position), dtype=torch.float64)
     with torch.no_grad():
-        log_prob[items.units(order)] = rl.score(items.batch(order)).log_prob
-    for number, row in enumerate(items.item_record.tolist()):
-        record, own = records[row], items.unit_item == number
-        assert items.cell[own].tolist() == answer_cells(record)
+        log_prob[samples.tokens_of(order)] = rl.score(samples.select(order)).log_prob
+    for number, row in enumerate(samples.sample_response.tolist()):
+        record, own = records[row], samples.tokens.sample == number
+        assert samples.tokens.position[own].tolist() == answer_cells(record)
         expected = torch.zeros(G, dtype=torch.float64)
-        coefficient = items.coefficient[items.unit_item[items.unit] == number]
-        for view in (items.item == number).nonzero()[:, 0]:
+        coefficient = samples.coefficient[samples.tokens.sample[samples.token] == number]
+        for view in (samples.states.sample == number).nonzero()[:, 0]:
             canvas = torch.tensor([*record.prompt_ids.tolist(), *record.tokens.tolist()])
-            canvas[record.num_prompt :][items.hidden[view]] = MASK
+            canvas[record.num_prompt :][samples.states.hidden[view]] = MASK
             with torch.no_grad():
                 logits = backbone.denoise(canvas[None]).logits[0, record.num_prompt :]
-            cells = items.supervised[view].nonzero()[:, 0]
+            cells = samples.states.supervised[view].nonzero()[:, 0]
             factor, coefficient = coefficient[: len(cells)], coefficient[len(cells) :]
             tokens = torch.from_numpy(record.tokens.astype(np.int64))[cells]
             expected[cells] += factor * logits.log_softmax(-1)[cells, tokens]
-        torch.testing.assert_close(log_prob[own], expected[items.cell[own]], rtol=0, atol=1e-6)
+        wanted = expected[samples.tokens.position[own]]
+        torch.testing.assert_close(log_prob[own], wanted, rtol=0, atol=1e-6)
 
 
 def test_masked_prompts_differ_between_passes_and_not_between_batches() -> None:
@@ -207,16 +212,16 @@ def test_masked_prompts_differ_between_passes_and_not_between_batches() -> None:
     records = decoded(backbone, 8)
     made = builder(MaskedPrompt())
 
-    def prompts(items: Items, numbers: Tensor) -> list[list[int]]:
-        rows = training_rows(items.batch(numbers), backbone.spec)
+    def prompts(samples: RolloutBatch, numbers: Tensor) -> list[list[int]]:
+        rows = samples.select(numbers).rows()
         start = rows.response_start
         assert (rows.ids[:, start:] == MASK).all()
         return [
             ids[start - records[row].num_prompt : start].tolist()
-            for ids, row in zip(rows.ids, items.item_record[numbers].tolist(), strict=True)
+            for ids, row in zip(rows.ids, samples.sample_response[numbers].tolist(), strict=True)
         ]
 
-    first, second = made.items(records), made.items(records, epoch=1)
+    first, second = made.samples(records), made.samples(records, epoch=1)
     alone = [prompts(first, number[None])[0] for number in every(first)]
     assert prompts(first, every(first)) == alone
     assert prompts(second, every(second)) != alone
@@ -227,8 +232,8 @@ def test_masked_prompts_differ_between_passes_and_not_between_batches() -> None:
 def test_rows_do_not_depend_on_what_they_are_drawn_with(masking: Any) -> None:
     rows = builder(masking, block=True)
     records = decoded(policy(attention="block", block_size=4, block_origin="response"), 6)
-    whole, part = rows.items(records), rows.items(records[4:5])
-    assert whole.hidden[whole.item_record[whole.item] == 4].equal(part.hidden)
+    whole, part = rows.samples(records), rows.samples(records[4:5])
+    assert whole.states.hidden[whole.states.response == 4].equal(part.states.hidden)
 
 
 @pytest.mark.parametrize("masking", [TraceMasking(), RandomMasking(copies=4), CoupledViews()])
@@ -239,9 +244,9 @@ def test_given_tokens_are_shown_in_every_state_and_never_predicted(
     """The mark behind a picture stands there before the first step."""
     record = replace(trace([2, 0, 1, -1]), given=np.array([False, False, False, True]))
     made = builder(masking, block=block)
-    items = made.items([record])
-    assert set(items.cell.tolist()) <= {0, 1, 2}
-    rows = training_rows(items.batch(every(items)), made.spec)
+    samples = made.samples([record])
+    assert set(samples.tokens.position.tolist()) <= {0, 1, 2}
+    rows = samples.select(every(samples)).rows()
     shown = (rows.targets == record.tokens[3]) & (rows.ids == rows.targets)
     assert shown.sum() == (rows.targets == record.tokens[3]).sum() > 0
 
@@ -250,7 +255,7 @@ def test_rewritten_tokens_are_refused() -> None:
     record = trace([0, 1, 2, 3])
     object.__setattr__(record, "superseded", np.array([[0, 1, 4]], np.int32))
     with pytest.raises(ValueError, match="one: expected a decode that writes every token once"):
-        builder().items([record])
+        builder().samples([record])
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
@@ -258,18 +263,19 @@ def test_rewritten_tokens_are_refused() -> None:
 def test_steps_of_returns_are_the_states_of_the_decode(name: str, shrink: int) -> None:
     """Padding that is written in steps of its own counts in both."""
     backbone = policy(**FAMILIES[name])
-    rows = RowBuilder(TraceMasking(padding="replayed", shrink=shrink), backbone.spec)
+    rows = SampleBuilder(TraceMasking(padding="replayed", shrink=shrink), backbone.spec)
     records = decoded(backbone, 12, per_step=1)
-    responses, items = rows.responses(records), rows.items(records)
+    responses, samples = rows.responses(records), rows.samples(records)
     steps, members = order_of_writing(responses, shrink=shrink)
     blocks = torch.zeros_like(steps) if responses.blocks is None else responses.blocks
-    # A state of a block model has a step of each block: (record, item, block) is one step.
-    kinds = torch.stack([items.record, items.unit_item, blocks[items.record, items.cell]])
+    # A state of a block model has a step of each block: (record, sample, block) is one step.
+    response, position = samples.tokens.response, samples.tokens.position
+    kinds = torch.stack([response, samples.tokens.sample, blocks[response, position]])
     groups = kinds.unique(dim=1, return_inverse=True)[1]
-    numbers = steps[items.record, items.cell]
-    assert members.sum() == len(items.cell)
+    numbers = steps[response, position]
+    assert members.sum() == len(position)
     for row in range(len(records)):
-        own = items.record == row
+        own = response == row
         found = set(zip(groups[own].tolist(), numbers[own].tolist(), strict=True))
         # One to one.
         assert sorted(number for _, number in found) == list(range(len(found)))
