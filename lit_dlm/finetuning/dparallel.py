@@ -51,12 +51,14 @@ class BlockComplements(Masking):
 
     def states(self, batch: SupervisedBatch) -> States:
         maskable = batch.maskable
+        # Counted in positions of the answer: given tokens take no place in a block.
         size = self.block_size or maskable.shape[1]
         blocks = torch.where(maskable, (maskable.cumsum(1) - 1) // size, NEVER)
         response, block, _ = group_rows(blocks, 1, batch.seeds, stream=_BLOCK)
         blocks, block = blocks[response], block[:, None]
         cells = torch.arange(maskable.shape[1], device=maskable.device).expand(len(response), -1)
         half = uniform_noise(batch.seeds[response], 0, cells, stream=_HALF) < 0.5
+        # Both halves share the noise, so each target is predicted once, seeing the other half.
         inside = blocks == block
         supervised = torch.stack([inside & half, inside & ~half], 1).flatten(0, 1)
         return States(
@@ -109,6 +111,8 @@ class DParallelModule(SFTModule):
         """Returns scores with entropies of sharpened predictions; the rest is at temperature 1."""
         spec, head = self.backbone.spec, self.backbone.model.lm_head
         rows = lay_out(batch, states, spec)
+        # One forward for both temperatures: the head is applied twice to the same hidden rows, as
+        # logits are not kept.
         stats, hidden = self.backbone.score_with_hidden(rows)
         sharpened = token_stats(
             hidden,
@@ -123,8 +127,10 @@ class DParallelModule(SFTModule):
         sums = super().loss_terms(batch, states, stats).sums  # for the log: both halves together
         row, _ = states.supervised.nonzero(as_tuple=True)
         means: dict[str, Tensor] = {}
+        # Four means, each over its own targets: one over all would let the half with more decide.
         for number, view in enumerate(_VIEWS):
             targets = row % 2 == number
+            # Only where the model is right already: being certain of a wrong token helps nobody.
             right = targets & stats.is_top
             for name, values, cells in (
                 ("ce", stats.ce, targets),

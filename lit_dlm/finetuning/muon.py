@@ -29,8 +29,10 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     Singular values that are not tiny end between about 0.7 and 1.2.
     """
     a, b, c = COEFFICIENTS
+    # The Gram matrix of the shorter side is smaller, and every product has that size.
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if is_tall else matrices
+    # The iteration needs singular values of at most 1; the Frobenius norm bounds the largest.
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
         gram = x @ x.mT
@@ -77,6 +79,8 @@ class MuonAdamW(Optimizer):
         return loss
 
     def _update_matrices(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        # A batch of equal shapes: the layers of a model have few, and small products alone leave a
+        # processor waiting.
         by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
         for parameter in parameters:
             by_shape[parameter.shape].append(parameter)

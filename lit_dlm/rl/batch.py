@@ -144,6 +144,7 @@ class RolloutBatch(TensorBatch):
         """
         assert self.states.sample is not None
         state, token, score = (_ranges(ends, samples) for ends in self._ends)
+        # Indices of ranges, not masks over the step: its tables are far larger than a micro-batch.
         tokens = self.tokens._each(lambda one: one[token])
         length = self._needed_length(tokens)
         # In the order of the step and not of the samples: equal responses share a row.
@@ -405,6 +406,8 @@ class SampleBuilder:
         one = torch.ones(K, G, dtype=torch.float32)
         if states.whole:  # policy terms are in nats per token, divergences in nats
             return one, maskable.sum(1, keepdim=True).float().expand(K, G)
+        # Where a cap drew some of the states, each counts for those that it left out: the sum over
+        # them stays, on average, that over all.
         if states.share is not None:
             one = one * states.share[:, None]
         if self.normalise == "max_gen_length":
@@ -416,11 +419,13 @@ class SampleBuilder:
         elif responses.blocks is None:
             weight = one / supervised.sum(1, keepdim=True).clamp_min(1)
         else:
+            # One state of a block model holds a step of each block; each has its own mean.
             blocks = responses.blocks[states.response]
             number = blocks - blocks.amin(1, keepdim=True)
             count = torch.zeros(K, int(number.max()) + 1, dtype=torch.float32)
             count.scatter_add_(1, number, supervised.float())
             weight = one / count.gather(1, number).clamp_min(1)
+        # dLLM-RL's code for models with full attention divides the policy terms alone.
         undivided = self.normalise == "reference" and responses.blocks is None
         return weight, one if undivided else weight
 

@@ -92,6 +92,7 @@ def aligned(rows: Tensor, shift: int, *, starts: Tensor | None = None) -> Tensor
     """
     if shift == 0:
         return rows
+    # Concatenated, not rolled: the last raw row predicts a token that is not on the canvas.
     moved = torch.cat([rows[:, :1], rows[:, :-1]], dim=1)
     if starts is None:
         return moved

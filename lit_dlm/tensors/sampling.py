@@ -61,6 +61,8 @@ def uniform_noise(
         stream: separates uses of the same key (0 proposals, 1 commit order, ...).
         tokens: ``(T,)`` or ``(B, K, T)`` int64 ids; the draw of each does not depend on the others.
     """
+    # Mixed after each part: adding all parts first would make keys of (step, position) pairs with
+    # equal sums collide. One is added to each, as a multiple of zero would change nothing.
     key = _mix(seeds + _counter(stream + 1))
     key = _mix(key + (_counter(step + 1) if isinstance(step, int) else _GOLDEN * (step + 1)))
     key = _mix(key[:, None] + _GOLDEN * (positions + 1))
@@ -70,6 +72,8 @@ def uniform_noise(
 
 
 def _uniform(key: Tensor) -> Tensor:
+    # 53 bits, as many as a float64 holds; the half keeps 0 and 1 out, whose logarithms the Gumbel
+    # noise takes.
     return _shift_right(key, 11).to(torch.float64).add_(0.5).mul_(2.0**-53)
 
 
@@ -119,6 +123,7 @@ def keep_top_p(logits: Tensor, top_p: float, *, log_total: Tensor | None = None)
     if log_total is None:
         log_total = logits.logsumexp(-1, keepdim=True)
     probs = (values - log_total).exp()
+    # The sum before a token, not with it: the one that crosses the bound stays.
     drop = probs.cumsum(-1) - probs >= top_p
     return logits.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -torch.inf)
 

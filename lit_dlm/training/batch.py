@@ -163,6 +163,7 @@ def collate(
     def every(name: str) -> list[Any]:
         return [getattr(example, name) for example in examples]
 
+    # Blocks see no later ones, so those behind the last targets only cost time.
     G = response_length
     if cut:
         needed = partial(needed_positions, response_length=G, spec=spec, num_padding=num_padding)
@@ -177,6 +178,7 @@ def collate(
     start, pad_mask = prompt.shape[1], None if real.all() else real
     response = _filled(every("response_ids"), G, spec.eos_ids[0])
     ids = torch.cat([prompt, response], dim=1)
+    # Samples with and without a decode may share a batch; each missing list has its own meaning.
     from_the_left = np.tile(np.arange(G), (len(examples), 1))
     steps = _filled(every("steps"), G, -1, instead=from_the_left)
     given = entropy = non_ltr = blocks = None
@@ -222,7 +224,9 @@ def _maskable(
     maskable = maskable & (length > 0) & (response != spec.mask_id)
     if given is not None:
         maskable &= ~given
-        if num_padding is not None:  # nor the fill of a part that ends before a given token
+        # Nor the fill of a part that ends before a given token: the model would learn to fill every
+        # part to its marker. The position behind a text is its end of text, which is learnt.
+        if num_padding is not None:
             text = text_cells(response, spec.eos_ids, given)
             is_last = given.flip(1).cumsum(1).flip(1) == 0
             maskable &= is_last | F.pad(text[:, :-1], (1, 0), value=True)
@@ -231,6 +235,7 @@ def _maskable(
 
 def _number_pictures(ids: Tensor, pictures: list[tuple[str, ...]], first: int) -> None:
     """Numbers picture ids through rows, in place, as ``batch_prompts`` does for whole batches."""
+    # Rows of the same pictures share their ids, which stand for rows of one table of embeddings.
     starts: dict[tuple[str, ...], int] = {}
     count = 0
     for row, own in zip(ids, pictures, strict=True):

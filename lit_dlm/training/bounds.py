@@ -55,13 +55,18 @@ class BoundViews(Masking):
         maskable, seeds = maskable[response], batch.seeds[response]
         segments, behind = self._segments(batch, response, copy)
         members = maskable & (segments >= 0)
+        # A count and then that many positions, not an independent draw for each: exact-count masks
+        # have the same expectation and less variance.
         rank, size = _ranks(members, segments.clamp_min(0), seeds, copy, n)
         level = uniform_noise(seeds, 0, segments.clamp_min(0) * n + copy, stream=_LEVEL)
+        # A state that hides nothing has no score; of a pair, the other half then has all of them.
         least = 0 if self.coupled else 1
         count = least + (level * (size + 1 - least)).floor()  # per segment, (R, G)
         hidden = members & (rank < count)
         length = maskable.sum(1, keepdim=True).clamp_min(1)
         if self.block_size is not None:
+            # Hidden positions behind the block are scored as well, at the level that all of them
+            # have together: the share that is hidden now.
             hidden |= behind
             factor = length / hidden.sum(1, keepdim=True).clamp_min(1)
         else:
@@ -108,6 +113,7 @@ def _ranks(
     cells = torch.arange(G, device=members.device)
     noise = uniform_noise(seeds, 0, cells * n + copy, stream=_CELL)
     segments = torch.where(members, segments, G)  # all others form a segment after the last
+    # Sorted by noise, then stably by segment: members of a segment lie together, in random order.
     order = noise.argsort(1)
     order = order.gather(1, segments.gather(1, order).argsort(dim=1, stable=True))
     size = torch.zeros(len(members), G + 1, dtype=torch.long, device=members.device)

@@ -38,6 +38,8 @@ def lay_out(batch: SupervisedBatch, states: States, spec: BackboneSpec) -> Rows:
         )
     if states.causal:
         return _causal(batch, states, spec)
+    # Given tokens stood on the canvas before the first step, so no state can hide them. Done here
+    # for all maskings: one of your own need not know of them.
     hidden = states.hidden
     if batch.given is not None:
         hidden = hidden & ~batch.given[states.response]
@@ -268,6 +270,8 @@ class Slots:
         A slot that takes no part is seen by no other slot. Each row uses its first ``num_copies``
         ``(B,)`` copies, or all.
         """
+        # A noisy query sees strictly earlier clean blocks: of its own, the clean copy holds the
+        # answer. Clean queries never see noise, so they are the context of every copy alike.
         query, key = self.blocks[:, None, :, None], self.blocks[:, None, None, :]
         noisy_query, noisy_key = self.is_noisy[:, None], self.is_noisy[None, :]
         sees_clean = torch.where(noisy_query, query > key, query >= key)
@@ -283,7 +287,9 @@ class Slots:
         copy, length, device = self.copy, len(self.copy), self.copy.device
         real = self._used(num_copies)
         blocks = self.blocks.expand(len(real), -1)
-        own = copy * 2**32 + blocks  # noisy slots with equal numbers see each other
+        # Copy and block in one number: noisy slots with equal numbers see each other. Compared in
+        # the kernel for every pair, so one comparison instead of two counts.
+        own = copy * 2**32 + blocks
 
         def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             del head
@@ -292,7 +298,10 @@ class Slots:
             same = own[at, query] == own[at, key]
             return (later & (copy[key] < 0) | same) & real[at, key] | (query == key)
 
-        # The smallest and largest number in each tile decide which to visit; some may be empty.
+        # Which tiles to visit, without looking at pairs: the smallest and largest number in each
+        # tile decide. A range may hold numbers that no slot has, so a visited tile may turn out to
+        # be empty, but none that is visible is left out. Tiles where all pairs are visible skip
+        # ``sees`` altogether. The last tile repeats its last slot, which changes neither bound.
         last = torch.arange(-(-length // TILE) * TILE, device=device).clamp_max(length - 1)
         clean, noisy = real & (copy < 0), real & (copy >= 0)
 
@@ -308,6 +317,7 @@ class Slots:
         later = least(blocks, real)[..., None] > -least(-blocks, clean)[:, None]
         every = sees_clean & later & in_tiles(clean).all(-1)[:, None]
         some = (sees_clean | sees_noisy) & ~every
+        # Queries without any key would divide by zero; here each sees itself.
         some |= torch.eye(some.shape[-1], dtype=torch.bool, device=device)
 
         def listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
@@ -324,6 +334,8 @@ class Slots:
         It is the slot before; for the first cell of a noisy block, it is the clean token before the
         block, as in a decode, where earlier blocks are final.
         """
+        # Of a noisy slot at the head of its block, the slot before belongs to another block, which
+        # is noise, or to the end of another copy: neither is what decoding reads there.
         before = (torch.arange(len(self.copy), device=self.copy.device) - 1).clamp_min(0)
         same = (self.copy[before] == self.copy) & (self.blocks[:, before] == self.blocks)
         # Slots of the clean copy are numbered like columns.

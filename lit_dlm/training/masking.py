@@ -70,6 +70,8 @@ class RandomMasking(Masking):
             place = batch.blocks[response]
         elif self.level == "row":
             place = torch.zeros_like(cells)
+        # Copies differ by their key and not by a generator that was drawn from before, so a sample
+        # has the same states in every batch.
         copy = torch.arange(B * self.copies, device=device)[:, None] % self.copies
         seeds = batch.seeds[response]
         # The key of a cell and copy is independent of G, which differs between batches.
@@ -119,6 +121,7 @@ class SemiAutoregressive(Masking):
                 "SemiAutoregressive.block_size: expected a number with full attention, got null"
             )
         maskable = batch.maskable
+        # Blocks of answer positions: given tokens and fill between them take no place in a block.
         groups = torch.where(maskable, (maskable.cumsum(1) - 1) // self.block_size, NEVER)
         response, group, _ = group_rows(groups, self.rows_per_sample, batch.seeds, stream=_ROWS)
         groups = groups[response]
@@ -168,6 +171,7 @@ class TraceMasking(Masking):
         response, group, share = group_rows(
             groups, self.rows_per_sample, batch.seeds, stream=_ROWS, targets=maskable
         )
+        # ``NEVER`` is above every group, so what no step wrote is hidden in all states.
         groups, maskable = groups[response], maskable[response]
         return weighted_states(
             self.weight,
@@ -194,6 +198,7 @@ class Autoregressive(Masking):
 
     def states(self, batch: SupervisedBatch) -> States:
         maskable = batch.maskable
+        # The first position is predicted from the prompt's last token, if there is a prompt.
         supervised = maskable.clone()
         supervised[:, 0] &= batch.num_prompt > 0
         return weighted_states(
@@ -269,6 +274,8 @@ class CoupledViews(Masking):
         t = self.min_t + (self.max_t - self.min_t) * level
         part = (uniform_noise(batch.seeds, 0, cells, stream=_CELL) < t) & maskable
         supervised = torch.stack([maskable, part, maskable & ~part], 1)  # (B, 3, G)
+        # The inverse of the share that a view hides makes both views of a token count alike on
+        # average, whatever the level.
         factor = torch.stack([torch.ones_like(t), 1 / t, 1 / (1 - t)], 1)  # (B, 3, 1)
         coefficient = (supervised * factor / 2).float().flatten(0, 1)
         supervised = supervised.flatten(0, 1)

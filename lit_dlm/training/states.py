@@ -138,6 +138,7 @@ def step_groups(
     G = steps.shape[1]
     steps = steps.long()
     members = members & (steps >= 0)
+    # Others get a key above all steps and sort last; their group is replaced at the end anyway.
     key = torch.where(members, steps, G + steps.amax() + 1)
     order = key.argsort(dim=1, stable=True)
     starts = torch.zeros_like(members)
@@ -147,6 +148,7 @@ def step_groups(
         # Stable sorts by step, then by segment: cells of a segment lie together, by step.
         order = order.gather(1, segments.gather(1, order).argsort(dim=1, stable=True))
         starts |= _changes(segments.gather(1, order))
+    # Numbered through the row, less the number at the start of each segment: no loop over them.
     number = (_changes(key.gather(1, order)) | starts).long().cumsum(1)
     first = torch.where(starts, number, 0).cummax(1).values
     groups = torch.empty_like(steps)
@@ -187,6 +189,8 @@ def group_rows(
     exists = exists[:, :-1]
     total = exists.sum(1)
     if rows_per_sample is not None:
+        # The groups with the smallest noise, of which each has its own, whatever the others are.
+        # Groups that do not exist come last: noise is below 1.
         noise = uniform_noise(seeds, 0, numbers, stream=stream).masked_fill(~exists, 2.0)
         exists = exists & (noise.argsort(1).argsort(1) < rows_per_sample)
     sample, group = exists.nonzero(as_tuple=True)
