@@ -166,28 +166,24 @@ def collate(
     # Blocks see no later ones, so those behind the last targets only cost time.
     G = response_length
     if cut:
-        needed = partial(needed_positions, response_length=G, spec=spec, num_padding=num_padding)
-        G = max(map(needed, examples))
+        shape: dict[str, Any] = {"response_length": G, "spec": spec, "num_padding": num_padding}
+        G = max(needed_positions(example, **shape) for example in examples)
     prompts, pictures = batch_prompts(every("prompt_ids"), every("pictures"))
-    pad = partial(pad_sequence, batch_first=True, padding_side="left")
-    prompt = pad(
-        [torch.tensor(one, dtype=torch.long) for one in prompts], padding_value=spec.pad_id
-    )
-    real = pad([torch.ones(len(one), dtype=torch.bool) for one in prompts])
-    real = F.pad(real, (0, G), value=True)
-    start, pad_mask = prompt.shape[1], None if real.all() else real
+    prompt, real = _left_padded(prompts, spec.pad_id)
+    start, real = prompt.shape[1], F.pad(real, (0, G), value=True)
     response = _filled(every("response_ids"), G, spec.eos_ids[0])
-    ids = torch.cat([prompt, response], dim=1)
+    ids, pad_mask = torch.cat([prompt, response], dim=1), None if real.all() else real
     # Samples with and without a decode may share a batch; each missing list has its own meaning.
     from_the_left = np.tile(np.arange(G), (len(examples), 1))
     steps = _filled(every("steps"), G, -1, instead=from_the_left)
-    given = entropy = non_ltr = blocks = None
-    if any(one is not None and one.any() for one in every("given")):
-        given = _filled(every("given"), G, False, instead=from_the_left < 0)
+    by_steps = non_ltr_positions(steps).numpy()
+    marked = [one if one is not None and one.any() else None for one in every("given")]
+    given = _filled_if_any(marked, G, False, instead=from_the_left < 0)
+    # Recorded of all or of none: nothing stands for an entropy.
+    entropy = None
     if all(one is not None for one in every("decode_entropy")):
         entropy = _filled(every("decode_entropy"), G, np.float32(0))
-    if any(one is not None for one in every("non_ltr")):
-        non_ltr = _filled(every("non_ltr"), G, False, instead=non_ltr_positions(steps).numpy())
+    blocks = None
     if spec.attention == "block":
         blocks = canvas_blocks(spec, ids, pad_mask, start)[:, start:].expand_as(response)
     length = torch.tensor([example.answer_length(spec) for example in examples])
@@ -203,11 +199,18 @@ def collate(
         blocks=blocks,
         given=given,
         decode_entropy=entropy,
-        non_ltr=non_ltr,
+        non_ltr=_filled_if_any(every("non_ltr"), G, False, instead=by_steps),
         pictures=pictures,
         uids=every("uid"),
         first_picture=min((one.first_id for one in every("pictures") if one), default=2**62),
     )
+
+
+def _left_padded(prompts: Sequence[NDArray[np.int32]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Returns ``(B, P)`` int64 prompts that end in the same column, and bool real tokens."""
+    pad = partial(pad_sequence, batch_first=True, padding_side="left")
+    tokens = pad([torch.tensor(one, dtype=torch.long) for one in prompts], padding_value=pad_id)
+    return tokens, pad([torch.ones(len(one), dtype=torch.bool) for one in prompts])
 
 
 def _maskable(
@@ -261,6 +264,11 @@ def _filled(
             found[number] = fill
             found[number, : len(row)] = row[:G]
     return torch.from_numpy(found)
+
+
+def _filled_if_any(rows: Sequence[NDArray[Any] | None], *args: Any, **rest: Any) -> Tensor | None:
+    """Returns :func:`_filled` rows, ``None`` if all are missing."""
+    return None if all(row is None for row in rows) else _filled(rows, *args, **rest)
 
 
 def whole_blocks(num_positions: int, num_prompt: int, spec: BackboneSpec) -> int:

@@ -7,7 +7,7 @@ Rollouts gather more: :func:`whole_weights` and :func:`decoding_weights`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -180,10 +180,7 @@ def _shard(child: nn.Module, mesh: DeviceMesh, mixed: MixedPrecisionPolicy) -> N
     towers = [part for part in child.modules() if isinstance(part, Vision)]
     whole = {value for part in towers for value in part.parameters() if not value.requires_grad}
     parts = [part for part in child.modules() if not whole.issuperset(part.parameters())]
-    # Layers are found by the name of their class, which works through any adapter wrapping.
-    models = [part for part in parts if isinstance(part, PreTrainedModel)]
-    names = {name for model in models for name in model._no_split_modules or ()}
-    layers = [part for part in parts if type(part).__name__ in names]
+    layers = _layers(parts)
     # Inner parts before the outer ones that hold them: each shards what is left.
     outer = [part for part in reversed(parts) if hasattr(part, "forward_methods")]
     for part in dict.fromkeys((*layers, *outer, child)):
@@ -201,6 +198,13 @@ def _shard(child: nn.Module, mesh: DeviceMesh, mixed: MixedPrecisionPolicy) -> N
         # By itself FSDP gathers weights before ``forward`` only; these are called in its place.
         for method in methods:
             register_fsdp_forward_method(part, method)
+
+
+def _layers(parts: Sequence[nn.Module]) -> list[nn.Module]:
+    """Finds layers by the name of their class, which works through any adapter wrapping."""
+    models = [part for part in parts if isinstance(part, PreTrainedModel)]
+    names = {name for model in models for name in model._no_split_modules or ()}
+    return [part for part in parts if type(part).__name__ in names]
 
 
 def _is_trained(parameters: Iterable[nn.Parameter]) -> bool:
