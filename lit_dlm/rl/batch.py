@@ -21,9 +21,7 @@ from lit_dlm.backbones import BackboneSpec
 from lit_dlm.backbones.base import Rows
 from lit_dlm.tensors.batches import TensorBatch
 from lit_dlm.training.batch import SupervisedBatch, SupervisedExample, collate
-from lit_dlm.training.bounds import BoundViews
 from lit_dlm.training.layout import lay_out
-from lit_dlm.training.masking import Autoregressive
 from lit_dlm.training.states import NEVER, Masking, States, step_groups
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.vision.base import prompt_pictures
@@ -289,7 +287,7 @@ class SampleBuilder:
 
     def __post_init__(self) -> None:
         is_block = self.spec.attention == "block"
-        if isinstance(self.masking, BoundViews) and self.normalise is not None:
+        if self.masking.scores_responses and self.normalise is not None:
             raise ValueError(
                 "objective.normalise: expected null with BoundViews, whose score of a response is "
                 f"a mean over its tokens, got {self.normalise!r}"
@@ -433,9 +431,9 @@ class SampleBuilder:
 def _check(masking: Masking, spec: BackboneSpec, copies: int) -> None:
     """Refuses states that cannot be trained on with rollouts of a model."""
     weight = inspect.signature(type(masking).__init__).parameters.get("weight")
-    if isinstance(masking, Autoregressive):
+    if not masking.hides_targets:
         raise ValueError(
-            "masking: Autoregressive hides nothing, so a rollout's tokens would be scored where "
+            f"masking: {type(masking).__name__} hides nothing, so a rollout's tokens would be scored where "
             "they can be seen; expected states with masks, such as TraceMasking"
         )
     if weight is not None and getattr(masking, "weight", weight.default) != weight.default:

@@ -34,9 +34,8 @@ from lit_dlm.rl.step import TokenScores
 from lit_dlm.rl.value import ValueHead
 from lit_dlm.system.options import at_least, one_of, refuse_first
 from lit_dlm.tensors.precision import evaluating
-from lit_dlm.training.bounds import BoundViews
 from lit_dlm.training.fit_loop import make_epochs_whole, restart_epoch
-from lit_dlm.training.masking import CoupledViews, TraceMasking
+from lit_dlm.training.masking import TraceMasking
 from lit_dlm.training.sharding import decoding_weights, whole_weights
 from lit_dlm.training.states import Masking
 from lit_dlm.training.terms import value_loss
@@ -156,7 +155,7 @@ class TraceRLModule(TrainableModule):
                 "value_backbone: nothing is trainable; set trainable or lora",
             ),
             (
-                kind is not None and isinstance(self.masking, CoupledViews | BoundViews),
+                kind is not None and not self.masking.scores_tokens,
                 f"value: {type(self.masking).__name__} has no state of its own per token; use null",
             ),
             (
@@ -220,7 +219,7 @@ class TraceRLModule(TrainableModule):
     @property
     def takes_token_rewards(self) -> bool:
         """Whether rewards may be of tokens, whose states are then trained on one by one."""
-        return not isinstance(self.masking, BoundViews)
+        return not self.masking.scores_responses
 
     def rollout_weights(self) -> AbstractContextManager[None]:
         # Whole, since processes decode different numbers of steps and would wait for each other's

@@ -16,7 +16,6 @@ from lit_dlm.rl.batch import Normalise
 from lit_dlm.rl.policy_losses import ClippedPolicyLoss, PolicyLoss
 from lit_dlm.system.options import at_least, refuse_first, within
 from lit_dlm.tasks import Task
-from lit_dlm.training.bounds import BoundViews
 from lit_dlm.training.masking import TraceMasking
 from lit_dlm.training.states import Masking
 
@@ -59,7 +58,7 @@ class PolicyObjective(ClippedPolicyLoss):
                 for one in fields(ClippedPolicyLoss)
             ),
             (
-                given.needs_bounds and not isinstance(masking, BoundViews),
+                given.needs_bounds and not masking.scores_responses,
                 f"masking: expected BoundViews with policy_loss {name}, which compares whole "
                 f"responses, got {type(masking).__name__}",
             ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -34,6 +35,9 @@ class BoundViews(Masking):
             block by block (SPG, arXiv:2510.09541); blocks differ between the states. For models
             with full attention. This is an estimate for such decodes, not a bound.
     """
+
+    scores_tokens: ClassVar[bool] = False
+    scores_responses: ClassVar[bool] = True
 
     num_states: int = 4
     coupled: bool = False

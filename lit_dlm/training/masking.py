@@ -8,7 +8,7 @@ views, masked prompts) come from maskings as well.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -194,6 +194,8 @@ class Autoregressive(Masking):
         weight: how targets are weighted.
     """
 
+    hides_targets: ClassVar[bool] = False
+
     weight: LossWeight = "1/num_targets"
 
     def states(self, batch: SupervisedBatch) -> States:
@@ -262,6 +264,8 @@ class CoupledViews(Masking):
     complement of that part. A token's log-probability is the mean of the one in the first view and
     the one in the view that hides it, the latter weighted by ``1 / t`` or ``1 / (1 - t)``.
     """
+
+    scores_tokens: ClassVar[bool] = False
 
     min_t, max_t = 0.2, 0.8  # as in the release
 

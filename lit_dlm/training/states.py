@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -71,6 +71,13 @@ class States(TensorBatch):
 
 class Masking(Component):
     """Turns responses into training states."""
+
+    hides_targets: ClassVar[bool] = True
+    """Whether no state shows what it predicts; else rollouts cannot be scored in them."""
+    scores_tokens: ClassVar[bool] = True
+    """Whether each token has a state of its own, at which a value could be estimated."""
+    scores_responses: ClassVar[bool] = False
+    """Whether all scores of a response become one, a bound on its log-likelihood."""
 
     @abstractmethod
     def states(self, batch: SupervisedBatch) -> States:
