@@ -433,8 +433,8 @@ def _check(masking: Masking, spec: BackboneSpec, copies: int) -> None:
     weight = inspect.signature(type(masking).__init__).parameters.get("weight")
     if not masking.hides_targets:
         raise ValueError(
-            f"masking: {type(masking).__name__} hides nothing, so a rollout's tokens would be scored where "
-            "they can be seen; expected states with masks, such as TraceMasking"
+            f"masking: {type(masking).__name__} hides nothing, so a rollout's tokens would be "
+            "scored where they can be seen; expected states with masks, such as TraceMasking"
         )
     if weight is not None and getattr(masking, "weight", weight.default) != weight.default:
         raise ValueError(
