@@ -59,7 +59,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
         # Weights are between two steps
         (SFT, adam, "_single_tensor_adam", 4, IN_SFT.format(saved=0)),
         (RL, HFBackbone, "denoise", 0, f"in decoding; lower data.rollout_batch_size{GOES_ON}"),
-        (RL, HFBackbone, "score_tokens", 1, f"{IN_TRAINING}{GOES_ON}"),
+        (RL, HFBackbone, "score_with_hidden", 1, f"{IN_TRAINING}{GOES_ON}"),
         (PREDICT, HFBackbone, "denoise", 3, "in decoding; lower data.batch_size"),
     ],
 )
@@ -78,7 +78,7 @@ def test_a_run_without_memory_names_the_option_and_goes_on(
     def is_due() -> bool:
         if command is RL and not last.exists():  # the first RL step is whole
             return False
-        if name == "score_tokens" and not torch.is_grad_enabled():
+        if name.startswith("score_") and not torch.is_grad_enabled():
             return False
         calls.append(None)
         return len(calls) == before + 1

@@ -297,7 +297,7 @@ def test_an_autoencoder_replaces_the_principal_components(begun: Path) -> None:
 @pytest.mark.parametrize(
     ("rank", "message"),
     [
-        (97, "ProjectorConfig.hidden_rank: expected 1 to hidden_size=96, got 97"),
+        (97, "ProjectorConfig.hidden_rank: expected a number in [1, 96], got 97"),
         (80, "expected at least 80 positions for hidden_rank=80 and delta_rank=4, got 64"),
     ],
 )

@@ -142,7 +142,7 @@ ROWS = [
     for line in lines.split("\n")
 ]
 """Grader and verdict, and the gold answer with what is answered; formulas are boxed."""
-PAGE = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "benchmark.md").read_text(encoding="utf-8")
 DISPUTED = re.findall(r"^\| `(.+)` \| `(.+)` \| (right|wrong) \|", PAGE, re.MULTILINE)
 ROWS += [("math", status, f"{gold} ← {answer}") for gold, answer, status in DISPUTED]
 
