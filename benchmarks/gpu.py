@@ -37,6 +37,7 @@ from lit_dlm.backbones.base import Rows, Span
 from lit_dlm.backbones.cache import CachedCanvas, WindowCache
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.lora import LoRASettings
+from lit_dlm.backbones.visibility import block_numbers
 from lit_dlm.datamodules.rollouts import RolloutDataModule
 from lit_dlm.decoding import (
     BlockCache,
@@ -63,7 +64,6 @@ from lit_dlm.decoding import (
 from lit_dlm.rewards import Reward, RewardScore, Rollout
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.tensors.fused_head import token_stats
-from lit_dlm.tensors.masking import block_numbers
 from lit_dlm.toy.word_problems import WordProblems
 from lit_dlm.training.sharding import ShardedStrategy
 from lit_dlm.trajectories.capture import TrajectoryCapture

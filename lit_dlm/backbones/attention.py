@@ -30,60 +30,9 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from lit_dlm.backbones.base import BackboneSpec
-from lit_dlm.tensors.masking import block_causal_visibility, block_numbers
-
 # On Hopper torch prefers cuDNN, whose backward under a mask gives NaN at some lengths in torch 2.13
 # (github.com/pytorch/pytorch/issues/196678).
 torch.backends.cuda.enable_cudnn_sdp(False)
-
-
-def key_visibility(pad_mask: Tensor) -> Tensor:
-    """Lets every query see the real keys: ``(B, L)``, nonzero there, to ``(B, 1, 1, L)`` bool."""
-    return pad_mask.bool()[:, None, None, :]
-
-
-def position_ids_for(pad_mask: Tensor, positions: Literal["cumsum", "arange"]) -> Tensor:
-    """Returns position ids ``(B, L)`` int64 under padding; the mask is nonzero on real tokens.
-
-    ``cumsum`` counts from the first real token, so that left padding shifts no position;
-    ``arange`` is the column number. Values on padding do not matter.
-    """
-    if positions == "cumsum":
-        return (pad_mask.long().cumsum(dim=1) - 1).clamp_min(0)
-    return torch.arange(pad_mask.shape[1], device=pad_mask.device).expand_as(pad_mask)
-
-
-def canvas_blocks(
-    spec: BackboneSpec, ids: Tensor, pad_mask: Tensor | None, response_start: int | None
-) -> Tensor:
-    """``(1, L)`` or ``(B, L)`` int64: the block of every column of a block model's canvas."""
-    assert spec.block_size is not None
-    return block_numbers(
-        ids.shape[1] if pad_mask is None else pad_mask,
-        spec.block_size,
-        origin=response_start if spec.block_origin == "response" else None,
-        device=ids.device,
-    )
-
-
-def attention_visibility(
-    spec: BackboneSpec,
-    ids: Tensor,
-    *,
-    pad_mask: Tensor | None = None,
-    response_start: int | None = None,
-) -> Tensor | None:
-    """Returns which keys each query sees in a canvas, by the attention the model was trained with.
-
-    Bool, broadcastable to ``(B, 1, L, L)``, ``True`` where the query (third axis) may see the key.
-    """
-    # None if every query sees every key: a mask would rule out the fastest kernels.
-    # Padding is hidden as a key. What it computes as a query is never read.
-    if spec.attention == "full":
-        return None if pad_mask is None else key_visibility(pad_mask)
-    assert response_start is not None or spec.block_origin == "sequence"
-    return block_causal_visibility(canvas_blocks(spec, ids, pad_mask, response_start), pad_mask)
 
 
 AttentionRoute = Literal["auto", "sdpa", "varlen"]
@@ -135,19 +84,6 @@ class Packing:
     def pack(self, grid: Tensor) -> Tensor:
         """Packs a grid ``(n, H, W, d)`` into one row ``(1, T, H, d)``."""
         return grid.transpose(1, 2)[self.windows, self.offsets][None]
-
-
-def added_mask(visible: Tensor, *, groups: int, dtype: torch.dtype) -> Tensor:
-    """Returns an additive mask ``(B, 1, 1 or groups * W, K)``, to be made once for all layers.
-
-    ``visible`` is ``(B, 1, 1 or W, K)`` bool, ``True`` where the query may see the key; ``groups``
-    is the number of query heads that become queries of one key head.
-    """
-    B, _, rows, K = visible.shape
-    # The kernel would copy a mask whose rows do not begin at multiples of eight.
-    added = torch.zeros(B, 1, rows, -(-K // 8) * 8, dtype=dtype, device=visible.device)[..., :K]
-    added.masked_fill_(~visible, -torch.inf)
-    return added if rows == 1 or groups == 1 else added.repeat(1, 1, groups, 1)
 
 
 @cache

@@ -26,7 +26,8 @@ from transformers import Cache
 
 from lit_dlm.backbones.attention import Packing, Sequences
 from lit_dlm.backbones.base import Backbone, Denoised, Span
-from lit_dlm.tensors.batches import aligned, first_column, gather_rows, raw_columns, shifted
+from lit_dlm.backbones.visibility import aligned, first_column, raw_columns
+from lit_dlm.tensors.batches import gather_rows, shifted
 
 _LAST, _HIDDEN = "last hidden rows", "snapshots"
 """Names of further buffers: raw ``(B, L, D)`` after the final norm, snapshots ``(B, L, H, D)``."""

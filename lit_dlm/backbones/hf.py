@@ -22,15 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from lit_dlm.backbones.adapter_files import AdapterFiles, read_adapter, settings_for
 from lit_dlm.backbones.architecture import Architecture
-from lit_dlm.backbones.attention import (
-    ROUTES,
-    AttentionRoute,
-    added_mask,
-    attention_visibility,
-    key_visibility,
-    position_ids_for,
-    sequences_from,
-)
+from lit_dlm.backbones.attention import ROUTES, AttentionRoute, sequences_from
 from lit_dlm.backbones.base import UNKNOWN_ID, Backbone, Denoised, Rows
 from lit_dlm.backbones.cache import WindowCache
 from lit_dlm.backbones.experts import expert_biases
@@ -46,12 +38,21 @@ from lit_dlm.backbones.lora import LoRASettings, adapter_parameters, inject, usi
 from lit_dlm.backbones.parts import cache_argument, replace_parts
 from lit_dlm.backbones.recompute import recompute_layers
 from lit_dlm.backbones.resolution import FromAR, locate
+from lit_dlm.backbones.visibility import (
+    added_mask,
+    aligned,
+    attention_visibility,
+    first_column,
+    key_visibility,
+    position_ids_for,
+    raw_columns,
+    with_own_key,
+)
 from lit_dlm.backbones.weights import files_digest
 from lit_dlm.system.extras import pip_install, required
 from lit_dlm.system.options import one_of, within
-from lit_dlm.tensors.batches import aligned, first_column, gather_rows, raw_columns
+from lit_dlm.tensors.batches import gather_rows
 from lit_dlm.tensors.fused_head import TokenStats, token_stats
-from lit_dlm.tensors.masking import with_own_key
 from lit_dlm.tensors.precision import is_autocast
 from lit_dlm.vision.base import Vision, VisionSettings
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lit_dlm.backbones.base import Backbone
+from lit_dlm.backbones.visibility import first_column
 from lit_dlm.decoding.decoder import Decoder
 from lit_dlm.decoding.state import (
     BROKEN,
@@ -21,7 +22,7 @@ from lit_dlm.decoding.state import (
     StepRecord,
 )
 from lit_dlm.decoding.step import advance, decide
-from lit_dlm.tensors.batches import first_column, row_index
+from lit_dlm.tensors.batches import row_index
 from lit_dlm.tensors.precision import without_autocast
 
 

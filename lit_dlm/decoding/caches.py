@@ -42,9 +42,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_dlm.backbones.attention import canvas_blocks, position_ids_for
 from lit_dlm.backbones.base import Backbone, Denoised, Span
 from lit_dlm.backbones.cache import CacheableBackbone, CachedCanvas, WindowPlan
+from lit_dlm.backbones.visibility import canvas_blocks, position_ids_for
 from lit_dlm.config.components import Component
 from lit_dlm.decoding.state import DecodeState
 from lit_dlm.decoding.windows import BlockWindow, Window

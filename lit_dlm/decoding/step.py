@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_dlm.backbones.visibility import first_column
 from lit_dlm.decoding.caches import Forwards
 from lit_dlm.decoding.decoder import Decoder, DecodeSettings
 from lit_dlm.decoding.policies.base import CommitPolicy
@@ -29,7 +30,7 @@ from lit_dlm.decoding.state import (
 )
 from lit_dlm.decoding.windows import WindowView, masks_first
 from lit_dlm.system.options import of_kind
-from lit_dlm.tensors.batches import first_column, reads_are_free
+from lit_dlm.tensors.batches import reads_are_free
 from lit_dlm.tensors.sampling import top_quota
 
 

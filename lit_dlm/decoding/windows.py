@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lit_dlm.backbones.base import BackboneSpec, BlockOrigin
+from lit_dlm.backbones.visibility import first_column
 from lit_dlm.config.components import Component
 from lit_dlm.decoding.state import DecodeState
 from lit_dlm.system.options import at_least
-from lit_dlm.tensors.batches import first_column
 
 
 @dataclass(frozen=True)

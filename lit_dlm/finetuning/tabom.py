@@ -20,7 +20,7 @@ from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.finetuning.sft import SFTModule
 from lit_dlm.system.options import at_least
 from lit_dlm.tensors.fused_head import TokenStats
-from lit_dlm.tensors.masking import non_ltr_positions
+from lit_dlm.tensors.order import non_ltr_positions
 from lit_dlm.tensors.sampling import entropy_variance, uniform_noise
 from lit_dlm.training.batch import SupervisedBatch
 from lit_dlm.training.states import Masking, States

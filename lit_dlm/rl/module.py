@@ -31,14 +31,14 @@ from lit_dlm.rl.metrics import UpdateScores
 from lit_dlm.rl.policy_losses import PolicyLoss
 from lit_dlm.rl.settings import PolicyObjective, ValueObjective
 from lit_dlm.rl.step import TokenScores
-from lit_dlm.rl.value import ValueHead
+from lit_dlm.rl.value import ValueHead, value_loss
 from lit_dlm.system.options import at_least, one_of, refuse_first
 from lit_dlm.tensors.precision import evaluating
 from lit_dlm.training.fit_loop import make_epochs_whole, restart_epoch
 from lit_dlm.training.masking import TraceMasking
 from lit_dlm.training.sharding import decoding_weights, whole_weights
 from lit_dlm.training.states import Masking
-from lit_dlm.training.terms import value_loss
+from lit_dlm.training.terms import LossTerms
 
 VALUE = "value"  # name of the value model's adapter on the policy's weights
 _PROGRESS = "rl_progress"  # key in a checkpoint
@@ -248,18 +248,16 @@ class TraceRLModule(TrainableModule):
     def score(self, batch: RolloutBatch) -> TokenScores:
         """Scores a batch, on the module's device, with the current weights; differentiable."""
         rows = batch.rows()
-        log_prob, entropy, hidden = self._policy_scores(rows, batch)
+        stats, hidden = self.backbone.score_with_hidden(rows, **self._drawn_with)
+        log_prob = self.policy_loss.estimate(stats.log_prob, batch)
         value = None if self.value is None else self._values(rows, hidden)
-        return TokenScores(log_prob, entropy, value)
+        return TokenScores(log_prob, stats.entropy, value)
 
-    def _policy_scores(self, rows: Rows, batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns log-probabilities ``(M,)``, entropies ``(N,)`` and hidden rows ``(N, D)``."""
-        # The ids and the temperature that rollouts drew with: the ratio compares like with like.
+    @property
+    def _drawn_with(self) -> dict[str, Any]:
+        """The temperature and ids that rollouts drew with: a ratio compares like with like."""
         id_range = self.decoders[self.method].sampler.id_range(self.backbone.spec)
-        stats, hidden = self.backbone.score_with_hidden(
-            rows, temperature=self.temperature, id_range=id_range
-        )
-        return self.policy_loss.estimate(stats.log_prob, batch), stats.entropy, hidden
+        return {"temperature": self.temperature, "id_range": id_range}
 
     def values(self, batch: RolloutBatch) -> Tensor:
         """Returns ``(M,)`` values of a batch on the module's device, without scoring its tokens."""
@@ -284,14 +282,17 @@ class TraceRLModule(TrainableModule):
     def reference_log_prob(self, batch: RolloutBatch) -> Tensor:
         """Returns log-probabilities ``(M,)`` under the backbone without its adapter."""
         with self.backbone.using_adapter(None):
-            return self._policy_scores(batch.rows(), batch)[0]
+            stats = self.backbone.score_tokens(batch.rows(), **self._drawn_with)
+        return self.policy_loss.estimate(stats.log_prob, batch)
 
     # -- training --------------------------------------------------------------------------------
 
     def training_step(self, batch: RolloutBatch, batch_idx: int = 0) -> Tensor:
+        # 1. Scores under the weights as they are now.
         scores, tokens = self.score(batch), batch.tokens
         assert tokens.advantage is not None
         assert tokens.old_log_prob is not None
+        # 2. The policy's loss, from the ratio to the weights of the rollouts.
         actor = self.policy_loss.compute(
             scores.log_prob,
             tokens.old_log_prob.to(scores.log_prob.dtype),
@@ -300,43 +301,55 @@ class TraceRLModule(TrainableModule):
             reference=tokens.reference,
             kl_weight=tokens.kl_weight,
         )
-        total = actor.total
-        counted = tokens.weight > 0
-        is_logged = self._trainer is not None and not batch.is_empty
-        if scores.value is not None:
-            assert tokens.returns is not None
-            assert tokens.old_value is not None
-            assert self.value is not None
-            value = value_loss(
-                scores.value, tokens.old_value, tokens.returns, tokens.weight, clip=self.value.clip
-            )
-            total = total + value.total
-            if is_logged:
-                self.update_scores.value_loss.update(value.total, batch.num_rows)
-                for fit in (self.update_scores.value_error, self.update_scores.value_explained):
-                    fit.update(scores.value, tokens.returns, counted)
-        # Sums over states, divided by the samples of a full batch. Smaller updates weight their
+        # 3. The value model's.
+        value = self._value_terms(scores, batch)
+        total = actor.total if value is None else actor.total + value.total
+        # 4. Sums over states, divided by the samples of a full batch. Smaller updates weight their
         # samples more (``shard_samples``), so every update is a mean over rows.
         loss = total / batch.num_slots
         self.require_finite_loss(loss, batch.responses.uids)
         self._skips_update = batch.is_empty
-        if is_logged:
-            parts = dict(actor.parts)
-            self.update_scores.loss.update(total, batch.num_rows)
-            policy = parts.pop("policy", actor.total.detach())
-            self.update_scores.policy_loss.update(policy, batch.num_rows)
-            scored = counted if batch.token is None else counted[batch.token]
-            entropy = (scores.entropy.detach() * scored).sum() / scored.sum().clamp_min(1)
-            named: dict[str, Any] = {**parts, "entropy": entropy}
-            named |= dict(self.update_scores.named_children())
-            self.log_dict(
-                {f"train/{name}": value for name, value in named.items()},
-                on_step=False,
-                on_epoch=True,
-                batch_size=int(counted.sum()),
-                sync_dist=True,
-            )
+        # 5. Log; what the filters dropped would count as samples without a loss.
+        if self._trainer is not None and not batch.is_empty:
+            self._log_update(batch, scores, actor, value)
         return loss
+
+    def _value_terms(self, scores: TokenScores, batch: RolloutBatch) -> LossTerms | None:
+        if scores.value is None:
+            return None
+        tokens = batch.tokens
+        assert tokens.returns is not None
+        assert tokens.old_value is not None
+        assert self.value is not None
+        return value_loss(
+            scores.value, tokens.old_value, tokens.returns, tokens.weight, clip=self.value.clip
+        )
+
+    def _log_update(
+        self, batch: RolloutBatch, scores: TokenScores, actor: LossTerms, value: LossTerms | None
+    ) -> None:
+        parts, counted = dict(actor.parts), batch.tokens.weight > 0
+        policy, total = parts.pop("policy", actor.total.detach()), actor.total
+        if value is not None:
+            assert scores.value is not None
+            assert batch.tokens.returns is not None
+            total = total + value.total
+            self.update_scores.value_loss.update(value.total, batch.num_rows)
+            for fit in (self.update_scores.value_error, self.update_scores.value_explained):
+                fit.update(scores.value, batch.tokens.returns, counted)
+        self.update_scores.loss.update(total, batch.num_rows)
+        self.update_scores.policy_loss.update(policy, batch.num_rows)
+        scored = counted if batch.token is None else counted[batch.token]
+        entropy = (scores.entropy.detach() * scored).sum() / scored.sum().clamp_min(1)
+        named: dict[str, Any] = {**parts, "entropy": entropy}
+        named |= dict(self.update_scores.named_children())
+        self.log_dict(
+            {f"train/{name}": metric for name, metric in named.items()},
+            on_step=False,
+            on_epoch=True,
+            batch_size=int(counted.sum()),
+            sync_dist=True,
+        )
 
     def on_train_epoch_start(self) -> None:
         self._began = time.perf_counter()

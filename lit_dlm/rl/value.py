@@ -1,4 +1,4 @@
-"""The value head: what a masked position's hidden row says about the reward to come."""
+"""The value head, which reads the reward to come from a masked position's hidden row; its loss."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_dlm.tensors.precision import without_autocast
+from lit_dlm.training.terms import LossTerms
 
 
 class ValueHead(nn.Module):
@@ -24,3 +25,18 @@ class ValueHead(nn.Module):
         dtype = torch.promote_types(rows.dtype, torch.float32)
         with without_autocast(rows.device):
             return rows.to(dtype) @ self.weight.to(dtype)
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, weight: Tensor, *, clip: float = 0.2
+) -> LossTerms:
+    """``0.5 max((V - R)^2, (V_old + clamp(V - V_old, -c, c) - R)^2)``, a weighted sum.
+
+    The larger of the two errors counts: a value that has moved by more than ``clip`` towards its
+    return gets no further push (TraceRL, arXiv:2509.06949; PPO implementations). All are ``(N,)``.
+    """
+    # The maximum, not the minimum of PPO's policy term: this is a loss, and its pessimistic side is
+    # the larger error.
+    moved = (values - old_values).clamp(-clip, clip)
+    plain, clipped = (values - returns) ** 2, (old_values + moved - returns) ** 2
+    return LossTerms(0.5 * (weight * torch.maximum(plain, clipped)).sum())

@@ -66,11 +66,6 @@ def token_batches(sizes: NDArray[np.integer], max_tokens: int) -> list[NDArray[n
     return batches
 
 
-def first_column(is_in: Tensor) -> Tensor:
-    """``(B,)`` int64: first ``True`` column of each row of a ``(B, L)`` mask, 0 without one."""
-    return is_in.bool().view(torch.uint8).argmax(1)
-
-
 def reads_are_free(device: torch.device) -> bool:
     """Whether the host may read a value of a device without waiting for work to end.
 
@@ -82,35 +77,6 @@ def reads_are_free(device: torch.device) -> bool:
 def row_index(rows: Sequence[int], device: torch.device) -> Tensor:
     """``(n,)`` int64: row numbers moved to a device, without the host waiting."""
     return torch.tensor(rows).to(device, non_blocking=True)
-
-
-def aligned(rows: Tensor, shift: int, *, starts: Tensor | None = None) -> Tensor:
-    """``(B, L, ...)``: raw rows moved so that row ``i`` predicts token ``i``; shift 0 moves none.
-
-    The first real token, in column ``starts`` ``(B,)`` int64 (0 by default), has no predictor under
-    a shift; it keeps its own raw row, not that of the padding before it.
-    """
-    if shift == 0:
-        return rows
-    # Concatenated, not rolled: the last raw row predicts a token that is not on the canvas.
-    moved = torch.cat([rows[:, :1], rows[:, :-1]], dim=1)
-    if starts is None:
-        return moved
-    is_first = torch.arange(rows.shape[1], device=rows.device) == starts.unsqueeze(1)  # (B, L)
-    return torch.where(is_first.reshape(*is_first.shape, *[1] * (rows.ndim - 2)), rows, moved)
-
-
-def raw_columns(columns: Tensor, shift: int, *, starts: Tensor | None = None) -> Tensor:
-    """The ``(B, K)`` columns whose raw rows predict ``(B, K)`` int64 canvas columns.
-
-    ``aligned(rows, shift, starts=starts)`` at ``columns`` equals ``rows`` at the result.
-    """
-    if shift == 0:
-        return columns
-    source = (columns - shift).clamp_min(0)
-    if starts is not None:
-        source = torch.where(columns == starts.unsqueeze(1), columns, source)
-    return source
 
 
 def gather_rows(rows: Tensor, columns: Tensor) -> Tensor:

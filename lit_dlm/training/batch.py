@@ -19,10 +19,10 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from lit_dlm.backbones import BackboneSpec
-from lit_dlm.backbones.attention import canvas_blocks
+from lit_dlm.backbones.visibility import canvas_blocks, first_column
 from lit_dlm.decoding.api import text_cells
-from lit_dlm.tensors.batches import TensorBatch, first_column
-from lit_dlm.tensors.masking import non_ltr_positions
+from lit_dlm.tensors.batches import TensorBatch
+from lit_dlm.tensors.order import non_ltr_positions
 from lit_dlm.tensors.sampling import sample_seed
 from lit_dlm.vision.base import PromptPictures, batch_prompts
 

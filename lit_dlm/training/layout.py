@@ -11,10 +11,14 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
 from lit_dlm.backbones import BackboneSpec
-from lit_dlm.backbones.attention import position_ids_for
 from lit_dlm.backbones.base import Rows
-from lit_dlm.tensors.batches import first_column
-from lit_dlm.tensors.masking import block_causal_visibility, block_numbers, hide_padding
+from lit_dlm.backbones.visibility import (
+    block_causal_visibility,
+    block_numbers,
+    first_column,
+    hide_padding,
+    position_ids_for,
+)
 from lit_dlm.tensors.sampling import uniform_noise
 from lit_dlm.training.batch import SupervisedBatch
 from lit_dlm.training.states import States

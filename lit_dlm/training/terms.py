@@ -1,4 +1,4 @@
-"""The result type of every loss, the masked diffusion bound, and the loss of value models."""
+"""The result type of every loss, and the masked diffusion bound."""
 
 from __future__ import annotations
 
@@ -25,21 +25,6 @@ class LossTerms:
     def means(self) -> dict[str, Tensor]:
         """Returns the means that ``sums`` have in this batch alone."""
         return {name: value / units.clamp_min(1) for name, (value, units) in self.sums.items()}
-
-
-def value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, weight: Tensor, *, clip: float = 0.2
-) -> LossTerms:
-    """``0.5 max((V - R)^2, (V_old + clamp(V - V_old, -c, c) - R)^2)``, a weighted sum.
-
-    The larger of the two errors counts: a value that has moved by more than ``clip`` towards its
-    return gets no further push (TraceRL, arXiv:2509.06949; PPO implementations). All are ``(N,)``.
-    """
-    # The maximum, not the minimum of PPO's policy term: this is a loss, and its pessimistic side is
-    # the larger error.
-    moved = (values - old_values).clamp(-clip, clip)
-    plain, clipped = (values - returns) ** 2, (old_values + moved - returns) ** 2
-    return LossTerms(0.5 * (weight * torch.maximum(plain, clipped)).sum())
 
 
 def masked_nelbo(stats: TokenStats, hidden: Tensor) -> LossTerms:

@@ -114,10 +114,10 @@ def read_step_map(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
 
 
 def non_ltr(order: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """:func:`lit_dlm.tensors.masking.non_ltr_positions` of an array."""
+    """:func:`lit_dlm.tensors.order.non_ltr_positions` of an array."""
     import torch  # imported here, as most of this module does not need it
 
-    from lit_dlm.tensors.masking import non_ltr_positions
+    from lit_dlm.tensors.order import non_ltr_positions
 
     return non_ltr_positions(torch.from_numpy(order)).numpy()
 

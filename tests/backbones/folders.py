@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lit_dlm.backbones import HFBackbone, resolve
 from lit_dlm.backbones.lora import adapter_parameters
-from lit_dlm.tensors.batches import aligned
+from lit_dlm.backbones.visibility import aligned
 from tests.backbones.reference import HF, LLADA, raw_logits
 from tests.twins import file_shapes
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from lit_dlm.backbones import attention
-from lit_dlm.backbones.attention import added_mask, grouped_sdpa
+from lit_dlm.backbones.attention import grouped_sdpa
+from lit_dlm.backbones.visibility import added_mask
 
 
 def _inputs(*, window: int, mask_rows: int, mask_width: int):

@@ -13,7 +13,7 @@ from lit_dlm.backbones.attention import Packing
 from lit_dlm.backbones.base import Span
 from lit_dlm.backbones.cache import CachedCanvas, WindowCache, WindowPlan
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.tensors.masking import block_numbers
+from lit_dlm.backbones.visibility import block_numbers
 from tests.backbones.reference import slow_varlen_attn
 
 

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from lit_dlm.backbones import HFBackbone, LoRASettings, load_backbone, resolve
 from lit_dlm.backbones.export import export_model, save_adapter
 from lit_dlm.backbones.loading import random_decoder
-from lit_dlm.tensors.batches import aligned
+from lit_dlm.backbones.visibility import aligned
 from tests.backbones.folders import A2D, FAST_DLLM, SPARSE, randomise, weights_of, write
 
 GOLDEN = load_file(Path(__file__).parents[1] / "golden" / "families.safetensors")

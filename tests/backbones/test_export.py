@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from lit_dlm.backbones import HFBackbone, load_backbone, resolve, weights
 from lit_dlm.backbones.export import export_model
 from lit_dlm.backbones.resolution import weight_files
-from lit_dlm.tensors.batches import aligned
+from lit_dlm.backbones.visibility import aligned
 from tests.backbones.conftest import tiny_architecture
 from tests.backbones.folders import IDS, VARIANTS, assert_logits, write
 from tests.backbones.reference import HF, random_tensors

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lit_dlm.backbones import load_backbone
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.tensors.batches import aligned, first_column
+from lit_dlm.backbones.visibility import aligned, first_column
 from lit_dlm.training.layout import Slots
 
 OVERRIDES: dict[str, dict[str, Any]] = {

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lit_dlm.tensors.masking import non_ltr_positions
+from lit_dlm.tensors.order import non_ltr_positions
 from lit_dlm.training.masking import RandomMasking, SemiAutoregressive, TraceMasking
 from lit_dlm.training.states import Masking
 from lit_dlm.vision.base import PromptPictures

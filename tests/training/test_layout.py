@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lit_dlm.tensors.masking import block_causal_visibility
+from lit_dlm.backbones.visibility import block_causal_visibility
 from lit_dlm.training.layout import Slots
+from tests.backbones.slow_masks import PADDING, slow
 from tests.shared_data import shared
-from tests.tensors.reference import PADDING, slow
 
 
 @pytest.mark.parametrize("padding", PADDING)

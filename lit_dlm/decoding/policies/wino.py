@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lit_dlm.backbones.attention import position_ids_for
 from lit_dlm.backbones.base import Backbone, Denoised
+from lit_dlm.backbones.visibility import position_ids_for
 from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.state import DecodeState, Proposal, Selection
 from lit_dlm.system.options import within

@@ -35,7 +35,7 @@ def tabom_row(record: Trajectory, tokenizer: Any) -> dict[str, Any]:
 
     ``prompt`` is without the chat template, ``decoding_order`` has the step of each position (-1:
     none), ``non_ltr_positions`` are those in ``meta``, else those of
-    :func:`lit_dlm.tensors.masking.non_ltr_positions`.
+    :func:`lit_dlm.tensors.order.non_ltr_positions`.
     """
     order = record.commit_step
     computed = non_ltr(order).nonzero()[0].tolist()

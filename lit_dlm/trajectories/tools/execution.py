@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone
+from lit_dlm.backbones.visibility import first_column
 from lit_dlm.decoding.decoder import Decoder
 from lit_dlm.decoding.loop import decode
 from lit_dlm.decoding.state import (
@@ -32,7 +33,6 @@ from lit_dlm.decoding.state import (
     prompt_canvas,
 )
 from lit_dlm.decoding.step import Decision, advance, decide, needs
-from lit_dlm.tensors.batches import first_column
 from lit_dlm.trajectories.record import Trajectory, expect
 from lit_dlm.vision.base import find_pictures, insert_pictures
 

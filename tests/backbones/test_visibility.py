@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lit_dlm.tensors.masking import block_causal_visibility, block_numbers, non_ltr_positions
-from tests.tensors.reference import PADDING, slow
+from lit_dlm.backbones.visibility import block_causal_visibility, block_numbers
+from tests.backbones.slow_masks import PADDING, slow
 
 
 @pytest.mark.parametrize("padding", PADDING)
@@ -25,9 +25,3 @@ def test_block_causal_is_own_and_earlier_blocks(padding: str, block_size: int, o
         without = block_causal_visibility(block_numbers(11, block_size, origin=origin))
         assert without.shape[0] == 1  # one mask for all rows
         assert torch.equal(without.expand(2, -1, -1, -1), expected)
-
-
-def test_non_ltr_positions_were_written_before_something_to_their_left() -> None:
-    """Position 2 (step 1) follows position 1 (step 4); position 3 was never written."""
-    found = non_ltr_positions(torch.tensor([0, 4, 1, -1, 3, 5]))
-    assert found.int().tolist() == [0, 0, 1, 0, 1, 0]

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from lit_dlm.tensors.batches import aligned, first_column, gather_rows, raw_columns
+from lit_dlm.backbones.visibility import aligned, first_column, raw_columns
+from lit_dlm.tensors.batches import gather_rows
 
 
 def test_with_shift_row_i_is_the_raw_row_before_it_but_that_of_the_first_real_token():
