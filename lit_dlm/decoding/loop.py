@@ -1,7 +1,7 @@
 """The one decode loop: rows that end are replaced by the next ones of a source.
 
 Trace generation, benchmarks, rollouts and validation samples all go through
-:func:`decode_queue`. A turn of the loop: a look, rows that have ended leave, others enter, a step.
+:func:`decode_queue`. A turn of the loop: rows that have ended leave, others enter, a step, a look.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def decode_queue(
     canvas = source(num_slots)
     if canvas is None:
         return
-    has_more, is_stopped = len(canvas.ids) == num_slots, False
+    # A source that returned fewer rows than requested is empty and is not asked again.
+    has_more = len(canvas.ids) == num_slots
+    is_stopped = False  # by an observer
     batch = Batch(decoder.guided(backbone), canvas, decoder, hidden_layers)
     for observer in observers:
         observer.on_start(batch.state)
@@ -73,15 +75,15 @@ def decode_queue(
     batch.look()
     clock = time.perf_counter()
     while True:
-        # Rows leave between a look and the next step. Only then does the host know which have
-        # ended, and no forward computes a row that has.
+        # 1. Ended rows leave, between a look and the next step: only then does the host know which
+        # they are, and no forward computes a row that has ended.
         ended = batch.end_rows()
         # Rows that ended in the step in which an observer stopped the decode are still handed out;
         # the others have no complete result.
         if is_stopped:
             break
         if ended:
-            # A source that returned fewer rows than requested is empty and is not asked again.
+            # 2. Others enter.
             canvas = source(len(ended)) if has_more else None
             num_new = 0 if canvas is None else len(canvas.ids)
             has_more = num_new == len(ended)
@@ -102,7 +104,7 @@ def decode_queue(
                 batch.look()  # rows that have entered may have nothing to fill
                 clock = time.perf_counter()  # filling a slot is not part of a method's time
                 continue
-        # Observers may require something else at every step.
+        # 3. A step. Observers may require something else at each.
         requires, _ = needs(decoder.policy, observers)
         batch.prepare()
         record = batch.step(requires)
@@ -112,6 +114,7 @@ def decode_queue(
         answers = [observer.on_step(record) for observer in observers]  # all are called
         is_stopped = any(answers)
         clock += time.perf_counter() - watched  # nor are observers part of it
+        # 4. The look.
         batch.look()
         now = time.perf_counter()
         batch.add_seconds(now - clock)

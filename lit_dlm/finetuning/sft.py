@@ -1,7 +1,7 @@
 """Supervised fine-tuning: a training method from batch to loss, in four steps.
 
-Read :meth:`SFTModule.training_step` first; all other fine-tuning keeps its steps and changes one of
-them. TABOM (``tabom.py``) has states and a second loss of its own, dParallel (``dparallel.py``)
+Read :meth:`SFTModule.training_step` first; all other fine-tuning keeps its steps and replaces some.
+TABOM (``tabom.py``) has states and a second loss of its own, dParallel (``dparallel.py``)
 states, scores and losses, DPO (``dpo.py``) a loss of pairs. A masked diffusion model learns to
 predict hidden tokens from those around them, so what is new beside an autoregressive model is step
 1: which tokens are hidden.
@@ -27,7 +27,7 @@ from lit_dlm.tensors.fused_head import TokenStats
 from lit_dlm.tensors.schedules import warmup_cosine
 from lit_dlm.training.batch import SupervisedBatch
 from lit_dlm.training.layout import lay_out
-from lit_dlm.training.states import States
+from lit_dlm.training.states import Masking, States
 from lit_dlm.training.terms import LossTerms
 
 
@@ -49,6 +49,7 @@ class SFTModule(TrainableModule):
 
     trains_on_pairs: ClassVar[bool] = False  # a chosen and a rejected response, in adjacent rows
 
+    masking: Masking  # draws the states of a response; see TrainableModule
     # (2,) float64 sum and units of each part, since the last optimiser step and in validation.
     _train_sums: dict[str, Tensor]
     _val_sums: dict[str, Tensor]
@@ -71,7 +72,11 @@ class SFTModule(TrainableModule):
         return terms.total
 
     def score(self, batch: SupervisedBatch, states: States) -> TokenStats:
-        """Step 2: returns the scores of all targets, state by state, from one forward."""
+        """Step 2: returns the scores of all targets, state by state, from one forward.
+
+        Ids that the model may not produce (the mask) have probability 0 in it: no answer contains
+        them, and decoding never proposes them.
+        """
         # How a state becomes a row depends on the model's attention. One with blocks learns all of
         # them in one row, of a clean and a noisy copy of the response.
         rows = lay_out(batch, states, self.backbone.spec)
@@ -80,11 +85,7 @@ class SFTModule(TrainableModule):
         return self.backbone.score_tokens(rows)
 
     def loss_terms(self, batch: SupervisedBatch, states: States, stats: TokenStats) -> LossTerms:
-        """Step 3: returns the loss of scored states; here it is the cross-entropy.
-
-        Ids that the model may not produce (the mask) have probability 0 in it: no answer contains
-        them, and decoding never proposes them.
-        """
+        """Step 3: returns the loss of scored states; here it is the cross-entropy."""
         ce = stats.ce  # (N,)
         if states.weight is not None:
             ce = ce * states.weight[states.supervised].to(ce.dtype)
@@ -93,7 +94,7 @@ class SFTModule(TrainableModule):
         count = states.supervised.sum()
         sums = {
             "loss_ce": (summed.detach(), units),
-            "num_supervised": (count, torch.zeros_like(count)),
+            "num_supervised": (count, torch.zeros_like(count)),  # a count is divided by no units
             "accuracy": (stats.is_top.sum(), count),
         }
         return LossTerms(summed / self.divisor(units), sums=sums)
@@ -111,9 +112,10 @@ class SFTModule(TrainableModule):
         count = count.detach().float()
         world_size = self.trainer.world_size if self._trainer is not None else 1
         if self.loss_norm == "global" and world_size > 1:
-            count = self.trainer.strategy.reduce(count, reduce_op="sum") / world_size
-        # A positive global mean may be below 1, a positive local count may not.
-        return count.clamp_min(1.0 / world_size if self.loss_norm == "global" else 1.0)
+            # A positive mean over processes may be below 1, which a local count may not.
+            total = self.trainer.strategy.reduce(count, reduce_op="sum")
+            return (total / world_size).clamp_min(1.0 / world_size)
+        return count.clamp_min(1.0)
 
     # -- step 4, and validation, which is steps 1 to 3 without gradients --------------------------
 
@@ -129,7 +131,7 @@ class SFTModule(TrainableModule):
         super().on_before_optimizer_step(optimizer)
 
     def terms(self, batch: SupervisedBatch) -> LossTerms:
-        """Returns the loss of a batch."""
+        """Returns the loss of a batch: steps 1 to 3, as validation needs them."""
         states = self.masking.states(batch)
         return self.loss_terms(batch, states, self.score(batch, states))
 

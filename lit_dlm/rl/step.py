@@ -2,7 +2,7 @@
 
 :func:`rl_step` reads from top to bottom like the algorithm of the paper; the functions below it are
 its parts in the same order, numbered as on the page about the architecture. It runs without
-gradients in evaluation mode, before the first update (8).
+gradients in evaluation mode, before the first update (8, ``TraceRLModule.training_step``).
 """
 
 from __future__ import annotations
@@ -161,9 +161,10 @@ def rl_step(
 
     # 4. Samples: the states that each kept response went through in its decode (or others, as the
     # masking draws them), drawn anew in each pass.
-    trained, passes = rollouts.kept, range(settings.passes)
+    trained = rollouts.kept
     records = [one.record for one in trained]
-    by_pass = [policy.rows.samples(records, epoch=number) for number in passes if records]
+    passes = range(settings.passes if records else 0)
+    by_pass = [policy.rows.samples(records, epoch=number) for number in passes]
     is_empty = not any(map(len, by_pass))
     if is_empty:
         # Every process must still run a forward and a backward, or the others would wait for it, so
@@ -193,16 +194,17 @@ def rl_step(
 
     # 6. Batches: shuffled, equally many on every process.
     begin = time.perf_counter()
-    batches = shard_samples(
-        *(part.size.numpy() for part in by_pass),
-        batch_size=settings.batch_size,
-        accumulate=accumulate,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        seed=(settings.seed, progress.step),
-    )
     if is_empty:
-        batches = [MicroBatch(torch.tensor([0]), 0.0)]
+        batches = [MicroBatch(torch.tensor([0]), 0.0)]  # one forward, without weight
+    else:
+        batches = shard_samples(
+            *(part.size.numpy() for part in by_pass),
+            batch_size=settings.batch_size,
+            accumulate=accumulate,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            seed=(settings.seed, progress.step),
+        )
 
     # 7. Old and reference log-probabilities and old values, before the first update changes the
     # weights, in the same batches that are trained on: then the first ratio is exactly 1.
@@ -489,6 +491,7 @@ def score_batches(
         log_prob = scores.log_prob.cpu()
         if factor:  # not of a copy that only fills a batch
             difference = (sampled - log_prob).double()
+            # What the sampler gave is NaN for states that it never saw.
             difference = difference[difference.isfinite()]
             counted = difference.new_tensor(len(difference))
             sums += torch.stack([difference.abs().sum(), difference.sum(), counted])
