@@ -21,7 +21,7 @@ from functools import cached_property
 import torch
 from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel
 
-from lit_dlm.backbones.resolution import locate
+from lit_dlm.backbones.location import locate
 from lit_dlm.tasks import PromptExample
 from lit_dlm.vision.pictures import Picture
 

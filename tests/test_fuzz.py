@@ -27,7 +27,7 @@ from hypothesis import event, given, settings, strategies as st
 
 from lit_dlm.backbones import HFBackbone, LoRASettings, load_tokenizer, tokenizer_of
 from lit_dlm.backbones.export import save_adapter
-from lit_dlm.backbones.resolution import ASSETS
+from lit_dlm.backbones.location import ASSETS
 from lit_dlm.callbacks.judge import parse_verdict
 from lit_dlm.config.files import compose, load, resolved
 from lit_dlm.reports.results import ResultFolder

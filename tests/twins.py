@@ -23,7 +23,8 @@ from torch import Tensor
 
 from lit_dlm.backbones import weights
 from lit_dlm.backbones.architecture import PLAIN_DECODERS
-from lit_dlm.backbones.resolution import Resolved, locate, resolve
+from lit_dlm.backbones.location import locate
+from lit_dlm.backbones.resolution import Resolved, resolve
 from lit_dlm.vision.base import VisionSettings
 from lit_dlm.vision.magvit import Magvit, MagvitSizes
 from lit_dlm.vision.tower import TowerVision

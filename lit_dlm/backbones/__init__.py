@@ -19,10 +19,9 @@ if TYPE_CHECKING:
     from lit_dlm.backbones.architecture import Architecture as Architecture
     from lit_dlm.backbones.hf import HFBackbone as HFBackbone, load_backbone as load_backbone
     from lit_dlm.backbones.lora import LoRASettings as LoRASettings
-    from lit_dlm.backbones.resolution import (
-        FromAR as FromAR,
+    from lit_dlm.backbones.resolution import FromAR as FromAR, resolve as resolve
+    from lit_dlm.backbones.tokenizer import (
         load_tokenizer as load_tokenizer,
-        resolve as resolve,
         tokenizer_of as tokenizer_of,
     )
 
@@ -33,8 +32,8 @@ _ON_FIRST_USE = {
     "HFBackbone": "hf",
     "LoRASettings": "lora",
     "load_backbone": "hf",
-    "load_tokenizer": "resolution",
-    "tokenizer_of": "resolution",
+    "load_tokenizer": "tokenizer",
+    "tokenizer_of": "tokenizer",
     "resolve": "resolution",
 }
 

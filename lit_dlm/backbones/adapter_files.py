@@ -21,8 +21,8 @@ from lit_dlm.backbones.architecture import (
     original_key,
     whole_key,
 )
+from lit_dlm.backbones.location import unpinned
 from lit_dlm.backbones.lora import FEED_FORWARD, LoRASettings, adapter_parameters, peft_config
-from lit_dlm.backbones.resolution import unpinned
 from lit_dlm.backbones.weights import load_weights, plain_tensor, save_weights, write_json_object
 from lit_dlm.system.files import fitting, read_json_object
 from lit_dlm.system.options import of_declared_kinds

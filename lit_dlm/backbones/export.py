@@ -21,8 +21,9 @@ from lit_dlm.backbones.base import UNKNOWN_ID
 from lit_dlm.backbones.experts import Piece, expert_biases, pieces
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.loading import DType, torch_dtype
+from lit_dlm.backbones.location import is_local, locate
 from lit_dlm.backbones.lora import base_parameters_adapted, merged
-from lit_dlm.backbones.resolution import EXPORT_KEY, RELEASE_KEY, is_local, locate
+from lit_dlm.backbones.resolution import EXPORT_KEY, RELEASE_KEY
 from lit_dlm.backbones.weights import (
     plain_tensor,
     save_checkpoint,

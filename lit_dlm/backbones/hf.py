@@ -34,10 +34,11 @@ from lit_dlm.backbones.loading import (
     random_decoder,
     torch_dtype,
 )
+from lit_dlm.backbones.location import locate
 from lit_dlm.backbones.lora import LoRASettings, adapter_parameters, inject, using_adapter
 from lit_dlm.backbones.parts import cache_argument, replace_parts
 from lit_dlm.backbones.recompute import recompute_layers
-from lit_dlm.backbones.resolution import FromAR, locate
+from lit_dlm.backbones.resolution import FromAR
 from lit_dlm.backbones.visibility import (
     added_mask,
     aligned,

@@ -21,17 +21,8 @@ from lit_dlm.backbones.architecture import (
 )
 from lit_dlm.backbones.attention import AttentionRoute
 from lit_dlm.backbones.experts import Piece, expert_biases
-from lit_dlm.backbones.resolution import (
-    EXPORT_KEY,
-    RELEASE_KEY,
-    FromAR,
-    Resolved,
-    is_local,
-    locate,
-    resolve,
-    unpinned,
-    weight_files,
-)
+from lit_dlm.backbones.location import is_local, locate, unpinned, weight_files
+from lit_dlm.backbones.resolution import EXPORT_KEY, RELEASE_KEY, FromAR, Resolved, resolve
 from lit_dlm.backbones.weights import load_weights
 from lit_dlm.system.files import fitting
 

@@ -1,4 +1,4 @@
-"""From the name of a model (embedded, folder or hub id) to its :class:`Architecture` and tokenizer.
+"""From the configuration of a model to its :class:`Architecture`.
 
 No code of a checkpoint is ever run. Options that transformers' decoders cannot express are refused
 by name. Special tokens get the ids that the folder's tokenizer has for the family's tokens, since
@@ -8,19 +8,12 @@ SDAR's).
 
 from __future__ import annotations
 
-import base64
 import logging
-import math
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from itertools import chain
 from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-
-from huggingface_hub import DryRunFileInfo, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from lit_dlm.backbones.architecture import (
     FAMILIES,
@@ -31,206 +24,20 @@ from lit_dlm.backbones.architecture import (
     family_of,
     original_key,
 )
-from lit_dlm.backbones.base import UNKNOWN_ID, Backbone, BackboneSpec
+from lit_dlm.backbones.base import UNKNOWN_ID, BackboneSpec
 from lit_dlm.backbones.experts import FIXED, WORDS, Experts, Piece, pieces
+from lit_dlm.backbones.location import locate
+from lit_dlm.backbones.tokenizer import (
+    named_tokens,
+    read_added_tokens,
+    read_if_there,
+    tokenizer_size,
+)
 from lit_dlm.system.files import fitting, read_json_object
 from lit_dlm.system.options import one_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-
-ASSETS = Path(__file__).resolve().parents[1] / "assets"
-"""Folder of the embedded models."""
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
-INDEX_FILE = "model.safetensors.index.json"
-_MOST_GROWTH = 512
-_GROWTH = {"NFKC": 11.0, "NFKD": 11.0, "NFC": 3.0, "NFD": 3.0, "ByteLevel": 2.0, "Metaspace": 4.0}
-"""Most growth by a step of a tokenizer whose settings do not matter."""
-_DESCRIPTION_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
-
-
-def embedded_names() -> list[str]:
-    """Names of the models that ship with the package, sorted."""
-    return sorted(path.parent.name for path in ASSETS.glob("*/config.json"))
-
-
-def locate(path_or_id: str, *, weights: bool = True) -> Path:
-    """Finds the folder of an embedded name (``tiny``), a local folder or a hub id ``owner/name``.
-
-    A hub id may end in ``@revision``; an existing folder wins over it. Only a hub id may use the
-    network, for the weights only if they are wanted.
-    """
-    # Embedded names first, so that a folder in the working directory does not change what they
-    # mean.
-    if path_or_id in embedded_names():
-        return ASSETS / path_or_id
-    folder = Path(path_or_id).expanduser()
-    if path_or_id.strip() and folder.is_dir():
-        return folder
-    if not is_hub_id(path_or_id):
-        raise ValueError(
-            f"path: {path_or_id!r} is neither an existing folder nor an embedded model "
-            f"({', '.join(embedded_names()) or 'none is installed'}) nor a hub id 'owner/name'"
-        )
-    return Path(_snapshot(path_or_id, allow_patterns=_patterns(weights)))
-
-
-def _snapshot(hub_id: str, **options: Any) -> Any:
-    repo, _, revision = hub_id.partition("@")
-    try:
-        return snapshot_download(repo, revision=revision or None, **options)
-    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
-        reason = str(error).strip().split("\n", maxsplit=1)[0]
-        raise ValueError(
-            f"{hub_id!r} is no existing folder, and the hub did not deliver it: {reason}"
-        ) from error
-
-
-def is_hub_id(path_or_id: str) -> bool:
-    """Whether a name is ``owner/name``, optionally with ``@revision``, and not a local path.
-
-    If a folder ``runs`` exists, ``runs/model`` counts as a mistyped path.
-    """
-    # A mistyped local path must not be sent to the hub.
-    has_form = _HUB_ID.fullmatch(path_or_id) is not None
-    return has_form and not Path(path_or_id).expanduser().parent.is_dir()
-
-
-def unpinned(path_or_id: str) -> str:
-    """Returns the name without the ``@revision`` of a hub id."""
-    return path_or_id.partition("@")[0] if is_hub_id(path_or_id) else path_or_id
-
-
-def is_local(path_or_id: str) -> bool:
-    """Whether :func:`locate` finds a model without the hub."""
-    return path_or_id in embedded_names() or Path(path_or_id).expanduser().exists()
-
-
-def hub_files(
-    hub_id: str, *, weights: bool = True, repo_type: Literal["model", "dataset"] = "model"
-) -> list[DryRunFileInfo]:
-    """Returns name and size of each file that the hub would deliver, and whether it is cached."""
-    patterns = _patterns(weights) if repo_type == "model" else None
-    return list(_snapshot(hub_id, repo_type=repo_type, allow_patterns=patterns, dry_run=True))
-
-
-def in_hub_cache(hub_id: str, *, weights: bool = True) -> bool:
-    """Whether a hub model is in the cache, with its weights if wanted; uses no network."""
-    try:
-        folder = Path(_snapshot(hub_id, local_files_only=True))
-        if weights and (folder / INDEX_FILE).is_file():
-            weight_files(folder)
-    except ValueError:
-        return False
-    # An adapter's file has another name.
-    return not weights or any(path.is_file() for path in folder.glob("*.safetensors"))
-
-
-def _patterns(weights: bool) -> list[str]:
-    return [*_DESCRIPTION_FILES, *(["*.safetensors"] if weights else [])]
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Returns a model folder's safetensors files: those that an index names, else the only one."""
-    path = folder / INDEX_FILE
-    if path.is_file():
-        with fitting(path):
-            names = sorted(set(read_json_object(path)["weight_map"].values()))
-            for name in names:
-                if Path(name).name != name or not (folder / name).is_file():
-                    raise ValueError(f"{path}: expected names of files beside it, got {name!r}")
-        return [folder / name for name in names]
-    single = folder / "model.safetensors"
-    if not single.is_file():
-        raise ValueError(
-            f"{folder}: expected {single.name} or {INDEX_FILE} (pickled weights are not read)"
-        )
-    return [single]
-
-
-def load_tokenizer(path_or_id: str) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer in a model's folder.
-
-    Custom tokenizer classes named in a checkpoint (Dream, LLaDA) are not needed: a
-    ``tokenizer.json`` is complete, and ``vocab.json`` with ``merges.txt`` is read as Qwen2's.
-    """
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer  # takes seconds
-
-    folder = locate(path_or_id, weights=False)
-    whole, parts = folder / "tokenizer.json", (folder / "vocab.json", folder / "merges.txt")
-    if not whole.is_file() and not all(path.is_file() for path in parts):
-        raise ValueError(
-            f"{path_or_id}: expected tokenizer.json, or vocab.json with merges.txt, in {folder}"
-        )
-    kind: type[PreTrainedTokenizerBase] = Qwen2Tokenizer
-    if whole.is_file():
-        kind = PreTrainedTokenizerFast
-        with fitting(whole):
-            steps = read_json_object(whole)
-            # A stranger's tokenizer may turn a word into gigabytes. Steps follow each other, so
-            # their growth multiplies; text passes the first two on the way in and the last on the
-            # way out.
-            for names in (("normalizer", "pre_tokenizer"), ("decoder",)):
-                if (growth := math.prod(_growth(steps.get(name)) for name in names)) > _MOST_GROWTH:
-                    wanted = f"texts that become at most {_MOST_GROWTH} times as long"
-                    raise ValueError(f"{whole}: expected {wanted}, got {growth:.3g} ({names[0]})")
-    try:
-        with fitting(folder / "tokenizer_config.json" if whole.is_file() else parts[1]):
-            tokenizer = kind.from_pretrained(folder, local_files_only=True)
-            tokenizer("")  # uses settings that nothing has looked at
-    except ValueError:  # another file may be the wrong one
-        tokenizer_size(folder)
-        if whole.is_file():
-            with fitting(whole):
-                Tokenizer.from_file(str(whole))
-        raise
-    return tokenizer
-
-
-def _growth(step: Any) -> float:
-    """Returns how many times as many bytes a step of a tokenizer may make of a text."""
-    match step:
-        case {"type": "Sequence"}:
-            lists = [steps for steps in step.values() if isinstance(steps, list)]
-            return math.prod(map(_growth, chain(*lists)))
-        case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old:
-            return max(len(new.encode()) / len(old.encode()), 1.0)
-        case {"type": "Replace", "content": str(new)} | {"type": "Prepend", "prepend": str(new)}:
-            return 1.0 + 2 * len(new.encode())  # a pattern may match before and after a character
-        case {"type": "Precompiled", "precompiled_charsmap": str(table)}:
-            data = base64.b64decode(table)
-            texts = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
-            return max(map(len, texts)) / 3  # of one character, mostly of three bytes
-        case {"type": str(kind)}:
-            return _GROWTH.get(kind, 1.0)
-    return 1.0
-
-
-def tokenizer_of(
-    backbone: Backbone, path_or_id: str, *, option: str = "tokenizer"
-) -> PreTrainedTokenizerBase:
-    """Loads a model's tokenizer; raises ``ValueError`` if its ids do not fit the model."""
-    tokenizer, spec = load_tokenizer(path_or_id), backbone.spec
-    used = set(tokenizer.get_vocab().values())
-    # An id beyond the embedding would fail in the middle of a forward, on a GPU without a message.
-    highest = max(used)
-    fault = ""
-    if highest >= backbone.vocab_size:
-        fault = f"ids below {backbone.vocab_size}, got {highest}"
-    for kind, ids in {"mask": (spec.mask_id,), "eos": spec.eos_ids}.items():
-        own = getattr(tokenizer, f"{kind}_token_id")
-        # LLaDA's tokenizer does not say which of its added tokens is the mask, and the tokenizer of
-        # an autoregressive model has none.
-        words = used.difference(tokenizer.added_tokens_decoder)
-        strange = words.issuperset(ids) if own is None else own not in ids
-        if strange and not fault and UNKNOWN_ID not in ids:
-            fault = f"{kind}_token {' or '.join(map(str, ids))}, got {own}"
-    if fault:
-        raise ValueError(f"{option}: {path_or_id} does not fit the model: expected {fault}")
-    return tokenizer
+    pass
 
 
 logger = logging.getLogger(__name__)
@@ -362,7 +169,7 @@ def resolve(
             if family is None:
                 described["eos_token_id"] = _stop_ids(config, folder)
             if from_ar is not None:
-                named = {} if folder is None else _named_tokens(folder)
+                named = {} if folder is None else named_tokens(folder)
                 mask_token = named.get("mask_token", MASK_TOKEN)
                 # A new mask comes after the tokenizer's last token; the embedding often has unused
                 # rows there, and grows where it has none.
@@ -540,51 +347,6 @@ def _llada_sizes(config: Mapping[str, Any], source: str, *, decoder: str) -> dic
 # -- special tokens ------------------------------------------------------------------------------
 
 
-def read_added_tokens(folder: Path) -> dict[str, int]:
-    """Returns the added tokens of a folder's tokenizer files, if there are any, with their ids.
-
-    Reads ``tokenizer_config.json``, ``added_tokens.json`` and ``tokenizer.json``; the later file
-    wins. No tokenizer is built.
-    """
-    ids: dict[str, int] = {}
-    with fitting(path := folder / "tokenizer_config.json"):
-        described = _read_if_there(path).get("added_tokens_decoder", {})
-        ids |= {entry["content"]: int(number) for number, entry in described.items()}
-    with fitting(path := folder / "added_tokens.json"):
-        ids |= {text: index(number) for text, number in _read_if_there(path).items()}
-    with fitting(path := folder / "tokenizer.json"):
-        listed = _read_if_there(path).get("added_tokens", [])
-        ids |= {entry["content"]: index(entry["id"]) for entry in listed}
-    return ids
-
-
-def tokenizer_size(folder: Path) -> int | None:
-    """Returns a folder's largest token id plus one; ``None`` without a vocabulary file."""
-    added = read_added_tokens(folder).values()
-    with fitting(path := folder / "tokenizer.json"):
-        vocabulary = _read_if_there(path).get("model", {}).get("vocab")
-    if vocabulary is None:
-        vocabulary = _read_if_there(path := folder / "vocab.json") or None
-    if vocabulary is None:
-        return None
-    with fitting(path):
-        # Unigram models list pairs in the order of their ids.
-        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-        return index(max([*ids, *added])) + 1
-
-
-def _named_tokens(folder: Path) -> dict[str, str]:
-    """Returns ``eos_token``, ``pad_token`` and ``mask_token`` as far as a folder names them."""
-    named = _read_if_there(folder / "tokenizer_config.json")
-    wanted = {name: named.get(name) for name in ("eos_token", "pad_token", "mask_token")}
-    texts = {name: v.get("content") if isinstance(v, dict) else v for name, v in wanted.items()}
-    return {name: str(text) for name, text in texts.items() if text}
-
-
-def _read_if_there(path: Path) -> dict[str, Any]:
-    return read_json_object(path) if path.is_file() else {}
-
-
 def _listed(value: Any) -> tuple[int, ...]:
     """Returns the ids of an option, which may be absent, one id or several."""
     if value is None:
@@ -598,7 +360,7 @@ def _stop_ids(config: Mapping[str, Any], folder: Path | None) -> tuple[int, ...]
     named = _listed(config.get("eos_token_id"))
     if folder is not None:
         with fitting(path := folder / "generation_config.json"):
-            named += tuple(map(index, _listed(_read_if_there(path).get("eos_token_id"))))
+            named += tuple(map(index, _listed(read_if_there(path).get("eos_token_id"))))
     return tuple(dict.fromkeys(named))
 
 

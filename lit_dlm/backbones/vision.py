@@ -10,7 +10,9 @@ import torch
 
 from lit_dlm.backbones.base import BackboneSpec
 from lit_dlm.backbones.loading import Source
-from lit_dlm.backbones.resolution import locate, read_added_tokens, resolve
+from lit_dlm.backbones.location import locate
+from lit_dlm.backbones.resolution import resolve
+from lit_dlm.backbones.tokenizer import read_added_tokens
 from lit_dlm.backbones.weights import load_weights
 from lit_dlm.system.files import fitting
 from lit_dlm.vision.base import Vision, VisionSettings

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lit_dlm.backbones.resolution import INDEX_FILE
+from lit_dlm.backbones.location import INDEX_FILE
 from lit_dlm.system.files import (
     DIGEST,
     add_tensor,

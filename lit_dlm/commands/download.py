@@ -13,7 +13,7 @@ from typing import Any
 
 from huggingface_hub import constants
 
-from lit_dlm.backbones.resolution import hub_files, in_hub_cache, is_hub_id, is_local, locate
+from lit_dlm.backbones.location import hub_files, in_hub_cache, is_hub_id, is_local, locate
 from lit_dlm.commands.run import parsed
 from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.system.terminal import PlainConsole

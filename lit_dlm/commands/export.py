@@ -15,7 +15,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from lit_dlm.backbones.export import ExportLayout, export_model, own_layout, save_adapter
 from lit_dlm.backbones.hf import HFBackbone, load_backbone
 from lit_dlm.backbones.loading import DType
-from lit_dlm.backbones.resolution import is_local, locate, unpinned
+from lit_dlm.backbones.location import is_local, locate, unpinned
 from lit_dlm.reports.results import ResultFolder, write_json
 from lit_dlm.reports.summary import MethodSummary, markdown_tables, summarise_run
 from lit_dlm.system.files import read_json_object, write_atomically

@@ -20,8 +20,9 @@ import torch
 from lit_dlm.backbones.adapter_files import read_adapter_settings
 from lit_dlm.backbones.architecture import Architecture
 from lit_dlm.backbones.loading import torch_dtype
+from lit_dlm.backbones.location import locate
 from lit_dlm.backbones.lora import LoRASettings
-from lit_dlm.backbones.resolution import FromAR, locate, resolve
+from lit_dlm.backbones.resolution import FromAR, resolve
 from lit_dlm.decoding.caches import PROMPT_TOKENS
 from lit_dlm.predict.decode import default_batch
 from lit_dlm.tensors.fused_head import CHUNK_ELEMENTS

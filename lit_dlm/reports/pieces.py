@@ -128,7 +128,8 @@ def tokenizer_of(shards: Sequence[Path], name: str | None) -> Any:
     ``None``, which shows ids, for the name ``none`` and for the run of a foreign loop or import.
     """
     # Imported here: tokenizers take seconds to import, and ids need none.
-    from lit_dlm.backbones.resolution import embedded_names, load_tokenizer
+    from lit_dlm.backbones.location import embedded_names
+    from lit_dlm.backbones.tokenizer import load_tokenizer
 
     if name is not None:
         return None if name == "none" else load_tokenizer(name)

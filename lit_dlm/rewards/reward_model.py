@@ -15,7 +15,8 @@ from transformers import (
 
 from lit_dlm.backbones.chat_template import apply_chat_template
 from lit_dlm.backbones.loading import DType
-from lit_dlm.backbones.resolution import load_tokenizer, locate, weight_files
+from lit_dlm.backbones.location import locate, weight_files
+from lit_dlm.backbones.tokenizer import load_tokenizer
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
 from lit_dlm.system.files import fitting
 from lit_dlm.system.options import refuse_first

@@ -22,7 +22,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
 
-from lit_dlm.backbones.resolution import ASSETS
+from lit_dlm.backbones.location import ASSETS
 from lit_dlm.system.extras import pip_install, required
 from lit_dlm.tasks.base import PromptExample
 from lit_dlm.tasks.drawings import PictureScorer

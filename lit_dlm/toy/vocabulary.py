@@ -14,7 +14,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from lit_dlm.backbones.resolution import ASSETS
+from lit_dlm.backbones.location import ASSETS
 from lit_dlm.toy.generated import TrainingSource
 from lit_dlm.toy.word_problems import ITEMS, NAMES
 

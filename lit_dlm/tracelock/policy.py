@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone, backbone_facts, check_facts
-from lit_dlm.backbones.resolution import ASSETS, embedded_names, is_hub_id, locate
+from lit_dlm.backbones.location import ASSETS, embedded_names, is_hub_id, locate
 from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.state import DecodeState, Proposal, Selection
 from lit_dlm.system.options import at_least, within

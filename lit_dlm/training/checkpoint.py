@@ -34,8 +34,8 @@ from transformers import PreTrainedModel
 
 from lit_dlm.backbones.export import export_model, save_adapter
 from lit_dlm.backbones.hf import HFBackbone
+from lit_dlm.backbones.location import locate
 from lit_dlm.backbones.lora import adapter_parameters
-from lit_dlm.backbones.resolution import locate
 from lit_dlm.config.saved import LAST
 from lit_dlm.system.files import (
     copy_file,

@@ -11,7 +11,7 @@ import pytest
 
 from lit_dlm.backbones import chat_template, load_tokenizer
 from lit_dlm.backbones.chat_template import apply_chat_template
-from lit_dlm.backbones.resolution import ASSETS
+from lit_dlm.backbones.location import ASSETS
 from lit_dlm.generation import generate
 from lit_dlm.predict.decode import encoded_turns
 from lit_dlm.tasks.base import shipped_templates

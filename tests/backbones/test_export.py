@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from lit_dlm.backbones import HFBackbone, load_backbone, resolve, weights
 from lit_dlm.backbones.export import export_model
-from lit_dlm.backbones.resolution import weight_files
+from lit_dlm.backbones.location import weight_files
 from lit_dlm.backbones.visibility import aligned
 from tests.backbones.conftest import tiny_architecture
 from tests.backbones.folders import IDS, VARIANTS, assert_logits, write

@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 
 from lit_dlm.backbones import HFBackbone, tokenizer_of
 from lit_dlm.backbones.export import save_adapter
+from lit_dlm.backbones.location import ASSETS
 from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.backbones.projection import Projector, ProjectorConfig
-from lit_dlm.backbones.resolution import ASSETS, load_tokenizer
+from lit_dlm.backbones.tokenizer import load_tokenizer
 from lit_dlm.rewards import RewardModel
 from lit_dlm.system.files import write_folder
 from lit_dlm.tracelock.scorer import AcceptanceScorer

@@ -12,8 +12,8 @@ from tokenizers.pre_tokenizers import Whitespace
 
 import lit_dlm
 from lit_dlm import DecodeModule
-from lit_dlm.backbones import HFBackbone, load_tokenizer, resolution, tokenizer_of
-from lit_dlm.backbones.resolution import locate
+from lit_dlm.backbones import HFBackbone, load_tokenizer, location, tokenizer_of
+from lit_dlm.backbones.location import locate
 from lit_dlm.tasks import PromptExample
 from tests.shared_data import shared
 
@@ -27,7 +27,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]
         calls.append({"repo": repo, **options})
         return str(tmp_path / "downloaded")
 
-    monkeypatch.setattr(resolution, "snapshot_download", download)
+    monkeypatch.setattr(location, "snapshot_download", download)
     return calls
 
 
@@ -40,8 +40,8 @@ def test_an_embedded_name_wins_over_a_folder_of_that_name(
     (assets / "other").mkdir()  # no model
     (tmp_path / "small").mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(resolution, "ASSETS", assets)
-    assert resolution.embedded_names() == ["small"]
+    monkeypatch.setattr(location, "ASSETS", assets)
+    assert location.embedded_names() == ["small"]
     assert locate("small") == assets / "small"
 
 
@@ -70,7 +70,7 @@ def test_a_hub_id_is_downloaded_without_code_or_pickles(
     assert ["*.safetensors" in call["allow_patterns"] for call in hub] == [True, False]
     assert not any({"*.py", "*.bin"} & set(call["allow_patterns"]) for call in hub)
     offline = Mock(side_effect=LocalEntryNotFoundError("no connection"))
-    monkeypatch.setattr(resolution, "snapshot_download", offline)
+    monkeypatch.setattr(location, "snapshot_download", offline)
     with pytest.raises(ValueError, match=r"'owner/name' is no existing folder.*no connection"):
         locate("owner/name")
 

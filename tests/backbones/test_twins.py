@@ -10,7 +10,8 @@ import torch
 
 from lit_dlm.backbones import FromAR, HFBackbone
 from lit_dlm.backbones.architecture import FAMILIES
-from lit_dlm.backbones.resolution import load_tokenizer, read_added_tokens, read_config, resolve
+from lit_dlm.backbones.resolution import read_config, resolve
+from lit_dlm.backbones.tokenizer import load_tokenizer, read_added_tokens
 from lit_dlm.backbones.vision import token_vision
 from lit_dlm.config.files import load
 from lit_dlm.decoding.sampler import Sampler

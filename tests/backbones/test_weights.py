@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lit_dlm.backbones.resolution import weight_files
+from lit_dlm.backbones.location import weight_files
 from lit_dlm.backbones.weights import load_weights, save_weights
 from tests.processes import mapping_of
 

@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 import cli
-from lit_dlm.backbones import resolution
+from lit_dlm.backbones import location
 from lit_dlm.commands.download import sources
 
 GIGABYTE = 10**9
@@ -56,7 +56,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, str]
 
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "0")  # put back behind the test
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: None)  # it answers
-    monkeypatch.setattr(resolution, "snapshot_download", snapshot)
+    monkeypatch.setattr(location, "snapshot_download", snapshot)
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.chdir(tmp_path)
     return fetched

@@ -15,8 +15,8 @@ import cli
 from lit_dlm.backbones import HFBackbone, LoRASettings, load_backbone, load_tokenizer
 from lit_dlm.backbones.base import backbone_facts
 from lit_dlm.backbones.export import save_adapter
+from lit_dlm.backbones.location import ASSETS
 from lit_dlm.backbones.projection import ProjectorConfig
-from lit_dlm.backbones.resolution import ASSETS
 from lit_dlm.decoding import Decoder, NoQuota
 from lit_dlm.decoding.description import decoder_from_description
 from lit_dlm.reports.results import ResultFolder

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lit_dlm.backbones import load_backbone
-from lit_dlm.backbones.resolution import ASSETS
+from lit_dlm.backbones.location import ASSETS
 from lit_dlm.commands.traj import main
 from lit_dlm.reports import viewer_command as view
 from lit_dlm.trajectories.store.files import shards_in

@@ -9,7 +9,7 @@ import torch
 from lit_dlm.backbones import load_backbone
 from lit_dlm.backbones.export import save_adapter
 from lit_dlm.backbones.lora import LoRASettings
-from lit_dlm.backbones.resolution import load_tokenizer
+from lit_dlm.backbones.tokenizer import load_tokenizer
 from lit_dlm.grading import isolation_level
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from tests.e2e.runs import ARCHITECTURE, QUIET, compact, fails, killed, problems, results, run

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lit_dlm.backbones.resolution import locate
+from lit_dlm.backbones.location import locate
 from tests.e2e.runs import QUIET, problems, run, write_jsonl
 
 pytestmark = pytest.mark.slow

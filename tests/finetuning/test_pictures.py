@@ -14,7 +14,7 @@ from lit_dlm.backbones.export import export_model, save_adapter
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.backbones.projection import ProjectorConfig
-from lit_dlm.backbones.resolution import load_tokenizer
+from lit_dlm.backbones.tokenizer import load_tokenizer
 from lit_dlm.datamodules.supervised_sources import ModelFacts, RecordedDecodes, RecordedPairs
 from lit_dlm.decoding import ConfidencePolicy, Decoder, FixedQuota
 from lit_dlm.finetuning.sft import SFTModule

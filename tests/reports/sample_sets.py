@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from lit_dlm.backbones.resolution import load_tokenizer
+from lit_dlm.backbones.tokenizer import load_tokenizer
 from lit_dlm.reports.pieces import TokenPieces
 from lit_dlm.reports.results import ResultFolder
 from lit_dlm.reports.samples import Sample, SampleSet

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from lit_dlm.backbones.resolution import load_tokenizer
+from lit_dlm.backbones.tokenizer import load_tokenizer
 from lit_dlm.reports.pieces import TokenPieces
 from tests.reports.sample_sets import EOS, MASK, ids_of, tiny_pieces
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lit_dlm.backbones import load_tokenizer
-from lit_dlm.backbones.resolution import ASSETS
+from lit_dlm.backbones.location import ASSETS
 from lit_dlm.decoding import PCSamplerPolicy, Proposal
 from lit_dlm.toy.python_functions import PythonFunctions
 from lit_dlm.toy.word_problems import WordProblems
