@@ -37,16 +37,19 @@ def test_loading_needs_the_weights_and_one_shard(tmp_path: Path, monkeypatch: py
     shards = [path.stat().st_size for path in tmp_path.glob("*.safetensors")]
     assert len(shards) >= 6
     load_backbone(tmp_path)  # what the first load allocates once is not counted
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # freed memory that is kept would hide a peak
-    reset.write_text("5")
-    before = memory("VmRSS")
-    backbone = load_backbone(tmp_path)
-    grown = memory("VmHWM") - before
-    total = sum(parameter.nbytes for parameter in backbone.parameters())
-    assert total > 39 * MEBIBYTE
+    grown = []
+    for _ in range(3):  # noise of a process that has run other tests only adds, so the least counts
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # freed memory that is kept would hide a peak
+        reset.write_text("5")
+        before = memory("VmRSS")
+        backbone = load_backbone(tmp_path)
+        grown.append(memory("VmHWM") - before)
+        total = sum(parameter.nbytes for parameter in backbone.parameters())
+        assert total > 39 * MEBIBYTE
+        del backbone
     # Memory that the allocator still held makes it less; 2 MiB are the allocator's own.
-    assert grown <= total + max(shards) + 2 * MEBIBYTE
+    assert min(grown) <= total + max(shards) + 2 * MEBIBYTE
 
 
 def test_loading_goes_straight_to_the_device(tmp_path: Path):
