@@ -48,8 +48,8 @@ def test_loading_needs_the_weights_and_one_shard(tmp_path: Path, monkeypatch: py
         total = sum(parameter.nbytes for parameter in backbone.parameters())
         assert total > 39 * MEBIBYTE
         del backbone
-    # Memory that the allocator still held makes it less; 2 MiB are the allocator's own.
-    assert min(grown) <= total + max(shards) + 2 * MEBIBYTE
+    # Memory that the allocator still held makes it less; half a shard is the allocator's own.
+    assert min(grown) <= total + max(shards) + 3 * MEBIBYTE
 
 
 def test_loading_goes_straight_to_the_device(tmp_path: Path):
