@@ -302,7 +302,14 @@ class TraceRLModule(TrainableModule):
             kl_weight=tokens.kl_weight,
         )
         # 3. The value model's.
-        value = self._value_terms(scores, batch)
+        value = None
+        if scores.value is not None:
+            assert tokens.returns is not None
+            assert tokens.old_value is not None
+            assert self.value is not None
+            value = value_loss(
+                scores.value, tokens.old_value, tokens.returns, tokens.weight, clip=self.value.clip
+            )
         total = actor.total if value is None else actor.total + value.total
         # 4. Sums over states, divided by the samples of a full batch. Smaller updates weight their
         # samples more (``shard_samples``), so every update is a mean over rows.
@@ -313,17 +320,6 @@ class TraceRLModule(TrainableModule):
         if self._trainer is not None and not batch.is_empty:
             self._log_update(batch, scores, actor, value)
         return loss
-
-    def _value_terms(self, scores: TokenScores, batch: RolloutBatch) -> LossTerms | None:
-        if scores.value is None:
-            return None
-        tokens = batch.tokens
-        assert tokens.returns is not None
-        assert tokens.old_value is not None
-        assert self.value is not None
-        return value_loss(
-            scores.value, tokens.old_value, tokens.returns, tokens.weight, clip=self.value.clip
-        )
 
     def _log_update(
         self, batch: RolloutBatch, scores: TokenScores, actor: LossTerms, value: LossTerms | None

@@ -27,8 +27,11 @@ class CommitPolicy(Component):
     all cells of the window, not only for masked ones), or ``region`` (for the whole response).
     A policy that requires ``hidden`` also has an attribute ``hidden_layers: tuple[int, ...]``."""
     needs_quota: bool = False
+    """Whether a decoder without a quota is refused."""
     takes_quota: bool = True
+    """Whether it may have a quota; else a decoder with one is refused."""
     needs_layout: bool = False
+    """Whether a decoder without a layout of regions is refused."""
     takes_back: bool = False
     """Whether it may take tokens back or replace them (``Selection.rewritten``)."""
     forwards_per_step: int = 0
