@@ -141,8 +141,7 @@ def load_decoder(
         wanted, held = model.num_parameters(), sum(path.stat().st_size for path in files)
         if wanted > held:  # before memory is asked for
             raise ValueError(f"{wanted} weights for {held} bytes of {files[0].name}, ...")
-    # Uninitialised, as everything is overwritten: what no file holds is an error below.
-    model.to_empty(device=torch.get_default_device())
+    _take_memory(model)
     ours = {**dict(model.named_parameters(remove_duplicate=False)), **expert_biases(model)}
     if architecture.tie_embeddings:  # leaving the meta device gave each its own memory
         model.lm_head.weight = model.model.embed_tokens.weight
@@ -161,6 +160,21 @@ def load_decoder(
     if resolved.adds_mask:
         _add_mask_row(model, mask_id=architecture.mask_id, vocab_size=architecture.vocab_size)
     return model, mapped
+
+
+def _take_memory(model: PreTrainedModel) -> None:
+    """Moves a decoder from the meta device to the default one, uninitialised.
+
+    Everything is overwritten: what no file holds is an error. Deterministic algorithms would fill
+    the memory first, and so hold the pages of weights that are mapped from their files, too.
+    """
+    deterministic: Any = torch.utils.deterministic  # types do not know its property
+    fills = deterministic.fill_uninitialized_memory
+    deterministic.fill_uninitialized_memory = False
+    try:
+        model.to_empty(device=torch.get_default_device())
+    finally:
+        deterministic.fill_uninitialized_memory = fills
 
 
 def _target(parts: Sequence[Piece], ours: Mapping[str, Tensor]) -> Tensor | list[Tensor]:

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,15 @@ def memory(field: str) -> int:
     return int(status.partition(f"{field}:")[2].split()[0]) * 1024
 
 
+@pytest.fixture
+def deterministic_algorithms() -> Iterator[None]:
+    """As a trainer that is deterministic leaves them."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic_algorithms")
 def test_loading_needs_the_weights_and_one_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """8 layers of 4 MiB and two tables of 4 MiB in shards of 6: at most 40 + 6 MiB, not 80."""
     reset = Path("/proc/self/clear_refs")
