@@ -13,6 +13,7 @@ from lit_dlm.config.components import Component
 from lit_dlm.decoding.state import DecodeState
 from lit_dlm.decoding.windows import Window
 from lit_dlm.system.options import at_least
+from lit_dlm.tensors.batches import DeviceTable
 
 
 class Quota(Component):
@@ -113,8 +114,9 @@ class ScheduleQuota(_StepsQuota):
         self.eps = eps
         # float32, as in the release: truncation makes the counts depend on it.
         times = torch.linspace(1.0, eps, (steps or steps_per_block or 0) + 1, dtype=torch.float32)
-        self._shares = 1.0 - times[1:] / times[:-1]
-        self._shares[-1] = 1.0  # the last step takes the rest
+        shares = 1.0 - times[1:] / times[:-1]
+        shares[-1] = 1.0  # the last step takes the rest
+        self._shares = DeviceTable(shares)
 
     def check(self, window: Window) -> None:
         # The first blocks would take all steps of the response.
@@ -128,8 +130,7 @@ class ScheduleQuota(_StepsQuota):
         # Shares of what is left now, as in the release, so early truncation is made up for later.
         masks = candidates.sum(1)
         step = state.block_step if self.steps is None else state.step
-        shares = self._shares.to(masks.device, non_blocking=True)
-        return (masks * shares[step.clamp_max(len(shares) - 1)]).long()
+        return (masks * self._shares[step.clamp_max(len(self._shares) - 1)]).long()
 
 
 class BudgetQuota(Quota):
@@ -174,7 +175,8 @@ class CosineQuota(Quota):
         self.steps = steps
         # float32, as in the release: rounding down makes the counts depend on it.
         ratios = [torch.tensor((step + 1) / steps, dtype=torch.float32) for step in range(steps)]
-        self._kept = torch.stack([torch.cos(ratio * math.pi * 0.5) for ratio in ratios])
+        kept = torch.stack([torch.cos(ratio * math.pi * 0.5) for ratio in ratios])
+        self._kept = DeviceTable(kept)
 
     def check(self, window: Window) -> None:
         _expect_steps_kept(self, window, window.is_whole)
@@ -182,8 +184,8 @@ class CosineQuota(Quota):
     def counts(self, state: DecodeState, candidates: Tensor) -> Tensor | None:
         masks = candidates.sum(1)
         step = state.block_step.clamp_max(self.steps - 1)
-        kept = self._kept.to(masks.device, non_blocking=True)[step]
-        kept = (state.block_masks * kept).floor().long().minimum(masks - 1).clamp_min(1)
+        kept = (state.block_masks * self._kept[step]).floor().long()
+        kept = kept.minimum(masks - 1).clamp_min(1)
         return torch.where(step == self.steps - 1, masks, masks - kept)
 
 

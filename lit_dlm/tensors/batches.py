@@ -66,12 +66,39 @@ def token_batches(sizes: NDArray[np.integer], max_tokens: int) -> list[NDArray[n
     return batches
 
 
+FREE_READS = frozenset({"cpu"})
+"""Types of devices whose values the host reads without waiting."""
+
+
 def reads_are_free(device: torch.device) -> bool:
     """Whether the host may read a value of a device without waiting for work to end.
 
     On a CPU, a question that saves work is worth asking. A GPU would run dry meanwhile.
     """
-    return device.type == "cpu"
+    return device.type in FREE_READS
+
+
+class DeviceTable:
+    """Numbers that steps look up, uploaded once to every device that asks for them.
+
+    A CUDA graph cannot upload them, and reads them where they were when it was captured.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values
+        self._copies: dict[torch.device, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, index: Tensor) -> Tensor:
+        """Returns the entries at ``(...)`` int64 indices, on their device."""
+        if index.device not in self._copies:
+            self._copies[index.device] = self._values.to(index.device)
+        return self._copies[index.device][index]
+
+    def __reduce__(self) -> tuple[type[DeviceTable], tuple[Tensor]]:
+        return type(self), (self._values,)  # another process may have no such device
 
 
 def row_index(rows: Sequence[int], device: torch.device) -> Tensor:

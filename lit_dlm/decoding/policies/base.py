@@ -12,6 +12,7 @@ from lit_dlm.backbones.base import Backbone, Denoised
 from lit_dlm.config.components import Component
 from lit_dlm.decoding.state import DecodeState, Proposal, Selection
 from lit_dlm.system.options import at_least, within
+from lit_dlm.tensors.batches import DeviceTable
 from lit_dlm.tensors.sampling import rank_descending, top_quota, uniform_noise
 
 
@@ -265,7 +266,7 @@ class NoisyConfidencePolicy(TopQuotaPolicy):
         self.steps = steps
         self.temperature = temperature
         shares = 1.0 - torch.arange(1, steps + 1, dtype=torch.float64) / steps
-        self._left = temperature * shares.cumprod(0)
+        self._left = DeviceTable(temperature * shares.cumprod(0))
 
     @property
     def draws(self) -> bool:
@@ -273,8 +274,7 @@ class NoisyConfidencePolicy(TopQuotaPolicy):
 
     def score(self, state: DecodeState, proposal: Proposal) -> Tensor:
         uniform = uniform_noise(state.seeds, state.step, state.positions, stream=1)
-        step = state.block_step.clamp_max(self.steps - 1)
-        left = self._left.to(step.device, non_blocking=True)[step][:, None]
+        left = self._left[state.block_step.clamp_max(self.steps - 1)][:, None]
         # Without the bound, noise could not change the order of candidates of probability 0.
         return proposal.prob.clamp_min(1e-20).log() - left * uniform.log().neg().log()
 

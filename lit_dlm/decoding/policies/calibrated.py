@@ -15,6 +15,7 @@ from torch import Tensor
 from lit_dlm.decoding.policies.base import TopQuotaPolicy
 from lit_dlm.decoding.state import DecodeState, Proposal
 from lit_dlm.system.options import at_least, within
+from lit_dlm.tensors.batches import DeviceTable
 
 
 class PCSamplerPolicy(TopQuotaPolicy):
@@ -48,10 +49,9 @@ class PCSamplerPolicy(TopQuotaPolicy):
         self.decay = decay
         self.clip = clip
         self.sha256 = sha256
-        self._rarity: Tensor | None = None
 
     @cached_property
-    def _counts(self) -> tuple[Tensor, str]:
+    def _counts(self) -> tuple[DeviceTable, str]:
         """``(n + 1,)`` float64 ``-log f`` by id, the last for ``n`` and above; and the digest."""
         path = Path(self.background)
         if self.background == "tiny":
@@ -71,15 +71,12 @@ class PCSamplerPolicy(TopQuotaPolicy):
         digest = hashlib.sha256(content).hexdigest()
         if self.sha256 not in (None, digest):
             raise ValueError(f"background: {path} has sha256 {digest}, expected {self.sha256}")
-        return rarity, digest
+        return DeviceTable(rarity), digest
 
     def score(self, state: DecodeState, proposal: Proposal) -> Tensor:
-        device = proposal.ids.device
-        if self._rarity is None or self._rarity.device != device:  # one copy, not one a step
-            self._rarity = self._counts[0].to(device)
-        rarity = self._rarity
+        rarity, _ = self._counts
         salience = proposal.prob * rarity[proposal.ids.clamp_max(len(rarity) - 1)]
-        columns = torch.arange(proposal.ids.shape[1], device=device)
+        columns = torch.arange(proposal.ids.shape[1], device=proposal.ids.device)
         return salience.clamp_max(self.clip).log() - self.decay * (columns - state.start)
 
     def describe(self) -> dict[str, Any]:
