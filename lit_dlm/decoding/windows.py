@@ -14,6 +14,7 @@ from lit_dlm.backbones.visibility import first_column
 from lit_dlm.config.components import Component
 from lit_dlm.decoding.state import DecodeState
 from lit_dlm.system.options import at_least
+from lit_dlm.tensors.batches import reads_are_free
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,9 @@ class BlockWindow(Window):
         return WindowView(
             # Left of a row's leftmost block there are no masks.
             candidates=state.masked & (columns < begin + self.block_length),
-            # A last block that is cut short repeats its last column, which is harmless.
-            columns=(begin + columns[: min(self.block_length, longest)]).clamp_max(L - 1),
+            # A last block that is cut short repeats its last column, which is harmless. Without
+            # masks, a row may begin left of the canvas.
+            columns=(begin + columns[: min(self.block_length, longest)]).clamp(0, L - 1),
             # Rounded up: a first block that begins in the prompt is block 0.
             block=(begin[:, 0] + (self.block_length - 1 - state.start)) // self.block_length,
             num_blocks=-(-(L - state.start) // self.block_length),
@@ -205,7 +207,8 @@ class SteppedBlockWindow(Window):
             )
         number = (state.step // (self.steps // num_blocks)).clamp_max(num_blocks - 1)
         ends = state.start + (number + 1) * self.block_length
-        end = int(ends.max())  # of the row furthest ahead; waits for a GPU
+        # Of the row furthest ahead, or of the whole response where asking means waiting.
+        end = int(ends.max()) if reads_are_free(ends.device) else L
         columns = torch.arange(L, device=state.ids.device)
         return WindowView(
             candidates=state.masked & (columns < ends[:, None]),

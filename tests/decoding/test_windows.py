@@ -38,6 +38,16 @@ def test_where_a_step_may_commit_and_looks(window, candidates, columns, block, n
     assert view.num_blocks == num_blocks
 
 
+@pytest.mark.parametrize("length", [2, 4, 99])
+@pytest.mark.parametrize("origin", ["sequence", "response"])
+def test_a_row_without_masks_looks_at_columns_that_exist(length, origin):
+    state = state_with_masks([[0] * 6, [0, 0, 1, 0, 1, 1]])
+    for window in (BlockWindow(length, origin=origin), SlidingWindow(length), FullWindow()):
+        view = window.view(state)
+        assert not view.candidates[0].any()
+        assert 0 <= view.columns.min() <= view.columns.max() <= 7
+
+
 def test_masked_columns_come_first_and_at_least_one_is_kept():
     """Columns 2..5; row 0 is masked at 3 and 5, row 1 at 4: two are kept, row 1 adds column 2."""
     state = state_with_masks([[0, 1, 0, 1], [0, 0, 1, 0]])
