@@ -172,5 +172,6 @@ def _rank_in_region(scores: Tensor, candidates: Tensor, regions: RegionMap) -> T
     ranks = rank_descending(scores, candidates)
     # Regions in the order of the ranks, and how often each has come up so far.
     ordered = torch.empty_like(regions.ids).scatter_(1, ranks, regions.ids)
-    seen = torch.nn.functional.one_hot(ordered, len(regions)).cumsum(1) - 1  # (b, L, R)
+    numbers = torch.arange(len(regions), device=ordered.device)
+    seen = (ordered[..., None] == numbers).cumsum(1) - 1  # (b, L, R)
     return seen.gather(2, ordered[..., None])[..., 0].gather(1, ranks)

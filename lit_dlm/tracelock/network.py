@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 from typing import Literal
 
 import torch
@@ -173,6 +174,7 @@ def accepted(
     return accept if max_accept is None else top_quota(logits, accept, max_accept)
 
 
+@cache
 def as_logit(threshold: float) -> float:
     """Returns what decision logits are compared with, for a probability."""
     # Not the other way round: a sigmoid in float32 cannot tell a logit of 17 from 18.
