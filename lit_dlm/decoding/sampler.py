@@ -87,6 +87,10 @@ class Sampler:
             if name != "allowed_ids" or value is not None
         }
 
+    @property
+    def _is_filtered(self) -> bool:
+        return self.top_k is not None or (self.top_p is not None and self.top_p < 1.0)
+
     def id_range(self, spec: BackboneSpec) -> tuple[int, int | None]:
         """Returns the first id that may be proposed and the end of the range, or ``None``."""
         return self.allowed_ids or (0, spec.text_vocab_size)
@@ -177,8 +181,7 @@ class Sampler:
 
     def _draws_by_runs(self, values: Tensor) -> bool:
         # Under a filter a draw would depend on how many ids ``survivors`` looked at.
-        is_filtered = self.top_k is not None or (self.top_p is not None and self.top_p < 1.0)
-        return values.shape[1] > RUN and not is_filtered
+        return values.shape[1] > RUN and not self._is_filtered
 
     def _scores(self, raw: Tensor, keys: Keys, requires: frozenset[str]) -> dict[str, Tensor]:
         """Returns proposed ids and the required scores, ``(n,)`` each, from logits ``(n, V)``."""
