@@ -71,9 +71,10 @@ class GuidedBackbone(Backbone):
         seen = torch.cat([real.new_zeros(len(ids), by), real], dim=1)
         start = response_start + by
         other, other_seen = wide.clone(), seen.clone()
-        other[:, :start], other_seen[:, :start] = self.spec.pad_id, False
+        other[:, :start].fill_(self.spec.pad_id)
+        other_seen[:, :start].fill_(False)
         other[:, start - len(prompt) : start] = prompt
-        other_seen[:, start - len(prompt) :] = True
+        other_seen[:, start - len(prompt) :].fill_(True)
         if columns is None:
             columns = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
         denoised = self.backbone.denoise(
