@@ -24,10 +24,23 @@ class Component(metaclass=ABCMeta):  # noqa: B024  (abstract methods are those o
     accept only derived classes. :func:`checked_component` adds what else such a class leaves out.
     """
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Lets a class from outside say itself whether it is ``graph_safe``.
+
+        Inherited from one of ours, that would speak of code that nobody has looked at.
+        """
+        super().__init_subclass__(**options)
+        if hasattr(cls, "graph_safe") and "graph_safe" not in vars(cls) and not _is_ours(cls):
+            cls.graph_safe = False
+
     @classmethod
     def __subclasshook__(cls, other: type) -> Any:
         """Whether a class has the methods; ``FullWindow`` and the like require it to derive."""
         return (Component in cls.__bases__ and difference(other, cls) is None) or NotImplemented
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.split(".")[0] == __name__.split(".")[0]
 
 
 def raised_in(error: BaseException) -> str:
@@ -54,7 +67,7 @@ def source_digests(components: Iterable[object]) -> dict[str, str]:
     for kind in map(type, components):
         # Classes of a notebook or of standard input have no file.
         path = getattr(sys.modules.get(kind.__module__), "__file__", None)
-        if path and kind.__module__.split(".")[0] != __name__.split(".")[0]:
+        if path and not _is_ours(kind):
             sha = hashlib.sha256(Path(path).read_bytes()).hexdigest()
             digests[f"{kind.__module__}.{kind.__qualname__}"] = sha[:16]
     return digests

@@ -88,6 +88,11 @@ class Sampler:
         }
 
     @property
+    def graph_safe(self) -> bool:
+        """Whether its steps may be captured in a CUDA graph, see :class:`CommitPolicy`."""
+        return not self._is_filtered  # a filter may have to look at more ids
+
+    @property
     def _is_filtered(self) -> bool:
         return self.top_k is not None or (self.top_p is not None and self.top_p < 1.0)
 
@@ -99,9 +104,9 @@ class Sampler:
         """Sets the logits of ids that may not be proposed to ``-inf``, in place."""
         first, end = self.id_range(spec)
         if first > 0:
-            denoised.logits[..., :first] = -torch.inf
+            denoised.logits[..., :first].fill_(-torch.inf)
         if end is not None:
-            denoised.logits[..., end:] = -torch.inf
+            denoised.logits[..., end:].fill_(-torch.inf)
 
     def perturbed(self, state: DecodeState, denoised: Denoised) -> Tensor:
         """``(b, K, V)`` filtered logits plus any noise: the largest entry is the proposal."""

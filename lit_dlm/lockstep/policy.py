@@ -39,6 +39,7 @@ class LockstepPolicy(CommitPolicy):
     """Base of the lockstep policies; subclasses say which regions a forward commits."""
 
     needs_layout = True
+    graph_safe = True
 
     def __init__(self, *, tau: float | None = None) -> None:
         """Sets one threshold ``tau`` for all regions instead of the layout's, for sweeps."""
@@ -150,6 +151,10 @@ class BonusPolicy(LockstepPolicy):
     def __init__(self, *, batch_wide: bool = False, tau: float | None = None) -> None:
         super().__init__(tau=tau)
         self.batch_wide = batch_wide
+
+    @property
+    def graph_safe(self) -> bool:  # type: ignore[override]
+        return not self.batch_wide  # rows that have ended stay in a graph's batch
 
     def choose(self, state: DecodeState, one_pass: RegionPass) -> Tensor:
         # One region after the other: the bonus of each needs the commits of those before it.

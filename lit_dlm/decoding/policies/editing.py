@@ -24,6 +24,7 @@ class TokenEditingPolicy(CommitPolicy):
 
     takes_back = True
     takes_quota = False
+    graph_safe = True
     requires = frozenset({"window"})
 
     def __init__(
