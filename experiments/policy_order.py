@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ class Watch:
         self._steps: list[StepRecord] = []
 
     def on_step(self, record: StepRecord) -> None:
-        self._steps.append(record)
+        self._steps.append(deepcopy(record))  # the next step may overwrite it
 
     def on_end(self, result: DecodeResult) -> None:
         self.batches.append((self._steps, result))

@@ -52,7 +52,8 @@ class Judges:
         assert proposal.raw_margin is not None
         scores = [proposal.raw_prob, -proposal.raw_entropy, proposal.raw_margin]
         scores += [policy.decision_logits(state, looked, proposal) for policy in self.policies]
-        self._steps.append((state.rows, proposal.ids, looked, torch.stack(scores, -1)))
+        kept = (state.rows.clone(), proposal.ids.clone(), looked.clone())
+        self._steps.append((*kept, torch.stack(scores, -1)))
 
     def on_end(self, result: DecodeResult) -> None:
         for rows, ids, looked, scores in self._steps:
