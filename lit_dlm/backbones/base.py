@@ -105,6 +105,11 @@ class Backbone(Protocol):
         """Whether its weights are of 16 bits: then autocast would only add casts."""
         return False
 
+    @property
+    def graph_safe(self) -> bool:
+        """Whether a CUDA graph may record a forward: no read on the host, weights that stay."""
+        return False
+
     def denoise(
         self,
         ids: Tensor,

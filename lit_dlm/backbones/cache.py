@@ -15,9 +15,9 @@ windows to run is decided elsewhere (:mod:`lit_dlm.decoding.caches`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from itertools import accumulate, chain, pairwise
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,31 @@ _LAST, _HIDDEN = "last hidden rows", "snapshots"
 _FEW_BLOCKS = 4
 """Most blocks of a window that attention takes one by one. If there are more, as in a prompt, each
 would fill only a small part of a kernel's tile; under one mask they fill it together."""
+MOST_TOKENS = 4096
+"""Most queries of a forward that is padded to a :class:`Bucket`. With more, a GPU computes for
+longer than the host takes to launch."""
+
+
+class Bucket(NamedTuple):
+    """Sizes of a padded plan. Forwards of one bucket differ in values only, not in shapes."""
+
+    slots: int
+    """Rows of the canvas; a window that all padding is in follows them."""
+    tokens: int
+    """Queries, of which at most an eighth are padding (or seven)."""
+    sequences: int
+    """Sequences of attention; those that are not needed have no queries."""
+    most_queries: int
+    """Bound on the queries of a sequence."""
+
+    def sizes(self) -> dict[str, int]:
+        """How many numbers of each kind describe a plan."""
+        return {
+            **dict.fromkeys(("rows", "begins"), self.slots + 1),
+            **dict.fromkeys(("windows", "offsets"), self.tokens),
+            "query_starts": self.sequences + 1,
+            **dict.fromkeys(("of", "num_keys"), self.sequences),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +78,8 @@ class WindowPlan:
     """Which of these columns each query sees, ``(n, 1, 1 or W, kv_end)`` bool; ``None`` if all."""
     sequences: Sequences | None = None
     """What each query sees, for attention without a mask, which receives whole buffers."""
+    is_padded: bool = False
+    """Whether some queries stand for nothing: they write to the column behind the canvas."""
 
     @property
     def at(self) -> Tensor:
@@ -173,12 +200,18 @@ class CachedCanvas:
     """``(B, L)`` int64 block of every column, for a block-causal model."""
     hidden_layers: Sequence[int] = ()
     """Snapshots to keep for every column."""
-    num_forwards: int = field(default=0, init=False)
+    is_padded: bool = False
+    """Whether plans may be padded: buffers then have one column more, which is never seen."""
 
     def __post_init__(self) -> None:
         num_rows, length = self.positions.shape
         self._starts = None if self.pad_mask is None else first_column(self.pad_mask)
-        self._cache = WindowCache(length=length, num_rows=num_rows)
+        self._cache = WindowCache(length=length + self.is_padded, num_rows=num_rows)
+
+    @property
+    def length(self) -> int:
+        """Columns of the canvas."""
+        return self.positions.shape[1]
 
     def take(self, index: Tensor) -> None:
         """Keeps only the rows ``index``, ``(n,)`` int64."""
@@ -205,10 +238,13 @@ class CachedCanvas:
         The rest is ``(B, L)`` for all rows. Position ids are read in the new rows only: the others
         keep those with which their cached keys were made.
         """
-        self.pad_mask, self.blocks = pad_mask, blocks
-        # Starts and blocks move with the canvas, which may have grown on the left.
-        self._starts = None if pad_mask is None else first_column(pad_mask)
-        self.positions = self.positions.index_copy(0, index, positions[index])
+        self.pad_mask = pad_mask
+        # Starts and blocks move with the canvas, which may have grown on the left. Otherwise all
+        # stay where they are, as recorded forwards read them there.
+        self.blocks = _in_place(self.blocks, blocks)
+        starts = None if pad_mask is None else first_column(pad_mask)
+        self._starts = _in_place(self._starts, starts)
+        self.positions.index_copy_(0, index, positions[index])
         # Predictions of the old row would be read as the new one's. Old keys need no care: no
         # window sees columns that were not written anew.
         for name in (_LAST, _HIDDEN):
@@ -235,20 +271,21 @@ class CachedCanvas:
         # With a packing, offsets differ from window to window: then all rows are kept.
         places, kept = plan.columns, None
         begins, width = places[:, :1], places.shape[1]
+        # Padding computes some token, whichever.
+        of = places.clamp_max(self.length - 1) if plan.is_padded else places
         if columns is not None and plan.packing is None and columns.shape[1] < width:
             read = raw_columns(columns, self.backbone.spec.shift, starts=self._starts)
             read = read if len(plan.rows) == self._cache.num_rows else read[plan.rows]
             # A predictor left of the window keeps its row from the refresh.
             kept = (read - begins).clamp(0, width - 1)
         last, hidden = self.backbone.encode(
-            ids[plan.at, places],
+            ids[plan.at, of],
             plan.visible,
-            self.positions[plan.at, places],
+            self.positions[plan.at, of],
             hidden_layers=self.hidden_layers,
             cache=self._cache,
             kept=kept,
         )
-        self.num_forwards += 1
         # Columns that are not read keep rows of an earlier forward.
         self._cache.write(_LAST, last, columns=None if kept is None else begins + kept)
         if hidden is not None:
@@ -300,12 +337,17 @@ class CachedCanvas:
             visible = self._visible(
                 None if rows is None else taken,
                 # Past the canvas there are only cells of a grid that are dropped.
-                window.clamp_max(self._cache.length - 1) if block_causal else None,
+                window.clamp_max(self.length - 1) if block_causal else None,
                 None if is_whole else part["kv_ends"][:, None],
                 kv_end,
             )
         else:
-            sequences = self._sequences(part, ranges)
+            # From the host's numbers: reading the device's would make the host wait.
+            sequences = self._sequences(
+                part,
+                most_queries=max(stop - first for first, stop in pairwise(ranges["query_starts"])),
+                most_keys=max(ranges["num_keys"]),
+            )
         return WindowPlan(
             rows=taken,
             columns=places,
@@ -315,8 +357,68 @@ class CachedCanvas:
             sequences=sequences,
         )
 
-    def _sequences(self, part: Mapping[str, Tensor], ranges: Mapping[str, list[int]]) -> Sequences:
-        """Returns the sequences of :meth:`_ranges`; ``part`` has the same numbers on the device."""
+    def bucketed(
+        self, spans: Sequence[Span], *, rows: Sequence[int], block_causal: bool
+    ) -> tuple[Bucket, list[int]] | None:
+        """Describes a padded plan by its sizes and the numbers for :meth:`plan_of`.
+
+        Arguments are those of :meth:`plan`. Returns ``None`` where attention needs a mask, or for
+        more queries than :data:`MOST_TOKENS`.
+        """
+        ranges = self._ranges(spans, block_causal)
+        widths = [span.end - span.begin for span in spans]
+        total = sum(widths)
+        tokens = -(-total // (step := max(8, 2 ** (total.bit_length() - 4)))) * step
+        if ranges is None or tokens > MOST_TOKENS:
+            return None
+        slots, num_padding = self._cache.num_rows, tokens - total
+        # One sequence holds the padding. Those after it are empty.
+        sequences = -(-len(ranges["of"]) // slots) * slots + 1
+        more = sequences - len(ranges["of"])
+        most = max(stop - first for first, stop in pairwise([*ranges["query_starts"], tokens]))
+        queries = [(window, at) for window, wide in enumerate(widths) for at in range(wide)]
+        no_windows = slots + 1 - len(spans)
+        numbers = {
+            "rows": [*rows, *[0] * no_windows],
+            "begins": [*(span.begin for span in spans), *[self.length] * no_windows],
+            "windows": [*(window for window, _ in queries), *[slots] * num_padding],
+            "offsets": [*(at for _, at in queries), *[0] * num_padding],
+            "query_starts": [*ranges["query_starts"], *[tokens] * more],
+            "of": [*ranges["of"], *[slots] * more],
+            "num_keys": [*ranges["num_keys"], *[1] * more],
+        }
+        # A bound that is a power of two keeps the number of buckets small.
+        bucket = Bucket(slots, tokens, sequences, most_queries=1 << (most - 1).bit_length())
+        return bucket, list(chain(*numbers.values()))
+
+    def plan_of(self, bucket: Bucket, numbers: Tensor) -> WindowPlan:
+        """Returns the plan that the numbers ``(n,)`` int64 of :meth:`bucketed` describe.
+
+        ``numbers`` are on the device, perhaps followed by others; nothing is read on the host.
+        """
+        sizes = bucket.sizes()
+        parts = numbers[: sum(sizes.values())].split([*sizes.values()])
+        part = dict(zip(sizes, parts, strict=True))
+        windows, offsets = part["windows"], part["offsets"]
+        # No grid: with sequences, attention takes the queries as they are packed.
+        packing = Packing(
+            rows=part["rows"][windows][None], cells=windows[:0], windows=windows, offsets=offsets
+        )
+        return WindowPlan(
+            rows=part["rows"],
+            columns=(part["begins"][windows] + offsets)[None],
+            kv_end=self.length,
+            packing=packing,
+            sequences=self._sequences(
+                part, most_queries=bucket.most_queries, most_keys=self.length
+            ),
+            is_padded=True,
+        )
+
+    def _sequences(
+        self, part: Mapping[str, Tensor], *, most_queries: int, most_keys: int
+    ) -> Sequences:
+        """Returns the sequences of :meth:`_ranges`, by its numbers on the device."""
         of, num_keys = part["rows"][part["of"]], part["num_keys"]
         # The buffers of all rows form one long sequence of keys; left padding is skipped.
         # Rows keep their place in the buffers however far they have got, so a start is a product.
@@ -329,9 +431,8 @@ class CachedCanvas:
             query_starts=part["query_starts"].int(),
             key_starts=F.pad(key_starts, (0, 1), value=end).int(),
             num_keys=num_keys.int(),
-            # From the host's numbers: reading the device's would make the host wait.
-            most_queries=max(stop - first for first, stop in pairwise(ranges["query_starts"])),
-            most_keys=max(ranges["num_keys"]),
+            most_queries=most_queries,
+            most_keys=most_keys,
         )
 
     def _visible(
@@ -378,7 +479,7 @@ class CachedCanvas:
         for window, (begin, end, kv_end) in enumerate(spans):
             step = (self.backbone.spec.block_size if block_causal else None) or end - begin
             # A prompt's first block may be cut short on the left, a canvas's last on the right.
-            whole = begin if end == self._cache.length else end
+            whole = begin if end == self.length else end
             first = begin + step - (begin - whole) % step
             for start, stop in pairwise([begin, *range(first, end, step), end]):
                 starts.append(starts[-1] + stop - start)
@@ -401,9 +502,16 @@ class CachedCanvas:
         logits = self.backbone.head(gather_rows(last, raw))
         hidden = None
         if _HIDDEN in buffers:  # copied: the next forward changes the buffer
-            (hidden,) = buffers[_HIDDEN]
+            hidden = buffers[_HIDDEN][0][:, : self.length]
             hidden = aligned(hidden, shift, starts=self._starts) if shift else hidden.clone()
         return Denoised(logits=logits, columns=columns, hidden=hidden)
+
+
+def _in_place(memory: Tensor | None, values: Tensor | None) -> Tensor | None:
+    """Returns values, in the memory of those before them if they have the same shape."""
+    if memory is None or values is None or memory.shape != values.shape:
+        return values
+    return memory.copy_(values)
 
 
 def _packing_numbers(widths: Sequence[int]) -> dict[str, Sequence[int]]:

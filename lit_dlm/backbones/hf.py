@@ -54,6 +54,7 @@ from lit_dlm.system.extras import pip_install, required
 from lit_dlm.system.options import one_of, within
 from lit_dlm.tensors.batches import gather_rows
 from lit_dlm.tensors.fused_head import TokenStats, token_stats
+from lit_dlm.tensors.graphs import explain_eager, runs_graphs
 from lit_dlm.tensors.precision import is_autocast
 from lit_dlm.vision.base import Vision, VisionSettings
 
@@ -117,6 +118,7 @@ class HFBackbone(nn.Module, Backbone):
         load_in_4bit: quantises the layers' matrices to NF4 with bitsandbytes (arXiv 2305.14314)
             after loading, for decoding and for training adapters on them; other weights stay in
             ``dtype``. Such a model cannot be exported.
+        cuda_graphs: whether decodes on a GPU replay their steps (:mod:`lit_dlm.tensors.graphs`).
     """
 
     _forbidden: Tensor
@@ -140,6 +142,7 @@ class HFBackbone(nn.Module, Backbone):
         vision: VisionSettings | None = None,
         gradient_checkpointing: bool | Literal["selective"] = False,
         load_in_4bit: bool = False,
+        cuda_graphs: bool = True,
     ) -> None:
         super().__init__()
         if (path is None) == (architecture is None) or (architecture and from_ar):
@@ -171,6 +174,7 @@ class HFBackbone(nn.Module, Backbone):
                 self.architecture, attn_implementation=attn_implementation, dtype=torch_dtype(dtype)
             )
         self._late_dtype = self.source.late_dtype
+        self.cuda_graphs = cuda_graphs
         self.is_4bit = load_in_4bit
         """Whether matrices are packed, so that no adapter can be merged into them."""
         if load_in_4bit:
@@ -371,6 +375,25 @@ class HFBackbone(nn.Module, Backbone):
         )
         last, _ = self.encode(input_ids, visible, position_ids)
         return self._head(aligned(last, self.spec.shift, starts=starts))
+
+    @property
+    def graph_safe(self) -> bool:
+        """See :attr:`Backbone.graph_safe <lit_dlm.backbones.base.Backbone.graph_safe>`."""
+        from torch.distributed.fsdp import FSDPModule
+
+        if not (self.cuda_graphs and runs_graphs(self.device)):
+            return False
+        obstacles = {
+            "sharded weights are gathered to new places": any(
+                isinstance(part, FSDPModule) for part in self.modules()
+            ),
+            "autocast casts weights anew": not self.is_half and is_autocast(self.device),
+            "products of 4-bit weights are bitsandbytes' own": self.is_4bit,
+            "pictures are looked up on the host": self.vision is not None,
+        }
+        for reason in (reason for reason, is_met in obstacles.items() if is_met):
+            explain_eager(reason)
+        return not any(obstacles.values())
 
     @property
     def sequences_from(self) -> int | None:

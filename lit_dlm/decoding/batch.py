@@ -21,7 +21,7 @@ from lit_dlm.decoding.state import (
     DecodeState,
     StepRecord,
 )
-from lit_dlm.decoding.step import advance, decide
+from lit_dlm.decoding.step import Decision, advance, decide
 from lit_dlm.tensors.batches import row_index
 from lit_dlm.tensors.precision import without_autocast
 
@@ -53,21 +53,27 @@ class Batch:
     Steps change only ``state``. The host knows of it what it saw at the last :meth:`look`.
     """
 
+    is_graphed = False
+
     def __init__(
         self, backbone: Backbone, canvas: Canvas, decoder: Decoder, hidden_layers: tuple[int, ...]
     ) -> None:
-        self.state = decoder.begin(backbone, canvas)
+        self.state = self._kept(decoder.begin(backbone, canvas))
         self.first_mask: list[int] = []
-        """The leftmost unfinished column of every row, at the last look."""
+        """The leftmost unfinished column of each row at the last look, -1 where it has ended."""
         self.status: list[int] = []
         """The status of every row, at the last look."""
         self._backbone, self._decoder = backbone, decoder
-        self._forwards = decoder.forwards(backbone, self.state, hidden_layers)
+        self._forwards = decoder.forwards(
+            backbone, self.state, hidden_layers, is_padded=self.is_graphed
+        )
         # Clocks of a row that was there from the start. They only grow, and a row's time is what
         # they gained since it entered: nothing is kept for each step.
         self._seconds = self._policy_seconds = 0.0  # of a row that was there from the start
         self._policy_timer = Stopwatch(canvas.ids.device)
         self.rows = self._entered(self.state, range(len(canvas.ids)))
+        self.frozen: set[int] = set()
+        """Rows that have ended and still take a place, which only graphs of steps need."""
         self.ended: list[DecodeResult] = []  # that no result contains yet
 
     def _entered(self, state: DecodeState, slots: Iterable[int]) -> list[Row]:
@@ -78,12 +84,25 @@ class Batch:
             for slot, prompt_length in zip(slots, prompt_lengths, strict=True)
         ]
 
+    @property
+    def num_rows(self) -> int:
+        """Rows that are decoding."""
+        return len(self.rows) - len(self.frozen)
+
+    def _kept(self, state: DecodeState) -> DecodeState:
+        """Returns a state, of rows that have changed, as steps will find it."""
+        return state
+
     def look(self) -> None:
         """Tells the host where rows are and how they have ended; waits for the device."""
         # Together, since the host would wait for each transfer of its own. For a step this is the
         # only one: it is also where a number that is not one is noticed.
         looked = torch.stack([first_column(self.state.unfinished), self.state.status])
-        self.first_mask, self.status = looked.tolist()
+        columns, self.status = looked.tolist()
+        self.first_mask = [
+            column if status == RUNNING else -1
+            for column, status in zip(columns, self.status, strict=True)
+        ]
         broken = [row for row, status in enumerate(self.status) if status == BROKEN]
         if broken:
             last_step = int(self.state.step[broken[0]]) - 1
@@ -97,15 +116,25 @@ class Batch:
     def step(self, requires: frozenset[str]) -> StepRecord:
         """Takes a step."""
         with self._own_precision():
-            decision = decide(
-                self.state,
-                self._decoder,
-                self._forwards,
-                requires=requires,
-                policy_timer=self._policy_timer,
-            )
+            decision = self._decide(self.state, requires)
         self.state = advance(decision)
         return decision.record
+
+    def _decide(self, state: DecodeState, requires: frozenset[str]) -> Decision:
+        return decide(
+            state,
+            self._decoder,
+            self._forwards,
+            requires=requires,
+            policy_timer=self._policy_timer,
+        )
+
+    def watched(self, record: StepRecord) -> StepRecord:
+        """Returns a record as observers see it: of the rows that are decoding."""
+        if not self.frozen:
+            return record
+        running = [row for row in range(len(self.rows)) if row not in self.frozen]
+        return record.take(row_index(running, self.state.ids.device))
 
     def _own_precision(self) -> AbstractContextManager[object]:
         # Half-precision weights compute in their own dtype: a trainer's autocast would add casts.
@@ -115,12 +144,16 @@ class Batch:
 
     def add_seconds(self, seconds: float) -> None:
         """Divides the time of a finished step equally among its rows."""
-        self._seconds += seconds / len(self.rows)
-        self._policy_seconds += self._policy_timer.seconds() / len(self.rows)
+        self._seconds += seconds / self.num_rows
+        self._policy_seconds += self._policy_timer.seconds() / self.num_rows
 
     def end_rows(self) -> list[int]:
         """Stores the results of the rows that have ended; returns the rows' numbers."""
-        ended = [row for row, status in enumerate(self.status) if status != RUNNING]
+        ended = [
+            row
+            for row, status in enumerate(self.status)
+            if status != RUNNING and row not in self.frozen
+        ]
         if ended:
             self.ended.append(self._result(ended))
         return ended
@@ -153,7 +186,7 @@ class Batch:
                 replace(one, pad_mask=torch.ones_like(one.masked)) if one.pad_mask is None else one
                 for one in (state, entering)
             )
-        self.state = state.put(index, entering)
+        self.state = self._kept(state.put(index, entering))
         self._forwards.put(ended, self.state, by=by)
         return result, entering
 
@@ -162,7 +195,7 @@ class Batch:
         kept = [row for row in range(len(self.rows)) if row not in set(ended)]
         # In the order of their slots, which observers rely on.
         index = row_index(kept, self.state.ids.device)
-        self.state = self.state.take(index)
+        self.state = self._kept(self.state.take(index))
         self._forwards.take(kept, index)
         self.rows = [self.rows[row] for row in kept]
         self.first_mask = [self.first_mask[row] for row in kept]

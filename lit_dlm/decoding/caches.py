@@ -34,7 +34,7 @@ nothing after it, so it is copied from any row that has it, however far that row
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -43,13 +43,20 @@ import torch
 from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone, Denoised, Span
-from lit_dlm.backbones.cache import CacheableBackbone, CachedCanvas, WindowPlan
+from lit_dlm.backbones.cache import (
+    MOST_TOKENS,
+    Bucket,
+    CacheableBackbone,
+    CachedCanvas,
+    WindowPlan,
+)
 from lit_dlm.backbones.visibility import canvas_blocks, position_ids_for
 from lit_dlm.config.components import Component
 from lit_dlm.decoding.state import DecodeState
 from lit_dlm.decoding.windows import BlockWindow, Window
 from lit_dlm.system.options import at_least
 from lit_dlm.tensors.batches import row_index, token_batches
+from lit_dlm.tensors.graphs import Graphs
 
 if TYPE_CHECKING:
     from lit_dlm.decoding.policies.base import CommitPolicy
@@ -156,13 +163,21 @@ class Forwards:
         self.backbone = backbone
         self.num_forwards = 0
         """Calls of the backbone so far."""
+        self.key: Hashable = None
+        """What the shapes of the prepared forward depend on; ``None`` if they may not recur."""
+        self.graphs: Graphs | None = None
+        """Graphs of forwards, where a step as a whole cannot be one."""
         self._policy, self._hidden_layers = policy, hidden_layers
+        self._inputs: tuple[Tensor, ...] = ()
 
     def prepare(self, state: DecodeState, first_mask: Sequence[int]) -> None:
         """Does on the host what the next step needs: plans it, and runs the prompts of new rows.
 
-        ``first_mask`` are the leftmost unfinished columns of the rows.
+        ``first_mask`` are the leftmost unfinished columns of the rows, negative in rows that have
+        ended.
         """
+        self.num_forwards += 1
+        self.key = "whole" if state.ids.numel() <= MOST_TOKENS else None
 
     def denoise(self, state: DecodeState, columns: Tensor) -> tuple[Denoised, Tensor | None]:
         """Runs the forward of a prepared step, for ``(b, K)`` int64 columns.
@@ -170,18 +185,34 @@ class Forwards:
         Also returns the ``(b, L)`` bool cells that this step must commit, as the only commit of
         their row; ``None`` if no row has one.
         """
-        self.num_forwards += 1
         if self._policy.denoise is not None:
             own = self._policy.denoise(self.backbone, state, columns, self._hidden_layers)
             return own, None
-        denoised = self.backbone.denoise(
-            state.ids,
+        if self.graphs is None or self.key is None:
+            return self._forward(state, state.ids, columns), self._forced(state)
+        # A graph reads where it was recorded.
+        inputs = state.ids, columns
+        if [one.shape for one in self._inputs] != [one.shape for one in inputs]:
+            self.graphs.forget()
+            self._inputs = tuple(one.clone() for one in inputs)
+        for memory, values in zip(self._inputs, inputs, strict=True):
+            memory.copy_(values)
+        ids, places = self._inputs
+        denoised = self.graphs.run(self.key, lambda: self._forward(state, ids, places))
+        return denoised, self._forced(state)
+
+    def _forward(self, state: DecodeState, ids: Tensor, columns: Tensor) -> Denoised:
+        """Runs the prepared forward on ``(b, L)`` int64 ids."""
+        return self.backbone.denoise(
+            ids,
             pad_mask=state.pad_mask,
             columns=columns,
             hidden_layers=self._hidden_layers,
             response_start=state.start,
         )
-        return denoised, None
+
+    def _forced(self, state: DecodeState) -> Tensor | None:
+        return None
 
     def take(self, kept: Sequence[int], index: Tensor) -> None:
         """Keeps the rows ``kept`` and drops all others; ``index`` is ``kept`` on the device."""
@@ -215,7 +246,10 @@ class CacheSession(Forwards):
         window: Window,
         policy: CommitPolicy,
         hidden_layers: tuple[int, ...],
+        *,
+        is_padded: bool = False,
     ) -> None:
+        """Sets ``is_padded`` to plan forwards in a few shapes, with padding, wherever possible."""
         super().__init__(backbone, policy, hidden_layers)
         if not isinstance(backbone, CacheableBackbone):
             raise ValueError(
@@ -240,6 +274,7 @@ class CacheSession(Forwards):
             positions=self._positions(state),
             blocks=self._blocks(state),
             hidden_layers=hidden_layers,
+            is_padded=is_padded,
         )
         self._window, self._scheme = window, scheme
         # The blocks that are refreshed: the model's own where the window goes through their parts.
@@ -249,33 +284,71 @@ class CacheSession(Forwards):
             self._blocks_of = BlockWindow(spec.block_size, origin=spec.block_origin)
         self._commits_first = spec.shift == 1 and scheme.commits_first
         self._rows = [CachedRow(first=first) for first in self._first_columns(state)]
-        self._plans: list[WindowPlan] = []  # the forwards of the coming step
-        self._entered: list[int] = []  # rows that enter a block in it
+        self._plans: list[WindowPlan] = []  # the forwards of the coming step, unless bucketed
+        # (b,) int64 first cell of the block that a row enters in it, -1 elsewhere; None: no row
+        self._first_cells: Tensor | None = None
+        self._numbers: Tensor | None = None  # of the plan of a bucket, then the first cells
         # Raises for a window without blocks, before anything has run.
         window.bounds(state.start, start=state.start, length=state.ids.shape[1], first=0)
 
     def prepare(self, state: DecodeState, first_mask: Sequence[int]) -> None:
         # What a step computes depends on where its rows are. The host knows that since the look, so
         # it plans before the step, and the step itself waits for nothing.
-        new = [row for row, cached in enumerate(self._rows) if cached.begin is None]
-        steps = [
-            self._span(cached, column, state)
-            for cached, column in zip(self._rows, first_mask, strict=True)
-        ]
-        spans = [span for span, _ in steps]
-        refreshed = [row for row, (_, kind) in enumerate(steps) if kind != "step"]
-        self._entered = [row for row in refreshed if steps[row][1] == "block"]
+        running = [row for row, column in enumerate(first_mask) if column >= 0]
+        new = [row for row in running if self._rows[row].begin is None]
+        steps = {row: self._span(self._rows[row], first_mask[row], state) for row in running}
+        spans = {row: span for row, (span, _) in steps.items()}
+        refreshed = [row for row, (_, kind) in steps.items() if kind != "step"]
         if self._block_causal and new:
             self._run_prompts(state, new, spans)
-        self._plans = self._planned(spans, refreshed)
+        first_cells = [-1] * len(first_mask)
+        for row, (_, kind) in steps.items():
+            begin = self._rows[row].begin
+            if kind == "block" and self._commits_first and begin is not None:
+                first_cells[row] = begin
+        self.key = self._bucketed(spans, refreshed, first_cells)
+        if self.key is None:
+            self._plans = self._planned(spans, refreshed)
+            is_forced = max(first_cells) >= 0
+            self._first_cells = row_index(first_cells, state.ids.device) if is_forced else None
+        self.num_forwards += 1 if self.key else len(self._plans)
 
-    def denoise(self, state: DecodeState, columns: Tensor) -> tuple[Denoised, Tensor | None]:
+    def _bucketed(
+        self, spans: Mapping[int, Span], refreshed: list[int], first_cells: list[int]
+    ) -> Bucket | None:
+        """Plans one forward in a bucket; its numbers go to the device, to one place, together."""
+        several_blocks = self._block_causal and bool(refreshed)
+        found = self._canvas.is_padded and self._canvas.bucketed(
+            [*spans.values()], rows=[*spans], block_causal=several_blocks
+        )
+        if not found:
+            return None
+        bucket, numbers = found
+        if self._numbers is None:  # as large as any: graphs read it where it is
+            size = 8 * (MOST_TOKENS + len(first_cells))
+            self._numbers = torch.empty(size, dtype=torch.long, device=self.backbone.device)
+        total = len(numbers)
+        part = self._numbers[: total + len(first_cells)]
+        part.copy_(torch.tensor([*numbers, *first_cells]), non_blocking=True)
+        self._first_cells = part[total:] if self._commits_first else None
+        return bucket
+
+    def _forward(self, state: DecodeState, ids: Tensor, columns: Tensor) -> Denoised:
+        plans = self._plans
+        if isinstance(self.key, Bucket):
+            assert self._numbers is not None
+            plans = [self._canvas.plan_of(self.key, self._numbers)]
         # Columns outside these spans keep keys, values and rows of an earlier forward.
-        for plan in self._plans:
-            self._canvas.run(state.ids, plan, columns=columns)
-        self.num_forwards = self._canvas.num_forwards
-        forced = self._first_cells(state) if self._commits_first and self._entered else None
-        return self._canvas.read(columns), forced
+        for plan in plans:
+            self._canvas.run(ids, plan, columns=columns)
+        return self._canvas.read(columns)
+
+    def _forced(self, state: DecodeState) -> Tensor | None:
+        """Returns the first cell of each block that a row has just entered, where it is masked."""
+        if self._first_cells is None:
+            return None
+        columns = torch.arange(state.ids.shape[1], device=state.ids.device)
+        return (columns == self._first_cells[:, None]) & state.masked
 
     def take(self, kept: Sequence[int], index: Tensor) -> None:
         self._canvas.take(index)
@@ -328,31 +401,25 @@ class CacheSession(Forwards):
         length = state.ids.shape[1]
         return window.bounds(column, start=state.start, length=length, first=cached.first)
 
-    def _planned(self, spans: list[Span], refreshed: list[int]) -> list[WindowPlan]:
+    def _planned(self, spans: Mapping[int, Span], refreshed: list[int]) -> list[WindowPlan]:
         """Plans the forwards of a step, of which ``refreshed`` are the rows that refresh."""
         # Rows that refresh and rows that step have spans of different widths: one forward would
         # pad all rows to the widest. Block-causal refreshes are two blocks wide at most.
         is_alike = self._block_causal or len(refreshed) in (0, len(spans))
-        if is_alike or self._canvas.takes_sequences(spans):
+        together = [*spans.values()]
+        if is_alike or self._canvas.takes_sequences(together):
             several_blocks = self._block_causal and bool(refreshed)
-            return [self._canvas.plan(spans, block_causal=several_blocks)]
-        others = [row for row in range(len(spans)) if row not in refreshed]
+            rows = None if len(spans) == len(self._rows) else [*spans]
+            return [self._canvas.plan(together, rows=rows, block_causal=several_blocks)]
+        others = [row for row in spans if row not in refreshed]
         return [
             self._canvas.plan([spans[row] for row in rows], rows=rows)
             for rows in (refreshed, others)
         ]
 
-    def _first_cells(self, state: DecodeState) -> Tensor:
-        """Returns the first cell of each block that a row has just entered, where it is masked."""
-        at = torch.tensor([self._entered, [self._rows[row].begin for row in self._entered]])
-        row, column = at.to(state.ids.device, non_blocking=True)
-        forced = torch.zeros_like(state.masked)
-        forced[row, column] = state.masked[row, column]
-        return forced
-
     # -- prompts ---------------------------------------------------------------------------------
 
-    def _run_prompts(self, state: DecodeState, new: list[int], spans: list[Span]) -> None:
+    def _run_prompts(self, state: DecodeState, new: list[int], spans: dict[int, Span]) -> None:
         """Runs what comes before the first block of new rows, each distinct prompt once.
 
         In one forward with the others, every row would get as many queries as a prompt has tokens,
@@ -369,11 +436,12 @@ class CacheSession(Forwards):
         # Prompts of similar lengths run together, since each batch of them pads to its longest.
         sizes = np.array([[span.end - span.begin, 0] for _, span in prompts]).reshape(-1, 2)
         is_first = len(new) == len(spans) and not sources and sizes.sum() <= PROMPT_TOKENS
-        if is_first and not self._canvas.takes_sequences(spans):
+        if is_first and not self._canvas.takes_sequences([*spans.values()]):
             return  # the forward of the step runs them
         for together in token_batches(sizes, PROMPT_TOKENS) if prompts else ():
             rows, windows = zip(*(prompts[index] for index in sorted(together)), strict=True)
             self._canvas.run(state.ids, self._canvas.plan(windows, rows=rows, block_causal=True))
+            self.num_forwards += 1
         # Copied after all prompts have run: a source may itself be a new row.
         for end in {begins[row] for row in sources}:
             alike = {row: source for row, source in sources.items() if begins[row] == end}
@@ -417,7 +485,8 @@ class CacheSession(Forwards):
     def _positions(self, state: DecodeState) -> Tensor:
         """``(b, L)`` int64 position ids as the model takes them."""
         if state.pad_mask is None:
-            return torch.arange(state.ids.shape[1], device=state.ids.device).expand_as(state.ids)
+            columns = torch.arange(state.ids.shape[1], device=state.ids.device)
+            return columns.repeat(len(state.ids), 1)  # not a view: new rows are written into it
         return position_ids_for(state.pad_mask, self._spec.positions)
 
     def _blocks(self, state: DecodeState) -> Tensor | None:
@@ -425,4 +494,4 @@ class CacheSession(Forwards):
         if not self._block_causal:
             return None
         blocks = canvas_blocks(self._spec, state.ids, state.pad_mask, state.start)
-        return blocks.expand_as(state.ids)
+        return blocks.expand_as(state.ids).contiguous()

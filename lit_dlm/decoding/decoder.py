@@ -137,6 +137,12 @@ class Decoder:
         """Whether another seed can give another response."""
         return self.sampler.temperature > 0.0 or self.policy.draws
 
+    @property
+    def graph_safe(self) -> bool:
+        """Whether a whole step may be a CUDA graph, and not only its forward."""
+        parts = (self.policy, self.window, self.quota, self.sampler)
+        return all(part is None or part.graph_safe for part in parts)
+
     def budget(self, num_masks: int) -> int:
         """Returns the most steps of a row with so many masks."""
         budget = self.policy.budget(num_masks)
@@ -159,14 +165,19 @@ class Decoder:
         )
 
     def forwards(
-        self, backbone: Backbone, state: DecodeState, hidden_layers: tuple[int, ...]
+        self,
+        backbone: Backbone,
+        state: DecodeState,
+        hidden_layers: tuple[int, ...],
+        *,
+        is_padded: bool = False,
     ) -> Forwards:
-        """Starts the forwards of a decode from its state before step 0."""
+        """Starts the forwards of a decode from its state before step 0; see CacheSession."""
         assert self.window is not None  # see on()
         if not self.cache.keeps:
             return Forwards(backbone, self.policy, hidden_layers)
         parts = (self.cache, self.window, self.policy)
-        return CacheSession(backbone, state, *parts, hidden_layers)
+        return CacheSession(backbone, state, *parts, hidden_layers, is_padded=is_padded)
 
     def guided(self, backbone: Backbone) -> Backbone:
         return backbone if self.guidance is None else GuidedBackbone(backbone, self.guidance)

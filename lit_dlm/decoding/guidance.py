@@ -51,6 +51,10 @@ class GuidedBackbone(Backbone):
     def is_half(self) -> bool:
         return self.backbone.is_half
 
+    @property
+    def graph_safe(self) -> bool:
+        return self.backbone.graph_safe
+
     def denoise(
         self,
         ids: Tensor,

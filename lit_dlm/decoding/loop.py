@@ -15,6 +15,7 @@ import torch
 from lit_dlm.backbones.base import Backbone
 from lit_dlm.decoding.batch import Batch
 from lit_dlm.decoding.decoder import Decoder
+from lit_dlm.decoding.graphed import GraphedBatch, runs_graphed
 from lit_dlm.decoding.state import Canvas, DecodeResult, Observer, QueueObserver
 from lit_dlm.decoding.step import needs
 
@@ -68,7 +69,9 @@ def decode_queue(
     # A source that returned fewer rows than requested is empty and is not asked again.
     has_more = len(canvas.ids) == num_slots
     is_stopped = False  # by an observer
-    batch = Batch(decoder.guided(backbone), canvas, decoder, hidden_layers)
+    backbone = decoder.guided(backbone)
+    batch_class = GraphedBatch if runs_graphed(backbone, decoder) else Batch
+    batch = batch_class(backbone, canvas, decoder, hidden_layers)
     for observer in observers:
         observer.on_start(batch.state)
     # Also before the first step: a canvas may have nothing to fill.
@@ -94,7 +97,7 @@ def decode_queue(
                 for observer in observers:
                     observer.on_refill(result, entering)
                 yield result
-            elif len(ended) == len(batch.rows):
+            elif len(ended) == batch.num_rows:
                 break
             # Once the source is empty the batch shrinks: a row without work would still cost a row
             # in every later forward.
@@ -111,6 +114,8 @@ def decode_queue(
         # Nothing from here to the look may read a value from the device: the look is the one
         # transfer that the host waits for, and it comes after all launches of the step.
         watched = time.perf_counter()
+        if observers:
+            record = batch.watched(record)
         answers = [observer.on_step(record) for observer in observers]  # all are called
         is_stopped = any(answers)
         clock += time.perf_counter() - watched  # nor are observers part of it

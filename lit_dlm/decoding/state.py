@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -157,6 +157,21 @@ class DecodeState:
             regions = replace(regions, ids=shifted(regions.ids, by, len(regions) - 1))
         return replace(self, **columns, regions=regions, start=self.start + by, window=None)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns all tensors by name; of the regions, the numbers of their cells."""
+        regions = {} if self.regions is None else {"regions": self.regions.ids}
+        values = {**vars(self), **regions}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+    def copied(self, names: Collection[str]) -> DecodeState:
+        """Returns the same state with these tensors in memory of their own."""
+        copies: dict[str, Any] = {
+            name: value.clone() for name, value in self.tensors().items() if name in names
+        }
+        if self.regions is not None and "regions" in copies:
+            copies["regions"] = replace(self.regions, ids=copies["regions"])
+        return replace(self, **copies)
+
 
 BY_ROW = (
     *("rows", "seeds", "step", "budget", "status", "block", "block_step", "block_masks"),
@@ -165,6 +180,11 @@ BY_ROW = (
 """Fields of a state with one number for each row, ``(b,)``."""
 BY_COLUMN = ("ids", "editable", "masked", "positions", "written", "kept_open", "pad_mask")
 """Fields of a state with a value for each column of each row, ``(b, L)``."""
+BY_STEP = (
+    *("ids", "masked", "written", "kept_open", "step", "status", "num_wrote", "num_decided"),
+    *("block", "block_step", "block_masks"),
+)
+"""Fields that every step changes; a policy may change ``memory``, too."""
 
 
 def initial_state(spec: BackboneSpec, canvas: Canvas) -> DecodeState:
@@ -264,6 +284,22 @@ class StepRecord:
     new_ids: Tensor  # (b, L) int64 canvas after the step (an end-of-text fill included)
     denoised: Denoised | None = None  # the forward of the step, if logits are required
 
+    def take(self, index: Tensor) -> StepRecord:
+        """Returns the step of the rows ``index``, ``(n,)`` int64."""
+        window = self.state.window
+        state = replace(self.state.take(index), window=None if window is None else window[index])
+        return replace(_taken(self, index), state=state)
+
+
+def _taken(values: Any, index: Tensor) -> Any:
+    """Returns a data class of tensors, and of others such, with the rows ``(n,)`` of each."""
+    parts: dict[str, Any] = {
+        name: value[index] if isinstance(value, Tensor) else _taken(value, index)
+        for name, value in vars(values).items()
+        if isinstance(value, Tensor | Proposal | Denoised)
+    }
+    return replace(values, **parts)
+
 
 @dataclass(frozen=True)
 class DecodeResult:
@@ -285,7 +321,8 @@ class DecodeResult:
     # refresh a prefix or dual cache and others do not; no row takes part in both. Prompts may add
     # some under a block cache
     num_forwards: int
-    # (B,) float64 on the CPU: the part of seconds that the policy took to select
+    # (B,) float64 on the CPU: the part of seconds that the policy took to select; 0 where steps are
+    # CUDA graphs, inside of which nothing can be timed
     policy_seconds: Tensor
 
     @staticmethod

@@ -51,7 +51,7 @@ class ResultRow:
     seconds: float  # wall time of decoding, shared equally by a batch; without grading
     status: str  # complete, eos or step_limit
     seed: int
-    policy_seconds: float = 0.0  # the part that the commit policy took
+    policy_seconds: float = 0.0  # the part that the commit policy took; 0 in CUDA graphs
     trajectory: dict[str, str] | None = None
     """The record of this decode, if one was kept: ``set`` (folder, relative to the run folder),
     ``uid`` and content ``digest``."""

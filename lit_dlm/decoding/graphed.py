@@ -1,0 +1,111 @@
+"""A batch whose steps are CUDA graphs: the host launches one thing where it launched a thousand.
+
+Graphs read and write fixed memory. So a step changes the state in place, and a row that has ended
+keeps its slot, frozen, until another takes it over. What a forward computes is planned on the host
+as ever, padded to one of a few sizes, and reaches the device by one transfer into one place. Each
+size has a graph, recorded at its third use; before, and where sizes hardly recur, the same step
+runs eagerly. A step's results are those of :class:`Batch`, on a GPU up to rounding: the padding
+changes the sizes of matrix products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from lit_dlm.backbones.base import Backbone
+from lit_dlm.backbones.cache import CacheableBackbone
+from lit_dlm.decoding.batch import Batch, Stopwatch
+from lit_dlm.decoding.decoder import Decoder
+from lit_dlm.decoding.state import BY_STEP, RUNNING, Canvas, DecodeState, StepRecord
+from lit_dlm.decoding.step import advance
+from lit_dlm.tensors.graphs import Graphs, explain_eager
+
+
+def runs_graphed(backbone: Backbone, decoder: Decoder) -> bool:
+    """Whether graphs can be recorded: of steps, or of forwards where a part is not graph-safe."""
+    is_own = decoder.policy.denoise is not None
+    if not backbone.graph_safe or (is_own and not decoder.graph_safe):
+        return False
+    # Masks change their shapes with the part of the canvas that is seen; sequences do not.
+    least = backbone.sequences_from if isinstance(backbone, CacheableBackbone) else None
+    if decoder.cache.keeps and least != 0:
+        explain_eager("attention has no kernel here for sequences of any lengths")
+        return False
+    return True
+
+
+class GraphedBatch(Batch):
+    """Rows that keep their slots, and memory that keeps its place; see the module."""
+
+    is_graphed = True
+
+    def __init__(
+        self, backbone: Backbone, canvas: Canvas, decoder: Decoder, hidden_layers: tuple[int, ...]
+    ) -> None:
+        parts = (decoder.policy, decoder.window, decoder.quota)
+        self._graphs = Graphs(", ".join(type(part).__name__ for part in parts))
+        self._memory: DecodeState | None = None
+        super().__init__(backbone, canvas, decoder, hidden_layers)
+        self._is_whole = decoder.graph_safe
+        if self._is_whole:
+            self._policy_timer = Untimed()
+        else:
+            self._forwards.graphs = self._graphs
+
+    def _kept(self, state: DecodeState) -> DecodeState:
+        """Moves a state to where the graphs read it, or makes room and forgets the graphs."""
+        new, old = state.tensors(), {} if self._memory is None else self._memory.tensors()
+        is_alike = {name: value.shape for name, value in old.items()} == {
+            name: value.shape for name, value in new.items()
+        }
+        if self._memory is None or not is_alike or state.start != self._memory.start:
+            self._graphs.forget()
+            self._memory = state.copied(new)
+            return self._memory
+        for name, value in old.items():
+            value.copy_(new[name])
+        return self._memory
+
+    def step(self, requires: frozenset[str]) -> StepRecord:
+        key = self._forwards.key
+        with self._own_precision():
+            if key is None or not self._is_whole:
+                return self._step(requires)
+            return self._graphs.run((key, requires), lambda: self._step(requires))
+
+    def _step(self, requires: frozenset[str]) -> StepRecord:
+        assert self._memory is not None
+        # Observers see the state as it was before the step, which the writes below overwrite.
+        before = self._memory.copied(BY_STEP)
+        decision = self._decide(before, requires)
+        after = advance(decision)
+        if after.memory is not None and self._memory.memory is None:
+            # A policy from outside need not say what it begins with.
+            self._memory = replace(self._memory, memory=torch.zeros_like(after.memory))
+            self.state = self._memory
+        is_running = before.status == RUNNING
+        for name, new in after.tensors().items():
+            if name in (*BY_STEP, "memory"):
+                old = getattr(self._memory, name)
+                rows = is_running.view(-1, *[1] * (old.ndim - 1))
+                old.copy_(torch.where(rows, new, old))  # a frozen row stays as it ended
+        return decision.record
+
+    def drop(self, ended: list[int]) -> None:
+        self.frozen.update(ended)
+        # Half of the slots are worth new graphs: a frozen row still costs its share of the head.
+        if 2 * self.num_rows <= len(self.rows):
+            gone, self.frozen = sorted(self.frozen), set()
+            super().drop(gone)
+
+
+class Untimed(Stopwatch):
+    """Takes the place of a stopwatch inside of a graph, where nothing can be timed."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+
+    def seconds(self) -> float:
+        return 0.0

@@ -1,0 +1,105 @@
+"""CUDA graphs: all launches of a function, recorded once and then replayed as one.
+
+A launch takes a host 5 to 40 microseconds, and a step of a decode has a thousand of them: for few
+rows that is several times what the GPU needs. A replay runs the same kernels on the same addresses
+and none of the Python, so the function must read nothing on the host and its inputs must lie where
+they lay when it was recorded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+RECORDED_USE = 3
+"""The call of a key that is recorded: those before it run eagerly, which also prepares libraries
+and makes buffers. Shapes that hardly come again are not worth a graph."""
+MOST_GRAPHS = 48
+"""Graphs of one decode; each holds some megabytes of descriptions of its kernels."""
+
+
+@cache
+def explain_eager(reason: str) -> None:
+    """Says, once in a process, why decodes launch each operation of a step."""
+    logger.warning("no CUDA graphs, as %s: steps run eagerly", reason)
+
+
+def runs_graphs(device: torch.device) -> bool:
+    """Whether a device has graphs at all."""
+    return device.type == "cuda"
+
+
+class CudaGraph:
+    """One recorded function; ``pool`` is shared by graphs that never run at the same time."""
+
+    def __init__(self, pool: Any) -> None:
+        self._graph, self._pool = torch.cuda.CUDAGraph(), pool
+
+    @staticmethod
+    def new_pool() -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def record(self, call: Callable[[], T]) -> T:
+        """Records the launches of a call, which are not run; returns where their results will be.
+
+        Raises ``RuntimeError`` for what no graph can hold, such as a read on the host.
+        """
+        # Of this thread only: loaders pin memory in others meanwhile.
+        mode = "thread_local"
+        with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode=mode):
+            return call()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+class Graphs:
+    """The graphs of one decode, by what their shapes depend on.
+
+    The results of a call are valid until the next one: graphs share their memory.
+    """
+
+    def __init__(self, what: str) -> None:
+        """Sets what the log calls the recorded functions, should they have to run eagerly."""
+        self._what = what
+        self._is_on = True
+        self._uses: Counter[Hashable] = Counter()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops all graphs, because tensors that they read have moved."""
+        self._recorded: dict[Hashable, tuple[CudaGraph, Any]] = {}
+        self._pool: Any = None
+
+    def run(self, key: Hashable, call: Callable[[], T]) -> T:
+        """Runs a function, as a graph from its third call with a key on."""
+        if key not in self._recorded:
+            self._uses[key] += 1
+            is_due = self._uses[key] >= RECORDED_USE and len(self._recorded) < MOST_GRAPHS
+            if not (self._is_on and is_due and self._record(key, call)):
+                return call()
+        graph, results = self._recorded[key]
+        graph.replay()
+        found: T = results
+        return found
+
+    def _record(self, key: Hashable, call: Callable[[], Any]) -> bool:
+        self._pool = self._pool or CudaGraph.new_pool()
+        graph = CudaGraph(self._pool)
+        try:
+            self._recorded[key] = graph, graph.record(call)
+        except RuntimeError as error:  # out of memory, too
+            # Nothing has been run or written: the caller takes the same step eagerly.
+            self._is_on = False
+            reason = str(error).partition("\n")[0]
+            logger.warning("%s: no CUDA graph, so steps run eagerly (%s)", self._what, reason)
+            return False
+        return True
