@@ -22,6 +22,8 @@ class SurePrefix:
         threshold: lowest probability that is committed.
     """
 
+    graph_safe = True  # nothing in select asks for the value of a tensor
+
     def __init__(self, threshold: float = 0.9) -> None:
         self.threshold = threshold
 

@@ -21,6 +21,7 @@ class SecondThoughts:
     """
 
     takes_back = True
+    graph_safe = True  # nothing in select asks for the value of a tensor
     requires = frozenset({"window"})  # proposals also for cells that hold a token
 
     def __init__(self, every: int = 4) -> None:

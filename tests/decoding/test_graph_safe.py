@@ -5,6 +5,8 @@ import pkgutil
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import pytest
@@ -24,6 +26,13 @@ from lit_dlm.decoding.windows import SteppedBlockWindow, Window
 from lit_dlm.tensors import batches
 from lit_dlm.tracelock.policy import TraceLockPolicy
 from tests.decoding.models import scorer, tiny_backbone
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def _example(file: str, name: str) -> Any:
+    return run_path(str(EXAMPLES / f"{file}.py"))[name]()
+
 
 BLOCKS = {"window": BlockWindow(4)}
 ALONE = {"quota": d.NoQuota()}
@@ -72,6 +81,8 @@ CASES: dict[str, dict[str, Any]] = {
         **BLOCKS,
         "settings": d.DecodeSettings(eos_rule="fill", eos_gate=True, max_commits_per_step=2),
     },
+    "an example": {"policy": _example("commit_policy", "SurePrefix"), **BLOCKS, **ALONE},
+    "takes back": {"policy": _example("taking_back", "SecondThoughts"), **BLOCKS, **ALONE},
     "guided": {**FEW, **BLOCKS, "guidance": d.Guidance(scale=1.5, prompt_ids=[7, 8, 9])},
 }
 PROMPTS = [[5 + (7 * row + i) % 80 for i in range(length)] for row, length in enumerate([9, 2, 5])]
