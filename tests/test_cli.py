@@ -71,8 +71,8 @@ sys.meta_path.insert(0, Count())
         ("fit --config exp/tracelock_tiny --data '{class_path: TrajectoryData}'", 0),
         ("plan --config exp/tracelok_tiny", 0),
         ("fit --config exp/tracelock_tiny --run_dir '${nowhere}'", 0),
-        ("predict --config exp/lockstep_tiny --print_config", 1),
-        ("predict --config exp/lockstep_tiny --model.levl tokens", 1),
+        ("predict --config exp/evaluate_tiny --print_config", 1),
+        ("predict --config exp/evaluate_tiny --model.levl tokens", 1),
     ],
 )
 def test_names_are_looked_up_before_torch_is_imported(command: str, count: int, tmp_path: Path):

@@ -16,7 +16,7 @@ from lit_dlm.backbones.projection import (
     acceptance_features,
     feature_groups,
 )
-from lit_dlm.decoding import Decoder, EntropyPolicy, decode, prompt_canvas
+from lit_dlm.decoding import Decoder, EntropyPolicy, Observer, decode, prompt_canvas
 from lit_dlm.trajectories.capture import FeatureCapture, KeptSteps, TrajectoryCapture
 from lit_dlm.trajectories.features import FeatureLayout, FeatureScheme
 from lit_dlm.trajectories.record import Trajectory
@@ -65,6 +65,7 @@ def recorded(
     response_length: int = 8,
     features: FeatureCapture | None = None,
     decoder: Decoder | None = None,
+    watching: Sequence[Observer] = (),
 ) -> list[Trajectory]:
     """Decodes random prompts of one to four tokens in one padded batch."""
     generator = torch.Generator().manual_seed(1)
@@ -77,7 +78,7 @@ def recorded(
     canvas = prompt_canvas(
         prompts, response_length=response_length, spec=backbone.spec, seeds=range(num_records)
     )
-    decode(backbone, decoder or Decoder(policy=EntropyPolicy()), canvas, [capture])
+    decode(backbone, decoder or Decoder(policy=EntropyPolicy()), canvas, [capture, *watching])
     return capture.trajectories(
         [f"fake/train/{row:05d}@entropy" for row in range(num_records)],
         [{"task": "fake", "correct": row % 3 > 0} for row in range(num_records)],

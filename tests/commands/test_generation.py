@@ -65,7 +65,6 @@ def test_prompts_come_line_by_line_and_the_decoder_from_its_file(said):
         ([], "prompts: expected some as arguments, or lines on standard input"),
         (["Hi", "--backbone", "nowhere"], "'nowhere' is neither an existing folder nor"),
         (["Hi", "--response_length", "0"], "response_length: "),
-        (["Hi", "--policy", "JacobiPolicy"], "layout: JacobiPolicy"),
         (["Hi", "--config", "decode/tracelock"], "policy.path: expected a folder with a trained"),
     ],
 )

@@ -36,8 +36,8 @@ def test_without_caches_that_of_the_file_stays_and_its_files_are_found_from_anyw
 
     assert decoder()["cache"] == {"class_path": "DualCache"}
     assert "cache" not in decoder(["none"])
-    layout = decode_arguments(DECODE / "lockstep_jacobi.yaml")["layout"]
-    assert layout["class_path"] == "FractionLayout"
+    sampler_and_cache = decode_arguments(DECODE / "block_static.yaml")
+    assert sampler_and_cache["cache"]["class_path"] == "BlockCache"
 
 
 def test_files_are_named_by_their_stems_or_as_asked():
@@ -67,19 +67,21 @@ def test_wrong_options_stop_before_the_work(options: list[str], message: str, ca
 @pytest.mark.slow
 def test_a_profile_of_the_embedded_model_from_the_command_line(tmp_path: Path):
     """One problem: budgets are kept, and methods with regions report how evenly they filled."""
-    policies = (f"gs={DECODE / 'lockstep_gauss_seidel.yaml'}", str(DECODE / "entropy.yaml"))
+    halves = f"{{defaults: {DECODE}/threshold_09.yaml, layout: {DECODE}/layout/halves.yaml}}"
+    (tmp_path / "halves.yaml").write_text(halves)
+    policies = (str(tmp_path / "halves.yaml"), str(DECODE / "entropy.yaml"))
     options = ("--steps", "4", "adaptive", "--caches", "none", "dual", "--policies", *policies)
     given = (f"--data.init_args.tasks={problems(1)}", "--run_dir", str(tmp_path / "run"))
-    assert main(["--config", "exp/profile_tiny", *given, *options]) == 0
+    assert main(["--config", "exp/evaluate_tiny", *given, *options]) == 0
     with (tmp_path / "run" / "profile.csv").open(newline="") as file:
         rows = {row["method"]: row for row in csv.DictReader(file)}
-    names = product(("gs", "entropy"), ("", "-dual"), ("_4", "_adaptive"))
+    names = product(("halves", "entropy"), ("", "-dual"), ("_4", "_adaptive"))
     assert set(rows) == set(map("".join, names))
     for method, row in rows.items():
         assert row["n"] == "1"
         assert float(row["tokens_per_second"]) > 0
         assert method.endswith("adaptive") or float(row["nfe"]) <= 4
-        assert (row["lockstep"] != "") == method.startswith("gs")
+        assert (row["lockstep"] != "") == method.startswith("halves")
     assert [float(rows[f"entropy_{n}"]["nfe"]) for n in (4, "adaptive")] == [4, 32]
     for name in ("profile.md", "profile.png", "summary.md"):
         assert (tmp_path / "run" / name).is_file()

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from lit_dlm.commands import recipes
-from lit_dlm.config.files import experiments, packaged
+from lit_dlm.config.files import FOLDER, experiments, packaged
 
 
 def test_every_experiment_and_variant_is_listed_with_what_it_needs(
@@ -14,7 +14,7 @@ def test_every_experiment_and_variant_is_listed_with_what_it_needs(
     assert recipes.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     methods = [line for line in lines if not line.startswith(" ")]
-    assert methods == ["benchmark:", "embedded:", "finetuning:", "lockstep:", "rl:", "tracelock:"]
+    assert methods == sorted(f"{path.name}:" for path in (FOLDER / "exp").iterdir())
     told = [line for line in lines if line not in methods]
     named = [line for line in told if re.match(r"  \w", line)]
     assert [f"exp/{line.split()[0]}" for line in named] == packaged("exp")

@@ -10,7 +10,6 @@ import torch
 import lit_dlm.decoding as d
 from lit_dlm.decoding import BlockWindow
 from lit_dlm.decoding.state import BY_COLUMN, BY_ROW
-from lit_dlm.lockstep import GaussSeidelPolicy, LaggedPolicy
 from lit_dlm.tracelock.policy import TraceLockPolicy
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from tests.decoding.cases import CASES, FULL
@@ -19,12 +18,10 @@ from tests.decoding.states import Recorder, streamed
 
 LENGTHS = [9, 8, 30, 2, 1, 7, 3, 31, 2, 1, 5, 6, 12, 1, 1, 17, 4, 22, 9, 3]
 PROMPTS = [[5 + (7 * row + i) % 80 for i in range(length)] for row, length in enumerate(LENGTHS)]
-HALVES = d.FractionLayout([d.Region(name="a", fraction=0.5), d.Region(name="b", fraction=0.5)])
 FOURS = {**FULL, "window": BlockWindow(4)}
 FOURS_OF_SEQUENCE = {**FULL, "window": BlockWindow(4, origin="sequence")}
 IDLE = d.DecodeSettings(stall_rule="idle", max_steps=6)
 ENDING = d.DecodeSettings(eos_rule="fill", eos_gate=True, max_commits_per_step=2)
-LOCKSTEP = {"quota": d.NoQuota(), "layout": HALVES}
 
 MORE = {
     "fill gate cap": ({}, {**FOURS, "settings": ENDING}),
@@ -49,8 +46,6 @@ MORE = {
         {**FOURS, "policy": d.TokenEditingPolicy(0.02, edit_threshold=0.0, max_post_steps=2)},
     ),
     "guided": ({}, {**FOURS, "guidance": d.Guidance(scale=1.5, prompt_ids=[7, 8])}),
-    "gauss-seidel": ({}, {**LOCKSTEP, "policy": GaussSeidelPolicy(tau=0.13)}),
-    "lagged": ({}, {**LOCKSTEP, "policy": LaggedPolicy(tau=0.13)}),
     "horizon": ({"shift": 1}, {**FOURS, "cache": d.PrefixCache(horizon=3)}),
     "filled blocks": (
         in_blocks("sequence"),
@@ -91,8 +86,6 @@ DIGESTS = {
     "remdm 64": "c95563cfb664",
     "edited full": "eb8c3c3e166b",
     "guided": "7e4b5f0c3d78",
-    "gauss-seidel": "438110bddf69",
-    "lagged": "a7a52c433021",
     "horizon": "c0de2d978648",
     "filled blocks": "a00f746014ba",
     "budget": "0c7ab130563d",

@@ -8,7 +8,6 @@ import lit_dlm.decoding as d
 from lit_dlm.decoding import ConfidencePolicy, Decoder, FixedLayout, FractionLayout, Region
 from lit_dlm.decoding.api import text_cells
 from lit_dlm.decoding.decoder import with_option
-from lit_dlm.lockstep import GaussSeidelPolicy
 from tests.decoding.models import table_backbone
 from tests.decoding.states import decoded
 from tests.fakes import EOS, MASK, fake_spec
@@ -77,7 +76,7 @@ def test_a_template_stands_on_the_canvas_and_is_never_changed():
     again = layout.on(prepared, mask_id=MASK)
     assert torch.equal(again.ids, prepared.ids)
     backbone = table_backbone([5] * 7, [0.99] * 7)
-    for policy, quota in ((GaussSeidelPolicy(), d.NoQuota()), (ConfidencePolicy(), None)):
+    for policy, quota in ((d.ThresholdPolicy(0.9), d.NoQuota()), (ConfidencePolicy(), None)):
         result = d.decode(backbone, Decoder(policy=policy, quota=quota, layout=layout), start)
         assert result.ids[0, 2:].tolist() == [OPEN, 5, 5, CLOSE, OPEN, 5, 5]
         assert result.status == ["complete"]

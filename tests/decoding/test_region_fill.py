@@ -5,7 +5,6 @@ from torch import Tensor
 import lit_dlm.decoding as d
 from lit_dlm.decoding import Decoder, FillCurves, Region, RegionFill
 from lit_dlm.decoding.region_fill import fill_curves
-from lit_dlm.lockstep import JacobiPolicy
 from tests.decoding.models import table_backbone
 from tests.decoding.states import decoded, streamed
 from tests.fakes import TableBackbone, logits_for
@@ -13,7 +12,7 @@ from tests.fakes import TableBackbone, logits_for
 HALVES = d.FixedLayout(
     [Region(name="R", length=2, max_fill_frac=1.0), Region(name="A", length=2, max_fill_frac=1.0)]
 )
-JACOBI = Decoder(policy=JacobiPolicy(), quota=d.NoQuota(), layout=HALVES)
+SURE = Decoder(policy=d.ThresholdPolicy(0.9), quota=d.NoQuota(), layout=HALVES)
 
 
 def followed(decoder: Decoder, rows: int = 1) -> RegionFill:
@@ -25,8 +24,8 @@ def followed(decoder: Decoder, rows: int = 1) -> RegionFill:
 
 
 def test_curves_follow_the_cells_of_each_region():
-    """Jacobi: {0, 3}, then 1, then 2. R: 0, 1/2, 1, 1. A: 0, 1/2, 1/2, 1. Gaps 0, 1/2, 0."""
-    for curves in followed(JACOBI, rows=2).curves():
+    """Cells {0, 3}, then 1, then 2. R: 0, 1/2, 1, 1. A: 0, 1/2, 1/2, 1. Gaps 0, 1/2, 0."""
+    for curves in followed(SURE, rows=2).curves():
         assert curves.by_name() == {"R": [0.0, 0.5, 1.0, 1.0], "A": [0.0, 0.5, 0.5, 1.0]}
         assert curves.lockstep_score() == pytest.approx((1 + 0.5 + 1) / 3)
 
@@ -68,8 +67,8 @@ def test_rows_that_are_replaced_have_the_curves_of_one_batch():
 
     prompts = [[2], [3], [4], [2], [6], [3]]
     backbone, whole, fill, found = TableBackbone(logits, 8), RegionFill(), RegionFill(), {}
-    decoded(JACOBI, backbone, prompts, 4, whole)
-    for rows in streamed(JACOBI, backbone, prompts, 4, 2, fill):
+    decoded(SURE, backbone, prompts, 4, whole)
+    for rows in streamed(SURE, backbone, prompts, 4, 2, fill):
         found.update(zip(rows.numbers, fill.curves(), strict=True))
     expected = whole.curves()
     assert {len(curves.share) for curves in expected} >= {2, 3, 4}

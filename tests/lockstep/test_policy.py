@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 
 import pytest
@@ -6,12 +7,15 @@ from torch import Tensor
 
 import lit_dlm.decoding as d
 from lit_dlm.decoding import FixedLayout, Region
+from lit_dlm.decoding.description import decoder_from_description
 from lit_dlm.decoding.regions import RegionMap
 from lit_dlm.lockstep import BonusPolicy, GaussSeidelPolicy, JacobiPolicy, LaggedPolicy
 from lit_dlm.lockstep.policy import LockstepPolicy
+from lit_dlm.trajectories.tools.execution import free_running, teacher_forced
 from tests.decoding.models import hashed
-from tests.decoding.states import Recorder, as_rows_alone, decoded, state_with_masks
+from tests.decoding.states import Recorder, as_rows_alone, decoded, state_with_masks, streamed
 from tests.fakes import MASK, TableBackbone, logits_for
+from tests.traces import recorded, small_backbone
 
 EXAMPLE = [0.95, 0.91, 0.5, 0.3, 0.915, 0.90, 0.5, 0.3]
 """The worked example of the release: R is cells 0 to 3, A is cells 4 to 7."""
@@ -183,6 +187,19 @@ def test_a_padded_batch_equals_its_rows_alone_and_ends_in_time(policy, tau, samp
         assert result.num_steps.tolist() == result.stalled_steps.tolist() == [8] * 4
 
 
+@pytest.mark.parametrize("policy", [GaussSeidelPolicy, LaggedPolicy])
+def test_whose_turn_it_is_starts_anew_with_a_row_that_replaces_another(policy):
+    """Rows of 5 slots: each gets the tokens and the steps that it gets alone."""
+    decoder = d.Decoder(policy=policy(tau=0.3), quota=d.NoQuota(), layout=halves(4, cap=0.5))
+    backbone = TableBackbone(hashed, 12)
+    prompts = [[3 + number % 8] * (1 + number % 3) for number in range(20)]
+    for ended in streamed(decoder, backbone, prompts, 8, 5):
+        for row, number in enumerate(ended.numbers):
+            alone = decoded(decoder, backbone, [prompts[number]], 8, seed=100 + number)
+            assert ended.result.ids[row, -8:].tolist() == alone.ids[0, -8:].tolist()
+            assert ended.result.num_steps[row] == alone.num_steps[0]
+
+
 def answer_follows_reason(ids: Tensor) -> Tensor:
     """R is cells 1 and 2, A is cells 3 and 4. A proposes 5 until R is written, then R's token
     plus one; R is sure of 6 and 7."""
@@ -234,3 +251,41 @@ def test_a_wrong_threshold_and_a_missing_layout_are_refused():
         LaggedPolicy(tau=90)
     with pytest.raises(ValueError, match="layout: JacobiPolicy needs one"):
         d.Decoder(policy=JacobiPolicy(), quota=d.NoQuota())
+
+
+# -- records ------------------------------------------------------------------------------------
+
+TEMPLATE = d.TemplateLayout(
+    [Region(name="R", length=4, marker=[9], tau=0.2), Region(name="A", marker=[10, 11], tau=0.2)]
+)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [JacobiPolicy(), GaussSeidelPolicy(), LaggedPolicy(), BonusPolicy(batch_wide=True, tau=0.2)],
+    ids=lambda policy: type(policy).__name__,
+)
+def test_a_decode_is_executed_again_from_its_record_and_by_its_description(policy):
+    decoder = d.Decoder(
+        policy=policy,
+        quota=d.NoQuota(),
+        sampler=d.Sampler(temperature=0.7),
+        cache=d.DualCache(),
+        layout=TEMPLATE,
+    )
+    backbone = small_backbone()
+    records = recorded(backbone, 3, response_length=11, decoder=decoder)
+    again = decoder_from_description(json.loads(json.dumps(decoder.describe())))
+    assert again.describe() == decoder.describe()
+    for execute in (teacher_forced, free_running):
+        assert [v.outcome for v in execute(backbone, again, records)] == ["exact"] * 3
+
+
+def test_a_record_of_another_policy_does_not_pass_for_a_gauss_seidel_decode():
+    backbone = small_backbone()
+    own, other = (
+        d.Decoder(policy=policy, quota=d.NoQuota(), layout=TEMPLATE)
+        for policy in (JacobiPolicy(), GaussSeidelPolicy())
+    )
+    records = recorded(backbone, 3, response_length=11, decoder=own)
+    assert {v.outcome for v in teacher_forced(backbone, other, records)} == {"failed"}

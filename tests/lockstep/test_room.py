@@ -1,6 +1,7 @@
 """A method is one room: what is left of the project works without it."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,8 @@ import pytest
 
 import lit_dlm.lockstep
 
-ROOT = Path(__file__).resolve().parents[2]
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parents[1]
 # Every module is imported, and an experiment of another method becomes a run's configuration.
 WITHOUT_IT = """
 import pkgutil, importlib, sys
@@ -50,6 +52,9 @@ def test_without_the_room_and_its_configurations_all_else_imports_and_parses(tmp
         if "lit_dlm.lockstep" in path.read_text()
     ]
     assert naming == ["lit_dlm/config/names.py"]  # the table of short names, as text
+    named = re.compile("|".join(["lit_dlm.lockstep", *words[1:], *(path.stem for path in its_own)]))
+    tests = (ROOT / "tests").rglob("*.py")
+    assert {path.parent for path in tests if named.search(path.read_text())} == {TESTS}
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_IT], cwd=tmp_path, env={**os.environ, "PYTHONPATH": "."},
         capture_output=True, text=True,

@@ -2,14 +2,11 @@ from functools import partial
 
 import pytest
 
-from lit_dlm import decoding, lockstep
-from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.decoding import Decoder, NoQuota, Region, decode, prompt_canvas
-from lit_dlm.trajectories.capture import TrajectoryCapture
-from lit_dlm.trajectories.record import Trajectory
+from lit_dlm import decoding
+from lit_dlm.decoding import Decoder, NoQuota, Region
 from lit_dlm.trajectories.regions import fill_curves_of, regions_of
 from lit_dlm.trajectories.tools.execution import free_running, teacher_forced
-from tests.traces import MASK, VOCAB, small_backbone
+from tests.traces import MASK, VOCAB, recorded, small_backbone
 from tests.trajectories.samples import small_record
 
 TEMPLATE = decoding.TemplateLayout(
@@ -19,33 +16,20 @@ TEMPLATE = decoding.TemplateLayout(
     ]
 )
 record = partial(small_record, uid="one", mask_id=MASK, vocab_size=VOCAB)
-PROMPTS = [[5, 6, 7], [8], [12, 13, 14, 15]]
-
-
-@pytest.fixture(scope="module")
-def backbone():
-    return small_backbone()
-
-
-def decoded(backbone: HFBackbone, decoder: Decoder) -> tuple[list[Trajectory], decoding.RegionFill]:
-    capture, fill = TrajectoryCapture(vocab_size=VOCAB), decoding.RegionFill()
-    canvas = prompt_canvas(PROMPTS, response_length=11, spec=backbone.spec, seeds=[1, 2, 3])
-    decode(backbone, decoder, canvas, [capture, fill])
-    return capture.trajectories(["a", "b", "c"]), fill
 
 
 @pytest.mark.parametrize("cache", ["No", "Prefix", "Dual"])
-@pytest.mark.parametrize("policy", ["Jacobi", "GaussSeidel", "Lagged", "Bonus"])
-def test_lockstep_decodes_are_recorded_replayed_and_executed_again(backbone, policy, cache):
+def test_regions_and_their_curves_come_back_from_the_record(cache):
     """With markers, a cache and drawn tokens: the record alone brings the same decode."""
     decoder = Decoder(
-        policy=getattr(lockstep, f"{policy}Policy")(),
+        policy=decoding.ThresholdPolicy(0.2),
         quota=NoQuota(),
         sampler=decoding.Sampler(temperature=0.7),
         cache=getattr(decoding, f"{cache}Cache")(),
         layout=TEMPLATE,
     )
-    records, fill = decoded(backbone, decoder)
+    backbone, fill = small_backbone(), decoding.RegionFill()
+    records = recorded(backbone, 3, response_length=11, decoder=decoder, watching=[fill])
     for made, curves in zip(records, fill.curves(), strict=True):
         assert made.initial().tolist() == [9, *[MASK] * 4, 10, 11, *[MASK] * 4]
         assert made.tokens[[0, 5, 6]].tolist() == [9, 10, 11]
@@ -54,15 +38,6 @@ def test_lockstep_decodes_are_recorded_replayed_and_executed_again(backbone, pol
         assert fill_curves_of(made, placed).by_name() == curves.by_name()
     for execute in (teacher_forced, free_running):
         assert [v.outcome for v in execute(backbone, decoder, records)] == ["exact"] * 3
-
-
-def test_a_record_of_another_policy_does_not_pass_for_a_gauss_seidel_decode(backbone):
-    own, other = (
-        Decoder(policy=policy, quota=NoQuota(), layout=TEMPLATE)
-        for policy in (lockstep.JacobiPolicy(), lockstep.GaussSeidelPolicy())
-    )
-    records, _ = decoded(backbone, own)
-    assert {v.outcome for v in teacher_forced(backbone, other, records)} == {"failed"}
 
 
 def test_markers_are_searched_in_what_stood_there_before_the_first_step():
