@@ -5,6 +5,7 @@ import re
 import tomllib
 from functools import cache
 from pathlib import Path
+from pydoc import locate
 
 import pytest
 import torch
@@ -20,6 +21,10 @@ PAGES = [
     *sorted(ROOT.glob("*.md")),
     ROOT / "experiments/README.md",
 ]
+
+
+def python_of(text: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
 @cache
@@ -51,6 +56,20 @@ def test_linked_and_named_files_exist(page: Path):
     named = re.findall(rf"`((?:{folders})/[\w./-]*)`", text)
     assert not [name for name in links if not (page.parent / name).exists()]
     assert not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_python_of_pages_imports_what_exists():
+    """Also of those blocks that no test runs."""
+    blocks = [code for page in PAGES for code in python_of(page.read_text())]
+    names = {
+        f"{node.module}.{one.name}" if isinstance(node, ast.ImportFrom) else one.name
+        for block in blocks
+        for node in ast.walk(ast.parse(block))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for one in node.names
+    }
+    assert len(names) > 20
+    assert not [name for name in sorted(names) if locate(name) is None]
 
 
 def test_the_readme_runs_something_soon_and_is_short():
@@ -85,7 +104,7 @@ def test_the_picture_is_the_order_that_the_linter_enforces():
 def test_the_classes_shown_in_the_architecture_work():
     """Of three masked cells the policy takes the first and the third."""
     found: dict[str, type] = {}
-    for code in re.findall(r"```python\n(.*?)```", ARCHITECTURE, re.DOTALL):
+    for code in python_of(ARCHITECTURE):
         exec(compile(code, "architecture.md", "exec"), found)
     decoder = Decoder(policy=found["EveryOther"](), quota=NoQuota())
     done = lit_dlm.generate("tiny", ["Hi"], decode=decoder, response_length=32)
