@@ -14,7 +14,6 @@ from lit_dlm.predict.decode import DecodedBatch, DecodeModule
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.rollout import rl_step_of
 from lit_dlm.system.options import of_kind
-from lit_dlm.tracelock.generate import TraceModule
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import (
     BackgroundWriter,
@@ -150,14 +149,6 @@ def _describe(trainer: Trainer, module: DecodeModule) -> RunRecord:
     # Not every data module has these.
     methods = getattr(data, "methods", None) or list(module.decoders)
     template = {"chat_template": module.chat_template} if module.chat_template else {}
-    capture: dict[str, Any] = {"level": module.level}
-    if isinstance(module, TraceModule):
-        capture |= {
-            "step_ratio": module.step_ratio,
-            "scheme": module.scheme,
-            "layout": module.settings.layout,
-            "hidden_layers": list(module.settings.hidden_layers),
-        }
     model = dict(describe()) if describe else {"class": type(module.backbone).__name__}
     precision = str(trainer.precision)
     # Weights in half precision decode without autocast, see the engine.
@@ -176,7 +167,7 @@ def _describe(trainer: Trainer, module: DecodeModule) -> RunRecord:
         decode={
             "methods": {name: module.decoders[name].describe() for name in methods},
             "response_length": data.response_length,
-            "capture": capture,
+            "capture": module.describe_capture(),
             **template,
         },
         randomness={

@@ -38,23 +38,26 @@ class RewardCurve(Callback):
         self._drawn = -math.inf
         self.points: list[dict[str, Any]] = []
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        if stage == "fit":
+            of_kind(pl_module, TraceRLModule, option="model")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         # A resumed run has a sanity check, too, but its step 0 is known already.
         is_first = trainer.sanity_checking and not self.points
         # Scores of only some batches could not be compared with later validations.
         is_whole = trainer.num_sanity_val_steps >= max(trainer.num_val_batches, default=0)
-        if is_first and is_whole and isinstance(pl_module, TraceRLModule):
+        if is_first and is_whole:
             validation = pl_module.loop.validation
             scores = {} if validation is None else validation.last
             values = {f"val/{name}": value for name, value in scores.items()}
             self.points = [{"step": 0, "updates": 0, **values}]
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        module = of_kind(pl_module, TraceRLModule, option="model")
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         values = {
             name: float(value)
             for name, value in trainer.callback_metrics.items()
-            if _is_new(name, trainer, module)
+            if _is_new(name, trainer, pl_module)
         }
         step = trainer.current_epoch + 1
         # A resumed run repeats steps after its checkpoint: their points are replaced.

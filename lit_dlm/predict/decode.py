@@ -385,6 +385,10 @@ class DecodeModule(CheckedModule):
             vocab_size=self.backbone.vocab_size, level=self.level, features=self._features
         )
 
+    def describe_capture(self) -> dict[str, Any]:
+        """What a run record says of :meth:`capture`."""
+        return {"level": self.level}
+
     @property
     def detokenizer(self) -> Detokenizer:
         """Turns responses into the texts that graders receive."""

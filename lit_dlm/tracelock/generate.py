@@ -86,6 +86,14 @@ class TraceModule(DecodeModule):
         self.projector_dir = projector_dir
         self.projector_prompts = projector_prompts
 
+    def describe_capture(self) -> dict[str, Any]:
+        return super().describe_capture() | {
+            "step_ratio": self.step_ratio,
+            "scheme": self.scheme,
+            "layout": self.settings.layout,
+            "hidden_layers": list(self.settings.hidden_layers),
+        }
+
     def on_predict_start(self) -> None:
         super().on_predict_start()
         if self.level != "features":

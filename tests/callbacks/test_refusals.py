@@ -15,6 +15,7 @@ from lit_dlm.callbacks import (
     DiscriminationScore,
     HttpJudge,
     JointEarlyStopping,
+    RewardCurve,
     TracePictures,
 )
 from tests.callbacks.letters import Letters, trace_module
@@ -56,6 +57,7 @@ OTHER = LightningModule()
         (TracePictures("x"), "setup predict", trace_module(capture=False), r"model\.level"),
         (TracePictures("x", prompts=["a"], method="no"), "setup fit", trace_module(), METHOD),
         (HttpJudge("x", tasks=["sums"], **JUDGE), "setup predict", None, "tasks: .* 'letters'"),
+        (RewardCurve("x"), "setup fit", OTHER, "model: expected TraceRLModule"),
         (CalibrationPlot("x"), "on_validation_end", OTHER, "model: expected TraceLockModule"),
         (JointEarlyStopping(["c"]), "on_validation_end", OTHER, "'c' was not logged; logged: a"),
         (AttentionAnnealing(5), "on_fit_start", trace_module(), "from_ar"),
