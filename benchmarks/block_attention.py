@@ -34,19 +34,19 @@ STATES, HEADS, WIDTH = 4, 32, 128
 def row_counts(copies: int, *, response: int = 512) -> dict[str, float]:
     """Returns what the rows of a response cost in all, with ``copies`` states in a row."""
     layout = Slots.trace(PROMPT, PROMPT + response, 4, origin="sequence")
-    told: dict[str, float] = dict.fromkeys(ROW_COUNTS, 0.0)
+    costs: dict[str, float] = dict.fromkeys(ROW_COUNTS, 0.0)
     for first in range(0, STATES, copies):
         rows = layout.packed(min(copies, STATES - first))
         N = len(rows.source)
         mask: Any = rows.in_whole_tiles().block_mask()
         tables = [part for part in mask.as_tuple() if isinstance(part, torch.Tensor)]
         tiles = int(mask.kv_num_blocks.sum()) + int(mask.full_kv_num_blocks.sum())
-        told["row_tokens"] += N
-        told["matrix_teraflops"] += 4 * HEADS * WIDTH * N**2 / 1e12
-        told["tile_teraflops"] += 4 * HEADS * WIDTH * tiles * TILE**2 / 1e12
-        told["matrix_megabytes"] += (1 + 2) * N**2 / 1e6
-        told["tile_megabytes"] += sum(table.nbytes for table in tables) / 1e6
-    return told
+        costs["row_tokens"] += N
+        costs["matrix_teraflops"] += 4 * HEADS * WIDTH * N**2 / 1e12
+        costs["tile_teraflops"] += 4 * HEADS * WIDTH * tiles * TILE**2 / 1e12
+        costs["matrix_megabytes"] += (1 + 2) * N**2 / 1e6
+        costs["tile_megabytes"] += sum(table.nbytes for table in tables) / 1e6
+    return costs
 
 
 ROW_COUNTS = (

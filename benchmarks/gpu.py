@@ -231,8 +231,8 @@ class Checks:
             spans = [Span(796, 800 + 4 * (row % 2), 800 + 4 * (row % 2)) for row in range(rows)]
             canvas.run(ids, canvas.plan(spans, block_causal=True))
             logits.append(canvas.read(columns[:, 796:800]).logits)
-        told = logits[1].isfinite()
-        error = (logits[0] - logits[1])[told].float().norm() / logits[1][told].float().norm()
+        finite = logits[1].isfinite()
+        error = (logits[0] - logits[1])[finite].float().norm() / logits[1][finite].float().norm()
         self.tell("SDAR-4B out of phase: two layers, relative error to a mask", error, most=1e-2)
 
     def decoding(self) -> None:

@@ -140,7 +140,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.case:
         print(measured(options, options.case))
         return
-    told: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for name in CASES:
         child = subprocess.run(
             [sys.executable, *sys.argv, "--case", name],
@@ -149,9 +149,9 @@ def main(arguments: list[str] | None = None) -> None:
             text=True,
             check=True,
         )
-        told[f"{name}: GiB"] = int(child.stdout) / GIB
-        told[f"{name}: over its plan"] = int(child.stdout) / planned(options, name)
-    measurement.tell(told, as_json=options.json)
+        figures[f"{name}: GiB"] = int(child.stdout) / GIB
+        figures[f"{name}: over its plan"] = int(child.stdout) / planned(options, name)
+    measurement.tell(figures, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -206,13 +206,13 @@ def measure(folder: Path, model: str, *, accelerator: str, small: bool) -> None:
     for run in RUNS[model]:
         if f"{model}/{run}" in results(folder):
             continue
-        told = folder / "phases.json"
-        told.unlink(missing_ok=True)
+        report = folder / "phases.json"
+        report.unlink(missing_ok=True)
         shutil.rmtree(folder / "runs" / model / run, ignore_errors=True)  # it would be resumed
         command = [sys.executable, str(ROOT / "cli.py"), *_flags(model, run)]
         command += [f"--trainer.accelerator={accelerator}", "--trainer.devices=1"]
         command += ["--trainer.strategy=auto", "--trainer.enable_progress_bar=false"]
-        command += ["--trainer.callbacks+=real_size.Clock", f"--trainer.callbacks.file={told}"]
+        command += ["--trainer.callbacks+=real_size.Clock", f"--trainer.callbacks.file={report}"]
         command += [f"--trainer.callbacks.compare={str(run.startswith('decode')).lower()}"]
         print(f"{model}/{run}: {shlex.join(command)}", flush=True)
         paths = [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
@@ -231,7 +231,7 @@ def measure(folder: Path, model: str, *, accelerator: str, small: bool) -> None:
         if done.returncode:
             raise SystemExit(f"{model}/{run} ended with status {done.returncode}")
         total = {"phase": "process", "seconds": time.perf_counter() - began}
-        keep(run, [*json.loads(told.read_text()), total])
+        keep(run, [*json.loads(report.read_text()), total])
 
 
 def _flags(model: str, run: str) -> list[str]:

@@ -176,8 +176,10 @@ def main() -> None:
     for row in figures.values():
         row["step_percent"] = 100.0 * (row["cpu_ms"] / row.pop("row_steps") / per_step - 1.0)
     figures["projection_7b"] = projection(prompt=options.prompt, cells=options.cells)
-    told = {f"{name}: {key}": value for name, row in figures.items() for key, value in row.items()}
-    measurement.tell(told, as_json=options.json)
+    values = {
+        f"{name}: {key}": value for name, row in figures.items() for key, value in row.items()
+    }
+    measurement.tell(values, as_json=options.json)
 
 
 if __name__ == "__main__":

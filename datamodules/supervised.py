@@ -196,18 +196,18 @@ class SupervisedDataModule(ResumableDataModule):
         budget = f"response_length = {self.response_length} tokens"
         for what, bound in (("prompt", limit), ("response", budget)):
             if dropped[what]:
-                told = f"whose {what} has more than {bound}"
-                logger.warning("left out %d examples %s", dropped[what], told)
+                reason = f"whose {what} has more than {bound}"
+                logger.warning("left out %d examples %s", dropped[what], reason)
         if dropped["cut"]:
-            told = "cut %d responses to response_length, %d tokens, %d of them before their end"
-            logger.warning(told, dropped["cut"], self.response_length, dropped["end"])
+            message = "cut %d responses to response_length, %d tokens, %d of them before their end"
+            logger.warning(message, dropped["cut"], self.response_length, dropped["end"])
 
     def train_dataloader(self) -> DataLoader[Any]:
         trainer, count = self.trainer, len(self.train_numbers)
         batches = 1 if trainer is None else trainer.world_size * trainer.accumulate_grad_batches
         if count < self.batch_size * batches:
-            told = "batch_size: an update of %d x %d repeats some of the %d training examples"
-            logger.warning(told, batches, self.batch_size, count)
+            message = "batch_size: an update of %d x %d repeats some of the %d training examples"
+            logger.warning(message, batches, self.batch_size, count)
         lengths = None
         if self.group_by_length:
             lengths = np.array([self._num_tokens(n) for n in self.train_numbers.tolist()])
@@ -307,10 +307,10 @@ def check_decodes(
 
     Responses have at most ``response_length`` tokens.
     """
-    for name, told in module.needs().items():
+    for name, message in module.needs().items():
         lacking = next((one.uid for one in examples if getattr(one, name) is None), None)
         if lacking is not None:
-            raise ValueError(f"{lacking}: {told}; the {name} of a decode are expected, got none")
+            raise ValueError(f"{lacking}: {message}; the {name} of a decode are expected, got none")
     module.masking.check(
         collate(
             examples[first : first + _ROWS],

@@ -270,8 +270,8 @@ class RecordedDecodes(Decodes):
     def examples(self, model: ModelFacts) -> Iterator[SupervisedExample]:
         shards = Path(self.shards)
         if shards.is_dir() and not (shards / MANIFEST_FILE).is_file():
-            told = "%s: there is no %s: taking the records of a run that did not finish"
-            logger.warning(told, shards, MANIFEST_FILE)
+            message = "%s: there is no %s: taking the records of a run that did not finish"
+            logger.warning(message, shards, MANIFEST_FILE)
         records = TrajectoryShardReader(shards, features=False)
         found = list(self.taken(records, shards, model))
         # The same order however many processes wrote them, and wherever these were interrupted.

@@ -112,8 +112,8 @@ def read_decodes(path: Path) -> Decodes:
     try:
         frame = pq.read_table(path).to_pandas().sort_values(["seed", "uid"])
     except (pa.ArrowInvalid, OSError) as error:
-        told = f"{path}: expected kept decodes, which a run with --out makes, got {error!r}"
-        raise SystemExit(told) from None
+        message = f"{path}: expected kept decodes, which a run with --out makes, got {error!r}"
+        raise SystemExit(message) from None
     return {
         cell: tuple(
             rows[name].to_numpy(float).reshape(rows.seed.nunique(), -1)

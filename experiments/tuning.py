@@ -162,8 +162,8 @@ def scored(
     *_, row = csv.DictReader(found.read_text().splitlines())
     values = {score: float(row[column]) for score, column in SCORES.items()}
     values["out of order"] = 1.0 - values["out of order"]
-    told = json.loads((place / "discrimination.json").read_text())
-    return values | {"TDS": told["scores"]["validate"]}
+    kept = json.loads((place / "discrimination.json").read_text())
+    return values | {"TDS": kept["scores"]["validate"]}
 
 
 def models(decodes: Decodes) -> list[str]:

@@ -43,8 +43,8 @@ _DEEPEST = 50
 _UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, OSError, RecursionError)
 
 
-def _refuse(place: str, told: str) -> NoReturn:
-    raise ValueError(f"{place}: {told}")
+def _refuse(place: str, message: str) -> NoReturn:
+    raise ValueError(f"{place}: {message}")
 
 
 def find(name: str, beside: Path | None = None) -> Path:
@@ -239,8 +239,8 @@ def compose(arguments: Sequence[str], *first: str) -> Composed:
         content = decoder_options(content)
         # An overlay changes settings; an experiment behind it would start both classes anew.
         if number and all(_names_class(content.get(part)) for part in ("model", "data")):
-            told = "names the classes of model and data, and so would undo what --config "
-            _refuse(f"--config {name}", f"{told}{named.config[0]} sets; give it first")
+            message = "names the classes of model and data, and so would undo what --config "
+            _refuse(f"--config {name}", f"{message}{named.config[0]} sets; give it first")
         document = merge(document, content)
     left = _apply(document, _joined(words))
     _require_known(document, "")
@@ -373,10 +373,10 @@ def resolved(document: dict[str, Any]) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         # OmegaConf's text spans lines and names neither the flag nor what would be right.
         place = str(error.full_key).replace("init_args.", "")
-        told = f"references like ${{run_dir}}, got {str(error).splitlines()[0]}"
+        wanted = f"references like ${{run_dir}}, got {str(error).splitlines()[0]}"
         if absent := re.search(r"Environment variable '(\w+)' not found", str(error)):
-            told = f"the environment variable {absent[1]}, which is not set"
-        _refuse(place, f"expected {told}")
+            wanted = f"the environment variable {absent[1]}, which is not set"
+        _refuse(place, f"expected {wanted}")
 
 
 def setting_differences(found: Any, wanted: Any, key: str = "") -> Iterator[str]:

@@ -131,8 +131,8 @@ class TABOMModule(SFTModule):
     def needs(self) -> dict[str, str]:
         if self.ties != "rank":
             return super().needs()
-        told = "ties 'rank' needs trajectories of level 'signals'"
-        return {**super().needs(), "decode_entropy": told}
+        message = "ties 'rank' needs trajectories of level 'signals'"
+        return {**super().needs(), "decode_entropy": message}
 
     def combined(self, parts: Mapping[str, Tensor]) -> Tensor:
         return parts["loss_ce"] + self.rank_weight * parts["loss_rank"]
@@ -171,16 +171,16 @@ class TimeDelay(Masking):
         """Warns if cuts leave nothing to learn of some responses; refuses if of all."""
         lasts = [self.last_cuts(batch) for batch in batches]
         count, without = sum(map(len, lasts)), sum(int((last < 0).sum()) for last in lasts)
-        told = (
+        message = (
             f"cut_range: {self.cut_range!r} with a window of {self.window} leaves "
             f"{without} of {count} samples without a cut"
         )
         if without and without == count:
             raise ValueError(
-                f"{told}; expected longer decodes, a smaller window or cut_range 'full'"
+                f"{message}; expected longer decodes, a smaller window or cut_range 'full'"
             )
         if without:
-            logger.warning("%s: nothing is learnt from them", told)
+            logger.warning("%s: nothing is learnt from them", message)
 
     def states(self, batch: SupervisedBatch) -> States:
         last, steps = self.last_cuts(batch), batch.steps

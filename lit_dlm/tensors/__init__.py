@@ -1,4 +1,4 @@
-"""Tensor functions, and helpers for files, options and terminals; no model, no framework but torch.
+"""Tensor functions; no model, no framework but torch.
 
 Shape legend, used in every docstring of the project:
 

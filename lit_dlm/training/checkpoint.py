@@ -256,11 +256,11 @@ class CheckpointFiles(TorchCheckpointIO):
         try:
             found = torch.load(path, map_location=map_location, weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-            told = f"expected a checkpoint of tensors and plain values ({_reason(error)})"
+            message = f"expected a checkpoint of tensors and plain values ({_reason(error)})"
             # Damage to the archive's directory, which has no checksum, may show only here.
-            former = _before(path, told)
+            former = _before(path, message)
             if former is None:
-                raise ValueError(f"{path}: {told}") from error
+                raise ValueError(f"{path}: {message}") from error
             return self.load_checkpoint(former, map_location)
         require_training(path, found)
         weights = {k: v for k, v in found["state_dict"].items() if isinstance(v, torch.Tensor)}
