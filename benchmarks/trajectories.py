@@ -49,7 +49,8 @@ from lit_dlm.decoding import Decoder, EntropyPolicy, decode
 from lit_dlm.toy.word_problems import WordProblems
 from lit_dlm.trajectories import Trajectory
 from lit_dlm.trajectories.capture import TrajectoryCapture
-from lit_dlm.trajectories.format import decode_block, encode_block
+from lit_dlm.trajectories.format import decode_block
+from lit_dlm.trajectories.members import encode_members
 from lit_dlm.trajectories.store import RunRecord, TrajectoryShardWriter
 
 FIXTURES = Path(__file__).resolve().parents[1] / "tests" / "golden" / "trajectories"
@@ -95,11 +96,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def sizes(name: str, records: Sequence[Trajectory]) -> Figures:
     """Measures bytes per record of ours, of (a) and of (b)."""
-    ours = len(encode_block(records)) / len(records)
+    ours = len(encode_members(records)[0]) / len(records)
     baseline = statistics.mean(len(per_step_store.encode(record)) for record in records)
     return {
         f"bytes_{name}": ours,
-        f"bytes_lone_{name}": statistics.mean(len(encode_block([r])) for r in records),
+        f"bytes_lone_{name}": statistics.mean(len(encode_members([r])[0]) for r in records),
         f"bytes_per_step_store_{name}": baseline,
         f"bytes_numpy_{name}": sum(map(_numpy_bytes, records)) / len(records),
         f"size_ratio_{name}": baseline / ours,
@@ -122,8 +123,8 @@ def speeds(size: str, records: list[Trajectory], folder: Path, repeats: int) -> 
         folder / "lone.arrow.zst",
         folder / "numpy.npz",
     )
-    block.write_bytes(encode_block(records))
-    lone.write_bytes(encode_block(records[:1]))
+    block.write_bytes(encode_members(records)[0])
+    lone.write_bytes(encode_members(records[:1])[0])
     np.savez(arrays, **_stacked(records))
     files = []
     for i, record in enumerate(records):
@@ -147,9 +148,9 @@ def speeds(size: str, records: list[Trajectory], folder: Path, repeats: int) -> 
 
     data = block.read_bytes()
     actions: dict[str, Callable[[], object]] = {
-        "encode": lambda: encode_block(records),
-        "encode_level_3": lambda: encode_block(records, level=3),
-        "encode_lone": lambda: encode_block(records[:1]),
+        "encode": lambda: encode_members(records)[0],
+        "encode_level_3": lambda: encode_members(records, level=3)[0],
+        "encode_lone": lambda: encode_members(records[:1])[0],
         "decode": lambda: decode_block(data),
         "decode_unchecked_digests": lambda: decode_block(data, strict=False),
         "replay": lambda: ours_final(block),

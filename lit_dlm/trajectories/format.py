@@ -98,13 +98,6 @@ class Block:
         return [part.astype(np.int32) for part in split_lists(self.batch.column("kept_steps"))]
 
 
-def encode_block(
-    records: Sequence[Trajectory], *, run_digest: bytes = NO_RUN, level: int = 9
-) -> bytes:
-    """Encodes records as one block, without their features; ``level`` is that of zstd."""
-    return pack(record_batch(records, run_digest=run_digest), level=level)
-
-
 def decode_block(data: bytes | memoryview, *, strict: bool = True) -> list[Trajectory]:
     """Reads a block without features; see :func:`records_of`."""
     return records_of(read_block(data), strict=strict)

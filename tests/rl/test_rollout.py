@@ -39,7 +39,7 @@ from lit_dlm.rl.rollout import (
 from lit_dlm.tasks import PromptExample
 from lit_dlm.training.ranks import Ranks
 from lit_dlm.training.sharding import shard_trained
-from lit_dlm.trajectories.format import encode_block
+from lit_dlm.trajectories.members import encode_members
 from tests.processes import in_processes
 from tests.rollouts import EOS, G, learner, rollout_data
 
@@ -188,7 +188,7 @@ def _collected(rank: int, world_size: int, slots: int) -> tuple[list[bytes], set
         assert told or world_size > 1  # others may have taken all
         assert all(name == "rollout" and done <= total == share for name, done, total in told)
         assert rollouts.num_prompts == 5
-        found += [encode_block([one.to_record()]) for one in rollouts.scored]
+        found += [encode_members([one.to_record()])[0] for one in rollouts.scored]
         steps |= {one.record.num_steps for one in rollouts.scored}
         kept |= {one.kept for one in rollouts.scored}
         assert 0.0 <= rollouts.times["occupancy"] <= 1.0
@@ -223,7 +223,7 @@ def _one_response(rank: int, world_size: int) -> tuple[bytes, bool, list[float]]
     with torch.no_grad():
         logits = rl.backbone(torch.arange(8, 14)[None])[0, :, 8:12]
     is_busy = bool(rollouts.times["occupancy"])
-    block = encode_block([one.to_record() for one in rollouts.scored])
+    block = encode_members([one.to_record() for one in rollouts.scored])[0]
     return block, is_busy, logits.flatten().tolist()
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lit_dlm.trajectories import TrajectoryFormatError
-from lit_dlm.trajectories.format import encode_block, read_block, records_of
+from lit_dlm.trajectories.format import read_block, records_of
 from lit_dlm.trajectories.members import (
     attach_features,
     decode_members,
@@ -52,7 +52,7 @@ def test_features_do_not_join_other_records():
         records[:1],
         [replace(r, features=None) for r in records],
     ):
-        block = read_block(encode_block(others))
+        block = read_block(encode_members(others)[0])
         with pytest.raises(TrajectoryFormatError, match="features are of other records"):
             attach_features(block, records_of(block), features)
     with pytest.raises(TrajectoryFormatError, match=r"'features'\] missing"):

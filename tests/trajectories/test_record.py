@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from lit_dlm.trajectories import Trajectory
-from lit_dlm.trajectories.format import decode_block, encode_block
+from lit_dlm.trajectories.format import decode_block
+from lit_dlm.trajectories.members import encode_members
 from tests.trajectories.samples import MASK, VOCAB, from_history, random_history, small_record
 
 
@@ -114,5 +115,5 @@ def test_rows_of_pictures_count_up_from_the_end_of_the_vocabulary():
         from_history([[MASK], [3]], uid=uid, prompt_ids=ids)
         for uid, ids in zip("ab", prompts, strict=True)
     ]
-    found = decode_block(encode_block(records))
+    found = decode_block(encode_members(records)[0])
     assert [record.prompt_ids.tolist() for record in found] == prompts
