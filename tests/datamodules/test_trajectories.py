@@ -266,6 +266,19 @@ def test_a_folder_without_shards_and_bad_options_are_named(
         ready(tmp_path / folder, **options)
 
 
+def test_records_of_another_folder_are_mixed_in(
+    records: list[Trajectory], shards: Path, tmp_path: Path
+) -> None:
+    """Such as those of a second round, of the same prompts, which stay on their side."""
+    second = [replace(record, uid=f"{record.uid}_2") for record in records]
+    mixed = ready(shards, more_shards=write_shards(tmp_path, second))
+    index = mixed.states.index
+    assert set(index.uids) == {record.uid for record in [*records, *second]}
+    for part in (mixed.train_indices, mixed.val_indices):
+        uids = {index.uids[number] for number in index.records_of(part)}
+        assert {uid.removesuffix("_2") for uid in uids} == {u for u in uids if u[-2:] != "_2"}
+
+
 def test_shards_without_what_is_needed_are_refused(shards: Path, tmp_path: Path) -> None:
     """Features, grades, or features of the model's own projector."""
     bare = [replace(record, meta={"task": "fake"}) for record in recorded(small_backbone(), 8)]

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from safetensors.torch import load_file
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
 
@@ -309,36 +308,3 @@ def test_ranks_that_cannot_be_are_refused_before_anything_is_decoded(
         command = [*GENERATE, *few, "--data.response_length=16", f"--run_dir={tmp_path}"]
         assert message in fails(capsys, *command, "--data.batch_size=12")
     assert "decoded" not in caplog.text
-
-
-def test_second_round_mixes_traces_of_the_policy_itself(whole: Path, begun: Path) -> None:
-    (begun / "policy").symlink_to(whole / "policy")
-    run(
-        "predict",
-        "--config=exp/generate_tiny",
-        "--config=method/round2_traces",
-        *ROUND,
-        f"--run_dir={begun}",
-    )
-    traces = list(TrajectoryShardReader(begun / "traces_round2", features=True))
-    assert len(traces) == 24
-    assert {trace.uid.partition("@")[2] for trace in traces} == {"tracelock_09", "tracelock_099"}
-    mixed = [*FEW, "--data.only_correct=false", f"--run_dir={begun}"]
-    run("fit", "--config=exp/tracelock_tiny", "--config=method/round2", *mixed)
-    one, two = (
-        load_file(begun / name / "model.safetensors") for name in ("policy", "policy_round2")
-    )
-    assert any(not torch.equal(two[name], one[name]) for name in one)
-
-
-def test_one_file_sweeps_the_front(whole: Path, tmp_path: Path) -> None:
-    (tmp_path / "policy").symlink_to(whole / "policy")
-    methods = ["entropy_8", "threshold_05", "threshold_09", "tracelock_09", "tracelock-cap_2"]
-    flags = [f"--data.tasks={problems(4)}", f"--data.methods={methods}", *ON_ONE_CPU]
-    run("predict", "--config=exp/sweep_tiny", f"--run_dir={tmp_path}", *flags)
-    rows = results(tmp_path / "sweep")
-    assert {len(group) for group in rows.values()} == {4}
-    assert all(row.nfe == 4 for row in rows["word_problems", "entropy_8"])
-    records = json.loads((tmp_path / "sweep" / "summary.json").read_text())
-    assert [r["method"] for r in records] == methods
-    assert (tmp_path / "sweep" / "front.png").stat().st_size > 10_000

@@ -43,6 +43,7 @@ def test_tensorboard(tmp_path: Path):
     assert scores <= set(found["predict"]["scalars"])
     pictures = {f"decode/one/word_problems/test/0000{n}/fill_order" for n in range(2)}
     assert set(found["predict"]["images"]) == {"profile", *pictures}
+    assert "profile/text_summary" in found["predict"]["tensors"]
     assert "train/loss" in found["fit"]["scalars"]
     assert [name for name in found["fit"]["scalars"] if "cpu_percent" in name]
 
@@ -64,5 +65,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         kept[name] = recorded.read_bytes()
         assert (tmp_path / name / "logs").is_dir()  # CSV stays beside it
     assert b"word_problems/one/tokens_per_second" in kept["predict"]
-    assert list((tmp_path / "predict").glob("wandb/offline-run-*/files/media/images/profile*.png"))
+    (media,) = (tmp_path / "predict").glob("wandb/offline-run-*/files/media")
+    assert list(media.glob("images/profile*.png"))
+    assert list(media.glob("table/profile_*.table.json"))
     assert b"train/loss" in kept["fit"]

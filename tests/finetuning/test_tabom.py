@@ -30,7 +30,7 @@ from tests.finetuning.runs import (
 )
 from tests.processes import in_two_processes
 from tests.training.reference import entropy_of, slow_ranking
-from tests.training.supervised import BLOCK, batch_of, sft, slow_log_probs, tabom
+from tests.training.supervised import BLOCK, assert_same_loss, batch_of, sft, slow_log_probs, tabom
 
 pytestmark = pytest.mark.slow  # training runs
 
@@ -75,14 +75,7 @@ SPARSE = {**EXPERTS, "attention": "full", "block_size": None}
 def test_loss_and_gradients_equal_a_slow_loop_on_full_logits(changes: Any, ties: Any) -> None:
     model = tabom(small(**changes), rank_weight=1.5, ties=ties)
     batch = batch_of(model, 6)
-    wanted = slow_loss(model, batch)
-    terms = model.terms(batch)
-    # Float32 logits, chunked or whole.
-    torch.testing.assert_close(terms.total.double(), wanted.double(), rtol=1e-5, atol=1e-6)
-    values = [value for value in model.parameters() if value.requires_grad]
-    fast, slow = (torch.autograd.grad(loss, values) for loss in (terms.total, wanted))
-    # Float32 sums in another order, through two layers.
-    torch.testing.assert_close(fast, slow, atol=1e-5, rtol=1e-4)
+    assert_same_loss(model, model.terms(batch).total, slow_loss(model, batch))
 
 
 def test_logged_counts_are_those_of_the_states() -> None:

@@ -2,7 +2,7 @@ import csv
 from pathlib import Path
 
 import pytest
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger
 
 from lit_dlm.reports.profile import log_profile, profile_row, write_profile
 from lit_dlm.reports.summary import MethodSummary
@@ -64,35 +64,3 @@ def test_points_are_logged_over_forwards(tmp_path: Path, picture: Path):
     found = {int(row["step"]): row["sums/entropy/accuracy"] for row in rows}
     assert {step: value for step, value in found.items() if value} == {8: "0.75", 16: "0.875"}
     assert any(row["sums/jacobi-dual/lockstep"] == "0.8" for row in rows)
-
-
-@pytest.mark.slow  # imports TensorBoard
-def test_tensorboard_gets_scalars_table_and_picture(tmp_path: Path, picture: Path):
-    module = "tensorboard.backend.event_processing.event_accumulator"
-    reading = pytest.importorskip(module, reason="TensorBoard is not installed")
-    target = TensorBoardLogger(tmp_path, name="tensorboard", version="")
-    log_profile(target, SUMMARIES, picture)
-    events = reading.EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    scalars = events.Scalars("sums/entropy/accuracy")
-    assert [(event.step, event.value) for event in scalars] == [(8, 0.75), (16, 0.875)]
-    assert events.Tags()["images"] == ["profile"]
-    assert "profile/text_summary" in events.Tags()["tensors"]
-
-
-@pytest.mark.slow  # starts W&B's own process
-def test_wandb_works_without_a_network(tmp_path: Path, picture: Path, monkeypatch):
-    wandb = pytest.importorskip("wandb", reason="W&B is not installed")
-    for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
-        monkeypatch.setenv(name, str(tmp_path / "cache"))
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    log_profile(WandbLogger(save_dir=tmp_path, offline=True), SUMMARIES, picture)
-    wandb.finish()
-    wandb.teardown()  # W&B's process writes the last records when it ends, as at our own end
-    (run,) = (tmp_path / "wandb").glob("offline-run-*")
-    (recorded,) = run.glob("*.wandb")
-    content = recorded.read_bytes()
-    for text in (b"sums/entropy/tokens_per_second", b"sums/jacobi-dual/lockstep", b"profile_plot"):
-        assert text in content
-    assert list(run.glob("files/media/table/profile_*.table.json"))
-    assert list(run.glob("files/media/images/profile_plot_*.png"))

@@ -45,6 +45,14 @@ def batch_of(
     return collate(given, spec=spec, **options)
 
 
+def assert_same_loss(model: SFTModule, found: Tensor, wanted: Tensor) -> None:
+    """Of a float32 model and a slow loop, with gradients; sums have other orders, in two layers."""
+    torch.testing.assert_close(found.double(), wanted.double(), rtol=1e-5, atol=1e-6)
+    values = [value for value in model.parameters() if value.requires_grad]
+    fast, slow = (torch.autograd.grad(loss, values) for loss in (found, wanted))
+    torch.testing.assert_close(fast, slow, atol=1e-5, rtol=1e-4)
+
+
 def slow_log_probs(
     model: SFTModule,
     batch: SupervisedBatch,
