@@ -30,7 +30,6 @@ from lit_dlm.decoding.state import (
     prompt_canvas,
 )
 from lit_dlm.vision.pictures import picture_to_text
-from lit_dlm.vision.tokens import TokenVision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -144,10 +143,8 @@ class Detokenizer:
         texts = []
         if self._tokenizer is not None:
             texts = [str(self._tokenizer.decode(row, skip_special_tokens=True)) for row in ids]
-            if isinstance(self._vision, TokenVision):
-                for row in (response >= self._vision.first_id).any(1).nonzero()[:, 0].tolist():
-                    # The token that marks its end is not part of the picture.
-                    (image,) = self._vision.draw(response[row : row + 1, :-1])
+            if self._vision is not None:
+                for row, image in self._vision.drawn(response).items():
                     texts[row] = picture_to_text(image)
         return Responses(ids, texts, (is_written & is_text).sum(1).tolist())
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor, nn
 
 from lit_dlm.vision.pictures import IMAGE_MARK, PICTURES, Picture, PictureFolder
@@ -128,6 +129,10 @@ class Vision(nn.Module):
 
     def stored_weights(self) -> dict[str, nn.Parameter]:
         """Returns the weights that belong in the model's own files, by their keys there."""
+        return {}
+
+    def drawn(self, responses: Tensor) -> dict[int, Image.Image]:
+        """Returns the pictures that rows of ``(B, G)`` int64 responses hold, by row."""
         return {}
 
     def release(self, ids: Iterable[int]) -> None:

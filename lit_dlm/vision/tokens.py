@@ -79,6 +79,11 @@ class TokenVision(Vision):
             ids += [self.marks["<|soi|>"], *picture, self.marks["<|eoi|>"]]
         return ids + [number for piece in pieces for number in piece]
 
+    def drawn(self, responses: Tensor) -> dict[int, Image.Image]:
+        rows = (responses >= self.first_id).any(1).nonzero()[:, 0].tolist()
+        # The token that marks its end is not part of the picture.
+        return {row: self.draw(responses[row : row + 1, :-1])[0] for row in rows}
+
     def draw(self, ids: Tensor) -> list[Image.Image]:
         """Draws the square pictures of ``(B, N)`` int64 tokens, which are in line order.
 
