@@ -130,12 +130,13 @@ def test_states_and_a_loss_train(name: str, told: str, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_the_reward_is_paid_and_the_policy_loss_trained_on(tmp_path: Path):
+def test_the_reward_is_paid_and_the_policy_loss_trained_on_with_the_advantage(tmp_path: Path):
     """A right response earns something below 1, the others nothing."""
     cli.main(
         [
             *("fit", "--config=exp/tracerl_tiny", f"--config={config(tmp_path, 'reward')}"),
             *(f"--config={config(tmp_path, 'policy_loss')}", "--model.init_args.objective=null"),
+            f"--config={config(tmp_path, 'advantage')}",
             *(f"--run_dir={tmp_path}", "--trainer.max_epochs=1", *QUIET),
             *("--trainer.num_sanity_val_steps=0", "--trainer.limit_val_batches=0"),
             *("--trainer.callbacks=[]", "--trainer.check_val_every_n_epoch=1"),
@@ -145,9 +146,11 @@ def test_the_reward_is_paid_and_the_policy_loss_trained_on(tmp_path: Path):
     )
     with (tmp_path / "logs" / "version_0" / "metrics.csv").open(newline="") as file:
         step = next(csv.DictReader(file))
-    assert step["train/policy_loss"]
     assert 0 < float(step["rollout/reward/few_steps"]) < float(step["rollout/correct"])
-    assert "reward.FewSteps" in (tmp_path / "fit.yaml").read_text()
+    assert step["train/policy_loss"]
+    written = (tmp_path / "fit.yaml").read_text()
+    assert "reward.FewSteps" in written
+    assert "advantage.RankAdvantage" in written
 
 
 def test_the_scorer_judges_drawn_pictures(tmp_path: Path):

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from lit_dlm.backbones import weights
 from lit_dlm.backbones.architecture import PLAIN_DECODERS
@@ -346,6 +347,23 @@ def write_twin(
     with patch.object(weights, "SHARD_BYTES", min(sum(sizes.values()) // 2, 10**9)):
         weights.save_checkpoint(sizes, read, folder, write=True)
     return folder
+
+
+def write_llama(folder: Path, hidden_size: int = 16) -> None:
+    """A Llama of random weights, with a tokenizer of Qwen2.5's kind."""
+    tokenizer = AutoTokenizer.from_pretrained(
+        write_twin(folder.parent / "twin", "Qwen/Qwen2.5-0.5B-Instruct", num_ordinary=2000)
+    )
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def file_shapes(resolved: Resolved) -> dict[str, tuple[int, ...]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from lit_dlm import generate
 from lit_dlm.backbones import load_backbone
@@ -17,7 +17,7 @@ from lit_dlm.decoding import BlockCache, BlockWindow, Decoder, SequentialPolicy
 from lit_dlm.grading import Verdict
 from lit_dlm.tasks import PromptExample
 from tests.e2e.runs import ROOT
-from tests.twins import write_twin
+from tests.twins import write_llama
 
 pytestmark = [pytest.mark.docs, pytest.mark.timeout(900)]
 
@@ -26,22 +26,6 @@ SIZES = {
     "full_updates": 2, "chunk": 2, "target": 101, "validation": 2, "traces": 16, "head_updates": 5,
     "outcome_steps": 2, "tuning_updates": 2, "rl_steps": 1, "rl_prompts": 2, "test": 3,
 }  # fmt: skip
-
-
-def write_parent(folder: Path) -> None:
-    twin = write_twin(folder.parent / "twin", "Qwen/Qwen2.5-0.5B-Instruct", num_ordinary=2000)
-    tokenizer = AutoTokenizer.from_pretrained(twin)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def by_luck(self: object, example: PromptExample, completion: str) -> Verdict:
@@ -63,7 +47,8 @@ def test_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         arguments += [f"--{name}", size]
     with pytest.raises(SystemExit, match="--wheel: expected the file"):
         experiment(monkeypatch, *arguments)
-    write_parent(out / "parent")
+    torch.manual_seed(0)
+    write_llama(out / "parent", hidden_size=128)
     experiment(monkeypatch, *arguments)
 
     decodes = pq.read_table(out / "real_model.parquet").to_pandas()
@@ -92,7 +77,7 @@ def test_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     # Adapters and results of a run whose folder is gone: nothing is trained or decoded again.
     anew = tmp_path / "anew"
-    write_parent(anew / "parent")
+    shutil.copytree(out / "parent", anew / "parent")
     shutil.copytree(out / "kept", tmp_path / "kept")
     for name in ("real_model.parquet", "real_model.json"):
         shutil.copy(out / name, tmp_path / name)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from lit_dlm.backbones import load_backbone
 from lit_dlm.likelihood import log_likelihood_bound
 from tests.e2e.runs import ROOT, run
-from tests.twins import write_twin
+from tests.twins import write_llama
 
 pytestmark = pytest.mark.slow
 
@@ -25,29 +25,13 @@ def script(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     runpy.run_path(str(ROOT / "experiments" / name), run_name="__main__")
 
 
-def write_models(folder: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(
-        write_twin(folder / "twin", "Qwen/Qwen2.5-0.5B-Instruct", hidden_size=16, num_ordinary=2000)
-    )
-    torch.manual_seed(0)
-    for name in ("model", "random"):
-        config = LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-        LlamaForCausalLM(config).save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-
-
 def test_losses_of_a_converted_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     data, wheel = Path("runs/smollm2"), Path("weights.whl")
     data.mkdir(parents=True)
-    write_models(data)
+    torch.manual_seed(0)
+    for name in ("model", "random"):
+        write_llama(data / name)
     wheel.touch()  # not read, as the models are there
     with gzip.open("questions.jsonl.gz", "wt") as stream:
         for number in range(200):
