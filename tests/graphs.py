@@ -42,7 +42,7 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-class NoHostReadErrors(TorchDispatchMode):
+class NoHostReads(TorchDispatchMode):
     """Raises :class:`HostReadError` where a GPU's host would wait, read or upload."""
 
     def __torch_dispatch__(
@@ -57,7 +57,7 @@ class NoHostReadErrors(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Recorder(NoHostReadErrors):
+class _Recorder(NoHostReads):
     """Notes the operations that it runs, and what they overwrite of memory from before."""
 
     def __init__(self) -> None:

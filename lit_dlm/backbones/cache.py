@@ -249,7 +249,7 @@ class CachedCanvas:
         # window sees columns that were not written anew.
         for name in (_LAST, _HIDDEN):
             for buffer in self._cache.buffers.get(name, ()):
-                buffer[index] = 0
+                buffer.index_fill_(0, index, 0)
 
     def copy(self, sources: Mapping[int, int], end: int) -> None:
         """Copies columns before ``end`` between rows; ``sources`` maps targets to their sources."""

@@ -383,13 +383,15 @@ class HFBackbone(nn.Module, Backbone):
 
         if not (self.cuda_graphs and runs_graphs(self.device)):
             return False
+        rope = (self.architecture.rope_scaling or {}).get("rope_type")
         obstacles = {
             "sharded weights are gathered to new places": any(
                 isinstance(part, FSDPModule) for part in self.modules()
             ),
             "autocast casts weights anew": not self.is_half and is_autocast(self.device),
             "products of 4-bit weights are bitsandbytes' own": self.is_4bit,
-            "pictures are looked up on the host": self.vision is not None,
+            "pictures are looked up on the host": bool(self.vision and not self.vision.graph_safe),
+            "rotary frequencies depend on the length": rope in ("dynamic", "longrope"),
         }
         for reason in (reason for reason, is_met in obstacles.items() if is_met):
             explain_eager(reason)

@@ -286,8 +286,9 @@ class StepRecord:
 
     def take(self, index: Tensor) -> StepRecord:
         """Returns the step of the rows ``index``, ``(n,)`` int64."""
-        window = self.state.window
-        state = replace(self.state.take(index), window=None if window is None else window[index])
+        # What a policy remembers may be large, and observers have no use for it.
+        window, before = self.state.window, replace(self.state, memory=None)
+        state = replace(before.take(index), window=None if window is None else window[index])
         return replace(_taken(self, index), state=state)
 
 
@@ -367,7 +368,7 @@ class Observer(Protocol):
     start. ``logits`` keeps the forward of a step in its record."""
 
     def on_start(self, state: DecodeState) -> None:
-        """Called once, with the state before the first step."""
+        """Called once, with the state before the first step, whose tensors are the steps' own."""
         ...
 
     def on_step(self, record: StepRecord) -> bool | None:

@@ -12,7 +12,9 @@ from torch import nn
 from lit_dlm.backbones import FromAR, weights
 from lit_dlm.backbones.export import export_model
 from lit_dlm.backbones.hf import HFBackbone
+from lit_dlm.tensors import graphs
 from tests.backbones.conftest import tiny_architecture
+from tests.graphs import emulated
 
 Maker = Callable[..., HFBackbone]
 IDS = torch.tensor([[5, 9, 3, 7, 3, 11], [4, 3, 8, 3, 6, 2]])
@@ -209,3 +211,26 @@ def test_an_unknown_mask_id_stops_decoding_but_not_logits(make_backbone: Maker):
         ValueError, match=r"spec\.mask_id: .* give its id as spec_overrides\.mask_id"
     ):
         backbone.denoise(IDS)
+
+
+def test_what_no_graph_can_hold_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    graphs.explain_eager.cache_clear()
+    longer = {"rope_type": "dynamic", "factor": 2.0}
+    plain = HFBackbone(architecture=tiny_architecture())
+    grown = HFBackbone(architecture=tiny_architecture(rope_scaling=longer))
+    assert not plain.graph_safe  # a CPU has none, and nothing is said
+    assert not caplog.messages
+    with emulated(monkeypatch):
+        assert plain.graph_safe
+        assert not HFBackbone(architecture=tiny_architecture(), cuda_graphs=False).graph_safe
+        assert not caplog.messages
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert not plain.graph_safe
+            assert not plain.graph_safe
+            assert plain.to(torch.bfloat16).graph_safe  # nothing is cast
+        assert not grown.graph_safe
+    autocast, rope = caplog.messages
+    assert autocast == "no CUDA graphs, as autocast casts weights anew: steps run eagerly"
+    assert "rotary frequencies depend on the length" in rope

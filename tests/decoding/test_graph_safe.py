@@ -12,12 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import lit_dlm
 import lit_dlm.decoding as d
-from lit_dlm import lockstep
 from lit_dlm.decoding import BlockWindow, CommitPolicy, Decoder
 from lit_dlm.decoding.caches import Forwards
 from lit_dlm.decoding.quotas import Quota
@@ -26,6 +23,7 @@ from lit_dlm.decoding.windows import SteppedBlockWindow, Window
 from lit_dlm.tensors import batches
 from lit_dlm.tracelock.policy import TraceLockPolicy
 from tests.decoding.models import scorer, tiny_backbone
+from tests.graphs import NoHostReads
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -37,8 +35,6 @@ def _example(file: str, name: str) -> Any:
 BLOCKS = {"window": BlockWindow(4)}
 ALONE = {"quota": d.NoQuota()}
 FEW: dict[str, Any] = {"policy": d.ThresholdPolicy(0.1), **ALONE}
-THIRDS = d.FractionLayout([d.Region(name=name, fraction=0.3) for name in "abc"])
-REGIONS: dict[str, Any] = {**ALONE, "layout": THIRDS}
 TWO = {"quota": d.FixedQuota(2)}
 CASES: dict[str, dict[str, Any]] = {
     "threshold": {"policy": d.ThresholdPolicy(0.1), **BLOCKS, **TWO},
@@ -64,10 +60,6 @@ CASES: dict[str, dict[str, Any]] = {
         **BLOCKS,
         **ALONE,
     },
-    "jacobi": {**REGIONS, "policy": lockstep.JacobiPolicy(tau=0.1)},
-    "gauss-seidel": {**REGIONS, "policy": lockstep.GaussSeidelPolicy(tau=0.1)},
-    "lagged": {**REGIONS, "policy": lockstep.LaggedPolicy(tau=0.1), "quota": d.BudgetQuota(6)},
-    "bonus": {**REGIONS, "policy": lockstep.BonusPolicy(tau=0.15)},
     "tracelock": {**ALONE, "window": d.SlidingWindow(6)},
     "tracelock, drawn": {**ALONE, "window": d.SlidingWindow(6)},
     "sequence": {**FEW, "window": BlockWindow(4, origin="sequence")},
@@ -88,36 +80,23 @@ CASES: dict[str, dict[str, Any]] = {
 PROMPTS = [[5 + (7 * row + i) % 80 for i in range(length)] for row, length in enumerate([9, 2, 5])]
 
 
-class Recorded(TorchDispatchMode):
-    """Refuses what the capture of a graph refuses: reads, uploads, shapes that follow values."""
-
-    reads = (
-        *("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "_unique2"),
-        *("unique_dim", "unique_consecutive", "repeat_interleave", "lift_fresh"),
-    )
+class Recorded(NoHostReads):
+    """Also refuses tensors of the host among those of a device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        is_search = name.startswith("index") and any(
-            isinstance(leaf, Tensor) and leaf.dtype == torch.bool for leaf in tree_leaves(args[1:2])
-        )
-        assert not is_search, name
-        assert name not in self.reads
-        result = func(*args, **(kwargs or {}))
-        # On a device of its own, nothing from the host takes part.
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        assert len({tensor.device for tensor in (*tensors, *made) if tensor.ndim}) < 2, name
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        values = tree_leaves((args, kwargs, result))
+        devices = {one.device for one in values if isinstance(one, Tensor) and one.ndim}
+        assert len(devices) < 2, func
         return result
 
 
-def _decoder(case: str, backbone: Any) -> Decoder:
-    parts = CASES[case]
-    if case.startswith("tracelock"):
-        options = {"temperature": 1.0, "max_accept_per_step": None} if "drawn" in case else {}
-        policy = TraceLockPolicy(scorer=scorer(backbone, spread=8.0), threshold=0.5, **options)
-        parts = {**parts, "policy": policy}
-    return Decoder(**parts).on(backbone.spec)
+def _parts(case: str) -> dict[str, Any]:
+    if not case.startswith("tracelock"):
+        return CASES[case]
+    options = {"temperature": 1.0, "max_accept_per_step": None} if "drawn" in case else {}
+    scores = scorer(tiny_backbone(edits_tokens=True), spread=8.0)
+    return {**CASES[case], "policy": TraceLockPolicy(scorer=scores, threshold=0.5, **options)}
 
 
 def _begun(decoder: Decoder, backbone: Any) -> d.DecodeState:
@@ -136,10 +115,10 @@ def _step(state: d.DecodeState, decoder: Decoder, backbone: Any) -> Decision:
         return decide(state, decoder, forwards, requires=requires)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_step_that_reads_nothing_decides_the_same(case: str, monkeypatch: pytest.MonkeyPatch):
+def check_reads_nothing(parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of a decoder that read nothing on the host decide what others do."""
     backbone = tiny_backbone(edits_tokens=True)
-    decoder = _decoder(case, backbone)
+    decoder = Decoder(**parts).on(backbone.spec)
     assert decoder.policy.graph_safe
     assert decoder.window.graph_safe
     assert decoder.quota.graph_safe
@@ -163,10 +142,10 @@ def test_a_step_that_reads_nothing_decides_the_same(case: str, monkeypatch: pyte
         state = after
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_nothing_is_uploaded_after_the_first_step(case: str):
+def check_uploads_nothing(parts: dict[str, Any]) -> None:
+    """After the first step nothing of the host is among a device's tensors."""
     backbone = tiny_backbone(edits_tokens=True)
-    decoder = _decoder(case, backbone)
+    decoder = Decoder(**parts).on(backbone.spec)
     state = _begun(decoder, backbone)
     backbone = backbone.to("meta")
 
@@ -183,28 +162,43 @@ def test_nothing_is_uploaded_after_the_first_step(case: str):
         advance(_step(state, decoder, guided))
 
 
-def _shipped(base: type) -> Iterator[type]:
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_that_reads_nothing_decides_the_same(case: str, monkeypatch: pytest.MonkeyPatch):
+    check_reads_nothing(_parts(case), monkeypatch)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_is_uploaded_after_the_first_step(case: str):
+    check_uploads_nothing(_parts(case))
+
+
+def _shipped(base: type, room: str) -> Iterator[type]:
     for kind in base.__subclasses__():
-        yield from _shipped(kind)
-        if kind.__module__.startswith("lit_dlm.") and not inspect.isabstract(kind):
+        yield from _shipped(kind, room)
+        if kind.__module__.startswith(room) and not inspect.isabstract(kind):
             yield kind
 
 
-def test_every_policy_window_and_quota_is_among_the_cases():
-    for module in pkgutil.walk_packages([*lit_dlm.__path__], "lit_dlm."):
-        if module.name.split(".")[1] in ("decoding", "tracelock", "lockstep"):
-            import_module(module.name)
-    tried = {type(part) for parts in CASES.values() for part in parts.values()}
+def check_all_are_tried(room: str, cases: dict[str, dict[str, Any]]) -> None:
+    """Every policy, window and quota of a package is in one of the decoders."""
+    package = import_module(room)
+    for module in pkgutil.walk_packages([*package.__path__], f"{room}."):
+        import_module(module.name)
+    tried = {type(part) for parts in cases.values() for part in parts.values()}
     for base in (CommitPolicy, Window, Quota):
-        assert not {*_shipped(base)} - tried - {TraceLockPolicy}
+        assert not {*_shipped(base, room)} - tried
+
+
+def test_every_policy_window_and_quota_is_among_the_cases():
+    check_all_are_tried("lit_dlm.decoding", CASES)
+    check_all_are_tried("lit_dlm.tracelock", {case: _parts(case) for case in CASES})
+    for base in (CommitPolicy, Window, Quota):
         assert not base.graph_safe
 
 
 def test_what_a_graph_cannot_hold_is_not_safe():
     assert not d.Sampler(top_k=5).graph_safe
     assert not d.Sampler(top_p=0.9).graph_safe
-    # Its share is one of all rows, and those that have ended leave a batch only without graphs.
-    assert not lockstep.BonusPolicy(batch_wide=True).graph_safe
 
 
 def test_a_class_from_outside_says_itself_that_it_is_safe():
@@ -215,8 +209,5 @@ def test_a_class_from_outside_says_itself_that_it_is_safe():
     class Plain(d.ThresholdPolicy):
         graph_safe = True
 
-    class Bonus(lockstep.BonusPolicy): ...
-
     assert not Reading().graph_safe
-    assert not Bonus().graph_safe
     assert Plain().graph_safe
