@@ -54,8 +54,12 @@ class CudaGraph:
         """
         # Of this thread only: loaders pin memory in others meanwhile.
         mode = "thread_local"
-        with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode=mode):
-            return call()
+        stream = torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode=mode):
+                return call()
+        finally:
+            torch.cuda.set_stream(stream)  # torch stays on its own if a recording fails
 
     def replay(self) -> None:
         self._graph.replay()
@@ -99,7 +103,8 @@ class Graphs:
         except RuntimeError as error:  # out of memory, too
             # Nothing has been run or written: the caller takes the same step eagerly.
             self._is_on = False
-            reason = str(error).partition("\n")[0]
+            # The end of a recording fails, too, once something inside of it has.
+            reason = str(error.__context__ or error).partition("\n")[0]
             logger.warning("%s: no CUDA graph, so steps run eagerly (%s)", self._what, reason)
             return False
         return True
