@@ -84,7 +84,7 @@ _VIEWS = {
     "empty_strided", "new_empty",
 }  # fmt: skip
 _GATHERS = {"embedding", "gather", "index", "index_select"}
-_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+_PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm"}
 _READS = (Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.item)
 
 
@@ -241,6 +241,7 @@ class LaunchCounter(TorchFunctionMode):
         elif name in _PRODUCTS:
             left, right = inputs[-2:]
             flops = 2.0 * left.numel() * right.shape[-1]
+            size += written * in_place  # what it is added to is read as well
             outputs = [left]  # its dtype decides which cores multiply
         elif name == "_varlen_attn":
             query, key = inputs[:2]

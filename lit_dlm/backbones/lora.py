@@ -110,7 +110,9 @@ def inject(model: PreTrainedModel, settings: LoRASettings, *, name: str = POLICY
     named :data:`POLICY`; others are switched on by :func:`using_adapter`.
     """
     from peft import inject_adapter_in_model
-    from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora import Linear, LoraLayer
+
+    from lit_dlm.backbones.adapted_linear import AdaptedLinear
 
     places = _places(model, settings)
     # peft freezes all that is no adapter, also what is trained beside it.
@@ -125,6 +127,9 @@ def inject(model: PreTrainedModel, settings: LoRASettings, *, name: str = POLICY
         if isinstance(layer, LoraLayer):
             # peft would leave the newest adapter active, which may be that of another head.
             layer._active_adapter = [POLICY]
+        # Exactly this class: experts, and matrices in 4 bits, have forwards of their own.
+        if type(layer) is Linear:
+            layer.__class__ = AdaptedLinear
     for _, parameter in adapter_parameters(model, name):
         if parameter.dtype in (torch.float16, torch.bfloat16):
             parameter.data = parameter.data.float()

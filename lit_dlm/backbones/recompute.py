@@ -18,6 +18,7 @@ _ATEN = torch.ops.aten
 _PRODUCTS = (
     _ATEN.mm.default,
     _ATEN.addmm.default,
+    _ATEN.addmm_.default,
     _ATEN.bmm.default,
     _ATEN._grouped_mm.default,
     _ATEN._scaled_dot_product_flash_attention.default,
@@ -48,7 +49,10 @@ def _recomputed(layer: nn.Module, *, keep_products: bool) -> Callable[..., Any]:
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         forward, kept = nullcontext(), nullcontext()
         if keep_products:
-            forward, kept = create_selective_checkpoint_contexts(list(_PRODUCTS))
+            # An adapter is added to a kept product in place. What is kept, twice, is the sum.
+            forward, kept = create_selective_checkpoint_contexts(
+                list(_PRODUCTS), allow_cache_entry_mutation=True
+            )
         # Read while the layer runs: by the time of the backward another adapter may be in use.
         adapted = [part for part in layer.modules() if isinstance(part, LoraLayer)]
         names = adapted[0]._active_adapter if adapted else []

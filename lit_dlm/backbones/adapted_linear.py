@@ -1,0 +1,33 @@
+"""A linear layer with low-rank adapters (arXiv:2106.09685), each of which is added in one launch.
+
+peft's own forward copies the input to the dtype of the adapter, and multiplies, scales and adds in
+three launches. Here the sum is rounded once; in float32 on a CPU the bits are peft's where the
+scale is a power of two.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from peft.tuners.lora import Linear
+from torch import Tensor
+
+
+class AdaptedLinear(Linear):
+    """peft's layer of a plain matrix, with its attributes and keys, but not its own switches.
+
+    Adapters are chosen by name (:func:`lit_dlm.backbones.lora.using_adapter`) and merged outside of
+    the layer, so ``disable_adapters`` and ``merge`` are not looked at.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns ``(..., out)`` of ``(..., in)``, in the dtype of the base layer's result."""
+        # In two dimensions, as autograd copies gradients where a view is added to in place.
+        total: Tensor = self.base_layer(x.flatten(0, -2))
+        for name in self.active_adapters:
+            if name in self.lora_A:
+                # As autocast casts them; but that leaves additions in place alone.
+                A, B = (part[name].weight.to(total.dtype) for part in (self.lora_A, self.lora_B))
+                low = F.linear(self.lora_dropout[name](x), A)  # (..., rank)
+                # Out of place, a GPU would first copy the base layer's result.
+                total.addmm_(low.flatten(0, -2), B.t(), alpha=self.scaling[name])
+        return total.view(*x.shape[:-1], self.out_features)
