@@ -7,6 +7,8 @@ scale is a power of two.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from peft.tuners.lora import Linear
 from torch import Tensor
@@ -23,11 +25,12 @@ class AdaptedLinear(Linear):
         """Returns ``(..., out)`` of ``(..., in)``, in the dtype of the base layer's result."""
         # In two dimensions, as autograd copies gradients where a view is added to in place.
         total: Tensor = self.base_layer(x.flatten(0, -2))
+        matrices: Any = self.lora_A, self.lora_B
         for name in self.active_adapters:
             if name in self.lora_A:
                 # As autocast casts them; but that leaves additions in place alone.
-                A, B = (part[name].weight.to(total.dtype) for part in (self.lora_A, self.lora_B))
+                A, B = (part[name].weight.to(total.dtype) for part in matrices)
                 low = F.linear(self.lora_dropout[name](x), A)  # (..., rank)
                 # Out of place, a GPU would first copy the base layer's result.
                 total.addmm_(low.flatten(0, -2), B.t(), alpha=self.scaling[name])
-        return total.view(*x.shape[:-1], self.out_features)
+        return total.view(*x.shape[:-1], total.shape[-1])
