@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -223,13 +224,12 @@ class _Model:
         a, s, r = self.architecture, self.computed, self.stream
         D, E = a.hidden_size, a.inner_width
         Q, K = a.num_heads * a.head_width, a.kv_heads * a.head_width
-        sides = {  # widths that each product takes and returns
-            "q_proj": (D, Q), "k_proj": (D, K), "v_proj": (D, K), "o_proj": (Q, D),
-            "gate_proj": (D, E), "up_proj": (D, E), "down_proj": (E, D),
-        }  # fmt: skip
-        adapted = [sides[name] for lora in self.adapters[:1] for name in lora.modules()]
-        # An adapter copies its input in each place, as autocast copies a wider stream.
-        fed = sum(one for one, _ in adapted) or E + (5 * D if r > s else 2 * D)
+        # The gradient of a weight, or of an adapter on it, needs its input. Autocast copies rows of
+        # a wider stream for each of them; the input of ``o_proj`` is what attention returns.
+        trained = {*(self.adapters[0] if self.adapters else LoRASettings(targets="all")).modules()}
+        normed = trained & {"q_proj", "k_proj", "v_proj"}, trained & {"gate_proj", "up_proj"}
+        copies = sum(len(places) if r > s else bool(places) for places in normed)
+        fed = D * copies + E * ("down_proj" in trained)
         # Inputs of norms; queries, keys, values and output; the gate, its SiLU, what it multiplies.
         whole = 2 * r * D + s * (
             fed + 4 * Q + 3 * E + (Q + K) * (a.decoder not in ("qwen2", "llama"))
@@ -238,8 +238,8 @@ class _Model:
             whole += 5 * s * D * a.experts.per_token
         small = r * D
         if self.recompute == "selective":
-            small += s * (Q + sum(one for _, one in [*sides.values(), *adapted]))
-        return whole, small, r * D + (3 * s + 4 * bool(adapted)) * E
+            small += 2 * s * (Q + K + E + D)  # what attention and seven products return
+        return whole, small, r * D + 3 * s * E
 
     def decoding(self, run: Mapping[str, Any], decoder: Mapping[str, Any]) -> dict[str, int]:
         a, s, D = self.architecture, self.computed, self.architecture.hidden_size
@@ -420,6 +420,33 @@ def check_run(config: Mapping[str, Any], *, trains: bool = True) -> str | None:
     raise ValueError(
         f"{plan.model}: {needed / GIB:.1f} GiB are needed on each of {processes} device(s), of "
         f"which each has {capacity / GIB:.1f} (in all: {parts}); try {advice}"
+    )
+
+
+def advice(config: Mapping[str, Any], plan: Plan) -> str | None:
+    """Returns a line for a run that recomputes whole layers where it could keep their products.
+
+    ``None`` for other runs, and where the device is known to be too small.
+    """
+    config = deepcopy(config)
+    backbone: Any = _options(_options(config["model"])["backbone"])
+    if not plan.training or backbone.get("gradient_checkpointing") is not True:
+        return None
+    backbone["gradient_checkpointing"] = "selective"
+    selective = plan_of(config)
+    assert selective is not None
+    number, capacity = num_processes(config["trainer"]), device_bytes(config["trainer"])
+    # Without a GPU on this machine, "auto" does not say where the run will be.
+    is_here = config["trainer"].get("accelerator") != "auto" or torch.cuda.is_available()
+    if is_here and capacity is not None and selective.most(number) > capacity:
+        return None
+    # Without recomputation a layer multiplies for its output and the gradient of its input, and,
+    # where weights are trained, for theirs.
+    more = 33 if plan.num_trained == plan.num_parameters else 50
+    return (
+        f"gradient_checkpointing: true multiplies {more} % more than selective, which takes "
+        f"{selective.most(number) / GIB:.2f} GiB on each of {number} instead of "
+        f"{plan.most(number) / GIB:.2f}"
     )
 
 

@@ -21,10 +21,10 @@ def main(arguments: Sequence[str]) -> int:
     from lit_dlm.commands.run import parsed
 
     config = parsed(["fit", *arguments])
-    from lit_dlm.commands.memory import plan_of
+    from lit_dlm.commands.memory import advice, plan_of
 
     plan = plan_of(config)
     if plan is None:
         raise ValueError("model.backbone: expected an HFBackbone, of which a plan can be made")
-    print(plan.table())  # noqa: T201
+    print("\n".join(filter(None, [plan.table(), advice(config, plan)])))  # noqa: T201
     return 0
