@@ -1,4 +1,4 @@
-"""Hand-made decode states, an observer, and batches against their rows alone."""
+"""Hand-made decode states, observers, and batches against their rows alone."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,6 +16,8 @@ from lit_dlm.decoding import (
 )
 from lit_dlm.decoding.api import DecodedRows, DecodePrompt, WorkQueue, decode_stream
 from lit_dlm.decoding.state import QueueObserver
+from lit_dlm.trajectories.capture import TrajectoryCapture
+from lit_dlm.trajectories.record import Trajectory
 from tests.fakes import EOS, MASK
 
 
@@ -135,3 +137,56 @@ def as_rows_alone(
             assert getattr(alone, name)[0] == getattr(result, name)[row]
     assert not (result.ids[:, -length:] == backbone.spec.mask_id).any()
     return result
+
+
+class Everything(Recorder):
+    """Keeps the whole numbers of every step of every row, by seed: scores depend on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: dict[int, list] = {}
+        self.refills: list = []
+
+    def on_step(self, record: StepRecord) -> None:
+        state = record.state
+        columns = (state.ids, state.masked, record.candidates, record.commit, record.new_ids)
+        for row, seed in enumerate(state.seeds.tolist()):
+            of_row = [int(part[row]) for part in (state.rows, state.step, state.block)]
+            window = (state.window[row] - state.start).unique().tolist()
+            cells = [part[row, state.start :].long().tolist() for part in columns]
+            self.steps.setdefault(seed, []).append([*of_row, window, *cells])
+
+    def on_refill(self, result: DecodeResult, state: DecodeState) -> None:
+        self.refills.append([result.rows, state.rows.tolist(), result.num_forwards])
+
+
+def everything(
+    decoder: Decoder,
+    backbone: Any,
+    prompts: Sequence[list[int]],
+    length: int,
+    num_slots: int,
+    *watching: QueueObserver,
+    capture: TrajectoryCapture | None = None,
+) -> tuple[dict[str, Any], list[Trajectory]]:
+    """Steps, results, records and refills of all rows in whole numbers; and their records."""
+    capture = capture or TrajectoryCapture(vocab_size=backbone.vocab_size, level="tokens")
+    seen, results, records = Everything(), {}, {}
+    counts = ("seeds", "num_steps", "idle_steps", "stalled_steps", "policy_forwards")
+    watching = (seen, capture, *watching)
+    for ended in streamed(decoder, backbone, prompts, length, num_slots, *watching):
+        result = ended.result
+        for row, number in enumerate(ended.numbers):
+            results[number] = [
+                *(int(getattr(result, name)[row]) for name in counts),
+                result.ids[row, result.start - len(prompts[number]) :].tolist(),
+                result.prefilled[row, result.start :].long().tolist(),
+                result.status[row],
+                result.rows[row],
+                result.num_forwards,
+            ]
+        for record in capture.trajectories([str(number) for number in ended.numbers]):
+            records[record.uid] = record
+    numbers = {uid: [one.tokens.tolist(), one.commit_step.tolist()] for uid, one in records.items()}
+    found = {"steps": seen.steps, "results": results, "records": numbers, "refills": seen.refills}
+    return found, [*records.values()]

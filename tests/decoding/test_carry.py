@@ -11,10 +11,9 @@ import lit_dlm.decoding as d
 from lit_dlm.decoding import BlockWindow
 from lit_dlm.decoding.state import BY_COLUMN, BY_ROW
 from lit_dlm.tracelock.policy import TraceLockPolicy
-from lit_dlm.trajectories.capture import TrajectoryCapture
 from tests.decoding.cases import CASES, FULL
 from tests.decoding.models import in_blocks, scorer, tiny_backbone
-from tests.decoding.states import Recorder, streamed
+from tests.decoding.states import everything, streamed
 
 LENGTHS = [9, 8, 30, 2, 1, 7, 3, 31, 2, 1, 5, 6, 12, 1, 1, 17, 4, 22, 9, 3]
 PROMPTS = [[5 + (7 * row + i) % 80 for i in range(length)] for row, length in enumerate(LENGTHS)]
@@ -93,28 +92,7 @@ DIGESTS = {
 }
 
 
-class Everything(Recorder):
-    """Keeps the whole numbers of every step of every row, by seed: scores depend on the CPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: dict[int, list] = {}
-        self.refills: list = []
-
-    def on_step(self, record: d.StepRecord) -> None:
-        state = record.state
-        columns = (state.ids, state.masked, record.candidates, record.commit, record.new_ids)
-        for row, seed in enumerate(state.seeds.tolist()):
-            of_row = [int(part[row]) for part in (state.rows, state.step, state.block)]
-            window = (state.window[row] - state.start).unique().tolist()
-            cells = [part[row, state.start :].long().tolist() for part in columns]
-            self.steps.setdefault(seed, []).append([*of_row, window, *cells])
-
-    def on_refill(self, result: d.DecodeResult, state: d.DecodeState) -> None:
-        self.refills.append([result.rows, state.rows.tolist(), result.num_forwards])
-
-
-def everything(case: str) -> dict:
+def everything_of(case: str) -> dict:
     """Steps, results, records and refills of all rows."""
     changes, components = {**CASES, **MORE}[case]
     backbone = tiny_backbone(**changes)
@@ -123,29 +101,13 @@ def everything(case: str) -> dict:
             scorer=scorer(backbone, spread=8.0), threshold=0.5, max_accept_per_step=3
         )
         components = {**components, "policy": policy}
-    seen, capture = Everything(), TrajectoryCapture(vocab_size=97, level="tokens")
-    results, records = {}, {}
-    decoder = d.Decoder(**components)
-    for ended in streamed(decoder, backbone, PROMPTS, 12, 5, seen, capture):
-        result = ended.result
-        counts = ("seeds", "num_steps", "idle_steps", "stalled_steps", "policy_forwards")
-        for row, number in enumerate(ended.numbers):
-            results[number] = [
-                *(int(getattr(result, name)[row]) for name in counts),
-                result.ids[row, result.start - len(PROMPTS[number]) :].tolist(),
-                result.prefilled[row, result.start :].long().tolist(),
-                result.status[row],
-                result.rows[row],
-                result.num_forwards,
-            ]
-        for record in capture.trajectories([str(number) for number in ended.numbers]):
-            records[record.uid] = [record.tokens.tolist(), record.commit_step.tolist()]
-    return {"steps": seen.steps, "results": results, "records": records, "refills": seen.refills}
+    found, _ = everything(d.Decoder(**components), backbone, PROMPTS, 12, 5)
+    return found
 
 
 @pytest.mark.parametrize("case", [*CASES, *MORE])
 def test_rows_get_what_they_always_got(case):
-    found = json.dumps(everything(case), sort_keys=True)
+    found = json.dumps(everything_of(case), sort_keys=True)
     assert hashlib.sha256(found.encode()).hexdigest()[:12] == DIGESTS[case]
 
 

@@ -14,7 +14,7 @@ from lit_dlm.decoding.batch import Batch
 from tests.decoding.cases import CASES
 from tests.decoding.models import SPARSE, in_blocks, tiny_backbone
 from tests.decoding.states import streamed
-from tests.decoding.test_carry import MORE, PROMPTS, everything
+from tests.decoding.test_carry import MORE, PROMPTS, everything_of
 from tests.graphs import EmulatedGraph, HostReadError, emulated
 
 RAGGED = {**CASES, **MORE}
@@ -33,7 +33,7 @@ def both(monkeypatch, run):
 
 @pytest.mark.parametrize("case", RAGGED)
 def test_rows_get_what_the_eager_loop_gives_them(case, monkeypatch):
-    expected, found = both(monkeypatch, lambda: everything(case))
+    expected, found = both(monkeypatch, lambda: everything_of(case))
     assert found == expected
 
 
