@@ -107,6 +107,7 @@ class EmulatedGraph:
             for memory, before in recorder.overwritten.values():
                 memory.copy_(before)
         self._steps, self._own = recorder.steps, list(recorder.own.values())
+        self.holds = type(results)
         return results
 
     @property
