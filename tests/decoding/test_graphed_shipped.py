@@ -1,6 +1,7 @@
 """Every decoder of the shipped configurations, as graphs and in the eager loop."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -55,6 +56,7 @@ def kind(decoder: d.Decoder) -> tuple[Any, ...]:
     )
 
 
+@pytest.fixture(scope="module")
 def shipped() -> tuple[dict[str, d.Decoder], dict[str, d.Decoder]]:
     """Decoders of ``configs/decode``, and those of experiments that no other one is like."""
     entries = {name: load(f"decode/{name}") for name in FILES}
@@ -146,6 +148,8 @@ def mode_of(name: str, decoder: d.Decoder, monkeypatch: pytest.MonkeyPatch) -> s
         decoder.policy.scorer = scorer(backbone, spread=8.0)
     if isinstance(decoder.window, SteppedBlockWindow):
         decoder = decoder.replace(window=SteppedBlockWindow(6, steps=24))
+    if (most := decoder.settings.max_steps) is not None:
+        decoder = decoder.replace(settings=replace(decoder.settings, max_steps=min(most, 80)))
     length = length_for(decoder)
     is_large = length > 40 or backbone.vocab_size > 1000
     prompts, num_slots = (PROMPTS[:7], 3) if is_large else (PROMPTS[:12], 4)
@@ -167,14 +171,15 @@ def mode_of(name: str, decoder: d.Decoder, monkeypatch: pytest.MonkeyPatch) -> s
     return "step" if held is StepRecord else "forward"
 
 
-def test_every_shipped_decoder_as_graphs(monkeypatch: pytest.MonkeyPatch):
-    """One start of the parser for all: it takes longer than most decodes."""
-    decoders, of_experiments = shipped()
-    modes = {name: mode_of(name, decoder, monkeypatch) for name, decoder in decoders.items()}
+def test_every_decode_file_as_graphs(shipped: Any, monkeypatch: pytest.MonkeyPatch):
+    modes = {name: mode_of(name, decoder, monkeypatch) for name, decoder in shipped[0].items()}
     assert " ".join(name for name, mode in modes.items() if mode == "step") == STEPS
     assert " ".join(name for name, mode in modes.items() if mode == "forward") == FORWARDS
-    assert len(of_experiments) > 30
-    for name, decoder in of_experiments.items():
+
+
+def test_decoders_of_experiments_as_graphs(shipped: Any, monkeypatch: pytest.MonkeyPatch):
+    assert len(shipped[1]) > 30
+    for name, decoder in shipped[1].items():
         is_filtered = decoder.sampler.top_k is not None or decoder.sampler.top_p is not None
         mode = mode_of(name, decoder, monkeypatch)
         assert mode == ("forward" if is_filtered else "step"), name
