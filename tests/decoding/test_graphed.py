@@ -11,9 +11,9 @@ import torch
 import lit_dlm.decoding as d
 from lit_dlm.decoding import BlockWindow
 from lit_dlm.decoding.batch import Batch
-from tests.decoding.cases import CASES
+from tests.decoding.cases import CASES, FULL
 from tests.decoding.models import SPARSE, in_blocks, tiny_backbone
-from tests.decoding.states import streamed
+from tests.decoding.states import Recorder, everything, streamed
 from tests.decoding.test_carry import MORE, PROMPTS, everything_of
 from tests.graphs import EmulatedGraph, HostReadError, emulated
 
@@ -76,6 +76,160 @@ class Careless(OnHost):
     """One that says that it may."""
 
     graph_safe = True
+
+
+SURE = {"policy": d.ThresholdPolicy(0.5), "quota": d.NoQuota()}
+KINDS = {
+    "whole": ({"shift": 1}, SURE),
+    "dual": ({"shift": 1}, {**SURE, "window": BlockWindow(4), "cache": d.DualCache()}),
+    "blocks": (
+        in_blocks("sequence"),
+        {**SURE, "window": BlockWindow(4, origin="sequence"), "cache": d.BlockCache()},
+    ),
+}
+LATE = [[7, 8], [9], [7, 8], [9], [7, 8], [9], [*range(5, 45)], [9], [7, 8], [7, 8]]
+ROWS = {
+    "one token": ([[5 + row] for row in range(7)], 3),
+    "a long one late": (LATE, 2),
+    "more slots than prompts": (PROMPTS[:6], 9),
+    "equal": ([[5, 6, 7, 8, 9]] * 5 + [[8, 7, 6, 5, 9]] * 4, 3),
+    "shrinking": ([*PROMPTS[:8], *PROMPTS[:1]], 8),
+}
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_decodes_of_unlike_rows(kind, rows, monkeypatch):
+    """Some rows end at an end of text, which is a token that the model likes to write."""
+    changes, parts = KINDS[kind]
+    decoder = d.Decoder(**parts, settings=d.DecodeSettings(eos_rule="stop"))
+    backbone = tiny_backbone(**changes, eos_ids=(33, 79, 73, 70))
+    prompts, num_slots = ROWS[rows]
+
+    def run():
+        return [everything(decoder, backbone, prompts, 20, num_slots)[0] for _ in range(2)]
+
+    expected, found = both(monkeypatch, run)
+    assert found == expected
+    assert found[0] == found[1]
+    assert "eos" in {status for *_, status, _, _ in found[0]["results"].values()}
+
+
+def test_a_batch_moves_to_half_of_its_slots(monkeypatch):
+    sizes = []
+    drop = Batch.drop
+
+    def watched(self, ended):
+        drop(self, ended)
+        sizes.append(len(self.rows))
+
+    decoder = d.Decoder(**{**FULL, "window": BlockWindow(4), "cache": d.DualCache()})
+    backbone = tiny_backbone()
+    with emulated(monkeypatch, is_on=False):
+        expected = everything(decoder, backbone, PROMPTS, 12, 8)
+    with emulated(monkeypatch):
+        monkeypatch.setattr(Batch, "drop", watched)
+        assert everything(decoder, backbone, PROMPTS, 12, 8)[0] == expected[0]
+    assert sizes[0] <= 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_with_nothing_to_fill_among_others(kind, monkeypatch):
+    changes, parts = KINDS[kind]
+    decoder, backbone = d.Decoder(**parts), tiny_backbone(**changes)
+
+    def run():
+        numbers = iter(range(9))
+
+        def source(num_slots):
+            taken = [number for number, _ in zip(numbers, range(num_slots), strict=False)]
+            if not taken:
+                return None
+            prompts = [PROMPTS[number] for number in taken]
+            spec = backbone.spec
+            canvas = d.prompt_canvas(prompts, response_length=12, spec=spec, seeds=taken)
+            ids = canvas.ids.clone()
+            for row, number in enumerate(taken):
+                if number % 3 == 0:
+                    ids[row, canvas.start :] = 11
+            return replace(canvas, ids=ids)
+
+        rows = {}
+        for result in d.decode_queue(backbone, decoder, source, num_slots=4):
+            for row, seed in enumerate(result.seeds.tolist()):
+                rows[seed] = (result.ids[row, -12:].tolist(), int(result.num_steps[row]))
+        return rows
+
+    expected, found = both(monkeypatch, run)
+    assert found == expected
+    assert [seed for seed, (_, steps) in sorted(found.items()) if not steps] == [0, 3, 6]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_templates_whose_markers_fill_a_block(kind, monkeypatch):
+    changes, parts = KINDS[kind]
+    regions = [d.Region(name="R", length=4, marker="<r>"), d.Region(name="A", marker="<answer>")]
+    layout = d.TemplateLayout(regions).encoded(lambda text: [5 + ord(one) % 80 for one in text])
+    decoder, backbone = d.Decoder(**parts, layout=layout), tiny_backbone(**changes)
+    expected, found = both(monkeypatch, lambda: everything(decoder, backbone, PROMPTS, 20, 4)[0])
+    assert found == expected
+
+
+ASKED = [(), ("region", "entropy"), ("window",), ("logits", "margin"), ("region", "drawn")]
+
+
+class Changing(Recorder):
+    """Asks for something else at each step, and ends the decode at some."""
+
+    def __init__(self, last):
+        super().__init__()
+        self.seen, self.last = [], last
+
+    def on_step(self, record):
+        proposal, cells = record.proposal, record.candidates
+        scores = (proposal.prob, proposal.entropy, proposal.margin, proposal.drawn)
+        kept = [None if one is None else one[cells] for one in scores]
+        logits = None if record.denoised is None else record.denoised.logits.clone()
+        self.seen.append([proposal.ids[cells], *kept, logits])
+        self.requires = frozenset(ASKED[len(self.seen) % len(ASKED)])
+        return len(self.seen) == self.last
+
+
+@pytest.mark.parametrize("policy", [d.ThresholdPolicy(0.15), OnHost()])
+@pytest.mark.parametrize("last", [14, 10_000])
+def test_observers_that_ask_for_other_things_and_end_a_decode(policy, last, monkeypatch):
+    decoder = d.Decoder(policy=policy, quota=d.NoQuota(), window=BlockWindow(3))
+
+    def run():
+        watching = Changing(last)
+        found, _ = everything(decoder, tiny_backbone(), PROMPTS, 12, 5, watching)
+        return found, watching.seen
+
+    (expected, seen), (found, seen_found) = both(monkeypatch, run)
+    assert found == expected
+    torch.testing.assert_close(seen_found, seen)
+    assert len(seen) == last or len(found["results"]) == len(PROMPTS)
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("whole", 150), ("dual", 30), ("blocks", 24)])
+def test_large_forwards_run_eagerly_between_graphs(kind, limit, monkeypatch):
+    changes, parts = KINDS[kind]
+    for module in ("backbones.cache", "decoding.caches"):
+        monkeypatch.setattr(f"lit_dlm.{module}.MOST_TOKENS", limit)
+    decoder, backbone, watching = d.Decoder(**parts), tiny_backbone(**changes), Recorder()
+    run = lambda: everything(decoder, backbone, PROMPTS, 12, 5, watching)[0]  # noqa: E731
+    expected, found = both(monkeypatch, run)
+    assert found == expected
+    assert 0 < sum(graph.num_replays for graph in EmulatedGraph.made) < len(watching.records) // 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sizes_beyond_the_most_graphs_run_eagerly(kind, monkeypatch):
+    changes, parts = KINDS[kind]
+    monkeypatch.setattr("lit_dlm.tensors.graphs.MOST_GRAPHS", 1)
+    decoder, backbone = d.Decoder(**parts), tiny_backbone(**changes)
+    expected, found = both(monkeypatch, lambda: everything(decoder, backbone, PROMPTS, 12, 5)[0])
+    assert found == expected
 
 
 def test_a_policy_that_reads_runs_beside_the_graph_of_the_forward(monkeypatch, caplog):
