@@ -13,8 +13,8 @@ from lit_dlm.decoding import BlockWindow
 from lit_dlm.decoding.batch import Batch
 from tests.decoding.cases import CASES, FULL
 from tests.decoding.models import SPARSE, in_blocks, tiny_backbone
+from tests.decoding.ragged import MORE, PROMPTS, everything_of
 from tests.decoding.states import Recorder, everything, streamed
-from tests.decoding.test_carry import MORE, PROMPTS, everything_of
 from tests.graphs import EmulatedGraph, HostReadError, emulated
 
 RAGGED = {**CASES, **MORE}

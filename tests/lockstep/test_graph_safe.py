@@ -6,7 +6,7 @@ import pytest
 
 import lit_dlm.decoding as d
 from lit_dlm.lockstep import BonusPolicy, GaussSeidelPolicy, JacobiPolicy, LaggedPolicy
-from tests.decoding.test_graph_safe import (
+from tests.decoding.graph_checks import (
     check_all_are_tried,
     check_reads_nothing,
     check_uploads_nothing,
