@@ -25,8 +25,7 @@ pytestmark = pytest.mark.slow  # builds the parser, and 80 decoders
 
 FILES = [name.removeprefix("decode/") for name in packaged("decode") if name.count("/") == 1]
 FORWARDS = {"dllm_rl_dream"}
-"""Files whose steps are no graphs, only their forwards: a filter may have to look at more ids, which
-the host decides."""
+"""Files whose steps are no graphs, only their forwards: the host decides how far a filter looks."""
 
 
 def _entries(value: Any, at: str) -> Iterator[tuple[str, dict[str, Any]]]:
