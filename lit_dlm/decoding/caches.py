@@ -36,6 +36,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -168,7 +169,7 @@ class Forwards:
         self.graphs: Graphs | None = None
         """Graphs of forwards, where a step as a whole cannot be one."""
         self._policy, self._hidden_layers = policy, hidden_layers
-        self._inputs: tuple[Tensor, ...] = ()
+        self._inputs: dict[Hashable, tuple[Tensor, Tensor]] = {}
 
     def prepare(self, state: DecodeState, first_mask: Sequence[int]) -> None:
         """Does on the host what the next step needs: plans it, and runs the prompts of new rows.
@@ -190,16 +191,15 @@ class Forwards:
             return own, None
         if self.graphs is None or self.key is None:
             return self._forward(state, state.ids, columns), self._forced(state)
-        # A graph reads where it was recorded.
-        inputs = state.ids, columns
-        if [one.shape for one in self._inputs] != [one.shape for one in inputs]:
-            self.graphs.forget()
-            self._inputs = tuple(one.clone() for one in inputs)
-        for memory, values in zip(self._inputs, inputs, strict=True):
-            memory.copy_(values)
-        ids, places = self._inputs
-        denoised = self.graphs.run(self.key, lambda: self._forward(state, ids, places))
-        return denoised, self._forced(state)
+        # A graph reads where it was recorded. Columns differ by what a step requires.
+        shapes = state.ids.shape, columns.shape
+        if shapes not in self._inputs:
+            self._inputs[shapes] = state.ids.clone(), columns.clone()
+        ids, places = self._inputs[shapes]
+        ids.copy_(state.ids)
+        places.copy_(columns)
+        call = partial(self._forward, state, ids, places)
+        return self.graphs.run((self.key, shapes), call), self._forced(state)
 
     def _forward(self, state: DecodeState, ids: Tensor, columns: Tensor) -> Denoised:
         """Runs the prepared forward on ``(b, L)`` int64 ids."""

@@ -211,6 +211,16 @@ def test_observers_that_ask_for_other_things_and_end_a_decode(policy, last, monk
     assert len(seen) == last or len(found["results"]) == len(PROMPTS)
 
 
+def test_graphs_of_forwards_differ_by_their_columns(monkeypatch):
+    decoder = d.Decoder(policy=OnHost(), quota=d.NoQuota(), window=BlockWindow(3))
+    watching = Changing(10_000)
+    with emulated(monkeypatch):
+        everything(decoder, tiny_backbone(), [[5, 6, 7]] * 3, 24, 3, watching)
+    assert len(EmulatedGraph.made) == 2  # of the window, and of the response
+    # All but their first uses.
+    assert sum(graph.num_replays for graph in EmulatedGraph.made) == len(watching.seen) - 2 > 5
+
+
 @pytest.mark.parametrize(("kind", "limit"), [("whole", 150), ("dual", 30), ("blocks", 24)])
 def test_large_forwards_run_eagerly_between_graphs(kind, limit, monkeypatch):
     changes, parts = KINDS[kind]
