@@ -22,7 +22,8 @@ _COMPARED = re.compile(
     r"|trainer\.(precision|gradient_clip_val|accumulate_grad_batches)\b"
 )
 NOT_COMPARED = {
-    *("num_workers", "compile", "gradient_checkpointing", "attn_implementation", "export_dir"),
+    *("num_workers", "compile", "gradient_checkpointing", "attn_implementation", "cuda_graphs"),
+    "export_dir",
     "total_steps",  # of a schedule, which follows the trainer's max_steps
     *("batch_size", "rollout_batch_size", "val_batch_size"),  # checkpoints refuse what matters
     *("device", "url", "timeout_s", "deadline_s", "api_key_env"),  # of learned rewards and judges

@@ -60,6 +60,7 @@ SAME = {
     "length": put("trainer.max_epochs", 5),
     "callbacks": put("trainer.callbacks", ["RewardCurve"]),
     "workers": put("data.init_args.num_workers", 4),
+    "graphs, which the folder does not know": put("model.init_args.cuda_graphs", True),
     "judge's address": put("data.init_args.rewards.0.init_args.url", "http://other"),
 }
 OTHER = {
