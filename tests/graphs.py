@@ -101,11 +101,15 @@ class EmulatedGraph:
 
     def record(self, call: Callable[[], T]) -> T:
         recorder = _Recorder()
-        with recorder:
-            results = call()
-        with torch.no_grad():  # recording runs nothing
-            for memory, before in recorder.overwritten.values():
-                memory.copy_(before)
+        try:
+            with recorder:
+                results = call()
+        except HostReadError as error:  # as CUDA tells it
+            raise RuntimeError("operation failed due to a previous error during capture") from error
+        finally:
+            with torch.no_grad():  # recording runs nothing
+                for memory, before in recorder.overwritten.values():
+                    memory.copy_(before)
         self._steps, self._own = recorder.steps, list(recorder.own.values())
         self.holds = type(results)
         return results

@@ -54,12 +54,12 @@ class CudaGraph:
         """
         # Of this thread only: loaders pin memory in others meanwhile.
         mode = "thread_local"
-        stream = torch.cuda.current_stream()
-        try:
-            with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode=mode):
-                return call()
-        finally:
-            torch.cuda.set_stream(stream)  # torch stays on its own if a recording fails
+        # Where the end of a failed recording raises, torch leaves the recorded stream current.
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
+            torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode=mode),
+        ):
+            return call()
 
     def replay(self) -> None:
         self._graph.replay()
@@ -103,7 +103,7 @@ class Graphs:
         except RuntimeError as error:  # out of memory, too
             # Nothing has been run or written: the caller takes the same step eagerly.
             self._is_on = False
-            # The end of a recording fails, too, once something inside of it has.
+            # At its end, a recording that has failed raises once more, and says only that.
             reason = str(error.__context__ or error).partition("\n")[0]
             logger.warning("%s: no CUDA graph, so steps run eagerly (%s)", self._what, reason)
             return False

@@ -312,8 +312,9 @@ def test_the_emulator_refuses_what_a_graph_cannot_hold():
         lambda: cells[cells > 2],
         lambda: torch.tensor(3) + cells,
     ):
-        with pytest.raises(HostReadError):
+        with pytest.raises(RuntimeError, match="previous error") as told:
             EmulatedGraph(WeakSet()).record(call)
+        assert isinstance(told.value.__cause__, HostReadError)
 
 
 def test_the_emulator_replays_on_what_is_in_memory_now():
