@@ -97,6 +97,7 @@ ROWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_decodes_of_unlike_rows(kind, rows, monkeypatch):

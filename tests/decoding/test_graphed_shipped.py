@@ -1,7 +1,9 @@
 """Every decoder of the shipped configurations, as graphs and in the eager loop."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -166,6 +168,11 @@ def test_every_decode_file_as_graphs(shipped: Any, monkeypatch: pytest.MonkeyPat
     assert len(modes) > 35
     assert {name for name, mode in modes.items() if mode == "forward"} == FORWARDS
     assert {*modes.values()} == {"step", "forward"}
+
+
+def test_the_page_says_which_of_them_run_eagerly_in_part():
+    page = Path(__file__).resolve().parents[2] / "docs" / "concepts" / "cuda_graphs.md"
+    assert " ".join(re.findall(r"`decode/(\w+)`", page.read_text())) == FORWARDS
 
 
 def test_decoders_of_experiments_as_graphs(shipped: Any, monkeypatch: pytest.MonkeyPatch):
