@@ -12,6 +12,10 @@ tiles of 128 queries by 64 keys for each sequence and head that the kernel treat
 a mask it counts three times, since the only kernel with masks is that much slower than the flash
 kernel. Where launches are the bottleneck, at 5 to 10 microseconds each, their number is the time.
 
+Steps of a decode with a cache are counted twice: as the host launches them one by one, and as CUDA
+graphs, which a stand-in records and replays. Then the host launches what is outside of the graph,
+the replay included.
+
     python benchmarks/launches.py
     python benchmarks/launches.py --json
 """
@@ -24,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 from unittest.mock import patch
 
 import measurement
@@ -62,15 +66,17 @@ from lit_dlm.finetuning.tabom import TABOMModule
 from lit_dlm.rl.batch import RolloutBatch, Tokens
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.settings import ValueObjective
-from lit_dlm.tensors import fused_head, precision
+from lit_dlm.tensors import fused_head, graphs, precision
 from lit_dlm.tracelock.module import TraceLockModule
 from lit_dlm.tracelock.network import AcceptanceConfig
 from lit_dlm.tracelock.states import StateBatch
 from lit_dlm.training.batch import SupervisedBatch
 from lit_dlm.training.states import States
 
+T = TypeVar("T")
 _LOOK = Batch.look
 DREAM, SDAR = "Dream-org/Dream-v0-Instruct-7B", "JetLM/SDAR-8B-Chat"
+SDAR_4B, LLADA2 = "JetLM/SDAR-4B-Chat", "inclusionAI/LLaDA2.0-mini"
 BANDWIDTH = 4.0e12
 """Bytes/s."""
 PEAK: dict[torch.dtype | None, float] = {torch.bfloat16: 700e12, torch.float16: 700e12}
@@ -93,6 +99,11 @@ class Counts:
     """Sums over the operations of one or more steps."""
 
     launches: int = 0
+    """By the host: a graph's own are :attr:`inside`."""
+    inside: int = 0
+    """Launches of the graphs that were replayed."""
+    looks: int = 0
+    """Those of :attr:`launches` that were for a look."""
     bytes: float = 0.0
     seconds: float = 0.0
     """By the roofline."""
@@ -243,6 +254,11 @@ class LaunchCounter(TorchFunctionMode):
             flops = 2.0 * left.numel() * right.shape[-1]
             size += written * in_place  # what it is added to is read as well
             outputs = [left]  # its dtype decides which cores multiply
+        elif name == "_grouped_mm":  # of the experts, those that a row goes to are read
+            rows, experts = inputs[:2]
+            of_one = _size(experts) // len(experts)
+            size = _size(rows) + written + of_one * min(len(rows), len(experts))
+            flops = 2.0 * rows.numel() * experts.shape[-1]
         elif name == "_varlen_attn":
             query, key = inputs[:2]
             starts, seen = self.ranges["query_starts"], self.ranges["num_keys"]
@@ -273,6 +289,36 @@ class _Kernel(torch.autograd.Function):
     def backward(ctx: Any, _grad: Tensor) -> tuple[Tensor | None, ...]:
         ctx.counter.counts.add(*ctx.kernel, ctx.inputs[0].dtype)
         return *[None] * 4, *[torch.empty_like(one) for one in ctx.inputs]
+
+
+class CountedGraph:
+    """Takes the place of a CUDA graph: what its call launches counts as inside, at each replay."""
+
+    counter: ClassVar[LaunchCounter]
+
+    def __init__(self, pool: object) -> None:
+        self._launches = 0
+
+    @staticmethod
+    def new_pool() -> object:
+        return object()
+
+    def record(self, call: Callable[[], T]) -> T:
+        outside, inside = self.counter.counts, Counts()
+        self.counter.counts = inside
+        try:
+            result = call()
+        finally:
+            self.counter.counts = outside
+        if inside.waits or inside.by_name["upload"]:
+            raise RuntimeError(f"no graph waits or uploads, here {dict(inside.waits)}")
+        outside.mixed += inside.mixed
+        self._launches = inside.launches
+        return result
+
+    def replay(self) -> None:
+        self.counter.counts.add("replay", 0)
+        self.counter.counts.inside += self._launches
 
 
 def _size(tensor: Tensor) -> int:
@@ -322,6 +368,8 @@ class DecodeCase:
 
 
 _VARLEN = {"attn_implementation": "varlen"}  # what ``auto`` is on a GPU
+_BLOCKS = {"window": BlockWindow(4, origin="sequence"), "cache": BlockCache()}
+_WIDE_BLOCKS = {"window": BlockWindow(32, origin="sequence"), "cache": BlockCache()}
 
 CASES = {
     "dream_b1_dual": DecodeCase(
@@ -342,20 +390,43 @@ CASES = {
         release=DREAM, components={"window": SlidingWindow(128)},
         rows=16, prompt=512, response=512, begin=256, is_padded=True,
     ),
+    "dream_b64_dual": DecodeCase(
+        release=DREAM,
+        components={"window": BlockWindow(32), "cache": DualCache()},
+        rows=64, prompt=128, response=256, begin=128, steps=32, phases=32, options=_VARLEN,
+    ),
     "sdar_b1": DecodeCase(
         release=SDAR,
-        components={"window": BlockWindow(4, origin="sequence"), "cache": BlockCache()},
+        components=_BLOCKS,
         rows=1, prompt=1024, response=1024, begin=376, steps=4,
     ),
     "sdar_b64": DecodeCase(
         release=SDAR,
-        components={"window": BlockWindow(4, origin="sequence"), "cache": BlockCache()},
+        components=_BLOCKS,
         rows=64, prompt=1024, response=1024, begin=376, steps=4, is_padded=True,
         phases=4, options=_VARLEN,
     ),
+    "sdar_4b_b1": DecodeCase(
+        release=SDAR_4B, components=_BLOCKS,
+        rows=1, prompt=1024, response=1024, begin=376, steps=4,
+    ),
+    "sdar_4b_b64": DecodeCase(
+        release=SDAR_4B, components=_BLOCKS,
+        rows=64, prompt=1024, response=1024, begin=376, steps=4, is_padded=True,
+        phases=4, options=_VARLEN,
+    ),
+    "llada2_b1": DecodeCase(
+        release=LLADA2, components=_WIDE_BLOCKS,
+        rows=1, prompt=1024, response=1024, begin=388, options=_VARLEN,
+    ),
+    "llada2_b64": DecodeCase(
+        release=LLADA2, components=_WIDE_BLOCKS,
+        rows=64, prompt=1024, response=1024, begin=384, steps=32, is_padded=True,
+        phases=32, options=_VARLEN,
+    ),
     "sdar_b64_prompts": DecodeCase(
         release=SDAR,
-        components={"window": BlockWindow(4, origin="sequence"), "cache": BlockCache()},
+        components=_BLOCKS,
         rows=64, prompt=512, response=1024, begin=0, steps=1, skipped=0, is_padded=True,
         options=_VARLEN,
     ),
@@ -386,7 +457,9 @@ class _Steps:
 
     def look(self, batch: Batch) -> None:
         """Tells the batch every row's first masked column, as it asks before each step."""
+        before = self.counter.counts.launches
         _LOOK(batch)  # to be counted
+        self.counter.counts.looks += self.counter.counts.launches - before
         case = self.case
         at = case.prompt + case.begin - case.skipped + self._asked
         is_over = self._asked == case.skipped + case.steps
@@ -407,8 +480,11 @@ class _Steps:
         """All steps are counted."""
 
 
-def decode_counts(case: DecodeCase, **options: Any) -> Counts:
-    """Returns the counts of all steps of a case together, for options of the backbone."""
+def decode_counts(case: DecodeCase, *, graphed: bool = False, **options: Any) -> Counts:
+    """Returns the counts of all steps of a case together, for options of the backbone.
+
+    ``graphed`` steps replay a graph: each of its sizes has come up before.
+    """
     backbone = meta_backbone(case.release, **{**case.options, **options})
     shape = case.rows, case.prompt + case.response
     canvas = Canvas(
@@ -431,13 +507,37 @@ def decode_counts(case: DecodeCase, **options: Any) -> Counts:
         steps.counter.ranges = ranges or {}
         return ranges
 
-    look, seen = (
-        (Batch, "look", lambda batch: steps.look(batch)),
-        (CachedCanvas, "_ranges", watched),
-    )
-    with steps.counter, patch.object(*look), patch.object(*seen):
+    with (
+        steps.counter,
+        patch.object(Batch, "look", lambda batch: steps.look(batch)),
+        patch.object(CachedCanvas, "_ranges", watched),
+        patch.object(CountedGraph, "counter", steps.counter, create=True),
+        patch.object(graphs, "CudaGraph", CountedGraph),
+        patch.object(graphs, "RECORDED_USE", 1),
+        patch("lit_dlm.backbones.hf.runs_graphs", return_value=graphed),
+    ):
         decode(backbone, decoder, canvas, [steps])
     return steps.counted
+
+
+GRAPHED = tuple(
+    name for name, case in CASES.items() if "cache" in case.components and case.skipped > 0
+)
+"""The cases whose steps are graphs; others compute for longer than the host takes to launch."""
+
+
+def graph_report(cases: Sequence[str] = GRAPHED) -> dict[str, float]:
+    """Returns what a step of these :data:`CASES` asks of the host beside its graph, and within."""
+    figures: dict[str, float] = {}
+    for name in cases:
+        # A graph needs attention without masks.
+        counts, steps = decode_counts(CASES[name], graphed=True, **_VARLEN), CASES[name].steps
+        figures[f"{name}_inside_graph"] = counts.inside / steps
+        figures[f"{name}_outside"] = (counts.launches - counts.looks) / steps
+        figures[f"{name}_outside_with_look"] = counts.launches / steps
+        figures[f"{name}_uploads"] = counts.by_name["upload"] / steps
+        figures[f"{name}_waits"] = counts.waits.total() / steps
+    return figures
 
 
 SAMPLERS = {
@@ -706,6 +806,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(f"  {operation:<24}{launches / steps:>8.1f}{size:>10.3f}")
         return
     figures = report(options.cases)
+    figures |= graph_report([name for name in options.cases if name in GRAPHED])
     if options.cases == list(CASES):
         figures |= training_report()
     measurement.tell(figures, as_json=options.json)

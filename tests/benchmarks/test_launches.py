@@ -60,6 +60,39 @@ def test_a_step_of_released_models_waits_once_and_stays_within_its_launches() ->
     assert not {name: told[name] for name, limit in most.items() if told[name] > limit}
 
 
+def test_the_host_launches_little_beside_the_graph_of_a_step() -> None:
+    """One row and 64 with each kind of cache; a step in one block, or rounds of rows in turn.
+
+    With the look: the plan's upload, the replay; first masks, their stack with the status, a read.
+    """
+    from launches import GRAPHED, graph_report
+
+    told = graph_report()
+    for name in GRAPHED:
+        assert told[f"{name}_outside"] <= 12, name
+        assert told[f"{name}_outside_with_look"] <= 25, name
+        assert told[f"{name}_inside_graph"] > 800, name
+        assert (told[f"{name}_waits"], told[f"{name}_uploads"]) == (1, 1), name
+    assert {"dream_b1_dual", "dream_b64_dual", "sdar_b1", "sdar_b64"} <= {*GRAPHED}
+    assert {"sdar_4b_b1", "sdar_4b_b64", "llada2_b1", "llada2_b64"} <= {*GRAPHED}
+
+
+def test_a_replay_is_one_launch_and_what_a_graph_cannot_hold_is_refused() -> None:
+    from launches import CountedGraph, Counts, LaunchCounter
+
+    values = torch.empty(4, device="meta")
+    with LaunchCounter(lambda _: 7.0) as counter, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CountedGraph, "counter", counter, raising=False)
+        graph = CountedGraph(CountedGraph.new_pool())
+        with pytest.raises(RuntimeError, match="__float__"):
+            graph.record(lambda: float(values.sum()))
+        assert counter.counts == Counts()
+        graph.record(lambda: values + values.sum())
+        graph.replay()
+        graph.replay()
+    assert (counter.counts.launches, counter.counts.inside) == (2, 4)
+
+
 def test_drawing_the_tokens_of_64_blocks_takes_few_launches_and_bytes() -> None:
     """256 cells of 151,936 ids in bfloat16 are 78 MB, so their float32 softmax is read four times.
 
