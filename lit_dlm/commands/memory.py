@@ -20,6 +20,7 @@ import torch
 
 from lit_dlm.backbones.adapter_files import read_adapter_settings
 from lit_dlm.backbones.architecture import Architecture
+from lit_dlm.backbones.cache import MOST_TOKENS
 from lit_dlm.backbones.loading import torch_dtype
 from lit_dlm.backbones.location import locate
 from lit_dlm.backbones.lora import LoRASettings
@@ -27,6 +28,7 @@ from lit_dlm.backbones.resolution import FromAR, resolve
 from lit_dlm.decoding.caches import PROMPT_TOKENS
 from lit_dlm.predict.decode import default_batch
 from lit_dlm.tensors.fused_head import CHUNK_ELEMENTS
+from lit_dlm.tensors.graphs import MOST_GRAPHS
 from lit_dlm.training.layout import row_tokens
 from lit_dlm.vision.base import VisionSettings
 from lit_dlm.vision.tower import TowerVision
@@ -37,6 +39,8 @@ PROCESSES = (1, 2, 4, 8, 16, 32, 64)
 _STATES = {"SGD": 1, "Muon": 1}  # values kept for each trained parameter; others keep two
 _SCORED = {"cpu": 48_000_000, "cuda": 640_000_000}
 """Most bytes that the sampler takes beside the logits, which it scores in chunks."""
+GRAPH = 16 * 2**20
+"""Bytes that a driver takes for the kernels of a graph, about a thousand: an estimate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +133,9 @@ class _Model:
         self.stored = self.weight * (self.num_base - self.num_packed) + self.num_packed // 2
         self.computed = 2 if trainer.get("precision") == "bf16-mixed" else self.weight
         """Bytes of a number in the results of products, in gathered weights and in caches."""
+        is_cast = self.is_sharded or self.num_packed > 0 or self.computed < self.weight
+        self.has_graphs = options.get("cuda_graphs", True) and not is_cast
+        """Whether decodes on a GPU record graphs: their weights stay where they are."""
         # Sharded decoders receive their inputs, too, in the dtype that they compute in.
         self.stream = self.computed if self.is_sharded else self.weight
         is_copied = self.computed < self.stream and self.trains_all  # autocast keeps such copies
@@ -257,18 +264,27 @@ class _Model:
             tokens, cells = 2 * tokens, 5 * cells
         logits = cells * a.vocab_size
         moved = 0 if a.experts is None else D * a.experts.per_token
+        token = 3 * (self.stream * D + s * (a.inner_width + moved))
         parts = {
-            "activations": tokens * 3 * (self.stream * D + s * (a.inner_width + moved)),
+            "activations": tokens * token,
             "logits": s * logits + min(48 * logits, _SCORED[run["device"]]),
         }
         # Between refreshes a cache stands in for whole columns, so a policy that reads hidden
         # states needs theirs from before, too.
         is_cached = bool(cache) and not cache.endswith("NoCache")
-        if is_cached:  # keys, values and last hidden rows
+        # Whole canvases are recorded once so few rows are left that less is in use than before.
+        is_recorded = s == 2 if is_cached else tokens <= MOST_TOKENS
+        has_graphs = run["device"] == "cuda" and self.has_graphs and is_recorded
+        if is_cached:  # keys, values and last hidden rows; padding has a column of its own
             keys = a.num_layers * a.kv_heads * a.head_width
-            parts["caches"] = columns * (2 * s * keys + self.stream * D)
+            parts["caches"] = (columns + rows * has_graphs) * (2 * s * keys + self.stream * D)
         if run.get("level") == "features" or "TraceLock" in _class(decoder.get("policy")):
             parts["three hidden states"] = columns * 3 * s * D * (1 + is_cached)
+        if has_graphs:
+            # Their pool, apart from other memory, holds one forward and its logits for all of them,
+            # and the results of each: ids, scores and masks of the canvas, 48 bytes a column.
+            pool = min(tokens, MOST_TOKENS) * token + parts["logits"]
+            parts["graphs"] = pool + MOST_GRAPHS * (48 * columns + GRAPH)
         if self.is_sharded:
             parts["whole weights"] = s * self.num_base
         return parts | self.copies
