@@ -4,8 +4,8 @@ Prints a line per check: PASS or FAIL with its limit, or INFO. Numbers are compa
 the CPU; times with the chip's limits, if its data sheet is known (``benchmarks/decode.py``). The
 exit status is 1 if a check fails.
 
-    python benchmarks/gpu.py                     # Dream-7B, LLaDA-8B, SDAR-4B on the first GPU
-    python benchmarks/gpu.py --parts speed       # one part only
+    python benchmarks/gpu.py                     # models of 4 to 16 B, on the first GPU
+    python benchmarks/gpu.py --parts graphs speed   # some parts, these in three minutes
     python benchmarks/gpu.py --folder /tmp/gpu   # also real_size.py's commands, on Dream-7B there
     python benchmarks/gpu.py --smoke             # small sizes on any device; times have no limits
 """
@@ -17,20 +17,26 @@ import copy
 import gc
 import math
 import tempfile
+import time
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest.mock import patch
 
+import launches
 import real_size
 import torch
 from decode import PEAKS
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
-from measurement import median_seconds, released_architecture
+from measurement import median_seconds, released_architecture, synchronize
 from torch.nn.functional import cross_entropy
 
 from lit_dlm.backbones.base import Rows, Span
@@ -38,6 +44,7 @@ from lit_dlm.backbones.cache import CachedCanvas, WindowCache
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.backbones.visibility import block_numbers
+from lit_dlm.commands.memory import GRAPH
 from lit_dlm.datamodules.rollouts import RolloutDataModule
 from lit_dlm.decoding import (
     BlockCache,
@@ -52,28 +59,32 @@ from lit_dlm.decoding import (
     DynamicPolicy,
     EntropyPolicy,
     EvenQuota,
-    NoQuota,
     Observer,
+    Proposal,
     Sampler,
+    Selection,
     SlidingWindow,
     StepRecord,
-    ThresholdPolicy,
     decode,
+    decode_queue,
     prompt_canvas,
 )
+from lit_dlm.decoding.state import QueueObserver
 from lit_dlm.rewards import Reward, RewardScore, Rollout
 from lit_dlm.rl.module import TraceRLModule
+from lit_dlm.tensors import graphs
 from lit_dlm.tensors.fused_head import token_stats
 from lit_dlm.toy.word_problems import WordProblems
-from lit_dlm.training.sharding import ShardedStrategy
+from lit_dlm.training.sharding import ShardedStrategy, decoding_weights
 from lit_dlm.trajectories.capture import TrajectoryCapture
 
-DREAM, LLADA, SDAR = (
+DREAM, LLADA, LLADA2, SDAR = (
     "Dream-org/Dream-v0-Instruct-7B",
     "GSAI-ML/LLaDA-8B-Instruct",
+    "inclusionAI/LLaDA2.0-mini",
     "JetLM/SDAR-4B-Chat",
 )
-PARTS = ("numbers", "sequences", "decoding", "speed", "training", "reinforcement")
+PARTS = ("numbers", "sequences", "decoding", "graphs", "speed", "training", "reinforcement")
 _SMALL: dict[str, Any] = {
     "vocab_size": 1200, "hidden_size": 64, "intermediate_size": 96, "num_layers": 3,
     "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "mask_id": 3, "pad_id": 0, "eos_ids": (1,),
@@ -89,6 +100,13 @@ _BLOCKS: dict[str, Any] = {
     "quota": EvenQuota(steps_per_block=4),
     "cache": BlockCache(),
 }
+_DUAL = Decoder(policy=ConfidencePolicy(), window=BlockWindow(32), cache=DualCache())
+_DRAWN = Decoder(
+    policy=DynamicPolicy(0.9), sampler=Sampler(temperature=1.0, score_on="filtered"), **_BLOCKS
+)
+_EXPERTS = Decoder(
+    policy=ConfidencePolicy(), window=BlockWindow(32, origin="sequence"), cache=BlockCache()
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -165,6 +183,9 @@ class Checks:
         architecture = released_architecture(release)
         if self.smoke:
             architecture = replace(architecture, **_SMALL)
+            if (experts := architecture.experts) is not None:
+                few = replace(experts, number=16, per_token=4, width=32)
+                architecture = replace(architecture, experts=few)
         architecture = replace(
             architecture, **{"num_layers": layers or architecture.num_layers, **sizes}
         )
@@ -191,6 +212,14 @@ class Checks:
             seeds=range(rows),
             device=backbone.device,
         )
+
+    def apart(self, canvas: Canvas, width: int) -> Canvas:
+        """Returns the rows in different places of their first block, as if begun one by one."""
+        columns = torch.arange(canvas.ids.shape[1], device=canvas.ids.device) - canvas.start
+        ahead = 7 * torch.arange(len(canvas.ids), device=canvas.ids.device)[:, None] % width
+        is_written = (columns >= 0) & (columns < ahead)
+        ids = canvas.ids.masked_fill(is_written, 10)
+        return replace(canvas, ids=ids, editable=canvas.editable & ~is_written)
 
     def numbers(self) -> None:
         """Checks two layers of every layer type, and the head of training."""
@@ -271,22 +300,79 @@ class Checks:
             waits = sum("synchroniz" in str(warning.message) for warning in caught)
             self.tell("waits of the host per step", waits / steps, most=1.5)
 
+    def graphs(self) -> None:
+        """Checks on two layers that steps are recorded, and that tokens stay those of the loop."""
+        cases = {
+            "Dream-7B, dual cache": (DREAM, _DUAL),
+            "SDAR-4B, drawn": (SDAR, _DRAWN),
+            "LLaDA2-mini, experts": (LLADA2, _EXPERTS),
+        }
+        # An emulator attends in another order, which half precision would show.
+        model = partial(self.model, layers=2, dtype="float32" if self.smoke else "bfloat16")
+        for name, (release, decoder) in cases.items():
+            backbone = model(release)
+            # Of these rows no size is padded. Padding would round otherwise, and one other token of
+            # random weights changes all that come after it.
+            canvas = self.canvas(backbone, 8, 40, 64)
+            with _used_graphs() as used:
+                result = decode(backbone, decoder, canvas)
+            eager = self._eager(backbone, decoder, canvas)
+            self.tell(f"{name}: other cells than without graphs", _differ(result, eager), most=0.0)
+            one_by_one = 1 - used["replay"] / int(result.num_steps.max())
+            most = 0.5 if self._has_graphs(backbone) else None
+            self.tell(f"{name}: share of steps without a graph", one_by_one, most=most)
+            ragged = self.canvas(backbone, 5, 40, 64, ragged=True)
+            result = decode(backbone, decoder, ragged)
+            differ = _differ(result, self._eager(backbone, decoder, ragged))
+            self.tell(f"{name}: the same of ragged rows, whose sizes are padded", differ)
+        backbone = model(SDAR)
+        canvas = self.canvas(backbone, 8, 40, 32)
+        with patch.object(graphs.logger, "warning") as warned:
+            careless = decode(backbone, Decoder(policy=_Careless(), **_BLOCKS), canvas)
+        plain = self._eager(backbone, Decoder(policy=ConfidencePolicy(), **_BLOCKS), canvas)
+        self.tell("a careless policy: other cells", _differ(careless, plain), most=0.0)
+        other_lines = abs(warned.call_count - self._has_graphs(backbone))
+        self.tell("a careless policy: other than one line", other_lines, most=0.0)
+        self._merges(model(SDAR, lora=LoRASettings(rank=16, alpha=16.0, targets="all")))
+        self._tell_memory("graphs")
+        self._tell_caches("graphs")
+
+    def _merges(self, backbone: HFBackbone) -> None:
+        """Checks that rollouts go on after an update, which merges another adapter in place."""
+        canvas = self.canvas(backbone, 8, 40, 32)
+        rollouts = []
+        for _ in range(2):
+            with torch.no_grad():
+                for name, weight in backbone.named_parameters():
+                    if "lora_B" in name:
+                        weight.normal_(std=0.05)
+            with decoding_weights(backbone):
+                rollouts.append(decode(backbone, _DRAWN, canvas))
+                eager = self._eager(backbone, _DRAWN, canvas)
+        first, second = rollouts
+        self.tell("the second merge: other cells", _differ(second, eager), most=0.0)
+        self.tell("the second merge: cells of the first", 1 - _differ(first, second), most=0.9)
+
     def speed(self) -> None:
-        """Compares the time of a forward with the time to read the weights and to multiply."""
+        """Compares the time of a step with the time to read the weights and to multiply."""
         rows, cells = (2, 16) if self.smoke else (16, 64)
         backbone = self.model(DREAM)
         with torch.no_grad():  # a nucleus of random logits would be most of the vocabulary
             backbone.model.lm_head.weight.mul_(5)
         floor = self._floor(backbone)
         self.tell("Dream-7B: ms to read the weights once", floor)
-        dual = Decoder(
-            policy=ThresholdPolicy(0.9), quota=NoQuota(), window=BlockWindow(32), cache=DualCache()
-        )
-        one = self.canvas(backbone, 1, 128, cells)
-        alone = self._forward(dual, backbone, one)
-        self.tell("Dream-7B, 1 row, dual cache: x that", alone / floor, most=2.5, is_time=True)
+        prompt, response = (40, 64) if self.smoke else (512, 512)
+        one = self.canvas(backbone, 1, prompt, response)
+        name = "Dream-7B, 1 row, dual cache"
+        alone = self._step(name, _DUAL, backbone, one)
+        self.tell(f"{name}: x its weights", alone / floor, most=2.0, is_time=True)
         bare = 1e3 * real_size.bare_seconds(backbone, 1, 32)
         self.tell("the same: x transformers' forward of 32 tokens", alone / bare)
+        many = self.apart(self.canvas(backbone, rows, prompt, response), 32)
+        name = f"Dream-7B, {rows} rows out of phase"
+        together = self._step(name, _DUAL, backbone, many)
+        roofline = self._roofline("dream_b16_dual")
+        self.tell(f"{name}: x its roofline", together / roofline, most=1.3, is_time=True)
         equal, ragged = (
             self.canvas(backbone, rows, 160, cells, ragged=is_ragged) for is_ragged in (False, True)
         )
@@ -312,26 +398,51 @@ class Checks:
             f"Dream-7B, {rows} rows: x time to multiply", whole / work, most=2.0, is_time=True
         )
         del backbone
-        backbone = self.model(SDAR)
-        drawn = Decoder(
-            policy=DynamicPolicy(0.9),
-            sampler=Sampler(temperature=1.0, score_on="filtered"),
-            **_BLOCKS,
-        )
-        one = self.canvas(backbone, 1, 200, cells)
-        alone = self._forward(drawn, backbone, one)
-        self.tell(
-            # 1,104 launches of some 8 us each, where reading the weights takes 2.4 ms.
-            "SDAR-4B, 1 row: x its weights",
-            alone / self._floor(backbone),
-            most=4.0,
-            is_time=True,
-        )
-        rows, prompt = (4, 40) if self.smoke else (64, 1200)
-        many = self._forward(drawn, backbone, self.canvas(backbone, rows, prompt, cells))
-        self.tell(f"SDAR-4B, {rows} rows after {prompt} tokens: ms a forward", many)
+        self._speed_of_blocks()
+        self._speed_of_experts()
         self._tell_memory("decoding")
         self._tell_caches("decoding")
+
+    def _speed_of_blocks(self) -> None:
+        """Measures SDAR-4B: one row, 64 out of phase, and rollouts of 64 rows."""
+        backbone = self.model(SDAR)
+        one = self.canvas(backbone, 1, 200, 256)
+        floor, name = self._floor(backbone), "SDAR-4B, 1 row"
+        alone = self._step(name, _DRAWN, backbone, one)
+        self.tell(f"{name}: x its weights", alone / floor, most=2.5, is_time=True)
+        rows, prompt, cells = (4, 40, 32) if self.smoke else (64, 1200, 256)
+        # Prompts of other lengths are elsewhere in their blocks: a quarter enters one each step.
+        canvas = self.canvas(backbone, rows, prompt, cells, ragged=True)
+        name = f"SDAR-4B, {rows} rows out of phase"
+        many = self._step(name, _DRAWN, backbone, canvas)
+        assert canvas.pad_mask is not None
+        seen = int(canvas.pad_mask[:, : canvas.start].sum()) + rows * sum(self._counted) // 2
+        sizes = backbone.architecture
+        keys = seen * 4 * sizes.num_layers * sizes.kv_heads * sizes.head_width
+        least = floor + 1e3 * keys / self.bandwidth
+        self.tell(f"{name}: x its weights and keys", many / least, most=2.2, is_time=True)
+        rollouts = self.canvas(backbone, rows, 40 if self.smoke else 200, cells, ragged=True)
+        seconds = []
+        for run in (self._eager, decode):
+            synchronize()
+            began = time.perf_counter()
+            run(backbone, _DRAWN, rollouts)
+            synchronize()
+            seconds.append(time.perf_counter() - began)
+        eager, graphed = seconds
+        name = f"SDAR-4B, rollouts of {rows} x {cells}"
+        self.tell(f"{name}: s", graphed)
+        self.tell(f"{name}: x without graphs", graphed / eager, most=1 / 3, is_time=True)
+
+    def _speed_of_experts(self) -> None:
+        """Measures LLaDA2-mini's shape."""
+        backbone = self.model(LLADA2)
+        for rows in (1, 4 if self.smoke else 32):
+            prompt = 40 if self.smoke else 512
+            canvas = self.apart(self.canvas(backbone, rows, prompt, 256), 32)
+            name = f"LLaDA2-mini, rows out of phase: {rows}"
+            step = self._step(name, _EXPERTS, backbone, canvas)
+            self.tell(f"{name}: x all its weights", step / self._floor(backbone))
 
     def training(self) -> None:
         """Measures an adapter's training step: eight layers of Dream-7B under autocast."""
@@ -441,8 +552,59 @@ class Checks:
 
     def _forward(self, decoder: Decoder, backbone: HFBackbone, canvas: Canvas) -> float:
         """Returns milliseconds per forward, including everything around it."""
-        forwards = decode(backbone, decoder, canvas).num_forwards
-        return 1e3 * median_seconds(lambda: decode(backbone, decoder, canvas), 2) / forwards
+        forwards: list[int] = []
+        seconds = median_seconds(
+            lambda: forwards.append(decode(backbone, decoder, canvas).num_forwards), 2
+        )
+        return 1e3 * seconds / forwards[0]
+
+    @property
+    def _counted(self) -> tuple[int, int]:
+        """The steps that are timed: rounds of all blocks, once each size has come up often."""
+        return (3, 7) if self.smoke else (72, 104)
+
+    def _step(self, name: str, decoder: Decoder, backbone: HFBackbone, canvas: Canvas) -> float:
+        """Returns milliseconds of a step with graphs, and tells those without and the memory."""
+        with _without_graphs(backbone):
+            seconds = self._timed(decoder, backbone, canvas).seconds
+        self.tell(f"{name}: ms a step without graphs", 1e3 * seconds)
+        with _used_graphs() as used:
+            clock = self._timed(decoder, backbone, canvas)
+        self.tell(f"{name}: ms a step", 1e3 * clock.seconds)
+        self.tell("the same: graphs", used["record"])
+        if self.device == "cuda":
+            self.tell("the same: GiB of their pool", clock.pool / 2**30)
+            descriptions = clock.outside / 2**20 / max(used["record"], 1)
+            self.tell("the same: MiB of a graph outside of it", descriptions, most=GRAPH / 2**20)
+        return 1e3 * clock.seconds
+
+    def _timed(self, decoder: Decoder, backbone: HFBackbone, canvas: Canvas) -> _Clock:
+        """Decodes until the last step that is timed."""
+        clock, canvases = _Clock(*self._counted), iter([canvas])
+        rows = len(canvas.ids)
+        for _ in decode_queue(
+            backbone, decoder, lambda _: next(canvases, None), num_slots=rows, observers=[clock]
+        ):
+            raise RuntimeError("a row has ended before the last step that is timed")
+        return clock
+
+    @staticmethod
+    def _eager(backbone: HFBackbone, decoder: Decoder, canvas: Canvas) -> DecodeResult:
+        with _without_graphs(backbone):
+            return decode(backbone, decoder, canvas)
+
+    @staticmethod
+    def _has_graphs(backbone: HFBackbone) -> bool:
+        return graphs.runs_graphs(backbone.device)
+
+    def _roofline(self, case: str) -> float:
+        """Returns milliseconds of a step by its counted launches, at rates that are reached."""
+        if self.smoke:
+            return math.nan
+        peak = {torch.bfloat16: 0.7 * self.compute}
+        with patch.multiple(launches, BANDWIDTH=self.bandwidth / 1.2, PEAK=peak):
+            counts = launches.decode_counts(launches.CASES[case])
+        return 1e3 * counts.seconds / launches.CASES[case].steps
 
     def _floor(self, backbone: HFBackbone) -> float:
         """Returns the milliseconds that reading layers and head takes."""
@@ -470,6 +632,93 @@ class _Digits(Reward):
             RewardScore(total=sum(map(str.isdigit, one.text)) / max(len(one.text), 1))
             for one in group
         ]
+
+
+class _Careless(ConfidencePolicy):
+    """Says that a graph may hold it, and reads a number on the host."""
+
+    graph_safe = True
+
+    def select(
+        self,
+        state: DecodeState,
+        candidates: torch.Tensor,
+        proposal: Proposal,
+        quota: torch.Tensor | None,
+    ) -> Selection:
+        float(proposal.prob.max())
+        return super().select(state, candidates, proposal, quota)
+
+
+class _Clock(QueueObserver):
+    """Times the steps from one to another, and ends the decode there.
+
+    Between two calls the host has waited for the device once, so its clock tells a step's time.
+    """
+
+    requires = frozenset()
+
+    def __init__(self, first: int, last: int) -> None:
+        self._first, self._last = first, last
+        self._num_steps, self._began = 0, 0.0
+        self.seconds = math.nan
+        """Of a step, on average."""
+        self.pool = self.outside = 0
+        """Bytes that graphs hold, of the allocator's and of others."""
+
+    def on_start(self, state: DecodeState) -> None:
+        """Notes what is in use, also by pools of graphs that are gone."""
+        self.outside, self.pool = _bytes_outside(), _bytes_of_pools()
+
+    def on_step(self, record: StepRecord) -> bool:
+        self._num_steps += 1
+        if self._num_steps == self._first:
+            self._began = time.perf_counter()
+        is_over = self._num_steps == self._last
+        if is_over:
+            self.seconds = (time.perf_counter() - self._began) / (self._last - self._first)
+            self.outside = _bytes_outside() - self.outside
+            self.pool = _bytes_of_pools() - self.pool
+        return is_over
+
+
+def _bytes_outside() -> int:
+    """Returns the GPU memory in use that torch's allocator has not reserved."""
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
+def _bytes_of_pools() -> int:
+    """Returns the memory of all pools but the usual one."""
+    if not torch.cuda.is_available():
+        return 0
+    segments = torch.cuda.memory_snapshot()
+    return sum(one["total_size"] for one in segments if one["segment_pool_id"] != (0, 0))
+
+
+def _without_graphs(backbone: HFBackbone) -> Any:
+    """Returns a context in which a backbone's decodes launch each operation."""
+    return patch.object(backbone, "cuda_graphs", False)
+
+
+@contextmanager
+def _used_graphs() -> Iterator[Counter[str]]:
+    """Counts how often graphs are recorded and replayed."""
+    counts: Counter[str] = Counter()
+
+    def counted(name: str) -> Any:
+        plain = getattr(graphs.CudaGraph, name)
+
+        def call(*arguments: Any) -> Any:
+            counts[name] += 1
+            return plain(*arguments)
+
+        return patch.object(graphs.CudaGraph, name, call)
+
+    with counted("record"), counted("replay"):
+        yield counts
 
 
 class _Canvases(Observer):
