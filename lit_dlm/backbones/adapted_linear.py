@@ -28,8 +28,9 @@ class AdaptedLinear(Linear):
         matrices: Any = self.lora_A, self.lora_B
         for name in self.active_adapters:
             if name in self.lora_A:
-                # As autocast casts them; but that leaves additions in place alone.
+                # Autocast leaves additions in place alone, and may be off.
                 A, B = (part[name].weight.to(total.dtype) for part in matrices)
+                # Of x, not of its flattened view: so gradients are summed in the order of peft's.
                 low = F.linear(self.lora_dropout[name](x), A)  # (..., rank)
                 # Out of place, a GPU would first copy the base layer's result.
                 total.addmm_(low.flatten(0, -2), B.t(), alpha=self.scaling[name])
