@@ -16,7 +16,7 @@ T = TypeVar("T")
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 
 
-class Component(metaclass=ABCMeta):  # noqa: B024  (abstract methods are those of its members)
+class Component(metaclass=ABCMeta):
     """Base of all classes that a class from outside the package may take the place of.
 
     A class counts as a policy, task, reward, ... if it has the abstract methods of that base and
@@ -24,14 +24,14 @@ class Component(metaclass=ABCMeta):  # noqa: B024  (abstract methods are those o
     accept only derived classes. :func:`checked_component` adds what else such a class leaves out.
     """
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Lets a class from outside say itself whether it is ``graph_safe``.
+    graph_safe: bool
+    """Of parts of a decoder: whether a CUDA graph can hold a step of it, as it reads nothing on the
+    host, uploads nothing, and no shape depends on values. Ours can unless they say otherwise; a
+    class from outside says itself that it can, also one that derives from ours."""
 
-        Inherited from one of ours, that would speak of code that nobody has looked at.
-        """
+    def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if hasattr(cls, "graph_safe") and "graph_safe" not in vars(cls) and not _is_ours(cls):
-            cls.graph_safe = False
+        cls.graph_safe = vars(cls).get("graph_safe", _is_ours(cls))
 
     @classmethod
     def __subclasshook__(cls, other: type) -> Any:

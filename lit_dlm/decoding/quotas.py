@@ -21,9 +21,7 @@ class Quota(Component):
 
     is_given: bool = True
     """Whether it gives numbers at all; otherwise the policy decides alone."""
-    graph_safe: bool = False
-    """Whether a step of it may be captured in a CUDA graph: it reads nothing on the host, uploads
-    nothing, and its tensors' shapes do not depend on values."""
+    graph_safe = False
 
     def check(self, window: Window) -> None:
         """Raises ``ValueError`` for a window in which it could not keep what it promises."""
@@ -37,7 +35,6 @@ class NoQuota(Quota):
     """The policy decides how many."""
 
     is_given = False
-    graph_safe = True
 
     def counts(self, state: DecodeState, candidates: Tensor) -> Tensor | None:
         return None
@@ -45,8 +42,6 @@ class NoQuota(Quota):
 
 class FixedQuota(Quota):
     """The same number of commits in every step."""
-
-    graph_safe = True
 
     def __init__(self, tokens_per_step: int = 1) -> None:
         at_least(1, tokens_per_step=tokens_per_step)
@@ -58,8 +53,6 @@ class FixedQuota(Quota):
 
 class _StepsQuota(Quota):
     """Base of the quotas that take the steps of the response or of every block."""
-
-    graph_safe = True
 
     def __init__(self, steps: int | None = None, *, steps_per_block: int | None = None) -> None:
         """Sets exactly one: the steps of the response, or those of each block."""
@@ -152,8 +145,6 @@ class BudgetQuota(Quota):
     a policy that takes tokens back.
     """
 
-    graph_safe = True
-
     def __init__(self, steps: int) -> None:
         at_least(1, steps=steps)
         self.steps = steps
@@ -179,8 +170,6 @@ class CosineQuota(Quota):
     After step ``s`` of ``S`` a response of ``N`` cells keeps ``floor(N cos(pi/2 (s + 1) / S))``
     masks, fewer than before and at least one, and none after the last step.
     """
-
-    graph_safe = True
 
     def __init__(self, steps: int) -> None:
         at_least(1, steps=steps)

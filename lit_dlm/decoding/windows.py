@@ -36,9 +36,7 @@ class Window(Component):
     """Whether every step may write anywhere in the response."""
     slides: bool = False
     """Whether it moves on before it is full: then no step knows a share of the masks to come."""
-    graph_safe: bool = False
-    """Whether a step of it may be captured in a CUDA graph: it reads nothing on the host, uploads
-    nothing, and its tensors' shapes do not depend on values."""
+    graph_safe = False
 
     @property
     def blocks(self) -> tuple[int, BlockOrigin] | None:
@@ -77,7 +75,6 @@ class FullWindow(Window):
     """The whole response at once."""
 
     is_whole = True
-    graph_safe = True
 
     def view(self, state: DecodeState) -> WindowView:
         b, L = state.ids.shape
@@ -99,8 +96,6 @@ class BlockWindow(Window):
         origin: where blocks are counted from; with ``sequence``, block models decode in the
             blocks of their own generators, and a row's first block may begin in its prompt.
     """
-
-    graph_safe = True
 
     def __init__(self, block_length: int = 32, *, origin: BlockOrigin = "response") -> None:
         at_least(1, block_length=block_length)
@@ -171,7 +166,6 @@ class SlidingWindow(Window):
     """A window of fixed width that starts at the leftmost mask (TraceLock's soft crop)."""
 
     slides = True
-    graph_safe = True
 
     def __init__(self, width: int = 128) -> None:
         at_least(1, width=width)
@@ -197,8 +191,6 @@ class SteppedBlockWindow(Window):
     but still count. The TraceLock release (arXiv 2605.24697) decodes its baselines in this way,
     with 128 steps for each block of 128. :class:`BlockWindow` moves on instead.
     """
-
-    graph_safe = True
 
     def __init__(self, block_length: int = 128, *, steps: int = 256) -> None:
         at_least(1, block_length=block_length, steps=steps)

@@ -39,7 +39,6 @@ class LockstepPolicy(CommitPolicy):
     """Base of the lockstep policies; subclasses say which regions a forward commits."""
 
     needs_layout = True
-    graph_safe = True
 
     def __init__(self, *, tau: float | None = None) -> None:
         """Sets one threshold ``tau`` for all regions instead of the layout's, for sweeps."""

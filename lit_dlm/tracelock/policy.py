@@ -54,7 +54,6 @@ class TraceLockPolicy(CommitPolicy):
     """
 
     forwards_per_step = 1
-    graph_safe = True
     is_in_training = False
     """Whether the weights change, so that the records of a run cannot name them."""
 

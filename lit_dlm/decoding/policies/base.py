@@ -37,9 +37,7 @@ class CommitPolicy(Component):
     """Whether it may take tokens back or replace them (``Selection.rewritten``)."""
     forwards_per_step: int = 0
     """Forwards of a learned head in one step: 0 for heuristics."""
-    graph_safe: bool = False
-    """Whether a step of it may be captured in a CUDA graph: it reads nothing on the host, uploads
-    nothing, and its tensors' shapes do not depend on values."""
+    graph_safe = False
     denoise: Callable[[Backbone, DecodeState, Tensor, tuple[int, ...]], Denoised] | None = None
     """Its own forward of a step, for ``(b, K)`` int64 columns, with those hidden layers; excludes
     caches and guidance. ``None``: the backbone's."""
@@ -121,8 +119,6 @@ class ThresholdPolicy(CommitPolicy):
     block sampler), so it is never slower than the quota alone.
     """
 
-    graph_safe = True
-
     def __init__(self, threshold: float = 0.9) -> None:
         within("[0, 1]", threshold=threshold)
         self.threshold = threshold
@@ -162,8 +158,6 @@ class FactorPolicy(CommitPolicy):
     also allows equality, and commits the last candidate of a block even if only that one fails.
     """
 
-    graph_safe = True
-
     def __init__(self, factor: float = 1.0) -> None:
         within("(0, inf)", factor=factor)
         self.factor = factor
@@ -188,7 +182,6 @@ class EntropyBoundedPolicy(CommitPolicy):
     """
 
     requires = frozenset({"entropy"})
-    graph_safe = True
 
     def __init__(self, bound: float = 0.35) -> None:
         """Sets the bound in nats; 0.35 is dLLM-RL's."""
@@ -231,7 +224,6 @@ class TopQuotaPolicy(CommitPolicy):
     """Commits the ``quota`` best candidates; subclasses say what "best" means."""
 
     needs_quota = True
-    graph_safe = True
 
     @abstractmethod
     def score(self, state: DecodeState, proposal: Proposal) -> Tensor:

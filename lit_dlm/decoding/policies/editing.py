@@ -24,7 +24,6 @@ class TokenEditingPolicy(CommitPolicy):
 
     takes_back = True
     takes_quota = False
-    graph_safe = True
     requires = frozenset({"window"})
 
     def __init__(

@@ -29,7 +29,6 @@ class KLASSPolicy(CommitPolicy):
     """
 
     requires = frozenset({"region"})
-    graph_safe = True
 
     def __init__(self, threshold: float = 0.9, *, max_kl: float = 0.01, history: int = 2) -> None:
         """Sets the rule; ``max_kl`` is in nats."""

@@ -29,7 +29,6 @@ class ReMDMPolicy(CommitPolicy):
 
     needs_quota = True
     takes_back = True
-    graph_safe = True
 
     def __init__(
         self, remasked: int = 1, *, loop_steps: int = 32, loop_from: float = 0.875

@@ -32,7 +32,6 @@ class WINOPolicy(CommitPolicy):
     requires = frozenset({"window"})
     takes_back = True
     takes_quota = False
-    graph_safe = True
 
     def __init__(self, threshold: float = 0.6, *, threshold_back: float = 0.9) -> None:
         """Sets the probabilities above which tokens are drafted, and below which taken back.
