@@ -42,23 +42,10 @@ longer than the host takes to launch."""
 class Bucket(NamedTuple):
     """Sizes of a padded plan. Forwards of one bucket differ in values only, not in shapes."""
 
-    slots: int
-    """Rows of the canvas; a window that all padding is in follows them."""
-    tokens: int
-    """Queries, of which at most an eighth are padding (or seven)."""
-    sequences: int
-    """Sequences of attention; those that are not needed have no queries."""
+    sizes: tuple[tuple[str, int], ...]
+    """How many numbers of each kind describe the plan, in their order."""
     most_queries: int
     """Bound on the queries of a sequence."""
-
-    def sizes(self) -> dict[str, int]:
-        """How many numbers of each kind describe a plan."""
-        return {
-            **dict.fromkeys(("rows", "begins"), self.slots + 1),
-            **dict.fromkeys(("windows", "offsets"), self.tokens),
-            "query_starts": self.sequences + 1,
-            **dict.fromkeys(("of", "num_keys"), self.sequences),
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -368,6 +355,7 @@ class CachedCanvas:
         ranges = self._ranges(spans, block_causal)
         widths = [span.end - span.begin for span in spans]
         total = sum(widths)
+        # At most an eighth of the queries are padding, or seven.
         tokens = -(-total // (step := max(8, 2 ** (total.bit_length() - 4)))) * step
         if ranges is None or tokens > MOST_TOKENS:
             return None
@@ -387,18 +375,17 @@ class CachedCanvas:
             "of": [*ranges["of"], *[slots] * more],
             "num_keys": [*ranges["num_keys"], *[1] * more],
         }
+        sizes = tuple((name, len(part)) for name, part in numbers.items())
         # A bound that is a power of two keeps the number of buckets small.
-        bucket = Bucket(slots, tokens, sequences, most_queries=1 << (most - 1).bit_length())
-        return bucket, list(chain(*numbers.values()))
+        return Bucket(sizes, 1 << (most - 1).bit_length()), list(chain(*numbers.values()))
 
     def plan_of(self, bucket: Bucket, numbers: Tensor) -> WindowPlan:
         """Returns the plan that the numbers ``(n,)`` int64 of :meth:`bucketed` describe.
 
         ``numbers`` are on the device, perhaps followed by others; nothing is read on the host.
         """
-        sizes = bucket.sizes()
-        parts = numbers[: sum(sizes.values())].split([*sizes.values()])
-        part = dict(zip(sizes, parts, strict=True))
+        names, sizes = zip(*bucket.sizes, strict=True)
+        part = dict(zip(names, numbers[: sum(sizes)].split(sizes), strict=True))
         windows, offsets = part["windows"], part["offsets"]
         # No grid: with sequences, attention takes the queries as they are packed.
         packing = Packing(

@@ -243,22 +243,23 @@ class Stopwatch:
         count = 2 if device.type == "cuda" else 0
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(count)]
         self._clock = 0.0
+        self.is_on = True
 
     def __enter__(self) -> Stopwatch:
-        if self._events:
+        if self._events and self.is_on:
             self._events[0].record()
         self._clock = time.perf_counter()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._clock = time.perf_counter() - self._clock
-        if self._events:
+        if self._events and self.is_on:
             self._events[1].record()
 
     def seconds(self) -> float:
-        """Returns the time; on CUDA this waits for the end of the block."""
-        if not self._events:
-            return self._clock
+        """Returns the time, 0 if it is off; on CUDA this waits for the end of the block."""
+        if not self.is_on or not self._events:
+            return self._clock * self.is_on
         start, end = self._events
         end.synchronize()
         return start.elapsed_time(end) / 1e3

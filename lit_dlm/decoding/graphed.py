@@ -16,7 +16,7 @@ import torch
 
 from lit_dlm.backbones.base import Backbone
 from lit_dlm.backbones.cache import CacheableBackbone
-from lit_dlm.decoding.batch import Batch, Stopwatch
+from lit_dlm.decoding.batch import Batch
 from lit_dlm.decoding.decoder import Decoder
 from lit_dlm.decoding.state import BY_STEP, RUNNING, Canvas, DecodeState, StepRecord
 from lit_dlm.decoding.step import advance
@@ -46,27 +46,22 @@ class GraphedBatch(Batch):
     ) -> None:
         parts = (decoder.policy, decoder.window, decoder.quota)
         self._graphs = Graphs(", ".join(type(part).__name__ for part in parts))
-        self._memory: DecodeState | None = None
         super().__init__(backbone, canvas, decoder, hidden_layers)
         self._is_whole = decoder.graph_safe
-        if self._is_whole:
-            self._policy_timer = Untimed()
-        else:
-            self._forwards.graphs = self._graphs
+        self._forwards.graphs = None if self._is_whole else self._graphs
+        # Nothing can be timed inside of a graph.
+        self._policy_timer.is_on = not self._is_whole
 
     def _kept(self, state: DecodeState) -> DecodeState:
         """Moves a state to where the graphs read it, or makes room and forgets the graphs."""
-        new, old = state.tensors(), {} if self._memory is None else self._memory.tensors()
-        is_alike = {name: value.shape for name, value in old.items()} == {
-            name: value.shape for name, value in new.items()
-        }
-        if self._memory is None or not is_alike or state.start != self._memory.start:
+        memory: DecodeState | None = getattr(self, "state", None)  # none yet at the start
+        new = state.tensors()
+        if memory is None or _layout(memory) != _layout(state):
             self._graphs.forget()
-            self._memory = state.copied(new)
-            return self._memory
-        for name, value in old.items():
+            return state.copied(new)
+        for name, value in memory.tensors().items():
             value.copy_(new[name])
-        return self._memory
+        return memory
 
     def step(self, requires: frozenset[str]) -> StepRecord:
         key = self._forwards.key
@@ -76,19 +71,17 @@ class GraphedBatch(Batch):
             return self._graphs.run((key, requires), lambda: self._step(requires))
 
     def _step(self, requires: frozenset[str]) -> StepRecord:
-        assert self._memory is not None
         # Observers see the state as it was before the step, which the writes below overwrite.
-        before = self._memory.copied(BY_STEP)
+        before = self.state.copied(BY_STEP)
         decision = self._decide(before, requires)
         after = advance(decision)
-        if after.memory is not None and self._memory.memory is None:
+        if after.memory is not None and self.state.memory is None:
             # A policy from outside need not say what it begins with.
-            self._memory = replace(self._memory, memory=torch.zeros_like(after.memory))
-            self.state = self._memory
+            self.state = replace(self.state, memory=torch.zeros_like(after.memory))
         is_running = before.status == RUNNING
         for name, new in after.tensors().items():
             if name in (*BY_STEP, "memory"):
-                old = getattr(self._memory, name)
+                old = getattr(self.state, name)
                 rows = is_running.view(-1, *[1] * (old.ndim - 1))
                 old.copy_(torch.where(rows, new, old))  # a frozen row stays as it ended
         return decision.record
@@ -101,11 +94,6 @@ class GraphedBatch(Batch):
             super().drop(gone)
 
 
-class Untimed(Stopwatch):
-    """Takes the place of a stopwatch inside of a graph, where nothing can be timed."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-
-    def seconds(self) -> float:
-        return 0.0
+def _layout(state: DecodeState) -> object:
+    """What must be equal for one state to take the place of another in memory."""
+    return state.start, {name: value.shape for name, value in state.tensors().items()}
