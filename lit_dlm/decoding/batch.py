@@ -85,9 +85,9 @@ class Batch:
         ]
 
     @property
-    def num_rows(self) -> int:
-        """Rows that are decoding."""
-        return len(self.rows) - len(self.frozen)
+    def running(self) -> list[int]:
+        """Rows that no result contains yet."""
+        return [row for row in range(len(self.rows)) if row not in self.frozen]
 
     def _kept(self, state: DecodeState) -> DecodeState:
         """Returns a state, of rows that have changed, as steps will find it."""
@@ -97,12 +97,9 @@ class Batch:
         """Tells the host where rows are and how they have ended; waits for the device."""
         # Together, since the host would wait for each transfer of its own. For a step this is the
         # only one: it is also where a number that is not one is noticed.
-        looked = torch.stack([first_column(self.state.unfinished), self.state.status])
-        columns, self.status = looked.tolist()
-        self.first_mask = [
-            column if status == RUNNING else -1
-            for column, status in zip(columns, self.status, strict=True)
-        ]
+        status = self.state.status
+        first = first_column(self.state.unfinished).masked_fill(status != RUNNING, -1)
+        self.first_mask, self.status = torch.stack([first, status]).tolist()
         broken = [row for row, status in enumerate(self.status) if status == BROKEN]
         if broken:
             last_step = int(self.state.step[broken[0]]) - 1
@@ -133,8 +130,7 @@ class Batch:
         """Returns a record as observers see it: of the rows that are decoding."""
         if not self.frozen:
             return record
-        running = [row for row in range(len(self.rows)) if row not in self.frozen]
-        return record.take(row_index(running, self.state.ids.device))
+        return record.take(row_index(self.running, self.state.ids.device))
 
     def _own_precision(self) -> AbstractContextManager[object]:
         # Half-precision weights compute in their own dtype: a trainer's autocast would add casts.
@@ -144,16 +140,12 @@ class Batch:
 
     def add_seconds(self, seconds: float) -> None:
         """Divides the time of a finished step equally among its rows."""
-        self._seconds += seconds / self.num_rows
-        self._policy_seconds += self._policy_timer.seconds() / self.num_rows
+        self._seconds += seconds / len(self.running)
+        self._policy_seconds += self._policy_timer.seconds() / len(self.running)
 
     def end_rows(self) -> list[int]:
         """Stores the results of the rows that have ended; returns the rows' numbers."""
-        ended = [
-            row
-            for row, status in enumerate(self.status)
-            if status != RUNNING and row not in self.frozen
-        ]
+        ended = [row for row in self.running if self.status[row] != RUNNING]
         if ended:
             self.ended.append(self._result(ended))
         return ended

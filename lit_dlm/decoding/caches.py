@@ -170,6 +170,9 @@ class Forwards:
         """Graphs of forwards, where a step as a whole cannot be one."""
         self._policy, self._hidden_layers = policy, hidden_layers
         self._inputs: dict[Hashable, tuple[Tensor, Tensor]] = {}
+        # (b,) int64 first cell of the block that a row enters in the coming step, -1 elsewhere, if
+        # a step must commit it; None: no row
+        self._first_cells: Tensor | None = None
 
     def prepare(self, state: DecodeState, first_mask: Sequence[int]) -> None:
         """Does on the host what the next step needs: plans it, and runs the prompts of new rows.
@@ -212,7 +215,11 @@ class Forwards:
         )
 
     def _forced(self, state: DecodeState) -> Tensor | None:
-        return None
+        """Returns the first cell of each block that a row has just entered, where it is masked."""
+        if self._first_cells is None:
+            return None
+        columns = torch.arange(state.ids.shape[1], device=state.ids.device)
+        return (columns == self._first_cells[:, None]) & state.masked
 
     def take(self, kept: Sequence[int], index: Tensor) -> None:
         """Keeps the rows ``kept`` and drops all others; ``index`` is ``kept`` on the device."""
@@ -285,9 +292,9 @@ class CacheSession(Forwards):
         self._commits_first = spec.shift == 1 and scheme.commits_first
         self._rows = [CachedRow(first=first) for first in self._first_columns(state)]
         self._plans: list[WindowPlan] = []  # the forwards of the coming step, unless bucketed
-        # (b,) int64 first cell of the block that a row enters in it, -1 elsewhere; None: no row
-        self._first_cells: Tensor | None = None
-        self._numbers: Tensor | None = None  # of the plan of a bucket, then the first cells
+        # The plan of a bucket, then the first cells; as large as any, since graphs read it there.
+        size = 8 * (MOST_TOKENS + len(self._rows)) * is_padded
+        self._numbers = torch.empty(size, dtype=torch.long, device=state.ids.device)
         # Raises for a window without blocks, before anything has run.
         window.bounds(state.start, start=state.start, length=state.ids.shape[1], first=0)
 
@@ -301,16 +308,14 @@ class CacheSession(Forwards):
         refreshed = [row for row, (_, kind) in steps.items() if kind != "step"]
         if self._block_causal and new:
             self._run_prompts(state, new, spans)
+        entered = [row for row in refreshed if steps[row][1] == "block" and self._commits_first]
         first_cells = [-1] * len(first_mask)
-        for row, (_, kind) in steps.items():
-            begin = self._rows[row].begin
-            if kind == "block" and self._commits_first and begin is not None:
-                first_cells[row] = begin
+        for row in entered:
+            first_cells[row] = self._rows[row].begin or 0
         self.key = self._bucketed(spans, refreshed, first_cells)
         if self.key is None:
             self._plans = self._planned(spans, refreshed)
-            is_forced = max(first_cells) >= 0
-            self._first_cells = row_index(first_cells, state.ids.device) if is_forced else None
+            self._first_cells = row_index(first_cells, state.ids.device) if entered else None
         self.num_forwards += 1 if self.key else len(self._plans)
 
     def _bucketed(
@@ -324,9 +329,6 @@ class CacheSession(Forwards):
         if not found:
             return None
         bucket, numbers = found
-        if self._numbers is None:  # as large as any: graphs read it where it is
-            size = 8 * (MOST_TOKENS + len(first_cells))
-            self._numbers = torch.empty(size, dtype=torch.long, device=self.backbone.device)
         total = len(numbers)
         part = self._numbers[: total + len(first_cells)]
         part.copy_(torch.tensor([*numbers, *first_cells]), non_blocking=True)
@@ -336,19 +338,11 @@ class CacheSession(Forwards):
     def _forward(self, state: DecodeState, ids: Tensor, columns: Tensor) -> Denoised:
         plans = self._plans
         if isinstance(self.key, Bucket):
-            assert self._numbers is not None
             plans = [self._canvas.plan_of(self.key, self._numbers)]
         # Columns outside these spans keep keys, values and rows of an earlier forward.
         for plan in plans:
             self._canvas.run(ids, plan, columns=columns)
         return self._canvas.read(columns)
-
-    def _forced(self, state: DecodeState) -> Tensor | None:
-        """Returns the first cell of each block that a row has just entered, where it is masked."""
-        if self._first_cells is None:
-            return None
-        columns = torch.arange(state.ids.shape[1], device=state.ids.device)
-        return (columns == self._first_cells[:, None]) & state.masked
 
     def take(self, kept: Sequence[int], index: Tensor) -> None:
         self._canvas.take(index)

@@ -89,7 +89,7 @@ class GraphedBatch(Batch):
     def drop(self, ended: list[int]) -> None:
         self.frozen.update(ended)
         # Half of the slots are worth new graphs: a frozen row still costs its share of the head.
-        if 2 * self.num_rows <= len(self.rows):
+        if 2 * len(self.running) <= len(self.rows):
             gone, self.frozen = sorted(self.frozen), set()
             super().drop(gone)
 

@@ -97,7 +97,7 @@ def decode_queue(
                 for observer in observers:
                     observer.on_refill(result, entering)
                 yield result
-            elif len(ended) == batch.num_rows:
+            elif len(ended) == len(batch.running):
                 break
             # Once the source is empty the batch shrinks: a row without work would still cost a row
             # in every later forward.

@@ -97,9 +97,6 @@ class DeviceTable:
             self._copies[index.device] = self._values.to(index.device)
         return self._copies[index.device][index]
 
-    def __reduce__(self) -> tuple[type[DeviceTable], tuple[Tensor]]:
-        return type(self), (self._values,)  # another process may have no such device
-
 
 def row_index(rows: Sequence[int], device: torch.device) -> Tensor:
     """``(n,)`` int64: row numbers moved to a device, without the host waiting."""

@@ -1,6 +1,5 @@
 """Batches by tokens: nothing is lost, nothing exceeds the limit, little of them is padding."""
 
-import pickle
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,16 +69,11 @@ def test_little_is_padding_where_lengths_vary_much() -> None:
     assert sizes.sum() / sum(padded(sizes, rows) for rows in at_random) < 0.5
 
 
-def test_a_table_is_uploaded_once_and_stays_at_home_when_it_is_copied(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_table_is_uploaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     table = DeviceTable(torch.tensor([0.5, 0.25, 2.0]))
     assert len(table) == 3
     assert table[torch.tensor([2, 0, 2])].tolist() == [2.0, 0.5, 2.0]
     elsewhere = torch.zeros(4, 2, dtype=torch.long, device="meta")
     assert table[elsewhere].shape == (4, 2)
-    sent = pickle.loads(pickle.dumps(table))  # another process may lack the device
     monkeypatch.setattr(torch.Tensor, "to", None)
     assert table[elsewhere].device.type == "meta"
-    monkeypatch.undo()
-    assert sent[torch.tensor(1)] == 0.25
