@@ -194,6 +194,7 @@ class CachedCanvas:
         num_rows, length = self.positions.shape
         self._starts = None if self.pad_mask is None else first_column(self.pad_mask)
         self._cache = WindowCache(length=length + self.is_padded, num_rows=num_rows)
+        self._read_hidden: Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -491,6 +492,8 @@ class CachedCanvas:
         if _HIDDEN in buffers:  # copied: the next forward changes the buffer
             hidden = buffers[_HIDDEN][0][:, : self.length]
             hidden = aligned(hidden, shift, starts=self._starts) if shift else hidden.clone()
+            if self.is_padded:  # a graph keeps its results: those of all lie in one place
+                hidden = self._read_hidden = _in_place(self._read_hidden, hidden)
         return Denoised(logits=logits, columns=columns, hidden=hidden)
 
 

@@ -35,8 +35,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -170,6 +169,7 @@ class Forwards:
         """Graphs of forwards, where a step as a whole cannot be one."""
         self._policy, self._hidden_layers = policy, hidden_layers
         self._inputs: dict[Hashable, tuple[Tensor, Tensor]] = {}
+        self._logits: dict[Hashable, Tensor] = {}
         # (b,) int64 first cell of the block that a row enters in the coming step, -1 elsewhere, if
         # a step must commit it; None: no row
         self._first_cells: Tensor | None = None
@@ -201,8 +201,16 @@ class Forwards:
         ids, places = self._inputs[shapes]
         ids.copy_(state.ids)
         places.copy_(columns)
-        call = partial(self._forward, state, ids, places)
-        return self.graphs.run((self.key, shapes), call), self._forced(state)
+
+        def forward() -> Denoised:
+            denoised = self._forward(state, ids, places)
+            # A graph keeps its results: large ones, logits, lie in one place for all graphs.
+            logits = self._logits.setdefault(shapes, denoised.logits)
+            if logits is not denoised.logits:
+                logits.copy_(denoised.logits)
+            return replace(denoised, logits=logits)
+
+        return self.graphs.run((self.key, shapes), forward), self._forced(state)
 
     def _forward(self, state: DecodeState, ids: Tensor, columns: Tensor) -> Denoised:
         """Runs the prepared forward on ``(b, L)`` int64 ids."""

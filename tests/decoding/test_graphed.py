@@ -252,6 +252,39 @@ def test_a_policy_that_reads_runs_beside_the_graph_of_the_forward(monkeypatch, c
     assert not caplog.records
 
 
+class Places(Recorder):
+    """Notes where the large results of steps lie, by their sizes."""
+
+    def __init__(self, *requires):
+        super().__init__(*requires)
+        self.places = {}
+
+    def on_step(self, record):
+        for one in (record.proposal.hidden, record.denoised and record.denoised.logits):
+            if one is not None:
+                self.places.setdefault(one.shape, set()).add(one.data_ptr())
+
+
+@pytest.mark.parametrize(
+    ("policy", "result"), [(d.ThresholdPolicy(0.15), "hidden"), (OnHost(), "logits")]
+)
+def test_large_results_of_all_graphs_lie_in_one_place(policy, result, monkeypatch):
+    """Of a step as a graph and of a forward; a graph keeps its results as long as it lives."""
+    cached = {"window": BlockWindow(4), "cache": d.DualCache(), "quota": d.NoQuota()}
+    decoder, backbone, watching = (
+        d.Decoder(policy=policy, **cached),
+        tiny_backbone(),
+        Places(result),
+    )
+    canvas = d.prompt_canvas(
+        [torch.arange(10, 16)] * 4, response_length=24, spec=backbone.spec, seeds=range(4)
+    )
+    with emulated(monkeypatch):
+        d.decode(backbone, decoder, canvas, [watching])
+    assert sum(graph.num_replays > 0 for graph in EmulatedGraph.made) > len(watching.places)
+    assert [len(places) for places in watching.places.values()] == [1] * len(watching.places)
+
+
 def test_a_policy_that_reads_where_it_says_it_does_not_is_named(monkeypatch, caplog):
     decoder = d.Decoder(policy=Careless(), window=BlockWindow(4), quota=d.NoQuota())
     with emulated(monkeypatch, is_on=False):
