@@ -279,11 +279,13 @@ class _Model:
             keys = a.num_layers * a.kv_heads * a.head_width
             parts["caches"] = (columns + rows * has_graphs) * (2 * s * keys + self.stream * D)
         if run.get("level") == "features" or "TraceLock" in _class(decoder.get("policy")):
-            parts["three hidden states"] = columns * 3 * s * D * (1 + is_cached)
+            copies = 1 + is_cached * (1 + has_graphs)  # graphs return theirs in one place
+            parts["three hidden states"] = columns * 3 * s * D * copies
         if has_graphs:
             # Their pool, apart from other memory, holds one forward and its logits for all of them,
-            # and the results of each: ids, scores and masks of the canvas, 48 bytes a column.
-            pool = min(tokens, MOST_TOKENS) * token + parts["logits"]
+            # and the results of each: ids, scores and masks of the canvas, 48 bytes a column. Those
+            # of a forward are logits, once more.
+            pool = min(tokens, MOST_TOKENS) * token + parts["logits"] + s * logits
             parts["graphs"] = pool + MOST_GRAPHS * (48 * columns + GRAPH)
         if self.is_sharded:
             parts["whole weights"] = s * self.num_base
