@@ -377,6 +377,14 @@ CASES = {
         components={"window": BlockWindow(32), "cache": DualCache()},
         rows=1, prompt=512, response=512, begin=260,
     ),
+    "dream_b1_top_p": DecodeCase(
+        release=DREAM,
+        components={
+            "window": BlockWindow(32), "cache": DualCache(),
+            "sampler": Sampler(temperature=0.2, top_p=0.95),
+        },
+        rows=1, prompt=512, response=512, begin=260,
+    ),
     "dream_b16_dual": DecodeCase(
         release=DREAM,
         components={"window": BlockWindow(32), "cache": DualCache()},
@@ -523,7 +531,8 @@ def decode_counts(case: DecodeCase, *, graphed: bool = False, **options: Any) ->
 GRAPHED = tuple(
     name for name, case in CASES.items() if "cache" in case.components and case.skipped > 0
 )
-"""The cases whose steps are graphs; others compute for longer than the host takes to launch."""
+"""The cases with graphs: of steps or, under a filter, of forwards. Others compute for longer than
+the host takes to launch."""
 
 
 def graph_report(cases: Sequence[str] = GRAPHED) -> dict[str, float]:
