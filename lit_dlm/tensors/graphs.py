@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from functools import cache
 from typing import Any, TypeVar
 
@@ -54,12 +55,18 @@ class CudaGraph:
         """
         # Of this thread only: loaders pin memory in others meanwhile.
         mode = "thread_local"
-        # Where the end of a failed recording raises, torch leaves the recorded stream current.
-        with (
-            torch.cuda.stream(torch.cuda.current_stream()),
-            torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode=mode),
-        ):
-            return call()
+        stream = torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode=mode):
+                return call()
+        except RuntimeError:
+            # The end of a recording that a host read has broken raises halfway: torch's own stream
+            # stays current, and the allocator refuses from then on to empty its cache.
+            torch.cuda.set_stream(stream)
+            with suppress(RuntimeError):  # it has ended
+                torch._C._cuda_endAllocateToPool(stream.device_index, self._pool)
+                torch._C._cuda_releasePool(stream.device_index, self._pool)
+            raise
 
     def replay(self) -> None:
         self._graph.replay()
@@ -96,6 +103,7 @@ class Graphs:
                 self._recorded[key] = graph, graph.record(call)
             except RuntimeError as error:  # out of memory, too
                 self._is_on = False
+                self.forget()  # the caller may need their memory
                 # At its end, a recording that has failed raises once more, and says only that.
                 reason = str(error.__context__ or error).partition("\n")[0]
                 logger.warning("%s: no CUDA graph, so steps run eagerly (%s)", self._what, reason)

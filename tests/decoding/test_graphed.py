@@ -296,18 +296,28 @@ def test_a_policy_that_reads_where_it_says_it_does_not_is_named(monkeypatch, cap
     assert "_local_scalar_dense" in line
 
 
-def test_nothing_is_lost_where_memory_runs_out_at_a_recording(monkeypatch, caplog):
-    decoder = d.Decoder(policy=d.ThresholdPolicy(0.15), quota=d.NoQuota())
+@pytest.mark.parametrize("last", [0, 2])
+def test_nothing_is_lost_where_memory_runs_out_at_a_recording(last, monkeypatch, caplog):
+    """Graphs from before are dropped: eager steps may need their memory."""
+    decoder = d.Decoder(**KINDS["dual"][1])
     with emulated(monkeypatch, is_on=False):
         expected = tokens(decoder)
+    record, alive = EmulatedGraph.record, []
 
-    def full(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    def full(self, call):
+        made, EmulatedGraph.made[:] = [*EmulatedGraph.made], []
+        alive[:] = [ref(one) for one in made if one is not self]
+        if len(made) > last:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        EmulatedGraph.made[:] = made
+        return record(self, call)
 
     with emulated(monkeypatch), caplog.at_level(logging.WARNING):
         monkeypatch.setattr(EmulatedGraph, "record", full)
         assert tokens(decoder) == expected
     assert "CUDA out of memory" in caplog.text
+    assert len(alive) == last
+    assert not any(one() for one in alive)
 
 
 def test_no_graph_outlives_its_decode(monkeypatch):
