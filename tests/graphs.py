@@ -1,11 +1,13 @@
 """Emulates CUDA graphs on a CPU: what is recorded runs again without the Python that made it.
 
 A host branch, a number that Python computed, an input that moved or a result that is read too late
-shows up as a wrong value, and what a graph cannot hold raises :class:`HostReadError`.
+shows up as a wrong value, what a graph cannot hold raises :class:`HostReadError`, and
+memory that a replay reads although it has been freed :class:`FreedMemoryError`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
@@ -16,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lit_dlm.backbones.attention import Sequences
 from lit_dlm.tensors import graphs
@@ -32,6 +34,10 @@ _READS = {
 
 class HostReadError(RuntimeError):
     """What a CUDA graph refuses to record."""
+
+
+class FreedMemoryError(AssertionError):
+    """What a CUDA graph reads without complaint: memory that belongs to something else by now."""
 
 
 def _tensors(values: object) -> list[Tensor]:
@@ -89,6 +95,7 @@ class EmulatedGraph:
     """Stands in for :class:`lit_dlm.tensors.graphs.CudaGraph`."""
 
     made: ClassVar[list[EmulatedGraph]] = []
+    alive: ClassVar[WeakSet[EmulatedGraph]] = WeakSet()
 
     def __init__(self, pool: WeakSet[EmulatedGraph]) -> None:
         self._pool, self.num_replays = pool, 0
@@ -110,8 +117,21 @@ class EmulatedGraph:
             with torch.no_grad():  # recording runs nothing
                 for memory, before in recorder.overwritten.values():
                     memory.copy_(before)
-        self._steps, self._own = recorder.steps, list(recorder.own.values())
-        self.holds = type(results)
+        self._own, self.holds = list(recorder.own.values()), type(results)
+        aliases: dict[int, Tensor] = {}
+
+        def alias(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or _memory(leaf) in recorder.own:
+                return leaf
+            return aliases.setdefault(id(leaf), leaf.detach())
+
+        # Of what was there before, aliases are kept, which are counted apart from others' tensors.
+        self._steps = [
+            (func, *tree_map(alias, (args, kwargs)), made)
+            for func, args, kwargs, made in recorder.steps
+        ]
+        self._read = Counter(_memory(tensor) for tensor in aliases.values())
+        self.alive.add(self)
         return results
 
     @property
@@ -120,6 +140,10 @@ class EmulatedGraph:
 
     def replay(self) -> None:
         self.num_replays += 1
+        for memory in self._read:
+            num_aliases = sum(graph._read[memory] for graph in self.alive)
+            if torch._C._storage_Use_Count(memory) - 1 <= num_aliases:  # one counts itself
+                raise FreedMemoryError
         # Graphs share their memory: results of the others are gone.
         for other in self._pool:
             for tensor in other._own if other is not self else ():

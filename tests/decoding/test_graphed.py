@@ -15,7 +15,7 @@ from tests.decoding.cases import CASES, FULL
 from tests.decoding.models import SPARSE, in_blocks, tiny_backbone
 from tests.decoding.ragged import MORE, PROMPTS, everything_of
 from tests.decoding.states import Recorder, everything, streamed
-from tests.graphs import EmulatedGraph, HostReadError, emulated
+from tests.graphs import EmulatedGraph, FreedMemoryError, HostReadError, emulated
 
 RAGGED = {**CASES, **MORE}
 
@@ -376,3 +376,16 @@ def test_the_emulator_replays_on_what_is_in_memory_now():
         graph.replay()
         assert doubled.tolist() == [2.0 + 2 * step, 4.0 + 2 * step]
     assert memory.tolist() == [4.0, 5.0]
+
+
+def test_the_emulator_knows_when_memory_that_a_graph_reads_is_freed():
+    memory = {"kept": torch.ones(3), "freed": torch.ones(3)}
+    graph = EmulatedGraph(WeakSet())
+    total = graph.record(lambda: memory["kept"][1:] + memory["freed"][1:])
+    graph.replay()
+    assert total.tolist() == [2.0, 2.0]
+    memory["view"] = memory.pop("freed")[:1]
+    graph.replay()
+    del memory["view"]
+    with pytest.raises(FreedMemoryError):
+        graph.replay()
