@@ -11,8 +11,9 @@ import torch
 import lit_dlm.decoding as d
 from lit_dlm.decoding import BlockWindow
 from lit_dlm.decoding.batch import Batch
+from lit_dlm.tracelock.policy import TraceLockPolicy
 from tests.decoding.cases import CASES, FULL
-from tests.decoding.models import SPARSE, in_blocks, tiny_backbone
+from tests.decoding.models import SPARSE, in_blocks, scorer, tiny_backbone
 from tests.decoding.ragged import MORE, PROMPTS, everything_of
 from tests.decoding.states import Recorder, everything, streamed
 from tests.graphs import EmulatedGraph, FreedMemoryError, HostReadError, emulated
@@ -173,6 +174,38 @@ def test_templates_whose_markers_fill_a_block(kind, monkeypatch):
     layout = d.TemplateLayout(regions).encoded(lambda text: [5 + ord(one) % 80 for one in text])
     decoder, backbone = d.Decoder(**parts, layout=layout), tiny_backbone(**changes)
     expected, found = both(monkeypatch, lambda: everything(decoder, backbone, PROMPTS, 20, 4)[0])
+    assert found == expected
+
+
+class Tiring(d.ThresholdPolicy):
+    """Asks for less in each step of a row; does not say what a row begins with."""
+
+    graph_safe = True
+
+    def select(self, state, candidates, proposal, quota):
+        before = torch.zeros(len(state.ids), 1) if state.memory is None else state.memory
+        commit = candidates & (proposal.prob >= self.threshold - 0.1 * before)
+        return replace(
+            super().select(state, candidates, proposal, quota), commit=commit, memory=before + 1
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_memory_that_begins_with_a_step(kind, monkeypatch):
+    changes, parts = KINDS[kind]
+    decoder = d.Decoder(**{**parts, "policy": Tiring(0.6)})
+    backbone = tiny_backbone(**changes)
+    expected, found = both(monkeypatch, lambda: everything(decoder, backbone, PROMPTS, 12, 5)[0])
+    assert found == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hidden_rows_of_a_cache(kind, monkeypatch):
+    changes, parts = KINDS[kind]
+    backbone = tiny_backbone(**changes)
+    policy = TraceLockPolicy(scorer=scorer(backbone, spread=8.0), threshold=0.5)
+    decoder = d.Decoder(**{**parts, "policy": policy})
+    expected, found = both(monkeypatch, lambda: everything(decoder, backbone, PROMPTS, 12, 5)[0])
     assert found == expected
 
 
