@@ -82,8 +82,8 @@ class EndingSampler(Sampler):
 class TwoForwards(Decoder):
     """The older scheme: rows that enter a block and the others run one after the other."""
 
-    def forwards(self, *args: Any, **options: Any) -> Forwards:
-        session = super().forwards(*args, **options)
+    def forwards(self, *args: Any) -> Forwards:
+        session = super().forwards(*args)
         session.__class__ = _TwoForwardSession
         return session
 

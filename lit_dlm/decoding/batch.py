@@ -53,8 +53,6 @@ class Batch:
     Steps change only ``state``. The host knows of it what it saw at the last :meth:`look`.
     """
 
-    is_graphed = False
-
     def __init__(
         self, backbone: Backbone, canvas: Canvas, decoder: Decoder, hidden_layers: tuple[int, ...]
     ) -> None:
@@ -64,9 +62,7 @@ class Batch:
         self.status: list[int] = []
         """The status of every row, at the last look."""
         self._backbone, self._decoder = backbone, decoder
-        self._forwards = decoder.forwards(
-            backbone, self.state, hidden_layers, is_padded=self.is_graphed
-        )
+        self._forwards = decoder.forwards(backbone, self.state, hidden_layers)
         # Clocks of a row that was there from the start. They only grow, and a row's time is what
         # they gained since it entered: nothing is kept for each step.
         self._seconds = self._policy_seconds = 0.0  # of a row that was there from the start

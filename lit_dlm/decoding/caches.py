@@ -261,10 +261,7 @@ class CacheSession(Forwards):
         window: Window,
         policy: CommitPolicy,
         hidden_layers: tuple[int, ...],
-        *,
-        is_padded: bool = False,
     ) -> None:
-        """Sets ``is_padded`` to plan forwards in a few shapes, with padding, wherever possible."""
         super().__init__(backbone, policy, hidden_layers)
         if not isinstance(backbone, CacheableBackbone):
             raise ValueError(
@@ -289,7 +286,8 @@ class CacheSession(Forwards):
             positions=self._positions(state),
             blocks=self._blocks(state),
             hidden_layers=hidden_layers,
-            is_padded=is_padded,
+            # For graphs of a few shapes. Masks would change theirs with the part that is seen.
+            is_padded=backbone.graph_safe and backbone.sequences_from == 0,
         )
         self._window, self._scheme = window, scheme
         # The blocks that are refreshed: the model's own where the window goes through their parts.
@@ -301,7 +299,7 @@ class CacheSession(Forwards):
         self._rows = [CachedRow(first=first) for first in self._first_columns(state)]
         self._plans: list[WindowPlan] = []  # the forwards of the coming step, unless bucketed
         # The plan of a bucket, then the first cells; as large as any, since graphs read it there.
-        size = 8 * (MOST_TOKENS + len(self._rows)) * is_padded
+        size = 8 * (MOST_TOKENS + len(self._rows)) * self._canvas.is_padded
         self._numbers = torch.empty(size, dtype=torch.long, device=state.ids.device)
         # Raises for a window without blocks, before anything has run.
         window.bounds(state.start, start=state.start, length=state.ids.shape[1], first=0)

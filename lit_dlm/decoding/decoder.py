@@ -165,19 +165,14 @@ class Decoder:
         )
 
     def forwards(
-        self,
-        backbone: Backbone,
-        state: DecodeState,
-        hidden_layers: tuple[int, ...],
-        *,
-        is_padded: bool = False,
+        self, backbone: Backbone, state: DecodeState, hidden_layers: tuple[int, ...]
     ) -> Forwards:
-        """Starts the forwards of a decode from its state before step 0; see CacheSession."""
+        """Starts the forwards of a decode from its state before step 0."""
         assert self.window is not None  # see on()
         if not self.cache.keeps:
             return Forwards(backbone, self.policy, hidden_layers)
         parts = (self.cache, self.window, self.policy)
-        return CacheSession(backbone, state, *parts, hidden_layers, is_padded=is_padded)
+        return CacheSession(backbone, state, *parts, hidden_layers)
 
     def guided(self, backbone: Backbone) -> Backbone:
         return backbone if self.guidance is None else GuidedBackbone(backbone, self.guidance)

@@ -39,8 +39,6 @@ def runs_graphed(backbone: Backbone, decoder: Decoder) -> bool:
 class GraphedBatch(Batch):
     """Rows that keep their slots, and memory that keeps its place; see the module."""
 
-    is_graphed = True
-
     def __init__(
         self, backbone: Backbone, canvas: Canvas, decoder: Decoder, hidden_layers: tuple[int, ...]
     ) -> None:
