@@ -172,7 +172,7 @@ def test_every_decode_file_as_graphs(shipped: Any, monkeypatch: pytest.MonkeyPat
 
 def test_the_page_says_which_of_them_run_eagerly_in_part():
     page = Path(__file__).resolve().parents[2] / "docs" / "concepts" / "cuda_graphs.md"
-    assert " ".join(re.findall(r"`decode/(\w+)`", page.read_text())) == FORWARDS
+    assert set(re.findall(r"`decode/(\w+)`", page.read_text())) == FORWARDS
 
 
 def test_decoders_of_experiments_as_graphs(shipped: Any, monkeypatch: pytest.MonkeyPatch):
