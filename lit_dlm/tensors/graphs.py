@@ -95,20 +95,25 @@ class Graphs:
         self._uses[key] += 1
         if key not in self._recorded:
             is_due = self._uses[key] >= RECORDED_USE and len(self._recorded) < MOST_GRAPHS
-            if not (self._is_on and is_due):
+            if not (self._is_on and is_due and self._record(key, call)):
                 return call()
-            try:
-                self._pool = self._pool or CudaGraph.new_pool()
-                graph = CudaGraph(self._pool)
-                self._recorded[key] = graph, graph.record(call)
-            except RuntimeError as error:  # out of memory, too
-                self._is_on = False
-                self.forget()  # the caller may need their memory
-                # At its end, a recording that has failed raises once more, and says only that.
-                reason = str(error.__context__ or error).partition("\n")[0]
-                logger.warning("%s: no CUDA graph, so steps run eagerly (%s)", self._what, reason)
-                return call()  # nothing has been run or written yet
         graph, results = self._recorded[key]
         graph.replay()
         found: T = results
         return found
+
+    def _record(self, key: Hashable, call: Callable[[], Any]) -> bool:
+        self._pool = self._pool or CudaGraph.new_pool()
+        graph = CudaGraph(self._pool)
+        try:
+            self._recorded[key] = graph, graph.record(call)
+        except RuntimeError as error:  # out of memory, too
+            # Nothing has been run or written: the caller takes the step eagerly. It may need the
+            # memory of all graphs, also of this one, which this frame and the error still hold.
+            self._is_on = False
+            self.forget()
+            # At its end, a recording that has failed raises once more, and says only that.
+            reason = str(error.__context__ or error).partition("\n")[0]
+            logger.warning("%s: no CUDA graph, so steps run eagerly (%s)", self._what, reason)
+            return False
+        return True

@@ -11,6 +11,7 @@ import torch
 import lit_dlm.decoding as d
 from lit_dlm.decoding import BlockWindow
 from lit_dlm.decoding.batch import Batch
+from lit_dlm.decoding.graphed import GraphedBatch
 from lit_dlm.tracelock.policy import TraceLockPolicy
 from tests.decoding.cases import CASES, FULL
 from tests.decoding.models import SPARSE, in_blocks, scorer, tiny_backbone
@@ -335,22 +336,26 @@ def test_nothing_is_lost_where_memory_runs_out_at_a_recording(last, monkeypatch,
     decoder = d.Decoder(**KINDS["dual"][1])
     with emulated(monkeypatch, is_on=False):
         expected = tokens(decoder)
-    record, alive = EmulatedGraph.record, []
+    record, step, graphs, left = EmulatedGraph.record, GraphedBatch._step, [], []
 
     def full(self, call):
-        made, EmulatedGraph.made[:] = [*EmulatedGraph.made], []
-        alive[:] = [ref(one) for one in made if one is not self]
-        if len(made) > last:
+        EmulatedGraph.made.clear()
+        graphs.append(ref(self))
+        if len(graphs) > last:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        EmulatedGraph.made[:] = made
         return record(self, call)
+
+    def counted(self, requires):
+        left.append(sum(one() is not None for one in graphs))
+        return step(self, requires)
 
     with emulated(monkeypatch), caplog.at_level(logging.WARNING):
         monkeypatch.setattr(EmulatedGraph, "record", full)
+        monkeypatch.setattr(GraphedBatch, "_step", counted)
         assert tokens(decoder) == expected
     assert "CUDA out of memory" in caplog.text
-    assert len(alive) == last
-    assert not any(one() for one in alive)
+    assert max(left) == last
+    assert left[-1] == 0
 
 
 def test_no_graph_outlives_its_decode(monkeypatch):
