@@ -97,14 +97,10 @@ class EmulatedGraph:
     made: ClassVar[list[EmulatedGraph]] = []
     alive: ClassVar[WeakSet[EmulatedGraph]] = WeakSet()
 
-    def __init__(self, pool: WeakSet[EmulatedGraph]) -> None:
-        self._pool, self.num_replays = pool, 0
-        pool.add(self)
+    def __init__(self, pool: WeakSet[EmulatedGraph] | None = None) -> None:
+        self.pool, self.num_replays = WeakSet() if pool is None else pool, 0
+        self.pool.add(self)
         self.made.append(self)
-
-    @staticmethod
-    def new_pool() -> WeakSet[EmulatedGraph]:
-        return WeakSet()
 
     def record(self, call: Callable[[], T]) -> T:
         recorder = _Recorder()
@@ -145,7 +141,7 @@ class EmulatedGraph:
             if torch._C._storage_Use_Count(memory) - 1 <= num_aliases:  # one counts itself
                 raise FreedMemoryError
         # Graphs share their memory: results of the others are gone.
-        for other in self._pool:
+        for other in self.pool:
             for tensor in other._own if other is not self else ():
                 tensor.fill_(True if tensor.dtype == torch.bool else 77)
         for func, args, kwargs, results in self._steps:

@@ -1,8 +1,7 @@
 """A linear layer with low-rank adapters (arXiv:2106.09685), each of which is added in one launch.
 
-peft's own forward copies the input to the dtype of the adapter, and multiplies, scales and adds in
-three launches. Here the sum is rounded once; in float32 on a CPU the bits are peft's where the
-scale is a power of two.
+peft copies the input to the adapter's dtype, and multiplies, scales and adds in three launches. In
+float32 on a CPU the bits are peft's where the scale is a power of two.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from torch import Tensor
 class AdaptedLinear(Linear):
     """peft's layer of a plain matrix, with its attributes and keys, but not its own switches.
 
-    Adapters are chosen by name (:func:`lit_dlm.backbones.lora.using_adapter`) and merged outside of
-    the layer, so ``disable_adapters`` and ``merge`` are not looked at.
+    ``disable_adapters`` and ``merge`` are not looked at, see :mod:`lit_dlm.backbones.lora`.
     """
 
     def forward(self, x: Tensor) -> Tensor:

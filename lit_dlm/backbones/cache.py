@@ -65,8 +65,6 @@ class WindowPlan:
     """Which of these columns each query sees, ``(n, 1, 1 or W, kv_end)`` bool; ``None`` if all."""
     sequences: Sequences | None = None
     """What each query sees, for attention without a mask, which receives whole buffers."""
-    is_padded: bool = False
-    """Whether some queries stand for nothing: they write to the column behind the canvas."""
 
     @property
     def at(self) -> Tensor:
@@ -196,11 +194,6 @@ class CachedCanvas:
         self._cache = WindowCache(length=length + self.is_padded, num_rows=num_rows)
         self._read_hidden: Tensor | None = None
 
-    @property
-    def length(self) -> int:
-        """Columns of the canvas."""
-        return self.positions.shape[1]
-
     def take(self, index: Tensor) -> None:
         """Keeps only the rows ``index``, ``(n,)`` int64."""
         self._cache.take(index)
@@ -259,8 +252,8 @@ class CachedCanvas:
         # With a packing, offsets differ from window to window: then all rows are kept.
         places, kept = plan.columns, None
         begins, width = places[:, :1], places.shape[1]
-        # Padding computes some token, whichever.
-        of = places.clamp_max(self.length - 1) if plan.is_padded else places
+        # Padding computes some token, whichever, and writes to the column behind the canvas.
+        of = places.clamp_max(self.positions.shape[1] - 1) if self.is_padded else places
         if columns is not None and plan.packing is None and columns.shape[1] < width:
             read = raw_columns(columns, self.backbone.spec.shift, starts=self._starts)
             read = read if len(plan.rows) == self._cache.num_rows else read[plan.rows]
@@ -325,7 +318,7 @@ class CachedCanvas:
             visible = self._visible(
                 None if rows is None else taken,
                 # Past the canvas there are only cells of a grid that are dropped.
-                window.clamp_max(self.length - 1) if block_causal else None,
+                window.clamp_max(self.positions.shape[1] - 1) if block_causal else None,
                 None if is_whole else part["kv_ends"][:, None],
                 kv_end,
             )
@@ -369,7 +362,7 @@ class CachedCanvas:
         no_windows = slots + 1 - len(spans)
         numbers = {
             "rows": [*rows, *[0] * no_windows],
-            "begins": [*(span.begin for span in spans), *[self.length] * no_windows],
+            "begins": [*(span.begin for span in spans), *[self.positions.shape[1]] * no_windows],
             "windows": [*(window for window, _ in queries), *[slots] * num_padding],
             "offsets": [*(at for _, at in queries), *[0] * num_padding],
             "query_starts": [*ranges["query_starts"], *[tokens] * more],
@@ -395,12 +388,11 @@ class CachedCanvas:
         return WindowPlan(
             rows=part["rows"],
             columns=(part["begins"][windows] + offsets)[None],
-            kv_end=self.length,
+            kv_end=self.positions.shape[1],
             packing=packing,
             sequences=self._sequences(
-                part, most_queries=bucket.most_queries, most_keys=self.length
+                part, most_queries=bucket.most_queries, most_keys=self.positions.shape[1]
             ),
-            is_padded=True,
         )
 
     def _sequences(
@@ -467,7 +459,7 @@ class CachedCanvas:
         for window, (begin, end, kv_end) in enumerate(spans):
             step = (self.backbone.spec.block_size if block_causal else None) or end - begin
             # A prompt's first block may be cut short on the left, a canvas's last on the right.
-            whole = begin if end == self.length else end
+            whole = begin if end == self.positions.shape[1] else end
             first = begin + step - (begin - whole) % step
             for start, stop in pairwise([begin, *range(first, end, step), end]):
                 starts.append(starts[-1] + stop - start)
@@ -490,7 +482,7 @@ class CachedCanvas:
         logits = self.backbone.head(gather_rows(last, raw))
         hidden = None
         if _HIDDEN in buffers:  # copied: the next forward changes the buffer
-            hidden = buffers[_HIDDEN][0][:, : self.length]
+            hidden = buffers[_HIDDEN][0][:, : self.positions.shape[1]]
             hidden = aligned(hidden, shift, starts=self._starts) if shift else hidden.clone()
             if self.is_padded:  # a graph keeps its results: those of all lie in one place
                 hidden = self._read_hidden = _in_place(self._read_hidden, hidden)

@@ -442,10 +442,7 @@ def check_run(config: Mapping[str, Any], *, trains: bool = True) -> str | None:
 
 
 def advice(config: Mapping[str, Any], plan: Plan) -> str | None:
-    """Returns a line for a run that recomputes whole layers where it could keep their products.
-
-    ``None`` for other runs, and where the device is known to be too small.
-    """
+    """Returns a line for a run that recomputes layers whose products the device could keep."""
     config = deepcopy(config)
     backbone: Any = _options(_options(config["model"])["backbone"])
     if not plan.training or backbone.get("gradient_checkpointing") is not True:

@@ -1,11 +1,10 @@
 """A batch whose steps are CUDA graphs: the host launches one thing where it launched a thousand.
 
 Graphs read and write fixed memory. So a step changes the state in place, and a row that has ended
-keeps its slot, frozen, until another takes it over. What a forward computes is planned on the host
-as ever, padded to one of a few sizes, and reaches the device by one transfer into one place. Each
-size has a graph, recorded at its third use; before, and where sizes hardly recur, the same step
-runs eagerly. A step's results are those of :class:`Batch`, on a GPU up to rounding: the padding
-changes the sizes of matrix products.
+keeps its slot, frozen, until another takes it over. The host plans a forward as ever, pads it to
+one of a few sizes, and uploads it to one place. Each size has a graph, recorded at its third use;
+before, the same step runs eagerly. Results are those of :class:`Batch`, on a GPU up to rounding:
+padding changes the sizes of matrix products.
 """
 
 from __future__ import annotations
@@ -25,10 +24,8 @@ from lit_dlm.tensors.graphs import Graphs, explain_eager
 
 def runs_graphed(backbone: Backbone, decoder: Decoder) -> bool:
     """Whether graphs can be recorded: of steps, or of forwards where a part is not graph-safe."""
-    is_own = decoder.policy.denoise is not None
-    if not backbone.graph_safe or (is_own and not decoder.graph_safe):
+    if not backbone.graph_safe or (decoder.policy.denoise and not decoder.graph_safe):
         return False
-    # Masks change their shapes with the part of the canvas that is seen; sequences do not.
     least = backbone.sequences_from if isinstance(backbone, CacheableBackbone) else None
     if decoder.cache.keeps and least != 0:
         explain_eager("attention has no kernel here for sequences of any lengths")

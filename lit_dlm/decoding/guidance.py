@@ -35,7 +35,6 @@ class GuidedBackbone(Backbone):
             raise ValueError("guidance: expected a model with full attention")
         self.backbone = backbone
         self.guidance = guidance
-        # Here and not in every forward: a CUDA graph cannot upload it.
         self._prompt = torch.tensor(guidance.prompt_ids, dtype=torch.long, device=backbone.device)
         self.spec: BackboneSpec = backbone.spec
         self.hidden_size = backbone.hidden_size
@@ -68,7 +67,7 @@ class GuidedBackbone(Backbone):
         assert position_ids is None, "a policy with a forward of its own excludes guidance"
         # One forward over the rows, followed by the same rows with the other prompt.
         assert response_start is not None, "guidance asks where the response begins"
-        prompt = self._prompt
+        prompt = self._prompt  # uploaded once: a CUDA graph cannot
         by = max(len(prompt) - response_start, 0)  # extra columns for the other prompt
         real = torch.ones_like(ids, dtype=torch.bool) if pad_mask is None else pad_mask
         wide = torch.cat([ids.new_full((len(ids), by), self.spec.pad_id), ids], dim=1)

@@ -1,9 +1,8 @@
 """CUDA graphs: all launches of a function, recorded once and then replayed as one.
 
-A launch takes a host 5 to 40 microseconds, and a step of a decode has a thousand of them: for few
-rows that is several times what the GPU needs. A replay runs the same kernels on the same addresses
-and none of the Python, so the function must read nothing on the host and its inputs must lie where
-they lay when it was recorded.
+A launch takes a host 5 to 40 microseconds, and a step of a decode has a thousand of them. A replay
+runs the same kernels on the same addresses and none of the Python: the function must read nothing
+on the host, and its inputs must stay in their place.
 """
 
 from __future__ import annotations
@@ -39,14 +38,10 @@ def runs_graphs(device: torch.device) -> bool:
 
 
 class CudaGraph:
-    """One recorded function; ``pool`` is shared by graphs that never run at the same time."""
+    """One recorded function; those that never run at the same time may share a ``pool``."""
 
     def __init__(self, pool: Any) -> None:
-        self._graph, self._pool = torch.cuda.CUDAGraph(), pool
-
-    @staticmethod
-    def new_pool() -> Any:
-        return torch.cuda.graph_pool_handle()
+        self._graph, self.pool = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle()
 
     def record(self, call: Callable[[], T]) -> T:
         """Records the launches of a call, which are not run; returns where their results will be.
@@ -57,15 +52,15 @@ class CudaGraph:
         mode = "thread_local"
         stream = torch.cuda.current_stream()
         try:
-            with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode=mode):
+            with torch.cuda.graph(self._graph, pool=self.pool, capture_error_mode=mode):
                 return call()
         except RuntimeError:
             # The end of a recording that a host read has broken raises halfway: torch's own stream
             # stays current, and the allocator refuses from then on to empty its cache.
             torch.cuda.set_stream(stream)
             with suppress(RuntimeError):  # it has ended
-                torch._C._cuda_endAllocateToPool(stream.device_index, self._pool)
-                torch._C._cuda_releasePool(stream.device_index, self._pool)
+                torch._C._cuda_endAllocateToPool(stream.device_index, self.pool)
+                torch._C._cuda_releasePool(stream.device_index, self.pool)
             raise
 
     def replay(self) -> None:
@@ -103,8 +98,8 @@ class Graphs:
         return found
 
     def _record(self, key: Hashable, call: Callable[[], Any]) -> bool:
-        self._pool = self._pool or CudaGraph.new_pool()
         graph = CudaGraph(self._pool)
+        self._pool = graph.pool
         try:
             self._recorded[key] = graph, graph.record(call)
         except RuntimeError as error:  # out of memory, too

@@ -3,7 +3,7 @@
 import gc
 import logging
 from dataclasses import replace
-from weakref import WeakSet, ref
+from weakref import ref
 
 import pytest
 import torch
@@ -395,7 +395,7 @@ def test_the_emulator_refuses_what_a_graph_cannot_hold():
         lambda: torch.tensor(3) + cells,
     ):
         with pytest.raises(RuntimeError, match="previous error") as told:
-            EmulatedGraph(WeakSet()).record(call)
+            EmulatedGraph().record(call)
         assert isinstance(told.value.__cause__, HostReadError)
 
 
@@ -407,7 +407,7 @@ def test_the_emulator_replays_on_what_is_in_memory_now():
         memory.add_(1.0)
         return doubled
 
-    graph = EmulatedGraph(WeakSet())
+    graph = EmulatedGraph()
     doubled = graph.record(call)
     assert memory.tolist() == [1.0, 2.0]  # recording runs nothing
     for step in range(3):
@@ -418,7 +418,7 @@ def test_the_emulator_replays_on_what_is_in_memory_now():
 
 def test_the_emulator_knows_when_memory_that_a_graph_reads_is_freed():
     memory = {"kept": torch.ones(3), "freed": torch.ones(3)}
-    graph = EmulatedGraph(WeakSet())
+    graph = EmulatedGraph()
     total = graph.record(lambda: memory["kept"][1:] + memory["freed"][1:])
     graph.replay()
     assert total.tolist() == [2.0, 2.0]
