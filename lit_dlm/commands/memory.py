@@ -133,9 +133,7 @@ class _Model:
         self.stored = self.weight * (self.num_base - self.num_packed) + self.num_packed // 2
         self.computed = 2 if trainer.get("precision") == "bf16-mixed" else self.weight
         """Bytes of a number in the results of products, in gathered weights and in caches."""
-        is_cast = self.is_sharded or self.num_packed > 0 or self.computed < self.weight
-        self.has_graphs = options.get("cuda_graphs", True) and not is_cast
-        """Whether decodes on a GPU record graphs: their weights stay where they are."""
+        self.cuda_graphs = options.get("cuda_graphs", True)
         # Sharded decoders receive their inputs, too, in the dtype that they compute in.
         self.stream = self.computed if self.is_sharded else self.weight
         is_copied = self.computed < self.stream and self.trains_all  # autocast keeps such copies
@@ -272,9 +270,7 @@ class _Model:
         # Between refreshes a cache stands in for whole columns, so a policy that reads hidden
         # states needs theirs from before, too.
         is_cached = bool(cache) and not cache.endswith("NoCache")
-        # Whole canvases are recorded once so few rows are left that less is in use than before.
-        is_recorded = s == 2 if is_cached else tokens <= MOST_TOKENS
-        has_graphs = run["device"] == "cuda" and self.has_graphs and is_recorded
+        has_graphs = run["device"] == "cuda" and self._has_graphs(is_cached, tokens)
         if is_cached:  # keys, values and last hidden rows; padding has a column of its own
             keys = a.num_layers * a.kv_heads * a.head_width
             parts["caches"] = (columns + rows * has_graphs) * (2 * s * keys + self.stream * D)
@@ -290,6 +286,13 @@ class _Model:
         if self.is_sharded:
             parts["whole weights"] = s * self.num_base
         return parts | self.copies
+
+    def _has_graphs(self, is_cached: bool, tokens: int) -> bool:
+        """Whether decodes on a GPU record graphs, for which weights must stay where they are."""
+        if self.is_sharded or self.num_packed or self.computed < self.weight:
+            return False
+        # Whole canvases are recorded once so few rows are left that less is in use than before.
+        return self.cuda_graphs and (self.computed == 2 if is_cached else tokens <= MOST_TOKENS)
 
 
 def _described(options: Mapping[str, Any]) -> tuple[Architecture, int]:

@@ -36,7 +36,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -309,19 +309,19 @@ class CacheSession(Forwards):
         # it plans before the step, and the step itself waits for nothing.
         running = [row for row, column in enumerate(first_mask) if column >= 0]
         new = [row for row in running if self._rows[row].begin is None]
-        steps = {row: self._span(self._rows[row], first_mask[row], state) for row in running}
-        spans = {row: span for row, (span, _) in steps.items()}
-        refreshed = [row for row, (_, kind) in steps.items() if kind != "step"]
+        spans: dict[int, Span] = {}
+        refreshed: list[int] = []
+        first_cells = [-1] * len(first_mask)
+        for row in running:
+            spans[row], is_refreshed, first_cells[row] = self._span(row, first_mask[row], state)
+            refreshed += [row] * is_refreshed
         if self._block_causal and new:
             self._run_prompts(state, new, spans)
-        entered = [row for row in refreshed if steps[row][1] == "block" and self._commits_first]
-        first_cells = [-1] * len(first_mask)
-        for row in entered:
-            first_cells[row] = self._rows[row].begin or 0
         self.key = self._bucketed(spans, refreshed, first_cells)
         if self.key is None:
             self._plans = self._planned(spans, refreshed)
-            self._first_cells = row_index(first_cells, state.ids.device) if entered else None
+            is_forced = max(first_cells) >= 0
+            self._first_cells = row_index(first_cells, state.ids.device) if is_forced else None
         self.num_forwards += 1 if self.key else len(self._plans)
 
     def _bucketed(
@@ -372,11 +372,12 @@ class CacheSession(Forwards):
 
     # -- what a step computes --------------------------------------------------------------------
 
-    def _span(
-        self, cached: CachedRow, column: int, state: DecodeState
-    ) -> tuple[Span, Literal["step", "refresh", "block"]]:
-        """Returns the span that a row computes, by its leftmost mask, and what that refreshes."""
-        scheme, length = self._scheme, state.ids.shape[1]
+    def _span(self, row: int, column: int, state: DecodeState) -> tuple[Span, bool, int]:
+        """Returns the span that a row computes, by its leftmost mask, and whether that refreshes.
+
+        Also the first cell of a block that it enters, if the step must commit that cell, else -1.
+        """
+        scheme, length, cached = self._scheme, state.ids.shape[1], self._rows[row]
         begin, end = self._bounds(self._window, cached, column, state)
         block, block_end = self._bounds(self._blocks_of, cached, column, state)
         # A part is computed alone only once its first cell is known.
@@ -384,7 +385,8 @@ class CacheSession(Forwards):
         # If the row is still in the part of its last step, the surroundings are in the cache.
         if begin == cached.begin and not is_open:
             # A part attends to nothing after its block.
-            return scheme.step_span(begin, end, block_end if scheme.in_parts else length), "step"
+            span = scheme.step_span(begin, end, block_end if scheme.in_parts else length)
+            return span, False, -1
         # Columns left of the row's previous block are final in the cache.
         final, is_new = cached.first if self._block_causal else 0, True
         if cached.begin is not None:
@@ -392,7 +394,7 @@ class CacheSession(Forwards):
             is_new = block != final
         cached.begin, cached.is_open = begin, is_new and column == block
         span = scheme.refresh_span(block, block_end, final, length)
-        return span, "block" if is_new else "refresh"
+        return span, True, begin if is_new and self._commits_first else -1
 
     def _bounds(
         self, window: Window, cached: CachedRow, column: int, state: DecodeState
