@@ -35,8 +35,7 @@ _FEW_BLOCKS = 4
 """Most blocks of a window that attention takes one by one. If there are more, as in a prompt, each
 would fill only a small part of a kernel's tile; under one mask they fill it together."""
 MOST_TOKENS = 4096
-"""Most queries of a forward that is padded to a :class:`Bucket`. With more, a GPU computes for
-longer than the host takes to launch."""
+"""Most queries of a padded forward: with more, a GPU computes for longer than a host launches."""
 
 
 class Bucket(NamedTuple):
@@ -341,11 +340,7 @@ class CachedCanvas:
     def bucketed(
         self, spans: Sequence[Span], *, rows: Sequence[int], block_causal: bool
     ) -> tuple[Bucket, list[int]] | None:
-        """Describes a padded plan by its sizes and the numbers for :meth:`plan_of`.
-
-        Arguments are those of :meth:`plan`. Returns ``None`` where attention needs a mask, or for
-        more queries than :data:`MOST_TOKENS`.
-        """
+        """Describes a padded plan, ``None`` if it needs a mask or more than :data:`MOST_TOKENS`."""
         ranges = self._ranges(spans, block_causal)
         widths = [span.end - span.begin for span in spans]
         total = sum(widths)
@@ -374,10 +369,7 @@ class CachedCanvas:
         return Bucket(sizes, 1 << (most - 1).bit_length()), list(chain(*numbers.values()))
 
     def plan_of(self, bucket: Bucket, numbers: Tensor) -> WindowPlan:
-        """Returns the plan that the numbers ``(n,)`` int64 of :meth:`bucketed` describe.
-
-        ``numbers`` are on the device, perhaps followed by others; nothing is read on the host.
-        """
+        """Returns the plan that numbers ``(n,)`` int64 of :meth:`bucketed`, and more, describe."""
         names, sizes = zip(*bucket.sizes, strict=True)
         part = dict(zip(names, numbers[: sum(sizes)].split(sizes), strict=True))
         windows, offsets = part["windows"], part["offsets"]

@@ -390,7 +390,9 @@ class HFBackbone(nn.Module, Backbone):
             ),
             "autocast casts weights anew": not self.is_half and is_autocast(self.device),
             "products of 4-bit weights are bitsandbytes' own": self.is_4bit,
-            "pictures are looked up on the host": bool(self.vision and not self.vision.graph_safe),
+            # Where they are tokens, a decode has them in its canvas.
+            "pictures are looked up on the host": self.vision is not None
+            and self.spec.text_vocab_size is None,
             "rotary frequencies depend on the length": rope in ("dynamic", "longrope"),
         }
         for reason in (reason for reason, is_met in obstacles.items() if is_met):

@@ -25,9 +25,8 @@ class Component(metaclass=ABCMeta):
     """
 
     graph_safe: bool
-    """Of parts of a decoder: whether a CUDA graph can hold a step of it, as it reads nothing on the
-    host, uploads nothing, and no shape depends on values. Ours can unless they say otherwise; a
-    class from outside says itself that it can, also one that derives from ours."""
+    """Whether a CUDA graph can hold its part of a step: nothing is read on the host or uploaded, no
+    shape depends on values. Ours can unless they say otherwise, others if they say so themselves."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

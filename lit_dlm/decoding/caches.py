@@ -43,13 +43,7 @@ import torch
 from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone, Denoised, Span
-from lit_dlm.backbones.cache import (
-    MOST_TOKENS,
-    Bucket,
-    CacheableBackbone,
-    CachedCanvas,
-    WindowPlan,
-)
+from lit_dlm.backbones.cache import MOST_TOKENS, Bucket, CacheableBackbone, CachedCanvas, WindowPlan
 from lit_dlm.backbones.visibility import canvas_blocks, position_ids_for
 from lit_dlm.config.components import Component
 from lit_dlm.decoding.state import DecodeState
@@ -170,8 +164,7 @@ class Forwards:
         self._policy, self._hidden_layers = policy, hidden_layers
         self._inputs: dict[Hashable, tuple[Tensor, Tensor]] = {}
         self._logits: dict[Hashable, Tensor] = {}
-        # (b,) int64 first cell of the block that a row enters in the coming step, -1 elsewhere, if
-        # a step must commit it; None: no row
+        # (b,) int64 first cell of a block that a row enters and must commit, -1 elsewhere, or None
         self._first_cells: Tensor | None = None
 
     def prepare(self, state: DecodeState, first_mask: Sequence[int]) -> None:
@@ -298,7 +291,7 @@ class CacheSession(Forwards):
         self._commits_first = spec.shift == 1 and scheme.commits_first
         self._rows = [CachedRow(first=first) for first in self._first_columns(state)]
         self._plans: list[WindowPlan] = []  # the forwards of the coming step, unless bucketed
-        # The plan of a bucket, then the first cells; as large as any, since graphs read it there.
+        # The plan of a bucket, then first cells; as large as any, since graphs read it there.
         size = 8 * (MOST_TOKENS + len(self._rows)) * self._canvas.is_padded
         self._numbers = torch.empty(size, dtype=torch.long, device=state.ids.device)
         # Raises for a window without blocks, before anything has run.

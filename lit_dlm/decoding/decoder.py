@@ -140,8 +140,8 @@ class Decoder:
     @property
     def graph_safe(self) -> bool:
         """Whether a whole step may be a CUDA graph, and not only its forward."""
-        parts = (self.policy, self.window, self.quota, self.sampler)
-        return all(part is None or part.graph_safe for part in parts)
+        parts = (self.policy, self.window, self.quota)
+        return all(one is None or one.graph_safe for one in parts) and not self.sampler.is_filtered
 
     def budget(self, num_masks: int) -> int:
         """Returns the most steps of a row with so many masks."""

@@ -88,12 +88,8 @@ class Sampler:
         }
 
     @property
-    def graph_safe(self) -> bool:
-        """Whether its steps may be captured in a CUDA graph, see :class:`CommitPolicy`."""
-        return not self._is_filtered  # a filter may have to look at more ids
-
-    @property
-    def _is_filtered(self) -> bool:
+    def is_filtered(self) -> bool:
+        """Whether some ids are left out: a look at the largest logits may have to be repeated."""
         return self.top_k is not None or (self.top_p is not None and self.top_p < 1.0)
 
     def id_range(self, spec: BackboneSpec) -> tuple[int, int | None]:
@@ -186,7 +182,7 @@ class Sampler:
 
     def _draws_by_runs(self, values: Tensor) -> bool:
         # Under a filter a draw would depend on how many ids ``survivors`` looked at.
-        return values.shape[1] > RUN and not self._is_filtered
+        return values.shape[1] > RUN and not self.is_filtered
 
     def _scores(self, raw: Tensor, keys: Keys, requires: frozenset[str]) -> dict[str, Tensor]:
         """Returns proposed ids and the required scores, ``(n,)`` each, from logits ``(n, V)``."""

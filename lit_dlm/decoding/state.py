@@ -159,8 +159,7 @@ class DecodeState:
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns all tensors by name; of the regions, the numbers of their cells."""
-        regions = {} if self.regions is None else {"regions": self.regions.ids}
-        values = {**vars(self), **regions}
+        values = {**vars(self), "regions": self.regions and self.regions.ids}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     def copied(self, names: Collection[str]) -> DecodeState:

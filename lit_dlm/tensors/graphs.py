@@ -20,8 +20,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 RECORDED_USE = 3
-"""The call of a key that is recorded: those before it run eagerly, which also prepares libraries
-and makes buffers. Shapes that hardly come again are not worth a graph."""
+"""The call of a key that is recorded; those before it prepare libraries and make buffers."""
 MOST_GRAPHS = 48
 """Graphs of one decode; each holds some megabytes of descriptions of its kernels."""
 
@@ -68,10 +67,7 @@ class CudaGraph:
 
 
 class Graphs:
-    """The graphs of one decode, by what their shapes depend on.
-
-    The results of a call are valid until the next one: graphs share their memory.
-    """
+    """The graphs of one decode, by what their shapes depend on; a result lasts until the next."""
 
     def __init__(self, what: str) -> None:
         """Sets what the log calls the recorded functions, should they have to run eagerly."""

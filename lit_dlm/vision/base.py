@@ -44,8 +44,6 @@ class Vision(nn.Module):
     their pictures inserted.
     """
 
-    graph_safe = False
-    """Whether a CUDA graph can record :meth:`embed` of a decode."""
     before_text = ""
     """Text put before a prompt for each picture that has no mark in it."""
 

@@ -26,8 +26,6 @@ names for these ids."""
 class TokenVision(Vision):
     """Shows a picture as tokens of the model's own vocabulary, made by a picture tokenizer."""
 
-    graph_safe = True
-
     def __init__(
         self,
         settings: VisionSettings,

@@ -59,7 +59,7 @@ def check_reads_nothing(parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) 
     assert decoder.policy.graph_safe
     assert decoder.window.graph_safe
     assert decoder.quota.graph_safe
-    assert decoder.sampler.graph_safe
+    assert not decoder.sampler.is_filtered
     guided = decoder.guided(backbone)
     state = _begun(decoder, backbone)
     for _ in range(8):

@@ -99,8 +99,8 @@ def test_every_policy_window_and_quota_is_among_the_cases():
 
 
 def test_what_a_graph_cannot_hold_is_not_safe():
-    assert not d.Sampler(top_k=5).graph_safe
-    assert not d.Sampler(top_p=0.9).graph_safe
+    assert d.Sampler(top_k=5).is_filtered
+    assert d.Sampler(top_p=0.9).is_filtered
 
 
 def test_a_class_from_outside_says_itself_that_it_is_safe():
