@@ -26,7 +26,7 @@ class Component(metaclass=ABCMeta):
 
     graph_safe: bool
     """Whether a CUDA graph can hold its part of a step: nothing is read on the host or uploaded, no
-    shape depends on values. Ours can unless they say otherwise, others if they say so themselves."""
+    shape depends on values. Ours can unless they say otherwise, others if they say so."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
