@@ -43,8 +43,8 @@ lit_dlm.tasks: alpaca.Alpaca code_tests.CodeTests drawings.DrawingPrompts gsm8k.
     math.MATH mbpp.MBPP mbpp.MBPPPlus prompts_file.PromptsFile
 lit_dlm.tasks.multiple_choice: GPQA MMLUPro MMMU MultipleChoice SEEDBench
 lit_dlm.toy: addition.Addition countdown.Countdown pictures.DigitDrawings pictures.DigitScorer
-    pictures.PictureQuestions python_functions.PythonFunctions sudoku.Sudoku
-    word_problems.WordProblems
+    pictures.PictureQuestions python_functions.PythonFunctions python_functions.WideFunctions
+    sudoku.Sudoku word_problems.WordProblems
 lit_dlm.tracelock: autoencoder.AutoencoderModule generate.TraceModule loss.AcceptanceLossSettings
     metrics.SelectionSettings module.TraceLockModule outcome.TraceLockRLModule
     policy.TraceLockPolicy scorer.ScorerSettings

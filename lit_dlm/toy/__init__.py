@@ -8,6 +8,9 @@ from lit_dlm.toy.pictures import (
     PictureDrills as PictureDrills,
     PictureQuestions as PictureQuestions,
 )
-from lit_dlm.toy.python_functions import PythonFunctions as PythonFunctions
+from lit_dlm.toy.python_functions import (
+    PythonFunctions as PythonFunctions,
+    WideFunctions as WideFunctions,
+)
 from lit_dlm.toy.sudoku import Sudoku as Sudoku
 from lit_dlm.toy.word_problems import WordProblems as WordProblems

@@ -10,12 +10,13 @@ import hashlib
 import random
 import re
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from lit_dlm.grading import Verdict
 from lit_dlm.grading.answers import judged
@@ -36,6 +37,7 @@ class Problem:
     text: str
     reference: dict[str, Any]
     images: tuple[Picture, ...] = ()
+    stratum: str = ""  # one of the task's mix
 
 
 class TrainingSource(Protocol):
@@ -50,12 +52,17 @@ class DrillSource(Protocol):
     def draw_drill(self, rng: random.Random) -> str: ...
 
 
-def is_held_out(key: str) -> bool:
-    """Whether the problem of a key belongs to the test split: one in ten, by the key alone."""
+def tenth_of(key: str) -> int:
+    """Returns which of ten equal parts a key belongs to, 0 to 9."""
     # A hash and no list: it decides for problems that nobody has drawn yet, on every machine alike
     # (Python's own ``hash`` of texts differs from process to process).
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % 10 == 0
+    return int.from_bytes(digest, "big") % 10
+
+
+def is_held_out(key: str) -> bool:
+    """Whether the problem of a key belongs to the test split: one in ten, by the key alone."""
+    return tenth_of(key) == 0
 
 
 class GeneratedTask(Task):
@@ -72,6 +79,7 @@ class GeneratedTask(Task):
     splits: tuple[str, ...] = ("train", "test")
     missing: str  # says in verdicts what a completion without an answer lacks
     answer_field = "answer"  # field of a reference that grade compares with
+    mix: ClassVar[Mapping[str, int]] = {"": 1}  # shares of the strata of lists; one by default
 
     def __init__(
         self,
@@ -122,22 +130,44 @@ class GeneratedTask(Task):
         )
 
     def examples(self) -> Sequence[PromptExample]:
-        """Returns problems with different keys; number ``i`` depends on the seed and ``i`` only."""
+        """Returns problems with different keys; number ``i`` depends on the seed and ``i`` only.
+
+        Every beginning of the list has its strata in the shares of :attr:`mix`, to the nearest
+        problem. Within a stratum, what has few problems becomes rarer as the list grows.
+        """
         # One stream for all: a longer list begins with the shorter one.
         rng = random.Random(f"{self.name}/{self.split}/{self.seed}")
-        seen: dict[str, Problem] = {}
+        listed: list[Problem] = []
+        seen: set[str] = set()
+        given: Counter[str] = Counter()
+        # Drawn while another stratum was wanted.
+        waiting: dict[str, deque[Problem]] = {one: deque() for one in self.mix}
         repeats = 0
-        while len(seen) < self.num_examples:
-            problem = self._draw_of_split(rng, self.split)
-            # In a row, not in all: near its end a generator still finds one in thousands of draws.
-            repeats = repeats + 1 if problem.key in seen else 0
+        while len(listed) < self.num_examples:
+            wanted = self._furthest_behind(given)
+            if waiting[wanted]:
+                listed.append(waiting[wanted].popleft())
+                given[wanted] += 1
+                repeats = 0
+                continue
+            # In a row, not in all: near its end a stratum still has one in thousands of draws.
+            repeats += 1
             if repeats > MAX_DRAWS_PER_EXAMPLE:
+                none = f" and {wanted!r} has no other one" if wanted else ""
                 raise ValueError(
-                    f"{self.name}.num_examples: the {self.split} split ran out at {len(seen)} "
-                    f"distinct problems, expected {self.num_examples}"
+                    f"{self.name}.num_examples: the {self.split} split ran out at {len(listed)} "
+                    f"distinct problems{none}, expected {self.num_examples}"
                 )
-            seen.setdefault(problem.key, problem)
-        return [self._example(one, f"{number:05d}") for number, one in enumerate(seen.values())]
+            problem = self._draw_of_split(rng, self.split)
+            if problem.key not in seen:
+                seen.add(problem.key)
+                waiting[problem.stratum].append(problem)
+        return [self._example(one, f"{number:05d}") for number, one in enumerate(listed)]
+
+    def _furthest_behind(self, given: Mapping[str, int]) -> str:
+        """Returns the stratum that the next problem of a list comes from."""
+        number, parts = 1 + sum(given.values()), sum(self.mix.values())
+        return max(self.mix, key=lambda one: number * self.mix[one] - parts * given[one])
 
     def _example(self, problem: Problem, key: str) -> PromptExample:
         return PromptExample(

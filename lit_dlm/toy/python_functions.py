@@ -1,7 +1,8 @@
 """Tiny Python functions, graded like HumanEval: the completion is executed against a ``check``.
 
 There are two kinds. List functions fold a list: ``Write f(xs): sum squares of xs above 3.`` Chains
-apply two or three operations: ``Write f(x,y): start with x, add 3, times y, minus 2.``
+apply two or three operations: ``Write f(x,y): start with x, add 3, times y, minus 2.`` Numbers have
+one digit, or in :class:`WideFunctions` up to two.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 from lit_dlm.grading import Verdict, run_python_check
 from lit_dlm.tasks.base import PromptExample
-from lit_dlm.toy.generated import GeneratedTask, Problem
+from lit_dlm.toy.generated import GeneratedTask, Problem, tenth_of
 
 # How prompts and programs express which elements count, and what is computed from each.
 _TESTS = {
@@ -33,6 +34,21 @@ _VALUES = {
     "times": ("values times {amount}", "{x}*{amount}"),
 }
 _VERBS = {"+": "add", "-": "minus", "*": "times"}
+
+
+def _with_numbers(table: dict[str, tuple[str, str]], field: str) -> list[tuple[str, int]]:
+    """Lists the tests or values with every number they may have; 0 stands for none."""
+    return [
+        (name, number)
+        for name, (text, _) in table.items()
+        for number in (range(3, 100) if f"{{{field}}}" in text else (0,))
+    ]
+
+
+# Of WideFunctions. No bound is below 3: some would say "positive" or "even" in other words.
+_WIDE_TESTS = _with_numbers(_TESTS, "bound")
+_WIDE_VALUES = _with_numbers(_VALUES, "amount")
+_WIDE_OPERANDS = ("x", "y", *map(str, range(3, 100)))
 
 
 def _draw_list_spec(rng: random.Random) -> dict[str, Any]:
@@ -116,6 +132,8 @@ def write_check(spec: dict[str, Any], *, seed: str) -> str:
         around = [bound - 1, bound, bound + 1, 2 * bound]
         calls = [([],), (list(range(-4, 5)),), (around,)]
         calls += [([rng.randint(-20, 20) for _ in range(8)],) for _ in range(2)]
+        if bound > 9:  # shows the divisors of a bound of two digits
+            calls.append(([*range(-bound, bound)],))
     lines = ["def check(candidate):"]
     for arguments in calls:
         call = f"candidate({', '.join(map(repr, arguments))})"
@@ -164,6 +182,13 @@ def _expression(start: str, operations: Sequence[Sequence[str]]) -> str:
     return text
 
 
+def _problem(spec: dict[str, Any], stratum: str = "") -> Problem:
+    # The key is the seed of the check, which is then the same wherever the problem is drawn.
+    key = repr(sorted(spec.items()))
+    reference = {"spec": spec, "entry_point": "f", "check": write_check(spec, seed=key)}
+    return Problem(key=key, text=write_prompt(spec), reference=reference, stratum=stratum)
+
+
 class PythonFunctions(GeneratedTask):
     """Generated Python functions, see the module.
 
@@ -184,11 +209,7 @@ class PythonFunctions(GeneratedTask):
         self.allow_code_execution = allow_code_execution
 
     def draw(self, rng: random.Random) -> Problem:
-        spec = _draw_list_spec(rng) if rng.random() < 0.5 else _draw_chain_spec(rng)
-        # The key is the seed of the check, which is then the same wherever the problem is drawn.
-        key = repr(sorted(spec.items()))
-        reference = {"spec": spec, "entry_point": "f", "check": write_check(spec, seed=key)}
-        return Problem(key=key, text=write_prompt(spec), reference=reference)
+        return _problem(_draw_list_spec(rng) if rng.random() < 0.5 else _draw_chain_spec(rng))
 
     def write_answer(self, reference: dict[str, Any], rng: random.Random) -> str:
         return write_function(reference["spec"], rng)
@@ -202,3 +223,33 @@ class PythonFunctions(GeneratedTask):
             return Verdict(status="no_answer", detail="the function is not defined")
         check, name = example.reference["check"], example.reference["entry_point"]
         return run_python_check(code, check, name, allow_code_execution=self.allow_code_execution)
+
+
+class WideFunctions(PythonFunctions):
+    """Functions with numbers of up to two digits, which have 34,000 test problems in equal strata.
+
+    In a stratum all functions are equally likely, so that lists of any length are made alike, and
+    nothing counts, which would leave 30 test problems. A tenth is the split ``validation``. Equal
+    functions have equal keys in both classes: neither trains on what the other one tests.
+    """
+
+    name = "wide_functions"
+    splits = ("train", "validation", "test")
+    mix: ClassVar = {"sum": 1, "list": 1, "chain of 2": 1, "chain of 3": 1}
+
+    def draw(self, rng: random.Random) -> Problem:
+        stratum = rng.choice([*self.mix])
+        spec: dict[str, Any]
+        if stratum.startswith("chain"):
+            operations = [
+                [rng.choice("+-*"), rng.choice(_WIDE_OPERANDS)] for _ in range(int(stratum[-1]))
+            ]
+            spec = {"kind": "chain", "start": rng.choice("xy"), "operations": operations}
+        else:
+            (test, bound), (value, amount) = rng.choice(_WIDE_TESTS), rng.choice(_WIDE_VALUES)
+            spec = {"kind": "list", "fold": stratum, "value": value, "amount": amount}
+            spec |= {"test": test, "bound": bound}
+        return _problem(spec, stratum)
+
+    def is_of_split(self, problem: Problem, split: str) -> bool:
+        return {0: "test", 1: "validation"}.get(tenth_of(problem.key), "train") == split

@@ -3,17 +3,24 @@
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from lit_dlm import tasks, toy
 from lit_dlm.tasks import Task
-from lit_dlm.toy import Addition, Countdown, PythonFunctions, Sudoku, WordProblems
+from lit_dlm.toy import (
+    Addition,
+    Countdown,
+    PythonFunctions,
+    Sudoku,
+    WideFunctions,
+    WordProblems,
+)
 from lit_dlm.toy.generated import Problem, is_held_out, shipped_digests, short_digest
 from tests.tasks.rows import DATA, needs_data
 
-TASKS = [WordProblems, PythonFunctions, Sudoku, Countdown, Addition]
+TASKS = [WordProblems, PythonFunctions, WideFunctions, Sudoku, Countdown, Addition]
 
 
 def test_one_key_in_ten_is_held_out() -> None:
@@ -50,7 +57,7 @@ def test_reference_completions_grade_right_and_none_breaks_a_grader(task: type) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", [WordProblems, PythonFunctions, Addition])
+@pytest.mark.parametrize("task", [WordProblems, PythonFunctions, WideFunctions, Addition])
 def test_the_500_listed_test_problems_are_never_drawn_in_training(task: type) -> None:
     rng = random.Random(0)
     held_out = {example.text for example in task("test", num_examples=500).examples()}
@@ -68,6 +75,34 @@ def test_a_generator_that_runs_out_says_how_far_it_came() -> None:
     available = sum(is_held_out(str(n)) for n in range(40))
     with pytest.raises(ValueError, match=rf"few\.num_examples: .* ran out at {available} "):
         Few("test", 40).examples()
+
+
+class Strata(Addition):
+    """Three of four draws are of the stratum ``many``, which lists have twice as often as ``few``.
+
+    Keys 0 to 39; those below 10 are of the stratum ``few``.
+    """
+
+    name = "strata"
+    mix: ClassVar = {"many": 2, "few": 1}
+
+    def draw(self, rng: random.Random) -> Problem:
+        key = rng.randrange(40)
+        stratum = "few" if key < 10 else "many"
+        return Problem(key=str(key), text=f"{stratum} {key}", reference={}, stratum=stratum)
+
+
+def test_lists_have_the_shares_of_their_strata_from_the_first_problem_on() -> None:
+    """Whichever is furthest behind 2/3 and 1/3, the first named of equals: many, few, many, ..."""
+    drawn = [example.text.split()[0] for example in Strata("train", 9).examples()]
+    assert drawn == ["many", "few", "many"] * 3
+
+
+def test_a_stratum_that_runs_out_is_named() -> None:
+    """The second of every three problems is one of the few: after n triples and one it lacks."""
+    few = sum(not is_held_out(str(n)) for n in range(10))
+    with pytest.raises(ValueError, match=rf"ran out at {3 * few + 1} .* 'few' .* expected 40$"):
+        Strata("train", 40).examples()
 
 
 STEPS_CUT = '{"input": "15,44,79,50", "output": "44-15=29"}'
