@@ -25,6 +25,7 @@ from policy_bench import (
     LEVELS,
     LIST_SEED,
     POLICIES,
+    SIZE,
     TRAINED_BLOCK,
     WINDOWS,
     block,
@@ -67,7 +68,7 @@ def main() -> None:
     words.add_argument("--task", nargs="+", choices=OTHER, default=list(OTHER))
     words.add_argument("--arms", nargs="+", help="only these")
     options = words.parse_args()
-    options.list_seed = LIST_SEED
+    options.list_seed, options.num_examples = LIST_SEED, SIZE
     kept = (options.out or Path("docs/results/outcome_policies")) / "outcome_ablations.parquet"
     if options.out:
         runs = []

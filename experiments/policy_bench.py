@@ -66,7 +66,8 @@ class Task:
     options: dict[str, Any] = field(default_factory=dict)  # of the task
     traces: int = 1600  # training problems that are traced
     prompts: int = 4000  # training problems for outcomes
-    split: str = "train"  # of traces, training and validation
+    split: str = "train"  # of traces and training
+    validation: str = "train"
     model: str | None = None  # option with the folder of a model that does not ship
 
     def overlay(self, part: str = "") -> list[str]:
@@ -81,7 +82,13 @@ TASKS = {
     ),
     "sudoku": Task("planning", "tiny_planning", "Sudoku", 20, traces=5000),
     "pictures": Task(
-        "pictures", "tiny_pictures", "PictureQuestions", 17, {"kind": "sum"}, split="validation"
+        "pictures",
+        "tiny_pictures",
+        "PictureQuestions",
+        17,
+        {"kind": "sum"},
+        split="validation",
+        validation="validation",
     ),
     "addition": Task("addition", "tiny", "Addition", 10, model="addition"),
     "countdown": Task(
@@ -91,6 +98,16 @@ TASKS = {
         56,
         {"style": "worked", "counts": [3]},
         model="countdown",
+    ),
+    "wide-functions": Task(
+        None,
+        "tiny",
+        "WideFunctions",
+        32,
+        {"allow_code_execution": True},
+        traces=700,
+        validation="validation",
+        model="functions",
     ),
 }
 
@@ -186,7 +203,7 @@ def main() -> None:
     """Makes what is missing, then reports what is there."""
     words = parser(__doc__, 0, 1, 2, 3, 4)
     words.add_argument("--task", nargs="+", choices=TASKS, default=list(TASKS))
-    for name in ("addition", "countdown"):
+    for name in ("addition", "countdown", "functions"):
         words.add_argument(f"--{name}", help=f"folder of the {name} model, see the page")
     words.add_argument("--results", type=Path, help="one row a decode [in OUT, or beside the page]")
     words.add_argument(
@@ -199,8 +216,11 @@ def main() -> None:
         "--windows", nargs="+", choices=WINDOWS, default=["whole", "blocks-8"], help="of --extra"
     )
     words.add_argument("--listed", action="store_true", help="prints every validated cell alone")
+    words.add_argument(
+        "--seed", type=int, default=LIST_SEED, dest="list_seed", help="of test lists"
+    )
+    words.add_argument("--num_examples", type=int, default=SIZE, help="of test lists")
     options = words.parse_args()
-    options.list_seed = LIST_SEED
     if options.extra is not None:
         if options.out is None or options.results is None:
             words.error("--extra: needs --out and --results, which keep it from the contests")
@@ -350,7 +370,7 @@ def train_on_outcomes(
         *(*model_flags(options, name), "--run_dir", folder, "--ckpt_path", "last"),
         *("--data.response_length", task.length, *flags),
         *("--data.tasks", problem_list(name, task.split, task.prompts, 1000 + seed)),
-        *("--data.val_tasks", problem_list(name, task.split, 300, 100)),
+        *("--data.val_tasks", problem_list(name, task.validation, 300, 100)),
     )
 
 
@@ -375,9 +395,9 @@ def decode(
 ) -> None:
     """Decodes one of the lists with some decoders, with one command per window."""
     task = TASKS[name]
-    split, count, list_seed = (task.split, 300, 101)
+    split, count, list_seed = (task.validation, 300, 101)
     if which == "test":
-        split, count, list_seed = ("test", SIZE, options.list_seed)
+        split, count, list_seed = ("test", options.num_examples, options.list_seed)
     for window in WINDOWS:  # a configuration may not hold all of them at once
         here = {
             cell: components for cell, components in decoders.items() if cell.endswith(f"_{window}")
@@ -415,7 +435,8 @@ def run_of(options: argparse.Namespace, name: str, seed: int) -> Path:
 
 def list_folder(options: argparse.Namespace, which: str, by: Path) -> Path:
     """Returns the folder, below that of rules or of a seed, for the decodes of a list."""
-    return by / (which if which == "validation" else f"test-{options.list_seed}-{SIZE}")
+    test = f"test-{options.list_seed}-{options.num_examples}"
+    return by / (which if which == "validation" else test)
 
 
 Points = dict[str, tuple[float, float]]  # by cell: mean forwards, accuracy

@@ -40,7 +40,7 @@ from chain import (
 )
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
-from policy_bench import cells, decode, list_folder, swept, top
+from policy_bench import SIZE, cells, decode, list_folder, swept, top
 
 from lit_dlm import cli
 from lit_dlm.reports.plots import Theme, common_legend, method_styles, save_themes, tidy_axes
@@ -69,7 +69,7 @@ def main() -> None:
     words.add_argument("--model", help="folder of the model to start from")
     words.add_argument("--chains", nargs="+", choices=CHAINS, default=list(CHAINS))
     options = words.parse_args()
-    options.list_seed = 31
+    options.list_seed, options.num_examples = 31, SIZE
     kept = (options.out or Path("docs/results/stack")) / "stack.parquet"
     if options.out:
         if not options.model:

@@ -1,7 +1,9 @@
 """Benchmarks and experiments: scripts outside the packages, which a renamed import would break."""
 
 import itertools
+import json
 import re
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,6 +112,26 @@ def test_arms_of_decode_states_are_compared_by_problem_and_at_equal_forwards(
     assert "| words | 62.5, +25.0 ± " in fixed
     assert "| words | 50.0 @ 6.0, +50.0 ± 24.0 (+0.0 ± 24.0) |" in fast
     assert fast.endswith(" | 100.0 @ 9.0, +50.0 ± 24.9 |\n")
+
+
+def test_the_policy_bench_decodes_any_test_list_and_validates_on_a_split_of_its_own(
+    tmp_path: Path, imported: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = imported("experiments/policy_bench.py")
+    calls: list[tuple[Path, list[object]]] = []
+    monkeypatch.setitem(
+        bench["decode"].__globals__, "call", lambda done, *words: calls.append((done, [*words]))
+    )
+    given = {"list_seed": 23, "num_examples": 5, "functions": "model"}
+    decoders = {"random_1_whole": {"policy": "RandomPolicy"}}
+    for which in ("validation", "test"):
+        bench["decode"](Namespace(**given), "wide-functions", which, tmp_path, decoders)
+    assert [done.parent.parent.name for done, _ in calls] == ["validation", "test-23-5"]
+    lists = [json.loads(words[-1])[0]["init_args"] for _, words in calls]
+    assert [(one["split"], one["num_examples"], one["seed"]) for one in lists] == [
+        ("validation", 300, 101),
+        ("test", 5, 23),
+    ]
 
 
 def test_the_policy_bench_compares_at_equal_forwards_and_keeps_every_decode(
