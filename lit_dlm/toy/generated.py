@@ -10,13 +10,13 @@ import hashlib
 import random
 import re
 from abc import abstractmethod
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from lit_dlm.grading import Verdict
 from lit_dlm.grading.answers import judged
@@ -37,7 +37,7 @@ class Problem:
     text: str
     reference: dict[str, Any]
     images: tuple[Picture, ...] = ()
-    stratum: str = ""  # one of the task's mix
+    stratum: str = ""  # one of the task's strata
 
 
 class TrainingSource(Protocol):
@@ -79,7 +79,7 @@ class GeneratedTask(Task):
     splits: tuple[str, ...] = ("train", "test")
     missing: str  # says in verdicts what a completion without an answer lacks
     answer_field = "answer"  # field of a reference that grade compares with
-    mix: ClassVar[Mapping[str, int]] = {"": 1}  # shares of the strata of lists; one by default
+    strata: tuple[str, ...] = ("",)  # of a list, in equal shares
 
     def __init__(
         self,
@@ -132,42 +132,33 @@ class GeneratedTask(Task):
     def examples(self) -> Sequence[PromptExample]:
         """Returns problems with different keys; number ``i`` depends on the seed and ``i`` only.
 
-        Every beginning of the list has its strata in the shares of :attr:`mix`, to the nearest
-        problem. Within a stratum, what has few problems becomes rarer as the list grows.
+        Strata take turns, which gives them equal shares at any length. Within a stratum, kinds that
+        have few problems become rarer as the list grows.
         """
         # One stream for all: a longer list begins with the shorter one.
         rng = random.Random(f"{self.name}/{self.split}/{self.seed}")
         listed: list[Problem] = []
         seen: set[str] = set()
-        given: Counter[str] = Counter()
         # Drawn while another stratum was wanted.
-        waiting: dict[str, deque[Problem]] = {one: deque() for one in self.mix}
-        repeats = 0
+        waiting: dict[str, deque[Problem]] = {one: deque() for one in self.strata}
         while len(listed) < self.num_examples:
-            wanted = self._furthest_behind(given)
-            if waiting[wanted]:
-                listed.append(waiting[wanted].popleft())
-                given[wanted] += 1
-                repeats = 0
-                continue
+            wanted = self.strata[len(listed) % len(self.strata)]
             # In a row, not in all: near its end a stratum still has one in thousands of draws.
-            repeats += 1
-            if repeats > MAX_DRAWS_PER_EXAMPLE:
-                none = f" and {wanted!r} has no other one" if wanted else ""
-                raise ValueError(
-                    f"{self.name}.num_examples: the {self.split} split ran out at {len(listed)} "
-                    f"distinct problems{none}, expected {self.num_examples}"
-                )
-            problem = self._draw_of_split(rng, self.split)
-            if problem.key not in seen:
-                seen.add(problem.key)
-                waiting[problem.stratum].append(problem)
+            num_draws = 0
+            while not waiting[wanted]:
+                num_draws += 1
+                if num_draws > MAX_DRAWS_PER_EXAMPLE:
+                    of = f" of {wanted!r}" if wanted else ""
+                    raise ValueError(
+                        f"{self.name}.num_examples: the {self.split} split{of} ran out at "
+                        f"{len(listed)} distinct problems, expected {self.num_examples}"
+                    )
+                problem = self._draw_of_split(rng, self.split)
+                if problem.key not in seen:
+                    seen.add(problem.key)
+                    waiting[problem.stratum].append(problem)
+            listed.append(waiting[wanted].popleft())
         return [self._example(one, f"{number:05d}") for number, one in enumerate(listed)]
-
-    def _furthest_behind(self, given: Mapping[str, int]) -> str:
-        """Returns the stratum that the next problem of a list comes from."""
-        number, parts = 1 + sum(given.values()), sum(self.mix.values())
-        return max(self.mix, key=lambda one: number * self.mix[one] - parts * given[one])
 
     def _example(self, problem: Problem, key: str) -> PromptExample:
         return PromptExample(

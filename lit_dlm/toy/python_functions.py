@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 from lit_dlm.grading import Verdict, run_python_check
 from lit_dlm.tasks.base import PromptExample
@@ -235,10 +235,10 @@ class WideFunctions(PythonFunctions):
 
     name = "wide_functions"
     splits = ("train", "validation", "test")
-    mix: ClassVar = {"sum": 1, "list": 1, "chain of 2": 1, "chain of 3": 1}
+    strata = ("sum", "list", "chain of 2", "chain of 3")
 
     def draw(self, rng: random.Random) -> Problem:
-        stratum = rng.choice([*self.mix])
+        stratum = rng.choice(self.strata)
         spec: dict[str, Any]
         if stratum.startswith("chain"):
             operations = [

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -78,13 +78,10 @@ def test_a_generator_that_runs_out_says_how_far_it_came() -> None:
 
 
 class Strata(Addition):
-    """Three of four draws are of the stratum ``many``, which lists have twice as often as ``few``.
-
-    Keys 0 to 39; those below 10 are of the stratum ``few``.
-    """
+    """Forty keys; those below 10 are of the stratum ``few``, a quarter of what is drawn."""
 
     name = "strata"
-    mix: ClassVar = {"many": 2, "few": 1}
+    strata = ("many", "few")
 
     def draw(self, rng: random.Random) -> Problem:
         key = rng.randrange(40)
@@ -92,16 +89,12 @@ class Strata(Addition):
         return Problem(key=str(key), text=f"{stratum} {key}", reference={}, stratum=stratum)
 
 
-def test_lists_have_the_shares_of_their_strata_from_the_first_problem_on() -> None:
-    """Whichever is furthest behind 2/3 and 1/3, the first named of equals: many, few, many, ..."""
-    drawn = [example.text.split()[0] for example in Strata("train", 9).examples()]
-    assert drawn == ["many", "few", "many"] * 3
-
-
-def test_a_stratum_that_runs_out_is_named() -> None:
-    """The second of every three problems is one of the few: after n triples and one it lacks."""
+def test_strata_take_turns_until_one_runs_out_which_is_named() -> None:
     few = sum(not is_held_out(str(n)) for n in range(10))
-    with pytest.raises(ValueError, match=rf"ran out at {3 * few + 1} .* 'few' .* expected 40$"):
+    listed = Strata("train", 2 * few + 1).examples()
+    assert [one.text.split()[0] for one in listed] == [*(["many", "few"] * few), "many"]
+    assert len({one.text for one in listed}) == len(listed)
+    with pytest.raises(ValueError, match=rf" of 'few' ran out at {2 * few + 1} .* expected 40$"):
         Strata("train", 40).examples()
 
 
