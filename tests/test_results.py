@@ -77,6 +77,18 @@ def test_tables_of_the_policy_bench_are_those_of_the_kept_decodes(imported):
 
 
 @pytest.mark.slow
+def test_tables_of_the_make_up_of_lists_are_those_of_its_script(imported):
+    """Up to 1,000 problems: longer lists take minutes to draw."""
+    script = imported("experiments/make_up.py")
+    text = page("policies")
+    lines = script["make_up"]((100, 300, 1_000)).strip().splitlines()
+    assert len(lines) == 2 + 6 + 5 + 2 * 4 + 4
+    assert not [line for line in lines if line not in text]
+    kept = script["read"](RESULTS / "policies" / script["NAME"])
+    assert script["reweighted"](kept).strip() in text
+
+
+@pytest.mark.slow
 def test_rows_of_the_real_model_are_those_of_the_kept_decodes(imported):
     results = imported("experiments/real_results.py")
     rows: set[str] = set()
