@@ -80,6 +80,27 @@ class CacheScheme(Component):
         """Returns the span of the step that enters a block; nothing left of ``final`` changes."""
         return Span(0, length, length)
 
+    def check(self, backbone: Backbone, window: Window) -> None:
+        """Refuses a backbone or a window that it is not for."""
+        name, spec = type(self).__name__, backbone.spec
+        if not isinstance(backbone, CacheableBackbone):
+            raise ValueError(
+                f"cache: {name} is for backbones that run parts of a canvas, which "
+                f"{type(backbone).__name__} does not"
+            )
+        # A block model's window goes through its blocks or through parts of them, see check_window.
+        own = spec.block_size, spec.block_origin
+        is_in_parts = spec.attention == "block" and window.blocks != own
+        if spec.attention != self.attention or is_in_parts != self.in_parts:
+            place = f", in {'parts of ' * self.in_parts}the model's own blocks"
+            place = place if self.attention == "block" else ""
+            raise ValueError(
+                f"cache: {name} is for {self.attention} attention{place}; got "
+                f"{spec.family} with {spec.attention} attention (block_size {spec.block_size}, "
+                f"origin {spec.block_origin!r}) and {type(window).__name__}"
+            )
+        window.bounds(0, start=0, length=1, first=0)  # raises for a window without blocks
+
 
 class NoCache(CacheScheme):
     """Every step runs the whole canvas."""
@@ -256,23 +277,9 @@ class CacheSession(Forwards):
         hidden_layers: tuple[int, ...],
     ) -> None:
         super().__init__(backbone, policy, hidden_layers)
-        if not isinstance(backbone, CacheableBackbone):
-            raise ValueError(
-                f"cache: {type(scheme).__name__} is for backbones that run parts of a canvas, "
-                f"which {type(backbone).__name__} does not"
-            )
+        assert isinstance(backbone, CacheableBackbone)  # see Decoder.check
         self._spec = spec = backbone.spec
         self._block_causal = spec.attention == "block"
-        # A block model's window goes through its blocks or through parts of them, see check_window.
-        is_in_parts = self._block_causal and window.blocks != (spec.block_size, spec.block_origin)
-        if spec.attention != scheme.attention or is_in_parts != scheme.in_parts:
-            place = f", in {'parts of ' * scheme.in_parts}the model's own blocks"
-            place = place if scheme.attention == "block" else ""
-            raise ValueError(
-                f"cache: {type(scheme).__name__} is for {scheme.attention} attention{place}; got "
-                f"{spec.family} with {spec.attention} attention (block_size {spec.block_size}, "
-                f"origin {spec.block_origin!r}) and {type(window).__name__}"
-            )
         self._canvas = CachedCanvas(
             backbone,
             pad_mask=state.pad_mask,
@@ -294,8 +301,6 @@ class CacheSession(Forwards):
         # The plan of a bucket, then first cells; as large as any, since graphs read it there.
         size = 8 * (MOST_TOKENS + len(self._rows)) * self._canvas.is_padded
         self._numbers = torch.empty(size, dtype=torch.long, device=state.ids.device)
-        # Raises for a window without blocks, before anything has run.
-        window.bounds(state.start, start=state.start, length=state.ids.shape[1], first=0)
 
     def prepare(self, state: DecodeState, first_mask: Sequence[int]) -> None:
         # What a step computes depends on where its rows are. The host knows that since the look, so

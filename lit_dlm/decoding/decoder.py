@@ -187,6 +187,8 @@ class Decoder:
                 f"got {allowed}"
             )
         self.quota.check(window)
+        if self.cache.keeps:
+            self.cache.check(backbone, window)
         if self.policy.takes_back and self.cache.commits_first and backbone.spec.shift:
             raise ValueError(
                 f"cache: {type(self.cache).__name__} predicts the first cell of a block only where "
