@@ -53,7 +53,9 @@ class RolloutDataModule(RolloutSettings, ResumableDataModule):
             self._limit = limit = trainer.limit_val_batches
             if isinstance(limit, int):
                 limit *= self.rollout_batch_size * trainer.world_size
-            validation = validation_of(module, module.val_methods, self, limit=limit)
+            validation = validation_of(
+                module, module.val_methods, self, limit=limit, is_mean=module.validates_mean
+            )
             # For Lightning, a batch is a decoder with all prompts that it answers.
             trainer.limit_val_batches = float(limit > 0)
         if stage == "fit":
@@ -63,7 +65,7 @@ class RolloutDataModule(RolloutSettings, ResumableDataModule):
 
     def _new_source(self, module: TraceRLModule) -> RolloutSource:
         if self.shards is None:
-            return OnlineRollouts(module, module.method, self)
+            return OnlineRollouts(module, module.rollout_methods, self)
         if not module.replays_shards:
             raise ValueError(
                 f"source: expected online with {type(module).__name__}, which trains on what its "

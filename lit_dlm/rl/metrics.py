@@ -33,7 +33,8 @@ _MEASURES = ("reward", "response_length", "num_steps", "correct", "graded")
 class RolloutValidation:
     """Decodes held-out prompts on all processes, scores the responses and averages the scores.
 
-    There is one engine per decoder; scores of the first decoder get the plain names.
+    There is one engine per decoder; scores of the first decoder get the plain names or, with
+    ``is_mean``, means over all decoders.
     """
 
     def __init__(
@@ -43,8 +44,10 @@ class RolloutValidation:
         problems: Sequence[Problem],
         *,
         num_responses: int = 1,
+        is_mean: bool = False,
     ) -> None:
         self.engines = dict(engines)
+        self.is_mean = is_mean
         self.rewarder = rewarder
         self.prompts = {
             method: rollout_prompts(problems, method=method, num_responses=num_responses)
@@ -88,9 +91,9 @@ class RolloutValidation:
         return list(self._named(totals))
 
     def _named(self, totals: Tensor) -> dict[str, float]:
-        found: dict[str, float] = {}
+        found = _means(totals.sum(0)) if self.is_mean else {}
         for number, (method, total) in enumerate(zip(self.engines, totals, strict=True)):
-            prefix = f"{method}/" if number else ""
+            prefix = f"{method}/" if number or self.is_mean else ""
             found |= {f"{prefix}{name}": value for name, value in _means(total).items()}
         return found
 
@@ -99,7 +102,12 @@ class RolloutValidation:
 
 
 def validation_of(
-    module: TrainableModule, methods: Sequence[str], settings: RolloutSettings, *, limit: float
+    module: TrainableModule,
+    methods: Sequence[str],
+    settings: RolloutSettings,
+    *,
+    limit: float,
+    is_mean: bool = False,
 ) -> RolloutValidation:
     """Makes the validation of a run for some decoders.
 
@@ -141,6 +149,7 @@ def validation_of(
         ),
         problems[: max(count, 1)],
         num_responses=settings.val_responses,
+        is_mean=is_mean,
     )
 
 

@@ -77,6 +77,8 @@ class TraceRLModule(TrainableModule):
 
     replays_shards: ClassVar[bool] = True
     """Whether shards hold all that it trains on, so that it can replay a former run."""
+    validates_mean = False
+    """Whether ``val/reward`` and the like are means over the decoders of validation."""
 
     def __init__(
         self,
@@ -110,6 +112,7 @@ class TraceRLModule(TrainableModule):
         chosen = [val_method] if isinstance(val_method, str) else val_method
         self.method = method or next(iter(self.decoders), "")
         self.val_methods = tuple(dict.fromkeys(chosen or [self.method]))
+        self.rollout_methods: tuple[str, ...] = (self.method,)  # RL steps take them in turn
         at_least(1, decoders=len(self.decoders))
         one_of(*self.decoders, method=self.method)
         for name in self.val_methods:

@@ -375,10 +375,13 @@ class Rollouts:
 class OnlineRollouts:
     """Rolls out prompts with the policy in training and scores them.
 
-    Processes take responses from a shared queue as rows of their batches end.
+    Processes take responses from a shared queue as rows of their batches end. One of the decoders
+    ``methods`` rolls out in each RL step; they take turns.
     """
 
-    def __init__(self, module: TrainableModule, method: str, settings: RolloutSettings) -> None:
+    def __init__(
+        self, module: TrainableModule, methods: Sequence[str], settings: RolloutSettings
+    ) -> None:
         self.settings = settings
         self.filters = tuple(settings.filters or ())
         self.rewarder = Rewarder(
@@ -398,13 +401,16 @@ class OnlineRollouts:
         held = {one.digest for task in settings.val_tasks or () for one in task.examples()}
         if common := sum(example.digest in held for example, _ in self.problems):
             logger.warning("%d prompts of val_tasks are among those that are trained on", common)
-        self.engine = RolloutEngine(
-            module,
-            method=method,
-            response_length=settings.response_length,
-            batch_size=settings.rollout_batch_size,
-            overlong_margin=settings.overlong_margin,
-        )
+        self.engines = [
+            RolloutEngine(
+                module,
+                method=method,
+                response_length=settings.response_length,
+                batch_size=settings.rollout_batch_size,
+                overlong_margin=settings.overlong_margin,
+            )
+            for method in methods
+        ]
 
     def close(self) -> None:
         self.rewarder.close()
@@ -422,7 +428,9 @@ class OnlineRollouts:
 
         ``cursor``: prompts drawn before; ``version``: optimiser steps that the policy has taken.
         """
-        engine, count = self.engine, self.settings.prompts_per_step
+        # By the step's number alone: a resumed run goes on with the same one.
+        engine = self.engines[step % len(self.engines)]
+        count = self.settings.prompts_per_step
         drawn = draw_prompts(len(self.problems), cursor, count, seed=self.settings.seed)
         # All processes ask for the same responses: a number of the shared queue means one of them.
         asked = rollout_prompts(
@@ -446,7 +454,7 @@ class OnlineRollouts:
         records = [by_uid[prompt.uid] for prompt in asked]
         engine.record_step_counts(records)
         waited = time.perf_counter()
-        scored = self._scored(asked, records, version, ranks)
+        scored = self._scored(engine, asked, records, version, ranks)
         num_tokens = sum(int(record.meta["num_tokens"]) for record in own)
         times = {
             "rollout": decoded - begin,
@@ -459,6 +467,7 @@ class OnlineRollouts:
 
     def _scored(
         self,
+        engine: RolloutEngine,
         asked: Sequence[RolloutPrompt],
         records: Sequence[Trajectory],
         version: int,
@@ -469,7 +478,7 @@ class OnlineRollouts:
         # Rewards and filters look at whole groups, so each group is scored on one process, whoever
         # decoded its responses.
         own = [
-            self.engine.rollouts(asked[at : at + size], records[at : at + size])
+            engine.rollouts(asked[at : at + size], records[at : at + size])
             for at in range(ranks.rank * size, len(asked), ranks.world_size * size)
         ]
         scores_by_uid: dict[str, dict[str, Any]] = {}

@@ -15,6 +15,7 @@ import copy
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,11 @@ from torch.nn import functional as F
 from lit_dlm.backbones.base import backbone_facts, check_facts
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.projection import Projector, feature_groups
-from lit_dlm.decoding import Decoder
+from lit_dlm.decoding import CacheScheme, Decoder, Window
 from lit_dlm.rl.batch import Inputs, RolloutBatch, SampleBuilder, Tokens
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.step import TokenScores
-from lit_dlm.system.options import of_kind, one_of, within
+from lit_dlm.system.options import at_least, of_kind, one_of, within
 from lit_dlm.tensors.batches import reads_are_free
 from lit_dlm.tracelock.network import AcceptanceConfig, PositionState
 from lit_dlm.tracelock.policy import TraceLockPolicy, left_of_window_end
@@ -210,6 +211,16 @@ def draw_log_prob(log_odds: Tensor, commit: Tensor) -> Tensor:
     return F.logsigmoid(torch.where(commit, log_odds, -log_odds))
 
 
+@dataclass(frozen=True, kw_only=True)
+class RolloutWindow:
+    """Where rollouts commit, and what they take from earlier forwards."""
+
+    window: Window | None = None
+    """By default the whole response, or the model's own blocks if it has block attention."""
+    cache: CacheScheme | None = None
+    """Nothing by default."""
+
+
 class TraceLockRLModule(TraceRLModule):
     """Trains the acceptance network of TraceLock on what its decodes are worth.
 
@@ -222,6 +233,9 @@ class TraceLockRLModule(TraceRLModule):
         projector: folder of the projector, for a policy with random weights.
         head: architecture of a policy with random weights.
         settings: inputs of a policy with random weights.
+        windows: by name, the windows and caches of rollouts, which RL steps take in turn; each
+            replaces those of the decoders. Validation decodes in all of them: ``val/reward`` and
+            the like are means, and those of a window begin with ``val/DECODER_NAME/``.
         optimizer: constructor of the optimiser.
         common: options of :class:`~lit_dlm.rl.module.TraceRLModule`, except those of states, policy
             loss and value model.
@@ -238,6 +252,7 @@ class TraceLockRLModule(TraceRLModule):
         projector: str | Projector | None = None,
         head: AcceptanceConfig | None = None,
         settings: ScorerSettings | None = None,
+        windows: dict[str, RolloutWindow] | None = None,
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(
             params, lr=5e-4, weight_decay=0.0
         ),
@@ -281,6 +296,25 @@ class TraceLockRLModule(TraceRLModule):
             if isinstance(decoder.policy, TraceLockPolicy):
                 decoder.policy.scorer, decoder.policy.is_in_training = self.scorer, True
         self._check_rollouts(self.decoders[self.method])
+        if windows is not None:
+            at_least(1, windows=len(windows))
+            self.validates_mean = True
+            self.rollout_methods = self._in_windows(windows, self.method)
+            self.val_methods = tuple(
+                chain.from_iterable(self._in_windows(windows, one) for one in self.val_methods)
+            )
+
+    def _in_windows(self, windows: Mapping[str, RolloutWindow], method: str) -> tuple[str, ...]:
+        """Adds a decoder for each window, with the other parts of ``method``; returns the names."""
+        decoder, spec = self.decoders[method], self.backbone.spec
+        for name, one in windows.items():
+            try:
+                placed = decoder.replace(window=one.window, cache=one.cache).on(spec)
+                placed.check(self.backbone)
+            except ValueError as error:
+                raise ValueError(f"windows.{name}.{error}") from None
+            self.decoders[f"{method}_{name}"] = placed
+        return tuple(f"{method}_{name}" for name in windows)
 
     def _check_rollouts(self, decoder: Decoder) -> None:
         """Refuses a decoder whose commits do not follow from the draws alone."""

@@ -91,6 +91,25 @@ def test_responses_to_one_prompt_are_averaged_first() -> None:
     assert "reward_stderr" not in scores(ALL[:3])  # of one prompt
 
 
+def test_plain_scores_may_be_means_over_decoders() -> None:
+    """Decoder ``a`` has the responses 0 and 1 (rewards 1, 0; 1, 1; 0, 0), ``b`` response 2.
+
+    Prompts are worth 0.5, 1 and 0 in all three responses, 0.5, 1, 0 in ``a`` and 0.5, 1, 0 in
+    ``b``. Of prompt 0 two of three are right, one of two in ``a``, the only one in ``b``.
+    """
+    first = [(prompt, response) for prompt in REWARDS for response in (0, 1)]
+    engines = {"a": engine(*first), "b": engine(*((prompt, 2) for prompt in REWARDS))}
+    rewarder: Any = SimpleNamespace(score=score, grades=True)
+    options: Any = {"num_responses": 3, "is_mean": True}
+    validation = RolloutValidation(engines, rewarder, PROBLEMS, **options)
+    validation.add("a")
+    validation.add("b")
+    found = validation.result(Together())  # type: ignore[arg-type]
+    assert [found[f"{of}reward"] for of in ("", "a/", "b/")] == [0.5, 0.5, 0.5]
+    assert [found[f"{of}accuracy"] for of in ("", "a/", "b/")] == pytest.approx([5 / 6, 3 / 4, 1])
+    assert set(validation.names) >= found.keys()
+
+
 def test_facts_by_hand() -> None:
     """Rewards 0, 1 in each of three groups: mean and deviation 1/2."""
     rollouts = scored(decoded(policy(), 6))

@@ -176,7 +176,7 @@ def _collected(rank: int, world_size: int, slots: int) -> tuple[list[bytes], set
         sampler=Sampler(temperature=1.0, top_k=3, score_on="filtered"),
     )
     rl = learner(decoders={"uneven": uneven}).eval()
-    source = OnlineRollouts(rl, "uneven", settings)
+    source = OnlineRollouts(rl, ["uneven"], settings)
     ranks = Ranks(rank, world_size)
     found, steps, kept = [], set(), set()
     for step in range(2):
@@ -216,7 +216,7 @@ def _one_response(rank: int, world_size: int) -> tuple[bytes, bool, list[float]]
         dist.init_process_group("gloo")
         shard_trained(rl, dist.init_device_mesh("cpu", (world_size,)))
     settings = rollout_data(prompts_per_step=1, responses_per_prompt=1, advantage=RawReward())
-    source = OnlineRollouts(rl, "random", settings)
+    source = OnlineRollouts(rl, ["random"], settings)
     with rl.rollout_weights():
         rollouts = source.collect(0, 0, version=0, ranks=Ranks(rank, world_size))
     source.close()

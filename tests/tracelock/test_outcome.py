@@ -16,11 +16,14 @@ from torch import Tensor
 from lit_dlm.backbones.projection import Projector, ProjectorConfig
 from lit_dlm.callbacks import AdapterCheckpoint, RolloutWriter
 from lit_dlm.decoding import (
+    BlockCache,
     BlockWindow,
     Decoder,
     DecodeSettings,
+    DualCache,
     NoQuota,
     Sampler,
+    SlidingWindow,
     decode,
     prompt_canvas,
 )
@@ -30,9 +33,10 @@ from lit_dlm.rl.rollout import gathered
 from lit_dlm.rl.settings import PolicyObjective
 from lit_dlm.rl.step import estimate_advantages, shard_samples
 from lit_dlm.tensors.sampling import confidence, entropy, margin
+from lit_dlm.toy.word_problems import WordProblems
 from lit_dlm.tracelock import outcome
 from lit_dlm.tracelock.network import AcceptanceConfig, PositionState
-from lit_dlm.tracelock.outcome import TraceLockRLModule
+from lit_dlm.tracelock.outcome import RolloutWindow, TraceLockRLModule
 from lit_dlm.tracelock.policy import TraceLockPolicy
 from lit_dlm.tracelock.scorer import AcceptanceScorer, CommitSettings
 from lit_dlm.training.ranks import Ranks
@@ -245,6 +249,65 @@ def test_resumed_and_divided_training_end_in_the_same_policy(tmp_path: Path) -> 
         np.testing.assert_array_equal(value, resumed[name])
         np.testing.assert_allclose(value, both[0][name], atol=2e-5)
         np.testing.assert_array_equal(both[0][name], both[1][name])
+
+
+WINDOWS = {
+    "whole": RolloutWindow(),
+    "blocks": RolloutWindow(window=BlockWindow(3)),
+    "cache": RolloutWindow(window=BlockWindow(3), cache=DualCache()),
+}
+
+
+def in_windows(folder: Path, *, steps: int, resume: Path | None = None) -> Any:
+    """Trains in three windows in turn; returns the weights and the windows of RL steps."""
+    module = actor(family=WORDS, windows=WINDOWS)
+    data = rollout_data(val_tasks=[WordProblems("train", num_examples=3, seed=1)])
+    saver = ModelCheckpoint(folder, filename="last", enable_version_counter=False)
+    callbacks = [saver, RolloutWriter(str(folder / "rollouts"))]
+    trainer = fit(module, data, folder, steps=steps, resume=resume, callbacks=callbacks)
+    names = {"num_steps", "reward", *(f"drawn_{one}/num_steps" for one in WINDOWS)}
+    assert {f"val/{name}" for name in names} <= trainer.callback_metrics.keys()
+    records = TrajectoryShardReader(folder / "rollouts", features=False)
+    methods = {record.meta["rl_step"]: record.meta["method"] for record in records}
+    return module.scorer.head.state_dict(), [methods[step] for step in sorted(methods)]
+
+
+def test_windows_take_turns_and_a_resumed_run_goes_on_with_the_next(tmp_path: Path) -> None:
+    whole, order = in_windows(tmp_path / "whole", steps=4)
+    assert order == ["drawn_whole", "drawn_blocks", "drawn_cache", "drawn_whole"]
+    in_windows(tmp_path / "part", steps=2)
+    resumed, again = in_windows(tmp_path / "part", steps=4, resume=tmp_path / "part" / "last.ckpt")
+    assert again == order
+    for name, value in whole.items():
+        assert torch.equal(value, resumed[name])
+
+
+@pytest.mark.parametrize(
+    ("windows", "family", "message"),
+    [
+        ({}, {}, r"^windows: expected at least 1, got 0$"),
+        (
+            {"ahead": RolloutWindow(window=BlockWindow(4, origin="sequence"))},
+            {"attention": "block", "block_size": 3},
+            r"^windows\.ahead\.window: \w+ writes block after block, so expected .*$",
+        ),
+        (
+            {"exact": RolloutWindow(window=BlockWindow(3), cache=BlockCache())},
+            {},
+            r"^windows\.exact\.cache: BlockCache is for block attention, .*$",
+        ),
+        (
+            {"slid": RolloutWindow(window=SlidingWindow(3), cache=DualCache())},
+            {},
+            r"^windows\.slid\.cache: SlidingWindow has no blocks .*$",
+        ),
+    ],
+)
+def test_windows_that_the_model_cannot_have_are_refused(
+    windows: dict[str, RolloutWindow], family: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        actor(windows=windows, family=family)
 
 
 @pytest.mark.parametrize(
