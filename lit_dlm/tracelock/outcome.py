@@ -57,16 +57,20 @@ class CommitCapture(TrajectoryCapture):
     """
 
     def __init__(self, policy: TraceLockPolicy, *, vocab_size: int) -> None:
-        scorer = policy.scorer
+        scorer, inputs = policy.scorer, policy.scorer.settings.inputs
         features = FeatureCapture(
             function=scorer.features,
             hidden_layers=scorer.settings.hidden_layers,
-            groups=feature_groups(scorer.projector.config, scorer.settings.features),
+            groups=(
+                *feature_groups(scorer.projector.config, scorer.settings.features),
+                *(1 for _ in inputs),
+            ),
             projector_digest=scorer.projector.digest(),
             scheme="fp16",
             layout="masked",
             scores=scorer.settings.features.scores,
             whole_response=False,  # the network scores candidates alone
+            more=(lambda step: policy.told(step.state, step.candidates)) if inputs else None,
         )
         signals: dict[str, StepSignal] = {
             "step_commit": lambda step: torch.where(
@@ -232,7 +236,8 @@ class TraceLockRLModule(TraceRLModule):
         policy: folder of the policy to start from; ``null`` starts from random weights.
         projector: folder of the projector, for a policy with random weights.
         head: architecture of a policy with random weights.
-        settings: inputs of a policy with random weights.
+        settings: what a policy with random weights sees. To one of a folder, which keeps what it
+            sees, only their ``inputs`` are added, if it has none; their weights begin with 0.
         windows: by name, the windows and caches of rollouts, which RL steps take in turn; each
             replaces those of the decoders. Validation decodes in all of them: ``val/reward`` and
             the like are means, and those of a window begin with ``val/DECODER_NAME/``.
@@ -278,6 +283,8 @@ class TraceLockRLModule(TraceRLModule):
         if policy is not None:
             self.scorer = TraceLockPolicy(policy).scorer  # of a folder or the hub
             check_facts("acceptance policy", self.scorer.backbone, facts)
+            if settings is not None:
+                self.scorer = self.scorer.with_inputs(settings.inputs)
         elif projector is None:
             raise ValueError("policy: expected a folder to start from, or a projector, got none")
         else:

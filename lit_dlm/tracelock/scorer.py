@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from lit_dlm.backbones.projection import (
     num_features,
 )
 from lit_dlm.system.files import fitting, read_folder, write_folder
-from lit_dlm.system.options import at_least, of_declared_kinds, within
+from lit_dlm.system.options import at_least, of_declared_kinds, one_of, within
 from lit_dlm.tracelock.network import (
     AcceptanceConfig,
     AcceptanceHead,
@@ -32,6 +32,7 @@ FORMAT = "lit-dlm/acceptance"
 FORMAT_VERSION = 1
 
 Layout = Literal["generation", "all", "masked"]
+Input = Literal["age", "distance", "price"]
 
 _CONFIG_FILE = "config.json"
 _WEIGHTS_FILE = "model.safetensors"
@@ -49,6 +50,15 @@ class ScorerSettings:
     """Snapshots, as indices into the backbone's tuple of hidden states."""
     features: FeatureSettings = field(default_factory=FeatureSettings)
     """What the network sees of each position."""
+    inputs: tuple[Input, ...] = ()
+    """What it is told besides, of a decode that it is trained on the outcomes of: ``age``, the
+    steps since the row's cache was refreshed; ``distance``, the columns from a position to the end
+    of the window; ``price``, that of a forward. The first two as ``log(1 + n)``."""
+
+    def record(self) -> dict[str, Any]:
+        """Returns the settings as JSON types, as folders and digests have them."""
+        # Without inputs as before there were any.
+        return {name: value for name, value in asdict(self).items() if name != "inputs" or value}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +69,16 @@ class CommitSettings:
     """Acceptance probability at or above which a proposal is committed."""
     max_accept_per_step: int | None = 4
     """Most acceptances of a row in one step; ``None`` for no cap."""
+    price: float | None = None
+    """Price of a forward that a network is told which has this input."""
+
+    def record(self) -> dict[str, Any]:
+        """Returns the settings as JSON types; a price only if there is one."""
+        return {k: value for k, value in asdict(self).items() if k != "price" or value is not None}
 
     def __post_init__(self) -> None:
         of = f"{type(self).__name__}."
+        at_least(0, of=of, price=self.price)
         within("[0, 1]", of=of, threshold=self.threshold)
         at_least(1, of=of, max_accept_per_step=self.max_accept_per_step)
 
@@ -94,7 +111,8 @@ class AcceptanceScorer(nn.Module):
                 f"for this projector, got {self.settings.hidden_layers}"
             )
         self.projector = projector
-        self.head = AcceptanceHead(num_features(projector.config, self.settings.features), head)
+        seen = num_features(projector.config, self.settings.features)
+        self.head = AcceptanceHead(seen + len(self.settings.inputs), head)
         self.backbone = dict(backbone or {})
         self.training_facts = dict(training or {})
         self.commits = commits or CommitSettings()
@@ -118,8 +136,26 @@ class AcceptanceScorer(nn.Module):
             return visible & (state == PositionState.GEN)
         return visible & (state != PositionState.PROMPT)
 
+    def with_inputs(self, inputs: tuple[Input, ...]) -> AcceptanceScorer:
+        """Returns a policy that is told these; they change nothing until it is trained further."""
+        one_of(*dict.fromkeys(((), inputs)), of="policy.settings.", inputs=self.settings.inputs)
+        if inputs == self.settings.inputs:
+            return self
+        made = AcceptanceScorer(
+            self.projector,
+            head=self.head.config,
+            settings=replace(self.settings, inputs=inputs),
+            backbone=self.backbone,
+            training=self.training_facts,
+            commits=self.commits,
+        )
+        weights = self.state_dict()
+        widened = nn.functional.pad(weights["head.in_proj.weight"], (0, len(inputs)))
+        made.load_state_dict({**weights, "head.in_proj.weight": widened})
+        return made.eval()
+
     def digest(self) -> str:
-        settings = {"head": asdict(self.head.config), "settings": asdict(self.settings)}
+        settings = {"head": asdict(self.head.config), "settings": self.settings.record()}
         if self.settings.features.hidden:
             # As in digests from before the option, which records of decodes name.
             del settings["settings"]["features"]["hidden"]
@@ -132,12 +168,12 @@ class AcceptanceScorer(nn.Module):
             "format": FORMAT,
             "version": FORMAT_VERSION,
             "head": asdict(self.head.config),
-            "settings": asdict(self.settings),
+            "settings": self.settings.record(),
             "projector": asdict(self.projector.config),
             "projector_digest": self.projector.digest(),
             "backbone": self.backbone,
             "training": self.training_facts,
-            "commits": asdict(self.commits),
+            "commits": self.commits.record(),
         }
         # In float32 whatever it was trained in: the digest is one of values.
         tensors = {key: value.detach().float() for key, value in self.state_dict().items()}
@@ -159,6 +195,7 @@ class AcceptanceScorer(nn.Module):
                 layout=stored["layout"],
                 hidden_layers=tuple(stored["hidden_layers"]),
                 features=FeatureSettings(**stored["features"]),
+                inputs=tuple(stored.get("inputs", ())),
             )
             with torch.device("meta"):  # sizes of others get no memory before weights fit them
                 scorer = cls(

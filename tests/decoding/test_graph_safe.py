@@ -56,6 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "tracelock": {**ALONE, "window": d.SlidingWindow(6)},
     "tracelock, drawn": {**ALONE, "window": d.SlidingWindow(6)},
+    "tracelock, told": {**ALONE, **BLOCKS},
     "sequence": {**FEW, "window": BlockWindow(4, origin="sequence")},
     "stepped": {**FEW, "window": SteppedBlockWindow(4, steps=9)},
     "whole": {**FEW, "window": d.FullWindow()},
@@ -78,6 +79,8 @@ def _parts(case: str) -> dict[str, Any]:
         return CASES[case]
     options = {"temperature": 1.0, "max_accept_per_step": None} if "drawn" in case else {}
     scores = scorer(tiny_backbone(edits_tokens=True), spread=8.0)
+    if "told" in case:
+        scores = scores.with_inputs(("age", "distance", "price"))
     return {**CASES[case], "policy": TraceLockPolicy(scorer=scores, threshold=0.5, **options)}
 
 

@@ -89,6 +89,9 @@ def settings(folder: Path, **changes: object) -> None:
     write_folder(folder, {**record, **changes}, scorer().state_dict(), **names)
 
 
+STORED = ScorerSettings(features=FeatureSettings(entropy=False)).record()
+
+
 def of_another_export(folder: Path) -> None:
     former = (folder / "config.json").read_bytes()
     scorer(training={"seed": 4}).save(folder)
@@ -103,6 +106,10 @@ def of_another_export(folder: Path) -> None:
         (lambda folder: settings(folder, version=99), r"version 1, got .*99"),
         (lambda folder: settings(folder, head={"depth": 3}), r"config\.json: expected what this"),
         (lambda folder: settings(folder, settings={}), r"config\.json: expected what this"),
+        (
+            lambda folder: settings(folder, settings={**STORED, "inputs": ["mood"]}),
+            r"config\.json: .*inputs",
+        ),
         (lambda folder: settings(folder, projector=None), r"config\.json: expected what this"),
     ],
 )
