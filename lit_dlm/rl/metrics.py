@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -116,7 +117,8 @@ def validation_of(
     tasks, response_length = settings.val_tasks or [], settings.val_response_length
     response_length = response_length or settings.response_length
     # Rewards after the filters see only groups worth training on, and nothing is filtered here.
-    rewards = [reward for reward in settings.rewards if not reward.after_filters]
+    # Copies: where training changes a price, validations with that of the start can be compared.
+    rewards = [copy.copy(reward) for reward in settings.rewards if not reward.after_filters]
     if settings.rewards and not rewards:
         raise ValueError(
             "val_tasks: validation takes the rewards that do not come after the filters, but "

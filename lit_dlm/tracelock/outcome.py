@@ -29,13 +29,15 @@ from lit_dlm.backbones.base import backbone_facts, check_facts
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.projection import Projector, feature_groups
 from lit_dlm.decoding import CacheScheme, Decoder, Window
+from lit_dlm.rewards.speed import ForwardPrice
 from lit_dlm.rl.batch import Inputs, RolloutBatch, SampleBuilder, Tokens
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.step import TokenScores
-from lit_dlm.system.options import at_least, of_kind, one_of, within
+from lit_dlm.system.options import at_least, of_kind, one_of, refuse, within
 from lit_dlm.tensors.batches import reads_are_free
 from lit_dlm.tracelock.network import AcceptanceConfig, PositionState
 from lit_dlm.tracelock.policy import TraceLockPolicy, left_of_window_end
+from lit_dlm.tracelock.price import PriceConstraint
 from lit_dlm.tracelock.scorer import AcceptanceScorer, ScorerSettings
 from lit_dlm.training.checkpoint import drop_backbone
 from lit_dlm.training.states import States
@@ -46,6 +48,7 @@ HELD_BYTES = 2**30
 """Bytes of an RL step's features that stay in memory; the rest goes to a file without a name. Of
 several processes each has the features of all in memory."""
 
+_PRICE = "price_constraint"  # key in a checkpoint
 _COMMITS = "where commits are trained, "  # begins messages about options
 
 
@@ -241,6 +244,7 @@ class TraceLockRLModule(TraceRLModule):
         windows: by name, the windows and caches of rollouts, which RL steps take in turn; each
             replaces those of the decoders. Validation decodes in all of them: ``val/reward`` and
             the like are means, and those of a window begin with ``val/DECODER_NAME/``.
+        constraint: raises the price of ``ForwardPrice`` while accuracies hold; ``null`` leaves it.
         optimizer: constructor of the optimiser.
         common: options of :class:`~lit_dlm.rl.module.TraceRLModule`, except those of states, policy
             loss and value model.
@@ -258,6 +262,7 @@ class TraceLockRLModule(TraceRLModule):
         head: AcceptanceConfig | None = None,
         settings: ScorerSettings | None = None,
         windows: dict[str, RolloutWindow] | None = None,
+        constraint: PriceConstraint | None = None,
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(
             params, lr=5e-4, weight_decay=0.0
         ),
@@ -294,6 +299,9 @@ class TraceLockRLModule(TraceRLModule):
         # Records hold the features of masked positions alone.
         one_of("masked", of="settings.", layout=self.scorer.settings.layout)
         self.scorer.eval()
+        self.constraint = constraint
+        self._priced: ForwardPrice | None = None  # the reward whose price is told or changes
+        self._start: dict[str, float] = {}  # accuracies of the first validation, by name
         self.rows = CommitSamples(self.masking, self.row_spec, seed=self.seed)
         self.initial = None
         if self.objective.kl_to == "initial":
@@ -341,6 +349,42 @@ class TraceLockRLModule(TraceRLModule):
         one_of(None, of=of, normalise=self.objective.normalise)
         one_of("rollout", of=of, temperature=self.objective.temperature)
 
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        is_told = "price" in self.scorer.settings.inputs
+        if stage != "fit" or not (is_told or self.constraint):
+            return
+        rewards = self.trainer.datamodule.rewards  # type: ignore[attr-defined]
+        self._priced = next((one for one in rewards if isinstance(one, ForwardPrice)), None)
+        if self._priced is None:
+            refuse("data.rewards", "ForwardPrice, for a price that is told or changes", "none")
+        if self.constraint is not None:
+            within("(0, inf)", of="constraint: ForwardPrice.", price=self._priced.price)
+            if self.loop.validation is None or "accuracy" not in self.loop.validation.names:
+                refuse("constraint", "graded val_tasks, whose accuracy is to hold", "none")
+        self._set_price(self._priced.price)
+
+    def _set_price(self, price: float) -> None:
+        assert self._priced is not None
+        self._priced.price = price
+        if "price" in self.scorer.settings.inputs:
+            self.scorer.commits = replace(self.scorer.commits, price=price)
+
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        if self._priced is not None:
+            self._log_over_step({"train/price": self._priced.price})
+
+    def on_validation_epoch_end(self) -> None:
+        super().on_validation_epoch_end()
+        if self.constraint is None or self._priced is None or self.loop.validation is None:
+            return
+        last = self.loop.validation.last
+        now = {name: value for name, value in last.items() if name.endswith("accuracy")}
+        if self._start and not self.trainer.sanity_checking:
+            self._set_price(self.constraint.next(self._priced.price, start=self._start, now=now))
+        self._start = {**now, **self._start}
+
     def train(self, mode: bool = True) -> TraceLockRLModule:
         super().train(mode)
         self.scorer.eval()  # dropout would turn ratios into noise
@@ -382,6 +426,14 @@ class TraceLockRLModule(TraceRLModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         drop_backbone(checkpoint)
+        if self.constraint is not None and self._priced is not None:
+            checkpoint[_PRICE] = {"price": self._priced.price, "start": self._start}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        if self.constraint is not None and self._priced is not None and _PRICE in checkpoint:
+            self._start = dict(checkpoint[_PRICE]["start"])
+            self._set_price(checkpoint[_PRICE]["price"])
 
     def parameter_groups(self) -> tuple[list[Tensor], list[Tensor]]:
         return list(self.scorer.head.parameters()), []
