@@ -106,10 +106,9 @@ class DecodeState:
 
     @property
     def cache_age(self) -> Tensor:
-        """``(b,)`` int64 steps since the row entered its block, which refreshed its cache.
+        """``(b,)`` int64 steps since the row entered its block, which refreshed its cache, or 0.
 
-        So old is what a step takes from it: the columns of the window are computed in every step.
-        0 without a cache.
+        So old is what surrounds the window, whose own columns every step computes.
         """
         return self.block_step if self.is_cached else torch.zeros_like(self.block_step)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
-from lit_dlm.system.options import at_least
+from lit_dlm.system.options import at_least, within
 
 
 class ForwardPrice(Reward):
@@ -23,6 +24,25 @@ class ForwardPrice(Reward):
 
     def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
         return [RewardScore(total=-self.price * one.trajectory.num_steps) for one in group]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PriceConstraint:
+    """Raises the price of a forward while every accuracy of validation holds."""
+
+    margin: float = 0.01
+    """How much less than at the start an accuracy may be."""
+    rate: float = 0.25
+    """Share by which a validation raises the price, or lowers it where an accuracy is too low."""
+
+    def __post_init__(self) -> None:
+        within("[0, 1]", of="constraint.", margin=self.margin, rate=self.rate)
+
+    def next(self, price: float, start: Mapping[str, float], now: Mapping[str, float]) -> float:
+        """Returns the price after a validation, by accuracies at the start and now, by name."""
+        # Of each window, for a mean could rise while one pays. The rest is rounding's.
+        holds = all(now[name] >= least - self.margin - 1e-9 for name, least in start.items())
+        return price * (1.0 + self.rate) if holds else price / (1.0 + self.rate)
 
 
 class RightAndFast(Reward):

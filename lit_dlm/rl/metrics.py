@@ -34,9 +34,11 @@ _MEASURES = ("reward", "response_length", "num_steps", "correct", "graded")
 class RolloutValidation:
     """Decodes held-out prompts on all processes, scores the responses and averages the scores.
 
-    There is one engine per decoder; scores of the first decoder get the plain names or, with
-    ``is_mean``, means over all decoders.
+    There is one engine per decoder; scores of the first decoder get the plain names.
     """
+
+    is_mean = False
+    """Whether means over all decoders get the plain names instead."""
 
     def __init__(
         self,
@@ -45,10 +47,8 @@ class RolloutValidation:
         problems: Sequence[Problem],
         *,
         num_responses: int = 1,
-        is_mean: bool = False,
     ) -> None:
         self.engines = dict(engines)
-        self.is_mean = is_mean
         self.rewarder = rewarder
         self.prompts = {
             method: rollout_prompts(problems, method=method, num_responses=num_responses)
@@ -103,12 +103,7 @@ class RolloutValidation:
 
 
 def validation_of(
-    module: TrainableModule,
-    methods: Sequence[str],
-    settings: RolloutSettings,
-    *,
-    limit: float,
-    is_mean: bool = False,
+    module: TrainableModule, methods: Sequence[str], settings: RolloutSettings, *, limit: float
 ) -> RolloutValidation:
     """Makes the validation of a run for some decoders.
 
@@ -151,7 +146,6 @@ def validation_of(
         ),
         problems[: max(count, 1)],
         num_responses=settings.val_responses,
-        is_mean=is_mean,
     )
 
 

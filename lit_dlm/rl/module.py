@@ -77,8 +77,6 @@ class TraceRLModule(TrainableModule):
 
     replays_shards: ClassVar[bool] = True
     """Whether shards hold all that it trains on, so that it can replay a former run."""
-    validates_mean = False
-    """Whether ``val/reward`` and the like are means over the decoders of validation."""
 
     def __init__(
         self,

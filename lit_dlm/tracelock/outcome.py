@@ -29,7 +29,7 @@ from lit_dlm.backbones.base import backbone_facts, check_facts
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.projection import Projector, feature_groups
 from lit_dlm.decoding import CacheScheme, Decoder, Window
-from lit_dlm.rewards.speed import ForwardPrice
+from lit_dlm.rewards.speed import ForwardPrice, PriceConstraint
 from lit_dlm.rl.batch import Inputs, RolloutBatch, SampleBuilder, Tokens
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.step import TokenScores
@@ -37,7 +37,6 @@ from lit_dlm.system.options import at_least, of_kind, one_of, refuse, within
 from lit_dlm.tensors.batches import reads_are_free
 from lit_dlm.tracelock.network import AcceptanceConfig, PositionState
 from lit_dlm.tracelock.policy import TraceLockPolicy, left_of_window_end
-from lit_dlm.tracelock.price import PriceConstraint
 from lit_dlm.tracelock.scorer import AcceptanceScorer, ScorerSettings
 from lit_dlm.training.checkpoint import drop_backbone
 from lit_dlm.training.states import States
@@ -61,13 +60,11 @@ class CommitCapture(TrajectoryCapture):
 
     def __init__(self, policy: TraceLockPolicy, *, vocab_size: int) -> None:
         scorer, inputs = policy.scorer, policy.scorer.settings.inputs
+        groups = feature_groups(scorer.projector.config, scorer.settings.features)
         features = FeatureCapture(
             function=scorer.features,
             hidden_layers=scorer.settings.hidden_layers,
-            groups=(
-                *feature_groups(scorer.projector.config, scorer.settings.features),
-                *(1 for _ in inputs),
-            ),
+            groups=groups + (1,) * len(inputs),
             projector_digest=scorer.projector.digest(),
             scheme="fp16",
             layout="masked",
@@ -313,11 +310,9 @@ class TraceLockRLModule(TraceRLModule):
         self._check_rollouts(self.decoders[self.method])
         if windows is not None:
             at_least(1, windows=len(windows))
-            self.validates_mean = True
             self.rollout_methods = self._in_windows(windows, self.method)
-            self.val_methods = tuple(
-                chain.from_iterable(self._in_windows(windows, one) for one in self.val_methods)
-            )
+            each = [self._in_windows(windows, method) for method in self.val_methods]
+            self.val_methods = tuple(chain(*each))
 
     def _in_windows(self, windows: Mapping[str, RolloutWindow], method: str) -> tuple[str, ...]:
         """Adds a decoder for each window, with the other parts of ``method``; returns the names."""
@@ -370,20 +365,15 @@ class TraceLockRLModule(TraceRLModule):
         if "price" in self.scorer.settings.inputs:
             self.scorer.commits = replace(self.scorer.commits, price=price)
 
-    def on_train_epoch_start(self) -> None:
-        super().on_train_epoch_start()
-        if self._priced is not None:
-            self._log_over_step({"train/price": self._priced.price})
-
     def on_validation_epoch_end(self) -> None:
         super().on_validation_epoch_end()
         if self.constraint is None or self._priced is None or self.loop.validation is None:
             return
-        last = self.loop.validation.last
-        now = {name: value for name, value in last.items() if name.endswith("accuracy")}
+        now = {k: v for k, v in self.loop.validation.last.items() if k.endswith("accuracy")}
         if self._start and not self.trainer.sanity_checking:
-            self._set_price(self.constraint.next(self._priced.price, start=self._start, now=now))
+            self._set_price(self.constraint.next(self._priced.price, self._start, now))
         self._start = {**now, **self._start}
+        self.log("val/price", self._priced.price, sync_dist=True)
 
     def train(self, mode: bool = True) -> TraceLockRLModule:
         super().train(mode)

@@ -25,7 +25,7 @@ from lit_dlm.system.options import at_least, refuse, within
 from lit_dlm.tensors.batches import reads_are_free
 from lit_dlm.tensors.sampling import top_quota, uniform_noise
 from lit_dlm.tracelock.network import PositionState, accepted
-from lit_dlm.tracelock.scorer import AcceptanceScorer, CommitSettings
+from lit_dlm.tracelock.scorer import AcceptanceScorer, CommitSettings, as_record
 
 _STREAM = 23  # separate from the draws of samplers and captures
 
@@ -203,7 +203,7 @@ class TraceLockPolicy(CommitPolicy):
         values = {
             "age": state.cache_age[:, None].float().log1p(),
             "distance": distance.clamp_min(0).float().log1p(),
-            "price": torch.full((1, 1), self.commits.price or 0.0, device=device),
+            "price": torch.full((1, 1), 100.0 * (self.commits.price or 0.0), device=device),
         }
         inputs = self.scorer.settings.inputs
         return torch.stack([values[name].expand(shape) for name in inputs], dim=-1)
@@ -226,7 +226,7 @@ class TraceLockPolicy(CommitPolicy):
 
     def describe(self) -> dict[str, Any]:
         return {
-            **self.commits.record(),
+            **as_record(self.commits),
             # Listed only if they are on, as in older records.
             **({"temperature": self.temperature} if self.temperature else {}),
             **({"release_compat": True} if self.release_compat else {}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -53,12 +54,7 @@ class ScorerSettings:
     inputs: tuple[Input, ...] = ()
     """What it is told besides, of a decode that it is trained on the outcomes of: ``age``, the
     steps since the row's cache was refreshed; ``distance``, the columns from a position to the end
-    of the window; ``price``, that of a forward. The first two as ``log(1 + n)``."""
-
-    def record(self) -> dict[str, Any]:
-        """Returns the settings as JSON types, as folders and digests have them."""
-        # Without inputs as before there were any.
-        return {name: value for name, value in asdict(self).items() if name != "inputs" or value}
+    of the window (both as ``log(1 + n)``); ``price``, a hundredfold that of a forward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,15 +68,17 @@ class CommitSettings:
     price: float | None = None
     """Price of a forward that a network is told which has this input."""
 
-    def record(self) -> dict[str, Any]:
-        """Returns the settings as JSON types; a price only if there is one."""
-        return {k: value for k, value in asdict(self).items() if k != "price" or value is not None}
-
     def __post_init__(self) -> None:
         of = f"{type(self).__name__}."
         at_least(0, of=of, price=self.price)
         within("[0, 1]", of=of, threshold=self.threshold)
         at_least(1, of=of, max_accept_per_step=self.max_accept_per_step)
+
+
+def as_record(settings: ScorerSettings | CommitSettings) -> dict[str, Any]:
+    """Returns settings as JSON types; inputs and a price only where there are some, as before."""
+    later = ("inputs", "price")
+    return {k: v for k, v in asdict(settings).items() if k not in later or v not in ((), None)}
 
 
 class AcceptanceScorer(nn.Module):
@@ -141,21 +139,15 @@ class AcceptanceScorer(nn.Module):
         one_of(*dict.fromkeys(((), inputs)), of="policy.settings.", inputs=self.settings.inputs)
         if inputs == self.settings.inputs:
             return self
-        made = AcceptanceScorer(
-            self.projector,
-            head=self.head.config,
-            settings=replace(self.settings, inputs=inputs),
-            backbone=self.backbone,
-            training=self.training_facts,
-            commits=self.commits,
-        )
-        weights = self.state_dict()
-        widened = nn.functional.pad(weights["head.in_proj.weight"], (0, len(inputs)))
-        made.load_state_dict({**weights, "head.in_proj.weight": widened})
-        return made.eval()
+        made = copy.deepcopy(self)
+        made.settings = replace(self.settings, inputs=inputs)
+        weight = nn.functional.pad(self.head.in_proj.weight.detach(), (0, len(inputs)))
+        made.head.in_proj.weight = nn.Parameter(weight)
+        made.head.num_features = made.head.in_proj.in_features = weight.shape[1]
+        return made
 
     def digest(self) -> str:
-        settings = {"head": asdict(self.head.config), "settings": self.settings.record()}
+        settings = {"head": asdict(self.head.config), "settings": as_record(self.settings)}
         if self.settings.features.hidden:
             # As in digests from before the option, which records of decodes name.
             del settings["settings"]["features"]["hidden"]
@@ -168,12 +160,12 @@ class AcceptanceScorer(nn.Module):
             "format": FORMAT,
             "version": FORMAT_VERSION,
             "head": asdict(self.head.config),
-            "settings": self.settings.record(),
+            "settings": as_record(self.settings),
             "projector": asdict(self.projector.config),
             "projector_digest": self.projector.digest(),
             "backbone": self.backbone,
             "training": self.training_facts,
-            "commits": self.commits.record(),
+            "commits": as_record(self.commits),
         }
         # In float32 whatever it was trained in: the digest is one of values.
         tensors = {key: value.detach().float() for key, value in self.state_dict().items()}

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -27,8 +28,10 @@ from lit_dlm.decoding import (
     decode,
     prompt_canvas,
 )
-from lit_dlm.rewards.speed import ForwardPrice
+from lit_dlm.rewards import Graded
+from lit_dlm.rewards.speed import ForwardPrice, PriceConstraint
 from lit_dlm.rl.advantages import GroupMean
+from lit_dlm.rl.metrics import RolloutValidation
 from lit_dlm.rl.rollout import gathered
 from lit_dlm.rl.settings import PolicyObjective
 from lit_dlm.rl.step import estimate_advantages, shard_samples
@@ -132,7 +135,7 @@ def reference(module: TraceLockRLModule, record: Trajectory) -> list[Tensor]:
         if inputs := scorer.settings.inputs:
             end = next((c for c in open_cells if c > cells[-1]), G)
             distance = (end - 1 - torch.arange(G)).clamp_min(0).add(1).log()
-            values = {"age": torch.zeros(G), "distance": distance, "price": torch.full((G,), 0.25)}
+            values = {"age": torch.zeros(G), "distance": distance, "price": torch.full((G,), 25.0)}
             features = torch.cat([features, torch.stack([values[n] for n in inputs], 1)], 1)
         output = scorer.head(features[None].masked_fill(~visible[..., None], 0.0), state, visible)
         odds = drawn.policy.log_odds(output.decision_logits[0])
@@ -300,6 +303,7 @@ def test_resumed_and_divided_training_end_in_the_same_policy(tmp_path: Path) -> 
         np.testing.assert_array_equal(both[0][name], both[1][name])
 
 
+TASKS = [WordProblems("train", num_examples=3, seed=1)]
 WINDOWS = {
     "whole": RolloutWindow(),
     "blocks": RolloutWindow(window=BlockWindow(3)),
@@ -310,7 +314,7 @@ WINDOWS = {
 def in_windows(folder: Path, *, steps: int, resume: Path | None = None) -> Any:
     """Trains in three windows in turn; returns the weights and the windows of RL steps."""
     module = actor(family=WORDS, windows=WINDOWS)
-    data = rollout_data(val_tasks=[WordProblems("train", num_examples=3, seed=1)])
+    data = rollout_data(val_tasks=TASKS)
     saver = ModelCheckpoint(folder, filename="last", enable_version_counter=False)
     callbacks = [saver, RolloutWriter(str(folder / "rollouts"))]
     trainer = fit(module, data, folder, steps=steps, resume=resume, callbacks=callbacks)
@@ -426,3 +430,62 @@ def test_a_decode_that_leaves_no_choice_is_no_item_and_moves_no_other() -> None:
     expected = [*reference(module, records[1]), *reference(module, records[2])]
     found = module.eval().score(samples.select(torch.arange(2))).log_prob
     torch.testing.assert_close(found, torch.stack(expected), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "tasks", "message"),
+    [
+        ([Graded()], TASKS, r"^data\.rewards: expected ForwardPrice, .*, got none$"),
+        ([Graded(), ForwardPrice(0.0)], TASKS, r"^constraint: ForwardPrice\.price: .* got 0\.0$"),
+        ([Graded(), ForwardPrice(0.1)], None, r"^constraint: expected graded val_tasks, .* none$"),
+        ([DigitReward(), ForwardPrice(0.1)], TASKS, r"^constraint: expected graded val_tasks, .*"),
+    ],
+)
+def test_runs_without_a_price_or_an_accuracy_are_refused(
+    tmp_path: Path, rewards: list[Any], tasks: Any, message: str
+) -> None:
+    module = actor(family=WORDS, constraint=PriceConstraint())
+    with pytest.raises(ValueError, match=message):
+        fit(module, rollout_data(rewards=rewards, val_tasks=tasks), tmp_path, steps=1)
+
+
+def held(
+    folder: Path, accuracies: list[float], *, steps: int, resume: Path | None = None
+) -> tuple[list[float], AcceptanceScorer]:
+    """Prices of the RL steps of a run whose validations find these accuracies, and the policy."""
+    settings = ScorerSettings(inputs=("price",))
+    rule = PriceConstraint(margin=0.0, rate=1.0)
+    module = actor(family=WORDS, constraint=rule, settings=settings)
+    data = rollout_data(rewards=[DigitReward(), Graded(), ForwardPrice(0.02)], val_tasks=TASKS)
+    prices: list[float] = []
+
+    class Watch(ModelCheckpoint):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            one = pl_module.loop.current.rollouts[0]
+            prices.append(round(-one.parts["forwards"] / one.record.num_steps, 6))
+
+    found: Iterator[float] = iter(accuracies)
+
+    def result(self: RolloutValidation, ranks: Any) -> dict[str, float]:
+        self.last = {"reward": 0.0, "accuracy": next(found)}
+        return self.last
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RolloutValidation, "result", result)
+        saver = Watch(folder, filename="last", enable_version_counter=False)
+        options: Any = {"callbacks": [saver], "num_sanity_val_steps": -1}
+        fit(module, data, folder, steps=steps, resume=resume, **options)
+    return prices, module.scorer
+
+
+def test_the_price_of_a_run_rises_falls_back_and_is_resumed(tmp_path: Path) -> None:
+    """Accuracy 0.5 at the start, then 0.5, 0.4, 0.6 and 0.6: 0.02 doubles, halves, doubles."""
+    prices, policy = held(tmp_path / "whole", [0.5, 0.5, 0.4, 0.6, 0.6], steps=4)
+    assert prices == [0.02, 0.04, 0.02, 0.04]
+    assert policy.commits.price == pytest.approx(0.08)  # told at the next step
+    held(tmp_path / "part", [0.5, 0.5, 0.4], steps=2)
+    # The check at the start of the second part finds another accuracy, which is none of a start.
+    last = tmp_path / "part" / "last.ckpt"
+    resumed, other = held(tmp_path / "part", [0.7, 0.6, 0.6], steps=4, resume=last)
+    assert resumed == prices[2:]
+    assert other.digest() == policy.digest()

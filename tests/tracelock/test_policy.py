@@ -186,7 +186,7 @@ def test_what_a_network_is_told_by_hand() -> None:
     cached = told_by_step({**in_blocks, "cache": d.DualCache()})
     assert [step[0][0] for step in cached] == [0.0, 0.693, 1.099] * 2
     assert [[cell[1] for cell in step] for step in cached][::3] == [[1.099, 0.693, 0.0]] * 2
-    assert {cell[2] for step in cached for cell in step} == {0.5}
+    assert {cell[2] for step in cached for cell in step} == {50.0}
     for components in (in_blocks, {}):
         assert {cell[0] for step in told_by_step(components) for cell in step} == {0.0}
     assert [round(x, 3) for (x,) in told_by_step({}, ("distance",))[0]] == [

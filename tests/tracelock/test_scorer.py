@@ -9,7 +9,7 @@ import torch
 from lit_dlm.backbones.projection import FeatureSettings, ProjectorConfig
 from lit_dlm.system.files import write_folder
 from lit_dlm.tracelock.network import AcceptanceConfig
-from lit_dlm.tracelock.scorer import AcceptanceScorer, ScorerSettings
+from lit_dlm.tracelock.scorer import AcceptanceScorer, ScorerSettings, as_record
 from tests.projectors import random_orthogonal
 
 HEAD = AcceptanceConfig(width=16, num_layers=1, num_heads=2, ffn_width=16)
@@ -89,7 +89,7 @@ def settings(folder: Path, **changes: object) -> None:
     write_folder(folder, {**record, **changes}, scorer().state_dict(), **names)
 
 
-STORED = ScorerSettings(features=FeatureSettings(entropy=False)).record()
+STORED = as_record(ScorerSettings(features=FeatureSettings(entropy=False)))
 
 
 def of_another_export(folder: Path) -> None:
