@@ -58,7 +58,7 @@ class Batch:
     ) -> None:
         self.state = self._kept(decoder.begin(backbone, canvas))
         self.first_mask: list[int] = []
-        """The leftmost unfinished column of each row at the last look, -1 where it has ended."""
+        """The leftmost unfinished column of every row, at the last look."""
         self.status: list[int] = []
         """The status of every row, at the last look."""
         self._backbone, self._decoder = backbone, decoder
@@ -93,9 +93,8 @@ class Batch:
         """Tells the host where rows are and how they have ended; waits for the device."""
         # Together, since the host would wait for each transfer of its own. For a step this is the
         # only one: it is also where a number that is not one is noticed.
-        status = self.state.status
-        first = first_column(self.state.unfinished).masked_fill(status != RUNNING, -1)
-        self.first_mask, self.status = torch.stack([first, status]).tolist()
+        looked = torch.stack([first_column(self.state.unfinished), self.state.status])
+        self.first_mask, self.status = looked.tolist()
         broken = [row for row, status in enumerate(self.status) if status == BROKEN]
         if broken:
             last_step = int(self.state.step[broken[0]]) - 1
@@ -103,8 +102,9 @@ class Batch:
 
     def prepare(self) -> None:
         """Does what the host has to do before a step: plans, prompts of new rows."""
+        first_mask = [-1 if row in self.frozen else at for row, at in enumerate(self.first_mask)]
         with self._own_precision():
-            self._forwards.prepare(self.state, self.first_mask)
+            self._forwards.prepare(self.state, first_mask)
 
     def step(self, requires: frozenset[str]) -> StepRecord:
         """Takes a step."""
