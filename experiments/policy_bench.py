@@ -45,6 +45,7 @@ from chain import (
     student,
     table,
 )
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
@@ -694,10 +695,15 @@ def summary_table(results: dict[tuple[str, str], Decodes], within: float = 0.0) 
     return table([["", *CONTESTS], *lines.values()])
 
 
-def interval(mean: float, error: float, freedom: float) -> str:
-    """Formats a difference in points with its 95 % interval, of Student's t."""
+def margin(error: float, freedom: float) -> float:
+    """Returns how far a 95 % interval, of Student's t, reaches to either side."""
     values, tails = student(freedom)
-    width = error * float(np.interp(-0.05, -tails, values))
+    return error * float(np.interp(-0.05, -tails, values))
+
+
+def interval(mean: float, error: float, freedom: float) -> str:
+    """Formats a difference in points with its 95 % interval."""
+    width = margin(error, freedom)
     low, high = mean - width, mean + width
     return f"{100 * mean:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
 
@@ -760,6 +766,31 @@ def shown(cell: Cell) -> str:
 
 SERIES = {"threshold": 5, "left-to-right": 2, "entropy-bounded": 0, "tracelock": 3, "outcome": 1}
 """Indices into a theme's colours by policy, the last one on top; all other fronts are grey."""
+FIVE = {
+    "outcome": "TraceLock from outcomes",
+    "tracelock": "TraceLock from traces",
+    "entropy-bounded": "entropy-bounded",  # the most accurate rule below 32 forwards
+    "threshold": "threshold",
+    "left-to-right": "left to right",
+}
+"""Policies in README's figure, and how it calls them."""
+
+
+def fastest(test: Decodes, policy: str, windows: Sequence[str]) -> list[Cell]:
+    """Returns a policy's cells in some windows that are more accurate than all its faster ones."""
+    cells = [cell for cell in test.correct if cell[0] == policy and cell[1] in windows]
+    front: list[Cell] = []
+    for cell in sorted(cells, key=test.point):
+        if not front or test.point(cell)[1] > test.point(front[-1])[1]:
+            front.append(cell)
+    return front
+
+
+def mark_forwards(axis: Axes) -> None:
+    """Gives an axis a logarithmic scale of forwards."""
+    axis.set_xscale("log")
+    axis.set_xticks(ticks := (1, 2, 4, 8, 16, 32), [f"{tick}" for tick in ticks], minor=False)
+    axis.set_xticks([], minor=True)
 
 
 def draw(results: dict[tuple[str, str], Decodes], path: Path) -> None:
@@ -776,10 +807,7 @@ def draw(results: dict[tuple[str, str], Decodes], path: Path) -> None:
             best = 100 * max(rates.mean() for rates in test.correct.values())
             others = {cell[0] for cell in test.correct} - SERIES.keys()
             for policy in (*sorted(others), *SERIES):
-                points = sorted(
-                    test.point(c) for c in test.correct if c[0] == policy and c[1] in windows
-                )
-                front = [p for n, p in enumerate(points) if all(p[1] > q[1] for q in points[:n])]
+                front = [test.point(cell) for cell in fastest(test, policy, windows)]
                 if front:
                     is_named = policy in SERIES
                     x, y = zip(*front, strict=True)
@@ -796,11 +824,8 @@ def draw(results: dict[tuple[str, str], Decodes], path: Path) -> None:
             axis.plot(
                 steps, 100 * rates, ":", color=theme.text, label="the fastest for each problem"
             )
-            axis.set(ylim=(best - 40, 101), xscale="log")
-            axis.set_xticks(
-                ticks := (1, 2, 4, 8, 16, 32), [f"{tick}" for tick in ticks], minor=False
-            )
-            axis.set_xticks([], minor=True)
+            axis.set_ylim(best - 40, 101)
+            mark_forwards(axis)
             axis.set_xlim(0.8 * steps[0], None)
             if row == 0:
                 axis.set_title(kind)
@@ -815,8 +840,37 @@ def draw(results: dict[tuple[str, str], Decodes], path: Path) -> None:
     save_themes(path, figure)
 
 
+def draw_five(test: Decodes, path: Path) -> None:
+    """Draws ``FIVE`` on a test list without a cache, in their best windows, with 95 % intervals."""
+
+    def figure(theme: Theme) -> Figure:
+        drawn = Figure(figsize=(7.0, 3.6), layout="constrained")
+        axis = drawn.subplots()
+        for marker, (policy, label) in zip("osD^v", FIVE.items(), strict=True):
+            cells = fastest(test, policy, ("whole", *CONTESTS["blocks"]))
+            rights = [test.correct[cell] for cell in cells]
+            axis.errorbar(
+                [test.forwards[cell].mean() for cell in cells],
+                [100 * right.mean() for right in rights],
+                [100 * margin(standard_error(one), degrees_of_freedom(one)) for one in rights],
+                label=label,
+                color=theme.series[SERIES[policy]],
+                marker=marker,
+                markersize=4,
+                elinewidth=0.8,
+            )
+        axis.set(xlabel="forwards of the model for a problem", ylabel="right, %")
+        mark_forwards(axis)
+        axis.set_xlim(4, 36)
+        tidy_axes(axis)
+        common_legend(drawn, 3)
+        return drawn
+
+    save_themes(path, figure)
+
+
 def report(path: Path) -> None:
-    """Prints the tables and draws the figure of a results file."""
+    """Prints the tables and draws the figures of a results file."""
     try:
         results = read(path)
     except (pa.ArrowInvalid, OSError) as error:
@@ -824,6 +878,8 @@ def report(path: Path) -> None:
             f"--results: {path}: expected results of this bench, got {type(error).__name__}"
         ) from None
     draw(results, path.with_suffix(".png"))
+    if ("words", "test") in results:
+        draw_five(results["words", "test"], path.with_name(f"{path.stem}_words.png"))
     for within in (0.0, NEAR):
         print(summary_table(results, within))
         print(contests_table(results, within))

@@ -172,6 +172,9 @@ def test_the_policy_bench_compares_at_equal_forwards_and_keeps_every_decode(
     assert (fast[2], slow[2], share, rate) == ("0.6", "0.9", 0.25, 0.625)
     assert found["difference"][0] == pytest.approx(0.25)
     assert test.shares[own] == pytest.approx(0.25)
+    fronts = {name: bench["fastest"](test, name, ("whole",)) for name in ("threshold", "outcome")}
+    assert [cell[2] for cell in fronts["threshold"]] == ["0.6", "0.9"]
+    assert [cell[2] for cell in fronts["outcome"]] == ["0.5"]  # 0.8 is slower and worse
     # Problems vary by 1/16 * (1 + 1/3), seeds by 1/32; the product of both effects is small.
     wide = np.array([[1.0, 0.0, 1.0, 0.0] * 50, [1.0, 0.0, 1.0, 1.0] * 50])
     seeds, problems = wide.mean(1).var(ddof=1) / 2, wide.mean(0).var(ddof=1) / 200
