@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -127,40 +126,6 @@ def report(path: Path) -> None:
     print(tables(frame, facts))
     curves = [curve for curve in facts["curves"] if "rows" not in curve[0]]
     save_themes(path.with_suffix(".png"), partial(drawn, frame, curves))
-    save_themes(path.with_name(f"{path.stem}_front.png"), partial(front_drawn, frame))
-
-
-FRONT = {
-    ("control", "autoregressive"): "trained as an autoregressive model instead",
-    ("block", "confidence"): "one token a step (confidence)",
-    ("block", "threshold"): "threshold 0.7, 0.9, 0.98",
-    ("block", "tracelock"): "TraceLock",
-    ("block", "outcome"): "TraceLock trained on outcomes",
-}
-"""Models and families of methods in README's figure, and how it calls them."""
-
-
-def front_drawn(frame: Any, theme: Theme) -> Figure:
-    """Draws accuracy with 95 % intervals against forwards, for what ``FRONT`` names."""
-    figure = Figure(figsize=(7.0, 3.6), layout="constrained")
-    axis = figure.subplots()
-    families = frame.method.astype(str).str.partition("_")[0]
-    styles = method_styles([name for _, name in FRONT], theme)
-    for ((model, name), label), style in zip(FRONT.items(), styles, strict=True):
-        part = frame[(frame.model.astype(str) == model) & (families == name)]
-        points = part.groupby("method", observed=True)[["forwards", "correct"]].mean()
-        points = points.sort_values("forwards")
-        right = 100 * points.correct
-        bounds = [wilson_interval(rate, part.uid.nunique()) for rate in points.correct]
-        low, high = zip(*bounds, strict=True)
-        errors = right - np.multiply(100, low), np.multiply(100, high) - right
-        axis.errorbar(points.forwards, right, errors, label=label, **style)
-    axis.set(xlabel="forwards of the model for a problem", ylabel="right, %", xscale="log")
-    axis.xaxis.set_major_formatter("{x:g}")
-    axis.xaxis.set_minor_formatter("{x:g}")
-    tidy_axes(axis)
-    common_legend(figure, 2)
-    return figure
 
 
 def drawn(frame: Any, curves: Sequence[Sequence[Any]], theme: Theme) -> Figure:
