@@ -7,6 +7,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from lit_dlm.toy import PythonFunctions, WordProblems
 from tests.quickstart import kept_summaries, table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -119,6 +120,46 @@ def test_policies_of_cards_have_the_figures_of_their_decodes(card: str):
             f"{rate:.3f} ± {(rate * (1 - rate) / 1000) ** 0.5:.3f} ({one.forwards.mean():.1f})"
             for rate, one in zip(rates, rows, strict=True)
         )
+
+
+def asked(
+    task: type[WordProblems | PythonFunctions], split: str, count: int, seed: int
+) -> set[str]:
+    """What the problems of a list ask for, apart from names and things."""
+    keys = ("spec",) if task is PythonFunctions else ("start", "moves")
+    listed = task(split=split, num_examples=count, seed=seed).examples()
+    return {str([one.reference[key] for key in keys]) for one in listed}
+
+
+@pytest.mark.slow
+def test_as_many_problems_recur_as_the_pages_say():
+    """Of lists whose seeds and lengths are those of the quickstart, the card and the bench."""
+    recurring: dict[str, list[int]] = {}
+    for task, traces, validated in ((PythonFunctions, 700, 200), (WordProblems, 1600, 300)):
+        card = asked(task, "train", 4000, 0)
+        bench, traced = asked(task, "train", 4000, 1000), asked(task, "train", traces, 0)
+        quickstart, tested = asked(task, "test", 200, 0), asked(task, "test", 1000, 23)
+        chosen = asked(task, "train", 300, 101)
+        assert not (quickstart | tested) & (card | traced)
+        for name, shared in (
+            ("tested", quickstart & tested),
+            ("validated", asked(task, "train", validated, 1) & card),
+            ("prompts", chosen & bench),
+            ("traces", chosen & (bench | traced)),
+        ):
+            recurring.setdefault(name, []).append(len(shared))
+    text = " ".join((ROOT / "lit_dlm" / "assets" / "tiny" / "README.md").read_text().split())
+    assert "{} functions and {} word problems recur".format(*recurring["tested"]) in text
+    validated = "{} of 200 functions and {} of 300 word problems are among"
+    assert validated.format(*recurring["validated"]) in text
+    text = " ".join(page("policies").split())
+    assert (
+        "of 300, by numbers and operations, {} of functions, {} of words".format(
+            *recurring["prompts"]
+        )
+        in text
+    )
+    assert "traced problems {} of functions and {} of words".format(*recurring["traces"]) in text
 
 
 def test_numbers_of_the_list_of_results_are_on_their_pages():
