@@ -18,8 +18,25 @@ def _each_is_counted_once() -> Iterator[None]:
         import launches
 
         patch.setattr(launches.DecodeCase, "__hash__", object.__hash__)
-        patch.setattr(launches, "decode_counts", cache(launches.decode_counts))
+        for name in ("decode_counts", "graph_report", "training_counts"):
+            patch.setattr(launches, name, cache(getattr(launches, name)))
         yield
+
+
+EAGER = (
+    "dream_b1_dual", "dream_b1_top_p", "dream_b16_dual", "dream_b64_dual", "dream_b16",
+    "dream_b16_padded", "sdar_b1", "sdar_b64", "sdar_4b_b1", "sdar_4b_b64", "llada2_b1",
+    "llada2_b64", "sdar_b64_prompts", "greedy", "drawn", "filtered",
+    "sft", "tabom", "tracerl", "tracelock",
+)  # fmt: skip
+"""Cases in the order of the page's first table."""
+LONG = {"dream_b16_dual", "dream_b64_dual", "llada2_b64"}
+"""Cases of 32 eager steps, which take ten seconds each to count."""
+GRAPHED = (
+    "dream_b1_dual", "dream_b1_top_p", "dream_b16_dual", "dream_b64_dual",
+    "sdar_b1", "sdar_b64", "llada2_b1", "llada2_b64",
+)  # fmt: skip
+"""Cases in the order of its second table, where SDAR-4B shares the rows of SDAR-8B."""
 
 
 def test_launches_bytes_waits_and_mixed_devices_are_counted_and_views_are_not() -> None:
@@ -167,6 +184,53 @@ def test_a_training_step_keeps_to_its_launches_bytes_and_waits(
     assert (counts.waits.total(), counts.mixed.total()) == (waits, 0)
     assert counts.launches <= most  # with the casts of autocast
     assert counts.bytes <= gigabytes * 1e9
+
+
+def rows_of_page(head: str) -> list[list[str]]:
+    """What the page's table with this first line shows, row by row, without the names of rows."""
+    text = (ROOT / "docs" / "results" / "real_size" / "index.md").read_text()
+    lines = text.partition(head)[2].partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.split("|")[2:-1]] for line in lines]
+
+
+def counted(case: str) -> list[float]:
+    """A step's launches, roofline in ms, GB, attention in TFLOP and host waits."""
+    import launches
+
+    steps = 1
+    if case in launches.CASES:
+        counts, steps = launches.decode_counts(launches.CASES[case]), launches.CASES[case].steps
+    elif case in launches.SAMPLERS:
+        counts = launches.sampling_counts(launches.SAMPLERS[case])
+    else:
+        counts = launches.training_counts(case)
+    found = counts.launches, 1e3 * counts.seconds, counts.bytes / 1e9, counts.tile_flops / 1e12
+    return [one / steps for one in (*found, counts.waits.total())]
+
+
+def shown_otherwise(shown: list[str], figures: list[float]) -> list[tuple[str, float]]:
+    """Returns figures that a row shows, rounded otherwise than to its own digits."""
+    return [
+        (text, figure)
+        for text, figure in zip(shown, figures, strict=True)
+        if text and text != f"{figure:,.{len(text.partition('.')[2])}f}"
+    ]
+
+
+def test_the_page_shows_what_is_counted() -> None:
+    from launches import graph_report
+
+    eager = dict(zip(EAGER, rows_of_page("| a step of | launches | roofline"), strict=True))
+    wrong = {name: shown_otherwise(eager[name], counted(name)) for name in {*EAGER} - LONG}
+    told = graph_report()
+    rows = rows_of_page("| a step of | before: launches")
+    for name, (before, *shown) in zip(GRAPHED, rows, strict=True):
+        assert before == eager[name][0]
+        for case in {name, name.replace("sdar_", "sdar_4b_")}:
+            parts = ("outside", "outside_with_look", "inside_graph", "uploads", "waits")
+            figures = [told[f"{case}_{part}"] for part in parts]
+            wrong[f"{case}, graphed"] = shown_otherwise(shown, figures)
+    assert not {name: found for name, found in wrong.items() if found}
 
 
 def test_packing_saves_tokens_and_tiles_save_attention() -> None:
