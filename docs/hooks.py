@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dlm.commands.recipes import described, folder
-from lit_dlm.config.files import packaged
+from lit_dlm.config.files import compose, packaged, variants
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -28,6 +28,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     markdown = _PICTURE.sub(_themed, markdown)
     folder = DOCS / Path(page.file.src_uri).parent
     return _LINK.sub(lambda link: _named_if_outside(link, folder), markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Docstrings name things by Sphinx's roles, of which mkdocstrings knows nothing."""
+    return re.sub(r":(?:attr|class|data|func|meth|mod):<code>(?:~[\w.]+\.)?", "<code>", html)
 
 
 def _named_if_outside(link: re.Match[str], folder: Path) -> str:
@@ -59,11 +64,34 @@ def recipes() -> str:
     for method, names in groupby(packaged("exp"), key=folder):
         lines += [
             f"\n## {method}\n",
-            "| experiment | what | needs | expected |",
-            "|---|---|---|---|",
+            "| experiment | model | what | needs | expected |",
+            "|---|---|---|---|---|",
         ]
-        for name, what, *fields in (row for one in names for row in described(one)):
-            told = {key: text for key, _, text in (field.partition(": ") for field in fields)}
-            cells = (f"`{name.strip()}`", what, told.get("Needs", ""), told.get("Expected", ""))
-            lines.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
+        for one in names:
+            commands = (["--config", one, *words] for words in ([], *variants(one)))
+            lines += map(_row, described(one), commands)
     return "\n".join(lines)
+
+
+def _row(described: list[str], command: list[str]) -> str:
+    name, what, *fields = described
+    told = {key: text for key, _, text in (field.partition(": ") for field in fields)}
+    needs = told.get("Needs", "")
+    # recipes.js filters by this attribute, and by the model of the next cell.
+    experiment = f'`{name.strip()}`{{ data-hardware="{_hardware(needs)}" }}'
+    cells = (experiment, _model(command), what, needs, told.get("Expected", ""))
+    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
+
+
+def _hardware(needs: str) -> str:
+    if found := re.search(r"one GPU with \d+ GB", needs):
+        return found[0]
+    return "several GPUs" if "GPUs" in needs else "CPU"
+
+
+def _model(command: list[str]) -> str:
+    """The name of the model that a command works on, without its owner or folder."""
+    document = compose(command).document
+    path = document["model"]["init_args"]["backbone"]["init_args"].get("path", "from scratch")
+    *folders, name = path.replace("${run_dir}", document["run_dir"]).split("/")
+    return folders[1] if folders[:1] == ["runs"] else name  # the run that made it
