@@ -36,7 +36,7 @@ def blocks(path: Path) -> list[tuple[str, str]]:
 def commands(path: Path) -> list[list[str]]:
     """Every lit-dlm command of a page, as its arguments; where output is shown, of its prompts."""
     found: list[list[str]] = []
-    texts = [text for kind, text in blocks(path) if kind in ("", "sh", "bash")]
+    texts = [text for kind, text in blocks(path) if kind in ("", "sh", "bash", "console")]
     if path.name == "README.md":
         texts += re.findall(r"`(lit-dlm [^`]+)`", path.read_text())
     for text in texts:
