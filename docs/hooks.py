@@ -1,8 +1,9 @@
-"""What MkDocs does before it reads a page: links out of the docs, and the list of recipes."""
+"""What MkDocs does before it reads a page: links out of the docs and to the glossary, recipes."""
 
 from __future__ import annotations
 
 import re
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from lit_dlm.config.files import compose, packaged, variants
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
+GLOSSARY = "concepts/glossary.md"
 _LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>\.\./[^)#]+)[^)]*\)")
 _PICTURE = re.compile(
     r'<picture><source media="[^"]+" srcset="(?P<dark>[^"]+)"><img\s+src="(?P<light>[^"]+)"'
@@ -20,14 +22,17 @@ _PICTURE = re.compile(
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """What is no page is named instead of linked."""
+    """Fills in what is made from other files; names instead of links what is no page."""
     if page.file.src_uri == "reference/recipes.md":
         markdown = markdown.replace("@@RECIPES@@", recipes())
     if page.file.src_uri == "index.md":
         markdown = markdown.replace('--8<-- "README.md:intro"', intro())
     markdown = _PICTURE.sub(_themed, markdown)
     folder = DOCS / Path(page.file.src_uri).parent
-    return _LINK.sub(lambda link: _named_if_outside(link, folder), markdown)
+    markdown = _LINK.sub(lambda link: _named_if_outside(link, folder), markdown)
+    if page.file.src_uri == GLOSSARY:
+        return markdown
+    return _explained(markdown, "../" * page.file.src_uri.count("/") + GLOSSARY)
 
 
 def on_page_content(html: str, **_: Any) -> str:
@@ -50,6 +55,58 @@ def _themed(picture: re.Match[str]) -> str:
     return "".join(
         f"![{picture['alt']}]({picture[kind]}#only-{kind}){size}" for kind in ("light", "dark")
     )
+
+
+TERMS = (
+    *("acceptance network", "adapter", "advantage", "backbone", "canvas", "commit policy"),
+    *("embedded model", "end-of-text gate", "forward", "lockstep score", "masking"),
+    *("outcome policy", "pass@k", "projector", "quota", "right shift", "RL step", "rollout"),
+    *("rollout proxy", "shard", "stall rule", "threshold", "trace", "trajectory", "twin"),
+    "value model",
+)
+"""What a reader may not know and has one meaning; a first column of the glossary names each."""
+_TERM_OF = {form.lower(): term for term in TERMS for form in (term, f"{term}s", f"{term[:-1]}ies")}
+_FORMS = "|".join(sorted(map(re.escape, _TERM_OF), key=len, reverse=True))
+_TERM = re.compile(rf"(?<![\w-])(?:{_FORMS})(?![\w-])", re.IGNORECASE)
+_PROSE = re.compile(
+    r"^(?P<fence> *```).*?^(?P=fence)|^(?:\||#|:::|    )[^\n]*|<[^>]*>|`[^`]*`"
+    rf"|!?\[(?P<text>[^\]]*)\]\([^)]*\)|(?P<term>{_TERM.pattern})",
+    re.DOTALL | re.MULTILINE | re.IGNORECASE,
+)
+"""What is no prose (code, tables, headings), a link, or a term."""
+
+
+def _explained(markdown: str, glossary: str) -> str:
+    """Links a term where it first stands to the glossary; the link's title says what it is."""
+    meanings, explained = _meanings(), set[str]()
+
+    def linked(found: re.Match[str]) -> str:
+        new = {_TERM_OF[one.lower()] for one in _TERM.findall(found["text"] or found["term"] or "")}
+        new -= explained
+        explained.update(new)
+        if not (new and found["term"]):
+            return found[0]
+        section, meaning = meanings[new.pop()]
+        return f'[{found[0]}]({glossary}#{section} "{meaning}")'
+
+    return _PROSE.sub(linked, markdown)
+
+
+@cache
+def _meanings() -> dict[str, tuple[str, str]]:
+    """Section of the glossary and meaning of what its first columns name."""
+    found: dict[str, tuple[str, str]] = {}
+    section = ""
+    for line in (DOCS / GLOSSARY).read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            section = line.removeprefix("## ").lower().replace(" ", "-")
+        elif line.startswith("| "):
+            names, meaning = line.removeprefix("| ").split(" | ")[:2]
+            named, told = names.split(", "), re.sub(r'[`*"]', "", meaning).split("; ")
+            for number, name in enumerate(named):
+                own = told[number] if len(named) == len(told) else "; ".join(told)
+                found.setdefault(name, (section, own))
+    return found
 
 
 def intro() -> str:

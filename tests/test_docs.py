@@ -84,6 +84,13 @@ def test_every_page_is_once_in_the_navigation():
     assert sorted(named) == sorted(str(path.relative_to(docs)) for path in docs.rglob("*.md"))
 
 
+def test_pages_begin_with_a_paragraph():
+    """What a page has to say comes before its parts; the start page has that of the README."""
+    pages = [page for page in ROOT.glob("docs/**/*.md") if page.parent.name != "docs"]
+    starts = {page: re.findall(r"^# .+\n\n(.*)", page.read_text()) for page in pages}
+    assert not [page for page, found in starts.items() if not re.match(r"[\w*`\[]", found[0])]
+
+
 def test_every_picture_has_a_dark_version_and_a_page():
     text = "".join(page.read_text() for page in PAGES)
     assert not re.findall(r"!\[[^\]]*\]\(.*", text)
