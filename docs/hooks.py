@@ -112,7 +112,8 @@ def _meanings() -> dict[str, tuple[str, str]]:
 def intro() -> str:
     """The start of the README as a page of the docs would have it."""
     text = (ROOT / "README.md").read_text(encoding="utf-8").split("<!-- --8<-- [")[1]
-    return re.sub(r'(\]\(|src="|srcset=")docs/', r"\1", text.partition("-->")[2])
+    text = text.partition("-->")[2].replace("```\n$", "```console\n$")
+    return re.sub(r'(\]\(|src="|srcset=")docs/', r"\1", text)
 
 
 def recipes() -> str:

@@ -76,7 +76,7 @@ def test_what_a_command_prints_is_what_the_page_shows(page: str):
 def test_fine_tuning_the_shipped_model_changes_little_as_the_page_says():
     page = (ROOT / "docs" / "how-to" / "finetune.md").read_text()
     (block,) = re.findall(
-        r"```\n(lit-dlm predict --config exp/distill_tiny.*?)```", page, re.DOTALL
+        r"```(?:sh)?\n(lit-dlm predict --config exp/distill_tiny.*?)```", page, re.DOTALL
     )
     base = "lit-dlm predict --config exp/evaluate_tiny --run_dir runs/evaluate_base"
     for line in [*block.replace("\\\n", " ").splitlines(), base]:
