@@ -38,7 +38,7 @@ def driver() -> Iterator[Any]:
 def test_pages_have_what_hooks_and_docstrings_add(site: Path):
     pages = {str(path.parent.relative_to(site)): path for path in site.rglob("index.html")}
     texts = {name: path.read_text() for name, path in pages.items()}
-    assert "<strong>masked diffusion language models</strong>" in texts["."]  # a section of the README
+    assert "<strong>masked diffusion language models</strong>" in texts["."]  # README
     assert 'data-hardware="CPU">benchmark_tiny' in texts["reference/recipes"]
     assert 'id="lit_dlm.rl.step.rl_step"' in texts["reference/rl"]
     assert "stack_dark.png#only-dark" in texts["results/stack"]
