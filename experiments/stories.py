@@ -2,7 +2,8 @@
 
 A story has an opening, one or two events and a question. Their sentences, without names, things and
 numbers, are its template; one template in ten is held out, so no training problem is worded like a
-test problem. Answers are worked out line by line and end in ``#### N``.
+test problem. Answers are worked out line by line and end in ``#### N``. Two more tasks, which nothing
+is trained on, have sentences that are all new, and three events.
 """
 
 from __future__ import annotations
@@ -57,6 +58,30 @@ QUESTIONS = (
     "How many {things} are left for {name}?",
     "What is the number of {things} in the end?",
 )
+NEW_OPENINGS: tuple[Opening, ...] = (
+    ("Somebody gave {a} {things} to {name}.", "", ""),
+    ("{a} {things} belong to {name}.", "", ""),
+    ("Behind the door {name} keeps {a} {things}.", "", ""),
+    ("{a} {places} stand in a shop, {b} {things} in every one.", "{sum} {things} at first", "*"),
+    ("{name} filled {a} {places}, always with {b} {things}.", "{sum} {things} at first", "*"),
+    ("{name} carries {a} big {things} and {b} small ones.", "{sum} {things} at first", "+"),
+    ("{a} {things} of {name} are new, the other {b} are not.", "{sum} {things} at first", "+"),
+)
+NEW_EVENTS: tuple[tuple[str, str], ...] = (
+    ("An aunt sends {n} extra ones.", "+"),
+    ("In the attic {name} discovers {n} further ones.", "+"),
+    ("A dog runs away with {n}.", "-"),
+    ("{friend} borrows {n} and does not return these.", "-"),
+    ("During the summer their number grows to {n} times what it was.", "*"),
+    ("A machine makes {n} out of every single one.", "*"),
+    ("{name} splits all of it evenly into {n} shares and takes just a single share.", "/"),
+    ("Only one in every {n} survives a flood.", "/"),
+)
+NEW_QUESTIONS = (
+    "Please count the {things} that {name} owns at last.",
+    "What does {name} end up with?",
+    "Tell me how big the collection of {name} is today.",
+)
 TOGETHER = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}
 _ANSWER = re.compile(r"####\s*(-?\d{1,9})(?!\d)")
 
@@ -65,13 +90,14 @@ class Stories(GeneratedTask):
     """Word problems; a reference holds ``lines`` of the solution, ``template`` and ``answer``."""
 
     name = "stories"
+    openings, events, questions = OPENINGS, EVENTS, QUESTIONS
     missing = "no number after '####'"
 
     def draw(self, rng: random.Random) -> Problem:
         """Draws a problem whose totals stay within 1 to 99 and whose divisions are exact."""
         while True:
-            opening = rng.randrange(len(OPENINGS))
-            sentence, line, sign = OPENINGS[opening]
+            opening = rng.randrange(len(self.openings))
+            sentence, line, sign = self.openings[opening]
             a, b = rng.randint(2, 9), rng.randint(2, 9)
             if sign != "*":
                 a, b = rng.randint(2, 40), rng.randint(2, 40)
@@ -83,10 +109,10 @@ class Stories(GeneratedTask):
                 total = TOGETHER[sign](a, b)
                 lines.append(line.format(sum=f"{a}{sign}{b}={total}", **words))
             texts = [sentence.format(a=a, b=b, **words)]
-            events = rng.sample(range(len(EVENTS)), 1 if sign and rng.random() < 0.5 else 2)
+            events = rng.sample(range(len(self.events)), self.draw_length(rng, bool(sign)))
             totals = [total]
             for event in events:
-                sentence, sign = EVENTS[event]
+                sentence, sign = self.events[event]
                 n = rng.randint(2, 5) if sign in "*/" else rng.randint(2, 40)
                 if sign == "/" and total % n:
                     break
@@ -94,10 +120,10 @@ class Stories(GeneratedTask):
                 totals.append(total)
                 texts.append(sentence.format(n=n, **words))
                 lines.append(f"{before}{sign}{n}={total} {words['things']} then")
-            question = rng.randrange(len(QUESTIONS))
+            question = rng.randrange(len(self.questions))
             if len(totals) == len(events) + 1 and min(totals) >= 1 and max(totals) <= 99:
                 break
-        texts.append(QUESTIONS[question].format(**words))
+        texts.append(self.questions[question].format(**words))
         text = " ".join(texts)
         return Problem(
             key=text,
@@ -109,6 +135,10 @@ class Stories(GeneratedTask):
             },
         )
 
+    def draw_length(self, rng: random.Random, begins_with_sum: bool) -> int:
+        """Draws the number of events."""
+        return 1 if begins_with_sum and rng.random() < 0.5 else 2
+
     def is_of_split(self, problem: Problem, split: str) -> bool:
         return is_held_out(problem.reference["template"]) == (split == "test")
 
@@ -118,3 +148,19 @@ class Stories(GeneratedTask):
     def extract(self, example: PromptExample, completion: str) -> str | None:
         found = _ANSWER.findall(completion)
         return str(int(found[-1])) if found else None
+
+
+class NewSentences(Stories):
+    """Stories of sentences that no training problem has, with the same operations and answers."""
+
+    name = "new_sentences"
+    openings, events, questions = NEW_OPENINGS, NEW_EVENTS, NEW_QUESTIONS
+
+
+class ThreeEvents(Stories):
+    """Stories with one event more than training problems have; answers have up to 54 tokens."""
+
+    name = "three_events"
+
+    def draw_length(self, rng: random.Random, begins_with_sum: bool) -> int:
+        return 3
