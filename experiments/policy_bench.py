@@ -580,23 +580,25 @@ NEAR = 0.01
 
 
 def contest(
-    validation: Decodes, test: Decodes, windows: Sequence[str], within: float = 0.0
+    validation: Decodes,
+    test: Decodes,
+    windows: Sequence[str],
+    within: float = 0.0,
+    policy: str = "outcome",
 ) -> dict[str, Any] | None:
-    """Compares outcome TraceLock with the best of all others at as many forwards.
+    """Compares a policy, outcome TraceLock, with the best of all others at as many forwards.
 
-    Settings of both sides are chosen on the validation list. Ours is the fastest cell that is at
-    most ``within`` less accurate than our best one. Theirs are the two cells whose mixture (each
-    problem is decoded by one or the other, at random) is the most accurate at our forwards; the
-    mixture's shares are those that give our forwards on the test list.
+    Settings of both sides are chosen on the validation list, ours by :func:`choice`. Theirs are the
+    two cells whose mixture (each problem is decoded by one or the other, at random) is the most
+    accurate at our forwards; the mixture's shares are those that give our forwards on the test
+    list.
     """
     cells = [cell for cell in test.correct if cell[1] in windows]
-    ours = [cell for cell in cells if cell[0] == "outcome"]
-    others = [cell for cell in cells if cell[0] != "outcome"]
+    ours = [cell for cell in cells if cell[0] == policy]
+    others = [cell for cell in cells if cell[0] != policy]
     if not ours or not others:
         return None
-    best = max(validation.point(cell)[1] for cell in ours)
-    near = [cell for cell in ours if validation.point(cell)[1] >= best - within]
-    own = min(near, key=lambda cell: (validation.point(cell)[0], -validation.point(cell)[1]))
+    own = choice(validation, ours, within)
     at = test.point(own)[0]
     fast, slow, share = mixture(validation, test, others, at)
     mixed = (1 - share) * test.correct[fast] + share * test.correct[slow]
@@ -607,6 +609,13 @@ def contest(
         "theirs": (fast, slow, share, float(mixed.mean())),
         "difference": (float(difference.mean()), error, freedom),
     }
+
+
+def choice(validation: Decodes, cells: Sequence[Cell], within: float) -> Cell:
+    """Returns the fastest cell that is at most ``within`` less accurate than the best one."""
+    best = max(validation.point(cell)[1] for cell in cells)
+    near = [cell for cell in cells if validation.point(cell)[1] >= best - within]
+    return min(near, key=lambda cell: (validation.point(cell)[0], -validation.point(cell)[1]))
 
 
 def mixture(
@@ -655,12 +664,18 @@ def contests(
             lists = results[task, "validation"], results[task, "test"]
             if one := contest(*lists, windows, within):
                 found.append((task, name, one))
-    tails = []
-    for *_, one in found:
-        mean, error, freedom = one["difference"]
-        tails.append(float(np.interp(abs(mean) / max(error, 1e-12), *student(freedom))))
-    adjusted = holm(tails)
+    adjusted = p_values([one["difference"] for *_, one in found])
     return [(*one, p) for one, p in zip(found, adjusted, strict=True)]
+
+
+def p_values(differences: Iterable[tuple[float, float, float]]) -> list[float]:
+    """Returns Holm's p-values of differences: mean, standard error and degrees of freedom each."""
+    return holm(
+        [
+            float(np.interp(abs(mean) / max(error, 1e-12), *student(freedom)))
+            for mean, error, freedom in differences
+        ]
+    )
 
 
 def contests_table(results: dict[tuple[str, str], Decodes], within: float = 0.0) -> str:

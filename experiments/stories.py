@@ -2,8 +2,8 @@
 
 A story has an opening, one or two events and a question. Their sentences, without names, things and
 numbers, are its template; one template in ten is held out, so no training problem is worded like a
-test problem. Answers are worked out line by line and end in ``#### N``. Two more tasks, which nothing
-is trained on, have sentences that are all new, and three events.
+test problem. Answers are worked out line by line and end in ``#### N``. Two more tasks, on which
+nothing is trained, have new sentences, and three events.
 """
 
 from __future__ import annotations
