@@ -1,9 +1,10 @@
-"""All stages of ``experiments/real_model.py`` on a small Llama."""
+"""All stages of ``real_model.py`` and ``real_policies.py`` in experiments, on a small Llama."""
 
 import json
 import runpy
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -33,9 +34,17 @@ def by_luck(self: object, example: PromptExample, completion: str) -> Verdict:
     return Verdict(status="right" if is_right else "wrong")
 
 
-def experiment(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["real_model.py", *map(str, arguments)])
-    runpy.run_path(str(ROOT / "experiments" / "real_model.py"), run_name="__main__")
+POLICY_SIZES = {
+    "validation": 2, "test": 3, "new": 2, "traces": 24, "head_updates": 5, "outcome_steps": 1,
+    "outcome_prompts": 2, "outcome_validation": 2, "clocked": 2, "rounds": 1,
+}  # fmt: skip
+
+
+def experiment(
+    monkeypatch: pytest.MonkeyPatch, *arguments: object, script: str = "real_model.py"
+) -> None:
+    monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
+    runpy.run_path(str(ROOT / "experiments" / script), run_name="__main__")
 
 
 def test_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,6 +99,7 @@ def test_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads((tmp_path / "real_model.json").read_text()) == facts
 
     follow_next_tokens(out / "models" / "control")
+    learn_policies(out, monkeypatch)
 
     weights = out / "kept" / "block" / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
@@ -98,6 +108,47 @@ def test_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (out / "real_model.parquet").write_bytes(b"PAR0")
     with pytest.raises(SystemExit, match=r"--results: .*expected results of this experiment"):
         experiment(monkeypatch, "--results", out / "real_model.parquet")
+
+
+def learn_policies(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second part, which takes over the decodes of rules on the test list."""
+    arguments: list[object] = ["--out", out, "--kept", out / "kept"]
+    arguments += ["--decodes", out / "real_model.parquet", "--outcome_seeds", 0]
+    arguments += ["--train_seeds", 0, 1]
+    for name, size in POLICY_SIZES.items():
+        arguments += [f"--{name}", size]
+    learn = partial(experiment, monkeypatch, *arguments, script="real_policies.py")
+    learn()
+    frame = pq.read_table(out / "real_policies.parquet").to_pandas()
+    counts = frame.groupby(["arm", "task"], observed=True).uid.nunique().to_dict()
+    assert counts == {
+        ("validation", "stories"): 2,
+        ("test", "stories"): 3,
+        ("new sentences", "new_sentences"): 2,
+        ("three events", "three_events"): 2,
+    }
+    rules = frame[frame.seed < 0].groupby("arm", observed=True).method.unique()
+    assert len(rules["validation"]) == 24
+    assert set(rules.get("test", ())) == set(rules["new sentences"]) - {
+        "threshold_0.7", "threshold_0.9", "threshold_0.98", "factor_1", "credit_0.9",
+        "eb-sampler_0.1", "eb-sampler_0.01",
+    }  # fmt: skip
+    learnt = frame[frame.seed >= 0]
+    families = learnt.method.astype(str).str.partition("_")[0]
+    seeds = learnt.groupby([families, "arm"], observed=True).seed.unique().map(sorted).to_dict()
+    assert seeds == {
+        (policy, arm): trained
+        for policy, trained in (("tracelock", [0, 1]), ("outcome", [0]))
+        for arm in ("validation", "test", "new sentences", "three events")
+    }
+    before = (out / "costs.jsonl").read_bytes()
+    learn()
+    assert (out / "costs.jsonl").read_bytes() == before  # nothing is made again
+    learn("--clock")
+    clock = json.loads((out / "real_policies.json").read_text())["clock"]
+    assert {one["batch"] for one in clock} == {1, 16, 64}
+    assert {one["method"].partition("_")[0] for one in clock} >= {"tracelock", "outcome"}
+    assert all(one["milliseconds"] > 0 for one in clock)
 
 
 def follow_next_tokens(folder: Path) -> None:
