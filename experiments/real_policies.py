@@ -221,7 +221,7 @@ def distil(run: Commands, seed: int) -> None:
     folder, sizes = place(run, f"seed-{seed}"), run.options
     drawn = "--seed_everything", seed, "--model.seed", seed
     prompts = stories("train", sizes.traces, 1000 + seed)
-    fitted = "--model.projector_prompts", min(16, sizes.traces)
+    fitted = "--model.projector_prompts", 16
     run.command(folder, "predict", "traces", *model(run), *drawn, *prompts, *fitted)
     updates = sizes.head_updates
     limits = ("--trainer.max_steps", updates, "--trainer.val_check_interval", updates // 5)
