@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 Script = Callable[[str | Path], dict[str, Any]]
@@ -187,6 +188,72 @@ def test_the_policy_bench_compares_at_equal_forwards_and_keeps_every_decode(
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(SystemExit, match=r"bench\.parquet"):
         bench["report"](path)
+
+
+def test_policies_on_the_real_model_meet_rules_that_validation_chose(
+    tmp_path: Path, imported: Script
+) -> None:
+    script, chain = imported("experiments/real_policies.py"), imported("experiments/chain.py")
+    verdicts = {  # forwards, and what is right in each seed, on both lists
+        "threshold_0.6": (4, ["0110"]),
+        "threshold_0.9": (8, ["1111"]),
+        "credit_0.9": (8, ["1010"]),  # threshold 0.9 is superior, so this is in no mixture
+        "tracelock_0.5": (5, ["1101", "1100"]),
+        "tracelock_0.8": (6, ["1111", "1110"]),
+    }
+    rows = [
+        (which, "stories", method, seed - (len(right) == 1), f"u{uid}", digit == "1", forwards)
+        for which in ("validation", "test")
+        for method, (forwards, right) in verdicts.items()
+        if (which, method) != ("test", "threshold_0.9")
+        for seed, digits in enumerate(right)
+        for uid, digit in enumerate(digits)
+    ]
+    path, known = tmp_path / "policies.parquet", tmp_path / "known.parquet"
+    write_rows(path, rows, chain["SCHEMA"])
+    # The test decodes of threshold 0.9 are those of the first part; another model's are left alone.
+    here = [("block", "stories", "threshold_0.9", f"u{uid}", True, 8, 0.5) for uid in range(4)]
+    other = [("sft", "stories", "threshold_0.6", f"u{uid}", True, 1, 0.5) for uid in range(4)]
+    write_rows(known, here + other, imported("experiments/real_results.py")["SCHEMA"])
+    known.with_suffix(".json").write_text("{}")
+    text = script["report"](path, known, "block")
+    # At 6 forwards half of the problems are decoded by either: (0.5 + 1) / 2 = 0.75.
+    (line,) = re.findall(r"\| test \| tracelock_0\.8 \| most accurate \| (.*)", text)
+    right, forwards, rules, difference, _ = line.split(" | ")
+    assert right.startswith("87.5 ± ")
+    assert (forwards, rules) == ("6.0", "75.0 (threshold_0.6, threshold_0.9)")
+    assert difference.startswith("+12.5 [")
+    assert "| threshold_0.9 | 100.0 ± 0.0 @ 8.0 | 100.0 ± 0.0 @ 8.0 |" in text
+
+
+def write_rows(path: Path, rows: list[tuple[Any, ...]], schema: pa.Schema) -> None:
+    columns = dict(zip(schema.names, map(list, zip(*rows, strict=True)), strict=True))
+    pq.write_table(pa.table(columns, schema=schema), path)
+
+
+def test_harder_stories_are_worked_out_and_share_no_sentence_with_training(
+    imported: Script,
+) -> None:
+    stories = imported("experiments/stories.py")
+    told = {}
+    for name, lines in (
+        ("Stories", (1, 2, 3)),
+        ("NewSentences", (1, 2, 3)),
+        ("ThreeEvents", (3, 4)),
+    ):
+        task = stories[name](num_examples=200)
+        examples = task.examples()
+        for example in examples:
+            answer = task.reference_completion(example)
+            assert task.grade(example, answer).is_correct
+            assert len(example.reference["lines"]) in lines
+            for equation in example.reference["lines"]:
+                left, right = equation.partition(" ")[0].split("=")
+                assert eval(left) == int(right)
+        sentences = [*(one[0] for one in task.openings), *(one[0] for one in task.events)]
+        told[name] = {*sentences, *task.questions}
+    assert not told["Stories"] & told["NewSentences"]
+    assert told["Stories"] == told["ThreeEvents"]
 
 
 @pytest.mark.parametrize(("df", "quantile"), [(1, 12.706), (4, 2.776), (30, 2.042), (1e9, 1.960)])
