@@ -371,10 +371,11 @@ def against_rules(validation: Decodes, test: Decodes, policy: str) -> tuple[Deco
     """Returns both lists with the cells of a policy and the best rules on validation alone."""
     rules = front(validation)
     cells = [c for c in test.correct if c in rules or (c[0] == policy and c in validation.correct)]
-    return tuple(
-        Decodes({c: one.correct[c] for c in cells}, {c: one.forwards[c] for c in cells}, {})
-        for one in (validation, test)
-    )
+
+    def of(one: Decodes) -> Decodes:
+        return Decodes({c: one.correct[c] for c in cells}, {c: one.forwards[c] for c in cells}, {})
+
+    return of(validation), of(test)
 
 
 def cells_table(found: dict[str, Decodes]) -> str:
