@@ -26,7 +26,6 @@ from lit_dlm.decoding.api import (
     DecodedRows,
     DecodePrompt,
     Detokenizer,
-    Occupancy,
     WorkQueue,
     decode_stream,
     text_cells,
@@ -428,7 +427,7 @@ class DecodeModule(CheckedModule):
 
     def _decoded(self, stream: PromptStream, reports: StepReports) -> Iterator[DecodedBatch]:
         decoder = self.decoders[stream.method]
-        capture, occupancy = self.capture(), Occupancy()
+        capture = self.capture()
         fill = None if decoder.layout is None else RegionFill()
 
         def prompt(number: int) -> DecodePrompt:
@@ -445,7 +444,7 @@ class DecodeModule(CheckedModule):
             response_length=stream.response_length,
             batch_size=stream.batch_size,
             detokenizer=self.detokenizer,
-            observers=[one for one in (capture, fill, occupancy, reports) if one is not None],
+            observers=[one for one in (capture, fill, reports) if one is not None],
         ):
             num_ended += len(rows.numbers)
             num_tokens += sum(rows.responses.num_tokens)
@@ -454,12 +453,11 @@ class DecodeModule(CheckedModule):
             stream.is_done = rows.is_last
             if rows.is_last:
                 logger.info(
-                    "%s, %s: %d responses, %.0f tokens/s, %.0f %% of the batch at work",
+                    "%s, %s: %d prompts, %.0f tokens/s",
                     stream.examples[0].task,
                     stream.method,
                     num_ended,
                     num_tokens / max(seconds, 1e-9),
-                    100.0 * occupancy.share,
                 )
             yield DecodedBatch(
                 examples=[stream.examples[number] for number in rows.numbers],

@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 TRACES_PAGE = "traces.html"
 MAX_TEXT = 1200  # characters of a completion that the page shows
 NUM_SAMPLES = 20  # samples shown of each method on each task
-MAX_CURVES = 9  # training curves shown of each run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,7 +304,7 @@ def _fronts(merged: Sequence[MethodSummary]) -> list[Plot]:
 
 
 def _curves(run: ReportedRun) -> list[Plot]:
-    from lit_dlm.reports.plots import THEMES, curve_figure, figure_bytes, read_curves
+    from lit_dlm.reports.plots import MAX_CURVES, THEMES, curve_figure, figure_bytes, read_curves
 
     plots = []
     for name, curve in list(read_curves(run.folder).items())[:MAX_CURVES]:
