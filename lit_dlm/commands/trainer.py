@@ -187,11 +187,8 @@ def parsed(arguments: Sequence[str], composed: Composed) -> dict[str, Any]:
 
 def main(arguments: Sequence[str], composed: Composed) -> int:
     """Runs a subcommand with its options; returns 1 if a class or a file refused its input."""
-    # Silences advertisements for other services, a deprecation inside Lightning itself, and its
-    # warnings about loaders that iterate over a queue or collate rows that are in memory.
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
-        lambda record: "Tip:" not in record.getMessage()
-    )
+    # Silences a deprecation inside Lightning itself, and its warnings about loaders that iterate
+    # over a queue or collate rows that are in memory.
     # Lightning passes its messages to the root logger as well, which has a handler here.
     if logging.getLogger().hasHandlers():
         logging.getLogger("lightning").handlers.clear()

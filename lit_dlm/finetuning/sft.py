@@ -126,8 +126,7 @@ class SFTModule(TrainableModule):
         # All processes choose the same steps, since each of them must take part.
         is_written = every > 0 and (self.trainer.global_step + 1) % every == 0
         if sums and (is_written or self.trainer.world_size == 1):
-            means = self._means(sums)
-            self.log_dict({f"train/{name}": value for name, value in means.items()})
+            self._log_means("train", sums)
         super().on_before_optimizer_step(optimizer)
 
     def terms(self, batch: SupervisedBatch) -> LossTerms:
@@ -142,9 +141,12 @@ class SFTModule(TrainableModule):
         _add_sums(self._val_sums, self.terms(batch))
 
     def on_validation_epoch_end(self) -> None:
-        values = self._means(self._val_sums)
         # Equal on all processes; Lightning warns about values of epochs that are not reduced.
-        self.log_dict({f"val/{name}": value for name, value in values.items()}, sync_dist=True)
+        self._log_means("val", self._val_sums, sync_dist=True)
+
+    def _log_means(self, stage: str, sums: Mapping[str, Tensor], **options: Any) -> None:
+        for name, value in self._means(sums).items():
+            self.log(f"{stage}/{name}", value, prog_bar=name in ("loss", "accuracy"), **options)
 
     def _means(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the loss and its parts over the batches of all processes; each must call it."""

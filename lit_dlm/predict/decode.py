@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -52,6 +53,10 @@ from lit_dlm.vision.base import vision_of
 from lit_dlm.vision.pictures import Picture
 
 logger = logging.getLogger(__name__)
+# Lightning's advertisements for other services, in scripts too.
+logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
+    lambda record: "Tip:" not in record.getMessage()
+)
 
 
 @dataclass
@@ -241,6 +246,21 @@ class CheckedModule(LightningModule):
     strict_loading = False
     seed: int
     """Base seed."""
+
+    @classmethod
+    def load_from_checkpoint(cls, *args: Any, **options: Any) -> Any:
+        """Builds a module from its own arguments, and loads the checkpoint's weights into it."""
+        try:
+            with warnings.catch_warnings():
+                # The backbone's own weights, which a checkpoint is not to have.
+                warnings.filterwarnings("ignore", message="Found keys that are in the model")
+                return super().load_from_checkpoint(*args, **options)
+        except TypeError as error:
+            raise ValueError(
+                f"{cls.__name__}.load_from_checkpoint: expected the module's arguments beside the "
+                f"file, which holds only what was trained, such as backbone=load_backbone(...) "
+                f"({error}); to decode, load what module.export(FOLDER) wrote"
+            ) from error
 
     def setup(self, stage: str) -> None:
         # Other "true" precisions set torch's default dtype and cast every module: heads and their

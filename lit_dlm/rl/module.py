@@ -350,7 +350,8 @@ class TraceRLModule(TrainableModule):
 
     def on_train_epoch_start(self) -> None:
         self._began = time.perf_counter()
-        self._log_over_step(self.loop.current.metrics)
+        for name, value in self.loop.current.metrics.items():
+            self._log_over_step({name: value}, prog_bar=name == "rollout/reward")
 
     def _log_over_step(self, values: dict[str, Any], **options: Any) -> None:
         """Logs values once, at the end of the RL step, over its updates and all processes."""

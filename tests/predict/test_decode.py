@@ -1,14 +1,19 @@
 """What a module makes of a problem before it decodes."""
 
+import logging
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 
 from lit_dlm.backbones import HFBackbone
 from lit_dlm.decoding import ConfidencePolicy, Decoder
+from lit_dlm.finetuning.sft import SFTModule
 from lit_dlm.predict.decode import DecodeModule, PromptBatch
 from lit_dlm.tasks import PromptExample
+from tests.finetuning.runs import Data, examples, quiet, small
 from tests.rollouts import learner, policy
 from tests.training.supervised import BLOCK
 
@@ -72,3 +77,26 @@ def test_a_sample_whose_logits_are_no_numbers_is_named() -> None:
     ids = [module.encode(example) for example in examples]
     with pytest.raises(ValueError, match=r"^t/test/0@one, t/test/1@one: the model's prob"):
         module.decode(PromptBatch(examples, ids, "one", 4))
+
+
+def test_a_script_sees_loss_and_accuracy_and_loads_its_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+) -> None:
+    seen: dict[str, object] = {}
+    note = LambdaCallback(on_train_batch_end=lambda one, *_: seen.update(one.progress_bar_metrics))
+    with caplog.at_level(logging.INFO):
+        trainer = quiet(tmp_path, max_steps=3, callbacks=[note])
+        module = SFTModule(small(), tokenizer="tiny", warmup_steps=0)
+        trainer.fit(module, Data(examples(), batch_size=4))
+    assert seen.keys() == {"train/loss", "train/accuracy"}
+    assert "Tip" not in caplog.text
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+
+    given = {"backbone": small(), "tokenizer": "tiny"}
+    recwarn.clear()
+    again = SFTModule.load_from_checkpoint(tmp_path / "run.ckpt", **given)
+    assert not [one for one in recwarn if "keys" in str(one.message)]
+    weights = dict(module.named_parameters())
+    assert all(torch.equal(value, weights[name]) for name, value in again.named_parameters())
+    with pytest.raises(ValueError, match=r"SFTModule\.load_from_checkpoint: .*'backbone'.*export"):
+        SFTModule.load_from_checkpoint(tmp_path / "run.ckpt")
