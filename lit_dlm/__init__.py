@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lit_dlm.finetuning.tabom import TABOMModule as TABOMModule
     from lit_dlm.generation import Generations as Generations, generate as generate
     from lit_dlm.predict.decode import DecodeModule as DecodeModule
+    from lit_dlm.reports.notebook import load_run as load_run
     from lit_dlm.tracelock.autoencoder import AutoencoderModule as AutoencoderModule
     from lit_dlm.tracelock.generate import TraceModule as TraceModule
     from lit_dlm.tracelock.module import TraceLockModule as TraceLockModule
@@ -30,6 +31,7 @@ _PLACES = {
     "TraceLockModule": "tracelock.module",
     "TraceModule": "tracelock.generate",
     "generate": "generation",
+    "load_run": "reports.notebook",
 }
 __all__ = ["__version__", *_PLACES]
 

@@ -1,8 +1,10 @@
+import io
 import subprocess
 import sys
 
 import pytest
 import torch
+from rich.console import Console
 
 import lit_dlm
 from lit_dlm.backbones import HFBackbone, LoRASettings, load_backbone, load_tokenizer
@@ -130,3 +132,16 @@ def test_the_package_imports_without_torch():
 
 def test_the_package_lists_its_names():
     assert {"generate", "Generations", "__version__"} <= set(dir(lit_dlm))
+
+
+@pytest.mark.parametrize(("count", "told"), [(11, True), (10, False)])
+def test_many_prompts_are_counted_on_a_terminal(backbone, tokenizer, monkeypatch, count, told):
+    screen = io.StringIO()
+    for is_terminal in (True, False):
+        console = Console(file=screen, width=80, force_terminal=is_terminal)
+        monkeypatch.setattr("lit_dlm.generation.get_console", lambda one=console: one)
+        settings = {"decode": Decoder(**FAST), "tokenizer": tokenizer, "response_length": 16}
+        lit_dlm.generate(backbone, ["Hi"] * count, batch_size=4, **settings)
+        assert ("8 of 11 prompts, " in screen.getvalue()) == (told and is_terminal)
+        screen.seek(0)
+        screen.truncate()

@@ -103,6 +103,7 @@ def main(arguments: Sequence[str]) -> int:
             batch_size=config.batch_size,
             seed=config.seed,
             observers=observers,
+            progress=False,  # the canvas is on the terminal
         )
     for number, (prompt, text, steps) in enumerate(
         zip(prompts, done.texts, done.num_steps, strict=True)

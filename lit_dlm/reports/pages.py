@@ -41,7 +41,7 @@ def fill(path: str, **context: Any) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"digest": _digest, "data_uri": _data_uri, "cell": _cell}
+    environment.filters |= {"digest": _digest, "data_uri": data_uri, "cell": _cell}
     # Jinja's filter ``tojson`` escapes < and > in scripts, where no other escaping is possible.
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     return environment.get_template(path).render(**context)
@@ -55,7 +55,8 @@ def _digest(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _data_uri(png: bytes) -> str:
+def data_uri(png: bytes) -> str:
+    """Returns a picture as the source of an ``img``."""
     return "data:image/png;base64," + base64.b64encode(png).decode()
 
 

@@ -69,7 +69,7 @@ def load_samples(
         label=path.resolve().name,
         source=path,
         shards=shards,
-        samples=[_sample(records[uid], (rows or {}).get(uid)) for uid in kept],
+        samples=[sample_of(records[uid], (rows or {}).get(uid)) for uid in kept],
         num_available=len(fitting),
         methods=decoders,
     )
@@ -152,7 +152,8 @@ def _chosen(uids: Sequence[str], limit: int | None) -> list[str]:
     return [uid for uid in ordered if uid in chosen]
 
 
-def _sample(record: Trajectory, row: ResultRow | None) -> Sample:
+def sample_of(record: Trajectory, row: ResultRow | None) -> Sample:
+    """A record with its line in the results, or with what its ``meta`` says."""
     if row is None:
         correct = record.meta.get("correct")
         return Sample(

@@ -15,12 +15,15 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lit_dlm.trajectories.features import StepFeatures
+
+if TYPE_CHECKING:
+    from lit_dlm.reports.notebook import Shown
 
 
 class TrajectoryFormatError(ValueError):
@@ -194,6 +197,15 @@ class Trajectory:
     def with_meta(self, **values: Any) -> Trajectory:
         """A copy whose ``meta`` has ``values`` added."""
         return replace(self, meta={**self.meta, **values})
+
+    def show(self, tokenizer: Any | None = None) -> Shown:
+        """Returns the decode step by step, for the output of a notebook.
+
+        ``tokenizer`` is one or its name; without it, token ids are shown.
+        """
+        from lit_dlm.reports.notebook import show_records
+
+        return show_records([self], tokenizer)
 
     # -- internals -----------------------------------------------------------------------------
 

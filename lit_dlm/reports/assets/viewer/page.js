@@ -323,6 +323,8 @@ function remember() {
     const hash = address();
     // Somebody else may have changed the address since: it is to be followed, not replaced.
     if (hash === null || location.hash !== now.hash) return;
+    // Inside of a notebook the page has no address.
+    if (location.protocol === "about:") return;
     if (hash !== now.hash) history.replaceState(null, "", hash);
     now.hash = location.hash;
   }, 200);
